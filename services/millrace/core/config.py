@@ -1,0 +1,222 @@
+"""The one configuration tree: frozen, keyword-only, validated when built.
+
+Every message names the field by its dotted path, the value and the range. Units are in the names. Files are TOML; a
+file's tables are the sections below, and `--set section.field=value` on any command overrides one field.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+import tomllib
+import types
+import typing
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, TypeVar
+
+from millrace.core.errors import ConfigError
+from millrace.core.request import Slo
+
+T = TypeVar("T")
+
+
+def _within(low: float, high: float = math.inf) -> Callable[[Any], str | None]:
+    def check(value: Any) -> str | None:  # noqa: ANN401 - a check sees any field's value
+        if low <= value <= high:
+            return None
+        return f"at least {low:g}" if math.isinf(high) else f"between {low:g} and {high:g}"
+
+    return check
+
+
+def _one_of(*choices: str) -> Callable[[Any], str | None]:
+    def check(value: Any) -> str | None:  # noqa: ANN401
+        return None if value in choices else "one of " + ", ".join(choices)
+
+    return check
+
+
+def _setting(default: Any, check: Callable[[Any], str | None] | None = None, doc: str = "") -> Any:  # noqa: ANN401
+    return field(default=default, metadata={"check": check, "doc": doc})
+
+
+class _Section:
+    """Checks every field of a section against its range when it is built."""
+
+    def __post_init__(self) -> None:
+        section = type(self).__name__.removesuffix("Config").lower()
+        for f in dataclasses.fields(self):  # type: ignore[arg-type]  # every section is a dataclass
+            check = f.metadata.get("check")
+            value = getattr(self, f.name)
+            if check is not None and (wanted := check(value)) is not None:
+                raise ConfigError(f"{section}.{f.name} is {value!r}; it must be {wanted}")
+
+
+@dataclass(frozen=True, kw_only=True)
+class ProxyConfig(_Section):
+    host: str = _setting("127.0.0.1")
+    port: int = _setting(8080, _within(0, 65535), "0 picks a free port")
+    workers: int = _setting(1, _within(1, 256), "processes that share the port")
+    max_body_bytes: int = _setting(32 << 20, _within(1024), "larger bodies get 413")
+    max_choices: int = _setting(16, _within(1, 1024), "largest n of a request")
+    max_logprobs: int = _setting(20, _within(0, 1024))
+    max_new_tokens: int = _setting(
+        4096, _within(1), "largest max_tokens, and the default when none is given"
+    )
+    max_inflight: int = _setting(4096, _within(1), "requests open at once; more get 429")
+    default_ttft_slo_ms: float = _setting(0.0, _within(0), "0: none")
+    default_tbt_slo_ms: float = _setting(0.0, _within(0), "0: none")
+    submit_timeout_s: float = _setting(
+        10.0, _within(0.01), "for the scheduler's answer to a submission"
+    )
+    drain_timeout_s: float = _setting(30.0, _within(0))
+
+
+@dataclass(frozen=True, kw_only=True)
+class SchedulerConfig(_Section):
+    policy: str = _setting("fcfs", _one_of("fcfs"))
+    max_queue_requests: int = _setting(1024, _within(1), "queued requests; more get 429")
+    max_queue_s: float = _setting(
+        600.0, _within(0.1), "predicted seconds of queued work a prefill instance"
+    )
+    tasks_ahead: int = _setting(
+        2, _within(1, 64), "requests an instance holds, the running one included"
+    )
+    max_attempts: int = _setting(
+        3, _within(1, 100), "prefills of one request, instance deaths counted"
+    )
+    heartbeat_s: float = _setting(1.0, _within(0.01))
+    lease_s: float = _setting(5.0, _within(0.05), "silence of a peer that counts as its death")
+    request_timeout_s: float = _setting(3600.0, _within(1))
+
+
+@dataclass(frozen=True, kw_only=True)
+class EngineConfig(_Section):
+    device: str = _setting("auto", None, "auto, cpu, cuda or cuda:N")
+    dtype: str = _setting("auto", _one_of("auto", "float32", "bfloat16"), "auto: the model's own")
+    threads: int = _setting(0, _within(0, 4096), "compute threads; 0: all cores of the process")
+    load_format: str = _setting(
+        "auto", _one_of("auto", "dummy"), "dummy: random weights from config.json"
+    )
+    attention_backend: str = _setting("auto", None, "auto or a backend's name")
+    page_tokens: int = _setting(16, _within(1, 1024))
+    kv_bytes: int = _setting(0, _within(0), "memory of the KV pool; 0: a share of what is free")
+    max_context_tokens: int = _setting(0, _within(0), "0: the model's own")
+    max_chunk_tokens: int = _setting(2048, _within(1), "tokens a forward pass computes at most")
+    max_batch: int = _setting(64, _within(1, 4096), "sequences of a decode batch")
+
+
+@dataclass(frozen=True, kw_only=True)
+class TransferConfig(_Section):
+    transport: str = _setting("nixl", _one_of("nixl", "memory"))
+    backends: int = _setting(
+        4, _within(1, 1024), "requests that may transfer to one decode instance at once"
+    )
+    buffer_bytes: int = _setting(
+        0, _within(0), "staging buffer a backend; 0: buffer-free, into the pages themselves"
+    )
+    handshake_timeout_s: float = _setting(30.0, _within(0.01))
+    transfer_timeout_s: float = _setting(60.0, _within(0.01), "without progress")
+    lease_s: float = _setting(
+        30.0, _within(0.05), "life of a reservation without news from its sender"
+    )
+
+
+@dataclass(frozen=True, kw_only=True)
+class StoreConfig(_Section):
+    url: str = _setting(
+        "memory://", None, "redis://, rediss:// or unix:// URL; memory:// inside one process only"
+    )
+    key_prefix: str = _setting("millrace")
+    ttl_s: float = _setting(7200.0, _within(1), "life of a record nobody finished")
+    finished_ttl_s: float = _setting(60.0, _within(0), "life of a record after its request ended")
+    journal_interval_ms: float = _setting(100.0, _within(1))
+
+
+@dataclass(frozen=True, kw_only=True)
+class TelemetryConfig(_Section):
+    log_level: str = _setting("info", _one_of("debug", "info", "warning", "error"))
+    log_format: str = _setting("text", _one_of("text", "json"))
+    otlp_endpoint: str = _setting("", None, "empty: traces stay in the process")
+    metrics_port: int = _setting(0, _within(0, 65535), "worker's /metrics and /ready; 0: off")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Config:
+    """The whole tree. `slo_classes` maps a class name (`x-millrace-class`) to its objectives."""
+
+    proxy: ProxyConfig = ProxyConfig()
+    scheduler: SchedulerConfig = SchedulerConfig()
+    engine: EngineConfig = EngineConfig()
+    transfer: TransferConfig = TransferConfig()
+    store: StoreConfig = StoreConfig()
+    telemetry: TelemetryConfig = TelemetryConfig()
+    slo_classes: Mapping[str, Slo] = field(default_factory=lambda: types.MappingProxyType({}))
+
+    def __post_init__(self) -> None:
+        if self.scheduler.lease_s < 2 * self.scheduler.heartbeat_s:
+            raise ConfigError(
+                f"scheduler.lease_s is {self.scheduler.lease_s:g}; it must be at least twice "
+                f"scheduler.heartbeat_s ({self.scheduler.heartbeat_s:g})"
+            )
+
+
+def load_config(path: Path | None = None, overrides: Iterable[str] = ()) -> Config:
+    """Builds the tree from a TOML file and `section.field=value` overrides, in that order.
+
+    Raises ConfigError for an unknown section or field, a value of the wrong type or out of range.
+    """
+    tree: dict[str, dict[str, Any]] = {}
+    if path is not None:
+        try:
+            tree = tomllib.loads(path.read_text())
+        except (OSError, tomllib.TOMLDecodeError) as error:
+            raise ConfigError(f"config file {path}: {error}") from error
+    for override in overrides:
+        name, separator, text = override.partition("=")
+        section, dot, key = name.partition(".")
+        if not (separator and dot):
+            raise ConfigError(f"--set {override!r}: write it as section.field=value")
+        tree.setdefault(section, {})[key] = text
+    return _build(tree)
+
+
+def _build(tree: dict[str, dict[str, Any]]) -> Config:
+    sections = typing.get_type_hints(Config)
+    if unknown := tree.keys() - sections.keys():
+        raise ConfigError(
+            f"unknown section {min(unknown)!r}; there are {', '.join(sorted(sections))}"
+        )
+    built: dict[str, Any] = {}
+    for name, values in tree.items():
+        if not isinstance(values, dict):
+            raise ConfigError(f"{name} is {values!r}; it must be a table")
+        if name == "slo_classes":
+            built[name] = {
+                cls: _section(Slo, f"slo_classes.{cls}", {**v, "class_name": cls})
+                for cls, v in values.items()
+            }
+        else:
+            built[name] = _section(sections[name], name, values)
+    return Config(**built)
+
+
+def _section(cls: type[T], path: str, values: dict[str, Any]) -> T:
+    hints = typing.get_type_hints(cls)
+    if unknown := values.keys() - hints.keys():
+        raise ConfigError(
+            f"unknown field {path}.{min(unknown)}; there are {', '.join(sorted(hints))}"
+        )
+    return cls(**{k: _coerce(f"{path}.{k}", hints[k], v) for k, v in values.items()})
+
+
+def _coerce(path: str, hint: Any, value: Any) -> Any:  # noqa: ANN401 - a field's type is known at run time
+    wanted = next(t for t in (typing.get_args(hint) or (hint,)) if t is not type(None))
+    try:
+        if isinstance(value, bool) or (wanted is int and isinstance(value, float)):
+            raise ValueError
+        return wanted(value)
+    except (TypeError, ValueError) as error:
+        raise ConfigError(f"{path} is {value!r}; it must be {wanted.__name__}") from error

@@ -1,0 +1,155 @@
+"""What the world tells the scheduler. `Machine.step(event, now_s)` is their only reader.
+
+Instances are named by id; `generation` tells one life of an instance from the next, and news of an earlier life is
+ignored.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from millrace.core.latency import Latency
+from millrace.core.request import Request
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class InstanceJoined:
+    """An instance registered. The same id with a higher generation replaces the earlier life."""
+
+    instance_id: str
+    generation: int
+    role: str  # "prefill" | "decode"
+    kv_pages: int
+    page_tokens: int
+    max_context_tokens: int
+    max_batch: int
+    model_hash: str
+    latency: Latency = field(default_factory=Latency)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class InstanceLeft:
+    """An instance's stream ended or its lease lapsed: whatever it held is gone."""
+
+    instance_id: str
+    generation: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class InstanceDraining:
+    """No new work for this instance; what it has may finish."""
+
+    instance_id: str
+    generation: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LoadReported:
+    """A heartbeat."""
+
+    instance_id: str
+    generation: int
+    free_pages: int
+    running: int
+    waiting: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Submitted:
+    request: Request
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CancelRequested:
+    """The client left, the proxy met a stop string, or a deadline passed."""
+
+    request_id: str
+    reason: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ProxyLeft:
+    """A proxy's stream ended: nobody reads its requests any more."""
+
+    proxy_id: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ChunkStarted:
+    instance_id: str
+    generation: int
+    request_id: str
+    chunk_index: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ChunkFinished:
+    instance_id: str
+    generation: int
+    request_id: str
+    chunk_index: int
+    compute_s: float
+    last: bool
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RequestReleased:
+    """The instance holds no page of the request any more."""
+
+    instance_id: str
+    generation: int
+    request_id: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DecodeStarted:
+    """All KV landed; the request joined the instance's batch."""
+
+    instance_id: str
+    generation: int
+    request_id: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RequestFinished:
+    """The decode instance emitted the last token (stop | length) or dropped the request (cancelled)."""
+
+    instance_id: str
+    generation: int
+    request_id: str
+    reason: str
+    generated_tokens: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RequestFailed:
+    """An instance could not do its part. A retryable failure is prefilled again elsewhere."""
+
+    instance_id: str
+    generation: int
+    request_id: str
+    message: str
+    retryable: bool
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Tick:
+    """Time passed: deadlines are looked at."""
+
+
+Event = (
+    InstanceJoined
+    | InstanceLeft
+    | InstanceDraining
+    | LoadReported
+    | Submitted
+    | CancelRequested
+    | ProxyLeft
+    | ChunkStarted
+    | ChunkFinished
+    | RequestReleased
+    | DecodeStarted
+    | RequestFinished
+    | RequestFailed
+    | Tick
+)

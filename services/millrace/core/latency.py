@@ -1,0 +1,22 @@
+"""Latency of a prefill chunk: Tetris section 5.1, Eq. (1)."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Latency:
+    """seconds = a + b L + c C L + d L^2 with L the chunk's tokens and C the history's (Tetris Eq. (1)).
+
+    The defaults are a placeholder order of size for an instance that reported nothing: 1 ms a token.
+    """
+
+    a: float = 0.0
+    b: float = 1e-3
+    c: float = 0.0
+    d: float = 0.0
+
+    def chunk_s(self, tokens: int, history: int) -> float:
+        """Predicted seconds to compute `tokens` on top of `history` tokens."""
+        return self.a + tokens * (self.b + self.c * history + self.d * tokens)

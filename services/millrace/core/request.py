@@ -1,0 +1,97 @@
+"""The one request object and the one table of its states."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from enum import Enum
+from types import MappingProxyType
+
+
+class RequestState(Enum):
+    """Where a request is in its life, as the scheduler sees it."""
+
+    QUEUED = "queued"  # accepted; no work was sent to a prefill instance yet
+    PREFILLING = "prefilling"  # chunks are with prefill instances
+    TRANSFERRING = "transferring"  # all chunks computed; KV still on its way to decode
+    DECODING = "decoding"  # in a decode instance's batch
+    FINISHED = "finished"
+    FAILED = "failed"
+    CANCELLED = "cancelled"
+
+    @property
+    def is_final(self) -> bool:
+        return not TRANSITIONS[self]
+
+
+_ENDS = frozenset({RequestState.FINISHED, RequestState.FAILED, RequestState.CANCELLED})
+
+#: Every legal step. A state maps to those that may follow it.
+#: PREFILLING -> QUEUED is a re-prefill after a death; a request whose first token is also its last
+#: goes from TRANSFERRING straight to FINISHED.
+TRANSITIONS: MappingProxyType[RequestState, frozenset[RequestState]] = MappingProxyType(
+    {
+        RequestState.QUEUED: frozenset({RequestState.PREFILLING})
+        | (_ENDS - {RequestState.FINISHED}),
+        RequestState.PREFILLING: frozenset(
+            {RequestState.QUEUED, RequestState.TRANSFERRING, RequestState.DECODING}
+        )
+        | _ENDS,
+        RequestState.TRANSFERRING: frozenset({RequestState.QUEUED, RequestState.DECODING}) | _ENDS,
+        RequestState.DECODING: _ENDS,
+        RequestState.FINISHED: frozenset(),
+        RequestState.FAILED: frozenset(),
+        RequestState.CANCELLED: frozenset(),
+    }
+)
+
+
+class IllegalTransition(Exception):
+    """An event asked for a step that `TRANSITIONS` does not hold: a defect, never bad input."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Slo:
+    """A request's objectives, in seconds; None where it has none."""
+
+    ttft_s: float | None = None
+    tbt_s: float | None = None
+    class_name: str = "default"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Chunk:
+    """A run of prompt tokens computed at once by one group of instances (Tetris section 3.1)."""
+
+    index: int
+    start_token: int
+    num_tokens: int
+    instance_ids: tuple[str, ...]
+
+
+@dataclass(slots=True, kw_only=True, eq=False)
+class Request:
+    """One request for its whole life. `Machine` alone writes to it, `advance` alone sets its state."""
+
+    id: str
+    proxy_id: str
+    prompt_tokens: int
+    max_new_tokens: int
+    choices: int = 1
+    slo: Slo = field(default_factory=Slo)
+    arrival_s: float = 0.0
+
+    state: RequestState = RequestState.QUEUED
+    chunks: tuple[Chunk, ...] = ()
+    chunks_done: int = 0
+    decode_id: str | None = None
+    attempts: int = 0
+    dispatched_s: float | None = None
+    first_token_s: float | None = None
+    finished_s: float | None = None
+    predicted_prefill_s: float = 0.0
+
+    def advance(self, state: RequestState) -> None:
+        """Moves to `state`. Raises IllegalTransition when `TRANSITIONS` does not allow it."""
+        if state not in TRANSITIONS[self.state]:
+            raise IllegalTransition(f"request {self.id}: {self.state.value} -> {state.value}")
+        self.state = state
