@@ -1,4 +1,7 @@
-"""Generates services/millrace/wire/pb from proto/*.proto. `--check` fails when the committed stubs are stale."""
+"""Generates services/millrace/wire/pb from proto/*.proto.
+
+`--check` fails when the committed stubs are stale.
+"""
 
 from __future__ import annotations
 
@@ -49,7 +52,7 @@ def generate(output: Path) -> None:
 
 
 def stale(fresh: Path) -> list[str]:
-    """Names of files that differ between `fresh` and the committed stubs, or stand on one side only."""
+    """Names of files that differ from the committed stubs, or stand on one side only."""
     names = {
         p.name for d in (fresh, OUTPUT_DIR) for p in d.iterdir() if p.suffix in (".py", ".pyi")
     }

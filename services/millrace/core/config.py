@@ -1,7 +1,8 @@
 """The one configuration tree: frozen, keyword-only, validated when built.
 
-Every message names the field by its dotted path, the value and the range. Units are in the names. Files are TOML; a
-file's tables are the sections below, and `--set section.field=value` on any command overrides one field.
+Every message names the field by its dotted path, the value and the range. Units are in the names.
+Files are TOML; a file's tables are the sections below, and `--set section.field=value` on any
+command overrides one field.
 """
 
 from __future__ import annotations

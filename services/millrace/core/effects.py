@@ -1,4 +1,7 @@
-"""What the scheduler wants done. Drivers (the live service, the simulator) carry effects out in order."""
+"""What the scheduler wants done.
+
+Drivers (the live service, the simulator) carry effects out in order.
+"""
 
 from __future__ import annotations
 
@@ -9,7 +12,7 @@ from millrace.core.request import Chunk, RequestState
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Place:
-    """Tell the proxy that the request is accepted and which decode instance will emit its tokens."""
+    """Tell the proxy that the request is accepted and which decode instance emits its tokens."""
 
     request_id: str
     proxy_id: str
@@ -19,7 +22,10 @@ class Place:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Refuse:
-    """Tell the proxy that the request is not accepted. code: overloaded | unavailable | too_large."""
+    """Tell the proxy that the request is not accepted.
+
+    code: overloaded | unavailable | too_large.
+    """
 
     request_id: str
     proxy_id: str
@@ -57,7 +63,10 @@ class RunPrefill:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CancelOn:
-    """Tell an instance to drop the request and free all it holds of it. Harmless when it holds nothing."""
+    """Tell an instance to drop the request and free all it holds of it.
+
+    Harmless when it holds nothing.
+    """
 
     instance_id: str
     request_id: str

@@ -1,4 +1,7 @@
-"""The few errors that users and peers meet. Each message says which field or value, and what to do."""
+"""The few errors that users and peers meet.
+
+Each message says which field or value, and what to do.
+"""
 
 from __future__ import annotations
 
@@ -8,7 +11,7 @@ class MillraceError(Exception):
 
 
 class ConfigError(MillraceError):
-    """A setting is out of range or contradicts another. Names the field, the value and the range."""
+    """A setting is out of range or contradicts another: names the field, value and range."""
 
 
 class ModelError(MillraceError):

@@ -1,7 +1,7 @@
 """What the world tells the scheduler. `Machine.step(event, now_s)` is their only reader.
 
-Instances are named by id; `generation` tells one life of an instance from the next, and news of an earlier life is
-ignored.
+Instances are named by id; `generation` tells one life of an instance from the next, and news of an
+earlier life is ignored.
 """
 
 from __future__ import annotations
@@ -112,7 +112,7 @@ class DecodeStarted:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RequestFinished:
-    """The decode instance emitted the last token (stop | length) or dropped the request (cancelled)."""
+    """Decode emitted the last token (stop | length) or dropped the request (cancelled)."""
 
     instance_id: str
     generation: int

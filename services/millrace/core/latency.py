@@ -7,9 +7,9 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Latency:
-    """seconds = a + b L + c C L + d L^2 with L the chunk's tokens and C the history's (Tetris Eq. (1)).
+    """seconds = a + b L + c C L + d L^2, L the chunk's tokens, C the history's (Tetris Eq. (1)).
 
-    The defaults are a placeholder order of size for an instance that reported nothing: 1 ms a token.
+    The defaults are an order of size for an instance that reported nothing: 1 ms a token.
     """
 
     a: float = 0.0

@@ -70,7 +70,10 @@ class Chunk:
 
 @dataclass(slots=True, kw_only=True, eq=False)
 class Request:
-    """One request for its whole life. `Machine` alone writes to it, `advance` alone sets its state."""
+    """One request for its whole life.
+
+    `Machine` alone writes to it, `advance` alone sets its state.
+    """
 
     id: str
     proxy_id: str
