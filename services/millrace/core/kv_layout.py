@@ -1,0 +1,94 @@
+"""How a rank's KV pool lies in memory. Engine and transfer agree through this and nothing else.
+
+The pool is one contiguous allocation of shape
+``[num_layers, num_pages, 2, head_count, page_tokens, head_dim]``: K is plane 0 and V plane 1 of a
+page, and a head's rows of a page are contiguous (HND), so that heads can be split at any boundary
+between sender and receiver.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from millrace.core.errors import ConfigError
+
+#: Bytes of one element of every dtype a pool may hold.
+ELEMENT_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
+
+_COUNTS = ("num_layers", "num_kv_heads", "head_dim", "page_tokens", "head_count", "num_pages")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class KvLayout:
+    """One rank's KV pool.
+
+    ``num_kv_heads`` counts the whole model's heads; the rank holds
+    ``[head_start, head_start + head_count)``. ``model_hash`` names the weights:
+    KV of different weights must never mix.
+    """
+
+    model_hash: str
+    dtype: str
+    num_layers: int
+    num_kv_heads: int
+    head_dim: int
+    page_tokens: int
+    head_start: int
+    head_count: int
+    num_pages: int
+
+    def __post_init__(self) -> None:
+        self.validate()
+
+    def validate(self) -> None:
+        """Raises ConfigError naming the field, its value and what it must be."""
+        if self.dtype not in ELEMENT_BYTES:
+            raise ConfigError(
+                f"kv_layout.dtype is {self.dtype!r}; it must be one of {', '.join(ELEMENT_BYTES)}"
+            )
+        for name in _COUNTS:
+            if (value := getattr(self, name)) < 1:
+                raise ConfigError(f"kv_layout.{name} is {value!r}; it must be at least 1")
+        if self.head_start < 0 or self.head_end > self.num_kv_heads:
+            raise ConfigError(
+                f"kv_layout.head_start..head_end is {self.head_start}..{self.head_end}; it must "
+                f"lie within the model's {self.num_kv_heads} heads"
+            )
+
+    @property
+    def head_end(self) -> int:
+        """One past the last head of this rank."""
+        return self.head_start + self.head_count
+
+    @property
+    def element_bytes(self) -> int:
+        return ELEMENT_BYTES[self.dtype]
+
+    @property
+    def row_bytes(self) -> int:
+        """Bytes of one token of one head of one plane (K or V)."""
+        return self.head_dim * self.element_bytes
+
+    @property
+    def page_bytes(self) -> int:
+        """Bytes of one page of one layer, K and V of all the rank's heads."""
+        return 2 * self.head_count * self.page_tokens * self.row_bytes
+
+    @property
+    def layer_bytes(self) -> int:
+        """Bytes of one layer of the whole pool."""
+        return self.num_pages * self.page_bytes
+
+    @property
+    def pool_bytes(self) -> int:
+        """Bytes of the whole pool."""
+        return self.num_layers * self.layer_bytes
+
+    @property
+    def bytes_per_token(self) -> int:
+        """Bytes of one token over all layers, K and V of the rank's heads."""
+        return self.num_layers * 2 * self.head_count * self.row_bytes
+
+    def pages_for(self, tokens: int) -> int:
+        """Pages that hold `tokens` tokens."""
+        return -(-tokens // self.page_tokens)
