@@ -1,0 +1,213 @@
+"""The paged KV cache of one rank: one contiguous allocation and the book of who holds which page.
+
+Layout as in `millrace.core.kv_layout`: ``[num_layers, num_pages, 2, head_count, page_tokens,
+head_dim]``. A page number names the same page of every layer. Pages are counted references, so
+that several sequences may read one page; a writer that shares a page copies it first.
+
+Free pages are kept as extents (runs of neighbouring numbers) in three indexes: by start, by end,
+and sorted by length. Allocation takes the smallest extent that fits whole (best fit), so that a
+request's pages are one run wherever possible and its KV moves in few descriptors.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_left, insort
+from collections.abc import Iterable, Sequence
+
+import torch
+
+from millrace.core.errors import CapacityError, IntegrityError
+from millrace.core.kv_layout import KvLayout
+
+
+class PageExtents:
+    """A set of page numbers kept as maximal runs. Each call costs O(log runs) a run it touches."""
+
+    def __init__(self, num_pages: int) -> None:
+        self._length_at: dict[int, int] = {}  # start -> length
+        self._start_before: dict[int, int] = {}  # one past the end -> start
+        self._by_length: list[tuple[int, int]] = []  # sorted (length, start)
+        self.num_pages = 0
+        self.add_run(0, num_pages)
+
+    def add_run(self, start: int, length: int) -> None:
+        """Adds pages ``[start, start + length)``, none of which is in the set."""
+        self.num_pages += length
+        before = self._start_before.get(start)
+        if before is not None:
+            length += start - before
+            start = before
+            self._drop(start)
+        after = self._length_at.get(start + length)
+        if after is not None:
+            self._drop(start + length)
+            length += after
+        self._keep(start, length)
+
+    def take(self, count: int) -> list[int]:
+        """Removes `count` pages, ascending; as few runs as possible. The set must hold them."""
+        runs: list[tuple[int, int]] = []
+        while count:
+            at = bisect_left(self._by_length, (count, 0))
+            length, start = self._by_length[min(at, len(self._by_length) - 1)]
+            taken = min(count, length)
+            self._drop(start)
+            if taken < length:
+                self._keep(start + taken, length - taken)
+            runs.append((start, taken))
+            self.num_pages -= taken
+            count -= taken
+        return [page for start, length in sorted(runs) for page in range(start, start + length)]
+
+    def runs(self) -> list[tuple[int, int]]:
+        """(start, length) of every run, ascending by start."""
+        return sorted(self._length_at.items())
+
+    def check(self) -> None:
+        """Raises IntegrityError when the three indexes disagree or runs touch or overlap."""
+        runs = self.runs()
+        if sorted((length, start) for start, length in runs) != self._by_length:
+            raise IntegrityError("free pages: the length index differs from the start index")
+        if {start + length: start for start, length in runs} != self._start_before:
+            raise IntegrityError("free pages: the end index differs from the start index")
+        if sum(length for _, length in runs) != self.num_pages:
+            raise IntegrityError(f"free pages: runs do not add up to {self.num_pages}")
+        for (start, length), (following, _) in zip(runs, runs[1:], strict=False):
+            if start + length >= following:
+                raise IntegrityError(f"free pages: run at {start} reaches the one at {following}")
+
+    def _keep(self, start: int, length: int) -> None:
+        self._length_at[start] = length
+        self._start_before[start + length] = start
+        insort(self._by_length, (length, start))
+
+    def _drop(self, start: int) -> None:
+        length = self._length_at.pop(start)
+        del self._start_before[start + length]
+        del self._by_length[bisect_left(self._by_length, (length, start))]
+
+
+class KvPool:
+    """Pages of one rank. Not thread-safe: one thread allocates and frees."""
+
+    def __init__(self, layout: KvLayout, device: torch.device | str = "cpu") -> None:
+        """Allocates `layout.pool_bytes` of zeros on `device`.
+
+        Zeros, so that rows nobody wrote can't hold NaN. Raises CapacityError when the device has
+        no room.
+        """
+        self.layout = layout
+        shape = (
+            layout.num_layers,
+            layout.num_pages,
+            2,
+            layout.head_count,
+            layout.page_tokens,
+            layout.head_dim,
+        )
+        try:
+            self.storage = torch.zeros(shape, dtype=getattr(torch, layout.dtype), device=device)
+        except (RuntimeError, MemoryError) as error:
+            raise CapacityError(
+                f"no room for a KV pool of {layout.pool_bytes} bytes "
+                f"({layout.num_pages} pages) on {device}"
+            ) from error
+        self._layers = tuple(self.storage.unbind(0))
+        self._free = PageExtents(layout.num_pages)
+        self._references = [0] * layout.num_pages
+
+    @property
+    def num_pages(self) -> int:
+        return self.layout.num_pages
+
+    @property
+    def free_pages(self) -> int:
+        """Pages nobody holds."""
+        return self._free.num_pages
+
+    @property
+    def used_pages(self) -> int:
+        """Pages with at least one holder."""
+        return self.num_pages - self._free.num_pages
+
+    def layer(self, index: int) -> torch.Tensor:
+        """View ``[num_pages, 2, head_count, page_tokens, head_dim]`` of one layer."""
+        return self._layers[index]
+
+    def references(self, page: int) -> int:
+        """How many holders a page has."""
+        return self._references[page]
+
+    def allocate(self, count: int) -> list[int]:
+        """`count` pages with one reference each, ascending, in as few runs as possible.
+
+        Raises CapacityError, and takes nothing, when fewer are free.
+        """
+        if count < 0:
+            raise ValueError(f"allocate({count}): a count can't be negative")
+        if count > self._free.num_pages:
+            raise CapacityError(f"{count} KV pages wanted, {self._free.num_pages} are free")
+        pages = self._free.take(count)
+        for page in pages:
+            self._references[page] = 1
+        return pages
+
+    def share(self, pages: Iterable[int]) -> None:
+        """Adds a reference to each page. Raises IntegrityError for a page nobody holds."""
+        held = list(pages)
+        self._require_held(held)
+        for page in held:
+            self._references[page] += 1
+
+    def free(self, pages: Iterable[int]) -> None:
+        """Drops a reference of each page; pages without any are free again.
+
+        Raises IntegrityError, and frees nothing, when a page is held by nobody.
+        """
+        dropped = sorted(pages)
+        self._require_held(dropped)
+        released = []
+        for page in dropped:
+            self._references[page] -= 1
+            if self._references[page] == 0:
+                released.append(page)
+            elif self._references[page] < 0:
+                raise IntegrityError(f"KV page {page} was freed more often than it is held")
+        for start, length in page_runs(released):
+            self._free.add_run(start, length)
+
+    def copy_page(self, source: int, target: int) -> None:
+        """Copies a page's K and V of all layers: the copy of copy on write."""
+        self._require_held((source, target))
+        self.storage[:, target].copy_(self.storage[:, source])
+
+    def check_integrity(self, expected_used: int | None = None) -> None:
+        """Raises IntegrityError when a page leaked, is used twice, or use differs from expected."""
+        self._free.check()
+        free = [page for start, n in self._free.runs() for page in range(start, start + n)]
+        unheld = [page for page, count in enumerate(self._references) if count == 0]
+        if any(count < 0 for count in self._references):
+            raise IntegrityError("a KV page has a negative reference count")
+        if free != unheld:
+            odd = sorted(set(free) ^ set(unheld))[:8]
+            raise IntegrityError(f"KV pages neither held nor free, or both: {odd}")
+        if expected_used is not None and self.used_pages != expected_used:
+            raise IntegrityError(
+                f"{self.used_pages} KV pages are in use, {expected_used} should be"
+            )
+
+    def _require_held(self, pages: Sequence[int]) -> None:
+        for page in pages:
+            if not 0 <= page < self.num_pages or self._references[page] == 0:
+                raise IntegrityError(f"KV page {page} is not held by anyone")
+
+
+def page_runs(pages: Iterable[int]) -> list[tuple[int, int]]:
+    """(start, length) of each run of neighbouring numbers, in the order given."""
+    runs: list[tuple[int, int]] = []
+    for page in pages:
+        if runs and page == runs[-1][0] + runs[-1][1]:
+            runs[-1] = (runs[-1][0], runs[-1][1] + 1)
+        else:
+            runs.append((page, 1))
+    return runs
