@@ -1,0 +1,140 @@
+"""The kernels that the engine calls, each sent to the fastest backend for its device and size.
+
+Shape letters: n tokens of all sequences, h q heads, k kv heads, d head_dim, B sequences.
+A layer's K/V pool is kv_layer [pages, 2, kv_heads, page_tokens, head_dim]: K at 0, V at 1.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+from millrace_kernels import reference, torch_backend
+from millrace_kernels.plan import AttentionPlan, Backend, check_tables
+
+
+def plan_attention(  # noqa: PLR0913 - one argument for each thing that fixes the call
+    *,
+    q_indptr: Tensor,
+    kv_lens: Tensor,
+    page_table: Tensor,
+    page_tokens: int,
+    num_q_heads: int,
+    num_kv_heads: int,
+    head_dim: int,
+    dtype: torch.dtype,
+    device: torch.device | str,
+    sliding_window: int | None = None,
+    backend: str = "auto",
+) -> AttentionPlan:
+    """Check and plan one step's attention; the plan serves every layer of that step.
+
+    q_indptr: int32 [B + 1], first query row of each sequence; kv_lens: int32 [B], K/V tokens
+    in pages, those of this step included; page_table: int32 [B, max_pages], each sequence's
+    pages in order (entries past its K/V are not read). Causal is bottom-right aligned: query
+    row i of a sequence stands at position kv_len - q_len + i. With `sliding_window` w, a row
+    sees itself and the w - 1 positions before it.
+
+    Raises ValueError when tables disagree, heads don't divide, or a backend can't do it.
+    """
+    if num_kv_heads < 1 or num_q_heads % num_kv_heads:
+        raise ValueError(f"num_q_heads {num_q_heads} is no multiple of num_kv_heads {num_kv_heads}")
+    if sliding_window is not None and sliding_window < 1:
+        raise ValueError(f"sliding_window must be at least 1, got {sliding_window}")
+    q_indptr, kv_lens, page_table = q_indptr.cpu(), kv_lens.cpu(), page_table.cpu()
+    return AttentionPlan(
+        backend=_choose(Backend(backend), torch.device(device), dtype),
+        q_indptr=q_indptr,
+        kv_lens=kv_lens,
+        page_table=page_table,
+        sequences=check_tables(q_indptr, kv_lens, page_table, page_tokens),
+        page_tokens=page_tokens,
+        num_q_heads=num_q_heads,
+        num_kv_heads=num_kv_heads,
+        head_dim=head_dim,
+        dtype=dtype,
+        device=torch.device(device),
+        sliding_window=sliding_window,
+    )
+
+
+def _choose(wanted: Backend, device: torch.device, dtype: torch.dtype) -> Backend:
+    return Backend.TORCH if wanted is Backend.AUTO else wanted
+
+
+def run_attention(
+    plan: AttentionPlan,
+    q_nhd: Tensor,
+    kv_layer: Tensor,
+    *,
+    scale: float,
+    out: Tensor | None = None,
+    lse_out: Tensor | None = None,
+) -> Tensor:
+    """Attention of q [n, num_q_heads, head_dim] over one layer's pages; returns out_nhd.
+
+    out: written and returned when given. lse_out: float32 [n, num_q_heads], filled with the
+    natural-log sum of exponentials of each row's scaled scores (-inf where a row sees nothing).
+    Raises ValueError when q or the pages don't fit the plan.
+    """
+    expected = (plan.num_tokens, plan.num_q_heads, plan.head_dim)
+    if q_nhd.shape != expected or q_nhd.dtype != plan.dtype:
+        raise ValueError(f"q is {q_nhd.dtype} {tuple(q_nhd.shape)}, the plan has {expected}")
+    page = (2, plan.num_kv_heads, plan.page_tokens, plan.head_dim)
+    if kv_layer.shape[1:] != page or kv_layer.dtype != plan.dtype:
+        raise ValueError(f"kv_layer's pages are {tuple(kv_layer.shape[1:])}, the plan has {page}")
+    if out is None:
+        out = torch.empty(expected, dtype=q_nhd.dtype, device=q_nhd.device)
+    if plan.backend is Backend.REFERENCE:
+        result, lse_nh = reference.attention(plan, q_nhd, kv_layer, scale=scale)
+        out.copy_(result)
+        if lse_out is not None:
+            lse_out.copy_(lse_nh)
+    else:
+        torch_backend.attention(plan, q_nhd, kv_layer, scale=scale, out_nhd=out, lse_nh=lse_out)
+    return out
+
+
+def write_kv(kv_layer: Tensor, k_nhd: Tensor, v_nhd: Tensor, slots: Tensor) -> None:
+    """Write k and v [n, kv_heads, head_dim] into a layer's pages.
+
+    slots: int64 [n], page * page_tokens + offset of each row; no slot may occur twice.
+    """
+    torch_backend.write_kv(kv_layer, k_nhd, v_nhd, slots)
+
+
+def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
+    """Root-mean-square norm over the last dimension, float32 inside; weight: [x.shape[-1]]."""
+    return torch_backend.rms_norm(x, weight, eps)
+
+
+def add_rms_norm(x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+    """Return (rms_norm(residual + x), residual + x); the sum is rounded to x's dtype first."""
+    total = residual + x
+    return torch_backend.rms_norm(total, weight, eps), total
+
+
+def silu_mul(gate_up: Tensor) -> Tensor:
+    """silu(gate) * up for gate_up [..., 2 * i] with gate in the first half; returns [..., i]."""
+    return torch_backend.silu_mul(gate_up)
+
+
+def apply_rope(q_nhd: Tensor, k_nhd: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
+    """Rotate q and k IN PLACE by half-rotation (GPT-NeoX order) and return them.
+
+    cos, sin: float32 [n, head_dim / 2], each row the angles of that token's position.
+    """
+    torch_backend.rope_(q_nhd, cos, sin)
+    torch_backend.rope_(k_nhd, cos, sin)
+    return q_nhd, k_nhd
+
+
+def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+    """x [..., in] @ weight [out, in].T + bias [out]."""
+    return functional.linear(x, weight, bias)
+
+
+def describe_backends() -> str:
+    """One line on which backends this machine has, for logs and `millrace doctor`."""
+    return f"attention: torch {torch.__version__}"
