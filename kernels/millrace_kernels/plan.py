@@ -73,7 +73,7 @@ def check_tables(
     if bounds[0] != 0:
         raise ValueError(f"q_indptr must start at 0, got {bounds[0]}")
     capacity = page_table.shape[1] * page_tokens
-    sequences = tuple(zip(bounds, bounds[1:], kv_lens.tolist(), strict=True))
+    sequences = tuple(zip(bounds[:-1], bounds[1:], kv_lens.tolist(), strict=True))
     for index, (start, stop, kv_len) in enumerate(sequences):
         if stop < start:
             raise ValueError(f"q_indptr falls at sequence {index}: {start} to {stop}")
