@@ -1,0 +1,125 @@
+"""The request store: what every service may know of a request beyond the messages about it.
+
+A request's record, its prompt ids and the journal of its emitted tokens live and die together: all
+three carry the same deadline from the moment they are created, and nothing brings back a request
+that was deleted or has expired. Request ids are printable ASCII without spaces and braces.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+import numpy as np
+import numpy.typing as npt
+
+from millrace.core.errors import MillraceError
+
+_REQUEST_ID = re.compile(r"[!-z|~]{1,128}")  # printable ASCII without space, { and }
+
+
+class StoreError(MillraceError):
+    """The store can't be reached, or does not hold what was asked for."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StateUpdate:
+    """A request's new state (a value of core.request.RequestState), and where it decodes.
+
+    An empty `decode_id` leaves the recorded one as it is.
+    """
+
+    request_id: str
+    state: str
+    decode_id: str = ""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class JournalEntry:
+    """Tokens that choice number `choice` of a request emitted, in order, after those before."""
+
+    request_id: str
+    choice: int
+    token_ids: Sequence[int]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RequestRecord:
+    """A request's record. `spec` is opaque here (the wire's RequestSpec, serialised)."""
+
+    request_id: str
+    state: str
+    decode_id: str
+    spec: bytes
+    prompt_tokens: int
+
+
+class RequestStore(Protocol):
+    """Requests by id. Every method raises StoreError when the store can't be reached."""
+
+    async def create(
+        self, request_id: str, *, spec: bytes, prompt_ids: npt.NDArray[np.int32]
+    ) -> None:
+        """Records a request in state "queued" with its prompt ids (int32 [tokens], not empty).
+
+        Raises StoreError when the id is taken or malformed, or when there are no prompt ids.
+        """
+
+    async def prompt_ids(
+        self, request_id: str, start: int = 0, stop: int | None = None
+    ) -> npt.NDArray[np.int32]:
+        """The prompt's ids [start, stop), stop None: to the end; int32 [tokens], writable.
+
+        Reads that slice alone. Raises StoreError when the request is unknown or finished, or the
+        prompt is shorter than `stop` (or not longer than `start`, without a stop).
+        """
+
+    async def set_states(self, updates: Sequence[StateUpdate]) -> None:
+        """Sets states in one round trip. Requests that are gone or finished stay as they are."""
+
+    async def append_tokens(self, entries: Sequence[JournalEntry]) -> None:
+        """Appends to journals in one round trip. Requests that are gone stay gone.
+
+        After a StoreError it is unknown which entries were appended.
+        """
+
+    async def journal(self, request_id: str, choice: int) -> npt.NDArray[np.int32]:
+        """Tokens journalled for a choice, int32 [tokens]; empty when there are none."""
+
+    async def get(self, request_id: str) -> RequestRecord | None:
+        """The request's record, or None when it is gone."""
+
+    async def finish(self, request_id: str, state: str) -> None:
+        """Sets the final state, removes the prompt and lets the rest live `finished_ttl_s` more.
+
+        The first final state stays. A `finished_ttl_s` of 0 deletes at once.
+        """
+
+    async def delete(self, request_id: str) -> None:
+        """Removes all of a request; harmless when there is nothing."""
+
+    async def ping(self) -> None:
+        """Returns when the store answers."""
+
+    async def close(self) -> None:
+        """Lets go of the store's connections."""
+
+
+def check_new_request(request_id: str, prompt_ids: npt.NDArray[np.int32]) -> bytes:
+    """Checks what `create` is given; returns the ids as little-endian int32 bytes.
+
+    Raises StoreError that names what is wrong.
+    """
+    if _REQUEST_ID.fullmatch(request_id) is None:
+        raise StoreError(
+            f"request id {request_id!r}: it must be 1 to 128 printable ASCII characters "
+            "other than space and braces"
+        )
+    if prompt_ids.ndim != 1 or prompt_ids.dtype != np.int32 or prompt_ids.size == 0:
+        raise StoreError(
+            f"request {request_id}: prompt ids are {prompt_ids.dtype}{list(prompt_ids.shape)}; "
+            "they must be int32 of one dimension, at least one"
+        )
+    return prompt_ids.astype("<i4", copy=False).tobytes()

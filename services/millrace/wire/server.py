@@ -1,0 +1,77 @@
+"""gRPC servers: bounded messages, keepalive, the standard health service, a bind that explains."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import grpc
+from grpc_health.v1 import health_pb2, health_pb2_grpc
+from grpc_health.v1.health import aio as health_aio
+
+from millrace.core.errors import MillraceError
+from millrace.wire.options import KEEPALIVE_INTERVAL_S, MAX_MESSAGE_BYTES, common_options
+
+
+class BindError(MillraceError):
+    """A server can't listen on its address. Names host and port."""
+
+
+class Health:
+    """What a server says of its services over grpc.health.v1: not serving until told otherwise."""
+
+    def __init__(self, names: Sequence[str]) -> None:
+        self._names = ("", *names)
+        self.servicer = health_aio.HealthServicer()
+
+    async def set_serving(self, serving: bool) -> None:
+        """Sets the status of every service of the server; watchers hear of it at once."""
+        status = (
+            health_pb2.HealthCheckResponse.SERVING
+            if serving
+            else health_pb2.HealthCheckResponse.NOT_SERVING
+        )
+        for name in self._names:
+            await self.servicer.set(name, status)
+
+
+def create_server(*, max_message_bytes: int = MAX_MESSAGE_BYTES) -> grpc.aio.Server:
+    """A grpc.aio server whose peers may ping as often as `open_channel` does."""
+    return grpc.aio.server(
+        options=[
+            *common_options(max_message_bytes),
+            # Half the peers' interval, so that a ping which comes early is no strike against them.
+            (
+                "grpc.http2.min_ping_interval_without_data_ms",
+                int(KEEPALIVE_INTERVAL_S * 500),
+            ),
+            ("grpc.http2.max_ping_strikes", 0),
+            # A second server on the same port must fail to bind, not share its connections.
+            ("grpc.so_reuseport", 0),
+        ]
+    )
+
+
+async def add_health(server: grpc.aio.Server, names: Sequence[str]) -> Health:
+    """Adds grpc.health.v1 for the full service `names`, such as "millrace.v1.Decode".
+
+    The status is NOT_SERVING until `Health.set_serving(True)`.
+    """
+    health = Health(names)
+    await health.set_serving(False)
+    health_pb2_grpc.add_HealthServicer_to_server(health.servicer, server)
+    return health
+
+
+def bind(server: grpc.aio.Server, host: str, port: int) -> int:
+    """Listens on `host:port` before `server.start()`; returns the real port (`port` 0: a free one).
+
+    Raises BindError naming host and port when the address can't be had.
+    """
+    address = f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
+    try:
+        bound = server.add_insecure_port(address)
+    except RuntimeError as error:
+        raise BindError(f"can't listen on {address}: {error}") from error
+    if bound == 0:
+        raise BindError(f"can't listen on {address}")
+    return bound
