@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 import grpc
 from grpc_health.v1 import health_pb2, health_pb2_grpc
-from grpc_health.v1.health import aio as health_aio
+from grpc_health.v1.health import aio as health_aio  # type: ignore[attr-defined] # stubs lack it
 
 from millrace.core.errors import MillraceError
 from millrace.wire.options import KEEPALIVE_INTERVAL_S, MAX_MESSAGE_BYTES, common_options
@@ -17,14 +17,19 @@ class BindError(MillraceError):
 
 
 class Health:
-    """What a server says of its services over grpc.health.v1: not serving until told otherwise."""
+    """What a server says of its services over grpc.health.v1.
+
+    The server as a whole (the empty name) serves for as long as it answers: a liveness probe asks
+    for it. The named services follow `set_serving`, and are unknown before its first call: a
+    readiness probe asks for one of them.
+    """
 
     def __init__(self, names: Sequence[str]) -> None:
-        self._names = ("", *names)
+        self._names = tuple(names)
         self.servicer = health_aio.HealthServicer()
 
     async def set_serving(self, serving: bool) -> None:
-        """Sets the status of every service of the server; watchers hear of it at once."""
+        """Sets the status of the named services; watchers hear of it at once."""
         status = (
             health_pb2.HealthCheckResponse.SERVING
             if serving
@@ -51,13 +56,9 @@ def create_server(*, max_message_bytes: int = MAX_MESSAGE_BYTES) -> grpc.aio.Ser
     )
 
 
-async def add_health(server: grpc.aio.Server, names: Sequence[str]) -> Health:
-    """Adds grpc.health.v1 for the full service `names`, such as "millrace.v1.Decode".
-
-    The status is NOT_SERVING until `Health.set_serving(True)`.
-    """
+def add_health(server: grpc.aio.Server, names: Sequence[str]) -> Health:
+    """Adds grpc.health.v1 for the full service `names`, such as "millrace.v1.Decode"."""
     health = Health(names)
-    await health.set_serving(False)
     health_pb2_grpc.add_HealthServicer_to_server(health.servicer, server)
     return health
 
