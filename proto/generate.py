@@ -1,6 +1,6 @@
 """Generates services/millrace/wire/pb from proto/*.proto.
 
-`--check` fails when the committed stubs are stale.
+`--check` changes nothing and fails when the committed stubs are stale.
 """
 
 from __future__ import annotations
@@ -8,6 +8,7 @@ from __future__ import annotations
 import argparse
 import filecmp
 import re
+import shutil
 import sys
 import tempfile
 from pathlib import Path
@@ -17,11 +18,27 @@ from grpc_tools import protoc
 PROTO_DIR = Path(__file__).resolve().parent
 OUTPUT_DIR = PROTO_DIR.parent / "services" / "millrace" / "wire" / "pb"
 HEADER = '"""Generated from proto/ by `make proto`. Do not edit."""\n'
+PLUGIN = "protoc-gen-mypy_grpc"  # of mypy-protobuf: types for the service stubs
+
+#: protoc imports siblings as top-level modules; ours live in a package.
+SIBLING_IMPORT = re.compile(r"^import (\w+_pb2) as (\w+)$", flags=re.MULTILINE)
+
+
+def plugin_path() -> str:
+    """Where the plugin is: beside this interpreter, else on PATH. Exits when it is nowhere."""
+    beside = Path(sys.executable).with_name(PLUGIN)
+    found = str(beside) if beside.exists() else shutil.which(PLUGIN)
+    if found is None:
+        sys.exit(f"{PLUGIN} is missing: install the development dependencies (mypy-protobuf)")
+    return found
 
 
 def generate(output: Path) -> None:
-    """Writes message, type and service stubs for every .proto file into `output`."""
-    sources = sorted(str(p) for p in PROTO_DIR.glob("*.proto"))
+    """Writes message, type and service stubs for every .proto file into `output`.
+
+    Service stubs are typed for grpc.aio alone; Millrace has no other kind.
+    """
+    sources = sorted(PROTO_DIR.glob("*.proto"))
     status = protoc.main(
         [
             "protoc",
@@ -29,38 +46,37 @@ def generate(output: Path) -> None:
             f"--python_out={output}",
             f"--pyi_out={output}",
             f"--grpc_python_out={output}",
-            *sources,
+            f"--plugin={PLUGIN}={plugin_path()}",
+            f"--mypy_grpc_out=only_async,quiet:{output}",
+            *map(str, sources),
         ]
     )
     if status != 0:
         sys.exit(status)
-    for path in (*output.glob("*_pb2*.py"), *output.glob("*.pyi")):
-        text = re.sub(
-            r"^import (\w+_pb2) as (\w+)$",
-            r"from millrace.wire.pb import \1 as \2",
-            path.read_text(),
-            flags=re.MULTILINE,
+    for source in sources:
+        if not re.search(r"^service ", source.read_text(), flags=re.MULTILINE):
+            for suffix in (".py", ".pyi"):
+                (output / f"{source.stem}_pb2_grpc{suffix}").unlink()
+    for path in (*output.glob("*_pb2*.py"), *output.glob("*_pb2*.pyi")):
+        path.write_text(
+            SIBLING_IMPORT.sub(r"from millrace.wire.pb import \1 as \2", path.read_text())
         )
-        path.write_text(text)
-    for path in output.glob("*_pb2_grpc.py"):
-        if (
-            "(object):" in path.read_text()
-            and "class " not in path.read_text().split("(object):")[0]
-        ):
-            path.unlink()
     (output / "__init__.py").write_text(HEADER)
 
 
 def stale(fresh: Path) -> list[str]:
-    """Names of files that differ from the committed stubs, or stand on one side only."""
+    """Names of stubs that differ between `fresh` and the committed ones, or are in one alone."""
     names = {
-        p.name for d in (fresh, OUTPUT_DIR) for p in d.iterdir() if p.suffix in (".py", ".pyi")
+        path.name
+        for folder in (fresh, OUTPUT_DIR)
+        for path in folder.iterdir()
+        if path.suffix in (".py", ".pyi")
     }
     return sorted(
-        n
-        for n in names
-        if not ((fresh / n).exists() and (OUTPUT_DIR / n).exists())
-        or not filecmp.cmp(fresh / n, OUTPUT_DIR / n, shallow=False)
+        name
+        for name in names
+        if not ((fresh / name).exists() and (OUTPUT_DIR / name).exists())
+        or not filecmp.cmp(fresh / name, OUTPUT_DIR / name, shallow=False)
     )
 
 
