@@ -1,0 +1,49 @@
+# README's two commands are `make demo` and `make test`; both set up what they need and skip what is done.
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+STAMP := $(VENV)/.millrace-installed
+CPP := $(shell find kernels -name '*.cpp' -o -name '*.hpp' -o -name '*.h' -o -name 'CMakeLists.txt')
+
+.PHONY: demo up test test-slow test-gpu lint typecheck format proto setup clean
+
+demo: setup ## a whole stack on this machine: one long and several short chats, then stop
+	$(BIN)/millrace demo
+
+up: setup ## a whole stack on this machine until Ctrl-C
+	$(BIN)/millrace up
+
+test: setup lint ## lint and the whole test suite
+	$(BIN)/python -m pytest -m "not slow and not gpu"
+
+test-slow: setup ## stress that takes minutes
+	$(BIN)/python -m pytest -m slow
+
+test-gpu: setup ## what needs a CUDA device
+	$(BIN)/python -m pytest -m gpu
+
+setup: $(STAMP)
+
+$(STAMP): pyproject.toml $(CPP)
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "Millrace needs Python 3.11 to 3.13: make PYTHON=python3.11")'
+	@test -x $(BIN)/python || { echo "creating $(VENV)"; $(PYTHON) -m venv $(VENV); }
+	@echo "installing pinned dependencies and building the C++ parts (a few minutes the first time)"
+	$(BIN)/python -m pip install --disable-pip-version-check --progress-bar on -q -e '.[dev]'
+	@touch $@
+
+lint: setup ## formatting, lint, types, import contracts, committed stubs
+	$(BIN)/ruff format --check .
+	$(BIN)/ruff check .
+	$(BIN)/mypy
+	$(BIN)/lint-imports
+	$(BIN)/python proto/generate.py --check
+
+format: setup
+	$(BIN)/ruff format .
+	$(BIN)/ruff check --fix .
+
+proto: setup ## regenerate services/millrace/wire/pb from proto/
+	$(BIN)/python proto/generate.py
+
+clean:
+	rm -rf $(VENV) build

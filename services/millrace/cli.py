@@ -1,0 +1,282 @@
+"""The command line. Each command only reads its options and hands over."""
+
+from __future__ import annotations
+
+import contextlib
+import importlib
+import os
+import sys
+from collections.abc import Callable, Coroutine, Iterator
+from pathlib import Path
+from typing import Annotated
+
+import orjson
+import typer
+import uvloop
+
+from millrace.core.config import Config, load_config
+from millrace.core.errors import MillraceError
+
+app = typer.Typer(
+    name="millrace",
+    help="Disaggregated LLM serving for mixed traffic: short chats and very long documents on one "
+    "fleet. Times in option names: _s seconds, _ms milliseconds; sizes: bytes or tokens.",
+    no_args_is_help=True,
+    pretty_exceptions_enable=False,
+    add_completion=False,
+)
+bench = typer.Typer(
+    no_args_is_help=True, help="Measure: ratios taken in one run, JSON with --json PATH."
+)
+app.add_typer(bench, name="bench")
+
+Settings = Annotated[
+    list[str],
+    typer.Option("--set", metavar="SECTION.FIELD=VALUE", help="Override one setting; repeatable."),
+]
+ConfigPath = Annotated[
+    Path | None, typer.Option("--config", metavar="FILE", help="TOML file of settings.")
+]
+ReadyFd = Annotated[
+    int | None,
+    typer.Option("--ready-fd", hidden=True, help="File descriptor told when serving."),
+]
+Model = Annotated[
+    str,
+    typer.Option(
+        "--model", metavar="FOLDER|HUB-ID", help="Hugging Face model folder, or a hub id."
+    ),
+]
+ModelName = Annotated[
+    str,
+    typer.Option("--model-name", help="Name clients ask for. Default: the folder's name."),
+]
+SchedulerAddress = Annotated[
+    str, typer.Option("--scheduler", metavar="HOST:PORT", help="The scheduler's address.")
+]
+Host = Annotated[str, typer.Option("--host", help="Address to listen on.")]
+Port = Annotated[int, typer.Option("--port", help="Port to listen on; 0 picks a free one.")]
+
+SHIPPED_MODEL = Path(__file__).resolve().parents[2] / "models" / "millrace-tiny"
+
+
+@app.command()
+def scheduler(
+    host: Host = "127.0.0.1",
+    port: Port = 7070,
+    config: ConfigPath = None,
+    settings: Settings = [],  # noqa: B006 - typer wants a literal default
+    ready_fd: ReadyFd = None,
+) -> None:
+    """The scheduler: decides order, placement and the decode instance of every request."""
+    from millrace.scheduler.main import serve
+
+    tree = _configure(config, settings, "scheduler")
+    _run(serve(tree, host=host, port=port, on_ready=_tell(ready_fd)))
+
+
+@app.command()
+def proxy(
+    model: Model,
+    model_name: ModelName = "",
+    scheduler: SchedulerAddress = "127.0.0.1:7070",
+    host: Host = "127.0.0.1",
+    port: Port = 8080,
+    config: ConfigPath = None,
+    settings: Settings = [],  # noqa: B006
+    ready_fd: ReadyFd = None,
+) -> None:
+    """The REST gateway: OpenAI's API over HTTP, tokenising and streaming."""
+    from millrace.proxy.main import serve
+
+    tree = _configure(config, [f"proxy.host={host}", f"proxy.port={port}", *settings], "proxy")
+    _run(
+        serve(
+            tree,
+            model=model,
+            model_name=model_name or None,
+            scheduler=scheduler,
+            on_ready=_tell(ready_fd),
+        )
+    )
+
+
+def _worker_command(role: str, summary: str) -> None:
+    """Adds the command of a worker role: they take the same options."""
+
+    @app.command(role, help=summary)
+    def command(
+        model: Model,
+        model_name: ModelName = "",
+        scheduler: SchedulerAddress = "127.0.0.1:7070",
+        instance_id: Annotated[
+            str, typer.Option("--id", help="Name of this instance. Default: drawn at random.")
+        ] = "",
+        host: Host = "127.0.0.1",
+        port: Port = 0,
+        config: ConfigPath = None,
+        settings: Settings = [],  # noqa: B006
+        ready_fd: ReadyFd = None,
+    ) -> None:
+        serve = importlib.import_module(f"millrace.{role}.main").serve
+        from millrace.worker.host import WorkerOptions
+
+        tree = _configure(config, settings, instance_id or role)
+        options = WorkerOptions(
+            model=model,
+            model_name=model_name or Path(model).name,
+            scheduler=scheduler,
+            instance_id=instance_id,
+            host=host,
+            port=port,
+        )
+        _run(serve(options, tree, _tell(ready_fd)))
+
+
+_worker_command("prefill", "A prefill instance: computes prompts and pushes their KV to decode.")
+_worker_command("decode", "A decode instance: receives KV and generates tokens in batches.")
+
+
+@app.command()
+def up(
+    model: Annotated[
+        str, typer.Option("--model", metavar="FOLDER|HUB-ID", help="Default: the shipped model.")
+    ] = str(SHIPPED_MODEL),
+    model_name: ModelName = "",
+    prefill: Annotated[int, typer.Option("--prefill", min=1, help="Prefill instances.")] = 2,
+    decode: Annotated[int, typer.Option("--decode", min=1, help="Decode instances.")] = 1,
+    host: Host = "127.0.0.1",
+    port: Port = 8080,
+    redis: Annotated[
+        str, typer.Option("--redis", metavar="URL", help="Default: a private Redis server.")
+    ] = "",
+    threads: Annotated[
+        int, typer.Option("--threads", help="Compute threads an instance; 0: half the cores.")
+    ] = 0,
+    config: ConfigPath = None,
+    settings: Settings = [],  # noqa: B006
+) -> None:
+    """The whole stack on this machine, until Ctrl-C: proxy, scheduler, prefill, decode, Redis."""
+    from millrace.up import StackOptions, run_until_stopped
+
+    _configure(config, settings, "up")
+    _run(
+        run_until_stopped(
+            StackOptions(
+                model=model,
+                model_name=model_name,
+                prefill=prefill,
+                decode=decode,
+                host=host,
+                port=port,
+                redis=redis,
+                threads=threads,
+                config=config,
+                settings=settings,
+            )
+        )
+    )
+
+
+@app.command()
+def demo(
+    model: Annotated[
+        str, typer.Option("--model", metavar="FOLDER|HUB-ID", help="Default: the shipped model.")
+    ] = str(SHIPPED_MODEL),
+) -> None:
+    """Starts a stack, sends one long and several short chats, shows waterfalls, stops."""
+    from millrace.demo import run
+
+    _configure(None, [], "demo")
+    _run(run(model))
+
+
+@app.command()
+def chat(
+    url: Annotated[str, typer.Option("--url", help="The gateway.")] = "http://127.0.0.1:8080",
+    message: Annotated[
+        str, typer.Argument(help="One message to send; without it, a conversation.")
+    ] = "",
+    system: Annotated[str, typer.Option("--system", help="System message.")] = "",
+    max_tokens: Annotated[int, typer.Option("--max-tokens", min=1)] = 256,
+    temperature: Annotated[float, typer.Option("--temperature", min=0.0)] = 0.7,
+    trace: Annotated[bool, typer.Option("--trace", help="Show each answer's waterfall.")] = False,
+) -> None:
+    """Talk to a running gateway in the terminal."""
+    from millrace.chat import converse
+
+    _run(
+        converse(
+            url,
+            message=message,
+            system=system,
+            max_tokens=max_tokens,
+            temperature=temperature,
+            trace=trace,
+        )
+    )
+
+
+def _add_benchmarks() -> None:
+    for name in ("engine", "gateway", "serve", "transfer"):
+        module = importlib.import_module(f"millrace.bench.{name}")
+        bench.command(name)(module.command)
+
+
+def _configure(path: Path | None, settings: list[str], service: str) -> Config:
+    """The config tree, and logging set up by it. The only reader of the environment."""
+    from millrace.telemetry.log import setup_logging
+
+    with _plain_errors():
+        tree = load_config(path, [*_environment(), *settings])
+    setup_logging(tree.telemetry, service)
+    return tree
+
+
+def _environment() -> list[str]:
+    """Settings from MILLRACE_SECTION__FIELD variables, such as MILLRACE_STORE__URL."""
+    return [
+        f"{section.lower()}.{key.lower()}={value}"
+        for name, value in sorted(os.environ.items())
+        if name.startswith("MILLRACE_") and "__" in name
+        for section, key in [name.removeprefix("MILLRACE_").split("__", 1)]
+    ]
+
+
+def _run(work: Coroutine[None, None, None]) -> None:
+    with _plain_errors():
+        uvloop.run(work)
+
+
+@contextlib.contextmanager
+def _plain_errors() -> Iterator[None]:
+    """Ends the process with one clear line for an error that a user can mend."""
+    try:
+        yield
+    except MillraceError as error:
+        print(f"millrace: {error}", file=sys.stderr)
+        raise typer.Exit(1) from None
+    except KeyboardInterrupt:
+        raise typer.Exit(130) from None
+
+
+def _tell(fd: int | None) -> Callable[[int], None]:
+    """Writes the port to `fd` for the process that started this one."""
+
+    def tell(port: int) -> None:
+        if fd is not None:
+            os.write(fd, orjson.dumps({"port": port}) + b"\n")
+            os.close(fd)
+
+    return tell
+
+
+def main() -> None:
+    """Entry point: benchmarks are imported only when asked for."""
+    if "bench" in sys.argv[1:2]:
+        _add_benchmarks()
+    app()
+
+
+if __name__ == "__main__":
+    main()

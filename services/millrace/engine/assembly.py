@@ -1,0 +1,187 @@
+"""Puts an engine together: model, KV pool and runner, sized to the machine."""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import torch
+
+from millrace.core.config import EngineConfig
+from millrace.core.errors import ConfigError
+from millrace.core.kv_layout import KvLayout
+from millrace.core.latency import Latency
+from millrace.engine.kv_pool import KvPool
+from millrace.engine.loader import load_model, model_hash, resolve_model
+from millrace.engine.model_runner import ModelRunner, PrefillTask
+
+CPU_POOL_SHARE = 0.1  # of available memory: several workers share one machine
+CPU_POOL_MOST_BYTES = 4 << 30
+CUDA_POOL_SHARE = 0.85  # of what the weights left free
+CALIBRATION_BUDGET_S = 0.5
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Engine:
+    """A loaded model with its memory. `max_context_tokens` counts prompt and output together."""
+
+    folder: Path
+    model_hash: str
+    device: torch.device
+    layout: KvLayout
+    pool: KvPool
+    runner: ModelRunner
+    max_context_tokens: int
+
+
+def open_engine(
+    model: str | Path, config: EngineConfig, progress: Callable[[float], None] | None = None
+) -> Engine:
+    """Loads `model` (a folder or a hub id) and sizes its KV pool.
+
+    `progress` is called with the share of weights read, 0 to 1.
+    Raises ModelError for a model that can't be served and ConfigError for settings it can't meet.
+    """
+    device = resolve_device(config.device)
+    torch.set_num_threads(config.threads or len(os.sched_getaffinity(0)))
+    folder = resolve_model(model)
+    loaded = load_model(
+        folder,
+        device=str(device),
+        dtype=config.dtype,
+        load_format=config.load_format,
+        progress=progress,
+    )
+    c = loaded.config
+    context = config.max_context_tokens or c.max_context_tokens
+    if context > c.max_context_tokens:
+        raise ConfigError(
+            f"engine.max_context_tokens is {context}; {folder} allows at most "
+            f"{c.max_context_tokens}"
+        )
+    fingerprint = model_hash(folder, load_format=config.load_format)
+    one_page = KvLayout(
+        model_hash=fingerprint,
+        dtype=str(loaded.dtype).removeprefix("torch."),
+        num_layers=c.num_layers,
+        num_kv_heads=c.num_kv_heads,
+        head_dim=c.head_dim,
+        page_tokens=config.page_tokens,
+        head_start=0,
+        head_count=c.num_kv_heads,
+        num_pages=1,
+    )
+    layout = _sized(one_page, pool_bytes(config, device, context * one_page.bytes_per_token))
+    pool = KvPool(layout, device=device)
+    runner = ModelRunner(loaded, pool, attention_backend=config.attention_backend)
+    return Engine(
+        folder=folder,
+        model_hash=fingerprint,
+        device=device,
+        layout=layout,
+        pool=pool,
+        runner=runner,
+        max_context_tokens=min(context, layout.num_pages * layout.page_tokens),
+    )
+
+
+def resolve_device(name: str) -> torch.device:
+    """`auto` is CUDA where there is one, else the CPU. Raises ConfigError for an unusable name."""
+    if name == "auto":
+        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    try:
+        device = torch.device(name)
+    except RuntimeError as error:
+        raise ConfigError(f"engine.device is {name!r}; it must be auto, cpu or cuda:N") from error
+    if device.type == "cuda" and not torch.cuda.is_available():
+        raise ConfigError(f"engine.device is {name!r}, but this process sees no CUDA device")
+    return device
+
+
+def pool_bytes(config: EngineConfig, device: torch.device, context_bytes: int) -> int:
+    """Bytes for the KV pool: as configured, else a share of what is free, one context at least."""
+    if config.kv_bytes:
+        return config.kv_bytes
+    if device.type == "cuda":
+        free, _ = torch.cuda.mem_get_info(device)
+        return int(free * CUDA_POOL_SHARE)
+    share = min(int(available_bytes() * CPU_POOL_SHARE), CPU_POOL_MOST_BYTES)
+    return max(share, context_bytes)
+
+
+def available_bytes() -> int:
+    """Memory that can be had without swapping, as the kernel estimates it."""
+    for line in Path("/proc/meminfo").read_text().splitlines():
+        if line.startswith("MemAvailable:"):
+            return int(line.split()[1]) * 1024
+    return os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+
+
+def _sized(one_page: KvLayout, size_bytes: int) -> KvLayout:
+    pages = size_bytes // one_page.pool_bytes
+    if pages < 1:
+        raise ConfigError(
+            f"engine.kv_bytes is {size_bytes}; one page of this model takes {one_page.pool_bytes}"
+        )
+    return replace(one_page, num_pages=pages)
+
+
+def calibrate(engine: Engine) -> Latency:
+    """Fits Tetris Eq. (1) to a few prefills, within about `CALIBRATION_BUDGET_S` seconds.
+
+    Lengths double until the budget is spent. The quadratic term comes from the attention FLOPs
+    that the longest runs show above the linear trend; c = 2 d by FLOP counting (PAPERS: CDSP).
+    """
+    limit = min(1024, engine.max_context_tokens, engine.pool.free_pages * engine.layout.page_tokens)
+    pages = engine.pool.allocate(engine.layout.pages_for(limit))
+    points: list[tuple[int, float]] = []
+    try:
+        length, spent_s = min(16, limit), 0.0
+        _prefill_s(engine, length, pages)  # warm up: the first pass pays one-time costs
+        while length <= limit and spent_s < CALIBRATION_BUDGET_S:
+            points.append((length, _prefill_s(engine, length, pages)))
+            spent_s += points[-1][1]
+            length *= 2
+    finally:
+        engine.pool.free(pages)
+    return fit_latency(points)
+
+
+def _prefill_s(engine: Engine, tokens: int, pages: list[int]) -> float:
+    task = PrefillTask(
+        token_ids=torch.zeros(tokens, dtype=torch.int64, device=engine.device),
+        history_tokens=0,
+        pages=pages,
+        want_logits=True,
+        want_prompt_logprobs=False,
+    )
+    start = time.perf_counter()
+    for _ in engine.runner.prefill(task):
+        pass
+    if engine.device.type == "cuda":
+        torch.cuda.synchronize(engine.device)
+    return time.perf_counter() - start
+
+
+def fit_latency(points: list[tuple[int, float]]) -> Latency:
+    """Least squares on relative error of a + b L + d L^2 with no negative term.
+
+    points: (chunk tokens, seconds). A term that would come out negative is left out and the rest
+    fitted again.
+    """
+    lengths = torch.tensor([p[0] for p in points], dtype=torch.float64)
+    seconds = torch.tensor([p[1] for p in points], dtype=torch.float64)
+    basis = torch.stack([torch.ones_like(lengths), lengths, lengths**2], dim=1)
+    basis = basis / seconds[:, None]
+    keep = list(range(min(3, len(points))))
+    while keep:
+        found = torch.linalg.lstsq(basis[:, keep], torch.ones(len(points), dtype=torch.float64))
+        if bool((found.solution >= 0).all()):
+            break
+        keep.remove(keep[int(found.solution.argmin())])
+    terms = dict(zip(keep, found.solution.tolist(), strict=True)) if keep else {}
+    d = terms.get(2, 0.0)
+    return Latency(a=terms.get(0, 0.0), b=terms.get(1, 0.0), c=2 * d, d=d)

@@ -1,0 +1,306 @@
+"""`millrace up`: the whole stack on this machine, each service its own process, supervised.
+
+Every service gets a pipe to say when it serves, logs to its own file, dies with its parent, and is
+started again when it dies by itself.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import ctypes
+import logging
+import os
+import shutil
+import signal
+import sys
+import tempfile
+from collections.abc import Callable, Coroutine, Iterable, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import orjson
+
+from rich.console import Console
+
+from millrace.core.errors import MillraceError
+from millrace.state.private_redis import PrivateRedis
+
+log = logging.getLogger(__name__)
+
+PR_SET_PDEATHSIG = 1
+RESTART_FIRST_S = 0.5
+RESTART_MOST_S = 10.0
+STOP_TIMEOUT_S = 40.0
+
+
+class StartupError(MillraceError):
+    """A service ended before it served. The message is its last line."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StackOptions:
+    """What `millrace up` starts. `settings` are `section.field=value` overrides for all services."""
+
+    model: str
+    model_name: str = ""
+    prefill: int = 2
+    decode: int = 1
+    host: str = "127.0.0.1"
+    port: int = 8080
+    redis: str = ""
+    config: Path | None = None
+    settings: Sequence[str] = ()
+    threads: int = 0
+    start_timeout_s: float = 600.0
+
+
+@dataclass(slots=True, eq=False)
+class Service:
+    """One supervised process. `port` is where it serves, once it does."""
+
+    name: str
+    arguments: list[str]
+    log_path: Path
+    process: asyncio.subprocess.Process | None = None
+    port: int = 0
+    restarts: int = 0
+    keeper: asyncio.Task[None] | None = field(default=None, repr=False)
+
+    async def start(self, timeout_s: float) -> None:
+        """Starts the process and waits until it serves. Raises StartupError when it ends first."""
+        read_fd, write_fd = os.pipe()
+        with self.log_path.open("ab") as output:
+            self.process = await asyncio.create_subprocess_exec(
+                sys.executable,
+                "-m",
+                "millrace.cli",
+                *self.arguments,
+                "--ready-fd",
+                str(write_fd),
+                stdin=asyncio.subprocess.DEVNULL,
+                stdout=output,
+                stderr=output,
+                pass_fds=(write_fd,),
+                preexec_fn=_die_with_parent,
+                start_new_session=True,
+            )
+        os.close(write_fd)
+        try:
+            line = await asyncio.wait_for(_read_line(read_fd), timeout_s)
+        except TimeoutError:
+            await self.stop()
+            raise StartupError(
+                f"{self.name} did not serve within {timeout_s:g} s; see {self.log_path}"
+            ) from None
+        if not line:
+            await self.process.wait()
+            raise StartupError(f"{self.name}: {self.last_words()}")
+        self.port = orjson.loads(line)["port"]
+
+    def last_words(self) -> str:
+        """The last line of the service's log."""
+        lines = self.log_path.read_text(errors="replace").strip().splitlines()
+        return lines[-1] if lines else "ended without a word"
+
+    @property
+    def alive(self) -> bool:
+        return self.process is not None and self.process.returncode is None
+
+    async def stop(self) -> None:
+        """SIGTERM, and SIGKILL for one that has not drained in time."""
+        if self.process is None or self.process.returncode is not None:
+            return
+        self.process.send_signal(signal.SIGTERM)
+        try:
+            await asyncio.wait_for(self.process.wait(), STOP_TIMEOUT_S)
+        except TimeoutError:
+            log.warning("%s did not drain in %g s; killing it", self.name, STOP_TIMEOUT_S)
+            self.process.kill()
+            await self.process.wait()
+
+
+class Stack:
+    """All processes of one `millrace up`.
+
+        async with Stack(options) as stack:
+            ... stack.url ...
+    """
+
+    def __init__(
+        self, options: StackOptions, progress: Callable[[str], None] = lambda _: None
+    ) -> None:
+        self.options = options
+        self.directory = Path(tempfile.mkdtemp(prefix="millrace-"))
+        self.services: dict[str, Service] = {}
+        self._progress = progress
+        self._redis: PrivateRedis | None = None
+        self._stopping = False
+
+    @property
+    def url(self) -> str:
+        """The gateway's base URL."""
+        return f"http://{self.options.host}:{self.services['proxy'].port}"
+
+    async def __aenter__(self) -> Stack:
+        try:
+            await self._start()
+        except BaseException:
+            await self.stop()
+            raise
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        await self.stop()
+
+    async def _start(self) -> None:
+        o = self.options
+        redis_url = o.redis
+        if not redis_url:
+            self._progress("starting a private Redis")
+            self._redis = PrivateRedis()
+            redis_url = await self._redis.start(self.directory)
+        common = ["--set", f"store.url={redis_url}"]
+        if o.config is not None:
+            common += ["--config", str(o.config)]
+        for setting in o.settings:
+            common += ["--set", setting]
+        self._progress("starting the scheduler")
+        scheduler = self._service("scheduler", ["scheduler", *common, "--port", "0"])
+        await scheduler.start(o.start_timeout_s)
+        scheduler.arguments[scheduler.arguments.index("--port") + 1] = str(scheduler.port)
+        address = f"127.0.0.1:{scheduler.port}"
+        named = ["--model", o.model, *(["--model-name", o.model_name] if o.model_name else [])]
+        peers = [*common, *named, "--scheduler", address]
+        threads = o.threads or max(1, len(os.sched_getaffinity(0)) // 2)
+        workers = [
+            self._service(
+                f"{role}-{i}",
+                [role, *peers, "--id", f"{role}-{i}", "--set", f"engine.threads={threads}"],
+            )
+            for role, count in (("prefill", o.prefill), ("decode", o.decode))
+            for i in range(count)
+        ]
+        proxy = self._service(
+            "proxy", ["proxy", *peers, "--host", o.host, "--port", str(o.port)]
+        )
+        self._progress(f"loading {o.model} into {o.prefill} prefill and {o.decode} decode instances")
+        await _all_or_first_error(w.start(o.start_timeout_s) for w in [*workers, proxy])
+        proxy.arguments[proxy.arguments.index("--port") + 1] = str(proxy.port)
+        for service in self.services.values():
+            service.keeper = asyncio.create_task(self._keep(service))
+
+    def _service(self, name: str, arguments: list[str]) -> Service:
+        service = Service(name, arguments, self.directory / f"{name}.log")
+        self.services[name] = service
+        return service
+
+    async def _keep(self, service: Service) -> None:
+        """Starts a service again when it dies by itself, after a pause that grows."""
+        pause_s = RESTART_FIRST_S
+        while True:
+            if service.process is not None:
+                await service.process.wait()
+            if self._stopping:
+                return
+            log.warning("%s died (%s); starting it again", service.name, service.last_words())
+            await asyncio.sleep(pause_s)
+            pause_s = min(2 * pause_s, RESTART_MOST_S)
+            service.restarts += 1
+            with contextlib.suppress(StartupError):
+                await service.start(self.options.start_timeout_s)
+                pause_s = RESTART_FIRST_S
+
+    async def stop(self) -> None:
+        """Proxy first, so that running answers finish; then workers, scheduler and Redis."""
+        if self._stopping:
+            return
+        self._stopping = True
+        for wave in (("proxy",), ("prefill", "decode"), ("scheduler",)):
+            await asyncio.gather(
+                *(s.stop() for n, s in self.services.items() if n.split("-")[0] in wave)
+            )
+        for service in self.services.values():
+            if service.keeper is not None:
+                service.keeper.cancel()
+                with contextlib.suppress(asyncio.CancelledError):
+                    await service.keeper
+        if self._redis is not None:
+            await self._redis.stop()
+        shutil.rmtree(self.directory, ignore_errors=True)
+
+
+async def _all_or_first_error(starts: Iterable[Coroutine[None, None, None]]) -> None:
+    """Runs all at once; the first error ends the wait and the others."""
+    tasks = [asyncio.create_task(start) for start in starts]
+    try:
+        await asyncio.gather(*tasks)
+    finally:
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+
+
+async def _read_line(fd: int) -> bytes:
+    """One line from a pipe; empty when its writer ended without a word."""
+    loop = asyncio.get_running_loop()
+    reader = asyncio.StreamReader()
+    transport, _ = await loop.connect_read_pipe(
+        lambda: asyncio.StreamReaderProtocol(reader), os.fdopen(fd, "rb")
+    )
+    try:
+        return await reader.readline()
+    finally:
+        transport.close()
+
+
+def _die_with_parent() -> None:
+    """Runs in the child: SIGTERM when the supervisor ends, however it ends."""
+    ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGTERM)
+
+
+async def run_until_stopped(options: StackOptions) -> None:
+    """`millrace up`: starts the stack, says how to use it, and stops it at SIGINT or SIGTERM."""
+    console = Console(stderr=True)
+    stop = asyncio.Event()
+    loop = asyncio.get_running_loop()
+    for number in (signal.SIGTERM, signal.SIGINT):
+        loop.add_signal_handler(number, stop.set)
+    starting = asyncio.create_task(_started(options, console))
+    stopping = asyncio.create_task(stop.wait())
+    await asyncio.wait([starting, stopping], return_when=asyncio.FIRST_COMPLETED)
+    if not starting.done():
+        starting.cancel()
+        await asyncio.gather(starting, return_exceptions=True)
+        return
+    stack = starting.result()
+    try:
+        console.print(usage(stack.url, options.model_name or Path(options.model).name))
+        console.print(f"Logs: {stack.directory}. Ctrl-C stops everything.", highlight=False)
+        await stop.wait()
+        console.print("Stopping: running answers finish first.")
+    finally:
+        stopping.cancel()
+        await stack.stop()
+
+
+async def _started(options: StackOptions, console: Console) -> Stack:
+    with console.status("starting") as status:
+        return await Stack(options, status.update).__aenter__()
+
+
+def usage(url: str, model_name: str) -> str:
+    """The lines a new user tries first."""
+    return f"""Millrace serves {model_name} at {url}
+
+curl {url}/v1/chat/completions -H 'content-type: application/json' -d '{{
+  "model": "{model_name}", "stream": true, "max_tokens": 64,
+  "messages": [{{"role": "user", "content": "Tell me a story about a heron."}}]}}'
+
+from openai import OpenAI
+client = OpenAI(base_url="{url}/v1", api_key="none")
+answer = client.chat.completions.create(
+    model="{model_name}", max_tokens=64,
+    messages=[{{"role": "user", "content": "Who are you?"}}])
+print(answer.choices[0].message.content)
+"""

@@ -1,0 +1,1 @@
+"""What prefill and decode instances share: identity, link to the scheduler, wire conversions."""

@@ -1,0 +1,86 @@
+"""Between protobuf messages and the engine's own types: sampling, log-probabilities, spans."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+
+from millrace.engine.sampler import PositionLogprobs, SamplingSpec
+from millrace.wire.pb import common_pb2
+
+
+def sampling_spec(message: common_pb2.SamplingParams) -> SamplingSpec:
+    """The engine's sampling settings of a request."""
+    return SamplingSpec(
+        max_tokens=message.max_tokens,
+        min_tokens=message.min_tokens,
+        temperature=message.temperature,
+        top_p=message.top_p,
+        top_k=message.top_k,
+        min_p=message.min_p,
+        repetition_penalty=message.repetition_penalty,
+        presence_penalty=message.presence_penalty,
+        frequency_penalty=message.frequency_penalty,
+        logit_bias=dict(message.logit_bias),
+        seed=message.seed,
+        stop_token_ids=tuple(message.stop_token_ids),
+        n=message.n,
+        logprobs=message.logprobs,
+        prompt_logprobs=message.prompt_logprobs,
+    )
+
+
+def logprobs_message(found: PositionLogprobs | None) -> common_pb2.PositionLogprobs | None:
+    """The wire form of one position's log-probabilities; None stays None."""
+    if found is None:
+        return None
+    return common_pb2.PositionLogprobs(
+        chosen=common_pb2.TokenLogprob(token_id=found.chosen[0], logprob=found.chosen[1]),
+        top=[common_pb2.TokenLogprob(token_id=i, logprob=p) for i, p in found.top],
+    )
+
+
+class Stopwatch:
+    """Turns this process's clock into seconds since a request's arrival at the proxy."""
+
+    def __init__(self, arrival_unix_s: float) -> None:
+        self._arrival_unix_s = arrival_unix_s
+
+    def now_s(self) -> float:
+        return time.time() - self._arrival_unix_s
+
+    def since_unix_s(self, unix_s: float) -> float:
+        return unix_s - self._arrival_unix_s
+
+
+def span(
+    name: str,
+    instance_id: str,
+    start_s: float,
+    end_s: float,
+    **attributes: object,
+) -> common_pb2.Span:
+    """A bar of the waterfall; times in seconds since the request's arrival."""
+    return common_pb2.Span(
+        name=name,
+        instance_id=instance_id,
+        start_s=start_s,
+        end_s=max(start_s, end_s),
+        attributes={k: str(v) for k, v in attributes.items()},
+    )
+
+
+def passes(
+    chunks: Sequence[tuple[int, int]], max_chunk_tokens: int
+) -> list[tuple[int, int, int]]:
+    """(scheduler's chunk, first token, tokens) of each forward pass.
+
+    chunks: (first token, tokens) as planned. A chunk longer than `max_chunk_tokens` is computed in
+    equal parts, so that none is a short tail.
+    """
+    parts: list[tuple[int, int, int]] = []
+    for index, (start, tokens) in enumerate(chunks):
+        count = -(-tokens // max_chunk_tokens)
+        bounds = [start + tokens * i // count for i in range(count + 1)]
+        parts += [(index, low, high - low) for low, high in zip(bounds, bounds[1:], strict=False)]
+    return parts
