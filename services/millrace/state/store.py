@@ -123,3 +123,16 @@ def check_new_request(request_id: str, prompt_ids: npt.NDArray[np.int32]) -> byt
             "they must be int32 of one dimension, at least one"
         )
     return prompt_ids.astype("<i4", copy=False).tobytes()
+
+
+def check_slice(request_id: str, start: int, stop: int | None) -> None:
+    """Raises StoreError when [start, stop) of a prompt can't hold an id."""
+    if start < 0 or (stop is not None and stop <= start):
+        raise StoreError(f"request {request_id}: no prompt ids in [{start}, {stop})")
+
+
+def check_found(request_id: str, start: int, stop: int | None, found: int) -> None:
+    """Raises StoreError when `found` ids are not all of the prompt's [start, stop)."""
+    if found == 0 or (stop is not None and found != stop - start):
+        wanted = f"[{start}, {'end' if stop is None else stop})"
+        raise StoreError(f"request {request_id}: the store has {found} of the prompt ids {wanted}")

