@@ -13,6 +13,7 @@ from __future__ import annotations
 
 from bisect import bisect_left, insort
 from collections.abc import Iterable, Sequence
+from itertools import pairwise
 
 import torch
 
@@ -72,7 +73,7 @@ class PageExtents:
             raise IntegrityError("free pages: the end index differs from the start index")
         if sum(length for _, length in runs) != self.num_pages:
             raise IntegrityError(f"free pages: runs do not add up to {self.num_pages}")
-        for (start, length), (following, _) in zip(runs, runs[1:], strict=False):
+        for (start, length), (following, _) in pairwise(runs):
             if start + length >= following:
                 raise IntegrityError(f"free pages: run at {start} reaches the one at {following}")
 

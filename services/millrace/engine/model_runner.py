@@ -4,13 +4,18 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from itertools import accumulate
 
 import torch
+from torch import Tensor
 
-if TYPE_CHECKING:
-    from millrace.engine.kv_pool import KvPool
-    from millrace.engine.loader import Model
+from millrace.core.errors import ModelError
+from millrace.engine.kv_pool import KvPool
+from millrace.engine.loader import Model
+from millrace.engine.operators import Activations, Operator, build_operators
+from millrace.engine.rope import Rotary
+from millrace_kernels import api as kernels
+from millrace_kernels.plan import AttentionPlan
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,26 +33,43 @@ class Boundary:
 class PrefillTask:
     """One chunk of one prompt.
 
-    ``token_ids``: int64 [L] of this chunk; ``history_tokens`` of the prompt came before it and lie
-    in ``pages`` (all pages of the request, in order) already. After the last operator ``logits``
-    is float32 [vocab] of the chunk's last position when ``want_logits``, and ``prompt_logits``
-    float32 [L, vocab] of every position when ``want_prompt_logprobs``.
+    ``token_ids``: int64 [L] of this chunk, L at least 1; ``history_tokens`` of the prompt came
+    before it and lie in ``pages`` (all pages of the request, in order) already. After the last
+    operator ``logits`` is float32 [vocab] of the chunk's last position when ``want_logits``, and
+    ``hidden`` [L, hidden_size] of every position, for `ModelRunner.project`, when
+    ``want_prompt_logprobs`` (logits of a whole chunk would not fit beside a large vocabulary).
     """
 
-    token_ids: torch.Tensor
+    token_ids: Tensor
     history_tokens: int
     pages: Sequence[int]
     want_logits: bool = True
     want_prompt_logprobs: bool = False
-    logits: torch.Tensor | None = None
-    prompt_logits: torch.Tensor | None = None
+    logits: Tensor | None = None
+    hidden: Tensor | None = None
+
+    @property
+    def kv_tokens(self) -> int:
+        """Tokens of KV once this chunk has run."""
+        return self.history_tokens + len(self.token_ids)
 
 
 class ModelRunner:
-    """A model bound to a KV pool."""
+    """A model bound to a KV pool. One thread at a time runs it; suspended prefills may be many."""
 
     def __init__(self, model: Model, pool: KvPool, attention_backend: str = "auto") -> None:
-        raise NotImplementedError
+        """Raises ModelError when the pool was made for another model or dtype."""
+        self.model = model
+        self.pool = pool
+        self._backend = attention_backend
+        _check_layout(model, pool)
+        config = model.config
+        kv_layers = [pool.layer(i) for i in range(config.num_layers)]
+        self.operators = build_operators(config, model.weights, kv_layers)
+        self._boundaries = {op: Boundary(op.layer, op.name) for op in self.operators}
+        self._decode_runs = tuple(op.run for op in self.operators)
+        self._windows = tuple(dict.fromkeys(config.sliding_windows))
+        self._rotary = Rotary(config.rope, config.head_dim, model.device)
 
     def prefill(self, task: PrefillTask) -> Iterator[Boundary]:
         """`prefill_batch` of one task."""
@@ -57,20 +79,153 @@ class ModelRunner:
         """Computes a ragged batch of chunks, yielding after every operator.
 
         The KV of a layer is in its pages once ``attn`` of that layer was yielded. The caller may
-        stop at any boundary (`close()`), or leave the generator suspended, run others, and go on.
+        stop at any boundary (`close()`), or leave the iterator suspended, run others, and go on.
+        What nobody asked for is not computed: without logits the pass ends at the last layer's
+        ``attn``. Raises ValueError when a task has no tokens or too few pages.
         """
-        raise NotImplementedError
+        _check_tasks(tasks, self.pool.layout.page_tokens)
+        state = self._prefill_state(tasks)
+        wanted = any(task.want_logits or task.want_prompt_logprobs for task in tasks)
+        return self._run(state, tasks, self.operators if wanted else self._kv_only())
 
     def decode(
-        self,
-        token_ids: torch.Tensor,
-        positions: torch.Tensor,
-        page_table: torch.Tensor,
-        kv_lens: torch.Tensor,
-    ) -> torch.Tensor:
+        self, token_ids: Tensor, positions: Tensor, page_table: Tensor, kv_lens: Tensor
+    ) -> Tensor:
         """One token of each of b sequences: writes its KV, attends to all `kv_lens` rows.
 
         ``token_ids`` int64 [b]; ``positions`` int64 [b]; ``page_table`` int32 [b, max_pages];
         ``kv_lens`` int32 [b], the new token included. Returns float32 [b, vocab].
         """
-        raise NotImplementedError
+        page_tokens = self.pool.layout.page_tokens
+        pages = page_table.gather(1, (positions // page_tokens)[:, None])[:, 0]
+        indptr = torch.arange(len(token_ids) + 1, dtype=torch.int32)
+        cos, sin = self._rotary(positions)
+        state = Activations(
+            token_ids=token_ids,
+            slots=pages * page_tokens + positions % page_tokens,
+            cos=cos,
+            sin=sin,
+            plans=self._plans(indptr, kv_lens, page_table),
+        )
+        for run in self._decode_runs:
+            run(state)
+        return state.logits
+
+    def project(self, hidden: Tensor) -> Tensor:
+        """float32 [n, vocab]: logits of rows of `PrefillTask.hidden`."""
+        return kernels.linear(hidden, self.model.weights.lm_head).float()
+
+    def _run(
+        self, state: Activations, tasks: Sequence[PrefillTask], operators: tuple[Operator, ...]
+    ) -> Iterator[Boundary]:
+        for operator in operators:
+            operator.run(state)
+            if operator.name == "lm_head":
+                _hand_out(state, tasks)
+            yield self._boundaries[operator]
+
+    def _kv_only(self) -> tuple[Operator, ...]:
+        ends = [i for i, op in enumerate(self.operators) if op.name == "attn"]
+        return self.operators[: ends[-1] + 1]
+
+    def _prefill_state(self, tasks: Sequence[PrefillTask]) -> Activations:
+        device = self.model.device
+        positions = torch.cat([torch.arange(task.history_tokens, task.kv_tokens) for task in tasks])
+        table = _page_table(tasks)
+        lengths = [len(task.token_ids) for task in tasks]
+        owners = torch.repeat_interleave(torch.tensor(lengths))
+        page_tokens = self.pool.layout.page_tokens
+        slots = table[owners, positions // page_tokens].long() * page_tokens
+        slots += positions % page_tokens
+        kv_lens = torch.tensor([task.kv_tokens for task in tasks], dtype=torch.int32)
+        cos, sin = self._rotary(positions.to(device))
+        state = Activations(
+            token_ids=torch.cat([task.token_ids for task in tasks]).to(device),
+            slots=slots.to(device),
+            cos=cos,
+            sin=sin,
+            plans=self._plans(_indptr(lengths), kv_lens, table),
+        )
+        if not any(task.want_prompt_logprobs for task in tasks):
+            counts = [int(task.want_logits) for task in tasks]
+            ends = zip(accumulate(lengths), counts, strict=True)
+            state.rows = torch.tensor([end - 1 for end, n in ends if n], device=device).long()
+            window = self.model.config.sliding_windows[-1]
+            state.last_plan = self._plan(_indptr(counts), kv_lens, table, window)
+        return state
+
+    def _plans(
+        self, indptr: Tensor, kv_lens: Tensor, table: Tensor
+    ) -> dict[int | None, AttentionPlan]:
+        return {w: self._plan(indptr, kv_lens, table, w) for w in self._windows}
+
+    def _plan(
+        self, indptr: Tensor, kv_lens: Tensor, table: Tensor, window: int | None
+    ) -> AttentionPlan:
+        config, layout = self.model.config, self.pool.layout
+        return kernels.plan_attention(
+            q_indptr=indptr,
+            kv_lens=kv_lens,
+            page_table=table,
+            page_tokens=layout.page_tokens,
+            num_q_heads=config.num_heads,
+            num_kv_heads=config.num_kv_heads,
+            head_dim=config.head_dim,
+            dtype=self.model.dtype,
+            device=self.model.device,
+            sliding_window=window,
+            backend=self._backend,
+        )
+
+
+def _hand_out(state: Activations, tasks: Sequence[PrefillTask]) -> None:
+    """Gives every task the rows it asked for."""
+    pruned = not any(task.want_prompt_logprobs for task in tasks)
+    end = 0
+    for task in tasks:
+        start, end = end, end + (int(task.want_logits) if pruned else len(task.token_ids))
+        if task.want_logits:
+            task.logits = state.logits[end - 1]
+        if task.want_prompt_logprobs:
+            task.hidden = state.hidden[start:end]
+
+
+def _check_tasks(tasks: Sequence[PrefillTask], page_tokens: int) -> None:
+    if not tasks:
+        raise ValueError("prefill_batch needs at least one task")
+    for task in tasks:
+        if task.token_ids.dtype != torch.int64 or task.token_ids.dim() != 1:
+            raise ValueError("PrefillTask.token_ids must be int64 with one dimension")
+        if not len(task.token_ids) or task.history_tokens < 0:
+            raise ValueError("a PrefillTask needs at least one token and no negative history")
+        if len(task.pages) * page_tokens < task.kv_tokens:
+            raise ValueError(
+                f"{len(task.pages)} pages of {page_tokens} tokens can't hold {task.kv_tokens}"
+            )
+
+
+def _page_table(tasks: Sequence[PrefillTask]) -> Tensor:
+    """int32 [tasks, most pages], padded with 0, which nobody reads."""
+    width = max(len(task.pages) for task in tasks)
+    table = torch.zeros(len(tasks), width, dtype=torch.int32)
+    for row, task in enumerate(tasks):
+        table[row, : len(task.pages)] = torch.tensor(task.pages, dtype=torch.int32)
+    return table
+
+
+def _indptr(lengths: Sequence[int]) -> Tensor:
+    return torch.tensor([0, *accumulate(lengths)], dtype=torch.int32)
+
+
+def _check_layout(model: Model, pool: KvPool) -> None:
+    config, layout = model.config, pool.layout
+    wanted = {
+        "num_layers": config.num_layers,
+        "num_kv_heads": config.num_kv_heads,
+        "head_count": config.num_kv_heads,
+        "head_dim": config.head_dim,
+        "dtype": str(model.dtype).removeprefix("torch."),
+    }
+    for name, value in wanted.items():
+        if getattr(layout, name) != value:
+            raise ModelError(f"KV pool: {name} is {getattr(layout, name)}, the model needs {value}")

@@ -1,0 +1,160 @@
+"""From a model's name to weights in memory: a folder, a hub id, or random weights of its shape."""
+
+from __future__ import annotations
+
+import hashlib
+import re
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+from millrace.core.errors import ModelError
+from millrace.engine.model_config import ModelConfig
+from millrace.engine.models.checkpoint import Checkpoint
+from millrace.engine.models.dummy import RandomWeights
+from millrace.engine.models.weights import (
+    LayerWeights,
+    ModelWeights,
+    WeightSpec,
+    layer_specs,
+    outer_specs,
+)
+
+_HUB_ID = re.compile(r"[\w.-]+/[\w.-]+")
+_HUB_FILES = ["*.json", "model*.safetensors", "*.jinja", "tokenizer*"]
+_SAMPLE_BYTES = 4096
+_SAMPLES_A_FILE = 16
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Model:
+    """A model ready to run: its shape, its weights and where they are."""
+
+    config: ModelConfig
+    weights: ModelWeights
+    device: torch.device
+    dtype: torch.dtype
+    hash: str
+
+
+def resolve_model(model: str | Path) -> Path:
+    """The folder of a model: the path itself, else a download of the hub id it names.
+
+    Raises ModelError when it is neither, or the hub can't be reached.
+    """
+    path = Path(model).expanduser()
+    if path.is_dir():
+        return path
+    name = str(model)
+    if not _HUB_ID.fullmatch(name):
+        raise ModelError(f"{name}: no such model folder")
+    try:
+        import huggingface_hub
+    except ImportError as error:
+        raise ModelError(
+            f"{name}: no such folder, and huggingface_hub is not installed to download it"
+        ) from error
+    try:
+        return Path(huggingface_hub.snapshot_download(name, allow_patterns=_HUB_FILES))
+    except Exception as error:  # whatever the hub's client and its network stack raise
+        reason = " ".join(str(error).split())[:200]
+        raise ModelError(
+            f"{name}: no such folder, and the Hugging Face hub did not give it: {reason}"
+        ) from error
+
+
+def load_model(
+    model: str | Path,
+    *,
+    device: str | torch.device = "auto",
+    dtype: str = "auto",
+    load_format: str = "auto",
+    seed: int = 0,
+    progress: Callable[[float], None] | None = None,
+) -> Model:
+    """Loads a model; arguments as in `EngineConfig`. `progress` gets the share done, 0 to 1.
+
+    With ``load_format="dummy"`` only config.json is needed and `seed` fixes the weights, the same
+    in every process and on every device. Raises ModelError in one line.
+    """
+    folder = resolve_model(model)
+    config = ModelConfig.from_folder(folder)
+    target = _device(device)
+    torch_dtype: torch.dtype = getattr(torch, config.dtype if dtype == "auto" else dtype)
+    specs = [outer_specs(config), *(layer_specs(config, i) for i in range(config.num_layers))]
+    total = sum(spec.elements for group in specs for spec in group.values())
+    done = 0
+
+    def build(group: dict[str, WeightSpec]) -> dict[str, torch.Tensor]:
+        nonlocal done
+        built = {}
+        for name, spec in group.items():
+            weight = torch.empty(spec.shape, dtype=torch_dtype, device=target)
+            source.fill(weight, spec)
+            built[name] = weight
+            done += spec.elements
+            if progress is not None:
+                progress(done / total)
+        return built
+
+    source: _CheckpointSource | RandomWeights
+    source = RandomWeights(seed) if load_format == "dummy" else _CheckpointSource(folder)
+    outer = build(specs[0])
+    layers = tuple(LayerWeights(**build(group)) for group in specs[1:])
+    outer.setdefault("lm_head", outer["embedding"])
+    return Model(
+        config=config,
+        weights=ModelWeights(layers=layers, **outer),
+        device=target,
+        dtype=torch_dtype,
+        hash=model_hash(folder, load_format=load_format, seed=seed),
+    )
+
+
+def model_hash(folder: str | Path, *, load_format: str = "auto", seed: int = 0) -> str:
+    """64 hex digits that name a model's weights; KV of different hashes must never mix.
+
+    SHA-256 over config.json and, of every shard, its name, size, header and a fixed sample of its
+    bytes, so that naming a model of hundreds of gigabytes takes milliseconds. Dummy weights are
+    named by config.json and seed. Raises ModelError as `load_model` does.
+    """
+    folder = Path(folder)
+    digest = hashlib.sha256()
+    try:
+        digest.update((folder / "config.json").read_bytes())
+        if load_format == "dummy":
+            digest.update(f"dummy {seed}".encode())
+            return digest.hexdigest()
+        for shard in Checkpoint(folder).shards:
+            digest.update(f"{shard.path.name} {shard.size_bytes} ".encode())
+            digest.update(shard.header)
+            step = max(shard.size_bytes // _SAMPLES_A_FILE, 1)
+            with shard.path.open("rb") as file:
+                for offset in range(0, shard.size_bytes, step):
+                    file.seek(offset)
+                    digest.update(file.read(_SAMPLE_BYTES))
+    except OSError as error:
+        raise ModelError(f"{error.filename}: can't be read: {error.strerror}") from error
+    return digest.hexdigest()
+
+
+class _CheckpointSource:
+    """Fills fused weights from a folder's safetensors files, converting dtypes as it copies."""
+
+    def __init__(self, folder: Path) -> None:
+        self._checkpoint = Checkpoint(folder)
+
+    def fill(self, weight: torch.Tensor, spec: WeightSpec) -> None:
+        for part in spec.parts:
+            weight[part.index].copy_(self._checkpoint.tensor(part.tensor, part.shape))
+
+
+def _device(device: str | torch.device) -> torch.device:
+    if device == "auto":
+        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    try:
+        return torch.device(device)
+    except RuntimeError as error:
+        raise ModelError(f"device {device!r} is not one torch knows") from error

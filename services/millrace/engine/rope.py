@@ -1,0 +1,181 @@
+"""Rotary position embedding: the frequencies of every scaling rule that Millrace serves.
+
+Sources: RoPE (Su et al. 2021), position interpolation (Chen et al. 2023, ``linear``), YaRN (Peng et
+al. 2023), and the smoothed rule of Llama 3.1 (``llama3``). Angles and their cosines are computed in
+float32 whatever the model's dtype: in bfloat16 positions past 256 would collapse.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from millrace.core.errors import ModelError
+
+ROPE_KINDS = ("default", "linear", "llama3", "yarn")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RopeConfig:
+    """One model's rotary embedding. Fields past ``factor`` matter only to the kinds named."""
+
+    kind: str = "default"
+    theta: float = 10000.0
+    factor: float = 1.0
+    original_max_tokens: int = 0  # llama3, yarn: the context the model was first trained on
+    low_freq_factor: float = 1.0  # llama3
+    high_freq_factor: float = 4.0  # llama3
+    beta_fast: float = 32.0  # yarn: rotations above which a dimension is left alone
+    beta_slow: float = 1.0  # yarn: rotations below which a dimension is interpolated whole
+    truncate: bool = True  # yarn: round the ramp's ends to whole dimensions
+    attention_factor: float = 1.0  # yarn: multiplies cos and sin
+
+
+def parse_rope(config: Mapping[str, Any], where: str, *, default_theta: float) -> RopeConfig:
+    """Reads `rope_parameters`, or `rope_theta` with `rope_scaling`, of a config.json.
+
+    `where` begins every message. Raises ModelError for an unknown kind, partial rotation,
+    parameters that differ by layer, and missing or senseless numbers.
+    """
+    raw = config.get("rope_parameters") or config.get("rope_scaling") or {}
+    if not isinstance(raw, Mapping) or any(isinstance(v, Mapping) for v in raw.values()):
+        raise ModelError(f"{where}: rope parameters that differ by layer type are not supported")
+    theta = raw.get("rope_theta") or config.get("rope_theta") or default_theta
+    kind = raw.get("rope_type") or raw.get("type") or "default"
+    if kind not in ROPE_KINDS:
+        raise ModelError(
+            f"{where}: rope type {kind!r} is not supported; {', '.join(ROPE_KINDS)} are"
+        )
+    partial = raw.get("partial_rotary_factor") or config.get("partial_rotary_factor") or 1.0
+    if partial != 1.0:
+        raise ModelError(f"{where}: partial_rotary_factor {partial} is not supported; 1.0 is")
+    numbers = _Numbers({**raw, "rope_theta": theta}, where)
+    if kind == "default":
+        return RopeConfig(theta=numbers.get("rope_theta"))
+    original = config.get("original_max_position_embeddings")
+    if original is None:
+        original = raw.get("original_max_position_embeddings")
+    if original is None:
+        original = config.get("max_position_embeddings")
+    values = {**numbers.values, "original_max_position_embeddings": original}
+    if kind == "yarn" and raw.get("factor") is None and original:
+        values["factor"] = config.get("max_position_embeddings", 0) / original
+    numbers = _Numbers(values, where)
+    common: dict[str, Any] = {
+        "kind": kind,
+        "theta": numbers.get("rope_theta"),
+        "factor": numbers.get("factor"),
+    }
+    if kind == "linear":
+        return RopeConfig(**common)
+    common["original_max_tokens"] = int(numbers.get("original_max_position_embeddings"))
+    if kind == "llama3":
+        return RopeConfig(
+            **common,
+            low_freq_factor=numbers.get("low_freq_factor"),
+            high_freq_factor=numbers.get("high_freq_factor"),
+        )
+    return RopeConfig(
+        **common,
+        beta_fast=numbers.get("beta_fast", 32.0),
+        beta_slow=numbers.get("beta_slow", 1.0),
+        truncate=bool(raw.get("truncate", True)),
+        attention_factor=_yarn_attention_factor(numbers),
+    )
+
+
+def inverse_frequencies(rope: RopeConfig, head_dim: int) -> torch.Tensor:
+    """float32 [head_dim / 2]: radians a position of every pair of dimensions."""
+    exponents = torch.arange(0, head_dim, 2, dtype=torch.float32) / head_dim
+    plain = 1.0 / (rope.theta**exponents)
+    if rope.kind == "linear":
+        return plain / rope.factor
+    if rope.kind == "llama3":
+        return _llama3(rope, plain)
+    if rope.kind == "yarn":
+        return _yarn(rope, plain, head_dim)
+    return plain
+
+
+class Rotary:
+    """Cosines and sines of positions, computed when asked: a table would not fit long contexts."""
+
+    def __init__(self, rope: RopeConfig, head_dim: int, device: torch.device | str) -> None:
+        self._inverse_frequencies = inverse_frequencies(rope, head_dim).to(device)
+        self._attention_factor = rope.attention_factor
+
+    def __call__(self, positions: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """(cos, sin), float32 [n, head_dim / 2] each, of int64 positions [n]."""
+        angles = positions.to(torch.float32)[:, None] * self._inverse_frequencies
+        cos, sin = angles.cos(), angles.sin()
+        if self._attention_factor != 1.0:
+            cos.mul_(self._attention_factor)
+            sin.mul_(self._attention_factor)
+        return cos, sin
+
+
+class _Numbers:
+    """Positive numbers of a JSON object, with messages that name the field."""
+
+    def __init__(self, values: Mapping[str, Any], where: str) -> None:
+        self.values = values
+        self._where = where
+
+    def get(self, name: str, default: float | None = None) -> float:
+        value = self.values.get(name)
+        if value is None:
+            value = default
+        if isinstance(value, bool) or not isinstance(value, int | float) or not value > 0:
+            raise ModelError(
+                f"{self._where}: rope parameter {name} is {value!r}; it must be a number above 0"
+            )
+        return float(value)
+
+
+def _llama3(rope: RopeConfig, plain: torch.Tensor) -> torch.Tensor:
+    """Long wavelengths are stretched by the factor, short ones kept, those between blended."""
+    turns = rope.original_max_tokens * plain / (2 * math.pi)  # rotations over the first context
+    stretched = plain / rope.factor
+    share = (turns - rope.low_freq_factor) / (rope.high_freq_factor - rope.low_freq_factor)
+    blended = (1 - share) * stretched + share * plain
+    return torch.where(
+        turns < rope.low_freq_factor,
+        stretched,
+        torch.where(turns > rope.high_freq_factor, plain, blended),
+    )
+
+
+def _yarn(rope: RopeConfig, plain: torch.Tensor, head_dim: int) -> torch.Tensor:
+    """NTK-by-parts (YaRN section 3.2): a ramp over dimensions from kept to interpolated."""
+
+    def dimension_of(rotations: float) -> float:
+        ratio = rope.original_max_tokens / (rotations * 2 * math.pi)
+        return head_dim * math.log(ratio) / (2 * math.log(rope.theta))
+
+    low, high = dimension_of(rope.beta_fast), dimension_of(rope.beta_slow)
+    if rope.truncate:
+        low, high = math.floor(low), math.ceil(high)
+    low, high = max(low, 0), min(high, head_dim - 1)
+    if low == high:
+        high += 0.001  # a step instead of a ramp, without dividing by zero
+    dims = torch.arange(head_dim // 2, dtype=torch.float32)
+    interpolated = ((dims - low) / (high - low)).clamp(0, 1)
+    return plain / rope.factor * interpolated + plain * (1 - interpolated)
+
+
+def _yarn_attention_factor(numbers: _Numbers) -> float:
+    """YaRN section 3.4, with the two-sided form (mscale) that some checkpoints give instead."""
+    if numbers.values.get("attention_factor") is not None:
+        return numbers.get("attention_factor")
+    factor = numbers.get("factor")
+
+    def scale(weight: float) -> float:
+        return 1.0 if factor <= 1 else 0.1 * weight * math.log(factor) + 1.0
+
+    if numbers.values.get("mscale") and numbers.values.get("mscale_all_dim"):
+        return scale(numbers.get("mscale")) / scale(numbers.get("mscale_all_dim"))
+    return scale(1.0)
