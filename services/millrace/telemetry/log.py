@@ -1,0 +1,62 @@
+"""Logging to stderr: readable lines, or one JSON object a line for a collector."""
+
+from __future__ import annotations
+
+import json
+import logging
+import sys
+from datetime import UTC, datetime
+
+from millrace.core.config import TelemetryConfig
+
+#: Attributes that every LogRecord has; the others came by `extra=`.
+_STANDARD = frozenset(vars(logging.makeLogRecord({}))) | {"message", "asctime", "taskName"}
+
+
+class _JsonLines(logging.Formatter):
+    """time (RFC 3339, UTC), level, service, logger, message, the exception, and every `extra`."""
+
+    def __init__(self, service: str) -> None:
+        super().__init__()
+        self._service = service
+
+    def format(self, record: logging.LogRecord) -> str:
+        line: dict[str, object] = {
+            name: value for name, value in vars(record).items() if name not in _STANDARD
+        }
+        line |= {
+            "time": datetime.fromtimestamp(record.created, UTC).isoformat(timespec="milliseconds"),
+            "level": record.levelname.lower(),
+            "service": self._service,
+            "logger": record.name,
+            "message": record.getMessage(),
+        }
+        if record.exc_info:
+            line["exception"] = self.formatException(record.exc_info)
+        return json.dumps(line, default=str)
+
+
+class _TextLines(logging.Formatter):
+    """`HH:MM:SS.mmm level service logger: message key=value ...`, then the traceback if any."""
+
+    def __init__(self, service: str) -> None:
+        super().__init__(f"%(asctime)s.%(msecs)03d %(levelname)-7s {service} %(name)s: ")
+        self.datefmt = "%H:%M:%S"
+        self._head = self._fmt or ""
+
+    def formatMessage(self, record: logging.LogRecord) -> str:
+        extras = [f"{k}={v}" for k, v in vars(record).items() if k not in _STANDARD]
+        return " ".join([self._head % vars(record) + record.message, *extras])
+
+
+def setup_logging(config: TelemetryConfig, service: str) -> None:
+    """Sends all of the process's log records at `config.log_level` and above to stderr.
+
+    `service` names the process, such as "decode-0". Calling it again replaces what it set up.
+    """
+    handler = logging.StreamHandler(sys.stderr)
+    handler.setFormatter(
+        _JsonLines(service) if config.log_format == "json" else _TextLines(service)
+    )
+    logging.basicConfig(level=config.log_level.upper(), handlers=[handler], force=True)
+    logging.captureWarnings(True)
