@@ -28,8 +28,11 @@ REQUEST_TIMEOUT_S = 5.0
 
 #: What may stand last in a name (before a counter's `_total`): base units and things counted.
 UNITS = frozenset(
-    ("seconds", "bytes", "tokens", "ratio", "requests", "pages", "chunks", "steps", "sequences")
-    + ("instances", "transfers", "connections", "messages", "tasks", "errors", "retries", "info")
+    {
+        *("seconds", "bytes", "tokens", "ratio", "info"),
+        *("requests", "chunks", "steps", "sequences", "pages", "tasks", "messages"),
+        *("instances", "connections", "transfers", "errors", "retries"),
+    }
 )
 _NAME = re.compile(r"millrace(_[a-z][a-z0-9]*){2,}_(?P<unit>[a-z]+)")
 
