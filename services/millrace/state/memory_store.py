@@ -44,6 +44,10 @@ class MemoryStore:
         self._entries: dict[str, _Entry] = {}
         self._deadlines: list[tuple[float, str]] = []  # heap; those of deleted entries stay in it
 
+    def __len__(self) -> int:
+        """Requests in memory, expired ones that were not dropped yet among them."""
+        return len(self._entries)
+
     async def create(
         self, request_id: str, *, spec: bytes, prompt_ids: npt.NDArray[np.int32]
     ) -> None:

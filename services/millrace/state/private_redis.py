@@ -96,7 +96,9 @@ class PrivateRedis:
         except BaseException as error:
             await self.stop()
             if isinstance(error, TimeoutError):
-                raise StoreError(f"{server} does not answer{self._log_end()}") from error
+                raise StoreError(
+                    f"{server} does not answer within {START_TIMEOUT_S:g} s{self._log_end()}"
+                ) from error
             if isinstance(error, OSError):
                 raise StoreError(f"can't start {server} in {directory}: {error}") from error
             raise

@@ -17,8 +17,8 @@ import numpy.typing as npt
 from redis.asyncio import BlockingConnectionPool, Redis
 from redis.asyncio.retry import Retry
 from redis.backoff import NoBackoff
+from redis.exceptions import AuthenticationError, NoScriptError, RedisError
 from redis.exceptions import ConnectionError as RedisConnectionError
-from redis.exceptions import NoScriptError, RedisError
 
 from millrace.core.config import StoreConfig
 from millrace.core.errors import ConfigError
@@ -249,6 +249,8 @@ class RedisStore:
         for delay_s in RETRY_DELAYS_S:
             try:
                 return await call()
+            except AuthenticationError:  # a kind of RedisConnectionError that stays
+                break
             except (RedisConnectionError, OSError):
                 await asyncio.sleep(delay_s)
             except RedisError:

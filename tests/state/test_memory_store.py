@@ -1,0 +1,23 @@
+"""MemoryStore forgets what expired, also when nobody asks for it again."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from millrace.core.config import StoreConfig
+from millrace.state.memory_store import MemoryStore
+
+
+async def test_expired_requests_take_no_memory() -> None:
+    now_s = 0.0
+    store = MemoryStore(StoreConfig(ttl_s=10, finished_ttl_s=1), clock=lambda: now_s)
+    for i in range(100):
+        await store.create(f"r{i}", spec=b"", prompt_ids=np.arange(3, dtype=np.int32))
+    for i in range(50):
+        await store.finish(f"r{i}", "finished")
+    now_s = 1.0
+    await store.create("x", spec=b"", prompt_ids=np.arange(3, dtype=np.int32))
+    assert len(store) == 51
+    now_s = 10.0
+    await store.create("y", spec=b"", prompt_ids=np.arange(3, dtype=np.int32))
+    assert len(store) == 2

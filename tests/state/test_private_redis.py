@@ -1,0 +1,165 @@
+"""PrivateRedis: private, quiet, and gone with its parent."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import stat
+import sys
+from pathlib import Path
+
+import psutil
+import pytest
+from redis.asyncio import Redis
+
+from millrace.state import private_redis
+from millrace.state.private_redis import PrivateRedis, find_redis_server
+from millrace.state.store import StoreError
+
+PARENT = """
+import asyncio, sys
+from pathlib import Path
+from millrace.state.private_redis import PrivateRedis
+
+async def main():
+    server = PrivateRedis()
+    print(await server.start(Path(sys.argv[1])), server.pid, flush=True)
+    await asyncio.sleep(60)
+
+asyncio.run(main())
+"""
+
+
+async def settings(url: str, *names: str) -> dict[str, str]:
+    async with Redis.from_url(url, decode_responses=True) as client:
+        return {name: (await client.config_get(name))[name] for name in names}
+
+
+async def test_it_is_ours_alone_and_writes_nothing(tmp_path: Path) -> None:
+    directory = tmp_path / "with space % and é"
+    server = PrivateRedis()
+    url = await server.start(directory)
+    try:
+        socket = directory / "redis.sock"
+        assert stat.S_IMODE(directory.stat().st_mode) == 0o700
+        assert stat.S_IMODE(socket.stat().st_mode) == 0o700
+        assert await settings(url, "port", "save", "appendonly") == {
+            "port": "0",
+            "save": "",
+            "appendonly": "no",
+        }
+        assert server.pid is not None
+        assert psutil.Process(server.pid).net_connections("inet") == []
+        assert os.getsid(server.pid) != os.getsid(0)
+        with pytest.raises(StoreError, match=f"process {server.pid}"):
+            await server.start(directory)
+    finally:
+        await server.stop()
+    assert sorted(p.name for p in directory.iterdir()) == ["redis.log"]
+
+
+async def test_stop_ends_that_process_and_start_works_again(tmp_path: Path) -> None:
+    server = PrivateRedis()
+    await server.stop()
+    for _ in range(2):
+        url = await server.start(tmp_path)
+        pid = server.pid
+        assert pid is not None
+        async with Redis.from_url(url) as client:
+            assert await client.get("left over") is None
+            await client.set("left over", "1")
+        await server.stop()
+        assert server.pid is None and not psutil.pid_exists(pid)
+
+
+async def test_stop_does_not_wait_for_ever(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(private_redis, "STOP_TIMEOUT_S", 0.2)
+    server = PrivateRedis()
+    await server.start(tmp_path)
+    assert server.pid is not None
+    process = psutil.Process(server.pid)
+    process.suspend()
+    await server.stop()
+    assert not process.is_running()
+
+
+@pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGTERM])
+async def test_it_dies_with_its_parent(tmp_path: Path, how: signal.Signals) -> None:
+    parent = await asyncio.create_subprocess_exec(
+        *(sys.executable, "-c", PARENT, str(tmp_path)), stdout=asyncio.subprocess.PIPE
+    )
+    assert parent.stdout is not None
+    _, pid = (await parent.stdout.readline()).split()
+    assert psutil.Process(int(pid)).name() == "redis-server"
+    child, ended = os.pidfd_open(int(pid)), asyncio.Event()  # readable once the process ended
+    asyncio.get_running_loop().add_reader(child, ended.set)
+    parent.send_signal(how)
+    await parent.wait()
+    try:
+        async with asyncio.timeout(5):
+            await ended.wait()
+    finally:
+        asyncio.get_running_loop().remove_reader(child)
+        os.close(child)
+
+
+async def test_a_server_that_ends_at_once_is_explained(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    broken = tmp_path / "redis-server"
+    broken.write_text("#!/bin/sh\necho 'no memory today' >&2\nexit 3\n")
+    broken.chmod(0o700)
+    monkeypatch.setenv("PATH", str(tmp_path), prepend=os.pathsep)
+    server = PrivateRedis()
+    with pytest.raises(StoreError, match=r"redis-server ended at once: no memory today"):
+        await server.start(tmp_path / "data")
+    assert server.pid is None
+
+
+async def test_a_server_that_never_answers_is_explained(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    mute = tmp_path / "redis-server"
+    mute.write_text("#!/bin/sh\necho starting slowly > redis.log\nexec sleep 30\n")
+    mute.chmod(0o700)
+    monkeypatch.setenv("PATH", str(tmp_path), prepend=os.pathsep)
+    monkeypatch.setattr(private_redis, "START_TIMEOUT_S", 0.5)
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "data").mkdir()
+    (tmp_path / "data" / "redis.log").write_text("loading modules\n")
+    server = PrivateRedis()
+    with pytest.raises(StoreError, match=r"(?s)does not answer within 0.5 s.*loading modules"):
+        await server.start(tmp_path / "data")
+    assert server.pid is None
+
+
+async def test_socket_paths_have_a_limit(tmp_path: Path) -> None:
+    with pytest.raises(StoreError, match="too long for a unix socket: 107 bytes at most"):
+        await PrivateRedis().start(tmp_path / ("x" * 100))
+
+
+async def test_a_directory_that_cannot_be_made_is_named(tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    with pytest.raises(StoreError, match=str(tmp_path / "file")):
+        await PrivateRedis().start(tmp_path / "file" / "below")
+
+
+def test_the_server_on_path_comes_first(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    packaged = find_redis_server()
+    assert packaged.name == "redis-server"
+    own = tmp_path / "redis-server"
+    own.touch(0o700)
+    monkeypatch.setenv("PATH", str(tmp_path))
+    assert find_redis_server() == own
+    own.unlink()
+    assert os.access(find_redis_server(), os.X_OK) and find_redis_server() != own
+
+
+def test_without_any_server_the_way_out_is_named(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("PATH", str(tmp_path))
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    with pytest.raises(StoreError, match="no redis-server: install one"):
+        find_redis_server()

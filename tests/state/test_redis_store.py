@@ -1,0 +1,178 @@
+"""What is RedisStore's alone: lifetimes in the server, lost connections, errors, secrets."""
+
+from __future__ import annotations
+
+import asyncio
+import tempfile
+from collections.abc import AsyncIterator
+from pathlib import Path
+
+import numpy as np
+import pytest
+from redis.asyncio import Redis
+
+from millrace.core.config import StoreConfig
+from millrace.core.errors import ConfigError
+from millrace.state import redis_store
+from millrace.state.private_redis import PrivateRedis
+from millrace.state.redis_store import RedisStore, shown_url
+from millrace.state.store import JournalEntry, StateUpdate, StoreError
+from support.stores import private_redis
+
+IDS = np.arange(5, dtype=np.int32)
+
+
+@pytest.fixture
+async def url() -> AsyncIterator[str]:
+    async with private_redis() as address:
+        yield address
+
+
+def tokens(request_id: str) -> JournalEntry:
+    return JournalEntry(request_id=request_id, choice=0, token_ids=[1, 2])
+
+
+async def lifetimes_ms(client: Redis) -> dict[str, int]:
+    return {key.decode(): await client.pttl(key) for key in await client.keys("*")}
+
+
+async def test_every_key_has_a_lifetime_and_one_hash_slot(url: str) -> None:
+    store = RedisStore(StoreConfig(url=url, ttl_s=100, finished_ttl_s=10, key_prefix="mill"))
+    async with Redis.from_url(url) as client:
+        await store.create("a", spec=b"", prompt_ids=IDS)
+        await store.append_tokens([tokens("a"), tokens("a")])
+        life = await lifetimes_ms(client)
+        stem = "mill:request:{a}"
+        assert life.keys() == {stem, f"{stem}:prompt", f"{stem}:journal"}
+        assert all(90_000 < ms <= 100_000 for ms in life.values())
+        await store.finish("a", "finished")
+        life = await lifetimes_ms(client)
+        assert life.keys() == {stem, f"{stem}:journal"}
+        assert all(9_000 < ms <= 10_000 for ms in life.values())
+        await store.delete("a")
+        assert await lifetimes_ms(client) == {}
+    await store.close()
+
+
+async def test_late_news_of_a_deleted_request_leaves_no_key(url: str) -> None:
+    store = RedisStore(StoreConfig(url=url))
+    async with Redis.from_url(url) as client:
+        await store.create("a", spec=b"", prompt_ids=IDS)
+        await store.delete("a")
+        await store.set_states([StateUpdate(request_id="a", state="decoding", decode_id="d")])
+        await store.append_tokens([tokens("a")])
+        await store.finish("a", "finished")
+        assert await client.dbsize() == 0
+    await store.close()
+
+
+async def test_the_prompt_is_little_endian_int32(url: str) -> None:
+    store = RedisStore(StoreConfig(url=url))
+    async with Redis.from_url(url) as client:
+        await store.create("a", spec=b"", prompt_ids=np.array([1, 258], dtype=np.int32))
+        assert await client.get("millrace:request:{a}:prompt") == b"\1\0\0\0\2\1\0\0"
+    await store.close()
+
+
+async def test_scripts_are_loaded_again_after_a_flush(url: str) -> None:
+    store = RedisStore(StoreConfig(url=url))
+    async with Redis.from_url(url) as client:
+        await store.create("a", spec=b"", prompt_ids=IDS)
+        await client.script_flush()
+        await store.append_tokens([tokens("a"), tokens("b"), tokens("a")])
+        assert (await store.journal("a", 0)).tolist() == [1, 2, 1, 2]
+    await store.close()
+
+
+async def test_cut_connections_are_opened_again(url: str) -> None:
+    store = RedisStore(StoreConfig(url=url))
+    async with Redis.from_url(url) as client:
+        await store.create("a", spec=b"", prompt_ids=IDS)
+        await client.client_kill_filter(_type="normal", skipme=True)
+        await store.append_tokens([tokens("a")])
+        await client.client_kill_filter(_type="normal", skipme=True)
+        assert (await store.journal("a", 0)).tolist() == [1, 2]
+    await store.close()
+
+
+async def test_a_restart_of_the_server_is_survived() -> None:
+    with tempfile.TemporaryDirectory(prefix="millrace-") as directory:
+        server = PrivateRedis()
+        store = RedisStore(StoreConfig(url=await server.start(Path(directory))))
+        await store.create("a", spec=b"", prompt_ids=IDS)
+        await server.stop()
+        with pytest.raises(StoreError, match=f"request store unix://.*{directory}"):
+            await store.ping()
+        with pytest.raises(StoreError):
+            await store.append_tokens([tokens("a")])
+        await server.start(Path(directory))
+        assert await store.get("a") is None
+        await store.create("a", spec=b"", prompt_ids=IDS)
+        await store.close()
+        await server.stop()
+
+
+async def test_errors_name_the_url_and_never_the_password() -> None:
+    store = RedisStore(StoreConfig(url="redis://someone:hunter2@127.0.0.1:1/0"))
+    for call in (
+        store.ping(),
+        store.get("a"),
+        store.create("a", spec=b"", prompt_ids=IDS),
+        store.append_tokens([tokens("a")]),
+        store.set_states([StateUpdate(request_id="a", state="decoding")]),
+        store.prompt_ids("a"),
+        store.journal("a", 0),
+        store.finish("a", "finished"),
+        store.delete("a"),
+    ):
+        with pytest.raises(StoreError, match=r"^request store redis://127\.0\.0\.1:1/0: ") as info:
+            await call
+        assert "hunter2" not in str(info.value)
+    await store.close()
+
+
+async def test_a_wrong_password_is_an_error_that_keeps_it_secret(url: str) -> None:
+    store = RedisStore(StoreConfig(url=url.replace("unix://", "unix://someone:hunter2@")))
+    with pytest.raises(StoreError, match="request store unix:///") as info:
+        await store.ping()
+    assert "hunter2" not in str(info.value)
+    await store.close()
+
+
+async def test_a_server_out_of_memory_is_an_error(url: str) -> None:
+    store = RedisStore(StoreConfig(url=url))
+    async with Redis.from_url(url) as client:
+        await client.config_set("maxmemory", "1")
+        with pytest.raises(StoreError, match="OOM"):
+            await store.create("a", spec=b"", prompt_ids=IDS)
+    await store.close()
+
+
+async def test_a_server_that_stopped_answering_is_an_error(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def swallow(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        await reader.read()
+        writer.close()
+
+    monkeypatch.setattr(redis_store, "ANSWER_TIMEOUT_S", 0.2)
+    server = await asyncio.start_unix_server(swallow, tmp_path / "mute.sock")
+    store = RedisStore(StoreConfig(url=f"unix://{tmp_path}/mute.sock"))
+    async with asyncio.timeout(5):
+        with pytest.raises(StoreError, match=r"mute\.sock"):
+            await store.append_tokens([tokens("a")])
+    await store.close()
+    server.close()
+
+
+@pytest.mark.parametrize(
+    "bad", ["redis://host:port/0", "redis://host:99999", "redis://host/0?socket_timeout=soon"]
+)
+def test_urls_that_make_no_sense(bad: str) -> None:
+    with pytest.raises(ConfigError, match=r"store\.url is 'redis://host"):
+        RedisStore(StoreConfig(url=bad))
+
+
+def test_shown_urls_hold_no_secret() -> None:
+    assert shown_url("redis://u:p%40x@[::1]:6379/0?password=p") == "redis://[::1]:6379/0"
+    assert shown_url("unix://u:p@/run/r.sock?password=p") == "unix:///run/r.sock"
