@@ -1,0 +1,74 @@
+"""What a KV sender and a KV receiver say to each other before and after the data (Tetris §4.2).
+
+The wire turns these into protobuf and back; `millrace.transfer` decides with them. Data and its
+accounting go over the transport, not through here.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from millrace.core.errors import TransferError
+from millrace.core.kv_layout import KvLayout
+
+
+class Incarnation(NamedTuple):
+    """One life of one process. A restart has the same id and a greater generation."""
+
+    id: str
+    generation: int
+
+    def __str__(self) -> str:
+        return f"{self.id} (generation {self.generation})"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Ticket:
+    """Names one request's transfer between two lives; every message carries it."""
+
+    request_id: str
+    sender: Incarnation
+    receiver: Incarnation
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class HandshakeAsk:
+    """A sender asks to transfer tokens ``[start_token, start_token + num_tokens)`` of a request.
+
+    `agent_metadata` is the sender's transport, so that the receiver can answer over it.
+    """
+
+    ticket: Ticket
+    layout: KvLayout
+    start_token: int
+    num_tokens: int
+    agent_metadata: bytes
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class HandshakeGrant:
+    """The receiver's yes. `lease` is a number it never uses twice in its life.
+
+    `pages` are the receiver's of the whole prompt, in token order. With `buffered`, data goes to
+    ``[buffer_offset, buffer_offset + buffer_bytes)`` of the receiver's staging region instead.
+    The sender may write as long as it heard from the receiver within `lease_s`.
+    """
+
+    lease: int
+    layout: KvLayout
+    pages: Sequence[int]
+    agent_metadata: bytes
+    lease_s: float
+    buffered: bool = False
+    buffer_offset: int = 0
+    buffer_bytes: int = 0
+
+
+class HandshakeRefused(TransferError):
+    """The receiver will never grant this handshake. The message names both sides' values."""
+
+
+class HandshakeQueued(TransferError):
+    """All backends are taken. The request keeps its place; ask again."""

@@ -1,0 +1,84 @@
+"""The notifications of a KV transfer: a compact header, then the request's id in UTF-8."""
+
+from __future__ import annotations
+
+import struct
+from dataclasses import dataclass
+from enum import IntEnum
+
+from millrace.core.errors import TransferError
+
+#: First byte of every KV notification, by which a transport's subscribers tell messages apart.
+CHANNEL = 1
+
+# channel u8, kind u8, layer u16, lease u32, chunk u32, part u32, start u32, tokens u32,
+# generation u64, bytes u64
+_HEADER = struct.Struct("<BBHIIIIIQQ")
+
+
+class Kind(IntEnum):
+    """What a notification says. The first three go to the receiver, the others to the sender."""
+
+    WRITTEN = 1  # a part's bytes lie at the receiver
+    ALIVE = 2  # the sender still holds the lease
+    DRAINED = 3  # no write of the lease is in flight, and none will follow
+    SLOT_FREE = 4  # a staging slot may be written again
+    RENEW = 5  # the lease goes on
+    STOP = 6  # the lease is over: stop, drain, say DRAINED
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Message:
+    """One notification. `generation` is the receiver's; a part is a token range of a layer."""
+
+    kind: Kind
+    request_id: str
+    lease: int
+    generation: int
+    chunk: int = 0
+    layer: int = 0
+    part: int = 0
+    start_token: int = 0
+    num_tokens: int = 0
+    nbytes: int = 0
+
+    def encode(self) -> bytes:
+        return (
+            _HEADER.pack(
+                CHANNEL,
+                self.kind,
+                self.layer,
+                self.lease,
+                self.chunk,
+                self.part,
+                self.start_token,
+                self.num_tokens,
+                self.generation,
+                self.nbytes,
+            )
+            + self.request_id.encode()
+        )
+
+    @staticmethod
+    def decode(payload: bytes) -> Message:
+        """Raises TransferError for bytes that `encode` can't have made."""
+        try:
+            channel, kind, layer, lease, chunk, part, start, tokens, generation, nbytes = (
+                _HEADER.unpack_from(payload)
+            )
+            if channel != CHANNEL:
+                raise ValueError(f"channel {channel}")
+            return Message(
+                kind=Kind(kind),
+                request_id=payload[_HEADER.size :].decode(),
+                lease=lease,
+                generation=generation,
+                chunk=chunk,
+                layer=layer,
+                part=part,
+                start_token=start,
+                num_tokens=tokens,
+                nbytes=nbytes,
+            )
+        except (struct.error, ValueError) as error:
+            raise TransferError(f"not a KV notification: {error}") from error

@@ -1,0 +1,401 @@
+"""The real transport: NIXL over UCX.
+
+One thread owns the agent and does everything with it: NIXL's own progress thread would burn a
+core, and a post may copy all its bytes inside the call. The thread polls only while something is
+outstanding or someone listens, every 50 to 500 microseconds depending on what comes in; else it
+sleeps on its queue and looks once a second, so that lost connections are noticed.
+
+UCX and NIXL read the environment when the agent is made: see `environment.py`.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from typing import Any, TypeVar
+
+import numpy as np
+
+from millrace.core.errors import TransferError
+from millrace.transfer.memory import HOST, Memory
+from millrace.transfer.peers import PeerMetadata, ProcessIdentity
+from millrace.transfer.runs import Offsets, Runs, grains
+from millrace.transfer.transport import Handler, PeerLostError
+
+log = logging.getLogger(__name__)
+T = TypeVar("T")
+
+POLL_FIRST_S = 50e-6
+POLL_MOST_S = 500e-6
+IDLE_POLL_S = 1.0
+#: After a command the thread keeps polling this long: notifications and connections to peers are
+#: sent on while it polls, and nothing says when they are.
+LINGER_S = 0.05
+#: A write takes its descriptors from a prepared list of equal grains unless that makes more than
+#: this many of them a run.
+GRAINS_PER_RUN = 16
+
+_LOCAL = "NIXL_INIT_AGENT"
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _Write:
+    peer: str
+    handle: Any
+    future: Future[None]
+
+
+class NixlTransport:
+    """A NIXL agent and its thread."""
+
+    def __init__(self, name: str) -> None:
+        """Starts the agent. Raises TransferError when NIXL or UCX can't start."""
+        self._name = name
+        self._process = ProcessIdentity.mine()
+        self._agent: Any = None
+        self._commands: deque[tuple[Future[Any], Callable[[], Any]]] = deque()
+        self._wake = threading.Event()
+        self._lock = threading.Lock()
+        self._listeners = 0
+        self._closed = False
+        self._handlers: dict[int, Handler] = {}
+        # below: the thread's own
+        self._regions: list[Memory] = []
+        self._registered: list[Any] = []
+        self._peers: dict[str, bytes] = {}
+        self._known: dict[str, PeerMetadata] = {}
+        self._lists: dict[tuple[str, int, int], Any] = {}
+        self._writes: list[_Write] = []
+        self._disconnected: type[Exception] = PeerLostError
+        self._thread = threading.Thread(target=self._run, name=f"nixl {name}", daemon=True)
+        self._thread.start()
+        try:
+            self._call(self._open_agent).result()
+        except Exception as error:
+            self.close()
+            raise TransferError(f"NIXL can't start: {error}") from error
+
+    @property
+    def name(self) -> str:
+        return self._name
+
+    def register(self, memory: Memory) -> int:
+        return self._call(lambda: self._register(memory)).result()
+
+    def metadata(self) -> bytes:
+        return self._call(self._metadata).result()
+
+    def connect(self, metadata: bytes) -> Future[str]:
+        return self._call(lambda: self._connect(metadata))
+
+    def write(
+        self, peer: str, runs: Runs, notification: bytes, *, region: int = 0, peer_region: int = 0
+    ) -> Future[None]:
+        future: Future[None] = Future()
+        self._enqueue(
+            future,
+            lambda: self._post(future, peer, runs, notification, (region, peer_region)),
+        )
+        return future
+
+    def notify(self, peer: str, payload: bytes) -> Future[None]:
+        return self._call(lambda: self._notify(peer, payload))
+
+    def subscribe(self, channel: int, handler: Handler) -> None:
+        if channel in self._handlers:
+            raise ValueError(f"channel {channel} has a handler already")
+        self._handlers[channel] = handler
+
+    @contextmanager
+    def listening(self) -> Iterator[None]:
+        with self._lock:
+            self._listeners += 1
+        self._wake.set()
+        try:
+            yield
+        finally:
+            with self._lock:
+                self._listeners -= 1
+
+    def is_dead(self, peer: str) -> bool:
+        known = self._known.get(peer)
+        return known is not None and known.process.has_ended(self._process)
+
+    def disconnect(self, peer: str) -> Future[None]:
+        return self._call(lambda: self._forget(peer))
+
+    def close(self) -> None:
+        with self._lock:
+            self._closed = True
+        self._wake.set()
+        self._thread.join()
+
+    # -- any thread
+
+    def _call(self, action: Callable[[], T]) -> Future[T]:
+        """Runs `action` on the thread; the future takes its result."""
+        future: Future[T] = Future()
+
+        def run() -> None:
+            if future.set_running_or_notify_cancel():
+                try:
+                    future.set_result(action())
+                except BaseException as error:  # the caller's to handle, whatever it is
+                    future.set_exception(error)
+
+        self._enqueue(future, run)
+        return future
+
+    def _enqueue(self, future: Future[Any], run: Callable[[], None]) -> None:
+        with self._lock:
+            if not self._closed:
+                self._commands.append((future, run))
+                self._wake.set()
+                return
+        future.set_exception(PeerLostError(f"transport {self._name} is closed"))
+
+    # -- the thread
+
+    def _run(self) -> None:
+        pause_s, last_s = POLL_FIRST_S, time.monotonic()
+        try:
+            while not self._closed:
+                self._wake.clear()
+                worked = self._run_commands() + self._check_writes() + self._take_notifications()
+                pause_s = POLL_FIRST_S if worked else min(1.5 * pause_s, POLL_MOST_S)
+                if worked:
+                    last_s = time.monotonic()
+                lingers = time.monotonic() - last_s < LINGER_S
+                outstanding = self._writes or self._listeners or lingers
+                self._wake.wait(pause_s if outstanding else IDLE_POLL_S)
+        except Exception:
+            log.exception("transport %s failed; nothing can be transferred any more", self._name)
+            with self._lock:
+                self._closed = True
+        finally:
+            self._shut()
+
+    def _run_commands(self) -> int:
+        done = 0
+        while self._commands and not self._closed:
+            _, run = self._commands.popleft()
+            run()
+            done += 1
+        return done
+
+    def _check_writes(self) -> int:
+        """Completes the writes that have ended. Returns how many."""
+        before = len(self._writes)
+        for write in list(self._writes):
+            if write not in self._writes:  # ended with its peer
+                continue
+            try:
+                state = self._agent.check_xfer_state(write.handle)
+            except self._disconnected:
+                self._forget(write.peer)
+                continue
+            except Exception as error:
+                self._end(write, TransferError(f"write to {write.peer} failed: {error}"))
+                continue
+            if state != "PROC":
+                failed = TransferError(f"write to {write.peer} failed: NIXL says {state}")
+                self._end(write, None if state == "DONE" else failed)
+        return before - len(self._writes)
+
+    def _take_notifications(self) -> int:
+        if self._agent is None:
+            return 0
+        arrived = self._agent.get_new_notifs()
+        for peer, payloads in arrived.items():
+            for payload in payloads:
+                self._hand_over(peer, payload)
+        return len(arrived)
+
+    def _hand_over(self, peer: str, payload: bytes) -> None:
+        handler = self._handlers.get(payload[0]) if payload else None
+        if handler is None:
+            log.warning("dropped a notification of %s on no known channel", peer)
+            return
+        try:
+            handler(peer, payload)
+        except Exception:
+            log.exception("the handler of a notification from %s failed", peer)
+
+    def _open_agent(self) -> None:
+        # Here, not above: UCX and NIXL read their environment when they are loaded.
+        from nixl_cu12._api import nixl_agent, nixl_agent_config, nixl_thread_sync_t
+        from nixl_cu12._bindings import nixlRemoteDisconnectError
+
+        self._disconnected = nixlRemoteDisconnectError
+        self._agent = nixl_agent(
+            self._name,
+            nixl_agent_config(
+                enable_prog_thread=False,
+                sync_mode=nixl_thread_sync_t.NIXL_THREAD_SYNC_STRICT,  # NONE crashes with threads
+            ),
+        )
+
+    def _register(self, memory: Memory) -> int:
+        rows = np.array([[memory.pointer, memory.nbytes, max(memory.device, 0)]], dtype=np.uint64)
+        self._registered.append(self._agent.register_memory(rows, _segment(memory)))
+        self._regions.append(memory)
+        return len(self._regions) - 1
+
+    def _metadata(self) -> bytes:
+        return PeerMetadata(
+            name=self._name,
+            regions=tuple(self._regions),
+            process=self._process,
+            connection=self._agent.get_agent_metadata(),
+        ).encode()
+
+    def _connect(self, metadata: bytes) -> str:
+        peer = PeerMetadata.decode(metadata)
+        if self._peers.get(peer.name) != metadata:
+            if peer.name in self._peers:
+                self._forget(peer.name)
+            try:
+                self._agent.add_remote_agent(peer.connection)
+                self._agent.make_connection(peer.name)
+            except Exception as error:
+                raise TransferError(f"can't connect to {peer.name}: {error}") from error
+            self._peers[peer.name] = metadata
+            self._known[peer.name] = peer
+        return peer.name
+
+    def _post(
+        self,
+        future: Future[None],
+        peer: str,
+        runs: Runs,
+        notification: bytes,
+        regions: tuple[int, int],
+    ) -> None:
+        if not future.set_running_or_notify_cancel():
+            return
+        try:
+            handle = self._make(peer, runs, notification, regions)
+            self._writes.append(_Write(peer, handle, future))
+            self._agent.transfer(handle)
+        except self._disconnected:
+            self._forget(peer)
+            error: Exception = PeerLostError(f"{peer} is gone")
+        except TransferError as refused:
+            error = refused
+        except Exception as unexpected:
+            error = TransferError(f"write to {peer} failed: {unexpected}")
+        else:
+            return
+        self._writes = [w for w in self._writes if w.future is not future]
+        if not future.done():
+            future.set_exception(error)
+
+    def _make(self, peer: str, runs: Runs, notification: bytes, regions: tuple[int, int]) -> Any:  # noqa: ANN401 - NIXL has no types
+        known = self._require(peer)
+        try:
+            local, remote = self._regions[regions[0]], known.regions[regions[1]]
+            runs.check_within(local.nbytes, remote.nbytes)
+        except (IndexError, ValueError) as error:
+            raise TransferError(f"write to {peer}: {error}") from error
+        grain = runs.grain()
+        if runs.total_bytes > GRAINS_PER_RUN * grain * len(runs):
+            descriptors = (
+                self._agent.get_xfer_descs(_rows(m, starts, runs.length), _segment(m))
+                for m, starts in ((local, runs.source), (remote, runs.target))
+            )
+            return self._agent.initialize_xfer("WRITE", *descriptors, peer, notification)
+        return self._agent.make_prepped_xfer(
+            "WRITE",
+            self._list(_LOCAL, regions[0], local, grain),
+            grains(runs.source, runs.length, grain),
+            self._list(peer, regions[1], remote, grain),
+            grains(runs.target, runs.length, grain),
+            notification,
+        )
+
+    def _list(self, owner: str, region: int, memory: Memory, grain: int) -> Any:  # noqa: ANN401 - NIXL has no types
+        """The prepared descriptor list that cuts a region into grains; made once."""
+        key = (owner, region, grain)
+        if key not in self._lists:
+            rows = [memory.pointer, grain, max(memory.device, 0), grain, memory.nbytes // grain]
+            self._lists[key] = self._agent.prep_xfer_dlist(
+                owner, np.array([rows], dtype=np.uint64), _segment(memory)
+            )
+        return self._lists[key]
+
+    def _notify(self, peer: str, payload: bytes) -> None:
+        self._require(peer)
+        try:
+            self._agent.send_notif(peer, payload)
+        except self._disconnected as error:
+            self._forget(peer)
+            raise PeerLostError(f"{peer} is gone") from error
+        except Exception as error:
+            raise TransferError(f"notification to {peer} failed: {error}") from error
+
+    def _require(self, peer: str) -> PeerMetadata:
+        if peer not in self._peers:
+            raise PeerLostError(f"{peer} is not connected")
+        return self._known[peer]
+
+    def _forget(self, peer: str) -> None:
+        for write in [w for w in self._writes if w.peer == peer]:
+            self._end(write, PeerLostError(f"{peer} is gone"))
+        for key in [k for k in self._lists if k[0] == peer]:
+            self._release(self._lists.pop(key))
+        if self._peers.pop(peer, None) is not None:
+            with suppress(Exception):  # NIXL may have dropped it by itself
+                self._agent.remove_remote_agent(peer)
+
+    def _end(self, write: _Write, error: Exception | None) -> None:
+        self._writes.remove(write)
+        self._release(write.handle)
+        if error is None:
+            write.future.set_result(None)
+        else:
+            write.future.set_exception(error)
+
+    def _release(self, handle: Any) -> None:  # noqa: ANN401 - NIXL has no types
+        try:
+            handle.release()
+        except Exception as error:
+            log.warning("NIXL kept a handle of %s: %s", self._name, error)
+
+    def _shut(self) -> None:
+        """Fails what is pending and takes the agent down, in NIXL's order."""
+        for write in list(self._writes):
+            self._end(write, PeerLostError(f"transport {self._name} is closed"))
+        while self._commands:
+            future, _ = self._commands.popleft()
+            if future.set_running_or_notify_cancel():
+                future.set_exception(PeerLostError(f"transport {self._name} is closed"))
+        if self._agent is None:
+            return
+        for peer in list(self._peers):
+            self._forget(peer)
+        for handle in self._lists.values():
+            self._release(handle)
+        for registered in self._registered:
+            with suppress(Exception):  # the agent goes next and takes them with it
+                self._agent.deregister_memory(registered)
+        self._lists.clear()
+        self._agent = None
+
+
+def _segment(memory: Memory) -> str:
+    return "DRAM" if memory.device == HOST else "VRAM"
+
+
+def _rows(memory: Memory, starts: Offsets, lengths: Offsets) -> Offsets:
+    """int64 [runs, 3]: address, length and device of each run."""
+    rows = np.empty((len(starts), 3), dtype=np.int64)
+    rows[:, 0] = starts + memory.pointer
+    rows[:, 1] = lengths
+    rows[:, 2] = max(memory.device, 0)
+    return rows

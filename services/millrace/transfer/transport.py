@@ -1,0 +1,75 @@
+"""Moves bytes between processes: one-sided writes with a notification, and notifications alone.
+
+General enough for all that Millrace moves between pods. Methods may be called from any thread and
+return at once; a future's callbacks run on the transport's own thread and must be short. From
+asyncio, wrap a future with `asyncio.wrap_future`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from concurrent.futures import Future
+from contextlib import AbstractContextManager
+from typing import Protocol
+
+from millrace.core.errors import TransferError
+from millrace.transfer.memory import Memory
+from millrace.transfer.runs import Runs
+
+#: Called with (peer's name, payload) on the transport's thread.
+Handler = Callable[[str, bytes], None]
+
+
+class PeerLostError(TransferError):
+    """The connection to a peer broke: its process ended, or nothing reaches it any more."""
+
+
+class Transport(Protocol):
+    """One process's end. Both implementations pass `tests/contract/test_transport.py`."""
+
+    @property
+    def name(self) -> str:
+        """Unique among all lives of all processes that may ever meet."""
+
+    def register(self, memory: Memory) -> int:
+        """Opens a region to writes, ours and peers'. Returns its index: 0, 1, ... in order."""
+
+    def metadata(self) -> bytes:
+        """What a peer needs to `connect` here. Covers the regions registered so far."""
+
+    def connect(self, metadata: bytes) -> Future[str]:
+        """Makes the peer of `metadata` known and gives its name; known already: does nothing.
+
+        Raises TransferError for bytes that are no metadata.
+        """
+
+    def write(
+        self, peer: str, runs: Runs, notification: bytes, *, region: int = 0, peer_region: int = 0
+    ) -> Future[None]:
+        """Writes runs of our `region` to the peer's; it gets `notification` after the last byte.
+
+        Done once the peer's memory holds the bytes. Raises PeerLostError, or TransferError for an
+        unknown peer or runs that leave a region. Cancelling works until the write is posted; a
+        future that runs can't be cancelled, and says when our memory is no longer read.
+        """
+
+    def notify(self, peer: str, payload: bytes) -> Future[None]:
+        """Sends a notification alone. Raises PeerLostError; done says nothing of its arrival."""
+
+    def subscribe(self, channel: int, handler: Handler) -> None:
+        """Notifications whose first byte is `channel` go to `handler`. One handler a channel."""
+
+    def listening(self) -> AbstractContextManager[None]:
+        """While open, incoming data and notifications are waited for actively.
+
+        A peer's writes may make no progress until this side listens.
+        """
+
+    def is_dead(self, peer: str) -> bool:
+        """True once the peer's process is known to have ended; False if it lives or who knows."""
+
+    def disconnect(self, peer: str) -> Future[None]:
+        """Forgets a peer. Writes in flight to it fail with PeerLostError and may still land."""
+
+    def close(self) -> None:
+        """Ends the thread and frees everything. Pending futures fail. Blocks until done."""

@@ -1,0 +1,77 @@
+"""Child processes for transfer tests: real NIXL agents, driven over a pipe."""
+
+from __future__ import annotations
+
+import multiprocessing as mp
+import os
+import signal
+import traceback
+from collections.abc import Callable
+from multiprocessing.connection import Connection
+from typing import Any
+
+from millrace.transfer.environment import transport_environment
+
+os.environ.update(transport_environment("127.0.0.1"))
+
+
+class Child:
+    """A spawned process that runs `target(connection, *args)`. Ends with the test, whatever happens."""
+
+    def __init__(self, target: Callable[..., None], *args: Any) -> None:
+        context = mp.get_context("spawn")
+        self.pipe, theirs = context.Pipe()
+        self.process = context.Process(target=_run, args=(target, theirs, args), daemon=True)
+        self.process.start()
+        theirs.close()
+
+    def receive(self, timeout_s: float = 60.0) -> Any:
+        assert self.pipe.poll(timeout_s), "the child said nothing"
+        kind, value = self.pipe.recv()
+        assert kind == "value", value
+        return value
+
+    def send(self, value: Any) -> None:
+        self.pipe.send(value)
+
+    def ask(self, value: Any, timeout_s: float = 60.0) -> Any:
+        self.send(value)
+        return self.receive(timeout_s)
+
+    def signal(self, number: signal.Signals) -> None:
+        assert self.process.pid is not None
+        os.kill(self.process.pid, number)
+        if number == signal.SIGKILL:
+            self.process.join(10)
+
+    def close(self) -> None:
+        if self.process.is_alive():
+            self.process.kill()
+        self.process.join(10)
+        self.pipe.close()
+
+
+class ChildPipe:
+    """The child's end."""
+
+    def __init__(self, connection: Connection) -> None:
+        self._connection = connection
+
+    def say(self, value: Any) -> None:
+        self._connection.send(("value", value))
+
+    def hear(self) -> Any:
+        return self._connection.recv()
+
+    def heard(self, timeout_s: float = 0.0) -> bool:
+        return self._connection.poll(timeout_s)
+
+
+def _run(target: Callable[..., None], connection: Connection, args: tuple[Any, ...]) -> None:
+    try:
+        target(ChildPipe(connection), *args)
+    except EOFError:
+        pass
+    except BaseException:
+        connection.send(("error", traceback.format_exc()))
+        raise
