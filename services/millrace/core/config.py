@@ -77,7 +77,8 @@ class ProxyConfig(_Section):
 
 @dataclass(frozen=True, kw_only=True)
 class SchedulerConfig(_Section):
-    policy: str = _setting("fcfs", _one_of("fcfs"))
+    policy: str = _setting("fcfs", _one_of("fcfs"), "order of the waiting line")
+    planner: str = _setting("least_queue", _one_of("least_queue"), "placement of prefill work")
     max_queue_requests: int = _setting(1024, _within(1), "queued requests; more get 429")
     max_queue_s: float = _setting(
         600.0, _within(0.1), "predicted seconds of queued work a prefill instance"
@@ -90,7 +91,13 @@ class SchedulerConfig(_Section):
     )
     heartbeat_s: float = _setting(1.0, _within(0.01))
     lease_s: float = _setting(5.0, _within(0.05), "silence of a peer that counts as its death")
-    request_timeout_s: float = _setting(3600.0, _within(1))
+    request_timeout_s: float = _setting(3600.0, _within(1), "from arrival to the last token")
+    release_timeout_s: float = _setting(
+        120.0, _within(1), "for a worker to free the pages of a request that it was told to drop"
+    )
+    drain_timeout_s: float = _setting(
+        30.0, _within(0), "at shutdown, for running requests to finish"
+    )
 
 
 @dataclass(frozen=True, kw_only=True)

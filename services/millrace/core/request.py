@@ -26,8 +26,9 @@ class RequestState(Enum):
 _ENDS = frozenset({RequestState.FINISHED, RequestState.FAILED, RequestState.CANCELLED})
 
 #: Every legal step. A state maps to those that may follow it.
-#: PREFILLING -> QUEUED is a re-prefill after a death; a request whose first token is also its last
-#: goes from TRANSFERRING straight to FINISHED.
+#: PREFILLING -> QUEUED is a re-prefill after a death. Once all chunks are computed token one may
+#: be out, so nothing leads back from TRANSFERRING. Decode's news may overtake prefill's (they come
+#: over different streams), and a request whose first token is also its last never decodes.
 TRANSITIONS: MappingProxyType[RequestState, frozenset[RequestState]] = MappingProxyType(
     {
         RequestState.QUEUED: frozenset({RequestState.PREFILLING})
@@ -36,7 +37,7 @@ TRANSITIONS: MappingProxyType[RequestState, frozenset[RequestState]] = MappingPr
             {RequestState.QUEUED, RequestState.TRANSFERRING, RequestState.DECODING}
         )
         | _ENDS,
-        RequestState.TRANSFERRING: frozenset({RequestState.QUEUED, RequestState.DECODING}) | _ENDS,
+        RequestState.TRANSFERRING: frozenset({RequestState.DECODING}) | _ENDS,
         RequestState.DECODING: _ENDS,
         RequestState.FINISHED: frozenset(),
         RequestState.FAILED: frozenset(),
@@ -82,6 +83,7 @@ class Request:
     choices: int = 1
     slo: Slo = field(default_factory=Slo)
     arrival_s: float = 0.0
+    order: int = 0  # of submission, counted by `Machine`; tells equal arrivals apart
 
     state: RequestState = RequestState.QUEUED
     chunks: tuple[Chunk, ...] = ()

@@ -1,0 +1,77 @@
+"""Which decode instance takes a request: freeness with virtual usage (Tetris section 5.2).
+
+    freeness = (free slots - virtual usage) / active batch size
+
+A slot is room for one token's keys and values, so that pools with different page sizes compare.
+Free slots are those that no decoding request holds; virtual usage is the slots of requests whose
+cache is still on its way (placed, prefilling or transferring); the batch size counts sequences.
+
+Deviations. A request holds the pages of its whole life from its placement on, so a batch never
+runs out of memory: the slots of a decoding request include the tokens it has yet to emit, and no
+update per emitted token is needed. An empty batch counts as one, since the paper divides by zero
+there. Equal instances are told apart by id, so that the same input always gives the same answer.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Protocol, TypeVar
+
+
+class DecodeRoom(Protocol):
+    """What placement looks at in a decode instance."""
+
+    @property
+    def id(self) -> str: ...
+    @property
+    def page_tokens(self) -> int: ...
+    @property
+    def free_pages(self) -> int:
+        """Pages that no decoding request holds."""
+
+    @property
+    def virtual_pages(self) -> int:
+        """Pages of requests whose cache is still on its way."""
+
+    @property
+    def batch_size(self) -> int:
+        """Sequences in the running batch."""
+
+
+Room = TypeVar("Room", bound=DecodeRoom)
+
+
+def pages_needed(prompt_tokens: int, max_new_tokens: int, choices: int, page_tokens: int) -> int:
+    """Pages that a decode instance reserves for a request's whole life.
+
+    With P prompt tokens, G new tokens at most, n choices and T tokens a page:
+
+        floor(P / T)  +  n * (ceil((P + G) / T) - floor(P / T))
+
+    The full pages of the prompt are shared by the choices. Beyond them each choice has its own:
+    the prompt's last, partly filled page (the first choice writes on in it, the others copy it)
+    and the pages that its tokens grow into. The last token emitted is never fed back, so one
+    slot of each choice stays spare.
+    """
+    shared = prompt_tokens // page_tokens
+    own = -(-(prompt_tokens + max_new_tokens) // page_tokens) - shared
+    return shared + choices * own
+
+
+def freeness(free_slots: int, virtual_slots: int, batch_size: int) -> float:
+    """Slots that a new request may take, per sequence of the batch; higher is freer."""
+    return (free_slots - virtual_slots) / max(batch_size, 1)
+
+
+def freest(instances: Iterable[Room]) -> Room | None:
+    """The instance with the highest freeness, the least id among equals; None of none."""
+    best: Room | None = None
+    best_rank = 0.0
+    for instance in instances:
+        tokens = instance.page_tokens
+        rank = freeness(
+            instance.free_pages * tokens, instance.virtual_pages * tokens, instance.batch_size
+        )
+        if best is None or rank > best_rank or (rank == best_rank and instance.id < best.id):
+            best, best_rank = instance, rank
+    return best

@@ -1,0 +1,119 @@
+"""Counts the scheduler's accounting anew, from the requests and the holdings."""
+
+from __future__ import annotations
+
+import math
+
+from millrace.core.cluster import Cluster, DecodeInstance, Instance, Pool, PrefillInstance
+from millrace.core.errors import IntegrityError
+from millrace.core.lifecycle import Lifecycle
+from millrace.core.request import Request, RequestState
+from millrace.core.waiting_line import WaitingLine
+
+
+def check(life: Lifecycle) -> None:
+    """Raises IntegrityError that names the instance or request and both values."""
+    _check_pools(life.cluster)
+    for instance in life.cluster.instances.values():
+        _check_sums(instance)
+        _check_holdings(instance, life)
+    for request in life.requests.values():
+        _check_request(request, life)
+    _check_line("unplaced", life.unplaced)
+    for model_hash, pool in life.cluster.pools.items():
+        _check_line(f"pool {model_hash}", pool.line)
+    queued = {r.id for r in life.requests.values() if r.state is RequestState.QUEUED}
+    _same("queued requests", life.line_of.keys(), queued)
+    of_proxies = {(p, r) for p, mine in life.by_proxy.items() for r in mine}
+    _same("requests by proxy", of_proxies, {(r.proxy_id, r.id) for r in life.requests.values()})
+
+
+def _same(what: str, kept: object, counted: object) -> None:
+    if kept != counted:
+        raise IntegrityError(f"{what}: kept {kept!r}, counted {counted!r}")
+
+
+def _check_pools(cluster: Cluster) -> None:
+    counted: dict[str, Pool] = {}
+    for instance in cluster.instances.values():
+        pool = counted.setdefault(instance.card.model_hash, Pool())
+        pool.members += 1
+        if instance.draining:
+            continue
+        if isinstance(instance, PrefillInstance):
+            pool.prefill[instance.id] = instance
+        else:
+            pool.decode[instance.id] = instance
+    _same("pools", cluster.pools.keys(), counted.keys())
+    for model_hash, pool in counted.items():
+        kept = cluster.pools[model_hash]
+        _same(f"members of pool {model_hash}", kept.members, pool.members)
+        _same(f"prefill of pool {model_hash}", kept.prefill, pool.prefill)
+        _same(f"decode of pool {model_hash}", kept.decode, pool.decode)
+
+
+def _check_sums(instance: Instance) -> None:
+    name, holdings = instance.id, instance.holdings.values()
+    if isinstance(instance, PrefillInstance):
+        used = sum(h.pages for h in holdings)
+        _same(f"{name}: used pages", instance.used_pages, used)
+        _same(f"{name}: seconds of tasks", instance.tasks_s, sum(instance.tasks.values()))
+        if not instance.started_s.keys() <= instance.tasks.keys() <= instance.holdings.keys():
+            raise IntegrityError(f"{name}: tasks {list(instance.tasks)} are not all held")
+    else:
+        batch = [h for h in holdings if h.decoding]
+        virtual = sum(h.pages for h in holdings if not h.decoding)
+        used = virtual + sum(h.pages for h in batch)
+        _same(f"{name}: virtual pages", instance.virtual_pages, virtual)
+        _same(f"{name}: decoding pages", instance.decoding_pages, used - virtual)
+        _same(f"{name}: batch size", instance.batch_size, sum(h.sequences for h in batch))
+    if used > instance.card.kv_pages:
+        raise IntegrityError(f"{name}: {used} of {instance.card.kv_pages} pages are given away")
+
+
+def _check_holdings(instance: Instance, life: Lifecycle) -> None:
+    """What counts belongs to a live request that names the instance; the rest is leaving."""
+    for request_id, holding in instance.holdings.items():
+        if holding.leaving:
+            continue
+        request = life.requests.get(request_id)
+        if request is None or instance.id not in _named(request):
+            raise IntegrityError(f"{instance.id}: holds {request_id} for nobody")
+        _same(f"{instance.id}: pages of {request_id}", holding.pages, instance.pages_for(request))
+
+
+def _check_request(request: Request, life: Lifecycle) -> None:
+    """A live request holds what its state says."""
+    instances = life.cluster.instances
+    decode = instances.get(request.decode_id or "")
+    held = decode is not None and life.served(request.id, decode) is request
+    _same(f"{request.id}: held by decode", held, request.decode_id is not None)
+    if isinstance(decode, DecodeInstance):
+        decodes = request.state is RequestState.DECODING
+        _same(f"{request.id}: in the batch", decode.holdings[request.id].decoding, decodes)
+    if request.state is RequestState.QUEUED:
+        _same(f"{request.id}: chunks", request.chunks, ())
+        pool = life.cluster.pool_of(decode) if decode is not None else None
+        line = life.unplaced if pool is None else pool.line
+        if request.id not in line or life.line_of.get(request.id) is not line:
+            raise IntegrityError(f"{request.id}: waits in no line, or in the wrong one")
+    if request.state is RequestState.PREFILLING:
+        for instance_id in _named(request) - {request.decode_id}:
+            prefill = instances.get(instance_id)
+            if prefill is None or life.served(request.id, prefill) is not request:
+                raise IntegrityError(f"{request.id}: prefills at {instance_id}, which lacks it")
+
+
+def _check_line(name: str, line: WaitingLine) -> None:
+    work_s = math.fsum(request.predicted_prefill_s for request in line)
+    if not math.isclose(line.work_s, work_s, rel_tol=1e-6, abs_tol=1e-6):
+        raise IntegrityError(f"{name}: kept {line.work_s} s of work, counted {work_s} s")
+    ids = [request.id for request in line]
+    if len(set(ids)) != len(ids):
+        raise IntegrityError(f"{name}: a request waits twice in {ids}")
+
+
+def _named(request: Request) -> set[str]:
+    """Instances that the request's current attempt goes through."""
+    ids = {instance_id for chunk in request.chunks for instance_id in chunk.instance_ids}
+    return ids | ({request.decode_id} if request.decode_id is not None else set())

@@ -1,0 +1,160 @@
+"""The requests that have not ended: where they wait, what they hold, how they end.
+
+Everything that changes a request's state or gives up what it holds is here, and is said in
+`effects`, in order.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterator
+from itertools import count
+
+from millrace.core.cluster import Cluster, DecodeInstance, Holding, Instance
+from millrace.core.config import SchedulerConfig
+from millrace.core.effects import CancelOn, Effect, Fail, Record
+from millrace.core.priority import POLICIES
+from millrace.core.request import Request, RequestState
+from millrace.core.waiting_line import WaitingLine
+
+
+class Lifecycle:
+    """Holds the table of live requests and the two kinds of line that they wait in."""
+
+    def __init__(self, config: SchedulerConfig, cluster: Cluster) -> None:
+        self.config = config
+        self.cluster = cluster
+        self.now_s = 0.0
+        self.effects: list[Effect] = []
+        self.requests: dict[str, Request] = {}  # oldest first
+        self.by_proxy: dict[str, dict[str, None]] = {}
+        self.unplaced = WaitingLine()
+        self.line_of: dict[str, WaitingLine] = {}  # every queued request's line
+        self.release_timeouts = 0  # holdings freed without their instance's word
+        self._leaving: deque[tuple[float, Instance, Holding, str]] = deque()
+        self._orders = count()
+        self._key = POLICIES[config.policy]
+
+    # ---- the table and the lines
+
+    def add(self, request: Request) -> None:
+        """Accepts a new request; it waits to be placed."""
+        request.order = next(self._orders)
+        self.requests[request.id] = request
+        self.by_proxy.setdefault(request.proxy_id, {})[request.id] = None
+        self.enqueue(request, self.unplaced)
+
+    def enqueue(self, request: Request, line: WaitingLine) -> None:
+        line.add(request, self._key(request, self.now_s))
+        self.line_of[request.id] = line
+
+    def unqueue(self, request: Request) -> None:
+        self.line_of.pop(request.id).remove(request)
+
+    def advance(self, request: Request, state: RequestState) -> None:
+        request.advance(state)
+        self.record(request)
+
+    def record(self, request: Request) -> None:
+        self.effects.append(
+            Record(request_id=request.id, state=request.state, decode_id=request.decode_id)
+        )
+
+    def served(self, request_id: str, instance: Instance) -> Request | None:
+        """The request, if what the instance holds of it is the attempt that counts."""
+        holding = instance.holdings.get(request_id)
+        return None if holding is None or holding.leaving else self.requests[request_id]
+
+    # ---- ends and second attempts
+
+    def lost(self, request: Request, instance: Instance, why: str) -> None:
+        """An instance can't do its part. Prefilled again unless token one may be out."""
+        if request.state in (RequestState.QUEUED, RequestState.PREFILLING):
+            self.retry(request, why, instance)
+        else:
+            self.fail(request, f"{why} after the first token", instance)
+
+    def retry(self, request: Request, why: str, reporter: Instance | None = None) -> None:
+        """Back to the line, in its old place, unless it had all its attempts."""
+        if request.attempts >= self.config.max_attempts:
+            self.fail(request, f"{why}; {request.attempts} attempts were made", reporter)
+            return
+        self._withdraw(request, why, reporter)
+        request.decode_id = None
+        request.chunks = ()
+        request.chunks_done = 0
+        request.dispatched_s = None
+        if request.state is not RequestState.QUEUED:
+            request.advance(RequestState.QUEUED)
+        self.record(request)
+        self.enqueue(request, self.unplaced)
+
+    def fail(self, request: Request, message: str, reporter: Instance | None = None) -> None:
+        self.effects.append(Fail(request_id=request.id, proxy_id=request.proxy_id, message=message))
+        self.end(request, RequestState.FAILED, message, reporter)
+
+    def end(
+        self,
+        request: Request,
+        state: RequestState,
+        reason: str | None,
+        reporter: Instance | None = None,
+    ) -> None:
+        """Forgets the request. Its holdings stay until their instances free them.
+
+        Instances are told to drop it, but for the `reporter`, who knows. Without a reason none is
+        told: each comes to its own end.
+        """
+        self._withdraw(request, reason, reporter)
+        request.finished_s = self.now_s
+        del self.requests[request.id]
+        siblings = self.by_proxy[request.proxy_id]
+        del siblings[request.id]
+        if not siblings:
+            del self.by_proxy[request.proxy_id]
+        self.advance(request, state)
+
+    def _withdraw(self, request: Request, reason: str | None, reporter: Instance | None) -> None:
+        if request.state is RequestState.QUEUED:
+            self.unqueue(request)
+        limit_s = self.now_s + self.config.release_timeout_s
+        for instance in self._instances_of(request):
+            holding = instance.holdings.get(request.id)
+            if holding is None or holding.leaving:
+                continue
+            holding.leaving = True
+            self._leaving.append((limit_s, instance, holding, request.id))
+            if reason is not None and instance is not reporter:
+                self.effects.append(
+                    CancelOn(instance_id=instance.id, request_id=request.id, reason=reason)
+                )
+
+    def _instances_of(self, request: Request) -> Iterator[Instance]:
+        ids = dict.fromkeys(i for chunk in request.chunks for i in chunk.instance_ids)
+        if request.decode_id is not None:
+            ids[request.decode_id] = None
+        return (self.cluster.instances[i] for i in ids if i in self.cluster.instances)
+
+    # ---- time
+
+    def expire(self) -> None:
+        """Ends requests past their deadline, and frees what instances never spoke of again."""
+        limit_s = self.config.request_timeout_s
+        while self.requests:
+            oldest = next(iter(self.requests.values()))
+            if self.now_s - oldest.arrival_s < limit_s:
+                break
+            self.fail(oldest, f"the request took longer than {limit_s:g} s")
+        while self._leaving and self._leaving[0][0] <= self.now_s:
+            _, instance, holding, request_id = self._leaving.popleft()
+            if instance.holdings.get(request_id) is holding:
+                instance.release(request_id)
+                self.release_timeouts += 1
+
+
+def still_needs(request: Request, instance: Instance) -> bool:
+    """Whether the request can't go on without the instance, whose holding of it is the current one.
+
+    A prefill instance is done with a request once its cache has landed: the request decodes.
+    """
+    return isinstance(instance, DecodeInstance) or request.state is not RequestState.DECODING

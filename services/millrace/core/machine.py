@@ -1,0 +1,288 @@
+"""Decides everything: `step(event, now_s) -> effects`. No clock, no randomness, no I/O.
+
+A request's way. Submitted, it waits until a decode instance has the pages of its whole life free
+(Tetris section 5.2 picks which); placed, it waits in its pool's line until a prefill instance has
+a free task slot and the prompt's pages; then it is dispatched and followed to its end. What it
+occupies stands in holdings at the instances (`cluster`), which outlive it:
+
+- a prefill's task slot is freed by its last ChunkFinished, by RequestFailed or RequestReleased;
+- a prefill's pages are freed by RequestReleased;
+- a decode's pages are freed by RequestFinished (of any reason) or RequestReleased;
+- all of it by the instance's death, or `release_timeout_s` after the request let go of it.
+
+So a worker that reports RequestFailed reports RequestReleased too, once the pages are free. A
+request is never sent to an instance that still holds an earlier attempt of it: an event speaks of
+the one attempt that its instance holds. Events of unknown requests, of earlier lives of an
+instance, duplicates and late ones change nothing and are counted in `ignored`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from millrace.core import events, integrity
+from millrace.core.admission import refusal
+from millrace.core.cluster import Cluster, DecodeInstance, Instance, Pool, PrefillInstance
+from millrace.core.config import SchedulerConfig
+from millrace.core.effects import Effect, Refuse
+from millrace.core.lifecycle import Lifecycle, still_needs
+from millrace.core.request import TRANSITIONS, Request, RequestState
+from millrace.core.rounds import Rounds
+
+_OfHolder = events.RequestReleased | events.RequestFinished | events.RequestFailed
+_OfInstance = (
+    _OfHolder
+    | events.InstanceLeft
+    | events.InstanceDraining
+    | events.LoadReported
+    | events.ChunkStarted
+    | events.ChunkFinished
+    | events.DecodeStarted
+)
+
+
+class Machine:
+    """The scheduler's core. Drivers feed it events in order and carry its effects out in order."""
+
+    def __init__(self, config: SchedulerConfig) -> None:
+        self.config = config
+        self.cluster = Cluster()
+        self.ignored = 0  # events that changed nothing
+        self._life = Lifecycle(config, self.cluster)
+        self._rounds = Rounds(self._life)
+        self._handlers: dict[type, Callable[[Any], None]] = {
+            events.InstanceJoined: self._joined,
+            events.InstanceLeft: self._left,
+            events.InstanceDraining: self._draining,
+            events.LoadReported: self._load,
+            events.Submitted: self._submitted,
+            events.CancelRequested: self._cancel,
+            events.ProxyLeft: self._proxy_left,
+            events.ChunkStarted: self._chunk_started,
+            events.ChunkFinished: self._chunk_finished,
+            events.RequestReleased: self._released,
+            events.DecodeStarted: self._decode_started,
+            events.RequestFinished: self._finished,
+            events.RequestFailed: self._failed,
+            events.Tick: self._tick,
+        }
+
+    def step(self, event: events.Event, now_s: float) -> list[Effect]:
+        """Takes one event in and returns what is to be done. `now_s` never runs backwards."""
+        effects: list[Effect] = []
+        self._life.now_s = now_s
+        self._life.effects = effects
+        self._handlers[type(event)](event)
+        return effects
+
+    @property
+    def requests(self) -> Mapping[str, Request]:
+        """Requests that have not ended, by id, oldest first."""
+        return self._life.requests
+
+    @property
+    def queued(self) -> int:
+        """Requests that no prefill instance has yet."""
+        return len(self._life.line_of)
+
+    @property
+    def queued_s(self) -> float:
+        """Predicted seconds of prefill of the queued requests."""
+        pools = self.cluster.pools.values()
+        return self._life.unplaced.work_s + sum(pool.line.work_s for pool in pools)
+
+    @property
+    def release_timeouts(self) -> int:
+        """Holdings that were freed without their instance's word: a worker's defect."""
+        return self._life.release_timeouts
+
+    def check_integrity(self) -> None:
+        """Counts everything anew from the requests. Raises IntegrityError on a difference."""
+        integrity.check(self._life)
+
+    # ---- instances
+
+    def _joined(self, event: events.InstanceJoined) -> None:
+        known = self.cluster.instances.get(event.instance_id)
+        if known is not None and known.card.generation >= event.generation:
+            self.ignored += 1
+            return
+        if known is not None:
+            self._leave(known)
+        self.cluster.add(event)
+        self._rounds.run()
+
+    def _left(self, event: events.InstanceLeft) -> None:
+        if (instance := self._speaker(event)) is not None:
+            self._leave(instance)
+            self._rounds.run()
+
+    def _leave(self, instance: Instance) -> None:
+        pool = self.cluster.pool_of(instance)
+        self.cluster.remove(instance)
+        for request_id in instance.holdings:
+            request = self._life.served(request_id, instance)
+            if request is not None and still_needs(request, instance):
+                self._life.lost(request, instance, f"{instance.card.role} {instance.id} died")
+        self._unplace_unserved(pool)
+        self.cluster.drop_if_empty(instance.card.model_hash)
+
+    def _draining(self, event: events.InstanceDraining) -> None:
+        instance = self._speaker(event)
+        if instance is not None and not instance.draining:
+            self.cluster.drain(instance)
+            self._unplace_unserved(self.cluster.pool_of(instance))
+            self._rounds.run()
+
+    def _unplace_unserved(self, pool: Pool) -> None:
+        """Without a prefill instance for its model a decode instance is no place to wait at."""
+        if not pool.prefill:
+            for request in list(pool.line):
+                self._life.retry(request, "no prefill instance serves this model now")
+
+    def _load(self, event: events.LoadReported) -> None:
+        if (instance := self._speaker(event)) is not None:
+            instance.running = event.running
+            instance.waiting = event.waiting
+
+    # ---- what proxies say
+
+    def _submitted(self, event: events.Submitted) -> None:
+        request = event.request
+        if request.id in self.requests:
+            self.ignored += 1
+            return
+        refused = refusal(request, self.cluster, self.queued, self.queued_s, self.config)
+        if refused is not None:
+            self._life.effects.append(
+                Refuse(
+                    request_id=request.id,
+                    proxy_id=request.proxy_id,
+                    code=refused.code,
+                    message=refused.message,
+                    retry_after_s=refused.retry_after_s,
+                )
+            )
+            return
+        request.predicted_prefill_s = self.cluster.ready_pools()[0].prefill_s(request)
+        self._life.add(request)
+        self._rounds.run()
+
+    def _cancel(self, event: events.CancelRequested) -> None:
+        request = self.requests.get(event.request_id)
+        if request is None:
+            self.ignored += 1
+            return
+        # A proxy that met a stop string has the whole answer.
+        complete = event.reason == "stop" and request.state is not RequestState.QUEUED
+        end = RequestState.FINISHED if complete else RequestState.CANCELLED
+        self._life.end(request, end, event.reason)
+        self._rounds.run()
+
+    def _proxy_left(self, event: events.ProxyLeft) -> None:
+        for request_id in list(self._life.by_proxy.get(event.proxy_id, ())):
+            self._life.end(self.requests[request_id], RequestState.CANCELLED, "its proxy left")
+        self._rounds.run()
+
+    # ---- what workers say
+
+    def _chunk_started(self, event: events.ChunkStarted) -> None:
+        instance = self._speaker(event)
+        if isinstance(instance, PrefillInstance) and event.request_id in instance.tasks:
+            instance.started_s.setdefault(event.request_id, self._life.now_s)
+        else:
+            self.ignored += instance is not None
+
+    def _chunk_finished(self, event: events.ChunkFinished) -> None:
+        instance = self._speaker(event)
+        if not isinstance(instance, PrefillInstance) or event.request_id not in instance.tasks:
+            self.ignored += instance is not None
+            return
+        request = self._life.served(event.request_id, instance)
+        if request is not None:
+            request.chunks_done = max(request.chunks_done, event.chunk_index + 1)
+        if not event.last:
+            return
+        instance.end_task(event.request_id)
+        if request is not None and request.state is RequestState.PREFILLING:
+            request.first_token_s = self._life.now_s
+            self._life.advance(request, RequestState.TRANSFERRING)
+        self._rounds.dispatch()
+
+    def _released(self, event: events.RequestReleased) -> None:
+        instance = self._holder(event)
+        if instance is None:
+            return
+        request = self._life.served(event.request_id, instance)
+        instance.release(event.request_id)
+        # A prefill instance that let go of a computed request has sent all of its cache.
+        computed = request is not None and request.state is not RequestState.PREFILLING
+        if computed and isinstance(instance, PrefillInstance):
+            self._rounds.dispatch()
+            return
+        if request is not None:
+            self._life.lost(request, instance, f"{instance.card.role} {instance.id} gave up")
+        self._rounds.run()
+
+    def _decode_started(self, event: events.DecodeStarted) -> None:
+        instance = self._speaker(event)
+        request = None
+        if isinstance(instance, DecodeInstance):
+            request = self._life.served(event.request_id, instance)
+        if request is None or RequestState.DECODING not in TRANSITIONS[request.state]:
+            self.ignored += instance is not None
+            return
+        assert isinstance(instance, DecodeInstance)  # or it would serve no request here
+        instance.start(request.id)
+        self._life.advance(request, RequestState.DECODING)
+
+    def _finished(self, event: events.RequestFinished) -> None:
+        instance = self._holder(event)
+        if not isinstance(instance, DecodeInstance):
+            self.ignored += instance is not None
+            return
+        request = self._life.served(event.request_id, instance)
+        instance.release(event.request_id)
+        if request is not None:
+            if event.reason != "cancelled" and request.state is not RequestState.QUEUED:
+                self._life.end(request, RequestState.FINISHED, None)
+            else:
+                self._life.lost(request, instance, f"decode {instance.id} gave up")
+        self._rounds.run()
+
+    def _failed(self, event: events.RequestFailed) -> None:
+        instance = self._holder(event)
+        if instance is None:
+            return
+        if isinstance(instance, PrefillInstance):
+            instance.end_task(event.request_id)
+        request = self._life.served(event.request_id, instance)
+        if request is not None and still_needs(request, instance):
+            why = f"{instance.card.role} {instance.id}: {event.message}"
+            if event.retryable:
+                self._life.lost(request, instance, why)
+            else:
+                self._life.fail(request, why, instance)
+        self._rounds.run()
+
+    def _tick(self, event: events.Tick) -> None:
+        del event  # the time is all it says
+        self._life.expire()
+        self._rounds.run()
+
+    # ---- who speaks
+
+    def _speaker(self, event: _OfInstance) -> Instance | None:
+        """The instance, unless the scheduler knows no such life of it."""
+        instance = self.cluster.current(event.instance_id, event.generation)
+        self.ignored += instance is None
+        return instance
+
+    def _holder(self, event: _OfHolder) -> Instance | None:
+        """The instance, if it holds the request."""
+        instance = self._speaker(event)
+        if instance is None or event.request_id in instance.holdings:
+            return instance
+        self.ignored += 1
+        return None

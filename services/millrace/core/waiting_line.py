@@ -1,0 +1,49 @@
+"""A queue in a policy's order, with the predicted seconds of the work in it."""
+
+from __future__ import annotations
+
+from bisect import bisect_left, insort
+from collections.abc import Iterator
+
+from millrace.core.priority import PriorityKey
+from millrace.core.request import Request
+
+_Entry = tuple[PriorityKey, int, Request]
+
+
+class WaitingLine:
+    """Requests by (key, order of submission). Adding and removing cost O(log n) comparisons."""
+
+    def __init__(self) -> None:
+        self._entries: list[_Entry] = []
+        self._keys: dict[str, PriorityKey] = {}
+        self.work_s = 0.0
+
+    def __len__(self) -> int:
+        return len(self._entries)
+
+    def __contains__(self, request_id: str) -> bool:
+        return request_id in self._keys
+
+    def __iter__(self) -> Iterator[Request]:
+        """Requests, first one first. The line must not change meanwhile."""
+        return (entry[2] for entry in self._entries)
+
+    def __getitem__(self, index: int) -> Request:
+        return self._entries[index][2]
+
+    def add(self, request: Request, key: PriorityKey) -> None:
+        self._keys[request.id] = key
+        insort(self._entries, (key, request.order, request), key=_rank)
+        self.work_s += request.predicted_prefill_s
+
+    def remove(self, request: Request) -> None:
+        """Raises KeyError when the request is not in the line."""
+        rank = (self._keys.pop(request.id), request.order)
+        del self._entries[bisect_left(self._entries, rank, key=_rank)]
+        # An empty line has no work: rounding errors don't outlive it.
+        self.work_s = self.work_s - request.predicted_prefill_s if self._entries else 0.0
+
+
+def _rank(entry: _Entry) -> tuple[PriorityKey, int]:
+    return entry[0], entry[1]
