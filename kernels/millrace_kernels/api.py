@@ -6,12 +6,22 @@ A layer's K/V pool is kv_layer [pages, 2, kv_heads, page_tokens, head_dim]: K at
 
 from __future__ import annotations
 
+import dataclasses
+
 import torch
 from torch import Tensor
 from torch.nn import functional
 
-from millrace_kernels import reference, torch_backend
+from millrace_kernels import cpu_backend, reference, torch_backend
 from millrace_kernels.plan import AttentionPlan, Backend, check_tables
+
+_NATIVE_ROWS = 8
+"""Query rows of a sequence up to which the C++ kernel beats torch's split of a prefill chunk."""
+
+_ALL_ROWS = 2**31 - 1
+
+_SKINNY_ROWS = 16
+"""Rows of x up to which the C++ linear, bound by reading the weights, beats a packed GEMM."""
 
 
 def plan_attention(  # noqa: PLR0913 - one argument for each thing that fixes the call
@@ -42,9 +52,15 @@ def plan_attention(  # noqa: PLR0913 - one argument for each thing that fixes th
         raise ValueError(f"num_q_heads {num_q_heads} is no multiple of num_kv_heads {num_kv_heads}")
     if sliding_window is not None and sliding_window < 1:
         raise ValueError(f"sliding_window must be at least 1, got {sliding_window}")
-    q_indptr, kv_lens, page_table = q_indptr.cpu(), kv_lens.cpu(), page_table.cpu()
-    return AttentionPlan(
-        backend=_choose(Backend(backend), torch.device(device), dtype),
+    q_indptr, kv_lens, page_table = (
+        table.cpu().contiguous() for table in (q_indptr, kv_lens, page_table)
+    )
+    where = torch.device(device)
+    chosen, native_rows = _choose(Backend(backend), where, dtype)
+    plan = AttentionPlan(
+        backend=chosen,
+        native_rows=native_rows,
+        native=None,
         q_indptr=q_indptr,
         kv_lens=kv_lens,
         page_table=page_table,
@@ -54,13 +70,26 @@ def plan_attention(  # noqa: PLR0913 - one argument for each thing that fixes th
         num_kv_heads=num_kv_heads,
         head_dim=head_dim,
         dtype=dtype,
-        device=torch.device(device),
+        device=where,
         sliding_window=sliding_window,
     )
+    if native_rows == 0:
+        return plan
+    return dataclasses.replace(plan, native=cpu_backend.plan(plan))
 
 
-def _choose(wanted: Backend, device: torch.device, dtype: torch.dtype) -> Backend:
-    return Backend.TORCH if wanted is Backend.AUTO else wanted
+def _choose(wanted: Backend, device: torch.device, dtype: torch.dtype) -> tuple[Backend, int]:
+    """The backend, and the most query rows of a sequence that C++ takes."""
+    able = cpu_backend.takes_dtype(device, dtype)
+    if wanted is Backend.AUTO:
+        return (Backend.CPU, _NATIVE_ROWS) if able else (Backend.TORCH, 0)
+    if wanted is Backend.CPU:
+        if not able:
+            raise ValueError(
+                f"attention backend 'cpu' can't do {dtype} on {device}: {cpu_backend.describe()}"
+            )
+        return Backend.CPU, _ALL_ROWS
+    return wanted, 0
 
 
 def run_attention(
@@ -91,8 +120,12 @@ def run_attention(
         out.copy_(result)
         if lse_out is not None:
             lse_out.copy_(lse_nh)
-    else:
-        torch_backend.attention(plan, q_nhd, kv_layer, scale=scale, out_nhd=out, lse_nh=lse_out)
+        return out
+    if plan.native is not None:
+        cpu_backend.attention(
+            plan.native, q_nhd, kv_layer, scale=scale, out_nhd=out, lse_nh=lse_out
+        )
+    torch_backend.attention(plan, q_nhd, kv_layer, scale=scale, out_nhd=out, lse_nh=lse_out)
     return out
 
 
@@ -101,23 +134,29 @@ def write_kv(kv_layer: Tensor, k_nhd: Tensor, v_nhd: Tensor, slots: Tensor) -> N
 
     slots: int64 [n], page * page_tokens + offset of each row; no slot may occur twice.
     """
-    torch_backend.write_kv(kv_layer, k_nhd, v_nhd, slots)
+    backend = cpu_backend if cpu_backend.takes(kv_layer) else torch_backend
+    backend.write_kv(kv_layer, k_nhd, v_nhd, slots)
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     """Root-mean-square norm over the last dimension, float32 inside; weight: [x.shape[-1]]."""
+    if cpu_backend.takes(x):
+        return cpu_backend.rms_norm(x, weight, eps)[0]
     return torch_backend.rms_norm(x, weight, eps)
 
 
 def add_rms_norm(x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
     """Return (rms_norm(residual + x), residual + x); the sum is rounded to x's dtype first."""
+    if cpu_backend.takes(x):
+        return cpu_backend.rms_norm(x, weight, eps, residual)
     total = residual + x
     return torch_backend.rms_norm(total, weight, eps), total
 
 
 def silu_mul(gate_up: Tensor) -> Tensor:
     """silu(gate) * up for gate_up [..., 2 * i] with gate in the first half; returns [..., i]."""
-    return torch_backend.silu_mul(gate_up)
+    backend = cpu_backend if cpu_backend.takes(gate_up) else torch_backend
+    return backend.silu_mul(gate_up)
 
 
 def apply_rope(q_nhd: Tensor, k_nhd: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
@@ -125,16 +164,21 @@ def apply_rope(q_nhd: Tensor, k_nhd: Tensor, cos: Tensor, sin: Tensor) -> tuple[
 
     cos, sin: float32 [n, head_dim / 2], each row the angles of that token's position.
     """
-    torch_backend.rope_(q_nhd, cos, sin)
-    torch_backend.rope_(k_nhd, cos, sin)
+    backend = cpu_backend if cpu_backend.takes(q_nhd) else torch_backend
+    backend.rope_(q_nhd, cos, sin)
+    backend.rope_(k_nhd, cos, sin)
     return q_nhd, k_nhd
 
 
 def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     """x [..., in] @ weight [out, in].T + bias [out]."""
+    rows = x.numel() // max(x.shape[-1], 1)
+    if 0 < rows <= _SKINNY_ROWS and cpu_backend.takes(x) and weight.is_contiguous():
+        return cpu_backend.linear(x, weight, bias)
     return functional.linear(x, weight, bias)
 
 
 def describe_backends() -> str:
     """One line on which backends this machine has, for logs and `millrace doctor`."""
-    return f"attention: torch {torch.__version__}"
+    device = torch.cuda.get_device_name() if torch.cuda.is_available() else "cpu"
+    return f"kernels: torch {torch.__version__} ({device}), {cpu_backend.describe()}"

@@ -8,13 +8,20 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from enum import StrEnum
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
+if TYPE_CHECKING:
+    from millrace_kernels import _cpu
+
 
 class Backend(StrEnum):
-    """Who computes attention. `AUTO` takes the fastest that the device can run."""
+    """Who computes attention.
+
+    AUTO gives each sequence to the fastest that the device can run; the others take them all.
+    """
 
     AUTO = "auto"
     TORCH = "torch"
@@ -30,10 +37,13 @@ class AttentionPlan:
     positions up to its own (and with a window, only the last `sliding_window` of those).
 
     q_indptr: int32 [B + 1] on the CPU, kv_lens: int32 [B] on the CPU, page_table: int32
-    [B, max_pages] on the CPU. `sequences` holds (first row, last row + 1, kv_len) of each.
+    [B, max_pages] on the CPU. `sequences` holds (first row, last row + 1, kv_len) of each;
+    those with at most `native_rows` rows of q are the C++ kernel's, by `native`, the rest torch's.
     """
 
     backend: Backend
+    native_rows: int
+    native: _cpu.AttentionPlan | None
     q_indptr: Tensor
     kv_lens: Tensor
     page_table: Tensor

@@ -25,9 +25,12 @@ def attention(
     out_nhd: Tensor,
     lse_nh: Tensor | None,
 ) -> None:
-    """Fill out_nhd, and lse_nh where asked for, one sequence after another."""
+    """Fill out_nhd, and lse_nh where asked for, one sequence after another.
+
+    Leaves out the sequences that the plan gives to the C++ kernel.
+    """
     for index, (start, stop, kv_len) in enumerate(plan.sequences):
-        if start == stop:
+        if stop - start <= plan.native_rows:
             continue
         if kv_len == 0:
             out_nhd[start:stop] = 0

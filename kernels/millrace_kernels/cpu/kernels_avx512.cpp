@@ -1,0 +1,3 @@
+#define MILLRACE_ISA "avx512"
+#define MILLRACE_TABLE avx512_kernels
+#include "kernels_impl.hpp"

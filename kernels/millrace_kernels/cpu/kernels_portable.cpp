@@ -1,0 +1,3 @@
+#define MILLRACE_ISA "portable"
+#define MILLRACE_TABLE portable_kernels
+#include "kernels_impl.hpp"
