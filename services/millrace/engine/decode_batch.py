@@ -1,0 +1,231 @@
+"""The continuous batch of a decode instance: sequences join and leave between any two steps.
+
+The arrays that a step feeds to the model persist from step to step. A sequence's pages for its
+whole life are handed in when it joins, so its row of the page table is written once and the batch
+never allocates; a leaving sequence's row is filled by the last one. Rows are a dense prefix.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Final, Protocol
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import Tensor
+
+from millrace.core.errors import CapacityError, IntegrityError
+from millrace.engine.kv_pool import KvPool
+from millrace.engine.logprobs import PositionLogprobs
+from millrace.engine.sampler import Sampled, Sampler
+from millrace.engine.sampling_spec import PromptIds, SamplingRow, SamplingSpec, finish_reason
+
+_FIRST_WIDTH: Final = 16  # pages a row of the table holds before it is first widened
+
+
+class DecodeRunner(Protocol):
+    """What a step needs of `ModelRunner`."""
+
+    def decode(
+        self, token_ids: Tensor, positions: Tensor, page_table: Tensor, kv_lens: Tensor
+    ) -> Tensor:
+        """Writes the KV of one token a sequence and returns float32 [b, vocab] logits."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Sequence:
+    """One choice of a request, with its prompt's KV in place.
+
+    `pages` hold prompt and output in token order: room for `prompt_tokens + max_tokens - 1` at
+    least. Pages filled by the prompt alone may be shared with other sequences; the first page that
+    output goes to, and all after it, must be the sequence's own. The pages stay the caller's to
+    free. `prompt_ids` (int [prompt_tokens]) are wanted for a repetition penalty only.
+    """
+
+    request_id: str
+    choice: int
+    pages: list[int]
+    prompt_tokens: int
+    first_token_id: int
+    spec: SamplingSpec
+    prompt_ids: PromptIds = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TokenOut:
+    """What a step gave one sequence. With a finish reason the sequence has left the batch."""
+
+    request_id: str
+    choice: int
+    token_id: int  # -1 with finish reason "error"
+    logprobs: PositionLogprobs | None = None
+    finish_reason: str = ""  # "": goes on; stop | length | error
+    stop_token_id: int = -1
+    error: str = ""
+
+
+class DecodeBatch:
+    """Not thread-safe: `step` may run on another thread, but nothing else meanwhile, bar `size`."""
+
+    def __init__(
+        self, runner: DecodeRunner, pool: KvPool, sampler: Sampler, *, max_batch: int
+    ) -> None:
+        self._runner = runner
+        self._sampler = sampler
+        self._max_batch = max_batch
+        self._page_tokens = pool.layout.page_tokens
+        self._device = pool.storage.device
+        self._sequences: list[Sequence] = []
+        self._rows: list[SamplingRow] = []
+        self._slots: dict[str, dict[int, int]] = {}  # request id -> choice -> slot
+        self._token_ids = np.zeros(max_batch, dtype=np.int64)
+        self._positions = np.zeros(max_batch, dtype=np.int64)  # of the token to feed
+        self._kv_lens = np.zeros(max_batch, dtype=np.int32)  # with the token to feed
+        self._page_table = self._new_table(_FIRST_WIDTH)
+
+    @property
+    def size(self) -> int:
+        return len(self._sequences)
+
+    def add(self, sequence: Sequence) -> None:
+        """Takes a sequence in; the next step feeds its first token.
+
+        Raises CapacityError when the batch is full, and ValueError for a sequence that is in it
+        already, is finished by its first token, or has too few pages.
+        """
+        self._check_new(sequence)
+        spec, slot = sequence.spec, self.size
+        row = SamplingRow.first(spec, sequence.choice, sequence.prompt_ids)
+        row.append(sequence.first_token_id)
+        if len(sequence.pages) > self._page_table.shape[1]:
+            self._widen(len(sequence.pages))
+        pages = torch.tensor(sequence.pages, dtype=torch.int32)
+        self._page_table[slot, : len(pages)] = pages.to(self._device)
+        self._token_ids[slot] = sequence.first_token_id
+        self._positions[slot] = sequence.prompt_tokens
+        self._kv_lens[slot] = sequence.prompt_tokens + 1
+        self._sequences.append(sequence)
+        self._rows.append(row)
+        self._slots.setdefault(sequence.request_id, {})[sequence.choice] = slot
+
+    def remove(self, request_id: str) -> int:
+        """Takes out all choices of a request, if any are in. Returns how many."""
+        choices = list(self._slots.get(request_id, ()))
+        for choice in choices:
+            self._drop(self._slots[request_id][choice])
+        return len(choices)
+
+    @torch.inference_mode()
+    def step(self) -> list[TokenOut]:
+        """One more token for every sequence, in no particular order; finished ones leave.
+
+        A sequence whose logits are not finite leaves with finish reason "error", the others go on.
+        """
+        size = self.size
+        if size == 0:
+            return []
+        logits = self._runner.decode(
+            self._on_device(self._token_ids[:size]),
+            self._on_device(self._positions[:size]),
+            self._page_table[:size],
+            self._on_device(self._kv_lens[:size]),
+        )
+        sampled = self._sampler.sample(logits, self._rows)
+        self._token_ids[:size] = sampled.token_ids
+        self._positions[:size] += 1
+        self._kv_lens[:size] += 1
+        outs = [self._take(slot, sampled) for slot in range(size)]
+        for slot in reversed(range(size)):  # from the end: a drop moves none that is still to drop
+            if outs[slot].finish_reason:
+                self._drop(slot)
+        return outs
+
+    def check_integrity(self) -> None:
+        """Raises IntegrityError when rows, page table and index disagree, or a page that output
+        goes to is in two rows.
+        """
+        listed = sorted(slot for choices in self._slots.values() for slot in choices.values())
+        if listed != list(range(self.size)) or len(self._rows) != self.size:
+            raise IntegrityError(f"decode batch of {self.size}: the index lists slots {listed}")
+        for slot, sequence in enumerate(self._sequences):
+            name = f"decode batch: {sequence.request_id}/{sequence.choice}"
+            if self._slots[sequence.request_id].get(sequence.choice) != slot:
+                raise IntegrityError(f"{name} is in slot {slot}, the index says otherwise")
+            if self._page_table[slot, : len(sequence.pages)].tolist() != sequence.pages:
+                raise IntegrityError(f"{name}: its row of the page table is not its pages")
+            fed = sequence.prompt_tokens + self._rows[slot].output_position
+            if (self._positions[slot], self._kv_lens[slot]) != (fed - 1, fed):
+                raise IntegrityError(f"{name}: position or KV length is not {fed} tokens' worth")
+        self._check_writers()
+
+    def _check_writers(self) -> None:
+        holders: dict[int, set[int]] = {}  # page -> slots that have it
+        for slot, sequence in enumerate(self._sequences):
+            for page in sequence.pages:
+                holders.setdefault(page, set()).add(slot)
+        for sequence in self._sequences:
+            for page in sequence.pages[sequence.prompt_tokens // self._page_tokens :]:
+                if len(holders[page]) > 1:
+                    others = sorted(self._sequences[s].request_id for s in holders[page])
+                    raise IntegrityError(f"decode batch: page {page}, written to, is in {others}")
+
+    def _check_new(self, sequence: Sequence) -> None:
+        name = f"{sequence.request_id}/{sequence.choice}"
+        if self.size == self._max_batch:
+            raise CapacityError(f"{name}: the decode batch is full ({self._max_batch} sequences)")
+        if sequence.choice in self._slots.get(sequence.request_id, ()):
+            raise ValueError(f"{name} is in the decode batch already")
+        if finish_reason(sequence.spec, 1, sequence.first_token_id):
+            raise ValueError(f"{name} is finished by its first token, {sequence.first_token_id}")
+        slots = len(sequence.pages) * self._page_tokens
+        needed = sequence.prompt_tokens + sequence.spec.max_tokens - 1
+        if slots < needed:
+            raise ValueError(f"{name} needs room for {needed} tokens; its pages hold {slots}")
+
+    def _take(self, slot: int, sampled: Sampled) -> TokenOut:
+        sequence, row = self._sequences[slot], self._rows[slot]
+        token_id = sampled.token_ids[slot]
+        if slot in sampled.errors:
+            reason = "error"
+        else:
+            row.append(token_id)
+            reason = finish_reason(sequence.spec, row.output_position, token_id)
+        return TokenOut(
+            request_id=sequence.request_id,
+            choice=sequence.choice,
+            token_id=token_id,
+            logprobs=sampled.logprobs[slot],
+            finish_reason=reason,
+            stop_token_id=token_id if reason == "stop" else -1,
+            error=sampled.errors.get(slot, ""),
+        )
+
+    def _drop(self, slot: int) -> None:
+        """Empties a slot and moves the last one into it."""
+        gone = self._sequences[slot]
+        choices = self._slots[gone.request_id]
+        del choices[gone.choice]
+        if not choices:
+            del self._slots[gone.request_id]
+        last, last_row = self._sequences.pop(), self._rows.pop()
+        if last is gone:
+            return
+        end = self.size  # the slot `last` had
+        self._sequences[slot], self._rows[slot] = last, last_row
+        self._slots[last.request_id][last.choice] = slot
+        for array in (self._token_ids, self._positions, self._kv_lens):
+            array[slot] = array[end]
+        width = len(last.pages)
+        self._page_table[slot, :width] = self._page_table[end, :width]
+
+    def _on_device(self, array: npt.NDArray[np.integer]) -> Tensor:
+        return torch.from_numpy(array).to(self._device)
+
+    def _new_table(self, width: int) -> Tensor:
+        return torch.zeros((self._max_batch, width), dtype=torch.int32, device=self._device)
+
+    def _widen(self, pages: int) -> None:
+        narrow = self._page_table
+        self._page_table = self._new_table(max(pages, 2 * narrow.shape[1]))
+        self._page_table[:, : narrow.shape[1]] = narrow

@@ -1,0 +1,91 @@
+"""Log probabilities under the model itself, and the one order of tokens that all of sampling
+shares.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Final
+
+import torch
+from torch import Tensor
+
+_LAST_ID: Final = 0x7FFFFFFF
+_SPARE: Final = (
+    32  # candidates beyond those wanted, so that a tie at the edge rarely costs a full sort
+)
+
+
+@dataclass(frozen=True, slots=True)
+class PositionLogprobs:
+    """Natural-log probabilities at one position: (id, logprob) of the chosen token and of the
+    likeliest ones.
+    """
+
+    chosen: tuple[int, float]
+    top: list[tuple[int, float]]
+
+
+def ranked(logits: Tensor, count: int) -> tuple[Tensor, Tensor]:
+    """The `count` largest of float32 [b, vocab] logits, largest first and equal ones by lowest id.
+
+    Returns their values float32 and ids int64, both [b, count]. Of ids whose logits equal the last
+    value of a row, some may be missing where count < vocab: the ranking is certain only above it.
+    """
+    vocab = logits.shape[-1]
+    if count < vocab:
+        values, ids = torch.topk(logits, count, dim=-1, sorted=False)
+    else:
+        values, ids = logits, torch.arange(vocab, device=logits.device).expand_as(logits)
+    # Sort keys: the logit's bits made monotonic (+ 0.0 turns -0.0 into 0.0), then the id counted
+    # backwards.
+    bits = (values + 0.0).view(torch.int32)
+    ordered = bits ^ ((bits >> 31) & _LAST_ID)
+    keys = (ordered.long() << 32) | (_LAST_ID - ids)
+    ids = _LAST_ID - (keys.sort(dim=-1, descending=True).values & _LAST_ID)
+    return logits.gather(-1, ids), ids
+
+
+def top_tokens(logits: Tensor, count: int) -> Tensor:
+    """The ids [b, count] of the largest of float32 [b, vocab] logits, equal ones by lowest id,
+    always exactly.
+    """
+    vocab = logits.shape[-1]
+    values, ids = ranked(logits, min(count + _SPARE, vocab))
+    unsure = torch.nonzero(values[:, count - 1] == values[:, -1]).squeeze(1)
+    if len(unsure) and values.shape[1] < vocab:
+        ids[unsure] = ranked(logits[unsure], vocab)[1][:, : ids.shape[1]]
+    return ids[:, :count]
+
+
+def position_logprobs(
+    logits: Tensor, chosen: Sequence[int], top: Sequence[int]
+) -> list[PositionLogprobs]:
+    """Log probabilities of the unprocessed model distribution: log-softmax of `logits`, nothing
+    else applied.
+
+    `logits` is float32 [b, vocab], `chosen` b token ids, `top` how many of the likeliest each
+    position wants (0: none; more than the vocabulary: all of it).
+    """
+    if not chosen:
+        return []
+    normaliser = torch.logsumexp(logits, dim=-1, keepdim=True)
+    ids = torch.tensor(chosen, dtype=torch.int64, device=logits.device).unsqueeze(1)
+    count = min(max(top), logits.shape[-1])
+    if count > 0:
+        ids = torch.cat((ids, top_tokens(logits, count)), dim=1)
+    values = (logits.gather(1, ids) - normaliser).tolist()
+    return [
+        PositionLogprobs(
+            (row_ids[0], row[0]), list(zip(row_ids[1 : k + 1], row[1 : k + 1], strict=True))
+        )
+        for row_ids, row, k in zip(ids.tolist(), values, top, strict=True)
+    ]
+
+
+def prompt_logprobs(logits: Tensor, targets: Tensor, top: int) -> list[PositionLogprobs]:
+    """Of each prompt token `targets` int64 [L], given the float32 [L, vocab] logits of the
+    position before it.
+    """
+    return position_logprobs(logits, targets.tolist(), [top] * len(targets))

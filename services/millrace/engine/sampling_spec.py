@@ -1,0 +1,149 @@
+"""How a request wants its tokens chosen, and what is known of a sequence when its next token is."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
+from types import MappingProxyType
+from typing import Final
+
+import numpy as np
+import numpy.typing as npt
+from torch import Tensor
+
+from millrace.engine.philox import uniforms
+from millrace.engine.token_counts import TokenCounts
+
+Ids = npt.NDArray[np.int64]
+PromptIds = npt.NDArray[np.integer] | Sequence[int] | Tensor | None
+
+_RUN: Final = 64
+
+
+@dataclass(frozen=True, kw_only=True)
+class SamplingSpec:
+    """Mirrors proto `SamplingParams`, field by field. Ranges were checked at the proxy.
+
+    `stop_token_ids` includes the model's end-of-sequence ids unless the client ignores them. Ids
+    outside the vocabulary in `stop_token_ids` or `logit_bias` have no effect.
+    """
+
+    max_tokens: int
+    min_tokens: int = 0
+    temperature: float = 1.0  # 0: greedy
+    top_p: float = 1.0
+    top_k: int = 0  # 0: off
+    min_p: float = 0.0
+    repetition_penalty: float = 1.0
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    logit_bias: Mapping[int, float] = field(default_factory=lambda: MappingProxyType({}))
+    seed: int = 0
+    stop_token_ids: tuple[int, ...] = ()
+    n: int = 1
+    logprobs: int = -1  # -1: none; k: the chosen token's and the k likeliest
+    prompt_logprobs: int = -1
+
+    @cached_property
+    def stop_ids(self) -> frozenset[int]:
+        return frozenset(self.stop_token_ids)
+
+    @cached_property
+    def is_greedy(self) -> bool:
+        return self.temperature == 0.0
+
+    @cached_property
+    def is_filtered(self) -> bool:
+        """Whether sampling first drops unlikely tokens."""
+        return self.top_k > 0 or self.top_p < 1.0 or self.min_p > 0.0
+
+    @cached_property
+    def needs_prompt_ids(self) -> bool:
+        return self.repetition_penalty != 1.0
+
+    @cached_property
+    def needs_counts(self) -> bool:
+        return (
+            self.needs_prompt_ids or self.presence_penalty != 0.0 or self.frequency_penalty != 0.0
+        )
+
+    @cached_property
+    def bias(self) -> tuple[Ids, npt.NDArray[np.float32]]:
+        """`logit_bias` as arrays: ids int64 [k], values float32 [k]."""
+        return (
+            np.fromiter(self.logit_bias.keys(), np.int64, len(self.logit_bias)),
+            np.fromiter(self.logit_bias.values(), np.float32, len(self.logit_bias)),
+        )
+
+    @cached_property
+    def stop_id_array(self) -> Ids:
+        return np.array(self.stop_token_ids, dtype=np.int64)
+
+
+@dataclass(slots=True)
+class SamplingRow:
+    """One sequence's standing at the moment its next token is chosen.
+
+    `output_position` counts the tokens it has put out: 0 for the one that prefill samples.
+    `counts` is there for specs with penalties only.
+    """
+
+    spec: SamplingSpec
+    choice: int = 0
+    output_position: int = 0
+    counts: TokenCounts | None = None
+    _draws: npt.NDArray[np.float64] | None = field(default=None, repr=False)
+    _run: int = field(default=-1, repr=False)
+
+    @classmethod
+    def first(
+        cls, spec: SamplingSpec, choice: int = 0, prompt_ids: PromptIds = None
+    ) -> SamplingRow:
+        """The row of a sequence that has put out nothing yet; `append` takes it further.
+
+        `prompt_ids` (int [L]) are wanted when the spec has a repetition penalty, else ignored;
+        ValueError without.
+        """
+        if not spec.needs_counts:
+            return cls(spec, choice)
+        if not spec.needs_prompt_ids:
+            return cls(spec, choice, counts=TokenCounts())
+        if prompt_ids is None:
+            raise ValueError("a repetition penalty needs the prompt's token ids")
+        return cls(spec, choice, counts=TokenCounts(prompt_ids))
+
+    def append(self, token_id: int) -> None:
+        """Takes note of a token the sequence has put out."""
+        self.output_position += 1
+        if self.counts is not None:
+            self.counts.add(token_id)
+
+    @property
+    def uniform(self) -> float:
+        """The number in [0, 1) that decides this position. A run of them is drawn at a time."""
+        run, offset = divmod(self.output_position, _RUN)
+        if self._draws is None or self._run != run:
+            self._run = run
+            self._draws = uniforms(self.spec.seed, self.choice, run * _RUN, _RUN)
+        return float(self._draws[offset])
+
+    @property
+    def edits_logits(self) -> bool:
+        """Whether logits are changed before temperature and filters."""
+        return self.counts is not None or bool(self.spec.logit_bias) or self.bars_stop_ids
+
+    @property
+    def bars_stop_ids(self) -> bool:
+        return self.output_position < self.spec.min_tokens and bool(self.spec.stop_token_ids)
+
+
+def finish_reason(spec: SamplingSpec, output_len: int, token_id: int) -> str:
+    """What `token_id`, the `output_len`-th token put out (from 1), means for its sequence.
+
+    "stop": it is a stop id; "length": `max_tokens` is reached; "": the sequence goes on. A stop id
+    that comes with the last allowed token counts as "stop".
+    """
+    if token_id in spec.stop_ids and output_len > spec.min_tokens:
+        return "stop"
+    return "length" if output_len >= spec.max_tokens else ""

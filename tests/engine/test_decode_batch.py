@@ -1,0 +1,332 @@
+"""The continuous batch over a tiny deterministic model whose tokens depend on all of its KV."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+import torch
+from hypothesis import settings
+from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
+from hypothesis.strategies import integers, sampled_from
+
+from millrace.core.errors import CapacityError, IntegrityError
+from millrace.core.kv_layout import KvLayout
+from millrace.engine.decode_batch import DecodeBatch, Sequence
+from millrace.engine.kv_pool import KvPool
+from millrace.engine.sampler import Sampler, SamplingRow, SamplingSpec, finish_reason
+
+VOCAB = 31
+PAGE = 4
+
+
+class HashingModel:
+    """Keeps (token id + 1) as the key of its slot; the logits hash all keys of a sequence in order.
+
+    A page read from the wrong place, a wrong length or a wrong position changes every token after.
+    """
+
+    def __init__(self, pool: KvPool):
+        self.pool = pool
+        self.poisoned: set[int] = set()  # last tokens for which the logits are NaN
+
+    def write(self, page, offset, token_id):
+        self.pool.storage[0, page, 0, 0, offset, 0] = token_id + 1
+
+    def prefill(self, token_ids, pages):
+        for position, token_id in enumerate(token_ids):
+            self.write(pages[position // PAGE], position % PAGE, token_id)
+
+    def decode(self, token_ids, positions, page_table, kv_lens):
+        assert token_ids.dtype == positions.dtype == torch.int64
+        assert page_table.dtype == kv_lens.dtype == torch.int32
+        lines = []
+        for slot, token_id in enumerate(token_ids.tolist()):
+            position, length = int(positions[slot]), int(kv_lens[slot])
+            assert length == position + 1
+            pages = page_table[slot].tolist()
+            self.write(pages[position // PAGE], position % PAGE, token_id)
+            keys = [
+                int(self.pool.storage[0, pages[at // PAGE], 0, 0, at % PAGE, 0])
+                for at in range(length)
+            ]
+            lines.append(self.logits(keys))
+            if token_id in self.poisoned:
+                lines[-1][0] = float("nan")
+        return torch.stack(lines)
+
+    @staticmethod
+    def logits(keys):
+        state = 17
+        for key in keys:
+            state = (state * 31 + key) % 1_000_003
+        return torch.randn(VOCAB, generator=torch.Generator().manual_seed(state)) * 3
+
+
+def reference(prompt, first, spec, choice=0):
+    """Tokens of a sequence after its first, computed on its own without pages."""
+    row = SamplingRow.first(spec, choice, prompt)
+    row.append(first)
+    tokens = [first]
+    while not finish_reason(spec, len(tokens), tokens[-1]):
+        logits = HashingModel.logits([t + 1 for t in [*prompt, *tokens]])
+        tokens += Sampler().sample(logits[None], [row]).token_ids
+        row.append(tokens[-1])
+    return tokens
+
+
+class Bench:
+    """A batch with its pool and model, and what each sequence has put out."""
+
+    def __init__(self, num_pages=200, max_batch=8):
+        layout = KvLayout(
+            model_hash="t",
+            dtype="float32",
+            num_layers=1,
+            num_kv_heads=1,
+            head_dim=1,
+            page_tokens=PAGE,
+            head_start=0,
+            head_count=1,
+            num_pages=num_pages,
+        )
+        self.pool = KvPool(layout)
+        self.model = HashingModel(self.pool)
+        self.batch = DecodeBatch(self.model, self.pool, Sampler(), max_batch=max_batch)
+        self.outputs: dict[tuple[str, int], list[int]] = {}
+        self.reasons: dict[tuple[str, int], str] = {}
+
+    def join(self, name, prompt, first, spec, choice=0):
+        pages = self.pool.allocate(-(-(len(prompt) + spec.max_tokens) // PAGE))
+        self.model.prefill(prompt, pages)
+        self.add(name, choice, pages, prompt, first, spec)
+
+    def add(self, name, choice, pages, prompt, first, spec):
+        self.batch.add(
+            Sequence(
+                request_id=name,
+                choice=choice,
+                pages=pages,
+                prompt_tokens=len(prompt),
+                first_token_id=first,
+                spec=spec,
+                prompt_ids=prompt,
+            )
+        )
+        self.outputs[name, choice] = [first]
+
+    def step(self):
+        outs = self.batch.step()
+        self.batch.check_integrity()
+        for out in outs:
+            key = (out.request_id, out.choice)
+            assert key not in self.reasons
+            if out.token_id >= 0:
+                self.outputs[key].append(out.token_id)
+            if out.finish_reason:
+                self.reasons[key] = out.finish_reason
+        return outs
+
+    def drain(self):
+        while self.batch.size:
+            self.step()
+
+
+def greedy(max_tokens=10, **settings_):
+    return SamplingSpec(max_tokens=max_tokens, temperature=0.0, **settings_)
+
+
+SPECS = [
+    greedy(9),
+    greedy(30, repetition_penalty=1.3),
+    SamplingSpec(max_tokens=14, temperature=1.0, seed=5),
+    SamplingSpec(max_tokens=25, temperature=0.9, top_p=0.9, seed=6, stop_token_ids=(3, 8)),
+    SamplingSpec(max_tokens=12, temperature=1.2, top_k=9, frequency_penalty=0.7, seed=7),
+    greedy(2),
+]
+
+
+def prompt_of(seed, length):
+    generator = random.Random(seed)
+    return [generator.randrange(VOCAB) for _ in range(length)]
+
+
+def first_of(spec, seed):
+    return next(t for t in range(seed % VOCAB, 2 * VOCAB) if t % VOCAB not in spec.stop_ids) % VOCAB
+
+
+@pytest.mark.parametrize("spec", SPECS)
+@pytest.mark.parametrize("length", [1, 3, 4, 5, 17])
+def test_alone(spec, length):
+    bench = Bench()
+    prompt = prompt_of(length, length)
+    bench.join("a", prompt, 2, spec)
+    bench.drain()
+    expected = reference(prompt, 2, spec)
+    assert bench.outputs["a", 0] == expected
+    assert bench.reasons["a", 0] == ("stop" if expected[-1] in spec.stop_ids else "length")
+
+
+def test_joins_and_leaves_do_not_change_anyone():
+    bench = Bench()
+    jobs = []
+    for i in range(24):
+        spec = SPECS[i % len(SPECS)]
+        jobs.append((f"r{i}", prompt_of(i, 1 + 5 * i % 23), first_of(spec, i), spec))
+    waiting = list(jobs)
+    while waiting or bench.batch.size:
+        while waiting and bench.batch.size < 8:
+            bench.join(*waiting.pop(0))
+        bench.step()
+    for name, prompt, first, spec in jobs:
+        assert bench.outputs[name, 0] == reference(prompt, first, spec)
+
+
+def test_a_step_reports_every_sequence_and_how_it_ended():
+    bench = Bench()
+    stop = reference([1, 2], 3, greedy(10))[2]  # the second token of its second step
+    bench.join("ends", [1, 2], 3, greedy(10, stop_token_ids=(stop,), logprobs=2))
+    bench.join("runs", [4], 5, greedy(3))
+    outs = {o.request_id: o for o in bench.step()}
+    assert set(outs) == {"ends", "runs"}
+    assert len(outs["ends"].logprobs.top) == 2
+    assert outs["ends"].logprobs.chosen[0] == outs["ends"].token_id
+    assert outs["runs"].logprobs is None
+    outs = {o.request_id: o for o in bench.step()}
+    assert (outs["ends"].finish_reason, outs["ends"].stop_token_id) == ("stop", stop)
+    assert (outs["runs"].finish_reason, outs["runs"].stop_token_id) == ("length", -1)
+    assert bench.batch.size == 0
+    assert bench.batch.step() == []
+
+
+def test_choices_share_the_prompts_pages_and_copy_the_last():
+    spec = SamplingSpec(max_tokens=12, temperature=1.0, seed=9, n=3)
+    prompt = prompt_of(1, 10)  # two full pages and a half
+    bench = Bench()
+    shared = bench.pool.allocate(2)
+    own = [bench.pool.allocate(4) for _ in range(3)]
+    bench.model.prefill(prompt, shared + own[0])
+    for choice in range(3):
+        if choice:
+            bench.pool.share(shared)
+            bench.pool.copy_page(own[0][0], own[choice][0])
+        bench.add("n", choice, shared + own[choice], prompt, choice, spec)
+    bench.batch.check_integrity()
+    bench.drain()
+    outputs = [bench.outputs["n", choice] for choice in range(3)]
+    assert outputs == [reference(prompt, choice, spec, choice) for choice in range(3)]
+    assert len({tuple(o[1:]) for o in outputs}) == 3
+    for choice in range(3):
+        bench.pool.free(shared + own[choice])
+    bench.pool.check_integrity(expected_used=0)
+
+
+def test_remove_takes_all_choices_and_leaves_the_others():
+    bench = Bench()
+    for choice in range(3):
+        bench.join("gone", [1, 2, 3], choice, greedy(20), choice)
+    bench.join("stays", [7], 7, greedy(20))
+    bench.step()
+    assert bench.batch.remove("gone") == 3
+    assert bench.batch.remove("gone") == 0
+    assert bench.batch.remove("never was") == 0
+    bench.batch.check_integrity()
+    assert bench.batch.size == 1
+    bench.drain()
+    assert bench.outputs["stays", 0] == reference([7], 7, greedy(20))
+
+
+def test_not_finite_logits_end_one_sequence_with_an_error():
+    bench = Bench()
+    bench.join("good", [1], 1, greedy(6))
+    bench.join("bad", [2], 2, greedy(6))
+    bench.model.poisoned = {2}
+    expected = reference([1], 1, greedy(6))
+    assert 2 not in expected[:-1]
+    outs = {o.request_id: o for o in bench.step()}
+    assert outs["bad"].finish_reason == "error"
+    assert outs["bad"].token_id == -1
+    assert "not finite" in outs["bad"].error
+    bench.drain()
+    assert bench.outputs["good", 0] == expected
+    assert bench.outputs["bad", 0] == [2]
+
+
+def test_what_add_refuses():
+    bench = Bench(max_batch=2)
+    bench.join("a", [1], 1, greedy(6))
+    with pytest.raises(ValueError, match="already"):
+        bench.join("a", [1], 1, greedy(6))
+    with pytest.raises(ValueError, match="finished by its first token"):
+        bench.join("b", [1], 1, greedy(1))
+    with pytest.raises(ValueError, match="finished by its first token"):
+        bench.join("b", [1], 1, greedy(5, stop_token_ids=(1,)))
+    with pytest.raises(ValueError, match="room for 10 tokens; its pages hold 8"):
+        bench.add("b", 0, [0, 1], [1] * 5, 1, greedy(6))
+    bench.join("b", [1], 1, greedy(6))
+    with pytest.raises(CapacityError, match="full"):
+        bench.join("c", [1], 1, greedy(6))
+    bench.batch.check_integrity()
+    assert bench.batch.size == 2
+
+
+def test_integrity_finds_a_page_with_two_writers():
+    bench = Bench()
+    bench.add("a", 0, [0, 1, 2], [1] * 4, 1, greedy(8))
+    bench.add("b", 0, [0, 3, 4], [1] * 4, 1, greedy(8))  # page 0 is full of prompt: shared
+    bench.batch.check_integrity()
+    bench.add("c", 0, [5, 6, 4], [1] * 4, 1, greedy(8))
+    with pytest.raises(IntegrityError, match="page 4"):
+        bench.batch.check_integrity()
+
+
+def test_integrity_finds_a_damaged_page_table():
+    bench = Bench()
+    bench.join("a", [1], 1, greedy(8))
+    bench.batch._page_table[0, 1] += 1
+    with pytest.raises(IntegrityError, match="page table"):
+        bench.batch.check_integrity()
+
+
+class Churn(RuleBasedStateMachine):
+    """Any order of joins, cancels and steps gives every sequence the tokens it gets alone."""
+
+    def __init__(self):
+        super().__init__()
+        self.bench = Bench(num_pages=120, max_batch=4)
+        self.jobs = {}
+
+    @precondition(lambda self: self.bench.batch.size < 4)
+    @rule(length=integers(1, 40), spec=sampled_from(SPECS), seed=integers(0, 99))
+    def join(self, length, spec, seed):
+        name = f"r{len(self.jobs)}"
+        prompt, first = prompt_of(seed, length), first_of(spec, seed)
+        pages = -(-(length + spec.max_tokens) // PAGE)
+        if self.bench.pool.free_pages < pages:
+            return
+        self.jobs[name] = (prompt, first, spec)
+        self.bench.join(name, prompt, first, spec)
+
+    @rule(pick=integers(0, 3))
+    def cancel(self, pick):
+        live = sorted(self.bench.batch._slots)
+        if live:
+            self.bench.batch.remove(live[pick % len(live)])
+
+    @rule(count=integers(1, 4))
+    def step(self, count):
+        for _ in range(count):
+            self.bench.step()
+
+    @invariant()
+    def consistent(self):
+        self.bench.batch.check_integrity()
+
+    def teardown(self):
+        for name, (prompt, first, spec) in self.jobs.items():
+            found = self.bench.outputs[name, 0]
+            assert found == reference(prompt, first, spec)[: len(found)]
+
+
+TestChurn = Churn.TestCase
+TestChurn.settings = settings(max_examples=15, stateful_step_count=25, deadline=None)
