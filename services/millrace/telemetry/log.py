@@ -21,10 +21,7 @@ class _JsonLines(logging.Formatter):
         self._service = service
 
     def format(self, record: logging.LogRecord) -> str:
-        line: dict[str, object] = {
-            name: value for name, value in vars(record).items() if name not in _STANDARD
-        }
-        line |= {
+        line = _extras(record) | {
             "time": datetime.fromtimestamp(record.created, UTC).isoformat(timespec="milliseconds"),
             "level": record.levelname.lower(),
             "service": self._service,
@@ -40,13 +37,20 @@ class _TextLines(logging.Formatter):
     """`HH:MM:SS.mmm level service logger: message key=value ...`, then the traceback if any."""
 
     def __init__(self, service: str) -> None:
-        super().__init__(f"%(asctime)s.%(msecs)03d %(levelname)-7s {service} %(name)s: ")
-        self.datefmt = "%H:%M:%S"
-        self._head = self._fmt or ""
+        super().__init__(datefmt="%H:%M:%S")
+        self._service = service
 
     def formatMessage(self, record: logging.LogRecord) -> str:
-        extras = [f"{k}={v}" for k, v in vars(record).items() if k not in _STANDARD]
-        return " ".join([self._head % vars(record) + record.message, *extras])
+        extras = [f"{name}={value}" for name, value in _extras(record).items()]
+        head = (
+            f"{self.formatTime(record, self.datefmt)}.{int(record.msecs):03d} "
+            f"{record.levelname.lower():<7} {self._service} {record.name}:"
+        )
+        return " ".join([head, record.message, *extras])
+
+
+def _extras(record: logging.LogRecord) -> dict[str, object]:
+    return {name: value for name, value in vars(record).items() if name not in _STANDARD}
 
 
 def setup_logging(config: TelemetryConfig, service: str) -> None:

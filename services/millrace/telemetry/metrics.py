@@ -106,14 +106,8 @@ class MetricsServer:
         self._registry = registry
         self._ready = ready
         self._server: asyncio.Server | None = None
+        self.port = 0  # the real one once it listens
         self._connections: set[asyncio.Task[None]] = set()
-
-    @property
-    def port(self) -> int:
-        """The port it listens on."""
-        assert self._server is not None, "port is known once it listens"
-        port: int = self._server.sockets[0].getsockname()[1]
-        return port
 
     async def listen(self, host: str, port: int) -> None:
         """Raises MillraceError naming host and port when the address can't be had."""
@@ -123,6 +117,7 @@ class MetricsServer:
             )
         except OSError as error:
             raise MillraceError(f"can't listen on {host}:{port} for metrics: {error}") from error
+        self.port = self._server.sockets[0].getsockname()[1]
 
     async def close(self) -> None:
         """Stops listening and drops open connections."""
