@@ -1,4 +1,4 @@
-"""gRPC options that both ends of a connection share: message bounds and keepalive.
+"""gRPC options of both ends of a connection: message bounds, keepalive, reconnects.
 
 A peer that stops answering (its machine gone, its process stopped) is noticed within
 `KEEPALIVE_INTERVAL_S + KEEPALIVE_TIMEOUT_S`; a peer whose process ended is noticed at once by the
@@ -11,19 +11,46 @@ from __future__ import annotations
 MAX_MESSAGE_BYTES = 64 << 20
 
 KEEPALIVE_INTERVAL_S = 2.0
-KEEPALIVE_TIMEOUT_S = 2.0
+KEEPALIVE_TIMEOUT_S = 4.0  # a busy machine may be slow to answer
 
 Options = list[tuple[str, int]]
 
 
-def common_options(max_message_bytes: int) -> Options:
+def _common(max_message_bytes: int) -> Options:
     """Options of servers and channels alike. `max_message_bytes` bounds both directions."""
     return [
         ("grpc.max_send_message_length", max_message_bytes),
         ("grpc.max_receive_message_length", max_message_bytes),
         ("grpc.keepalive_time_ms", int(KEEPALIVE_INTERVAL_S * 1000)),
         ("grpc.keepalive_timeout_ms", int(KEEPALIVE_TIMEOUT_S * 1000)),
+        # gRPC core waits for its ping timeout (a minute) when that is the longer one.
+        ("grpc.http2.ping_timeout_ms", int(KEEPALIVE_TIMEOUT_S * 1000)),
         # Streams may be silent for minutes: pings go on without calls and without data.
         ("grpc.keepalive_permit_without_calls", 1),
         ("grpc.http2.max_pings_without_data", 0),
+    ]
+
+
+def server_options(max_message_bytes: int) -> Options:
+    return [
+        *_common(max_message_bytes),
+        # Half the peers' interval, so that a ping which comes early is no strike against them.
+        ("grpc.http2.min_ping_interval_without_data_ms", int(KEEPALIVE_INTERVAL_S * 500)),
+        ("grpc.http2.max_ping_strikes", 0),
+        # A second server on the same port must fail to bind, not share its connections.
+        ("grpc.so_reuseport", 0),
+    ]
+
+
+def channel_options(max_message_bytes: int) -> Options:
+    return [
+        *_common(max_message_bytes),
+        ("grpc.initial_reconnect_backoff_ms", 100),
+        ("grpc.max_reconnect_backoff_ms", 2000),
+        # Despite its name the time one connection attempt may take (gRPC core, subchannel.cc).
+        ("grpc.min_reconnect_backoff_ms", 2000),
+        # A pod that restarts has a new address behind its old name.
+        ("grpc.dns_min_time_between_resolutions_ms", 1000),
+        # Peers are reached directly, whatever http_proxy says.
+        ("grpc.enable_http_proxy", 0),
     ]

@@ -9,7 +9,7 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 from grpc_health.v1.health import aio as health_aio  # type: ignore[attr-defined] # stubs lack it
 
 from millrace.core.errors import MillraceError
-from millrace.wire.options import KEEPALIVE_INTERVAL_S, MAX_MESSAGE_BYTES, common_options
+from millrace.wire.options import MAX_MESSAGE_BYTES, server_options
 
 
 class BindError(MillraceError):
@@ -41,19 +41,7 @@ class Health:
 
 def create_server(*, max_message_bytes: int = MAX_MESSAGE_BYTES) -> grpc.aio.Server:
     """A grpc.aio server whose peers may ping as often as `open_channel` does."""
-    return grpc.aio.server(
-        options=[
-            *common_options(max_message_bytes),
-            # Half the peers' interval, so that a ping which comes early is no strike against them.
-            (
-                "grpc.http2.min_ping_interval_without_data_ms",
-                int(KEEPALIVE_INTERVAL_S * 500),
-            ),
-            ("grpc.http2.max_ping_strikes", 0),
-            # A second server on the same port must fail to bind, not share its connections.
-            ("grpc.so_reuseport", 0),
-        ]
-    )
+    return grpc.aio.server(options=server_options(max_message_bytes))
 
 
 def add_health(server: grpc.aio.Server, names: Sequence[str]) -> Health:

@@ -1,0 +1,26 @@
+"""Spans to the wire and back."""
+
+from __future__ import annotations
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from millrace.core.span import Span
+from millrace.wire.pb import common_pb2
+from millrace.wire.trace_codec import spans_from_wire, spans_to_wire
+
+TEXT = st.text(st.characters(exclude_categories=["Cs"]))
+SPANS = st.builds(
+    Span,
+    name=TEXT,
+    instance_id=TEXT,
+    start_s=st.floats(allow_nan=False),
+    end_s=st.floats(allow_nan=False),
+    attributes=st.dictionaries(TEXT, TEXT, max_size=4),
+)
+
+
+@given(st.lists(SPANS, max_size=4))
+def test_round_trip(spans: list[Span]) -> None:
+    sent = [message.SerializeToString() for message in spans_to_wire(spans)]
+    assert spans_from_wire(map(common_pb2.Span.FromString, sent)) == spans
