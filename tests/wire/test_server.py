@@ -229,12 +229,13 @@ async def test_a_stopped_client_is_noticed_in_seconds() -> None:
 
 @pytest.mark.usefixtures("hasty")
 async def test_pings_of_a_silent_stream_are_welcome() -> None:
-    """A server that minds pings ends the connection with too_many_pings after the third."""
+    """A server that minds pings says GOAWAY (too_many_pings) after the third: READY no more."""
     async with serving(Decode()) as address, open_channel(address) as channel:
         call = subscribe(channel)
         await call.read()
         with pytest.raises(TimeoutError):
             await asyncio.wait_for(call.read(), 3)  # six intervals
+        assert channel.get_state() is grpc.ChannelConnectivity.READY
 
 
 async def test_a_server_that_comes_back_is_found_again_soon() -> None:
