@@ -163,17 +163,18 @@ class KvPool:
     def free(self, pages: Iterable[int]) -> None:
         """Drops a reference of each page; pages without any are free again.
 
-        Raises IntegrityError, and frees nothing, when a page is held by nobody.
+        Raises IntegrityError, and frees nothing, when one is not held as often as it is freed.
         """
         dropped = sorted(pages)
         self._require_held(dropped)
+        for page, following in pairwise(dropped):
+            if page == following and self._references[page] < dropped.count(page):
+                raise IntegrityError(f"KV page {page} is freed more often than it is held")
         released = []
         for page in dropped:
             self._references[page] -= 1
             if self._references[page] == 0:
                 released.append(page)
-            elif self._references[page] < 0:
-                raise IntegrityError(f"KV page {page} was freed more often than it is held")
         for start, length in page_runs(released):
             self._free.add_run(start, length)
 

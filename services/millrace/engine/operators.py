@@ -112,7 +112,7 @@ def _attn(
 
     def attn(state: Activations) -> None:
         qkv_nhd = state.qkv.view(-1, heads + 2 * kv_heads, head_dim)
-        q_nhd, k_nhd, v_nhd = qkv_nhd.split(splits, 1)
+        q_nhd, k_nhd, v_nhd = qkv_nhd.split_with_sizes(splits, 1)
         if q_norm is not None and k_norm is not None:
             q_nhd = kernels.rms_norm(q_nhd, q_norm, eps)
             k_nhd = kernels.rms_norm(k_nhd, k_norm, eps)

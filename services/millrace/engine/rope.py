@@ -42,49 +42,42 @@ def parse_rope(config: Mapping[str, Any], where: str, *, default_theta: float) -
     parameters that differ by layer, and missing or senseless numbers.
     """
     raw = config.get("rope_parameters") or config.get("rope_scaling") or {}
-    if not isinstance(raw, Mapping) or any(isinstance(v, Mapping) for v in raw.values()):
+    if not isinstance(raw, Mapping):
+        raise ModelError(f"{where}: rope_parameters or rope_scaling must be a JSON object")
+    if any(isinstance(value, Mapping) for value in raw.values()):
         raise ModelError(f"{where}: rope parameters that differ by layer type are not supported")
-    theta = raw.get("rope_theta") or config.get("rope_theta") or default_theta
     kind = raw.get("rope_type") or raw.get("type") or "default"
     if kind not in ROPE_KINDS:
-        raise ModelError(
-            f"{where}: rope type {kind!r} is not supported; {', '.join(ROPE_KINDS)} are"
-        )
-    partial = raw.get("partial_rotary_factor") or config.get("partial_rotary_factor") or 1.0
-    if partial != 1.0:
+        known = ", ".join(ROPE_KINDS)
+        raise ModelError(f"{where}: rope type {kind!r} is not supported; {known} are")
+    numbers = _Numbers([raw, config, {"rope_theta": default_theta}], where)
+    if (partial := numbers.get("partial_rotary_factor", 1.0)) != 1.0:
         raise ModelError(f"{where}: partial_rotary_factor {partial} is not supported; 1.0 is")
-    numbers = _Numbers({**raw, "rope_theta": theta}, where)
+    theta = numbers.get("rope_theta")
     if kind == "default":
-        return RopeConfig(theta=numbers.get("rope_theta"))
-    original = config.get("original_max_position_embeddings")
-    if original is None:
-        original = raw.get("original_max_position_embeddings")
-    if original is None:
-        original = config.get("max_position_embeddings")
-    values = {**numbers.values, "original_max_position_embeddings": original}
-    if kind == "yarn" and raw.get("factor") is None and original:
-        values["factor"] = config.get("max_position_embeddings", 0) / original
-    numbers = _Numbers(values, where)
-    common: dict[str, Any] = {
-        "kind": kind,
-        "theta": numbers.get("rope_theta"),
-        "factor": numbers.get("factor"),
-    }
+        return RopeConfig(theta=theta)
     if kind == "linear":
-        return RopeConfig(**common)
-    common["original_max_tokens"] = int(numbers.get("original_max_position_embeddings"))
+        return RopeConfig(kind=kind, theta=theta, factor=numbers.get("factor"))
     if kind == "llama3":
         return RopeConfig(
-            **common,
-            low_freq_factor=numbers.get("low_freq_factor"),
-            high_freq_factor=numbers.get("high_freq_factor"),
+            kind=kind,
+            theta=theta,
+            factor=numbers.get("factor"),
+            original_max_tokens=_original_max_tokens(numbers),
+            low_freq_factor=(low := numbers.get("low_freq_factor")),
+            high_freq_factor=numbers.get("high_freq_factor", above=low),
         )
+    original = _original_max_tokens(numbers)
+    factor = numbers.get("factor", numbers.get("max_position_embeddings", original) / original)
     return RopeConfig(
-        **common,
+        kind=kind,
+        theta=theta,
+        factor=factor,
+        original_max_tokens=original,
         beta_fast=numbers.get("beta_fast", 32.0),
         beta_slow=numbers.get("beta_slow", 1.0),
         truncate=bool(raw.get("truncate", True)),
-        attention_factor=_yarn_attention_factor(numbers),
+        attention_factor=_yarn_attention_factor(numbers, factor),
     )
 
 
@@ -119,21 +112,30 @@ class Rotary:
 
 
 class _Numbers:
-    """Positive numbers of a JSON object, with messages that name the field."""
+    """Numbers above a bound from JSON objects, the first that has one; messages name the field."""
 
-    def __init__(self, values: Mapping[str, Any], where: str) -> None:
-        self.values = values
+    def __init__(self, sources: list[Mapping[str, Any]], where: str) -> None:
+        self._sources = sources
         self._where = where
 
-    def get(self, name: str, default: float | None = None) -> float:
-        value = self.values.get(name)
-        if value is None:
-            value = default
-        if isinstance(value, bool) or not isinstance(value, int | float) or not value > 0:
+    def get(self, name: str, default: float | None = None, *, above: float = 0.0) -> float:
+        """A null counts as absent. Raises ModelError when it is absent and without a default."""
+        found = [source[name] for source in self._sources if source.get(name) is not None]
+        value = found[0] if found else default
+        if isinstance(value, bool) or not isinstance(value, int | float) or not value > above:
             raise ModelError(
-                f"{self._where}: rope parameter {name} is {value!r}; it must be a number above 0"
+                f"{self._where}: rope parameter {name} is {value!r}; "
+                f"it must be a number above {above:g}"
             )
         return float(value)
+
+    def has(self, name: str) -> bool:
+        return any(source.get(name) is not None for source in self._sources)
+
+
+def _original_max_tokens(numbers: _Numbers) -> int:
+    name = "original_max_position_embeddings"
+    return int(numbers.get(name if numbers.has(name) else "max_position_embeddings"))
 
 
 def _llama3(rope: RopeConfig, plain: torch.Tensor) -> torch.Tensor:
@@ -167,15 +169,14 @@ def _yarn(rope: RopeConfig, plain: torch.Tensor, head_dim: int) -> torch.Tensor:
     return plain / rope.factor * interpolated + plain * (1 - interpolated)
 
 
-def _yarn_attention_factor(numbers: _Numbers) -> float:
+def _yarn_attention_factor(numbers: _Numbers, factor: float) -> float:
     """YaRN section 3.4, with the two-sided form (mscale) that some checkpoints give instead."""
-    if numbers.values.get("attention_factor") is not None:
+    if numbers.has("attention_factor"):
         return numbers.get("attention_factor")
-    factor = numbers.get("factor")
 
     def scale(weight: float) -> float:
         return 1.0 if factor <= 1 else 0.1 * weight * math.log(factor) + 1.0
 
-    if numbers.values.get("mscale") and numbers.values.get("mscale_all_dim"):
+    if numbers.has("mscale") and numbers.has("mscale_all_dim"):
         return scale(numbers.get("mscale")) / scale(numbers.get("mscale_all_dim"))
     return scale(1.0)

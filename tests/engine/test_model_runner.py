@@ -1,0 +1,124 @@
+from __future__ import annotations
+
+import pytest
+import torch
+
+from millrace.core.errors import ModelError
+from millrace.engine.loader import load_model
+from millrace.engine.model_runner import Boundary, ModelRunner, PrefillTask
+from support.tiny_engine import Request, make_pool, make_runner, prefill
+from support.tiny_models import model_folder, prompt
+
+DENSE = ["qkv_proj", "attn", "o_proj", "gate_up_proj", "down_proj"]
+MOE = ["qkv_proj", "attn", "o_proj", "gate", "experts"]
+RESUMED = ["llama3-rope-tied", "mistral-window", "qwen3-moe-mixed"]
+
+
+def sequence_of(kinds: list[list[str]]) -> list[Boundary]:
+    inner = [Boundary(i, name) for i, kind in enumerate(kinds) for name in kind]
+    return [Boundary(-1, "embed"), *inner, Boundary(len(kinds), "lm_head")]
+
+
+@pytest.mark.parametrize(
+    ("name", "kinds"),
+    [
+        ("llama", [DENSE] * 3),
+        ("mixtral", [MOE] * 3),
+        ("qwen3-moe-mixed", [DENSE, MOE, DENSE, DENSE]),
+    ],
+)
+def test_operators_are_those_of_flowprefill_5_1(name: str, kinds: list[list[str]]) -> None:
+    runner = make_runner(model_folder(name))
+    boundaries = list(runner.prefill(Request(runner, prompt(20)).task(0, 20)))
+    assert boundaries == sequence_of(kinds)
+
+
+def test_a_chunk_without_logits_ends_when_its_kv_is_written() -> None:
+    runner = make_runner(model_folder("llama"))
+    task = Request(runner, prompt(20)).task(0, 20, want_logits=False)
+    assert list(runner.prefill(task))[-1] == Boundary(2, "attn")
+    assert task.logits is None
+
+
+def test_kv_of_a_layer_is_written_once_attn_was_yielded() -> None:
+    runner = make_runner(model_folder("qwen3"))
+    request = Request(runner, prompt(40))
+    for boundary in runner.prefill(request.task(0, 40)):
+        for layer in range(runner.model.config.num_layers):
+            kv = runner.pool.layer(layer)[request.pages[:2]]
+            written = layer < boundary.layer or (
+                layer == boundary.layer and boundary.operator != "qkv_proj"
+            )
+            assert bool(kv.count_nonzero()) == written, boundary
+
+
+@pytest.mark.parametrize("name", RESUMED)
+def test_stopping_at_any_boundary_and_resuming_changes_nothing(name: str) -> None:
+    """Another prompt runs whole at each boundary; logits and KV are those of an undisturbed run."""
+    runner = make_runner(model_folder(name), num_pages=128)
+    ids = prompt(60)
+    expected = prefill(runner, undisturbed := Request(runner, ids))
+    other = Request(runner, prompt(45, seed=2))
+    request = Request(runner, ids)
+    task = request.task(0, 60)
+    for _ in runner.prefill(task):
+        prefill(runner, other)
+    assert task.logits is not None and torch.equal(task.logits, expected)
+    kv, undisturbed_kv = (runner.pool.storage[:, r.pages] for r in (request, undisturbed))
+    assert torch.equal(kv, undisturbed_kv)
+
+
+def test_two_suspended_prefills_advance_in_turns() -> None:
+    runner = make_runner(model_folder("mixtral"), num_pages=128)
+    prompts = [prompt(37, seed=1), prompt(64, seed=2)]
+    expected = [prefill(runner, Request(runner, ids)) for ids in prompts]
+    tasks = [Request(runner, ids).task(0, len(ids)) for ids in prompts]
+    for _ in zip(*(runner.prefill(task) for task in tasks), strict=True):
+        pass
+    for task, logits in zip(tasks, expected, strict=True):
+        assert task.logits is not None and torch.equal(task.logits, logits)
+
+
+def test_a_closed_prefill_leaves_the_pool_usable() -> None:
+    runner = make_runner(model_folder("llama"), num_pages=8)
+    request = Request(runner, prompt(100))
+    boundaries = runner.prefill(request.task(0, 100))
+    for _ in range(7):
+        next(boundaries)
+    boundaries.close()
+    runner.pool.free(request.pages)
+    runner.pool.check_integrity(expected_used=0)
+    again = prefill(runner, Request(runner, prompt(100)))
+    fresh = make_runner(model_folder("llama"))
+    assert torch.equal(again, prefill(fresh, Request(fresh, prompt(100))))
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"token_ids": torch.zeros(0, dtype=torch.int64)}, "at least one token"),
+        ({"token_ids": torch.zeros(4, dtype=torch.int32)}, "int64"),
+        ({"history_tokens": -1}, "no negative history"),
+        ({"history_tokens": 13}, "can't hold 17"),
+    ],
+)
+def test_senseless_tasks_are_refused_before_anything_runs(change: dict, message: str) -> None:
+    runner = make_runner(model_folder("llama"))
+    fields = {"token_ids": torch.arange(4), "history_tokens": 0, "pages": [0], **change}
+    with pytest.raises(ValueError, match=message):
+        runner.prefill(PrefillTask(**fields))
+
+
+def test_an_empty_batch_is_refused() -> None:
+    with pytest.raises(ValueError, match="at least one task"):
+        make_runner(model_folder("llama")).prefill_batch([])
+
+
+def test_a_pool_of_another_model_is_refused() -> None:
+    llama, qwen3 = (load_model(model_folder(n), device="cpu") for n in ("llama", "qwen3"))
+    with pytest.raises(ModelError, match="num_kv_heads is 3, the model needs 2"):
+        ModelRunner(llama, make_pool(qwen3))
+    with pytest.raises(ModelError, match="dtype is float32, the model needs bfloat16"):
+        ModelRunner(
+            load_model(model_folder("qwen3"), device="cpu", dtype="bfloat16"), make_pool(qwen3)
+        )

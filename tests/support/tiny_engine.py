@@ -1,0 +1,89 @@
+"""A runner over a tiny model, and the plain loops that tests drive it with."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from itertools import pairwise
+from pathlib import Path
+
+import torch
+
+from millrace.core.kv_layout import KvLayout
+from millrace.engine.kv_pool import KvPool
+from millrace.engine.loader import Model, load_model
+from millrace.engine.model_runner import ModelRunner, PrefillTask
+
+
+def make_pool(model: Model, *, page_tokens: int = 16, num_pages: int = 64) -> KvPool:
+    config = model.config
+    layout = KvLayout(
+        model_hash=model.hash,
+        dtype=str(model.dtype).removeprefix("torch."),
+        num_layers=config.num_layers,
+        num_kv_heads=config.num_kv_heads,
+        head_dim=config.head_dim,
+        page_tokens=page_tokens,
+        head_start=0,
+        head_count=config.num_kv_heads,
+        num_pages=num_pages,
+    )
+    return KvPool(layout, model.device)
+
+
+def make_runner(
+    folder: Path, *, dtype: str = "float32", page_tokens: int = 16, num_pages: int = 64
+) -> ModelRunner:
+    model = load_model(folder, device="cpu", dtype=dtype)
+    return ModelRunner(model, make_pool(model, page_tokens=page_tokens, num_pages=num_pages))
+
+
+class Request:
+    """One request: its tokens, its pages and how far its KV goes."""
+
+    def __init__(self, runner: ModelRunner, prompt: Sequence[int], room: int = 0) -> None:
+        self.tokens = list(prompt)
+        self.pages = runner.pool.allocate(runner.pool.layout.pages_for(len(prompt) + room))
+
+    def task(self, start: int, stop: int, *, want_logits: bool = True) -> PrefillTask:
+        return PrefillTask(
+            token_ids=torch.tensor(self.tokens[start:stop]),
+            history_tokens=start,
+            pages=self.pages,
+            want_logits=want_logits,
+        )
+
+
+def prefill(runner: ModelRunner, sequence: Request, cuts: Sequence[int] = ()) -> torch.Tensor:
+    """Logits float32 [vocab] of the last position, chunk by chunk between `cuts`."""
+    bounds = [0, *cuts, len(sequence.tokens)]
+    task = None
+    for start, stop in pairwise(bounds):
+        task = sequence.task(start, stop, want_logits=stop == bounds[-1])
+        for _ in runner.prefill(task):
+            pass
+    assert task is not None and task.logits is not None
+    return task.logits
+
+
+def decode(runner: ModelRunner, sequences: Sequence[Request]) -> torch.Tensor:
+    """One step: the KV of each sequence's last token is written; logits [b, vocab] after it."""
+    lengths = [len(sequence.tokens) for sequence in sequences]
+    width = max(len(sequence.pages) for sequence in sequences)
+    table = [sequence.pages + [0] * (width - len(sequence.pages)) for sequence in sequences]
+    return runner.decode(
+        torch.tensor([sequence.tokens[-1] for sequence in sequences]),
+        torch.tensor(lengths) - 1,
+        torch.tensor(table, dtype=torch.int32),
+        torch.tensor(lengths, dtype=torch.int32),
+    )
+
+
+def greedy(runner: ModelRunner, sequences: Sequence[Request], count: int) -> list[list[int]]:
+    """`count` tokens of every sequence, prefilled alone and decoded together."""
+    prompts = [len(sequence.tokens) for sequence in sequences]
+    for sequence in sequences:
+        sequence.tokens.append(int(prefill(runner, sequence).argmax()))
+    for _ in range(count - 1):
+        for sequence, row in zip(sequences, decode(runner, sequences), strict=True):
+            sequence.tokens.append(int(row.argmax()))
+    return [s.tokens[n:] for s, n in zip(sequences, prompts, strict=True)]
