@@ -57,7 +57,7 @@ class Rounds:
                 continue
             if free:
                 reserved.add(max(free, key=lambda d: (d.free_pages - d.virtual_pages, d.id)).id)
-            # What fits nowhere (its instance died, or still holds an earlier attempt) blocks no one.
+            # What fits nowhere (its instance died, or still holds an earlier attempt) blocks none.
             waiting += bool(fitting)
             index += 1
 

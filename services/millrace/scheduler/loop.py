@@ -1,0 +1,247 @@
+"""The scheduler's loop: receive an event, step the machine, carry its effects out.
+
+Everything that changes what the scheduler knows goes through one queue, the streams' beginnings
+and ends included, so a command never reaches another life of an instance than the one it was
+decided for.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from millrace.core import effects, events
+from millrace.core.config import SchedulerConfig
+from millrace.core.machine import Machine
+from millrace.scheduler.metrics import SchedulerMetrics
+from millrace.scheduler.peers import Proxy, Worker
+from millrace.scheduler.recorder import Recorder
+from millrace.telemetry.metrics import Registry
+from millrace.wire import scheduler_codec as codec
+from millrace.wire.pb import common_pb2, scheduler_pb2
+
+log = logging.getLogger(__name__)
+
+#: Events that may wait; past this, peers' messages stay unread until the loop has caught up.
+MAX_EVENTS = 16_384
+
+#: What comes with an event: the peer whose stream began or ended, or the request's spec.
+Subject = Worker | Proxy | common_pb2.RequestSpec | None
+
+_MEMBERSHIP = (events.InstanceJoined, events.InstanceLeft, events.InstanceDraining)
+
+
+class SchedulerLoop:
+    """Owns the machine, the table of peers and the specs of live requests."""
+
+    def __init__(
+        self,
+        config: SchedulerConfig,
+        recorder: Recorder,
+        registry: Registry,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self.config = config
+        self.clock = clock
+        self.machine = Machine(config)
+        self.workers: dict[str, Worker] = {}
+        self.draining = False
+        self.idle = asyncio.Event()  # no request is under way
+        self.idle.set()
+        self._proxies: dict[str, Proxy] = {}
+        self._specs: dict[str, common_pb2.RequestSpec] = {}
+        self._recorder = recorder
+        self._metrics = SchedulerMetrics(registry, self.machine, recorder)
+        self._inbox: asyncio.Queue[tuple[events.Event | None, Subject]] = asyncio.Queue()
+        self._room = asyncio.Event()
+        self._room.set()
+        self._carry: Mapping[type, Callable[[Any], None]] = {
+            effects.Place: self._place,
+            effects.Refuse: self._refuse,
+            effects.Fail: self._fail,
+            effects.AdmitDecode: self._admit,
+            effects.RunPrefill: self._prefill,
+            effects.CancelOn: self._cancel,
+            effects.Record: self._record,
+        }
+
+    # ---- receive, step, carry out
+
+    async def run(self) -> None:
+        """Until cancelled."""
+        while True:
+            event, subject = await self._inbox.get()
+            if self._inbox.qsize() < MAX_EVENTS:
+                self._room.set()
+            if isinstance(subject, Proxy) and event is None:
+                self._meet(subject)
+            elif event is not None and self._admissible(event, subject):
+                self._take(event)
+
+    async def post(self, event: events.Event, subject: Subject = None) -> None:
+        """Queues what a peer said; waits while the queue is full."""
+        await self._room.wait()
+        self.post_now(event, subject)
+
+    def post_now(self, event: events.Event | None, subject: Subject = None) -> None:
+        """Queues a stream's begin or end, or a tick. A proxy's begin is no event of the core."""
+        self._inbox.put_nowait((event, subject))
+        if self._inbox.qsize() >= MAX_EVENTS:
+            self._room.clear()
+
+    def _take(self, event: events.Event) -> None:
+        start_s = self.clock()
+        wanted = self.machine.step(event, start_s)
+        self._metrics.step_s.observe(self.clock() - start_s)
+        if isinstance(event, _MEMBERSHIP):
+            self._tell_fleet()
+        for effect in wanted:
+            self._carry[type(effect)](effect)
+        if self.machine.requests:
+            self.idle.clear()
+        else:
+            self.idle.set()
+
+    # ---- what the machine needs not know
+
+    def _admissible(self, event: events.Event, subject: Subject) -> bool:
+        """Notes the event's subject; False for what must not reach the machine."""
+        match event, subject:
+            case events.InstanceJoined(), Worker():
+                return self._register(subject)
+            case events.InstanceLeft(), Worker():
+                if self.workers.get(subject.id) is not subject:
+                    return False  # another life has taken its place
+                del self.workers[subject.id]
+                log.info("%s %s left", subject.card.role, subject.id)
+            case events.ProxyLeft(), _:
+                self._proxies.pop(event.proxy_id, None)
+            case events.Submitted(request=request), common_pb2.RequestSpec():
+                if request.id in self.machine.requests:
+                    return True  # a double: its spec must not change
+                if self.draining:
+                    self._refuse(_shutting_down(request.id, request.proxy_id))
+                    return False
+                self._specs[request.id] = subject
+        return True
+
+    def _register(self, worker: Worker) -> bool:
+        known = self.workers.get(worker.id)
+        if known is not None and known.card.generation > worker.card.generation:
+            worker.outbox.close(f"a later life of {worker.id} is registered")
+            return False
+        if known is not None:
+            known.outbox.close(f"{worker.id} registered again")
+            self._take(_left(known))
+        self.workers[worker.id] = worker
+        worker.send(
+            codec.registered(heartbeat_s=self.config.heartbeat_s, lease_s=self.config.lease_s)
+        )
+        log.info("%s %s at %s", worker.card.role, worker.id, worker.register.address)
+        return True
+
+    def _meet(self, proxy: Proxy) -> None:
+        self._proxies[proxy.key] = proxy
+        proxy.outbox.put(self._fleet())
+
+    def _tell_fleet(self) -> None:
+        for key in self._proxies:
+            self._update(key, self._fleet())
+
+    def _fleet(self) -> scheduler_pb2.ProxyUpdate:
+        members = (
+            codec.member(worker.register)
+            for worker in self.workers.values()
+            if worker.card.role == "decode"
+        )
+        return codec.fleet(self.machine.cluster, members)
+
+    # ---- time and the end
+
+    async def tick(self) -> None:
+        """Ticks the machine and ends leases, once a heartbeat, until cancelled."""
+        last_s = self.clock()
+        while True:
+            await asyncio.sleep(self.config.heartbeat_s)
+            now_s = self.clock()
+            # When the scheduler itself was held up, it is not the workers who were silent.
+            held_up_s = now_s - last_s - self.config.heartbeat_s
+            last_s = now_s
+            for worker in self.workers.values():
+                silent_s = now_s - worker.seen_s - held_up_s
+                if silent_s > self.config.lease_s and not worker.outbox.closed:
+                    log.warning("%s was silent for %.1f s: taken for dead", worker.id, silent_s)
+                    worker.outbox.close(f"silent for {silent_s:.1f} s")
+                    self.post_now(_left(worker), worker)
+            self.post_now(events.Tick())
+
+    def close(self) -> None:
+        """Ends every stream after what is queued for it."""
+        for proxy in self._proxies.values():
+            proxy.outbox.close()
+        for worker in self.workers.values():
+            worker.outbox.close()
+
+    def status(self) -> scheduler_pb2.StatusReply:
+        machine = self.machine
+        registers = {worker.id: worker.register for worker in self.workers.values()}
+        return codec.status(machine.cluster, machine.requests.values(), registers, self.clock())
+
+    # ---- effects
+
+    def _place(self, effect: effects.Place) -> None:
+        decode = self.workers[effect.decode_id]
+        placed = codec.placed(effect, codec.member(decode.register), lease_s=self.config.lease_s)
+        self._update(effect.proxy_id, placed)
+
+    def _refuse(self, effect: effects.Refuse) -> None:
+        self._specs.pop(effect.request_id, None)
+        self._metrics.refused(effect)
+        self._update(effect.proxy_id, codec.refused(effect))
+
+    def _fail(self, effect: effects.Fail) -> None:
+        log.warning("request %s failed: %s", effect.request_id, effect.message)
+        self._update(effect.proxy_id, codec.failed(effect))
+
+    def _admit(self, effect: effects.AdmitDecode) -> None:
+        self._command(effect.instance_id, codec.admit_decode(self._specs[effect.request_id]))
+
+    def _prefill(self, effect: effects.RunPrefill) -> None:
+        decode = codec.member(self.workers[effect.decode_id].register)
+        spec = self._specs[effect.request_id]
+        self._command(effect.instance_id, codec.run_prefill(effect, spec, decode))
+
+    def _cancel(self, effect: effects.CancelOn) -> None:
+        self._command(effect.instance_id, codec.cancel(effect))
+
+    def _record(self, effect: effects.Record) -> None:
+        self._recorder.put(effect)
+        if effect.state.is_final:
+            del self._specs[effect.request_id]
+            self._metrics.ended(effect)
+
+    def _update(self, key: str, update: scheduler_pb2.ProxyUpdate) -> None:
+        if (proxy := self._proxies.get(key)) is not None:
+            proxy.outbox.put(update)
+            self._metrics.sent.labels(update.WhichOneof("kind")).inc()
+
+    def _command(self, instance_id: str, command: scheduler_pb2.WorkerCommand) -> None:
+        self.workers[instance_id].send(command)
+        self._metrics.sent.labels(command.WhichOneof("kind")).inc()
+
+
+def _left(worker: Worker) -> events.InstanceLeft:
+    return events.InstanceLeft(instance_id=worker.id, generation=worker.card.generation)
+
+
+def _shutting_down(request_id: str, proxy_id: str) -> effects.Refuse:
+    return effects.Refuse(
+        request_id=request_id,
+        proxy_id=proxy_id,
+        code="unavailable",
+        message="the scheduler is shutting down",
+        retry_after_s=1.0,
+    )

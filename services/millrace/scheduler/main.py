@@ -1,0 +1,88 @@
+"""Wires the scheduler service: server, loop, recorder, metrics, drain."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import signal
+from collections.abc import Callable
+from typing import Any
+
+from millrace.core.config import Config
+from millrace.scheduler.loop import SchedulerLoop
+from millrace.scheduler.recorder import Recorder
+from millrace.scheduler.servicer import SchedulerServicer
+from millrace.state.open import open_store
+from millrace.telemetry.metrics import Registry, serve_metrics
+from millrace.wire.server import add_health, bind, create_server
+
+log = logging.getLogger(__name__)
+
+#: For streams to end, and for the last states to be written, after the drain.
+CLOSE_S = 2.0
+
+
+async def serve(
+    config: Config, *, host: str, port: int, on_ready: Callable[[int], None] | None = None
+) -> None:
+    """Runs the scheduler until SIGTERM or SIGINT, then lets running requests finish.
+
+    `on_ready` gets the port that it listens on. Raises MillraceError when it can't listen, and
+    whatever ends the loop: a scheduler that can't decide must not look alive.
+    """
+    stop = asyncio.Event()
+    for number in (signal.SIGTERM, signal.SIGINT):
+        asyncio.get_running_loop().add_signal_handler(number, stop.set)
+    registry = Registry()
+    async with contextlib.AsyncExitStack() as stack:
+        store = open_store(config.store)
+        stack.push_async_callback(store.close)
+        recorder = Recorder(store)
+        loop = SchedulerLoop(config.scheduler, recorder, registry)
+        if config.telemetry.metrics_port:
+            metrics = await serve_metrics(
+                config.telemetry.metrics_port,
+                lambda: not loop.draining,
+                registry=registry,
+                host=host,
+            )
+            stack.push_async_callback(metrics.close)
+        server = create_server()
+        SchedulerServicer(loop).add_to(server)
+        health = add_health(server, ["millrace.v1.Scheduler"])
+        bound = bind(server, host, port)
+        work: asyncio.Future[Any] = asyncio.gather(loop.run(), loop.tick(), recorder.run())
+        stack.push_async_callback(_end, work)
+        await server.start()
+        stack.push_async_callback(server.stop, CLOSE_S)
+        await health.set_serving(True)
+        log.info("the scheduler serves on %s:%d", host, bound)
+        if on_ready is not None:
+            on_ready(bound)
+        stopped: asyncio.Future[Any] = asyncio.ensure_future(stop.wait())
+        await asyncio.wait([work, stopped], return_when=asyncio.FIRST_COMPLETED)
+        if work.done():
+            stopped.cancel()
+            await work  # raises what went wrong
+        await health.set_serving(False)
+        await _drain(loop, recorder, config.scheduler.drain_timeout_s)
+
+
+async def _drain(loop: SchedulerLoop, recorder: Recorder, timeout_s: float) -> None:
+    """Takes no new request, waits for those under way, ends the streams."""
+    loop.draining = True
+    log.info("draining: %d requests are under way", len(loop.machine.requests))
+    try:
+        await asyncio.wait_for(loop.idle.wait(), timeout_s)
+    except TimeoutError:
+        log.warning("%d requests were still under way", len(loop.machine.requests))
+    loop.close()
+    with contextlib.suppress(TimeoutError):
+        await asyncio.wait_for(recorder.flushed(), CLOSE_S)
+
+
+async def _end(work: asyncio.Future[Any]) -> None:
+    work.cancel()
+    with contextlib.suppress(asyncio.CancelledError):
+        await work

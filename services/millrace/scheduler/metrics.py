@@ -1,0 +1,56 @@
+"""What the scheduler counts."""
+
+from __future__ import annotations
+
+from millrace.core.effects import Record, Refuse
+from millrace.core.machine import Machine
+from millrace.scheduler.recorder import Recorder
+from millrace.telemetry.metrics import Registry
+
+#: Seconds of one step of the machine, from a heartbeat to a round over a large fleet.
+STEP_BUCKETS = (*(1e-6, 5e-6, 1e-5, 2.5e-5, 5e-5, 1e-4), *(2.5e-4, 5e-4, 1e-3, 5e-3, 2.5e-2))
+
+
+class SchedulerMetrics:
+    """Gauges read the machine when they are scraped; counters are told."""
+
+    def __init__(self, registry: Registry, machine: Machine, recorder: Recorder) -> None:
+        self.step_s = registry.histogram(
+            "millrace_scheduler_step_seconds",
+            "time to decide on one event",
+            buckets=STEP_BUCKETS,
+        )
+        self._ended = registry.counter(
+            "millrace_scheduler_ended_requests_total", "requests by their end state", ["state"]
+        )
+        self._refused = registry.counter(
+            "millrace_scheduler_refused_requests_total", "requests not accepted", ["code"]
+        )
+        self.sent = registry.counter(
+            "millrace_scheduler_sent_messages_total", "messages to peers", ["kind"]
+        )
+        self._instances = registry.gauge(
+            "millrace_scheduler_fleet_instances", "instances that take new work", ["role"]
+        )
+        pools = machine.cluster.pools
+        self._instances.labels("prefill").set_function(
+            lambda: sum(len(pool.prefill) for pool in pools.values())
+        )
+        self._instances.labels("decode").set_function(
+            lambda: sum(len(pool.decode) for pool in pools.values())
+        )
+        for name, documentation, value in (
+            ("queued_requests", "requests no prefill instance has", lambda: machine.queued),
+            ("queued_seconds", "predicted prefill of those", lambda: machine.queued_s),
+            ("live_requests", "requests that have not ended", lambda: len(machine.requests)),
+            ("ignored_messages", "late, doubled or unknown news", lambda: machine.ignored),
+            ("unreleased_requests", "never released by workers", lambda: machine.release_timeouts),
+            ("unwritten_requests", "states the store lacks so far", lambda: recorder.buffered),
+        ):
+            registry.gauge_function(f"millrace_scheduler_{name}", documentation, value)
+
+    def ended(self, record: Record) -> None:
+        self._ended.labels(record.state.value).inc()
+
+    def refused(self, effect: Refuse) -> None:
+        self._refused.labels(effect.code).inc()

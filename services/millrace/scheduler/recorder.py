@@ -1,0 +1,96 @@
+"""Writes request states to the store in batches, off the decision path.
+
+The store may be slow or away: scheduling goes on, states wait in a bounded buffer, and of each
+request only the last one is kept.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+
+from millrace.core.effects import Record
+from millrace.state.store import RequestStore, StateUpdate, StoreError
+
+log = logging.getLogger(__name__)
+
+MAX_BUFFERED = 65_536
+#: Ends that are written side by side; each is a round trip of its own.
+FINISHES_AT_ONCE = 64
+RETRY_FIRST_S = 0.1
+RETRY_MOST_S = 5.0
+
+
+class Recorder:
+    """Buffers what `put` takes; `run` writes it until cancelled."""
+
+    def __init__(self, store: RequestStore, *, limit: int = MAX_BUFFERED) -> None:
+        self._store = store
+        self._limit = limit
+        self._pending: dict[str, Record] = {}
+        self._wake = asyncio.Event()
+        self._written = asyncio.Event()
+        self._written.set()
+        self.dropped = 0  # states lost to a full buffer
+
+    @property
+    def buffered(self) -> int:
+        return len(self._pending)
+
+    def put(self, record: Record) -> None:
+        """Never waits. When the buffer is full the oldest state in it is dropped."""
+        self._pending[record.request_id] = record
+        if len(self._pending) > self._limit:
+            del self._pending[next(iter(self._pending))]
+            self.dropped += 1
+        self._written.clear()
+        self._wake.set()
+
+    async def run(self) -> None:
+        retry_s = RETRY_FIRST_S
+        while True:
+            await self._wake.wait()
+            self._wake.clear()
+            batch, self._pending = self._pending, {}
+            try:
+                await self._write(batch)
+            except StoreError as error:
+                self._keep(batch)
+                log.warning(
+                    "the request store does not answer: %s; %d states wait, %d were dropped",
+                    *(error, len(self._pending), self.dropped),
+                )
+                await asyncio.sleep(retry_s)
+                retry_s = min(2 * retry_s, RETRY_MOST_S)
+                continue
+            retry_s = RETRY_FIRST_S
+            if not self._pending:
+                self._written.set()
+
+    async def flushed(self) -> None:
+        """Returns when all that was put is written."""
+        await self._written.wait()
+
+    async def _write(self, batch: dict[str, Record]) -> None:
+        """Writing a batch twice does no harm: states are set, and the first end stays."""
+        updates = [
+            StateUpdate(request_id=r.request_id, state=r.state.value, decode_id=r.decode_id or "")
+            for r in batch.values()
+            if not r.state.is_final
+        ]
+        if updates:
+            await self._store.set_states(updates)
+        ends = [r for r in batch.values() if r.state.is_final]
+        for start in range(0, len(ends), FINISHES_AT_ONCE):
+            some = ends[start : start + FINISHES_AT_ONCE]
+            await asyncio.gather(*(self._store.finish(r.request_id, r.state.value) for r in some))
+
+    def _keep(self, batch: dict[str, Record]) -> None:
+        """Puts a batch back that was not written; newer states of the same requests win."""
+        kept = batch | self._pending
+        over = len(kept) - self._limit
+        for request_id in list(kept)[: max(over, 0)]:
+            del kept[request_id]
+            self.dropped += 1
+        self._pending = kept
+        self._wake.set()

@@ -1,0 +1,166 @@
+"""The Scheduler gRPC service: turns streams into events and outboxes into streams."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Coroutine
+from itertools import count
+from typing import Any, TypeVar
+
+import grpc
+
+from millrace.core import effects, events
+from millrace.scheduler.loop import SchedulerLoop
+from millrace.scheduler.peers import Outbox, Proxy, Worker
+from millrace.wire import scheduler_codec as codec
+from millrace.wire.pb import common_pb2, scheduler_pb2, scheduler_pb2_grpc
+
+log = logging.getLogger(__name__)
+
+M = TypeVar("M")
+WorkerContext = grpc.aio.ServicerContext[
+    AsyncIterator[scheduler_pb2.WorkerMessage], AsyncIterator[scheduler_pb2.WorkerCommand]
+]
+ProxyContext = grpc.aio.ServicerContext[
+    AsyncIterator[scheduler_pb2.ProxyMessage], AsyncIterator[scheduler_pb2.ProxyUpdate]
+]
+StatusContext = grpc.aio.ServicerContext[
+    scheduler_pb2.StatusRequest, Awaitable[scheduler_pb2.StatusReply]
+]
+
+
+class SchedulerServicer(scheduler_pb2_grpc.SchedulerServicer):
+    """One task reads each stream; the handler itself writes it. The first to end ends both."""
+
+    def __init__(self, loop: SchedulerLoop) -> None:
+        self._loop = loop
+        self._connections = count(1)
+
+    def add_to(self, server: grpc.aio.Server) -> None:
+        scheduler_pb2_grpc.add_SchedulerServicer_to_server(self, server)
+
+    async def ConnectWorker(
+        self,
+        request_iterator: AsyncIterator[scheduler_pb2.WorkerMessage],
+        context: WorkerContext,
+    ) -> AsyncIterator[scheduler_pb2.WorkerCommand]:
+        first = await self._first(request_iterator)
+        if first is None or first.WhichOneof("kind") != "register":
+            await context.abort(grpc.StatusCode.INVALID_ARGUMENT, "a worker registers first")
+        try:
+            card = codec.joined(first.register)
+        except codec.MessageError as error:
+            await context.abort(grpc.StatusCode.INVALID_ARGUMENT, f"register: {error}")
+        worker = Worker(card=card, register=first.register, seen_s=self._loop.clock())
+        self._loop.post_now(card, worker)
+        try:
+            reading = self._read_worker(request_iterator, worker)
+            async with contextlib.aclosing(_written(worker.outbox, reading)) as commands:
+                async for command in commands:
+                    yield command
+        finally:
+            left = events.InstanceLeft(instance_id=worker.id, generation=card.generation)
+            self._loop.post_now(left, worker)
+        await _end(context, worker.outbox)
+
+    async def _read_worker(
+        self, messages: AsyncIterator[scheduler_pb2.WorkerMessage], worker: Worker
+    ) -> None:
+        async for message in messages:
+            worker.seen_s = self._loop.clock()
+            event = codec.from_worker(
+                message, instance_id=worker.id, generation=worker.card.generation
+            )
+            await self._loop.post(event)
+
+    async def ConnectProxy(
+        self,
+        request_iterator: AsyncIterator[scheduler_pb2.ProxyMessage],
+        context: ProxyContext,
+    ) -> AsyncIterator[scheduler_pb2.ProxyUpdate]:
+        first = await self._first(request_iterator)
+        if first is None or not first.hello.id:
+            await context.abort(grpc.StatusCode.INVALID_ARGUMENT, "a proxy says hello.id first")
+        proxy = Proxy(key=f"{first.hello.id}#{next(self._connections)}")
+        log.info("proxy %s connected", proxy.key)
+        self._loop.post_now(None, proxy)
+        try:
+            reading = self._read_proxy(request_iterator, proxy)
+            async with contextlib.aclosing(_written(proxy.outbox, reading)) as updates:
+                async for update in updates:
+                    yield update
+        finally:
+            log.info("proxy %s left", proxy.key)
+            self._loop.post_now(events.ProxyLeft(proxy_id=proxy.key))
+        await _end(context, proxy.outbox)
+
+    async def _read_proxy(
+        self, messages: AsyncIterator[scheduler_pb2.ProxyMessage], proxy: Proxy
+    ) -> None:
+        async for message in messages:
+            match message.WhichOneof("kind"):
+                case "submit":
+                    for spec in message.submit.requests:
+                        await self._submit(spec, proxy)
+                case "cancel":
+                    await self._loop.post(codec.cancelled(message.cancel))
+                case kind:
+                    raise codec.MessageError(f"a connected proxy said {kind or 'nothing'}")
+
+    async def _submit(self, spec: common_pb2.RequestSpec, proxy: Proxy) -> None:
+        try:
+            request = codec.request(spec, proxy_id=proxy.key, now_s=self._loop.clock())
+        except codec.MessageError as error:
+            refusal = effects.Refuse(
+                request_id=spec.request_id,
+                proxy_id=proxy.key,
+                code="invalid",
+                message=str(error),
+                retry_after_s=0.0,
+            )
+            proxy.outbox.put(codec.refused(refusal))
+            return
+        await self._loop.post(events.Submitted(request=request), spec)
+
+    async def GetStatus(
+        self, request: scheduler_pb2.StatusRequest, context: StatusContext
+    ) -> scheduler_pb2.StatusReply:
+        return self._loop.status()
+
+    async def _first(self, messages: AsyncIterator[M]) -> M | None:
+        """The stream's first message, None when none comes within a lease."""
+        with contextlib.suppress(StopAsyncIteration, TimeoutError):
+            return await asyncio.wait_for(anext(messages), self._loop.config.lease_s)
+        return None
+
+
+async def _written(
+    outbox: Outbox[M], reading: Coroutine[Any, Any, None]
+) -> AsyncGenerator[M, None]:
+    """The outbox's messages while the peer is read; the end of either ends both."""
+    reader = asyncio.create_task(reading)
+    reader.add_done_callback(lambda task: _read_end(task, outbox))
+    try:
+        while messages := await outbox.take():
+            for message in messages:
+                yield message
+    finally:
+        outbox.close()
+        reader.cancel()
+        await asyncio.wait([reader])
+
+
+def _read_end(reader: asyncio.Task[None], outbox: Outbox[Any]) -> None:
+    """A peer that makes no sense is told so; one that is gone just leaves."""
+    if not reader.cancelled() and (error := reader.exception()) is not None:
+        if not isinstance(error, codec.MessageError):
+            log.debug("a stream broke: %r", error)
+        outbox.close(str(error))
+    outbox.close()
+
+
+async def _end(context: grpc.aio.ServicerContext[Any, Any], outbox: Outbox[Any]) -> None:
+    if outbox.failure:
+        await context.abort(grpc.StatusCode.UNAVAILABLE, outbox.failure)

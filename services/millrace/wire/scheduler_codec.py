@@ -1,0 +1,322 @@
+"""Between the scheduler's messages and the core's events and effects."""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any
+
+from millrace.core import effects, events
+from millrace.core.cluster import Cluster, Instance, PrefillInstance
+from millrace.core.errors import MillraceError
+from millrace.core.latency import Latency
+from millrace.core.request import Chunk, Request, RequestState, Slo
+from millrace.wire.pb import common_pb2, scheduler_pb2
+
+ROLES = ("prefill", "decode")
+
+
+class MessageError(MillraceError):
+    """A peer's message makes no sense. Names the field, the value and what it must be."""
+
+
+# ---- what peers say
+
+
+def joined(message: scheduler_pb2.Register) -> events.InstanceJoined:
+    """Raises MessageError for a registration that nothing could be scheduled on."""
+    _require("incarnation.id", message.incarnation.id, bool(message.incarnation.id), "not empty")
+    _require("role", message.role, message.role in ROLES, " or ".join(ROLES))
+    _require("address", message.address, bool(message.address), "host:port")
+    _require("model_hash", message.model_hash, bool(message.model_hash), "not empty")
+    for name in ("kv_pages", "page_tokens", "max_context_tokens"):
+        value = getattr(message, name)
+        _require(name, value, value >= 1, "at least 1")
+    if message.role == "decode":
+        _require("max_batch", message.max_batch, message.max_batch >= 1, "at least 1")
+    return events.InstanceJoined(
+        instance_id=message.incarnation.id,
+        generation=message.incarnation.generation,
+        role=message.role,
+        kv_pages=message.kv_pages,
+        page_tokens=message.page_tokens,
+        max_context_tokens=message.max_context_tokens,
+        max_batch=message.max_batch,
+        model_hash=message.model_hash,
+        latency=_latency(message),
+    )
+
+
+def _latency(message: scheduler_pb2.Register) -> Latency:
+    if not message.HasField("latency"):
+        return Latency()
+    given = message.latency
+    for name in ("a", "b", "c", "d"):
+        value = getattr(given, name)
+        _require(f"latency.{name}", value, math.isfinite(value) and value >= 0, "0 or more")
+    return Latency(a=given.a, b=given.b, c=given.c, d=given.d)
+
+
+def request(spec: common_pb2.RequestSpec, *, proxy_id: str, now_s: float) -> Request:
+    """A new request; its time of arrival is the scheduler's own. Raises MessageError."""
+    _require("request_id", spec.request_id, bool(spec.request_id), "not empty")
+    for name, value in (
+        ("prompt_tokens", spec.prompt_tokens),
+        ("sampling.max_tokens", spec.sampling.max_tokens),
+        ("sampling.n", spec.sampling.n),
+    ):
+        _require(name, value, value >= 1, "at least 1")
+    return Request(
+        id=spec.request_id,
+        proxy_id=proxy_id,
+        prompt_tokens=spec.prompt_tokens,
+        max_new_tokens=spec.sampling.max_tokens,
+        choices=spec.sampling.n,
+        slo=Slo(
+            ttft_s=spec.slo.ttft_s or None,
+            tbt_s=spec.slo.tbt_s or None,
+            class_name=spec.slo.class_name or "default",
+        ),
+        arrival_s=now_s,
+    )
+
+
+def cancelled(message: scheduler_pb2.CancelRequest) -> events.CancelRequested:
+    return events.CancelRequested(
+        request_id=message.request_id, reason=message.reason or "the client left"
+    )
+
+
+def from_worker(
+    message: scheduler_pb2.WorkerMessage, *, instance_id: str, generation: int
+) -> events.Event:
+    """The event that a registered worker's message tells. Raises MessageError for any other."""
+    kind = message.WhichOneof("kind")
+    build = _FROM_WORKER.get(kind or "")
+    if build is None:
+        raise MessageError(f"a registered worker said {kind or 'nothing'}")
+    assert kind is not None  # or there would be nothing to build
+    event: events.Event = build(getattr(message, kind), instance_id, generation)
+    return event
+
+
+def _load(m: scheduler_pb2.Heartbeat, instance_id: str, generation: int) -> events.LoadReported:
+    return events.LoadReported(
+        instance_id=instance_id,
+        generation=generation,
+        free_pages=m.free_pages,
+        running=m.running,
+        waiting=m.waiting,
+    )
+
+
+def _chunk_started(
+    m: scheduler_pb2.ChunkStarted, instance_id: str, generation: int
+) -> events.ChunkStarted:
+    return events.ChunkStarted(
+        instance_id=instance_id,
+        generation=generation,
+        request_id=m.request_id,
+        chunk_index=m.chunk_index,
+    )
+
+
+def _chunk_finished(
+    m: scheduler_pb2.ChunkFinished, instance_id: str, generation: int
+) -> events.ChunkFinished:
+    return events.ChunkFinished(
+        instance_id=instance_id,
+        generation=generation,
+        request_id=m.request_id,
+        chunk_index=m.chunk_index,
+        compute_s=m.compute_s,
+        last=m.last,
+    )
+
+
+def _released(
+    m: scheduler_pb2.RequestReleased, instance_id: str, generation: int
+) -> events.RequestReleased:
+    return events.RequestReleased(
+        instance_id=instance_id, generation=generation, request_id=m.request_id
+    )
+
+
+def _decode_started(
+    m: scheduler_pb2.DecodeStarted, instance_id: str, generation: int
+) -> events.DecodeStarted:
+    return events.DecodeStarted(
+        instance_id=instance_id, generation=generation, request_id=m.request_id
+    )
+
+
+def _finished(
+    m: scheduler_pb2.RequestFinished, instance_id: str, generation: int
+) -> events.RequestFinished:
+    return events.RequestFinished(
+        instance_id=instance_id,
+        generation=generation,
+        request_id=m.request_id,
+        reason=m.reason,
+        generated_tokens=m.generated_tokens,
+    )
+
+
+def _failed(
+    m: scheduler_pb2.RequestFailed, instance_id: str, generation: int
+) -> events.RequestFailed:
+    return events.RequestFailed(
+        instance_id=instance_id,
+        generation=generation,
+        request_id=m.request_id,
+        message=m.message,
+        retryable=m.retryable,
+    )
+
+
+def _draining(
+    m: scheduler_pb2.Draining, instance_id: str, generation: int
+) -> events.InstanceDraining:
+    del m  # it says nothing more
+    return events.InstanceDraining(instance_id=instance_id, generation=generation)
+
+
+_FROM_WORKER: Mapping[str, Callable[[Any, str, int], events.Event]] = {
+    "heartbeat": _load,
+    "chunk_started": _chunk_started,
+    "chunk_finished": _chunk_finished,
+    "request_released": _released,
+    "decode_started": _decode_started,
+    "request_finished": _finished,
+    "request_failed": _failed,
+    "draining": _draining,
+}
+
+
+def _require(field: str, value: object, holds: bool, wanted: str) -> None:
+    if not holds:
+        raise MessageError(f"{field} is {value!r}; it must be {wanted}")
+
+
+# ---- what the scheduler says
+
+
+def member(register: scheduler_pb2.Register) -> scheduler_pb2.Member:
+    return scheduler_pb2.Member(incarnation=register.incarnation, address=register.address)
+
+
+def placed(
+    effect: effects.Place, decode: scheduler_pb2.Member, *, lease_s: float
+) -> scheduler_pb2.ProxyUpdate:
+    return scheduler_pb2.ProxyUpdate(
+        placed=scheduler_pb2.Placed(
+            request_id=effect.request_id,
+            decode=decode.incarnation,
+            decode_address=decode.address,
+            predicted_ttft_s=effect.predicted_ttft_s,
+            lease_s=lease_s,
+        )
+    )
+
+
+def refused(effect: effects.Refuse) -> scheduler_pb2.ProxyUpdate:
+    return scheduler_pb2.ProxyUpdate(
+        refused=scheduler_pb2.Refused(
+            request_id=effect.request_id,
+            code=effect.code,
+            message=effect.message,
+            retry_after_s=effect.retry_after_s,
+        )
+    )
+
+
+def failed(effect: effects.Fail) -> scheduler_pb2.ProxyUpdate:
+    return scheduler_pb2.ProxyUpdate(
+        failed=scheduler_pb2.Failed(request_id=effect.request_id, message=effect.message)
+    )
+
+
+def fleet(cluster: Cluster, decode: Iterable[scheduler_pb2.Member]) -> scheduler_pb2.ProxyUpdate:
+    """Draining decode instances are listed too: their streams must stay open to the end."""
+    return scheduler_pb2.ProxyUpdate(
+        fleet=scheduler_pb2.Fleet(
+            decode=decode,
+            prefill_count=sum(len(pool.prefill) for pool in cluster.pools.values()),
+            ready=bool(cluster.ready_pools()),
+        )
+    )
+
+
+def registered(*, heartbeat_s: float, lease_s: float) -> scheduler_pb2.WorkerCommand:
+    return scheduler_pb2.WorkerCommand(
+        registered=scheduler_pb2.Registered(heartbeat_s=heartbeat_s, lease_s=lease_s)
+    )
+
+
+def admit_decode(spec: common_pb2.RequestSpec) -> scheduler_pb2.WorkerCommand:
+    return scheduler_pb2.WorkerCommand(admit_decode=scheduler_pb2.AdmitDecode(request=spec))
+
+
+def run_prefill(
+    effect: effects.RunPrefill, spec: common_pb2.RequestSpec, decode: scheduler_pb2.Member
+) -> scheduler_pb2.WorkerCommand:
+    return scheduler_pb2.WorkerCommand(
+        run_prefill=scheduler_pb2.RunPrefill(
+            request=spec, chunks=[_chunk(chunk) for chunk in effect.chunks], decode=decode
+        )
+    )
+
+
+def _chunk(chunk: Chunk) -> scheduler_pb2.Chunk:
+    return scheduler_pb2.Chunk(
+        index=chunk.index,
+        start_token=chunk.start_token,
+        num_tokens=chunk.num_tokens,
+        instance_ids=chunk.instance_ids,
+    )
+
+
+def cancel(effect: effects.CancelOn) -> scheduler_pb2.WorkerCommand:
+    return scheduler_pb2.WorkerCommand(
+        cancel=scheduler_pb2.CancelRequest(request_id=effect.request_id, reason=effect.reason)
+    )
+
+
+def status(
+    cluster: Cluster,
+    requests: Iterable[Request],
+    registers: Mapping[str, scheduler_pb2.Register],
+    now_s: float,
+) -> scheduler_pb2.StatusReply:
+    """The fleet as the scheduler sees it. `registers` by instance id."""
+    states = Counter(request.state for request in requests)
+    return scheduler_pb2.StatusReply(
+        instances=[
+            _instance(instance, registers[instance.id], now_s)
+            for instance in cluster.instances.values()
+        ],
+        queued=states[RequestState.QUEUED],
+        prefilling=states[RequestState.PREFILLING] + states[RequestState.TRANSFERRING],
+        decoding=states[RequestState.DECODING],
+    )
+
+
+def _instance(
+    instance: Instance, register: scheduler_pb2.Register, now_s: float
+) -> scheduler_pb2.InstanceStatus:
+    if isinstance(instance, PrefillInstance):
+        free_pages, queue_s = instance.free_pages, instance.outstanding_s(now_s)
+    else:
+        free_pages, queue_s = instance.free_pages - instance.virtual_pages, 0.0
+    return scheduler_pb2.InstanceStatus(
+        incarnation=register.incarnation,
+        role=register.role,
+        address=register.address,
+        draining=instance.draining,
+        free_pages=free_pages,
+        total_pages=instance.card.kv_pages,
+        running=instance.running,
+        waiting=instance.waiting,
+        queue_s=queue_s,
+    )
