@@ -7,7 +7,6 @@ step: Redis' own APPEND and HSET would create a missing key.
 from __future__ import annotations
 
 import asyncio
-import hashlib
 from collections.abc import Awaitable, Callable, Sequence
 from typing import TypeVar
 from urllib.parse import urlsplit
@@ -17,13 +16,14 @@ import numpy.typing as npt
 from redis.asyncio import BlockingConnectionPool, Redis
 from redis.asyncio.retry import Retry
 from redis.backoff import NoBackoff
-from redis.exceptions import AuthenticationError, NoScriptError, RedisError
+from redis.exceptions import AuthenticationError, RedisError
 from redis.exceptions import ConnectionError as RedisConnectionError
 
 from millrace.core.config import StoreConfig
 from millrace.core.errors import ConfigError
 from millrace.core.request import RequestState
 from millrace.state.keys import ID_DTYPE, journal_frame, journal_tokens, request_keys
+from millrace.state.scripts import Script, ScriptCall, ScriptRunner
 from millrace.state.store import (
     JournalEntry,
     RequestRecord,
@@ -42,29 +42,29 @@ ANSWER_TIMEOUT_S = 10.0
 RETRY_DELAYS_S = (0.05, 0.25)  # of calls that may be made twice
 
 # A record's fields: state, decode_id, spec, prompt_tokens, and `final` once its state is.
-_CREATE = """
+_CREATE = Script("""
 if redis.call('EXISTS', KEYS[1]) == 1 then return 0 end
 redis.call('HSET', KEYS[1], 'state', ARGV[1], 'spec', ARGV[2], 'prompt_tokens', ARGV[3])
 redis.call('PEXPIRE', KEYS[1], ARGV[5])
 redis.call('SET', KEYS[2], ARGV[4], 'PX', ARGV[5])
 return 1
-"""
-_SET_STATE = """
+""")
+_SET_STATE = Script("""
 local seen = redis.call('HMGET', KEYS[1], 'state', 'final')
 if not seen[1] or seen[2] then return 0 end
 redis.call('HSET', KEYS[1], 'state', ARGV[1])
 if ARGV[2] ~= '' then redis.call('HSET', KEYS[1], 'decode_id', ARGV[2]) end
 return 1
-"""
-_APPEND = """
+""")
+_APPEND = Script("""
 local life = redis.call('PTTL', KEYS[1])
 if life < 0 then return 0 end
 if redis.call('APPEND', KEYS[2], ARGV[1]) == #ARGV[1] then
   redis.call('PEXPIRE', KEYS[2], life)
 end
 return 1
-"""
-_FINISH = """
+""")
+_FINISH = Script("""
 local seen = redis.call('HMGET', KEYS[1], 'state', 'final')
 if not seen[1] or seen[2] then return 0 end
 redis.call('HSET', KEYS[1], 'state', ARGV[1], 'final', '1')
@@ -72,21 +72,7 @@ redis.call('DEL', KEYS[2])
 redis.call('PEXPIRE', KEYS[1], ARGV[2])
 redis.call('PEXPIRE', KEYS[3], ARGV[2])
 return 1
-"""
-
-
-class _Script:
-    """A Lua script and the name Redis gives it."""
-
-    def __init__(self, source: str) -> None:
-        self.source = source
-        self.sha = hashlib.sha1(source.encode(), usedforsecurity=False).hexdigest()
-
-
-CREATE, SET_STATE, APPEND, FINISH = map(_Script, (_CREATE, _SET_STATE, _APPEND, _FINISH))
-
-#: A script, its keys and its arguments.
-_Call = tuple[_Script, Sequence[bytes], Sequence[bytes | str | int]]
+""")
 
 
 def shown_url(url: str) -> str:
@@ -129,6 +115,7 @@ class RedisStore:
                 f"URL: {error}"
             ) from error
         self._client: Redis = Redis.from_pool(pool)
+        self._scripts = ScriptRunner(self._client)
 
     async def create(
         self, request_id: str, *, spec: bytes, prompt_ids: npt.NDArray[np.int32]
@@ -136,7 +123,8 @@ class RedisStore:
         ids = check_new_request(request_id, prompt_ids)
         keys = request_keys(self._prefix, request_id)
         fields = (RequestState.QUEUED.value, spec, prompt_ids.size, ids, self._ttl_ms)
-        (created,) = await self._run([(CREATE, (keys.record, keys.prompt), fields)])
+        call = ScriptCall(_CREATE, (keys.record, keys.prompt), fields)
+        (created,) = await self._once(lambda: self._scripts.run([call]))
         if not created:
             raise StoreError(f"request {request_id} is in the store already")
 
@@ -154,23 +142,23 @@ class RedisStore:
         return ids
 
     async def set_states(self, updates: Sequence[StateUpdate]) -> None:
-        calls: list[_Call] = [
-            (
-                SET_STATE,
+        calls = [
+            ScriptCall(
+                _SET_STATE,
                 (request_keys(self._prefix, update.request_id).record,),
                 (update.state, update.decode_id),
             )
             for update in updates
         ]
-        await self._again(lambda: self._execute(calls))
+        await self._again(lambda: self._scripts.run(calls))
 
     async def append_tokens(self, entries: Sequence[JournalEntry]) -> None:
-        calls: list[_Call] = []
+        calls: list[ScriptCall] = []
         for entry in entries:
             keys = request_keys(self._prefix, entry.request_id)
             frame = journal_frame(entry.choice, entry.token_ids)
-            calls.append((APPEND, (keys.record, keys.journal), (frame,)))
-        await self._run(calls)
+            calls.append(ScriptCall(_APPEND, (keys.record, keys.journal), (frame,)))
+        await self._once(lambda: self._scripts.run(calls))
 
     async def journal(self, request_id: str, choice: int) -> npt.NDArray[np.int32]:
         key = request_keys(self._prefix, request_id).journal
@@ -197,12 +185,10 @@ class RedisStore:
             await self.delete(request_id)
             return
         keys = request_keys(self._prefix, request_id)
-        call: _Call = (
-            FINISH,
-            (keys.record, keys.prompt, keys.journal),
-            (state, self._finished_ttl_ms),
+        call = ScriptCall(
+            _FINISH, (keys.record, keys.prompt, keys.journal), (state, self._finished_ttl_ms)
         )
-        await self._again(lambda: self._execute([call]))
+        await self._again(lambda: self._scripts.run([call]))
 
     async def delete(self, request_id: str) -> None:
         keys = request_keys(self._prefix, request_id)
@@ -212,37 +198,8 @@ class RedisStore:
         await self._again(lambda: self._client.ping())
 
     async def close(self) -> None:
+        await self._scripts.close()
         await self._client.aclose()
-
-    async def _execute(self, calls: Sequence[_Call]) -> list[int]:
-        """Runs scripts in one round trip (one more when the server does not know them yet)."""
-        if not calls:
-            return []
-        results = await self._evaluate(calls)
-        unknown = [i for i, result in enumerate(results) if isinstance(result, NoScriptError)]
-        if unknown:
-            for script in (CREATE, SET_STATE, APPEND, FINISH):
-                await self._client.script_load(script.source)
-            again = await self._evaluate([calls[i] for i in unknown])
-            for i, result in zip(unknown, again, strict=True):
-                results[i] = result
-        numbers: list[int] = []
-        for result in results:
-            if isinstance(result, Exception):
-                raise result
-            numbers.append(result)
-        return numbers
-
-    async def _evaluate(self, calls: Sequence[_Call]) -> list[int | Exception]:
-        async with self._client.pipeline(transaction=False) as pipe:
-            for script, keys, arguments in calls:
-                pipe.evalsha(script.sha, len(keys), *keys, *arguments)
-            results: list[int | Exception] = await pipe.execute(raise_on_error=False)
-        return results
-
-    async def _run(self, calls: Sequence[_Call]) -> list[int]:
-        """Like `_execute` for calls that must not be made twice; failures become StoreError."""
-        return await self._explain(lambda: self._execute(calls))
 
     async def _again(self, call: Callable[[], Awaitable[T]]) -> T:
         """Makes a call that does no harm twice; tries again when the connection was lost."""
@@ -255,9 +212,10 @@ class RedisStore:
                 await asyncio.sleep(delay_s)
             except RedisError:
                 break
-        return await self._explain(call)
+        return await self._once(call)
 
-    async def _explain(self, call: Callable[[], Awaitable[T]]) -> T:
+    async def _once(self, call: Callable[[], Awaitable[T]]) -> T:
+        """Makes a call that must not be made twice. Raises StoreError when it fails."""
         try:
             return await call()
         except (RedisError, OSError) as error:

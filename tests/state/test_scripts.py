@@ -1,0 +1,108 @@
+"""ScriptRunner: callers share round trips and nothing else."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+
+import pytest
+from redis.asyncio import Redis
+from redis.exceptions import RedisError, ResponseError
+
+from millrace.state import scripts
+from millrace.state.scripts import Script, ScriptCall, ScriptRunner
+from support.stores import private_redis
+
+APPEND = Script("return redis.call('APPEND', KEYS[1], ARGV[1])")
+FAIL = Script("return redis.call('LPUSH', KEYS[1], ARGV[1])")  # of a string: WRONGTYPE
+SLOW = Script("for i = 1, 2e7 do end return 1")
+
+
+@pytest.fixture
+async def client() -> AsyncIterator[Redis]:
+    async with private_redis() as url, Redis.from_url(url) as client:
+        yield client
+
+
+def append(text: bytes) -> ScriptCall:
+    return ScriptCall(APPEND, (b"k",), (text,))
+
+
+async def test_answers_find_their_callers_in_order(client: Redis) -> None:
+    runner = ScriptRunner(client)
+    results = await asyncio.gather(
+        runner.run([append(b"a"), append(b"b")]),
+        runner.run([]),
+        runner.run([append(b"c")]),
+        *(runner.run([append(b"d")]) for _ in range(50)),
+    )
+    assert results == [[1, 2], [], [3], *([4 + i] for i in range(50))]
+    assert await client.get("k") == b"abc" + b"d" * 50
+
+
+async def test_callers_share_round_trips(client: Redis, monkeypatch: pytest.MonkeyPatch) -> None:
+    runner, trips = ScriptRunner(client), []
+    pipeline = runner._pipeline
+
+    async def counted(calls: list[ScriptCall]) -> list[int | Exception]:
+        trips.append(len(calls))
+        return await pipeline(calls)
+
+    await runner.run([append(b"a")])
+    monkeypatch.setattr(runner, "_pipeline", counted)
+    await asyncio.gather(*(runner.run([append(b"a")]) for _ in range(100)))
+    assert trips == [100]
+    monkeypatch.setattr(scripts, "MAX_BATCH_CALLS", 30)
+    await asyncio.gather(*(runner.run([append(b"a")]) for _ in range(100)))
+    assert trips == [100, 30, 30, 30, 10]
+
+
+async def test_one_callers_failure_is_its_own(client: Redis) -> None:
+    runner = ScriptRunner(client)
+    first, failed, last = await asyncio.gather(
+        runner.run([append(b"a")]),
+        runner.run([append(b"b"), ScriptCall(FAIL, (b"k",), (b"x",))]),
+        runner.run([append(b"c")]),
+        return_exceptions=True,
+    )
+    assert (first, last) == ([1], [3])
+    assert isinstance(failed, ResponseError) and "WRONGTYPE" in str(failed)
+
+
+async def test_a_callers_end_is_its_own(client: Redis) -> None:
+    runner = ScriptRunner(client)
+    tasks = [asyncio.create_task(runner.run([append(b"a")])) for _ in range(10)]
+    await asyncio.sleep(0)
+    for task in tasks[::2]:
+        task.cancel()
+    results = await asyncio.gather(*tasks, return_exceptions=True)
+    assert all(isinstance(result, asyncio.CancelledError) for result in results[::2])
+    assert results[1::2] == [[2], [4], [6], [8], [10]]
+
+
+async def test_large_groups_do_not_hold_up_small_ones(
+    client: Redis, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(scripts, "LARGE_BYTES", 100)
+    runner = ScriptRunner(client)
+    assert await runner.run([append(b"x" * 101)]) == [101]
+    assert runner._sender is None
+
+
+async def test_a_lost_server_fails_every_waiting_caller(client: Redis) -> None:
+    runner = ScriptRunner(client)
+    tasks = [asyncio.create_task(runner.run([append(b"a")])) for _ in range(5)]
+    await asyncio.sleep(0)
+    await client.shutdown(nosave=True)
+    async with asyncio.timeout(5):
+        late = await asyncio.gather(runner.run([append(b"a")]), *tasks, return_exceptions=True)
+    assert isinstance(late[0], RedisError)
+    await runner.close()
+
+
+async def test_close_waits_for_what_is_under_way(client: Redis) -> None:
+    runner = ScriptRunner(client)
+    task = asyncio.create_task(runner.run([ScriptCall(SLOW, (b"k",), ())]))
+    await asyncio.sleep(0)
+    await runner.close()
+    assert task.done() or await asyncio.wait_for(task, 0.5) == [1]
