@@ -1,0 +1,75 @@
+"""Errors as clients meet them: an HTTP status and OpenAI's error object."""
+
+from __future__ import annotations
+
+import orjson
+
+from millrace.core.errors import MillraceError
+
+INVALID = "invalid_request_error"
+SERVER = "server_error"
+
+#: Longest piece of the client's own input that a message repeats.
+_ECHO_CHARACTERS = 80
+
+
+class ApiError(MillraceError):
+    """Ends a request with `status` and `{"error": {"message", "type", "param", "code"}}`.
+
+    `param` is the path of the field that is wrong (`messages[2].content`), None where no field is.
+    `retry_after_s` becomes a Retry-After header.
+    """
+
+    def __init__(
+        self,
+        status: int,
+        message: str,
+        *,
+        param: str | None = None,
+        code: str | None = None,
+        retry_after_s: float | None = None,
+    ) -> None:
+        super().__init__(message)
+        self.status = status
+        self.message = message
+        self.param = param
+        self.code = code
+        self.retry_after_s = retry_after_s
+
+    @property
+    def type(self) -> str:
+        if self.status == 429:
+            return "rate_limit_error"
+        return INVALID if self.status < 500 else SERVER
+
+    def body(self) -> bytes:
+        """The JSON document of the error."""
+        return orjson.dumps(
+            {
+                "error": {
+                    "message": self.message,
+                    "type": self.type,
+                    "param": self.param,
+                    "code": self.code,
+                }
+            }
+        )
+
+    def headers(self) -> list[tuple[bytes, bytes]]:
+        """Response headers of a reply that is this error alone."""
+        headers = [(b"content-type", b"application/json")]
+        if self.retry_after_s is not None:
+            seconds = max(1, round(self.retry_after_s))
+            headers.append((b"retry-after", b"%d" % seconds))
+        return headers
+
+
+def bad_field(param: str, message: str, code: str = "invalid_value") -> ApiError:
+    """A 400 that names the field `param`."""
+    return ApiError(400, f"Invalid '{param}': {message}", param=param, code=code)
+
+
+def shown(value: object) -> str:
+    """`value` of the client's input as it may stand in a message: short, on one line."""
+    text = repr(value)
+    return text if len(text) <= _ECHO_CHARACTERS else text[: _ECHO_CHARACTERS - 3] + "..."

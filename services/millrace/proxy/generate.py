@@ -1,0 +1,192 @@
+"""The two completion endpoints: from a request's bytes to the last byte of its answer."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from dataclasses import dataclass
+
+from millrace.core.config import Config
+from millrace.proxy.builder import Arrival, Builder
+from millrace.proxy.errors import ApiError
+from millrace.proxy.explain import waterfall
+from millrace.proxy.gateway import Gateway
+from millrace.proxy.http import (
+    JSON,
+    Disconnected,
+    Receive,
+    Scope,
+    Send,
+    read_json,
+    send_error,
+    send_json,
+)
+from millrace.proxy.metrics import ProxyMetrics
+from millrace.proxy.objectives import Objectives, traceparent, wants_trace
+from millrace.proxy.options import Limits, Options
+from millrace.proxy.prompts import EnginePrompt, PromptReader
+from millrace.proxy.reply import Reply, StreamReply, WholeReply
+from millrace.proxy.tokenizer import Tokenizer
+from millrace.proxy.validation import Bodies
+from millrace.telemetry.otlp import TraceExporter
+
+#: A stream that says nothing gets a comment this often, so that nothing on the way gives it up.
+KEEPALIVE_S = 10.0
+
+_EVENT_STREAM = [
+    (b"content-type", b"text/event-stream; charset=utf-8"),
+    (b"cache-control", b"no-cache"),
+    (b"x-accel-buffering", b"no"),
+]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Services:
+    """What the endpoints work with. `traces` None: nothing collects traces."""
+
+    config: Config
+    limits: Limits
+    bodies: Bodies
+    tokenizer: Tokenizer
+    prompts: PromptReader
+    gateway: Gateway
+    metrics: ProxyMetrics
+    objectives: Objectives
+    traces: TraceExporter | None
+
+
+class GenerateEndpoint:
+    """A raw ASGI application; `chat` chooses between the two APIs."""
+
+    def __init__(self, services: Services, *, chat: bool) -> None:
+        self._services = services
+        self._gateway = services.gateway
+        self._chat = chat
+        self._route = "/v1/chat/completions" if chat else "/v1/completions"
+        self._builder = Builder(
+            services.limits, services.tokenizer, services.gateway.life, chat=chat
+        )
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        status = 499  # the client left before it had an answer
+        try:
+            status = await self._answer(scope, receive, send)
+        except Disconnected:
+            return
+        except ApiError as error:
+            status = error.status
+            await send_error(send, receive, error)
+        finally:
+            self._services.metrics.requests.labels(self._route, status).inc()
+
+    async def _answer(self, scope: Scope, receive: Receive, send: Send) -> int:
+        """Returns the status that was sent. Raises ApiError before anything was sent."""
+        at, unix_s = time.monotonic(), time.time_ns() / 1e9
+        body = await read_json(scope, receive, self._services.config.proxy.max_body_bytes)
+        arrival = Arrival(
+            at=at,
+            unix_s=unix_s,
+            slo=self._services.objectives.read(scope),
+            trace=wants_trace(scope),
+            traceparent=traceparent(scope),
+        )
+        prompts, options = await self._read(body)
+        self._gateway.admit(len(prompts))
+        response_id, reply, submissions = self._builder.build(prompts, options, arrival)
+        watch = asyncio.create_task(_until_disconnect(receive))
+        watch.add_done_callback(lambda _: self._leave(reply))
+        request_id = [(b"x-request-id", response_id.encode())]
+        try:
+            for submission in submissions:
+                await self._gateway.submit(submission)
+            if isinstance(reply, StreamReply):
+                return await _send_stream(reply, send, request_id)
+            return await _send_whole(reply, send, request_id)
+        finally:
+            watch.cancel()
+            self._leave(reply)
+            self._export(reply, arrival)
+
+    async def _read(self, body: object) -> tuple[list[EnginePrompt], Options]:
+        services = self._services
+        if self._chat:
+            chat = services.bodies.read_chat(body)
+            return [await services.prompts.read_chat(chat.conversation)], chat.options
+        completion = services.bodies.read_completion(body)
+        return await services.prompts.read_completion(completion), completion.options
+
+    def _leave(self, reply: Reply) -> None:
+        """Cancels what is unfinished: the client is gone, or the answer has failed."""
+        for generation in reply.progress.generations:
+            self._gateway.leave(generation, "disconnected")
+        reply.progress.fail(ApiError(499, "The client closed the connection."))
+
+    def _export(self, reply: Reply, arrival: Arrival) -> None:
+        if self._services.traces is not None:
+            for generation in reply.progress.generations:
+                found = waterfall(generation, arrival.unix_s, self._gateway.life[0])
+                self._services.traces.export(found, arrival.traceparent)
+
+
+Headers = list[tuple[bytes, bytes]]
+
+
+async def _send_whole(reply: WholeReply, send: Send, headers: Headers) -> int:
+    progress = reply.progress
+    while not progress.finished:
+        await progress.signal.wait()
+    if progress.error is not None:
+        raise progress.error
+    await send_json(send, 200, reply.document(), JSON + headers)
+    return 200
+
+
+async def _send_stream(reply: StreamReply, send: Send, headers: Headers) -> int:
+    """Sends whatever is ready in one piece. Raises ApiError while nothing was sent."""
+    progress = reply.progress
+    keep_alive = _KeepAlive(reply)
+    try:
+        while not (data := reply.take()) and not progress.finished:
+            await progress.signal.wait()
+        if progress.error is not None:
+            raise progress.error
+        await send(
+            {"type": "http.response.start", "status": 200, "headers": _EVENT_STREAM + headers}
+        )
+        while not progress.finished:
+            if data:
+                await send({"type": "http.response.body", "body": data, "more_body": True})
+            else:
+                await progress.signal.wait()
+            data = reply.take()
+        data += reply.take()
+        if progress.error is not None:
+            data += b"data: " + progress.error.body() + b"\n\n"
+        await send({"type": "http.response.body", "body": data})
+        return 200
+    finally:
+        keep_alive.close()
+
+
+class _KeepAlive:
+    """Hands a comment to a stream that was silent for one to two intervals."""
+
+    def __init__(self, reply: StreamReply) -> None:
+        self._reply = reply
+        self._loop = asyncio.get_running_loop()
+        self._timer = self._loop.call_later(KEEPALIVE_S, self._tick)
+
+    def close(self) -> None:
+        self._timer.cancel()
+
+    def _tick(self) -> None:
+        if self._reply.silent:
+            waits = any(g.first_token_at is None for g in self._reply.progress.generations)
+            self._reply.comment(b"queued" if waits else b"waiting")
+        self._reply.silent = True
+        self._timer = self._loop.call_later(KEEPALIVE_S, self._tick)
+
+
+async def _until_disconnect(receive: Receive) -> None:
+    while (await receive())["type"] != "http.disconnect":
+        continue

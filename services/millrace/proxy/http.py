@@ -1,0 +1,184 @@
+"""Raw ASGI: reading a bounded body, writing small answers."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import Awaitable, Callable, MutableMapping
+from typing import Any
+
+import orjson
+
+from millrace.proxy.errors import ApiError, bad_field
+
+Scope = MutableMapping[str, Any]
+Message = MutableMapping[str, Any]
+Receive = Callable[[], Awaitable[Message]]
+Send = Callable[[Message], Awaitable[None]]
+
+JSON = [(b"content-type", b"application/json")]
+
+#: How long, and how much of, a refused body is read on so that its sender gets to see the answer.
+_LINGER_S = 5.0
+_LINGER_BYTES = 1 << 30
+
+
+class Disconnected(Exception):
+    """The client left before its request was complete."""
+
+
+def header(scope: Scope, name: bytes) -> str | None:
+    """The first value of a header; `name` is lower case."""
+    for key, value in scope["headers"]:
+        if key == name:
+            return str(value.decode("latin-1"))
+    return None
+
+
+async def read_json(scope: Scope, receive: Receive, max_bytes: int) -> Any:  # noqa: ANN401 - any JSON
+    """The decoded body of a request.
+
+    Raises ApiError: 415 for another content type, 413 as soon as the body is known to be too large,
+    400 for what is not JSON. Raises Disconnected when the client leaves.
+    """
+    content_type = (header(scope, b"content-type") or "").partition(";")[0].strip().lower()
+    if content_type != "application/json":
+        raise ApiError(
+            415,
+            f"Content-Type must be application/json, got {content_type[:80] or 'none'!r}.",
+            param="Content-Type",
+            code="unsupported_media_type",
+        )
+    if (header(scope, b"content-encoding") or "identity") != "identity":
+        raise ApiError(
+            415,
+            "Content-Encoding must be identity.",
+            param="Content-Encoding",
+            code="unsupported_media_type",
+        )
+    return parse_json(await _read_body(scope, receive, max_bytes))
+
+
+async def _read_body(scope: Scope, receive: Receive, max_bytes: int) -> bytes:
+    declared = header(scope, b"content-length")
+    if declared is not None and declared.isdigit() and int(declared) > max_bytes:
+        raise too_large(max_bytes)
+    message = await _next(receive)
+    body = message.get("body", b"")
+    if not message.get("more_body"):
+        if len(body) > max_bytes:
+            raise too_large(max_bytes)
+        return bytes(body)
+    parts, size = [body], len(body)
+    while message.get("more_body"):
+        if size > max_bytes:
+            raise too_large(max_bytes)
+        message = await _next(receive)
+        parts.append(message.get("body", b""))
+        size += len(parts[-1])
+    if size > max_bytes:
+        raise too_large(max_bytes)
+    return b"".join(parts)
+
+
+async def _next(receive: Receive) -> Message:
+    message = await receive()
+    if message["type"] == "http.disconnect":
+        raise Disconnected
+    return message
+
+
+def too_large(max_bytes: int) -> ApiError:
+    return ApiError(
+        413, f"The request body is larger than {max_bytes} bytes.", code="body_too_large"
+    )
+
+
+def parse_json(body: bytes) -> Any:  # noqa: ANN401 - any JSON
+    """Raises ApiError (400); names the field when half of a surrogate pair stands in it."""
+    try:
+        return orjson.loads(body)
+    except orjson.JSONDecodeError as error:
+        if "surrogate" in str(error) and (path := _surrogate_field(body)) is not None:
+            raise bad_field(
+                path, "the text holds half of a surrogate pair, which is no character."
+            ) from None
+        raise ApiError(
+            400, f"The request body is not valid JSON: {error}", code="invalid_json"
+        ) from None
+
+
+def _surrogate_field(body: bytes) -> str | None:
+    """The path of the first string with a lone surrogate, found with a more lenient parser."""
+    try:
+        return _find_surrogate(json.loads(body), "")
+    except (ValueError, RecursionError):
+        return None
+
+
+def _find_surrogate(value: Any, path: str) -> str | None:  # noqa: ANN401
+    if isinstance(value, str):
+        return path if any("\ud800" <= c <= "\udfff" for c in value) else None
+    if isinstance(value, dict):
+        for key, item in value.items():
+            if _find_surrogate(key, path) is not None:
+                return path
+            if found := _find_surrogate(item, f"{path}.{key}" if path else key):
+                return found
+    elif isinstance(value, list):
+        for i, item in enumerate(value):
+            if found := _find_surrogate(item, f"{path}[{i}]"):
+                return found
+    return None
+
+
+async def send_json(
+    send: Send,
+    status: int,
+    body: bytes,
+    headers: list[tuple[bytes, bytes]] | None = None,
+) -> None:
+    """One complete JSON answer."""
+    await send(
+        {
+            "type": "http.response.start",
+            "status": status,
+            "headers": [
+                (b"content-length", b"%d" % len(body)),
+                *(headers or JSON),
+            ],
+        }
+    )
+    await send({"type": "http.response.body", "body": body})
+
+
+async def send_error(send: Send, receive: Receive, error: ApiError) -> None:
+    """Answers with an error alone. A body that was refused unread is drained for a while first."""
+    if error.status != 413:
+        await send_json(send, error.status, error.body(), error.headers())
+        return
+    body = error.body()
+    headers = [(b"content-length", b"%d" % len(body)), (b"connection", b"close")]
+    await send(
+        {
+            "type": "http.response.start",
+            "status": error.status,
+            "headers": headers + error.headers(),
+        }
+    )
+    await send({"type": "http.response.body", "body": body, "more_body": True})
+    # Closing now would reset the connection under a client that still writes, and lose the answer.
+    await _drain(receive)
+    await send({"type": "http.response.body", "body": b""})
+
+
+async def _drain(receive: Receive) -> None:
+    try:
+        async with asyncio.timeout(_LINGER_S):
+            size, more = 0, True
+            while more and size < _LINGER_BYTES:
+                message = await _next(receive)
+                size += len(message.get("body", b""))
+                more = bool(message.get("more_body"))
+    except (TimeoutError, Disconnected):
+        return

@@ -1,0 +1,65 @@
+"""What the proxy counts."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from millrace.proxy.generation import Generation
+from millrace.telemetry.metrics import Registry
+
+
+class ProxyMetrics:
+    """The proxy's metrics. Latencies are seconds since a request's arrival, or between tokens."""
+
+    def __init__(self, inflight: Callable[[], float]) -> None:
+        self.registry = registry = Registry()
+        registry.gauge_function(
+            "millrace_proxy_inflight_requests", "Requests submitted and not ended.", inflight
+        )
+        self.requests = registry.counter(
+            "millrace_proxy_http_requests_total", "HTTP requests answered.", ("route", "code")
+        )
+        self.cancelled = registry.counter(
+            "millrace_proxy_cancelled_requests_total", "Requests given up, by reason.", ("reason",)
+        )
+        self.tokens = registry.counter(
+            "millrace_proxy_generated_tokens_total", "Tokens taken from decode instances."
+        )
+        self.prompt_tokens = registry.counter(
+            "millrace_proxy_prompt_tokens_total", "Prompt tokens of finished requests."
+        )
+        self.cached_tokens = registry.counter(
+            "millrace_proxy_cached_prompt_tokens_total", "Of those, tokens found in a cache."
+        )
+        self._ttft = registry.histogram(
+            "millrace_proxy_ttft_seconds", "Arrival to first token.", ("slo_class",)
+        )
+        self.tbt = registry.histogram(
+            "millrace_proxy_tbt_seconds", "Time between a request's tokens."
+        )
+        self._e2e = registry.histogram(
+            "millrace_proxy_e2e_seconds", "Arrival to last token.", ("slo_class",)
+        )
+        self._slo = registry.counter(
+            "millrace_proxy_slo_requests_total",
+            "Finished requests with an objective, by whether it was met. TBT is a request's mean.",
+            ("slo_class", "objective", "met"),
+        )
+
+    def finished(self, generation: Generation) -> None:
+        """Counts a request that ended well."""
+        self.prompt_tokens.inc(generation.prompt_tokens)
+        if generation.cached_tokens:
+            self.cached_tokens.inc(generation.cached_tokens)
+        first = generation.first_token_at
+        assert first is not None  # it ended, so it had a token
+        slo, name = generation.slo, generation.slo.class_name
+        ttft_s = first - generation.arrived_at
+        self._ttft.labels(name).observe(ttft_s)
+        self._e2e.labels(name).observe(generation.last_token_at - generation.arrived_at)
+        if slo.ttft_s is not None:
+            self._slo.labels(name, "ttft", str(ttft_s <= slo.ttft_s).lower()).inc()
+        steps = generation.completion_tokens // len(generation.choices) - 1
+        if slo.tbt_s is not None and steps > 0:
+            mean_s = (generation.last_token_at - first) / steps
+            self._slo.labels(name, "tbt", str(mean_s <= slo.tbt_s).lower()).inc()

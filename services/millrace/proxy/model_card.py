@@ -1,0 +1,120 @@
+"""What the proxy must know of a model, read from its folder without loading it."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from millrace.core.errors import ModelError
+from millrace.proxy.options import SamplingDefaults
+
+_DEFAULT_CONTEXT_TOKENS = 2048
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ModelCard:
+    """`context_tokens` counts prompt and completion together; ids are below `vocab_size`."""
+
+    folder: Path
+    vocab_size: int
+    context_tokens: int
+    eos_token_ids: tuple[int, ...]
+    defaults: SamplingDefaults
+    special_tokens: Mapping[str, str]
+    chat_template: str | None
+
+
+def read_model_card(model: str | Path, max_context_tokens: int = 0) -> ModelCard:
+    """Reads a Hugging Face folder's small files; fetches them first when `model` is a hub id.
+
+    `max_context_tokens` bounds the model's own context (0: does not). Raises ModelError naming the
+    file.
+    """
+    folder = _resolve(model)
+    config = _read_json(folder / "config.json")
+    text_config = config.get("text_config", config)
+    generation = _read_json(folder / "generation_config.json", optional=True)
+    tokenizer = _read_json(folder / "tokenizer_config.json", optional=True)
+    context = int(text_config.get("max_position_embeddings", _DEFAULT_CONTEXT_TOKENS))
+    if max_context_tokens:
+        context = min(context, max_context_tokens)
+    eos = generation.get("eos_token_id", config.get("eos_token_id"))
+    try:
+        vocab_size = int(text_config["vocab_size"])
+    except (KeyError, TypeError, ValueError) as error:
+        raise ModelError(f"{folder / 'config.json'} has no usable vocab_size") from error
+    return ModelCard(
+        folder=folder,
+        vocab_size=vocab_size,
+        context_tokens=context,
+        eos_token_ids=_ids(eos),
+        defaults=_sampling_defaults(generation),
+        special_tokens=_special_tokens(tokenizer),
+        chat_template=_chat_template(folder, tokenizer),
+    )
+
+
+def _resolve(model: str | Path) -> Path:
+    folder = Path(model)
+    if folder.is_dir():
+        return folder
+    if folder.is_absolute() or str(model).startswith(".") or str(model).count("/") != 1:
+        raise ModelError(f"model folder {model} does not exist")
+    from huggingface_hub import snapshot_download  # slow to import, and seldom needed
+
+    patterns = ["*.json", "*.jinja"]
+    try:
+        return Path(snapshot_download(str(model), allow_patterns=patterns))
+    except Exception as error:  # the hub's client raises what its transport raises
+        raise ModelError(
+            f"model {model} is no folder, and the hub can't give it: {error}"
+        ) from error
+
+
+def _read_json(path: Path, *, optional: bool = False) -> dict[str, Any]:
+    if optional and not path.exists():
+        return {}
+    try:
+        value = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise ModelError(f"can't read {path}: {error}") from error
+    if not isinstance(value, dict):
+        raise ModelError(f"{path} must hold a JSON object")
+    return value
+
+
+def _ids(value: Any) -> tuple[int, ...]:  # noqa: ANN401 - what the file holds
+    if isinstance(value, int):
+        return (value,)
+    return tuple(int(i) for i in value) if isinstance(value, list) else ()
+
+
+def _sampling_defaults(generation: Mapping[str, Any]) -> SamplingDefaults:
+    names = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
+    given = {name: generation[name] for name in names if generation.get(name) is not None}
+    return SamplingDefaults(**given)
+
+
+def _special_tokens(tokenizer: Mapping[str, Any]) -> dict[str, str]:
+    special = {}
+    for name in ("bos_token", "eos_token", "unk_token", "pad_token", "sep_token", "cls_token"):
+        token = tokenizer.get(name)
+        content = token.get("content") if isinstance(token, dict) else token
+        if isinstance(content, str):
+            special[name] = content
+    return special
+
+
+def _chat_template(folder: Path, tokenizer: Mapping[str, Any]) -> str | None:
+    path = folder / "chat_template.jinja"
+    if path.exists():
+        return path.read_text(encoding="utf-8")
+    legacy = _read_json(folder / "chat_template.json", optional=True).get("chat_template")
+    template = tokenizer.get("chat_template", legacy)
+    if isinstance(template, list):
+        named = {entry["name"]: entry["template"] for entry in template}
+        template = named.get("default")
+    return template if isinstance(template, str) else None

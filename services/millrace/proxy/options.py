@@ -1,0 +1,148 @@
+"""What a request asks for, once checked; and what this server allows."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from millrace.core.config import ProxyConfig
+from millrace.proxy.errors import bad_field
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SamplingDefaults:
+    """Sampling where a request says nothing: the model's generation_config, else OpenAI's."""
+
+    temperature: float = 1.0
+    top_p: float = 1.0
+    top_k: int = 0
+    min_p: float = 0.0
+    repetition_penalty: float = 1.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Limits:
+    """Bounds of a request, from the model and the configuration. All counts are tokens."""
+
+    model: str
+    vocab_size: int
+    context_tokens: int
+    eos_token_ids: tuple[int, ...]
+    defaults: SamplingDefaults = field(default_factory=SamplingDefaults)
+    config: ProxyConfig = field(default_factory=ProxyConfig)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Sampling:
+    """How to draw tokens. `max_tokens` None: as many as there is room for."""
+
+    max_tokens: int | None
+    min_tokens: int
+    temperature: float
+    top_p: float
+    top_k: int
+    min_p: float
+    repetition_penalty: float
+    presence_penalty: float
+    frequency_penalty: float
+    logit_bias: Mapping[int, float]
+    seed: int
+    stop_token_ids: tuple[int, ...]
+    logprobs: int  # -1: none; k: the chosen token's and the k likeliest
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Options:
+    """What both completion endpoints share. `max_tokens_field` is the name the client used."""
+
+    sampling: Sampling
+    choices: int = 1
+    stream: bool = False
+    include_usage: bool = False
+    stop: tuple[str, ...] = ()
+    include_stop: bool = False
+    skip_special_tokens: bool = True
+    return_token_ids: bool = False
+    echo: bool = False
+    max_tokens_field: str = "max_tokens"
+
+    def new_tokens(self, prompt_tokens: int, limits: Limits, prompt_field: str) -> int:
+        """Tokens to generate at most after a prompt of `prompt_tokens`, read from `prompt_field`.
+
+        Raises ApiError (context_length_exceeded) when the prompt leaves no room for what was asked.
+        """
+        room = limits.context_tokens - prompt_tokens
+        if room < 1:
+            raise bad_field(
+                prompt_field,
+                f"the prompt has {prompt_tokens} tokens; this model's context of "
+                f"{limits.context_tokens} tokens must hold it and at least one more.",
+                "context_length_exceeded",
+            )
+        asked = self.sampling.max_tokens
+        if asked is None:
+            return min(room, max(limits.config.max_new_tokens, self.sampling.min_tokens))
+        if asked > room:
+            raise bad_field(
+                self.max_tokens_field,
+                f"{prompt_tokens} prompt tokens and {asked} to generate exceed this model's "
+                f"context of {limits.context_tokens} tokens.",
+                "context_length_exceeded",
+            )
+        return asked
+
+
+def read_options(checked: Mapping[str, Any], limits: Limits, logprobs: int) -> Options:
+    """Options from a body whose fields were checked one by one; looks at how they go together."""
+    get = checked.get
+    choices = get("n", 1)
+    if get("best_of", choices) != choices:
+        raise bad_field("best_of", "must equal 'n' when it is given.", "unsupported_parameter")
+    stream = get("stream", False)
+    if "stream_options" in checked and not stream:
+        raise bad_field("stream_options", "is only allowed when 'stream' is true.")
+    stream_options = get("stream_options", {})
+    field_name = "max_completion_tokens" if "max_completion_tokens" in checked else "max_tokens"
+    return Options(
+        sampling=_sampling(checked, limits, checked.get(field_name), logprobs),
+        choices=choices,
+        stream=stream,
+        include_usage=stream_options.get("include_usage", False),
+        stop=get("stop", ()),
+        include_stop=get("include_stop_str_in_output", False),
+        skip_special_tokens=get("skip_special_tokens", True),
+        return_token_ids=get("return_token_ids", False),
+        echo=get("echo", False),
+        max_tokens_field=field_name,
+    )
+
+
+def _sampling(
+    checked: Mapping[str, Any], limits: Limits, max_tokens: int | None, logprobs: int
+) -> Sampling:
+    get, defaults = checked.get, limits.defaults
+    min_tokens = get("min_tokens", 0)
+    if max_tokens is not None and min_tokens > max_tokens:
+        raise bad_field("min_tokens", f"must be at most max_tokens ({max_tokens}).")
+    stop_ids = dict.fromkeys(get("stop_token_ids", ()))
+    if not get("ignore_eos", False):
+        stop_ids |= dict.fromkeys(limits.eos_token_ids)
+    seed = get("seed")
+    return Sampling(
+        max_tokens=max_tokens,
+        min_tokens=min_tokens,
+        temperature=get("temperature", defaults.temperature),
+        top_p=get("top_p", defaults.top_p),
+        top_k=max(0, get("top_k", defaults.top_k)),
+        min_p=get("min_p", defaults.min_p),
+        repetition_penalty=get("repetition_penalty", defaults.repetition_penalty),
+        presence_penalty=get("presence_penalty", 0.0),
+        frequency_penalty=get("frequency_penalty", 0.0),
+        logit_bias=get("logit_bias", {}),
+        # Clients may give any signed 64-bit seed; the wire's is unsigned.
+        seed=random.getrandbits(63) if seed is None else seed & 0xFFFF_FFFF_FFFF_FFFF,
+        stop_token_ids=tuple(stop_ids),
+        logprobs=logprobs,
+    )

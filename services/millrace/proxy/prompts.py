@@ -1,0 +1,75 @@
+"""From checked requests to token ids."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+
+from millrace.proxy.chat_template import ChatTemplate
+from millrace.proxy.errors import ApiError, bad_field
+from millrace.proxy.options import Limits
+from millrace.proxy.tokenizer import TokenArray, Tokenizer
+from millrace.proxy.validation import CompletionRequest, Conversation, Prompt
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EnginePrompt:
+    """One prompt: int32 [tokens], at least one; its text when that may have to be given back."""
+
+    ids: TokenArray
+    text: str = ""
+
+
+class PromptReader:
+    """Renders and tokenises. `template` None: the model has no chat template."""
+
+    def __init__(self, limits: Limits, tokenizer: Tokenizer, template: ChatTemplate | None) -> None:
+        self._limits = limits
+        self._tokenizer = tokenizer
+        self._template = template
+
+    async def read_chat(self, request: Conversation) -> EnginePrompt:
+        """Raises ApiError when the messages can't be rendered or have no tokens."""
+        if self._template is None:
+            raise ApiError(
+                400,
+                f"The model {self._limits.model!r} has no chat template; use /v1/completions.",
+                param="messages",
+                code="no_chat_template",
+            )
+        text = self._template.render(
+            request.messages,
+            add_generation_prompt=request.add_generation_prompt,
+            continue_final_message=request.continue_final_message,
+            arguments=request.template_arguments,
+        )
+        ids = await self._tokenizer.encode_async(
+            text, add_special_tokens=request.add_special_tokens
+        )
+        return _checked(EnginePrompt(ids=ids), "messages")
+
+    async def read_completion(self, request: CompletionRequest) -> list[EnginePrompt]:
+        """One a prompt, in order. Raises ApiError for a prompt without tokens."""
+        many = len(request.prompts) > 1
+        return [
+            _checked(await self._read_prompt(prompt, request), f"prompt[{i}]" if many else "prompt")
+            for i, prompt in enumerate(request.prompts)
+        ]
+
+    async def _read_prompt(self, prompt: Prompt, request: CompletionRequest) -> EnginePrompt:
+        if isinstance(prompt, str):
+            ids = await self._tokenizer.encode_async(
+                prompt, add_special_tokens=request.add_special_tokens
+            )
+            return EnginePrompt(ids=ids, text=prompt)
+        options, text = request.options, ""
+        if options.echo:
+            text = self._tokenizer.decode(prompt, skip_special_tokens=options.skip_special_tokens)
+        return EnginePrompt(ids=np.array(prompt, dtype=np.int32), text=text)
+
+
+def _checked(prompt: EnginePrompt, field: str) -> EnginePrompt:
+    if prompt.ids.size == 0:
+        raise bad_field(field, "has no tokens.", "empty_prompt")
+    return prompt
