@@ -85,7 +85,7 @@ async def converse(
                 if trace and "millrace" in chunk:
                     console.print()
                     console.print(
-                        Waterfall.from_json(chunk["millrace"]).render(console.width),
+                        Waterfall.from_dict(chunk["millrace"]).render(console.width),
                         markup=False,
                         highlight=False,
                     )

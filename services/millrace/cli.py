@@ -217,6 +217,16 @@ def chat(
     )
 
 
+@app.command("config")
+def show_config(
+    markdown: Annotated[bool, typer.Option("--markdown", help="As docs/configuration.md.")] = False,
+) -> None:
+    """Every setting with its default, range and meaning, as a TOML file to start from."""
+    from millrace.settings_page import as_markdown, as_toml
+
+    print(as_markdown() if markdown else as_toml(), end="")
+
+
 def _add_benchmarks() -> None:
     for name in ("engine", "gateway", "serve", "transfer"):
         module = importlib.import_module(f"millrace.bench.{name}")

@@ -54,7 +54,7 @@ async def run(model: str) -> None:
         for answer in answers:
             console.rule(f"{answer.title}: time to first token {answer.ttft_ms:.0f} ms")
             console.print(
-                Waterfall.from_json(answer.spans).render(console.width),
+                Waterfall.from_dict(answer.spans).render(console.width),
                 markup=False,
                 highlight=False,
             )

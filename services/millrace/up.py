@@ -20,7 +20,6 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 import orjson
-
 from rich.console import Console
 
 from millrace.core.errors import MillraceError
@@ -38,9 +37,13 @@ class StartupError(MillraceError):
     """A service ended before it served. The message is its last line."""
 
 
+class UncleanStopError(MillraceError):
+    """A service did not end well when it was asked to: it leaked, crashed or had to be killed."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StackOptions:
-    """What `millrace up` starts. `settings` are `section.field=value` overrides for all services."""
+    """What `millrace up` starts. `settings` (`section.field=value`) go to every service."""
 
     model: str
     model_name: str = ""
@@ -123,8 +126,8 @@ class Service:
 class Stack:
     """All processes of one `millrace up`.
 
-        async with Stack(options) as stack:
-            ... stack.url ...
+    async with Stack(options) as stack:
+        ... stack.url ...
     """
 
     def __init__(
@@ -181,10 +184,8 @@ class Stack:
             for role, count in (("prefill", o.prefill), ("decode", o.decode))
             for i in range(count)
         ]
-        proxy = self._service(
-            "proxy", ["proxy", *peers, "--host", o.host, "--port", str(o.port)]
-        )
-        self._progress(f"loading {o.model} into {o.prefill} prefill and {o.decode} decode instances")
+        proxy = self._service("proxy", ["proxy", *peers, "--host", o.host, "--port", str(o.port)])
+        self._progress(f"loading {o.model}: {o.prefill} prefill, {o.decode} decode")
         await _all_or_first_error(w.start(o.start_timeout_s) for w in [*workers, proxy])
         proxy.arguments[proxy.arguments.index("--port") + 1] = str(proxy.port)
         for service in self.services.values():
@@ -212,7 +213,10 @@ class Stack:
                 pause_s = RESTART_FIRST_S
 
     async def stop(self) -> None:
-        """Proxy first, so that running answers finish; then workers, scheduler and Redis."""
+        """Proxy first, so that running answers finish; then workers, scheduler and Redis.
+
+        Raises UncleanStopError when a service ended with an error, unless one is under way.
+        """
         if self._stopping:
             return
         self._stopping = True
@@ -227,7 +231,14 @@ class Stack:
                     await service.keeper
         if self._redis is not None:
             await self._redis.stop()
+        unclean = [
+            f"{s.name} ended with status {s.process.returncode}: {s.last_words()}"
+            for s in self.services.values()
+            if s.process is not None and s.process.returncode
+        ]
         shutil.rmtree(self.directory, ignore_errors=True)
+        if unclean and sys.exception() is None:
+            raise UncleanStopError("; ".join(unclean))
 
 
 async def _all_or_first_error(starts: Iterable[Coroutine[None, None, None]]) -> None:

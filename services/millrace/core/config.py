@@ -12,7 +12,7 @@ import math
 import tomllib
 import types
 import typing
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, TypeVar
@@ -189,6 +189,33 @@ def load_config(path: Path | None = None, overrides: Iterable[str] = ()) -> Conf
             raise ConfigError(f"--set {override!r}: write it as section.field=value")
         tree.setdefault(section, {})[key] = text
     return _build(tree)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Setting:
+    """One field of the tree, as people read about it."""
+
+    section: str
+    name: str
+    default: Any
+    range: str
+    doc: str
+
+
+def settings() -> Iterator[Setting]:
+    """Every field of every section, in the order of the tree."""
+    for section, cls in typing.get_type_hints(Config).items():
+        if not dataclasses.is_dataclass(cls):
+            continue
+        for f in dataclasses.fields(cls):
+            check = f.metadata.get("check")
+            yield Setting(
+                section=section,
+                name=f.name,
+                default=f.default,
+                range=(check(math.nan) or "") if check is not None else "",
+                doc=f.metadata.get("doc", ""),
+            )
 
 
 def _build(tree: dict[str, dict[str, Any]]) -> Config:

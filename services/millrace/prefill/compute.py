@@ -9,11 +9,15 @@ from dataclasses import dataclass, field
 import torch
 
 from millrace.engine.assembly import Engine
-from millrace.engine.model_runner import PrefillTask
-from millrace.engine.sampler import PositionLogprobs, Sampler, SamplingRow, prompt_logprobs
+from millrace.engine.logprobs import PositionLogprobs, position_logprobs
+from millrace.engine.model_runner import ModelRunner, PrefillTask
+from millrace.engine.sampler import Sampler
+from millrace.engine.sampling_spec import SamplingRow
 from millrace.prefill.job import PrefillJob
 from millrace.wire.pb import scheduler_pb2
 from millrace.worker.codec import passes, span
+
+LOGPROB_BLOCK_TOKENS = 256
 
 
 @dataclass(slots=True)
@@ -30,6 +34,28 @@ class Cancelled(Exception):
     """The job was cancelled between two operators."""
 
 
+class _PromptLogprobs:
+    """Log probabilities of the prompt's own tokens, position 1 on, in blocks of bounded memory."""
+
+    def __init__(self, runner: ModelRunner, prompt_ids: torch.Tensor, top: int) -> None:
+        self._runner = runner
+        self._prompt_ids = prompt_ids
+        self._top = top
+        self.found: list[PositionLogprobs] = []
+
+    @property
+    def wanted(self) -> bool:
+        return self._top >= 0
+
+    def add(self, start: int, hidden: torch.Tensor) -> None:
+        """hidden: [L, hidden_size] of the prompt's positions from `start` on."""
+        for first in range(0, len(hidden), LOGPROB_BLOCK_TOKENS):
+            rows = hidden[first : first + LOGPROB_BLOCK_TOKENS]
+            targets = self._prompt_ids[start + first + 1 : start + first + 1 + len(rows)].tolist()
+            logits = self._runner.project(rows[: len(targets)])
+            self.found += position_logprobs(logits, targets, [self._top] * len(targets))
+
+
 class PrefillCompute:
     """The compute thread's half of a prefill instance."""
 
@@ -38,7 +64,7 @@ class PrefillCompute:
         engine: Engine,
         instance_id: str,
         max_chunk_tokens: int,
-        report: Callable[[scheduler_pb2.WorkerMessage], None],
+        report: Callable[[scheduler_pb2.WorkerMessage], object],
     ) -> None:
         self._engine = engine
         self._instance_id = instance_id
@@ -54,49 +80,38 @@ class PrefillCompute:
         """
         chunks = [(c.start_token, c.num_tokens) for c in job.command.chunks]
         parts = passes(chunks, self._max_chunk_tokens)
-        want_prompt = job.sampling.prompt_logprobs >= 0
-        found: list[PositionLogprobs] = []
-        carry: torch.Tensor | None = None  # logits that predict the next part's first token
-        logits: torch.Tensor | None = None
+        prompt = _PromptLogprobs(self._engine.runner, prompt_ids, job.sampling.prompt_logprobs)
         spent_s = 0.0
         for number, (chunk, start, tokens) in enumerate(parts):
-            if number == 0 or parts[number - 1][0] != chunk:
+            is_first = number == 0 or parts[number - 1][0] != chunk
+            is_last = number + 1 == len(parts)
+            if is_first:
                 self._started(job, chunk)
                 spent_s = 0.0
-            ids = prompt_ids[start : start + tokens]
             task = PrefillTask(
-                token_ids=ids.to(self._engine.device),
+                token_ids=prompt_ids[start : start + tokens].to(self._engine.device),
                 history_tokens=start,
                 pages=job.pages,
-                want_logits=number == len(parts) - 1,
-                want_prompt_logprobs=want_prompt,
+                want_logits=is_last,
+                want_prompt_logprobs=prompt.wanted,
             )
             spent_s += self._run_pass(job, number, task)
-            logits = task.logits
-            if want_prompt and task.prompt_logits is not None:
-                rows = task.prompt_logits
-                predicting = rows[:-1] if carry is None else torch.cat([carry, rows[:-1]])
-                targets = ids[1:] if carry is None else ids
-                found += prompt_logprobs(predicting, targets, job.sampling.prompt_logprobs)
-                carry = rows[-1:]
-            if number == len(parts) - 1 or parts[number + 1][0] != chunk:
-                self._finished(job, chunk, spent_s, last=number == len(parts) - 1)
-        if logits is None:
+            if task.hidden is not None:
+                prompt.add(start, task.hidden)
+            if is_last or parts[number + 1][0] != chunk:
+                self._finished(job, chunk, spent_s, last=is_last)
+        if task.logits is None:
             raise RuntimeError(f"request {job.request_id}: the last chunk gave no logits")
-        return self._sample(job, logits, prompt_ids, found, len(parts))
+        return self._sample(job, task.logits, prompt_ids, prompt.found, len(parts))
 
     def _run_pass(self, job: PrefillJob, number: int, task: PrefillTask) -> float:
         start_s, begun = job.clock.now_s(), time.perf_counter()
         tokens = len(task.token_ids)
-        boundaries = self._engine.runner.prefill(task)
-        try:
-            for boundary in boundaries:
-                if job.cancelled:
-                    raise Cancelled
-                if boundary.operator == "attn" and job.session is not None:
-                    job.session.layer_ready(number, boundary.layer, task.history_tokens, tokens)
-        finally:
-            boundaries.close()
+        for boundary in self._engine.runner.prefill(task):
+            if job.cancelled:
+                raise Cancelled
+            if boundary.operator == "attn" and job.session is not None:
+                job.session.layer_ready(number, boundary.layer, task.history_tokens, tokens)
         job.spans.append(
             span(
                 f"chunk {number}",
@@ -118,8 +133,11 @@ class PrefillCompute:
         total_passes: int,
     ) -> PrefillOutcome:
         spec = job.sampling
-        rows = [SamplingRow.first(spec, choice, prompt_ids) for choice in range(spec.n)]
+        seen = prompt_ids.numpy() if spec.needs_prompt_ids else None
+        rows = [SamplingRow.first(spec, choice, seen) for choice in range(spec.n)]
         sampled = self._sampler.sample(logits.expand(spec.n, -1), rows)
+        if sampled.errors:
+            raise RuntimeError(next(iter(sampled.errors.values())))
         return PrefillOutcome(
             token_ids=sampled.token_ids,
             logprobs=sampled.logprobs,

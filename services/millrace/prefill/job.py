@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from millrace.engine.sampler import SamplingSpec
+from millrace.engine.sampling_spec import SamplingSpec
 from millrace.transfer.send_manager import SendSession
 from millrace.wire.pb import common_pb2, scheduler_pb2
 from millrace.worker.codec import Stopwatch, sampling_spec

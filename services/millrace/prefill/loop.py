@@ -52,7 +52,7 @@ class PrefillRole:
             context.engine,
             context.incarnation.id,
             context.config.engine.max_chunk_tokens,
-            context.send,
+            context.send_threadsafe,
         )
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="prefill-compute")
 
@@ -69,9 +69,9 @@ class PrefillRole:
             waiting=max(0, len(self._jobs) - 1),
         )
 
-    @property
-    def busy(self) -> bool:
-        return bool(self._jobs)
+    async def wait_idle(self) -> None:
+        async with self._pages_changed:
+            await self._pages_changed.wait_for(lambda: not self._jobs)
 
     def on_command(self, command: scheduler_pb2.WorkerCommand) -> None:
         kind = command.WhichOneof("kind")
@@ -90,8 +90,7 @@ class PrefillRole:
     async def drop_all(self, reason: str) -> None:
         for request_id in list(self._jobs):
             self._cancel(request_id, reason)
-        async with self._pages_changed:
-            await self._pages_changed.wait_for(lambda: not self._jobs)
+        await self.wait_idle()
 
     async def close(self) -> None:
         self._thread.shutdown(wait=True, cancel_futures=True)

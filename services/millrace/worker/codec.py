@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence
+from itertools import pairwise
 
-from millrace.engine.sampler import PositionLogprobs, SamplingSpec
+from millrace.engine.logprobs import PositionLogprobs
+from millrace.engine.sampling_spec import SamplingSpec
 from millrace.wire.pb import common_pb2
 
 
@@ -70,9 +72,7 @@ def span(
     )
 
 
-def passes(
-    chunks: Sequence[tuple[int, int]], max_chunk_tokens: int
-) -> list[tuple[int, int, int]]:
+def passes(chunks: Sequence[tuple[int, int]], max_chunk_tokens: int) -> list[tuple[int, int, int]]:
     """(scheduler's chunk, first token, tokens) of each forward pass.
 
     chunks: (first token, tokens) as planned. A chunk longer than `max_chunk_tokens` is computed in
@@ -82,5 +82,5 @@ def passes(
     for index, (start, tokens) in enumerate(chunks):
         count = -(-tokens // max_chunk_tokens)
         bounds = [start + tokens * i // count for i in range(count + 1)]
-        parts += [(index, low, high - low) for low, high in zip(bounds, bounds[1:], strict=False)]
+        parts += [(index, low, high - low) for low, high in pairwise(bounds)]
     return parts

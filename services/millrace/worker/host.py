@@ -1,9 +1,11 @@
-"""What every worker process does beside its role: identity, engine, transport, store, servers, drain."""
+"""What every worker process does beside its role: engine, transport, store, servers, drain."""
 
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
+import os
 import signal
 import time
 import uuid
@@ -16,16 +18,21 @@ import grpc
 from millrace.core.config import Config
 from millrace.core.latency import Latency
 from millrace.engine.assembly import Engine, calibrate, open_engine
-from millrace.state import open_store
+from millrace.state.open import open_store
 from millrace.state.store import RequestStore
-from millrace.telemetry.metrics import serve_metrics
+from millrace.telemetry.metrics import Registry, serve_metrics
+from millrace.transfer.environment import transport_environment
 from millrace.transfer.nixl_transport import NixlTransport
 from millrace.transfer.transport import Transport
 from millrace.wire.pb import common_pb2, scheduler_pb2
 from millrace.wire.server import add_health, bind, create_server
 from millrace.worker.link import WorkerLink
+from millrace_kernels.api import describe_backends
 
 log = logging.getLogger(__name__)
+
+PROGRESS_EVERY_S = 2.0
+LINK_CLOSE_S = 2.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -43,14 +50,16 @@ class WorkerOptions:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WorkerContext:
-    """What a role is built from. `send` may be called from any thread."""
+    """What a role is built from. `send` is for the event loop, `send_threadsafe` for others."""
 
     config: Config
     incarnation: common_pb2.Incarnation
     engine: Engine
     transport: Transport
     store: RequestStore
+    registry: Registry
     send: Callable[[scheduler_pb2.WorkerMessage], None]
+    send_threadsafe: Callable[[scheduler_pb2.WorkerMessage], object]
 
 
 class Role(Protocol):
@@ -75,9 +84,8 @@ class Role(Protocol):
     async def drop_all(self, reason: str) -> None:
         """Gives up every request; returns when nothing of them is left."""
 
-    @property
-    def busy(self) -> bool:
-        """Whether any request still holds something here."""
+    async def wait_idle(self) -> None:
+        """Returns when no request holds anything here."""
 
     async def close(self) -> None: ...
 
@@ -90,84 +98,125 @@ async def serve_worker(
 ) -> None:
     """Runs one worker until SIGTERM or SIGINT, then drains it.
 
-    on_ready gets the gRPC port once the scheduler has taken the registration.
+    on_ready gets the gRPC port once the scheduler has taken the registration. Raises
+    MillraceError for a model that can't be served and settings that can't be met.
     """
     stop = stop_event()
-    loop = asyncio.get_running_loop()
-    engine = await asyncio.to_thread(open_engine, options.model, config.engine)
-    log.info(
-        "loaded %s on %s: %d KV pages of %d tokens",
-        engine.folder.name,
-        engine.device,
-        engine.layout.num_pages,
-        engine.layout.page_tokens,
-    )
-    transport = NixlTransport(f"{options.instance_id}-{uuid.uuid4().hex[:8]}")
-    store = open_store(config.store)
-    incarnation = common_pb2.Incarnation(
-        id=options.instance_id or f"worker-{uuid.uuid4().hex[:8]}", generation=time.time_ns()
-    )
-    links: list[WorkerLink] = []
-
-    def send(message: scheduler_pb2.WorkerMessage) -> None:
-        loop.call_soon_threadsafe(links[0].send, message)
-
-    role = build(
-        WorkerContext(
+    instance_id = options.instance_id or f"worker-{uuid.uuid4().hex[:8]}"
+    engine = await asyncio.to_thread(_open, options.model, config)
+    latency = await asyncio.to_thread(calibrate, engine)
+    incarnation = common_pb2.Incarnation(id=instance_id, generation=time.time_ns())
+    async with contextlib.AsyncExitStack() as stack:
+        transport = _open_transport(options.host, incarnation)
+        stack.push_async_callback(asyncio.to_thread, transport.close)
+        store = open_store(config.store)
+        stack.push_async_callback(store.close)
+        loop = asyncio.get_running_loop()
+        registry = Registry()
+        context = WorkerContext(
             config=config,
             incarnation=incarnation,
             engine=engine,
             transport=transport,
             store=store,
-            send=send,
+            registry=registry,
+            send=lambda message: link.send(message),
+            send_threadsafe=lambda message: loop.call_soon_threadsafe(link.send, message),
         )
-    )
-    server = create_server()
-    role.attach(server)
-    health = add_health(server, [])
-    port = bind(server, options.host, options.port)
-    await server.start()
-    latency = await asyncio.to_thread(calibrate, engine)
+        role = build(context)
+        stack.push_async_callback(role.close)
+        _add_gauges(registry, role, engine)
+        server = create_server()
+        stack.push_async_callback(server.stop, grace=1)
+        role.attach(server)
+        health = add_health(server, [f"millrace.{role.name}"])
+        port = bind(server, options.host, options.port)
+        await server.start()
 
-    def register() -> scheduler_pb2.Register:
-        message = _register(options, incarnation, engine, latency, port)
-        role.fill_register(message)
-        return message
+        def register() -> scheduler_pb2.Register:
+            message = _register(options, incarnation, engine, latency, port)
+            role.fill_register(message)
+            return message
 
-    link = WorkerLink(
-        options.scheduler,
-        register=register,
-        heartbeat=role.heartbeat,
-        on_command=role.on_command,
-        on_lost=lambda: role.drop_all("the scheduler's stream was lost"),
-    )
-    links.append(link)
-    metrics = await serve_metrics(
-        config.telemetry.metrics_port, ready=lambda: link.connected.is_set() and not stop.is_set()
-    )
-    tasks = [asyncio.create_task(link.run()), asyncio.create_task(role.run())]
-    try:
+        link = WorkerLink(
+            options.scheduler,
+            register=register,
+            heartbeat=role.heartbeat,
+            on_command=role.on_command,
+            on_lost=lambda: role.drop_all("the scheduler's stream was lost"),
+        )
+        if port_of_metrics := config.telemetry.metrics_port:
+            metrics = await serve_metrics(
+                port_of_metrics, link.connected.is_set, registry=registry, host=options.host
+            )
+            stack.push_async_callback(metrics.close)
+        tasks = [asyncio.create_task(link.run()), asyncio.create_task(role.run())]
+        stack.push_async_callback(_end_tasks, link, tasks)
         await _until(link.connected.wait(), stop, *tasks)
-        if not stop.is_set():
-            health.set_serving(True)
-            log.info("%s %s serves on %s:%d", role.name, incarnation.id, options.host, port)
-            if on_ready is not None:
-                on_ready(port)
-            await _until(stop.wait(), stop, *tasks)
-        health.set_serving(False)
+        await health.set_serving(True)
+        log.info("%s %s serves on %s:%d", role.name, instance_id, options.host, port)
+        if on_ready is not None and not stop.is_set():
+            on_ready(port)
+        await _until(stop.wait(), stop, *tasks)
+        await health.set_serving(False)
         await _drain(role, link, options.drain_timeout_s)
-    finally:
-        link.close()
-        await asyncio.wait(tasks[:1], timeout=2)
-        for task in tasks:
-            task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
-        await server.stop(grace=1)
-        await role.close()
-        await asyncio.to_thread(transport.close)
-        await store.close()
-        if metrics is not None:
-            await metrics.close()
+
+
+def _open(model: str, config: Config) -> Engine:
+    engine = open_engine(model, config.engine, _log_progress())
+    log.info(
+        "loaded %s on %s (%s): %d KV pages of %d tokens; %s",
+        engine.folder.name,
+        engine.device,
+        engine.layout.dtype,
+        engine.layout.num_pages,
+        engine.layout.page_tokens,
+        describe_backends(),
+    )
+    return engine
+
+
+def _open_transport(host: str, incarnation: common_pb2.Incarnation) -> NixlTransport:
+    for name, value in transport_environment(host).items():
+        os.environ.setdefault(name, value)
+    return NixlTransport(f"{incarnation.id}-{incarnation.generation}")
+
+
+def _log_progress() -> Callable[[float], None]:
+    """Logs the share of weights read, at most every two seconds."""
+    last_s = time.monotonic()
+
+    def progress(share: float) -> None:
+        nonlocal last_s
+        if time.monotonic() - last_s >= PROGRESS_EVERY_S:
+            last_s = time.monotonic()
+            log.info("loading weights: %d %%", round(100 * share))
+
+    return progress
+
+
+def _add_gauges(registry: Registry, role: Role, engine: Engine) -> None:
+    registry.gauge_function(
+        "millrace_kv_free_pages", "KV pages nobody holds", lambda: engine.pool.free_pages
+    )
+    registry.gauge_function(
+        "millrace_kv_used_pages", "KV pages held by requests", lambda: engine.pool.used_pages
+    )
+    for state in ("running", "waiting"):
+        registry.gauge_function(
+            f"millrace_{role.name}_{state}_requests",
+            f"requests {state} at this instance",
+            lambda state=state: getattr(role.heartbeat(), state),  # type: ignore[misc]
+        )
+
+
+async def _end_tasks(link: WorkerLink, tasks: list[asyncio.Task[None]]) -> None:
+    """Lets the link send what is queued, then ends both loops."""
+    link.close()
+    await asyncio.wait(tasks[:1], timeout=LINK_CLOSE_S)
+    for task in tasks:
+        task.cancel()
+    await asyncio.gather(*tasks, return_exceptions=True)
 
 
 def stop_event() -> asyncio.Event:
@@ -195,9 +244,8 @@ async def _until(
 async def _drain(role: Role, link: WorkerLink, timeout_s: float) -> None:
     """Tells the scheduler, lets what runs finish, and drops what is left at the deadline."""
     link.send(scheduler_pb2.WorkerMessage(draining=scheduler_pb2.Draining()))
-    deadline_s = time.monotonic() + timeout_s
-    while role.busy and link.connected.is_set() and time.monotonic() < deadline_s:
-        await asyncio.sleep(0.02)
+    with contextlib.suppress(TimeoutError):
+        await asyncio.wait_for(role.wait_idle(), timeout_s)
     await role.drop_all("the instance is shutting down")
 
 

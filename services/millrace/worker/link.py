@@ -1,7 +1,7 @@
 """A worker's one stream to the scheduler: registers, reports, receives commands, reconnects.
 
-A worker that loses its scheduler drops all it holds before it registers again: the scheduler has given its requests
-up by then (lease), and a request must have one owner.
+A worker that loses its scheduler drops all it holds before it registers again: the scheduler has
+given its requests up by then (lease), and a request must have one owner.
 """
 
 from __future__ import annotations
@@ -80,7 +80,7 @@ class WorkerLink:
         self._closing = True
         self._outbox.put_nowait(None)
 
-    async def _serve_stream(self, stub: scheduler_pb2_grpc.SchedulerAsyncStub) -> None:
+    async def _serve_stream(self, stub: scheduler_pb2_grpc.SchedulerStub) -> None:
         self._outbox = asyncio.Queue()
         call = stub.ConnectWorker(self._messages())
         heart: asyncio.Task[None] | None = None

@@ -1,0 +1,94 @@
+"""Tokens on their way to the proxies: one long-lived stream a proxy, a message a decode step.
+
+Events wait in a proxy's outbox until its stream takes them, all that are ready in one message. A
+proxy that stays away longer than the grace, or falls too far behind, is gone: its requests are
+given up through `on_gone`.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import AsyncIterator, Callable
+
+from millrace.wire.pb import common_pb2, decode_pb2
+
+log = logging.getLogger(__name__)
+
+Life = tuple[str, int]  # id and generation
+
+MOST_WAITING_EVENTS = 1 << 16
+
+
+def life_of(incarnation: common_pb2.Incarnation) -> Life:
+    return incarnation.id, incarnation.generation
+
+
+class _Outbox:
+    def __init__(self) -> None:
+        self.events: list[decode_pb2.TokenEvent] = []
+        self.ready = asyncio.Event()
+        self.readers = 0
+        self.expiry: asyncio.TimerHandle | None = None
+
+
+class TokenStreams:
+    """The outboxes of all proxies. Used from the event loop only."""
+
+    def __init__(self, grace_s: float, on_gone: Callable[[Life], None]) -> None:
+        self._grace_s = grace_s
+        self._on_gone = on_gone
+        self._outboxes: dict[Life, _Outbox] = {}
+
+    def publish(self, proxy: Life, event: decode_pb2.TokenEvent) -> None:
+        """Adds an event for a proxy, connected or not."""
+        box = self._outbox(proxy)
+        box.events.append(event)
+        box.ready.set()
+        if len(box.events) > MOST_WAITING_EVENTS:
+            log.warning("proxy %s reads too slowly; giving its requests up", proxy[0])
+            self._forget(proxy)
+
+    async def subscribe(self, proxy: Life) -> AsyncIterator[decode_pb2.TokenBatch]:
+        """Yields what is ready, as it becomes ready, until the reader goes away."""
+        box = self._outbox(proxy)
+        box.readers += 1
+        self._keep(box)
+        try:
+            while self._outboxes.get(proxy) is box:
+                await box.ready.wait()
+                box.ready.clear()
+                events, box.events = box.events, []
+                if events:
+                    yield decode_pb2.TokenBatch(events=events)
+        finally:
+            box.readers -= 1
+            if box.readers == 0 and self._outboxes.get(proxy) is box:
+                self._expire_later(proxy, box)
+
+    def check_integrity(self) -> list[Life]:
+        """The proxies that an outbox is kept for."""
+        return list(self._outboxes)
+
+    def _outbox(self, proxy: Life) -> _Outbox:
+        box = self._outboxes.get(proxy)
+        if box is None:
+            box = self._outboxes[proxy] = _Outbox()
+            self._expire_later(proxy, box)
+        return box
+
+    def _expire_later(self, proxy: Life, box: _Outbox) -> None:
+        loop = asyncio.get_running_loop()
+        box.expiry = loop.call_later(self._grace_s, self._forget, proxy)
+
+    def _keep(self, box: _Outbox) -> None:
+        if box.expiry is not None:
+            box.expiry.cancel()
+            box.expiry = None
+
+    def _forget(self, proxy: Life) -> None:
+        box = self._outboxes.pop(proxy, None)
+        if box is not None:
+            self._keep(box)
+            box.ready.set()
+            self._on_gone(proxy)

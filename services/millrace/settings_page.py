@@ -1,0 +1,57 @@
+"""Every setting as a TOML file to start from, and as docs/configuration.md."""
+
+from __future__ import annotations
+
+import itertools
+from operator import attrgetter
+
+import orjson
+
+from millrace.core.config import Setting, settings
+
+HEAD = """# Configuration
+
+One tree of settings serves all commands. Defaults are overridden by a TOML file (`--config FILE`, a table a section),
+then by the environment (`MILLRACE_SECTION__FIELD`, such as `MILLRACE_STORE__URL`), then by
+`--set section.field=value`. A value out of range ends the command with a line that names the field, the value
+and the range. `_s` are seconds, `_ms` milliseconds; sizes are in bytes or tokens as the name says.
+
+SLO classes, chosen by clients with `x-millrace-class`, are tables of their own:
+
+```toml
+[slo_classes.chat]
+ttft_s = 0.5
+tbt_s = 0.05
+```
+
+This page is written by `millrace config --markdown`.
+"""
+
+
+def as_toml() -> str:
+    """All defaults, commented."""
+    lines: list[str] = []
+    for section, fields in itertools.groupby(settings(), key=attrgetter("section")):
+        lines.append(f"[{section}]")
+        lines += [f"{f.name} = {_value(f)}{_comment(f)}" for f in fields]
+        lines.append("")
+    return "\n".join(lines)
+
+
+def as_markdown() -> str:
+    """docs/configuration.md."""
+    lines = [HEAD]
+    for section, fields in itertools.groupby(settings(), key=attrgetter("section")):
+        lines += [f"## {section}", "", "| setting | default | range | meaning |", "|---|---|---|---|"]
+        lines += [f"| `{f.name}` | `{_value(f)}` | {f.range} | {f.doc} |" for f in fields]
+        lines.append("")
+    return "\n".join(lines)
+
+
+def _value(setting: Setting) -> str:
+    return orjson.dumps(setting.default).decode()
+
+
+def _comment(setting: Setting) -> str:
+    said = "; ".join(part for part in (setting.doc, setting.range) if part)
+    return f"  # {said}" if said else ""

@@ -1,0 +1,85 @@
+"""Outboxes: one message a step, nothing lost over a reconnect, nothing kept for the gone."""
+
+import asyncio
+
+import pytest
+from millrace.decode import token_streams
+from millrace.decode.token_streams import Life, TokenStreams
+from millrace.wire.pb import decode_pb2
+
+PROXY: Life = ("proxy-0", 7)
+
+
+def event(token: int) -> decode_pb2.TokenEvent:
+    return decode_pb2.TokenEvent(request_id="r", token_ids=[token])
+
+
+def tokens(batch: decode_pb2.TokenBatch) -> list[int]:
+    return [t for e in batch.events for t in e.token_ids]
+
+
+async def test_all_that_is_ready_comes_in_one_message() -> None:
+    streams = TokenStreams(60, lambda life: None)
+    for token in range(3):
+        streams.publish(PROXY, event(token))
+
+    stream = streams.subscribe(PROXY)
+
+    assert tokens(await anext(stream)) == [0, 1, 2]
+    streams.publish(PROXY, event(3))
+    assert tokens(await anext(stream)) == [3]
+    await stream.aclose()
+
+
+async def test_a_proxy_that_comes_back_in_time_misses_nothing() -> None:
+    gone: list[Life] = []
+    streams = TokenStreams(0.2, gone.append)
+    stream = streams.subscribe(PROXY)
+    streams.publish(PROXY, event(1))
+    await anext(stream)
+    await stream.aclose()
+    streams.publish(PROXY, event(2))
+
+    again = streams.subscribe(PROXY)
+
+    assert tokens(await anext(again)) == [2]
+    await asyncio.sleep(0.3)
+    assert gone == []
+    await again.aclose()
+
+
+async def test_a_proxy_that_stays_away_is_given_up() -> None:
+    gone: list[Life] = []
+    streams = TokenStreams(0.02, gone.append)
+    streams.publish(PROXY, event(1))
+
+    await asyncio.sleep(0.1)
+
+    assert gone == [PROXY]
+    assert streams.check_integrity() == []
+
+
+async def test_a_proxy_that_reads_too_slowly_is_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(token_streams, "MOST_WAITING_EVENTS", 10)
+    gone: list[Life] = []
+    streams = TokenStreams(60, gone.append)
+    stream = streams.subscribe(PROXY)
+    streams.publish(PROXY, event(0))
+    await anext(stream)
+    for token in range(11):
+        streams.publish(PROXY, event(token))
+
+    assert gone == [PROXY]
+    with pytest.raises(StopAsyncIteration):
+        await anext(stream)
+
+
+async def test_lives_of_one_proxy_are_apart() -> None:
+    streams = TokenStreams(60, lambda life: None)
+    streams.publish(("proxy-0", 8), event(8))
+    streams.publish(PROXY, event(7))
+
+    stream = streams.subscribe(("proxy-0", 8))
+
+    assert tokens(await anext(stream)) == [8]
+    await stream.aclose()

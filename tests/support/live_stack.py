@@ -1,0 +1,69 @@
+"""A whole stack of real processes for one test module."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Sequence
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Any
+
+import httpx
+from millrace.up import Stack, StackOptions
+
+POOL_BYTES = 64 << 20
+
+
+@asynccontextmanager
+async def live_stack(
+    model: Path | str, *, prefill: int = 2, decode: int = 1, settings: Sequence[str] = ()
+) -> AsyncIterator[Stack]:
+    """Starts the stack on free ports. Stopping raises when any process ended with an error."""
+    options = StackOptions(
+        model=str(model),
+        model_name="tiny",
+        prefill=prefill,
+        decode=decode,
+        port=0,
+        threads=1,
+        start_timeout_s=90,
+        settings=[f"engine.kv_bytes={POOL_BYTES}", *settings],
+    )
+    async with Stack(options) as stack:
+        yield stack
+
+
+async def complete(client: httpx.AsyncClient, **body: Any) -> dict[str, Any]:
+    """One completion that must succeed; returns the response's JSON."""
+    response = await client.post("/v1/completions", json={"model": "tiny", **body})
+    assert response.status_code == 200, response.text
+    return response.json()
+
+
+async def greedy_ids(
+    client: httpx.AsyncClient, prompt: list[int], max_tokens: int = 64
+) -> list[int]:
+    """The greedy continuation of a prompt, as token ids."""
+    answer = await complete(
+        client,
+        prompt=prompt,
+        max_tokens=max_tokens,
+        temperature=0,
+        ignore_eos=True,
+        return_token_ids=True,
+    )
+    return answer["choices"][0]["token_ids"]
+
+
+async def eventually(check: Any, timeout_s: float = 10.0) -> None:
+    """Waits until `check()` (plain or async) is true; fails with its last value after a while."""
+    loop = asyncio.get_running_loop()
+    deadline_s = loop.time() + timeout_s
+    while True:
+        value = check()
+        if asyncio.iscoroutine(value):
+            value = await value
+        if value:
+            return
+        assert loop.time() < deadline_s, f"still {value!r} after {timeout_s:g} s"
+        await asyncio.sleep(0.02)
