@@ -20,7 +20,7 @@ _NATIVE_ROWS = 8
 
 _ALL_ROWS = 2**31 - 1
 
-_SKINNY_ROWS = 16
+_SKINNY_ROWS = 8
 """Rows of x up to which the C++ linear, bound by reading the weights, beats a packed GEMM."""
 
 

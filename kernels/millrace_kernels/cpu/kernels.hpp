@@ -80,6 +80,9 @@ struct Kernels {
                   const float* sin, std::int64_t first, std::int64_t last);
 };
 
+// K/V positions of one task at most. Fixed, so that results never depend on what else runs.
+constexpr int kSplit = 256;
+
 // Lanes that share a pass over K/V at most, unless one group alone has more.
 constexpr int kMaxLanes = 32;
 

@@ -10,18 +10,17 @@
 #include <immintrin.h>
 #endif
 
+// In front of every loop over registers: left as a loop, it would put them in memory.
+#if defined(__clang__)
+#define MILLRACE_UNROLL _Pragma("unroll")
+#else
+#define MILLRACE_UNROLL _Pragma("GCC unroll 16")
+#endif
+
 namespace millrace {
 namespace {
 
 #include "simd.hpp"
-
-inline float to_scalar(float a) { return a; }
-inline float to_scalar(bf16 a) {
-  const std::uint32_t u = static_cast<std::uint32_t>(a.bits) << 16;
-  float f;
-  __builtin_memcpy(&f, &u, sizeof f);
-  return f;
-}
 
 inline Vec rounded_as(Vec a, const float*) { return a; }
 inline Vec rounded_as(Vec a, const bf16*) {
@@ -80,25 +79,34 @@ void score_lanes(const float* q, std::int64_t dim, const T* const* k, int count,
   const int rest = head_dim % Vec::N;
   for (int t = 0; t < count; t += 4) {
     const T* rows[4];
+    MILLRACE_UNROLL
     for (int i = 0; i < 4; ++i) rows[i] = k[t + i < count ? t + i : count - 1];
     Vec sums[G][4];
+    MILLRACE_UNROLL
     for (int g = 0; g < G; ++g)
+      MILLRACE_UNROLL
       for (int i = 0; i < 4; ++i) sums[g][i] = zero();
     for (int j = 0; j < full; ++j) {
       Vec keys[4];
+      MILLRACE_UNROLL
       for (int i = 0; i < 4; ++i) keys[i] = load(rows[i] + j * Vec::N);
+      MILLRACE_UNROLL
       for (int g = 0; g < G; ++g) {
         const Vec query = load(q + g * dim + j * Vec::N);
+        MILLRACE_UNROLL
         for (int i = 0; i < 4; ++i) sums[g][i] = fma(query, keys[i], sums[g][i]);
       }
     }
     if (rest) {
+      MILLRACE_UNROLL
       for (int i = 0; i < 4; ++i) {
         const Vec key = load_part(rows[i] + full * Vec::N, rest);
+        MILLRACE_UNROLL
         for (int g = 0; g < G; ++g)
           sums[g][i] = fma(load(q + g * dim + full * Vec::N), key, sums[g][i]);
       }
     }
+    MILLRACE_UNROLL
     for (int g = 0; g < G; ++g)
       sum4(sums[g][0], sums[g][1], sums[g][2], sums[g][3], p + g * kBlock + t);
   }
@@ -109,19 +117,26 @@ template <class T, int G, int D, bool Part>
 void add_value_columns(float* o, std::int64_t dim, const T* const* v, int count, int column,
                        int rest, const float* p, const float* rescale) {
   Vec sums[G][D];
+  MILLRACE_UNROLL
   for (int g = 0; g < G; ++g)
+    MILLRACE_UNROLL
     for (int j = 0; j < D; ++j)
       sums[g][j] = mul(set1(rescale[g]), load(o + g * dim + column + j * Vec::N));
   for (int t = 0; t < count; ++t) {
     Vec values[D];
+    MILLRACE_UNROLL
     for (int j = 0; j < D; ++j)
       values[j] = Part ? load_part(v[t] + column, rest) : load(v[t] + column + j * Vec::N);
+    MILLRACE_UNROLL
     for (int g = 0; g < G; ++g) {
       const Vec weight = set1(p[g * kBlock + t]);
+      MILLRACE_UNROLL
       for (int j = 0; j < D; ++j) sums[g][j] = fma(weight, values[j], sums[g][j]);
     }
   }
+  MILLRACE_UNROLL
   for (int g = 0; g < G; ++g)
+    MILLRACE_UNROLL
     for (int j = 0; j < D; ++j) store(o + g * dim + column + j * Vec::N, sums[g][j]);
 }
 
@@ -185,24 +200,33 @@ Reach reach_of(const AttentionCall& c, const AttentionTask& task, int row, int b
   return {first, last};
 }
 
+// Where the K and V rows of up to kSplit positions lie.
 template <class T>
-void attend_block(const AttentionCall& c, const AttentionTask& task, const Scratch& s, int begin,
-                  int count) {
-  const std::int64_t head_stride = static_cast<std::int64_t>(c.page_tokens) * c.head_dim;
-  const std::int64_t kv_stride = head_stride * c.kv_heads;
-  const T* pool = static_cast<const T*>(c.kv) + task.kv_head * head_stride;
-  const T* k[kBlock];
-  const T* v[kBlock];
-  int page = begin / c.page_tokens;
-  int offset = begin % c.page_tokens;
-  for (int t = 0; t < count; ++t) {
-    k[t] = pool + 2 * kv_stride * task.pages[page] + static_cast<std::int64_t>(offset) * c.head_dim;
-    v[t] = k[t] + kv_stride;
-    if (++offset == c.page_tokens) {
-      offset = 0;
-      ++page;
+struct Rows {
+  const T* k[kSplit];
+  const T* v[kSplit];
+
+  Rows(const AttentionCall& c, const AttentionTask& task) {
+    const std::int64_t head_stride = static_cast<std::int64_t>(c.page_tokens) * c.head_dim;
+    const std::int64_t kv_stride = head_stride * c.kv_heads;
+    const T* pool = static_cast<const T*>(c.kv) + task.kv_head * head_stride;
+    int page = task.begin / c.page_tokens;
+    int offset = task.begin % c.page_tokens;
+    for (int t = 0; t < task.end - task.begin; ++t) {
+      k[t] = pool + 2 * kv_stride * task.pages[page] +
+             static_cast<std::int64_t>(offset) * c.head_dim;
+      v[t] = k[t] + kv_stride;
+      if (++offset == c.page_tokens) {
+        offset = 0;
+        ++page;
+      }
     }
   }
+};
+
+template <class T>
+void attend_block(const AttentionCall& c, const AttentionTask& task, const Scratch& s,
+                  const T* const* k, const T* const* v, int begin, int count) {
   const int group = c.q_heads / c.kv_heads;
   const int lanes = task.rows * group;
   for (int lane = 0; lane < lanes; lane += kLaneTile) {
@@ -263,15 +287,17 @@ void attention(const AttentionCall& c, const AttentionTask& task, float* base, f
     const std::int64_t head = task.kv_head * group + lane % group;
     const T* q = static_cast<const T*>(c.q) + row * c.q_stride_n + head * c.q_stride_h;
     for (std::int64_t j = 0; j < s.dim; ++j) {
-      s.q[lane * s.dim + j] = j < c.head_dim ? to_scalar(q[j]) : 0.0f;
+      s.q[lane * s.dim + j] = j < c.head_dim ? to_float(q[j]) : 0.0f;
       s.o[lane * s.dim + j] = 0.0f;
     }
     s.maximum[lane] = -__builtin_inff();
     s.total[lane] = 0.0f;
   }
+  const Rows<T> at(c, task);
   for (int begin = task.begin; begin < task.end; begin += kBlock) {
+    const int done = begin - task.begin;
     const int left = task.end - begin;
-    attend_block<T>(c, task, s, begin, left < kBlock ? left : kBlock);
+    attend_block<T>(c, task, s, at.k + done, at.v + done, begin, left < kBlock ? left : kBlock);
   }
   if (task.splits == 1) {
     for (int lane = 0; lane < lanes; ++lane)
@@ -399,42 +425,55 @@ void linear_tile(const LinearCall& c, const typename Step<T>::X* x, T* out, std:
   const std::int64_t ldx = padded_k(c.k);
   const T* w = static_cast<const T*>(c.weight) + first * c.k;
   Vec sums[M][R];
+  MILLRACE_UNROLL
   for (int m = 0; m < M; ++m)
+    MILLRACE_UNROLL
     for (int r = 0; r < R; ++r) sums[m][r] = zero();
   std::int64_t j = 0;
   for (; j + S::N <= c.k; j += S::N) {
     typename S::Operand weights[R];
-    for (int r = 0; r < R; ++r) weights[r] = S::weight(w + r * c.k + j);
+    MILLRACE_UNROLL
+    for (int r = 0; r < R; ++r) {
+      weights[r] = S::weight(w + r * c.k + j);
+      __builtin_prefetch(w + (R + r) * c.k + j);  // of the next tile
+    }
+    MILLRACE_UNROLL
     for (int m = 0; m < M; ++m) {
       const typename S::Operand row = S::x(x + m * ldx + j);
+      MILLRACE_UNROLL
       for (int r = 0; r < R; ++r) sums[m][r] = S::fma(weights[r], row, sums[m][r]);
     }
   }
   if (j < c.k) {
+    MILLRACE_UNROLL
     for (int r = 0; r < R; ++r) {
       const typename S::Operand weight = S::weight_part(w + r * c.k + j, static_cast<int>(c.k - j));
+      MILLRACE_UNROLL
       for (int m = 0; m < M; ++m) sums[m][r] = S::fma(weight, S::x(x + m * ldx + j), sums[m][r]);
     }
   }
   const T* bias = static_cast<const T*>(c.bias);
+  MILLRACE_UNROLL
   for (int m = 0; m < M; ++m) {
-    float result[Vec::N + R];
+    float result[R];
     if constexpr (R == 1) {
       result[0] = sum(sums[m][0]);
     } else {
+      MILLRACE_UNROLL
       for (int r = 0; r < R; r += 4)
         sum4(sums[m][r], sums[m][r + 1], sums[m][r + 2], sums[m][r + 3], result + r);
     }
-    if (bias)
-      for (int r = 0; r < R; ++r) result[r] += to_scalar(bias[first + r]);
-    store_part(out + m * c.o + first, load(result), R);
+    T* to = out + m * c.o + first;
+    MILLRACE_UNROLL
+    for (int r = 0; r < R; ++r)
+      assign(to + r, bias ? result[r] + to_float(bias[first + r]) : result[r]);
   }
 }
 
 template <class T, int M>
 void linear_rows(const LinearCall& c, int row, std::int64_t first, std::int64_t last) {
 #if defined(__AVX512F__)
-  constexpr int R = M == 1 ? 8 : 4;
+  constexpr int R = M <= 2 ? 8 : 4;
 #else
   constexpr int R = 4;
 #endif

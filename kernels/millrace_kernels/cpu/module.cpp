@@ -24,7 +24,6 @@ namespace {
 
 using Address = std::uintptr_t;
 
-constexpr int kSplit = 256;  // K/V positions of one task: fixed, so that results never vary
 constexpr std::int64_t kTaskElements = 16384;    // of a row-wise kernel
 constexpr std::int64_t kTaskWeights = 32768;     // of a linear
 constexpr std::int64_t kReleaseElements = 65536;  // below this, letting go of the GIL costs more

@@ -4,6 +4,20 @@
 // instruction set can be linked into another's build. For the same reason no standard library
 // template is used from here on.
 
+inline float to_float(float a) { return a; }
+inline float to_float(bf16 a) {
+  const std::uint32_t u = static_cast<std::uint32_t>(a.bits) << 16;
+  float f;
+  __builtin_memcpy(&f, &u, 4);
+  return f;
+}
+inline void assign(float* p, float a) { *p = a; }
+inline void assign(bf16* p, float a) {
+  std::uint32_t u;
+  __builtin_memcpy(&u, &a, 4);
+  p->bits = static_cast<std::uint16_t>(a != a ? 0x7fc0 : (u + 0x7fff + ((u >> 16) & 1)) >> 16);
+}
+
 #if defined(__AVX512F__)
 
 struct Vec {
@@ -157,19 +171,6 @@ struct Vec {
   for (int i = 0; i < Vec::N; ++i) r.v[i] = (expression); \
   return r
 
-inline float to_float(float a) { return a; }
-inline float to_float(bf16 a) {
-  const std::uint32_t u = static_cast<std::uint32_t>(a.bits) << 16;
-  float f;
-  __builtin_memcpy(&f, &u, 4);
-  return f;
-}
-inline void assign(float* p, float a) { *p = a; }
-inline void assign(bf16* p, float a) {
-  std::uint32_t u;
-  __builtin_memcpy(&u, &a, 4);
-  p->bits = static_cast<std::uint16_t>(a != a ? 0x7fc0 : (u + 0x7fff + ((u >> 16) & 1)) >> 16);
-}
 inline Vec set1(float a) { MILLRACE_EACH(a); }
 inline Vec zero() { return set1(0.0f); }
 template <class T>
