@@ -1,0 +1,251 @@
+"""What a load test found: percentiles, throughput, goodput, and how many objectives were met.
+
+Definitions. TTFT: from the moment the request was sent to its first token. TBT: the gap between two
+events with tokens of one stream, as the client saw them; a stream's mean TBT is the time from its
+first token to its last, per further token. E2E: from sending to the end of the stream. A request
+attains its class's objectives when it succeeds, its TTFT is within the one and its mean TBT within
+the other. Goodput counts attaining requests per second. (FlowPrefill's goodput, section 6.1, is the
+largest request rate at 90 % attainment: run several rates and read it off.)
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable, Sequence
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+import numpy as np
+from rich.console import Console
+from rich.table import Table
+
+from millrace.bench.workload import SloClass
+
+PERCENTILES = (50, 90, 99)
+
+
+@dataclass(slots=True, kw_only=True)
+class RequestRecord:
+    """One request as the client saw it. Times are seconds since the test's start.
+
+    `error` is empty on success, else the kind ("http 429", "timeout", ...). `token_times_s` has one
+    entry an event that brought tokens, `output_tokens` is what the server says it generated.
+    """
+
+    index: int
+    class_name: str
+    input_tokens: int
+    asked_tokens: int
+    due_s: float | None = None
+    sent_s: float = 0.0
+    token_times_s: list[float] = field(default_factory=list)
+    output_tokens: int = 0
+    ended_s: float = 0.0
+    error: str = ""
+    detail: str = ""
+
+    @property
+    def ttft_s(self) -> float:
+        return self.token_times_s[0] - self.sent_s
+
+    @property
+    def mean_tbt_s(self) -> float | None:
+        """None of a single token."""
+        if self.output_tokens < 2:
+            return None
+        return (self.token_times_s[-1] - self.token_times_s[0]) / (self.output_tokens - 1)
+
+    @property
+    def e2e_s(self) -> float:
+        return self.ended_s - self.sent_s
+
+    def meets_ttft(self, slo: SloClass) -> bool:
+        return not self.error and (slo.ttft_s is None or self.ttft_s <= slo.ttft_s)
+
+    def meets_tbt(self, slo: SloClass) -> bool:
+        if self.error:
+            return False
+        mean = self.mean_tbt_s
+        return slo.tbt_s is None or mean is None or mean <= slo.tbt_s
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Distribution:
+    """Of values in milliseconds; percentiles by linear interpolation. All zero when empty."""
+
+    count: int
+    mean: float
+    p50: float
+    p90: float
+    p99: float
+    max: float
+
+    @classmethod
+    def of_seconds(cls, values: Iterable[float]) -> Distribution:
+        array = np.fromiter(values, dtype=np.float64) * 1e3
+        if not len(array):
+            return cls(count=0, mean=0.0, p50=0.0, p90=0.0, p99=0.0, max=0.0)
+        p50, p90, p99 = (float(p) for p in np.percentile(array, PERCENTILES))
+        return cls(
+            count=len(array),
+            mean=float(array.mean()),
+            p50=p50,
+            p90=p90,
+            p99=p99,
+            max=float(array.max()),
+        )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ClassReport:
+    """One objective class, or all together. Attainments are shares of its requests, 0 to 1."""
+
+    requests: int
+    succeeded: int
+    ttft_attainment: float
+    tbt_attainment: float
+    attainment: float
+    goodput_rps: float
+    ttft_ms: Distribution
+    tbt_ms: Distribution
+    mean_tbt_ms: Distribution
+    e2e_ms: Distribution
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Report:
+    """`wall_s` is from the first request sent to the last stream's end."""
+
+    wall_s: float
+    requests: int
+    succeeded: int
+    request_rate_rps: float
+    input_tokens_per_s: float
+    output_tokens_per_s: float
+    errors: dict[str, int]
+    error_examples: dict[str, str]
+    short_outputs: int  # succeeded with fewer tokens than asked for
+    send_lag_ms: Distribution  # how late the client sent; large values spoil the other figures
+    total: ClassReport
+    classes: dict[str, ClassReport]
+
+    def to_json(self) -> dict[str, Any]:
+        return asdict(self)
+
+
+def summarise(records: Sequence[RequestRecord], classes: Sequence[SloClass]) -> Report:
+    """Computes the report of finished requests, every one of a class in `classes`."""
+    good = [record for record in records if not record.error]
+    start_s = min((record.sent_s for record in records), default=0.0)
+    wall_s = max((record.ended_s for record in records), default=0.0) - start_s
+    per_s = 1.0 / wall_s if wall_s > 0 else 0.0
+    slos = {slo.name: slo for slo in classes}
+    examples: dict[str, str] = {}
+    for record in records:
+        if record.error:
+            examples.setdefault(record.error, record.detail)
+    return Report(
+        wall_s=wall_s,
+        requests=len(records),
+        succeeded=len(good),
+        request_rate_rps=len(good) * per_s,
+        input_tokens_per_s=sum(record.input_tokens for record in good) * per_s,
+        output_tokens_per_s=sum(record.output_tokens for record in good) * per_s,
+        errors=dict(Counter(record.error for record in records if record.error).most_common()),
+        error_examples=examples,
+        short_outputs=sum(record.output_tokens < record.asked_tokens for record in good),
+        send_lag_ms=Distribution.of_seconds(
+            record.sent_s - record.due_s for record in records if record.due_s is not None
+        ),
+        total=_class_report(records, slos, per_s),
+        classes={
+            name: _class_report([r for r in records if r.class_name == name], slos, per_s)
+            for name in slos
+        },
+    )
+
+
+def _class_report(
+    records: Sequence[RequestRecord], slos: dict[str, SloClass], per_s: float
+) -> ClassReport:
+    good = [record for record in records if not record.error]
+    ttft = [record.meets_ttft(slos[record.class_name]) for record in records]
+    tbt = [record.meets_tbt(slos[record.class_name]) for record in records]
+    both = sum(a and b for a, b in zip(ttft, tbt, strict=True))
+    share = 1.0 / max(1, len(records))
+    gaps = [np.diff(record.token_times_s) for record in good]
+    return ClassReport(
+        requests=len(records),
+        succeeded=len(good),
+        ttft_attainment=sum(ttft) * share,
+        tbt_attainment=sum(tbt) * share,
+        attainment=both * share,
+        goodput_rps=both * per_s,
+        ttft_ms=Distribution.of_seconds(record.ttft_s for record in good),
+        tbt_ms=Distribution.of_seconds(np.concatenate(gaps) if gaps else ()),
+        mean_tbt_ms=Distribution.of_seconds(
+            mean for record in good if (mean := record.mean_tbt_s) is not None
+        ),
+        e2e_ms=Distribution.of_seconds(record.e2e_s for record in good),
+    )
+
+
+def print_report(report: Report, classes: Sequence[SloClass], console: Console) -> None:
+    """Prints the figures as tables, and errors by kind."""
+    console.print(
+        f"{report.succeeded} of {report.requests} requests succeeded in {report.wall_s:.1f} s: "
+        f"{report.request_rate_rps:.2f} requests/s, {report.input_tokens_per_s:,.0f} input and "
+        f"{report.output_tokens_per_s:,.0f} output tokens/s"
+    )
+    latency = Table("milliseconds", title="Latency", title_justify="left")
+    for heading in ("mean", *(f"p{p}" for p in PERCENTILES), "max"):
+        latency.add_column(heading, justify="right")
+    total = report.total
+    for name, found in (
+        ("TTFT", total.ttft_ms),
+        ("TBT", total.tbt_ms),
+        ("TBT, a stream's mean", total.mean_tbt_ms),
+        ("E2E", total.e2e_ms),
+    ):
+        figures = (found.mean, found.p50, found.p90, found.p99, found.max)
+        latency.add_row(name, *(f"{value:,.1f}" for value in figures))
+    console.print(latency)
+    console.print(_class_table(report, classes))
+    for kind, count in report.errors.items():
+        console.print(f"[red]{count} x {kind}[/red]  {report.error_examples[kind][:200]}")
+    if report.short_outputs:
+        console.print(
+            f"{report.short_outputs} outputs were shorter than asked for: does the server know "
+            "ignore_eos?"
+        )
+    if report.send_lag_ms.p99 > 10:
+        console.print(
+            f"[yellow]this client fell behind: requests left up to {report.send_lag_ms.max:.0f} ms "
+            "late[/yellow]"
+        )
+
+
+def _class_table(report: Report, classes: Sequence[SloClass]) -> Table:
+    table = Table("class", title="Objectives", title_justify="left")
+    headings = ("requests", "TTFT SLO", "met", "TBT SLO", "met", "both met", "goodput/s")
+    for heading in (*headings, "TTFT p50", "TTFT p99"):
+        table.add_column(heading, justify="right")
+    for slo in classes:
+        found = report.classes[slo.name]
+        table.add_row(
+            slo.name,
+            str(found.requests),
+            _objective(slo.ttft_s),
+            f"{found.ttft_attainment:.1%}",
+            _objective(slo.tbt_s),
+            f"{found.tbt_attainment:.1%}",
+            f"{found.attainment:.1%}",
+            f"{found.goodput_rps:.2f}",
+            f"{found.ttft_ms.p50:,.1f}",
+            f"{found.ttft_ms.p99:,.1f}",
+        )
+    return table
+
+
+def _objective(seconds: float | None) -> str:
+    return "none" if seconds is None else f"{seconds * 1e3:g} ms"

@@ -1,0 +1,324 @@
+"""The load generator against a small local server with known timings and known faults."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import socket
+import subprocess
+import sys
+from operator import itemgetter
+
+import pytest
+import typer
+from typer.testing import CliRunner
+
+from millrace.bench.load_test import ServeOptions, run
+from millrace.bench.report import summarise
+from millrace.bench.serve import command
+from millrace.bench.sse_client import SseClient
+from millrace.bench.workload import SloClass, TraceRow, WorkloadOptions, parse_lengths
+from millrace.core.errors import ConfigError
+from support.sse_server import SseServer, running
+
+SLO = SloClass(name="chat", ttft_s=0.5, tbt_s=0.1)
+
+
+def workload(**settings):
+    return WorkloadOptions(
+        **{
+            "input_tokens": parse_lengths("12:20", "-"),
+            "output_tokens": parse_lengths("5", "-"),
+            "classes": [SLO],
+            "requests": 6,
+            "open_arrivals": "rate_rps" not in settings and "trace" not in settings,
+            **settings,
+        }
+    )
+
+
+async def measure(server, concurrency=2, timeout_s=5.0, warmup=0, **settings):
+    options = ServeOptions(
+        url=server.url,
+        workload=workload(**settings),
+        concurrency=concurrency,
+        timeout_s=timeout_s,
+        warmup=warmup,
+    )
+    return await run(options)
+
+
+async def test_known_timings_are_found():
+    async with running(SseServer(ttft_s=0.08, tbt_s=0.03)) as server:
+        records = await measure(server)
+    report = summarise(records, [SLO])
+    assert report.succeeded == 6
+    assert not report.short_outputs
+    # Never early; how late depends on the machine's load.
+    assert all(0.075 <= record.ttft_s < 0.5 for record in records)
+    assert all(0.028 <= record.mean_tbt_s < 0.2 for record in records)
+    assert all(len(record.token_times_s) == 5 for record in records)
+    assert report.total.e2e_ms.p50 >= 195
+    assert server.most_at_once == 2
+
+
+async def test_requests_are_exact_and_seeded():
+    async with running(SseServer(0.0, 0.0)) as server:
+        records = await measure(server, warmup=1)
+        again = SseServer(0.0, 0.0)
+        async with running(again):
+            await measure(again)
+    assert len(records) == 6
+    warm_up, *sent = server.requests
+    assert warm_up["max_tokens"] == 4
+    key = itemgetter("seed")
+    assert sorted(sent, key=key) == sorted(again.requests, key=key)
+    for body in sent:
+        assert body["model"] == "the-model"
+        assert 12 <= len(body["prompt"]) <= 20
+        assert set(body["prompt"]) <= {5, 6, 7, 11}
+        assert (body["max_tokens"], body["min_tokens"], body["ignore_eos"]) == (5, 5, True)
+    assert {h["x-millrace-ttft-slo-ms"] for h in server.headers[1:]} == {"500"}
+    assert {h["x-millrace-tbt-slo-ms"] for h in server.headers[1:]} == {"100"}
+    assert "x-millrace-ttft-slo-ms" not in server.headers[0]
+    assert server.connections <= 3
+
+
+async def test_open_arrivals_do_not_wait_for_answers():
+    rows = [TraceRow(arrival_s=0.02 * i, input_tokens=3, output_tokens=2) for i in range(8)]
+    async with running(SseServer(ttft_s=0.4, tbt_s=0.0)) as server:
+        records = await measure(server, concurrency=None, trace=rows, input_tokens=None)
+    assert server.most_at_once == 6
+    for record in records:
+        assert record.due_s - 0.001 <= record.sent_s
+    assert [record.input_tokens for record in records] == [3] * 6
+
+
+async def test_a_duration_ends_a_closed_loop():
+    async with running(SseServer(0.02, 0.0)) as server:
+        records = await measure(server, requests=None, duration_s=0.3)
+    assert 2 <= len(records) <= 40
+
+
+def refuse(status):
+    return lambda exchange: exchange.send_json({"error": {"message": "no room"}}, status)
+
+
+def fail_midway(exchange):
+    exchange.start_events()
+    exchange.chunk(b'data: {"choices": [{"text": "a"}]}\n\n')
+    exchange.chunk(b'data: {"error": {"message": "lost"}}\n\ndata: [DONE]\n\n')
+    exchange.end_events()
+
+
+def hang_up(exchange):
+    exchange.start_events()
+    exchange.chunk(b'data: {"choices": [{"text": "a"}]}\n\n')
+    exchange.writer.close()
+
+
+def no_done(exchange):
+    exchange.start_events()
+    exchange.chunk(b'data: {"choices": [{"text": "a"}]}\n\n')
+    exchange.end_events()
+
+
+def no_tokens(exchange):
+    exchange.start_events()
+    exchange.chunk(b"data: [DONE]\n\n")
+    exchange.end_events()
+
+
+def nonsense(exchange):
+    exchange.start_events()
+    exchange.chunk(b"data: {not json\n\n")
+    exchange.end_events()
+
+
+def not_http(exchange):
+    exchange.send(b"HELLO\r\n\r\n")
+
+
+@pytest.mark.parametrize(
+    ("answer", "kind"),
+    [
+        (refuse(429), "http 429"),
+        (refuse(500), "http 500"),
+        (fail_midway, "stream error"),
+        (hang_up, "connection"),
+        (no_done, "incomplete"),
+        (no_tokens, "incomplete"),
+        (nonsense, "malformed event"),
+        (not_http, "connection"),
+    ],
+)
+async def test_faults_are_told_apart(answer, kind):
+    async with running(SseServer(answer=answer)) as server:
+        records = await measure(server, requests=3)
+    assert [record.error for record in records] == [kind] * 3
+    assert all(record.detail for record in records)
+    assert summarise(records, [SLO]).total.attainment == 0.0
+
+
+async def test_a_silent_server_times_out():
+    async with running(SseServer(ttft_s=30.0)) as server:
+        records = await measure(server, timeout_s=0.15, requests=2)
+        assert [record.error for record in records] == ["timeout"] * 2
+
+
+async def test_stopping_early_reports_what_ended():
+    stop = asyncio.Event()
+    async with running(SseServer(0.01, 0.0)) as server:
+
+        async def then_hang(exchange):
+            if len(server.requests) > 4:
+                stop.set()
+                await asyncio.sleep(0.2)
+            await server.stream(exchange)
+
+        server.answer = then_hang
+        options = ServeOptions(url=server.url, workload=workload(), concurrency=1, warmup=0)
+        records = await run(options, stop=stop)
+    assert len(records) == 4
+    assert not any(record.error for record in records)
+
+
+# -- the client
+
+
+async def test_events_split_anywhere_are_put_together():
+    whole = b": comment\r\ndata: one\r\n\r\ndata:two\ndata: more\n\nevent: x\nid: 1\n\ndata: \n\n"
+
+    async def drip(exchange):
+        exchange.start_events()
+        for at in range(len(whole)):
+            exchange.chunk(whole[at : at + 1])
+            await asyncio.sleep(0)
+        exchange.end_events()
+
+    async with running(SseServer(answer=drip)) as server:
+        client = SseClient(server.url + "/base/")
+        response = await client.post("/x", b"{}")
+        client.close()
+    assert [data for _, data in response.events] == [b"one", b"two\nmore", b""]
+    times = [at_s for at_s, _ in response.events]
+    assert response.sent_s < times[0] <= times[-1] <= response.ended_s
+
+
+async def test_connections_are_used_again_and_stale_ones_replaced():
+    async with running(SseServer(0.0, 0.0)) as server:
+        client = SseClient(server.url)
+        body = json.dumps({"max_tokens": 2}).encode()
+        for _ in range(3):
+            assert len((await client.post("/v1/completions", body)).events) == 4
+        assert server.connections == 1
+
+        def close_after(exchange):
+            exchange.send_json({})
+            exchange.writer.close()
+
+        server.answer = close_after
+        for _ in range(3):
+            assert (await client.post("/v1/completions", body)).json() == {}
+        client.close()
+    assert 2 <= server.connections <= 4
+
+
+async def test_a_body_that_ends_with_the_connection():
+    def plain(exchange):
+        exchange.send(b"HTTP/1.1 200 OK\r\nconnection: close\r\n\r\nuntil the end")
+        exchange.writer.close()
+
+    async with running(SseServer(answer=plain)) as server:
+        client = SseClient(server.url)
+        response = await client.post("/x", b"{}")
+        client.close()
+    assert response.body == b"until the end"
+
+
+@pytest.mark.parametrize("url", ["", "127.0.0.1:80", "ftp://x", "http://"])
+def test_bad_urls(url):
+    with pytest.raises(ConfigError, match="--url"):
+        SseClient(url)
+
+
+async def test_a_server_that_is_not_there_is_a_clear_error():
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        url = f"http://127.0.0.1:{free.getsockname()[1]}"
+        with pytest.raises(ConfigError, match="did not answer"):
+            await run(ServeOptions(url=url, workload=workload(), concurrency=1))
+
+
+async def test_without_tokenize_the_error_says_what_to_do():
+    async def models_only(exchange):
+        status = 200 if exchange.path == "/v1/models" else 404
+        exchange.send_json({"data": [{"id": "m"}]}, status)
+
+    async with running(SseServer(0.0, 0.0)) as server:
+        server.serve = models_only
+        options = ServeOptions(url=server.url, workload=workload(), concurrency=1)
+        with pytest.raises(ConfigError, match="--token-ids"):
+            await run(options)
+
+
+# -- the command line
+
+_app = typer.Typer()
+_app.command()(command)
+
+
+async def _command(*arguments):
+    process = await asyncio.create_subprocess_exec(
+        sys.executable,
+        "-c",
+        "import typer; from millrace.bench.serve import command; typer.run(command)",
+        *arguments,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+    )
+    out, err = await process.communicate()
+    return process.returncode, out.decode(), err.decode()
+
+
+async def test_the_command_writes_json_and_a_picture(tmp_path):
+    async with running(SseServer(0.01, 0.002)) as server:
+        status, out, err = await _command(
+            *("--url", server.url, "--requests", "8", "--rate", "200"),
+            *("--input-tokens", "lognormal:30:10", "--output-tokens", "3"),
+            *("--slo-class", "chat:500:100:3", "--slo-class", "doc:9000:0"),
+            *("--json", str(tmp_path / "out.json"), "--records"),
+            *("--plot", str(tmp_path / "out.png"), "--api-key", "secret"),
+        )
+    assert status == 0, err
+    assert "8 of 8 requests succeeded" in out
+    document = json.loads((tmp_path / "out.json").read_text())
+    assert "secret" not in json.dumps(document)
+    assert document["settings"]["rate"] == 200
+    assert document["results"]["total"]["attainment"] == 1.0
+    assert len(document["requests"]) == 8
+    assert (tmp_path / "out.png").read_bytes().startswith(b"\x89PNG")
+    assert {h["authorization"] for h in server.headers} == {"bearer secret"}
+
+
+async def test_the_command_fails_when_everything_does():
+    async with running(SseServer(answer=refuse(503))) as server:
+        status, out, _ = await _command("--url", server.url, "--requests", "2")
+    assert status == 1
+    assert "2 x http 503" in out
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (["--rate", "1", "--concurrency", "2"], "exclude each other"),
+        (["--token-ids", "9:1"], "LOW:HIGH"),
+        (["--slo-class", "x"], "--slo-class"),
+        (["--input-tokens", "x"], "--input-tokens"),
+        (["--trace", "/no/such/file"], "/no/such/file"),
+    ],
+)
+def test_bad_options_are_one_clear_line(arguments, said):
+    result = CliRunner().invoke(_app, arguments)
+    assert result.exit_code == 1
+    assert said in result.output.replace("\n", " ")
