@@ -77,6 +77,22 @@ def test_ragged_batch_of_chunks_with_and_without_history(name: str) -> None:
         torch.testing.assert_close(task.logits, expected, atol=TOLERANCE, rtol=0)
 
 
+def test_prompt_positions_of_one_task_in_a_batch() -> None:
+    name = "qwen2-tied"
+    runner = make_runner(model_folder(name))
+    prompts = [prompt(length, seed=3) for length in (12, 30, 7)]
+    tasks = [Request(runner, ids).task(0, len(ids)) for ids in prompts]
+    tasks[1].want_prompt_logprobs, tasks[1].want_logits = True, False
+    list(runner.prefill_batch(tasks))
+    assert tasks[1].hidden is not None and tasks[1].logits is None
+    expected = [oracle(name).logits(ids) for ids in prompts]
+    found = runner.project(tasks[1].hidden)
+    torch.testing.assert_close(found, expected[1], atol=TOLERANCE, rtol=0)
+    for i in (0, 2):
+        assert tasks[i].hidden is None
+        torch.testing.assert_close(tasks[i].logits, expected[i][-1], atol=TOLERANCE, rtol=0)
+
+
 @pytest.mark.parametrize("name", ["llama3-rope-tied", "qwen2-yarn-window", "mixtral"])
 def test_a_long_prompt_in_chunks(name: str) -> None:
     runner = make_runner(model_folder(name), num_pages=200)

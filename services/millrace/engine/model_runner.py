@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from functools import cache
 from itertools import accumulate
 
 import torch
@@ -98,14 +99,13 @@ class ModelRunner:
         """
         page_tokens = self.pool.layout.page_tokens
         pages = page_table.gather(1, (positions // page_tokens)[:, None])[:, 0]
-        indptr = torch.arange(len(token_ids) + 1, dtype=torch.int32)
         cos, sin = self._rotary(positions)
         state = Activations(
             token_ids=token_ids,
             slots=pages * page_tokens + positions % page_tokens,
             cos=cos,
             sin=sin,
-            plans=self._plans(indptr, kv_lens, page_table),
+            plans=self._plans(_one_each(len(token_ids)), kv_lens, page_table),
         )
         for run in self._decode_runs:
             run(state)
@@ -146,12 +146,13 @@ class ModelRunner:
             sin=sin,
             plans=self._plans(_indptr(lengths), kv_lens, table),
         )
+        wanted = [int(task.want_logits) for task in tasks]
+        ends = zip(accumulate(lengths), wanted, strict=True)
+        rows = [end - 1 for end, is_wanted in ends if is_wanted]
+        state.rows = torch.tensor(rows, dtype=torch.int64, device=device)
         if not any(task.want_prompt_logprobs for task in tasks):
-            counts = [int(task.want_logits) for task in tasks]
-            ends = zip(accumulate(lengths), counts, strict=True)
-            state.rows = torch.tensor([end - 1 for end, n in ends if n], device=device).long()
             window = self.model.config.sliding_windows[-1]
-            state.last_plan = self._plan(_indptr(counts), kv_lens, table, window)
+            state.last_plan = self._plan(_indptr(wanted), kv_lens, table, window)
         return state
 
     def _plans(
@@ -180,12 +181,12 @@ class ModelRunner:
 
 def _hand_out(state: Activations, tasks: Sequence[PrefillTask]) -> None:
     """Gives every task the rows it asked for."""
-    pruned = not any(task.want_prompt_logprobs for task in tasks)
+    logits = iter(state.logits)
     end = 0
     for task in tasks:
-        start, end = end, end + (int(task.want_logits) if pruned else len(task.token_ids))
+        start, end = end, end + len(task.token_ids)
         if task.want_logits:
-            task.logits = state.logits[end - 1]
+            task.logits = next(logits)
         if task.want_prompt_logprobs:
             task.hidden = state.hidden[start:end]
 
@@ -215,6 +216,12 @@ def _page_table(tasks: Sequence[PrefillTask]) -> Tensor:
 
 def _indptr(lengths: Sequence[int]) -> Tensor:
     return torch.tensor([0, *accumulate(lengths)], dtype=torch.int32)
+
+
+@cache
+def _one_each(sequences: int) -> Tensor:
+    """`q_indptr` of a decode step."""
+    return torch.arange(sequences + 1, dtype=torch.int32)
 
 
 def _check_layout(model: Model, pool: KvPool) -> None:

@@ -35,8 +35,8 @@ class Activations:
     cos: Tensor  # float32 [n, d / 2]
     sin: Tensor  # float32 [n, d / 2]
     plans: dict[int | None, AttentionPlan]  # by sliding window
-    rows: Tensor | None = None  # int64 [r]; None: all n
-    last_plan: AttentionPlan | None = None  # of the last layer, for `rows` alone
+    rows: Tensor | None = None  # int64 [r]; None: every row there is
+    last_plan: AttentionPlan | None = None  # the last layer's, when it computes `rows` alone
 
     residual: Tensor = field(init=False)  # [n, H], the sum so far
     x: Tensor | None = None  # [n, H], not yet added to the residual; None at the first layer
@@ -44,7 +44,7 @@ class Activations:
     attended: Tensor = field(init=False)  # [n, h d]
     gate_up: Tensor = field(init=False)  # [n, 2I]
     routing: Routing = field(init=False)
-    hidden: Tensor = field(init=False)  # [r, H] after the final norm
+    hidden: Tensor = field(init=False)  # [n, H], or [r, H] with `last_plan`; after the final norm
     logits: Tensor = field(init=False)  # float32 [r, vocab]
 
 
@@ -195,11 +195,9 @@ def _lm_head(config: ModelConfig, weights: ModelWeights) -> Run:
     eps = config.norm_eps
 
     def lm_head(state: Activations) -> None:
-        if state.rows is not None:
-            state.residual = state.residual[state.rows]
-            state.x = None if state.x is None else state.x[state.rows]
         state.hidden = _normed(state, weights.final_norm, eps)
-        state.logits = kernels.linear(state.hidden, weights.lm_head).float()
+        wanted = state.hidden if state.rows is None else state.hidden[state.rows]
+        state.logits = kernels.linear(wanted, weights.lm_head).float()
 
     return lm_head
 
