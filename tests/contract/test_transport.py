@@ -11,7 +11,6 @@ from contextlib import ExitStack
 
 import numpy as np
 import pytest
-from support.transfer_peers import Child, ChildPipe
 
 from millrace.core.errors import TransferError
 from millrace.transfer.memory import Memory
@@ -19,6 +18,7 @@ from millrace.transfer.memory_transport import MemoryHub, MemoryTransport
 from millrace.transfer.nixl_transport import NixlTransport
 from millrace.transfer.runs import Runs
 from millrace.transfer.transport import PeerLostError, Transport
+from support.transfer_peers import Child, ChildPipe
 
 SIZE = 1 << 20
 WAIT_S = 20
@@ -202,7 +202,7 @@ def test_after_disconnect_a_peer_is_unknown_until_it_is_connected_again(pair):
 
 
 def test_a_write_not_yet_posted_can_be_cancelled(pair):
-    sender, receiver = pair
+    _, receiver = pair
     entered, gate = threading.Event(), threading.Event()
 
     def hold(_: Future[None]) -> None:

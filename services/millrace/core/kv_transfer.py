@@ -51,15 +51,17 @@ class HandshakeAsk:
 class HandshakeGrant:
     """The receiver's yes. `lease` is a number it never uses twice in its life.
 
-    `pages` are the receiver's of the whole prompt, in token order. With `buffered`, data goes to
-    ``[buffer_offset, buffer_offset + buffer_bytes)`` of the receiver's staging region instead.
-    The sender may write as long as it heard from the receiver within `lease_s`.
+    `pages` are the receiver's of the whole prompt, in token order; data goes to the transport's
+    `region`. With `buffered` that is the staging region, and data goes, packed, to
+    ``[buffer_offset, buffer_offset + buffer_bytes)`` of it. The sender may write as long as it
+    heard from the receiver within `lease_s`.
     """
 
     lease: int
     layout: KvLayout
     pages: Sequence[int]
     agent_metadata: bytes
+    region: int
     lease_s: float
     buffered: bool = False
     buffer_offset: int = 0

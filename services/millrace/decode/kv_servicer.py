@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Awaitable
 from typing import Any
 
 import grpc
@@ -31,7 +32,7 @@ class KvReceiverServicer(transfer_pb2_grpc.KvReceiverServicer):
         self,
         request: transfer_pb2.HandshakeRequest,
         context: grpc.aio.ServicerContext[
-            transfer_pb2.HandshakeRequest, transfer_pb2.HandshakeReply
+            transfer_pb2.HandshakeRequest, Awaitable[transfer_pb2.HandshakeReply]
         ],
     ) -> transfer_pb2.HandshakeReply:
         try:
@@ -46,7 +47,7 @@ class KvReceiverServicer(transfer_pb2_grpc.KvReceiverServicer):
         self,
         request: transfer_pb2.FinishPrefillRequest,
         context: grpc.aio.ServicerContext[
-            transfer_pb2.FinishPrefillRequest, transfer_pb2.FinishPrefillReply
+            transfer_pb2.FinishPrefillRequest, Awaitable[transfer_pb2.FinishPrefillReply]
         ],
     ) -> transfer_pb2.FinishPrefillReply:
         refusal = await self._manager.finish(
@@ -61,7 +62,7 @@ class KvReceiverServicer(transfer_pb2_grpc.KvReceiverServicer):
         self,
         request: transfer_pb2.AbortTransferRequest,
         context: grpc.aio.ServicerContext[
-            transfer_pb2.AbortTransferRequest, transfer_pb2.AbortTransferReply
+            transfer_pb2.AbortTransferRequest, Awaitable[transfer_pb2.AbortTransferReply]
         ],
     ) -> transfer_pb2.AbortTransferReply:
         self._manager.abort(ticket_of(request), reason=request.reason, drained=request.drained)

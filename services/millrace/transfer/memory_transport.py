@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -13,9 +12,8 @@ from millrace.core.errors import TransferError
 from millrace.transfer.memory import Memory, copy_on_host
 from millrace.transfer.peers import PeerMetadata, ProcessIdentity
 from millrace.transfer.runs import Runs
-from millrace.transfer.transport import Handler, PeerLostError
+from millrace.transfer.transport import Handler, PeerLostError, hand_over
 
-log = logging.getLogger(__name__)
 P = ParamSpec("P")
 T = TypeVar("T")
 
@@ -114,14 +112,7 @@ class MemoryTransport:
 
     def deliver(self, sender: str, payload: bytes) -> None:
         """Takes a notification of a peer, on the peer's thread."""
-        handler = self._handlers.get(payload[0]) if payload else None
-        if handler is None:
-            log.warning("dropped a notification of %s on no known channel", sender)
-            return
-        try:
-            handler(sender, payload)
-        except Exception:
-            log.exception("the handler of a notification from %s failed", sender)
+        hand_over(self._handlers, sender, payload)
 
     def _submit(self, call: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> Future[T]:
         try:

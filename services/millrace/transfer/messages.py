@@ -8,8 +8,9 @@ from enum import IntEnum
 
 from millrace.core.errors import TransferError
 
-#: First byte of every KV notification, by which a transport's subscribers tell messages apart.
-CHANNEL = 1
+#: First byte of a notification, by which a transport tells its subscribers apart.
+TO_RECEIVER = 1
+TO_SENDER = 2
 
 # channel u8, kind u8, layer u16, lease u32, chunk u32, part u32, start u32, tokens u32,
 # generation u64, bytes u64
@@ -17,14 +18,19 @@ _HEADER = struct.Struct("<BBHIIIIIQQ")
 
 
 class Kind(IntEnum):
-    """What a notification says. The first three go to the receiver, the others to the sender."""
+    """What a notification says."""
 
-    WRITTEN = 1  # a part's bytes lie at the receiver
-    ALIVE = 2  # the sender still holds the lease
-    DRAINED = 3  # no write of the lease is in flight, and none will follow
-    SLOT_FREE = 4  # a staging slot may be written again
-    RENEW = 5  # the lease goes on
-    STOP = 6  # the lease is over: stop, drain, say DRAINED
+    WRITTEN = 1  # to the receiver: a part's bytes lie there
+    ALIVE = 2  # to the receiver: the sender still holds the lease
+    DRAINED = 3  # to the receiver: no write of the lease is in flight, and none will follow
+    SLOT_FREE = 4  # to the sender: a staging slot may be written again
+    RENEW = 5  # to the sender: the lease goes on
+    DROP = 6  # to the sender: the KV is not needed any more; drain and say DRAINED
+    STOP = 7  # to the sender: the transfer failed; drain and say DRAINED
+
+    @property
+    def channel(self) -> int:
+        return TO_RECEIVER if self <= Kind.DRAINED else TO_SENDER
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -45,7 +51,7 @@ class Message:
     def encode(self) -> bytes:
         return (
             _HEADER.pack(
-                CHANNEL,
+                self.kind.channel,
                 self.kind,
                 self.layer,
                 self.lease,
@@ -66,8 +72,8 @@ class Message:
             channel, kind, layer, lease, chunk, part, start, tokens, generation, nbytes = (
                 _HEADER.unpack_from(payload)
             )
-            if channel != CHANNEL:
-                raise ValueError(f"channel {channel}")
+            if Kind(kind).channel != channel:
+                raise ValueError(f"kind {kind} on channel {channel}")
             return Message(
                 kind=Kind(kind),
                 request_id=payload[_HEADER.size :].decode(),

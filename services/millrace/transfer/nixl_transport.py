@@ -26,7 +26,7 @@ from millrace.core.errors import TransferError
 from millrace.transfer.memory import HOST, Memory
 from millrace.transfer.peers import PeerMetadata, ProcessIdentity
 from millrace.transfer.runs import Offsets, Runs, grains
-from millrace.transfer.transport import Handler, PeerLostError
+from millrace.transfer.transport import Handler, PeerLostError, hand_over
 
 log = logging.getLogger(__name__)
 T = TypeVar("T")
@@ -214,18 +214,8 @@ class NixlTransport:
         arrived = self._agent.get_new_notifs()
         for peer, payloads in arrived.items():
             for payload in payloads:
-                self._hand_over(peer, payload)
+                hand_over(self._handlers, peer, payload)
         return len(arrived)
-
-    def _hand_over(self, peer: str, payload: bytes) -> None:
-        handler = self._handlers.get(payload[0]) if payload else None
-        if handler is None:
-            log.warning("dropped a notification of %s on no known channel", peer)
-            return
-        try:
-            handler(peer, payload)
-        except Exception:
-            log.exception("the handler of a notification from %s failed", peer)
 
     def _open_agent(self) -> None:
         # Here, not above: UCX and NIXL read their environment when they are loaded.

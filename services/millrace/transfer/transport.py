@@ -7,7 +7,8 @@ asyncio, wrap a future with `asyncio.wrap_future`.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import logging
+from collections.abc import Callable, Mapping
 from concurrent.futures import Future
 from contextlib import AbstractContextManager
 from typing import Protocol
@@ -16,12 +17,26 @@ from millrace.core.errors import TransferError
 from millrace.transfer.memory import Memory
 from millrace.transfer.runs import Runs
 
+log = logging.getLogger(__name__)
+
 #: Called with (peer's name, payload) on the transport's thread.
 Handler = Callable[[str, bytes], None]
 
 
 class PeerLostError(TransferError):
     """The connection to a peer broke: its process ended, or nothing reaches it any more."""
+
+
+def hand_over(handlers: Mapping[int, Handler], peer: str, payload: bytes) -> None:
+    """Gives a notification to its channel's handler; what nobody takes is logged and dropped."""
+    handler = handlers.get(payload[0]) if payload else None
+    if handler is None:
+        log.warning("dropped a notification of %s on no known channel", peer)
+        return
+    try:
+        handler(peer, payload)
+    except Exception:
+        log.exception("the handler of a notification from %s failed", peer)
 
 
 class Transport(Protocol):

@@ -1,0 +1,179 @@
+"""Backend allocation handshake of Tetris §4.2, as pure decisions; the clock is passed in.
+
+Buffer-free receivers ("Otherwise ..." does not apply) grant at once: data goes straight into the
+request's pages and needs no backend, so `transfer.backends` limits buffered receivers alone. A
+buffered receiver has that many staging buffers. When none is free, "requests are sorted by the
+first handshake timestamp", and backends are reserved "for each request until all its chunks are
+transferred": a backend that a request got stays with it, and serves its next sender, until the
+request ends. A later request never takes a backend that an earlier one waits for.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from millrace.core.errors import IntegrityError
+from millrace.core.kv_layout import KvLayout
+from millrace.core.kv_transfer import HandshakeAsk, Incarnation
+from millrace.transfer.layout import mismatch
+
+#: Staging buffers are cut in slots, so that one is scattered while the next is written.
+SLOTS = 2
+#: After a sender's end is established, writes already on their way land or are lost within this.
+GRACE_S = 1.0
+
+
+def refusal(
+    ask: HandshakeAsk, *, receiver: Incarnation, layout: KvLayout, newest: Mapping[str, int]
+) -> str:
+    """Why a handshake is fenced off; empty when it is not.
+
+    `newest` is the greatest generation seen of each sender: an earlier life of it is stale.
+    """
+    ticket = ask.ticket
+    if stale := stale_receiver(ticket.receiver, receiver):
+        return stale
+    if ticket.sender.generation < newest.get(ticket.sender.id, 0):
+        return (
+            f"stale sender: {ticket.sender} was replaced by generation {newest[ticket.sender.id]}"
+        )
+    return mismatch(ask.layout, layout)
+
+
+def stale_receiver(meant: Incarnation, actual: Incarnation) -> str:
+    """Why a message for `meant` is not for `actual`; empty when they are the same life."""
+    return (
+        "" if meant == actual else f"stale receiver: the message is for {meant}, this is {actual}"
+    )
+
+
+@dataclass(slots=True, kw_only=True, eq=False)
+class Lease:
+    """One sender's right to write for one request, and what is known of its end.
+
+    Times are of the caller's clock. `renewed_s` is when the sender was last told that it may
+    go on; it stops by itself when it hears nothing for `lease_s`.
+    """
+
+    number: int
+    request_id: str
+    sender: Incarnation
+    peer: str
+    layout: KvLayout
+    backend: int | None
+    heard_s: float
+    renewed_s: float
+    told_s: float
+    drained: bool = False
+    lost_s: float | None = None
+    dead: bool = False
+    copies: int = 0
+
+    def lose(self, now_s: float, *, dead: bool) -> None:
+        """The sender is unreachable; with `dead` its process is known to have ended."""
+        if self.lost_s is None:
+            self.lost_s = now_s
+        self.dead = self.dead or dead
+
+    def lapsed(self, now_s: float, lease_s: float) -> bool:
+        """Whether the sender has been silent for too long."""
+        return not self.drained and now_s - self.heard_s > lease_s
+
+    def quiet(self, now_s: float, lease_s: float) -> bool:
+        """Whether no write of this lease can land any more.
+
+        True once the sender said so, or its process is known to be dead, or it is unreachable and
+        its right to write has run out; the last two after a grace for what was on its way. A
+        sender that is only silent may have been stopped in the middle of a write and go on with
+        it later: nothing but its word or its end makes that safe.
+        """
+        if self.drained:
+            return True
+        if self.lost_s is None:
+            return False
+        stopped_s = self.lost_s if self.dead else max(self.lost_s, self.renewed_s + lease_s)
+        return now_s >= stopped_s + GRACE_S
+
+
+@dataclass(slots=True)
+class _Claim:
+    """A request's place in the order, the senders that wait, and the backends it holds."""
+
+    first_ask_s: float
+    order: int
+    waiting: list[Incarnation]
+    idle: list[int]
+    busy: dict[Incarnation, int]
+    ended: bool = False
+
+
+class Backends:
+    """Who has which staging buffer, and who is next."""
+
+    def __init__(self, count: int) -> None:
+        self._count = count
+        self._free = list(range(count - 1, -1, -1))
+        self._claims: dict[str, _Claim] = {}
+        self._asks = 0
+
+    @property
+    def free(self) -> int:
+        return len(self._free)
+
+    def ask(self, claim_id: str, sender: Incarnation, now_s: float) -> None:
+        """Puts a sender in line. A request's place is that of its first handshake, for ever."""
+        claim = self._claims.get(claim_id)
+        if claim is None:
+            self._asks += 1
+            claim = self._claims[claim_id] = _Claim(now_s, self._asks, [], [], {})
+        if sender not in claim.waiting and sender not in claim.busy:
+            claim.waiting.append(sender)
+
+    def withdraw(self, claim_id: str, sender: Incarnation) -> None:
+        """A sender no longer waits. Its request keeps its place."""
+        claim = self._claims.get(claim_id)
+        if claim is not None and sender in claim.waiting:
+            claim.waiting.remove(sender)
+
+    def grant(self) -> list[tuple[str, Incarnation, int]]:
+        """Hands out what can be handed out now: (request, sender, backend), in order."""
+        granted = []
+        ordered = sorted(self._claims.items(), key=lambda c: (c[1].first_ask_s, c[1].order))
+        for claim_id, claim in ordered:
+            while claim.waiting and (claim.idle or self._free):
+                backend = claim.idle.pop() if claim.idle else self._free.pop()
+                sender = claim.waiting.pop(0)
+                claim.busy[sender] = backend
+                granted.append((claim_id, sender, backend))
+            if claim.waiting:
+                break  # nothing is free; nobody later may go first
+        return granted
+
+    def done(self, claim_id: str, sender: Incarnation) -> None:
+        """Nothing of the sender can reach its buffer any more; it serves the request's next."""
+        claim = self._claims.get(claim_id)
+        if claim is not None and sender in claim.busy:
+            claim.idle.append(claim.busy.pop(sender))
+            self._settle(claim_id, claim)
+
+    def end(self, claim_id: str) -> None:
+        """The request needs no more. Buffers still written to follow when their sender is done."""
+        claim = self._claims.get(claim_id)
+        if claim is not None:
+            claim.ended = True
+            claim.waiting.clear()
+            self._settle(claim_id, claim)
+
+    def check_integrity(self) -> None:
+        """Raises IntegrityError when a backend is lost or has two owners."""
+        held = [b for c in self._claims.values() for b in (*c.idle, *c.busy.values())]
+        if sorted([*held, *self._free]) != list(range(self._count)):
+            raise IntegrityError(f"backends: {held} are held, {self._free} free, of {self._count}")
+
+    def _settle(self, claim_id: str, claim: _Claim) -> None:
+        if claim.ended:
+            self._free += claim.idle
+            claim.idle.clear()
+            if not claim.busy:
+                del self._claims[claim_id]

@@ -1,0 +1,142 @@
+"""The sending half of a KV transfer: one manager per prefill instance, one session per request."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections import deque
+from collections.abc import Sequence
+from contextlib import ExitStack
+
+from millrace.core.config import TransferConfig
+from millrace.core.errors import IntegrityError, TransferError
+from millrace.core.kv_layout import KvLayout
+from millrace.core.kv_transfer import Incarnation, Ticket
+from millrace.transfer.layout import Side
+from millrace.transfer.memory import Memory, TensorLike
+from millrace.transfer.messages import TO_SENDER, Kind, Message
+from millrace.transfer.send_session import KvPeer, SendSession
+from millrace.transfer.transport import Transport
+
+__all__ = ["KvPeer", "SendManager", "SendSession"]
+
+log = logging.getLogger(__name__)
+
+TICK_S = 0.1
+
+
+class SendManager:
+    """Build it on the running event loop. `storage` is the pool, shaped as `KvLayout` says."""
+
+    def __init__(
+        self,
+        *,
+        transport: Transport,
+        layout: KvLayout,
+        storage: TensorLike,
+        identity: tuple[str, int],
+        config: TransferConfig,
+    ) -> None:
+        self._transport = transport
+        self._layout = layout
+        self._identity = Incarnation(*identity)
+        self._config = config
+        self._loop = asyncio.get_running_loop()
+        self._region = transport.register(Memory.of_tensor(storage))
+        self._sessions: dict[str, SendSession] = {}
+        self._inbox: deque[tuple[str, bytes]] = deque()
+        self._listening: ExitStack | None = None
+        transport.subscribe(TO_SENDER, self._on_notification)
+        self._ticker = self._loop.create_task(self._tick_forever())
+
+    async def open(
+        self,
+        request_id: str,
+        *,
+        peer: KvPeer,
+        receiver: tuple[str, int],
+        prompt_tokens: int,
+        pages: Sequence[int],
+    ) -> SendSession:
+        """Starts a request's handshake and returns at once: compute need not wait for it.
+
+        `pages` hold the prompt, in token order. Raises TransferError if the request has a session
+        already or the pages can't hold the prompt.
+        """
+        if request_id in self._sessions:
+            raise TransferError(f"request {request_id} is being sent already")
+        try:
+            side = Side.of(self._layout, pages, prompt_tokens)
+        except ValueError as error:
+            raise TransferError(f"request {request_id}: {error}") from error
+        session = SendSession(
+            ticket=Ticket(
+                request_id=request_id, sender=self._identity, receiver=Incarnation(*receiver)
+            ),
+            side=side,
+            prompt_tokens=prompt_tokens,
+            peer=peer,
+            transport=self._transport,
+            region=self._region,
+            config=self._config,
+            on_over=self._on_over,
+        )
+        self._sessions[request_id] = session
+        if self._listening is None:
+            self._listening = ExitStack()
+            self._listening.enter_context(self._transport.listening())
+        return session
+
+    def check_integrity(self) -> None:
+        """Raises IntegrityError when a session was left open: call this when idle."""
+        if self._sessions or self._listening is not None:
+            raise IntegrityError(f"send sessions are still open: {sorted(self._sessions)}")
+
+    async def close(self) -> None:
+        """Ends upkeep. Sessions should be over."""
+        self._ticker.cancel()
+        await asyncio.gather(self._ticker, return_exceptions=True)
+        if self._listening is not None:
+            self._listening.close()
+
+    def _on_over(self, session: SendSession) -> None:
+        del self._sessions[session.ticket.request_id]
+        if not self._sessions and self._listening is not None:
+            self._listening.close()
+            self._listening = None
+
+    async def _tick_forever(self) -> None:
+        while True:
+            await asyncio.sleep(TICK_S)
+            for session in list(self._sessions.values()):
+                session.tick(time.monotonic())
+
+    def _on_notification(self, peer: str, payload: bytes) -> None:
+        """On the transport's thread."""
+        self._inbox.append((peer, payload))
+        if len(self._inbox) == 1:
+            self._loop.call_soon_threadsafe(self._read_inbox)
+
+    def _read_inbox(self) -> None:
+        while self._inbox:
+            peer, payload = self._inbox[0]
+            try:
+                self._read(peer, Message.decode(payload))
+            except TransferError as error:
+                log.warning("notification of %s: %s", peer, error)
+            finally:
+                self._inbox.popleft()
+
+    def _read(self, peer: str, message: Message) -> None:
+        session = self._sessions.get(message.request_id)
+        if session is not None and session.take(message):
+            return
+        # A lease that no session holds: nothing is in flight under it, nor ever will be.
+        answer = Message(
+            kind=Kind.DRAINED,
+            request_id=message.request_id,
+            lease=message.lease,
+            generation=message.generation,
+        )
+        self._transport.notify(peer, answer.encode())

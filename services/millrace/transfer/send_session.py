@@ -1,0 +1,395 @@
+"""One request's sending: queue layers, write them as soon as the handshake allows, account, drain.
+
+State belongs to the event loop; `layer_ready` alone may be called from another thread. Writes are
+posted by the transport's thread.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import math
+import time
+from collections import deque
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+from millrace.core.config import TransferConfig
+from millrace.core.errors import TransferError
+from millrace.core.kv_transfer import HandshakeAsk, HandshakeGrant, HandshakeQueued, Ticket
+from millrace.transfer.handshake import SLOTS
+from millrace.transfer.layout import Side, at_layer, layer_runs, layer_token_bytes, mismatch, packed
+from millrace.transfer.messages import Kind, Message
+from millrace.transfer.runs import Runs
+from millrace.transfer.staging import slot_offset, slot_tokens
+from millrace.transfer.transport import Transport
+
+log = logging.getLogger(__name__)
+
+#: A layer of a chunk is written in parts of at most this, so that the transport's thread comes
+#: round often, and a cancelled transfer drains soon.
+MAX_PART_BYTES = 32 << 20
+MAX_IN_FLIGHT = 16
+ABORT_TIMEOUT_S = 5.0
+
+
+class KvPeer(Protocol):
+    """The receiver's control side, as a sender sees it. Every call raises TransferError."""
+
+    async def handshake(self, ask: HandshakeAsk, *, timeout_s: float) -> HandshakeGrant:
+        """Raises HandshakeQueued when the receiver answered that there is no backend yet."""
+
+    async def finish(self, ticket: Ticket, message: Any, *, timeout_s: float) -> None:  # noqa: ANN401 - the wire's type
+        """Tells that prefill has finished."""
+
+    async def abort(self, ticket: Ticket, *, reason: str, drained: bool, timeout_s: float) -> None:
+        """Tells that the sender gives up."""
+
+
+@dataclass(slots=True)
+class SendTimings:
+    """For the waterfall. Seconds of time.monotonic; 0 while it has not happened."""
+
+    opened_s: float
+    granted_s: float = 0.0
+    first_write_s: float = 0.0
+    last_write_s: float = 0.0
+    bytes: int = 0
+    writes: int = 0
+
+    @property
+    def handshake_s(self) -> float:
+        """From opening to the grant."""
+        return max(0.0, self.granted_s - self.opened_s)
+
+
+@dataclass(frozen=True, slots=True)
+class _Part:
+    """Tokens of a layer of a chunk that are written, and notified, at once."""
+
+    chunk: int
+    layer: int
+    start_token: int
+    num_tokens: int
+
+
+class SendSession:
+    """Made by `SendManager.open`. Over once `finish` or `abort` has returned."""
+
+    def __init__(
+        self,
+        *,
+        ticket: Ticket,
+        side: Side,
+        prompt_tokens: int,
+        peer: KvPeer,
+        transport: Transport,
+        region: int,
+        config: TransferConfig,
+        on_over: Callable[[SendSession], None],
+    ) -> None:
+        self.ticket = ticket
+        self.timings = SendTimings(time.monotonic())
+        self._side = side
+        self._prompt_tokens = prompt_tokens
+        self._control = peer
+        self._transport = transport
+        self._region = region
+        self._config = config
+        self._on_over = on_over
+        self._loop = asyncio.get_running_loop()
+        self._ready: deque[_Part] = deque()
+        self._parts: deque[_Part] = deque()
+        self._writes: dict[Future[None], int] = {}
+        self._unfreed: set[int] = set()
+        self._grant: HandshakeGrant | None = None
+        self._target: Side | None = None
+        self._peer = ""
+        self._number = 0
+        self._heard_s = self._progress_s = time.monotonic()
+        self._failure: TransferError | None = None
+        self._dropped = False
+        self._over = False
+        self._runs: dict[tuple[int, int], Runs] = {}
+        self._changed = asyncio.Event()
+        self._opening = self._loop.create_task(self._open())
+
+    @property
+    def failure(self) -> TransferError | None:
+        """Why nothing more can be sent; None while it can. `finish` raises it."""
+        return self._failure
+
+    # -- for prefill
+
+    def layer_ready(self, chunk_index: int, layer: int, start_token: int, num_tokens: int) -> None:
+        """A layer of a chunk lies in its pages: send it. From any thread; returns at once.
+
+        On a device the caller makes sure that the kernels that wrote it have ended.
+        """
+        self._ready.append(_Part(chunk_index, layer, start_token, num_tokens))
+        self._loop.call_soon_threadsafe(self._pump)
+
+    async def finish(self, message: Any) -> None:  # noqa: ANN401 - the wire's type
+        """Sends `message` at once, then waits until every write has been acknowledged.
+
+        Returns too when the receiver has no more use for the KV. Raises TransferError when it was
+        refused, failed, or made no progress for `transfer_timeout_s`; call `abort` then.
+        """
+        if not self._dropped and self._failure is None:
+            try:
+                await self._control.finish(
+                    self.ticket, message, timeout_s=self._config.transfer_timeout_s
+                )
+            except TransferError as error:
+                if not self._dropped:
+                    self.fail(error)
+        while not self._settled:
+            self._changed.clear()
+            await self._changed.wait()
+        if self._failure is not None:
+            raise self._failure
+        await self._end()
+
+    async def abort(self, reason: str) -> None:
+        """Gives up. Returns when nothing of the request is in flight: its pages may be freed.
+
+        A peer that was stopped in the middle of a write holds this up until it goes on or dies.
+        """
+        if self._over:
+            return
+        self.fail(self._error(reason))
+        self._opening.cancel()
+        if self._writes:
+            await self._tell_abort(reason, drained=False)
+        while self._writes:
+            self._changed.clear()
+            await self._changed.wait()
+        await self._tell_abort(reason, drained=True)
+        await self._end()
+
+    # -- for the manager
+
+    def take(self, message: Message) -> bool:
+        """A notification of the receiver. False if it speaks of a lease that is not this one's."""
+        if self._grant is None:
+            return True  # the grant itself has not arrived yet
+        if message.lease != self._grant.lease:
+            return False
+        self._heard_s = time.monotonic()
+        if message.kind is Kind.SLOT_FREE:
+            self._progress_s = self._heard_s
+            self._unfreed.discard(message.part)
+            self._pump()
+        elif message.kind is Kind.DROP:
+            self._dropped = True
+            self._drop_queue()
+        elif message.kind is Kind.STOP:
+            self.fail(self._error(f"{self.ticket.receiver.id} stopped the transfer"))
+        elif self._failure is None and not self._dropped:
+            self._notify(Kind.ALIVE)
+        self._say_drained()
+        return True
+
+    def tick(self, now_s: float) -> None:
+        """Fails when what should move has not moved for `transfer_timeout_s`."""
+        moving = self._writes or self._unfreed
+        if moving and now_s - self._progress_s > self._config.transfer_timeout_s:
+            pending = sum(self._writes.values())
+            self.fail(
+                self._error(
+                    f"no progress for {self._config.transfer_timeout_s:g} s writing to "
+                    f"{self.ticket.receiver.id}, {pending} bytes in flight"
+                )
+            )
+
+    def fail(self, error: TransferError) -> None:
+        """Nothing more is queued or posted; what is in flight has to drain."""
+        if self._failure is None:
+            self._failure = error
+        self._drop_queue()
+
+    # -- inside
+
+    @property
+    def _settled(self) -> bool:
+        """Whether `finish` has its answer."""
+        if self._failure is not None:
+            return True
+        if self._writes or (self._grant is None and not self._dropped):
+            return False
+        return self._dropped or not (self._ready or self._parts)
+
+    async def _open(self) -> None:
+        """The handshake, while compute goes on (Tetris figure 7-b)."""
+        ask = HandshakeAsk(
+            ticket=self.ticket,
+            layout=self._side.layout,
+            start_token=0,
+            num_tokens=self._prompt_tokens,
+            agent_metadata=self._transport.metadata(),
+        )
+        try:
+            grant = await self._ask(ask)
+            if reason := mismatch(self._side.layout, grant.layout):
+                raise self._error(reason)
+            self._target = Side.of(grant.layout, grant.pages, self._prompt_tokens)
+            self._peer = await asyncio.wrap_future(self._transport.connect(grant.agent_metadata))
+        except TransferError as error:
+            self.fail(error)
+        except ValueError as error:
+            self.fail(self._error(str(error)))
+        else:
+            self.timings.granted_s = time.monotonic()
+            self._grant = grant
+            self._progress_s = self._heard_s = self.timings.granted_s
+            self._pump()
+
+    async def _ask(self, ask: HandshakeAsk) -> HandshakeGrant:
+        while True:
+            try:
+                return await self._control.handshake(
+                    ask, timeout_s=self._config.handshake_timeout_s
+                )
+            except HandshakeQueued as queued:
+                log.debug("%s; asking again", queued)
+
+    def _pump(self) -> None:
+        """Posts what may be posted."""
+        while (
+            self._grant is not None
+            and self._failure is None
+            and not self._dropped
+            and len(self._writes) < MAX_IN_FLIGHT
+            and not (self._grant.buffered and len(self._unfreed) >= SLOTS)
+            and (part := self._take_part(self._grant)) is not None
+        ):
+            if time.monotonic() - self._heard_s > self._grant.lease_s:
+                silence = f"no news from {self.ticket.receiver.id} for {self._grant.lease_s:g} s"
+                self.fail(self._error(silence))
+                return
+            self._post(part, self._grant)
+        if self._failure is not None or self._dropped:
+            self._ready.clear()
+        self._changed.set()
+
+    def _take_part(self, grant: HandshakeGrant) -> _Part | None:
+        while not self._parts and self._ready:
+            self._parts.extend(self._split(self._ready.popleft(), grant))
+        return self._parts.popleft() if self._parts else None
+
+    def _split(self, whole: _Part, grant: HandshakeGrant) -> Iterator[_Part]:
+        """Cuts a layer of a chunk where both sides' pages end, if pages are small enough."""
+        token_bytes = layer_token_bytes(self._side.layout, grant.layout)
+        most = max(1, MAX_PART_BYTES // token_bytes)
+        if grant.buffered:
+            most = min(most, slot_tokens(grant.buffer_bytes, token_bytes))
+        step = math.lcm(self._side.layout.page_tokens, grant.layout.page_tokens)
+        stride = most - most % step or most
+        at, end = whole.start_token, whole.start_token + whole.num_tokens
+        while at < end:
+            until = min(end, at - at % stride + stride)
+            yield _Part(whole.chunk, whole.layer, at, until - at)
+            at = until
+
+    def _post(self, part: _Part, grant: HandshakeGrant) -> None:
+        number, self._number = self._number, self._number + 1
+        runs = self._runs_of(part, grant, number)
+        message = Message(
+            kind=Kind.WRITTEN,
+            request_id=self.ticket.request_id,
+            lease=grant.lease,
+            generation=self.ticket.receiver.generation,
+            chunk=part.chunk,
+            layer=part.layer,
+            part=number,
+            start_token=part.start_token,
+            num_tokens=part.num_tokens,
+            nbytes=runs.total_bytes,
+        )
+        now_s = time.monotonic()
+        if not self._writes:
+            self._progress_s = now_s
+        self.timings.first_write_s = self.timings.first_write_s or now_s
+        if grant.buffered:
+            self._unfreed.add(number)
+        write = self._transport.write(
+            self._peer, runs, message.encode(), region=self._region, peer_region=grant.region
+        )
+        self._writes[write] = runs.total_bytes
+        write.add_done_callback(
+            lambda done: self._loop.call_soon_threadsafe(self._on_written, done)
+        )
+
+    def _runs_of(self, part: _Part, grant: HandshakeGrant, number: int) -> Runs:
+        """The part's runs; of a chunk's layers only the first one's are computed."""
+        if self._target is None:
+            raise AssertionError("a part was posted before the grant")
+        sender, key = self._side.layout, (part.start_token, part.num_tokens)
+        if key not in self._runs:
+            if len(self._runs) >= 64:
+                self._runs.clear()
+            target = packed(sender, grant.layout, *key) if grant.buffered else self._target
+            self._runs[key] = layer_runs(self._side, target, *key)
+        runs = self._runs[key]
+        if grant.buffered:
+            offset = slot_offset(grant.buffer_offset, grant.buffer_bytes, number)
+            return runs.shifted(part.layer * sender.layer_bytes, offset)
+        return at_layer(runs, sender, grant.layout, part.layer)
+
+    def _on_written(self, write: Future[None]) -> None:
+        nbytes = self._writes.pop(write)
+        self._changed.set()
+        if write.cancelled():
+            return
+        now_s = self._progress_s = time.monotonic()
+        if (error := write.exception()) is None:
+            self.timings.last_write_s = now_s
+            self.timings.bytes += nbytes
+            self.timings.writes += 1
+        else:
+            self.fail(self._error(str(error)))
+        self._say_drained()
+        self._pump()
+
+    def _drop_queue(self) -> None:
+        self._ready.clear()
+        self._parts.clear()
+        self._unfreed.clear()
+        for write in list(self._writes):
+            write.cancel()  # those that the transport has not posted yet
+        self._say_drained()
+        self._changed.set()
+
+    def _say_drained(self) -> None:
+        """Once the session is given up and nothing is in flight: nothing will follow."""
+        if (self._failure is not None or self._dropped) and not self._writes:
+            self._notify(Kind.DRAINED)
+
+    def _notify(self, kind: Kind) -> None:
+        if self._grant is not None:
+            message = Message(
+                kind=kind,
+                request_id=self.ticket.request_id,
+                lease=self._grant.lease,
+                generation=self.ticket.receiver.generation,
+            )
+            self._transport.notify(self._peer, message.encode())
+
+    def _error(self, text: str) -> TransferError:
+        return TransferError(f"request {self.ticket.request_id}: {text}")
+
+    async def _tell_abort(self, reason: str, *, drained: bool) -> None:
+        try:
+            await self._control.abort(
+                self.ticket, reason=reason, drained=drained, timeout_s=ABORT_TIMEOUT_S
+            )
+        except TransferError as error:
+            log.debug("%s was not told of the abort: %s", self.ticket.receiver.id, error)
+
+    async def _end(self) -> None:
+        self._over = True
+        self._opening.cancel()
+        await asyncio.gather(self._opening, return_exceptions=True)
+        self._on_over(self)

@@ -1,0 +1,62 @@
+"""Staging buffers of a buffered receiver, and the scatter from them into KV pages."""
+
+from __future__ import annotations
+
+from concurrent.futures import Future, ThreadPoolExecutor
+
+import numpy as np
+
+from millrace.core.errors import ConfigError
+from millrace.core.kv_layout import KvLayout
+from millrace.transfer.handshake import SLOTS
+from millrace.transfer.layout import Side, at_layer, layer_runs, packed
+from millrace.transfer.memory import HOST, Memory, copy_on_host
+from millrace.transfer.messages import Message
+from millrace.transfer.transport import Transport
+
+
+class Staging:
+    """`count` buffers of `buffer_bytes` in one region. Copies run on a thread of their own."""
+
+    def __init__(
+        self, transport: Transport, pool: Memory, *, count: int, buffer_bytes: int
+    ) -> None:
+        """Raises ConfigError for a pool in device memory: the scatter runs on the host."""
+        if pool.device != HOST:
+            raise ConfigError(
+                f"transfer.buffer_bytes is {buffer_bytes}; it must be 0 (buffer-free) when the KV "
+                "pool is in device memory"
+            )
+        self.buffer_bytes = buffer_bytes
+        self._pool = pool
+        self._bytes = np.zeros(count * buffer_bytes, dtype=np.uint8)
+        self._memory = Memory.of_array(self._bytes)
+        self.region = transport.register(self._memory)
+        self._thread = ThreadPoolExecutor(1, thread_name_prefix="kv-scatter")
+
+    def scatter(
+        self, message: Message, backend: int, sender: KvLayout, receiver: Side
+    ) -> Future[None]:
+        """Copies a part from its slot into the pages. Done when the slot may be written again."""
+        offset = slot_offset(backend * self.buffer_bytes, self.buffer_bytes, message.part)
+        return self._thread.submit(self._scatter, message, offset, sender, receiver)
+
+    def close(self) -> None:
+        self._thread.shutdown(wait=True)
+
+    def _scatter(self, message: Message, offset: int, sender: KvLayout, receiver: Side) -> None:
+        slot = packed(sender, receiver.layout, message.start_token, message.num_tokens)
+        runs = layer_runs(slot, receiver, message.start_token, message.num_tokens)
+        target = at_layer(runs, slot.layout, receiver.layout, message.layer)
+        source = runs.source + offset
+        copy_on_host(self._memory, self._pool, type(runs)(source, target.target, runs.length))
+
+
+def slot_offset(buffer_offset: int, buffer_bytes: int, part: int) -> int:
+    """Where part number `part` of a lease lies in the staging region."""
+    return buffer_offset + (part % SLOTS) * (buffer_bytes // SLOTS)
+
+
+def slot_tokens(buffer_bytes: int, token_bytes: int) -> int:
+    """How many tokens of one layer fit in a slot."""
+    return buffer_bytes // SLOTS // token_bytes

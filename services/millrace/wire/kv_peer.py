@@ -1,0 +1,88 @@
+"""The sender's client of a receiver's KvReceiver service."""
+
+from __future__ import annotations
+
+import grpc
+
+from millrace.core.errors import TransferError
+from millrace.core.kv_transfer import (
+    HandshakeAsk,
+    HandshakeGrant,
+    HandshakeQueued,
+    HandshakeRefused,
+    Ticket,
+)
+from millrace.wire.channel import open_channel
+from millrace.wire.pb import transfer_pb2, transfer_pb2_grpc
+from millrace.wire.transfer_codec import ask_message, grant_of, incarnation_message
+
+
+class GrpcKvPeer:
+    """One receiver. Every call has a deadline and raises TransferError."""
+
+    def __init__(self, address: str, channel: grpc.aio.Channel) -> None:
+        self._address = address
+        self._stub = transfer_pb2_grpc.KvReceiverStub(channel)
+
+    async def handshake(self, ask: HandshakeAsk, *, timeout_s: float) -> HandshakeGrant:
+        """Raises HandshakeRefused, HandshakeQueued, or TransferError if there is no answer."""
+        try:
+            reply = await self._stub.Handshake(ask_message(ask), timeout=timeout_s)
+        except grpc.aio.AioRpcError as error:
+            if error.code() is grpc.StatusCode.RESOURCE_EXHAUSTED:
+                raise HandshakeQueued(error.details() or "queued") from error
+            raise self._error("Handshake", error) from error
+        if reply.refusal:
+            raise HandshakeRefused(reply.refusal)
+        return grant_of(reply)
+
+    async def finish(
+        self, ticket: Ticket, message: transfer_pb2.FinishPrefillRequest, *, timeout_s: float
+    ) -> None:
+        """Sends `message`, whose addresses are filled in here. Raises TransferError if refused."""
+        message.request_id = ticket.request_id
+        message.sender.CopyFrom(incarnation_message(ticket.sender))
+        message.receiver.CopyFrom(incarnation_message(ticket.receiver))
+        try:
+            reply = await self._stub.FinishPrefill(message, timeout=timeout_s)
+        except grpc.aio.AioRpcError as error:
+            raise self._error("FinishPrefill", error) from error
+        if reply.refusal:
+            raise TransferError(reply.refusal)
+
+    async def abort(self, ticket: Ticket, *, reason: str, drained: bool, timeout_s: float) -> None:
+        message = transfer_pb2.AbortTransferRequest(
+            request_id=ticket.request_id,
+            sender=incarnation_message(ticket.sender),
+            receiver=incarnation_message(ticket.receiver),
+            reason=reason,
+            drained=drained,
+        )
+        try:
+            await self._stub.AbortTransfer(message, timeout=timeout_s)
+        except grpc.aio.AioRpcError as error:
+            raise self._error("AbortTransfer", error) from error
+
+    def _error(self, call: str, error: grpc.aio.AioRpcError) -> TransferError:
+        return TransferError(
+            f"{call} at {self._address}: {error.code().name.lower()}: {error.details()}"
+        )
+
+
+class KvPeers:
+    """Peers by address, a channel each, opened when first asked for."""
+
+    def __init__(self) -> None:
+        self._peers: dict[str, tuple[GrpcKvPeer, grpc.aio.Channel]] = {}
+
+    def to(self, address: str) -> GrpcKvPeer:
+        """The peer at host:port."""
+        if address not in self._peers:
+            channel = open_channel(address)
+            self._peers[address] = (GrpcKvPeer(address, channel), channel)
+        return self._peers[address][0]
+
+    async def close(self) -> None:
+        for _, channel in self._peers.values():
+            await channel.close(grace=None)
+        self._peers.clear()

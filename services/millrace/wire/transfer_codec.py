@@ -1,0 +1,118 @@
+"""Between the transfer's own types and protobuf."""
+
+from __future__ import annotations
+
+import struct
+
+from millrace.core.errors import ConfigError, TransferError
+from millrace.core.kv_layout import KvLayout
+from millrace.core.kv_transfer import HandshakeAsk, HandshakeGrant, Incarnation, Ticket
+from millrace.wire.pb import common_pb2, transfer_pb2
+
+_REGION = struct.Struct("<I")
+
+
+def incarnation_message(life: Incarnation) -> common_pb2.Incarnation:
+    return common_pb2.Incarnation(id=life.id, generation=life.generation)
+
+
+def ticket_of(
+    message: transfer_pb2.HandshakeRequest
+    | transfer_pb2.FinishPrefillRequest
+    | transfer_pb2.AbortTransferRequest,
+) -> Ticket:
+    """Whom a request's message is from and for."""
+    return Ticket(
+        request_id=message.request_id,
+        sender=Incarnation(message.sender.id, message.sender.generation),
+        receiver=Incarnation(message.receiver.id, message.receiver.generation),
+    )
+
+
+def layout_message(layout: KvLayout) -> transfer_pb2.KvLayout:
+    return transfer_pb2.KvLayout(
+        model_hash=layout.model_hash,
+        dtype=layout.dtype,
+        num_layers=layout.num_layers,
+        num_kv_heads=layout.num_kv_heads,
+        head_dim=layout.head_dim,
+        page_tokens=layout.page_tokens,
+        head_start=layout.head_start,
+        head_count=layout.head_count,
+        num_pages=layout.num_pages,
+    )
+
+
+def layout_of(message: transfer_pb2.KvLayout) -> KvLayout:
+    """Raises TransferError for a layout that can't be."""
+    try:
+        return KvLayout(
+            model_hash=message.model_hash,
+            dtype=message.dtype,
+            num_layers=message.num_layers,
+            num_kv_heads=message.num_kv_heads,
+            head_dim=message.head_dim,
+            page_tokens=message.page_tokens,
+            head_start=message.head_start,
+            head_count=message.head_count,
+            num_pages=message.num_pages,
+        )
+    except ConfigError as error:
+        raise TransferError(f"a peer sent a bad KV layout: {error}") from error
+
+
+def ask_message(ask: HandshakeAsk) -> transfer_pb2.HandshakeRequest:
+    return transfer_pb2.HandshakeRequest(
+        request_id=ask.ticket.request_id,
+        sender=incarnation_message(ask.ticket.sender),
+        receiver=incarnation_message(ask.ticket.receiver),
+        layout=layout_message(ask.layout),
+        start_token=ask.start_token,
+        num_tokens=ask.num_tokens,
+        agent_metadata=ask.agent_metadata,
+    )
+
+
+def ask_of(message: transfer_pb2.HandshakeRequest) -> HandshakeAsk:
+    """Raises TransferError for a layout that can't be."""
+    return HandshakeAsk(
+        ticket=ticket_of(message),
+        layout=layout_of(message.layout),
+        start_token=message.start_token,
+        num_tokens=message.num_tokens,
+        agent_metadata=message.agent_metadata,
+    )
+
+
+def grant_message(grant: HandshakeGrant) -> transfer_pb2.HandshakeReply:
+    """`backend_id` carries the lease's number; `region` the region's index, little endian."""
+    return transfer_pb2.HandshakeReply(
+        layout=layout_message(grant.layout),
+        pages=grant.pages,
+        agent_metadata=grant.agent_metadata,
+        region=_REGION.pack(grant.region),
+        backend_id=grant.lease,
+        buffered=grant.buffered,
+        buffer_offset=grant.buffer_offset,
+        buffer_bytes=grant.buffer_bytes,
+        lease_s=grant.lease_s,
+    )
+
+
+def grant_of(message: transfer_pb2.HandshakeReply) -> HandshakeGrant:
+    """Raises TransferError for a reply that can't be."""
+    try:
+        (region,) = _REGION.unpack(message.region)
+    except struct.error as error:
+        raise TransferError(f"a peer sent a bad region: {error}") from error
+    return HandshakeGrant(
+        lease=message.backend_id,
+        layout=layout_of(message.layout),
+        pages=list(message.pages),
+        agent_metadata=message.agent_metadata,
+        region=region,
+        lease_s=message.lease_s,
+        buffered=message.buffered,
+        buffer_offset=message.buffer_offset,
+        buffer_bytes=message.buffer_bytes,
+    )
