@@ -1,0 +1,172 @@
+"""A real proxy over HTTP, in front of a scripted scheduler and decode instance."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import httpx
+import openai
+from tokenizers import Tokenizer
+
+from millrace.bench.stub_fleet import StubFleet
+from millrace.bench.stub_model import write_stub_model
+from millrace.core.config import Config, load_config
+from millrace.proxy.main import Proxy, listen
+from millrace.wire.pb import common_pb2, decode_pb2, scheduler_pb2
+
+MODEL = "tiny"
+CONTEXT_TOKENS = 2048
+@dataclass
+class Script:
+    """What the fleet does with a submission: by default it says `reply`, a token a step.
+
+    `hold` keeps tokens back after the first `hold_after` ones until it is set.
+    """
+
+    reply: str = "Hello there"
+    finish: str = "stop"
+    hold: asyncio.Event | None = None
+    hold_after: int = 1
+    on_submit: Callable[[common_pb2.RequestSpec], None] | None = None
+    token_ids: list[int] | None = None
+    spans: list[common_pb2.Span] = field(default_factory=list)
+
+
+class Fleet(StubFleet):
+    """Records what it is asked, and plays `script`."""
+
+    def __init__(self, tokenizer: Tokenizer) -> None:
+        super().__init__(self._submitted, self._cancelled)
+        self.tokenizer = tokenizer
+        self.script = Script()
+        self.specs: list[common_pb2.RequestSpec] = []
+        self.cancels: list[scheduler_pb2.CancelRequest] = []
+        self.cancelled = asyncio.Event()
+        self.submitted = asyncio.Event()
+        self._playing: set[asyncio.Task[None]] = set()
+
+    def _submitted(self, spec: common_pb2.RequestSpec) -> None:
+        self.specs.append(spec)
+        self.submitted.set()
+        if self.script.on_submit is not None:
+            self.script.on_submit(spec)
+            return
+        self.place(spec)
+        task = asyncio.create_task(self.play(spec, self.script))
+        self._playing.add(task)
+        task.add_done_callback(self._playing.discard)
+
+    def _cancelled(self, cancel: scheduler_pb2.CancelRequest) -> None:
+        self.cancels.append(cancel)
+        self.cancelled.set()
+
+    async def play(self, spec: common_pb2.RequestSpec, script: Script) -> None:
+        """Emits the script's tokens for every choice, one a step."""
+        ids = script.token_ids
+        if ids is None:
+            ids = self.tokenizer.encode(script.reply, add_special_tokens=False).ids
+        stops = script.finish == "stop" and script.token_ids is None
+        ids = [*ids, 1] if stops else ids
+        for position, token_id in enumerate(ids):
+            if script.hold is not None and position == script.hold_after:
+                await script.hold.wait()
+            last = position == len(ids) - 1
+            self.emit(
+                spec.proxy.id,
+                [
+                    token_event(
+                        spec, choice, position, token_id, script, last=last, stops=stops
+                    )
+                    for choice in range(spec.sampling.n)
+                ],
+            )
+            await asyncio.sleep(0)
+
+
+def token_event(
+    spec: common_pb2.RequestSpec,
+    choice: int,
+    position: int,
+    token_id: int,
+    script: Script,
+    *,
+    last: bool,
+    stops: bool,
+) -> decode_pb2.TokenEvent:
+    event = decode_pb2.TokenEvent(
+        request_id=spec.request_id, choice=choice, token_ids=[token_id], stop_token_id=-1
+    )
+    sampling = spec.sampling
+    if sampling.logprobs >= 0:
+        event.logprobs.append(_logprobs(token_id, sampling.logprobs))
+    if position == 0 and choice == 0:
+        event.spans.extend(script.spans)
+        event.cached_tokens = 3
+        if sampling.prompt_logprobs >= 0:
+            ids = range(spec.prompt_tokens)
+            event.prompt_logprobs.extend(_logprobs(i, sampling.prompt_logprobs) for i in ids)
+    if last:
+        event.finish_reason = script.finish
+        if stops:
+            event.stop_token_id = token_id
+    return event
+
+
+def _logprobs(token_id: int, top: int) -> common_pb2.PositionLogprobs:
+    chosen = common_pb2.TokenLogprob(token_id=token_id, logprob=-0.5)
+    others = [common_pb2.TokenLogprob(token_id=10 + i, logprob=-1.0 - i) for i in range(top)]
+    return common_pb2.PositionLogprobs(chosen=chosen, top=others)
+
+
+@dataclass
+class Stack:
+    """A running proxy and its fleet. `http` and `client` talk to it."""
+
+    proxy: Proxy
+    fleet: Fleet
+    http: httpx.AsyncClient
+    client: openai.AsyncOpenAI
+
+    @property
+    def url(self) -> str:
+        return f"http://127.0.0.1:{self.proxy.port}"
+
+    async def idle(self) -> None:
+        """Returns when the proxy holds no request any more; fails after two seconds."""
+        async with asyncio.timeout(2):
+            while self.proxy.gateway.inflight:
+                await asyncio.sleep(0.005)
+        self.proxy.gateway.check_integrity()
+
+
+@asynccontextmanager
+async def gateway(folder: Path, *settings: str, config: Config | None = None) -> AsyncIterator[Stack]:
+    """A proxy on a free port, ready. `settings` are `section.field=value` overrides."""
+    write_stub_model(folder, context_tokens=CONTEXT_TOKENS)
+    fleet = Fleet(Tokenizer.from_file(str(folder / "tokenizer.json")))
+    await fleet.start()
+    config = config or load_config(overrides=settings)
+    proxy = Proxy(config, model=str(folder), model_name=MODEL, scheduler=fleet.scheduler_address)
+    await proxy.start(listen("127.0.0.1", 0))
+    url = f"http://127.0.0.1:{proxy.port}"
+    try:
+        async with (
+            httpx.AsyncClient(base_url=url, timeout=10, trust_env=False) as http,
+            httpx.AsyncClient(trust_env=False) as transport,
+            openai.AsyncOpenAI(
+                base_url=f"{url}/v1", api_key="none", max_retries=0, http_client=transport
+            ) as client,
+        ):
+            stack = Stack(proxy, fleet, http, client)
+            async with asyncio.timeout(5):
+                while not proxy.gateway.ready:
+                    await asyncio.sleep(0.005)
+            yield stack
+            await stack.idle()
+    finally:
+        await proxy.stop()
+        await fleet.stop()
