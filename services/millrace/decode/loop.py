@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections import deque
+from collections.abc import Coroutine
 from collections.abc import Sequence as Many
 from concurrent.futures import ThreadPoolExecutor
 
@@ -310,7 +311,7 @@ class DecodeRole:
             if request.proxy == proxy:
                 self._fail(request, f"proxy {proxy[0]} is gone", retryable=False)
 
-    def _spawn(self, work: asyncio.coroutines.Coroutine[None, None, None]) -> None:
+    def _spawn(self, work: Coroutine[None, None, None]) -> None:
         task = asyncio.create_task(work)
         self._background.add(task)
         task.add_done_callback(self._background.discard)

@@ -132,11 +132,12 @@ class SendSession:
         self._loop.call_soon_threadsafe(self._pump)
 
     async def finish(self, message: Any) -> None:  # noqa: ANN401 - the wire's type
-        """Sends `message` at once, then waits until every write has been acknowledged.
+        """Sends `message` once shaken hands, then waits until every write was acknowledged.
 
         Returns too when the receiver has no more use for the KV. Raises TransferError when it was
         refused, failed, or made no progress for `transfer_timeout_s`; call `abort` then.
         """
+        await asyncio.wait([self._opening])  # a short prompt is computed before the hands met
         if not self._dropped and self._failure is None:
             try:
                 await self._control.finish(
