@@ -16,6 +16,7 @@ from dataclasses import asdict, dataclass, field
 from typing import Any
 
 import numpy as np
+from rich.box import SIMPLE_HEAD
 from rich.console import Console
 from rich.table import Table
 
@@ -197,7 +198,7 @@ def print_report(report: Report, classes: Sequence[SloClass], console: Console) 
         f"{report.request_rate_rps:.2f} requests/s, {report.input_tokens_per_s:,.0f} input and "
         f"{report.output_tokens_per_s:,.0f} output tokens/s"
     )
-    latency = Table("milliseconds", title="Latency", title_justify="left")
+    latency = Table("", title="Milliseconds", title_justify="left", box=SIMPLE_HEAD)
     for heading in ("mean", *(f"p{p}" for p in PERCENTILES), "max"):
         latency.add_column(heading, justify="right")
     total = report.total
@@ -226,23 +227,24 @@ def print_report(report: Report, classes: Sequence[SloClass], console: Console) 
 
 
 def _class_table(report: Report, classes: Sequence[SloClass]) -> Table:
-    table = Table("class", title="Objectives", title_justify="left")
-    headings = ("requests", "TTFT SLO", "met", "TBT SLO", "met", "both met", "goodput/s")
-    for heading in (*headings, "TTFT p50", "TTFT p99"):
-        table.add_column(heading, justify="right")
+    title = "Share that met its objectives, and TTFT in ms"
+    table = Table("class", title=title, title_justify="left", box=SIMPLE_HEAD)
+    headings = ("n", "TTFT", "met", "TBT", "met", "both", "goodput/s", "p50", "p99")
+    for heading in headings:
+        table.add_column(heading, justify="right", no_wrap=True)
     for slo in classes:
         found = report.classes[slo.name]
         table.add_row(
             slo.name,
             str(found.requests),
             _objective(slo.ttft_s),
-            f"{found.ttft_attainment:.1%}",
+            "" if slo.ttft_s is None else f"{found.ttft_attainment:.1%}",
             _objective(slo.tbt_s),
-            f"{found.tbt_attainment:.1%}",
+            "" if slo.tbt_s is None else f"{found.tbt_attainment:.1%}",
             f"{found.attainment:.1%}",
             f"{found.goodput_rps:.2f}",
-            f"{found.ttft_ms.p50:,.1f}",
-            f"{found.ttft_ms.p99:,.1f}",
+            f"{found.ttft_ms.p50:,.0f}",
+            f"{found.ttft_ms.p99:,.0f}",
         )
     return table
 
