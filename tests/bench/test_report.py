@@ -119,8 +119,8 @@ def test_the_report_prints_every_class_and_error_and_is_json():
     records = [record(0), record(1, class_name="bulk"), failed(2)]
     report = summarise(records, [CHAT, BULK])
     shown = io.StringIO()
-    print_report(report, [CHAT, BULK], Console(file=shown, width=200))
-    for text in ("2 of 3 requests", "chat", "bulk", "200 ms", "1 x http 429", "detail 2"):
+    print_report(report, [CHAT, BULK], Console(file=shown, width=80))
+    for text in ("2 of 3 requests", "chat ", "bulk ", "200 ms", "1 x http 429", "detail 2"):
         assert text in shown.getvalue()
     assert orjson.loads(orjson.dumps(report.to_json()))["classes"]["chat"]["requests"] == 2
 

@@ -228,10 +228,11 @@ def print_report(report: Report, classes: Sequence[SloClass], console: Console) 
 
 def _class_table(report: Report, classes: Sequence[SloClass]) -> Table:
     title = "Share that met its objectives, and TTFT in ms"
-    table = Table("class", title=title, title_justify="left", box=SIMPLE_HEAD)
+    table = Table(title=title, title_justify="left", box=SIMPLE_HEAD, padding=0, pad_edge=False)
+    table.add_column("class", min_width=8)
     headings = ("n", "TTFT", "met", "TBT", "met", "both", "goodput/s", "p50", "p99")
     for heading in headings:
-        table.add_column(heading, justify="right", no_wrap=True)
+        table.add_column(heading, justify="right", no_wrap=True, min_width=len(heading) + 2)
     for slo in classes:
         found = report.classes[slo.name]
         table.add_row(
