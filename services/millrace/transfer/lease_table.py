@@ -99,14 +99,14 @@ class LeaseTable:
             for lease in admission.leases
         )
 
-    def tell(self, lease: Lease, kind: Kind, part: int = 0) -> None:
+    def tell(self, lease: Lease, kind: Kind, slot: int = 0) -> None:
         """Sends a holder a word. That it is gone may come out this way."""
         message = Message(
             kind=kind,
             request_id=lease.request_id,
             lease=lease.number,
             generation=self._identity.generation,
-            part=part,
+            slot=slot,
         )
         lease.told_s = time.monotonic()
         if kind is Kind.RENEW:

@@ -12,7 +12,7 @@ from millrace.core.errors import TransferError
 TO_RECEIVER = 1
 TO_SENDER = 2
 
-# channel u8, kind u8, layer u16, lease u32, chunk u32, part u32, start u32, tokens u32,
+# channel u8, kind u8, layer u16, lease u32, chunk u32, slot u32, start u32, tokens u32,
 # generation u64, bytes u64
 _HEADER = struct.Struct("<BBHIIIIIQQ")
 
@@ -35,7 +35,8 @@ class Kind(IntEnum):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Message:
-    """One notification. `generation` is the receiver's; a part is a token range of a layer."""
+    """One notification. `generation` is the receiver's. A part is a token range of a layer;
+    `slot` is where it was staged."""
 
     kind: Kind
     request_id: str
@@ -43,7 +44,7 @@ class Message:
     generation: int
     chunk: int = 0
     layer: int = 0
-    part: int = 0
+    slot: int = 0
     start_token: int = 0
     num_tokens: int = 0
     nbytes: int = 0
@@ -56,7 +57,7 @@ class Message:
                 self.layer,
                 self.lease,
                 self.chunk,
-                self.part,
+                self.slot,
                 self.start_token,
                 self.num_tokens,
                 self.generation,
@@ -69,7 +70,7 @@ class Message:
     def decode(payload: bytes) -> Message:
         """Raises TransferError for bytes that `encode` can't have made."""
         try:
-            channel, kind, layer, lease, chunk, part, start, tokens, generation, nbytes = (
+            channel, kind, layer, lease, chunk, slot, start, tokens, generation, nbytes = (
                 _HEADER.unpack_from(payload)
             )
             if Kind(kind).channel != channel:
@@ -81,7 +82,7 @@ class Message:
                 generation=generation,
                 chunk=chunk,
                 layer=layer,
-                part=part,
+                slot=slot,
                 start_token=start,
                 num_tokens=tokens,
                 nbytes=nbytes,

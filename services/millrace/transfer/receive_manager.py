@@ -342,7 +342,7 @@ class ReceiveManager:
         if (error := done.exception()) is not None:
             self._fail(admission, f"a staging slot could not be copied: {error}")
         elif admission.state is AdmissionState.OPEN:
-            self._leases.tell(lease, Kind.SLOT_FREE, message.part)
+            self._leases.tell(lease, Kind.SLOT_FREE, message.slot)
             self._account(lease, admission, message)
         self._settle()
 

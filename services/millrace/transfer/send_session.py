@@ -103,11 +103,10 @@ class SendSession:
         self._ready: deque[_Part] = deque()
         self._parts: deque[_Part] = deque()
         self._writes: dict[Future[None], int] = {}
-        self._unfreed: set[int] = set()
+        self._free_slots = set(range(SLOTS))
         self._grant: HandshakeGrant | None = None
         self._target: Side | None = None
         self._peer = ""
-        self._number = 0
         self._heard_s = self._progress_s = time.monotonic()
         self._failure: TransferError | None = None
         self._dropped = False
@@ -181,7 +180,7 @@ class SendSession:
         self._heard_s = time.monotonic()
         if message.kind is Kind.SLOT_FREE:
             self._progress_s = self._heard_s
-            self._unfreed.discard(message.part)
+            self._free_slots.add(message.slot)
             self._pump()
         elif message.kind is Kind.DROP:
             self._dropped = True
@@ -195,7 +194,8 @@ class SendSession:
 
     def tick(self, now_s: float) -> None:
         """Fails when what should move has not moved for `transfer_timeout_s`."""
-        moving = self._writes or self._unfreed
+        waits = len(self._free_slots) < SLOTS and self._failure is None and not self._dropped
+        moving = self._writes or waits
         if moving and now_s - self._progress_s > self._config.transfer_timeout_s:
             pending = sum(self._writes.values())
             self.fail(
@@ -263,7 +263,7 @@ class SendSession:
             and self._failure is None
             and not self._dropped
             and len(self._writes) < MAX_IN_FLIGHT
-            and not (self._grant.buffered and len(self._unfreed) >= SLOTS)
+            and (self._free_slots or not self._grant.buffered)
             and (part := self._take_part(self._grant)) is not None
         ):
             if time.monotonic() - self._heard_s > self._grant.lease_s:
@@ -295,8 +295,8 @@ class SendSession:
             at = until
 
     def _post(self, part: _Part, grant: HandshakeGrant) -> None:
-        number, self._number = self._number, self._number + 1
-        runs = self._runs_of(part, grant, number)
+        slot = self._free_slots.pop() if grant.buffered else 0
+        runs = self._runs_of(part, grant, slot)
         message = Message(
             kind=Kind.WRITTEN,
             request_id=self.ticket.request_id,
@@ -304,7 +304,7 @@ class SendSession:
             generation=self.ticket.receiver.generation,
             chunk=part.chunk,
             layer=part.layer,
-            part=number,
+            slot=slot,
             start_token=part.start_token,
             num_tokens=part.num_tokens,
             nbytes=runs.total_bytes,
@@ -313,8 +313,6 @@ class SendSession:
         if not self._writes:
             self._progress_s = now_s
         self.timings.first_write_s = self.timings.first_write_s or now_s
-        if grant.buffered:
-            self._unfreed.add(number)
         write = self._transport.write(
             self._peer, runs, message.encode(), region=self._region, peer_region=grant.region
         )
@@ -323,7 +321,7 @@ class SendSession:
             lambda done: self._loop.call_soon_threadsafe(self._on_written, done)
         )
 
-    def _runs_of(self, part: _Part, grant: HandshakeGrant, number: int) -> Runs:
+    def _runs_of(self, part: _Part, grant: HandshakeGrant, slot: int) -> Runs:
         """The part's runs; of a chunk's layers only the first one's are computed."""
         if self._target is None:
             raise AssertionError("a part was posted before the grant")
@@ -335,7 +333,7 @@ class SendSession:
             self._runs[key] = layer_runs(self._side, target, *key)
         runs = self._runs[key]
         if grant.buffered:
-            offset = slot_offset(grant.buffer_offset, grant.buffer_bytes, number)
+            offset = slot_offset(grant.buffer_offset, grant.buffer_bytes, slot)
             return runs.shifted(part.layer * sender.layer_bytes, offset)
         return at_layer(runs, sender, grant.layout, part.layer)
 
@@ -357,7 +355,6 @@ class SendSession:
     def _drop_queue(self) -> None:
         self._ready.clear()
         self._parts.clear()
-        self._unfreed.clear()
         for write in list(self._writes):
             write.cancel()  # those that the transport has not posted yet
         self._say_drained()

@@ -38,7 +38,7 @@ class Staging:
         self, message: Message, backend: int, sender: KvLayout, receiver: Side
     ) -> Future[None]:
         """Copies a part from its slot into the pages. Done when the slot may be written again."""
-        offset = slot_offset(backend * self.buffer_bytes, self.buffer_bytes, message.part)
+        offset = slot_offset(backend * self.buffer_bytes, self.buffer_bytes, message.slot)
         return self._thread.submit(self._scatter, message, offset, sender, receiver)
 
     def close(self) -> None:
@@ -52,9 +52,9 @@ class Staging:
         copy_on_host(self._memory, self._pool, type(runs)(source, target.target, runs.length))
 
 
-def slot_offset(buffer_offset: int, buffer_bytes: int, part: int) -> int:
-    """Where part number `part` of a lease lies in the staging region."""
-    return buffer_offset + (part % SLOTS) * (buffer_bytes // SLOTS)
+def slot_offset(buffer_offset: int, buffer_bytes: int, slot: int) -> int:
+    """Where a slot of a buffer begins in the staging region."""
+    return buffer_offset + slot * (buffer_bytes // SLOTS)
 
 
 def slot_tokens(buffer_bytes: int, token_bytes: int) -> int:
