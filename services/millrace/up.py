@@ -67,11 +67,13 @@ class Service:
     log_path: Path
     process: asyncio.subprocess.Process | None = None
     port: int = 0
+    serving: bool = False
     restarts: int = 0
     keeper: asyncio.Task[None] | None = field(default=None, repr=False)
 
     async def start(self, timeout_s: float) -> None:
         """Starts the process and waits until it serves. Raises StartupError when it ends first."""
+        self.serving = False
         read_fd, write_fd = os.pipe()
         with self.log_path.open("ab") as output:
             self.process = await asyncio.create_subprocess_exec(
@@ -100,6 +102,7 @@ class Service:
             await self.process.wait()
             raise StartupError(f"{self.name}: {self.last_words()}")
         self.port = orjson.loads(line)["port"]
+        self.serving = True
 
     def last_words(self) -> str:
         """The last line of the service's log."""
@@ -107,8 +110,11 @@ class Service:
         return lines[-1] if lines else "ended without a word"
 
     @property
-    def alive(self) -> bool:
-        return self.process is not None and self.process.returncode is None
+    def ended_well(self) -> bool:
+        """Whether it ended as asked. One that did not serve yet may end by the signal itself."""
+        if self.process is None or self.process.returncode == 0:
+            return True
+        return not self.serving and self.process.returncode == -signal.SIGTERM
 
     async def stop(self) -> None:
         """SIGTERM, and SIGKILL for one that has not drained in time."""
@@ -234,7 +240,7 @@ class Stack:
         unclean = [
             f"{s.name} ended with status {s.process.returncode}: {s.last_words()}"
             for s in self.services.values()
-            if s.process is not None and s.process.returncode
+            if s.process is not None and not s.ended_well
         ]
         shutil.rmtree(self.directory, ignore_errors=True)
         if unclean and sys.exception() is None:

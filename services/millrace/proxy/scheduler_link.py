@@ -50,6 +50,7 @@ class SchedulerLink:
         self._wake = asyncio.Event()
         self._flushed = asyncio.Event()
         self._flushed.set()
+        self._streams = 0  # grows when one starts and when it ends
         #: The scheduler answered on the stream that is up now.
         self.connected = False
 
@@ -91,18 +92,27 @@ class SchedulerLink:
             await asyncio.wait_for(self._flushed.wait(), timeout_s)
 
     async def _serve(self, stub: scheduler_pb2_grpc.SchedulerStub) -> None:
-        call = stub.ConnectProxy(self._sent())
+        self._streams += 1
+        call = stub.ConnectProxy(self._sent(self._streams))
         try:
             async for update in call:
                 self._receive(update)
         finally:
             call.cancel()
+            self._streams += 1
+            self._wake.set()
 
-    async def _sent(self) -> AsyncIterator[scheduler_pb2.ProxyMessage]:
-        """Our side of the stream; gRPC asks for the next message once the last is written."""
+    async def _sent(self, stream: int) -> AsyncIterator[scheduler_pb2.ProxyMessage]:
+        """Our side of the stream; gRPC asks for the next message once the last is written.
+
+        gRPC leaves the writer of a failed stream waiting: it must end, or it would take what is
+        meant for the next stream.
+        """
         yield scheduler_pb2.ProxyMessage(hello=incarnation_of(self._life))
         while True:
             await self._wake.wait()
+            if stream != self._streams:
+                return
             self._wake.clear()
             items, self._outbox = self._outbox, []
             for message in _messages(items):

@@ -97,6 +97,7 @@ class WorkerLink:
                 with contextlib.suppress(asyncio.CancelledError):
                     await heart
             call.cancel()
+            self._outbox.put_nowait(None)  # grpc leaves the writer of a failed stream waiting
 
     async def _messages(self) -> AsyncIterator[scheduler_pb2.WorkerMessage]:
         yield scheduler_pb2.WorkerMessage(register=self._register())
