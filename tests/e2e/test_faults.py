@@ -1,0 +1,121 @@
+"""What happens when something dies: the right tokens or an error, never a wait, never a leak."""
+
+import asyncio
+import os
+import shutil
+import signal
+from pathlib import Path
+
+import httpx
+import pytest
+from millrace.up import Stack, StackOptions, StartupError
+from support.live_stack import eventually, greedy_ids, live_stack
+from support.served_model import served_folder
+from support.tiny_models import oracle, prompt
+
+MODEL = "qwen3"
+FAST = ["engine.dtype=float32", "scheduler.heartbeat_s=0.2", "scheduler.lease_s=1.0"]
+
+
+def kill(stack: Stack, name: str, number: signal.Signals = signal.SIGKILL) -> int:
+    """Ends one service of the stack under test; returns its pid."""
+    process = stack.services[name].process
+    assert process is not None
+    os.kill(process.pid, number)
+    return process.pid
+
+
+async def ready(client: httpx.AsyncClient) -> bool:
+    return (await client.get("/ready")).status_code == 200
+
+
+async def test_a_prefill_that_dies_costs_no_request() -> None:
+    ids = [prompt(2500, seed) for seed in range(4)]
+    expected = [oracle(MODEL).greedy(p, 8) for p in ids]
+    settings = [*FAST, "engine.max_chunk_tokens=64"]
+    async with (
+        live_stack(served_folder(MODEL), settings=settings) as stack,
+        httpx.AsyncClient(base_url=stack.url, timeout=90) as client,
+    ):
+        answers = [asyncio.create_task(greedy_ids(client, p, 8)) for p in ids]
+        await asyncio.sleep(0.3)
+        kill(stack, "prefill-0")
+        assert await asyncio.gather(*answers) == expected
+        await eventually(lambda: stack.services["prefill-0"].restarts == 1, 30)
+
+
+async def test_a_decode_that_dies_ends_its_streams_with_an_error() -> None:
+    async with (
+        live_stack(served_folder(MODEL), settings=FAST) as stack,
+        httpx.AsyncClient(base_url=stack.url, timeout=30) as client,
+    ):
+        body = {"model": "tiny", "prompt": [9], "max_tokens": 4000, "ignore_eos": True}
+        async with client.stream("POST", "/v1/completions", json={**body, "stream": True}) as s:
+            lines = s.aiter_lines()
+            await anext(lines)
+            kill(stack, "decode-0")
+            rest = [line async for line in lines]
+        assert any('"error"' in line for line in rest)
+        await eventually(lambda: ready(client), 40)
+        assert await greedy_ids(client, prompt(50), 8) == oracle(MODEL).greedy(prompt(50), 8)
+
+
+async def test_the_fleet_comes_back_after_the_schedulers_death() -> None:
+    async with (
+        live_stack(served_folder(MODEL), settings=FAST) as stack,
+        httpx.AsyncClient(base_url=stack.url, timeout=30) as client,
+    ):
+        kill(stack, "scheduler")
+        await asyncio.sleep(0.2)
+        await eventually(lambda: ready(client), 40)
+        assert await greedy_ids(client, prompt(50), 8) == oracle(MODEL).greedy(prompt(50), 8)
+
+
+async def test_a_frozen_prefill_is_taken_for_dead() -> None:
+    async with (
+        live_stack(served_folder(MODEL), settings=FAST) as stack,
+        httpx.AsyncClient(base_url=stack.url, timeout=60) as client,
+    ):
+        kill(stack, "prefill-0", signal.SIGSTOP)
+        ids = [prompt(60, seed) for seed in range(4)]
+        answers = await asyncio.gather(*(greedy_ids(client, p, 8) for p in ids))
+        assert answers == [oracle(MODEL).greedy(p, 8) for p in ids]
+        kill(stack, "prefill-0", signal.SIGCONT)
+        await asyncio.sleep(0.5)
+        assert await greedy_ids(client, ids[0], 8) == answers[0]
+
+
+async def test_drain_finishes_what_runs() -> None:
+    async with (
+        live_stack(served_folder(MODEL), decode=2, settings=FAST) as stack,
+        httpx.AsyncClient(base_url=stack.url, timeout=60) as client,
+    ):
+        answers = [asyncio.create_task(greedy_ids(client, prompt(20, s), 600)) for s in range(4)]
+        await asyncio.sleep(0.3)
+        kill(stack, "decode-0", signal.SIGTERM)
+        for seed, answer in enumerate(await asyncio.gather(*answers)):
+            assert answer == oracle(MODEL).greedy(prompt(20, seed), 600)
+
+
+async def test_buffered_transfers_give_the_same_tokens() -> None:
+    settings = ["engine.dtype=float32", "transfer.buffer_bytes=65536", "transfer.backends=2"]
+    ids = [prompt(length, length) for length in (3, 200, 1500)]
+    async with (
+        live_stack(served_folder(MODEL), settings=settings) as stack,
+        httpx.AsyncClient(base_url=stack.url, timeout=60) as client,
+    ):
+        answers = await asyncio.gather(*(greedy_ids(client, p, 16) for p in ids))
+    assert answers == [oracle(MODEL).greedy(p, 16) for p in ids]
+
+
+async def test_a_damaged_model_ends_start_up_with_one_clear_line(tmp_path: Path) -> None:
+    folder = tmp_path / "damaged"
+    shutil.copytree(served_folder(MODEL), folder)
+    weights = folder / "model.safetensors"
+    weights.write_bytes(weights.read_bytes()[:-1000])
+
+    with pytest.raises(StartupError, match=r"model\.safetensors") as caught:
+        async with Stack(StackOptions(model=str(folder), port=0)):
+            pass
+    assert "\n" not in str(caught.value)
+    assert "Traceback" not in str(caught.value)

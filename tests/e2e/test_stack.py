@@ -1,0 +1,197 @@
+"""What a user of the whole stack relies on, against real processes."""
+
+import asyncio
+import math
+from collections.abc import AsyncIterator
+
+import httpx
+import openai
+import pytest
+import pytest_asyncio
+import redis.asyncio
+from millrace.up import Stack
+from millrace.wire.channel import open_channel
+from millrace.wire.pb import scheduler_pb2, scheduler_pb2_grpc
+from support.live_stack import complete, eventually, greedy_ids, live_stack
+from support.served_model import served_folder
+from support.tiny_models import oracle, prompt
+
+pytestmark = pytest.mark.asyncio(loop_scope="module")
+
+MODEL = "llama"
+
+
+@pytest_asyncio.fixture(scope="module", loop_scope="module")
+async def stack() -> AsyncIterator[Stack]:
+    settings = ["engine.dtype=float32", "store.finished_ttl_s=0", "engine.max_chunk_tokens=512"]
+    async with live_stack(served_folder(MODEL), settings=settings) as running:
+        yield running
+
+
+@pytest_asyncio.fixture(loop_scope="module")
+async def client(stack: Stack) -> AsyncIterator[httpx.AsyncClient]:
+    async with httpx.AsyncClient(base_url=stack.url, timeout=60) as opened:
+        yield opened
+
+
+async def status(stack: Stack) -> scheduler_pb2.StatusReply:
+    async with open_channel(f"127.0.0.1:{stack.services['scheduler'].port}") as channel:
+        stub = scheduler_pb2_grpc.SchedulerStub(channel)
+        return await stub.GetStatus(scheduler_pb2.StatusRequest(), timeout=5)
+
+
+async def is_idle(stack: Stack) -> bool:
+    """No request anywhere, every page free, as the instances themselves report."""
+    reply = await status(stack)
+    held = [i for i in reply.instances if i.free_pages != i.total_pages or i.running or i.waiting]
+    return not (reply.queued or reply.prefilling or reply.decoding or held)
+
+
+async def redis_keys(stack: Stack) -> list[bytes]:
+    url = next(a for a in stack.services["proxy"].arguments if a.startswith("store.url="))
+    async with redis.asyncio.from_url(url.removeprefix("store.url=")) as client:
+        return await client.keys("*")
+
+
+async def test_the_openai_client_works_sync_async_and_streaming(stack: Stack) -> None:
+    messages = [{"role": "user", "content": "hello"}]
+
+    def ask() -> str:
+        with openai.OpenAI(base_url=f"{stack.url}/v1", api_key="none") as sync:
+            answer = sync.chat.completions.create(
+                model="tiny", messages=messages, max_tokens=8, temperature=0
+            )
+        return answer.choices[0].message.content
+
+    whole = await asyncio.to_thread(ask)
+    async with openai.AsyncOpenAI(base_url=f"{stack.url}/v1", api_key="none") as client:
+        stream = await client.chat.completions.create(
+            model="tiny",
+            messages=messages,
+            max_tokens=8,
+            temperature=0,
+            stream=True,
+            stream_options={"include_usage": True},
+        )
+        chunks = [chunk async for chunk in stream]
+
+    text = "".join(c.choices[0].delta.content or "" for c in chunks if c.choices)
+    assert text == whole
+    assert chunks[-1].usage.completion_tokens == 8
+
+
+async def test_log_probabilities_are_the_models(client: httpx.AsyncClient) -> None:
+    ids = prompt(40)
+    answer = await complete(
+        client, prompt=ids, max_tokens=5, temperature=0, ignore_eos=True, logprobs=3, echo=True,
+        return_token_ids=True,
+    )  # fmt: skip
+    choice = answer["choices"][0]
+    everything = [*ids, *choice["token_ids"][-5:]]
+    rows = oracle(MODEL).logits(everything).log_softmax(-1)
+
+    found = choice["logprobs"]["token_logprobs"]
+    assert found[0] is None
+    assert len(found) == len(everything)
+    for position, logprob in enumerate(found[1:], 1):
+        expected = float(rows[position - 1, everything[position]])
+        assert math.isclose(logprob, expected, abs_tol=1e-4)
+
+
+async def test_a_seed_gives_the_same_tokens_whatever_the_batch(client: httpx.AsyncClient) -> None:
+    body = {
+        "prompt": prompt(30), "max_tokens": 24, "temperature": 1.0, "top_p": 0.95, "seed": 11,
+        "ignore_eos": True, "return_token_ids": True, "repetition_penalty": 1.1,
+    }  # fmt: skip
+    alone = await complete(client, **body)
+    crowd = [complete(client, **{**body, "seed": s, "prompt": prompt(9 + s)}) for s in range(6)]
+    among, *_ = await asyncio.gather(complete(client, **body), *crowd)
+
+    assert among["choices"][0]["token_ids"] == alone["choices"][0]["token_ids"]
+
+
+async def test_choices_share_a_prompt_and_go_their_own_ways(client: httpx.AsyncClient) -> None:
+    body = {
+        "prompt": prompt(37), "max_tokens": 20, "temperature": 1.0, "seed": 5, "ignore_eos": True,
+        "return_token_ids": True,
+    }  # fmt: skip
+    several = await complete(client, **body, n=4)
+    again = await complete(client, **body, n=4)
+    one = await complete(client, **body)
+
+    tokens = [tuple(c["token_ids"]) for c in sorted(several["choices"], key=lambda c: c["index"])]
+    assert len(set(tokens)) == 4
+    assert tokens == [
+        tuple(c["token_ids"]) for c in sorted(again["choices"], key=lambda c: c["index"])
+    ]
+    assert tuple(one["choices"][0]["token_ids"]) == tokens[0]
+    assert several["usage"]["completion_tokens"] == 80
+
+
+async def test_greedy_choices_of_a_partly_filled_page_agree(client: httpx.AsyncClient) -> None:
+    ids = prompt(21)
+    answer = await complete(
+        client, prompt=ids, max_tokens=40, temperature=0, n=3, ignore_eos=True,
+        return_token_ids=True,
+    )  # fmt: skip
+    expected = oracle(MODEL).greedy(ids, 40)
+    assert [c["token_ids"] for c in answer["choices"]] == [expected] * 3
+
+
+async def test_min_tokens_and_stop_ids(client: httpx.AsyncClient) -> None:
+    ids = prompt(12)
+    greedy = oracle(MODEL).greedy(ids, 12)
+    stopped = await complete(
+        client, prompt=ids, max_tokens=12, temperature=0, stop_token_ids=[greedy[3]],
+        ignore_eos=True,
+    )  # fmt: skip
+    held = await complete(
+        client, prompt=ids, max_tokens=12, temperature=0, stop_token_ids=[greedy[3]],
+        ignore_eos=True, min_tokens=12,
+    )  # fmt: skip
+    assert stopped["choices"][0]["finish_reason"] == "stop"
+    assert stopped["usage"]["completion_tokens"] <= 4
+    assert held["usage"]["completion_tokens"] == 12
+
+
+async def test_closing_the_connection_frees_everything(
+    stack: Stack, client: httpx.AsyncClient
+) -> None:
+    body = {
+        "model": "tiny", "prompt": prompt(3000), "max_tokens": 900, "ignore_eos": True,
+        "stream": True,
+    }  # fmt: skip
+    for lines in (0, 1, 20):  # while it waits or prefills, at its first token, in mid-stream
+        async with client.stream("POST", "/v1/completions", json=body) as response:
+            found = response.aiter_lines()
+            for _ in range(lines):
+                await anext(found)
+    await eventually(lambda: is_idle(stack))
+    await eventually(lambda: _none_left(stack))
+
+
+async def _none_left(stack: Stack) -> bool:
+    return not await redis_keys(stack)
+
+
+async def test_many_at_once_all_come_back_right(stack: Stack, client: httpx.AsyncClient) -> None:
+    prompts = [prompt(5 + 13 * i % 200, i) for i in range(40)]
+    answers = await asyncio.gather(*(greedy_ids(client, p, 16) for p in prompts))
+
+    for ids, answer in list(zip(prompts, answers, strict=True))[::8]:
+        assert answer == oracle(MODEL).greedy(ids, 16)
+    await eventually(lambda: is_idle(stack))
+    await eventually(lambda: _none_left(stack))
+
+
+async def test_a_waterfall_explains_the_first_token(client: httpx.AsyncClient) -> None:
+    response = await client.post(
+        "/v1/completions",
+        json={"model": "tiny", "prompt": prompt(1200), "max_tokens": 4, "ignore_eos": True},
+        headers={"x-millrace-trace": "1"},
+    )
+    spans = {s["name"]: s for s in response.json()["millrace"]["spans"]}
+
+    assert {"queued", "chunk 0", "chunk 2", "kv_transfer", "first_decode_step"} <= spans.keys()
+    assert spans["chunk 0"]["end_s"] <= spans["chunk 1"]["start_s"] + 1e-3
+    assert spans["kv_transfer"]["end_s"] <= spans["first_decode_step"]["end_s"]
