@@ -11,10 +11,12 @@ request's pages are one run wherever possible and its KV moves in few descriptor
 
 from __future__ import annotations
 
+import math
 from bisect import bisect_left, insort
 from collections.abc import Iterable, Sequence
 from itertools import pairwise
 
+import numpy as np
 import torch
 
 from millrace.core.errors import CapacityError, IntegrityError
@@ -107,7 +109,7 @@ class KvPool:
             layout.head_dim,
         )
         try:
-            self.storage = torch.zeros(shape, dtype=getattr(torch, layout.dtype), device=device)
+            self.storage = _zeros(shape, getattr(torch, layout.dtype), torch.device(device))
         except (RuntimeError, MemoryError) as error:
             raise CapacityError(
                 f"no room for a KV pool of {layout.pool_bytes} bytes "
@@ -202,6 +204,15 @@ class KvPool:
         for page in pages:
             if not 0 <= page < self.num_pages or self._references[page] == 0:
                 raise IntegrityError(f"KV page {page} is not held by anyone")
+
+
+def _zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+    """Zeros. On the host the kernel hands out zero pages as they are first touched, so that a
+    large pool costs neither start-up time nor memory before it is used."""
+    if device.type != "cpu":
+        return torch.zeros(shape, dtype=dtype, device=device)
+    raw = np.zeros(math.prod(shape) * dtype.itemsize, dtype=np.uint8)
+    return torch.from_numpy(raw).view(dtype).view(shape)
 
 
 def page_runs(pages: Iterable[int]) -> list[tuple[int, int]]:
