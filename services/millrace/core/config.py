@@ -176,18 +176,18 @@ def load_config(path: Path | None = None, overrides: Iterable[str] = ()) -> Conf
 
     Raises ConfigError for an unknown section or field, a value of the wrong type or out of range.
     """
-    tree: dict[str, dict[str, Any]] = {}
+    tree: dict[str, Any] = {}
     if path is not None:
         try:
-            tree = tomllib.loads(path.read_text())
-        except (OSError, tomllib.TOMLDecodeError) as error:
+            tree = tomllib.loads(path.read_text(encoding="utf-8"))
+        except (OSError, ValueError) as error:  # not to be read, not UTF-8, not TOML
             raise ConfigError(f"config file {path}: {error}") from error
     for override in overrides:
         name, separator, text = override.partition("=")
         section, dot, key = name.partition(".")
         if not (separator and dot):
             raise ConfigError(f"--set {override!r}: write it as section.field=value")
-        tree.setdefault(section, {})[key] = text
+        _table(section, tree.setdefault(section, {}))[key] = text
     return _build(tree)
 
 
@@ -218,7 +218,7 @@ def settings() -> Iterator[Setting]:
             )
 
 
-def _build(tree: dict[str, dict[str, Any]]) -> Config:
+def _build(tree: dict[str, Any]) -> Config:
     sections = typing.get_type_hints(Config)
     if unknown := tree.keys() - sections.keys():
         raise ConfigError(
@@ -226,16 +226,28 @@ def _build(tree: dict[str, dict[str, Any]]) -> Config:
         )
     built: dict[str, Any] = {}
     for name, values in tree.items():
-        if not isinstance(values, dict):
-            raise ConfigError(f"{name} is {values!r}; it must be a table")
+        table = _table(name, values)
         if name == "slo_classes":
-            built[name] = {
-                cls: _section(Slo, f"slo_classes.{cls}", {**v, "class_name": cls})
-                for cls, v in values.items()
-            }
+            built[name] = {cls: _slo(cls, given) for cls, given in table.items()}
         else:
-            built[name] = _section(sections[name], name, values)
+            built[name] = _section(sections[name], name, table)
     return Config(**built)
+
+
+def _table(path: str, value: Any) -> dict[str, Any]:  # noqa: ANN401 - whatever a file holds
+    if not isinstance(value, dict):
+        raise ConfigError(f"{path} is {value!r}; it must be a table")
+    return value
+
+
+def _slo(class_name: str, values: object) -> Slo:
+    path = f"slo_classes.{class_name}"
+    slo = _section(Slo, path, {**_table(path, values), "class_name": class_name})
+    for name in ("ttft_s", "tbt_s"):
+        value = getattr(slo, name)
+        if value is not None and not value > 0:
+            raise ConfigError(f"{path}.{name} is {value!r}; it must be more than 0")
+    return slo
 
 
 def _section(cls: type[T], path: str, values: dict[str, Any]) -> T:
@@ -250,7 +262,7 @@ def _section(cls: type[T], path: str, values: dict[str, Any]) -> T:
 def _coerce(path: str, hint: Any, value: Any) -> Any:  # noqa: ANN401 - a field's type is known at run time
     wanted = next(t for t in (typing.get_args(hint) or (hint,)) if t is not type(None))
     try:
-        if isinstance(value, bool) or (wanted is int and isinstance(value, float)):
+        if isinstance(value, bool | dict | list) or (wanted is int and isinstance(value, float)):
             raise ValueError
         return wanted(value)
     except (TypeError, ValueError) as error:

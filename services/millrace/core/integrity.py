@@ -24,8 +24,11 @@ def check(life: Lifecycle) -> None:
         _check_line(f"pool {model_hash}", pool.line)
     queued = {r.id for r in life.requests.values() if r.state is RequestState.QUEUED}
     _same("queued requests", life.line_of.keys(), queued)
-    of_proxies = {(p, r) for p, mine in life.by_proxy.items() for r in mine}
-    _same("requests by proxy", of_proxies, {(r.proxy_id, r.id) for r in life.requests.values()})
+    by_proxy: dict[str, set[str]] = {}
+    for request in life.requests.values():
+        by_proxy.setdefault(request.proxy_id, set()).add(request.id)
+    kept = {proxy_id: set(mine) for proxy_id, mine in life.by_proxy.items()}
+    _same("requests by proxy", kept, by_proxy)
 
 
 def _same(what: str, kept: object, counted: object) -> None:

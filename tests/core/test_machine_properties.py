@@ -1,0 +1,403 @@
+"""No sequence of events raises, loses a request, leaks a reservation or leaves `TRANSITIONS`.
+
+The world here is as bad as it can be: events come late, doubled, out of order, for requests that
+nobody knows and from lives long over. What a correct worker would say is among them, so runs also
+go the whole way to an answer.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+
+import pytest
+from hypothesis import HealthCheck, settings
+from hypothesis import strategies as st
+from hypothesis.stateful import (
+    RuleBasedStateMachine,
+    initialize,
+    invariant,
+    rule,
+    run_state_machine_as_test,
+)
+
+from millrace.core import effects, events
+from millrace.core.config import SchedulerConfig
+from millrace.core.machine import Machine
+from millrace.core.request import TRANSITIONS, Request, RequestState
+
+PREFILLS = ("p0", "p1", "p2")
+DECODES = ("d0", "d1", "d2")
+REQUESTS = tuple(f"r{i}" for i in range(12))
+PROXIES = ("x0", "x1")
+TIMEOUT_S = 50.0
+RELEASE_S = 20.0
+
+request_ids = st.sampled_from(REQUESTS)
+instance_ids = st.sampled_from(PREFILLS + DECODES)
+reasons = st.sampled_from(["stop", "length", "cancelled"])
+ages = st.integers(0, 2)  # how many lives ago the speaker lived
+
+
+class World(RuleBasedStateMachine):
+    def __init__(self) -> None:
+        super().__init__()
+        self.now_s = 0.0
+        self.generation: Counter[str] = Counter()
+        self.states: dict[str, RequestState] = {}  # of submissions that are not over
+        self.submitted: Counter[str] = Counter()
+        self.ends: Counter[str] = Counter()
+        self.placed_at: dict[str, str] = {}
+        self.attempts: Counter[str] = Counter()
+        self.held: dict[str, set[str]] = {}  # instance -> requests that a correct worker holds
+
+    @initialize(
+        tasks_ahead=st.integers(1, 3),
+        max_queue_requests=st.integers(1, 8),
+        max_attempts=st.integers(1, 3),
+    )
+    def begin(self, tasks_ahead: int, max_queue_requests: int, max_attempts: int) -> None:
+        self.config = SchedulerConfig(
+            tasks_ahead=tasks_ahead,
+            max_queue_requests=max_queue_requests,
+            max_attempts=max_attempts,
+            request_timeout_s=TIMEOUT_S,
+            release_timeout_s=RELEASE_S,
+        )
+        self.machine = Machine(self.config)
+        for instance_id in ("p0", "p1", "d0", "d1"):
+            self.join(instance_id, 1, 40, "h")
+
+    def step(self, event: events.Event) -> None:
+        for effect in self.machine.step(event, self.now_s):
+            self.see(effect)
+
+    def see(self, effect: effects.Effect) -> None:
+        match effect:
+            case effects.Record(request_id=r, state=state):
+                was = self.states[r]
+                assert state is was or state in TRANSITIONS[was], f"{r}: {was} -> {state}"
+                self.states[r] = state
+                if state.is_final:
+                    self.over(r)
+                elif state is RequestState.QUEUED and effect.decode_id is None:
+                    self.placed_at.pop(r, None)
+            case effects.Refuse(request_id=r):
+                assert effect.code in ("overloaded", "unavailable", "too_large")
+                assert (effect.retry_after_s >= 1.0) is (effect.code != "too_large")
+                assert self.states[r] is RequestState.QUEUED and r not in self.placed_at
+                self.over(r)
+            case effects.Fail(request_id=r):
+                assert r in self.states and effect.message
+            case effects.Place(request_id=r, decode_id=decode_id):
+                assert effect.predicted_ttft_s >= 0.0
+                assert r not in self.placed_at
+                self.placed_at[r] = decode_id
+            case effects.AdmitDecode(instance_id=i, request_id=r):
+                assert self.placed_at[r] == i
+                self.hold(i, r)
+            case effects.RunPrefill(instance_id=i, request_id=r):
+                self.attempts[r] += 1
+                assert self.attempts[r] <= self.config.max_attempts
+                assert effect.decode_id == self.placed_at[r]
+                prompt = self.machine.requests[r].prompt_tokens
+                assert sum(chunk.num_tokens for chunk in effect.chunks) == prompt
+                self.hold(i, r)
+            case effects.CancelOn(instance_id=i):
+                assert i in self.held
+
+    def hold(self, instance_id: str, request_id: str) -> None:
+        """A worker must never get a request that it still holds."""
+        assert request_id not in self.held[instance_id]
+        self.held[instance_id].add(request_id)
+
+    def over(self, request_id: str) -> None:
+        del self.states[request_id]
+        self.placed_at.pop(request_id, None)
+        self.attempts.pop(request_id, None)
+        self.ends[request_id] += 1
+
+    # ---- instances
+
+    @rule(
+        instance_id=instance_ids,
+        ahead=st.integers(-1, 1),
+        pages=st.integers(8, 40),
+        model=st.sampled_from("hhhhg"),
+    )
+    def join(self, instance_id: str, ahead: int, pages: int, model: str) -> None:
+        generation = max(self.generation[instance_id] + ahead, 0)
+        known = self.machine.cluster.instances.get(instance_id)
+        if known is None or generation > known.card.generation:
+            self.held[instance_id] = set()
+            self.generation[instance_id] = generation
+        self.step(
+            events.InstanceJoined(
+                instance_id=instance_id,
+                generation=generation,
+                role="prefill" if instance_id in PREFILLS else "decode",
+                kv_pages=pages,
+                page_tokens=4,
+                max_context_tokens=120,
+                max_batch=4,
+                model_hash=model,
+            )
+        )
+
+    def life(self, instance_id: str, age: int) -> int:
+        return self.generation[instance_id] - age
+
+    @rule(instance_id=instance_ids, age=ages)
+    def leave(self, instance_id: str, age: int) -> None:
+        if self.machine.cluster.current(instance_id, self.life(instance_id, age)):
+            del self.held[instance_id]
+        self.step(
+            events.InstanceLeft(instance_id=instance_id, generation=self.life(instance_id, age))
+        )
+
+    @rule(instance_id=instance_ids, age=ages)
+    def drain(self, instance_id: str, age: int) -> None:
+        generation = self.life(instance_id, age)
+        self.step(events.InstanceDraining(instance_id=instance_id, generation=generation))
+
+    @rule(instance_id=instance_ids, age=ages)
+    def heartbeat(self, instance_id: str, age: int) -> None:
+        self.step(
+            events.LoadReported(
+                instance_id=instance_id,
+                generation=self.life(instance_id, age),
+                free_pages=3,
+                running=1,
+                waiting=2,
+            )
+        )
+
+    # ---- proxies
+
+    @rule(
+        request_id=request_ids,
+        proxy_id=st.sampled_from(PROXIES),
+        prompt_tokens=st.integers(1, 60),
+        max_new_tokens=st.integers(1, 20),
+        choices=st.integers(1, 2),
+    )
+    def submit(
+        self,
+        request_id: str,
+        proxy_id: str,
+        prompt_tokens: int,
+        max_new_tokens: int,
+        choices: int,
+    ) -> None:
+        if request_id not in self.states:  # else a double, which must change nothing
+            self.states[request_id] = RequestState.QUEUED
+            self.submitted[request_id] += 1
+        request = Request(
+            id=request_id,
+            proxy_id=proxy_id,
+            prompt_tokens=prompt_tokens,
+            max_new_tokens=max_new_tokens,
+            choices=choices,
+            arrival_s=self.now_s,
+        )
+        self.step(events.Submitted(request=request))
+
+    @rule(request_id=request_ids, reason=st.sampled_from(["stop", "the client left"]))
+    def cancel(self, request_id: str, reason: str) -> None:
+        self.step(events.CancelRequested(request_id=request_id, reason=reason))
+        assert request_id not in self.states
+
+    @rule(proxy_id=st.sampled_from(PROXIES))
+    def proxy_leaves(self, proxy_id: str) -> None:
+        self.step(events.ProxyLeft(proxy_id=proxy_id))
+        assert all(r.proxy_id != proxy_id for r in self.machine.requests.values())
+
+    # ---- workers, in any order
+
+    @rule(
+        instance_id=instance_ids,
+        age=ages,
+        request_id=request_ids,
+        index=st.integers(0, 2),
+        last=st.booleans(),
+        started=st.booleans(),
+    )
+    def chunk(
+        self, instance_id: str, age: int, request_id: str, index: int, last: bool, started: bool
+    ) -> None:
+        generation = self.life(instance_id, age)
+        if started:
+            event: events.Event = events.ChunkStarted(
+                instance_id=instance_id,
+                generation=generation,
+                request_id=request_id,
+                chunk_index=index,
+            )
+        else:
+            event = events.ChunkFinished(
+                instance_id=instance_id,
+                generation=generation,
+                request_id=request_id,
+                chunk_index=index,
+                compute_s=0.1,
+                last=last,
+            )
+        self.step(event)
+
+    @rule(instance_id=instance_ids, age=ages, request_id=request_ids)
+    def release(self, instance_id: str, age: int, request_id: str) -> None:
+        generation = self.life(instance_id, age)
+        if self.machine.cluster.current(instance_id, generation):
+            self.held[instance_id].discard(request_id)
+        self.step(
+            events.RequestReleased(
+                instance_id=instance_id, generation=generation, request_id=request_id
+            )
+        )
+
+    @rule(instance_id=instance_ids, age=ages, request_id=request_ids)
+    def decode_starts(self, instance_id: str, age: int, request_id: str) -> None:
+        self.step(
+            events.DecodeStarted(
+                instance_id=instance_id,
+                generation=self.life(instance_id, age),
+                request_id=request_id,
+            )
+        )
+
+    @rule(
+        instance_id=instance_ids,
+        age=ages,
+        request_id=request_ids,
+        reason=reasons,
+    )
+    def finish(self, instance_id: str, age: int, request_id: str, reason: str) -> None:
+        generation = self.life(instance_id, age)
+        if instance_id in DECODES and self.machine.cluster.current(instance_id, generation):
+            self.held[instance_id].discard(request_id)
+        self.step(
+            events.RequestFinished(
+                instance_id=instance_id,
+                generation=generation,
+                request_id=request_id,
+                reason=reason,
+                generated_tokens=3,
+            )
+        )
+
+    @rule(instance_id=instance_ids, age=ages, request_id=request_ids, retryable=st.booleans())
+    def fail(self, instance_id: str, age: int, request_id: str, retryable: bool) -> None:
+        self.step(
+            events.RequestFailed(
+                instance_id=instance_id,
+                generation=self.life(instance_id, age),
+                request_id=request_id,
+                message="out of luck",
+                retryable=retryable,
+            )
+        )
+
+    # ---- what workers say of what they hold, so that requests get somewhere
+
+    @rule(data=st.data(), words=st.integers(1, 6))
+    def work_goes_on(self, data: st.DataObject, words: int) -> None:
+        """Correct workers' next words."""
+        for _ in range(words):
+            machine = self.machine
+            pairs = sorted(
+                (i.id, r) for i in machine.cluster.instances.values() for r in i.holdings
+            )
+            if not pairs:
+                return
+            instance_id, request_id = data.draw(st.sampled_from(pairs))
+            instance = machine.cluster.instances[instance_id]
+            request = machine.requests.get(request_id)
+            if instance_id in PREFILLS:
+                if request_id not in instance.tasks:
+                    self.release(instance_id, 0, request_id)
+                else:
+                    started = request_id not in instance.started_s
+                    self.chunk(instance_id, 0, request_id, 0, True, started)
+            elif request is None or request.state is RequestState.DECODING:
+                self.finish(instance_id, 0, request_id, "stop")
+            elif request.state is RequestState.TRANSFERRING:
+                self.decode_starts(instance_id, 0, request_id)
+
+    @rule(data=st.data(), last=st.booleans())
+    def work_goes_wrong(self, data: st.DataObject, last: bool) -> None:
+        """Any word, about a request that the instance really holds."""
+        held = sorted(
+            (i.id, r) for i in self.machine.cluster.instances.values() for r in i.holdings
+        )
+        if not held:
+            return
+        instance_id, request_id = data.draw(st.sampled_from(held))
+        match data.draw(st.sampled_from(["release", "chunk", "start", "finish", "fail"])):
+            case "release":
+                self.release(instance_id, 0, request_id)
+            case "chunk":
+                self.chunk(instance_id, 0, request_id, 1, last, False)
+            case "start":
+                self.decode_starts(instance_id, 0, request_id)
+            case "finish":
+                self.finish(instance_id, 0, request_id, data.draw(reasons))
+            case "fail":
+                self.fail(instance_id, 0, request_id, last)
+
+    @rule(seconds=st.floats(0.0, 8.0))
+    def time_passes(self, seconds: float) -> None:
+        self.now_s += seconds
+        self.forget_unreleased()
+        self.step(events.Tick())
+
+    def forget_unreleased(self) -> None:
+        """Past `release_timeout_s` the machine may send a request again to who never let go."""
+        for instance in self.machine.cluster.instances.values():
+            for request_id, holding in instance.holdings.items():
+                if holding.leaving:
+                    self.held[instance.id].discard(request_id)
+
+    # ---- what always holds
+
+    @invariant()
+    def is_sound(self) -> None:
+        self.machine.check_integrity()
+        assert {r.id: r.state for r in self.machine.requests.values()} == self.states
+        for r in REQUESTS:
+            assert self.submitted[r] == self.ends[r] + (r in self.states)
+
+    @invariant()
+    def has_missed_nothing(self) -> None:
+        """Whatever could be placed or dispatched was, by the very event that made it possible."""
+        assert self.machine.step(events.Tick(), self.now_s) == []
+
+    def teardown(self) -> None:
+        """Time alone brings everything to an end, and nothing stays reserved."""
+        self.now_s += TIMEOUT_S + 1
+        self.step(events.Tick())
+        assert not self.machine.requests and not self.states
+        self.now_s += RELEASE_S + 1
+        self.step(events.Tick())
+        self.machine.check_integrity()
+        assert self.machine.queued == 0 and self.machine.queued_s == 0.0
+        for instance in self.machine.cluster.instances.values():
+            assert not instance.holdings and instance.free_pages == instance.card.kv_pages
+        assert self.submitted == self.ends
+
+
+BUDGET = settings(
+    max_examples=150,
+    stateful_step_count=60,
+    deadline=None,
+    suppress_health_check=[HealthCheck.too_slow, HealthCheck.filter_too_much],
+)
+
+
+def test_any_sequence_of_events_leaves_the_machine_sound() -> None:
+    run_state_machine_as_test(World, settings=BUDGET)
+
+
+@pytest.mark.slow
+def test_many_long_sequences_leave_the_machine_sound() -> None:
+    run_state_machine_as_test(
+        World, settings=settings(BUDGET, max_examples=3000, stateful_step_count=120)
+    )

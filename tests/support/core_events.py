@@ -1,0 +1,160 @@
+"""Short ways to build the core's events and to read its effects."""
+
+from __future__ import annotations
+
+from typing import TypeVar
+
+from millrace.core import effects, events
+from millrace.core.config import SchedulerConfig
+from millrace.core.latency import Latency
+from millrace.core.machine import Machine
+from millrace.core.request import Request
+
+E = TypeVar("E")
+
+
+def instance(
+    instance_id: str,
+    *,
+    generation: int = 1,
+    pages: int = 100,
+    page_tokens: int = 16,
+    context: int = 4096,
+    batch: int = 64,
+    model: str = "h",
+    seconds_a_token: float = 1e-3,
+) -> events.InstanceJoined:
+    """Instance "p..." prefills, any other decodes."""
+    return events.InstanceJoined(
+        instance_id=instance_id,
+        generation=generation,
+        role="prefill" if instance_id.startswith("p") else "decode",
+        kv_pages=pages,
+        page_tokens=page_tokens,
+        max_context_tokens=context,
+        max_batch=batch,
+        model_hash=model,
+        latency=Latency(b=seconds_a_token),
+    )
+
+
+def request(
+    request_id: str,
+    prompt: int = 100,
+    new: int = 28,
+    *,
+    choices: int = 1,
+    proxy: str = "x",
+    arrival_s: float = 0.0,
+) -> events.Submitted:
+    return events.Submitted(
+        request=Request(
+            id=request_id,
+            proxy_id=proxy,
+            prompt_tokens=prompt,
+            max_new_tokens=new,
+            choices=choices,
+            arrival_s=arrival_s,
+        )
+    )
+
+
+class Bench:
+    """A machine on a test's bench: steps it, keeps all effects, checks it after every step."""
+
+    def __init__(self, *fleet: events.InstanceJoined, config: SchedulerConfig | None = None):
+        self.machine = Machine(config or SchedulerConfig())
+        self.now_s = 0.0
+        self.all: list[effects.Effect] = []
+        for card in fleet:
+            self.step(card)
+
+    def step(self, event: events.Event) -> list[effects.Effect]:
+        found = self.machine.step(event, self.now_s)
+        self.machine.check_integrity()
+        self.all += found
+        return found
+
+    def submit(self, *args, **kwargs) -> list[effects.Effect]:
+        return self.step(request(*args, arrival_s=self.now_s, **kwargs))
+
+    def chunk_started(self, instance_id: str, request_id: str) -> list[effects.Effect]:
+        return self.step(
+            events.ChunkStarted(
+                instance_id=instance_id, generation=1, request_id=request_id, chunk_index=0
+            )
+        )
+
+    def computed(self, instance_id: str, request_id: str) -> list[effects.Effect]:
+        return self.step(
+            events.ChunkFinished(
+                instance_id=instance_id,
+                generation=1,
+                request_id=request_id,
+                chunk_index=0,
+                compute_s=0.1,
+                last=True,
+            )
+        )
+
+    def released(self, instance_id: str, request_id: str) -> list[effects.Effect]:
+        return self.step(
+            events.RequestReleased(instance_id=instance_id, generation=1, request_id=request_id)
+        )
+
+    def decoding(self, instance_id: str, request_id: str) -> list[effects.Effect]:
+        return self.step(
+            events.DecodeStarted(instance_id=instance_id, generation=1, request_id=request_id)
+        )
+
+    def finished(
+        self, instance_id: str, request_id: str, reason: str = "stop"
+    ) -> list[effects.Effect]:
+        return self.step(
+            events.RequestFinished(
+                instance_id=instance_id,
+                generation=1,
+                request_id=request_id,
+                reason=reason,
+                generated_tokens=5,
+            )
+        )
+
+    def failed(
+        self, instance_id: str, request_id: str, *, retryable: bool = True
+    ) -> list[effects.Effect]:
+        return self.step(
+            events.RequestFailed(
+                instance_id=instance_id,
+                generation=1,
+                request_id=request_id,
+                message="out of luck",
+                retryable=retryable,
+            )
+        )
+
+    def died(self, instance_id: str) -> list[effects.Effect]:
+        return self.step(events.InstanceLeft(instance_id=instance_id, generation=1))
+
+    def drains(self, instance_id: str) -> list[effects.Effect]:
+        return self.step(events.InstanceDraining(instance_id=instance_id, generation=1))
+
+    def cancel(self, request_id: str, reason: str = "the client left") -> list[effects.Effect]:
+        return self.step(events.CancelRequested(request_id=request_id, reason=reason))
+
+    def tick(self, seconds: float) -> list[effects.Effect]:
+        self.now_s += seconds
+        return self.step(events.Tick())
+
+    def serve(self, request_id: str, prefill: str = "p0", decode: str = "d0") -> None:
+        """All that correct workers say of a dispatched request, to its end."""
+        self.chunk_started(prefill, request_id)
+        self.computed(prefill, request_id)
+        self.released(prefill, request_id)
+        self.decoding(decode, request_id)
+        self.finished(decode, request_id)
+
+
+def of(kind: type[E], found: list[effects.Effect]) -> list[E]:
+    """The effects of one kind, in order."""
+    return [effect for effect in found if isinstance(effect, kind)]
