@@ -227,8 +227,12 @@ def show_config(
     print(as_markdown() if markdown else as_toml(), end="")
 
 
-def _add_benchmarks() -> None:
-    for name in ("engine", "gateway", "serve", "transfer"):
+BENCHMARKS = ("engine", "gateway", "serve", "transfer")
+
+
+def _add_benchmarks(wanted: str) -> None:
+    """Adds the named benchmark, or all for their help: each imports a good deal."""
+    for name in (wanted,) if wanted in BENCHMARKS else BENCHMARKS:
         module = importlib.import_module(f"millrace.bench.{name}")
         bench.command(name)(module.command)
 
@@ -284,8 +288,9 @@ def _tell(fd: int | None) -> Callable[[int], None]:
 def main() -> None:
     """Entry point: benchmarks are imported only when asked for."""
     if "bench" in sys.argv[1:2]:
-        _add_benchmarks()
-    app()
+        _add_benchmarks(next(iter(sys.argv[2:]), ""))
+    with _plain_errors():
+        app()
 
 
 if __name__ == "__main__":

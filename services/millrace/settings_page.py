@@ -11,10 +11,11 @@ from millrace.core.config import Setting, settings
 
 HEAD = """# Configuration
 
-One tree of settings serves all commands. Defaults are overridden by a TOML file (`--config FILE`, a table a section),
-then by the environment (`MILLRACE_SECTION__FIELD`, such as `MILLRACE_STORE__URL`), then by
-`--set section.field=value`. A value out of range ends the command with a line that names the field, the value
-and the range. `_s` are seconds, `_ms` milliseconds; sizes are in bytes or tokens as the name says.
+One tree of settings serves all commands. Defaults are overridden by a TOML file (`--config FILE`,
+a table a section), then by the environment (`MILLRACE_SECTION__FIELD`, such as
+`MILLRACE_STORE__URL`), then by `--set section.field=value`. A value out of range ends the command
+with a line that names the field, the value and the range. `_s` are seconds, `_ms` milliseconds;
+sizes are in bytes or tokens as the name says.
 
 SLO classes, chosen by clients with `x-millrace-class`, are tables of their own:
 
@@ -26,6 +27,8 @@ tbt_s = 0.05
 
 This page is written by `millrace config --markdown`.
 """
+
+TABLE_HEAD = ("| setting | default | range | meaning |", "|---|---|---|---|")
 
 
 def as_toml() -> str:
@@ -42,7 +45,12 @@ def as_markdown() -> str:
     """docs/configuration.md."""
     lines = [HEAD]
     for section, fields in itertools.groupby(settings(), key=attrgetter("section")):
-        lines += [f"## {section}", "", "| setting | default | range | meaning |", "|---|---|---|---|"]
+        lines += [
+            f"## {section}",
+            "",
+            "| setting | default | range | meaning |",
+            "|---|---|---|---|",
+        ]
         lines += [f"| `{f.name}` | `{_value(f)}` | {f.range} | {f.doc} |" for f in fields]
         lines.append("")
     return "\n".join(lines)

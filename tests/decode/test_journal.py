@@ -5,6 +5,7 @@ from typing import cast
 
 import numpy as np
 import pytest
+
 from millrace.core.config import StoreConfig
 from millrace.decode import journal
 from millrace.decode.journal import Journal

@@ -3,6 +3,7 @@
 import asyncio
 
 import pytest
+
 from millrace.decode import token_streams
 from millrace.decode.token_streams import Life, TokenStreams
 from millrace.wire.pb import decode_pb2

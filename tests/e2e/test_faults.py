@@ -8,6 +8,7 @@ from pathlib import Path
 
 import httpx
 import pytest
+
 from millrace.up import Stack, StackOptions, StartupError
 from support.live_stack import eventually, greedy_ids, live_stack
 from support.served_model import served_folder

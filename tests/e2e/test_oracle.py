@@ -4,6 +4,7 @@ import asyncio
 
 import httpx
 import pytest
+
 from support.live_stack import greedy_ids, live_stack
 from support.served_model import served_folder
 from support.tiny_models import oracle, prompt

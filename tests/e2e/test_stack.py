@@ -9,6 +9,7 @@ import openai
 import pytest
 import pytest_asyncio
 import redis.asyncio
+
 from millrace.up import Stack
 from millrace.wire.channel import open_channel
 from millrace.wire.pb import scheduler_pb2, scheduler_pb2_grpc

@@ -4,6 +4,7 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+
 from millrace.core.config import EngineConfig
 from millrace.core.errors import ConfigError
 from millrace.engine.assembly import available_bytes, fit_latency, pool_bytes, resolve_device

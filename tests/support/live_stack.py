@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import httpx
+
 from millrace.up import Stack, StackOptions
 
 POOL_BYTES = 64 << 20

@@ -6,8 +6,9 @@ import json
 from functools import cache
 from pathlib import Path
 
-from support.tiny_models import VOCAB, model_folder
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
+
+from support.tiny_models import VOCAB, model_folder
 
 SPECIALS = 8  # ids 0..7; bytes follow, then filler tokens up to the vocabulary's size
 

@@ -2,12 +2,11 @@
 
 from hypothesis import given
 from hypothesis import strategies as st
+
 from millrace.worker.codec import passes
 
 
-@given(
-    lengths=st.lists(st.integers(1, 5000), min_size=1, max_size=5), limit=st.integers(1, 1000)
-)
+@given(lengths=st.lists(st.integers(1, 5000), min_size=1, max_size=5), limit=st.integers(1, 1000))
 def test_passes_cover_every_chunk_in_order_within_the_limit(lengths: list[int], limit: int) -> None:
     starts = [sum(lengths[:i]) for i in range(len(lengths))]
     parts = passes(list(zip(starts, lengths, strict=True)), limit)
