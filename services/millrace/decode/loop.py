@@ -21,7 +21,7 @@ from millrace.decode.journal import Journal
 from millrace.decode.kv_servicer import KvReceiverServicer
 from millrace.decode.request import DecodeRequest
 from millrace.decode.servicer import DecodeServicer
-from millrace.decode.token_streams import Life, TokenStreams
+from millrace.decode.token_streams import Life, TokenStreams, life_of
 from millrace.engine.decode_batch import DecodeBatch, Sequence, TokenOut
 from millrace.engine.sampler import Sampler
 from millrace.engine.sampling_spec import finish_reason
@@ -70,7 +70,7 @@ class DecodeRole:
 
     def attach(self, server: grpc.aio.Server) -> None:
         KvReceiverServicer(self._receiver).add_to(server)
-        DecodeServicer(self._streams).add_to(server)
+        DecodeServicer(self._streams, life_of(self._context.incarnation)).add_to(server)
 
     def fill_register(self, register: scheduler_pb2.Register) -> None:
         register.role = self.name

@@ -6,15 +6,17 @@ from collections.abc import AsyncIterator
 
 import grpc
 
-from millrace.decode.token_streams import TokenStreams, life_of
+from millrace.decode.token_streams import Life, TokenStreams, life_of
 from millrace.wire.pb import decode_pb2, decode_pb2_grpc
 
 
 class DecodeServicer(decode_pb2_grpc.DecodeServicer):
     """Hands each proxy its outbox."""
 
-    def __init__(self, streams: TokenStreams) -> None:
+    def __init__(self, streams: TokenStreams, life: Life) -> None:
+        """`life`: this instance's own."""
         self._streams = streams
+        self._life = life
 
     def add_to(self, server: grpc.aio.Server) -> None:
         decode_pb2_grpc.add_DecodeServicer_to_server(self, server)
@@ -26,5 +28,11 @@ class DecodeServicer(decode_pb2_grpc.DecodeServicer):
             decode_pb2.TokenSubscription, AsyncIterator[decode_pb2.TokenBatch]
         ],
     ) -> AsyncIterator[decode_pb2.TokenBatch]:
+        if life_of(request.decode) != self._life:
+            # A proxy that reconnects to an earlier life would take tokens it then throws away.
+            await context.abort(
+                grpc.StatusCode.FAILED_PRECONDITION,
+                f"this is {self._life[0]}, generation {self._life[1]}",
+            )
         async for batch in self._streams.subscribe(life_of(request.proxy)):
             yield batch
