@@ -20,6 +20,8 @@ from millrace.wire.pb import common_pb2, decode_pb2, scheduler_pb2
 
 MODEL = "tiny"
 CONTEXT_TOKENS = 2048
+
+
 @dataclass
 class Script:
     """What the fleet does with a submission: by default it says `reply`, a token a step.
@@ -56,6 +58,10 @@ class Fleet(StubFleet):
             self.script.on_submit(spec)
             return
         self.place(spec)
+        self.play_later(spec)
+
+    def play_later(self, spec: common_pb2.RequestSpec) -> None:
+        """Starts to emit what the script says."""
         task = asyncio.create_task(self.play(spec, self.script))
         self._playing.add(task)
         task.add_done_callback(self._playing.discard)
@@ -78,9 +84,7 @@ class Fleet(StubFleet):
             self.emit(
                 spec.proxy.id,
                 [
-                    token_event(
-                        spec, choice, position, token_id, script, last=last, stops=stops
-                    )
+                    token_event(spec, choice, position, token_id, script, last=last, stops=stops)
                     for choice in range(spec.sampling.n)
                 ],
             )
@@ -136,15 +140,24 @@ class Stack:
         return f"http://127.0.0.1:{self.proxy.port}"
 
     async def idle(self) -> None:
-        """Returns when the proxy holds no request any more; fails after two seconds."""
-        async with asyncio.timeout(2):
-            while self.proxy.gateway.inflight:
-                await asyncio.sleep(0.005)
+        """Returns when the proxy holds no request any more; or fails."""
+        await until(lambda: self.proxy.gateway.inflight == 0)
         self.proxy.gateway.check_integrity()
 
 
+async def until(holds: Callable[[], bool], timeout_s: float = 5.0) -> None:
+    """Returns once `holds()`. Raises AssertionError when time is up."""
+    for _ in range(round(timeout_s / 0.005)):
+        if holds():
+            return
+        await asyncio.sleep(0.005)
+    raise AssertionError(f"it never came to hold within {timeout_s:g} s")
+
+
 @asynccontextmanager
-async def gateway(folder: Path, *settings: str, config: Config | None = None) -> AsyncIterator[Stack]:
+async def gateway(
+    folder: Path, *settings: str, config: Config | None = None
+) -> AsyncIterator[Stack]:
     """A proxy on a free port, ready. `settings` are `section.field=value` overrides."""
     write_stub_model(folder, context_tokens=CONTEXT_TOKENS)
     fleet = Fleet(Tokenizer.from_file(str(folder / "tokenizer.json")))
@@ -162,9 +175,7 @@ async def gateway(folder: Path, *settings: str, config: Config | None = None) ->
             ) as client,
         ):
             stack = Stack(proxy, fleet, http, client)
-            async with asyncio.timeout(5):
-                while not proxy.gateway.ready:
-                    await asyncio.sleep(0.005)
+            await until(lambda: proxy.gateway.ready)
             yield stack
             await stack.idle()
     finally:

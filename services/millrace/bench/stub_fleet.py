@@ -214,5 +214,7 @@ class _Decode(decode_pb2_grpc.DecodeServicer):
     async def StreamTokens(
         self, request: decode_pb2.TokenSubscription, context: Context
     ) -> AsyncIterator[decode_pb2.TokenBatch]:
+        if request.decode != self._fleet.decode:
+            await context.abort(grpc.StatusCode.FAILED_PRECONDITION, "another life")
         async for batch in self._fleet.serve_tokens(request.proxy.id):
             yield batch

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable
+import logging
+from collections.abc import Awaitable, Callable, Mapping
 from typing import Any
 
 import orjson
@@ -16,6 +17,8 @@ from millrace.proxy.generate import GenerateEndpoint, Services
 from millrace.proxy.http import Disconnected, Receive, Scope, Send, read_json, send_error, send_json
 from millrace.proxy.validation import Conversation
 
+log = logging.getLogger(__name__)
+
 VERSION = "0.1.0"
 
 Json = dict[str, Any]
@@ -23,12 +26,55 @@ Json = dict[str, Any]
 RenderMetrics = Callable[[str], Awaitable[tuple[bytes, str]]]
 
 
-class GatewayApp(FastAPI):
-    """FastAPI whose document describes the raw routes too."""
+#: Answers a request and returns the status; raises ApiError while nothing was sent.
+Answer = Callable[[Scope, Receive, Send], Awaitable[int]]
 
-    def __init__(self, services: Services) -> None:
+
+class RawEndpoint:
+    """A raw ASGI application around an `Answer`: errors become answers, all are counted."""
+
+    def __init__(self, services: Services, route: str, answer: Answer) -> None:
+        self._requests = services.metrics.requests
+        self._route = route
+        self._answer = answer
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        status = 499  # the client left before it had an answer
+        try:
+            status = await self._answer(scope, receive, send)
+        except Disconnected:
+            return
+        except ApiError as error:
+            status = error.status
+            await send_error(send, receive, error)
+        except Exception:
+            status = 500
+            log.exception("%s failed", self._route)
+            await send_error(send, receive, ApiError(500, "Internal error."))
+        finally:
+            self._requests.labels(self._route, status).inc()
+
+
+class GatewayApp(FastAPI):
+    """FastAPI whose document describes the raw routes too, and which they don't pay for.
+
+    A POST to one of `raw` goes to it at once: FastAPI's ten layers of middleware and routing cost
+    more than the rest of a request. Anything else, a wrong method included, goes through them.
+    """
+
+    def __init__(self, services: Services, raw: Mapping[str, RawEndpoint]) -> None:
         super().__init__(title="Millrace gateway", version=VERSION)
         self._bodies = services.bodies
+        self._raw = raw
+        self.router.routes.extend(Route(path, end, methods=["POST"]) for path, end in raw.items())
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] == "http" and scope["method"] == "POST":
+            endpoint = self._raw.get(scope["path"])
+            if endpoint is not None:
+                await endpoint(scope, receive, send)
+                return
+        await super().__call__(scope, receive, send)
 
     def openapi(self) -> Json:
         if not self.openapi_schema:
@@ -37,29 +83,17 @@ class GatewayApp(FastAPI):
 
 
 class JsonEndpoint:
-    """A raw ASGI application: a JSON body in, a JSON document out."""
+    """A JSON body in, a JSON document out."""
 
-    def __init__(
-        self, services: Services, route: str, handle: Callable[[Any], Awaitable[Json]]
-    ) -> None:
-        self._services = services
-        self._route = route
+    def __init__(self, services: Services, handle: Callable[[Any], Awaitable[Json]]) -> None:
+        self._max_body_bytes = services.config.proxy.max_body_bytes
         self._handle = handle
 
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        status = 499
-        try:
-            body = await read_json(scope, receive, self._services.config.proxy.max_body_bytes)
-            document = await self._handle(body)
-            status = 200
-            await send_json(send, 200, orjson.dumps(document))
-        except Disconnected:
-            return
-        except ApiError as error:
-            status = error.status
-            await send_error(send, receive, error)
-        finally:
-            self._services.metrics.requests.labels(self._route, status).inc()
+    async def answer(self, scope: Scope, receive: Receive, send: Send) -> int:
+        """Returns the status that was sent. Raises ApiError before anything was sent."""
+        document = await self._handle(await read_json(scope, receive, self._max_body_bytes))
+        await send_json(send, 200, orjson.dumps(document))
+        return 200
 
 
 class TokenEndpoints:
@@ -89,16 +123,15 @@ class TokenEndpoints:
 
 def create_app(services: Services, created: int, render_metrics: RenderMetrics) -> FastAPI:
     """`created`: Unix time shown as the model's."""
-    app = GatewayApp(services)
     tokens = TokenEndpoints(services)
-    raw: dict[str, GenerateEndpoint | JsonEndpoint] = {
-        "/v1/chat/completions": GenerateEndpoint(services, chat=True),
-        "/v1/completions": GenerateEndpoint(services, chat=False),
-        "/tokenize": JsonEndpoint(services, "/tokenize", tokens.tokenize),
-        "/detokenize": JsonEndpoint(services, "/detokenize", tokens.detokenize),
+    handlers: dict[str, Answer] = {
+        "/v1/chat/completions": GenerateEndpoint(services, chat=True).answer,
+        "/v1/completions": GenerateEndpoint(services, chat=False).answer,
+        "/tokenize": JsonEndpoint(services, tokens.tokenize).answer,
+        "/detokenize": JsonEndpoint(services, tokens.detokenize).answer,
     }
-    # First in the list: the hot routes match before anything else is tried.
-    app.router.routes[:0] = [Route(path, end, methods=["POST"]) for path, end in raw.items()]
+    raw = {path: RawEndpoint(services, path, answer) for path, answer in handlers.items()}
+    app = GatewayApp(services, raw)
     _add_models(app, services, created)
     _add_probes(app, services, render_metrics)
     app.add_exception_handler(HTTPException, _http_error)

@@ -45,6 +45,7 @@ class Choice:
         "decoded_characters",
         "finish_reason",
         "index",
+        "last_token_at",
         "shown_characters",
         "stop_reason",
         "token_count",
@@ -65,6 +66,8 @@ class Choice:
         self._entries: list[LogprobEntry] = []
         #: Generated tokens so far, a stop token included.
         self.token_count = 0
+        #: When its last token came, on the monotonic clock.
+        self.last_token_at: float | None = None
         self.finish_reason: str | None = None
         #: The stop string or the stop token's id that ended it; None otherwise.
         self.stop_reason: str | int | None = None

@@ -12,7 +12,7 @@ from typing import Any, Protocol
 import orjson
 
 from millrace.proxy.choice import Choice, LogprobEntry, Piece
-from millrace.proxy.codec import TokenLogprob
+from millrace.proxy.codec import PositionLogprobs, TokenLogprob
 from millrace.proxy.options import Options
 from millrace.proxy.tokenizer import Tokenizer
 
@@ -234,14 +234,14 @@ class CompletionFormat:
         return {
             "tokens": [self._text(entry.token_id) for entry in entries],
             "token_logprobs": [p and max(p.chosen.logprob, _LOWEST_LOGPROB) for p in positions],
-            "top_logprobs": [
-                p and {self._text(t.token_id): max(t.logprob, _LOWEST_LOGPROB) for t in p.top}
-                for p in positions
-            ]
-            if asked
-            else None,
+            "top_logprobs": [p and self._alternatives(p) for p in positions] if asked else None,
             "text_offset": [entry.offset for entry in entries],
         }
+
+    def _alternatives(self, position: PositionLogprobs) -> dict[str, float]:
+        """The likeliest tokens, and the one that stands there."""
+        tokens = (*position.top, position.chosen)
+        return {self._text(t.token_id): max(t.logprob, _LOWEST_LOGPROB) for t in tokens}
 
     def _text(self, token_id: int) -> str:
         raw = self._tokenizer.token_bytes(token_id)

@@ -23,6 +23,8 @@ from millrace.wire.pb import decode_pb2, scheduler_pb2
 log = logging.getLogger(__name__)
 
 WATCH_INTERVAL_S = 0.5
+#: Endings are written to the store this late, many in one round trip.
+ENDINGS_INTERVAL_S = 0.02
 #: A request that streams while the scheduler is away may be silent for this long.
 ORPHAN_SILENCE_S = 30.0
 _RETRY_AFTER_S = 1.0
@@ -52,6 +54,7 @@ class Gateway:
         self._fleet_ready = False
         self._tasks: list[asyncio.Task[None]] = []
         self._background: set[asyncio.Task[None]] = set()
+        self._endings: list[tuple[str, str]] = []
         #: Set when the process is told to stop: nothing new is taken.
         self.draining = False
 
@@ -68,6 +71,7 @@ class Gateway:
         for generation in list(self._live.values()):
             self._fail(generation, ApiError(503, "The server is shutting down."), cancel=True)
         await self._scheduler.flushed(2.0)
+        self._write_endings()
         if self._background:
             await asyncio.wait(self._background, timeout=2.0)
         for task in self._tasks:
@@ -150,6 +154,7 @@ class Gateway:
             return
         decode = life_of(placed.decode)
         if generation.stage is Stage.STREAMING:
+            generation.predicted_ttft_s = placed.predicted_ttft_s
             if generation.decode != decode:
                 self._fail(
                     generation,
@@ -213,7 +218,7 @@ class Gateway:
                 log.exception("request %s: tokens could not be taken", event.request_id)
                 self._fail(generation, ApiError(500, "Internal error."), cancel=True)
                 continue
-            if gap:
+            if gap is not None:
                 tbt.observe(gap)
             if generation.stage is Stage.ENDED:
                 self._finish(generation)
@@ -247,15 +252,25 @@ class Gateway:
         if generation.stopped_by_proxy:
             self._scheduler.cancel(generation.request_id, "stop")
         self._metrics.finished(generation)
-        self._spawn(self._store.finish(generation.request_id, "finished"))
+        self._end_later(generation.request_id, "finished")
 
     def _fail(self, generation: Generation, error: ApiError, *, cancel: bool) -> None:
         self._live.pop(generation.request_id, None)
         generation.stage = Stage.ENDED
         if cancel:
             self._scheduler.cancel(generation.request_id, "failed at the proxy")
-        self._spawn(self._store.finish(generation.request_id, "failed"))
+        self._end_later(generation.request_id, "failed")
         generation.sink.on_error(error)
+
+    def _end_later(self, request_id: str, state: str) -> None:
+        if not self._endings:
+            asyncio.get_running_loop().call_later(ENDINGS_INTERVAL_S, self._write_endings)
+        self._endings.append((request_id, state))
+
+    def _write_endings(self) -> None:
+        endings, self._endings = self._endings, []
+        for request_id, state in endings:
+            self._spawn(self._store.finish(request_id, state))
 
     def _spawn(self, work: Coroutine[Any, Any, None]) -> None:
         task = asyncio.create_task(_logged(work))

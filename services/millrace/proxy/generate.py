@@ -13,12 +13,10 @@ from millrace.proxy.explain import waterfall
 from millrace.proxy.gateway import Gateway
 from millrace.proxy.http import (
     JSON,
-    Disconnected,
     Receive,
     Scope,
     Send,
     read_json,
-    send_error,
     send_json,
 )
 from millrace.proxy.metrics import ProxyMetrics
@@ -56,30 +54,17 @@ class Services:
 
 
 class GenerateEndpoint:
-    """A raw ASGI application; `chat` chooses between the two APIs."""
+    """Answers completion requests over raw ASGI; `chat` chooses between the two APIs."""
 
     def __init__(self, services: Services, *, chat: bool) -> None:
         self._services = services
         self._gateway = services.gateway
         self._chat = chat
-        self._route = "/v1/chat/completions" if chat else "/v1/completions"
         self._builder = Builder(
             services.limits, services.tokenizer, services.gateway.life, chat=chat
         )
 
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        status = 499  # the client left before it had an answer
-        try:
-            status = await self._answer(scope, receive, send)
-        except Disconnected:
-            return
-        except ApiError as error:
-            status = error.status
-            await send_error(send, receive, error)
-        finally:
-            self._services.metrics.requests.labels(self._route, status).inc()
-
-    async def _answer(self, scope: Scope, receive: Receive, send: Send) -> int:
+    async def answer(self, scope: Scope, receive: Receive, send: Send) -> int:
         """Returns the status that was sent. Raises ApiError before anything was sent."""
         at, unix_s = time.monotonic(), time.time_ns() / 1e9
         body = await read_json(scope, receive, self._services.config.proxy.max_body_bytes)

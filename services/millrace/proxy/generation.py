@@ -117,11 +117,15 @@ class Generation:
         self.placed_at = self.waiting_since = now
 
     def take(self, event: decode_pb2.TokenEvent, now: float) -> float | None:
-        """Takes one event; returns the gap to the token before, in seconds (None: the first)."""
-        gap = self._note_time(event, now)
+        """Takes one event; returns the gap to the choice's token before, in seconds."""
+        if self.first_token_at is None:
+            self._begin(event, now)
+        self.last_token_at = now
         if event.spans:
             self.spans.extend(spans_from_wire(event.spans))
         choice = self.choices[event.choice]
+        gap = None if choice.last_token_at is None else now - choice.last_token_at
+        choice.last_token_at = now
         if choice.finish_reason is not None:
             return gap  # what the engine made before it heard of the stop string
         reason = event.finish_reason
@@ -138,19 +142,14 @@ class Generation:
                 self.sink.on_done(self)
         return gap
 
-    def _note_time(self, event: decode_pb2.TokenEvent, now: float) -> float | None:
-        if self.first_token_at is not None:
-            gap = now - self.last_token_at
-            self.last_token_at = now
-            return gap
+    def _begin(self, event: decode_pb2.TokenEvent, now: float) -> None:
         self.stage = Stage.STREAMING
-        self.first_token_at = self.last_token_at = now
+        self.first_token_at = now
         self.cached_tokens = event.cached_tokens
         if self._echo is not None:
             piece = self._echo.piece([position_logprobs(p) for p in event.prompt_logprobs])
             for choice in self.choices:
                 self.sink.echo(choice, piece)
-        return None
 
     def _piece(self, choice: Choice, event: decode_pb2.TokenEvent) -> Piece:
         reason = event.finish_reason

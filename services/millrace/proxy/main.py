@@ -148,6 +148,7 @@ class Proxy:
             access_log=False,
             log_config=None,
             server_header=False,
+            proxy_headers=False,
             backlog=_BACKLOG,
             timeout_keep_alive=_KEEP_CONNECTION_S,
             timeout_graceful_shutdown=int(self._config.proxy.drain_timeout_s + _CLOSE_S) + 1,

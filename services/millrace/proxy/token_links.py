@@ -17,7 +17,7 @@ from millrace.wire.pb import decode_pb2, decode_pb2_grpc, scheduler_pb2
 log = logging.getLogger(__name__)
 
 RETRY_FIRST_S = 0.05
-RETRY_MOST_S = 1.0
+RETRY_MOST_S = 2.0
 
 
 class TokenEvents(Protocol):
@@ -64,33 +64,36 @@ class TokenLinks:
         await asyncio.gather(*tasks, return_exceptions=True)
 
     async def _run(self, life: Life, address: str) -> None:
-        """Serves and reconnects while the instance is in the fleet."""
+        """Serves and reconnects until the instance is known to be gone."""
         retry_s = RETRY_FIRST_S
         async with open_channel(address) as channel:
             stub = decode_pb2_grpc.DecodeStub(channel)
             while True:
-                reason = "the stream ended"
+                reason, gone = "the stream ended", False
                 try:
-                    if await self._serve(stub, life):
-                        retry_s = RETRY_FIRST_S
+                    await self._serve(stub, life)
                 except grpc.aio.AioRpcError as error:
                     reason = error.details() or str(error.code())
+                    gone = error.code() == grpc.StatusCode.FAILED_PRECONDITION
                 log.warning("decode %s at %s: %s", life[0], address, reason)
                 self._events.on_tokens_lost(life)
-                if life not in self._listed:
+                if gone or life not in self._listed:
                     self._links.pop(life, None)
                     return
                 await asyncio.sleep(retry_s * random.uniform(0.7, 1.3))
                 retry_s = min(2 * retry_s, RETRY_MOST_S)
 
-    async def _serve(self, stub: decode_pb2_grpc.DecodeStub, life: Life) -> bool:
-        """Reads one stream to its end; whether it brought anything."""
-        call = stub.StreamTokens(decode_pb2.TokenSubscription(proxy=incarnation_of(self._life)))
-        on_batch, any_batch = self._events.on_batch, False
+    async def _serve(self, stub: decode_pb2_grpc.DecodeStub, life: Life) -> None:
+        """Reads one stream to its end. Waits while the instance can't be reached: nothing is lost
+        before it has been, since an instance keeps events until they are asked for."""
+        call = stub.StreamTokens(
+            decode_pb2.TokenSubscription(
+                proxy=incarnation_of(self._life), decode=incarnation_of(life)
+            ),
+            wait_for_ready=True,
+        )
         try:
             async for batch in call:
-                any_batch = True
-                on_batch(life, batch.events)
+                self._events.on_batch(life, batch.events)
         finally:
             call.cancel()
-        return any_batch

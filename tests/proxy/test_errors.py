@@ -1,0 +1,260 @@
+"""Bad input: a 4xx, OpenAI's error object, and the field's name, over real HTTP."""
+
+from __future__ import annotations
+
+import httpx
+import orjson
+import pytest
+import pytest_asyncio
+
+from support.gateway import CONTEXT_TOKENS, MODEL, gateway
+
+CHAT, COMPLETION = "/v1/chat/completions", "/v1/completions"
+USER = [{"role": "user", "content": "hi"}]
+JSON = {"content-type": "application/json"}
+
+#: Fields of a chat request, and the param that the error names (its own name where None).
+BAD_CHAT = [
+    ({"messages": []}, None),
+    ({"messages": "hi"}, "messages"),
+    ({"messages": ["hi"]}, "messages[0]"),
+    ({"messages": [{"content": "hi"}]}, "messages[0].role"),
+    ({"messages": [{"role": "wizard", "content": "hi"}]}, "messages[0].role"),
+    ({"messages": [{"role": "tool", "content": "hi"}]}, "messages"),
+    ({"messages": [{"role": "user"}]}, "messages[0].content"),
+    ({"messages": [{"role": "user", "content": 7}]}, "messages[0].content"),
+    ({"messages": [{"role": "user", "content": []}]}, "messages[0].content"),
+    ({"messages": [{"role": "user", "content": "x", "extra": 1}]}, "messages[0].extra"),
+    (
+        {"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {}}]}]},
+        "messages[0].content[0].type",
+    ),
+    ({"model": "gpt-4"}, "model"),
+    ({"model": None}, "model"),
+    ({"model": 7}, "model"),
+    ({"unheard_of": 1}, "unheard_of"),
+    ({"max_tokens": 0}, None),
+    ({"max_tokens": -1}, None),
+    ({"max_tokens": 1.5}, None),
+    ({"max_tokens": True}, None),
+    ({"max_tokens": 10**30}, None),
+    ({"max_completion_tokens": 10**9}, None),
+    ({"max_tokens": CONTEXT_TOKENS}, None),
+    ({"temperature": -0.1}, None),
+    ({"temperature": 2.1}, None),
+    ({"temperature": "hot"}, None),
+    ({"top_p": 0}, None),
+    ({"top_p": 1.1}, None),
+    ({"top_k": -2}, None),
+    ({"min_p": 2}, None),
+    ({"presence_penalty": 3}, None),
+    ({"frequency_penalty": -3}, None),
+    ({"repetition_penalty": 0}, None),
+    ({"n": 0}, None),
+    ({"n": 17}, None),
+    ({"seed": "x"}, None),
+    ({"seed": 2**64}, None),
+    ({"stop": ""}, None),
+    ({"stop": ["x"] * 17}, None),
+    ({"stop": ["a", 1]}, "stop[1]"),
+    ({"stop": "x" * 600}, None),
+    ({"stop_token_ids": [10**6]}, "stop_token_ids[0]"),
+    ({"logit_bias": {"x": 1}}, None),
+    ({"logit_bias": {"999999": 1}}, None),
+    ({"logit_bias": {"1": 101}}, "logit_bias.1"),
+    ({"logit_bias": []}, None),
+    ({"top_logprobs": 2}, None),
+    ({"logprobs": True, "top_logprobs": 21}, "top_logprobs"),
+    ({"logprobs": 1}, None),
+    ({"stream_options": {"include_usage": True}}, None),
+    ({"stream": True, "stream_options": {"other": True}}, "stream_options.other"),
+    ({"min_tokens": 5, "max_tokens": 4}, "min_tokens"),
+    ({"tools": [{"type": "function", "function": {"name": "f"}}]}, "tools"),
+    ({"tool_choice": "required"}, None),
+    ({"functions": [{"name": "f"}]}, None),
+    ({"response_format": {"type": "json_object"}}, "response_format.type"),
+    ({"response_format": {"type": "json_schema", "json_schema": {}}}, "response_format.type"),
+    ({"modalities": ["audio"]}, "modalities[0]"),
+    ({"audio": {"voice": "x"}}, None),
+    ({"web_search_options": {}}, None),
+    ({"continue_final_message": True, "add_generation_prompt": True}, "continue_final_message"),
+    ({"messages": [{"role": "user", "content": "the mill " * CONTEXT_TOKENS}]}, "messages"),
+]
+
+BAD_COMPLETION = [
+    ({"prompt": ""}, None),
+    ({"prompt": []}, None),
+    ({"prompt": None}, None),
+    ({"prompt": 7}, None),
+    ({"prompt": {}}, None),
+    ({"prompt": [[]]}, "prompt[0]"),
+    ({"prompt": ["a", ""]}, "prompt[1]"),
+    ({"prompt": ["a", 1]}, "prompt[1]"),
+    ({"prompt": [1, "a"]}, "prompt[1]"),
+    ({"prompt": [[1], "a"]}, "prompt[1]"),
+    ({"prompt": [1, 1.5]}, "prompt[1]"),
+    ({"prompt": [True]}, "prompt[0]"),
+    ({"prompt": [-1]}, "prompt[0]"),
+    ({"prompt": [10**6]}, "prompt[0]"),
+    ({"prompt": [[1], [10**6]]}, "prompt[1][0]"),
+    ({"prompt": ["a"] * 257}, "prompt"),
+    ({"prompt": [7] * CONTEXT_TOKENS}, "prompt"),
+    ({"prompt": "x", "suffix": "y"}, "suffix"),
+    ({"prompt": "x", "best_of": 2}, "best_of"),
+    ({"prompt": "x", "logprobs": 21}, "logprobs"),
+    ({"prompt": "x", "logprobs": True}, "logprobs"),
+    ({"prompt": "x", "echo": "yes"}, "echo"),
+    ({"prompt": "x", "messages": USER}, "messages"),
+]
+
+
+@pytest_asyncio.fixture(scope="module", loop_scope="module")
+async def stack(tmp_path_factory):
+    async with gateway(tmp_path_factory.mktemp("model")) as running:
+        yield running
+
+
+pytestmark = pytest.mark.asyncio(loop_scope="module")
+
+
+def check(response: httpx.Response, status: int, param: str | None) -> dict:
+    error = response.json()["error"]
+    assert (response.status_code, error["param"]) == (status, param), error
+    assert error["message"]
+    assert error["type"] == "invalid_request_error"
+    assert set(error) == {"message", "type", "param", "code"}
+    return error
+
+
+@pytest.mark.parametrize(("fields", "param"), BAD_CHAT)
+async def test_chat(stack, fields, param):
+    body = {"model": MODEL, "messages": USER, **fields}
+    status = 404 if fields.get("model") == "gpt-4" else 400
+    error = check(await stack.http.post(CHAT, json=body), status, param or next(iter(fields)))
+    if status == 404:
+        assert error["code"] == "model_not_found"
+
+
+@pytest.mark.parametrize(("fields", "param"), BAD_COMPLETION)
+async def test_completion(stack, fields, param):
+    body = {"model": MODEL, **fields}
+    check(await stack.http.post(COMPLETION, json=body), 400, param or next(iter(fields)))
+
+
+async def test_too_long_a_prompt_has_openai_s_code(stack):
+    body = {"model": MODEL, "prompt": [7] * CONTEXT_TOKENS}
+    error = check(await stack.http.post(COMPLETION, json=body), 400, "prompt")
+    assert error["code"] == "context_length_exceeded"
+
+
+@pytest.mark.parametrize(
+    "content",
+    [
+        b"",
+        b"{",
+        b"[" * 100_000,
+        b'{"a":' * 2000,
+        b'{"temperature": NaN}',
+        b'{"temperature": 1e400}',
+        b"\xff\xfe",
+        b"\xef\xbb\xbf{}",
+        b"[]",
+        b"null",
+        b'"text"',
+    ],
+)
+async def test_what_is_no_json_object(stack, content):
+    check(await stack.http.post(CHAT, content=content, headers=JSON), 400, None)
+
+
+async def test_lone_surrogate_names_its_field(stack):
+    content = orjson.dumps({"model": MODEL, "messages": [{"role": "user", "content": "@"}]})
+    content = content.replace(b"@", b"a\\ud800b")
+    check(await stack.http.post(CHAT, content=content, headers=JSON), 400, "messages[0].content")
+
+
+async def test_deep_nesting_in_a_free_field(stack):
+    body = orjson.dumps(
+        {"model": MODEL, "messages": USER, "chat_template_kwargs": {"deep": "@"}}
+    ).replace(b'"@"', b"[" * 900 + b"]" * 900)
+    response = await stack.http.post(CHAT, content=body, headers=JSON)
+    assert response.status_code == 200  # the template does not look at it
+
+
+@pytest.mark.parametrize("kind", ["text/plain", "application/x-www-form-urlencoded", ""])
+async def test_content_type(stack, kind):
+    response = await stack.http.post(CHAT, content=b"{}", headers={"content-type": kind})
+    check(response, 415, "Content-Type")
+
+
+async def test_content_encoding(stack):
+    headers = {**JSON, "content-encoding": "gzip"}
+    check(await stack.http.post(CHAT, content=b"{}", headers=headers), 415, "Content-Encoding")
+
+
+@pytest.mark.parametrize("declared", [True, False])
+async def test_body_of_100_mb_is_refused_while_it_comes(stack, declared):
+    piece, taken = b" " * (1 << 20), 0
+
+    async def body():
+        nonlocal taken
+        for _ in range(100):
+            taken += len(piece)
+            yield piece
+
+    headers = {**JSON, "content-length": str(100 << 20)} if declared else JSON
+    response = await stack.http.post(CHAT, content=body(), headers=headers)
+    assert response.json()["error"]["code"] == "body_too_large"
+    assert response.status_code == 413
+
+
+async def test_body_within_the_limit_is_read_in_pieces(stack):
+    async def body():
+        yield b'{"model": "tiny", '
+        yield b'"prompt": "hi"}'
+
+    response = await stack.http.post(COMPLETION, content=body(), headers=JSON)
+    assert response.status_code == 200
+
+
+@pytest.mark.parametrize(
+    ("header", "value"),
+    [
+        ("x-millrace-ttft-slo-ms", "soon"),
+        ("x-millrace-ttft-slo-ms", "0"),
+        ("x-millrace-tbt-slo-ms", "nan"),
+        ("x-millrace-tbt-slo-ms", "-1"),
+        ("x-millrace-class", "unheard-of"),
+        ("x-millrace-trace", "yes"),
+    ],
+)
+async def test_objectives(stack, header, value):
+    body = {"model": MODEL, "messages": USER}
+    response = await stack.http.post(CHAT, json=body, headers={header: value})
+    check(response, 400, header)
+
+
+@pytest.mark.parametrize(
+    ("path", "body", "param"),
+    [
+        ("/tokenize", {}, "prompt"),
+        ("/tokenize", {"prompt": "a", "messages": USER}, "prompt"),
+        ("/tokenize", {"prompt": "a", "other": 1}, "other"),
+        ("/tokenize", {"messages": [{"role": "wizard", "content": ""}]}, "messages[0].role"),
+        ("/detokenize", {}, "tokens"),
+        ("/detokenize", {"tokens": [10**6]}, "tokens[0]"),
+    ],
+)
+async def test_token_endpoints(stack, path, body, param):
+    check(await stack.http.post(path, json=body), 400, param)
+
+
+async def test_unknown_routes_and_methods(stack):
+    check(await stack.http.get("/v1/nothing"), 404, None)
+    check(await stack.http.get(CHAT), 405, None)
+    check(await stack.http.get("/v1/models/other"), 404, "model")
+
+
+async def test_nothing_is_left_behind(stack):
+    await stack.idle()
+    assert not [s for s in stack.fleet.specs if s.model != MODEL]

@@ -1,0 +1,311 @@
+"""What a proxy does when clients leave, the fleet refuses, places again, breaks or comes back."""
+
+from __future__ import annotations
+
+import asyncio
+
+import orjson
+import pytest
+
+from millrace.state.store import StoreError
+from millrace.wire.pb import common_pb2, decode_pb2
+from support.gateway import MODEL, Script, gateway, until
+
+CHAT = "/v1/chat/completions"
+BODY = {"model": MODEL, "messages": [{"role": "user", "content": "hi"}]}
+STREAM = {**BODY, "stream": True}
+
+
+@pytest.fixture
+async def stack(tmp_path):
+    async with gateway(tmp_path, "proxy.submit_timeout_s=1", "proxy.max_inflight=3") as running:
+        yield running
+
+
+def error(response):
+    return response.json()["error"]
+
+
+async def lines(response):
+    return [
+        orjson.loads(line[6:]) async for line in response.aiter_lines() if line[:7] == "data: {"
+    ]
+
+
+async def test_leaving_a_stream_cancels_it(stack):
+    stack.fleet.script = Script(hold=asyncio.Event())
+    async with stack.http.stream("POST", CHAT, json=STREAM) as response:
+        await anext(response.aiter_lines())
+        [spec] = stack.fleet.specs
+    await asyncio.wait_for(stack.fleet.cancelled.wait(), 2)
+    assert stack.fleet.cancels[0].request_id == spec.request_id
+    assert stack.fleet.cancels[0].reason == "disconnected"
+    await stack.idle()
+    await until_gone(stack, spec)
+
+
+async def until_gone(stack, spec):
+    for _ in range(200):
+        if await stack.proxy.store.get(spec.request_id) is None:
+            return
+        await asyncio.sleep(0.005)
+    raise AssertionError("the store still has the request")
+
+
+@pytest.mark.parametrize("body", [BODY, STREAM])
+async def test_leaving_before_the_first_token_cancels(stack, body):
+    stack.fleet.script = Script(on_submit=stack.fleet.place)
+    asking = asyncio.create_task(stack.http.post(CHAT, json=body))
+    await asyncio.wait_for(stack.fleet.submitted.wait(), 2)
+    asking.cancel()
+    await asyncio.wait_for(stack.fleet.cancelled.wait(), 2)
+    await until_gone(stack, stack.fleet.specs[0])
+
+
+async def test_finished_requests_are_finished_in_the_store(stack):
+    await stack.http.post(CHAT, json=BODY)
+    [spec] = stack.fleet.specs
+    for _ in range(200):
+        record = await stack.proxy.store.get(spec.request_id)
+        if record is not None and record.state == "finished":
+            break
+        await asyncio.sleep(0.005)
+    assert record is not None and record.state == "finished"
+    assert record.prompt_tokens == spec.prompt_tokens
+    with pytest.raises(StoreError):
+        await stack.proxy.store.prompt_ids(spec.request_id)
+    assert not stack.fleet.cancels
+
+
+@pytest.mark.parametrize(
+    ("code", "status", "retry"),
+    [
+        ("overloaded", 429, "7"),
+        ("unavailable", 503, "7"),
+        ("too_large", 400, None),
+        ("invalid", 400, None),
+    ],
+)
+@pytest.mark.parametrize("body", [BODY, STREAM])
+async def test_refusals(stack, code, status, retry, body):
+    stack.fleet.script = Script(
+        on_submit=lambda spec: stack.fleet.refuse(spec, code, "no room", retry_after_s=7)
+    )
+    response = await stack.http.post(CHAT, json=body)
+    assert (response.status_code, error(response)["code"]) == (status, code)
+    assert error(response)["message"] == "no room"
+    assert response.headers.get("retry-after") == retry
+
+
+async def test_too_many_at_once(stack):
+    stack.fleet.script = Script(hold=asyncio.Event(), hold_after=0)
+    asking = [asyncio.create_task(stack.http.post(CHAT, json=BODY)) for _ in range(3)]
+    await until(lambda: len(stack.fleet.specs) == 3)
+    response = await stack.http.post(CHAT, json=BODY)
+    assert (response.status_code, error(response)["type"]) == (429, "rate_limit_error")
+    assert "retry-after" in response.headers
+    stack.fleet.script.hold.set()
+    assert [(await task).status_code for task in asking] == [200] * 3
+    assert (await stack.http.post(CHAT, json=BODY)).status_code == 200
+
+
+async def test_prompts_count_against_the_limit(stack):
+    body = {"model": MODEL, "prompt": ["a"] * 4}
+    assert (await stack.http.post("/v1/completions", json=body)).status_code == 429
+
+
+@pytest.mark.parametrize("body", [BODY, STREAM])
+async def test_failure_before_the_first_token_is_a_500(stack, body):
+    def submitted(spec):
+        stack.fleet.place(spec)
+        stack.fleet.fail(spec, "prefill died three times")
+
+    stack.fleet.script = Script(on_submit=submitted)
+    response = await stack.http.post(CHAT, json=body)
+    assert (response.status_code, error(response)["message"]) == (500, "prefill died three times")
+
+
+async def test_failure_in_a_stream_is_its_last_event(stack):
+    stack.fleet.script = Script(hold=asyncio.Event())
+    async with stack.http.stream("POST", CHAT, json=STREAM) as response:
+        await until(lambda: bool(stack.fleet.specs))
+        await asyncio.sleep(0.05)
+        stack.fleet.fail(stack.fleet.specs[0], "decode died")
+        events = await lines(response)
+    assert events[0]["choices"][0]["delta"]["role"] == "assistant"
+    assert events[-1]["error"]["message"] == "decode died"
+
+
+async def test_error_event_of_decode(stack):
+    def submitted(spec):
+        stack.fleet.place(spec)
+        event = decode_pb2.TokenEvent(
+            request_id=spec.request_id, finish_reason="error", error="KV was lost"
+        )
+        stack.fleet.emit(spec.proxy.id, [event])
+
+    stack.fleet.script = Script(on_submit=submitted)
+    response = await stack.http.post(CHAT, json=BODY)
+    assert (response.status_code, error(response)["message"]) == (500, "KV was lost")
+
+
+async def test_one_prompt_s_failure_cancels_the_others(stack):
+    def submitted(spec):
+        if spec.request_id.endswith("-1"):
+            stack.fleet.fail(spec, "lost")
+
+    stack.fleet.script = Script(on_submit=submitted)
+    body = {"model": MODEL, "prompt": ["a", "b", "c"]}
+    response = await stack.http.post("/v1/completions", json=body)
+    assert response.status_code == 500
+    await until(lambda: len(stack.fleet.cancels) == 2)
+    assert {c.request_id[-2:] for c in stack.fleet.cancels} == {"-0", "-2"}
+
+
+async def test_no_answer_in_time(stack):
+    stack.fleet.script = Script(on_submit=lambda spec: None)
+    response = await stack.http.post(CHAT, json=BODY)
+    assert response.status_code == 503
+    assert "did not answer" in error(response)["message"]
+    await asyncio.wait_for(stack.fleet.cancelled.wait(), 2)
+
+
+async def test_placed_again_before_the_first_token(stack):
+    def submitted(spec):
+        stack.fleet.decode = common_pb2.Incarnation(id="decode-9", generation=7)
+        stack.fleet.place(spec)
+        stack.fleet.decode = common_pb2.Incarnation(id="decode-0", generation=1)
+        stack.fleet.place(spec)
+        stack.fleet.play_later(spec)
+
+    stack.fleet.script = Script(on_submit=submitted)
+    response = await stack.http.post(CHAT, json=BODY)
+    assert response.json()["choices"][0]["message"]["content"] == "Hello there"
+
+
+async def test_tokens_of_an_instance_it_left_are_ignored(stack):
+    other = common_pb2.Incarnation(id="decode-9", generation=7)
+
+    def submitted(spec):
+        stack.fleet.decode, kept = other, stack.fleet.decode
+        stack.fleet.place(spec)
+        stack.fleet.decode = kept
+        stack.fleet.play_later(spec)  # over the stream of decode-0
+
+    stack.fleet.script = Script(on_submit=submitted)
+    with pytest.raises(TimeoutError):
+        await asyncio.wait_for(stack.http.post(CHAT, json=BODY), 0.3)
+
+
+async def test_tokens_may_overtake_their_placement(stack):
+    def submitted(spec):
+        stack.fleet.play_later(spec)
+        asyncio.get_running_loop().call_later(0.05, stack.fleet.place, spec)
+
+    stack.fleet.script = Script(on_submit=submitted)
+    response = await stack.http.post(CHAT, json=BODY)
+    assert response.json()["choices"][0]["message"]["content"] == "Hello there"
+
+
+async def test_broken_token_stream_ends_its_streams(stack):
+    stack.fleet.script = Script(hold=asyncio.Event())
+    async with stack.http.stream("POST", CHAT, json=STREAM) as response:
+        await until(lambda: bool(stack.fleet.specs))
+        await asyncio.sleep(0.05)
+        await stack.fleet.stop_decode()
+        events = await lines(response)
+    assert "broke" in events[-1]["error"]["message"]
+    await stack.fleet.start_decode()
+    stack.fleet.script = Script()
+    response = await stack.http.post(CHAT, json=BODY)
+    assert response.json()["choices"][0]["message"]["content"] == "Hello there"
+
+
+async def test_broken_token_stream_waits_for_a_new_place(stack):
+    stack.fleet.script = Script(on_submit=stack.fleet.place)
+    asking = asyncio.create_task(stack.http.post(CHAT, json=BODY))
+    await asyncio.wait_for(stack.fleet.submitted.wait(), 2)
+    await asyncio.sleep(0.05)
+    await stack.fleet.stop_decode()
+    await asyncio.sleep(0.05)
+    stack.fleet.decode = common_pb2.Incarnation(id="decode-0", generation=2)
+    await stack.fleet.start_decode()
+    stack.fleet.announce(ready=True)
+    [spec] = stack.fleet.specs
+    stack.fleet.place(spec)
+    stack.fleet.play_later(spec)
+    assert (await asking).json()["choices"][0]["message"]["content"] == "Hello there"
+
+
+async def test_broken_token_stream_without_a_new_place_fails(stack):
+    stack.fleet.script = Script(on_submit=stack.fleet.place)
+    asking = asyncio.create_task(stack.http.post(CHAT, json=BODY))
+    await asyncio.wait_for(stack.fleet.submitted.wait(), 2)
+    await asyncio.sleep(0.05)
+    await stack.fleet.stop_decode()
+    assert (await asking).status_code == 500
+    await asyncio.wait_for(stack.fleet.cancelled.wait(), 2)
+
+
+async def test_lost_scheduler(stack):
+    stack.fleet.script = Script(on_submit=stack.fleet.place)
+    asking = asyncio.create_task(stack.http.post(CHAT, json=BODY))
+    await asyncio.wait_for(stack.fleet.submitted.wait(), 2)
+    await asyncio.sleep(0.05)
+    await stack.fleet.stop_scheduler()
+    assert (await asking).status_code == 503
+    response = await stack.http.post(CHAT, json=BODY)
+    assert (response.status_code, error(response)["code"]) == (503, "unavailable")
+    assert "retry-after" in response.headers
+    assert (await stack.http.get("/ready")).status_code == 503
+    assert (await stack.http.get("/health")).status_code == 200
+    await stack.fleet.start_scheduler()
+    await until(lambda: stack.proxy.gateway.ready)
+    stack.fleet.script = Script()
+    assert (await stack.http.post(CHAT, json=BODY)).status_code == 200
+
+
+async def test_streams_outlive_their_scheduler(stack):
+    stack.fleet.script = Script(hold=asyncio.Event())
+    async with stack.http.stream("POST", CHAT, json=STREAM) as response:
+        await until(lambda: bool(stack.fleet.specs))
+        await asyncio.sleep(0.05)
+        await stack.fleet.stop_scheduler()
+        stack.fleet.script.hold.set()
+        events = await lines(response)
+    assert events[-1]["choices"][0]["finish_reason"] == "stop"
+
+
+async def test_ready_follows_the_fleet(stack):
+    assert (await stack.http.get("/ready")).json() == {"status": "ready"}
+    stack.fleet.announce(ready=False)
+    await until(lambda: not stack.proxy.gateway.ready)
+    response = await stack.http.get("/ready")
+    assert (response.status_code, response.json()) == (503, {"status": "not ready"})
+
+
+async def test_silent_streams_get_comments(stack, monkeypatch):
+    monkeypatch.setattr("millrace.proxy.generate.KEEPALIVE_S", 0.05)
+    stack.fleet.script = Script(hold=asyncio.Event(), hold_after=0)
+    async with stack.http.stream("POST", CHAT, json=STREAM) as response:
+        found = response.aiter_lines()
+        assert await anext(found) == ": queued"
+        stack.fleet.script.hold.set()
+        rest = [line async for line in found]
+    assert rest[-2:] == ["data: [DONE]", ""]
+
+
+async def test_metrics(stack):
+    await stack.http.post(CHAT, json=BODY, headers={"x-millrace-ttft-slo-ms": "60000"})
+    await stack.http.post(CHAT, json={**BODY, "temperature": 9})
+    text = (await stack.http.get("/metrics")).text
+    for line in (
+        'millrace_proxy_http_requests_total{code="200",route="/v1/chat/completions"} 1.0',
+        'millrace_proxy_http_requests_total{code="400",route="/v1/chat/completions"} 1.0',
+        'millrace_proxy_slo_requests_total{met="true",objective="ttft",slo_class="default"} 1.0',
+        'millrace_proxy_ttft_seconds_count{slo_class="default"} 1.0',
+        "millrace_proxy_generated_tokens_total 8.0",
+        "millrace_proxy_tbt_seconds_count 7.0",
+        "millrace_proxy_inflight_requests 0.0",
+    ):
+        assert line in text
