@@ -32,10 +32,11 @@ async def serve(
     whatever ends the loop: a scheduler that can't decide must not look alive.
     """
     stop = asyncio.Event()
-    for number in (signal.SIGTERM, signal.SIGINT):
-        asyncio.get_running_loop().add_signal_handler(number, stop.set)
     registry = Registry()
     async with contextlib.AsyncExitStack() as stack:
+        for number in (signal.SIGTERM, signal.SIGINT):
+            asyncio.get_running_loop().add_signal_handler(number, stop.set)
+            stack.callback(asyncio.get_running_loop().remove_signal_handler, number)
         store = open_store(config.store)
         stack.push_async_callback(store.close)
         recorder = Recorder(store)

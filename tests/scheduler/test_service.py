@@ -1,0 +1,329 @@
+"""The live scheduler over real streams: its peers are written here, all else is the service."""
+
+from __future__ import annotations
+
+import asyncio
+import signal
+import time
+
+import grpc
+import pytest
+from grpc_health.v1 import health_pb2, health_pb2_grpc
+
+from millrace.wire.pb import scheduler_pb2
+from support.scheduler_peers import WAIT_S, quick, register, scheduler, spec
+
+
+async def until(condition, what: str) -> None:
+    """Polls an awaitable condition; fails with `what` after WAIT_S."""
+    deadline_s = time.monotonic() + WAIT_S
+    while not await condition():
+        assert time.monotonic() < deadline_s, what
+        await asyncio.sleep(0.01)
+
+
+async def test_a_request_is_placed_dispatched_and_finished():
+    async with scheduler() as net:
+        prefill, decode = await net.worker("p0"), await net.worker("d0")
+        proxy = await net.proxy()
+        wanted = spec("r", 100)
+        await proxy.submit(wanted)
+        placed = await proxy.next("placed")
+        assert (placed.request_id, placed.decode.id, placed.decode.generation) == ("r", "d0", 1)
+        assert placed.decode_address == "127.0.0.1:d0"
+        assert placed.predicted_ttft_s == pytest.approx(0.1)
+        assert placed.lease_s == 0.4
+        assert (await decode.next("admit_decode")).admit_decode.request == wanted
+        run = (await prefill.next("run_prefill")).run_prefill
+        assert run.request == wanted
+        assert run.decode.address == "127.0.0.1:d0" and run.decode.incarnation.id == "d0"
+        assert [(c.start_token, c.num_tokens) for c in run.chunks] == [(0, 100)]
+        status = await net.status()
+        assert (status.queued, status.prefilling, status.decoding) == (0, 1, 0)
+        assert {i.incarnation.id: i.free_pages for i in status.instances} == {"p0": 93, "d0": 92}
+        await prefill.computed("r")
+        await prefill.released("r")
+        await decode.decoding("r")
+        await until(lambda: _counts(net, (0, 0, 1)), "the request never decoded")
+        await decode.finished("r")
+        await until(lambda: _counts(net, (0, 0, 0)), "the request never ended")
+        assert [i.free_pages for i in (await net.status()).instances] == [100, 100]
+
+
+async def _counts(net, wanted: tuple[int, int, int]) -> bool:
+    status = await net.status()
+    return (status.queued, status.prefilling, status.decoding) == wanted
+
+
+async def test_proxies_hear_of_every_change_of_the_fleet():
+    async with scheduler() as net:
+        proxy = await net.proxy()
+        await net.worker("p0")
+        fleet = await proxy.next("fleet")
+        assert (fleet.prefill_count, len(fleet.decode), fleet.ready) == (1, 0, False)
+        decode = await net.worker("d0")
+        fleet = await proxy.next("fleet")
+        assert fleet.ready and [m.address for m in fleet.decode] == ["127.0.0.1:d0"]
+        await decode.say(draining=scheduler_pb2.Draining())
+        fleet = await proxy.next("fleet")
+        assert not fleet.ready and len(fleet.decode) == 1  # its streams must stay open
+        await decode.cut()
+        fleet = await proxy.next("fleet")
+        assert not fleet.decode
+
+
+async def test_a_cut_prefill_stream_sends_its_requests_elsewhere():
+    async with scheduler() as net:
+        first = await net.worker("p0")
+        decodes = {name: await net.worker(name) for name in ("d0", "d1")}
+        proxy = await net.proxy()
+        await proxy.submit(spec("r"))
+        placed = await proxy.next("placed")
+        await first.next("run_prefill")
+        second = await net.worker("p1")
+        await first.cut()
+        old = decodes.pop(placed.decode.id)
+        await old.next("admit_decode")
+        assert (await old.next("cancel")).cancel.request_id == "r"
+        (new,) = decodes.values()
+        assert (await proxy.next("placed")).decode.id == new.id
+        assert (await new.next("admit_decode")).admit_decode.request.request_id == "r"
+        run = (await second.next("run_prefill")).run_prefill
+        assert run.decode.incarnation.id == new.id
+        assert run.request.traceparent == "00-1-2-01"
+
+
+async def test_a_cut_decode_stream_after_the_first_token_fails_the_request():
+    async with scheduler() as net:
+        prefill, decode = await net.worker("p0"), await net.worker("d0")
+        proxy = await net.proxy()
+        await proxy.submit(spec("r"))
+        await proxy.next("placed")
+        await prefill.next("run_prefill")
+        await prefill.computed("r")
+        await until(lambda: _free_slot(net), "the chunk's end was not heard")
+        await decode.cut()
+        failed = await proxy.next("failed")
+        assert failed.request_id == "r" and "decode d0 died after the first token" in failed.message
+        assert (await prefill.next("cancel")).cancel.request_id == "r"
+
+
+async def _free_slot(net) -> bool:
+    return all(i.queue_s == 0.0 for i in (await net.status()).instances)
+
+
+async def test_a_silent_worker_is_taken_for_dead_when_its_lease_lapses():
+    async with scheduler() as net:
+        silent = await net.worker("p0", beats=False)
+        decode = await net.worker("d0")
+        proxy = await net.proxy()
+        await proxy.submit(spec("r"))
+        await proxy.next("placed")
+        await silent.next("run_prefill")
+        start_s = time.monotonic()
+        assert (await decode.next("admit_decode")).admit_decode.request.request_id == "r"
+        assert (await decode.next("cancel")).cancel.reason == "prefill p0 died"
+        assert 0.2 < time.monotonic() - start_s < 5
+        with pytest.raises(grpc.aio.AioRpcError, match="silent for"):
+            await silent.read()
+        await decode.released("r")
+        other = await net.worker("p1")
+        assert (await proxy.next("placed")).decode.id == "d0"
+        assert (await other.next("run_prefill")).run_prefill.request.request_id == "r"
+
+
+async def test_a_worker_that_speaks_keeps_its_lease():
+    async with scheduler() as net:
+        await net.worker("d0")
+        await asyncio.sleep(1.0)
+        assert [i.incarnation.id for i in (await net.status()).instances] == ["d0"]
+
+
+async def test_a_worker_that_registers_again_is_a_new_life():
+    async with scheduler() as net:
+        first, decode = await net.worker("p0"), await net.worker("d0")
+        proxy = await net.proxy()
+        await proxy.submit(spec("r"))
+        await proxy.next("placed")
+        await first.next("run_prefill")
+        second = await net.worker("p0")  # the same generation: its connection broke
+        await decode.next("admit_decode")
+        await decode.next("cancel")
+        with pytest.raises(grpc.aio.AioRpcError, match="p0 registered again"):
+            await first.read()
+        await decode.released("r")
+        assert (await second.next("run_prefill")).run_prefill.request.request_id == "r"
+        late = net.stub().ConnectWorker()
+        old = scheduler_pb2.WorkerMessage(register=register("p0", generation=0))
+        await late.write(old)
+        with pytest.raises(grpc.aio.AioRpcError, match="a later life of p0 is registered"):
+            await late.read()
+
+
+async def test_a_cut_proxy_stream_cancels_its_requests_and_no_others():
+    async with scheduler() as net:
+        prefill, decode = await net.worker("p0"), await net.worker("d0")
+        gone, stays = await net.proxy("x"), await net.proxy("y")
+        await gone.submit(spec("r"))
+        await gone.next("placed")
+        await stays.submit(spec("s"))
+        await stays.next("placed")
+        await gone.cut()
+        for worker, before in ((prefill, "run_prefill"), (decode, "admit_decode")):
+            await worker.next(before)
+            await worker.next(before)
+            cancel = (await worker.next("cancel")).cancel
+            assert (cancel.request_id, cancel.reason) == ("r", "its proxy left")
+        await until(lambda: _counts(net, (0, 1, 0)), "the other proxy's request is gone")
+
+
+async def test_a_cancel_reaches_both_instances():
+    async with scheduler() as net:
+        prefill, decode = await net.worker("p0"), await net.worker("d0")
+        proxy = await net.proxy()
+        await proxy.submit(spec("r"))
+        await proxy.next("placed")
+        await proxy.cancel("r")
+        await prefill.next("run_prefill")
+        await decode.next("admit_decode")
+        assert (await prefill.next("cancel")).cancel.request_id == "r"
+        assert (await decode.next("cancel")).cancel.request_id == "r"
+
+
+async def test_refusals_say_why():
+    async with scheduler() as net:
+        proxy = await net.proxy()
+        await proxy.submit(spec("early"))
+        assert (await proxy.next("refused")).code == "unavailable"
+        await net.worker("p0")
+        await net.worker("d0")
+        await proxy.submit(spec("huge", 3000), spec("none", 0), spec("no-choice", n=0), spec("ok"))
+        refused = [await proxy.next("refused") for _ in range(3)]
+        assert {r.request_id: r.code for r in refused} == {
+            "huge": "too_large",
+            "none": "invalid",
+            "no-choice": "invalid",
+        }
+        messages = {r.request_id: r.message for r in refused}
+        assert messages["none"] == "prompt_tokens is 0; it must be at least 1"
+        assert messages["no-choice"] == "sampling.n is 0; it must be at least 1"
+        assert (await proxy.next("placed")).request_id == "ok"
+
+
+@pytest.mark.parametrize(
+    "message, complaint",
+    [
+        ({"heartbeat": scheduler_pb2.Heartbeat()}, "a worker registers first"),
+        ({"register": register("p0", role="cook")}, "role is 'cook'; it must be prefill or decode"),
+        ({"register": register("p0", kv_pages=0)}, "kv_pages is 0; it must be at least 1"),
+        ({"register": register("d0", max_batch=0)}, "max_batch is 0; it must be at least 1"),
+        ({"register": register("p0", model_hash="")}, "model_hash is ''; it must be not empty"),
+        (
+            {"register": register("p0", latency=scheduler_pb2.LatencyCoefficients(b=-1))},
+            "latency.b is -1.0; it must be 0 or more",
+        ),
+    ],
+)
+async def test_a_worker_that_makes_no_sense_is_told_so(message, complaint):
+    async with scheduler() as net:
+        call = net.stub().ConnectWorker()
+        await call.write(scheduler_pb2.WorkerMessage(**message))
+        with pytest.raises(grpc.aio.AioRpcError) as caught:
+            await asyncio.wait_for(call.read(), WAIT_S)
+        assert caught.value.code() is grpc.StatusCode.INVALID_ARGUMENT
+        assert complaint in caught.value.details()
+        assert not (await net.status()).instances
+
+
+async def test_peers_that_lose_the_thread_are_cut_off_alone():
+    async with scheduler() as net:
+        worker, proxy = await net.worker("p0"), await net.proxy()
+        await worker.say(register=register("p0"))
+        with pytest.raises(grpc.aio.AioRpcError, match="a registered worker said register"):
+            await worker.read()
+        fleet = await proxy.next("fleet")
+        assert fleet.prefill_count == 0
+        await proxy.call.write(scheduler_pb2.ProxyMessage())
+        with pytest.raises(grpc.aio.AioRpcError, match="a connected proxy said nothing"):
+            await proxy.next("placed")
+        silent = net.stub().ConnectProxy()
+        with pytest.raises(grpc.aio.AioRpcError, match=r"a proxy says hello\.id first"):
+            await asyncio.wait_for(silent.read(), WAIT_S)
+
+
+async def test_sigterm_lets_running_requests_finish_and_takes_no_new_ones():
+    async with scheduler(quick(drain_timeout_s=10)) as net:
+        prefill, decode = await net.worker("p0"), await net.worker("d0")
+        proxy = await net.proxy()
+        await proxy.submit(spec("r"))
+        await proxy.next("placed")
+        signal.raise_signal(signal.SIGTERM)
+        health = health_pb2_grpc.HealthStub(net.channel())
+        asked = health_pb2.HealthCheckRequest(service="millrace.v1.Scheduler")
+
+        async def not_serving() -> bool:
+            answer = await health.Check(asked, timeout=WAIT_S)
+            return answer.status == health_pb2.HealthCheckResponse.NOT_SERVING
+
+        await until(not_serving, "the drain never began")
+        await proxy.submit(spec("late"))
+        refused = await proxy.next("refused")
+        assert (refused.code, refused.message) == ("unavailable", "the scheduler is shutting down")
+        assert not net.task.done()
+        await prefill.next("run_prefill")
+        await prefill.computed("r")
+        await decode.next("admit_decode")
+        await decode.decoding("r")
+        await decode.finished("r")
+        await asyncio.wait_for(asyncio.shield(net.task), WAIT_S)
+        assert await proxy.read() is grpc.aio.EOF
+        assert await decode.read() is grpc.aio.EOF
+
+
+async def test_a_drain_ends_in_time_whatever_still_runs():
+    async with scheduler(quick(drain_timeout_s=0.1)) as net:
+        await net.worker("p0")
+        await net.worker("d0")
+        proxy = await net.proxy()
+        await proxy.submit(spec("r"))
+        await proxy.next("placed")
+        signal.raise_signal(signal.SIGTERM)
+        await asyncio.wait_for(asyncio.shield(net.task), 5)
+
+
+async def test_many_requests_from_two_proxies_all_end_once():
+    async with scheduler(quick(lease_s=5)) as net:
+        prefills = [await net.worker(f"p{i}") for i in range(2)]
+        decodes = [await net.worker(f"d{i}") for i in range(2)]
+        proxies = [await net.proxy(name) for name in ("x", "y")]
+        count = 100
+
+        async def prefill(worker) -> None:
+            while True:
+                command = await worker.next("run_prefill")
+                request_id = command.run_prefill.request.request_id
+                await worker.computed(request_id)
+                await worker.released(request_id)
+                target = command.run_prefill.decode.incarnation.id
+                decode = next(d for d in decodes if d.id == target)
+                await decode.decoding(request_id)
+                await decode.finished(request_id)
+
+        async def admitted(worker, seen: set[str]) -> None:
+            while True:
+                seen.add((await worker.next("admit_decode")).admit_decode.request.request_id)
+
+        seen: set[str] = set()
+        tasks = [asyncio.create_task(prefill(worker)) for worker in prefills]
+        tasks += [asyncio.create_task(admitted(worker, seen)) for worker in decodes]
+        for proxy in proxies:
+            await proxy.submit(*(spec(f"{proxy.id}{i}", 40) for i in range(count)))
+        placed = {(await p.next("placed")).request_id for p in proxies for _ in range(count)}
+        assert placed == {f"{name}{i}" for name in "xy" for i in range(count)}
+        await until(lambda: _counts(net, (0, 0, 0)), "some request never ended")
+        assert seen == placed
+        assert all(i.free_pages == 100 for i in (await net.status()).instances)
+        for task in tasks:
+            assert not task.done()
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
