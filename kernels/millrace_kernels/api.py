@@ -115,6 +115,14 @@ def run_attention(
         raise ValueError(f"kv_layer's pages are {tuple(kv_layer.shape[1:])}, the plan has {page}")
     if out is None:
         out = torch.empty(expected, dtype=q_nhd.dtype, device=q_nhd.device)
+    elif out.shape != expected or out.dtype != plan.dtype or not out.is_contiguous():
+        raise ValueError(f"out is {out.dtype} {tuple(out.shape)}, the plan has {expected}")
+    if lse_out is not None and (
+        lse_out.shape != expected[:2]
+        or lse_out.dtype != torch.float32
+        or not lse_out.is_contiguous()
+    ):
+        raise ValueError(f"lse_out is {lse_out.dtype} {tuple(lse_out.shape)}, not float32 [n, h]")
     if plan.backend is Backend.REFERENCE:
         result, lse_nh = reference.attention(plan, q_nhd, kv_layer, scale=scale)
         out.copy_(result)
@@ -134,8 +142,8 @@ def write_kv(kv_layer: Tensor, k_nhd: Tensor, v_nhd: Tensor, slots: Tensor) -> N
 
     slots: int64 [n], page * page_tokens + offset of each row; no slot may occur twice.
     """
-    backend = cpu_backend if cpu_backend.takes(kv_layer) else torch_backend
-    backend.write_kv(kv_layer, k_nhd, v_nhd, slots)
+    write = cpu_backend.write_kv if cpu_backend.takes(kv_layer) else torch_backend.write_kv
+    write(kv_layer, k_nhd, v_nhd, slots)
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
@@ -155,8 +163,9 @@ def add_rms_norm(x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> tup
 
 def silu_mul(gate_up: Tensor) -> Tensor:
     """silu(gate) * up for gate_up [..., 2 * i] with gate in the first half; returns [..., i]."""
-    backend = cpu_backend if cpu_backend.takes(gate_up) else torch_backend
-    return backend.silu_mul(gate_up)
+    if cpu_backend.takes(gate_up):
+        return cpu_backend.silu_mul(gate_up)
+    return torch_backend.silu_mul(gate_up)
 
 
 def apply_rope(q_nhd: Tensor, k_nhd: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
@@ -164,9 +173,9 @@ def apply_rope(q_nhd: Tensor, k_nhd: Tensor, cos: Tensor, sin: Tensor) -> tuple[
 
     cos, sin: float32 [n, head_dim / 2], each row the angles of that token's position.
     """
-    backend = cpu_backend if cpu_backend.takes(q_nhd) else torch_backend
-    backend.rope_(q_nhd, cos, sin)
-    backend.rope_(k_nhd, cos, sin)
+    rotate = cpu_backend.rope_ if cpu_backend.takes(q_nhd) else torch_backend.rope_
+    rotate(q_nhd, cos, sin)
+    rotate(k_nhd, cos, sin)
     return q_nhd, k_nhd
 
 
@@ -175,7 +184,8 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     rows = x.numel() // max(x.shape[-1], 1)
     if 0 < rows <= _SKINNY_ROWS and cpu_backend.takes(x) and weight.is_contiguous():
         return cpu_backend.linear(x, weight, bias)
-    return functional.linear(x, weight, bias)
+    out: Tensor = functional.linear(x, weight, bias)
+    return out
 
 
 def describe_backends() -> str:

@@ -7,6 +7,9 @@ Shape letters: n tokens, h q heads, k kv heads, d head_dim.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
+
 import torch
 from torch import Tensor
 
@@ -35,6 +38,17 @@ def takes_dtype(device: torch.device, dtype: torch.dtype) -> bool:
 def instruction_sets() -> list[str]:
     """The variants that this machine can run, fastest first; empty when `_cpu` isn't built."""
     return _cpu.instruction_sets() if AVAILABLE else []
+
+
+@contextmanager
+def instruction_set(name: str) -> Iterator[None]:
+    """Use one variant in this block, in the whole process; ValueError when it can't run here."""
+    before = _cpu.instruction_set()
+    _cpu.use_instruction_set(name)
+    try:
+        yield
+    finally:
+        _cpu.use_instruction_set(before)
 
 
 def describe() -> str:
@@ -177,6 +191,7 @@ def rms_norm(
 
 def silu_mul(gate_up: Tensor) -> Tensor:
     """silu(gate) * up for gate_up [..., 2 * i] with gate first; returns [..., i]."""
+    _need(gate_up.shape[-1] % 2 == 0, "silu_mul needs an even width", gate_up)
     gate_up = gate_up.contiguous()
     width = gate_up.shape[-1] // 2
     out = torch.empty((*gate_up.shape[:-1], width), dtype=gate_up.dtype)

@@ -86,7 +86,7 @@ def _masked(
     """Plain softmax attention in float32 under a mask, with lse_hn."""
     heads, rows, _ = q_hnd.shape
     kv_heads = k_kpd.shape[0]
-    grouped = q_hnd.float().unflatten(0, (kv_heads, heads // kv_heads))
+    grouped = q_hnd.float().reshape(kv_heads, heads // kv_heads, rows, -1)
     scores = grouped @ k_kpd.float()[:, None].transpose(-1, -2) * scale
     scores.masked_fill_(~seen, float("-inf"))
     lse = scores.logsumexp(-1)

@@ -18,10 +18,10 @@ import platform
 import statistics
 import tempfile
 import time
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import asdict, dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Annotated, Any, Literal, Protocol
+from typing import Annotated, Any, Literal
 
 import torch
 import typer
@@ -30,24 +30,18 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from rich.table import Table
 from torch import Tensor
 
+from millrace.bench.timed_engines import (
+    MODEL,
+    PAGE_TOKENS,
+    Engine,
+    MillraceEngine,
+    TransformersEngine,
+    make_model,
+)
 from millrace.core.errors import MillraceError
-from millrace.core.kv_layout import KvLayout
-from millrace.engine.kv_pool import KvPool
-from millrace.engine.loader import load_model
-from millrace.engine.model_runner import ModelRunner, PrefillTask
 from millrace_kernels import describe_backends
 
-PAGE_TOKENS = 16
-MODEL = {
-    "vocab_size": 32_000,
-    "hidden_size": 768,
-    "intermediate_size": 2048,
-    "num_hidden_layers": 12,
-    "num_attention_heads": 12,
-    "num_key_value_heads": 4,
-    "max_position_embeddings": 32_768,
-    "tie_word_embeddings": True,
-}
+_AGREEMENT_TOKENS = 300
 _LOGIT_TOLERANCE = {"float32": 1e-3, "bfloat16": 0.2}
 """Largest difference of two logits (themselves about 0.5 wide), by dtype."""
 
@@ -72,124 +66,58 @@ class Result:
     ratio: float
 
 
-class Engine(Protocol):
-    """What is timed, for one engine with its weights loaded."""
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Settings:
+    """What to measure: every prefill length, and every decode batch at every context length."""
 
-    def prefill(self, prompt: Tensor) -> Tensor:
-        """prompt: int64 [n]; returns logits [vocab] of its last position."""
+    dtypes: Sequence[str] = ("float32", "bfloat16")
+    prefill_tokens: Sequence[int] = (512, 2048, 8192)
+    batches: Sequence[int] = (1, 8)
+    contexts: Sequence[int] = (512, 2048)
+    steps: int = 24
+    repeats: int = 3
+    model: Mapping[str, int] = field(default_factory=lambda: MODEL)
 
-    def start_decode(self, batch: int, context_tokens: int) -> Callable[[Tensor], Tensor]:
-        """Give `batch` sequences a random context and return their step.
+    def cases(self, dtype: str) -> list[Case]:
+        """The lines of one dtype, in the order they run."""
+        prefill = [
+            Case(phase="prefill", dtype=dtype, batch=1, tokens=tokens)
+            for tokens in self.prefill_tokens
+        ]
+        return prefill + [
+            Case(phase="decode", dtype=dtype, batch=batch, tokens=tokens)
+            for batch in self.batches
+            for tokens in self.contexts
+        ]
 
-        A step takes token ids int64 [batch] and returns those chosen next.
-        """
+    @property
+    def pool_tokens(self) -> int:
+        """KV that the largest case needs, each sequence in pages of its own."""
+        decode = max(self.contexts) + self.steps + 1 + PAGE_TOKENS
+        return max(_AGREEMENT_TOKENS, *self.prefill_tokens, max(self.batches) * decode)
 
-
-class MillraceEngine:
-    """The model runner over a paged pool big enough for the largest case."""
-
-    def __init__(self, folder: Path, dtype: str, pool_tokens: int) -> None:
-        model = load_model(folder, device="cpu", dtype=dtype)
-        config = model.config
-        layout = KvLayout(
-            model_hash=model.hash,
-            dtype=dtype,
-            num_layers=config.num_layers,
-            num_kv_heads=config.num_kv_heads,
-            head_dim=config.head_dim,
-            page_tokens=PAGE_TOKENS,
-            head_start=0,
-            head_count=config.num_kv_heads,
-            num_pages=-(-pool_tokens // PAGE_TOKENS),
-        )
-        self._pool = KvPool(layout)
-        self._pool.storage.normal_()
-        self._runner = ModelRunner(model, self._pool)
-
-    def prefill(self, prompt: Tensor) -> Tensor:
-        pages = self._pool.allocate(-(-len(prompt) // PAGE_TOKENS))
-        task = PrefillTask(token_ids=prompt, history_tokens=0, pages=pages)
-        for _ in self._runner.prefill(task):
-            pass
-        self._pool.free(pages)
-        assert task.logits is not None  # the task asked for them
-        return task.logits
-
-    def start_decode(self, batch: int, context_tokens: int) -> Callable[[Tensor], Tensor]:
-        pages_each = self._pool.num_pages // batch
-        table = torch.arange(batch * pages_each, dtype=torch.int32).view(batch, pages_each)
-        positions = torch.full((batch,), context_tokens)
-
-        def step(token_ids: Tensor) -> Tensor:
-            kv_lens = (positions + 1).to(torch.int32)
-            logits = self._runner.decode(token_ids, positions, table, kv_lens)
-            positions.add_(1)
-            return logits.argmax(-1)
-
-        return step
+    def prompt(self, tokens: int) -> Tensor:
+        """Random token ids, int64 [tokens]."""
+        return torch.randint(self.model["vocab_size"], (tokens,))
 
 
-class TransformersEngine:
-    """`LlamaForCausalLM` with sdpa attention and its KV cache."""
-
-    def __init__(self, folder: Path, dtype: str) -> None:
-        import transformers
-
-        self._model = transformers.AutoModelForCausalLM.from_pretrained(
-            folder, dtype=getattr(torch, dtype), attn_implementation="sdpa"
-        ).eval()
-        self._new_cache = transformers.DynamicCache
-
-    def prefill(self, prompt: Tensor) -> Tensor:
-        out = self._model(input_ids=prompt[None], use_cache=True, logits_to_keep=1)
-        logits: Tensor = out.logits[0, -1]
-        return logits
-
-    def start_decode(self, batch: int, context_tokens: int) -> Callable[[Tensor], Tensor]:
-        config = self._model.config
-        cache = self._new_cache(config=config)
-        shape = (batch, config.num_key_value_heads, context_tokens, config.head_dim)
-        for layer in range(config.num_hidden_layers):
-            keys, values = torch.randn(2, *shape).to(self._model.dtype)
-            cache.update(keys, values, layer)
-
-        def step(token_ids: Tensor) -> Tensor:
-            out = self._model(input_ids=token_ids[:, None], past_key_values=cache, use_cache=True)
-            chosen: Tensor = out.logits[:, -1].argmax(-1)
-            return chosen
-
-        return step
-
-
-def make_model(folder: Path) -> int:
-    """Write the random model to `folder` as transformers saves it; return its parameter count."""
-    import transformers
-
-    transformers.utils.logging.disable_progress_bar()
-    torch.manual_seed(0)
-    model = transformers.LlamaForCausalLM(transformers.LlamaConfig(**MODEL))
-    model.save_pretrained(folder)
-    return int(model.num_parameters())
-
-
-def time_case(case: Case, engine: Engine, steps: int) -> float:
-    """Tokens/s of one repetition, caches made and one step run before the clock starts."""
+def tokens_per_s(case: Case, engine: Engine, settings: Settings) -> float:
+    """One repetition. Caches are made, and one decode step run, before the clock starts."""
     if case.phase == "prefill":
-        prompt = torch.randint(int(MODEL["vocab_size"]), (case.tokens,))
+        prompt = settings.prompt(case.tokens)
         started = time.perf_counter()
         engine.prefill(prompt)
         return case.tokens / (time.perf_counter() - started)
     step = engine.start_decode(case.batch, case.tokens)
     token_ids = step(torch.zeros(case.batch, dtype=torch.int64))
     started = time.perf_counter()
-    for _ in range(steps):
+    for _ in range(settings.steps):
         token_ids = step(token_ids)
-    return case.batch * steps / (time.perf_counter() - started)
+    return case.batch * settings.steps / (time.perf_counter() - started)
 
 
-def check_agreement(ours: Engine, other: Engine, dtype: str) -> float:
+def check_agreement(ours: Engine, other: Engine, dtype: str, prompt: Tensor) -> float:
     """The largest difference of the two engines' logits; MillraceError when it is too large."""
-    prompt = torch.randint(int(MODEL["vocab_size"]), (300,))
     difference = float((ours.prefill(prompt) - other.prefill(prompt).float()).abs().max())
     if not difference <= _LOGIT_TOLERANCE[dtype]:
         raise MillraceError(
@@ -199,93 +127,79 @@ def check_agreement(ours: Engine, other: Engine, dtype: str) -> float:
 
 
 def run(
+    settings: Settings,
     *,
-    dtypes: Sequence[str] = ("float32", "bfloat16"),
-    prefill_tokens: Sequence[int] = (512, 2048, 8192),
-    batches: Sequence[int] = (1, 8),
-    contexts: Sequence[int] = (512, 2048),
-    steps: int = 24,
-    repeats: int = 3,
     threads: int | None = None,
     on_progress: Callable[[int, int, str], None] = lambda done, total, what: None,
 ) -> dict[str, Any]:
     """Measure every case and return the report as one JSON-ready document.
 
-    on_progress(done, total, what) is called before each repetition. Raises MillraceError when the
-    engines' logits disagree.
+    threads: torch's own choice when None. on_progress(repetitions done, in total, what runs now)
+    is called before each repetition. Raises MillraceError when the engines' logits disagree.
     """
     threads_before = torch.get_num_threads()
     torch.set_num_threads(threads or threads_before)
-    lengths = [*prefill_tokens, *(b * (c + steps + 2) for b in batches for c in contexts), 300]
-    cases = [
-        *(
-            Case(phase="prefill", dtype=d, batch=1, tokens=n)
-            for d in dtypes
-            for n in prefill_tokens
-        ),
-        *(
-            Case(phase="decode", dtype=d, batch=b, tokens=c)
-            for d in dtypes
-            for b in batches
-            for c in contexts
-        ),
-    ]
+    total = sum(len(settings.cases(dtype)) for dtype in settings.dtypes) * settings.repeats
     results: list[Result] = []
     differences: dict[str, float] = {}
+
+    def announce(case: Case, repeat: int) -> None:
+        what = f"{case.phase} {case.dtype} {case.batch} x {case.tokens}"
+        on_progress(len(results) * settings.repeats + repeat, total, what)
+
     try:
         with tempfile.TemporaryDirectory() as name, torch.inference_mode():
-            parameters = make_model(Path(name))
-            for dtype in dtypes:
-                ours = MillraceEngine(Path(name), dtype, max(lengths) + PAGE_TOKENS * max(batches))
-                other = TransformersEngine(Path(name), dtype)
-                differences[dtype] = check_agreement(ours, other, dtype)
-                for case in (case for case in cases if case.dtype == dtype):
-                    done = len(results) * repeats
-                    turn = _reporting(done, len(cases) * repeats, case, repeats, on_progress)
-                    results.append(_compare(case, ours, other, steps, turn))
-        used_threads = torch.get_num_threads()
+            folder = Path(name)
+            parameters = make_model(folder, settings.model)
+            for dtype in settings.dtypes:
+                ours = MillraceEngine(folder, dtype, settings.pool_tokens)
+                other = TransformersEngine(folder, dtype)
+                prompt = settings.prompt(_AGREEMENT_TOKENS)
+                differences[dtype] = check_agreement(ours, other, dtype, prompt)
+                for case in settings.cases(dtype):
+                    results.append(_compare(case, ours, other, settings, announce))
+        machine = _machine()
     finally:
         torch.set_num_threads(threads_before)
     return {
         "benchmark": "engine",
         "against": "transformers",
-        "machine": _machine(used_threads),
-        "model": {**MODEL, "parameters": parameters},
-        "steps": steps,
-        "repeats": repeats,
+        "machine": machine,
+        "model": {**settings.model, "parameters": parameters},
+        "steps": settings.steps,
+        "repeats": settings.repeats,
         "largest_logit_difference": differences,
         "results": [asdict(result) for result in results],
     }
 
 
-def _reporting(
-    done: int, total: int, case: Case, repeats: int, on_progress: Callable[[int, int, str], None]
-) -> Iterator[None]:
-    for repeat in range(repeats):
-        on_progress(done + repeat, total, f"{case.phase} {case.dtype} {case.batch}x{case.tokens}")
-        yield
-
-
-def _compare(case: Case, ours: Engine, other: Engine, steps: int, turns: Iterator[None]) -> Result:
-    time_case(case, ours, 1)  # first touch of memory and of the thread pools
-    time_case(case, other, 1)
+def _compare(
+    case: Case,
+    ours: Engine,
+    other: Engine,
+    settings: Settings,
+    announce: Callable[[Case, int], None],
+) -> Result:
     rates: tuple[list[float], list[float]] = ([], [])
-    for _ in turns:
-        rates[0].append(time_case(case, ours, steps))
-        rates[1].append(time_case(case, other, steps))
-    medians = [statistics.median(side) for side in rates]
+    for repeat in range(settings.repeats):
+        announce(case, repeat)
+        for engine, measured in zip((ours, other), rates, strict=True):
+            if repeat == 0:  # first touch of memory and of the thread pools
+                tokens_per_s(case, engine, settings)
+            measured.append(tokens_per_s(case, engine, settings))
+    ours_median, other_median = (statistics.median(measured) for measured in rates)
     return Result(
         case=case,
-        millrace_tokens_per_s=medians[0],
-        other_tokens_per_s=medians[1],
-        ratio=medians[0] / medians[1],
+        millrace_tokens_per_s=ours_median,
+        other_tokens_per_s=other_median,
+        ratio=ours_median / other_median,
     )
 
 
-def _machine(threads: int) -> dict[str, Any]:
+def _machine() -> dict[str, Any]:
     return {
         "cpus": os.cpu_count(),
-        "threads": threads,
+        "threads": torch.get_num_threads(),
         "architecture": platform.machine(),
         "torch": torch.__version__,
         "kernels": describe_backends(),
@@ -378,16 +292,19 @@ def command(  # noqa: PLR0913 - every option of the command line is a parameter
         raise typer.BadParameter(f"{unknown[0]!r} is none of {', '.join(_LOGIT_TOLERANCE)}")
     if against != "transformers":
         raise typer.BadParameter(f"{against!r}: only transformers can be compared with")
+    settings = Settings(
+        dtypes=chosen,
+        prefill_tokens=_numbers(prefill),
+        batches=_numbers(batches),
+        contexts=_numbers(contexts),
+        steps=steps,
+        repeats=repeats,
+    )
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn())
     with Progress(*columns, TimeElapsedColumn(), console=Console(stderr=True)) as progress:
         bar = progress.add_task("loading")
         report = run(
-            dtypes=chosen,
-            prefill_tokens=_numbers(prefill),
-            batches=_numbers(batches),
-            contexts=_numbers(contexts),
-            steps=steps,
-            repeats=repeats,
+            settings,
             threads=threads,
             on_progress=lambda done, total, what: progress.update(
                 bar, completed=done, total=total, description=what

@@ -1,0 +1,139 @@
+"""The two engines that `millrace bench engine` times, over one random-weight Llama."""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from types import ModuleType
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from millrace.core.errors import MillraceError
+from millrace.core.kv_layout import KvLayout
+from millrace.engine.kv_pool import KvPool
+from millrace.engine.loader import load_model
+from millrace.engine.model_runner import ModelRunner, PrefillTask
+
+PAGE_TOKENS = 16
+MODEL = {
+    "vocab_size": 32_000,
+    "hidden_size": 768,
+    "intermediate_size": 2048,
+    "num_hidden_layers": 12,
+    "num_attention_heads": 12,
+    "num_key_value_heads": 4,
+    "max_position_embeddings": 32_768,
+    "tie_word_embeddings": True,
+}
+"""A Llama of about 100 million parameters, as config.json has it."""
+
+
+def _transformers() -> ModuleType:
+    """The package, imported only here and only when it is compared with."""
+    try:
+        return importlib.import_module("transformers")
+    except ImportError as error:
+        raise MillraceError(
+            "transformers is not installed; it comes with `pip install 'millrace[dev]'`"
+        ) from error
+
+
+class Engine(Protocol):
+    """What is timed, for one engine with its weights loaded."""
+
+    def prefill(self, prompt: Tensor) -> Tensor:
+        """prompt: int64 [n]; returns logits [vocab] of its last position."""
+
+    def start_decode(self, batch: int, context_tokens: int) -> Callable[[Tensor], Tensor]:
+        """Give `batch` sequences a random context and return their step.
+
+        A step takes token ids int64 [batch] and returns those chosen next.
+        """
+
+
+class MillraceEngine:
+    """The model runner over a paged pool big enough for the largest case."""
+
+    def __init__(self, folder: Path, dtype: str, pool_tokens: int) -> None:
+        model = load_model(folder, device="cpu", dtype=dtype)
+        config = model.config
+        layout = KvLayout(
+            model_hash=model.hash,
+            dtype=dtype,
+            num_layers=config.num_layers,
+            num_kv_heads=config.num_kv_heads,
+            head_dim=config.head_dim,
+            page_tokens=PAGE_TOKENS,
+            head_start=0,
+            head_count=config.num_kv_heads,
+            num_pages=-(-pool_tokens // PAGE_TOKENS),
+        )
+        self._pool = KvPool(layout)
+        self._pool.storage.normal_()
+        self._runner = ModelRunner(model, self._pool)
+
+    def prefill(self, prompt: Tensor) -> Tensor:
+        pages = self._pool.allocate(-(-len(prompt) // PAGE_TOKENS))
+        task = PrefillTask(token_ids=prompt, history_tokens=0, pages=pages)
+        for _ in self._runner.prefill(task):
+            pass
+        self._pool.free(pages)
+        assert task.logits is not None  # the task asked for them
+        return task.logits
+
+    def start_decode(self, batch: int, context_tokens: int) -> Callable[[Tensor], Tensor]:
+        pages_each = self._pool.num_pages // batch
+        table = torch.arange(batch * pages_each, dtype=torch.int32).view(batch, pages_each)
+        positions = torch.full((batch,), context_tokens)
+
+        def step(token_ids: Tensor) -> Tensor:
+            kv_lens = (positions + 1).to(torch.int32)
+            logits = self._runner.decode(token_ids, positions, table, kv_lens)
+            positions.add_(1)
+            return logits.argmax(-1)
+
+        return step
+
+
+class TransformersEngine:
+    """`LlamaForCausalLM` with sdpa attention and its KV cache."""
+
+    def __init__(self, folder: Path, dtype: str) -> None:
+        transformers = _transformers()
+        self._model = transformers.AutoModelForCausalLM.from_pretrained(
+            folder, dtype=getattr(torch, dtype), attn_implementation="sdpa"
+        ).eval()
+        self._new_cache = transformers.DynamicCache
+
+    def prefill(self, prompt: Tensor) -> Tensor:
+        out = self._model(input_ids=prompt[None], use_cache=True, logits_to_keep=1)
+        logits: Tensor = out.logits[0, -1]
+        return logits
+
+    def start_decode(self, batch: int, context_tokens: int) -> Callable[[Tensor], Tensor]:
+        config = self._model.config
+        cache = self._new_cache(config=config)
+        shape = (batch, config.num_key_value_heads, context_tokens, config.head_dim)
+        for layer in range(config.num_hidden_layers):
+            keys, values = torch.randn(2, *shape).to(self._model.dtype)
+            cache.update(keys, values, layer)
+
+        def step(token_ids: Tensor) -> Tensor:
+            out = self._model(input_ids=token_ids[:, None], past_key_values=cache, use_cache=True)
+            chosen: Tensor = out.logits[:, -1].argmax(-1)
+            return chosen
+
+        return step
+
+
+def make_model(folder: Path, config: Mapping[str, int]) -> int:
+    """Write a random Llama to `folder` as transformers saves it; return its parameter count."""
+    transformers = _transformers()
+    transformers.utils.logging.disable_progress_bar()
+    torch.manual_seed(0)
+    model = transformers.LlamaForCausalLM(transformers.LlamaConfig(**config))
+    model.save_pretrained(folder)
+    return int(model.num_parameters())
