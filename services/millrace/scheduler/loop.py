@@ -167,16 +167,19 @@ class SchedulerLoop:
         while True:
             await asyncio.sleep(self.config.heartbeat_s)
             now_s = self.clock()
-            # When the scheduler itself was held up, it is not the workers who were silent.
-            held_up_s = now_s - last_s - self.config.heartbeat_s
+            # While the scheduler itself was held up, it is not the workers who were silent.
+            held_up_s = max(now_s - last_s - self.config.heartbeat_s, 0.0)
             last_s = now_s
             for worker in self.workers.values():
-                silent_s = now_s - worker.seen_s - held_up_s
-                if silent_s > self.config.lease_s and not worker.outbox.closed:
-                    log.warning("%s was silent for %.1f s: taken for dead", worker.id, silent_s)
-                    worker.outbox.close(f"silent for {silent_s:.1f} s")
-                    self.post_now(_left(worker), worker)
+                worker.seen_s = min(worker.seen_s + held_up_s, now_s)
+                self._check_lease(worker, now_s - worker.seen_s)
             self.post_now(events.Tick())
+
+    def _check_lease(self, worker: Worker, silent_s: float) -> None:
+        if silent_s > self.config.lease_s and not worker.outbox.closed:
+            log.warning("%s was silent for %.1f s: taken for dead", worker.id, silent_s)
+            worker.outbox.close(f"silent for {silent_s:.1f} s")
+            self.post_now(_left(worker), worker)
 
     def close(self) -> None:
         """Ends every stream after what is queued for it."""

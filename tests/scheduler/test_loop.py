@@ -1,0 +1,131 @@
+"""The loop apart from its streams: leases, metrics, what never reaches the machine."""
+
+from __future__ import annotations
+
+import asyncio
+from contextlib import asynccontextmanager
+
+from millrace.core.config import SchedulerConfig, StoreConfig
+from millrace.core.events import ProxyLeft, Submitted
+from millrace.scheduler.loop import SchedulerLoop
+from millrace.scheduler.peers import Proxy, Worker
+from millrace.scheduler.recorder import Recorder
+from millrace.state.open import open_store
+from millrace.telemetry.metrics import Registry
+from millrace.wire import scheduler_codec as codec
+from support.scheduler_peers import register, spec
+
+
+class Hand:
+    """A clock that a test moves by hand."""
+
+    def __init__(self) -> None:
+        self.now_s = 100.0
+
+    def __call__(self) -> float:
+        return self.now_s
+
+
+@asynccontextmanager
+async def running(clock, *, ticking: bool = False):
+    registry = Registry()
+    recorder = Recorder(open_store(StoreConfig()))
+    config = SchedulerConfig(heartbeat_s=0.02, lease_s=1.0)
+    loop = SchedulerLoop(config, recorder, registry, clock)
+    tasks = [asyncio.create_task(loop.run())]
+    if ticking:
+        tasks.append(asyncio.create_task(loop.tick()))
+    try:
+        yield loop, registry
+        assert not any(task.done() for task in tasks)
+    finally:
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+
+
+def join(loop: SchedulerLoop, worker_id: str) -> Worker:
+    message = register(worker_id)
+    card = codec.joined(message)
+    worker = Worker(card=card, register=message, seen_s=loop.clock())
+    loop.post_now(card, worker)
+    return worker
+
+
+async def submit(loop: SchedulerLoop, request_id: str, proxy: Proxy, prompt: int = 100) -> None:
+    wanted = spec(request_id, prompt)
+    request = codec.request(wanted, proxy_id=proxy.key, now_s=loop.clock())
+    await loop.post(Submitted(request=request), wanted)
+
+
+def kinds(messages) -> list[str]:
+    return [message.WhichOneof("kind") for message in messages]
+
+
+async def test_a_pause_of_the_scheduler_itself_ends_no_lease():
+    clock = Hand()
+    async with running(clock, ticking=True) as (loop, _):
+        worker = join(loop, "p0")
+        await asyncio.sleep(0.05)
+        clock.now_s += 30  # stopped and continued, or the machine slept
+        await asyncio.sleep(0.05)
+        assert not worker.outbox.closed and "p0" in loop.workers
+        for _ in range(80):  # it runs again, and the worker stays silent
+            clock.now_s += 0.05
+            await asyncio.sleep(0.03)
+            if worker.outbox.closed:
+                break
+        assert worker.outbox.failure.startswith("silent for")
+        await asyncio.sleep(0.05)
+        assert not loop.workers and not loop.machine.cluster.instances
+
+
+async def test_metrics_follow_the_machine():
+    clock = Hand()
+    async with running(clock) as (loop, registry):
+        proxy = Proxy(key="x#1")
+        loop.post_now(None, proxy)
+        workers = [join(loop, "p0"), join(loop, "d0")]
+        for name in ("a", "b", "c"):
+            await submit(loop, name, proxy)
+        await submit(loop, "huge", proxy, 5000)
+        loop.post_now(ProxyLeft(proxy_id="x#1"))
+        await asyncio.sleep(0.01)
+        text = registry.render()[0].decode()
+        for line in (
+            'millrace_scheduler_fleet_instances{role="prefill"} 1.0',
+            'millrace_scheduler_fleet_instances{role="decode"} 1.0',
+            'millrace_scheduler_ended_requests_total{state="cancelled"} 3.0',
+            'millrace_scheduler_refused_requests_total{code="too_large"} 1.0',
+            'millrace_scheduler_sent_messages_total{kind="admit_decode"} 3.0',
+            'millrace_scheduler_sent_messages_total{kind="run_prefill"} 2.0',
+            "millrace_scheduler_queued_requests 0.0",
+            "millrace_scheduler_live_requests 0.0",
+            "millrace_scheduler_step_seconds_count 7.0",
+        ):
+            assert line in text, text
+        assert kinds(await workers[0].outbox.take()) == [
+            *("registered", "run_prefill", "run_prefill"),
+            *("cancel", "cancel"),
+        ]
+        assert kinds(await proxy.outbox.take())[-4:] == ["placed"] * 3 + ["refused"]
+
+
+async def test_a_double_keeps_the_first_spec_even_while_draining():
+    async with running(Hand()) as (loop, _):
+        proxy = Proxy(key="x#1")
+        loop.post_now(None, proxy)
+        prefill, _ = join(loop, "p0"), join(loop, "d0")
+        await submit(loop, "a", proxy, 100)
+        await asyncio.sleep(0.01)
+        loop.draining = True
+        await submit(loop, "a", proxy, 50)
+        await submit(loop, "b", proxy, 50)
+        await asyncio.sleep(0.01)
+        updates = [u for u in await proxy.outbox.take() if u.WhichOneof("kind") != "fleet"]
+        assert kinds(updates) == ["placed", "refused"]
+        assert updates[1].refused.request_id == "b"
+        loop.post_now(ProxyLeft(proxy_id="x#1"))
+        await asyncio.wait_for(loop.idle.wait(), 5)
+        (run,) = [c for c in await prefill.outbox.take() if c.WhichOneof("kind") == "run_prefill"]
+        assert run.run_prefill.request.prompt_tokens == 100

@@ -1,0 +1,126 @@
+"""Every message becomes its event, every effect its message."""
+
+from __future__ import annotations
+
+import pytest
+
+from millrace.core import effects, events
+from millrace.core.latency import Latency
+from millrace.core.request import Chunk, RequestState
+from millrace.wire import scheduler_codec as codec
+from millrace.wire.pb import common_pb2, scheduler_pb2
+
+WHO = {"instance_id": "w", "generation": 1 << 63}
+
+
+@pytest.mark.parametrize(
+    "said, event",
+    [
+        (
+            {"heartbeat": scheduler_pb2.Heartbeat(free_pages=1, running=2, waiting=3)},
+            events.LoadReported(**WHO, free_pages=1, running=2, waiting=3),
+        ),
+        (
+            {"chunk_started": scheduler_pb2.ChunkStarted(request_id="r", chunk_index=4)},
+            events.ChunkStarted(**WHO, request_id="r", chunk_index=4),
+        ),
+        (
+            {
+                "chunk_finished": scheduler_pb2.ChunkFinished(
+                    request_id="r", chunk_index=4, compute_s=0.5, last=True
+                )
+            },
+            events.ChunkFinished(**WHO, request_id="r", chunk_index=4, compute_s=0.5, last=True),
+        ),
+        (
+            {"request_released": scheduler_pb2.RequestReleased(request_id="r")},
+            events.RequestReleased(**WHO, request_id="r"),
+        ),
+        (
+            {"decode_started": scheduler_pb2.DecodeStarted(request_id="r")},
+            events.DecodeStarted(**WHO, request_id="r"),
+        ),
+        (
+            {
+                "request_finished": scheduler_pb2.RequestFinished(
+                    request_id="r", reason="length", generated_tokens=9
+                )
+            },
+            events.RequestFinished(**WHO, request_id="r", reason="length", generated_tokens=9),
+        ),
+        (
+            {
+                "request_failed": scheduler_pb2.RequestFailed(
+                    request_id="r", message="no", retryable=True
+                )
+            },
+            events.RequestFailed(**WHO, request_id="r", message="no", retryable=True),
+        ),
+        ({"draining": scheduler_pb2.Draining()}, events.InstanceDraining(**WHO)),
+    ],
+)
+def test_what_workers_say(said, event):
+    message = scheduler_pb2.WorkerMessage(**said)
+    assert codec.from_worker(message, **WHO) == event
+
+
+def test_every_kind_of_worker_message_has_its_event():
+    kinds = {f.name for f in scheduler_pb2.WorkerMessage.DESCRIPTOR.oneofs_by_name["kind"].fields}
+    for kind in kinds - {"register"}:
+        message = scheduler_pb2.WorkerMessage()
+        getattr(message, kind).SetInParent()
+        codec.from_worker(message, **WHO)
+
+
+def test_a_registration_carries_all_of_its_card():
+    card = codec.joined(
+        scheduler_pb2.Register(
+            incarnation=common_pb2.Incarnation(id="d", generation=7),
+            role="decode",
+            address="h:1",
+            model_hash="m",
+            kv_pages=2,
+            page_tokens=3,
+            max_context_tokens=4,
+            max_batch=5,
+            latency=scheduler_pb2.LatencyCoefficients(a=1, b=2, c=3, d=4),
+        )
+    )
+    assert card == events.InstanceJoined(
+        instance_id="d",
+        generation=7,
+        role="decode",
+        kv_pages=2,
+        page_tokens=3,
+        max_context_tokens=4,
+        max_batch=5,
+        model_hash="m",
+        latency=Latency(a=1, b=2, c=3, d=4),
+    )
+
+
+def test_a_spec_becomes_a_request_of_the_schedulers_time():
+    spec = common_pb2.RequestSpec(
+        request_id="r",
+        prompt_tokens=10,
+        sampling=common_pb2.SamplingParams(max_tokens=20, n=3),
+        slo=common_pb2.Slo(ttft_s=0.5, class_name="chat"),
+        arrival_unix_s=1e9,
+    )
+    made = codec.request(spec, proxy_id="x#1", now_s=12.5)
+    assert (made.id, made.proxy_id, made.arrival_s) == ("r", "x#1", 12.5)
+    assert (made.prompt_tokens, made.max_new_tokens, made.choices) == (10, 20, 3)
+    assert (made.slo.ttft_s, made.slo.tbt_s, made.slo.class_name) == (0.5, None, "chat")
+    assert made.state is RequestState.QUEUED
+
+
+def test_chunks_reach_the_wire_as_planned():
+    chunk = Chunk(index=1, start_token=8, num_tokens=9, instance_ids=("p0", "p1"))
+    effect = effects.RunPrefill(instance_id="p0", request_id="r", chunks=(chunk,), decode_id="d")
+    decode = scheduler_pb2.Member(address="h:1")
+    spec = common_pb2.RequestSpec(request_id="r")
+    sent = codec.run_prefill(effect, spec, decode).run_prefill
+    assert sent.request == spec and sent.decode == decode
+    assert [(c.index, c.start_token, c.num_tokens, list(c.instance_ids)) for c in sent.chunks] == [
+        (1, 8, 9, ["p0", "p1"])
+    ]
