@@ -8,6 +8,7 @@ Latencies are the client's, so they hold all that is not the model: proxy, store
 from __future__ import annotations
 
 import asyncio
+import dataclasses
 import multiprocessing
 import tempfile
 import time
@@ -249,8 +250,8 @@ async def _started(model: Path | None) -> AsyncIterator[tuple[_Engine, psutil.Pr
                 "telemetry.log_level=warning",
             ]
         )
-        # A mapping proxy does not travel to another process.
-        object.__setattr__(config, "slo_classes", {})
+        # The default, a mapping proxy, does not travel to another process.
+        config = dataclasses.replace(config, slo_classes={})
         await engine.fleet.start()
         context = multiprocessing.get_context("spawn")
         ours, theirs = context.Pipe(duplex=False)

@@ -65,6 +65,7 @@ class GatewayApp(FastAPI):
     def __init__(self, services: Services, raw: Mapping[str, RawEndpoint]) -> None:
         super().__init__(title="Millrace gateway", version=VERSION)
         self._bodies = services.bodies
+        self._classes = services.objectives.classes
         self._raw = raw
         self.router.routes.extend(Route(path, end, methods=["POST"]) for path, end in raw.items())
 
@@ -78,7 +79,9 @@ class GatewayApp(FastAPI):
 
     def openapi(self) -> Json:
         if not self.openapi_schema:
-            self.openapi_schema = openapi.document(self._bodies, self.title, self.version)
+            self.openapi_schema = openapi.document(
+                self._bodies, self._classes, self.title, self.version
+            )
         return self.openapi_schema
 
 

@@ -112,7 +112,11 @@ class Messages:
         return [_message(message, f"{path}[{i}]") for i, message in enumerate(value)]
 
     def schema(self) -> Schema:
-        return {"type": "array", "minItems": 1, "items": object_schema(_FIELDS, ("role",))}
+        said = object_schema(_FIELDS, ("role", "content"))
+        called = object_schema(_FIELDS, ("role", "tool_calls"))
+        called["properties"]["role"] = {"const": "assistant"}
+        called["properties"]["tool_calls"]["minItems"] = 1
+        return {"type": "array", "minItems": 1, "items": {"anyOf": [said, called]}}
 
 
 def _message(message: Json, path: str) -> dict[str, Json]:

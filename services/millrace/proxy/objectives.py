@@ -33,13 +33,18 @@ class Objectives:
             tbt_s=proxy.default_tbt_slo_ms / 1e3 or None,
         )
 
+    @property
+    def classes(self) -> list[str]:
+        """Names a request may give."""
+        return sorted({*self._classes, self._default.class_name})
+
     def read(self, scope: Scope) -> Slo:
         """Raises ApiError naming the header."""
         slo = self._default
         name = header(scope, CLASS_HEADER.encode())
         if name is not None and name != slo.class_name:
             if name not in self._classes:
-                known = ", ".join(sorted({*self._classes, slo.class_name}))
+                known = ", ".join(self.classes)
                 raise bad_field(CLASS_HEADER, f"must be one of {known}, got {shown(name)}.")
             slo = self._classes[name]
         ttft_s = _seconds(scope, TTFT_HEADER)

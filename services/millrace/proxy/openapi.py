@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 from millrace.proxy.fields import object_schema
@@ -16,27 +17,27 @@ _NUMBER: Json = {"type": "number"}
 _NULL: Json = {"type": "null"}
 
 
-def document(bodies: Bodies, title: str, version: str) -> Json:
-    """The whole document."""
+def document(bodies: Bodies, classes: Sequence[str], title: str, version: str) -> Json:
+    """The whole document. `classes`: names of objectives' classes."""
     return {
         "openapi": "3.1.0",
         "info": {"title": title, "version": version},
-        "paths": _paths(),
+        "paths": _paths(_objectives(classes)),
         "components": {"schemas": _schemas(bodies)},
     }
 
 
-def _paths() -> Json:
+def _paths(objectives: list[Json]) -> Json:
     stream = {"text/event-stream": {"schema": _STRING}}
     return {
         "/v1/chat/completions": {
             "post": _posted(
-                "Answer a conversation", "ChatRequest", "ChatCompletion", stream, _objectives()
+                "Answer a conversation", "ChatRequest", "ChatCompletion", stream, objectives
             )
         },
         "/v1/completions": {
             "post": _posted(
-                "Complete a text", "CompletionRequest", "Completion", stream, _objectives()
+                "Complete a text", "CompletionRequest", "Completion", stream, objectives
             )
         },
         "/tokenize": {"post": _posted("Text or messages to token ids", "Tokenize", "Tokens")},
@@ -91,12 +92,12 @@ def _got(summary: str, content: Json, others: Json | None = None) -> Json:
     return {"summary": summary, "responses": responses}
 
 
-def _objectives() -> list[Json]:
+def _objectives(classes: Sequence[str]) -> list[Json]:
     milliseconds = {"type": "number", "exclusiveMinimum": 0, "maximum": 1e9}
     return [
         _header(TTFT_HEADER, milliseconds, "Time-to-first-token objective, milliseconds."),
         _header(TBT_HEADER, milliseconds, "Time-between-tokens objective, milliseconds."),
-        _header(CLASS_HEADER, _STRING, "Name of a class of objectives."),
+        _header(CLASS_HEADER, {"enum": list(classes)}, "Class of objectives."),
         _header(TRACE_HEADER, {"enum": ["0", "1"]}, "1: explain the TTFT in `millrace`."),
         _header("traceparent", _STRING, "W3C trace context."),
     ]

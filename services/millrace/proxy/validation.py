@@ -100,6 +100,19 @@ class Prompts:
         return {"anyOf": [text, *many, ids]}
 
 
+@dataclass(frozen=True, slots=True)
+class ModelName:
+    """Any string here: a wrong one gets a 404 of its own."""
+
+    name: str
+
+    def check(self, value: Json, path: str) -> str:
+        return String().check(value, path)
+
+    def schema(self) -> Schema:
+        return {"type": "string", "enum": [self.name]}
+
+
 class Bodies:
     """The request bodies of one server: their tables, made once from its limits."""
 
@@ -109,7 +122,7 @@ class Bodies:
         self.chat: dict[str, Kind] = {**_chat_fields(limits), **shared}
         self.completion: dict[str, Kind] = {**_completion_fields(limits), **shared}
         self.tokenize: dict[str, Kind] = {
-            "model": String(),
+            "model": ModelName(limits.model),
             "prompt": String(1),
             "messages": Messages(),
             "add_special_tokens": Boolean("Default: true for a prompt, false for messages."),
@@ -118,7 +131,7 @@ class Bodies:
             "chat_template_kwargs": AnyObject(),
         }
         self.detokenize: dict[str, Kind] = {
-            "model": String(),
+            "model": ModelName(limits.model),
             "tokens": TokenIds(limits.vocab_size, 0),
             "skip_special_tokens": Boolean("Default: false."),
         }
@@ -212,7 +225,7 @@ def _shared_fields(limits: Limits) -> dict[str, Kind]:
     config, vocab_size = limits.config, limits.vocab_size
     new_tokens = Integer(1, config.max_new_tokens, "Tokens to generate at most.")
     return {
-        "model": String(doc=f"Must be {limits.model!r}."),
+        "model": ModelName(limits.model),
         "max_tokens": new_tokens,
         "n": Integer(1, config.max_choices, "Choices to generate for each prompt."),
         "temperature": Number(0.0, 2.0, doc="0: greedy."),

@@ -1,0 +1,131 @@
+"""The service as a whole: start, workers behind one port, drain on SIGTERM."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+from contextlib import asynccontextmanager
+
+import httpx
+import pytest
+from tokenizers import Tokenizer
+
+from millrace.bench.stub_model import write_stub_model
+from millrace.core.config import load_config
+from millrace.core.errors import MillraceError, ModelError
+from millrace.proxy.main import listen, serve
+from support.gateway import MODEL, Fleet, Script, until
+
+BODY = {"model": MODEL, "messages": [{"role": "user", "content": "hi"}]}
+CHAT = "/v1/chat/completions"
+
+
+@asynccontextmanager
+async def service(folder, *settings):
+    """Yields the fleet, a client and the task of `serve`; stops what still runs."""
+    write_stub_model(folder)
+    fleet = Fleet(Tokenizer.from_file(str(folder / "tokenizer.json")))
+    await fleet.start()
+    port = asyncio.get_running_loop().create_future()
+    task = asyncio.create_task(
+        serve(
+            load_config(overrides=["proxy.port=0", *settings]),
+            model=str(folder),
+            model_name=MODEL,
+            scheduler=fleet.scheduler_address,
+            on_ready=port.set_result,
+        )
+    )
+    await asyncio.wait({task, port}, return_when=asyncio.FIRST_COMPLETED)
+    if task.done():
+        await fleet.stop()
+        task.result()
+    url = f"http://127.0.0.1:{port.result()}"
+    try:
+        async with httpx.AsyncClient(base_url=url, timeout=20, trust_env=False) as http:
+            for _ in range(500):
+                if (await http.get("/ready")).status_code == 200:
+                    break
+                await asyncio.sleep(0.02)
+            yield fleet, http, task
+    finally:
+        if not task.done():
+            os.kill(os.getpid(), signal.SIGTERM)
+        await task
+        await fleet.stop()
+
+
+async def test_drains_on_sigterm(tmp_path):
+    async with service(tmp_path) as (fleet, http, task):
+        fleet.script = Script(hold=asyncio.Event())
+        async with http.stream("POST", CHAT, json={**BODY, "stream": True}) as response:
+            lines = response.aiter_lines()
+            await anext(lines)
+            os.kill(os.getpid(), signal.SIGTERM)
+            with pytest.raises(httpx.ConnectError):
+                for _ in range(200):
+                    async with httpx.AsyncClient(trust_env=False) as other:
+                        await other.get(f"{http.base_url}/health")
+                    await asyncio.sleep(0.01)
+            assert not task.done()
+            fleet.script.hold.set()
+            rest = [line async for line in lines]
+        assert rest[-2] == "data: [DONE]"
+        await asyncio.wait_for(task, 5)
+        assert not fleet.cancels
+
+
+async def test_drain_has_an_end(tmp_path):
+    async with service(tmp_path, "proxy.drain_timeout_s=0.2") as (fleet, http, task):
+        fleet.script = Script(hold=asyncio.Event())
+        async with http.stream("POST", CHAT, json={**BODY, "stream": True}) as response:
+            lines = response.aiter_lines()
+            await anext(lines)
+            os.kill(os.getpid(), signal.SIGTERM)
+            rest = [line async for line in lines]
+        assert "shutting down" in rest[-2]
+        await asyncio.wait_for(task, 5)
+        await until(lambda: len(fleet.cancels) == 1)
+
+
+async def test_workers_share_a_port_and_their_metrics(tmp_path):
+    async with service(tmp_path, "proxy.workers=2") as (fleet, http, _):
+        limits = httpx.Limits(max_keepalive_connections=0)
+        async with httpx.AsyncClient(
+            base_url=http.base_url, limits=limits, trust_env=False, timeout=20
+        ) as fresh:
+            answers = [await fresh.post(CHAT, json=BODY) for _ in range(20)]
+            text = (await fresh.get("/metrics")).text
+        assert {answer.status_code for answer in answers} <= {200, 503}
+        served = sum(answer.status_code == 200 for answer in answers)
+        assert len({spec.proxy.id for spec in fleet.specs}) == 2
+        [line] = [
+            line
+            for line in text.splitlines()
+            if line.startswith("millrace_proxy_http_requests_total{")
+            and 'code="200"' in line
+            and CHAT in line
+        ]
+        assert float(line.split()[-1]) == served
+
+
+async def test_a_taken_port_is_named(tmp_path):
+    bound = listen("127.0.0.1", 0)
+    bound.listen()
+    port = bound.getsockname()[1]
+    with pytest.raises(MillraceError, match=str(port)):
+        async with service(tmp_path, f"proxy.port={port}"):
+            pass
+    bound.close()
+
+
+async def test_a_missing_model_is_named(tmp_path):
+    with pytest.raises(ModelError, match="nowhere"):
+        await serve(load_config(), model=str(tmp_path / "nowhere"), scheduler="127.0.0.1:1")
+
+
+async def test_workers_say_why_they_can_t_start(tmp_path):
+    config = load_config(overrides=["proxy.workers=2", "proxy.port=0"])
+    with pytest.raises(MillraceError, match="nowhere"):
+        await serve(config, model=str(tmp_path / "nowhere"), scheduler="127.0.0.1:1")

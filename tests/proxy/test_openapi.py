@@ -1,0 +1,117 @@
+"""The gateway's own OpenAPI document, and what schemathesis makes of it: no 5xx."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from collections.abc import Iterator
+from concurrent.futures import Future
+
+import httpx
+import pytest
+import schemathesis
+from hypothesis import HealthCheck, Phase, given, settings
+from schemathesis.checks import not_a_server_error
+from schemathesis.generation import GenerationMode
+
+from support.gateway import Stack, gateway
+
+EXAMPLES = 25
+PATHS = ["/v1/chat/completions", "/v1/completions", "/tokenize", "/detokenize"]
+
+
+@pytest.fixture(scope="module")
+def url(tmp_path_factory) -> Iterator[str]:
+    """A gateway on a loop of its own, beside the fuzzer's thread."""
+    started: Future[tuple[str, asyncio.AbstractEventLoop, asyncio.Event]] = Future()
+
+    async def serve() -> None:
+        stop = asyncio.Event()
+        async with gateway(tmp_path_factory.mktemp("model")) as stack:
+            started.set_result((stack.url, asyncio.get_running_loop(), stop))
+            await stop.wait()
+            check_left_behind(stack)
+
+    def run() -> None:
+        try:
+            asyncio.run(serve())
+        except BaseException as error:
+            failures.append(error)
+            if not started.done():
+                started.set_exception(error)
+
+    failures: list[BaseException] = []
+    thread = threading.Thread(target=run)
+    thread.start()
+    address, loop, stop = started.result(30)
+    yield address
+    loop.call_soon_threadsafe(stop.set)
+    thread.join(30)
+    assert not failures
+
+
+def check_left_behind(stack: Stack) -> None:
+    assert stack.fleet.specs, "no fuzzed request got through"
+
+
+@pytest.fixture(scope="module")
+def document(url):
+    return httpx.get(f"{url}/openapi.json", trust_env=False).json()
+
+
+def test_document_describes_every_route(document):
+    assert set(document["paths"]) == {
+        *PATHS,
+        "/v1/models",
+        "/v1/models/{model}",
+        "/health",
+        "/ready",
+        "/metrics",
+    }
+    chat = document["components"]["schemas"]["ChatRequest"]
+    assert chat["required"] == ["model", "messages"]
+    assert chat["properties"]["temperature"]["maximum"] == 2
+    assert chat["additionalProperties"] is False
+
+
+@pytest.mark.parametrize("mode", [GenerationMode.POSITIVE, GenerationMode.NEGATIVE])
+@pytest.mark.parametrize("path", PATHS)
+def test_fuzzing_meets_no_server_error(url, document, path, mode):
+    operation = schemathesis.openapi.from_dict(document)[path]["POST"]
+    statuses = set()
+
+    @given(case=operation.as_strategy(generation_mode=mode))
+    @settings(
+        max_examples=EXAMPLES,
+        deadline=None,
+        phases=[Phase.generate],
+        suppress_health_check=list(HealthCheck),
+        database=None,
+        derandomize=True,
+    )
+    def fuzz(case):
+        response = case.call(base_url=url)
+        case.validate_response(response, checks=[not_a_server_error])
+        statuses.add(response.status_code)
+
+    fuzz()
+    wanted = 200 if mode is GenerationMode.POSITIVE else 400
+    assert wanted in statuses
+
+
+def test_answers_are_as_documented(url, document):
+    schema = schemathesis.openapi.from_dict(document)
+    for path, body in (
+        ("/v1/chat/completions", {"messages": [{"role": "user", "content": "hi"}]}),
+        ("/v1/completions", {"prompt": "hi", "logprobs": 2, "echo": True}),
+        ("/tokenize", {"prompt": "hi"}),
+        ("/detokenize", {"tokens": [7, 8]}),
+    ):
+        case = schema[path]["POST"].Case(
+            body={"model": "tiny", **body},
+            media_type="application/json",
+            headers={"x-millrace-trace": "1"},
+        )
+        case.call_and_validate(base_url=url)
+    for path in ("/v1/models", "/health", "/ready", "/metrics"):
+        schema[path]["GET"].Case().call_and_validate(base_url=url)
