@@ -75,6 +75,9 @@ class TokenLinks:
                 except grpc.aio.AioRpcError as error:
                     reason = error.details() or str(error.code())
                     gone = error.code() == grpc.StatusCode.FAILED_PRECONDITION
+                except Exception as error:  # a defect must not silence the instance for good
+                    log.exception("decode %s", life[0])
+                    reason = repr(error)
                 log.warning("decode %s at %s: %s", life[0], address, reason)
                 self._events.on_tokens_lost(life)
                 if gone or life not in self._listed:
