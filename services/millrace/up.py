@@ -7,7 +7,6 @@ started again when it dies by itself.
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import ctypes
 import logging
 import os
@@ -208,15 +207,15 @@ class Stack:
         while True:
             if service.process is not None:
                 await service.process.wait()
-            if self._stopping:
-                return
             log.warning("%s died (%s); starting it again", service.name, service.last_words())
             await asyncio.sleep(pause_s)
             pause_s = min(2 * pause_s, RESTART_MOST_S)
             service.restarts += 1
-            with contextlib.suppress(StartupError):
+            try:
                 await service.start(self.options.start_timeout_s)
                 pause_s = RESTART_FIRST_S
+            except (StartupError, OSError) as error:
+                log.warning("%s could not be started: %s", service.name, error)
 
     async def stop(self) -> None:
         """Proxy first, so that running answers finish; then workers, scheduler and Redis.
@@ -226,15 +225,11 @@ class Stack:
         if self._stopping:
             return
         self._stopping = True
+        await self._end_keepers()  # first, so that none starts a service behind our back
         for wave in (("proxy",), ("prefill", "decode"), ("scheduler",)):
             await asyncio.gather(
                 *(s.stop() for n, s in self.services.items() if n.split("-")[0] in wave)
             )
-        for service in self.services.values():
-            if service.keeper is not None:
-                service.keeper.cancel()
-                with contextlib.suppress(asyncio.CancelledError):
-                    await service.keeper
         if self._redis is not None:
             await self._redis.stop()
         unclean = [
@@ -245,6 +240,14 @@ class Stack:
         shutil.rmtree(self.directory, ignore_errors=True)
         if unclean and sys.exception() is None:
             raise UncleanStopError("; ".join(unclean))
+
+    async def _end_keepers(self) -> None:
+        keepers = [s.keeper for s in self.services.values() if s.keeper is not None]
+        for keeper in keepers:
+            keeper.cancel()
+        for ended in await asyncio.gather(*keepers, return_exceptions=True):
+            if isinstance(ended, Exception):
+                log.error("a service was no longer watched over", exc_info=ended)
 
 
 async def _all_or_first_error(starts: Iterable[Coroutine[None, None, None]]) -> None:

@@ -84,3 +84,22 @@ async def test_lives_of_one_proxy_are_apart() -> None:
 
     assert tokens(await anext(stream)) == [8]
     await stream.aclose()
+
+
+async def test_a_newer_reader_ends_an_older_one() -> None:
+    gone: list[Life] = []
+    streams = TokenStreams(0.05, gone.append)
+    old = streams.subscribe(PROXY)
+    waiting = asyncio.create_task(anext(old))
+    await asyncio.sleep(0)
+    new = streams.subscribe(PROXY)
+    reading = asyncio.create_task(anext(new))
+    with pytest.raises(StopAsyncIteration):
+        await waiting
+
+    streams.publish(PROXY, event(4))
+
+    assert tokens(await reading) == [4]
+    await asyncio.sleep(0.1)
+    assert gone == []
+    await new.aclose()

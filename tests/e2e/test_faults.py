@@ -33,7 +33,7 @@ async def ready(client: httpx.AsyncClient) -> bool:
 async def test_a_prefill_that_dies_costs_no_request() -> None:
     ids = [prompt(2500, seed) for seed in range(4)]
     expected = [oracle(MODEL).greedy(p, 8) for p in ids]
-    settings = [*FAST, "engine.max_chunk_tokens=64"]
+    settings = [*FAST, "engine.max_chunk_tokens=32"]  # none is computed when the kill comes
     async with (
         live_stack(served_folder(MODEL), settings=settings) as stack,
         httpx.AsyncClient(base_url=stack.url, timeout=90) as client,
@@ -57,6 +57,7 @@ async def test_a_decode_that_dies_ends_its_streams_with_an_error() -> None:
             kill(stack, "decode-0")
             rest = [line async for line in lines]
         assert any('"error"' in line for line in rest)
+        await eventually(lambda: stack.services["decode-0"].restarts == 1, 30)
         await eventually(lambda: ready(client), 40)
         assert await greedy_ids(client, prompt(50), 8) == oracle(MODEL).greedy(prompt(50), 8)
 

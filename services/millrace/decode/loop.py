@@ -8,8 +8,8 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import time
 from collections import deque
-from collections.abc import Coroutine
 from collections.abc import Sequence as Many
 from concurrent.futures import ThreadPoolExecutor
 
@@ -19,10 +19,11 @@ from millrace.core.decode_placement import pages_needed
 from millrace.core.errors import CapacityError, MillraceError
 from millrace.decode.journal import Journal
 from millrace.decode.kv_servicer import KvReceiverServicer
+from millrace.decode.metrics import DecodeMetrics
 from millrace.decode.request import DecodeRequest
 from millrace.decode.servicer import DecodeServicer
 from millrace.decode.token_streams import Life, TokenStreams, life_of
-from millrace.engine.decode_batch import DecodeBatch, Sequence, TokenOut
+from millrace.engine.decode_batch import DecodeBatch, TokenOut
 from millrace.engine.sampler import Sampler
 from millrace.engine.sampling_spec import finish_reason
 from millrace.transfer.receive_manager import ReceiveManager
@@ -30,6 +31,7 @@ from millrace.wire.pb import common_pb2, decode_pb2, scheduler_pb2, transfer_pb2
 from millrace.worker.codec import logprobs_message, span
 from millrace.worker.host import WorkerContext
 from millrace.worker.link import request_failed, request_released
+from millrace.worker.tasks import Tasks
 
 log = logging.getLogger(__name__)
 
@@ -50,7 +52,8 @@ class DecodeRole:
         self._leaving: list[DecodeRequest] = []
         self._wake = asyncio.Event()
         self._emptied = asyncio.Event()
-        self._background: set[asyncio.Task[None]] = set()
+        self._tasks = Tasks()
+        self._metrics = DecodeMetrics(context.registry)
         self._streams = TokenStreams(context.config.scheduler.lease_s, self._proxy_gone)
         self._journal = Journal(context.store, context.config.store.journal_interval_ms / 1e3)
         self._batch = DecodeBatch(
@@ -94,59 +97,67 @@ class DecodeRole:
         if kind == "admit_decode":
             self._admit(command.admit_decode.request)
         elif kind == "cancel" and (request := self._requests.get(command.cancel.request_id)):
+            self._metrics.cancelled.inc(not request.ended)
             self._end(request)
 
     async def run(self) -> None:
-        loop = asyncio.get_running_loop()
-        async with asyncio.TaskGroup() as group:
-            group.create_task(self._journal.run())
-            emitted: Many[TokenOut] = ()
-            while True:
-                self._apply_changes()
-                if self._batch.size:
-                    step = loop.run_in_executor(self._thread, self._batch.step)
-                    self._publish(emitted)  # while the next step computes
-                    emitted = await step
-                else:
-                    self._publish(emitted)
-                    emitted = ()
-                    await self._wake.wait()
-                self._wake.clear()
+        self._tasks.spawn(self._journal.run())
+        self._tasks.spawn(self._step_forever())
+        await self._tasks.watch()
 
     async def drop_all(self, reason: str) -> None:
+        """Proxies are told of what has begun to stream: nobody else may know of it any more."""
         log.info("dropping %d requests: %s", len(self._requests), reason)
         for request in list(self._requests.values()):
+            if request.streams and not request.ended:
+                event = decode_pb2.TokenEvent(
+                    request_id=request.id, finish_reason="error", error=reason, stop_token_id=-1
+                )
+                self._streams.publish(request.proxy, event)
             self._end(request)
         await self.wait_idle()
 
-    async def close(self) -> None:
-        self._thread.shutdown(wait=True)
-        await self._receiver.close()
+    def check_integrity(self) -> None:
         self._pool.check_integrity(expected_used=0)
+        self._receiver.check_integrity()
+        self._batch.check_integrity()
+
+    async def close(self) -> None:
+        await self._tasks.cancel()
+        await asyncio.to_thread(self._thread.shutdown, wait=True)
+        await self._journal.flush()
+        await self._receiver.close()
 
     # -- a request's life
 
     def _admit(self, spec: common_pb2.RequestSpec) -> None:
-        needed = pages_needed(
-            spec.prompt_tokens, spec.sampling.max_tokens, spec.sampling.n, self._page_tokens
-        )
+        """Reserves the request's pages, or says at once that there are none."""
+        n = spec.sampling.n
         try:
-            request = DecodeRequest.of(spec, self._pool.allocate(needed))
+            if n > self._max_batch:
+                raise CapacityError(f"{n} choices wanted, the batch holds {self._max_batch}")
+            pages = self._pool.allocate(
+                pages_needed(spec.prompt_tokens, spec.sampling.max_tokens, n, self._page_tokens)
+            )
         except CapacityError as error:
+            self._metrics.failed.labels("capacity").inc()
             self._context.send(request_failed(spec.request_id, str(error), retryable=True))
+            self._context.send(request_released(spec.request_id))
             return
-        self._requests[request.id] = request
+        request = self._requests[spec.request_id] = DecodeRequest.of(spec, pages)
         prompt_pages = -(-request.prompt_tokens // self._page_tokens)
-        self._receiver.admit(request.id, request.pages[:prompt_pages], request.prompt_tokens)
+        self._receiver.admit(request.id, pages[:prompt_pages], request.prompt_tokens)
         if request.sampling.needs_prompt_ids:
-            self._spawn(self._fetch_prompt(request))
+            self._tasks.spawn(self._fetch_prompt(request))
 
     def _first_tokens(self, request_id: str, message: transfer_pb2.FinishPrefillRequest) -> None:
         request = self._requests.get(request_id)
         if request is None or request.ended:
             return
         request.first_token_ids = [t.token_id for t in message.first_tokens]
+        request.first_token_s = request.clock.now_s()
         request.open_choices = set(range(len(message.first_tokens)))
+        request.transfer = next((s for s in message.spans if s.name == "kv_transfer"), None)
         for choice, first in enumerate(message.first_tokens):
             event = decode_pb2.TokenEvent(
                 request_id=request_id, choice=choice, token_ids=[first.token_id], stop_token_id=-1
@@ -154,7 +165,7 @@ class DecodeRole:
             if request.sampling.logprobs >= 0:
                 event.logprobs.append(first.logprobs)
             if choice == 0:
-                event.spans.extend(message.spans)
+                event.spans.extend(s for s in message.spans if s is not request.transfer)
                 event.prompt_logprobs.extend(message.prompt_logprobs)
                 event.cached_tokens = message.cached_tokens
             self._emit(request, event, finish_reason(request.sampling, 1, first.token_id))
@@ -165,23 +176,24 @@ class DecodeRole:
         if request is None or request.ended:
             return
         request.landed = True
-        request.spans.append(
-            span("kv_transfer", self._id, request.admitted_s, request.clock.now_s())
-        )
+        now_s = request.clock.now_s()
+        if request.transfer is not None:
+            request.transfer.end_s = max(now_s, request.transfer.start_s)
+            request.spans.append(request.transfer)
+        else:
+            request.spans.append(span("kv_transfer", self._id, request.admitted_s, now_s))
         self._try_join(request)
 
     def _receive_failed(self, request_id: str, message: str) -> None:
         request = self._requests.get(request_id)
-        if request is None or request.ended:
-            return
-        log.warning("request %s: %s", request_id, message)
-        self._fail(request, message, retryable=True)
+        if request is not None:
+            self._fail(request, message, "transfer")
 
     async def _fetch_prompt(self, request: DecodeRequest) -> None:
         try:
             request.prompt_ids = await self._context.store.prompt_ids(request.id)
         except MillraceError as error:
-            self._fail(request, str(error), retryable=False)
+            self._fail(request, str(error), "store")
         else:
             self._try_join(request)
 
@@ -191,8 +203,12 @@ class DecodeRole:
             self._joining.append(request)
             self._wake.set()
 
-    def _fail(self, request: DecodeRequest, message: str, *, retryable: bool) -> None:
+    def _fail(self, request: DecodeRequest, message: str, reason: str) -> None:
+        """Tells the scheduler at once. Before token one another attempt may do better."""
         if not request.ended:
+            log.warning("request %s: %s", request.id, message)
+            self._metrics.failed.labels(reason).inc()
+            retryable = not request.streams and reason != "proxy"
             self._context.send(request_failed(request.id, message, retryable=retryable))
             self._end(request)
 
@@ -203,12 +219,35 @@ class DecodeRole:
             self._leaving.append(request)
             self._wake.set()
 
-    # -- between two steps
+    # -- steps, and what happens between two of them
+
+    async def _step_forever(self) -> None:
+        loop = asyncio.get_running_loop()
+        emitted: Many[TokenOut] = ()
+        while True:
+            self._apply_changes()
+            if self._batch.size:
+                step = loop.run_in_executor(self._thread, self._step)
+                self._publish(emitted)  # while the next step computes
+                emitted = await step
+            else:
+                self._publish(emitted)
+                emitted = ()
+                await self._wake.wait()
+            self._wake.clear()
+
+    def _step(self) -> list[TokenOut]:
+        """On the compute thread."""
+        begun = time.perf_counter()
+        self._metrics.batch.observe(self._batch.size)
+        outs = self._batch.step()
+        self._metrics.step_s.observe(time.perf_counter() - begun)
+        return outs
 
     def _apply_changes(self) -> None:
         for request in self._leaving:
             self._batch.remove(request.id)
-            self._spawn(self._release(request))
+            self._tasks.spawn(self._release(request))
         self._leaving.clear()
         while self._joining:
             request = self._joining[0]
@@ -219,30 +258,15 @@ class DecodeRole:
             self._joining.popleft()
 
     def _join(self, request: DecodeRequest) -> None:
-        shared = request.prompt_tokens // self._page_tokens
-        own = (len(request.pages) - shared) // request.sampling.n
-        for choice in sorted(request.open_choices):
-            first = shared + choice * own
-            pages = request.pages[:shared] + request.pages[first : first + own]
-            if choice and request.prompt_tokens % self._page_tokens:
-                self._pool.copy_page(request.pages[shared], pages[shared])
-            self._batch.add(
-                Sequence(
-                    request_id=request.id,
-                    choice=choice,
-                    pages=pages,
-                    prompt_tokens=request.prompt_tokens,
-                    first_token_id=request.first_token_ids[choice],
-                    spec=request.sampling,
-                    prompt_ids=request.prompt_ids,
-                )
-            )
+        partial = request.prompt_tokens // self._page_tokens  # index of the last prompt page
+        for sequence in request.sequences(self._page_tokens):
+            if sequence.choice and request.prompt_tokens % self._page_tokens:
+                self._pool.copy_page(request.pages[partial], sequence.pages[partial])
+            self._batch.add(sequence)
         request.first_step_s = request.clock.now_s()
-        self._context.send(
-            scheduler_pb2.WorkerMessage(
-                decode_started=scheduler_pb2.DecodeStarted(request_id=request.id)
-            )
-        )
+        self._metrics.join_s.observe(request.first_step_s - request.first_token_s)
+        started = scheduler_pb2.DecodeStarted(request_id=request.id)
+        self._context.send(scheduler_pb2.WorkerMessage(decode_started=started))
 
     async def _release(self, request: DecodeRequest) -> None:
         """Frees the pages once no write can reach them any more."""
@@ -268,7 +292,7 @@ class DecodeRole:
             if request is None or request.ended:
                 continue
             if out.error:
-                self._fail(request, out.error, retryable=False)
+                self._fail(request, out.error, "logits")
                 continue
             event = decode_pb2.TokenEvent(
                 request_id=out.request_id,
@@ -279,12 +303,13 @@ class DecodeRole:
             if (logprobs := logprobs_message(out.logprobs)) is not None:
                 event.logprobs.append(logprobs)
             if request.first_step_s is not None:
+                now_s = request.clock.now_s()
                 request.spans.append(
                     span(
                         "first_decode_step",
                         self._id,
                         request.first_step_s,
-                        request.clock.now_s(),
+                        now_s,
                         batch=self._batch.size,
                     )
                 )
@@ -293,6 +318,7 @@ class DecodeRole:
 
     def _emit(self, request: DecodeRequest, event: decode_pb2.TokenEvent, reason: str) -> None:
         request.generated_tokens += len(event.token_ids)
+        self._metrics.tokens.inc(len(event.token_ids))
         if reason:
             event.finish_reason = reason
             if reason == "stop":
@@ -302,16 +328,11 @@ class DecodeRole:
                 event.spans.extend(request.spans)
         self._streams.publish(request.proxy, event)
         self._journal.add(request.id, event.choice, event.token_ids)
-        if not request.open_choices:
+        if not request.open_choices and not request.ended:
             request.finish_reason = reason
             self._end(request)
 
     def _proxy_gone(self, proxy: Life) -> None:
         for request in list(self._requests.values()):
             if request.proxy == proxy:
-                self._fail(request, f"proxy {proxy[0]} is gone", retryable=False)
-
-    def _spawn(self, work: Coroutine[None, None, None]) -> None:
-        task = asyncio.create_task(work)
-        self._background.add(task)
-        task.add_done_callback(self._background.discard)
+                self._fail(request, f"proxy {proxy[0]} is gone", "proxy")

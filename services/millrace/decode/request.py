@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 
 import numpy as np
 import numpy.typing as npt
 
 from millrace.decode.token_streams import Life, life_of
+from millrace.engine.decode_batch import Sequence
 from millrace.engine.sampling_spec import SamplingSpec
 from millrace.wire.pb import common_pb2
 from millrace.worker.codec import Stopwatch, sampling_spec
@@ -27,6 +29,8 @@ class DecodeRequest:
     pages: list[int]
     admitted_s: float
     first_token_ids: list[int] = field(default_factory=list)
+    first_token_s: float = 0.0
+    transfer: common_pb2.Span | None = None  # under way, as the sender began it
     spans: list[common_pb2.Span] = field(default_factory=list)
     prompt_ids: npt.NDArray[np.int32] | None = None
     landed: bool = False
@@ -58,7 +62,32 @@ class DecodeRequest:
         return self.spec.prompt_tokens
 
     @property
+    def streams(self) -> bool:
+        """Whether tokens of it may be out: it can't be generated anew."""
+        return bool(self.first_token_ids)
+
+    @property
     def can_join(self) -> bool:
         """Whether all it needs to decode is here: the KV, token one, the prompt for penalties."""
         has_prompt = self.prompt_ids is not None or not self.sampling.needs_prompt_ids
-        return self.landed and bool(self.first_token_ids) and has_prompt and not self.ended
+        return self.landed and self.streams and has_prompt and not self.ended
+
+    def sequences(self, page_tokens: int) -> Iterator[Sequence]:
+        """The open choices, each with its pages: the prompt's full ones shared, the rest its own.
+
+        The prompt's last, partly filled page is choice 0's; the others' copies are for the caller
+        to make, from `pages[prompt_tokens // page_tokens]`.
+        """
+        shared = self.prompt_tokens // page_tokens
+        own = (len(self.pages) - shared) // self.sampling.n
+        for choice in sorted(self.open_choices):
+            first = shared + choice * own
+            yield Sequence(
+                request_id=self.id,
+                choice=choice,
+                pages=self.pages[:shared] + self.pages[first : first + own],
+                prompt_tokens=self.prompt_tokens,
+                first_token_id=self.first_token_ids[choice],
+                spec=self.sampling,
+                prompt_ids=self.prompt_ids,
+            )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import AsyncIterator
+from contextlib import aclosing
 
 import grpc
 
@@ -34,5 +35,6 @@ class DecodeServicer(decode_pb2_grpc.DecodeServicer):
                 grpc.StatusCode.FAILED_PRECONDITION,
                 f"this is {self._life[0]}, generation {self._life[1]}",
             )
-        async for batch in self._streams.subscribe(life_of(request.proxy)):
-            yield batch
+        async with aclosing(self._streams.subscribe(life_of(request.proxy))) as batches:
+            async for batch in batches:
+                yield batch

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncGenerator, Callable
 
 from millrace.wire.pb import common_pb2, decode_pb2
 
@@ -28,7 +28,7 @@ class _Outbox:
     def __init__(self) -> None:
         self.events: list[decode_pb2.TokenEvent] = []
         self.ready = asyncio.Event()
-        self.readers = 0
+        self.reader: object = None
         self.expiry: asyncio.TimerHandle | None = None
 
 
@@ -49,22 +49,30 @@ class TokenStreams:
             log.warning("proxy %s reads too slowly; giving its requests up", proxy[0])
             self._forget(proxy)
 
-    async def subscribe(self, proxy: Life) -> AsyncIterator[decode_pb2.TokenBatch]:
-        """Yields what is ready, as it becomes ready, until the reader goes away."""
+    async def subscribe(self, proxy: Life) -> AsyncGenerator[decode_pb2.TokenBatch, None]:
+        """Yields what is ready, as it becomes ready, until the reader goes away.
+
+        A newer reader of the same proxy ends an older one, whose connection may be dead without
+        either side knowing: it would take events to nowhere.
+        """
         box = self._outbox(proxy)
-        box.readers += 1
+        me = box.reader = object()
+        box.ready.set()
         self._keep(box)
         try:
-            while self._outboxes.get(proxy) is box:
+            while True:
                 await box.ready.wait()
+                if box.reader is not me or self._outboxes.get(proxy) is not box:
+                    return
                 box.ready.clear()
                 events, box.events = box.events, []
                 if events:
                     yield decode_pb2.TokenBatch(events=events)
         finally:
-            box.readers -= 1
-            if box.readers == 0 and self._outboxes.get(proxy) is box:
-                self._expire_later(proxy, box)
+            if box.reader is me:
+                box.reader = None
+                if self._outboxes.get(proxy) is box:
+                    self._expire_later(proxy, box)
 
     def check_integrity(self) -> list[Life]:
         """The proxies that an outbox is kept for."""

@@ -13,7 +13,8 @@ from millrace.engine.logprobs import PositionLogprobs, position_logprobs
 from millrace.engine.model_runner import ModelRunner, PrefillTask
 from millrace.engine.sampler import Sampler
 from millrace.engine.sampling_spec import SamplingRow
-from millrace.prefill.job import PrefillJob
+from millrace.prefill.job import Cancelled, PrefillJob
+from millrace.prefill.metrics import PrefillMetrics
 from millrace.wire.pb import scheduler_pb2
 from millrace.worker.codec import passes, span
 
@@ -28,10 +29,6 @@ class PrefillOutcome:
     logprobs: list[PositionLogprobs | None]
     prompt_logprobs: list[PositionLogprobs] = field(default_factory=list)
     passes: int = 0
-
-
-class Cancelled(Exception):
-    """The job was cancelled between two operators."""
 
 
 class _PromptLogprobs:
@@ -65,18 +62,20 @@ class PrefillCompute:
         instance_id: str,
         max_chunk_tokens: int,
         report: Callable[[scheduler_pb2.WorkerMessage], object],
+        metrics: PrefillMetrics,
     ) -> None:
         self._engine = engine
         self._instance_id = instance_id
         self._max_chunk_tokens = max_chunk_tokens
         self._report = report
+        self._metrics = metrics
         self._sampler = Sampler()
 
     def run(self, job: PrefillJob, prompt_ids: torch.Tensor) -> PrefillOutcome:
         """Computes all chunks of a job and samples token one of every choice.
 
-        prompt_ids: int64 [prompt_tokens] on the CPU. Raises Cancelled within one operator of a
-        cancellation.
+        prompt_ids: int64 [prompt_tokens] on the CPU. Raises Cancelled, or the TransferError that
+        leaves the result nowhere to go, within one operator of its cause.
         """
         chunks = [(c.start_token, c.num_tokens) for c in job.command.chunks]
         parts = passes(chunks, self._max_chunk_tokens)
@@ -108,8 +107,7 @@ class PrefillCompute:
         start_s, begun = job.clock.now_s(), time.perf_counter()
         tokens = len(task.token_ids)
         for boundary in self._engine.runner.prefill(task):
-            if job.cancelled:
-                raise Cancelled
+            self._check(job)
             if boundary.operator == "attn" and job.session is not None:
                 job.session.layer_ready(number, boundary.layer, task.history_tokens, tokens)
         job.spans.append(
@@ -122,7 +120,16 @@ class PrefillCompute:
                 history=task.history_tokens,
             )
         )
-        return time.perf_counter() - begun
+        spent_s = time.perf_counter() - begun
+        self._metrics.compute_s.observe(spent_s)
+        self._metrics.tokens.inc(tokens)
+        return spent_s
+
+    def _check(self, job: PrefillJob) -> None:
+        if job.cancelled:
+            raise Cancelled
+        if job.session is not None and job.session.failure is not None:
+            raise job.session.failure
 
     def _sample(
         self,
@@ -155,6 +162,7 @@ class PrefillCompute:
         )
 
     def _finished(self, job: PrefillJob, chunk: int, compute_s: float, *, last: bool) -> None:
+        self._metrics.chunks.inc()
         self._report(
             scheduler_pb2.WorkerMessage(
                 chunk_finished=scheduler_pb2.ChunkFinished(

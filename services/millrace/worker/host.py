@@ -9,13 +9,14 @@ import os
 import signal
 import time
 import uuid
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
 import grpc
 
 from millrace.core.config import Config
+from millrace.core.errors import MillraceError
 from millrace.core.latency import Latency
 from millrace.engine.assembly import Engine, calibrate, open_engine
 from millrace.state.open import open_store
@@ -25,7 +26,7 @@ from millrace.transfer.environment import transport_environment
 from millrace.transfer.nixl_transport import NixlTransport
 from millrace.transfer.transport import Transport
 from millrace.wire.pb import common_pb2, scheduler_pb2
-from millrace.wire.server import add_health, bind, create_server
+from millrace.wire.server import Health, add_health, bind, create_server
 from millrace.worker.link import WorkerLink
 from millrace_kernels.api import describe_backends
 
@@ -33,6 +34,8 @@ log = logging.getLogger(__name__)
 
 PROGRESS_EVERY_S = 2.0
 LINK_CLOSE_S = 2.0
+#: For what is dropped at the end of a drain to be let go of. Only a stopped peer takes longer.
+DROP_TIMEOUT_S = 8.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -87,7 +90,11 @@ class Role(Protocol):
     async def wait_idle(self) -> None:
         """Returns when no request holds anything here."""
 
-    async def close(self) -> None: ...
+    def check_integrity(self) -> None:
+        """Raises IntegrityError when an idle instance holds anything of a request."""
+
+    async def close(self) -> None:
+        """Stops all work, done or not."""
 
 
 async def serve_worker(
@@ -99,7 +106,8 @@ async def serve_worker(
     """Runs one worker until SIGTERM or SIGINT, then drains it.
 
     on_ready gets the gRPC port once the scheduler has taken the registration. Raises
-    MillraceError for a model that can't be served and settings that can't be met.
+    MillraceError for a model that can't be served and settings that can't be met, and whatever
+    ends the role or the link: a worker that can't work must not look alive.
     """
     stop = stop_event()
     instance_id = options.instance_id or f"worker-{uuid.uuid4().hex[:8]}"
@@ -126,12 +134,8 @@ async def serve_worker(
         role = build(context)
         stack.push_async_callback(role.close)
         _add_gauges(registry, role, engine)
-        server = create_server()
+        server, health, port = await _start_server(role, options)
         stack.push_async_callback(server.stop, grace=1)
-        role.attach(server)
-        health = add_health(server, [f"millrace.{role.name}"])
-        port = bind(server, options.host, options.port)
-        await server.start()
 
         def register() -> scheduler_pb2.Register:
             message = _register(options, incarnation, engine, latency, port)
@@ -145,21 +149,38 @@ async def serve_worker(
             on_command=role.on_command,
             on_lost=lambda: role.drop_all("the scheduler's stream was lost"),
         )
-        if port_of_metrics := config.telemetry.metrics_port:
+        if config.telemetry.metrics_port:
             metrics = await serve_metrics(
-                port_of_metrics, link.connected.is_set, registry=registry, host=options.host
+                config.telemetry.metrics_port,
+                link.connected.is_set,
+                registry=registry,
+                host=options.host,
             )
             stack.push_async_callback(metrics.close)
-        tasks = [asyncio.create_task(link.run()), asyncio.create_task(role.run())]
+        tasks = [
+            asyncio.create_task(link.run(), name="the link to the scheduler"),
+            asyncio.create_task(role.run(), name=f"the {role.name} loop"),
+        ]
         stack.push_async_callback(_end_tasks, link, tasks)
-        await _until(link.connected.wait(), stop, *tasks)
+        await _first([link.connected.wait(), stop.wait()], tasks)
         await health.set_serving(True)
         log.info("%s %s serves on %s:%d", role.name, instance_id, options.host, port)
         if on_ready is not None and not stop.is_set():
             on_ready(port)
-        await _until(stop.wait(), stop, *tasks)
+        await _first([stop.wait()], tasks)
         await health.set_serving(False)
-        await _drain(role, link, options.drain_timeout_s)
+        await _first([_drain(role, link, options.drain_timeout_s)], tasks)
+        role.check_integrity()
+
+
+async def _start_server(role: Role, options: WorkerOptions) -> tuple[grpc.aio.Server, Health, int]:
+    """The role's gRPC server, its health and the port it listens on."""
+    server = create_server()
+    role.attach(server)
+    health = add_health(server, [f"millrace.v1.{role.name.capitalize()}"])
+    port = bind(server, options.host, options.port)
+    await server.start()
+    return server, health, port
 
 
 def _open(model: str, config: Config) -> Engine:
@@ -228,25 +249,40 @@ def stop_event() -> asyncio.Event:
     return stop
 
 
-async def _until(
-    wanted: Awaitable[object], stop: asyncio.Event, *workers: asyncio.Task[None]
-) -> None:
-    """Waits for `wanted` or `stop`; a worker task that ends first takes its error here."""
-    waits = [asyncio.ensure_future(wanted), asyncio.ensure_future(stop.wait())]
-    await asyncio.wait([*waits, *workers], return_when=asyncio.FIRST_COMPLETED)
-    for wait in waits:
-        wait.cancel()
+async def _first(waits: Sequence[Awaitable[object]], workers: Sequence[asyncio.Task[None]]) -> None:
+    """Waits for one of `waits`. What it raises is raised here, and first what ended a worker."""
+    waiting = [asyncio.ensure_future(wait) for wait in waits]
+    try:
+        await asyncio.wait([*waiting, *workers], return_when=asyncio.FIRST_COMPLETED)
+    finally:
+        for wait in waiting:
+            wait.cancel()
+        await asyncio.wait(waiting)
     for worker in workers:
         if worker.done():
-            worker.result()
+            if not worker.cancelled():
+                worker.result()
+            raise RuntimeError(f"{worker.get_name()} ended by itself")
+    for wait in waiting:
+        if not wait.cancelled():
+            wait.result()
 
 
 async def _drain(role: Role, link: WorkerLink, timeout_s: float) -> None:
-    """Tells the scheduler, lets what runs finish, and drops what is left at the deadline."""
+    """Tells the scheduler, lets what runs finish, and drops what is left at the deadline.
+
+    Commands that crossed the news are not taken: the stream's end tells the scheduler so.
+    """
     link.send(scheduler_pb2.WorkerMessage(draining=scheduler_pb2.Draining()))
     with contextlib.suppress(TimeoutError):
         await asyncio.wait_for(role.wait_idle(), timeout_s)
-    await role.drop_all("the instance is shutting down")
+    link.refuse_commands()
+    try:
+        await asyncio.wait_for(role.drop_all("the instance is shutting down"), DROP_TIMEOUT_S)
+    except TimeoutError:
+        raise MillraceError(
+            f"requests still held memory {DROP_TIMEOUT_S:g} s after they were dropped"
+        ) from None
 
 
 def _register(

@@ -14,7 +14,7 @@ from collections.abc import AsyncIterator, Awaitable, Callable
 import grpc
 
 from millrace.wire.channel import open_channel
-from millrace.wire.pb import common_pb2, scheduler_pb2, scheduler_pb2_grpc
+from millrace.wire.pb import scheduler_pb2, scheduler_pb2_grpc
 
 log = logging.getLogger(__name__)
 
@@ -45,6 +45,7 @@ class WorkerLink:
         self._on_lost = on_lost
         self._outbox: asyncio.Queue[scheduler_pb2.WorkerMessage | None] = asyncio.Queue()
         self._closing = False
+        self._refusing = False
         self.connected = asyncio.Event()
 
     def send(self, message: scheduler_pb2.WorkerMessage) -> None:
@@ -75,6 +76,10 @@ class WorkerLink:
                 await asyncio.sleep(retry_s)
                 retry_s = min(2 * retry_s, RETRY_MOST_S)
 
+    def refuse_commands(self) -> None:
+        """Commands are dropped from here on, for the end of the stream to answer."""
+        self._refusing = True
+
     def close(self) -> None:
         """Ends the stream after what is queued was sent."""
         self._closing = True
@@ -89,7 +94,7 @@ class WorkerLink:
                 if command.WhichOneof("kind") == "registered":
                     self.connected.set()
                     heart = asyncio.create_task(self._beat(command.registered.heartbeat_s))
-                else:
+                elif not self._refusing:
                     self._on_command(command)
         finally:
             if heart is not None:
@@ -127,8 +132,3 @@ def request_released(request_id: str) -> scheduler_pb2.WorkerMessage:
     return scheduler_pb2.WorkerMessage(
         request_released=scheduler_pb2.RequestReleased(request_id=request_id)
     )
-
-
-def same_life(one: common_pb2.Incarnation, other: common_pb2.Incarnation) -> bool:
-    """Whether both name the same life of the same process."""
-    return one.id == other.id and one.generation == other.generation

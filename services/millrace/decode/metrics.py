@@ -1,0 +1,34 @@
+"""What a decode instance counts."""
+
+from __future__ import annotations
+
+from millrace.telemetry.metrics import Registry
+
+BATCH_BUCKETS = tuple(float(1 << i) for i in range(11))
+
+
+class DecodeMetrics:
+    """Safe to use from the compute thread."""
+
+    def __init__(self, registry: Registry) -> None:
+        self.step_s = registry.histogram(
+            "millrace_decode_step_seconds", "time of one step of the batch"
+        )
+        self.batch = registry.histogram(
+            "millrace_decode_batch_sequences", "sequences in a step", buckets=BATCH_BUCKETS
+        )
+        self.tokens = registry.counter(
+            "millrace_decode_generated_tokens_total",
+            "tokens emitted, first ones included",
+        )
+        self.join_s = registry.histogram(
+            "millrace_decode_join_seconds", "from a request's first token to its joining the batch"
+        )
+        self.failed = registry.counter(
+            "millrace_decode_failed_requests_total",
+            "requests this instance could not take or go on with",
+            ["reason"],
+        )
+        self.cancelled = registry.counter(
+            "millrace_decode_cancelled_requests_total", "requests given up on command"
+        )

@@ -1,0 +1,50 @@
+"""What a prefill instance counts."""
+
+from __future__ import annotations
+
+from millrace.telemetry.metrics import Registry
+from millrace.transfer.send_manager import SendSession
+
+
+class PrefillMetrics:
+    """Safe to use from the compute thread."""
+
+    def __init__(self, registry: Registry) -> None:
+        self.compute_s = registry.histogram(
+            "millrace_prefill_compute_seconds", "time of one forward pass over prompt tokens"
+        )
+        self.chunks = registry.counter(
+            "millrace_prefill_computed_chunks_total", "the scheduler's chunks computed to their end"
+        )
+        self.tokens = registry.counter(
+            "millrace_prefill_computed_tokens_total", "prompt tokens computed"
+        )
+        self.wait_s = registry.histogram(
+            "millrace_prefill_wait_seconds", "from the command to the start of its compute"
+        )
+        self.failed = registry.counter(
+            "millrace_prefill_failed_requests_total",
+            "requests this instance could not prefill or hand over",
+            ["reason"],
+        )
+        self.cancelled = registry.counter(
+            "millrace_prefill_cancelled_requests_total", "requests given up on command"
+        )
+        self._handshake_s = registry.histogram(
+            "millrace_prefill_handshake_seconds", "from asking a decode instance to its grant"
+        )
+        self._transfer_s = registry.histogram(
+            "millrace_prefill_transfer_seconds", "from a request's first KV write to its last"
+        )
+        self._sent = registry.counter(
+            "millrace_prefill_sent_bytes_total", "KV written to decode instances"
+        )
+
+    def sent(self, session: SendSession) -> None:
+        """Takes note of a session that is over, well or not."""
+        timings = session.timings
+        if timings.granted_s:
+            self._handshake_s.observe(timings.handshake_s)
+        if timings.bytes:
+            self._transfer_s.observe(timings.last_write_s - timings.first_write_s)
+            self._sent.inc(timings.bytes)

@@ -1,0 +1,247 @@
+"""A prefill instance beside a decode instance: what it says, and what it lets go of, whatever ends
+a request at whatever stage.
+"""
+
+import asyncio
+from collections.abc import AsyncIterator
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import pytest
+import pytest_asyncio
+
+from millrace.decode.loop import DecodeRole
+from millrace.prefill.loop import PrefillRole
+from millrace.state.memory_store import MemoryStore
+from millrace.state.store import StoreError
+from millrace.transfer.memory_transport import MemoryHub
+from support.live_stack import eventually
+from support.tiny_models import prompt
+from support.worker_roles import (
+    LiveRole,
+    admit_decode,
+    config,
+    live_roles,
+    remember,
+    run_prefill,
+    spec,
+)
+
+SETTINGS = config(max_chunk_tokens=64)
+
+
+class GatedStore(MemoryStore):
+    """Hands prompts out when `gate` is open; raises `error` if there is one."""
+
+    def __init__(self) -> None:
+        super().__init__(SETTINGS.store)
+        self.gate = asyncio.Event()
+        self.gate.set()
+        self.error: Exception | None = None
+
+    async def prompt_ids(self, request_id: str, start: int = 0, stop: int | None = None) -> Any:
+        await self.gate.wait()
+        if self.error is not None:
+            raise self.error
+        return await super().prompt_ids(request_id, start, stop)
+
+
+@dataclass
+class Pair:
+    store: GatedStore
+    prefill: LiveRole
+    decode: LiveRole
+
+    async def ask(
+        self, request_id: str, tokens: int, *, admit: bool = True, **sampling: Any
+    ) -> None:
+        request = spec(request_id, tokens, **sampling)
+        await remember(self.store, request, prompt(tokens))
+        if admit:
+            self.decode.role.on_command(admit_decode(request))
+        self.prefill.role.on_command(run_prefill(request, self.decode.member))
+
+    @property
+    def used_pages(self) -> int:
+        return self.prefill.engine.pool.used_pages
+
+
+@pytest_asyncio.fixture
+async def pair() -> AsyncIterator[Pair]:
+    store, hub = GatedStore(), MemoryHub()
+    prefill = LiveRole(PrefillRole, SETTINGS, name="prefill-0", hub=hub, store=store)
+    decode = LiveRole(DecodeRole, SETTINGS, name="decode-0", hub=hub, store=store)
+    async with live_roles(prefill, decode):
+        yield Pair(store, prefill, decode)
+        await prefill.role.drop_all("the test is over")
+        assert prefill.role.heartbeat().waiting == 0
+        prefill.role.check_integrity()
+
+
+async def test_a_request_is_computed_handed_over_and_released(pair: Pair) -> None:
+    await pair.ask("r", 200)
+
+    await pair.prefill.said("request_released", "r")
+    await pair.decode.said("request_finished", "r")
+
+    assert pair.prefill.kinds("r") == ["chunk_started", "chunk_finished", "request_released"]
+    assert pair.decode.kinds("r") == ["decode_started", "request_finished"]
+    assert pair.used_pages == 0
+    text = pair.prefill.registry.render()[0].decode()
+    assert "millrace_prefill_computed_tokens_total 200.0" in text
+    assert "millrace_prefill_computed_chunks_total 1.0" in text
+    assert "millrace_prefill_compute_seconds_count 4.0" in text
+    assert "millrace_prefill_handshake_seconds_count 1.0" in text
+
+
+async def test_cancelled_before_its_prompt_was_read(pair: Pair) -> None:
+    pair.store.gate.clear()
+    await pair.ask("r", 50)
+    await asyncio.sleep(0.02)
+    pair.prefill.cancel("r")
+
+    await pair.prefill.said("request_released", "r", 1)
+    assert pair.prefill.kinds("r") == ["request_released"]
+
+
+async def test_cancelled_in_the_moment_it_came(pair: Pair) -> None:
+    await pair.ask("r", 50)
+    pair.prefill.cancel("r")  # the job's task has not begun
+
+    await pair.prefill.said("request_released", "r", 1)
+    assert pair.prefill.kinds("r") == ["request_released"]
+
+
+async def test_cancelled_while_it_waits_for_pages(pair: Pair) -> None:
+    held = pair.prefill.engine.pool.allocate(pair.prefill.engine.pool.free_pages)
+    await pair.ask("r", 50)
+    await asyncio.sleep(0.02)
+    pair.prefill.cancel("r")
+
+    await pair.prefill.said("request_released", "r", 1)
+    pair.prefill.engine.pool.free(held)
+
+
+async def test_a_prepared_request_is_cancelled_while_another_computes(pair: Pair) -> None:
+    await pair.ask("long", 3000)
+    await pair.prefill.said("chunk_started", "long")
+    before = pair.used_pages
+    await pair.ask("next", 100)
+    await eventually(lambda: pair.used_pages > before)
+    pair.prefill.cancel("next")
+
+    await pair.prefill.said("request_released", "next", 1)
+    assert pair.used_pages == before
+    assert "chunk_finished" not in pair.prefill.kinds("long")
+    pair.prefill.cancel("long")
+    await pair.prefill.said("request_released", "long", 1)
+    assert "chunk_finished" not in pair.prefill.kinds("long")
+
+
+async def test_cancelled_while_the_handshake_hangs(pair: Pair) -> None:
+    await pair.ask("r", 50, admit=False)  # decode waits for the scheduler's word
+    await pair.prefill.said("chunk_finished", "r")
+    await asyncio.sleep(0.1)
+    assert "request_released" not in pair.prefill.kinds("r")
+    pair.prefill.cancel("r")
+
+    await pair.prefill.said("request_released", "r", 1)
+    assert "request_failed" not in pair.prefill.kinds("r")
+
+
+async def test_the_next_request_waits_for_pages_and_goes_on(pair: Pair) -> None:
+    pool = pair.prefill.engine.pool
+    held = pool.allocate(pool.free_pages - 3)
+    await pair.ask("first", 48)
+    await pair.ask("second", 48)
+    await pair.ask("third", 20)
+
+    for name in ("first", "second", "third"):
+        await pair.prefill.said("request_released", name)
+    order = [m.request_id for kind, m in pair.prefill.messages if kind == "chunk_started"]
+    assert order == ["first", "second", "third"]
+    pool.free(held)
+
+
+async def test_a_prompt_larger_than_the_pool_fails_at_once(pair: Pair) -> None:
+    pages = pair.prefill.engine.pool.num_pages
+    await pair.ask("r", pages * 16 + 1, admit=False)
+
+    failed = await pair.prefill.said("request_failed", "r")
+    assert failed.retryable
+    await pair.prefill.said("request_released", "r")
+
+
+async def test_a_store_out_of_reach_is_another_instances_chance(pair: Pair) -> None:
+    pair.store.error = StoreError("no server")
+    await pair.ask("r", 20)
+
+    failed = await pair.prefill.said("request_failed", "r")
+    await pair.prefill.said("request_released", "r")
+    assert failed.retryable
+    assert "no server" in failed.message
+    assert b'failed_requests_total{reason="store"} 1.0' in pair.prefill.registry.render()[0]
+
+
+async def test_a_prompt_that_is_not_whole_is_not_computed(pair: Pair) -> None:
+    request = spec("r", 60)
+    await pair.store.create("r", spec=b"", prompt_ids=np.arange(9, dtype=np.int32))
+    pair.prefill.role.on_command(run_prefill(request, pair.decode.member))
+
+    failed = await pair.prefill.said("request_failed", "r")
+    assert "9 of 60" in failed.message
+
+
+async def test_a_refused_handshake_stops_the_compute(pair: Pair) -> None:
+    request = spec("r", 3000)
+    await remember(pair.store, request, prompt(3000))
+    elsewhere = pair.decode.member
+    elsewhere.incarnation.generation += 1
+    pair.prefill.role.on_command(run_prefill(request, elsewhere))
+
+    failed = await pair.prefill.said("request_failed", "r")
+    await pair.prefill.said("request_released", "r")
+    assert failed.retryable
+    assert "stale receiver" in failed.message
+    assert "chunk_finished" not in pair.prefill.kinds("r")
+
+
+async def test_a_failed_computation_is_reported_and_the_next_one_runs(pair: Pair) -> None:
+    request = spec("bad", 20)
+    await remember(pair.store, request, [10**6] * 20)  # no such token
+    pair.decode.role.on_command(admit_decode(request))
+    pair.prefill.role.on_command(run_prefill(request, pair.decode.member))
+    await pair.ask("good", 20)
+
+    failed = await pair.prefill.said("request_failed", "bad")
+    assert not failed.retryable
+    await pair.prefill.said("request_released", "bad")
+    await pair.decode.said("request_finished", "good")
+
+
+async def test_drop_all_leaves_nothing(pair: Pair) -> None:
+    for i in range(4):
+        await pair.ask(f"r{i}", 1500)
+    await pair.prefill.said("chunk_started", "r0")
+
+    async with asyncio.timeout(2):
+        await pair.prefill.role.drop_all("the scheduler is gone")
+
+    assert pair.used_pages == 0
+    assert not any(kind == "request_failed" for kind, _ in pair.prefill.messages)
+
+
+async def test_a_defect_in_a_job_ends_the_role() -> None:
+    store = GatedStore()
+    prefill = LiveRole(PrefillRole, SETTINGS, name="prefill-0", hub=MemoryHub(), store=store)
+    await prefill.start()
+    store.error = KeyError("a defect")
+    prefill.role.on_command(run_prefill(spec("r", 20), prefill.member))
+
+    with pytest.raises(KeyError, match="a defect"):
+        async with asyncio.timeout(2):
+            await prefill.running
+    await prefill.role.close()
+    await prefill.server.stop(grace=None)
+    prefill.transport.close()

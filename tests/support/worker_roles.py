@@ -1,0 +1,169 @@
+"""Prefill and decode roles in this process: real engine, transfers and gRPC, no scheduler.
+
+A test plays the scheduler: it gives commands, and `messages` is what would have gone to it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
+from typing import Any
+
+import numpy as np
+
+from millrace.core.config import Config, EngineConfig, SchedulerConfig, StoreConfig, TransferConfig
+from millrace.engine.assembly import open_engine
+from millrace.state.memory_store import MemoryStore
+from millrace.telemetry.metrics import Registry
+from millrace.transfer.memory_transport import MemoryHub, MemoryTransport
+from millrace.wire.pb import common_pb2, scheduler_pb2
+from millrace.wire.server import bind, create_server
+from millrace.worker.host import Role, WorkerContext
+from support.live_stack import eventually
+from support.tiny_models import model_folder
+
+PROXY = common_pb2.Incarnation(id="proxy-0", generation=1)
+
+
+def config(**engine: Any) -> Config:
+    """Small and quick; `engine` are fields of its section."""
+    settings: dict[str, Any] = {"dtype": "float32", "threads": 1, "kv_bytes": 8 << 20, **engine}
+    return Config(
+        engine=EngineConfig(device="cpu", **settings),
+        scheduler=SchedulerConfig(heartbeat_s=0.1, lease_s=0.5),
+        transfer=TransferConfig(
+            transport="memory", handshake_timeout_s=5, transfer_timeout_s=5, lease_s=2
+        ),
+        store=StoreConfig(journal_interval_ms=10),
+    )
+
+
+class LiveRole:
+    """One role at work. `messages` holds what it told the scheduler, as (kind, message)."""
+
+    def __init__(
+        self,
+        build: Callable[[WorkerContext], Role],
+        settings: Config,
+        *,
+        name: str,
+        hub: MemoryHub,
+        store: MemoryStore,
+        model: str = "llama",
+    ) -> None:
+        self.incarnation = common_pb2.Incarnation(id=name, generation=time.time_ns())
+        self.messages: list[tuple[str, Any]] = []
+        self.engine = open_engine(model_folder(model), settings.engine)
+        self.transport = MemoryTransport(f"{name}-{self.incarnation.generation}", hub)
+        self.registry = Registry()
+        loop = asyncio.get_running_loop()
+        self.role: Any = build(
+            WorkerContext(
+                config=settings,
+                incarnation=self.incarnation,
+                engine=self.engine,
+                transport=self.transport,
+                store=store,
+                registry=self.registry,
+                send=self._take,
+                send_threadsafe=lambda m: loop.call_soon_threadsafe(self._take, m),
+            )
+        )
+        self.server = create_server()
+        self.role.attach(self.server)
+        self.address = f"127.0.0.1:{bind(self.server, '127.0.0.1', 0)}"
+        self.running: asyncio.Task[None] | None = None
+
+    @property
+    def member(self) -> scheduler_pb2.Member:
+        return scheduler_pb2.Member(incarnation=self.incarnation, address=self.address)
+
+    def _take(self, message: scheduler_pb2.WorkerMessage) -> None:
+        kind = message.WhichOneof("kind")
+        assert kind is not None
+        self.messages.append((kind, getattr(message, kind)))
+
+    def kinds(self, request_id: str) -> list[str]:
+        """What was said of a request, in order."""
+        return [kind for kind, message in self.messages if message.request_id == request_id]
+
+    async def said(self, kind: str, request_id: str, timeout_s: float = 10) -> Any:
+        """The first message of this kind about a request."""
+
+        def found() -> list[Any]:
+            return [m for k, m in self.messages if k == kind and m.request_id == request_id]
+
+        await eventually(found, timeout_s)
+        return found()[0]
+
+    def cancel(self, request_id: str) -> None:
+        cancel = scheduler_pb2.CancelRequest(request_id=request_id, reason="the test wants it")
+        self.role.on_command(scheduler_pb2.WorkerCommand(cancel=cancel))
+
+    async def start(self) -> None:
+        await self.server.start()
+        self.running = asyncio.create_task(self.role.run())
+
+    async def stop(self) -> None:
+        """Ends the role as its host does; what has failed in it, or leaked, is raised."""
+        assert self.running is not None
+        if self.running.done():
+            self.running.result()
+        async with asyncio.timeout(20):
+            await self.role.drop_all("the test is over")
+        self.role.check_integrity()
+        self.running.cancel()
+        await asyncio.gather(self.running, return_exceptions=True)
+        await self.server.stop(grace=None)
+        await self.role.close()
+        self.transport.close()
+
+
+@asynccontextmanager
+async def live_roles(*roles: LiveRole) -> AsyncIterator[None]:
+    """Starts all; at the end stops them, in order."""
+    for role in roles:
+        await role.start()
+    try:
+        yield
+    finally:
+        for role in roles:
+            await role.stop()
+
+
+def spec(request_id: str, prompt_tokens: int, **sampling: Any) -> common_pb2.RequestSpec:
+    """A greedy request of proxy-0's unless `sampling` says otherwise."""
+    chosen = {"max_tokens": 8, "n": 1, "top_p": 1.0, "repetition_penalty": 1.0, "logprobs": -1}
+    return common_pb2.RequestSpec(
+        request_id=request_id,
+        proxy=PROXY,
+        model="tiny",
+        prompt_tokens=prompt_tokens,
+        sampling=common_pb2.SamplingParams(**{**chosen, "prompt_logprobs": -1, **sampling}),
+        arrival_unix_s=time.time(),
+    )
+
+
+async def remember(store: MemoryStore, request: common_pb2.RequestSpec, ids: list[int]) -> None:
+    """Does the proxy's part: the prompt lies in the store."""
+    await store.create(
+        request.request_id,
+        spec=request.SerializeToString(),
+        prompt_ids=np.array(ids, dtype=np.int32),
+    )
+
+
+def run_prefill(
+    request: common_pb2.RequestSpec, decode: scheduler_pb2.Member
+) -> scheduler_pb2.WorkerCommand:
+    """The whole prompt as one chunk."""
+    chunk = scheduler_pb2.Chunk(index=0, start_token=0, num_tokens=request.prompt_tokens)
+    return scheduler_pb2.WorkerCommand(
+        run_prefill=scheduler_pb2.RunPrefill(request=request, chunks=[chunk], decode=decode)
+    )
+
+
+def admit_decode(request: common_pb2.RequestSpec) -> scheduler_pb2.WorkerCommand:
+    return scheduler_pb2.WorkerCommand(admit_decode=scheduler_pb2.AdmitDecode(request=request))
