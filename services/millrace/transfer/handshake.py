@@ -18,8 +18,8 @@ from millrace.core.kv_layout import KvLayout
 from millrace.core.kv_transfer import HandshakeAsk, Incarnation
 from millrace.transfer.layout import mismatch
 
-#: Staging buffers are cut in slots, so that one is scattered while the next is written.
-SLOTS = 2
+#: Staging buffers are cut in slots: some are scattered while the next ones are written.
+SLOTS = 8
 #: After a sender's end is established, writes already on their way land or are lost within this.
 GRACE_S = 1.0
 

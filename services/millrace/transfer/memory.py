@@ -9,7 +9,7 @@ from typing import Protocol
 import numpy as np
 import numpy.typing as npt
 
-from millrace.transfer.runs import Runs, grains
+from millrace.transfer.runs import Runs
 
 HOST = -1
 
@@ -72,10 +72,8 @@ def copy_on_host(source: Memory, target: Memory, runs: Runs) -> None:
 
 def _copy_rows(source: Memory, target: Memory, runs: Runs) -> None:
     grain = runs.grain()
-    rows = _rows(target, grain)
-    rows[grains(runs.target, runs.length, grain)] = _rows(source, grain)[
-        grains(runs.source, runs.length, grain)
-    ]
+    from_, to = runs.indices(grain)
+    _rows(target, grain)[to] = _rows(source, grain)[from_]
 
 
 def _rows(memory: Memory, grain: int) -> npt.NDArray[np.uint8]:

@@ -23,9 +23,10 @@ from typing import Any, TypeVar
 import numpy as np
 
 from millrace.core.errors import TransferError
-from millrace.transfer.memory import HOST, Memory
+from millrace.transfer.memory import Memory
+from millrace.transfer.nixl_descriptors import descriptor_rows, segment
 from millrace.transfer.peers import PeerMetadata, ProcessIdentity
-from millrace.transfer.runs import Offsets, Runs, grains
+from millrace.transfer.runs import Runs
 from millrace.transfer.transport import Handler, PeerLostError, hand_over
 
 log = logging.getLogger(__name__)
@@ -34,6 +35,9 @@ T = TypeVar("T")
 POLL_FIRST_S = 50e-6
 POLL_MOST_S = 500e-6
 IDLE_POLL_S = 1.0
+#: UCX moves the bytes of our writes inside our polls, so none is slept over until a write has
+#: seen no progress for this long: then it waits for its peer, not for us.
+SPIN_S = 2e-3
 #: After a command the thread keeps polling this long: notifications and connections to peers are
 #: sent on while it polls, and nothing says when they are.
 LINGER_S = 0.05
@@ -65,6 +69,7 @@ class NixlTransport:
         self._listeners = 0
         self._closed = False
         self._handlers: dict[int, Handler] = {}
+        self._names: dict[bytes, str] = {}  # of connected peers by metadata; written by the thread
         # below: the thread's own
         self._regions: list[Memory] = []
         self._registered: list[Any] = []
@@ -92,7 +97,11 @@ class NixlTransport:
         return self._call(self._metadata).result()
 
     def connect(self, metadata: bytes) -> Future[str]:
-        return self._call(lambda: self._connect(metadata))
+        if (peer := self._names.get(metadata)) is None:
+            return self._call(lambda: self._connect(metadata))
+        known: Future[str] = Future()
+        known.set_result(peer)
+        return known
 
     def write(
         self, peer: str, runs: Runs, notification: bytes, *, region: int = 0, peer_region: int = 0
@@ -168,12 +177,16 @@ class NixlTransport:
             while not self._closed:
                 self._wake.clear()
                 worked = self._run_commands() + self._check_writes() + self._take_notifications()
-                pause_s = POLL_FIRST_S if worked else min(1.5 * pause_s, POLL_MOST_S)
+                now_s = time.monotonic()
                 if worked:
-                    last_s = time.monotonic()
-                lingers = time.monotonic() - last_s < LINGER_S
-                outstanding = self._writes or self._listeners or lingers
-                self._wake.wait(pause_s if outstanding else IDLE_POLL_S)
+                    last_s, pause_s = now_s, POLL_FIRST_S
+                if self._writes and now_s - last_s < SPIN_S:
+                    time.sleep(0)  # gives the interpreter to other threads
+                elif self._writes or self._listeners or now_s - last_s < LINGER_S:
+                    self._wake.wait(pause_s)
+                    pause_s = min(1.5 * pause_s, POLL_MOST_S)
+                else:
+                    self._wake.wait(IDLE_POLL_S)
         except Exception:
             log.exception("transport %s failed; nothing can be transferred any more", self._name)
             with self._lock:
@@ -233,7 +246,7 @@ class NixlTransport:
 
     def _register(self, memory: Memory) -> int:
         rows = np.array([[memory.pointer, memory.nbytes, max(memory.device, 0)]], dtype=np.uint64)
-        self._registered.append(self._agent.register_memory(rows, _segment(memory)))
+        self._registered.append(self._agent.register_memory(rows, segment(memory)))
         self._regions.append(memory)
         return len(self._regions) - 1
 
@@ -256,6 +269,7 @@ class NixlTransport:
             except Exception as error:
                 raise TransferError(f"can't connect to {peer.name}: {error}") from error
             self._peers[peer.name] = metadata
+            self._names[metadata] = peer.name
             self._known[peer.name] = peer
         return peer.name
 
@@ -296,16 +310,17 @@ class NixlTransport:
         grain = runs.grain()
         if runs.total_bytes > GRAINS_PER_RUN * grain * len(runs):
             descriptors = (
-                self._agent.get_xfer_descs(_rows(m, starts, runs.length), _segment(m))
+                self._agent.get_xfer_descs(descriptor_rows(m, starts, runs.length), segment(m))
                 for m, starts in ((local, runs.source), (remote, runs.target))
             )
             return self._agent.initialize_xfer("WRITE", *descriptors, peer, notification)
+        source, target = runs.indices(grain)
         return self._agent.make_prepped_xfer(
             "WRITE",
             self._list(_LOCAL, regions[0], local, grain),
-            grains(runs.source, runs.length, grain),
+            source,
             self._list(peer, regions[1], remote, grain),
-            grains(runs.target, runs.length, grain),
+            target,
             notification,
         )
 
@@ -315,7 +330,7 @@ class NixlTransport:
         if key not in self._lists:
             rows = [memory.pointer, grain, max(memory.device, 0), grain, memory.nbytes // grain]
             self._lists[key] = self._agent.prep_xfer_dlist(
-                owner, np.array([rows], dtype=np.uint64), _segment(memory)
+                owner, np.array([rows], dtype=np.uint64), segment(memory)
             )
         return self._lists[key]
 
@@ -339,7 +354,8 @@ class NixlTransport:
             self._end(write, PeerLostError(f"{peer} is gone"))
         for key in [k for k in self._lists if k[0] == peer]:
             self._release(self._lists.pop(key))
-        if self._peers.pop(peer, None) is not None:
+        if (metadata := self._peers.pop(peer, None)) is not None:
+            del self._names[metadata]
             with suppress(Exception):  # NIXL may have dropped it by itself
                 self._agent.remove_remote_agent(peer)
 
@@ -376,16 +392,3 @@ class NixlTransport:
                 self._agent.deregister_memory(registered)
         self._lists.clear()
         self._agent = None
-
-
-def _segment(memory: Memory) -> str:
-    return "DRAM" if memory.device == HOST else "VRAM"
-
-
-def _rows(memory: Memory, starts: Offsets, lengths: Offsets) -> Offsets:
-    """int64 [runs, 3]: address, length and device of each run."""
-    rows = np.empty((len(starts), 3), dtype=np.int64)
-    rows[:, 0] = starts + memory.pointer
-    rows[:, 1] = lengths
-    rows[:, 2] = max(memory.device, 0)
-    return rows

@@ -26,7 +26,7 @@ from millrace.core.kv_transfer import (
 )
 from millrace.transfer.admission import Admission, AdmissionState
 from millrace.transfer.coverage import CoverageError
-from millrace.transfer.handshake import Lease, refusal, stale_receiver
+from millrace.transfer.handshake import SLOTS, Lease, refusal, stale_receiver
 from millrace.transfer.layout import layer_token_bytes
 from millrace.transfer.lease_table import LeaseTable
 from millrace.transfer.memory import Memory, TensorLike
@@ -77,6 +77,7 @@ class ReceiveManager:
                 transport, pool, count=config.backends, buffer_bytes=config.buffer_bytes
             )
             self._backends = BackendQueue(config.backends)
+        self._metadata = transport.metadata()  # once: it may wait for the transport's thread
         self._active = AdmissionTable()
         self._quarantine: dict[Admission, asyncio.Future[None]] = {}
         self._leases = LeaseTable(transport, self._identity, config.lease_s, self._on_lost)
@@ -236,8 +237,8 @@ class ReceiveManager:
         token_bytes = layer_token_bytes(ask.layout, self._layout)
         if slot_tokens(self._config.buffer_bytes, token_bytes) < 1:
             raise HandshakeRefused(
-                f"transfer.buffer_bytes is {self._config.buffer_bytes}; half of it must hold a "
-                f"token of a layer, {token_bytes} bytes"
+                f"transfer.buffer_bytes is {self._config.buffer_bytes}; it must hold at least "
+                f"{SLOTS} tokens of a layer, {SLOTS * token_bytes} bytes"
             )
         return await self._backends.acquire(admission.claim, ask.ticket.sender, deadline_s)
 
@@ -247,7 +248,7 @@ class ReceiveManager:
             lease=lease.number,
             layout=self._layout,
             pages=admission.side.pages.tolist(),
-            agent_metadata=self._transport.metadata(),
+            agent_metadata=self._metadata,
             region=self._region if self._staging is None else self._staging.region,
             lease_s=self._config.lease_s,
             buffered=self._staging is not None,

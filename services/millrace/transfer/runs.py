@@ -2,21 +2,33 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import math
 
 import numpy as np
 import numpy.typing as npt
 
 Offsets = npt.NDArray[np.int64]
+Indices = npt.NDArray[np.int32]
 
 
-@dataclass(frozen=True, slots=True, eq=False)
 class Runs:
-    """`length[i]` bytes go from `source[i]` to `target[i]`. All int64 [runs], offsets in bytes."""
+    """`length[i]` bytes go from `source[i]` to `target[i]`. All int64 [runs], offsets in bytes.
 
-    source: Offsets
-    target: Offsets
-    length: Offsets
+    Immutable. The layers of a chunk have the same runs at other offsets: what was found out about
+    one is kept for those shifted from it.
+    """
+
+    __slots__ = ("_base", "_grain", "_indices", "_shift", "_span", "length", "source", "target")
+
+    def __init__(self, source: Offsets, target: Offsets, length: Offsets) -> None:
+        self.source = source
+        self.target = target
+        self.length = length
+        self._base: Runs | None = None
+        self._shift = (0, 0)
+        self._grain: int | None = None
+        self._span: tuple[int, int, int, int, int, int] | None = None
+        self._indices: tuple[int, Indices, Indices] | None = None
 
     @staticmethod
     def of(source: int, target: int, length: int) -> Runs:
@@ -28,11 +40,14 @@ class Runs:
 
     @property
     def total_bytes(self) -> int:
-        return int(self.length.sum())
+        return self._facts()[5]
 
     def shifted(self, source: int, target: int) -> Runs:
         """The same runs `source` and `target` bytes further on."""
-        return Runs(self.source + source, self.target + target, self.length)
+        moved = Runs(self.source + source, self.target + target, self.length)
+        moved._base = self
+        moved._shift = (source, target)
+        return moved
 
     def coalesced(self) -> Runs:
         """Joins a run to the one before it where both sides are neighbours; order is kept."""
@@ -45,27 +60,74 @@ class Runs:
         return Runs(self.source[firsts], self.target[firsts], np.add.reduceat(self.length, firsts))
 
     def grain(self) -> int:
-        """The greatest number of bytes that divides every offset and every length."""
-        parts = (self.source, self.target, self.length)
-        return int(np.gcd.reduce([np.gcd.reduce(p) for p in parts])) if len(self) else 0
+        """The greatest number of bytes that divides every offset and every length; 0 of none."""
+        if self._grain is None:
+            if self._base is not None:
+                self._grain = math.gcd(self._base.grain(), *self._shift)
+            else:
+                parts = (self.source, self.target, self.length)
+                self._grain = math.gcd(*(int(np.gcd.reduce(part)) for part in parts))
+        return self._grain
+
+    def indices(self, grain: int) -> tuple[Indices, Indices]:
+        """Numbers, in units of `grain` bytes, of all grains of source and target, in order."""
+        if self._indices is None or self._indices[0] != grain:
+            base = self._base
+            if base is not None and base.grain() == grain:
+                source, target = base.indices(grain)
+                by_source, by_target = (int(shift // grain) for shift in self._shift)
+                self._indices = (grain, source + np.int32(by_source), target + np.int32(by_target))
+            else:
+                within = _within(self.length // grain)
+                self._indices = (
+                    grain,
+                    _numbers(self.source // grain, self.length // grain, within),
+                    _numbers(self.target // grain, self.length // grain, within),
+                )
+        return self._indices[1:]
 
     def check_within(self, source_bytes: int, target_bytes: int) -> None:
         """Raises ValueError when a run is empty or leaves either region."""
         if not len(self):
             return
-        if int(self.length.min()) <= 0:
+        shortest, source, source_end, target, target_end, _ = self._facts()
+        if shortest <= 0:
             raise ValueError("a run has no bytes")
-        for name, start, size in (
-            ("source", self.source, source_bytes),
-            ("target", self.target, target_bytes),
+        for name, start, end, size in (
+            ("source", source, source_end, source_bytes),
+            ("target", target, target_end, target_bytes),
         ):
-            if int(start.min()) < 0 or int((start + self.length).max()) > size:
+            if start < 0 or end > size:
                 raise ValueError(f"a run leaves the {name} region of {size} bytes")
 
+    def _facts(self) -> tuple[int, int, int, int, int, int]:
+        """Shortest length, least source and its end, least target and its end, sum of lengths."""
+        if self._span is None:
+            if self._base is not None:
+                shortest, source, source_end, target, target_end, total = self._base._facts()
+                by, to = self._shift
+                ends = (source_end + by, target + to, target_end + to)
+                self._span = (shortest, source + by, *ends, total)
+            elif len(self):
+                self._span = (
+                    int(self.length.min()),
+                    int(self.source.min()),
+                    int((self.source + self.length).max()),
+                    int(self.target.min()),
+                    int((self.target + self.length).max()),
+                    int(self.length.sum()),
+                )
+            else:
+                self._span = (0, 0, 0, 0, 0, 0)
+        return self._span
 
-def grains(starts: Offsets, lengths: Offsets, grain: int) -> npt.NDArray[np.int32]:
-    """Indices, in units of `grain` bytes, of all grains of the runs, in order."""
-    counts = lengths // grain
+
+def _within(counts: Offsets) -> Offsets:
+    """The number of each grain within its run."""
     ends = np.cumsum(counts)
-    within = np.arange(int(ends[-1]) if len(ends) else 0) - np.repeat(ends - counts, counts)
-    return (np.repeat(starts // grain, counts) + within).astype(np.int32)
+    total = int(ends[-1]) if len(ends) else 0
+    return np.arange(total, dtype=np.int64) - np.repeat(ends - counts, counts)
+
+
+def _numbers(starts: Offsets, counts: Offsets, within: Offsets) -> Indices:
+    return (np.repeat(starts, counts) + within).astype(np.int32)

@@ -13,13 +13,14 @@ from millrace.core.config import TransferConfig
 from millrace.core.errors import IntegrityError, TransferError
 from millrace.core.kv_layout import KvLayout
 from millrace.core.kv_transfer import Incarnation, Ticket
+from millrace.transfer.control import KvPeer, Outlet
 from millrace.transfer.layout import Side
 from millrace.transfer.memory import Memory, TensorLike
 from millrace.transfer.messages import TO_SENDER, Kind, Message
-from millrace.transfer.send_session import KvPeer, SendSession
+from millrace.transfer.send_session import SendSession
 from millrace.transfer.transport import Transport
 
-__all__ = ["KvPeer", "SendManager", "SendSession"]
+__all__ = ["SendManager", "SendSession"]
 
 log = logging.getLogger(__name__)
 
@@ -43,7 +44,9 @@ class SendManager:
         self._identity = Incarnation(*identity)
         self._config = config
         self._loop = asyncio.get_running_loop()
-        self._region = transport.register(Memory.of_tensor(storage))
+        region = transport.register(Memory.of_tensor(storage))
+        # Metadata is asked for once: it may wait for the transport's thread.
+        self._outlet = Outlet(transport, region, transport.metadata())
         self._sessions: dict[str, SendSession] = {}
         self._inbox: deque[tuple[str, bytes]] = deque()
         self._listening: ExitStack | None = None
@@ -77,8 +80,7 @@ class SendManager:
             side=side,
             prompt_tokens=prompt_tokens,
             peer=peer,
-            transport=self._transport,
-            region=self._region,
+            outlet=self._outlet,
             config=self._config,
             on_over=self._on_over,
         )

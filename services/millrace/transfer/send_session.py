@@ -14,55 +14,25 @@ from collections import deque
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 
 from millrace.core.config import TransferConfig
 from millrace.core.errors import TransferError
 from millrace.core.kv_transfer import HandshakeAsk, HandshakeGrant, HandshakeQueued, Ticket
+from millrace.transfer.control import KvPeer, Outlet, SendTimings
 from millrace.transfer.handshake import SLOTS
 from millrace.transfer.layout import Side, at_layer, layer_runs, layer_token_bytes, mismatch, packed
 from millrace.transfer.messages import Kind, Message
 from millrace.transfer.runs import Runs
 from millrace.transfer.staging import slot_offset, slot_tokens
-from millrace.transfer.transport import Transport
 
 log = logging.getLogger(__name__)
 
 #: A layer of a chunk is written in parts of at most this, so that the transport's thread comes
 #: round often, and a cancelled transfer drains soon.
 MAX_PART_BYTES = 32 << 20
-MAX_IN_FLIGHT = 16
+MAX_IN_FLIGHT = 64
 ABORT_TIMEOUT_S = 5.0
-
-
-class KvPeer(Protocol):
-    """The receiver's control side, as a sender sees it. Every call raises TransferError."""
-
-    async def handshake(self, ask: HandshakeAsk, *, timeout_s: float) -> HandshakeGrant:
-        """Raises HandshakeQueued when the receiver answered that there is no backend yet."""
-
-    async def finish(self, ticket: Ticket, message: Any, *, timeout_s: float) -> None:  # noqa: ANN401 - the wire's type
-        """Tells that prefill has finished."""
-
-    async def abort(self, ticket: Ticket, *, reason: str, drained: bool, timeout_s: float) -> None:
-        """Tells that the sender gives up."""
-
-
-@dataclass(slots=True)
-class SendTimings:
-    """For the waterfall. Seconds of time.monotonic; 0 while it has not happened."""
-
-    opened_s: float
-    granted_s: float = 0.0
-    first_write_s: float = 0.0
-    last_write_s: float = 0.0
-    bytes: int = 0
-    writes: int = 0
-
-    @property
-    def handshake_s(self) -> float:
-        """From opening to the grant."""
-        return max(0.0, self.granted_s - self.opened_s)
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,8 +55,7 @@ class SendSession:
         side: Side,
         prompt_tokens: int,
         peer: KvPeer,
-        transport: Transport,
-        region: int,
+        outlet: Outlet,
         config: TransferConfig,
         on_over: Callable[[SendSession], None],
     ) -> None:
@@ -95,14 +64,15 @@ class SendSession:
         self._side = side
         self._prompt_tokens = prompt_tokens
         self._control = peer
-        self._transport = transport
-        self._region = region
+        self._outlet = outlet
+        self._transport = outlet.transport
         self._config = config
         self._on_over = on_over
         self._loop = asyncio.get_running_loop()
         self._ready: deque[_Part] = deque()
         self._parts: deque[_Part] = deque()
         self._writes: dict[Future[None], int] = {}
+        self._done: deque[Future[None]] = deque()
         self._free_slots = set(range(SLOTS))
         self._grant: HandshakeGrant | None = None
         self._target: Side | None = None
@@ -229,7 +199,7 @@ class SendSession:
             layout=self._side.layout,
             start_token=0,
             num_tokens=self._prompt_tokens,
-            agent_metadata=self._transport.metadata(),
+            agent_metadata=self._outlet.metadata,
         )
         try:
             grant = await self._ask(ask)
@@ -314,12 +284,10 @@ class SendSession:
             self._progress_s = now_s
         self.timings.first_write_s = self.timings.first_write_s or now_s
         write = self._transport.write(
-            self._peer, runs, message.encode(), region=self._region, peer_region=grant.region
+            self._peer, runs, message.encode(), region=self._outlet.region, peer_region=grant.region
         )
         self._writes[write] = runs.total_bytes
-        write.add_done_callback(
-            lambda done: self._loop.call_soon_threadsafe(self._on_written, done)
-        )
+        write.add_done_callback(self._on_done)
 
     def _runs_of(self, part: _Part, grant: HandshakeGrant, slot: int) -> Runs:
         """The part's runs; of a chunk's layers only the first one's are computed."""
@@ -337,9 +305,22 @@ class SendSession:
             return runs.shifted(part.layer * sender.layer_bytes, offset)
         return at_layer(runs, sender, grant.layout, part.layer)
 
-    def _on_written(self, write: Future[None]) -> None:
-        nbytes = self._writes.pop(write)
+    def _on_done(self, write: Future[None]) -> None:
+        """On the transport's thread, or on the loop when a queued write is cancelled."""
+        self._done.append(write)
+        if len(self._done) == 1:  # else the loop has yet to come by, and takes this one too
+            self._loop.call_soon_threadsafe(self._take_done)
+
+    def _take_done(self) -> None:
+        while self._done:
+            self._written(self._done[0])
+            self._done.popleft()
+        self._say_drained()
         self._changed.set()
+        self._pump()
+
+    def _written(self, write: Future[None]) -> None:
+        nbytes = self._writes.pop(write)
         if write.cancelled():
             return
         now_s = self._progress_s = time.monotonic()
@@ -349,8 +330,6 @@ class SendSession:
             self.timings.writes += 1
         else:
             self.fail(self._error(str(error)))
-        self._say_drained()
-        self._pump()
 
     def _drop_queue(self) -> None:
         self._ready.clear()
@@ -389,5 +368,7 @@ class SendSession:
     async def _end(self) -> None:
         self._over = True
         self._opening.cancel()
-        await asyncio.gather(self._opening, return_exceptions=True)
-        self._on_over(self)
+        try:
+            await asyncio.gather(self._opening, return_exceptions=True)
+        finally:  # `finish` may be cancelled here, at its very end
+            self._on_over(self)

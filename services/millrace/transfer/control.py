@@ -1,0 +1,48 @@
+"""What a send session is given: the receiver's control side, and the transport to send through."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+from millrace.core.kv_transfer import HandshakeAsk, HandshakeGrant, Ticket
+from millrace.transfer.transport import Transport
+
+
+class KvPeer(Protocol):
+    """The receiver's control side, as a sender sees it. Every call raises TransferError."""
+
+    async def handshake(self, ask: HandshakeAsk, *, timeout_s: float) -> HandshakeGrant:
+        """Raises HandshakeQueued when the receiver answered that there is no backend yet."""
+
+    async def finish(self, ticket: Ticket, message: Any, *, timeout_s: float) -> None:  # noqa: ANN401 - the wire's type
+        """Tells that prefill has finished."""
+
+    async def abort(self, ticket: Ticket, *, reason: str, drained: bool, timeout_s: float) -> None:
+        """Tells that the sender gives up."""
+
+
+@dataclass(frozen=True, slots=True)
+class Outlet:
+    """What all sessions of a manager send through."""
+
+    transport: Transport
+    region: int
+    metadata: bytes
+
+
+@dataclass(slots=True)
+class SendTimings:
+    """For the waterfall. Seconds of time.monotonic; 0 while it has not happened."""
+
+    opened_s: float
+    granted_s: float = 0.0
+    first_write_s: float = 0.0
+    last_write_s: float = 0.0
+    bytes: int = 0
+    writes: int = 0
+
+    @property
+    def handshake_s(self) -> float:
+        """From opening to the grant."""
+        return max(0.0, self.granted_s - self.opened_s)

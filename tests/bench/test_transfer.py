@@ -1,0 +1,39 @@
+"""The transfer benchmark runs between two real processes and reports what it says it does."""
+
+from __future__ import annotations
+
+import io
+import json
+
+from rich.console import Console
+
+from millrace.bench.transfer import run
+from millrace.bench.transfer_report import as_tables
+
+
+def test_a_small_run_reports_every_case():
+    steps = []
+    report = run(
+        sizes_mib=(2,),
+        repeats=1,
+        overlap_mib=2,
+        layer_ms=0.2,
+        on_progress=lambda done, total, what: steps.append((done, total, what)),
+    )
+    assert json.loads(json.dumps(report)) == report
+    assert [(r["pages"], r["mode"]) for r in report["rates"]] == [
+        ("contiguous", "buffer-free"),
+        ("scattered", "buffer-free"),
+        ("contiguous", "buffered"),
+    ]
+    for rate in report["rates"]:
+        assert rate["bytes"] == 2 << 20
+        expected = rate["kv_bytes_per_s"] / rate["bare_bytes_per_s"]
+        assert abs(rate["ratio"] / expected - 1) < 1e-9
+    assert [o["mode"] for o in report["overlap"]] == ["buffer-free", "buffered"]
+    assert all(o["at_end_ms"] > 0 and o["compute_ms"] > 0 for o in report["overlap"])
+    assert [done for done, _, _ in steps] == list(range(5)) and steps[-1][1] == 5
+    console = Console(width=120, record=True, file=io.StringIO())
+    for table in as_tables(report):
+        console.print(table)
+    assert "buffer-free" in console.export_text()

@@ -1,0 +1,81 @@
+"""Every (layer, head, token) exactly once, against a plain set."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from millrace.core.kv_layout import KvLayout
+from millrace.transfer.coverage import Coverage, CoverageError
+
+LAYOUT = KvLayout(
+    model_hash="m",
+    dtype="float32",
+    num_layers=2,
+    num_kv_heads=6,
+    head_dim=1,
+    page_tokens=1,
+    head_start=1,
+    head_count=4,
+    num_pages=1,
+)
+TOKENS = 9
+
+parts = st.tuples(
+    st.integers(-1, 2), st.tuples(st.integers(0, 6), st.integers(0, 5)), st.integers(-1, 10),
+    st.integers(0, 10),
+)  # fmt: skip
+
+
+@settings(max_examples=200, deadline=None)
+@given(st.lists(parts, max_size=25))
+def test_a_part_counts_if_it_is_new_and_inside(drawn):
+    coverage, landed = Coverage(LAYOUT, TOKENS), set()
+    everything = {(n, h, t) for n in range(2) for h in range(1, 5) for t in range(TOKENS)}
+    for layer, (head, heads), start, count in drawn:
+        cells = {
+            (layer, h, t) for h in range(head, head + heads) for t in range(start, start + count)
+        }
+        if cells and cells <= everything and not cells & landed:
+            coverage.add(layer, (head, heads), start, count)
+            landed |= cells
+        else:
+            with pytest.raises(CoverageError):
+                coverage.add(layer, (head, heads), start, count)
+    assert coverage.complete == (landed == everything)
+
+
+def test_any_order_of_all_parts_completes():
+    rng = random.Random(1)
+    for _ in range(20):
+        coverage = Coverage(LAYOUT, TOKENS)
+        all_parts = []
+        for layer in range(2):
+            for heads in ((1, 1), (2, 3)):
+                cut = rng.randrange(1, TOKENS)
+                all_parts += [(layer, heads, 0, cut), (layer, heads, cut, TOKENS - cut)]
+        rng.shuffle(all_parts)
+        for part in all_parts:
+            assert not coverage.complete
+            coverage.add(*part)
+        assert coverage.complete and coverage.missing() == "nothing is missing"
+
+
+def test_what_is_missing_is_said():
+    coverage = Coverage(LAYOUT, TOKENS)
+    coverage.add(0, (1, 4), 0, TOKENS)
+    assert coverage.missing() == "50.0 % of its KV is missing, first in layer 1"
+    with pytest.raises(CoverageError, match=r"layer 0, heads 2\.\.2, tokens 3\.\.4 arrived twice"):
+        coverage.add(0, (2, 1), 3, 2)
+
+
+def test_a_chunked_prompt_keeps_few_intervals():
+    coverage = Coverage(LAYOUT, 100_000)
+    for layer in range(2):
+        for start in range(0, 100_000, 100):
+            coverage.add(layer, (1, 4), start, 100)
+    assert coverage.complete
+    assert all(len(r) == 1 for layer in coverage._landed for r in layer.values())

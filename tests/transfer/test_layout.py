@@ -1,0 +1,210 @@
+"""Runs against an oracle that moves one element at a time; coalescing; refusals."""
+
+from __future__ import annotations
+
+import dataclasses
+import time
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from millrace.core.errors import ConfigError
+from millrace.core.kv_layout import KvLayout
+from millrace.transfer.layout import (
+    Side,
+    at_layer,
+    layer_runs,
+    layer_token_bytes,
+    mismatch,
+    packed,
+    shared_heads,
+)
+from millrace.transfer.memory import Memory, copy_on_host
+
+HEADS = 4
+BASE = KvLayout(
+    model_hash="m",
+    dtype="bfloat16",
+    num_layers=2,
+    num_kv_heads=HEADS,
+    head_dim=3,
+    page_tokens=4,
+    head_start=0,
+    head_count=HEADS,
+    num_pages=1,
+)
+
+
+@st.composite
+def sides(draw):
+    """Two pools with a prompt in random pages of each, and a token range of it."""
+    prompt = draw(st.integers(1, 40))
+    made = []
+    for _ in range(2):
+        first = draw(st.integers(0, HEADS - 1))
+        page_tokens = draw(st.integers(1, 9))
+        needed = -(-prompt // page_tokens)
+        pages = needed + draw(st.integers(0, 3))
+        layout = dataclasses.replace(
+            BASE,
+            page_tokens=page_tokens,
+            head_start=first,
+            head_count=draw(st.integers(1, HEADS - first)),
+            num_pages=pages,
+        )
+        order = draw(st.permutations(range(pages)))[:needed]
+        made.append(Side.of(layout, order, prompt))
+    start = draw(st.integers(0, prompt - 1))
+    return *made, start, draw(st.integers(1, prompt - start))
+
+
+def element(side: Side, layer, token, plane, head, dim) -> int:
+    """Index of one element in a pool, from its shape alone."""
+    layout = side.layout
+    page, row = side.pages[token // layout.page_tokens], token % layout.page_tokens
+    shape = (
+        layout.num_layers,
+        layout.num_pages,
+        2,
+        layout.head_count,
+        layout.page_tokens,
+        layout.head_dim,
+    )
+    at = (layer, page, plane, head - layout.head_start, row, dim)
+    return int(np.ravel_multi_index(at, shape))
+
+
+def oracle(sender, receiver, source, target, layer, tokens) -> None:
+    heads = shared_heads(sender.layout, receiver.layout)
+    for token in tokens:
+        for plane in range(2):
+            for head in range(heads[0], heads[0] + heads[1]):
+                for dim in range(BASE.head_dim):
+                    where = (layer, token, plane, head, dim)
+                    target[element(receiver, *where)] = source[element(sender, *where)]
+
+
+def memory(array) -> Memory:
+    return Memory.of_array(array.view(np.uint8))
+
+
+@settings(max_examples=150, deadline=None)
+@given(sides(), st.integers(0, BASE.num_layers - 1))
+def test_runs_move_exactly_what_the_oracle_moves(drawn, layer):
+    sender, receiver, start, count = drawn
+    size = [side.layout.pool_bytes // 2 for side in (sender, receiver)]
+    source = np.arange(1, size[0] + 1, dtype=np.uint16)
+    target, expected = np.zeros(size[1], dtype=np.uint16), np.zeros(size[1], dtype=np.uint16)
+    runs = layer_runs(sender, receiver, start, count)
+    if shared_heads(sender.layout, receiver.layout) is None:
+        assert len(runs) == 0
+        return
+    runs = at_layer(runs, sender.layout, receiver.layout, layer)
+    copy_on_host(memory(source), memory(target), runs)
+    oracle(sender, receiver, source, expected, layer, range(start, start + count))
+    assert (target == expected).all()
+    assert runs.total_bytes == count * layer_token_bytes(sender.layout, receiver.layout)
+
+
+@settings(max_examples=80, deadline=None)
+@given(sides())
+def test_through_a_staging_slot_the_bytes_are_the_same(drawn):
+    sender, receiver, start, count = drawn
+    if shared_heads(sender.layout, receiver.layout) is None:
+        with pytest.raises(ValueError, match="no common heads"):
+            packed(sender.layout, receiver.layout, start, count)
+        return
+    source = np.arange(1, sender.layout.pool_bytes // 2 + 1, dtype=np.uint16)
+    slot = packed(sender.layout, receiver.layout, start, count)
+    staged = np.zeros(slot.layout.pool_bytes // 2, dtype=np.uint16)
+    size = receiver.layout.pool_bytes // 2
+    target, expected = np.zeros(size, dtype=np.uint16), np.zeros(size, dtype=np.uint16)
+    copy_on_host(memory(source), memory(staged), layer_runs(sender, slot, start, count))
+    assert staged.all()  # packed tightly
+    copy_on_host(memory(staged), memory(target), layer_runs(slot, receiver, start, count))
+    oracle(sender, receiver, source, expected, 0, range(start, start + count))
+    assert (target == expected).all()
+
+
+@settings(max_examples=80, deadline=None)
+@given(sides())
+def test_runs_are_coalesced_and_never_overlap(drawn):
+    sender, receiver, start, count = drawn
+    runs = layer_runs(sender, receiver, start, count)
+    again = runs.coalesced()
+    assert len(again) == len(runs)
+    order = np.argsort(runs.target)
+    ends = (runs.target + runs.length)[order]
+    assert (ends[:-1] <= runs.target[order][1:]).all()
+
+
+def test_neighbouring_whole_pages_become_one_run():
+    layout = dataclasses.replace(BASE, num_pages=8)
+    sender = Side.of(layout, [2, 3, 4, 5], 16)
+    runs = layer_runs(sender, Side.of(layout, [0, 1, 2, 7], 16), 0, 16)
+    assert runs.length.tolist() == [3 * layout.page_bytes, layout.page_bytes]
+    assert runs.source.tolist() == [2 * layout.page_bytes, 5 * layout.page_bytes]
+
+
+def test_a_million_tokens_take_no_seconds():
+    layout = dataclasses.replace(
+        BASE, num_kv_heads=8, head_count=8, head_dim=128, page_tokens=16, num_pages=1 << 16
+    )
+    other = dataclasses.replace(layout, page_tokens=24, head_start=2, head_count=4)
+    sender = Side.of(layout, np.random.default_rng(0).permutation(1 << 16), 1 << 20)
+    receiver = Side.of(other, range(other.pages_for(1 << 20)), 1 << 20)
+    before = time.process_time()
+    runs = layer_runs(sender, receiver, 0, 1 << 20)
+    assert time.process_time() - before < 1.5
+    assert runs.total_bytes == (1 << 20) * layer_token_bytes(layout, other)
+
+
+@pytest.mark.parametrize(
+    ("change", "pattern"),
+    [
+        ({"model_hash": "n"}, "model_hash differs: the sender has 'n', the receiver 'm'"),
+        ({"dtype": "float32"}, "dtype differs: the sender has 'float32'"),
+        ({"num_layers": 9}, "num_layers differs: the sender has 9, the receiver 2"),
+        ({"page_tokens": 9, "num_pages": 50}, ""),
+    ],
+)
+def test_mismatch_names_both_values(change, pattern):
+    found = mismatch(dataclasses.replace(BASE, **change), BASE)
+    assert pattern in found and bool(found) == bool(pattern)
+
+
+def test_disjoint_heads_do_not_match():
+    low, high = (dataclasses.replace(BASE, head_start=start, head_count=2) for start in (0, 2))
+    assert mismatch(low, high) == ("no common heads: the sender has 0..1, the receiver 2..3")
+
+
+@pytest.mark.parametrize(
+    ("pages", "tokens", "pattern"),
+    [([0], 5, "can't hold"), ([0, 9], 5, "outside the pool"), ([-1], 1, "outside the pool")],
+)
+def test_pages_that_cannot_be(pages, tokens, pattern):
+    with pytest.raises(ValueError, match=pattern):
+        Side.of(dataclasses.replace(BASE, num_pages=9), pages, tokens)
+
+
+@pytest.mark.parametrize(
+    ("change", "field"),
+    [
+        ({"dtype": "int8"}, "kv_layout.dtype is 'int8'"),
+        ({"num_pages": 0}, "kv_layout.num_pages is 0"),
+        ({"head_start": 3, "head_count": 2}, r"kv_layout.head_start\.\.head_end is 3\.\.5"),
+    ],
+)
+def test_a_layout_that_cannot_be_names_its_field(change, field):
+    with pytest.raises(ConfigError, match=field):
+        dataclasses.replace(BASE, **change)
+
+
+def test_sizes():
+    assert BASE.row_bytes == 6
+    assert BASE.page_bytes == 2 * 4 * 4 * 6
+    assert BASE.bytes_per_token * BASE.page_tokens == BASE.page_bytes * BASE.num_layers
+    assert BASE.pool_bytes == BASE.page_bytes * 2
+    assert [BASE.pages_for(n) for n in (0, 1, 4, 5)] == [0, 1, 1, 2]
