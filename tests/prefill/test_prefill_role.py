@@ -241,7 +241,5 @@ async def test_a_defect_in_a_job_ends_the_role() -> None:
 
     with pytest.raises(KeyError, match="a defect"):
         async with asyncio.timeout(2):
-            await prefill.running
-    await prefill.role.close()
-    await prefill.server.stop(grace=None)
-    prefill.transport.close()
+            await prefill.ended()
+    await prefill.close()

@@ -8,7 +8,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import AsyncIterator, Callable
-from contextlib import asynccontextmanager
+from contextlib import AsyncExitStack, asynccontextmanager
 from typing import Any
 
 import numpy as np
@@ -74,7 +74,7 @@ class LiveRole:
         self.server = create_server()
         self.role.attach(self.server)
         self.address = f"127.0.0.1:{bind(self.server, '127.0.0.1', 0)}"
-        self.running: asyncio.Task[None] | None = None
+        self._running: asyncio.Task[None] | None = None
 
     @property
     def member(self) -> scheduler_pb2.Member:
@@ -104,18 +104,30 @@ class LiveRole:
 
     async def start(self) -> None:
         await self.server.start()
-        self.running = asyncio.create_task(self.role.run())
+        self._running = asyncio.create_task(self.role.run())
+
+    async def ended(self) -> None:
+        """Returns when the role has ended by itself; raises what ended it."""
+        assert self._running is not None
+        await asyncio.shield(self._running)
 
     async def stop(self) -> None:
         """Ends the role as its host does; what has failed in it, or leaked, is raised."""
-        assert self.running is not None
-        if self.running.done():
-            self.running.result()
-        async with asyncio.timeout(20):
-            await self.role.drop_all("the test is over")
-        self.role.check_integrity()
-        self.running.cancel()
-        await asyncio.gather(self.running, return_exceptions=True)
+        assert self._running is not None
+        try:
+            if self._running.done():
+                self._running.result()
+            async with asyncio.timeout(20):
+                await self.role.drop_all("the test is over")
+            self.role.check_integrity()
+        finally:
+            await self.close()
+
+    async def close(self) -> None:
+        """Ends the role as it is."""
+        assert self._running is not None
+        self._running.cancel()
+        await asyncio.gather(self._running, return_exceptions=True)
         await self.server.stop(grace=None)
         await self.role.close()
         self.transport.close()
@@ -124,13 +136,11 @@ class LiveRole:
 @asynccontextmanager
 async def live_roles(*roles: LiveRole) -> AsyncIterator[None]:
     """Starts all; at the end stops them, in order."""
-    for role in roles:
-        await role.start()
-    try:
+    async with AsyncExitStack() as stack:
+        for role in reversed(roles):
+            await role.start()
+            stack.push_async_callback(role.stop)
         yield
-    finally:
-        for role in roles:
-            await role.stop()
 
 
 def spec(request_id: str, prompt_tokens: int, **sampling: Any) -> common_pb2.RequestSpec:

@@ -1,0 +1,322 @@
+"""A decode instance beside a prefill instance: what it says, and what it lets go of, whatever ends
+a request at whatever stage.
+"""
+
+import asyncio
+from collections.abc import AsyncIterator
+from dataclasses import dataclass, field
+from typing import Any
+
+import pytest
+import pytest_asyncio
+
+from millrace.core.decode_placement import pages_needed
+from millrace.decode.loop import DecodeRole
+from millrace.prefill.loop import PrefillRole
+from millrace.state.memory_store import MemoryStore
+from millrace.state.store import StoreError
+from millrace.transfer.memory_transport import MemoryHub
+from millrace.wire.channel import open_channel
+from millrace.wire.pb import decode_pb2, decode_pb2_grpc
+from support.live_stack import eventually
+from support.tiny_models import oracle, prompt
+from support.worker_roles import (
+    PROXY,
+    LiveRole,
+    admit_decode,
+    config,
+    live_roles,
+    remember,
+    run_prefill,
+    spec,
+)
+
+SETTINGS = config(max_chunk_tokens=512, max_batch=4)
+
+
+class BrokenStore(MemoryStore):
+    """Raises `error`, if there is one, where decode reads a prompt."""
+
+    error: StoreError | None = None
+
+    async def prompt_ids(self, request_id: str, start: int = 0, stop: int | None = None) -> Any:
+        if self.error is not None:
+            raise self.error
+        return await super().prompt_ids(request_id, start, stop)
+
+
+@dataclass
+class Pair:
+    store: BrokenStore
+    prefill: LiveRole
+    decode: LiveRole
+    tokens: dict[tuple[str, int], list[int]] = field(default_factory=dict)
+    ends: dict[tuple[str, int], str] = field(default_factory=dict)
+    errors: dict[str, str] = field(default_factory=dict)
+    spans: dict[str, list[str]] = field(default_factory=dict)
+
+    async def admit(self, request_id: str, tokens: int, **sampling: Any) -> Any:
+        request = spec(request_id, tokens, **sampling)
+        await remember(self.store, request, prompt(tokens))
+        self.decode.role.on_command(admit_decode(request))
+        return request
+
+    async def ask(self, request_id: str, tokens: int, **sampling: Any) -> None:
+        request = await self.admit(request_id, tokens, **sampling)
+        self.prefill.role.on_command(run_prefill(request, self.decode.member))
+
+    async def read_tokens(self) -> None:
+        """Plays the proxy."""
+        async with open_channel(self.decode.address) as channel:
+            stream = decode_pb2_grpc.DecodeStub(channel).StreamTokens(
+                decode_pb2.TokenSubscription(proxy=PROXY, decode=self.decode.incarnation)
+            )
+            async for batch in stream:
+                for event in batch.events:
+                    self.take(event)
+
+    def take(self, event: decode_pb2.TokenEvent) -> None:
+        key = (event.request_id, event.choice)
+        self.tokens.setdefault(key, []).extend(event.token_ids)
+        self.spans.setdefault(event.request_id, []).extend(s.name for s in event.spans)
+        if event.finish_reason:
+            self.ends[key] = event.finish_reason
+            self.errors[event.request_id] = event.error
+
+    @property
+    def used_pages(self) -> int:
+        return self.decode.engine.pool.used_pages
+
+
+@pytest_asyncio.fixture
+async def pair() -> AsyncIterator[Pair]:
+    store, hub = BrokenStore(SETTINGS.store), MemoryHub()
+    prefill = LiveRole(PrefillRole, SETTINGS, name="prefill-0", hub=hub, store=store)
+    decode = LiveRole(DecodeRole, SETTINGS, name="decode-0", hub=hub, store=store)
+    async with live_roles(prefill, decode):
+        made = Pair(store, prefill, decode)
+        reader = asyncio.create_task(made.read_tokens())
+        yield made
+        reader.cancel()
+        await asyncio.gather(reader, return_exceptions=True)
+
+
+async def test_tokens_are_the_models_and_reach_proxy_and_journal(pair: Pair) -> None:
+    await pair.ask("r", 37, max_tokens=12)
+    finished = await pair.decode.said("request_finished", "r")
+
+    expected = oracle("llama").greedy(prompt(37), 12)
+    assert pair.decode.kinds("r") == ["decode_started", "request_finished"]
+    assert (finished.reason, finished.generated_tokens) == ("length", 12)
+    assert pair.used_pages == 0
+    await eventually(lambda: ("r", 0) in pair.ends)
+    assert pair.tokens["r", 0] == expected
+    assert pair.ends["r", 0] == "length"
+    assert {"kv_handshake", "kv_transfer", "first_decode_step"} <= set(pair.spans["r"])
+    assert len(pair.spans["r"]) == len(set(pair.spans["r"]))
+    await asyncio.sleep(0.05)
+    assert (await pair.store.journal("r", 0)).tolist() == expected
+
+
+async def test_the_last_tokens_are_journalled_at_the_end() -> None:
+    settings = config()
+    store, hub = MemoryStore(settings.store), MemoryHub()
+    prefill = LiveRole(PrefillRole, settings, name="prefill-0", hub=hub, store=store)
+    decode = LiveRole(DecodeRole, settings, name="decode-0", hub=hub, store=store)
+    async with live_roles(prefill, decode):
+        request = spec("r", 10)
+        await remember(store, request, prompt(10))
+        decode.role.on_command(admit_decode(request))
+        prefill.role.on_command(run_prefill(request, decode.member))
+        await decode.said("request_finished", "r")
+    assert (await store.journal("r", 0)).tolist() == oracle("llama").greedy(prompt(10), 8)
+
+
+async def test_all_choices_may_end_with_their_first_token(pair: Pair) -> None:
+    await pair.ask("r", 33, max_tokens=1, n=3)
+    finished = await pair.decode.said("request_finished", "r")
+
+    assert finished.generated_tokens == 3
+    assert pair.decode.kinds("r") == ["request_finished"]
+    assert pair.used_pages == 0
+    await pair.prefill.said("request_released", "r")
+
+
+async def test_some_choices_end_with_their_first_token(pair: Pair) -> None:
+    """Choice 0 ends at once; the others still copy the prompt's last page from it."""
+    ids, sampling = prompt(21), {"max_tokens": 16, "n": 4, "temperature": 1.5, "seed": 3}
+    await pair.ask("free", 21, **sampling)
+    await pair.decode.said("request_finished", "free")
+    await eventually(lambda: len(pair.ends) == 4)
+    free = [pair.tokens["free", choice] for choice in range(4)]
+    assert len({tokens[0] for tokens in free}) > 1, "the seed gives no choice a token of its own"
+
+    await pair.ask("r", 21, **sampling, stop_token_ids=[free[0][0]])
+    await pair.decode.said("request_finished", "r")
+    await eventually(lambda: len(pair.ends) == 8)
+
+    for choice, tokens in enumerate(free):
+        stop = tokens.index(free[0][0]) + 1 if free[0][0] in tokens else len(tokens)
+        assert pair.tokens["r", choice] == tokens[:stop]
+    assert pair.ends["r", 0] == "stop"
+    assert len(ids) % 16
+
+
+async def test_a_request_waits_until_the_batch_has_room_for_all_choices(pair: Pair) -> None:
+    await pair.ask("three", 20, n=3, max_tokens=200)
+    await pair.decode.said("decode_started", "three")
+    await pair.ask("four", 20, n=4)
+    await asyncio.sleep(0.1)
+    assert "decode_started" not in pair.decode.kinds("four")
+    pair.decode.cancel("three")
+
+    await pair.decode.said("decode_started", "four", 2)
+    await pair.decode.said("request_finished", "four")
+
+
+async def test_an_admission_without_room_is_failed_and_released(pair: Pair) -> None:
+    pool = pair.decode.engine.pool
+    held = pool.allocate(pool.free_pages - 2)
+    await pair.admit("r", 40)
+
+    assert pair.decode.kinds("r") == ["request_failed", "request_released"]
+    assert pair.decode.messages[0][1].retryable
+    pool.free(held)
+    await pair.admit("wide", 10, n=5)
+    assert pair.decode.kinds("wide") == ["request_failed", "request_released"]
+
+
+async def test_what_is_reserved_is_what_placement_counts(pair: Pair) -> None:
+    for n, tokens in ((1, 16), (3, 17), (4, 31)):
+        await pair.admit(f"r{n}", tokens, n=n, max_tokens=20)
+        assert pair.used_pages == pages_needed(tokens, 20, n, 16)
+        pair.decode.cancel(f"r{n}")
+        await pair.decode.said("request_released", f"r{n}", 1)
+        assert pair.used_pages == 0
+
+
+async def test_pages_are_free_when_the_scheduler_hears_of_it(pair: Pair) -> None:
+    """It places the next request in the same moment."""
+    free_at: list[int] = []
+    send = pair.decode.messages.append
+
+    class Watched(list[Any]):
+        def append(self, entry: Any) -> None:
+            if entry[0] in ("request_finished", "request_released"):
+                free_at.append(pair.used_pages)
+            send(entry)
+
+    pair.decode.messages = Watched(pair.decode.messages)
+    await pair.ask("done", 30)
+    await eventually(lambda: len(free_at) == 1)
+    await pair.ask("dropped", 30, max_tokens=500)
+    await eventually(lambda: len(pair.tokens.get(("dropped", 0), [])) > 3)
+    pair.decode.cancel("dropped")
+    await eventually(lambda: len(free_at) == 2)
+
+    assert free_at == [0, 0]
+
+
+async def test_cancelled_before_any_sender_came(pair: Pair) -> None:
+    await pair.admit("r", 40)
+    pair.decode.cancel("r")
+
+    await pair.decode.said("request_released", "r", 1)
+    assert pair.decode.kinds("r") == ["request_released"]
+    assert pair.used_pages == 0
+
+
+async def test_cancelled_while_kv_comes_in(pair: Pair) -> None:
+    await pair.ask("r", 3000)
+    await pair.prefill.said("chunk_started", "r")
+    await asyncio.sleep(0.05)
+    pair.decode.cancel("r")  # prefill hears of it from the decode instance alone
+
+    await pair.decode.said("request_released", "r", 2)
+    assert pair.used_pages == 0
+    pair.prefill.cancel("r")
+    await pair.prefill.said("request_released", "r", 2)
+
+
+async def test_cancelled_in_the_batch(pair: Pair) -> None:
+    await pair.ask("r", 20, max_tokens=500)
+    await eventually(lambda: len(pair.tokens.get(("r", 0), [])) > 3)
+    pair.decode.cancel("r")
+
+    await pair.decode.said("request_released", "r", 1)
+    seen = len(pair.tokens["r", 0])
+    await asyncio.sleep(0.1)
+    assert len(pair.tokens["r", 0]) <= seen + 1
+
+
+async def test_a_sender_that_gives_up_before_token_one_may_be_followed_by_another(
+    pair: Pair,
+) -> None:
+    await pair.ask("r", 3000)
+    await pair.prefill.said("chunk_started", "r")
+    await asyncio.sleep(0.05)
+    pair.prefill.cancel("r")
+
+    assert (await pair.decode.said("request_failed", "r")).retryable
+    await pair.decode.said("request_released", "r")
+    await pair.prefill.said("request_released", "r")
+    pair.decode.messages.clear()
+    await pair.store.delete("r")
+    await pair.ask("r", 60)
+    await pair.decode.said("request_finished", "r")
+
+
+async def test_a_prompt_that_penalties_need_but_the_store_has_not(pair: Pair) -> None:
+    pair.store.error = StoreError("no server")
+    await pair.admit("r", 30, repetition_penalty=1.2)
+
+    failed = await pair.decode.said("request_failed", "r")
+    assert failed.retryable
+    await pair.decode.said("request_released", "r")
+
+
+async def test_a_proxy_that_is_gone_frees_its_requests(pair: Pair) -> None:
+    request = spec("r", 20, max_tokens=2000)
+    request.proxy.id = "proxy-1"  # nobody reads its tokens
+    await remember(pair.store, request, prompt(20))
+    pair.decode.role.on_command(admit_decode(request))
+    pair.prefill.role.on_command(run_prefill(request, pair.decode.member))
+
+    failed = await pair.decode.said("request_failed", "r")
+    assert "proxy-1" in failed.message
+    assert not failed.retryable
+    await pair.decode.said("request_released", "r")
+
+
+async def test_dropped_streams_end_with_an_error(pair: Pair) -> None:
+    await pair.ask("streams", 20, max_tokens=2000)
+    await eventually(lambda: len(pair.tokens.get(("streams", 0), [])) > 3)
+    await pair.admit("waits", 20)
+
+    async with asyncio.timeout(2):
+        await pair.decode.role.drop_all("the scheduler is gone")
+
+    assert pair.used_pages == 0
+    await eventually(lambda: ("streams", 0) in pair.ends)
+    assert pair.ends == {("streams", 0): "error"}
+    assert pair.errors["streams"] == "the scheduler is gone"
+
+
+async def test_a_failing_step_ends_the_role(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(*_: Any) -> Any:
+        raise RuntimeError("the device is gone")
+
+    store, hub = MemoryStore(SETTINGS.store), MemoryHub()
+    prefill = LiveRole(PrefillRole, SETTINGS, name="prefill-0", hub=hub, store=store)
+    decode = LiveRole(DecodeRole, SETTINGS, name="decode-0", hub=hub, store=store)
+    monkeypatch.setattr(decode.engine.runner, "decode", fail)
+    request = spec("r", 20)
+    await remember(store, request, prompt(20))
+    async with live_roles(prefill):
+        await decode.start()
+        decode.role.on_command(admit_decode(request))
+        prefill.role.on_command(run_prefill(request, decode.member))
+        with pytest.raises(RuntimeError, match="the device is gone"):
+            async with asyncio.timeout(5):
+                await decode.ended()
+        await decode.close()
