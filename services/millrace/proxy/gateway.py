@@ -153,9 +153,10 @@ class Gateway:
         if generation is None:
             return
         decode = life_of(placed.decode)
+        again, generation.confirmed = generation.confirmed, True
         if generation.stage is Stage.STREAMING:
             generation.predicted_ttft_s = placed.predicted_ttft_s
-            if generation.decode != decode:
+            if again or generation.decode != decode:  # token one would come twice
                 self._fail(
                     generation,
                     ApiError(500, "The instance that generated this answer was lost."),

@@ -54,6 +54,7 @@ class Generation:
         "arrived_at",
         "cached_tokens",
         "choices",
+        "confirmed",
         "decode",
         "first_token_at",
         "last_token_at",
@@ -96,6 +97,8 @@ class Generation:
         #: When the wait that its stage means began; the watch over time-outs reads it.
         self.waiting_since = arrived_at
         self.placed_at: float | None = None
+        #: The scheduler's own word of its place came; tokens may outrun it.
+        self.confirmed = False
         self.first_token_at: float | None = None
         self.last_token_at = 0.0
         self.predicted_ttft_s = 0.0
