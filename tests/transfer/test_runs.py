@@ -29,10 +29,11 @@ def test_shifted_runs_know_what_fresh_ones_find_out(rows, moves):
         runs = runs.shifted(source, target)
         rows = [(s + source, t + target, n) for s, t, n in rows]
     fresh = of(rows)
-    assert runs.grain() == fresh.grain() == np.gcd.reduce(np.array(rows).ravel())
+    assert fresh.grain() == np.gcd.reduce(np.array(rows).ravel())
+    assert fresh.grain() % runs.grain() == 0
     assert runs.total_bytes == sum(n for _, _, n in rows)
     for found, expected in zip(
-        runs.indices(runs.grain()), fresh.indices(fresh.grain()), strict=True
+        runs.indices(runs.grain()), fresh.indices(runs.grain()), strict=True
     ):
         assert (found == expected).all()
     ends = max(s + n for s, _, n in rows), max(t + n for _, t, n in rows)

@@ -244,6 +244,9 @@ class ReceiveManager:
 
     def _grant(self, admission: Admission, lease: Lease) -> HandshakeGrant:
         lease.renewed_s = time.monotonic()
+        offset = 0
+        if self._staging is not None and lease.backend is not None:
+            offset = self._staging.offset(lease.backend)
         return HandshakeGrant(
             lease=lease.number,
             layout=self._layout,
@@ -252,7 +255,7 @@ class ReceiveManager:
             region=self._region if self._staging is None else self._staging.region,
             lease_s=self._config.lease_s,
             buffered=self._staging is not None,
-            buffer_offset=(lease.backend or 0) * self._config.buffer_bytes,
+            buffer_offset=offset,
             buffer_bytes=self._config.buffer_bytes,
         )
 

@@ -60,7 +60,10 @@ class Runs:
         return Runs(self.source[firsts], self.target[firsts], np.add.reduceat(self.length, firsts))
 
     def grain(self) -> int:
-        """The greatest number of bytes that divides every offset and every length; 0 of none."""
+        """A number of bytes that divides every offset and every length; 0 of none.
+
+        The greatest one, but for shifted runs: theirs divides that of the runs they came from.
+        """
         if self._grain is None:
             if self._base is not None:
                 self._grain = math.gcd(self._base.grain(), *self._shift)

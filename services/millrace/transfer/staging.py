@@ -14,6 +14,9 @@ from millrace.transfer.memory import HOST, Memory, copy_on_host
 from millrace.transfer.messages import Message
 from millrace.transfer.transport import Transport
 
+#: Slots begin at multiples of this, so that the rows of a slot and of a page divide alike.
+ALIGN_BYTES = 256
+
 
 class Staging:
     """`count` buffers of `buffer_bytes` in one region. Copies run on a thread of their own."""
@@ -29,16 +32,21 @@ class Staging:
             )
         self.buffer_bytes = buffer_bytes
         self._pool = pool
-        self._bytes = np.zeros(count * buffer_bytes, dtype=np.uint8)
+        self._stride = -(-buffer_bytes // ALIGN_BYTES) * ALIGN_BYTES
+        self._bytes = np.zeros(count * self._stride, dtype=np.uint8)
         self._memory = Memory.of_array(self._bytes)
         self.region = transport.register(self._memory)
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="kv-scatter")
+
+    def offset(self, backend: int) -> int:
+        """Where a backend's buffer begins in the region."""
+        return backend * self._stride
 
     def scatter(
         self, message: Message, backend: int, sender: KvLayout, receiver: Side
     ) -> Future[None]:
         """Copies a part from its slot into the pages. Done when the slot may be written again."""
-        offset = slot_offset(backend * self.buffer_bytes, self.buffer_bytes, message.slot)
+        offset = slot_offset(self.offset(backend), self.buffer_bytes, message.slot)
         return self._thread.submit(self._scatter, message, offset, sender, receiver)
 
     def close(self) -> None:
@@ -52,11 +60,17 @@ class Staging:
         copy_on_host(self._memory, self._pool, type(runs)(source, target.target, runs.length))
 
 
+def slot_bytes(buffer_bytes: int) -> int:
+    """Size of each slot of a buffer."""
+    share = buffer_bytes // SLOTS
+    return share - share % ALIGN_BYTES or share
+
+
 def slot_offset(buffer_offset: int, buffer_bytes: int, slot: int) -> int:
     """Where a slot of a buffer begins in the staging region."""
-    return buffer_offset + slot * (buffer_bytes // SLOTS)
+    return buffer_offset + slot * slot_bytes(buffer_bytes)
 
 
 def slot_tokens(buffer_bytes: int, token_bytes: int) -> int:
     """How many tokens of one layer fit in a slot."""
-    return buffer_bytes // SLOTS // token_bytes
+    return slot_bytes(buffer_bytes) // token_bytes

@@ -1,0 +1,293 @@
+"""A transport that loses, repeats, alters, fails and stalls: nothing lands that did not arrive."""
+
+from __future__ import annotations
+
+import asyncio
+import dataclasses
+import random
+from concurrent.futures import Future
+
+import pytest
+
+from millrace.core.config import TransferConfig
+from millrace.core.errors import TransferError
+from millrace.core.kv_transfer import HandshakeQueued
+from millrace.transfer.memory_transport import MemoryHub, MemoryTransport
+from millrace.transfer.messages import Kind, Message
+from millrace.transfer.receive_manager import ReceiveManager
+from millrace.transfer.runs import Runs
+from millrace.transfer.send_manager import SendManager
+from support.kv_nodes import Pool, expected_kv, fill, layout, read
+
+CONFIG = TransferConfig(lease_s=1.0, transfer_timeout_s=0.6, handshake_timeout_s=0.5)
+TOKENS, PAGES = 50, [0, 1, 2, 3]
+
+
+class FaultyTransport(MemoryTransport):
+    """`fault(message)` says what becomes of a write: ok, lose, twice, fail, stall or a message."""
+
+    fault = staticmethod(lambda message: "ok")
+
+    def write(self, peer, runs: Runs, notification, *, region=0, peer_region=0) -> Future[None]:
+        what = self.fault(Message.decode(notification))
+        regions = {"region": region, "peer_region": peer_region}
+        if what == "stall":
+            stalled: Future[None] = Future()
+            stalled.set_running_or_notify_cancel()
+            self.stalled = stalled
+            return stalled
+        if what == "fail":
+            return super().write(peer, Runs.of(-1, 0, 1), notification, **regions)
+        if what == "lose":
+            notification = b"\x00"
+        elif isinstance(what, Message):
+            notification = what.encode()
+        if what == "twice":
+            super().write(peer, runs, notification, **regions)
+        return super().write(peer, runs, notification, **regions)
+
+
+class LocalPeer:
+    """The receiver's control side without a wire."""
+
+    def __init__(self, manager: ReceiveManager) -> None:
+        self.manager = manager
+
+    async def handshake(self, ask, *, timeout_s):
+        return await self.manager.handshake(ask, 0.9 * timeout_s)
+
+    async def finish(self, ticket, message, *, timeout_s):
+        refusal = await self.manager.finish(
+            ticket, total_chunks=message, message=message, wait_s=timeout_s
+        )
+        if refusal:
+            raise TransferError(refusal)
+
+    async def abort(self, ticket, *, reason, drained, timeout_s):
+        self.manager.abort(ticket, reason=reason, drained=drained)
+
+
+class World:
+    """A sender and a receiver in this process."""
+
+    def __init__(self, config: TransferConfig) -> None:
+        hub = MemoryHub()
+        self.layout = layout()
+        self.events: asyncio.Queue[tuple[str, ...]] = asyncio.Queue()
+        self.pools = Pool(self.layout), Pool(self.layout)
+        self.transports = FaultyTransport("sender", hub), MemoryTransport("receiver", hub)
+        self.receiver = ReceiveManager(
+            transport=self.transports[1],
+            layout=self.layout,
+            storage=self.pools[1],
+            identity=("decode-0", 7),
+            config=config,
+            on_first_tokens=lambda i, message: None,
+            on_landed=lambda i: self.events.put_nowait(("landed", i)),
+            on_failed=lambda i, message: self.events.put_nowait(("failed", i, message)),
+        )
+        self.sender = SendManager(
+            transport=self.transports[0],
+            layout=self.layout,
+            storage=self.pools[0],
+            identity=("prefill-0", 5),
+            config=config,
+        )
+        self.kv = expected_kv(self.layout, 1, TOKENS)
+        fill(self.pools[0], self.layout, PAGES, self.kv)
+
+    async def begin(self):
+        self.receiver.admit("r", PAGES, TOKENS)
+        session = await self.sender.open(
+            "r",
+            peer=LocalPeer(self.receiver),
+            receiver=("decode-0", 7),
+            prompt_tokens=TOKENS,
+            pages=PAGES,
+        )
+        for chunk, (start, count) in enumerate(((0, 30), (30, 20))):
+            for layer in range(self.layout.num_layers):
+                session.layer_ready(chunk, layer, start, count)
+        return session
+
+    async def event(self):
+        async with asyncio.timeout(10):
+            return await self.events.get()
+
+    def landed(self) -> bool:
+        return bool((read(self.pools[1], self.layout, PAGES, TOKENS) == self.kv).all())
+
+    async def close(self) -> None:
+        self.sender.check_integrity()
+        self.receiver.check_integrity()
+        await self.sender.close()
+        await self.receiver.close()
+        for transport in self.transports:
+            transport.close()
+
+
+@pytest.fixture(params=[0, 24_000], ids=["buffer-free", "buffered"])
+async def world(request):
+    made = World(dataclasses.replace(CONFIG, buffer_bytes=request.param))
+    yield made
+    await made.close()
+
+
+def on(kind: str, *, chunk=1, layer=1):
+    """The fault at one layer of one chunk, once."""
+    seen = []
+
+    def fault(message):
+        if (message.chunk, message.layer) == (chunk, layer) and not seen:
+            seen.append(1)
+            return kind
+        return "ok"
+
+    return fault
+
+
+async def test_without_faults_it_lands(world):
+    session = await world.begin()
+    await session.finish(2)
+    assert await world.event() == ("landed", "r")
+    assert world.landed()
+    await world.receiver.release("r")
+
+
+async def test_a_lost_notification_fails_by_the_deadline(world):
+    world.transports[0].fault = on("lose")
+    session = await world.begin()
+    try:
+        await session.finish(2)
+    except TransferError:  # buffered: the lost slot is never freed, and the sender notices
+        await session.abort("stalled")
+    kind, _, message = await world.event()
+    assert kind == "failed"
+    assert "first in layer 1" in message or "no progress" in message
+    await world.receiver.release("r")
+
+
+async def test_a_repeated_notification_fails_the_request(world):
+    world.transports[0].fault = on("twice", chunk=0)
+    session = await world.begin()
+    kind, _, message = await world.event()
+    assert kind == "failed"
+    assert message.startswith("layer 1, heads 0..3, tokens 0..") and "arrived twice" in message
+    await session.abort("failed")
+    await world.receiver.release("r")
+
+
+@pytest.mark.parametrize(
+    ("change", "pattern"),
+    [
+        ({"nbytes": 17}, "came with 17 bytes"),
+        ({"layer": 9}, "lies outside the request"),
+        ({"start_token": 40}, "lies outside the request"),
+        ({"generation": 6}, "missing, first in layer 1"),
+        ({"lease": 99}, "missing, first in layer 1"),
+        ({"request_id": "other"}, "missing, first in layer 1"),
+    ],
+)
+async def test_an_altered_notification_never_lands(change, pattern):
+    world = World(CONFIG)
+    once = on("alter")
+
+    def alter(message):
+        return dataclasses.replace(message, **change) if once(message) == "alter" else "ok"
+
+    world.transports[0].fault = alter
+    session = await world.begin()
+    try:
+        await session.finish(2)
+    except TransferError:
+        await session.abort("stopped")
+    kind, _, message = await world.event()
+    assert kind == "failed" and pattern in message
+    await world.receiver.release("r")
+    await world.close()
+
+
+async def test_a_failed_write_fails_both_sides(world):
+    world.transports[0].fault = on("fail")
+    session = await world.begin()
+    with pytest.raises(TransferError, match="request r: write to receiver"):
+        await session.finish(2)
+    await session.abort("write failed")
+    assert (await world.event())[0] == "failed"
+    await world.receiver.release("r")
+
+
+async def test_a_stalled_write_meets_the_deadline_and_holds_the_pages(world):
+    world.transports[0].fault = on("stall")
+    session = await world.begin()
+    with pytest.raises(TransferError, match=r"no progress for 0\.6 s writing to decode-0"):
+        await session.finish(2)
+    aborting = asyncio.create_task(session.abort("stalled"))
+    assert (await world.event())[0] == "failed"
+    releasing = asyncio.create_task(world.receiver.release("r"))
+    await asyncio.sleep(0.3)
+    assert not aborting.done()
+    buffered = world.receiver._staging is not None
+    assert releasing.done() == buffered  # a buffered write can't reach pages
+    world.transports[0].stalled.set_result(None)
+    await asyncio.gather(aborting, releasing)
+    async with asyncio.timeout(5):
+        while len(world.receiver._leases):  # noqa: ASYNC110 - the manager has no event for it
+            await asyncio.sleep(0.01)
+
+
+async def test_a_sender_that_waits_for_a_backend_asks_again():
+    world = World(dataclasses.replace(CONFIG, buffer_bytes=24_000, backends=1))
+    refused = []
+    peer = LocalPeer(world.receiver)
+    handshake = peer.handshake
+
+    async def counted(ask, *, timeout_s):
+        try:
+            return await handshake(ask, timeout_s=timeout_s)
+        except HandshakeQueued as error:
+            refused.append(str(error))
+            raise
+
+    peer.handshake = counted
+    session = await world.begin()
+    world.receiver.admit("s", [8], 5)
+    other = await world.sender.open(
+        "s", peer=peer, receiver=("decode-0", 7), prompt_tokens=5, pages=[8]
+    )
+    for layer in range(3):
+        other.layer_ready(0, layer, 0, 5)
+    await asyncio.sleep(0.7)
+    assert refused and "waits for one of 1 backends" in refused[0]
+    await session.finish(2)
+    await other.finish(1)
+    assert [await world.event() for _ in range(2)] == [("landed", "r"), ("landed", "s")]
+    for request in ("r", "s"):
+        await world.receiver.release(request)
+    await world.close()
+
+
+@pytest.mark.parametrize("seed", range(6))
+async def test_random_faults_never_land_wrong_bytes(seed):
+    rng = random.Random(seed)
+    config = dataclasses.replace(CONFIG, buffer_bytes=rng.choice([0, 24_000]))
+    world = World(config)
+    faults = []
+
+    def fault(message):
+        if message.kind is Kind.WRITTEN and rng.random() < 0.1:
+            faults.append(rng.choice(["lose", "twice", "fail"]))
+            return faults[-1]
+        return "ok"
+
+    world.transports[0].fault = fault
+    session = await world.begin()
+    try:
+        await session.finish(2)
+    except TransferError:
+        await session.abort("failed")
+    kind = (await world.event())[0]
+    assert kind == ("failed" if faults else "landed")
+    assert kind == "failed" or world.landed()
+    await world.receiver.release("r")
+    await world.close()
