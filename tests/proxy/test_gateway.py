@@ -207,6 +207,20 @@ async def test_tokens_may_overtake_their_placement(stack):
     assert response.json()["choices"][0]["message"]["content"] == "Hello there"
 
 
+async def test_placed_again_after_the_first_token_ends_the_stream(stack):
+    hold = asyncio.Event()
+    stack.fleet.script = Script(hold=hold)
+    async with stack.http.stream("POST", CHAT, json=STREAM) as response:
+        await until(lambda: bool(stack.fleet.specs))
+        await asyncio.sleep(0.05)
+        [spec] = stack.fleet.specs
+        stack.fleet.place(spec)  # the same life of the same instance: a second prefill
+        events = await asyncio.wait_for(lines(response), 5)
+    assert "was lost" in events[-1]["error"]["message"]
+    await asyncio.wait_for(stack.fleet.cancelled.wait(), 2)
+    hold.set()
+
+
 async def test_broken_token_stream_ends_its_streams(stack):
     stack.fleet.script = Script(hold=asyncio.Event())
     async with stack.http.stream("POST", CHAT, json=STREAM) as response:
