@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 from millrace.core.span import Span
@@ -19,8 +20,15 @@ def waterfall(generation: Generation, arrival_unix_s: float, proxy_id: str) -> W
     if generation.placed_at is not None:
         placed_s = generation.placed_at - arrived
         found.add([Span(name="planned", instance_id=proxy_id, start_s=submitted_s, end_s=placed_s)])
-    found.add(generation.spans)
+    found.add(_after(submitted_s, span) for span in generation.spans)
     return found
+
+
+def _after(submitted_s: float, span: Span) -> Span:
+    """Workers know no more than the arrival; a request queues once it was submitted."""
+    if span.name != "queued":
+        return span
+    return replace(span, start_s=min(submitted_s, span.end_s))
 
 
 def explain(
