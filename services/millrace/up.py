@@ -193,13 +193,20 @@ class Stack:
         self._progress(f"loading {o.model}: {o.prefill} prefill, {o.decode} decode")
         await _all_or_first_error(w.start(o.start_timeout_s) for w in [*workers, proxy])
         proxy.arguments[proxy.arguments.index("--port") + 1] = str(proxy.port)
+        self.keep()
+
+    def supervise(self, service: Service) -> Service:
+        """Takes a service into the stack: `stop` ends it."""
+        self.services[service.name] = service
+        return service
+
+    def keep(self) -> None:
+        """From now on, services that die are started again."""
         for service in self.services.values():
             service.keeper = asyncio.create_task(self._keep(service))
 
     def _service(self, name: str, arguments: list[str]) -> Service:
-        service = Service(name, arguments, self.directory / f"{name}.log")
-        self.services[name] = service
-        return service
+        return self.supervise(Service(name, arguments, self.directory / f"{name}.log"))
 
     async def _keep(self, service: Service) -> None:
         """Starts a service again when it dies by itself, after a pause that grows."""

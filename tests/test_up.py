@@ -1,0 +1,95 @@
+"""Supervised processes: a port once they serve, one clear line when they can't, a clean end."""
+
+import asyncio
+import os
+import signal
+from collections.abc import AsyncIterator
+from pathlib import Path
+
+import pytest
+import pytest_asyncio
+
+from millrace.up import Service, Stack, StackOptions, StartupError, UncleanStopError
+from support.live_stack import eventually
+
+QUICK = ["--port", "0", "--set", "scheduler.drain_timeout_s=0.1"]
+
+
+@pytest_asyncio.fixture
+async def service(tmp_path: Path) -> AsyncIterator[Service]:
+    made = Service("scheduler", ["scheduler", *QUICK], tmp_path / "scheduler.log")
+    yield made
+    await made.stop()
+
+
+async def test_serves_and_ends_well(service: Service) -> None:
+    await service.start(30)
+    _, writer = await asyncio.open_connection("127.0.0.1", service.port)
+    writer.close()
+    await writer.wait_closed()
+
+    await service.stop()
+
+    assert service.process is not None
+    assert service.process.returncode == 0
+    assert service.ended_well
+
+
+async def test_a_killed_service_did_not_end_well_and_starts_again(service: Service) -> None:
+    await service.start(30)
+    assert service.process is not None
+    service.process.kill()
+    await service.process.wait()
+    assert not service.ended_well
+
+    await service.start(30)
+    await service.stop()
+    assert service.ended_well
+
+
+async def test_a_bad_setting_ends_the_start_with_its_line(tmp_path: Path) -> None:
+    service = Service("s", ["scheduler", "--set", "scheduler.lease_s=-1"], tmp_path / "s.log")
+    with pytest.raises(StartupError, match=r"scheduler\.lease_s"):
+        await service.start(30)
+    assert not service.serving
+
+
+async def test_a_start_that_takes_too_long_is_ended(tmp_path: Path) -> None:
+    service = Service("s", ["scheduler", *QUICK], tmp_path / "s.log")
+    with pytest.raises(StartupError, match="did not serve within"):
+        await service.start(0.01)
+    assert service.process is not None
+    assert service.process.returncode is not None
+
+
+async def test_a_stack_that_is_stopped_in_a_restart_leaves_no_process() -> None:
+    """The supervisor must not start a service behind the back of `stop`."""
+    stack = Stack(StackOptions(model="none"))
+    service = stack.supervise(Service("scheduler", ["scheduler", *QUICK], stack.directory / "log"))
+    await service.start(30)
+    stack.keep()
+    first = service.process
+    assert first is not None
+    os.kill(first.pid, signal.SIGKILL)
+    await eventually(lambda: service.process is not first, 10)  # on its way up
+
+    await stack.stop()
+
+    second = service.process
+    assert second is not None
+    assert second.returncode is not None
+    await asyncio.sleep(1.5)
+    assert service.process is second
+    assert not stack.directory.exists()
+
+
+async def test_a_stack_says_who_did_not_end_well() -> None:
+    stack = Stack(StackOptions(model="none"))
+    service = stack.supervise(Service("scheduler", ["scheduler", *QUICK], stack.directory / "log"))
+    await service.start(30)
+    assert service.process is not None
+    service.process.kill()
+    await service.process.wait()
+
+    with pytest.raises(UncleanStopError, match="scheduler ended with status -9"):
+        await stack.stop()

@@ -1,0 +1,225 @@
+"""The worker's stream against a real server that plays the scheduler."""
+
+import asyncio
+from collections.abc import AsyncIterator
+from typing import Any
+
+import pytest
+import pytest_asyncio
+
+from millrace.wire.pb import scheduler_pb2, scheduler_pb2_grpc
+from millrace.wire.server import bind, create_server
+from millrace.worker import link as link_module
+from millrace.worker.link import WorkerLink, request_released
+from support.live_stack import eventually
+
+
+class Scheduler(scheduler_pb2_grpc.SchedulerServicer):
+    """`streams` holds what came over each; `say` goes out on the newest one, None ends it."""
+
+    def __init__(self) -> None:
+        self.streams: list[list[scheduler_pb2.WorkerMessage]] = []
+        self.answers = True
+        self._out: asyncio.Queue[scheduler_pb2.WorkerCommand | None] = asyncio.Queue()
+
+    def say(self, command: scheduler_pb2.WorkerCommand | None) -> None:
+        self._out.put_nowait(command)
+
+    async def ConnectWorker(self, request_iterator: Any, context: Any) -> Any:
+        heard: list[scheduler_pb2.WorkerMessage] = []
+        self.streams.append(heard)
+        out = self._out = asyncio.Queue()
+
+        async def read() -> None:
+            async for message in request_iterator:
+                heard.append(message)
+                if message.HasField("register") and self.answers:
+                    registered = scheduler_pb2.Registered(heartbeat_s=0.02, lease_s=1)
+                    out.put_nowait(scheduler_pb2.WorkerCommand(registered=registered))
+            out.put_nowait(None)
+
+        reading = asyncio.create_task(read())
+        try:
+            while (command := await out.get()) is not None:
+                yield command
+        finally:
+            reading.cancel()
+
+
+class Worker:
+    """A link and what its owner sees. `drop` must be set for a drop to end."""
+
+    def __init__(self, address: str) -> None:
+        self.seen: list[str] = []
+        self.drop = asyncio.Event()
+        self.drop.set()
+        self.beats = 0
+        self.link = WorkerLink(
+            address,
+            register=self._register,
+            heartbeat=self._beat,
+            on_command=lambda c: self.seen.append(c.cancel.request_id),
+            on_lost=self._lost,
+        )
+        self.running = asyncio.create_task(self.link.run())
+
+    def _register(self) -> scheduler_pb2.Register:
+        self.seen.append("register")
+        return scheduler_pb2.Register(role="prefill")
+
+    def _beat(self) -> scheduler_pb2.Heartbeat:
+        self.beats += 1
+        return scheduler_pb2.Heartbeat(running=self.beats)
+
+    async def _lost(self) -> None:
+        self.seen.append("dropping")
+        self.link.send(request_released("while dropping"))
+        await self.drop.wait()
+        self.link.send(request_released("dropped"))
+        self.seen.append("dropped")
+
+
+class Net:
+    def __init__(self) -> None:
+        self.scheduler = Scheduler()
+        self.port = 0
+        self._server: Any = None
+
+    async def serve(self) -> None:
+        self._server = create_server()
+        scheduler_pb2_grpc.add_SchedulerServicer_to_server(self.scheduler, self._server)
+        self.port = bind(self._server, "127.0.0.1", self.port)
+        await self._server.start()
+
+    async def stop(self) -> None:
+        await self._server.stop(grace=None)
+
+
+@pytest_asyncio.fixture
+async def net(monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[Net]:
+    monkeypatch.setattr(link_module, "RETRY_FIRST_S", 0.02)
+    made = Net()
+    await made.serve()
+    yield made
+    await made.stop()
+
+
+@pytest_asyncio.fixture
+async def worker(net: Net) -> AsyncIterator[Worker]:
+    made = Worker(f"127.0.0.1:{net.port}")
+    yield made
+    made.drop.set()
+    made.link.close()
+    async with asyncio.timeout(5):
+        await made.running
+
+
+def cancel(request_id: str) -> scheduler_pb2.WorkerCommand:
+    return scheduler_pb2.WorkerCommand(cancel=scheduler_pb2.CancelRequest(request_id=request_id))
+
+
+def released(messages: list[scheduler_pb2.WorkerMessage]) -> list[str]:
+    return [m.request_released.request_id for m in messages if m.HasField("request_released")]
+
+
+async def connected(worker: Worker) -> None:
+    async with asyncio.timeout(5):
+        await worker.link.connected.wait()
+
+
+async def test_registers_reports_and_beats(net: Net, worker: Worker) -> None:
+    await connected(worker)
+    net.scheduler.say(cancel("a"))
+    net.scheduler.say(cancel("b"))
+    worker.link.send(request_released("r"))
+
+    await eventually(lambda: worker.seen == ["register", "a", "b"])
+    await eventually(lambda: released(net.scheduler.streams[0]) == ["r"])
+    await eventually(lambda: worker.beats >= 3)
+    assert net.scheduler.streams[0][0].register.role == "prefill"
+
+
+async def test_nothing_is_sent_before_the_registration_was_taken(net: Net) -> None:
+    net.scheduler.answers = False
+    worker = Worker(f"127.0.0.1:{net.port}")
+    await eventually(lambda: bool(net.scheduler.streams and net.scheduler.streams[0]))
+    worker.link.send(request_released("early"))
+    await asyncio.sleep(0.05)
+
+    assert len(net.scheduler.streams[0]) == 1
+    assert not worker.link.connected.is_set()
+    worker.link.close()
+    await worker.running
+
+
+async def test_drops_everything_before_it_registers_again(net: Net, worker: Worker) -> None:
+    await connected(worker)
+    worker.drop.clear()
+    net.scheduler.say(None)
+    await eventually(lambda: worker.seen[-1] == "dropping")
+    await asyncio.sleep(0.1)
+    assert len(net.scheduler.streams) == 1
+    assert not worker.link.connected.is_set()
+    worker.drop.set()
+
+    await connected(worker)
+    assert worker.seen == ["register", "dropping", "dropped", "register"]
+
+
+async def test_a_new_stream_carries_nothing_of_an_earlier_life(net: Net, worker: Worker) -> None:
+    await connected(worker)
+    await net.stop()
+    worker.link.send(request_released("into the void"))
+    await eventually(lambda: worker.seen[-1] == "dropped")
+    await net.serve()
+    await eventually(lambda: len(net.scheduler.streams) == 2, 15)
+    await connected(worker)
+    worker.link.send(request_released("news"))
+
+    await eventually(lambda: released(net.scheduler.streams[1]) == ["news"])
+    assert net.scheduler.streams[1][0].HasField("register")
+
+
+async def test_keeps_trying_while_there_is_no_scheduler(net: Net, worker: Worker) -> None:
+    await connected(worker)
+    await net.stop()
+    await eventually(lambda: worker.seen[-1] == "dropped")
+    await asyncio.sleep(0.3)
+    assert worker.seen.count("dropping") == 1
+    await net.serve()
+    await eventually(worker.link.connected.is_set, 15)
+
+
+async def test_a_draining_worker_takes_no_more_commands(net: Net, worker: Worker) -> None:
+    await connected(worker)
+    worker.link.refuse_commands()
+    net.scheduler.say(cancel("late"))
+    worker.link.send(request_released("last"))
+    worker.link.close()
+
+    async with asyncio.timeout(5):
+        await worker.running
+    assert worker.seen == ["register"]
+    assert released(net.scheduler.streams[0]) == ["last"]
+
+
+async def test_a_defect_in_a_command_ends_the_link(net: Net) -> None:
+    def fail(command: scheduler_pb2.WorkerCommand) -> None:
+        raise KeyError(command.cancel.request_id)
+
+    async def lost() -> None:
+        return
+
+    link = WorkerLink(
+        f"127.0.0.1:{net.port}",
+        register=scheduler_pb2.Register,
+        heartbeat=scheduler_pb2.Heartbeat,
+        on_command=fail,
+        on_lost=lost,
+    )
+    running = asyncio.create_task(link.run())
+    async with asyncio.timeout(5):
+        await link.connected.wait()
+        net.scheduler.say(cancel("r"))
+        with pytest.raises(KeyError, match="r"):
+            await running
