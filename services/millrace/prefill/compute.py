@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from functools import partial
 
 import torch
 
@@ -15,6 +16,7 @@ from millrace.engine.sampler import Sampler
 from millrace.engine.sampling_spec import SamplingRow
 from millrace.prefill.job import Cancelled, PrefillJob
 from millrace.prefill.metrics import PrefillMetrics
+from millrace.prefill.publish import LayerPublisher
 from millrace.wire.pb import scheduler_pb2
 from millrace.worker.codec import passes, span
 
@@ -70,6 +72,7 @@ class PrefillCompute:
         self._report = report
         self._metrics = metrics
         self._sampler = Sampler()
+        self._publisher = LayerPublisher(engine.device)
 
     def run(self, job: PrefillJob, prompt_ids: torch.Tensor) -> PrefillOutcome:
         """Computes all chunks of a job and samples token one of every choice.
@@ -103,13 +106,22 @@ class PrefillCompute:
             raise RuntimeError(f"request {job.request_id}: the last chunk gave no logits")
         return self._sample(job, task.logits, prompt_ids, prompt.found, len(parts))
 
+    def close(self) -> None:
+        self._publisher.close()
+
     def _run_pass(self, job: PrefillJob, number: int, task: PrefillTask) -> float:
         start_s, begun = job.clock.now_s(), time.perf_counter()
         tokens = len(task.token_ids)
-        for boundary in self._engine.runner.prefill(task):
-            self._check(job)
-            if boundary.operator == "attn" and job.session is not None:
-                job.session.layer_ready(number, boundary.layer, task.history_tokens, tokens)
+        history = task.history_tokens
+        try:
+            for boundary in self._engine.runner.prefill(task):
+                self._check(job)
+                if boundary.operator == "attn" and (session := job.session) is not None:
+                    self._publisher.after_device(
+                        partial(session.layer_ready, number, boundary.layer, history, tokens)
+                    )
+        finally:
+            self._publisher.flush()  # the pages must not be freed under the device's hands
         job.spans.append(
             span(
                 f"chunk {number}",

@@ -109,6 +109,7 @@ class PrefillRole:
         for job in self._jobs.values():
             job.cancel("the instance is shutting down")
         await asyncio.to_thread(self._thread.shutdown, wait=True, cancel_futures=True)
+        await asyncio.to_thread(self._compute.close)
         await self._tasks.cancel()
         await self._sender.close()
         await self._peers.close()
