@@ -185,6 +185,39 @@ async def test_many_at_once_all_come_back_right(stack: Stack, client: httpx.Asyn
     await eventually(lambda: _none_left(stack))
 
 
+BAD_BODIES: list[tuple[bytes, str]] = [
+    (b"{", "JSON"),
+    (b"[" * 5000 + b"]" * 5000, ""),
+    (b'{"model": "other", "prompt": "x"}', "other"),
+    (b'{"model": "tiny", "prompt": ""}', "prompt"),
+    (b'{"model": "tiny", "prompt": []}', "prompt"),
+    (b'{"model": "tiny", "prompt": [99999]}', "prompt"),
+    (b'{"model": "tiny", "prompt": 5}', "prompt"),
+    (b'{"model": "tiny", "prompt": "\\ud800"}', ""),
+    (b'{"model": "tiny", "prompt": "x", "max_tokens": 0}', "max_tokens"),
+    (b'{"model": "tiny", "prompt": "x", "max_tokens": 99999999}', "max_tokens"),
+    (b'{"model": "tiny", "prompt": "x", "temperature": -1}', "temperature"),
+    (b'{"model": "tiny", "prompt": "x", "temperature": NaN}', ""),
+    (b'{"model": "tiny", "prompt": "x", "n": 1000}', "n"),
+    (b'{"model": "tiny", "prompt": "x", "nonsense": 1}', "nonsense"),
+    (b'{"model": "tiny", "prompt": "' + b"x" * 20000 + b'"}', "prompt"),
+]
+
+
+@pytest.mark.parametrize(("body", "named"), BAD_BODIES, ids=lambda v: repr(v)[:40])
+async def test_bad_input_is_refused_by_name_and_leaves_nothing(
+    stack: Stack, client: httpx.AsyncClient, body: bytes, named: str
+) -> None:
+    headers = {"content-type": "application/json"}
+    response = await client.post("/v1/completions", content=body, headers=headers)
+
+    assert 400 <= response.status_code < 500, response.text
+    error = response.json()["error"]
+    assert named in f"{error['message']} {error['param']}"
+    await eventually(lambda: is_idle(stack))
+    await eventually(lambda: _none_left(stack))
+
+
 async def test_a_waterfall_explains_the_first_token(client: httpx.AsyncClient) -> None:
     response = await client.post(
         "/v1/completions",
