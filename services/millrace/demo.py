@@ -14,7 +14,7 @@ from rich.table import Table
 
 from millrace.chat import delta_text, served_model, stream_chat
 from millrace.telemetry.trace import Waterfall
-from millrace.up import Stack, StackOptions
+from millrace.up import StackOptions, start_with_progress
 
 QUESTIONS = (
     "Tell me a story about a heron.",
@@ -37,13 +37,16 @@ class Answer:
     spans: dict[str, Any] = field(default_factory=dict)
     done: bool = False
 
+    @property
+    def first_token(self) -> str:
+        return "…" if self.ttft_ms is None else f"{self.ttft_ms:.0f} ms"
+
 
 async def run(model: str) -> None:
     """Runs the demo. Raises MillraceError when the stack does not start or a request fails."""
     console = Console()
     options = StackOptions(model=model, port=0)
-    with console.status("starting") as status:
-        stack = await Stack(options, status.update).__aenter__()
+    stack = await start_with_progress(options, console)
     try:
         names = ", ".join(stack.services)
         console.print(f"Running: {names}, and a private Redis. Gateway: {stack.url}\n")
@@ -52,7 +55,7 @@ async def run(model: str) -> None:
         async with httpx.AsyncClient(base_url=stack.url, timeout=None) as client:
             await _ask_all(client, answers, console)
         for answer in answers:
-            console.rule(f"{answer.title}: time to first token {answer.ttft_ms:.0f} ms")
+            console.rule(f"{answer.title}: time to first token {answer.first_token}")
             console.print(
                 Waterfall.from_dict(answer.spans).render(console.width),
                 markup=False,
@@ -109,6 +112,5 @@ def _table(answers: list[Answer]) -> Table:
     table.add_column("prompt, then answer", ratio=1)
     for a in answers:
         shown = a.prompt if len(a.prompt) < 90 else f"{a.prompt[:60]} … {a.prompt[-50:]}"
-        first = "…" if a.ttft_ms is None else f"{a.ttft_ms:.0f} ms"
-        table.add_row(a.title, first, f"[dim]{shown}[/dim]\n{a.text}")
+        table.add_row(a.title, a.first_token, f"[dim]{shown}[/dim]\n{a.text}")
     return table

@@ -293,7 +293,7 @@ async def run_until_stopped(options: StackOptions) -> None:
     loop = asyncio.get_running_loop()
     for number in (signal.SIGTERM, signal.SIGINT):
         loop.add_signal_handler(number, stop.set)
-    starting = asyncio.create_task(_started(options, console))
+    starting = asyncio.create_task(start_with_progress(options, console))
     stopping = asyncio.create_task(stop.wait())
     await asyncio.wait([starting, stopping], return_when=asyncio.FIRST_COMPLETED)
     if not starting.done():
@@ -311,9 +311,11 @@ async def run_until_stopped(options: StackOptions) -> None:
         await stack.stop()
 
 
-async def _started(options: StackOptions, console: Console) -> Stack:
+async def start_with_progress(options: StackOptions, console: Console) -> Stack:
+    """Starts a stack, saying what it does: a spinner on a terminal, lines elsewhere."""
     with console.status("starting") as status:
-        return await Stack(options, status.update).__aenter__()
+        progress = status.update if console.is_terminal else console.print
+        return await Stack(options, progress).__aenter__()
 
 
 def usage(url: str, model_name: str) -> str:
