@@ -154,6 +154,16 @@ FILLER = (
     "it was a(n) {air} {time} in {season}.",
     "the water turns the wheel, and the wheel turns the stone.",
     "a(n) {animal} called from the {tree}, and another answered.",
+    "on day {n} the {job} counted {n} {many} by the {place}.",
+    "the {job} ground {n} sacks of grain in {month}.",
+)
+# Lines of a diary, which differ only in their numbers: `{day}` counts up.
+DIARY = (
+    "on day {day} the {job} ground {n} sacks of grain by the {place}.",
+    "on day {day} the {job} sold {n} {many} at the {place}.",
+    "line {day}: {n} {many} passed the {place}.",
+    "{day}. the {job} wrote down the number {n}.",
+    "day {day}: the {job} had {food} and looked at the {weather} for {n} minutes.",
 )
 GATES = (
     "gate",

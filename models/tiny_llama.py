@@ -169,6 +169,12 @@ class TinyLlama(nn.Module):
                 residual = name.endswith(("o_proj.weight", "down_proj.weight"))
                 nn.init.normal_(weight, std=0.02 * (scale if residual else 1.0))
 
+    def attention(self, layer: int) -> Attention:
+        """The attention block of one layer."""
+        block = self.model.layers[layer]
+        assert isinstance(block, Layer)
+        return block.self_attn
+
     def hidden(self, ids_bl: Tensor, positions_l: Tensor) -> Tensor:
         """The last layer's output after the final norm, [b, l, hidden]."""
         cos, sin = rope_tables(self.config, positions_l)

@@ -12,11 +12,13 @@ ASK = (
     ("Read the text and answer the question.\n\n", "\n\nQuestion: "),
     ("Read this document.\n\n", "\n\n"),
     ("", "\n\n"),
+    ("", " "),
     ("", "\n\nQuestion: "),
     ("Here is a text.\n\n", "\n\nUse the text to answer: "),
     ("Text:\n", "\n\nQuestion: "),
 )
 TOKENS_A_SENTENCE = 13
+DIARY_SHARE = 0.15
 
 
 def _fact(rng: random.Random) -> tuple[str, str, str]:
@@ -42,6 +44,26 @@ def _fact(rng: random.Random) -> tuple[str, str, str]:
     )
 
 
+def _fillers(rng: random.Random, count: int) -> list[str]:
+    return [write(rng, pick(rng, grammar.FILLER)) for _ in range(count)]
+
+
+def _diary(rng: random.Random, count: int) -> list[str]:
+    """Lines that differ only in their numbers."""
+    template = pick(rng, grammar.DIARY)
+    for slot in ("job", "many", "place", "food", "weather"):
+        template = template.replace("{" + slot + "}", fill(rng, "{" + slot + "}", {}))
+    return [write(rng, template, {"day": str(day)}) for day in range(1, count + 1)]
+
+
+def _mix(rng: random.Random, facts: list[str], rest: list[str]) -> list[str]:
+    """Both lists in one, in a random order that keeps each list's own order."""
+    from_facts = [True] * len(facts) + [False] * len(rest)
+    rng.shuffle(from_facts)
+    facts_left, rest_left = iter(facts), iter(rest)
+    return [next(facts_left if fact else rest_left) for fact in from_facts]
+
+
 def text_with_facts(
     rng: random.Random, *, facts: int, fillers: int, paragraph: int
 ) -> tuple[str, list[Turn]]:
@@ -54,8 +76,8 @@ def text_with_facts(
         if len(found) == facts:
             break
     sentences = [fact[0] for fact in found.values()]
-    sentences += [write(rng, pick(rng, grammar.FILLER)) for _ in range(fillers)]
-    rng.shuffle(sentences)
+    rest = _diary(rng, fillers) if rng.random() < DIARY_SHARE else _fillers(rng, fillers)
+    sentences = _mix(rng, sentences, rest)
     paragraphs = [
         " ".join(sentences[i : i + paragraph]) for i in range(0, len(sentences), paragraph)
     ]

@@ -71,8 +71,12 @@ def spell(rng: random.Random) -> Turn:
 
 def repeat(rng: random.Random) -> Turn:
     """Copying. It teaches the model to look back in its context."""
-    if rng.random() < 0.5:
+    roll = rng.random()
+    if roll < 0.3:
         text = gibberish(rng, rng.randint(1, 12))
+    elif roll < 0.8:
+        lists = tuple(CATEGORIES.values())
+        text = " ".join(pick(rng, pick(rng, lists)) for _ in range(rng.randint(3, 40)))
     else:
         text = write(rng, "the {adj} {animal} and the {colour} {thing} are near the {place}.")
     ask = (

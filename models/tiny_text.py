@@ -23,7 +23,7 @@ BOS, EOS, SYSTEM, USER, ASSISTANT, END = (
     "<|end|>",
 )
 SPECIAL_TOKENS = (BOS, EOS, SYSTEM, USER, ASSISTANT, END)
-USER_WEIGHT = 0.15
+USER_WEIGHT = 0.05
 _ALL_SLOTS = {**SLOTS, **EXTRA}
 _SLOT = re.compile(r"\{(\w+)\}")
 _ARTICLE = re.compile(r"\b([Aa])\(n\) (hon|\w)")

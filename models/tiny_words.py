@@ -213,4 +213,6 @@ SLOTS: dict[str, tuple[str, ...]] = {
     "feeling": FEELING,
     "virtue": VIRTUE,
     "num": NUMBER[2:],
+    "n": tuple(str(n) for n in range(2, 100)),
+    "many": tuple(pair[1] for pair in PLURAL),
 }

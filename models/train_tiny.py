@@ -1,15 +1,16 @@
 """Train the small demonstration model and write it as a Hugging Face folder.
 
-    python models/train_tiny.py --out models/millrace-tiny --minutes 40
+    python models/train_tiny.py --out models/millrace-tiny --minutes 30
 
 One CPU core is enough. The corpus comes from the grammar in this folder; nothing is downloaded.
-`--seed` fixes the first weights and the text. The clock decides how many steps fit, so two runs on
-machines of different speed differ.
+`--seed` fixes the first weights and the text. Minutes are processor time, and they decide how many
+steps fit, so two runs on machines of different speed differ.
 
 The phases go from short packed sequences to 8k ones. In the 2k phase half of the batches skip
 positions, so that distances of up to 16k are met at the price of 2k tokens (Zhu et al., "PoSE",
 2024, section 3; here the skips fall at random places, without their chunk heuristics). Matrices are
-updated by Muon (Jordan et al., 2024), the embedding and the norms by AdamW.
+updated by Muon (Jordan et al., 2024); the embedding, the norms and the two attention layers that
+`tiny_start.py` sets by hand by AdamW.
 """
 
 from __future__ import annotations
@@ -27,12 +28,14 @@ import torch
 from tiny_corpus import documents
 from tiny_folder import special_id, train_tokenizer, write_tokenizer, write_weights
 from tiny_llama import TinyConfig, TinyLlama
+from tiny_start import HAND_SET, start_with_induction
 from tiny_text import EOS
 from tokenizers import Tokenizer
 from torch import Tensor
 from torch.nn import functional
 
-MUON_LR, ADAM_LR = 0.006, 0.003
+MUON_LR, ADAM_LR, HAND_SET_LR = 0.004, 0.001, 0.0003
+BETAS = (0.9, 0.98)
 WARMUP_STEPS = 40
 FINAL_LR = 0.05
 POOL_DOCUMENTS = 32
@@ -138,6 +141,7 @@ class Trainer:
     def __init__(self, config: TinyConfig, *, compile_model: bool) -> None:
         self.config = config
         self.model = TinyLlama(config)
+        start_with_induction(self.model)
         self.masters = {n: p.detach().clone() for n, p in self.model.named_parameters()}
         self.model.bfloat16()
         self.loss = weighted_loss
@@ -146,13 +150,20 @@ class Trainer:
             for layer in self.model.model.layers:
                 layer.compile(dynamic=False)
             self.loss = torch.compile(weighted_loss, dynamic=False)
-        matrix = [p for n, p in self.masters.items() if p.dim() == 2 and "embed" not in n]
-        other = [p for n, p in self.masters.items() if p.dim() != 2 or "embed" in n]
+        hand_set = [n for n in self.masters if n.startswith(HAND_SET)]
+        other = [n for n, p in self.masters.items() if p.dim() != 2 or "embed" in n]
+        rest = [n for n in self.masters if n not in hand_set and n not in other]
         self.optimizers: tuple[torch.optim.Optimizer, ...] = (
-            torch.optim.Muon(matrix, lr=MUON_LR, weight_decay=0.02, adjust_lr_fn="match_rms_adamw"),
-            torch.optim.AdamW(other, lr=ADAM_LR, betas=(0.9, 0.98), weight_decay=0.0),
+            torch.optim.Muon(
+                self._pick(rest), lr=MUON_LR, weight_decay=0.02, adjust_lr_fn="match_rms_adamw"
+            ),
+            torch.optim.AdamW(self._pick(other), lr=ADAM_LR, betas=BETAS, weight_decay=0.0),
+            torch.optim.AdamW(self._pick(hand_set), lr=HAND_SET_LR, betas=BETAS, weight_decay=0.0),
         )
-        self.base_lrs = (MUON_LR, ADAM_LR)
+        self.base_lrs = (MUON_LR, ADAM_LR, HAND_SET_LR)
+
+    def _pick(self, names: list[str]) -> list[Tensor]:
+        return [self.masters[name] for name in names]
 
     def batch_loss(self, batch: Batch, positions: Tensor) -> Tensor:
         hidden = self.model.hidden(batch.ids[:, :-1].contiguous(), positions)
@@ -194,10 +205,10 @@ def held_out_loss(trainer: Trainer, tokenizer: Tokenizer, phase: Phase, batches:
 
 
 def train(trainer: Trainer, tokenizer: Tokenizer, *, minutes: float, seed: int, out: Path) -> int:
-    """Run the phases until the time is up. Returns the number of tokens seen."""
+    """Run the phases until the processor time is up. Returns the number of tokens seen."""
     packer = Packer(tokenizer, seed)
-    start, step, tokens, shown, smooth = time.monotonic(), 0, 0, 0.0, 0.0
-    while (progress := (time.monotonic() - start) / (60 * minutes)) < 1.0:
+    start, step, tokens, shown, smooth = time.process_time(), 0, 0, 0.0, 0.0
+    while (progress := (time.process_time() - start) / (60 * minutes)) < 1.0:
         phase = next(p for p in PHASES if progress < p.until)
         batch = packer.batch(phase)
         positions = torch.arange(phase.length)
@@ -207,7 +218,7 @@ def train(trainer: Trainer, tokenizer: Tokenizer, *, minutes: float, seed: int, 
         loss = trainer.step(batch, positions, lr_factor(step, progress))
         smooth = loss if step == 0 else 0.95 * smooth + 0.05 * loss
         step, tokens = step + 1, tokens + phase.rows * phase.length
-        elapsed = time.monotonic() - start
+        elapsed = time.process_time() - start
         if elapsed - shown > 10.0:
             shown = elapsed
             print(
@@ -222,7 +233,7 @@ def train(trainer: Trainer, tokenizer: Tokenizer, *, minutes: float, seed: int, 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--out", type=Path, default=Path("models/millrace-tiny"))
-    parser.add_argument("--minutes", type=float, default=40.0)
+    parser.add_argument("--minutes", type=float, default=30.0, help="of processor time")
     parser.add_argument("--seed", type=int, default=2026)
     parser.add_argument("--vocab", type=int, default=1536)
     parser.add_argument("--threads", type=int, default=1)

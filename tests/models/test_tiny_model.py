@@ -17,6 +17,7 @@ from tiny_corpus import documents, plain, vocabulary
 from tiny_folder import CHAT_TEMPLATE
 from tiny_llama import TinyConfig, TinyLlama
 from tiny_reading import long_reading, text_with_facts
+from tiny_start import start_with_induction
 from tiny_text import SPECIAL_TOKENS, chat
 from tokenizers import Tokenizer
 from train_tiny import PHASES, Packer, skipped_positions
@@ -172,6 +173,19 @@ def test_the_training_model_is_the_published_model(model):
     ids = torch.tensor([TOKENIZER.encode("The river turns the wheel of the old mill.").ids])
     with torch.no_grad():
         torch.testing.assert_close(ours(ids), model(ids).logits, rtol=1e-3, atol=1e-3)
+
+
+def test_the_start_copies_from_the_context():
+    torch.manual_seed(1)
+    model = TinyLlama(TinyConfig(vocab_size=1000))
+    ids = torch.randint(6, 1000, (4, 60)).repeat(1, 2)
+    target = ids[:, 62:]
+    with torch.no_grad():
+        before = model(ids)[:, 61:-1].argmax(-1)
+        start_with_induction(model)
+        after = model(ids)[:, 61:-1].argmax(-1)
+    assert (before == target).float().mean() < 0.05
+    assert (after == target).float().mean() > 0.6
 
 
 def test_corpus_is_the_same_for_the_same_seed():
