@@ -175,34 +175,48 @@ async def test_random_load_leaks_nothing_and_gives_the_right_tokens() -> None:
         outcomes = await run_load(stack, seed)
         await eventually(lambda: is_idle(stack), 15)
         assert all(s.restarts == 0 for s in stack.services.values())
+        no_traceback(stack)
 
     assert set(outcomes.ended) <= {"ok", "left"}, outcomes.ended
     assert outcomes.ended["ok"] > 50
     check_greedy(outcomes, random.Random(seed))
 
 
-async def kill_at_random(stack: Stack, rng: random.Random, killed: Counter[str]) -> None:
-    """Until it is cancelled. The proxy and Redis are spared."""
+async def strike_at_random(stack: Stack, rng: random.Random, struck: Counter[str]) -> None:
+    """Kills services, or freezes them for a while. The proxy and Redis are spared."""
     names = [name for name in stack.services if name != "proxy"]
-    while True:
+    until_s = time.monotonic() + LOAD_S
+    while time.monotonic() < until_s:
         await asyncio.sleep(rng.uniform(2, 5))
         process = stack.services[name := rng.choice(names)].process
-        if process is not None and process.returncode is None:
+        if process is None or process.returncode is not None:
+            continue
+        if rng.random() < 0.7:
+            struck[f"{name} killed"] += 1
             os.kill(process.pid, signal.SIGKILL)
-            killed[name] += 1
+        else:
+            struck[f"{name} frozen"] += 1
+            os.kill(process.pid, signal.SIGSTOP)
+            await asyncio.sleep(rng.choice([0.5, 3.5]))  # less, and more, than a lease
+            if process.returncode is None:
+                os.kill(process.pid, signal.SIGCONT)
+
+
+def no_traceback(stack: Stack) -> None:
+    for service in stack.services.values():
+        text = service.log_path.read_text(errors="replace")
+        assert "Traceback" not in text, f"{service.name}: {text[-6000:]}"
 
 
 async def test_random_deaths_cost_errors_at_most() -> None:
     seed = random.SystemRandom().randrange(1000)
-    rng, killed = random.Random(seed), Counter[str]()
+    rng, struck = random.Random(seed), Counter[str]()
     print(f"seed {seed}")
     async with live_stack(served_folder(MODEL), decode=2, settings=[*SETTINGS, *BUFFERED]) as stack:
-        killer = asyncio.create_task(kill_at_random(stack, rng, killed))
-        try:
-            outcomes = await run_load(stack, seed)
-        finally:
-            killer.cancel()
-        print(f"killed: {dict(killed)}")
+        _, outcomes = await asyncio.gather(
+            strike_at_random(stack, rng, struck), run_load(stack, seed)
+        )
+        print(f"struck: {dict(struck)}")
         async with httpx.AsyncClient(base_url=stack.url, timeout=60) as client:
             await eventually(lambda: all(s.serving for s in stack.services.values()), 60)
             await eventually(lambda: ready(client), 20)
@@ -211,6 +225,7 @@ async def test_random_deaths_cost_errors_at_most() -> None:
                 *(greedy_ids(client, prompt(900, i), 8) for i in range(8))
             )
             await eventually(lambda: is_idle(stack), 15)
+            no_traceback(stack)
 
     for i, answer in enumerate(answers):
         assert answer == oracle(MODEL).greedy(prompt(900, i), 8)
