@@ -62,4 +62,4 @@ def draw(records: Sequence[RequestRecord], classes: Sequence[SloClass], path: Pa
         axes.grid(alpha=0.3)
         if axes.get_legend_handles_labels()[0]:
             axes.legend()
-    FigureCanvasAgg(figure).print_png(path)
+    FigureCanvasAgg(figure).print_png(path)  # type: ignore[no-untyped-call] # matplotlib: untyped
