@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import dataclasses
 import random
+import re
 from concurrent.futures import Future
 
 import pytest
@@ -12,6 +13,7 @@ import pytest
 from millrace.core.config import TransferConfig
 from millrace.core.errors import TransferError
 from millrace.core.kv_transfer import HandshakeQueued
+from millrace.transfer import batching
 from millrace.transfer.memory_transport import MemoryHub, MemoryTransport
 from millrace.transfer.messages import Kind, Message
 from millrace.transfer.receive_manager import ReceiveManager
@@ -126,8 +128,14 @@ class World:
             transport.close()
 
 
+@pytest.fixture
+def apart(monkeypatch):
+    """Every part is a write of its own, as when compute is slower than the wire."""
+    monkeypatch.setattr(batching, "MAX_PARTS", 1)
+
+
 @pytest.fixture(params=[0, 24_000], ids=["buffer-free", "buffered"])
-async def world(request):
+async def world(request, apart):
     made = World(dataclasses.replace(CONFIG, buffer_bytes=request.param))
     yield made
     await made.close()
@@ -138,7 +146,7 @@ def on(kind: str, *, chunk=1, layer=1):
     seen = []
 
     def fault(message):
-        if (message.chunk, message.layer) == (chunk, layer) and not seen:
+        if (chunk, layer) in [(p.chunk, p.layer) for p in message.parts] and not seen:
             seen.append(1)
             return kind
         return "ok"
@@ -188,12 +196,16 @@ async def test_a_repeated_notification_fails_the_request(world):
         ({"request_id": "other"}, "missing, first in layer 1"),
     ],
 )
-async def test_an_altered_notification_never_lands(change, pattern):
+async def test_an_altered_notification_never_lands(apart, change, pattern):
     world = World(CONFIG)
     once = on("alter")
 
     def alter(message):
-        return dataclasses.replace(message, **change) if once(message) == "alter" else "ok"
+        if once(message) != "alter":
+            return "ok"
+        if change.keys() & {"generation", "lease", "request_id"}:
+            return dataclasses.replace(message, **change)
+        return dataclasses.replace(message, parts=(message.parts[0]._replace(**change),))
 
     world.transports[0].fault = alter
     session = await world.begin()
@@ -203,6 +215,39 @@ async def test_an_altered_notification_never_lands(change, pattern):
         await session.abort("stopped")
     kind, _, message = await world.event()
     assert kind == "failed" and pattern in message
+    await world.receiver.release("r")
+    await world.close()
+
+
+@pytest.mark.parametrize(
+    ("change", "pattern"),
+    [
+        (lambda parts: parts[:-1], "missing, first in layer 2"),
+        (lambda parts: (*parts, parts[0]), "layer 0, heads 0..3, tokens 0..29 arrived twice"),
+        (lambda parts: (*parts[:-1], parts[0]), "arrived twice"),
+        (lambda parts: (*parts[1:], parts[0]._replace(nbytes=17)), "came with 17 bytes"),
+        (lambda parts: (*parts[1:], parts[0]._replace(layer=9)), "lies outside the request"),
+        (lambda parts: [p._replace(chunk=0) for p in parts], r"chunks \[0\] arrived, 2 were"),
+        (lambda parts: (), "missing, first in layer 0"),
+    ],
+)
+async def test_each_part_of_a_write_is_accounted_for_by_itself(change, pattern):
+    world = World(CONFIG)
+    sizes = []
+
+    def alter(message):
+        sizes.append(len(message.parts))
+        return dataclasses.replace(message, parts=tuple(change(message.parts)))
+
+    world.transports[0].fault = alter
+    session = await world.begin()
+    try:
+        await session.finish(2)
+    except TransferError:
+        await session.abort("stopped")
+    kind, _, message = await world.event()
+    assert sizes == [2 * world.layout.num_layers]  # all was ready: one write
+    assert kind == "failed" and re.search(pattern, message)
     await world.receiver.release("r")
     await world.close()
 
@@ -268,8 +313,9 @@ async def test_a_sender_that_waits_for_a_backend_asks_again():
 
 
 @pytest.mark.parametrize("seed", range(6))
-async def test_random_faults_never_land_wrong_bytes(seed):
+async def test_random_faults_never_land_wrong_bytes(seed, monkeypatch):
     rng = random.Random(seed)
+    monkeypatch.setattr(batching, "MAX_PARTS", rng.choice([1, 2, 3]))
     config = dataclasses.replace(CONFIG, buffer_bytes=rng.choice([0, 24_000]))
     world = World(config)
     faults = []

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from millrace.core.errors import TransferError
 from millrace.transfer.environment import transport_environment
 from millrace.transfer.memory import Memory
-from millrace.transfer.messages import TO_RECEIVER, TO_SENDER, Kind, Message
+from millrace.transfer.messages import TO_RECEIVER, TO_SENDER, Kind, Message, Part
 from millrace.transfer.peers import PeerMetadata, ProcessIdentity
 
 u32, u64 = st.integers(0, 2**32 - 1), st.integers(0, 2**64 - 1)
@@ -25,12 +25,18 @@ messages = st.builds(
     request_id=st.text(max_size=40),
     lease=u32,
     generation=u64,
-    chunk=u32,
-    layer=st.integers(0, 2**16 - 1),
     slot=u32,
-    start_token=u32,
-    num_tokens=u32,
-    nbytes=u64,
+    parts=st.lists(
+        st.builds(
+            Part,
+            chunk=u32,
+            layer=st.integers(0, 2**16 - 1),
+            start_token=u32,
+            num_tokens=u32,
+            nbytes=u64,
+        ),
+        max_size=5,
+    ).map(tuple),
 )
 
 

@@ -122,7 +122,10 @@ async def test_fewer_backends_than_senders_serve_all_in_order(build, backends):
         to.manager.admit(f"r{n}", pages, tokens)
         fill(sender.pool, sender.layout, pages, expected_kv(to.layout, n, tokens))
         sessions.append(await sender.open(f"r{n}", to.address, to.identity, pages, tokens))
-        await asyncio.sleep(0.05)  # so that the order of first handshakes is known
+        if n < backends:
+            await granted(sessions[n])
+        else:
+            await asyncio.sleep(0.2)  # so that the order of first handshakes is known
     assert [bool(s.timings.granted_s) for s in sessions] == [n < backends for n in range(4)]
     await asyncio.gather(
         *(sender.send(s, [(0, tokens)]) for sender, s in zip(senders, sessions, strict=True))

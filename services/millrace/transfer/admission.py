@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+from collections.abc import Sequence
 from enum import Enum
 
 from millrace.core.kv_layout import KvLayout
@@ -10,7 +11,7 @@ from millrace.core.kv_transfer import Incarnation
 from millrace.transfer.coverage import Coverage, CoverageError
 from millrace.transfer.handshake import Lease
 from millrace.transfer.layout import Side, layer_token_bytes, shared_heads
-from millrace.transfer.messages import Message
+from millrace.transfer.messages import Part
 
 _admissions = itertools.count(1)
 
@@ -61,22 +62,24 @@ class Admission:
         self._total_chunks = total_chunks
         self.progress_s = now_s
 
-    def check(self, message: Message, lease: Lease) -> None:
+    def check(self, parts: Sequence[Part], lease: Lease) -> None:
         """Raises CoverageError when a part has not the bytes that its tokens need."""
-        expected = message.num_tokens * layer_token_bytes(lease.layout, self.side.layout)
-        if message.nbytes != expected:
-            raise CoverageError(
-                f"layer {message.layer}, {message.num_tokens} tokens came with {message.nbytes} "
-                f"bytes; they have {expected}"
-            )
+        token_bytes = layer_token_bytes(lease.layout, self.side.layout)
+        for part in parts:
+            if part.nbytes != part.num_tokens * token_bytes:
+                raise CoverageError(
+                    f"layer {part.layer}, {part.num_tokens} tokens came with {part.nbytes} "
+                    f"bytes; they have {part.num_tokens * token_bytes}"
+                )
 
-    def landed(self, message: Message, lease: Lease, now_s: float) -> None:
-        """Accounts for a part. Raises CoverageError for one that came before or can't be."""
+    def landed(self, parts: Sequence[Part], lease: Lease, now_s: float) -> None:
+        """Accounts for each part. Raises CoverageError for one that came before or can't be."""
         heads = shared_heads(lease.layout, self.side.layout)
         if heads is None:
             raise CoverageError("the sender has no head of this receiver")
-        self._coverage.add(message.layer, heads, message.start_token, message.num_tokens)
-        self._chunks.add(message.chunk)
+        for part in parts:
+            self._coverage.add(part.layer, heads, part.start_token, part.num_tokens)
+            self._chunks.add(part.chunk)
         self.progress_s = now_s
 
     def overdue(self, now_s: float, transfer_timeout_s: float) -> str:

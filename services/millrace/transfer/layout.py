@@ -92,22 +92,28 @@ def at_layer(runs: Runs, sender: KvLayout, receiver: KvLayout, layer: int) -> Ru
 
 
 def packed(sender: KvLayout, receiver: KvLayout, start_token: int, num_tokens: int) -> Side:
-    """A staging slot that holds just this token range of one layer, tightly: a pool of one page."""
+    """A piece of a staging slot that holds just this token range of one layer, tightly.
+
+    Whole pages of the receiver lie in it as they will in the pool, so that they move in one piece;
+    any other range is a single page of its own size.
+    """
     heads = shared_heads(sender, receiver)
     if heads is None:
         raise ValueError(mismatch(sender, receiver))
+    whole = start_token % receiver.page_tokens == num_tokens % receiver.page_tokens == 0
+    page_tokens = receiver.page_tokens if whole else num_tokens
     layout = KvLayout(
         model_hash=sender.model_hash,
         dtype=sender.dtype,
         num_layers=1,
         num_kv_heads=sender.num_kv_heads,
         head_dim=sender.head_dim,
-        page_tokens=num_tokens,
+        page_tokens=page_tokens,
         head_start=heads[0],
         head_count=heads[1],
-        num_pages=1,
+        num_pages=num_tokens // page_tokens,
     )
-    return Side(layout, np.zeros(1, dtype=np.int64), start_token)
+    return Side(layout, np.arange(layout.num_pages, dtype=np.int64), start_token)
 
 
 def layer_token_bytes(sender: KvLayout, receiver: KvLayout) -> int:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import struct
 from dataclasses import dataclass
 from enum import IntEnum
+from typing import NamedTuple
 
 from millrace.core.errors import TransferError
 
@@ -12,15 +13,18 @@ from millrace.core.errors import TransferError
 TO_RECEIVER = 1
 TO_SENDER = 2
 
-# channel u8, kind u8, layer u16, lease u32, chunk u32, slot u32, start u32, tokens u32,
-# generation u64, bytes u64
-_HEADER = struct.Struct("<BBHIIIIIQQ")
+# channel u8, kind u8, parts u16, lease u32, slot u32, generation u64; then the parts, each of
+# chunk u32, layer u16, start u32, tokens u32, bytes u64; then the request's id
+_HEADER = struct.Struct("<BBHIIQ")
+_PART = struct.Struct("<IHIIQ")
+#: A notification of this many parts stays below 3 KiB.
+MAX_PARTS = 128
 
 
 class Kind(IntEnum):
     """What a notification says."""
 
-    WRITTEN = 1  # to the receiver: a part's bytes lie there
+    WRITTEN = 1  # to the receiver: the bytes of some parts lie there
     ALIVE = 2  # to the receiver: the sender still holds the lease
     DRAINED = 3  # to the receiver: no write of the lease is in flight, and none will follow
     SLOT_FREE = 4  # to the sender: a staging slot may be written again
@@ -33,59 +37,54 @@ class Kind(IntEnum):
         return TO_RECEIVER if self <= Kind.DRAINED else TO_SENDER
 
 
+class Part(NamedTuple):
+    """A token range of a layer of a chunk, and how many bytes of it were written."""
+
+    chunk: int
+    layer: int
+    start_token: int
+    num_tokens: int
+    nbytes: int
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Message:
-    """One notification. `generation` is the receiver's. A part is a token range of a layer;
-    `slot` is where it was staged."""
+    """One notification. `generation` is the receiver's.
+
+    A write carries `parts`, in this order in its staging `slot` where there is one.
+    """
 
     kind: Kind
     request_id: str
     lease: int
     generation: int
-    chunk: int = 0
-    layer: int = 0
     slot: int = 0
-    start_token: int = 0
-    num_tokens: int = 0
-    nbytes: int = 0
+    parts: tuple[Part, ...] = ()
 
     def encode(self) -> bytes:
-        return (
-            _HEADER.pack(
-                self.kind.channel,
-                self.kind,
-                self.layer,
-                self.lease,
-                self.chunk,
-                self.slot,
-                self.start_token,
-                self.num_tokens,
-                self.generation,
-                self.nbytes,
-            )
-            + self.request_id.encode()
+        header = _HEADER.pack(
+            self.kind.channel, self.kind, len(self.parts), self.lease, self.slot, self.generation
         )
+        parts = (_PART.pack(*part) for part in self.parts)
+        return b"".join((header, *parts, self.request_id.encode()))
 
     @staticmethod
     def decode(payload: bytes) -> Message:
         """Raises TransferError for bytes that `encode` can't have made."""
         try:
-            channel, kind, layer, lease, chunk, slot, start, tokens, generation, nbytes = (
-                _HEADER.unpack_from(payload)
-            )
+            channel, kind, count, lease, slot, generation = _HEADER.unpack_from(payload)
             if Kind(kind).channel != channel:
                 raise ValueError(f"kind {kind} on channel {channel}")
+            end = _HEADER.size + count * _PART.size
+            if len(payload) < end:
+                raise ValueError(f"{len(payload)} bytes can't hold {count} parts")
             return Message(
                 kind=Kind(kind),
-                request_id=payload[_HEADER.size :].decode(),
+                request_id=payload[end:].decode(),
                 lease=lease,
                 generation=generation,
-                chunk=chunk,
-                layer=layer,
                 slot=slot,
-                start_token=start,
-                num_tokens=tokens,
-                nbytes=nbytes,
+                parts=tuple(map(Part._make, _PART.iter_unpack(payload[_HEADER.size : end]))),
             )
         except (struct.error, ValueError) as error:
             raise TransferError(f"not a KV notification: {error}") from error

@@ -41,11 +41,6 @@ SPIN_S = 2e-3
 #: After a command the thread keeps polling this long: notifications and connections to peers are
 #: sent on while it polls, and nothing says when they are.
 LINGER_S = 0.05
-#: A write takes its descriptors from a prepared list of equal grains unless that makes more than
-#: this many of them a run.
-GRAINS_PER_RUN = 16
-
-_LOCAL = "NIXL_INIT_AGENT"
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -75,7 +70,6 @@ class NixlTransport:
         self._registered: list[Any] = []
         self._peers: dict[str, bytes] = {}
         self._known: dict[str, PeerMetadata] = {}
-        self._lists: dict[tuple[str, int, int], Any] = {}
         self._writes: list[_Write] = []
         self._disconnected: type[Exception] = PeerLostError
         self._thread = threading.Thread(target=self._run, name=f"nixl {name}", daemon=True)
@@ -195,8 +189,10 @@ class NixlTransport:
             self._shut()
 
     def _run_commands(self) -> int:
-        done = 0
-        while self._commands and not self._closed:
+        """Up to the first that posts a write: that may have copied all its bytes, and its end is
+        to be told before the next one is posted. Returns how many."""
+        done, before = 0, len(self._writes)
+        while self._commands and not self._closed and len(self._writes) <= before:
             _, run = self._commands.popleft()
             run()
             done += 1
@@ -307,32 +303,11 @@ class NixlTransport:
             runs.check_within(local.nbytes, remote.nbytes)
         except (IndexError, ValueError) as error:
             raise TransferError(f"write to {peer}: {error}") from error
-        grain = runs.grain()
-        if runs.total_bytes > GRAINS_PER_RUN * grain * len(runs):
-            descriptors = (
-                self._agent.get_xfer_descs(descriptor_rows(m, starts, runs.length), segment(m))
-                for m, starts in ((local, runs.source), (remote, runs.target))
-            )
-            return self._agent.initialize_xfer("WRITE", *descriptors, peer, notification)
-        source, target = runs.indices(grain)
-        return self._agent.make_prepped_xfer(
-            "WRITE",
-            self._list(_LOCAL, regions[0], local, grain),
-            source,
-            self._list(peer, regions[1], remote, grain),
-            target,
-            notification,
+        descriptors = (
+            self._agent.get_xfer_descs(descriptor_rows(m, starts, runs.length), segment(m))
+            for m, starts in ((local, runs.source), (remote, runs.target))
         )
-
-    def _list(self, owner: str, region: int, memory: Memory, grain: int) -> Any:  # noqa: ANN401 - NIXL has no types
-        """The prepared descriptor list that cuts a region into grains; made once."""
-        key = (owner, region, grain)
-        if key not in self._lists:
-            rows = [memory.pointer, grain, max(memory.device, 0), grain, memory.nbytes // grain]
-            self._lists[key] = self._agent.prep_xfer_dlist(
-                owner, np.array([rows], dtype=np.uint64), segment(memory)
-            )
-        return self._lists[key]
+        return self._agent.initialize_xfer("WRITE", *descriptors, peer, notification)
 
     def _notify(self, peer: str, payload: bytes) -> None:
         self._require(peer)
@@ -352,8 +327,6 @@ class NixlTransport:
     def _forget(self, peer: str) -> None:
         for write in [w for w in self._writes if w.peer == peer]:
             self._end(write, PeerLostError(f"{peer} is gone"))
-        for key in [k for k in self._lists if k[0] == peer]:
-            self._release(self._lists.pop(key))
         if (metadata := self._peers.pop(peer, None)) is not None:
             del self._names[metadata]
             with suppress(Exception):  # NIXL may have dropped it by itself
@@ -385,10 +358,7 @@ class NixlTransport:
             return
         for peer in list(self._peers):
             self._forget(peer)
-        for handle in self._lists.values():
-            self._release(handle)
         for registered in self._registered:
             with suppress(Exception):  # the agent goes next and takes them with it
                 self._agent.deregister_memory(registered)
-        self._lists.clear()
         self._agent = None

@@ -324,7 +324,7 @@ class ReceiveManager:
 
     def _written(self, lease: Lease, admission: Admission, message: Message) -> None:
         try:
-            admission.check(message, lease)
+            admission.check(message.parts, lease)
         except CoverageError as error:
             self._fail(admission, str(error))
             return
@@ -352,7 +352,7 @@ class ReceiveManager:
 
     def _account(self, lease: Lease, admission: Admission, message: Message) -> None:
         try:
-            admission.landed(message, lease, time.monotonic())
+            admission.landed(message.parts, lease, time.monotonic())
         except CoverageError as error:
             self._fail(admission, str(error))
         else:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 
 import numpy as np
 import numpy.typing as npt
@@ -34,6 +35,17 @@ class Runs:
     def of(source: int, target: int, length: int) -> Runs:
         """A single run."""
         return Runs(*(np.array([v], dtype=np.int64) for v in (source, target, length)))
+
+    @staticmethod
+    def joined(pieces: Sequence[Runs]) -> Runs:
+        """All runs of the pieces, in order."""
+        if len(pieces) == 1:
+            return pieces[0]
+        return Runs(
+            np.concatenate([piece.source for piece in pieces]),
+            np.concatenate([piece.target for piece in pieces]),
+            np.concatenate([piece.length for piece in pieces]),
+        )
 
     def __len__(self) -> int:
         return len(self.length)

@@ -8,41 +8,26 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import math
 import time
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from concurrent.futures import Future
-from dataclasses import dataclass
 from typing import Any
 
 from millrace.core.config import TransferConfig
 from millrace.core.errors import TransferError
 from millrace.core.kv_transfer import HandshakeAsk, HandshakeGrant, HandshakeQueued, Ticket
+from millrace.transfer.batching import Batch, PartQueue, Ready
 from millrace.transfer.control import KvPeer, Outlet, SendTimings
 from millrace.transfer.handshake import SLOTS
-from millrace.transfer.layout import Side, at_layer, layer_runs, layer_token_bytes, mismatch, packed
+from millrace.transfer.layout import Side, mismatch
 from millrace.transfer.messages import Kind, Message
-from millrace.transfer.runs import Runs
-from millrace.transfer.staging import slot_offset, slot_tokens
 
 log = logging.getLogger(__name__)
 
-#: A layer of a chunk is written in parts of at most this, so that the transport's thread comes
-#: round often, and a cancelled transfer drains soon.
-MAX_PART_BYTES = 32 << 20
-MAX_IN_FLIGHT = 64
+#: While one write moves the next one waits for its turn; what gets ready meanwhile goes together.
+MAX_IN_FLIGHT = 2
 ABORT_TIMEOUT_S = 5.0
-
-
-@dataclass(frozen=True, slots=True)
-class _Part:
-    """Tokens of a layer of a chunk that are written, and notified, at once."""
-
-    chunk: int
-    layer: int
-    start_token: int
-    num_tokens: int
 
 
 class SendSession:
@@ -61,7 +46,7 @@ class SendSession:
     ) -> None:
         self.ticket = ticket
         self.timings = SendTimings(time.monotonic())
-        self._side = side
+        self._layout = side.layout
         self._prompt_tokens = prompt_tokens
         self._control = peer
         self._outlet = outlet
@@ -69,19 +54,17 @@ class SendSession:
         self._config = config
         self._on_over = on_over
         self._loop = asyncio.get_running_loop()
-        self._ready: deque[_Part] = deque()
-        self._parts: deque[_Part] = deque()
+        self._queue = PartQueue(side, prompt_tokens)
+        self._called = False  # whether the loop is about to come by for what is queued
         self._writes: dict[Future[None], int] = {}
         self._done: deque[Future[None]] = deque()
         self._free_slots = set(range(SLOTS))
         self._grant: HandshakeGrant | None = None
-        self._target: Side | None = None
         self._peer = ""
         self._heard_s = self._progress_s = time.monotonic()
         self._failure: TransferError | None = None
         self._dropped = False
         self._over = False
-        self._runs: dict[tuple[int, int], Runs] = {}
         self._changed = asyncio.Event()
         self._opening = self._loop.create_task(self._open())
 
@@ -97,8 +80,10 @@ class SendSession:
 
         On a device the caller makes sure that the kernels that wrote it have ended.
         """
-        self._ready.append(_Part(chunk_index, layer, start_token, num_tokens))
-        self._loop.call_soon_threadsafe(self._pump)
+        self._queue.add(Ready(chunk_index, layer, start_token, num_tokens))
+        if not self._called:
+            self._called = True
+            self._loop.call_soon_threadsafe(self._come_by)
 
     async def finish(self, message: Any) -> None:  # noqa: ANN401 - the wire's type
         """Sends `message` once shaken hands, then waits until every write was acknowledged.
@@ -190,22 +175,22 @@ class SendSession:
             return True
         if self._writes or (self._grant is None and not self._dropped):
             return False
-        return self._dropped or not (self._ready or self._parts)
+        return self._dropped or not self._queue
 
     async def _open(self) -> None:
         """The handshake, while compute goes on (Tetris figure 7-b)."""
         ask = HandshakeAsk(
             ticket=self.ticket,
-            layout=self._side.layout,
+            layout=self._layout,
             start_token=0,
             num_tokens=self._prompt_tokens,
             agent_metadata=self._outlet.metadata,
         )
         try:
             grant = await self._ask(ask)
-            if reason := mismatch(self._side.layout, grant.layout):
+            if reason := mismatch(self._layout, grant.layout):
                 raise self._error(reason)
-            self._target = Side.of(grant.layout, grant.pages, self._prompt_tokens)
+            self._queue.open(grant)
             self._peer = await asyncio.wrap_future(self._transport.connect(grant.agent_metadata))
         except TransferError as error:
             self.fail(error)
@@ -226,84 +211,55 @@ class SendSession:
             except HandshakeQueued as queued:
                 log.debug("%s; asking again", queued)
 
+    def _come_by(self) -> None:
+        self._called = False  # first: what is queued from here on calls again
+        self._pump()
+
     def _pump(self) -> None:
         """Posts what may be posted."""
         while (
             self._grant is not None
             and self._failure is None
             and not self._dropped
+            and self._queue
             and len(self._writes) < MAX_IN_FLIGHT
             and (self._free_slots or not self._grant.buffered)
-            and (part := self._take_part(self._grant)) is not None
         ):
             if time.monotonic() - self._heard_s > self._grant.lease_s:
                 silence = f"no news from {self.ticket.receiver.id} for {self._grant.lease_s:g} s"
                 self.fail(self._error(silence))
                 return
-            self._post(part, self._grant)
+            slot = self._free_slots.pop() if self._grant.buffered else 0
+            batch = self._queue.take(slot)
+            if batch is None:
+                raise AssertionError("the queue holds something but hands nothing out")
+            self._post(batch, slot, self._grant)
         if self._failure is not None or self._dropped:
-            self._ready.clear()
+            self._queue.clear()
         self._changed.set()
 
-    def _take_part(self, grant: HandshakeGrant) -> _Part | None:
-        while not self._parts and self._ready:
-            self._parts.extend(self._split(self._ready.popleft(), grant))
-        return self._parts.popleft() if self._parts else None
-
-    def _split(self, whole: _Part, grant: HandshakeGrant) -> Iterator[_Part]:
-        """Cuts a layer of a chunk where both sides' pages end, if pages are small enough."""
-        token_bytes = layer_token_bytes(self._side.layout, grant.layout)
-        most = max(1, MAX_PART_BYTES // token_bytes)
-        if grant.buffered:
-            most = min(most, slot_tokens(grant.buffer_bytes, token_bytes))
-        step = math.lcm(self._side.layout.page_tokens, grant.layout.page_tokens)
-        stride = most - most % step or most
-        at, end = whole.start_token, whole.start_token + whole.num_tokens
-        while at < end:
-            until = min(end, at - at % stride + stride)
-            yield _Part(whole.chunk, whole.layer, at, until - at)
-            at = until
-
-    def _post(self, part: _Part, grant: HandshakeGrant) -> None:
-        slot = self._free_slots.pop() if grant.buffered else 0
-        runs = self._runs_of(part, grant, slot)
+    def _post(self, batch: Batch, slot: int, grant: HandshakeGrant) -> None:
         message = Message(
             kind=Kind.WRITTEN,
             request_id=self.ticket.request_id,
             lease=grant.lease,
             generation=self.ticket.receiver.generation,
-            chunk=part.chunk,
-            layer=part.layer,
             slot=slot,
-            start_token=part.start_token,
-            num_tokens=part.num_tokens,
-            nbytes=runs.total_bytes,
+            parts=batch.parts,
         )
         now_s = time.monotonic()
         if not self._writes:
             self._progress_s = now_s
         self.timings.first_write_s = self.timings.first_write_s or now_s
         write = self._transport.write(
-            self._peer, runs, message.encode(), region=self._outlet.region, peer_region=grant.region
+            self._peer,
+            batch.runs,
+            message.encode(),
+            region=self._outlet.region,
+            peer_region=grant.region,
         )
-        self._writes[write] = runs.total_bytes
+        self._writes[write] = batch.runs.total_bytes
         write.add_done_callback(self._on_done)
-
-    def _runs_of(self, part: _Part, grant: HandshakeGrant, slot: int) -> Runs:
-        """The part's runs; of a chunk's layers only the first one's are computed."""
-        if self._target is None:
-            raise AssertionError("a part was posted before the grant")
-        sender, key = self._side.layout, (part.start_token, part.num_tokens)
-        if key not in self._runs:
-            if len(self._runs) >= 64:
-                self._runs.clear()
-            target = packed(sender, grant.layout, *key) if grant.buffered else self._target
-            self._runs[key] = layer_runs(self._side, target, *key)
-        runs = self._runs[key]
-        if grant.buffered:
-            offset = slot_offset(grant.buffer_offset, grant.buffer_bytes, slot)
-            return runs.shifted(part.layer * sender.layer_bytes, offset)
-        return at_layer(runs, sender, grant.layout, part.layer)
 
     def _on_done(self, write: Future[None]) -> None:
         """On the transport's thread, or on the loop when a queued write is cancelled."""
@@ -332,8 +288,7 @@ class SendSession:
             self.fail(self._error(str(error)))
 
     def _drop_queue(self) -> None:
-        self._ready.clear()
-        self._parts.clear()
+        self._queue.clear()
         for write in list(self._writes):
             write.cancel()  # those that the transport has not posted yet
         self._say_drained()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 
 import numpy as np
@@ -9,9 +10,9 @@ import numpy as np
 from millrace.core.errors import ConfigError
 from millrace.core.kv_layout import KvLayout
 from millrace.transfer.handshake import SLOTS
-from millrace.transfer.layout import Side, at_layer, layer_runs, packed
+from millrace.transfer.layout import Side, layer_runs, packed
 from millrace.transfer.memory import HOST, Memory, copy_on_host
-from millrace.transfer.messages import Message
+from millrace.transfer.messages import Message, Part
 from millrace.transfer.transport import Transport
 
 #: Slots begin at multiples of this, so that the rows of a slot and of a page divide alike.
@@ -45,19 +46,22 @@ class Staging:
     def scatter(
         self, message: Message, backend: int, sender: KvLayout, receiver: Side
     ) -> Future[None]:
-        """Copies a part from its slot into the pages. Done when the slot may be written again."""
+        """Copies a slot's parts into the pages. Done when the slot may be written again."""
         offset = slot_offset(self.offset(backend), self.buffer_bytes, message.slot)
-        return self._thread.submit(self._scatter, message, offset, sender, receiver)
+        return self._thread.submit(self._scatter, message.parts, offset, sender, receiver)
 
     def close(self) -> None:
         self._thread.shutdown(wait=True)
 
-    def _scatter(self, message: Message, offset: int, sender: KvLayout, receiver: Side) -> None:
-        slot = packed(sender, receiver.layout, message.start_token, message.num_tokens)
-        runs = layer_runs(slot, receiver, message.start_token, message.num_tokens)
-        target = at_layer(runs, slot.layout, receiver.layout, message.layer)
-        source = runs.source + offset
-        copy_on_host(self._memory, self._pool, type(runs)(source, target.target, runs.length))
+    def _scatter(
+        self, parts: Sequence[Part], offset: int, sender: KvLayout, receiver: Side
+    ) -> None:
+        for part in parts:
+            tokens = part.start_token, part.num_tokens
+            runs = layer_runs(packed(sender, receiver.layout, *tokens), receiver, *tokens)
+            runs = runs.shifted(offset, part.layer * receiver.layout.layer_bytes)
+            copy_on_host(self._memory, self._pool, runs)
+            offset += part.nbytes
 
 
 def slot_bytes(buffer_bytes: int) -> int:

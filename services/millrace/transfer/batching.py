@@ -1,0 +1,126 @@
+"""What a sender has ready, cut into parts and put together into writes. Pure bookkeeping.
+
+Everything that is ready goes into one write, up to a limit: while compute is slower than the wire
+that is one layer at a time, and while it is faster the fixed cost of a write is shared.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import deque
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from millrace.core.kv_transfer import HandshakeGrant
+from millrace.transfer.layout import Side, at_layer, layer_runs, layer_token_bytes, packed
+from millrace.transfer.messages import MAX_PARTS, Part
+from millrace.transfer.runs import Runs
+from millrace.transfer.staging import slot_bytes, slot_offset, slot_tokens
+
+#: A write has at most this many bytes, so that the transport's thread comes round often, and a
+#: cancelled transfer drains soon.
+MAX_WRITE_BYTES = 32 << 20
+#: Token ranges whose runs are kept; the layers of a chunk share one.
+MAX_KEPT_RUNS = 64
+
+
+@dataclass(frozen=True, slots=True)
+class Ready:
+    """A layer of a chunk that lies in its pages."""
+
+    chunk: int
+    layer: int
+    start_token: int
+    num_tokens: int
+
+
+@dataclass(frozen=True, slots=True)
+class Batch:
+    """One write."""
+
+    parts: tuple[Part, ...]
+    runs: Runs
+
+
+class PartQueue:
+    """Of one request and one grant. `add` alone may be called from another thread."""
+
+    def __init__(self, side: Side, prompt_tokens: int) -> None:
+        self._side = side
+        self._prompt_tokens = prompt_tokens
+        self._ready: deque[Ready] = deque()
+        self._parts: deque[Part] = deque()
+        self._grant: HandshakeGrant | None = None
+        self._runs: dict[tuple[int, int], Runs] = {}
+
+    def __bool__(self) -> bool:
+        return bool(self._ready or self._parts)
+
+    def add(self, ready: Ready) -> None:
+        self._ready.append(ready)
+
+    def open(self, grant: HandshakeGrant) -> None:
+        """Where to write. Raises ValueError when the grant's pages can't hold the prompt."""
+        self._target = Side.of(grant.layout, grant.pages, self._prompt_tokens)
+        self._token_bytes = layer_token_bytes(self._side.layout, grant.layout)
+        self._grant = grant
+
+    def take(self, slot: int) -> Batch | None:
+        """The next write, into `slot` where the grant is buffered; None while nothing is ready."""
+        if (grant := self._grant) is None:
+            return None
+        room = slot_bytes(grant.buffer_bytes) if grant.buffered else MAX_WRITE_BYTES
+        at = slot_offset(grant.buffer_offset, grant.buffer_bytes, slot) if grant.buffered else 0
+        parts: list[Part] = []
+        pieces: list[Runs] = []
+        while len(parts) < MAX_PARTS and (part := self._next(grant)) is not None:
+            if parts and part.nbytes > room:
+                break
+            self._parts.popleft()
+            parts.append(part)
+            pieces.append(self._runs_of(part, grant, at))
+            room -= part.nbytes
+            at += part.nbytes
+        return Batch(tuple(parts), Runs.joined(pieces)) if parts else None
+
+    def clear(self) -> None:
+        """Nothing more will be sent."""
+        self._ready.clear()
+        self._parts.clear()
+
+    def _next(self, grant: HandshakeGrant) -> Part | None:
+        while not self._parts and self._ready:
+            self._parts.extend(self._cut(self._ready.popleft(), grant))
+        return self._parts[0] if self._parts else None
+
+    def _cut(self, ready: Ready, grant: HandshakeGrant) -> Iterator[Part]:
+        """Cuts a layer of a chunk where both sides' pages end, if pages are small enough."""
+        step = math.lcm(self._side.layout.page_tokens, grant.layout.page_tokens)
+        most = max(1, MAX_WRITE_BYTES // self._token_bytes)
+        if grant.buffered:
+            step = grant.layout.page_tokens
+            most = min(most, slot_tokens(grant.buffer_bytes, self._token_bytes))
+        stride = most - most % step or most
+        at, end = ready.start_token, ready.start_token + ready.num_tokens
+        while at < end:
+            until = min(end, at - at % stride + stride)
+            if grant.buffered and until == end and (whole := end - end % step) > at:
+                until = whole  # what is left of a page is packed apart from whole pages
+            if grant.buffered and at % step and (whole := at - at % step + step) < until:
+                until = whole
+            count = until - at
+            yield Part(ready.chunk, ready.layer, at, count, count * self._token_bytes)
+            at = until
+
+    def _runs_of(self, part: Part, grant: HandshakeGrant, at: int) -> Runs:
+        """The part's runs; of a chunk's layers only the first one's are computed."""
+        sender, key = self._side.layout, (part.start_token, part.num_tokens)
+        if key not in self._runs:
+            if len(self._runs) >= MAX_KEPT_RUNS:
+                self._runs.clear()
+            target = packed(sender, grant.layout, *key) if grant.buffered else self._target
+            self._runs[key] = layer_runs(self._side, target, *key)
+        runs = self._runs[key]
+        if grant.buffered:
+            return runs.shifted(part.layer * sender.layer_bytes, at)
+        return at_layer(runs, sender, grant.layout, part.layer)
