@@ -8,6 +8,7 @@ from pathlib import Path
 
 import httpx
 import pytest
+import redis.asyncio
 
 from millrace.up import Stack, StackOptions, StartupError
 from support.live_stack import eventually, greedy_ids, live_stack
@@ -67,10 +68,32 @@ async def test_the_fleet_comes_back_after_the_schedulers_death() -> None:
         live_stack(served_folder(MODEL), settings=FAST) as stack,
         httpx.AsyncClient(base_url=stack.url, timeout=30) as client,
     ):
-        kill(stack, "scheduler")
-        await asyncio.sleep(0.2)
+        body = {"model": "tiny", "prompt": [9], "max_tokens": 4000, "ignore_eos": True}
+        async with client.stream("POST", "/v1/completions", json={**body, "stream": True}) as s:
+            lines = s.aiter_lines()
+            await anext(lines)
+            kill(stack, "scheduler")
+            rest = [line async for line in lines]
+        assert any('"error"' in line for line in rest)
+        await eventually(lambda: stack.services["scheduler"].restarts == 1, 30)
         await eventually(lambda: ready(client), 40)
         assert await greedy_ids(client, prompt(50), 8) == oracle(MODEL).greedy(prompt(50), 8)
+
+
+async def test_requests_outlive_their_store_and_new_ones_are_refused() -> None:
+    """Redis holds the journal and prompts; tokens under way need neither."""
+    async with (
+        live_stack(served_folder(MODEL), settings=FAST) as stack,
+        httpx.AsyncClient(base_url=stack.url, timeout=30) as client,
+    ):
+        answer = asyncio.create_task(greedy_ids(client, prompt(50), 600))
+        await asyncio.sleep(0.3)
+        url = next(a for a in stack.services["proxy"].arguments if a.startswith("store.url="))
+        async with redis.asyncio.from_url(url.removeprefix("store.url=")) as store:
+            await store.shutdown(nosave=True)
+        refused = await client.post("/v1/completions", json={"model": "tiny", "prompt": [9]})
+        assert refused.status_code == 503
+        assert await answer == oracle(MODEL).greedy(prompt(50), 600)
 
 
 async def test_a_frozen_prefill_is_taken_for_dead() -> None:
