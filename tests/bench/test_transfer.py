@@ -16,6 +16,7 @@ def test_a_small_run_reports_every_case():
     report = run(
         sizes_mib=(2,),
         repeats=1,
+        in_flight=2,
         overlap_mib=2,
         layer_ms=0.2,
         on_progress=lambda done, total, what: steps.append((done, total, what)),
@@ -28,8 +29,9 @@ def test_a_small_run_reports_every_case():
     ]
     for rate in report["rates"]:
         assert rate["bytes"] == 2 << 20
-        expected = rate["kv_bytes_per_s"] / rate["bare_bytes_per_s"]
-        assert abs(rate["ratio"] / expected - 1) < 1e-9
+        for shape in ("one", "stream"):  # of a single repetition
+            expected = rate[f"{shape}_bytes_per_s"] / rate[f"{shape}_bare_bytes_per_s"]
+            assert abs(rate[f"{shape}_ratio"] / expected - 1) < 1e-9
     assert [o["mode"] for o in report["overlap"]] == ["buffer-free", "buffered"]
     assert all(o["at_end_ms"] > 0 and o["compute_ms"] > 0 for o in report["overlap"])
     assert [done for done, _, _ in steps] == list(range(5)) and steps[-1][1] == 5

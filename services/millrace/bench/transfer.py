@@ -1,50 +1,46 @@
-"""`millrace bench transfer`: a request's KV through handshake and NIXL, against a bare NIXL write.
+"""`millrace bench transfer`: requests' KV through handshake and NIXL, against bare NIXL writes.
 
-Two processes on this machine, as prefill and decode are. First the rate: a whole request (its
-handshake, one write a layer, accounting at the receiver) beside one bare NIXL write of as many
-bytes in one piece; the two take turns, so that other load hits both alike, and the medians are
-compared. Then what layer-wise overlap hides: the layers' compute is a real matrix product each;
-KV goes out as each layer ends, or all at the end, and the time that the last KV lands after the
-last layer is what TTFT would see.
+Two processes on this machine, as prefill and decode are. First the rate, in two ways. *One request*
+is all that a request costs by itself: a fresh handshake, its writes, their accounting. A *stream*
+is what an instance moves in service: requests follow one another, a few of them in flight, each
+with its own handshake. Beside each goes NIXL by itself with the same bytes of the same pages, one
+write a request, as many in flight. The two take turns, so that other load hits both alike, and the
+medians are compared. Then what layer-wise overlap hides: the layers' compute is a real matrix
+product each; KV goes out as each layer ends, or all at the end, and the time that the last KV
+lands after the last layer is what TTFT would see.
 """
 
 from __future__ import annotations
 
 import asyncio
 import json
-import multiprocessing as mp
 import os
 import statistics
 import time
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, replace
-from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Annotated, Any
 
 import numpy as np
 import torch
 import typer
+import uvloop
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
+from millrace.bench.transfer_bare import BareWriter
 from millrace.bench.transfer_load import LayerProduct
-from millrace.bench.transfer_receiver import (
-    ANSWER_TIMEOUT_S,
-    BARE_RECEIVER,
-    MIB,
-    bare_agent,
-    receive,
-    region_rows,
-)
+from millrace.bench.transfer_receiver import MIB, Expected, Receiver, receiver_process
 from millrace.bench.transfer_report import as_tables
 from millrace.core.config import TransferConfig
-from millrace.core.errors import TransferError
 from millrace.core.kv_layout import KvLayout
 from millrace.engine.kv_pool import KvPool
 from millrace.transfer.environment import transport_environment
+from millrace.transfer.layout import Side, at_layer, layer_runs
+from millrace.transfer.memory import Memory
 from millrace.transfer.nixl_transport import NixlTransport
+from millrace.transfer.runs import Runs
 from millrace.transfer.send_manager import SendManager, SendSession
 from millrace.wire.kv_peer import KvPeers
 from millrace.wire.pb import transfer_pb2
@@ -63,17 +59,27 @@ LAYOUT = KvLayout(
 """An 8B-class model's: 128 KiB a token, 64 KiB a page of a layer."""
 
 
+#: A stream moves at least this much, and at least one request more than are in flight.
+STREAM_MIB = 256
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Rate:
-    """Median bytes/s of both sides. `pages` is contiguous or scattered."""
+    """Medians, bytes/s: one request by itself, a stream of requests, and bare NIXL for each.
+
+    A ratio is the median of those of the repetitions. `pages` is contiguous or scattered.
+    """
 
     bytes: int
     pages: str
     mode: str
-    kv_bytes_per_s: float
-    bare_bytes_per_s: float
     handshake_ms: float
-    ratio: float
+    one_bytes_per_s: float
+    one_bare_bytes_per_s: float
+    one_ratio: float
+    stream_bytes_per_s: float
+    stream_bare_bytes_per_s: float
+    stream_ratio: float
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -95,6 +101,7 @@ def run(
     *,
     sizes_mib: Sequence[int] = (8, 64, 256),
     repeats: int = 5,
+    in_flight: int = 4,
     overlap_mib: int = 64,
     layer_ms: float = 4.0,
     threads: int = 1,
@@ -107,14 +114,14 @@ def run(
     """
     for name, value in transport_environment("127.0.0.1").items():
         os.environ.setdefault(name, value)
-    tokens = max(*sizes_mib, overlap_mib) * MIB // LAYOUT.bytes_per_token
+    tokens = max(in_flight * max(sizes_mib), overlap_mib) * MIB // LAYOUT.bytes_per_token
     layout = replace(LAYOUT, num_pages=LAYOUT.pages_for(tokens))
     before = torch.get_num_threads()
     torch.set_num_threads(threads)
     try:
-        with _receiver_process(layout) as receiver:
-            bench = _Bench(layout, receiver, repeats, on_progress)
-            rates, overlaps = asyncio.run(bench.measure(sizes_mib, overlap_mib, layer_ms))
+        with receiver_process(layout) as receiver:
+            bench = _Bench(layout, receiver, repeats, in_flight, on_progress)
+            rates, overlaps = uvloop.run(bench.measure(sizes_mib, overlap_mib, layer_ms))
     finally:
         torch.set_num_threads(before)
     return {
@@ -123,40 +130,10 @@ def run(
         "threads": threads,
         "layout": asdict(layout),
         "repeats": repeats,
+        "in_flight": in_flight,
         "rates": [asdict(rate) for rate in rates],
         "overlap": [asdict(overlap) for overlap in overlaps],
     }
-
-
-class _Receiver:
-    """The receiving process, seen from the sender's."""
-
-    def __init__(self, pipe: Connection) -> None:
-        self._pipe = pipe
-        self.addresses: dict[str, str] = self.receive()
-        self.bare_metadata, self.bare_pointer = self.receive()
-
-    def receive(self) -> Any:  # noqa: ANN401 - whatever the child says
-        if not self._pipe.poll(ANSWER_TIMEOUT_S):
-            raise TransferError("the receiving process said nothing in time")
-        return self._pipe.recv()
-
-    def ask(self, *command: object) -> Any:  # noqa: ANN401
-        self._pipe.send(command)
-        return self.receive()
-
-
-@contextmanager
-def _receiver_process(layout: KvLayout) -> Iterator[_Receiver]:
-    context = mp.get_context("spawn")
-    ours, theirs = context.Pipe()
-    process = context.Process(target=receive, args=(theirs, layout), daemon=True)
-    process.start()
-    try:
-        yield _Receiver(ours)
-    finally:
-        process.kill()
-        process.join()
 
 
 class _Bench:
@@ -165,17 +142,19 @@ class _Bench:
     def __init__(
         self,
         layout: KvLayout,
-        receiver: _Receiver,
+        receiver: Receiver,
         repeats: int,
+        in_flight: int,
         on_progress: Callable[[int, int, str], None],
     ) -> None:
         self._layout = layout
         self._receiver = receiver
         self._repeats = repeats
+        self._in_flight = in_flight
         self._on_progress = on_progress
-        self._requests = 0
+        self._sent = 0
         self._pool = KvPool(layout).storage.fill_(1)  # memory in use, as a prompt's is
-        self._bare = _BareWriter(self._pool, receiver)
+        self._bare = BareWriter(Memory.of_tensor(self._pool), receiver.pool, receiver.bare_metadata)
 
     async def measure(
         self, sizes_mib: Sequence[int], overlap_mib: int, layer_ms: float
@@ -214,32 +193,70 @@ class _Bench:
         return rates, overlaps
 
     async def _rate(self, nbytes: int, pages: str, mode: str) -> Rate:
-        ours: list[float] = []
-        bare: list[float] = []
+        count = max(self._in_flight + 1, STREAM_MIB * MIB // nbytes)
+        shapes = {"one": (1, 1), "stream": (count, self._in_flight)}
+        ours: dict[str, list[float]] = {name: [] for name in shapes}
+        bare: dict[str, list[float]] = {name: [] for name in shapes}
         handshakes: list[float] = []
         for repeat in range(self._repeats + 1):  # the first one warms up
             if repeat:
                 self._step(f"{nbytes // MIB} MiB {pages} {mode}")
-            request = self._admit(nbytes, pages, mode)
-            started_s = time.perf_counter()
-            session = await self._open(request, nbytes, pages, mode)
-            for layer in range(self._layout.num_layers):
-                session.layer_ready(0, layer, 0, self._tokens(nbytes))
-            await session.finish(_finish())
-            ours.append(time.perf_counter() - started_s)
-            handshakes.append(session.timings.handshake_s)
-            self._receiver.ask("landed", mode, request)
-            bare.append(self._bare.write(nbytes))
-        seconds, bare_seconds = statistics.median(ours[1:]), statistics.median(bare[1:])
+            for name, (requests, in_flight) in shapes.items():
+                expected = self._requests(nbytes, pages, requests, in_flight)
+                seconds, handshake_s = await self._send(expected, mode, in_flight)
+                ours[name].append(requests * nbytes / seconds)
+                bare[name].append(requests * nbytes / self._write_bare(expected, in_flight))
+                if name == "one":
+                    handshakes.append(handshake_s)
+        found: dict[str, float] = {}
+        for name in shapes:
+            pairs = list(zip(ours[name][1:], bare[name][1:], strict=True))
+            found[f"{name}_bytes_per_s"] = statistics.median(mine for mine, _ in pairs)
+            found[f"{name}_bare_bytes_per_s"] = statistics.median(theirs for _, theirs in pairs)
+            found[f"{name}_ratio"] = statistics.median(mine / theirs for mine, theirs in pairs)
         return Rate(
             bytes=nbytes,
             pages=pages,
             mode=mode,
-            kv_bytes_per_s=nbytes / seconds,
-            bare_bytes_per_s=nbytes / bare_seconds,
             handshake_ms=1e3 * statistics.median(handshakes[1:]),
-            ratio=bare_seconds / seconds,
+            **found,
         )
+
+    async def _send(
+        self, expected: Sequence[Expected], mode: str, in_flight: int
+    ) -> tuple[float, float]:
+        """Seconds until all requests were acknowledged, and of the last handshake."""
+        self._receiver.ask("expect", mode, expected, in_flight)
+        handshake_s = 0.0
+
+        async def work(requests: Sequence[Expected]) -> None:
+            nonlocal handshake_s
+            for request in requests:
+                session = await self._open(request, mode)
+                self._all_ready(session, request)
+                await session.finish(_finish())
+                handshake_s = session.timings.handshake_s
+
+        started_s = time.perf_counter()
+        await asyncio.gather(*(work(expected[n::in_flight]) for n in range(in_flight)))
+        seconds = time.perf_counter() - started_s
+        await asyncio.to_thread(self._receiver.ask, "served")
+        return seconds, handshake_s
+
+    def _write_bare(self, expected: Sequence[Expected], in_flight: int) -> float:
+        runs: dict[int, Runs] = {}  # by first page: later requests use the same pages again
+        for _, pages, tokens in expected:
+            if pages[0] not in runs:
+                side = Side.of(self._layout, pages, tokens)
+                first = layer_runs(side, side, 0, tokens)
+                layers = range(self._layout.num_layers)
+                runs[pages[0]] = Runs.joined(
+                    [at_layer(first, self._layout, self._layout, layer) for layer in layers]
+                ).coalesced()
+        self._receiver.ask("poll", True)
+        seconds = self._bare.write([runs[pages[0]] for _, pages, _ in expected], in_flight)
+        self._receiver.ask("poll", False)
+        return seconds
 
     async def _overlap(self, nbytes: int, mode: str, product: LayerProduct) -> Overlap:
         exposed: dict[bool, list[float]] = {True: [], False: []}
@@ -248,10 +265,11 @@ class _Bench:
             if repeat:
                 self._step(f"overlap {nbytes // MIB} MiB {mode}")
             for layer_wise in (False, True):
-                request = self._admit(nbytes, "contiguous", mode)
-                session = await self._open(request, nbytes, "contiguous", mode)
-                compute_s, after_s = await self._prefill(session, nbytes, layer_wise, product)
-                self._receiver.ask("landed", mode, request)
+                (request,) = expected = self._requests(nbytes, "contiguous", 1, 1)
+                self._receiver.ask("expect", mode, expected, 1)
+                session = await self._open(request, mode)
+                compute_s, after_s = await self._prefill(session, request, layer_wise, product)
+                await asyncio.to_thread(self._receiver.ask, "served")
                 if repeat:
                     exposed[layer_wise].append(after_s)
                     computes.append(compute_s)
@@ -266,86 +284,53 @@ class _Bench:
         )
 
     async def _prefill(
-        self, session: SendSession, nbytes: int, layer_wise: bool, product: LayerProduct
+        self, session: SendSession, request: Expected, layer_wise: bool, product: LayerProduct
     ) -> tuple[float, float]:
         """(seconds of compute, seconds from its end until every write was acknowledged)."""
-        layers = range(self._layout.num_layers)
 
         def compute() -> tuple[float, float]:
             started_s = time.perf_counter()
-            for layer in layers:
+            for layer in range(self._layout.num_layers):
                 product.compute()
                 if layer_wise:
-                    session.layer_ready(0, layer, 0, self._tokens(nbytes))
+                    session.layer_ready(0, layer, 0, request[2])
             return time.perf_counter() - started_s, time.perf_counter()
 
         compute_s, ended_s = await asyncio.to_thread(compute)
         if not layer_wise:
-            for layer in layers:
-                session.layer_ready(0, layer, 0, self._tokens(nbytes))
+            self._all_ready(session, request)
         await session.finish(_finish())
         return compute_s, time.perf_counter() - ended_s
 
-    def _admit(self, nbytes: int, pages: str, mode: str) -> str:
-        self._requests += 1
-        request = f"request-{self._requests}"
-        self._receiver.ask("admit", mode, request, self._pages(nbytes, pages), self._tokens(nbytes))
-        return request
-
-    async def _open(self, request: str, nbytes: int, pages: str, mode: str) -> SendSession:
+    async def _open(self, request: Expected, mode: str) -> SendSession:
+        request_id, pages, tokens = request
         return await self._manager.open(
-            request,
+            request_id,
             peer=self._peers.to(self._receiver.addresses[mode]),
             receiver=(mode, 1),
-            prompt_tokens=self._tokens(nbytes),
-            pages=self._pages(nbytes, pages),
+            prompt_tokens=tokens,
+            pages=pages,
         )
 
-    def _tokens(self, nbytes: int) -> int:
-        return nbytes // self._layout.bytes_per_token
+    def _all_ready(self, session: SendSession, request: Expected) -> None:
+        for layer in range(self._layout.num_layers):
+            session.layer_ready(0, layer, 0, request[2])
 
-    def _pages(self, nbytes: int, pages: str) -> list[int]:
+    def _requests(self, nbytes: int, pages: str, count: int, in_flight: int) -> list[Expected]:
+        """Requests of which `in_flight` have pages of their own, and the others follow them."""
         order = np.arange(self._layout.num_pages)
         if pages == "scattered":
             np.random.default_rng(1).shuffle(order)
-        found: list[int] = order[: self._layout.pages_for(self._tokens(nbytes))].tolist()
-        return found
+        tokens = nbytes // self._layout.bytes_per_token
+        size = self._layout.pages_for(tokens)
+        places = [order[n * size : (n + 1) * size].tolist() for n in range(in_flight)]
+        self._sent += count
+        first = self._sent - count
+        return [(f"request-{first + n}", places[n % in_flight], tokens) for n in range(count)]
 
     def _step(self, what: str) -> None:
         self._on_progress(self._done, self._total, what)
         self._done += 1
-
-
-class _BareWriter:
-    """NIXL by itself between the same two pools: one descriptor, one write, a loop that waits."""
-
-    def __init__(self, pool: torch.Tensor, receiver: _Receiver) -> None:
-        self._receiver = receiver
-        self._pointer = pool.data_ptr()
-        self._agent = bare_agent("bench-bare-sender")
-        self._agent.register_memory(region_rows(self._pointer, pool.nbytes), "DRAM")
-        self._agent.add_remote_agent(receiver.bare_metadata)
-
-    def write(self, nbytes: int) -> float:
-        """Seconds for `nbytes` in one piece."""
-        self._receiver.ask("poll", True)
-        started_s = time.perf_counter()
-        handle = self._agent.initialize_xfer(
-            "WRITE",
-            self._agent.get_xfer_descs(region_rows(self._pointer, nbytes), "DRAM"),
-            self._agent.get_xfer_descs(region_rows(self._receiver.bare_pointer, nbytes), "DRAM"),
-            BARE_RECEIVER,
-            b"done",
-        )
-        state = self._agent.transfer(handle)
-        while state == "PROC":
-            state = self._agent.check_xfer_state(handle)
-        elapsed_s = time.perf_counter() - started_s
-        handle.release()
-        self._receiver.ask("poll", False)
-        if state != "DONE":
-            raise TransferError(f"the bare NIXL write failed: {state}")
-        return elapsed_s
 
 
 def _finish() -> transfer_pb2.FinishPrefillRequest:
@@ -359,6 +344,9 @@ def command(
     repeats: Annotated[
         int, typer.Option("--repeats", min=1, help="Repetitions; medians are reported.")
     ] = 5,
+    in_flight: Annotated[
+        int, typer.Option("--in-flight", min=1, help="Requests of a stream at a time.")
+    ] = 4,
     overlap: Annotated[
         int, typer.Option("--overlap", min=1, metavar="MIB", help="KV size of the overlap test.")
     ] = 64,
@@ -370,7 +358,7 @@ def command(
         Path | None, typer.Option("--json", metavar="PATH", help="Write the report as JSON.")
     ] = None,
 ) -> None:
-    """KV transfer between two processes: rate against a bare NIXL write, and what overlap hides."""
+    """KV transfer between two processes: rate against bare NIXL writes, and what overlap hides."""
     try:
         sizes_mib = [int(part) for part in sizes.split(",")]
     except ValueError as error:
@@ -383,6 +371,7 @@ def command(
         report = run(
             sizes_mib=sizes_mib,
             repeats=repeats,
+            in_flight=in_flight,
             overlap_mib=overlap,
             layer_ms=layer_ms,
             threads=threads,

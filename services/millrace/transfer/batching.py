@@ -8,11 +8,12 @@ from __future__ import annotations
 
 import math
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from itertools import groupby
 
 from millrace.core.kv_transfer import HandshakeGrant
-from millrace.transfer.layout import Side, at_layer, layer_runs, layer_token_bytes, packed
+from millrace.transfer.layout import Side, layer_runs, layer_token_bytes, packed
 from millrace.transfer.messages import MAX_PARTS, Part
 from millrace.transfer.runs import Runs
 from millrace.transfer.staging import slot_bytes, slot_offset, slot_tokens
@@ -51,6 +52,8 @@ class PartQueue:
         self._ready: deque[Ready] = deque()
         self._parts: deque[Part] = deque()
         self._grant: HandshakeGrant | None = None
+        self._target: Side
+        self._token_bytes: int
         self._runs: dict[tuple[int, int], Runs] = {}
 
     def __bool__(self) -> bool:
@@ -70,18 +73,13 @@ class PartQueue:
         if (grant := self._grant) is None:
             return None
         room = slot_bytes(grant.buffer_bytes) if grant.buffered else MAX_WRITE_BYTES
-        at = slot_offset(grant.buffer_offset, grant.buffer_bytes, slot) if grant.buffered else 0
         parts: list[Part] = []
-        pieces: list[Runs] = []
         while len(parts) < MAX_PARTS and (part := self._next(grant)) is not None:
             if parts and part.nbytes > room:
                 break
-            self._parts.popleft()
-            parts.append(part)
-            pieces.append(self._runs_of(part, grant, at))
+            parts.append(self._parts.popleft())
             room -= part.nbytes
-            at += part.nbytes
-        return Batch(tuple(parts), Runs.joined(pieces)) if parts else None
+        return Batch(tuple(parts), self._runs_of(parts, grant, slot)) if parts else None
 
     def clear(self) -> None:
         """Nothing more will be sent."""
@@ -112,15 +110,29 @@ class PartQueue:
             yield Part(ready.chunk, ready.layer, at, count, count * self._token_bytes)
             at = until
 
-    def _runs_of(self, part: Part, grant: HandshakeGrant, at: int) -> Runs:
-        """The part's runs; of a chunk's layers only the first one's are computed."""
-        sender, key = self._side.layout, (part.start_token, part.num_tokens)
-        if key not in self._runs:
+    def _runs_of(self, parts: Sequence[Part], grant: HandshakeGrant, slot: int) -> Runs:
+        """The runs of all parts, in order; layers that send the same tokens share theirs."""
+        sender, at = self._side.layout, 0
+        if grant.buffered:
+            at = slot_offset(grant.buffer_offset, grant.buffer_bytes, slot)
+        pieces: list[Runs] = []
+        for tokens, group in groupby(parts, key=lambda part: (part.start_token, part.num_tokens)):
+            same = list(group)
+            layers = [part.layer for part in same]
+            targets = [layer * grant.layout.layer_bytes for layer in layers]
+            if grant.buffered:
+                targets = list(range(at, at + len(same) * same[0].nbytes, same[0].nbytes))
+                at += len(same) * same[0].nbytes
+            sources = [layer * sender.layer_bytes for layer in layers]
+            pieces.append(self._tokens_runs(tokens, grant).repeated(sources, targets))
+        return Runs.joined(pieces)
+
+    def _tokens_runs(self, tokens: tuple[int, int], grant: HandshakeGrant) -> Runs:
+        """Those of layer 0, to the pages or to a slot's beginning. Kept: all layers need them."""
+        if tokens not in self._runs:
             if len(self._runs) >= MAX_KEPT_RUNS:
                 self._runs.clear()
-            target = packed(sender, grant.layout, *key) if grant.buffered else self._target
-            self._runs[key] = layer_runs(self._side, target, *key)
-        runs = self._runs[key]
-        if grant.buffered:
-            return runs.shifted(part.layer * sender.layer_bytes, at)
-        return at_layer(runs, sender, grant.layout, part.layer)
+            sender = self._side.layout
+            target = packed(sender, grant.layout, *tokens) if grant.buffered else self._target
+            self._runs[tokens] = layer_runs(self._side, target, *tokens)
+        return self._runs[tokens]

@@ -61,6 +61,15 @@ class Runs:
         moved._shift = (source, target)
         return moved
 
+    def repeated(self, sources: Sequence[int], targets: Sequence[int]) -> Runs:
+        """All runs once for each pair of shifts, in bytes, in their order."""
+        by_source, by_target = (np.asarray(shifts, dtype=np.int64) for shifts in (sources, targets))
+        return Runs(
+            np.add.outer(by_source, self.source).ravel(),
+            np.add.outer(by_target, self.target).ravel(),
+            np.tile(self.length, len(by_source)),
+        )
+
     def coalesced(self) -> Runs:
         """Joins a run to the one before it where both sides are neighbours; order is kept."""
         if len(self) < 2:

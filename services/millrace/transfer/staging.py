@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
+from functools import lru_cache
 
 import numpy as np
 
@@ -13,6 +14,7 @@ from millrace.transfer.handshake import SLOTS
 from millrace.transfer.layout import Side, layer_runs, packed
 from millrace.transfer.memory import HOST, Memory, copy_on_host
 from millrace.transfer.messages import Message, Part
+from millrace.transfer.runs import Runs
 from millrace.transfer.transport import Transport
 
 #: Slots begin at multiples of this, so that the rows of a slot and of a page divide alike.
@@ -57,11 +59,17 @@ class Staging:
         self, parts: Sequence[Part], offset: int, sender: KvLayout, receiver: Side
     ) -> None:
         for part in parts:
-            tokens = part.start_token, part.num_tokens
-            runs = layer_runs(packed(sender, receiver.layout, *tokens), receiver, *tokens)
+            runs = _runs_of(sender, receiver, part.start_token, part.num_tokens)
             runs = runs.shifted(offset, part.layer * receiver.layout.layer_bytes)
             copy_on_host(self._memory, self._pool, runs)
             offset += part.nbytes
+
+
+@lru_cache(maxsize=16)
+def _runs_of(sender: KvLayout, receiver: Side, start_token: int, num_tokens: int) -> Runs:
+    """From a slot's beginning to layer 0. Kept: all layers of a chunk need the same."""
+    slot = packed(sender, receiver.layout, start_token, num_tokens)
+    return layer_runs(slot, receiver, start_token, num_tokens)
 
 
 def slot_bytes(buffer_bytes: int) -> int:
