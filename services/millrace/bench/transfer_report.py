@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+from rich import box
 from rich.table import Table
 
 from millrace.bench.transfer_receiver import MIB
@@ -11,13 +12,14 @@ from millrace.bench.transfer_receiver import MIB
 
 def as_tables(report: dict[str, Any]) -> list[Table]:
     """Rates, and what overlap hides; ratios below 0.8 in red."""
-    rates = Table(title="KV of requests against bare NIXL writes of the same bytes, medians")
-    headings = ("shake\nms", "one\nGB/s", "bare", "ratio", "stream\nGB/s", "bare", "ratio")
-    for heading in ("MiB", "pages", "mode", *headings):
-        left = heading in ("pages", "mode")
-        rates.add_column(heading, justify="left" if left else "right", no_wrap=left)
+    title = "KV of requests against bare NIXL writes of the same bytes, medians"
+    rates = Table(title=title, box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0))
+    for heading in ("pages", "mode"):
+        rates.add_column(heading, no_wrap=True)
+    for heading in ("MiB", "shake ms", "one GB/s", "bare", "ratio", "all GB/s", "bare", "ratio"):
+        rates.add_column(heading, justify="right", min_width=4)
     for rate in report["rates"]:
-        cells = [str(rate["bytes"] // MIB), rate["pages"], rate["mode"]]
+        cells = [rate["pages"], rate["mode"], str(rate["bytes"] // MIB)]
         cells.append(f"{rate['handshake_ms']:.2f}")
         for shape in ("one", "stream"):
             ratio = rate[f"{shape}_ratio"]
@@ -27,7 +29,7 @@ def as_tables(report: dict[str, Any]) -> list[Table]:
         rates.add_row(*cells)
     rates.caption = (
         "shake: the handshake. one: a request by itself, with its handshake. "
-        f"stream: requests one after another, {report['in_flight']} in flight."
+        f"all: a stream of requests, {report['in_flight']} in flight."
     )
     overlap = Table(title="KV still to land after the last layer, ms, medians")
     for heading in ("MiB", "mode", "compute ms", "all at the end", "layer by layer", "hidden"):

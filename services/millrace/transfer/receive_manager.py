@@ -32,7 +32,7 @@ from millrace.transfer.lease_table import LeaseTable
 from millrace.transfer.memory import Memory, TensorLike
 from millrace.transfer.messages import TO_RECEIVER, Kind, Message
 from millrace.transfer.staging import Staging, slot_tokens
-from millrace.transfer.transport import Transport
+from millrace.transfer.transport import Transport, outcome
 from millrace.transfer.waiting import AdmissionTable, BackendQueue
 
 log = logging.getLogger(__name__)
@@ -138,7 +138,7 @@ class ReceiveManager:
         self._leases.lose_lives(sender.id, before=sender.generation)
         admission = await self._active.wait_for(request_id, deadline_s)
         admission.senders.add(sender)
-        peer = await asyncio.wrap_future(self._transport.connect(ask.agent_metadata))
+        peer = await outcome(self._transport.connect(ask.agent_metadata))
         lease = self._leases.standing(admission, sender)
         if lease is None:
             backend = await self._backend_for(admission, ask, deadline_s)

@@ -22,6 +22,7 @@ from millrace.transfer.control import KvPeer, Outlet, SendTimings
 from millrace.transfer.handshake import SLOTS
 from millrace.transfer.layout import Side, mismatch
 from millrace.transfer.messages import Kind, Message
+from millrace.transfer.transport import outcome
 
 log = logging.getLogger(__name__)
 
@@ -191,7 +192,7 @@ class SendSession:
             if reason := mismatch(self._layout, grant.layout):
                 raise self._error(reason)
             self._queue.open(grant)
-            self._peer = await asyncio.wrap_future(self._transport.connect(grant.agent_metadata))
+            self._peer = await outcome(self._transport.connect(grant.agent_metadata))
         except TransferError as error:
             self.fail(error)
         except ValueError as error:

@@ -2,22 +2,24 @@
 
 General enough for all that Millrace moves between pods. Methods may be called from any thread and
 return at once; a future's callbacks run on the transport's own thread and must be short. From
-asyncio, wrap a future with `asyncio.wrap_future`.
+asyncio, await `outcome` of a future.
 """
 
 from __future__ import annotations
 
+import asyncio
 import logging
 from collections.abc import Callable, Mapping
 from concurrent.futures import Future
 from contextlib import AbstractContextManager
-from typing import Protocol
+from typing import Protocol, TypeVar
 
 from millrace.core.errors import TransferError
 from millrace.transfer.memory import Memory
 from millrace.transfer.runs import Runs
 
 log = logging.getLogger(__name__)
+T = TypeVar("T")
 
 #: Called with (peer's name, payload) on the transport's thread.
 Handler = Callable[[str, bytes], None]
@@ -37,6 +39,11 @@ def hand_over(handlers: Mapping[int, Handler], peer: str, payload: bytes) -> Non
         handler(peer, payload)
     except Exception:
         log.exception("the handler of a notification from %s failed", peer)
+
+
+async def outcome(future: Future[T]) -> T:
+    """Awaits a transport's future from asyncio; one that is done costs no round of the loop."""
+    return future.result() if future.done() else await asyncio.wrap_future(future)
 
 
 class Transport(Protocol):
