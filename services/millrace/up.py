@@ -302,8 +302,8 @@ async def run_until_stopped(options: StackOptions) -> None:
         return
     stack = starting.result()
     try:
-        console.print(usage(stack.url, options.model_name or Path(options.model).name))
-        console.print(f"Logs: {stack.directory}. Ctrl-C stops everything.", highlight=False)
+        print(usage(stack.url, options.model_name or Path(options.model).name))
+        print(f"Logs: {stack.directory}. Ctrl-C stops everything.", flush=True)
         await stop.wait()
         console.print("Stopping: running answers finish first.")
     finally:
