@@ -35,6 +35,7 @@ def draw(records: Sequence[RequestRecord], classes: Sequence[SloClass], path: Pa
     """Writes a PNG: TTFT's CDF by class on the left, attainment over the SLO scale on the right."""
     from matplotlib.backends.backend_agg import FigureCanvasAgg  # slow to import
     from matplotlib.figure import Figure
+    from matplotlib.ticker import LogLocator, NullFormatter, ScalarFormatter
 
     figure = Figure(figsize=(11, 4.2), layout="constrained")
     left, right = figure.subplots(1, 2)
@@ -59,6 +60,9 @@ def draw(records: Sequence[RequestRecord], classes: Sequence[SloClass], path: Pa
     right.axvline(1.0, color="grey", linestyle=":")
     right.axhline(0.9, color="grey", linestyle=":")
     for axes in (left, right):
+        axes.xaxis.set_major_locator(LogLocator(subs=(1.0, 2.0, 5.0)))
+        axes.xaxis.set_major_formatter(ScalarFormatter())
+        axes.xaxis.set_minor_formatter(NullFormatter())
         axes.grid(alpha=0.3)
         if axes.get_legend_handles_labels()[0]:
             axes.legend()
