@@ -53,11 +53,11 @@ class Phase:
 
 
 PHASES = (
-    Phase(until=0.25, length=384, rows=6, long_share=0.0),
+    Phase(until=0.22, length=384, rows=6, long_share=0.0),
     Phase(until=0.62, length=512, rows=8, long_share=0.0),
-    Phase(until=0.85, length=2048, rows=2, long_share=0.5, skip_share=0.5),
-    Phase(until=0.93, length=4096, rows=1, long_share=0.6),
-    Phase(until=1.0, length=8192, rows=1, long_share=0.7),
+    Phase(until=0.82, length=2048, rows=2, long_share=0.3, skip_share=0.5),
+    Phase(until=0.92, length=4096, rows=1, long_share=0.18),
+    Phase(until=1.0, length=8192, rows=1, long_share=0.12),
 )
 
 

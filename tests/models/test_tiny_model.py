@@ -122,10 +122,10 @@ def test_template_renders_the_form_of_the_training_text(tokenizer):
     messages = [
         {"role": "system", "content": "Answer briefly."},
         {"role": "user", "content": " Spell river. "},
-        {"role": "assistant", "content": "river: r-i-v-e-r."},
+        {"role": "assistant", "content": "r-i-v-e-r"},
     ]
     rendered = tokenizer.apply_chat_template(messages, tokenize=False)
-    trained = plain(chat([("Spell river.", "river: r-i-v-e-r.")], system="Answer briefly."))
+    trained = plain(chat([("Spell river.", "r-i-v-e-r")], system="Answer briefly."))
     assert rendered == trained.removesuffix("<|eos|>")
     asked = tokenizer.apply_chat_template(messages[:2], tokenize=False, add_generation_prompt=True)
     assert rendered.startswith(asked) and asked.endswith("<|end|><|assistant|>")
