@@ -170,7 +170,7 @@ async def test_a_request_waits_until_the_batch_has_room_for_all_choices(pair: Pa
     assert "decode_started" not in pair.decode.kinds("four")
     pair.decode.cancel("three")
 
-    await pair.decode.said("decode_started", "four", 2)
+    await pair.decode.said("decode_started", "four", 5)
     await pair.decode.said("request_finished", "four")
 
 
@@ -221,7 +221,7 @@ async def test_cancelled_before_any_sender_came(pair: Pair) -> None:
     await pair.admit("r", 40)
     pair.decode.cancel("r")
 
-    await pair.decode.said("request_released", "r", 1)
+    await pair.decode.said("request_released", "r", 5)
     assert pair.decode.kinds("r") == ["request_released"]
     assert pair.used_pages == 0
 
@@ -232,10 +232,10 @@ async def test_cancelled_while_kv_comes_in(pair: Pair) -> None:
     await asyncio.sleep(0.05)
     pair.decode.cancel("r")  # prefill hears of it from the decode instance alone
 
-    await pair.decode.said("request_released", "r", 2)
+    await pair.decode.said("request_released", "r", 5)
     assert pair.used_pages == 0
     pair.prefill.cancel("r")
-    await pair.prefill.said("request_released", "r", 2)
+    await pair.prefill.said("request_released", "r", 5)
 
 
 async def test_cancelled_in_the_batch(pair: Pair) -> None:
@@ -243,7 +243,7 @@ async def test_cancelled_in_the_batch(pair: Pair) -> None:
     await eventually(lambda: len(pair.tokens.get(("r", 0), [])) > 3)
     pair.decode.cancel("r")
 
-    await pair.decode.said("request_released", "r", 1)
+    await pair.decode.said("request_released", "r", 5)
     seen = len(pair.tokens["r", 0])
     await asyncio.sleep(0.1)
     assert len(pair.tokens["r", 0]) <= seen + 1
@@ -253,8 +253,7 @@ async def test_a_sender_that_gives_up_before_token_one_may_be_followed_by_anothe
     pair: Pair,
 ) -> None:
     await pair.ask("r", 3000)
-    await pair.prefill.said("chunk_started", "r")
-    await asyncio.sleep(0.05)
+    await eventually(lambda: pair.prefill.has_shaken_hands("r"))
     pair.prefill.cancel("r")
 
     assert (await pair.decode.said("request_failed", "r")).retryable

@@ -101,7 +101,7 @@ async def test_cancelled_before_its_prompt_was_read(pair: Pair) -> None:
     await asyncio.sleep(0.02)
     pair.prefill.cancel("r")
 
-    await pair.prefill.said("request_released", "r", 1)
+    await pair.prefill.said("request_released", "r", 5)
     assert pair.prefill.kinds("r") == ["request_released"]
 
 
@@ -109,7 +109,7 @@ async def test_cancelled_in_the_moment_it_came(pair: Pair) -> None:
     await pair.ask("r", 50)
     pair.prefill.cancel("r")  # the job's task has not begun
 
-    await pair.prefill.said("request_released", "r", 1)
+    await pair.prefill.said("request_released", "r", 5)
     assert pair.prefill.kinds("r") == ["request_released"]
 
 
@@ -119,7 +119,7 @@ async def test_cancelled_while_it_waits_for_pages(pair: Pair) -> None:
     await asyncio.sleep(0.02)
     pair.prefill.cancel("r")
 
-    await pair.prefill.said("request_released", "r", 1)
+    await pair.prefill.said("request_released", "r", 5)
     pair.prefill.engine.pool.free(held)
 
 
@@ -131,11 +131,11 @@ async def test_a_prepared_request_is_cancelled_while_another_computes(pair: Pair
     await eventually(lambda: pair.used_pages > before)
     pair.prefill.cancel("next")
 
-    await pair.prefill.said("request_released", "next", 1)
+    await pair.prefill.said("request_released", "next", 5)
     assert pair.used_pages == before
     assert "chunk_finished" not in pair.prefill.kinds("long")
     pair.prefill.cancel("long")
-    await pair.prefill.said("request_released", "long", 1)
+    await pair.prefill.said("request_released", "long", 5)
     assert "chunk_finished" not in pair.prefill.kinds("long")
 
 
@@ -146,7 +146,7 @@ async def test_cancelled_while_the_handshake_hangs(pair: Pair) -> None:
     assert "request_released" not in pair.prefill.kinds("r")
     pair.prefill.cancel("r")
 
-    await pair.prefill.said("request_released", "r", 1)
+    await pair.prefill.said("request_released", "r", 5)
     assert "request_failed" not in pair.prefill.kinds("r")
 
 

@@ -98,6 +98,11 @@ class LiveRole:
         await eventually(found, timeout_s)
         return found()[0]
 
+    def has_shaken_hands(self, request_id: str) -> bool:
+        """Of a prefill role: the receiver has granted this request's transfer."""
+        job = self.role._jobs.get(request_id)
+        return job is not None and job.session is not None and job.session.timings.granted_s > 0
+
     def cancel(self, request_id: str) -> None:
         cancel = scheduler_pb2.CancelRequest(request_id=request_id, reason="the test wants it")
         self.role.on_command(scheduler_pb2.WorkerCommand(cancel=cancel))

@@ -96,7 +96,8 @@ async def process(
     try:
         yield child, (await child.stdout.readline()).decode().strip()
     finally:
-        child.kill()
+        with contextlib.suppress(ProcessLookupError):  # the test may have ended it
+            child.kill()
         await child.wait()
 
 
