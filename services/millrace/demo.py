@@ -19,7 +19,7 @@ from millrace.up import StackOptions, start_with_progress
 QUESTIONS = (
     "Tell me a story about a heron.",
     "Who are you?",
-    "Count from 3 to 9.",
+    "Explain continuous batching.",
     "What is prefill?",
 )
 DOCUMENT_SENTENCES = 420
