@@ -87,18 +87,18 @@ def small_talk(rng: random.Random) -> Turn:
 TURNS: tuple[tuple[float, Callable[[random.Random], Turn]], ...] = (
     (0.08, story_turn),
     (0.11, small_talk),
-    (0.13, serving_turn),
+    (0.16, serving_turn),
     (0.10, world_turn),
     (0.07, unknown_turn),
     (0.01, pasted_turn),
     (0.05, tasks.poem),
-    (0.18, tasks.arithmetic),
-    (0.14, tasks.count),
-    (0.12, tasks.spell),
-    (0.13, tasks.repeat),
-    (0.10, tasks.name_some),
-    (0.08, tasks.next_item),
-    (0.13, tasks.word_fact),
+    (0.10, tasks.arithmetic),
+    (0.08, tasks.count),
+    (0.06, tasks.spell),
+    (0.16, tasks.repeat),
+    (0.06, tasks.name_some),
+    (0.06, tasks.next_item),
+    (0.08, tasks.word_fact),
 )
 
 
@@ -114,11 +114,11 @@ def mixed_chat(rng: random.Random) -> Document:
 
 
 DOCUMENTS: tuple[tuple[float, Callable[[random.Random], Document]], ...] = (
-    (0.58, mixed_chat),
+    (0.52, mixed_chat),
     (0.03, story_plain),
     (0.04, story_talk),
     (0.06, story_reading),
-    (0.29, reading),
+    (0.35, reading),
 )
 
 

@@ -27,7 +27,7 @@ def arithmetic(rng: random.Random) -> Turn:
         a, b = rng.randint(0, 10), rng.randint(0, 10)
         result = a * b
     elif kind == "plus":
-        a, b = rng.randint(0, 20), rng.randint(0, 20)
+        a, b = rng.randint(0, 30), rng.randint(0, 30)
         result = a + b
     else:
         b, result = rng.randint(0, 20), rng.randint(0, 20)
@@ -45,10 +45,10 @@ def arithmetic(rng: random.Random) -> Turn:
 
 
 def count(rng: random.Random) -> Turn:
-    start = 1 if rng.random() < 0.4 else rng.randint(0, 20)
-    stop = start + rng.randint(2, 12)
+    start = 1 if rng.random() < 0.4 else rng.randint(0, 30)
+    stop = start + rng.randint(2, 15)
     up = [str(n) for n in range(start, stop + 1)]
-    if rng.random() < 0.15:
+    if rng.random() < 0.25:
         ask = (f"count down from {stop} to {start}.", f"count from {stop} down to {start}.")
         return case(rng, pick(rng, ask)), ", ".join(reversed(up)) + "."
     forms = [f"count from {start} to {stop}.", f"can you count from {start} to {stop}?"]
@@ -59,14 +59,14 @@ def count(rng: random.Random) -> Turn:
 
 def spell(rng: random.Random) -> Turn:
     lists = (words.ANIMAL, words.THING, words.COLOUR, words.FOOD, words.CHARACTER, words.NAME)
-    word = pick(rng, pick(rng, lists)) if rng.random() < 0.9 else gibberish(rng, 1)
+    word = pick(rng, pick(rng, lists)) if rng.random() < 0.8 else gibberish(rng, 1)
     ask = (
         f"spell {word}.",
         f"how do you spell {word}?",
         f'spell the word "{word}".',
         f"can you spell {word}?",
     )
-    return case(rng, pick(rng, ask)), f"The word {word} is spelled {'-'.join(word)}."
+    return case(rng, pick(rng, ask)), f"{word}: {'-'.join(word)}."
 
 
 def repeat(rng: random.Random) -> Turn:

@@ -1,6 +1,6 @@
 """Train the small demonstration model and write it as a Hugging Face folder.
 
-    python models/train_tiny.py --out models/millrace-tiny --minutes 30
+    python models/train_tiny.py --out models/millrace-tiny --minutes 20
 
 One CPU core is enough. The corpus comes from the grammar in this folder; nothing is downloaded.
 `--seed` fixes the first weights and the text. Minutes are processor time, and they decide how many
@@ -53,11 +53,11 @@ class Phase:
 
 
 PHASES = (
-    Phase(until=0.22, length=384, rows=6, long_share=0.0),
+    Phase(until=0.25, length=384, rows=6, long_share=0.0),
     Phase(until=0.62, length=512, rows=8, long_share=0.0),
-    Phase(until=0.82, length=2048, rows=2, long_share=0.3, skip_share=0.5),
-    Phase(until=0.92, length=4096, rows=1, long_share=0.18),
-    Phase(until=1.0, length=8192, rows=1, long_share=0.12),
+    Phase(until=0.85, length=2048, rows=2, long_share=0.5, skip_share=0.5),
+    Phase(until=0.93, length=4096, rows=1, long_share=0.6),
+    Phase(until=1.0, length=8192, rows=1, long_share=0.7),
 )
 
 
@@ -233,7 +233,7 @@ def train(trainer: Trainer, tokenizer: Tokenizer, *, minutes: float, seed: int, 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--out", type=Path, default=Path("models/millrace-tiny"))
-    parser.add_argument("--minutes", type=float, default=30.0, help="of processor time")
+    parser.add_argument("--minutes", type=float, default=20.0, help="of processor time")
     parser.add_argument("--seed", type=int, default=2026)
     parser.add_argument("--vocab", type=int, default=1536)
     parser.add_argument("--threads", type=int, default=1)
