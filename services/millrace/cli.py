@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import importlib
+import logging
 import os
 import sys
 from collections.abc import Callable, Coroutine, Iterator
@@ -244,6 +245,7 @@ def _configure(path: Path | None, settings: list[str], service: str) -> Config:
     with _plain_errors():
         tree = load_config(path, [*_environment(), *settings])
     setup_logging(tree.telemetry, service)
+    logging.getLogger("httpx").setLevel(logging.WARNING)  # it reports every request
     return tree
 
 
