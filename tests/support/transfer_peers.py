@@ -5,9 +5,11 @@ from __future__ import annotations
 import multiprocessing as mp
 import os
 import signal
+import time
 import traceback
 from collections.abc import Callable
 from multiprocessing.connection import Connection
+from pathlib import Path
 from typing import Any
 
 from millrace.transfer.environment import transport_environment
@@ -39,10 +41,19 @@ class Child:
         return self.receive(timeout_s)
 
     def signal(self, number: signal.Signals) -> None:
+        """Sends a signal and waits until it has taken effect: death, or the stop of all threads."""
         assert self.process.pid is not None
         os.kill(self.process.pid, number)
         if number == signal.SIGKILL:
             self.process.join(10)
+        deadline_s = time.monotonic() + 10
+        while number == signal.SIGSTOP and not self._is_stopped():
+            assert time.monotonic() < deadline_s, "the process does not stop"
+            time.sleep(0.001)
+
+    def _is_stopped(self) -> bool:
+        stats = Path(f"/proc/{self.process.pid}/task").glob("*/stat")
+        return all(stat.read_text().rpartition(")")[2].split()[0] == "T" for stat in stats)
 
     def close(self) -> None:
         if self.process.is_alive():
