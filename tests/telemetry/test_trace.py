@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 from millrace.core.span import Span
@@ -67,6 +67,8 @@ TIMES = st.floats(-10, 1e6)
 
 
 @given(st.lists(st.tuples(TIMES, TIMES), max_size=8), st.integers(0, 300))
+@example([(0.0, 5e-324)], 100)
+@example([(1e6, 5e-324)], 100)
 def test_every_bar_is_drawn_inside_its_frame(times: list[tuple[float, float]], width: int) -> None:
     spans = [Span(name=f"s{i}", start_s=a, end_s=b) for i, (a, b) in enumerate(times)]
     rows = Waterfall(request_id="r", arrival_unix_s=0.0, spans=spans).render(width).splitlines()[2:]

@@ -9,6 +9,7 @@ from typing import Any
 
 from millrace.core.span import Span
 
+_SHORTEST_S = 1e-9  # no clock tells less apart
 _MIN_BAR = 8  # columns
 
 
@@ -86,7 +87,7 @@ def _row(cells: tuple[str, ...], columns: list[int], bar: str) -> str:
 
 def _bar(span: Span, total_s: float, room: int) -> str:
     """At least one mark, inside `room` columns that stand for [0, total_s]."""
-    scale = room / total_s if total_s > 0 else 0.0
+    scale = room / total_s if total_s > _SHORTEST_S else 0.0
     first = min(room - 1, max(0, math.floor(span.start_s * scale)))
     last = min(room, max(first + 1, math.ceil(span.end_s * scale)))
     return " " * first + "#" * (last - first) + " " * (room - last)
