@@ -51,9 +51,6 @@ class Stopwatch:
     def now_s(self) -> float:
         return time.time() - self._arrival_unix_s
 
-    def since_unix_s(self, unix_s: float) -> float:
-        return unix_s - self._arrival_unix_s
-
 
 def span(
     name: str,
