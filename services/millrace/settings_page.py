@@ -45,12 +45,7 @@ def as_markdown() -> str:
     """docs/configuration.md."""
     lines = [HEAD]
     for section, fields in itertools.groupby(settings(), key=attrgetter("section")):
-        lines += [
-            f"## {section}",
-            "",
-            "| setting | default | range | meaning |",
-            "|---|---|---|---|",
-        ]
+        lines += [f"## {section}", "", *TABLE_HEAD]
         lines += [f"| `{f.name}` | `{_value(f)}` | {f.range} | {f.doc} |" for f in fields]
         lines.append("")
     return "\n".join(lines)

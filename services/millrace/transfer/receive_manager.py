@@ -9,7 +9,6 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections import deque
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from typing import Any
@@ -27,6 +26,7 @@ from millrace.core.kv_transfer import (
 from millrace.transfer.admission import Admission, AdmissionState
 from millrace.transfer.coverage import CoverageError
 from millrace.transfer.handshake import SLOTS, Lease, refusal, stale_receiver
+from millrace.transfer.inbox import Inbox
 from millrace.transfer.layout import layer_token_bytes
 from millrace.transfer.lease_table import LeaseTable
 from millrace.transfer.memory import Memory, TensorLike
@@ -82,8 +82,7 @@ class ReceiveManager:
         self._quarantine: dict[Admission, asyncio.Future[None]] = {}
         self._leases = LeaseTable(transport, self._identity, config.lease_s, self._on_lost)
         self._newest: dict[str, int] = {}
-        self._inbox: deque[tuple[str, bytes]] = deque()
-        transport.subscribe(TO_RECEIVER, self._on_notification)
+        self._inbox = Inbox(transport, TO_RECEIVER, self._read)
         self._ticker = self._loop.create_task(self._tick_forever())
 
     # -- for the owner of the pages
@@ -287,22 +286,6 @@ class ReceiveManager:
                     free.set_result(None)
 
     # -- notifications
-
-    def _on_notification(self, peer: str, payload: bytes) -> None:
-        """On the transport's thread."""
-        self._inbox.append((peer, payload))
-        if len(self._inbox) == 1:
-            self._loop.call_soon_threadsafe(self._read_inbox)
-
-    def _read_inbox(self) -> None:
-        while self._inbox:
-            peer, payload = self._inbox[0]
-            try:
-                self._read(peer, Message.decode(payload))
-            except TransferError as error:
-                log.warning("notification of %s: %s", peer, error)
-            finally:
-                self._inbox.popleft()
 
     def _read(self, peer: str, message: Message) -> None:
         held = self._leases.of_message(peer, message)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections import deque
 from collections.abc import Sequence
 from contextlib import ExitStack
 
@@ -14,6 +13,7 @@ from millrace.core.errors import IntegrityError, TransferError
 from millrace.core.kv_layout import KvLayout
 from millrace.core.kv_transfer import Incarnation, Ticket
 from millrace.transfer.control import KvPeer, Outlet
+from millrace.transfer.inbox import Inbox
 from millrace.transfer.layout import Side
 from millrace.transfer.memory import Memory, TensorLike
 from millrace.transfer.messages import TO_SENDER, Kind, Message
@@ -48,9 +48,8 @@ class SendManager:
         # Metadata is asked for once: it may wait for the transport's thread.
         self._outlet = Outlet(transport, region, transport.metadata())
         self._sessions: dict[str, SendSession] = {}
-        self._inbox: deque[tuple[str, bytes]] = deque()
         self._listening: ExitStack | None = None
-        transport.subscribe(TO_SENDER, self._on_notification)
+        self._inbox = Inbox(transport, TO_SENDER, self._read)
         self._ticker = self._loop.create_task(self._tick_forever())
 
     async def open(
@@ -113,22 +112,6 @@ class SendManager:
             await asyncio.sleep(TICK_S)
             for session in list(self._sessions.values()):
                 session.tick(time.monotonic())
-
-    def _on_notification(self, peer: str, payload: bytes) -> None:
-        """On the transport's thread."""
-        self._inbox.append((peer, payload))
-        if len(self._inbox) == 1:
-            self._loop.call_soon_threadsafe(self._read_inbox)
-
-    def _read_inbox(self) -> None:
-        while self._inbox:
-            peer, payload = self._inbox[0]
-            try:
-                self._read(peer, Message.decode(payload))
-            except TransferError as error:
-                log.warning("notification of %s: %s", peer, error)
-            finally:
-                self._inbox.popleft()
 
     def _read(self, peer: str, message: Message) -> None:
         session = self._sessions.get(message.request_id)

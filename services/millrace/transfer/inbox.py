@@ -1,0 +1,45 @@
+"""Notifications on their way from the transport's thread to the event loop, in order."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections import deque
+from collections.abc import Callable
+
+from millrace.core.errors import TransferError
+from millrace.transfer.messages import Message
+from millrace.transfer.transport import Transport
+
+log = logging.getLogger(__name__)
+
+
+class Inbox:
+    """Hands every message of one channel to `read(peer, message)` on the loop it was made on.
+
+    The loop is woken once for all that waits. What can't be decoded or read is logged.
+    """
+
+    def __init__(
+        self, transport: Transport, channel: int, read: Callable[[str, Message], None]
+    ) -> None:
+        self._loop = asyncio.get_running_loop()
+        self._read = read
+        self._waiting: deque[tuple[str, bytes]] = deque()
+        transport.subscribe(channel, self._on_notification)
+
+    def _on_notification(self, peer: str, payload: bytes) -> None:
+        """On the transport's thread."""
+        self._waiting.append((peer, payload))
+        if len(self._waiting) == 1:
+            self._loop.call_soon_threadsafe(self._read_all)
+
+    def _read_all(self) -> None:
+        while self._waiting:
+            peer, payload = self._waiting[0]
+            try:
+                self._read(peer, Message.decode(payload))
+            except TransferError as error:
+                log.warning("notification of %s: %s", peer, error)
+            finally:
+                self._waiting.popleft()
