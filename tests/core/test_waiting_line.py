@@ -25,10 +25,10 @@ def request(order: int, arrival_s: float, work_s: float = 0.1) -> Request:
     work_s=st.floats(1e-6, 1e6),
 )
 def test_first_come_first_served_whatever_order_they_are_added_in(arrivals, leavers, work_s):
-    key, line = POLICIES["fcfs"], WaitingLine()
+    policy, line = POLICIES["fcfs"], WaitingLine()
     requests = [request(order, arrival_s, work_s) for order, arrival_s in enumerate(arrivals)]
-    for one in reversed(requests):
-        line.add(one, key(one, 9.0))
+    for one, key in reversed(list(zip(requests, policy.keys(requests, 9.0, 1), strict=True))):
+        line.add(one, key)
     staying = [one for one in requests if one.order not in leavers]
     for one in requests:
         if one.order in leavers:

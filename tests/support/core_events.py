@@ -6,7 +6,7 @@ from typing import TypeVar
 
 from millrace.core import effects, events
 from millrace.core.config import SchedulerConfig
-from millrace.core.latency import Latency
+from millrace.core.latency import Latency, SpLatency
 from millrace.core.machine import Machine
 from millrace.core.request import Request
 
@@ -34,7 +34,7 @@ def instance(
         max_context_tokens=context,
         max_batch=batch,
         model_hash=model,
-        latency=Latency(b=seconds_a_token),
+        latency=SpLatency(by_sp={1: Latency(b=seconds_a_token)}),
     )
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from millrace.core import effects, events
-from millrace.core.latency import Latency
+from millrace.core.latency import Latency, SpLatency
 from millrace.core.request import Chunk, RequestState
 from millrace.wire import scheduler_codec as codec
 from millrace.wire.pb import common_pb2, scheduler_pb2
@@ -95,7 +95,7 @@ def test_a_registration_carries_all_of_its_card():
         max_context_tokens=4,
         max_batch=5,
         model_hash="m",
-        latency=Latency(a=1, b=2, c=3, d=4),
+        latency=SpLatency(by_sp={1: Latency(a=1, b=2, c=3, d=4)}),
     )
 
 

@@ -53,12 +53,39 @@ class AdmitDecode:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RunPrefill:
-    """Send the request's chunks to a prefill instance, behind what it already holds."""
+    """Send a request's plan to an instance of it, behind what the instance already holds.
+
+    Every instance named in `chunks` gets one; it queues those chunks that name it, each as an entry
+    of its own (see `Order`).
+    """
 
     instance_id: str
     request_id: str
     chunks: tuple[Chunk, ...]
     decode_id: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ChunkRef:
+    """A chunk of a request that an instance holds."""
+
+    request_id: str
+    chunk_index: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Order:
+    """The instance's queue from now on, replacing the one it has.
+
+    An entry is what one forward pass computes: a chunk, or whole prompts batched together. Entry 0
+    is to run now: whatever else runs is suspended at its next boundary, keeps its state, and goes
+    on when it is entry 0 again. When an entry ends, the next one starts without a word from the
+    scheduler. A chunk of a group starts when it is entry 0 at all its members, the chunk before it
+    is finished and all members are free. References to what is finished or gone are skipped.
+    """
+
+    instance_id: str
+    queue: tuple[tuple[ChunkRef, ...], ...]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -82,4 +109,4 @@ class Record:
     decode_id: str | None
 
 
-Effect = Place | Refuse | Fail | AdmitDecode | RunPrefill | CancelOn | Record
+Effect = Place | Refuse | Fail | AdmitDecode | RunPrefill | Order | CancelOn | Record

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from millrace.core.latency import Latency
+from millrace.core.latency import SpLatency
 from millrace.core.request import Request
 
 
@@ -18,13 +18,14 @@ class InstanceJoined:
 
     instance_id: str
     generation: int
-    role: str  # "prefill" | "decode"
+    role: str  # "prefill" | "decode" | "mixed" (both, packing its own batches) | "kvp"
     kv_pages: int
     page_tokens: int
     max_context_tokens: int
     max_batch: int
     model_hash: str
-    latency: Latency = field(default_factory=Latency)
+    latency: SpLatency = field(default_factory=SpLatency)
+    node: str = ""  # instances of one node are close to each other; empty: a node of its own
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -76,6 +77,11 @@ class ProxyLeft:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ChunkStarted:
+    """A chunk's group began to compute it, or went on after a suspension.
+
+    Of a group (`Chunk.instance_ids`) the first instance speaks; so for the two events below.
+    """
+
     instance_id: str
     generation: int
     request_id: str
@@ -90,6 +96,20 @@ class ChunkFinished:
     chunk_index: int
     compute_s: float
     last: bool
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ChunkSuspended:
+    """The chunk stopped at a boundary, as ordered; its state is kept.
+
+    `compute_s` is what it has computed so far, over all its stretches.
+    """
+
+    instance_id: str
+    generation: int
+    request_id: str
+    chunk_index: int
+    compute_s: float
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -147,6 +167,7 @@ Event = (
     | ProxyLeft
     | ChunkStarted
     | ChunkFinished
+    | ChunkSuspended
     | RequestReleased
     | DecodeStarted
     | RequestFinished

@@ -33,7 +33,7 @@ class Lifecycle:
         self.release_timeouts = 0  # holdings freed without their instance's word
         self._leaving: deque[tuple[float, Instance, Holding, str]] = deque()
         self._orders = count()
-        self._key = POLICIES[config.policy]
+        self._policy = POLICIES[config.policy]
 
     # ---- the table and the lines
 
@@ -45,7 +45,8 @@ class Lifecycle:
         self.enqueue(request, self.unplaced)
 
     def enqueue(self, request: Request, line: WaitingLine) -> None:
-        line.add(request, self._key(request, self.now_s))
+        [key] = self._policy.keys([request], self.now_s, 1)
+        line.add(request, key)
         self.line_of[request.id] = line
 
     def unqueue(self, request: Request) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, field
 from enum import Enum
 from types import MappingProxyType
@@ -93,7 +94,18 @@ class Request:
     dispatched_s: float | None = None
     first_token_s: float | None = None
     finished_s: float | None = None
+    #: Seconds of prefill as predicted for its plan (before it has one: alone on an idle cluster).
     predicted_prefill_s: float = 0.0
+    deadline_s: float = math.inf  # of token one, by the same clock as `arrival_s`
+    executed_s: float = 0.0  # predicted seconds of prefill that stretches already ended have done
+    running_since_s: float | None = None  # since when a chunk of it has been computing
+
+    def remaining_s(self, now_s: float) -> float:
+        """Predicted seconds of prefill still to compute: work already executed counts as done."""
+        left_s = self.predicted_prefill_s - self.executed_s
+        if self.running_since_s is not None:
+            left_s -= now_s - self.running_since_s
+        return left_s if left_s > 0.0 else 0.0
 
     def advance(self, state: RequestState) -> None:
         """Moves to `state`. Raises IllegalTransition when `TRANSITIONS` does not allow it."""

@@ -10,7 +10,7 @@ from typing import Any
 from millrace.core import effects, events
 from millrace.core.cluster import Cluster, Instance, PrefillInstance
 from millrace.core.errors import MillraceError
-from millrace.core.latency import Latency
+from millrace.core.latency import Latency, SpLatency
 from millrace.core.request import Chunk, Request, RequestState, Slo
 from millrace.wire.pb import common_pb2, scheduler_pb2
 
@@ -44,7 +44,7 @@ def joined(message: scheduler_pb2.Register) -> events.InstanceJoined:
         max_context_tokens=message.max_context_tokens,
         max_batch=message.max_batch,
         model_hash=message.model_hash,
-        latency=_latency(message),
+        latency=SpLatency(by_sp={1: _latency(message)}),
     )
 
 

@@ -1,18 +1,45 @@
 """Placement of prefill work, one module a strategy.
 
-A planner is a function of (request, instances that have room for it, now in seconds) to the
-request's chunks with the instances that compute each.
+A planner cuts a prompt into chunks and gives each a group of instances. It sees the instances of a
+pool as indices 0..n-1 with a queue time each: the predicted seconds until an instance is free for
+the request, counting only work that goes before it. Ties go to the lower index, so the same input
+always gives the same plan.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from array import array
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from types import MappingProxyType
+from typing import Protocol
 
-from millrace.core.cluster import PrefillInstance
+from millrace.core.config import SchedulerConfig
+from millrace.core.latency import SpLatency
 from millrace.core.planning import least_queue
-from millrace.core.request import Chunk, Request
+from millrace.core.planning.plan import Plan
 
-Planner = Callable[[Request, Sequence[PrefillInstance], float], tuple[Chunk, ...]]
 
-PLANNERS: Mapping[str, Planner] = MappingProxyType({"least_queue": least_queue.plan})
+class Planner(Protocol):
+    """Plans one request at a time; the machine makes a new one when the pool's members change."""
+
+    def plan(self, tokens: int, queue_s: array[float], least_sp: int = 1) -> Plan:
+        """A plan for a prompt of `tokens` (1 or more).
+
+        `queue_s` has one double an instance. Groups of the last chunk have at least `least_sp`
+        members (memory asks for that), unless the pool has none of that size.
+        """
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PlannerInputs:
+    """What a planner is built from. `nodes[i]` numbers the node of instance i, from 0."""
+
+    latency: SpLatency
+    nodes: tuple[int, ...]
+    config: SchedulerConfig
+
+
+PLANNERS: Mapping[str, Callable[[PlannerInputs], Planner]] = MappingProxyType(
+    {"least_queue": least_queue.LeastQueue}
+)

@@ -1,21 +1,29 @@
 """Least-queue placement: one chunk on the instance with the least predicted work ahead.
 
-The work ahead is Tetris's queuing time of an instance (section 5.1): the predicted seconds of all
-that it holds, of its running task only what remains. SP degree 1: one instance, one chunk, which
-the engine cuts into forward passes itself.
+The work ahead is Tetris's queuing time of an instance (section 5.1). SP degree 1: one instance, one
+chunk, which the engine cuts into forward passes itself.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from array import array
+from typing import TYPE_CHECKING
 
-from millrace.core.cluster import PrefillInstance
-from millrace.core.request import Chunk, Request
+from millrace.core.planning.plan import Plan, PlannedChunk
+
+if TYPE_CHECKING:
+    from millrace.core.planning import PlannerInputs
 
 
-def plan(request: Request, instances: Sequence[PrefillInstance], now_s: float) -> tuple[Chunk, ...]:
-    """The whole prompt as one chunk. `instances` is not empty; the least id wins among equals."""
-    best = min(instances, key=lambda instance: (instance.outstanding_s(now_s), instance.id))
-    return (
-        Chunk(index=0, start_token=0, num_tokens=request.prompt_tokens, instance_ids=(best.id,)),
-    )
+class LeastQueue:
+    """Ignores nodes and SP degrees."""
+
+    def __init__(self, inputs: PlannerInputs) -> None:
+        self._latency = inputs.latency
+
+    def plan(self, tokens: int, queue_s: array[float], least_sp: int = 1) -> Plan:
+        """The whole prompt as one chunk; the lowest index wins among equals."""
+        del least_sp
+        best = min(range(len(queue_s)), key=queue_s.__getitem__)
+        ttft_s = queue_s[best] + self._latency.chunk_s(tokens)
+        return Plan((PlannedChunk(tokens, (best,)),), ttft_s)

@@ -1,18 +1,44 @@
-"""Orders of the waiting line, one module a policy.
+"""Orders of work, one module a policy.
 
-A policy is a function of (request, now in seconds) to a key; the smaller key goes first, and
-equal keys go in order of submission.
+A policy ranks requests: the smaller key goes first, and equal keys go in order of submission. The
+live scheduler, the simulator and an instance that packs its own batches all rank by it.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from types import MappingProxyType
 
 from millrace.core.priority import fcfs
 from millrace.core.request import Request
 
 PriorityKey = tuple[float, ...]
-Policy = Callable[[Request, float], PriorityKey]
 
-POLICIES: Mapping[str, Policy] = MappingProxyType({"fcfs": fcfs.key})
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Policy:
+    """`keys(requests, now_s, instances)`: one key a request, in the order given.
+
+    `instances` is how many prefill instances work through these requests. A `static` policy's keys
+    don't depend on time or on other requests, so they need computing once only.
+    """
+
+    name: str
+    keys: Callable[[Sequence[Request], float, int], list[PriorityKey]]
+    static: bool = False
+
+
+def _one_by_one(
+    name: str, key: Callable[[Request, float], PriorityKey], *, static: bool = False
+) -> Policy:
+    def keys(requests: Sequence[Request], now_s: float, instances: int) -> list[PriorityKey]:
+        del instances
+        return [key(request, now_s) for request in requests]
+
+    return Policy(name=name, keys=keys, static=static)
+
+
+POLICIES: Mapping[str, Policy] = MappingProxyType(
+    {policy.name: policy for policy in (_one_by_one("fcfs", fcfs.key, static=True),)}
+)
