@@ -17,7 +17,7 @@ from millrace.bench.load_test import ServeOptions, run
 from millrace.bench.report import summarise
 from millrace.bench.serve import command
 from millrace.bench.sse_client import SseClient
-from millrace.bench.workload import SloClass, TraceRow, WorkloadOptions, parse_lengths
+from millrace.sim.workload import SloClass, TraceRow, WorkloadOptions, parse_lengths
 from millrace.core.errors import ConfigError
 from support.sse_server import SseServer, running
 

@@ -14,8 +14,8 @@ from rich.progress import Progress
 
 from millrace.bench.report import RequestRecord
 from millrace.bench.sse_client import Response, SseClient
-from millrace.bench.workload import PlannedRequest, SloClass, WorkloadOptions, plan
 from millrace.core.errors import ConfigError
+from millrace.sim.workload import PlannedRequest, SloClass, WorkloadOptions, plan
 
 # Tokenised by the server to learn ids that it takes: a prompt of them is valid and of exact length.
 _SAMPLE_TEXT = (
@@ -99,7 +99,7 @@ class _LoadTest:
         async with asyncio.TaskGroup() as group:
             if self._options.concurrency is None:
                 for request in requests:
-                    await asyncio.sleep(max(0.0, (request.arrival_s or 0.0) - self._now_s()))
+                    await asyncio.sleep(max(0.0, request.arrival_s - self._now_s()))
                     group.create_task(self._one(request))
             else:
                 for _ in range(self._options.concurrency):
@@ -114,7 +114,8 @@ class _LoadTest:
             await self._one(request)
 
     async def _one(self, request: PlannedRequest) -> None:
-        record = _record_of(request)
+        open_arrivals = self._options.workload.open_arrivals
+        record = _record_of(request, None if open_arrivals else request.arrival_s)
         self.records.append(record)
         self._in_flight += 1
         await self._send(request, record)
@@ -127,9 +128,9 @@ class _LoadTest:
 
     def _warm_up_request(self) -> tuple[PlannedRequest, RequestRecord]:
         request = PlannedRequest(
-            index=-1, arrival_s=None, input_tokens=16, output_tokens=4, slo=SloClass(name="warm-up")
+            index=-1, arrival_s=0.0, input_tokens=16, output_tokens=4, slo=SloClass(name="warm-up")
         )
-        return request, _record_of(request)
+        return request, _record_of(request, None)
 
     async def _send(self, request: PlannedRequest, record: RequestRecord) -> None:
         body = self._body(request)
@@ -169,13 +170,13 @@ class _LoadTest:
         return time.perf_counter() - self._start_s
 
 
-def _record_of(request: PlannedRequest) -> RequestRecord:
+def _record_of(request: PlannedRequest, due_s: float | None) -> RequestRecord:
     return RequestRecord(
         index=request.index,
         class_name=request.slo.name,
         input_tokens=request.input_tokens,
         asked_tokens=request.output_tokens,
-        due_s=request.arrival_s,
+        due_s=due_s,
     )
 
 

@@ -19,7 +19,8 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from millrace.bench.load_test import ServeOptions, run
 from millrace.bench.plot import draw
 from millrace.bench.report import RequestRecord, print_report, summarise
-from millrace.bench.workload import (
+from millrace.core.errors import ConfigError, MillraceError
+from millrace.sim.workload import (
     Draw,
     SloClass,
     TraceRow,
@@ -27,7 +28,6 @@ from millrace.bench.workload import (
     parse_lengths,
     read_trace,
 )
-from millrace.core.errors import ConfigError, MillraceError
 
 _DEFAULT_REQUESTS = 100
 _DEFAULT_CONCURRENCY = 4

@@ -1,9 +1,13 @@
-"""What a load test sends and when: lengths, arrivals and objective classes, all drawn from a seed.
+"""What a load test or a simulation sends, and when: lengths, arrivals and classes from one seed.
 
 Trace files, plain or gzip, are told apart by their first line:
 - Azure LLM inference: CSV with TIMESTAMP, ContextTokens, GeneratedTokens;
 - Mooncake: JSON lines with timestamp (ms), input_length, output_length;
+- QwenTrace (Qwen-Bailian): JSON lines with chat_id, parent_chat_id, timestamp (s), input_length,
+  output_length, type, hash_ids; made single-turn as FlowPrefill (section 6.1, "Workloads") does;
 - Vidur and Sarathi: CSV with num_prefill_tokens, num_decode_tokens, and arrived_at (s) or no times.
+
+Prefix blocks (hash_ids) count for nothing else: every request is a single turn with a cold cache.
 """
 
 from __future__ import annotations
@@ -15,22 +19,32 @@ import json
 import math
 import random
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import datetime
 from pathlib import Path
+from typing import Any
 
 from millrace.core.errors import ConfigError
 
 Draw = Callable[[random.Random], int]
 
+_QWEN_BLOCK_TOKENS = 16
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TraceRow:
-    """One request of a trace; `arrival_s` counts from the first one, None where there are none."""
+    """One request of a trace; `arrival_s` counts from the first one, None where there are none.
+
+    `class_name` is empty where the trace does not tell kinds of request apart.
+    """
 
     arrival_s: float | None
     input_tokens: int
     output_tokens: int
+    class_name: str = ""
+
+
+RowDraw = Callable[[random.Random], TraceRow]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -65,10 +79,10 @@ class SloClass:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PlannedRequest:
-    """One request to send: `arrival_s` after the start, or None when a free slot decides."""
+    """One request to send: `arrival_s` after the start; 0 throughout when a free slot decides."""
 
     index: int
-    arrival_s: float | None
+    arrival_s: float
     input_tokens: int
     output_tokens: int
     slo: SloClass
@@ -76,9 +90,14 @@ class PlannedRequest:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WorkloadOptions:
-    """How to draw a workload. Without `rate_rps`, arrivals are the trace's, or left open."""
+    """How to draw a workload. Without `rate_rps`, arrivals are the trace's, or left open.
+
+    Rows come from `trace`, or one by one from `draw_row`. A row's class is the one of `classes` by
+    its name (one without objectives when there is none); rows without a name draw theirs by weight.
+    """
 
     trace: Sequence[TraceRow] = ()
+    draw_row: RowDraw | None = None
     rate_rps: float | None = None
     open_arrivals: bool = False  # send whenever a slot is free, even if the trace has times
     rate_scale: float = 1.0
@@ -134,27 +153,37 @@ def read_trace(path: Path) -> list[TraceRow]:
         raise ConfigError(f"trace {path}: holds no requests")
     if rows[0].arrival_s is None:
         return rows
-    rows.sort(key=lambda row: row.arrival_s or 0.0)
-    start_s = rows[0].arrival_s or 0.0
-    return [
-        TraceRow(
-            arrival_s=(row.arrival_s or 0.0) - start_s,
-            input_tokens=row.input_tokens,
-            output_tokens=row.output_tokens,
+    rows.sort(key=_arrival_s)
+    return _from(rows, _arrival_s(rows[0]))
+
+
+def cut_window(rows: Sequence[TraceRow], start_s: float, end_s: float) -> list[TraceRow]:
+    """The rows that arrive from `start_s` to `end_s`, both included; arrivals count from `start_s`.
+
+    Raises ConfigError when the trace has no times, or none in the window.
+    """
+    found = [row for row in rows if start_s <= _arrival_s(row) <= end_s]
+    if not found or found[0].arrival_s is None:
+        raise ConfigError(
+            f"--window {start_s:g}:{end_s:g}: no request of the trace arrives in it, in seconds"
         )
-        for row in rows
-    ]
+    return _from(found, start_s)
+
+
+def _from(rows: Iterable[TraceRow], start_s: float) -> list[TraceRow]:
+    return [replace(row, arrival_s=_arrival_s(row) - start_s) for row in rows]
+
+
+def _arrival_s(row: TraceRow) -> float:
+    return row.arrival_s or 0.0
 
 
 def _rows(lines: Iterable[str]) -> Iterator[TraceRow]:
     stream = iter(lines)
     first = next(stream, "")
     if first.startswith("{"):
-        for line in itertools.chain([first], stream):
-            if line.strip():
-                entry = json.loads(line)
-                times = entry["timestamp"] / 1e3
-                yield _row(times, entry["input_length"], entry["output_length"])
+        entries = map(json.loads, filter(str.strip, itertools.chain([first], stream)))
+        yield from _qwen_rows(entries) if '"chat_id"' in first else _mooncake_rows(entries)
         return
     for entry in csv.DictReader(itertools.chain([first], stream)):
         if "TIMESTAMP" in entry:
@@ -170,9 +199,35 @@ def _rows(lines: Iterable[str]) -> Iterator[TraceRow]:
             )
 
 
-def _row(arrival_s: float | None, input_tokens: str | int, output_tokens: str | int) -> TraceRow:
+def _mooncake_rows(entries: Iterable[dict[str, Any]]) -> Iterator[TraceRow]:
+    for entry in entries:
+        yield _row(entry["timestamp"] / 1e3, entry["input_length"], entry["output_length"])
+
+
+def _qwen_rows(entries: Iterable[dict[str, Any]]) -> Iterator[TraceRow]:
+    """A text turn of a chat keeps only the blocks that its parent's prompt did not have.
+
+    Turns of the other types, and ones whose parent is not in the file, stay whole.
+    """
+    blocks: dict[int, int] = {}  # of each chat_id
+    for entry in entries:
+        own = blocks[entry["chat_id"]] = len(entry["hash_ids"])
+        parent = blocks.get(entry["parent_chat_id"])
+        tokens = entry["input_length"]
+        if entry["type"] == "text" and parent is not None:
+            tokens = _QWEN_BLOCK_TOKENS * (own - parent)
+        yield _row(float(entry["timestamp"]), tokens, entry["output_length"], entry["type"])
+
+
+def _row(
+    arrival_s: float | None,
+    input_tokens: str | int,
+    output_tokens: str | int,
+    class_name: str = "",
+) -> TraceRow:
     # A few rows of public traces have no input or no output; a request needs one token of each.
     return TraceRow(
+        class_name=class_name,
         arrival_s=arrival_s,
         input_tokens=max(1, int(float(input_tokens))),
         output_tokens=max(1, int(float(output_tokens))),
@@ -189,32 +244,40 @@ def plan(options: WorkloadOptions) -> Iterator[PlannedRequest]:
         random.Random(f"{options.seed}/{name}") for name in ("lengths", "classes", "gaps")
     )
     rows = _row_source(options, random.Random(f"{options.seed}/rows"))
-    weights = [slo.weight for slo in options.classes]
+    by_name = {slo.name: slo for slo in options.classes}
+    sums = list(itertools.accumulate(slo.weight for slo in options.classes))
     elapsed_s = 0.0
     for index, row in enumerate(itertools.islice(rows, options.requests)):
-        arrival_s: float | None = None
         if options.rate_rps is not None:
-            arrival_s = elapsed_s = elapsed_s + gaps.expovariate(options.rate_rps)
+            elapsed_s += gaps.expovariate(options.rate_rps)
         elif not options.open_arrivals and row.arrival_s is not None:
-            arrival_s = row.arrival_s
-        if arrival_s is not None:
-            arrival_s /= options.rate_scale
-            if options.duration_s is not None and arrival_s > options.duration_s:
-                return
+            elapsed_s = row.arrival_s
+        arrival_s = elapsed_s / options.rate_scale
+        if options.duration_s is not None and arrival_s > options.duration_s:
+            return
         given_in, given_out = options.input_tokens, options.output_tokens
         input_tokens = row.input_tokens if given_in is None else given_in(lengths)
         output_tokens = row.output_tokens if given_out is None else given_out(lengths)
+        if not row.class_name:
+            slo = classes.choices(options.classes, cum_weights=sums)[0]
+        elif (known := by_name.get(row.class_name)) is not None:
+            slo = known
+        else:
+            slo = by_name[row.class_name] = SloClass(name=row.class_name)
         yield PlannedRequest(
             index=index,
             arrival_s=arrival_s,
             input_tokens=min(input_tokens, options.max_input_tokens or input_tokens),
             output_tokens=min(output_tokens, options.max_output_tokens or output_tokens),
-            slo=classes.choices(options.classes, weights)[0],
+            slo=slo,
         )
 
 
 def _row_source(options: WorkloadOptions, rng: random.Random) -> Iterator[TraceRow]:
     """The trace as it is when its arrivals count; else its rows in a drawn order, over and over."""
+    draw = options.draw_row
+    while draw is not None:
+        yield draw(rng)
     if not options.trace:
         yield from itertools.repeat(TraceRow(arrival_s=None, input_tokens=1, output_tokens=1))
     timed = options.trace[0].arrival_s is not None

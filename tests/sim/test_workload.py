@@ -1,5 +1,5 @@
 """Traces, lengths and arrivals. The trace rows below were made up; their formats are the public
-ones that `millrace.bench.workload` names.
+ones that `millrace.sim.workload` names.
 """
 
 from __future__ import annotations
@@ -12,7 +12,8 @@ from dataclasses import replace
 
 import pytest
 
-from millrace.bench.workload import (
+from millrace.core.errors import ConfigError
+from millrace.sim.workload import (
     SloClass,
     TraceRow,
     WorkloadOptions,
@@ -20,7 +21,6 @@ from millrace.bench.workload import (
     plan,
     read_trace,
 )
-from millrace.core.errors import ConfigError
 
 AZURE = (
     "TIMESTAMP,ContextTokens,GeneratedTokens\r\n"
@@ -157,7 +157,7 @@ def test_rows_without_times_are_drawn_again_and_again():
     found = take(12, trace=rows, rate_rps=1.0)
     lengths = [r.input_tokens for r in found]
     assert sorted(lengths[:5]) == sorted(lengths[5:10]) == [1, 2, 3, 4, 5]
-    assert [r.arrival_s for r in take(3, trace=TRACE, open_arrivals=True)] == [None] * 3
+    assert [r.arrival_s for r in take(3, trace=TRACE, open_arrivals=True)] == [0.0] * 3
 
 
 def test_the_rate_leaves_the_requests_alone():
