@@ -119,7 +119,7 @@ def parse_lengths(text: str, option: str) -> Draw:
     parts = text.split(":")
     try:
         if parts[0] == "lognormal" and len(parts) == 3:
-            return _lognormal(float(parts[1]), float(parts[2]))
+            return lognormal(float(parts[1]), float(parts[2]))
         low, high = int(parts[0]), int(parts[-1])
         if 1 <= low <= high and len(parts) <= 2:
             return lambda rng: rng.randint(low, high)
@@ -130,7 +130,8 @@ def parse_lengths(text: str, option: str) -> Draw:
     )
 
 
-def _lognormal(mean: float, std: float) -> Draw:
+def lognormal(mean: float, std: float) -> Draw:
+    """Lognormal lengths in tokens by their own mean and standard deviation."""
     if not (1 <= mean < math.inf and 0 <= std < math.inf):
         raise ValueError
     sigma_squared = math.log1p((std / mean) ** 2)
