@@ -1,0 +1,284 @@
+"""KV Parallelism: one long request's cache over several workers (Mnemosyne 4.4; Medha 3.3).
+
+The cache is cut along the sequence. A worker holds one run of token positions, a shard, of at most
+`max_kv_tokens_per_worker` tokens of a request; every pass sends the query to all workers that hold
+something, and merges their partial outputs. The first worker serves alone until its shard is full,
+then the next one joins ("onboarding"), and so on: an iteration reads a bounded number of keys
+however long the context grows. Until its turn comes, and beside it, a worker serves others.
+
+Symbols: C context tokens so far, M max_kv_tokens_per_worker; KVP degree(C) = ceil(C / M).
+
+Deviations, each with its reason:
+
+- The memory of the whole request, up to the last token it may emit, is reserved when it is
+  admitted, all of it or none. The papers reserve as they grow, which deadlocks: two requests may
+  each hold what the other one needs next.
+- Shards end at page boundaries, so that a page never has two owners: M is rounded down to pages.
+- A worker with fewer free pages than M takes a shorter shard; without this a fleet that is half
+  full refuses requests for which it has the memory. The degree may then exceed ceil(C / M).
+- The first shard may be tied to a worker (`home`), the decode instance that samples the tokens.
+
+A reservation speaks of one sequence. Whoever admits a request with several choices reserves for
+the longest and leaves it to the home worker to hold what the choices do not share.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_right
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from typing import Protocol
+
+from millrace.core.errors import CapacityError, ConfigError, IntegrityError
+
+
+class WorkerRoom(Protocol):
+    """What a reservation looks at in a worker."""
+
+    @property
+    def id(self) -> str: ...
+    @property
+    def page_tokens(self) -> int: ...
+    @property
+    def free_pages(self) -> int:
+        """Pages that nothing holds and nothing has reserved."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Shard:
+    """Token positions [start_token, end_token) of a request, at one worker."""
+
+    worker_id: str
+    start_token: int
+    end_token: int
+
+    @property
+    def num_tokens(self) -> int:
+        return self.end_token - self.start_token
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Reservation:
+    """The shards of one request's whole life, by position; the first starts at token 0."""
+
+    shards: tuple[Shard, ...]
+
+    @property
+    def tokens(self) -> int:
+        """Tokens reserved: the context can't grow past this."""
+        return self.shards[-1].end_token
+
+    @property
+    def worker_ids(self) -> tuple[str, ...]:
+        """Workers in the order in which they are onboarded."""
+        return tuple(shard.worker_id for shard in self.shards)
+
+    def owner(self, position: int) -> str:
+        """The worker that holds a token position. Raises ValueError outside the reservation."""
+        if not 0 <= position < self.tokens:
+            raise ValueError(f"position {position} is outside the {self.tokens} reserved tokens")
+        starts = [shard.start_token for shard in self.shards]
+        return self.shards[bisect_right(starts, position) - 1].worker_id
+
+    def degree(self, context_tokens: int) -> int:
+        """Workers that take part in a pass over a context; at least 1."""
+        return max(sum(shard.start_token < context_tokens for shard in self.shards), 1)
+
+    def active(self, context_tokens: int) -> tuple[str, ...]:
+        """The workers that take part at a context length, in order of their onboarding."""
+        return self.worker_ids[: self.degree(context_tokens)]
+
+    def growth(self, start_token: int, end_token: int) -> tuple[Shard, ...]:
+        """Which worker takes which of the new tokens [start_token, end_token).
+
+        Raises ValueError past the reservation.
+        """
+        if not 0 <= start_token <= end_token <= self.tokens:
+            raise ValueError(
+                f"tokens [{start_token}, {end_token}) are outside the {self.tokens} reserved"
+            )
+        return tuple(
+            Shard(
+                worker_id=shard.worker_id,
+                start_token=max(start_token, shard.start_token),
+                end_token=min(end_token, shard.end_token),
+            )
+            for shard in self.shards
+            if shard.start_token < end_token and start_token < shard.end_token
+        )
+
+    def onboarded(self, start_token: int, end_token: int) -> tuple[str, ...]:
+        """Workers that join as the context grows from `start_token` to `end_token` tokens.
+
+        The worker that serves from token 0 on is none of them: it was never added.
+        """
+        return tuple(
+            shard.worker_id
+            for shard in self.shards[1:]
+            if start_token <= shard.start_token < end_token
+        )
+
+
+def degree(context_tokens: int, max_kv_tokens_per_worker: int) -> int:
+    """KVP degree of a context whose shards are all full but for the last; at least 1."""
+    return max(-(-context_tokens // max_kv_tokens_per_worker), 1)
+
+
+def reserve(
+    tokens: int,
+    workers: Iterable[WorkerRoom],
+    max_kv_tokens_per_worker: int,
+    *,
+    home: str | None = None,
+    max_workers: int | None = None,
+) -> Reservation | None:
+    """Shards for all `tokens` of a request's life, or None when they do not fit now.
+
+    `home` names the worker that takes the first shard, whatever room the others have; None, too,
+    when it has no free page. The others follow freest first, the least id among equals. No
+    reservation of at most `max_workers` shards is overlooked: each worker gives as much as it may,
+    those that can give most come first.
+
+    Raises ConfigError when `tokens` is less than 1, or a shard can't hold one page.
+    """
+    if tokens < 1:
+        raise ConfigError(f"kvp: tokens is {tokens}; it must be at least 1")
+    shards: list[Shard] = []
+    start = 0
+    for worker in _freest_first(workers, max_kv_tokens_per_worker, home):
+        room = shard_tokens(worker, max_kv_tokens_per_worker)
+        if start == tokens or len(shards) == max_workers or not room:
+            break
+        end = min(start + room, tokens)
+        shards.append(Shard(worker_id=worker.id, start_token=start, end_token=end))
+        start = end
+    complete = start == tokens and (home is None or shards[0].worker_id == home)
+    return Reservation(shards=tuple(shards)) if complete else None
+
+
+def shard_tokens(worker: WorkerRoom, max_kv_tokens_per_worker: int) -> int:
+    """The longest shard that a worker can take now, in tokens: a whole number of its pages.
+
+    Raises ConfigError when max_kv_tokens_per_worker is less than one page.
+    """
+    most = max_kv_tokens_per_worker // worker.page_tokens
+    if most < 1:
+        raise ConfigError(
+            f"kvp: max_kv_tokens_per_worker is {max_kv_tokens_per_worker}; it must be at least "
+            f"{worker.page_tokens}, a page of {worker.id}"
+        )
+    return min(most, worker.free_pages) * worker.page_tokens
+
+
+def _freest_first(
+    workers: Iterable[WorkerRoom], max_kv_tokens_per_worker: int, home: str | None
+) -> list[WorkerRoom]:
+    """`home` first. Where page sizes differ, the longer shard counts before the free memory."""
+    return sorted(
+        workers,
+        key=lambda worker: (
+            worker.id != home,
+            -shard_tokens(worker, max_kv_tokens_per_worker),
+            -worker.free_pages * worker.page_tokens,
+            worker.id,
+        ),
+    )
+
+
+@dataclass(slots=True, kw_only=True, eq=False)
+class KvpWorker:
+    """A worker's pages. `held` maps a request, long or short, to its pages here."""
+
+    id: str
+    kv_pages: int
+    page_tokens: int
+    held: dict[str, int]
+    used_pages: int = 0
+
+    @property
+    def free_pages(self) -> int:
+        return self.kv_pages - self.used_pages
+
+
+class KvpPool:
+    """The workers and what is reserved on them: for long requests by `admit`, else by `hold`."""
+
+    def __init__(self, max_kv_tokens_per_worker: int, max_workers: int | None = None) -> None:
+        self.max_kv_tokens_per_worker = max_kv_tokens_per_worker
+        self.max_workers = max_workers
+        self.workers: dict[str, KvpWorker] = {}
+        self.reservations: dict[str, Reservation] = {}
+
+    def join(self, worker_id: str, kv_pages: int, page_tokens: int) -> None:
+        """Takes a worker in. Raises ConfigError when its page does not fit a shard."""
+        worker = KvpWorker(id=worker_id, kv_pages=kv_pages, page_tokens=page_tokens, held={})
+        shard_tokens(worker, self.max_kv_tokens_per_worker)
+        self.workers[worker_id] = worker
+
+    def leave(self, worker_id: str) -> tuple[str, ...]:
+        """Forgets a worker; returns the requests that lose cache by it. All they hold goes."""
+        lost = tuple(self.workers[worker_id].held)
+        for request_id in lost:
+            self.release(request_id)
+        del self.workers[worker_id]
+        return lost
+
+    def admit(self, request_id: str, tokens: int, home: str | None = None) -> Reservation | None:
+        """Reserves a long request's whole life, or nothing at all (see `reserve`)."""
+        if self._holds(request_id):
+            raise CapacityError(f"request {request_id} holds pages already")
+        found = reserve(
+            tokens,
+            self.workers.values(),
+            self.max_kv_tokens_per_worker,
+            home=home,
+            max_workers=self.max_workers,
+        )
+        if found is not None:
+            self.reservations[request_id] = found
+            for shard in found.shards:
+                self._take(self.workers[shard.worker_id], request_id, shard.num_tokens)
+        return found
+
+    def hold(self, request_id: str, worker_id: str, tokens: int) -> bool:
+        """Reserves a short request's life at one worker; False when it has not the pages."""
+        if self._holds(request_id):
+            raise CapacityError(f"request {request_id} holds pages already")
+        worker = self.workers[worker_id]
+        if worker.free_pages * worker.page_tokens < tokens:
+            return False
+        self._take(worker, request_id, tokens)
+        return True
+
+    def release(self, request_id: str) -> None:
+        """Frees all that a request holds; harmless when it holds nothing."""
+        self.reservations.pop(request_id, None)
+        for worker in self.workers.values():
+            worker.used_pages -= worker.held.pop(request_id, 0)
+
+    def check_integrity(self) -> None:
+        """Raises IntegrityError when sums, shards and pages do not agree."""
+        for worker in self.workers.values():
+            if worker.used_pages != sum(worker.held.values()) or worker.free_pages < 0:
+                raise IntegrityError(
+                    f"{worker.id}: {worker.used_pages} of {worker.kv_pages} pages are in use, "
+                    f"held {worker.held}"
+                )
+        for request_id, shard in self._shards():
+            held = self.workers[shard.worker_id].held.get(request_id, 0)
+            if held * self.workers[shard.worker_id].page_tokens < shard.num_tokens:
+                raise IntegrityError(f"{shard.worker_id}: {request_id} holds {held} pages there")
+
+    def _holds(self, request_id: str) -> bool:
+        return any(request_id in worker.held for worker in self.workers.values())
+
+    def _shards(self) -> Iterator[tuple[str, Shard]]:
+        for request_id, reservation in self.reservations.items():
+            for shard in reservation.shards:
+                yield request_id, shard
+
+    @staticmethod
+    def _take(worker: KvpWorker, request_id: str, tokens: int) -> None:
+        pages = -(-tokens // worker.page_tokens)
+        worker.held[request_id] = pages
+        worker.used_pages += pages

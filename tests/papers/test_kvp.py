@@ -1,0 +1,294 @@
+"""KV Parallelism: Mnemosyne section 4.4 and figure 10, Medha section 3.3 and figure 6."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from itertools import combinations, pairwise
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from millrace.core.errors import CapacityError, ConfigError, IntegrityError
+from millrace.core.kvp import KvpPool, Shard, degree, reserve
+
+
+@dataclass
+class Room:
+    id: str
+    free_pages: int
+    page_tokens: int = 16
+
+
+def shard(worker_id: str, start: int, end: int) -> Shard:
+    return Shard(worker_id=worker_id, start_token=start, end_token=end)
+
+
+# ---- worked by hand
+
+
+def test_a_context_grows_over_workers_one_at_a_time():
+    """Figure 6: 2M tokens at 512k a worker start on one worker group and end on four."""
+    rooms = [Room(f"w{i}", 65536) for i in range(5)]
+    found = reserve(2 << 20, rooms, 512 << 10)
+    assert found.worker_ids == ("w0", "w1", "w2", "w3")
+    lengths = (1, 512 << 10, (512 << 10) + 1, 1 << 20, (1 << 20) + 1, 2 << 20)
+    assert [found.degree(tokens) for tokens in lengths] == [1, 1, 2, 2, 3, 4]
+    assert [degree(tokens, 512 << 10) for tokens in lengths] == [1, 1, 2, 2, 3, 4]
+    assert found.degree(0) == degree(0, 512 << 10) == 1
+
+
+def test_a_new_worker_joins_once_the_limit_is_reached():
+    """Figure 10: chunks of 32 tokens fill the first worker up to t=3; at t=4 the next joins."""
+    found = reserve(160, [Room("a", 10), Room("b", 9)], 96)
+    joined = [found.onboarded(start, start + 32) for start in range(0, 160, 32)]
+    assert joined == [(), (), (), ("b",), ()]
+    assert found.growth(64, 128) == (shard("a", 64, 96), shard("b", 96, 128))
+    assert found.active(96) == ("a",) and found.active(97) == ("a", "b")
+    assert [found.owner(p) for p in (0, 95, 96, 159)] == ["a", "a", "b", "b"]
+
+
+def test_the_freest_come_first_and_equals_by_id():
+    rooms = [Room("c", 3), Room("b", 5), Room("a", 3), Room("d", 0)]
+    assert reserve(16 * 9, rooms, 16 * 4).shards == (
+        shard("b", 0, 64),
+        shard("a", 64, 112),  # three pages free: a shorter shard
+        shard("c", 112, 144),
+    )
+
+
+def test_the_freer_of_two_that_can_take_a_whole_shard_comes_first():
+    assert reserve(16, [Room("a", 5), Room("b", 9)], 64).worker_ids == ("b",)
+
+
+def test_home_takes_the_first_shard_however_little_room_it_has():
+    rooms = [Room("big", 9), Room("home", 1)]
+    assert reserve(40, rooms, 64, home="home").shards == (
+        shard("home", 0, 16),
+        shard("big", 16, 40),
+    )
+    assert reserve(40, [Room("big", 9), Room("home", 0)], 64, home="home") is None
+    assert reserve(40, [Room("big", 9)], 64, home="home") is None
+
+
+def test_no_more_workers_than_allowed():
+    rooms = [Room("a", 4), Room("b", 4), Room("c", 4)]
+    assert reserve(129, rooms, 64, max_workers=2) is None
+    assert reserve(128, rooms, 64, max_workers=2).worker_ids == ("a", "b")
+
+
+def test_pages_of_different_sizes_give_the_longest_shards_first():
+    """Of 100 tokens at most, pages of 64 hold only 64: the smaller pages give more."""
+    rooms = [Room("coarse", 100, page_tokens=64), Room("fine", 2, page_tokens=50)]
+    assert reserve(100, rooms, 100, max_workers=1).worker_ids == ("fine",)
+
+
+@pytest.mark.parametrize(
+    "tokens, most, message",
+    [
+        (0, 64, "kvp: tokens is 0; it must be at least 1"),
+        (9, 15, "kvp: max_kv_tokens_per_worker is 15; it must be at least 16, a page of a"),
+    ],
+)
+def test_what_can_not_be_is_said(tokens, most, message):
+    with pytest.raises(ConfigError, match=message):
+        reserve(tokens, [Room("a", 4)], most)
+
+
+def test_outside_the_reservation_nothing_has_an_owner():
+    found = reserve(20, [Room("a", 4)], 64)
+    for wrong in (-1, 20):
+        with pytest.raises(ValueError, match="outside the 20 reserved"):
+            found.owner(wrong)
+    with pytest.raises(ValueError, match=r"\[10, 21\) are outside the 20 reserved"):
+        found.growth(10, 21)
+
+
+# ---- the pool
+
+
+def pool(*pages: int, most: int = 64, max_workers: int | None = None) -> KvpPool:
+    made = KvpPool(most, max_workers)
+    for i, count in enumerate(pages):
+        made.join(f"w{i}", count, 16)
+    return made
+
+
+def test_growing_as_one_goes_deadlocks_where_reserving_does_not():
+    """Two workers of four pages, two requests of six pages that grow in turns."""
+    free, held = {"w0": 4, "w1": 4}, {"a": 0, "b": 0}
+    for request_id in ("a", "b") * 4:  # page by page, as the papers do
+        worker = max(free, key=lambda w: free[w])
+        free[worker] -= 1
+        held[request_id] += 1
+    assert sum(free.values()) == 0 and held == {"a": 4, "b": 4}  # neither can go on
+    reserving = pool(4, 4)
+    assert reserving.admit("a", 96) is not None
+    assert reserving.admit("b", 96) is None
+    assert [w.free_pages for w in reserving.workers.values()] == [0, 2]  # b holds nothing
+    reserving.release("a")
+    assert reserving.admit("b", 96) is not None
+
+
+def test_short_requests_run_on_the_same_workers():
+    """Mnemosyne 4.4: each replica batches short requests while it serves the long one."""
+    both = pool(8, 8)
+    assert both.admit("long", 100).worker_ids == ("w0", "w1")
+    assert [w.free_pages for w in both.workers.values()] == [4, 5]
+    assert both.hold("short", "w0", 64) and not both.hold("late", "w0", 1)
+    assert both.admit("next", 65) is None  # w0 is full, and w1 takes 64 of a request at most
+    assert both.admit("next", 64).worker_ids == ("w1",)
+    both.release("long")
+    assert [w.free_pages for w in both.workers.values()] == [4, 4]
+    both.check_integrity()
+
+
+def test_a_worker_that_leaves_takes_its_requests_along():
+    three = pool(4, 4, 4)
+    three.admit("long", 128)
+    three.hold("short", "w2", 16)
+    assert three.leave("w1") == ("long",)
+    assert {w.id: w.free_pages for w in three.workers.values()} == {"w0": 4, "w2": 3}
+    three.check_integrity()
+
+
+def test_nothing_is_reserved_twice():
+    one = pool(8)
+    one.admit("a", 16)
+    with pytest.raises(CapacityError, match="request a holds pages already"):
+        one.admit("a", 16)
+    with pytest.raises(CapacityError, match="request a holds pages already"):
+        one.hold("a", "w0", 16)
+
+
+def test_integrity_finds_a_leak_and_a_lost_page():
+    leaky = pool(8)
+    leaky.admit("a", 32)
+    leaky.workers["w0"].used_pages += 1
+    with pytest.raises(IntegrityError, match="3 of 8 pages are in use"):
+        leaky.check_integrity()
+    leaky.workers["w0"].used_pages = leaky.workers["w0"].held["a"] = 1
+    with pytest.raises(IntegrityError, match="a holds 1 pages there"):
+        leaky.check_integrity()
+
+
+# ---- properties
+
+rooms = st.lists(st.tuples(st.integers(0, 6), st.sampled_from([4, 16])), max_size=6).map(
+    lambda given: [Room(f"w{i}", pages, size) for i, (pages, size) in enumerate(given)]
+)
+
+
+@given(rooms, st.integers(1, 400), st.integers(16, 80), st.integers(1, 6))
+def test_it_fits_exactly_when_some_choice_of_workers_has_the_room(workers, tokens, most, limit):
+    """All subsets of workers, each giving all it may: a reservation is found iff one suffices."""
+    most_of = [min(most // w.page_tokens, w.free_pages) * w.page_tokens for w in workers]
+    fits = any(
+        sum(chosen) >= tokens
+        for count in range(1, min(limit, len(workers)) + 1)
+        for chosen in combinations(most_of, count)
+    )
+    assert (reserve(tokens, workers, most, max_workers=limit) is not None) == fits
+
+
+@given(rooms, st.integers(1, 300), st.integers(16, 80))
+def test_every_position_has_one_owner_and_no_worker_exceeds_its_pages(workers, tokens, most):
+    found = reserve(tokens, workers, most)
+    if found is None:
+        return
+    by_id = {worker.id: worker for worker in workers}
+    assert len(set(found.worker_ids)) == len(found.worker_ids)
+    for one in found.shards:
+        assert 0 < one.num_tokens <= most
+        assert (
+            -(-one.num_tokens // by_id[one.worker_id].page_tokens)
+            <= by_id[one.worker_id].free_pages
+        )
+    for position in range(tokens):
+        owners = [s.worker_id for s in found.shards if s.start_token <= position < s.end_token]
+        assert owners == [found.owner(position)]
+    assert found.tokens == tokens
+    for one in found.shards[:-1]:  # a page has one owner
+        assert one.num_tokens % by_id[one.worker_id].page_tokens == 0
+
+
+@given(rooms, st.integers(1, 300), st.data())
+def test_growth_is_monotone_and_adds_up(workers, tokens, data):
+    found = reserve(tokens, workers, 32)
+    if found is None:
+        return
+    cuts = sorted({0, tokens, *data.draw(st.lists(st.integers(0, tokens), max_size=8))})
+    joined = list(found.worker_ids[:1])
+    pieces: list[Shard] = []
+    for start, end in pairwise(cuts):
+        before, after = found.active(start), found.active(end)
+        assert after[: len(before)] == before  # nobody leaves, nobody changes places
+        joined += found.onboarded(start, end)
+        assert tuple(joined) == after
+        pieces += found.growth(start, end)
+    position = 0
+    for piece in pieces:  # what each step adds covers all positions once, at their owners
+        assert piece.start_token == position < piece.end_token
+        assert found.owner(position) == found.owner(piece.end_token - 1) == piece.worker_id
+        position = piece.end_token
+    assert position == tokens
+
+
+@given(
+    st.lists(st.integers(0, 8), min_size=1, max_size=4),
+    st.lists(st.integers(1, 300), max_size=20),
+    st.randoms(use_true_random=False),
+)
+def test_admitted_requests_always_grow_to_their_end(pages, wishes, random):
+    """Requests come, grow token by token in any order and end; what waits gets in by and by."""
+    shared = pool(*pages)
+    waiting = {f"r{i}": tokens for i, tokens in enumerate(wishes)}
+    grown: dict[str, int] = {}
+    written = dict.fromkeys(shared.workers, 0)  # pages that hold a token
+    while waiting or grown:
+        for request_id in _admit(shared, waiting):
+            del waiting[request_id]
+            grown[request_id] = 0
+        if not grown:  # an idle fleet refuses only what it could never hold
+            assert all(sum(min(p, 4) for p in pages) * 16 < tokens for tokens in waiting.values())
+            return
+        request_id = random.choice(sorted(grown))
+        if grown[request_id] == shared.reservations[request_id].tokens:
+            for shard_ in shared.reservations[request_id].shards:
+                written[shard_.worker_id] -= -(-shard_.num_tokens // 16)
+            shared.release(request_id)
+            del grown[request_id]
+            continue
+        (piece,) = shared.reservations[request_id].growth(grown[request_id], grown[request_id] + 1)
+        written[piece.worker_id] += piece.start_token % 16 == 0  # shards begin at page boundaries
+        assert written[piece.worker_id] <= shared.workers[piece.worker_id].kv_pages
+        grown[request_id] += 1
+
+
+def _admit(shared: KvpPool, waiting: dict[str, int]) -> list[str]:
+    """Admits what fits, in order; who is refused has changed nothing."""
+    admitted = []
+    for request_id, tokens in waiting.items():
+        before = {w.id: dict(w.held) for w in shared.workers.values()}
+        if shared.admit(request_id, tokens) is not None:
+            admitted.append(request_id)
+        else:
+            assert before == {w.id: w.held for w in shared.workers.values()}
+        shared.check_integrity()
+    return admitted
+
+
+@given(st.lists(st.tuples(st.sampled_from(["admit", "hold", "release"]), st.integers(1, 120))))
+def test_the_books_balance_whatever_comes(steps):
+    shared = pool(3, 5, most=48)
+    for number, (kind, tokens) in enumerate(steps):
+        if kind == "admit":
+            shared.admit(f"r{number}", tokens)
+        elif kind == "hold":
+            shared.hold(f"r{number}", f"w{tokens % 2}", tokens)
+        else:
+            shared.release(f"r{tokens % (number + 1)}")
+        shared.check_integrity()
+    for number in range(len(steps)):
+        shared.release(f"r{number}")
+    assert [w.free_pages for w in shared.workers.values()] == [3, 5]
