@@ -10,7 +10,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from types import MappingProxyType
 
-from millrace.core.priority import fcfs
+from millrace.core.priority import d_edf, edf, fcfs, lars, lrs, s_edf
 from millrace.core.request import Request
 
 PriorityKey = tuple[float, ...]
@@ -40,5 +40,16 @@ def _one_by_one(
 
 
 POLICIES: Mapping[str, Policy] = MappingProxyType(
-    {policy.name: policy for policy in (_one_by_one("fcfs", fcfs.key, static=True),)}
+    {
+        policy.name: policy
+        for policy in (
+            _one_by_one("fcfs", fcfs.key, static=True),
+            _one_by_one("edf", edf.key, static=True),
+            _one_by_one("d_edf", d_edf.key),
+            _one_by_one("s_edf", s_edf.key),
+            _one_by_one("lrs", lrs.key),
+            _one_by_one("lars", lars.key),
+            _one_by_one("lars_deadline", lars.key_by_deadline),
+        )
+    }
 )

@@ -1,0 +1,18 @@
+"""Deadline-aware EDF, FlowPrefill section 6.3: S-EDF without foresight.
+
+    priority = sgn(deadline - current time) / deadline,  higher first
+
+Requests whose deadline has passed come after all others. Among them -1/deadline puts the latest
+deadline first. The paper does not say what a deadline of exactly now counts as: it is missed, as
+in `s_edf`, since token one can't come in no time.
+"""
+
+from __future__ import annotations
+
+from millrace.core.request import Request
+
+
+def key(request: Request, now_s: float) -> tuple[float, ...]:
+    """(0, deadline) while the deadline is ahead, (1, -deadline) from then on."""
+    deadline_s = request.deadline_s
+    return (0.0, deadline_s) if deadline_s > now_s else (1.0, -deadline_s)

@@ -1,0 +1,15 @@
+"""Earliest deadline first: the plain baseline of FlowPrefill section 6.3 and Medha section 4.1.
+
+A deadline that has passed is earlier than any to come, so what is late goes first: under overload
+one late long prefill holds up all others (Medha section 4.1 calls it a convoy).
+"""
+
+from __future__ import annotations
+
+from millrace.core.request import Request
+
+
+def key(request: Request, now_s: float) -> tuple[float, ...]:
+    """The deadline, which does not move with time; requests without one come last."""
+    del now_s
+    return (request.deadline_s,)
