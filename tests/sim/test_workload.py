@@ -1,4 +1,4 @@
-"""Traces, lengths and arrivals. The trace rows below were made up; their formats are the public
+"""Traces, lengths and arrivals. The rows written here were made up; their formats are the public
 ones that `millrace.sim.workload` names.
 """
 
@@ -6,9 +6,11 @@ from __future__ import annotations
 
 import gzip
 import itertools
+import json
 import random
 import statistics
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 
@@ -17,6 +19,7 @@ from millrace.sim.workload import (
     SloClass,
     TraceRow,
     WorkloadOptions,
+    cut_window,
     parse_lengths,
     plan,
     read_trace,
@@ -176,3 +179,89 @@ def test_given_lengths_go_before_the_traces():
     found = take(trace=TRACE, input_tokens=parse_lengths("3", "-"))
     assert {r.input_tokens for r in found} == {3}
     assert [r.output_tokens for r in found] == [20 + i for i in range(10)]
+
+
+EXTRACTS = Path(__file__).parents[1] / "data" / "traces"
+
+
+@pytest.mark.parametrize(
+    ("name", "first", "last_s"),
+    [
+        ("azure2023_code.csv", row(0.0, 4808, 10), 36.649398),
+        ("azure2023_conv.csv", row(0.0, 374, 44), 26.461144),
+        ("mooncake_fast25_conversation.jsonl", row(0.0, 6758, 500), 15.0),
+        ("sharegpt_8k_lengths.csv", row(None, 74, 918), None),
+        ("arxiv_summarization_lengths.csv", row(None, 3772, 54), None),
+    ],
+)
+def test_extracts_of_the_public_traces(name, first, last_s):
+    rows = read_trace(EXTRACTS / name)
+    assert len(rows) == 50
+    assert rows[0] == first
+    assert rows[-1].arrival_s == (None if last_s is None else pytest.approx(last_s))
+
+
+QWEN = "".join(
+    json.dumps(
+        {
+            "chat_id": chat,
+            "parent_chat_id": parent,
+            "timestamp": stamp,
+            "input_length": tokens,
+            "output_length": 7,
+            "type": kind,
+            "turn": 1,
+            "hash_ids": list(range(blocks)),
+        }
+    )
+    + "\n"
+    for chat, parent, stamp, tokens, kind, blocks in [
+        (10, -1, 1.0, 100, "text", 7),
+        (11, 10, 2.5, 200, "text", 13),  # follows 10: 16 * (13 - 7)
+        (12, 10, 3.0, 300, "search", 19),  # not text: whole
+        (13, 99, 4.0, 400, "text", 25),  # its parent is not in the file: whole
+        (14, 11, 121.5, 150, "text", 10),  # fewer blocks than its parent: one token
+    ]
+)
+
+
+def test_qwens_turns_become_single_ones(tmp_path):
+    path = tmp_path / "qwen.jsonl"
+    path.write_text(QWEN)
+    rows = read_trace(path)
+    assert [(r.arrival_s, r.input_tokens, r.class_name) for r in rows] == [
+        (0.0, 100, "text"),
+        (1.5, 96, "text"),
+        (2.0, 300, "search"),
+        (3.0, 400, "text"),
+        (120.5, 1, "text"),
+    ]
+
+
+def test_a_window_of_a_trace():
+    found = cut_window(TRACE, 2.0, 5.0)
+    assert [(r.arrival_s, r.input_tokens) for r in found] == [
+        (0.0, 12),
+        (1.0, 13),
+        (2.0, 14),
+        (3.0, 15),
+    ]
+    for rows, window in ((TRACE, (20.0, 30.0)), ([row(None, 1, 1)], (0.0, 1.0))):
+        with pytest.raises(ConfigError, match="--window"):
+            cut_window(rows, *window)
+
+
+def test_a_rows_class_goes_before_the_weights():
+    rows = [replace(r, class_name=name) for r, name in zip(TRACE, "ababcababc", strict=True)]
+    classes = [SloClass(name="a", ttft_s=1.0), SloClass(name="b", ttft_s=2.0, weight=0.001)]
+    found = take(trace=rows, classes=classes)
+    assert [r.slo.ttft_s for r in found] == [1.0, 2.0, 1.0, 2.0, None] * 2
+    assert found[4].slo.name == "c"
+
+
+def test_rows_may_be_drawn_one_by_one():
+    found = take(
+        50, draw_row=lambda rng: row(None, rng.randint(1, 9), 2), rate_rps=2.0, rate_scale=4.0
+    )
+    assert len({r.input_tokens for r in found}) == 9
+    assert 50 / 8 / 2 < found[-1].arrival_s < 50 / 8 * 2
