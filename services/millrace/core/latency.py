@@ -188,7 +188,8 @@ def _between(left: tuple[int, float], right: tuple[int, float], d: float) -> Seg
     (x0, y0), (x1, y1) = left, right
     slope = (y1 - y0) / (x1 - x0)
     bend = min(d, slope / (x1 - x0))
-    return (x0, y0 - slope * x0 + bend * x0 * x1, slope - bend * (x0 + x1), bend)
+    b = slope - bend * (x0 + x1)
+    return (x0, y0 - x0 * (b + bend * x0), b, bend)  # in the order of `chunk_s`: exact at x0
 
 
 def _root(a: float, b: float, d: float) -> float:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from types import MappingProxyType
 from typing import TypeVar
@@ -40,8 +40,9 @@ class Profile:
 
     kv_bytes_per_token: of the whole model, over all TP ranks. kv_transfer_bytes_s: of one worker's
     KV to another, by backend. ring_step_s: what a step of the attention ring costs a layer beyond
-    compute. errors: median relative error on held-out measurements, by table. sources and
-    assumptions: sentences.
+    compute. errors: median relative error on held-out measurements, by table. checks: the same
+    against measurements of another origin, which nothing was fitted to. sources and assumptions:
+    sentences.
     """
 
     name: str
@@ -55,7 +56,8 @@ class Profile:
     kv_transfer_bytes_s: Mapping[str, float]
     ring_step_s: float
     sources: tuple[str, ...] = ()
-    errors: Mapping[str, float] = MappingProxyType({})
+    errors: Mapping[str, float] = field(default_factory=lambda: MappingProxyType({}))
+    checks: Mapping[str, float] = field(default_factory=lambda: MappingProxyType({}))
     assumptions: tuple[str, ...] = ()
 
     def to_json(self) -> dict[str, object]:
@@ -72,6 +74,7 @@ class Profile:
             "ring_step_s": self.ring_step_s,
             "sources": list(self.sources),
             "errors": dict(self.errors),
+            "checks": dict(self.checks),
             "assumptions": list(self.assumptions),
             "prefill": {
                 str(sp): _latency_json(self.prefill.by_sp[sp]) for sp in self.prefill.degrees
@@ -99,6 +102,7 @@ class Profile:
             ring_step_s=_number(top, "ring_step_s"),
             sources=_texts(top, "sources"),
             errors=_numbers(top, "errors"),
+            checks=_numbers(top, "checks"),
             assumptions=_texts(top, "assumptions"),
         )
 
