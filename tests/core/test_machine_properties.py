@@ -21,16 +21,25 @@ from hypothesis.stateful import (
 )
 
 from millrace.core import effects, events
+from millrace.core.cluster import PrefillInstance
 from millrace.core.config import SchedulerConfig
+from millrace.core.latency import Latency, SpLatency
 from millrace.core.machine import Machine
+from millrace.core.planning import PLANNERS
+from millrace.core.priority import POLICIES
 from millrace.core.request import TRANSITIONS, Request, RequestState
 
 PREFILLS = ("p0", "p1", "p2")
 DECODES = ("d0", "d1", "d2")
 REQUESTS = tuple(f"r{i}" for i in range(12))
 PROXIES = ("x0", "x1")
+LATENCY = SpLatency(
+    by_sp={sp: Latency(a=0.02 * sp, b=0.02 / sp, c=2e-4 / sp, d=1e-4 / sp) for sp in (1, 2, 4)}
+)
 TIMEOUT_S = 50.0
 RELEASE_S = 20.0
+
+Ref = tuple[str, int]  # request, chunk
 
 request_ids = st.sampled_from(REQUESTS)
 instance_ids = st.sampled_from(PREFILLS + DECODES)
@@ -49,14 +58,33 @@ class World(RuleBasedStateMachine):
         self.placed_at: dict[str, str] = {}
         self.attempts: Counter[str] = Counter()
         self.held: dict[str, set[str]] = {}  # instance -> requests that a correct worker holds
+        self.queues: dict[str, list[tuple[Ref, ...]]] = {}  # prefill instance -> as it was told
 
     @initialize(
         tasks_ahead=st.integers(1, 3),
         max_queue_requests=st.integers(1, 8),
         max_attempts=st.integers(1, 3),
+        policy=st.sampled_from(sorted(POLICIES)),
+        planner=st.sampled_from(sorted(PLANNERS)),
+        preemption=st.sampled_from(["none", "operator"]),
+        batch_tokens=st.sampled_from([0, 40]),
     )
-    def begin(self, tasks_ahead: int, max_queue_requests: int, max_attempts: int) -> None:
+    def begin(
+        self,
+        tasks_ahead: int,
+        max_queue_requests: int,
+        max_attempts: int,
+        policy: str,
+        planner: str,
+        preemption: str,
+        batch_tokens: int,
+    ) -> None:
         self.config = SchedulerConfig(
+            policy=policy,
+            planner=planner,
+            preemption=preemption,
+            batch_tokens=batch_tokens,
+            fixed_sp=2,
             tasks_ahead=tasks_ahead,
             max_queue_requests=max_queue_requests,
             max_attempts=max_attempts,
@@ -102,13 +130,34 @@ class World(RuleBasedStateMachine):
                 prompt = self.machine.requests[r].prompt_tokens
                 assert sum(chunk.num_tokens for chunk in effect.chunks) == prompt
                 self.hold(i, r)
-            case effects.CancelOn(instance_id=i):
+                self.queues[i] += [
+                    ((r, chunk.index),) for chunk in effect.chunks if i in chunk.instance_ids
+                ]
+            case effects.Order():
+                self.reorder(effect)
+            case effects.CancelOn(instance_id=i, request_id=r):
                 assert i in self.held
+                self.unqueue(i, r)
 
     def hold(self, instance_id: str, request_id: str) -> None:
         """A worker must never get a request that it still holds."""
         assert request_id not in self.held[instance_id]
         self.held[instance_id].add(request_id)
+
+    def reorder(self, effect: effects.Order) -> None:
+        told = {ref for entry in self.queues[effect.instance_id] for ref in entry}
+        order = [
+            tuple((ref.request_id, ref.chunk_index) for ref in entry) for entry in effect.queue
+        ]
+        assert {ref for entry in order for ref in entry} <= told
+        self.queues[effect.instance_id] = order
+
+    def unqueue(self, instance_id: str, request_id: str) -> None:
+        if instance_id in self.queues:
+            self.queues[instance_id] = [
+                tuple(ref for ref in entry if ref[0] != request_id)
+                for entry in self.queues[instance_id]
+            ]
 
     def over(self, request_id: str) -> None:
         del self.states[request_id]
@@ -129,6 +178,7 @@ class World(RuleBasedStateMachine):
         known = self.machine.cluster.instances.get(instance_id)
         if known is None or generation > known.card.generation:
             self.held[instance_id] = set()
+            self.queues[instance_id] = []
             self.generation[instance_id] = generation
         self.step(
             events.InstanceJoined(
@@ -140,6 +190,8 @@ class World(RuleBasedStateMachine):
                 max_context_tokens=120,
                 max_batch=4,
                 model_hash=model,
+                latency=LATENCY,
+                node=instance_id[-1:] if model == "g" else "n",
             )
         )
 
@@ -248,6 +300,7 @@ class World(RuleBasedStateMachine):
         generation = self.life(instance_id, age)
         if self.machine.cluster.current(instance_id, generation):
             self.held[instance_id].discard(request_id)
+            self.unqueue(instance_id, request_id)
         self.step(
             events.RequestReleased(
                 instance_id=instance_id, generation=generation, request_id=request_id
@@ -286,6 +339,8 @@ class World(RuleBasedStateMachine):
 
     @rule(instance_id=instance_ids, age=ages, request_id=request_ids, retryable=st.booleans())
     def fail(self, instance_id: str, age: int, request_id: str, retryable: bool) -> None:
+        if self.machine.cluster.current(instance_id, self.life(instance_id, age)):
+            self.unqueue(instance_id, request_id)
         self.step(
             events.RequestFailed(
                 instance_id=instance_id,
@@ -311,16 +366,50 @@ class World(RuleBasedStateMachine):
             instance_id, request_id = data.draw(st.sampled_from(pairs))
             instance = machine.cluster.instances[instance_id]
             request = machine.requests.get(request_id)
-            if instance_id in PREFILLS:
-                if request_id not in instance.tasks:
-                    self.release(instance_id, 0, request_id)
-                else:
-                    started = request_id not in instance.started_s
-                    self.chunk(instance_id, 0, request_id, 0, True, started)
+            if isinstance(instance, PrefillInstance):
+                self.prefill_goes_on(instance, request_id, data)
             elif request is None or request.state is RequestState.DECODING:
                 self.finish(instance_id, 0, request_id, "stop")
             elif request.state is RequestState.TRANSFERRING:
                 self.decode_starts(instance_id, 0, request_id)
+
+    def prefill_goes_on(
+        self, instance: PrefillInstance, request_id: str, data: st.DataObject
+    ) -> None:
+        tasks = [t for t in instance.queue if any(r.id == request_id for r in t.requests)]
+        if not tasks:
+            self.release(instance.id, 0, request_id)
+            return
+        task = tasks[0]
+        if not (task.chosen and task.ready):
+            return
+        leader = task.members[0].id
+        if task.started_s is None:
+            self.chunk(leader, 0, request_id, task.chunk.index, False, True)
+        elif data.draw(st.booleans()):
+            self.chunk(leader, 0, request_id, task.chunk.index, True, False)
+        else:
+            self.suspend(leader, 0, request_id, task.chunk.index, 0.05)
+
+    @rule(
+        instance_id=instance_ids,
+        age=ages,
+        request_id=request_ids,
+        index=st.integers(0, 2),
+        compute_s=st.floats(0, 1),
+    )
+    def suspend(
+        self, instance_id: str, age: int, request_id: str, index: int, compute_s: float
+    ) -> None:
+        self.step(
+            events.ChunkSuspended(
+                instance_id=instance_id,
+                generation=self.life(instance_id, age),
+                request_id=request_id,
+                chunk_index=index,
+                compute_s=compute_s,
+            )
+        )
 
     @rule(data=st.data(), last=st.booleans())
     def work_goes_wrong(self, data: st.DataObject, last: bool) -> None:
@@ -364,6 +453,22 @@ class World(RuleBasedStateMachine):
         assert {r.id: r.state for r in self.machine.requests.values()} == self.states
         for r in REQUESTS:
             assert self.submitted[r] == self.ends[r] + (r in self.states)
+        self.queues_are_as_told()
+
+    def queues_are_as_told(self) -> None:
+        """An instance that does as it is told has the queue that the machine believes it has."""
+        for instance in self.machine.cluster.instances.values():
+            if not isinstance(instance, PrefillInstance):
+                continue
+            believed = [
+                tuple((request.id, task.chunk.index) for request in task.requests)
+                for task in instance.queue
+            ]
+            known = {ref for entry in believed for ref in entry}
+            told = [
+                tuple(ref for ref in entry if ref in known) for entry in self.queues[instance.id]
+            ]
+            assert [entry for entry in told if entry] == believed
 
     @invariant()
     def has_missed_nothing(self) -> None:

@@ -8,11 +8,16 @@ are free, or when the instance dies. Leases are the driver's matter: it turns si
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 
+from millrace.core.board import Board, Task
+from millrace.core.config import SchedulerConfig
 from millrace.core.decode_placement import pages_needed
 from millrace.core.events import InstanceJoined
-from millrace.core.request import Request
+from millrace.core.latency import SpLatency
+from millrace.core.planning import PLANNERS, Planner, PlannerInputs, degrees_used
+from millrace.core.request import Chunk, Request
 from millrace.core.waiting_line import WaitingLine
 
 
@@ -28,17 +33,16 @@ class Holding:
 
 @dataclass(slots=True, eq=False)
 class PrefillInstance:
-    """A prefill instance: pages of prompts, and the tasks it holds in the order it got them."""
+    """A prefill instance: pages of prompts, and the tasks it holds, the first one to run first."""
 
     card: InstanceJoined
+    bit: int = 0  # its own bit among the pool's prefill instances
     draining: bool = False
     running: int = 0  # as its last heartbeat said, like `waiting`
     waiting: int = 0
     holdings: dict[str, Holding] = field(default_factory=dict)
     used_pages: int = 0
-    tasks: dict[str, float] = field(default_factory=dict)  # request id -> predicted seconds
-    tasks_s: float = 0.0
-    started_s: dict[str, float] = field(default_factory=dict)  # tasks that run -> since when
+    queue: list[Task] = field(default_factory=list)
 
     @property
     def id(self) -> str:
@@ -48,54 +52,43 @@ class PrefillInstance:
     def free_pages(self) -> int:
         return self.card.kv_pages - self.used_pages
 
-    def pages_for(self, request: Request) -> int:
-        """Pages of the prompt; token one is sampled here, but its cache is decode's."""
-        return -(-request.prompt_tokens // self.card.page_tokens)
+    def pages_for(self, chunks: Sequence[Chunk]) -> int:
+        """Pages of the share of a prompt that a member of the chunks' groups holds.
 
-    def could_hold(self, request: Request) -> bool:
-        """Whether the request fits once others left, and no earlier attempt of it is still here."""
-        return (
-            self.pages_for(request) <= self.card.kv_pages
-            and request.prompt_tokens <= self.card.max_context_tokens
-            and request.id not in self.holdings
-        )
+        History is spread evenly over the group at hand (Tetris section 4.1), so the share is the
+        largest that any prefix has. Token one is sampled here, but its cache is decode's.
+        """
+        most = max(-(-(c.start_token + c.num_tokens) // len(c.instance_ids)) for c in chunks)
+        return -(-most // self.card.page_tokens)
 
-    def has_room(self, request: Request) -> bool:
-        """Whether the request's pages are free now."""
+    def could_hold(self, request: Request, sp: int = 1) -> bool:
+        """Whether a share of 1/sp fits once others left, and no earlier attempt is still here."""
+        return self._pages(request, sp) <= self.card.kv_pages and self._takes(request)
+
+    def has_room(self, request: Request, sp: int = 1) -> bool:
+        """Whether the pages of a share of 1/sp are free now."""
+        return self._pages(request, sp) <= self.free_pages and self._takes(request)
+
+    def _pages(self, request: Request, sp: int) -> int:
+        return -(-request.prompt_tokens // (sp * self.card.page_tokens))
+
+    def _takes(self, request: Request) -> bool:
         return (
-            self.pages_for(request) <= self.card.kv_pages - self.used_pages
-            and request.prompt_tokens <= self.card.max_context_tokens
+            request.prompt_tokens <= self.card.max_context_tokens
             and request.id not in self.holdings
         )
 
     def outstanding_s(self, now_s: float) -> float:
-        """Predicted seconds until all tasks are done; of a running one what remains, at least 0."""
-        if not self.started_s:
-            return self.tasks_s
-        done_s = 0.0
-        for request_id, started_s in self.started_s.items():
-            done_s += min(max(now_s - started_s, 0.0), self.tasks[request_id])
-        return self.tasks_s - done_s
+        """Predicted seconds of all tasks; of a running one what remains, at least 0."""
+        return sum(task.remaining_s(now_s) for task in self.queue)
 
-    def hold(self, request: Request, predicted_s: float) -> None:
-        pages = self.pages_for(request)
+    def hold(self, request: Request) -> None:
+        pages = self.pages_for(request.chunks)
         self.holdings[request.id] = Holding(pages=pages)
         self.used_pages += pages
-        self.tasks[request.id] = predicted_s
-        self.tasks_s += predicted_s
-
-    def end_task(self, request_id: str) -> bool:
-        """Frees the task slot; False when the request has none."""
-        if self.tasks.pop(request_id, None) is None:
-            return False
-        self.started_s.pop(request_id, None)
-        # Summed anew: a handful of tasks, and no rounding error builds up.
-        self.tasks_s = sum(self.tasks.values())
-        return True
 
     def release(self, request_id: str) -> None:
-        """Frees the request's pages and its task slot."""
-        self.end_task(request_id)
+        """Frees the request's pages."""
         self.used_pages -= self.holdings.pop(request_id).pages
 
 
@@ -170,42 +163,88 @@ class DecodeInstance:
 Instance = PrefillInstance | DecodeInstance
 
 
-@dataclass(slots=True, eq=False)
 class Pool:
     """Instances of one model hash; only those within a pool are ever paired.
 
     `prefill` and `decode` hold the instances that take new work, `members` counts draining ones
-    too.
+    too. An instance of role "mixed" is among `decode` and prefills what it is given itself.
     """
 
-    prefill: dict[str, PrefillInstance] = field(default_factory=dict)
-    decode: dict[str, DecodeInstance] = field(default_factory=dict)
-    members: int = 0
-    line: WaitingLine = field(default_factory=WaitingLine)  # placed, waiting for a prefill slot
+    def __init__(self, config: SchedulerConfig) -> None:
+        self.prefill: dict[str, PrefillInstance] = {}
+        self.decode: dict[str, DecodeInstance] = {}
+        self.members = 0
+        self.line = WaitingLine()  # placed, waiting to be sent to prefill instances
+        self.board = Board(preemptive=config.preemption != "none")
+        self._config = config
+        self._planner: Planner | None = None
+        self._degrees: tuple[int, ...] = (1,)
 
     @property
     def is_ready(self) -> bool:
         """Whether new work can be both prefilled and decoded here."""
-        return bool(self.prefill and self.decode)
+        return bool(self.decode) and (bool(self.prefill) or any(self._mixed()))
+
+    @property
+    def largest_group(self) -> int:
+        """The largest SP degree that groups can have now."""
+        self._prepare()
+        return self._degrees[-1]
+
+    @property
+    def planner(self) -> Planner:
+        """Plans over `prefill`, in its order. There must be an instance."""
+        self._prepare()
+        assert self._planner is not None
+        return self._planner
+
+    def changed(self) -> None:
+        """The instances that take new work are others now."""
+        self._planner = None
 
     def prefill_s(self, request: Request) -> float:
-        """Predicted prefill of the whole prompt. A pool's instances are taken to be of one kind."""
-        latency = next(iter(self.prefill.values())).card.latency
-        return latency.chunk_s(request.prompt_tokens, 0)
+        """Predicted prefill of the whole prompt, alone on the idle pool."""
+        self._prepare()
+        latency = self.latency
+        return min(latency.chunk_s(request.prompt_tokens, 0, sp) for sp in self._degrees)
+
+    @property
+    def latency(self) -> SpLatency:
+        """A pool's instances are taken to be of one kind."""
+        some: Iterable[Instance] = [*self.prefill.values(), *self._mixed()]
+        return next(iter(some)).card.latency
 
     def could_prefill(self, request: Request) -> bool:
-        return any(p.could_hold(request) for p in self.prefill.values())
+        if any(self._mixed()):
+            return True
+        sp = self.largest_group
+        return sum(p.could_hold(request, sp) for p in self.prefill.values()) >= sp
 
     def could_decode(self, request: Request) -> bool:
         return any(d.could_hold(request) for d in self.decode.values())
+
+    def _mixed(self) -> Iterator[DecodeInstance]:
+        return (d for d in self.decode.values() if d.card.role == "mixed")
+
+    def _prepare(self) -> None:
+        if self._planner is not None or not self.prefill:
+            return
+        numbers: dict[str, int] = {}
+        nodes = tuple(
+            numbers.setdefault(p.card.node or p.id, len(numbers)) for p in self.prefill.values()
+        )
+        inputs = PlannerInputs(latency=self.latency, nodes=nodes, config=self._config)
+        self._planner = PLANNERS[self._config.planner](inputs)
+        self._degrees = degrees_used(inputs)
 
 
 class Cluster:
     """All instances by id, and by the hash of the model that they serve."""
 
-    def __init__(self) -> None:
+    def __init__(self, config: SchedulerConfig) -> None:
         self.instances: dict[str, Instance] = {}
         self.pools: dict[str, Pool] = {}
+        self._config = config
 
     def current(self, instance_id: str, generation: int) -> Instance | None:
         """The instance, if this is the life of it that the scheduler knows."""
@@ -222,11 +261,17 @@ class Cluster:
 
     def add(self, card: InstanceJoined) -> Instance:
         """A new instance that holds nothing. The id must be free."""
-        pool = self.pools.setdefault(card.model_hash, Pool())
+        pool = self.pools.get(card.model_hash)
+        if pool is None:
+            pool = self.pools[card.model_hash] = Pool(self._config)
         pool.members += 1
         instance: Instance
         if card.role == "prefill":
-            instance = pool.prefill[card.instance_id] = PrefillInstance(card)
+            taken = pool.board.everyone
+            bit = ~taken & (taken + 1)  # the lowest free one
+            pool.board.everyone |= bit
+            instance = pool.prefill[card.instance_id] = PrefillInstance(card, bit)
+            pool.changed()
         else:
             instance = pool.decode[card.instance_id] = DecodeInstance(card)
         self.instances[card.instance_id] = instance
@@ -236,11 +281,12 @@ class Cluster:
         """No new work for the instance."""
         instance.draining = True
         pool = self.pool_of(instance)
-        pool.prefill.pop(instance.id, None)
         pool.decode.pop(instance.id, None)
+        if pool.prefill.pop(instance.id, None) is not None:
+            pool.changed()
 
     def remove(self, instance: Instance) -> None:
-        """Forgets the instance and all that it holds."""
+        """Forgets the instance and all that it holds; its tasks follow their requests."""
         self.drain(instance)
         del self.instances[instance.id]
         self.pool_of(instance).members -= 1

@@ -77,8 +77,28 @@ class ProxyConfig(_Section):
 
 @dataclass(frozen=True, kw_only=True)
 class SchedulerConfig(_Section):
-    policy: str = _setting("fcfs", _one_of("fcfs"), "order of the waiting line")
-    planner: str = _setting("least_queue", _one_of("least_queue"), "placement of prefill work")
+    policy: str = _setting(
+        "fcfs",
+        _one_of("fcfs", "edf", "d_edf", "s_edf", "lrs", "lars", "lars_deadline", "millrace"),
+        "order of requests",
+    )
+    planner: str = _setting(
+        "least_queue",
+        _one_of("least_queue", "fixed_sp", "single_chunk", "esp", "cdsp"),
+        "placement of prefill work",
+    )
+    preemption: str = _setting(
+        "none",
+        _one_of("none", "chunk", "layer", "operator"),
+        "where a running prefill yields to one that goes before it",
+    )
+    batch_tokens: int = _setting(
+        0, _within(0), "prompts are computed together up to this many tokens; 0: one by one"
+    )
+    fixed_sp: int = _setting(8, _within(1, 1024), "SP degree of the planner fixed_sp")
+    improvement_rate: float = _setting(
+        0.3, _within(-1, 1), "gain in TTFT that a larger group must bring; below 0: by arrival rate"
+    )
     max_queue_requests: int = _setting(1024, _within(1), "queued requests; more get 429")
     max_queue_s: float = _setting(
         600.0, _within(0.1), "predicted seconds of queued work a prefill instance"

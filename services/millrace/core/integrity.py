@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import math
 
-from millrace.core.cluster import Cluster, DecodeInstance, Instance, Pool, PrefillInstance
+from millrace.core.board import Board
+from millrace.core.cluster import Cluster, DecodeInstance, Instance, PrefillInstance
 from millrace.core.errors import IntegrityError
 from millrace.core.lifecycle import Lifecycle
 from millrace.core.request import Request, RequestState
@@ -37,22 +38,40 @@ def _same(what: str, kept: object, counted: object) -> None:
 
 
 def _check_pools(cluster: Cluster) -> None:
-    counted: dict[str, Pool] = {}
+    members: dict[str, list[Instance]] = {}
     for instance in cluster.instances.values():
-        pool = counted.setdefault(instance.card.model_hash, Pool())
-        pool.members += 1
-        if instance.draining:
-            continue
-        if isinstance(instance, PrefillInstance):
-            pool.prefill[instance.id] = instance
-        else:
-            pool.decode[instance.id] = instance
-    _same("pools", cluster.pools.keys(), counted.keys())
-    for model_hash, pool in counted.items():
+        members.setdefault(instance.card.model_hash, []).append(instance)
+    _same("pools", cluster.pools.keys(), members.keys())
+    for model_hash, of_pool in members.items():
         kept = cluster.pools[model_hash]
-        _same(f"members of pool {model_hash}", kept.members, pool.members)
-        _same(f"prefill of pool {model_hash}", kept.prefill, pool.prefill)
-        _same(f"decode of pool {model_hash}", kept.decode, pool.decode)
+        _same(f"members of pool {model_hash}", kept.members, len(of_pool))
+        taking = {i.id: i for i in of_pool if not i.draining}
+        prefill = {i: one for i, one in taking.items() if isinstance(one, PrefillInstance)}
+        decode = {i: one for i, one in taking.items() if isinstance(one, DecodeInstance)}
+        _same(f"prefill of pool {model_hash}", kept.prefill, prefill)
+        _same(f"decode of pool {model_hash}", kept.decode, decode)
+        _check_board(model_hash, kept.board, of_pool)
+
+
+def _check_board(model_hash: str, board: Board, members: list[Instance]) -> None:
+    """Every task stands once in the ranking and once in each member's queue, and nowhere else."""
+    ranked = sorted(board.ranked, key=lambda task: task.rank)
+    _same(f"board of {model_hash}: ranking", board.ranked, ranked)
+    of_requests = {id(task) for tasks in board.tasks.values() for task in tasks}
+    _same(f"board of {model_hash}: tasks", {id(task) for task in ranked}, of_requests)
+    everyone = 0
+    for instance in members:
+        if isinstance(instance, PrefillInstance):
+            everyone |= instance.bit
+            mine = {id(task) for task in ranked if instance in task.members}
+            queue = [id(task) for task in instance.queue]
+            _same(f"{instance.id}: queue", (len(queue), set(queue)), (len(mine), mine))
+    _same(f"board of {model_hash}: members", board.everyone, everyone)
+    claimed = 0
+    for task in ranked:
+        if task.chosen:
+            _same(f"board of {model_hash}: members of two running tasks", claimed & task.mask, 0)
+            claimed |= task.mask
 
 
 def _check_sums(instance: Instance) -> None:
@@ -60,9 +79,9 @@ def _check_sums(instance: Instance) -> None:
     if isinstance(instance, PrefillInstance):
         used = sum(h.pages for h in holdings)
         _same(f"{name}: used pages", instance.used_pages, used)
-        _same(f"{name}: seconds of tasks", instance.tasks_s, sum(instance.tasks.values()))
-        if not instance.started_s.keys() <= instance.tasks.keys() <= instance.holdings.keys():
-            raise IntegrityError(f"{name}: tasks {list(instance.tasks)} are not all held")
+        tasks = [request.id for task in instance.queue for request in task.requests]
+        if not set(tasks) <= instance.holdings.keys():
+            raise IntegrityError(f"{name}: tasks {tasks} are not all held")
     else:
         batch = [h for h in holdings if h.decoding]
         virtual = sum(h.pages for h in holdings if not h.decoding)
@@ -82,7 +101,11 @@ def _check_holdings(instance: Instance, life: Lifecycle) -> None:
         request = life.requests.get(request_id)
         if request is None or instance.id not in _named(request):
             raise IntegrityError(f"{instance.id}: holds {request_id} for nobody")
-        _same(f"{instance.id}: pages of {request_id}", holding.pages, instance.pages_for(request))
+        if isinstance(instance, PrefillInstance):
+            pages = instance.pages_for(request.chunks)
+        else:
+            pages = instance.pages_for(request)
+        _same(f"{instance.id}: pages of {request_id}", holding.pages, pages)
 
 
 def _check_request(request: Request, life: Lifecycle) -> None:

@@ -7,13 +7,14 @@ Everything that changes a request's state or gives up what it holds is here, and
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from itertools import count
 
+from millrace.core.board import Board
 from millrace.core.cluster import Cluster, DecodeInstance, Holding, Instance
 from millrace.core.config import SchedulerConfig
 from millrace.core.effects import CancelOn, Effect, Fail, Record
-from millrace.core.priority import POLICIES
+from millrace.core.priority import POLICIES, PriorityKey
 from millrace.core.request import Request, RequestState
 from millrace.core.waiting_line import WaitingLine
 
@@ -30,10 +31,11 @@ class Lifecycle:
         self.by_proxy: dict[str, dict[str, None]] = {}
         self.unplaced = WaitingLine()
         self.line_of: dict[str, WaitingLine] = {}  # every queued request's line
+        self.board_of: dict[str, Board] = {}  # requests with something left to compute
         self.release_timeouts = 0  # holdings freed without their instance's word
         self._leaving: deque[tuple[float, Instance, Holding, str]] = deque()
         self._orders = count()
-        self._policy = POLICIES[config.policy]
+        self.policy = POLICIES[config.policy]
 
     # ---- the table and the lines
 
@@ -45,9 +47,13 @@ class Lifecycle:
         self.enqueue(request, self.unplaced)
 
     def enqueue(self, request: Request, line: WaitingLine) -> None:
-        [key] = self._policy.keys([request], self.now_s, 1)
-        line.add(request, key)
+        line.add(request, self.keys([request], 1)[request.id])
         self.line_of[request.id] = line
+
+    def keys(self, requests: Sequence[Request], instances: int) -> dict[str, PriorityKey]:
+        """The policy's keys by request id."""
+        found = self.policy.keys(requests, self.now_s, instances)
+        return {request.id: key for request, key in zip(requests, found, strict=True)}
 
     def unqueue(self, request: Request) -> None:
         self.line_of.pop(request.id).remove(request)
@@ -85,6 +91,8 @@ class Lifecycle:
         request.chunks = ()
         request.chunks_done = 0
         request.dispatched_s = None
+        request.executed_s = 0.0
+        request.running_since_s = None
         if request.state is not RequestState.QUEUED:
             request.advance(RequestState.QUEUED)
         self.record(request)
@@ -118,6 +126,7 @@ class Lifecycle:
     def _withdraw(self, request: Request, reason: str | None, reporter: Instance | None) -> None:
         if request.state is RequestState.QUEUED:
             self.unqueue(request)
+        self.drop_tasks(request)
         limit_s = self.now_s + self.config.release_timeout_s
         for instance in self._instances_of(request):
             holding = instance.holdings.get(request.id)
@@ -129,6 +138,14 @@ class Lifecycle:
                 self.effects.append(
                     CancelOn(instance_id=instance.id, request_id=request.id, reason=reason)
                 )
+
+    def drop_tasks(self, request: Request) -> bool:
+        """The request computes no more; False when it had nothing left to compute."""
+        board = self.board_of.pop(request.id, None)
+        if board is None:
+            return False
+        board.remove(request.id)
+        return True
 
     def _instances_of(self, request: Request) -> Iterator[Instance]:
         ids = dict.fromkeys(i for chunk in request.chunks for i in chunk.instance_ids)

@@ -5,7 +5,8 @@ A request's way. Submitted, it waits until a decode instance has the pages of it
 a free task slot and the prompt's pages; then it is dispatched and followed to its end. What it
 occupies stands in holdings at the instances (`cluster`), which outlive it:
 
-- a prefill's task slot is freed by its last ChunkFinished, by RequestFailed or RequestReleased;
+- a prefill's task slot is freed by the chunk's ChunkFinished, or when the request ends or is sent
+  elsewhere;
 - a prefill's pages are freed by RequestReleased;
 - a decode's pages are freed by RequestFinished (of any reason) or RequestReleased;
 - all of it by the instance's death, or `release_timeout_s` after the request let go of it.
@@ -23,6 +24,7 @@ from typing import Any
 
 from millrace.core import events, integrity
 from millrace.core.admission import refusal
+from millrace.core.board import Task
 from millrace.core.cluster import Cluster, DecodeInstance, Instance, Pool, PrefillInstance
 from millrace.core.config import SchedulerConfig
 from millrace.core.effects import Effect, Refuse
@@ -38,8 +40,16 @@ _OfInstance = (
     | events.LoadReported
     | events.ChunkStarted
     | events.ChunkFinished
+    | events.ChunkSuspended
     | events.DecodeStarted
 )
+
+#: Deadline of token one where a request has no objective: after this many times its prefill alone,
+#: and this many seconds at least (the constants that Medha's authors released).
+DEADLINE_FACTOR = 1.5
+LEAST_DEADLINE_S = 0.5
+
+_OfChunk = events.ChunkStarted | events.ChunkSuspended | events.ChunkFinished
 
 
 class Machine:
@@ -47,7 +57,7 @@ class Machine:
 
     def __init__(self, config: SchedulerConfig) -> None:
         self.config = config
-        self.cluster = Cluster()
+        self.cluster = Cluster(config)
         self.ignored = 0  # events that changed nothing
         self._life = Lifecycle(config, self.cluster)
         self._rounds = Rounds(self._life)
@@ -61,6 +71,7 @@ class Machine:
             events.ProxyLeft: self._proxy_left,
             events.ChunkStarted: self._chunk_started,
             events.ChunkFinished: self._chunk_finished,
+            events.ChunkSuspended: self._chunk_suspended,
             events.RequestReleased: self._released,
             events.DecodeStarted: self._decode_started,
             events.RequestFinished: self._finished,
@@ -91,6 +102,21 @@ class Machine:
         """Predicted seconds of prefill of the queued requests."""
         pools = self.cluster.pools.values()
         return self._life.unplaced.work_s + sum(pool.line.work_s for pool in pools)
+
+    @property
+    def rounds(self) -> int:
+        """Scheduling rounds so far."""
+        return self._rounds.count
+
+    @property
+    def commands(self) -> int:
+        """Commands to prefill instances so far."""
+        return self._rounds.commands
+
+    @property
+    def preemptions(self) -> int:
+        """Tasks told to yield while they ran, in the pools there are now."""
+        return sum(pool.board.preemptions for pool in self.cluster.pools.values())
 
     @property
     def release_timeouts(self) -> int:
@@ -125,6 +151,8 @@ class Machine:
             request = self._life.served(request_id, instance)
             if request is not None and still_needs(request, instance):
                 self._life.lost(request, instance, f"{instance.card.role} {instance.id} died")
+        if isinstance(instance, PrefillInstance):
+            pool.board.forget(instance)
         self._unplace_unserved(pool)
         self.cluster.drop_if_empty(instance.card.model_hash)
 
@@ -137,7 +165,7 @@ class Machine:
 
     def _unplace_unserved(self, pool: Pool) -> None:
         """Without a prefill instance for its model a decode instance is no place to wait at."""
-        if not pool.prefill:
+        if not pool.is_ready:
             for request in list(pool.line):
                 self._life.retry(request, "no prefill instance serves this model now")
 
@@ -166,6 +194,10 @@ class Machine:
             )
             return
         request.predicted_prefill_s = self.cluster.ready_pools()[0].prefill_s(request)
+        request.deadline_s = request.arrival_s + (
+            request.slo.ttft_s
+            or max(DEADLINE_FACTOR * request.predicted_prefill_s, LEAST_DEADLINE_S)
+        )
         self._life.add(request)
         self._rounds.run()
 
@@ -188,27 +220,72 @@ class Machine:
     # ---- what workers say
 
     def _chunk_started(self, event: events.ChunkStarted) -> None:
-        instance = self._speaker(event)
-        if isinstance(instance, PrefillInstance) and event.request_id in instance.tasks:
-            instance.started_s.setdefault(event.request_id, self._life.now_s)
-        else:
-            self.ignored += instance is not None
+        found = self._computing(event)
+        if found is not None:
+            task, request = found
+            if task.started_s is None:
+                task.started_s = self._life.now_s
+            if request.running_since_s is None:
+                request.running_since_s = self._life.now_s
+
+    def _chunk_suspended(self, event: events.ChunkSuspended) -> None:
+        found = self._computing(event)
+        if found is not None:
+            task, request = found
+            task.executed_s = event.compute_s
+            task.started_s = request.running_since_s = None
+            request.executed_s = self._executed_s(request) + event.compute_s
 
     def _chunk_finished(self, event: events.ChunkFinished) -> None:
+        found = self._computing(event)
+        if found is None:
+            return
+        task, request = found
+        board = self._life.board_of[request.id]
+        done = board.finish(task, request)
+        request.chunks_done = event.chunk_index + 1
+        request.executed_s = self._executed_s(request)
+        request.running_since_s = None
+        if request.chunks_done == len(request.chunks):
+            self._life.board_of.pop(request.id)
+            self._computed(request)
+        if done:
+            self._rounds.dispatch()
+
+    def _computing(self, event: _OfChunk) -> tuple[Task, Request] | None:
+        """The task the event speaks of, if its leader speaks and the request still needs it."""
         instance = self._speaker(event)
-        if not isinstance(instance, PrefillInstance) or event.request_id not in instance.tasks:
-            self.ignored += instance is not None
-            return
+        if instance is None:
+            return None
+        if isinstance(instance, DecodeInstance) and instance.card.role == "mixed":
+            self._mixed_said(event, instance)
+            return None
+        board = self._life.board_of.get(event.request_id)
+        if board is not None:
+            task = board.find(event.request_id, event.chunk_index)
+            if task is not None and task.members[0] is instance and task.ready:
+                return task, self.requests[event.request_id]
+        self.ignored += 1
+        return None
+
+    def _mixed_said(self, event: _OfChunk, instance: DecodeInstance) -> None:
+        """A mixed instance orders its own work: only the end of a prefill matters here."""
         request = self._life.served(event.request_id, instance)
-        if request is not None:
-            request.chunks_done = max(request.chunks_done, event.chunk_index + 1)
-        if not event.last:
-            return
-        instance.end_task(event.request_id)
-        if request is not None and request.state is RequestState.PREFILLING:
+        if isinstance(event, events.ChunkFinished) and request is not None:
+            self._computed(request)
+        else:
+            self.ignored += request is None
+
+    def _executed_s(self, request: Request) -> float:
+        """Predicted seconds of the request's finished chunks."""
+        left = self._life.board_of[request.id].tasks.get(request.id, ())
+        return request.predicted_prefill_s - sum(task.predicted_s for task in left)
+
+    def _computed(self, request: Request) -> None:
+        """All of the prompt is computed: token one is known."""
+        if request.state is RequestState.PREFILLING:
             request.first_token_s = self._life.now_s
             self._life.advance(request, RequestState.TRANSFERRING)
-        self._rounds.dispatch()
 
     def _released(self, event: events.RequestReleased) -> None:
         instance = self._holder(event)
@@ -218,12 +295,13 @@ class Machine:
         instance.release(event.request_id)
         # A prefill instance that let go of a computed request has sent all of its cache.
         computed = request is not None and request.state is not RequestState.PREFILLING
-        if computed and isinstance(instance, PrefillInstance):
-            self._rounds.dispatch()
-            return
-        if request is not None:
+        if request is not None and not (computed and isinstance(instance, PrefillInstance)):
             self._life.lost(request, instance, f"{instance.card.role} {instance.id} gave up")
-        self._rounds.run()
+            self._rounds.run()
+        elif request is not None and self._life.drop_tasks(request):
+            self._rounds.run()  # decode had its cache before prefill said that it was done
+        else:
+            self._rounds.room_made()
 
     def _decode_started(self, event: events.DecodeStarted) -> None:
         instance = self._speaker(event)
@@ -249,14 +327,14 @@ class Machine:
                 self._life.end(request, RequestState.FINISHED, None)
             else:
                 self._life.lost(request, instance, f"decode {instance.id} gave up")
-        self._rounds.run()
+                self._rounds.run()
+                return
+        self._rounds.room_made()
 
     def _failed(self, event: events.RequestFailed) -> None:
         instance = self._holder(event)
         if instance is None:
             return
-        if isinstance(instance, PrefillInstance):
-            instance.end_task(event.request_id)
         request = self._life.served(event.request_id, instance)
         if request is not None and still_needs(request, instance):
             why = f"{instance.card.role} {instance.id}: {event.message}"

@@ -1,12 +1,21 @@
-"""Scheduling rounds: places waiting requests at decode instances, sends placed ones to prefill."""
+"""Scheduling rounds: places requests at decode, sends placed ones to prefill, says who runs.
+
+A round follows every arrival and completion, and nothing else that is frequent (FlowPrefill section
+5.2, Alg. 2): it ranks what waits and what is suspended or runs by the policy, hands the best to the
+instances, and orders a preemption or a resumption where something else than what runs comes first.
+"""
 
 from __future__ import annotations
 
+from itertools import islice
+
+from millrace.core.batching import batch
+from millrace.core.board import Rank, Task, masks
 from millrace.core.cluster import DecodeInstance, Pool, PrefillInstance
 from millrace.core.decode_placement import freest
 from millrace.core.effects import AdmitDecode, Place, RunPrefill
 from millrace.core.lifecycle import Lifecycle
-from millrace.core.planning import PLANNERS
+from millrace.core.planning.plan import PlannedChunk
 from millrace.core.request import Chunk, Request, RequestState
 
 #: So many requests at the head may wait for a decode instance's pages while later ones go ahead.
@@ -14,15 +23,22 @@ from millrace.core.request import Chunk, Request, RequestState
 #: instances only: a large request is never starved, and does not stop the whole fleet either.
 MAX_WAITING = 4
 
+#: Queue time of an instance that has no room now: planners then use the others if they can.
+NO_ROOM_S = 1e9
+
+#: So many requests behind the head are looked at for a batch with it.
+MAX_BATCHED = 64
+
 
 class Rounds:
     """Runs a round after every event that may have made room or brought work."""
 
     def __init__(self, life: Lifecycle) -> None:
+        self.count = 0
+        self.commands = 0  # told to prefill instances
         self._life = life
         self._cluster = life.cluster
-        self._tasks_ahead = life.config.tasks_ahead
-        self._plan = PLANNERS[life.config.planner]
+        self._config = life.config
 
     def run(self) -> None:
         """Places and dispatches all that has room now."""
@@ -30,14 +46,35 @@ class Rounds:
             self._place_waiting()
         self.dispatch()
 
+    def room_made(self) -> None:
+        """Pages came free: whoever waited for them goes on. Nobody runs in another order for it."""
+        if self._life.unplaced:
+            self.run()
+            return
+        for pool in self._cluster.pools.values():
+            if pool.line:
+                self._round(pool)
+
     def dispatch(self) -> None:
         """The second half alone, for events that made room at prefill instances only."""
         for pool in self._cluster.pools.values():
-            if pool.line:
-                self._dispatch(pool)
+            if pool.line or pool.board.ranked:
+                self._round(pool)
+
+    def _round(self, pool: Pool) -> None:
+        self.count += 1
+        self._rerank(pool)
+        self._dispatch(pool)
+        orders = pool.board.orders()
+        self.commands += len(orders)
+        self._life.effects += orders
+
+    # ---- decode
 
     def _place_waiting(self) -> None:
         unplaced = self._life.unplaced
+        if not self._life.policy.static and len(unplaced) > 1:
+            unplaced.rerank(self._life.keys(list(unplaced), len(self._cluster.instances)))
         pools = self._cluster.ready_pools()
         reserved: set[str] = set()
         index = waiting = 0
@@ -78,33 +115,148 @@ class Rounds:
         life.effects.append(AdmitDecode(instance_id=decode.id, request_id=request.id))
         life.record(request)
         life.enqueue(request, pool.line)
+        if decode.card.role == "mixed":
+            whole = Chunk(
+                index=0, start_token=0, num_tokens=request.prompt_tokens, instance_ids=(decode.id,)
+            )
+            self._send(request, (whole,))
 
     def _predicted_ttft_s(self, request: Request, pool: Pool) -> float:
-        """Work ahead plus the request's own chunk.
+        """Work ahead plus the request's own.
 
         With nobody in the pool's line it goes to the instance with the least work; else the work
         of the line and of all instances is taken to be shared evenly.
         """
         now_s = self._life.now_s
-        ahead_s = [prefill.outstanding_s(now_s) for prefill in pool.prefill.values()]
+        ahead_s = [prefill.outstanding_s(now_s) for prefill in pool.prefill.values()] or [0.0]
         wait_s = (sum(ahead_s) + pool.line.work_s) / len(ahead_s) if pool.line else min(ahead_s)
         return wait_s + request.predicted_prefill_s
 
+    # ---- prefill
+
+    def _rerank(self, pool: Pool) -> None:
+        if self._life.policy.static:
+            return
+        requests = [*pool.line, *pool.board.heads()]
+        if len(requests) < 2:
+            return
+        keys = self._life.keys(requests, len(pool.prefill))
+        pool.line.rerank(keys)
+        pool.board.rerank(keys)
+
     def _dispatch(self, pool: Pool) -> None:
         index = 0
-        while index < len(pool.line):
+        while index < len(pool.line) and pool.prefill:
             request = pool.line[index]
-            room = [
-                prefill
-                for prefill in pool.prefill.values()
-                if len(prefill.tasks) < self._tasks_ahead and prefill.has_room(request)
-            ]
-            if room:
-                self._send(request, self._plan(request, room, self._life.now_s))
+            chunks = self._plan(request, pool)
+            if chunks is not None:
+                self._start(request, chunks, pool)
             elif pool.could_prefill(request):
                 return  # its turn comes first
             else:
                 index += 1  # an earlier attempt is still wherever it could go
+
+    def _plan(self, request: Request, pool: Pool) -> tuple[Chunk, ...] | None:
+        """Chunks whose instances all have room now, or None.
+
+        Room is a task slot among the tasks that go before the request, and pages for its share. A
+        group smaller than the largest needs more pages of each member: if they are not there, the
+        plan is made once more without the instances that lack them.
+        """
+        instances = list(pool.prefill.values())
+        rank: Rank = (pool.line.key(request), request.order, 0)
+        largest = pool.largest_group
+        able = [
+            instance.has_room(request, largest)
+            and pool.board.ahead(instance, rank) < self._config.tasks_ahead
+            for instance in instances
+        ]
+        if not any(able):
+            return None
+        queue_s = pool.board.queue_s(instances, rank, self._life.now_s)
+        least_sp = self._least_sp(request, instances)
+        for _ in range(2):
+            for index, is_able in enumerate(able):
+                if not is_able:
+                    queue_s[index] = NO_ROOM_S
+            plan = pool.planner.plan(request.prompt_tokens, queue_s, least_sp)
+            members = plan.chunks[-1].members
+            if not all(able[member] for member in members):
+                return None
+            chunks = _chunks(plan.chunks, instances)
+            short = [
+                member
+                for member in members
+                if instances[member].pages_for(chunks) > instances[member].free_pages
+            ]
+            if not short:
+                return chunks
+            for member in short:
+                able[member] = False
+        return None
+
+    def _least_sp(self, request: Request, instances: list[PrefillInstance]) -> int:
+        """The smallest group whose members can hold their shares at all."""
+        room = min(instance.card.kv_pages * instance.card.page_tokens for instance in instances)
+        return -(-request.prompt_tokens // max(room, 1))
+
+    def _start(self, request: Request, chunks: tuple[Chunk, ...], pool: Pool) -> None:
+        """Sends the request, and others that are computed together with it."""
+        key = pool.line.key(request)
+        together = self._batch(request, chunks, pool)
+        tasks: list[Task] = []
+        for chunk in chunks:
+            members = tuple(pool.prefill[instance_id] for instance_id in chunk.instance_ids)
+            tokens = chunk.num_tokens + sum(r.prompt_tokens for r in together)
+            tasks.append(
+                Task(
+                    requests=[request, *together],
+                    chunk=chunk,
+                    members=members,
+                    mask=masks(members),
+                    predicted_s=pool.latency.chunk_s(tokens, chunk.start_token, len(members)),
+                    rank=(key, request.order, chunk.index),
+                    previous=tasks[-1] if tasks else None,
+                )
+            )
+        request.predicted_prefill_s = sum(task.predicted_s for task in tasks)
+        self._send(request, chunks)
+        for other in together:
+            alone = Chunk(
+                index=0,
+                start_token=0,
+                num_tokens=other.prompt_tokens,
+                instance_ids=chunks[0].instance_ids,
+            )
+            self._send(other, (alone,))
+        for one in (request, *together):
+            self._life.board_of[one.id] = pool.board
+        pool.board.add(tasks)
+
+    def _batch(self, head: Request, chunks: tuple[Chunk, ...], pool: Pool) -> list[Request]:
+        """Requests behind `head` in the line that are computed in one pass with it."""
+        budget = self._config.batch_tokens
+        if len(chunks) > 1 or head.prompt_tokens >= budget:
+            return []
+        latency, sp = pool.latency, len(chunks[0].instance_ids)
+        found = batch(
+            head,
+            islice((r for r in pool.line if r is not head), MAX_BATCHED),
+            budget,
+            self._life.now_s,
+            lambda tokens: latency.chunk_s(tokens, 0, sp),
+        )
+        together: list[Request] = []
+        members = [pool.prefill[instance_id] for instance_id in chunks[0].instance_ids]
+        free = min(m.free_pages - m.pages_for(chunks) for m in members)
+        for one in found:
+            if one is head:
+                continue
+            pages = max(-(-one.prompt_tokens // (sp * m.card.page_tokens)) for m in members)
+            if pages <= free and all(m.has_room(one, sp) for m in members):
+                together.append(one)
+                free -= pages
+        return together
 
     def _send(self, request: Request, chunks: tuple[Chunk, ...]) -> None:
         assert request.decode_id is not None  # only placed requests are in a pool's line
@@ -112,10 +264,11 @@ class Rounds:
         request.chunks = chunks
         request.attempts += 1
         request.dispatched_s = self._life.now_s
-        for instance_id in dict.fromkeys(i for chunk in chunks for i in chunk.instance_ids):
+        for instance_id in chunks[-1].instance_ids:  # it holds all groups before it
             instance = self._cluster.instances[instance_id]
-            assert isinstance(instance, PrefillInstance)  # planners choose among these
-            instance.hold(request, _work_s(instance, chunks))
+            if isinstance(instance, PrefillInstance):
+                instance.hold(request)
+            self.commands += 1
             self._life.effects.append(
                 RunPrefill(
                     instance_id=instance_id,
@@ -127,10 +280,19 @@ class Rounds:
         self._life.advance(request, RequestState.PREFILLING)
 
 
-def _work_s(instance: PrefillInstance, chunks: tuple[Chunk, ...]) -> float:
-    """Predicted seconds of the instance's part in the chunks."""
-    return sum(
-        instance.card.latency.chunk_s(chunk.num_tokens, chunk.start_token)
-        for chunk in chunks
-        if instance.id in chunk.instance_ids
-    )
+def _chunks(
+    planned: tuple[PlannedChunk, ...], instances: list[PrefillInstance]
+) -> tuple[Chunk, ...]:
+    chunks = []
+    start = 0
+    for index, part in enumerate(planned):
+        chunks.append(
+            Chunk(
+                index=index,
+                start_token=start,
+                num_tokens=part.num_tokens,
+                instance_ids=tuple(instances[member].id for member in part.members),
+            )
+        )
+        start += part.num_tokens
+    return tuple(chunks)

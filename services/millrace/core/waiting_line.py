@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from bisect import bisect_left, insort
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 
 from millrace.core.priority import PriorityKey
 from millrace.core.request import Request
@@ -43,6 +43,15 @@ class WaitingLine:
         del self._entries[bisect_left(self._entries, rank, key=_rank)]
         # An empty line has no work: rounding errors don't outlive it.
         self.work_s = self.work_s - request.predicted_prefill_s if self._entries else 0.0
+
+    def key(self, request: Request) -> PriorityKey:
+        return self._keys[request.id]
+
+    def rerank(self, keys: Mapping[str, PriorityKey]) -> None:
+        """Gives every request of the line its new key, by request id."""
+        self._entries = [(keys[one.id], order, one) for _, order, one in self._entries]
+        self._entries.sort(key=_rank)
+        self._keys = {entry[2].id: entry[0] for entry in self._entries}
 
 
 def _rank(entry: _Entry) -> tuple[PriorityKey, int]:

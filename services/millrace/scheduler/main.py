@@ -9,7 +9,8 @@ import signal
 from collections.abc import Callable
 from typing import Any
 
-from millrace.core.config import Config
+from millrace.core.config import Config, SchedulerConfig
+from millrace.core.errors import ConfigError
 from millrace.scheduler.loop import SchedulerLoop
 from millrace.scheduler.recorder import Recorder
 from millrace.scheduler.servicer import SchedulerServicer
@@ -22,6 +23,9 @@ log = logging.getLogger(__name__)
 #: For streams to end, and for the last states to be written, after the drain.
 CLOSE_S = 2.0
 
+#: What the prefill instances can carry out so far; the simulator can do the rest.
+SERVED = {"policy": "fcfs", "planner": "least_queue", "preemption": "none", "batch_tokens": 0}
+
 
 async def serve(
     config: Config, *, host: str, port: int, on_ready: Callable[[int], None] | None = None
@@ -31,6 +35,7 @@ async def serve(
     `on_ready` gets the port that it listens on. Raises MillraceError when it can't listen, and
     whatever ends the loop: a scheduler that can't decide must not look alive.
     """
+    _check_served(config.scheduler)
     stop = asyncio.Event()
     registry = Registry()
     async with contextlib.AsyncExitStack() as stack:
@@ -87,3 +92,12 @@ async def _end(work: asyncio.Future[Any]) -> None:
     work.cancel()
     with contextlib.suppress(asyncio.CancelledError):
         await work
+
+
+def _check_served(config: SchedulerConfig) -> None:
+    for name, value in SERVED.items():
+        if getattr(config, name) != value:
+            raise ConfigError(
+                f"scheduler.{name} is {getattr(config, name)!r}; prefill instances can carry out "
+                f"{value!r} only so far (`millrace sim` takes every value)"
+            )

@@ -43,3 +43,13 @@ class PlannerInputs:
 PLANNERS: Mapping[str, Callable[[PlannerInputs], Planner]] = MappingProxyType(
     {"least_queue": least_queue.LeastQueue}
 )
+
+
+def degrees_used(inputs: PlannerInputs) -> tuple[int, ...]:
+    """SP degrees that the configured planner gives a group of this pool, ascending."""
+    if inputs.config.planner == "least_queue":
+        return (1,)
+    size = len(inputs.nodes)
+    if inputs.config.planner == "fixed_sp":
+        return (min(inputs.config.fixed_sp, size),)
+    return tuple(sp for sp in inputs.latency.degrees if sp <= size)
