@@ -16,7 +16,8 @@ from typing import Protocol
 
 from millrace.core.config import SchedulerConfig
 from millrace.core.latency import SpLatency
-from millrace.core.planning import least_queue
+from millrace.core.planning import cdsp, esp, fixed_sp, least_queue, single_chunk
+from millrace.core.planning.cdsp_reference import usable_degrees
 from millrace.core.planning.plan import Plan
 
 
@@ -41,7 +42,13 @@ class PlannerInputs:
 
 
 PLANNERS: Mapping[str, Callable[[PlannerInputs], Planner]] = MappingProxyType(
-    {"least_queue": least_queue.LeastQueue}
+    {
+        "least_queue": least_queue.LeastQueue,
+        "fixed_sp": fixed_sp.FixedSp,
+        "single_chunk": single_chunk.SingleChunk,
+        "esp": esp.Esp,
+        "cdsp": cdsp.Cdsp,
+    }
 )
 
 
@@ -49,7 +56,6 @@ def degrees_used(inputs: PlannerInputs) -> tuple[int, ...]:
     """SP degrees that the configured planner gives a group of this pool, ascending."""
     if inputs.config.planner == "least_queue":
         return (1,)
-    size = len(inputs.nodes)
     if inputs.config.planner == "fixed_sp":
-        return (min(inputs.config.fixed_sp, size),)
-    return tuple(sp for sp in inputs.latency.degrees if sp <= size)
+        return (fixed_sp.fixed_degree(inputs),)
+    return usable_degrees(inputs)

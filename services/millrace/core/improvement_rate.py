@@ -1,0 +1,135 @@
+"""The improvement rate by load: Tetris section 5.1 (real-time load-aware rate), 6 and 7.1.
+
+A larger SP degree must cut a request's TTFT by more than this share (Algorithm 2, line 13). The
+best share depends on how often requests arrive: simulation finds it for a range of arrival rates,
+and live the recorded rate nearest to the observed one gives it.
+
+Ours where the paper gives no figure: the window is 60 s long, and until one has passed the
+observed rate is that since the first arrival. Both ends of a tie give the lower rate's entry.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_left
+from collections import deque
+from collections.abc import Iterable
+from dataclasses import dataclass
+from operator import itemgetter
+
+from millrace.core.errors import ConfigError
+
+WINDOW_S = 60.0
+REFRESH_S = 30.0
+#: Used until an arrival rate has been looked up: the middle of what Figures 11 and 12 try.
+STARTING_RATE = 0.3
+
+
+def starting_rate(configured: float) -> float:
+    """The configured rate to start planning with; a middle one for below 0 (by arrival rate)."""
+    return configured if configured >= 0.0 else STARTING_RATE
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ImprovementRates:
+    """Rows of (arrivals per second, best improvement rate), arrivals ascending.
+
+    Raises ConfigError without rows, for arrivals that don't ascend from 0 or more, and for
+    improvement rates outside 0 to 1.
+    """
+
+    rows: tuple[tuple[float, float], ...]
+
+    def __post_init__(self) -> None:
+        if not self.rows:
+            raise ConfigError("improvement_rates.rows is empty; it needs a row at least")
+        before = -1.0
+        for arrivals_rps, rate in self.rows:
+            if not (arrivals_rps >= 0.0 and arrivals_rps > before):
+                raise ConfigError(
+                    f"improvement_rates.rows has {arrivals_rps} arrivals/s after {before}; "
+                    "they must ascend from 0 or more"
+                )
+            if not 0.0 <= rate <= 1.0:
+                raise ConfigError(
+                    f"improvement_rates.rows has the rate {rate}; it must be between 0 and 1"
+                )
+            before = arrivals_rps
+
+    def at(self, arrivals_rps: float) -> float:
+        """The improvement rate recorded nearest to this many arrivals a second."""
+        after = bisect_left(self.rows, arrivals_rps, key=itemgetter(0))
+        near = self.rows[max(0, after - 1) : after + 1]
+        return min(near, key=lambda row: abs(row[0] - arrivals_rps))[1]
+
+
+class RateWindow:
+    """Arrivals of the last `window_s` seconds. Times never go back."""
+
+    def __init__(self, window_s: float = WINDOW_S) -> None:
+        if not window_s > 0.0:
+            raise ConfigError(f"window_s is {window_s}; it must be above 0")
+        self._window_s = window_s
+        self._arrivals_s: deque[float] = deque()
+        self._first_s: float | None = None
+
+    def arrived(self, now_s: float) -> None:
+        """A request arrived."""
+        if self._first_s is None:
+            self._first_s = now_s
+        self._arrivals_s.append(now_s)
+        self._forget(now_s)
+
+    def rate_rps(self, now_s: float) -> float:
+        """Arrivals a second; 0 until some time has passed since the first one."""
+        self._forget(now_s)
+        span_s = self._window_s
+        if self._first_s is not None:
+            span_s = min(span_s, now_s - self._first_s)
+        return len(self._arrivals_s) / span_s if span_s > 0.0 else 0.0
+
+    def _forget(self, now_s: float) -> None:
+        while self._arrivals_s and self._arrivals_s[0] <= now_s - self._window_s:
+            self._arrivals_s.popleft()
+
+
+class LiveImprovementRate:
+    """The rate to plan with now: looked up every `refresh_s`, unless set by hand."""
+
+    def __init__(
+        self,
+        rates: ImprovementRates,
+        *,
+        window_s: float = WINDOW_S,
+        refresh_s: float = REFRESH_S,
+    ) -> None:
+        self._rates = rates
+        self._window = RateWindow(window_s)
+        self._refresh_s = refresh_s
+        self._next_s: float | None = None
+        self._found = STARTING_RATE
+        self._by_hand: float | None = None
+
+    def arrived(self, now_s: float) -> None:
+        """A request arrived; the first look-up comes `refresh_s` after the first request."""
+        if self._next_s is None:
+            self._next_s = now_s + self._refresh_s
+        self._window.arrived(now_s)
+
+    def at(self, now_s: float) -> float:
+        """The improvement rate to plan with."""
+        if self._next_s is not None and now_s >= self._next_s:
+            self._found = self._rates.at(self._window.rate_rps(now_s))
+            self._next_s = now_s + self._refresh_s
+        return self._found if self._by_hand is None else self._by_hand
+
+    def set_by_hand(self, rate: float | None) -> None:
+        """Fixes the rate; None goes back to the table. Raises ConfigError outside 0 to 1."""
+        if rate is not None and not 0.0 <= rate <= 1.0:
+            raise ConfigError(f"improvement_rate is {rate}; it must be between 0 and 1")
+        self._by_hand = rate
+
+    def replace_table(self, rows: Iterable[tuple[float, float]]) -> None:
+        """A new table, for a new distribution of lengths; looked up at the next `at`."""
+        self._rates = ImprovementRates(rows=tuple(rows))
+        if self._next_s is not None:
+            self._next_s = float("-inf")

@@ -1,0 +1,47 @@
+"""CDSP: Tetris section 5.1, Algorithms 1 to 3, in C++ (`kernels/planner`).
+
+Decides to the last bit what `cdsp_reference.py` decides, and says less about it: read that one.
+"""
+
+from __future__ import annotations
+
+from array import array
+from typing import TYPE_CHECKING
+
+from millrace.core.errors import ConfigError
+from millrace.core.improvement_rate import starting_rate
+from millrace.core.planning._cdsp import CdspPlanner
+from millrace.core.planning.cdsp_reference import MIN_CHUNK_TOKENS, usable_degrees
+from millrace.core.planning.plan import Plan, PlannedChunk
+
+if TYPE_CHECKING:
+    from millrace.core.planning import PlannerInputs
+
+
+def compiled(inputs: PlannerInputs, min_chunk_tokens: int = MIN_CHUNK_TOKENS) -> CdspPlanner:
+    """The planner in C++ for a pool; it keeps its working memory from plan to plan."""
+    if min_chunk_tokens < 1:
+        raise ConfigError(f"min_chunk_tokens is {min_chunk_tokens}; it must be at least 1")
+    numbers = {node: at for at, node in enumerate(sorted(set(inputs.nodes)))}
+    models = [(sp, inputs.latency.by_sp[sp]) for sp in usable_degrees(inputs)]
+    return CdspPlanner(
+        nodes=[numbers[node] for node in inputs.nodes],
+        degrees=[(sp, model.c, model.segments) for sp, model in models],
+        min_chunk_tokens=min_chunk_tokens,
+        plan_type=Plan,
+        chunk_type=PlannedChunk,
+    )
+
+
+class Cdsp:
+    """Algorithm 1. `improvement_rate` may be set between two plans."""
+
+    def __init__(self, inputs: PlannerInputs, *, min_chunk_tokens: int = MIN_CHUNK_TOKENS) -> None:
+        self.improvement_rate = starting_rate(inputs.config.improvement_rate)
+        self._compiled = compiled(inputs, min_chunk_tokens)
+
+    def plan(self, tokens: int, queue_s: array[float], least_sp: int = 1) -> Plan:
+        """Chunks on growing groups. Members are listed in the order they were taken, so each
+        group's list begins with that of the chunk before it and the leader never changes.
+        """
+        return self._compiled.plan(tokens, queue_s, least_sp, self.improvement_rate)
