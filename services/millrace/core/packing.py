@@ -24,7 +24,9 @@ Deviations.
 - The search narrows a bracket as a binary search does, but probes where a straight line between
   its ends meets the limit instead of the middle: same result with half the predictions.
 - Where nothing at all would run, the head gets its smallest chunk, however long that takes.
-  Decodes that fill t_target by themselves do hold prefills up, but decodes end.
+  Decodes that fill t_target by themselves hold prefills up, but decodes end. A history so long
+  that its smallest chunk alone exceeds t_target advances only while nothing else runs: such
+  requests need more workers (KVP) or a larger t_target.
 
 `adaptive=False` is the static baseline of both papers, Sarathi-Serve: `fixed_chunk_tokens` an
 iteration, of which every decode takes one and the prefill at the head of the order the rest.
@@ -119,8 +121,7 @@ class Packer:
 
         `decode_context_tokens` is the sum of the decodes' contexts. `prefills` holds, in order of
         priority, requests of this instance with the tokens of each that are done, fewer than its
-        prompt has.
-        `relative_slack` is asked about long prefills only (`priority.lars.relative_slack`).
+        prompt has. `relative_slack` (`priority.lars.relative_slack`) is asked about long ones only.
         """
         config = self._config
         waiting = prefills if config.multi_prefill else prefills[:1]
@@ -212,7 +213,7 @@ class _Forming:
             seconds = self._with_s((min(least + probe * config.granularity, most), history))
             probe = bracket.narrow(probe, seconds, limit_s)
         fits = bracket.fits
-        self._full |= fits < last
+        self._full |= fits < last and limit_s == config.t_target_s
         if fits < 0:
             return 0
         tokens = min(least + fits * config.granularity, most)

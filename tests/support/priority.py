@@ -1,0 +1,68 @@
+"""Requests for tests of order, batching and packing."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+from hypothesis import strategies as st
+
+from millrace.core.priority import POLICIES
+from millrace.core.request import Request
+
+
+def request(
+    name: str = "r",
+    *,
+    arrival_s: float = 0.0,
+    deadline_s: float = math.inf,
+    work_s: float = 0.0,
+    executed_s: float = 0.0,
+    running_since_s: float | None = None,
+    tokens: int = 1,
+    order: int = 0,
+) -> Request:
+    return Request(
+        id=name,
+        proxy_id="x",
+        prompt_tokens=tokens,
+        max_new_tokens=1,
+        arrival_s=arrival_s,
+        deadline_s=deadline_s,
+        predicted_prefill_s=work_s,
+        executed_s=executed_s,
+        running_since_s=running_since_s,
+        order=order,
+    )
+
+
+def ranked(policy: str, requests: Sequence[Request], now_s: float = 0.0) -> list[Request]:
+    """Highest priority first, as every user of a policy sorts."""
+    keys = POLICIES[policy].keys(requests, now_s, 1)
+    assert len(keys) == len(requests)
+    return [r for _, _, r in sorted(zip(keys, (r.order for r in requests), requests, strict=True))]
+
+
+def names(requests: Sequence[Request]) -> list[str]:
+    return [r.id for r in requests]
+
+
+def any_requests(*, no_deadline: bool = True) -> st.SearchStrategy[list[Request]]:
+    """Up to eight requests around time 0: done, running, late, without work or deadline."""
+    seconds = st.floats(0.0, 20.0)
+    deadline_s = st.floats(-20.0, 40.0).filter(bool)
+    one = st.builds(
+        request,
+        arrival_s=st.floats(-20.0, 0.0),
+        deadline_s=st.one_of(deadline_s, st.just(math.inf)) if no_deadline else deadline_s,
+        work_s=st.one_of(seconds, st.just(0.0)),
+        executed_s=seconds,
+        running_since_s=st.none() | st.floats(-5.0, 0.0),
+    )
+
+    def number(requests: list[Request]) -> list[Request]:
+        for order, r in enumerate(requests):
+            r.order, r.id = order, f"r{order}"
+        return requests
+
+    return st.lists(one, max_size=8).map(number)
