@@ -1,0 +1,236 @@
+"""The simulation: arrivals and models on one clock, and the scheduler's machine between them.
+
+As in the live system, `Machine.step` takes every decision; here models of the instances carry its
+effects out and report back. Commands and reports take `control_s` each way. Without it they take
+effect in the same instant, reports before the instances go on, so that the machine has its say on
+what runs next.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+
+from millrace.core import effects as fx
+from millrace.core import events
+from millrace.core.errors import IntegrityError
+from millrace.core.machine import Machine
+from millrace.core.request import Request, Slo
+from millrace.sim.counters import EngineCounters
+from millrace.sim.faults import Faults
+from millrace.sim.fleet import Fleet
+from millrace.sim.job import Job
+from millrace.sim.report import Collector, RequestRecord
+from millrace.sim.spec import SimSpec
+from millrace.sim.timeline import Timeline
+from millrace.sim.workload import PlannedRequest, SloClass
+from millrace.sim.world import World
+
+#: Requests between two calls of `progress`.
+PROGRESS_EVERY = 100
+
+
+class Simulation:
+    """One run. `progress(ended, now_s)` is called now and then; `stop(collector)` after every
+    request, and ends the run early when true."""
+
+    def __init__(
+        self,
+        spec: SimSpec,
+        requests: Iterator[PlannedRequest],
+        collector: Collector,
+        timeline: Timeline | None = None,
+        progress: Callable[[int, float], None] | None = None,
+        stop: Callable[[Collector], bool] | None = None,
+    ) -> None:
+        self.machine = Machine(spec.scheduler)
+        self._spec = spec
+        self._requests = requests
+        self._collector = collector
+        self._progress = progress
+        self._stop = stop
+        self._stopped = False
+        self._world = World(spec, timeline)
+        self._clock = self._world.clock
+        self._tally = self._world.tally
+        self._fleet = Fleet(self._world)
+        self._slos: dict[SloClass, Slo] = {}
+        self._tick_rounds = 0
+        self._ticking = False
+        self._world.finished = self._finished
+
+    def run(self) -> EngineCounters:
+        """Simulates until all requests have ended.
+
+        Raises IntegrityError when anything is left over: a defect of the machine or of a model.
+        """
+        for card in self._fleet.start():
+            self._step(card)
+        faults = Faults(self._world, self._fleet)
+        self._arrive_next()
+        while not self._stopped and (self._world.jobs or self._next is not None):
+            self._clock.run_next()
+            self._settle()
+        duration_s = self._clock.now_s
+        faults.over = True
+        self._fleet.close(duration_s)
+        while not self._stopped and self._clock.next_s is not None:
+            self._clock.run_next()
+            self._settle()
+        if not self._stopped:
+            self._check_empty()
+        self._tally.rounds = self.machine.rounds - self._tick_rounds
+        return self._tally.counters(duration_s, self._clock.ran)
+
+    # ---- arrivals
+
+    def _arrive_next(self) -> None:
+        self._next = next(self._requests, None)
+        if self._next is not None:
+            self._clock.at(self._next.arrival_s, self._arrive)
+
+    def _arrive(self, nothing: None) -> None:
+        del nothing
+        plan = self._next
+        assert plan is not None  # set with the callback
+        self._tally.requests += 1
+        slo = self._slos.get(plan.slo)
+        if slo is None:
+            slo = self._slos[plan.slo] = Slo(
+                ttft_s=plan.slo.ttft_s, tbt_s=plan.slo.tbt_s, class_name=plan.slo.name
+            )
+        request = Request(
+            id=f"r{plan.index}",
+            proxy_id="sim",
+            prompt_tokens=plan.input_tokens,
+            max_new_tokens=plan.output_tokens,
+            slo=slo,
+            arrival_s=plan.arrival_s,
+        )
+        job = Job(plan, request, self._fleet.isolated_s(plan.input_tokens))
+        self._world.jobs[request.id] = job
+        self._arrive_next()
+        if not self._ticking:
+            self._ticking = True
+            self._clock.at(self._clock.now_s + self._spec.scheduler.heartbeat_s, self._tick)
+        self._carry_out(self._step(events.Submitted(request=request)))
+
+    def _tick(self, nothing: None) -> None:
+        """Deadlines are looked at while there are requests."""
+        del nothing
+        self._ticking = bool(self._world.jobs)
+        before = self.machine.rounds
+        self._carry_out(self._step(events.Tick()))
+        self._tick_rounds += self.machine.rounds - before
+        if self._ticking:
+            self._clock.at(self._clock.now_s + self._spec.scheduler.heartbeat_s, self._tick)
+
+    # ---- between machine and models
+
+    def _step(self, event: events.Event) -> list[fx.Effect]:
+        self._tally.steps += 1
+        return self.machine.step(event, self._clock.now_s)
+
+    def _settle(self) -> None:
+        """Brings reports to the machine and lets instances go on, until nothing moves."""
+        control_s = self._spec.control_s
+        world = self._world
+        while True:
+            if world.outbox:
+                reports, world.outbox = world.outbox, []
+                if control_s > 0.0:
+                    self._clock.at(self._clock.now_s + control_s, self._hear, reports)
+                else:
+                    self._hear(reports)
+            elif not self._fleet.settle():
+                return
+
+    def _hear(self, reports: list[events.Event]) -> None:
+        found: list[fx.Effect] = []
+        for report in reports:
+            found += self._step(report)
+        self._carry_out(found)
+
+    def _carry_out(self, found: list[fx.Effect]) -> None:
+        commands = []
+        for effect in found:
+            kind = type(effect)
+            if kind is fx.Record or kind is fx.Place:
+                continue
+            if kind is fx.Refuse:
+                assert isinstance(effect, fx.Refuse)
+                self._tally.refused += 1
+                self._fail(effect.request_id, effect.code)
+            elif kind is fx.Fail:
+                assert isinstance(effect, fx.Fail)
+                self._fail(effect.request_id, "failed")
+            else:
+                commands.append(self._fleet.addressed(effect))
+        if not commands:
+            return
+        self._tally.commands += len(commands)
+        if self._spec.control_s > 0.0:
+            self._clock.at(self._clock.now_s + self._spec.control_s, self._fleet.deliver, commands)
+        else:
+            self._fleet.deliver(commands)
+
+    # ---- ends
+
+    def _finished(self, job: Job) -> None:
+        """The request has its last token."""
+        if self._world.jobs.pop(job.id, None) is None:
+            return
+        plan, now_s = job.plan, self._clock.now_s
+        assert job.first_token_s is not None and job.first_start_s is not None
+        tokens = plan.output_tokens
+        tbt_s = (now_s - job.first_token_s) / (tokens - 1) if tokens > 1 else None
+        self._tally.finished += 1
+        record = self._record(job)
+        record.ttft_s = job.first_token_s - plan.arrival_s
+        record.tbt_s = tbt_s
+        record.e2e_s = now_s - plan.arrival_s
+        record.queued_s = job.first_start_s - plan.arrival_s
+        self._add(record)
+
+    def _fail(self, request_id: str, error: str) -> None:
+        job = self._world.jobs.pop(request_id, None)
+        if job is not None:
+            self._tally.failed += 1
+            record = self._record(job)
+            record.error = error
+            self._add(record)
+
+    def _record(self, job: Job) -> RequestRecord:
+        plan = job.plan
+        return RequestRecord(
+            index=plan.index,
+            class_name=plan.slo.name,
+            arrival_s=plan.arrival_s,
+            input_tokens=plan.input_tokens,
+            output_tokens=plan.output_tokens,
+            ttft_slo_s=plan.slo.ttft_s,
+            tbt_slo_s=plan.slo.tbt_s,
+            isolated_s=job.isolated_s,
+            suspended_s=job.suspended_s,
+            longest_suspension_s=job.longest_suspension_s,
+            chunks=job.chunks,
+            sp=job.sp,
+            attempts=job.attempts,
+        )
+
+    def _add(self, record: RequestRecord) -> None:
+        self._collector.add(record)
+        ended = self._tally.finished + self._tally.failed
+        if self._progress is not None and ended % PROGRESS_EVERY == 0:
+            self._progress(ended, self._clock.now_s)
+        if self._stop is not None and self._stop(self._collector):
+            self._stopped = True
+
+    def _check_empty(self) -> None:
+        self.machine.check_integrity()
+        if self.machine.requests:
+            raise IntegrityError(f"requests never ended: {sorted(self.machine.requests)[:8]}")
+        self._fleet.check_empty()
+        if self.machine.release_timeouts:
+            raise IntegrityError(
+                f"{self.machine.release_timeouts} holdings were never released by their instances"
+            )

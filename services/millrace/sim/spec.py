@@ -1,0 +1,131 @@
+"""What a simulation is of: the cluster, its scheduler, and what goes wrong when."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, field
+
+from millrace.core.config import SchedulerConfig
+from millrace.core.errors import ConfigError
+from millrace.core.packing import PackingConfig
+from millrace.core.profile import Profile
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Failure:
+    """An instance dies at `at_s` and is back, empty and in its next life, `down_s` later."""
+
+    at_s: float
+    instance_id: str
+    down_s: float = 30.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SimSpec:
+    """A simulated cluster. Raises ConfigError for a value out of its range.
+
+    Instances are named p0, p1, ... (prefill), d0, ... (decode) and m0, ... (mixed), and fill nodes
+    of `gpus_per_node` in that order; an instance takes as many GPUs as its profile's TP degree,
+    times `spp` if it is mixed.
+    """
+
+    profile: Profile  # of prefill and mixed instances
+    decode_profile: Profile | None = None  # None: the same
+    prefill: int = 0
+    decode: int = 0
+    mixed: int = 0
+    kvp: int = 0  # further workers that hold KV shards of long requests
+    gpus_per_node: int = 8
+    scheduler: SchedulerConfig = field(default_factory=SchedulerConfig)
+
+    max_chunk_tokens: int = 0  # of a prefill's forward pass; 0: chunks are not cut
+    prefill_kv_tokens: int = 400_000
+    decode_kv_tokens: int = 2_000_000  # mixed instances: theirs
+    max_kv_tokens_per_worker: int = 0  # of one request, beyond which KVP workers join; 0: no KVP
+    page_tokens: int = 16
+    max_context_tokens: int = 16_000_000
+    max_batch: int = 256
+    backends: int = 16  # requests that may transfer to one decode instance at once
+    transfer_backend: str = ""  # key of `kv_transfer_bytes_s`; empty: the profile's slowest
+    receive_links: int = 8  # senders of one request that a decode instance takes in at full speed
+    handshake_s: float = 0.001
+
+    spp: int = 1  # pipeline stages of a mixed instance (Mnemosyne section 4.3)
+    packing: PackingConfig | None = None  # of mixed instances
+
+    control_s: float = 0.0005  # from the scheduler to an instance, and back
+    noise: float = 0.0  # sigma of the lognormal factor between predicted and true prefill times
+    failures: tuple[Failure, ...] = ()
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        self._check_counts()
+        self._check_ranges()
+        for failure in self.failures:
+            if not (failure.at_s >= 0 and failure.down_s > 2 * self.control_s):
+                raise ConfigError(
+                    f"a failure of {failure.instance_id} has at_s {failure.at_s!r} and down_s "
+                    f"{failure.down_s!r}; they must be at least 0 and more than twice control_s"
+                )
+            if failure.instance_id not in self.instance_ids:
+                raise ConfigError(
+                    f"failure.instance_id is {failure.instance_id!r}; it must be one of "
+                    f"{self.instance_ids[0]} to {self.instance_ids[-1]}"
+                )
+
+    def _check_counts(self) -> None:
+        apart = self.prefill > 0 and self.decode > 0
+        if min(self.prefill, self.decode, self.mixed, self.kvp) < 0 or not (apart or self.mixed):
+            raise ConfigError(
+                f"sim has {self.prefill} prefill, {self.decode} decode and {self.mixed} mixed "
+                "instances; it must have prefill and decode, or mixed ones"
+            )
+        if self.mixed and self.packing is None:
+            raise ConfigError("sim.packing is None; mixed instances need it")
+
+    def _check_ranges(self) -> None:
+        for name, least in (
+            ("gpus_per_node", 1),
+            ("max_chunk_tokens", 0),
+            ("prefill_kv_tokens", 1),
+            ("decode_kv_tokens", 1),
+            ("max_kv_tokens_per_worker", 0),
+            ("page_tokens", 1),
+            ("max_context_tokens", 1),
+            ("max_batch", 1),
+            ("backends", 1),
+            ("receive_links", 1),
+            ("spp", 1),
+            ("handshake_s", 0),
+            ("control_s", 0),
+            ("noise", 0),
+        ):
+            value = getattr(self, name)
+            if not least <= value < math.inf:
+                raise ConfigError(f"sim.{name} is {value!r}; it must be at least {least}")
+        rates = self.profile.kv_transfer_bytes_s
+        if self.transfer_backend and self.transfer_backend not in rates:
+            raise ConfigError(
+                f"sim.transfer_backend is {self.transfer_backend!r}; it must be one of "
+                + ", ".join(sorted(rates))
+            )
+
+    @property
+    def instance_ids(self) -> tuple[str, ...]:
+        """All instances that serve from the start."""
+        return tuple(
+            f"{letter}{index}"
+            for letter, count in (("p", self.prefill), ("d", self.decode), ("m", self.mixed))
+            for index in range(count)
+        )
+
+    @property
+    def decoding(self) -> Profile:
+        """The profile of decode instances."""
+        return self.decode_profile or self.profile
+
+    @property
+    def kv_bytes_s(self) -> float:
+        """Bytes per second of one worker's KV to another."""
+        rates = self.profile.kv_transfer_bytes_s
+        return rates[self.transfer_backend] if self.transfer_backend else min(rates.values())
