@@ -150,6 +150,9 @@ def test_starting_replicas_are_capacity():
     assert once(config, sample(4, starting=4, ttft_slo_ratio=1.6)).replicas == 8
     assert once(config, sample(4, starting=6, backlog_s=40.0)).replicas == 10
     assert once(free(DECODE), sample(4, starting=1, kv_utilisation=1.0)).replicas == 5
+    slow = free(PREFILL, up=Direction(max_step=2))
+    assert once(slow, sample(4, starting=4, ttft_slo_ratio=1.6)).replicas == 8  # not 4 + 2
+    assert once(free(PREFILL, min_replicas=8), sample(4, starting=4)).limited_by == ""
 
 
 def test_draining_replicas_are_no_capacity():
@@ -180,6 +183,13 @@ def test_down_waits_until_the_whole_window_wishes_it():
     steps = [(at_s, {"backlog_s": b}) for at_s, b in backlog.items()]
     # The wish for 10 of time 0 holds up to 20, that for 5 of time 20 up to 40.
     assert sizes(config, steps, ready=10) == [10, 10, 10, 5, 5, 1, 1]
+
+
+def test_the_shorter_window_is_its_own():
+    slow, quick = (Direction(window_s=w, max_step=99, tolerance=0.0) for w in (60.0, 20.0))
+    config = free(PREFILL, up=slow, down=quick)
+    steps = [(at_s, {"backlog_s": b}) for at_s, b in ((0, 40.0), (10, 4.0), (20, 4.0), (30, 4.0))]
+    assert sizes(config, steps, ready=10) == [10, 10, 1, 1]
 
 
 def test_a_restarted_driver_waits_a_window_before_it_scales_in():
@@ -298,7 +308,8 @@ def test_parked_requests_wake_the_pool_whatever_the_windows_say():
     woken = scaler.step(idle(0, 5.0, parked_requests=3), 5.0)
     assert (woken.replicas, woken.reason) == (1, "3 parked requests")
     # Stale metrics: a pool of nobody has nobody to report.
-    assert scaler.step(idle(0, 5.0, parked_requests=3), 500.0).replicas == 1
+    late = scaler.step(idle(0, 5.0, parked_requests=3), 500.0)
+    assert (late.replicas, late.reason) == (1, "3 parked requests")
     # Once it starts, it is not put to sleep again.
     assert scaler.step(idle(0, 510.0, starting=1, parked_requests=3), 510.0).replicas == 1
 
