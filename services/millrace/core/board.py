@@ -244,6 +244,7 @@ def _order(instance: PrefillInstance) -> Order:
 def _hand_over(head: Request, heir: Request) -> None:
     """A batch's new head counts the batch's work as the old one did."""
     heir.predicted_prefill_s = head.predicted_prefill_s
+    heir.predicted_work_s = head.predicted_work_s
     heir.executed_s = head.executed_s
     heir.running_since_s = head.running_since_s
 

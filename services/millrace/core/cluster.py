@@ -202,11 +202,13 @@ class Pool:
         """The instances that take new work are others now."""
         self._planner = None
 
-    def prefill_s(self, request: Request) -> float:
-        """Predicted prefill of the whole prompt, alone on the idle pool."""
+    def predict(self, request: Request) -> None:
+        """Notes what the request's prefill takes, alone on the idle pool."""
         self._prepare()
-        latency = self.latency
-        return min(latency.chunk_s(request.prompt_tokens, 0, sp) for sp in self._degrees)
+        tokens, degrees = request.prompt_tokens, self._degrees
+        request.predicted_prefill_s = min(self.latency.chunk_s(tokens, 0, sp) for sp in degrees)
+        least = degrees[0]
+        request.predicted_work_s = least * self.latency.chunk_s(tokens, 0, least)
 
     @property
     def latency(self) -> SpLatency:

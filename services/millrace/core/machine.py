@@ -193,7 +193,7 @@ class Machine:
                 )
             )
             return
-        request.predicted_prefill_s = self.cluster.ready_pools()[0].prefill_s(request)
+        self.cluster.ready_pools()[0].predict(request)
         request.deadline_s = request.arrival_s + (
             request.slo.ttft_s
             or max(DEADLINE_FACTOR * request.predicted_prefill_s, LEAST_DEADLINE_S)

@@ -96,6 +96,8 @@ class Request:
     finished_s: float | None = None
     #: Seconds of prefill as predicted for its plan (before it has one: alone on an idle cluster).
     predicted_prefill_s: float = 0.0
+    #: The same in seconds times instances (before it has a plan: on the smallest group).
+    predicted_work_s: float = 0.0
     deadline_s: float = math.inf  # of token one, by the same clock as `arrival_s`
     executed_s: float = 0.0  # predicted seconds of prefill that stretches already ended have done
     running_since_s: float | None = None  # since when a chunk of it has been computing
@@ -106,6 +108,12 @@ class Request:
         if self.running_since_s is not None:
             left_s -= now_s - self.running_since_s
         return left_s if left_s > 0.0 else 0.0
+
+    def remaining_work_s(self, now_s: float) -> float:
+        """Predicted seconds of prefill still to compute, times the instances of the group."""
+        if self.predicted_prefill_s <= 0.0:
+            return self.predicted_work_s
+        return self.predicted_work_s * self.remaining_s(now_s) / self.predicted_prefill_s
 
     def advance(self, state: RequestState) -> None:
         """Moves to `state`. Raises IllegalTransition when `TRANSITIONS` does not allow it."""

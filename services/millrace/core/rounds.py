@@ -103,7 +103,7 @@ class Rounds:
         life.unqueue(request)
         decode.hold(request)
         request.decode_id = decode.id
-        request.predicted_prefill_s = pool.prefill_s(request)
+        pool.predict(request)
         life.effects.append(
             Place(
                 request_id=request.id,
@@ -220,6 +220,7 @@ class Rounds:
                 )
             )
         request.predicted_prefill_s = sum(task.predicted_s for task in tasks)
+        request.predicted_work_s = sum(task.predicted_s * len(task.members) for task in tasks)
         self._send(request, chunks)
         for other in together:
             alone = Chunk(

@@ -10,7 +10,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from types import MappingProxyType
 
-from millrace.core.priority import d_edf, edf, fcfs, lars, lrs, s_edf
+from millrace.core.priority import d_edf, edf, fcfs, lars, lrs, s_edf, millrace
 from millrace.core.request import Request
 
 PriorityKey = tuple[float, ...]
@@ -50,6 +50,7 @@ POLICIES: Mapping[str, Policy] = MappingProxyType(
             _one_by_one("lrs", lrs.key),
             _one_by_one("lars", lars.key),
             _one_by_one("lars_deadline", lars.key_by_deadline),
+            Policy(name="millrace", keys=millrace.keys),
         )
     }
 )

@@ -1,0 +1,86 @@
+"""Millrace's own order: the largest set of requests that can all be in time, and a bounded wait.
+
+1. In time. Taken by deadline, a request is kept if everything kept so far can still be done by then;
+   if not, the kept request with the most work left is given up. What stays is the largest set that
+   can be in time if nothing more arrives (Moore, "An n job, one machine sequencing algorithm for
+   minimizing the number of late jobs", Management Science 15(1), 1968, on remaining work, since
+   preemption makes work already done count). It runs by deadline, which is optimal for a set that can
+   be done in time.
+2. Given up for now. The others use what the first leave free, by deadline. A round later they may be
+   in time after all: nothing is remembered.
+3. Bounded wait. One of the others that has waited `WAIT_BOUND` times its isolated prefill (taken as
+   `LEAST_S` at least) goes before all, the longest since arrival first. That promise is kept as long
+   as the work given up stays under `BACKLOG_S` seconds an instance. Beyond, the pool is overloaded:
+   serving the late first would make the others late too, and nobody would be better off.
+
+Against FlowPrefill's S-EDF: that gives up a request only once it is too late for it alone, having
+served it (and delayed others) until then. Against Medha's LARS: relative slack shares lateness
+evenly, which under load makes everybody late. Both leave the wait of what they give up unbounded.
+
+Work is counted as seconds times the instances of the group, and the pool does `instances` such
+seconds a second. A group's idle members make that optimistic.
+"""
+
+from __future__ import annotations
+
+import heapq
+from collections.abc import Sequence
+
+from millrace.core.request import Request
+
+#: Waits beyond so many times the isolated prefill (of LEAST_S at least) go before everything.
+WAIT_BOUND = 8.0
+LEAST_S = 0.5
+#: Seconds of given-up work an instance up to which the bound holds.
+BACKLOG_S = 1.0
+
+_PROMISED, _IN_TIME, _LATE = 0.0, 1.0, 2.0
+
+
+def keys(requests: Sequence[Request], now_s: float, instances: int) -> list[tuple[float, ...]]:
+    """(class, deadline) of each request; in the first class (class, arrival)."""
+    late = given_up(requests, now_s, instances)
+    if not late:
+        return [(_IN_TIME, request.deadline_s) for request in requests]
+    backlog_s = sum(request.remaining_work_s(now_s) for request in late.values())
+    promise = backlog_s <= BACKLOG_S * instances
+    found: list[tuple[float, ...]] = []
+    for request in requests:
+        if request.id not in late:
+            found.append((_IN_TIME, request.deadline_s))
+        elif promise and overdue(request, now_s):
+            found.append((_PROMISED, request.arrival_s))
+        else:
+            found.append((_LATE, request.deadline_s))
+    return found
+
+
+def given_up(requests: Sequence[Request], now_s: float, instances: int) -> dict[str, Request]:
+    """The requests that can't be in time if as many as possible are to be, by id."""
+    late: dict[str, Request] = {}
+    kept: list[tuple[float, int, Request]] = []  # a heap, most work first
+    total_s = 0.0
+    for request in sorted(requests, key=_deadline):
+        if now_s + request.remaining_s(now_s) > request.deadline_s:
+            late[request.id] = request
+            continue
+        work_s = request.remaining_work_s(now_s)
+        heapq.heappush(kept, (-work_s, request.order, request))
+        total_s += work_s
+        while now_s + total_s / instances > request.deadline_s:
+            most, _, dropped = heapq.heappop(kept)
+            total_s += most
+            late[dropped.id] = dropped
+    return late
+
+
+def overdue(request: Request, now_s: float) -> bool:
+    """Whether the request has waited longer than the bound."""
+    waited_s = now_s - request.arrival_s - request.executed_s
+    if request.running_since_s is not None:
+        waited_s -= now_s - request.running_since_s
+    return waited_s > WAIT_BOUND * max(request.predicted_prefill_s, LEAST_S)
+
+
+def _deadline(request: Request) -> tuple[float, int]:
+    return request.deadline_s, request.order
