@@ -1,0 +1,45 @@
+"""The hardware profiles that ship with Millrace, and the reader for others.
+
+`build.py` makes the shipped ones from public measurements; README.md names the sources.
+"""
+
+from __future__ import annotations
+
+import json
+from functools import cache
+from importlib import resources
+from pathlib import Path
+
+from millrace.core.errors import ConfigError
+from millrace.core.profile import Profile
+
+
+@cache
+def profile_names() -> tuple[str, ...]:
+    """Names of the shipped profiles, sorted."""
+    files = resources.files(__name__).iterdir()
+    return tuple(sorted(file.name[:-5] for file in files if file.name.endswith(".json")))
+
+
+@cache
+def load_profile(name_or_path: str) -> Profile:
+    """A shipped profile by name, or one from a file whose path ends in .json.
+
+    Raises ConfigError for an unknown name, and for a file that can't be read or isn't a profile.
+    """
+    if name_or_path in profile_names():
+        text = (resources.files(__name__) / f"{name_or_path}.json").read_text("utf-8")
+    elif name_or_path.endswith(".json"):
+        try:
+            text = Path(name_or_path).read_text("utf-8")
+        except OSError as error:
+            raise ConfigError(f"profile {name_or_path}: {error.strerror}") from None
+    else:
+        shipped = ", ".join(profile_names())
+        raise ConfigError(
+            f"profile is {name_or_path!r}; it must be one of {shipped}, or the path of a .json file"
+        )
+    try:
+        return Profile.from_json(json.loads(text))
+    except (json.JSONDecodeError, ConfigError) as error:
+        raise ConfigError(f"profile {name_or_path}: {error}") from None

@@ -1,0 +1,176 @@
+"""The measured tables that profiles are built from, read and put in seconds.
+
+One `Device` holds what was measured on one kind of GPU: GEMM times by (m, n, k), attention by
+heads, all-reduces by size. Shapes that were not measured are interpolated in n and k, where the
+work of a GEMM is linear in both.
+"""
+
+from __future__ import annotations
+
+import csv
+import gzip
+import json
+import math
+from bisect import bisect_left
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+from millrace.core.operators import Table
+
+#: Token counts measured on every device; the H200 files hold more, just beside these.
+GEMM_TOKENS = tuple(
+    float(m)
+    for m in (
+        *(1, 2, 4, 8, 16, 32, 48, 64, 80, 96, 128, 160, 192, 256),
+        *(512, 768, 1024, 2048, 4096, 8192),
+    )
+)
+
+
+def rows(path: Path) -> Iterator[dict[str, str]]:
+    """The rows of a gzipped CSV file with a heading."""
+    with gzip.open(path, "rt", encoding="utf-8", newline="") as file:
+        yield from csv.DictReader(file)
+
+
+def table(points: Mapping[float, float]) -> Table:
+    """A table through (x, y) pairs."""
+    xs = tuple(sorted(points))
+    return Table(xs=xs, ys=tuple(points[x] for x in xs))
+
+
+@dataclass(frozen=True)
+class Device:
+    """Measurements of one GPU kind, read from `source` on first use."""
+
+    source: Path
+    name: str
+
+    def _rows(self, kind: str) -> Iterator[dict[str, str]]:
+        return rows(self.source / f"aic_{self.name}_{kind}.csv.gz")
+
+    @cached_property
+    def gemm(self) -> Mapping[tuple[int, int], Mapping[float, float]]:
+        """(n, k) -> m -> seconds of a bf16 GEMM."""
+        found: dict[tuple[int, int], dict[float, float]] = {}
+        for row in self._rows("gemm_bf16"):
+            shape = int(row["n"]), int(row["k"])
+            found.setdefault(shape, {})[float(row["m"])] = float(row["latency_ms"]) * 1e-3
+        return found
+
+    @cached_property
+    def _sizes(self) -> tuple[int, ...]:
+        return tuple(sorted({n for n, _ in self.gemm} & {k for _, k in self.gemm}))
+
+    def gemm_s(self, m: float, n: int, k: int) -> float:
+        """Seconds of an m x n x k GEMM; n and k are interpolated, n also beyond the largest."""
+        total = 0.0
+        for size_n, share_n in self._around(n):
+            for size_k, share_k in self._around(k):
+                total += share_n * share_k * self.gemm[size_n, size_k][m]
+        return total
+
+    def _around(self, size: int, without: int = 0) -> list[tuple[int, float]]:
+        """Measured sizes beside `size` (never `without`) with their shares."""
+        sizes = [s for s in self._sizes if s != without]
+        if size in sizes:
+            return [(size, 1.0)]
+        at = min(max(bisect_left(sizes, size), 1), len(sizes) - 1)
+        low, high = sizes[at - 1], sizes[at]
+        share = (size - low) / (high - low)
+        return [(low, 1.0 - share), (high, share)]
+
+    def shape_errors(self, n: int, k: int) -> list[float]:
+        """Relative errors of measured GEMMs beside n x k when their own n or k is interpolated."""
+        errors = []
+        for near_n, _ in self._around(n):
+            for near_k, _ in self._around(k):
+                for m in GEMM_TOKENS:
+                    truth = self.gemm[near_n, near_k][m]
+                    if near_n < self._sizes[-1]:
+                        by_n = self._around(near_n, without=near_n)
+                        guess = sum(share * self.gemm[size, near_k][m] for size, share in by_n)
+                        errors.append(guess / truth - 1.0)
+                    by_k = self._around(near_k, without=near_k)
+                    guess = sum(share * self.gemm[near_n, size][m] for size, share in by_k)
+                    errors.append(guess / truth - 1.0)
+        return errors
+
+    def prefill_attention(self, heads: int, kv_heads: int) -> Mapping[float, float]:
+        """Squared tokens -> seconds of one layer, batch 1, no history.
+
+        Left out: a point that is more than half above what quadratic growth from the one before
+        gives, for no kernel does that (H100 with 8 / 1 heads at 16k is 3.6 times above).
+        """
+        found: dict[float, float] = {}
+        before = (0.0, math.inf)
+        measured = sorted(
+            (float(int(row["isl"]) ** 2), float(row["latency_ms"]) * 1e-3)
+            for row in self._rows("context_attention")
+            if (int(row["num_heads"]), int(row["num_kv_heads"])) == (heads, kv_heads)
+            and row["batch_size"] == "1"
+        )
+        for squared, seconds in measured:
+            if before[0] == 0.0 or seconds <= 1.5 * before[1] * squared / before[0]:
+                found[squared] = seconds
+                before = squared, seconds
+        return found
+
+    def decode_attention(self, heads: int, kv_heads: int) -> Mapping[int, Mapping[float, float]]:
+        """Batch -> total context tokens -> seconds of one layer."""
+        found: dict[int, dict[float, float]] = {}
+        for row in self._rows("generation_attention"):
+            if (int(row["num_heads"]), int(row["num_kv_heads"])) == (heads, kv_heads):
+                batch = int(row["batch_size"])
+                total = float(batch * int(row["context_tokens"]))
+                found.setdefault(batch, {})[total] = float(row["latency_ms"]) * 1e-3
+        return dict(sorted(found.items()))
+
+    def all_reduce(self, gpus: int) -> Mapping[float, float]:
+        """Elements of 2 bytes -> seconds: the faster of NCCL and vLLM's own kernel at each size."""
+        own = {
+            float(row["message_size"]): float(row["latency_ms"]) * 1e-3
+            for row in self._rows("vllm_allreduce_bf16")
+            if row["num_gpus"] == str(gpus) and row["backend"] == "vllm_graph"
+        }
+        nccl = {
+            float(row["message_size"]): float(row["latency_ms"]) * 1e-3
+            for row in self._rows("nccl_fp16")
+            if row["num_gpus"] == str(gpus) and row["op"] == "all_reduce"
+        }
+        return {size: min(own[size], nccl[size]) for size in sorted(own.keys() & nccl.keys())}
+
+
+def papers(source: Path) -> dict[str, Any]:
+    """Numbers printed in the papers, keyed by paper."""
+    loaded: dict[str, Any] = json.loads((source / "papers.json").read_text("utf-8"))
+    return loaded
+
+
+def vidur_layer(source: Path, name: str, tp: int) -> Mapping[str, Mapping[int, float]]:
+    """Operator -> tokens -> median seconds of one layer, from Vidur's profiling runs."""
+    prefix, suffix = "time_stats.", ".median"
+    found: dict[str, dict[int, list[float]]] = {}
+    for row in rows(source / f"vidur_{name}_mlp.csv.gz"):
+        if row["num_tensor_parallel_workers"] != str(tp):
+            continue
+        for column, value in row.items():
+            if column.endswith(suffix) and value:
+                operator = column.removeprefix(prefix).removesuffix(suffix)
+                times = found.setdefault(operator, {}).setdefault(int(row["num_tokens"]), [])
+                times.append(float(value) * 1e-3)
+    return {op: {m: median(ts) for m, ts in by_m.items()} for op, by_m in found.items()}
+
+
+def send_bytes_s(source: Path, device: str) -> float:
+    """Bytes a second of the largest measured send between two GPUs of one node."""
+    best = (0.0, 0.0)
+    for row in rows(source / f"vidur_{device}_dgx_send_recv.csv.gz"):
+        if row["devices_per_node"] == "2":
+            size = float(row["size"])
+            best = max(best, (size, size / (float(row["time_stats.send_recv.median"]) * 1e-3)))
+    return best[1]
