@@ -6,6 +6,7 @@
 #include <nanobind/stl/vector.h>
 
 #include <cstdint>
+#include <set>
 #include <span>
 #include <stdexcept>
 #include <string_view>
@@ -26,7 +27,7 @@ std::vector<Planner::Degree> to_degrees(const Degrees& given, std::size_t instan
   std::vector<Planner::Degree> degrees;
   for (const auto& [sp, c, rows] : given) {
     if (sp < 1 || sp > static_cast<int>(instances) || (!degrees.empty() && sp <= degrees.back().sp))
-      throw std::invalid_argument("degrees must ascend from 1 or more to the pool's size");
+      throw std::invalid_argument("degrees must ascend from 1, none larger than the pool");
     std::vector<Segment> segments;
     for (const auto& [start, a, b, d] : rows) segments.push_back({start, a, b, d});
     if (segments.empty()) throw std::invalid_argument("every degree needs a segment");
@@ -34,6 +35,14 @@ std::vector<Planner::Degree> to_degrees(const Degrees& given, std::size_t instan
   }
   if (degrees.empty()) throw std::invalid_argument("at least one degree must fit the pool");
   return degrees;
+}
+
+const std::vector<int>& checked(const std::vector<int>& nodes) {
+  if (nodes.empty()) throw std::invalid_argument("a pool has at least one instance");
+  const std::set<int> numbers(nodes.begin(), nodes.end());
+  if (*numbers.begin() != 0 || *numbers.rbegin() + 1 != static_cast<int>(numbers.size()))
+    throw std::invalid_argument("nodes must be numbered from 0 without gaps");
+  return nodes;
 }
 
 // A buffer of doubles that gives itself back.
@@ -91,14 +100,6 @@ class PyPlanner {
   }
 
  private:
-  static const std::vector<int>& checked(const std::vector<int>& nodes) {
-    if (nodes.empty()) throw std::invalid_argument("a pool has at least one instance");
-    for (const int node : nodes)
-      if (node < 0 || node >= static_cast<int>(nodes.size()))
-        throw std::invalid_argument("nodes must be numbered from 0 without gaps");
-    return nodes;
-  }
-
   void check(std::int64_t tokens, const Doubles& queue_s) const {
     if (tokens < 1) throw std::invalid_argument("tokens must be 1 or more");
     if (queue_s.size() != members_.size())

@@ -173,7 +173,7 @@ void Planner::explore(const Group& pool, const Group& initial, int first_degree,
   const int chosen = single_chunk(pool, initial, std::max(first_degree, least_degree_),
                                   last_degree, depth, elapsed_s, &end_s);
   const Group& group = levels_[depth].single[chosen];
-  if (end_s < best_end_s_) {
+  if (best_count_ == 0 || end_s < best_end_s_) {
     path_[depth] = {left_, &group};
     keep(depth, end_s);
   }

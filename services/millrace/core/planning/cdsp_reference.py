@@ -153,7 +153,7 @@ class _Search:
         next_group = get_group(pool, group, following, self._queue_s)
         start_s = self._start_s(group, done)
         budget_s = self._start_s(next_group, done) - start_s
-        if budget_s <= 0.0:
+        if not budget_s > 0.0:
             return None
         history, model = done.tokens, self._models[current]
         tokens = min(left, model.tokens_within(budget_s, history))

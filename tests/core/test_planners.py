@@ -1,0 +1,154 @@
+"""What all planners promise, and the planner in C++ against its twin."""
+
+from __future__ import annotations
+
+import random
+from array import array
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from millrace.core.config import SchedulerConfig
+from millrace.core.errors import ConfigError
+from millrace.core.latency import Latency, SpLatency
+from millrace.core.planning import PLANNERS, PlannerInputs, degrees_used
+from millrace.core.planning._cdsp import CdspPlanner
+from millrace.core.planning.cdsp import Cdsp
+from millrace.core.planning.cdsp_reference import CdspReference
+from millrace.core.planning.plan import Plan, PlannedChunk
+from millrace.core.planning.single_chunk import SingleChunk
+from support.planners import check, inputs, planner, random_case
+
+CASES = 10_000
+
+
+def test_cpp_decides_bit_for_bit_as_the_twin():
+    """Same chunk lengths, same members in the same order, same doubles."""
+    draw = random.Random(20)
+    chunked = 0
+    for _ in range(CASES):
+        given_inputs, tokens, queue_s, least_sp, shortest = random_case(draw)
+        twin = CdspReference(given_inputs, min_chunk_tokens=shortest)
+        expected = twin.plan(tokens, queue_s, least_sp)
+        found = Cdsp(given_inputs, min_chunk_tokens=shortest).plan(tokens, queue_s, least_sp)
+        assert found == expected, (given_inputs, tokens, queue_s, least_sp, shortest)
+        alone = SingleChunk(given_inputs).plan(tokens, queue_s, least_sp)
+        assert alone == twin.plan_single_chunk(tokens, queue_s, least_sp)
+        chunked += len(expected.chunks) > 1
+    assert chunked > CASES / 10  # else the cases say little
+
+
+def test_a_planner_carries_nothing_from_plan_to_plan():
+    draw = random.Random(3)
+    kept = planner("cdsp", 32, improvement_rate=0.1)
+    for _ in range(200):
+        queue_s = array("d", [draw.uniform(0, 3) for _ in range(32)])
+        tokens = draw.randint(1, 190_000)
+        fresh = planner("cdsp", 32, improvement_rate=0.1)
+        assert kept.plan(tokens, queue_s) == fresh.plan(tokens, queue_s)
+
+
+queues = st.lists(st.floats(0, 20), min_size=1, max_size=20)
+
+
+@pytest.mark.parametrize("name", PLANNERS)
+@given(
+    queue=queues, tokens=st.integers(1, 190_000), seed=st.integers(0, 9), least=st.integers(1, 40)
+)
+def test_plans_are_whole_nested_and_tell_their_own_ttft(name, queue, tokens, seed, least):
+    nodes = tuple(random.Random(seed).choices(range(4), k=len(queue)))
+    given_inputs = inputs(nodes, planner=name, improvement_rate=0.1)
+    queue_s = array("d", queue)
+    plan = PLANNERS[name](given_inputs).plan(tokens, queue_s, least)
+    check(plan, tokens, given_inputs, queue_s)
+    assert plan == PLANNERS[name](given_inputs).plan(tokens, queue_s, least)
+    assert list(queue_s) == queue
+    assert all(len(chunk.members) in degrees_used(given_inputs) for chunk in plan.chunks)
+
+
+@given(queue=queues, tokens=st.integers(1, 190_000), least=st.integers(1, 40))
+@pytest.mark.parametrize("name", ["cdsp", "single_chunk", "esp"])
+def test_memory_asks_for_a_least_degree_of_the_last_chunk(name, queue, tokens, least):
+    last = planner(name, len(queue)).plan(tokens, array("d", queue), least).chunks[-1]
+    usable = [sp for sp in (1, 2, 4, 8, 16) if sp <= len(queue)]
+    assert len(last.members) >= min(least, usable[-1])
+
+
+@pytest.mark.parametrize("name", PLANNERS)
+def test_one_instance_is_a_pool(name):
+    plan = planner(name, 1).plan(4096, array("d", [2.0]), 16)
+    assert plan == Plan((PlannedChunk(4096, (0,)),), 2.0 + 0.28)
+
+
+@pytest.mark.parametrize("name", ["cdsp", "single_chunk", "esp", "fixed_sp"])
+def test_degrees_larger_than_the_pool_are_dropped(name):
+    assert degrees_used(inputs(5, planner=name))[-1] == 4
+    plan = planner(name, 5).plan(131_072, array("d", [0.0] * 5))
+    assert len(plan.chunks[-1].members) == 4
+
+
+def test_degrees_that_each_planner_uses():
+    found = {name: degrees_used(inputs(20, planner=name)) for name in PLANNERS}
+    every = (1, 2, 4, 8, 16)
+    assert found == {
+        "least_queue": (1,),
+        "fixed_sp": (8,),
+        "single_chunk": every,
+        "esp": every,
+        "cdsp": every,
+    }
+
+
+def test_a_pool_without_instances_is_refused():
+    empty = PlannerInputs(latency=SpLatency(), nodes=(), config=SchedulerConfig())
+    with pytest.raises(ConfigError, match="at least 1"):
+        CdspReference(empty)
+    with pytest.raises(ConfigError, match="at least 1"):
+        Cdsp(empty)
+    with pytest.raises(ConfigError, match="min_chunk_tokens is 0"):
+        Cdsp(inputs(1), min_chunk_tokens=0)
+
+
+def compiled(nodes=(0,), degrees=((1, 0.0, ((0, 0.0, 1e-3, 0.0),)),)):
+    return CdspPlanner(nodes, degrees, 1, Plan, PlannedChunk)
+
+
+@pytest.mark.parametrize(
+    "changes, message",
+    [
+        ({"nodes": (), "degrees": ()}, "at least one"),
+        ({"nodes": (0, 7)}, "numbered from 0"),
+        ({"nodes": (0, -1)}, "numbered from 0"),
+        ({"nodes": (1, 1)}, "numbered from 0"),
+        ({"degrees": ()}, "at least one degree"),
+        ({"degrees": ((2, 0.0, ((0, 0.0, 1e-3, 0.0),)),)}, "must ascend"),
+        ({"degrees": ((0, 0.0, ((0, 0.0, 1e-3, 0.0),)),)}, "must ascend"),
+        ({"degrees": ((1, 0.0, ()),)}, "needs a segment"),
+    ],
+)
+def test_what_the_compiled_planner_refuses_to_be_made_of(changes, message):
+    with pytest.raises(ValueError, match=message):
+        compiled(**changes)
+
+
+def test_what_the_compiled_planner_refuses_to_plan():
+    one = compiled()
+    with pytest.raises(ValueError, match="1 or more"):
+        one.plan(0, array("d", [0.0]), 1, 0.3)
+    with pytest.raises(ValueError, match="one double an instance"):
+        one.plan(1, array("d", [0.0, 0.0]), 1, 0.3)
+    with pytest.raises(TypeError, match="array of doubles"):
+        one.plan(1, array("f", [0.0]), 1, 0.3)
+    with pytest.raises(TypeError, match="bytes-like"):
+        one.plan_single_chunk(1, [0.0], 1, 0.3)
+
+
+def test_the_compiled_planner_follows_every_segment_of_a_model():
+    """Around each measured point, where the segment changes."""
+    model = Latency(a=0.1, b=1e-5, c=2e-10, d=1e-10, points=((100, 0.2), (5000, 0.3), (9000, 0.9)))
+    latency = SpLatency(by_sp={1: model})
+    for tokens in (1, 99, 100, 101, 4999, 5000, 5001, 8999, 9000, 9001, 10**9):
+        given_inputs = inputs(1, latency=latency)
+        plan = Cdsp(given_inputs).plan(tokens, array("d", [0.0]))
+        assert plan.ttft_s == model.chunk_s(tokens)
