@@ -1,19 +1,33 @@
 """Objectives for requests that bring none, and tighter or looser ones by one scale.
 
-Medha's released code gives a request without an objective the deadline arrival +
-max(1.5 x predicted prefill, 0.5 s). The simulator writes it into the request here, and nowhere
-else, so that every system under comparison is held to the same one.
+A request without a TTFT objective gets the machine's default for it, as in Medha's released code:
+max(1.5 x the prefill alone, 0.5 s). The simulator writes it into the request, so that attainment is
+counted against it, every system under comparison is held to the same one, and it can be scaled.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import replace
+from types import MappingProxyType
 
+from millrace.core.latency import SpLatency
+from millrace.core.machine import DEADLINE_FACTOR, LEAST_DEADLINE_S
+from millrace.sim.spec import SimSpec
 from millrace.sim.workload import PlannedRequest, SloClass
 
-DEADLINE_MULTIPLE = 1.5
-LEAST_DEADLINE_S = 0.5
+
+def isolated_prefill(spec: SimSpec) -> Callable[[int], float]:
+    """Predicts the prefill of a prompt alone on the idle cluster, in seconds by its tokens.
+
+    By the profile, on the best group that the prefill pool can form; on mixed instances by one
+    instance's pipeline (its stages divide the time: Medha, Algorithm 3).
+    """
+    latency = spec.profile.prefill
+    if not spec.prefill:
+        return lambda tokens: latency.chunk_s(tokens) / spec.spp
+    held = {sp: latency.by_sp[sp] for sp in latency.degrees if sp <= spec.prefill}
+    return SpLatency(by_sp=MappingProxyType(held)).isolated_s
 
 
 def with_objectives(
@@ -21,13 +35,13 @@ def with_objectives(
 ) -> Iterator[PlannedRequest]:
     """The requests, each with a TTFT objective, all objectives times `scale`.
 
-    `isolated_s(tokens)` predicts the prefill of a prompt alone on the idle cluster, in seconds.
+    `isolated_s(tokens)`: see `isolated_prefill`.
     """
     scaled: dict[SloClass, SloClass] = {}
     for request in requests:
         slo = request.slo
         if slo.ttft_s is None:
-            deadline_s = max(DEADLINE_MULTIPLE * isolated_s(request.input_tokens), LEAST_DEADLINE_S)
+            deadline_s = max(DEADLINE_FACTOR * isolated_s(request.input_tokens), LEAST_DEADLINE_S)
             yield replace(request, slo=_scaled(replace(slo, ttft_s=deadline_s), scale))
         elif scale == 1.0:
             yield request

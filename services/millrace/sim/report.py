@@ -11,6 +11,7 @@ the idle cluster; the wait multiple is the time queued and suspended over the sa
 from __future__ import annotations
 
 import json
+import re
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
@@ -60,6 +61,7 @@ class ClassReport:
 
     requests: int
     succeeded: int
+    attained: int
     ttft_attainment: float
     tbt_attainment: float
     attainment: float
@@ -168,17 +170,22 @@ class _ClassStats:
             getattr(self, name).merge(getattr(other, name))
 
     def report(self, per_s: float) -> ClassReport:
-        share = 1.0 / max(1, self.requests)
+        requests = max(1, self.requests)
         return ClassReport(
             requests=self.requests,
             succeeded=self.succeeded,
-            ttft_attainment=self.ttft_met * share,
-            tbt_attainment=self.tbt_met * share,
-            attainment=self.both_met * share,
+            attained=self.both_met,
+            ttft_attainment=self.ttft_met / requests,
+            tbt_attainment=self.tbt_met / requests,
+            attainment=self.both_met / requests,
             goodput_rps=self.both_met * per_s,
             ttft_quantiles_s=tuple(self.ttft_s.quantiles(CDF_SHARES)),
             **{name: getattr(self, name).distribution() for name in _DISTRIBUTIONS},
         )
+
+
+#: A list of numbers, which `write_json` puts on one line.
+_NUMBERS = re.compile(r"\[\s+[-+.\de]+(,\s+[-+.\de]+)*\s+\]")
 
 
 class Collector:
@@ -239,6 +246,7 @@ class Collector:
 def write_json(path: Path, document: dict[str, Any]) -> None:
     """Writes a document; floats as Python prints them. Raises ConfigError for a bad path."""
     text = json.dumps(document, indent=2, allow_nan=False) + "\n"
+    text = _NUMBERS.sub(lambda found: " ".join(found[0].split()), text)
     try:
         path.write_text(text, encoding="utf-8")
     except OSError as error:

@@ -1,0 +1,171 @@
+"""The options that the commands of `millrace sim` share, and what they do alike."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+from functools import wraps
+from pathlib import Path
+from typing import Annotated, Any, ParamSpec
+
+import typer
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+
+from millrace.core.errors import MillraceError
+from millrace.core.planning import PLANNERS
+from millrace.core.priority import POLICIES
+from millrace.sim.mixes import MIXES
+from millrace.sim.options import (
+    ClusterOptions,
+    SystemOptions,
+    TrafficOptions,
+    build_systems,
+    scheduler_settings,
+)
+from millrace.sim.scenario import Scenario
+
+P = ParamSpec("P")
+
+Trace = Annotated[
+    Path | None,
+    typer.Option(
+        "--trace",
+        metavar="FILE",
+        help="Azure CSV, Mooncake or Qwen JSONL, or a lengths CSV; .gz or plain.",
+    ),
+]
+MixName = Annotated[
+    str, typer.Option("--mix", metavar="NAME", help=f"Synthetic traffic: {', '.join(MIXES)}.")
+]
+Window = Annotated[
+    str,
+    typer.Option("--window", metavar="START_S:END_S", help="Only this part of the trace's times."),
+]
+Rate = Annotated[
+    float | None,
+    typer.Option("--rate", help="Poisson arrivals, requests/s. Without it, a trace's own times."),
+]
+RateScale = Annotated[float, typer.Option("--rate-scale", help="Divides gaps between arrivals.")]
+SloScale = Annotated[float, typer.Option("--slo-scale", help="Multiplies all objectives.")]
+SloClasses = Annotated[
+    list[str],
+    typer.Option(
+        "--slo-class",
+        metavar="NAME:TTFT_MS:TBT_MS[:WEIGHT]",
+        help="Objectives of a class (0: none) and its share of traffic; repeatable. Without a TTFT "
+        "objective: 1.5 x the prefill alone, at least 0.5 s.",
+    ),
+]
+LongFraction = Annotated[
+    float, typer.Option("--long-fraction", help="medha-mix: share of long requests.")
+]
+Requests = Annotated[
+    int | None,
+    typer.Option("--requests", help="How many. Default: the trace's, or 1000 of a mix."),
+]
+Seed = Annotated[int, typer.Option("--seed", help="Of lengths, classes, arrivals and noise.")]
+ProfileName = Annotated[
+    str, typer.Option("--profile", metavar="NAME|FILE.json", help="Model and device of a worker.")
+]
+DecodeProfile = Annotated[
+    str,
+    typer.Option("--decode-profile", metavar="NAME|FILE.json", help="Default: as --profile."),
+]
+Prefill = Annotated[int, typer.Option("--prefill", help="Prefill instances.")]
+Decode = Annotated[int, typer.Option("--decode", help="Decode instances.")]
+Mixed = Annotated[
+    int, typer.Option("--mixed", help="Instances that prefill and decode in one batch.")
+]
+Kvp = Annotated[int, typer.Option("--kvp", help="Further workers for KV shards.")]
+Spp = Annotated[int, typer.Option("--spp", help="Pipeline stages of a mixed instance.")]
+Failures = Annotated[
+    list[str],
+    typer.Option(
+        "--failure",
+        metavar="AT_S:INSTANCE[:DOWN_S]",
+        help="An instance (p0, d0, m0, ...) dies, and is back after DOWN_S (30); repeatable.",
+    ),
+]
+Settings = Annotated[
+    list[str],
+    typer.Option(
+        "--set",
+        metavar="TABLE.FIELD=VALUE",
+        help="Any other setting of scheduler, sim or packing; repeatable.",
+    ),
+]
+Json = Annotated[Path | None, typer.Option("--json", metavar="PATH", help="All figures.")]
+POLICY_HELP = f"Order of work: {', '.join(POLICIES)}."
+PLANNER_HELP = f"Placement: {', '.join(PLANNERS)}."
+PREEMPTION_HELP = "Where a running prefill may be stopped: none, chunk, layer, operator."
+BATCH_HELP = "Prompts are computed together up to this many tokens; 0: never."
+
+DEFAULT_PROFILE = "llama3-8b-a100-tp1"
+
+
+def plain_errors(command: Callable[P, None]) -> Callable[P, None]:
+    """Ends the command with one clear line for an error that a user can mend."""
+
+    @wraps(command)
+    def guarded(*args: P.args, **options: P.kwargs) -> None:
+        try:
+            command(*args, **options)
+        except MillraceError as error:
+            print(f"millrace: {error}", file=sys.stderr)
+            raise typer.Exit(1) from None
+
+    return guarded
+
+
+def systems(
+    given: dict[str, Any],
+    policies: list[str],
+    planners: list[str],
+    preemptions: list[str],
+    batch_tokens: list[int],
+) -> dict[str, Scenario]:
+    def taken(*names: str) -> dict[str, Any]:
+        return {name: given[name] for name in names}
+
+    cluster = taken("profile", "decode_profile", "prefill", "decode", "mixed", "kvp", "spp")
+    traffic = taken("trace", "mix", "window", "rate", "rate_scale", "slo_scale")
+    traffic |= taken("long_fraction", "requests", "seed")
+    return build_systems(
+        ClusterOptions(**cluster, failures=given["failure"], settings=given["settings"]),
+        TrafficOptions(**traffic, slo_classes=given["slo_class"]),
+        SystemOptions(
+            policies=policies,
+            planners=planners,
+            preemptions=preemptions,
+            batch_tokens=batch_tokens,
+        ),
+    )
+
+
+def document(name: str, given: dict[str, Any], scenario: Scenario) -> dict[str, Any]:
+    """The head of a JSON document: what was asked for, without the paths of outputs."""
+    outputs = {"json", "plot", "records", "gantt", "gantt_window", "jobs"}
+    asked = {
+        option: str(value) if isinstance(value, Path) else value
+        for option, value in given.items()
+        if option not in outputs
+    }
+    return {
+        "simulation": name,
+        "settings": asked,
+        "scheduler": scheduler_settings(scenario.spec.scheduler),
+    }
+
+
+def progress(console: Console) -> Progress:
+    return Progress(
+        TextColumn("{task.description}"),
+        BarColumn(),
+        MofNCompleteColumn(),
+        TimeElapsedColumn(),
+        TextColumn("{task.fields[note]}"),
+        console=console,
+        refresh_per_second=4,
+        transient=True,
+    )

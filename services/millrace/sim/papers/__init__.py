@@ -1,0 +1,37 @@
+"""The papers' experiments, one module each, run by `millrace sim paper NAME`."""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Mapping
+from pathlib import Path
+from types import MappingProxyType
+from typing import Protocol, cast
+
+from rich.console import Console
+
+from millrace.core.errors import ConfigError
+
+
+class Experiment(Protocol):
+    """What a module of an experiment offers."""
+
+    def run(
+        self, console: Console, json_path: Path | None, plot_path: Path | None, quick: bool
+    ) -> None:
+        """Runs it, prints its figures beside the paper's, writes them where asked.
+
+        `quick` cuts the number of requests: for a look, and for tests.
+        """
+
+
+#: Name on the command line -> module, imported only when it is run.
+EXPERIMENTS: Mapping[str, str] = MappingProxyType({})
+
+
+def load_experiment(name: str) -> Experiment:
+    """The experiment of that name. Raises ConfigError for an unknown one."""
+    if name not in EXPERIMENTS:
+        known = ", ".join(EXPERIMENTS) or "none yet"
+        raise ConfigError(f"experiment {name!r}: there are {known}")
+    return cast(Experiment, importlib.import_module(EXPERIMENTS[name]))

@@ -1,0 +1,37 @@
+"""Finds the largest load that a system carries, by bisection."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Generator
+
+#: The search gives up this far above and below its start.
+REACH = 4096.0
+
+
+def largest_load(start: float, tolerance: float) -> Generator[float, bool, float | None]:
+    """Yields loads to try and is sent whether each was carried; returns the largest that was.
+
+    Doubles or halves from `start` until one load is carried and twice of it is not, then bisects
+    (geometrically) until the two are within a factor of 1 + `tolerance`. What it returns was itself
+    tried and carried, and a load at most that factor above it was not; None when nothing from
+    `start` / 4096 up is carried, and when all is carried the last one tried. Attainment need not
+    fall steadily with load (it comes of one draw of arrivals): then this is one of the crossings.
+    """
+    carried: float | None = None
+    failed: float | None = None
+    load = start
+    while carried is None or failed is None:
+        if not start / REACH <= load <= start * REACH:
+            return carried
+        if (yield load):
+            carried, load = load, load * 2
+        else:
+            failed, load = load, load / 2
+    while failed > carried * (1 + tolerance):
+        middle = math.sqrt(carried * failed)
+        if (yield middle):
+            carried = middle
+        else:
+            failed = middle
+    return carried
