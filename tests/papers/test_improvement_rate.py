@@ -1,0 +1,101 @@
+"""Tetris sections 5.1, 6 and 7.1: the improvement rate by arrival rate."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from millrace.core.errors import ConfigError
+from millrace.core.improvement_rate import (
+    STARTING_RATE,
+    ImprovementRates,
+    LiveImprovementRate,
+    RateWindow,
+)
+
+ROWS = ((0.5, 0.1), (1.0, 0.3), (1.5, 0.5), (2.0, 0.7))
+
+
+@pytest.mark.parametrize(
+    "arrivals_rps, rate",
+    [(0.0, 0.1), (0.7, 0.1), (0.75, 0.1), (0.76, 0.3), (1.5, 0.5), (1.9, 0.7), (50.0, 0.7)],
+)
+def test_the_record_closest_to_the_observed_rate_applies(arrivals_rps, rate):
+    """ "selects the recorded request rate closest to the observed value" """
+    assert ImprovementRates(rows=ROWS).at(arrivals_rps) == rate
+
+
+@given(st.lists(st.floats(0, 100), min_size=1, max_size=30, unique=True), st.floats(0, 120))
+def test_no_record_is_closer(arrivals, observed):
+    rows = tuple((arrival, index / 30) for index, arrival in enumerate(sorted(arrivals)))
+    found = ImprovementRates(rows=rows).at(observed)
+    chosen = next(arrival for arrival, rate in rows if rate == found)
+    assert abs(chosen - observed) == min(abs(arrival - observed) for arrival, _ in rows)
+
+
+@pytest.mark.parametrize(
+    "rows, message",
+    [
+        ((), "is empty"),
+        (((1.0, 0.1), (1.0, 0.2)), "must ascend"),
+        (((-1.0, 0.1),), "must ascend from 0"),
+        (((0.0, 0.1), (float("nan"), 0.1)), "must ascend"),
+        (((1.0, 1.5),), "between 0 and 1"),
+    ],
+)
+def test_tables_that_make_no_sense(rows, message):
+    with pytest.raises(ConfigError, match=message):
+        ImprovementRates(rows=rows)
+
+
+def test_the_window_slides():
+    window = RateWindow(10.0)
+    assert window.rate_rps(0.0) == 0.0
+    window.arrived(0.0)
+    assert window.rate_rps(0.0) == 0.0
+    for second in range(1, 20):
+        window.arrived(float(second))
+    assert window.rate_rps(19.0) == 1.0  # those of seconds 10 to 19
+    assert window.rate_rps(24.0) == 0.5
+    assert window.rate_rps(100.0) == 0.0
+
+
+def test_before_a_whole_window_the_time_since_the_first_arrival_counts():
+    window = RateWindow(60.0)
+    for tenth in range(40):
+        window.arrived(100.0 + tenth / 10)
+    assert window.rate_rps(105.0) == 8.0
+    with pytest.raises(ConfigError, match="window_s is 0"):
+        RateWindow(0.0)
+
+
+def test_the_rate_is_refreshed_every_thirty_seconds():
+    """ "the improvement rate is updated every 30 seconds" """
+    live = LiveImprovementRate(ImprovementRates(rows=ROWS), window_s=30.0)
+    assert live.at(0.0) == STARTING_RATE
+    for at in range(60):
+        live.arrived(at / 2)  # 2 a second
+    assert live.at(29.9) == STARTING_RATE
+    assert live.at(30.0) == 0.7
+    assert live.at(59.9) == 0.7  # the window is empty by then, but nobody looks
+    assert live.at(60.0) == 0.1
+
+
+def test_a_rate_set_by_hand_holds_until_it_is_taken_back():
+    live = LiveImprovementRate(ImprovementRates(rows=ROWS))
+    live.arrived(0.0)
+    live.set_by_hand(0.25)
+    assert (live.at(1.0), live.at(31.0)) == (0.25, 0.25)
+    live.set_by_hand(None)
+    assert live.at(32.0) == 0.1
+    with pytest.raises(ConfigError, match="improvement_rate is 2"):
+        live.set_by_hand(2)
+
+
+def test_a_new_table_applies_at_once():
+    live = LiveImprovementRate(ImprovementRates(rows=ROWS))
+    live.arrived(0.0)
+    live.replace_table([(0.0, 0.65)])
+    assert live.at(1.0) == 0.65
+    assert live.at(2.0) == 0.65
