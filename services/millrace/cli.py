@@ -30,6 +30,11 @@ bench = typer.Typer(
     no_args_is_help=True, help="Measure: ratios taken in one run, JSON with --json PATH."
 )
 app.add_typer(bench, name="bench")
+sim = typer.Typer(
+    no_args_is_help=True,
+    help="Simulate: policies and planners on large clusters, on real traces or synthetic mixes.",
+)
+app.add_typer(sim, name="sim")
 
 Settings = Annotated[
     list[str],
@@ -288,9 +293,11 @@ def _tell(fd: int | None) -> Callable[[int], None]:
 
 
 def main() -> None:
-    """Entry point: benchmarks are imported only when asked for."""
+    """Entry point: benchmarks and the simulator are imported only when asked for."""
     if "bench" in sys.argv[1:2]:
         _add_benchmarks(next(iter(sys.argv[2:]), ""))
+    if "sim" in sys.argv[1:2]:
+        importlib.import_module("millrace.sim.command").register(sim)
     with _plain_errors():
         app()
 
