@@ -22,9 +22,9 @@ from millrace.core.profile import Profile
 from millrace.profiles import calibration as fitted
 from millrace.profiles import validation
 from millrace.profiles.measured import (
-    GEMM_TOKENS,
     Device,
     papers,
+    refined,
     send_bytes_s,
     table,
     vidur_layer,
@@ -114,7 +114,10 @@ class Builder:
             sources=_sources(model, device, tp),
             assumptions=_assumptions(model, device, tp),
         )
-        errors = validation.errors(self._device(device), model.gemms(tp), tp, operators)
+        attn = table(
+            self._device(device).prefill_attention(model.heads // tp, model.kv_heads // tp)
+        )
+        errors = validation.errors(self._device(device), model.gemms(tp), tp, attn, operators)
         checks = validation.checks(self._source, bare, self._table_1)
         return replace(bare, errors=MappingProxyType(errors), checks=MappingProxyType(checks))
 
@@ -126,7 +129,7 @@ class Builder:
         for tokens, seconds in self._table_1[1]:
             if tokens > 16 * fitted.K:
                 break
-            gemms = (table({m: device.gemm_s(m, n, k) for m in GEMM_TOKENS}) for n, k in shapes)
+            gemms = (table({m: device.gemm_s(m, n, k) for m in device.tokens}) for n, k in shapes)
             layer_s = sum(gemm.at(tokens) for gemm in gemms) + attn.at(tokens**2)
             gaps.append(seconds - PASS_OVERHEAD_S - LLAMA3_8B.layers * layer_s)
         return gaps
@@ -139,13 +142,13 @@ class Builder:
         beside = self._beside(model, device_name, tp)
         linear = {
             name: _round_table(
-                {m: device.gemm_s(m, n, k) + beside[name].at(m) for m in GEMM_TOKENS}
+                {m: device.gemm_s(m, n, k) + beside[name].at(m) for m in device.tokens}
             )
             for name, (n, k) in model.gemms(tp).items()
         }
         decode, kv_read_s = self._decode(device, heads, kv_heads)
         head = {
-            m: device.gemm_s(m, model.vocab // tp, model.width) for m in GEMM_TOKENS if m <= 1024
+            m: device.gemm_s(m, model.vocab // tp, model.width) for m in device.tokens if m <= 1024
         }
         # q and the partial output in bf16, the log-sum-exp in float32, over one network card.
         kvp_bytes = heads * (2 * model.head_dim * 2 + 4)
@@ -173,7 +176,8 @@ class Builder:
         last = measured.xs[-1]
         far = 64 * last
         points[far] = measured.ys[-1] + factor * fitted.long_slope(measured) * (far - last)
-        return _round_table(points)
+        fine = refined(table(points))
+        return _round_table(dict(zip(fine.xs, fine.ys, strict=True)))
 
     @staticmethod
     def _decode(device: Device, heads: int, kv_heads: int) -> tuple[DecodeAttention, float]:
@@ -195,7 +199,7 @@ class Builder:
     def _long_attention(self) -> float:
         """`fitted.long_factor` of A100."""
         device, shapes = self._device("a100"), LLAMA3_8B.gemms(1).values()
-        gemms = [table({m: device.gemm_s(m, n, k) for m in GEMM_TOKENS}) for n, k in shapes]
+        gemms = [table({m: device.gemm_s(m, n, k) for m in device.tokens}) for n, k in shapes]
         attn = table(device.prefill_attention(LLAMA3_8B.heads, LLAMA3_8B.kv_heads))
         layers = LLAMA3_8B.layers
         return fitted.long_factor(
@@ -215,13 +219,14 @@ class Builder:
             "gate_up_proj": norm + act,
             "down_proj": add,
         }
-        reduce = table(self._device(device).all_reduce(tp)) if tp > 1 else None
+        gpu = self._device(device)
+        reduce = table(gpu.all_reduce(tp)) if tp > 1 else None
         tables = {}
         for name, share in shares.items():
             launch_s = work.launch_s / len(shares)
             level_s = max(work.level_s * share * memory, launch_s)
             ramp = Table(xs=(1.0, float(work.ramp_tokens)), ys=(launch_s, level_s))
-            points = {m: ramp.at(min(m, work.ramp_tokens)) for m in GEMM_TOKENS}
+            points = {m: ramp.at(min(m, work.ramp_tokens)) for m in gpu.tokens}
             if reduce and name in ("o_proj", "down_proj"):
                 points = {m: s + reduce.at(m * model.width) for m, s in points.items()}
             tables[name] = table(points)

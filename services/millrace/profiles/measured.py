@@ -15,20 +15,12 @@ from bisect import bisect_left
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from functools import cached_property
+from itertools import pairwise
 from pathlib import Path
 from statistics import median
 from typing import Any
 
 from millrace.core.operators import Table
-
-#: Token counts measured on every device; the H200 files hold more, just beside these.
-GEMM_TOKENS = tuple(
-    float(m)
-    for m in (
-        *(1, 2, 4, 8, 16, 32, 48, 64, 80, 96, 128, 160, 192, 256),
-        *(512, 768, 1024, 2048, 4096, 8192),
-    )
-)
 
 
 def rows(path: Path) -> Iterator[dict[str, str]]:
@@ -66,6 +58,15 @@ class Device:
     def _sizes(self) -> tuple[int, ...]:
         return tuple(sorted({n for n, _ in self.gemm} & {k for _, k in self.gemm}))
 
+    @cached_property
+    def tokens(self) -> tuple[float, ...]:
+        """Token counts measured of every shape, but for those just past a tile's end (17, 33...).
+
+        Of a staircase, tables keep the ends of the treads.
+        """
+        common = set.intersection(*(set(by_m) for by_m in self.gemm.values()))
+        return tuple(sorted(m for m in common if m <= 16 or m % 16 == 0))
+
     def gemm_s(self, m: float, n: int, k: int) -> float:
         """Seconds of an m x n x k GEMM; n and k are interpolated, n also beyond the largest."""
         total = 0.0
@@ -89,15 +90,17 @@ class Device:
         errors = []
         for near_n, _ in self._around(n):
             for near_k, _ in self._around(k):
-                for m in GEMM_TOKENS:
+                guesses = [
+                    [(share, (size, near_k)) for size, share in self._around(near_n, near_n)],
+                    [(share, (near_n, size)) for size, share in self._around(near_k, near_k)],
+                ]
+                if near_n == self._sizes[-1]:
+                    del guesses[0]  # nothing beyond it to interpolate with
+                for m in self.tokens:
                     truth = self.gemm[near_n, near_k][m]
-                    if near_n < self._sizes[-1]:
-                        by_n = self._around(near_n, without=near_n)
-                        guess = sum(share * self.gemm[size, near_k][m] for size, share in by_n)
+                    for beside in guesses:
+                        guess = sum(share * self.gemm[shape][m] for share, shape in beside)
                         errors.append(guess / truth - 1.0)
-                    by_k = self._around(near_k, without=near_k)
-                    guess = sum(share * self.gemm[near_n, size][m] for size, share in by_k)
-                    errors.append(guess / truth - 1.0)
         return errors
 
     def prefill_attention(self, heads: int, kv_heads: int) -> Mapping[float, float]:
@@ -143,6 +146,19 @@ class Device:
             if row["num_gpus"] == str(gpus) and row["op"] == "all_reduce"
         }
         return {size: min(own[size], nccl[size]) for size in sorted(own.keys() & nccl.keys())}
+
+
+def refined(attention: Table) -> Table:
+    """Prefill attention over squared tokens with a point added in the middle of each gap below 4k.
+
+    There the time grows with the tokens rather than with their square, for a GPU is not full.
+    """
+    points = dict(zip(attention.xs, attention.ys, strict=True))
+    for low, high in pairwise(attention.xs):
+        if high <= 4096.0**2:
+            middle = (math.sqrt(low) + math.sqrt(high)) / 2
+            points[middle**2] = (points[low] + points[high]) / 2
+    return table(points)
 
 
 def papers(source: Path) -> dict[str, Any]:

@@ -16,7 +16,7 @@ from statistics import median
 from millrace.core.operators import BatchShape, OperatorModel, Table
 from millrace.core.profile import Profile
 from millrace.profiles.calibration import KVP_RATIOS, Points, ring, rounded
-from millrace.profiles.measured import Device, rows, table, vidur_layer
+from millrace.profiles.measured import Device, refined, rows, table, vidur_layer
 
 
 def _without(full: Table, xs: Container[float]) -> Table:
@@ -34,26 +34,33 @@ def _median(values: Iterable[float]) -> float:
 
 
 def errors(
-    device: Device, gemms: Mapping[str, tuple[int, int]], tp: int, operators: OperatorModel
+    device: Device,
+    gemms: Mapping[str, tuple[int, int]],
+    tp: int,
+    attn: Table,
+    operators: OperatorModel,
 ) -> dict[str, float]:
     """Median relative error on held-out measurements, by table, and of whole prefills.
 
-    The GEMMs: over shapes. prefill: of passes at a token count that every table leaves out,
-    against the pass put together from the measured operators.
+    attn: prefill attention as measured. The GEMMs' errors are over shapes. prefill: of passes at a
+    token count that every table leaves out, against the pass put together from what was measured.
     """
     found = {name: _median(device.shape_errors(n, k)) for name, (n, k) in gemms.items()}
-    # The last point is no measurement: it carries the slope of long prompts on.
-    found["attn"] = _median(held_out(_without(operators.attn, operators.attn.xs[-1:])))
+    found["attn"] = _median(
+        refined(_without(attn, (x,))).at(x) / attn.at(x) - 1.0 for x in attn.xs[1:-1]
+    )
+    # The last point of a row is no measurement: it carries the row on.
     decode = [_without(row, row.xs[-1:]) for row in operators.decode_attn.tables]
     found["decode_attn"] = _median(error for row in decode for error in held_out(row))
     if tp > 1:
         found["all_reduce"] = _median(held_out(table(device.all_reduce(tp))))
-    found["prefill"] = _median(_prefill_errors(operators))
+    found["prefill"] = _median(_prefill_errors(attn, operators))
     return found
 
 
-def _prefill_errors(operators: OperatorModel) -> list[float]:
-    grid = set(operators.qkv_proj.xs) & {x**0.5 for x in operators.attn.xs}
+def _prefill_errors(attn: Table, operators: OperatorModel) -> list[float]:
+    grid = set(operators.qkv_proj.xs) & {x**0.5 for x in attn.xs}
+    whole = replace(operators, attn=refined(attn))
     found = []
     for x in sorted(grid)[1:-1]:
         rest = replace(
@@ -62,9 +69,9 @@ def _prefill_errors(operators: OperatorModel) -> list[float]:
             o_proj=_without(operators.o_proj, (x,)),
             gate_up_proj=_without(operators.gate_up_proj, (x,)),
             down_proj=_without(operators.down_proj, (x,)),
-            attn=_without(operators.attn, (x * x,)),
+            attn=refined(_without(attn, (x * x,))),
         )
-        found.append(prefill_s(rest, int(x)) / prefill_s(operators, int(x)) - 1.0)
+        found.append(prefill_s(rest, int(x)) / prefill_s(whole, int(x)) - 1.0)
     return found
 
 
