@@ -1,67 +1,26 @@
-"""Decode instances: batches as a fluid between joins and leaves.
+"""Decode instances: they admit, take in KV, and run a batch (see `batch`).
 
-Between two changes of its members a batch of n sequences takes steps whose time grows with the
-context that they read. The profile's step time is taken now and at the next leave, a straight line
-put between the two, and the steps done by a time follow from a quadratic: no event per token. A
-sequence that joins in the middle of a step takes part from the next one on. Very long stretches
-are cut (`HORIZON_STEPS`), so that the straight line holds.
-
-With KV parallelism (Mnemosyne section 4.4) a long request's context is spread over workers; the
-step reads the longest shard's share of it and pays the degree's communication. Its degree is that
-of its whole life: contexts grow by little while they decode.
+With KV parallelism (Mnemosyne section 4.4) a long request's context is spread over workers; a step
+reads the largest share of it and pays the degree's communication. A request keeps the degree of its
+whole life: contexts grow by little while they decode.
 """
 
 from __future__ import annotations
 
-import math
 from collections import deque
-from heapq import heappop, heappush
 
 from millrace.core import events
 from millrace.core.errors import IntegrityError
+from millrace.sim.batch import Batch
 from millrace.sim.job import Attempt, Job
 from millrace.sim.transfer_model import Backends
 from millrace.sim.world import World
-
-#: Steps that one straight line covers at most.
-HORIZON_STEPS = 512
-
-_ROUNDING = 1e-6  # of a step
-
-
-class Sequence:
-    """A request in a batch."""
-
-    __slots__ = ("degree", "end_step", "job", "joined_s")
-
-    def __init__(self, job: Job, joined_s: float, end_step: int, degree: int) -> None:
-        self.job = job
-        self.joined_s = joined_s
-        self.end_step = end_step
-        self.degree = degree
 
 
 class DecodeInstance:
     """One life of a decode instance."""
 
-    __slots__ = (
-        "alive",
-        "backends",
-        "batch",
-        "context",
-        "ends",
-        "expected",
-        "generation",
-        "growth",
-        "id",
-        "plans",
-        "since_s",
-        "slope_s",
-        "step_s",
-        "steps",
-        "target",
-        "waiting",
-    )
+    __slots__ = ("alive", "backends", "batch", "expected", "generation", "id", "plans", "waiting")
 
     def __init__(self, instance_id: str, generation: int, backends: int) -> None:
         self.id = instance_id
@@ -70,15 +29,7 @@ class DecodeInstance:
         self.backends = Backends(backends)
         self.expected: dict[str, Job] = {}  # admitted; their KV has not all landed
         self.waiting: deque[tuple[Job, float]] = deque()  # landed, and the batch is full
-        self.batch: dict[str, Sequence] = {}
-        self.ends: list[tuple[int, str]] = []  # heap; of sequences that left early, too
-        self.context = 0.0  # tokens that a step reads, at `since_s`
-        self.growth = 0.0  # tokens that a step adds to it
-        self.steps = 0.0  # done at `since_s`
-        self.since_s = 0.0
-        self.step_s = 0.0  # at `since_s`, and its growth a step
-        self.slope_s = 0.0
-        self.target = 0.0  # steps at the next callback
+        self.batch = Batch()
         self.plans = 0  # tells the latest callback from earlier ones
 
 
@@ -90,11 +41,9 @@ class DecodePool:
         self._world = world
         self._clock = world.clock
         self._tally = world.tally
-        spec = world.spec
-        self._operators = spec.decoding.operators
-        self._max_batch = spec.max_batch
-        self._shard_tokens = spec.max_kv_tokens_per_worker
-        self._spare_workers = spec.kvp
+        self._operators = world.spec.decoding.operators
+        self._max_batch = world.spec.max_batch
+        self._spreads = world.spec.max_kv_tokens_per_worker > 0
 
     # ---- commands, and what transfers bring
 
@@ -123,11 +72,11 @@ class DecodePool:
 
     def cancel(self, instance: DecodeInstance, request_id: str) -> None:
         """Drops a request; harmless when it is not here."""
-        waiting = [entry for entry in instance.waiting if entry[0].id == request_id]
         if instance.expected.pop(request_id, None) is None:
+            waiting = [entry for entry in instance.waiting if entry[0].id == request_id]
             if waiting:
                 instance.waiting.remove(waiting[0])
-            elif request_id in instance.batch:
+            elif request_id in instance.batch.members:
                 self._sync(instance)
                 self._leave(instance, request_id)
                 self._fill(instance)
@@ -143,60 +92,21 @@ class DecodePool:
     # ---- the batch
 
     def _sync(self, instance: DecodeInstance) -> None:
-        """Brings the batch's steps and context up to now."""
-        now_s = self._clock.now_s
-        elapsed_s = now_s - instance.since_s
-        instance.since_s = now_s
-        if not instance.batch or elapsed_s <= 0.0:
-            return
-        self._tally.busy("decode", elapsed_s)
-        step_s, slope_s = instance.step_s, instance.slope_s
-        done = 2.0 * elapsed_s / (step_s + math.sqrt(step_s * step_s + 2.0 * slope_s * elapsed_s))
-        self._advance(instance, done)
-
-    def _advance(self, instance: DecodeInstance, done: float) -> None:
-        instance.steps += done
-        instance.context += done * instance.growth
+        self._tally.busy("decode", instance.batch.sync(self._clock.now_s))
 
     def _join(self, instance: DecodeInstance, job: Job) -> None:
-        plan = job.plan
-        first = math.ceil(instance.steps - _ROUNDING)
-        degree = self._degree(plan.input_tokens + plan.output_tokens)
-        end_step = first + plan.output_tokens - 1
-        instance.batch[job.id] = Sequence(job, self._clock.now_s, end_step, degree)
-        heappush(instance.ends, (end_step, job.id))
-        instance.context += (plan.input_tokens + 1 - (first - instance.steps)) / degree
-        instance.growth += 1.0 / degree
+        degree = self._world.take_workers(job.plan.input_tokens + job.plan.output_tokens)
+        self._tally.kvp_onboardings += degree - 1
+        instance.batch.join(job, self._clock.now_s, degree)
         self._world.outbox.append(
             events.DecodeStarted(
                 instance_id=instance.id, generation=instance.generation, request_id=job.id
             )
         )
 
-    def _degree(self, tokens: int) -> int:
-        """Workers that hold the request, as far as there are workers to spare."""
-        if not self._shard_tokens:
-            return 1
-        further = min(-(-tokens // self._shard_tokens) - 1, self._spare_workers)
-        self._spare_workers -= further
-        self._tally.kvp_onboardings += further
-        return further + 1
-
-    def _leave(self, instance: DecodeInstance, request_id: str) -> Job:
-        sequence = instance.batch.pop(request_id)
-        plan, degree = sequence.job.plan, sequence.degree
-        self._spare_workers += degree - 1
-        context = plan.input_tokens + plan.output_tokens - (sequence.end_step - instance.steps)
-        instance.context -= context / degree
-        instance.growth -= 1.0 / degree
-        if not instance.batch:
-            instance.context = instance.growth = instance.steps = 0.0  # and no rounding builds up
-            instance.ends.clear()
-        if self._world.timeline is not None:
-            self._world.timeline.block(
-                instance.id, sequence.joined_s, self._clock.now_s, plan.index, "decode"
-            )
-        return sequence.job
+    def _leave(self, instance: DecodeInstance, request_id: str) -> None:
+        sequence = instance.batch.leave(request_id)
+        self._world.left_batch(instance.id, sequence)
 
     def _fill(self, instance: DecodeInstance) -> None:
         while instance.waiting and len(instance.batch) < self._max_batch:
@@ -205,46 +115,28 @@ class DecodePool:
             self._join(instance, job)
 
     def _plan(self, instance: DecodeInstance) -> None:
-        """Sets the straight line of step times and the callback at its end."""
-        batch, ends = instance.batch, instance.ends
         instance.plans += 1
-        if not batch:
+        if not instance.batch.members:
             return
-        while ends[0][1] not in batch or batch[ends[0][1]].end_step != ends[0][0]:
-            heappop(ends)
-        steps = min(max(ends[0][0] - instance.steps, _ROUNDING), HORIZON_STEPS)
-        step_s = self._step_s(instance, instance.context)
-        last_s = self._step_s(instance, instance.context + steps * instance.growth)
-        instance.step_s = step_s
-        instance.slope_s = max((last_s - step_s) / steps, 0.0)
-        instance.target = instance.steps + steps
-        if last_s > self._tally.longest_step_s:
-            self._tally.longest_step_s = last_s
-        time_s = steps * (step_s + instance.slope_s * steps / 2.0)
-        self._clock.at(self._clock.now_s + time_s, self._reached, (instance, instance.plans))
+        end_s, step_s = instance.batch.plan(self._clock.now_s, self._step_s)
+        if step_s > self._tally.longest_step_s:
+            self._tally.longest_step_s = step_s
+        self._clock.at(end_s, self._reached, (instance, instance.plans))
 
-    def _step_s(self, instance: DecodeInstance, context: float) -> float:
-        batch = instance.batch
-        if not self._shard_tokens:
-            return self._operators.decode_step_s(len(batch), context)
-        degree = max(sequence.degree for sequence in batch.values())
-        return self._operators.decode_step_s(len(batch), context * degree, degree)
+    def _step_s(self, batch: Batch, context: float) -> float:
+        if not self._spreads:
+            return self._operators.decode_step_s(len(batch.members), round(context))
+        degree = batch.degree
+        return self._operators.decode_step_s(len(batch), round(context * degree), degree)
 
     def _reached(self, what: tuple[DecodeInstance, int]) -> None:
         instance, plans = what
         if not instance.alive or instance.plans != plans:
             return
-        now_s = self._clock.now_s
-        self._tally.busy("decode", now_s - instance.since_s)
-        instance.since_s = now_s
-        self._advance(instance, instance.target - instance.steps)
-        instance.steps = float(instance.target)
-        ends = instance.ends
-        while ends and ends[0][0] <= instance.steps + _ROUNDING:
-            end_step, request_id = heappop(ends)
-            sequence = instance.batch.get(request_id)
-            if sequence is not None and sequence.end_step == end_step:
-                self._finish(instance, self._leave(instance, request_id))
+        self._tally.busy("decode", instance.batch.sync_to_end(self._clock.now_s))
+        for sequence in instance.batch.leave_ended():
+            self._world.left_batch(instance.id, sequence)
+            self._finish(instance, sequence.job)
         self._fill(instance)
         self._plan(instance)
 
@@ -270,7 +162,7 @@ class DecodePool:
     def leave(self, instance: DecodeInstance) -> None:
         """It dies: what it held is gone."""
         self._sync(instance)
-        for request_id in list(instance.batch):
+        for request_id in list(instance.batch.members):
             self._leave(instance, request_id)
         instance.alive = False
         instance.expected.clear()
@@ -278,7 +170,16 @@ class DecodePool:
 
     def is_idle(self, instance: DecodeInstance) -> bool:
         """Whether it holds nothing, so that a draining one may go."""
-        return not (instance.batch or instance.expected or instance.waiting)
+        return not (instance.batch.members or instance.expected or instance.waiting)
+
+    def kv_tokens(self, instance: DecodeInstance) -> float:
+        """Tokens that requests hold here, those on their way included."""
+        jobs = [
+            *(sequence.job for sequence in instance.batch.members.values()),
+            *instance.expected.values(),
+            *(job for job, _ in instance.waiting),
+        ]
+        return sum(job.plan.input_tokens + job.plan.output_tokens for job in jobs)
 
     def check_empty(self) -> None:
         """Raises IntegrityError when an instance holds anything."""
@@ -288,7 +189,7 @@ class DecodePool:
             backends = instance.backends
             if not self.is_idle(instance) or backends.leased or backends.waiting:
                 raise IntegrityError(
-                    f"{instance.id} still holds {sorted(instance.batch)} in its batch, "
+                    f"{instance.id} still holds {sorted(instance.batch.members)} in its batch, "
                     f"{sorted(instance.expected)} to come, {len(instance.waiting)} waiting, "
                     f"{len(backends.leased)} backends"
                 )

@@ -1,16 +1,18 @@
-"""The simulated instances of all roles: who they are, how commands find them, how they come and go."""
+"""The simulated instances: who they are, how commands find them, how they come and go."""
 
 from __future__ import annotations
 
 from millrace.core import effects as fx
 from millrace.core import events
+from millrace.core.latency import SpLatency
 from millrace.sim.decode_model import DecodeInstance, DecodePool
 from millrace.sim.job import Job
+from millrace.sim.mixed_model import MixedInstance, MixedPool
 from millrace.sim.prefill_model import PrefillInstance, PrefillPool
 from millrace.sim.spec import SimSpec
 from millrace.sim.world import World
 
-Instance = PrefillInstance | DecodeInstance
+Instance = PrefillInstance | DecodeInstance | MixedInstance
 
 #: A command, the life of the instance that it is for, and the request if work comes with it.
 Command = tuple[Instance, fx.Effect, Job | None]
@@ -31,6 +33,12 @@ class Fleet:
         self._spec = world.spec
         self.decode = DecodePool(world)
         self.prefill = PrefillPool(world, self.decode)
+        self.mixed = MixedPool(world)
+        self._pools: dict[str, PrefillPool | DecodePool | MixedPool]
+        self._pools = {"prefill": self.prefill, "decode": self.decode, "mixed": self.mixed}
+        whole = world.spec.profile.prefill
+        staged = SpLatency(by_sp={1: whole.by_sp[1].scaled(1.0 / world.spec.spp)})
+        self._latencies = {"prefill": whole, "decode": whole, "mixed": staged}
         self._joined_s: dict[str, float] = {}  # of those that are there
         self._generations: dict[str, int] = {}
         self._nodes = _Nodes(world.spec)
@@ -41,7 +49,8 @@ class Fleet:
     def isolated_s(self, tokens: int) -> float:
         """Seconds of a prompt alone on the idle cluster, at the best degree it has room for."""
         chunk_s = self._spec.profile.prefill.chunk_s
-        return min(chunk_s(tokens, 0, sp) for sp in self._degrees)
+        best_s = min(chunk_s(tokens, 0, sp) for sp in self._degrees)
+        return best_s if self._spec.prefill else best_s / self._spec.spp
 
     # ---- lives
 
@@ -56,10 +65,7 @@ class Fleet:
         self._joined_s[instance_id] = self._world.clock.now_s
         role, spec = role_of(instance_id), self._spec
         tokens = spec.prefill_kv_tokens if role == "prefill" else spec.decode_kv_tokens
-        if role == "prefill":
-            self.prefill.join(instance_id, generation)
-        else:
-            self.decode.join(instance_id, generation)
+        self._pools[role].join(instance_id, generation)
         return events.InstanceJoined(
             instance_id=instance_id,
             generation=generation,
@@ -69,7 +75,7 @@ class Fleet:
             max_context_tokens=spec.max_context_tokens,
             max_batch=spec.max_batch,
             model_hash=spec.profile.model,
-            latency=spec.profile.prefill,
+            latency=self._latencies[role],
             node=self._nodes.of(instance_id),
         )
 
@@ -80,8 +86,10 @@ class Fleet:
             return False
         if isinstance(instance, PrefillInstance):
             self.prefill.leave(instance)
-        else:
+        elif isinstance(instance, DecodeInstance):
             self.decode.leave(instance)
+        else:
+            self.mixed.leave(instance)
         self._count_life(instance_id, self._world.clock.now_s)
         self._world.outbox.append(
             events.InstanceLeft(instance_id=instance_id, generation=instance.generation)
@@ -102,6 +110,7 @@ class Fleet:
         """Raises IntegrityError when an instance holds anything."""
         self.prefill.check_empty()
         self.decode.check_empty()
+        self.mixed.check_empty()
 
     # ---- commands
 
@@ -117,32 +126,47 @@ class Fleet:
 
     def deliver(self, commands: list[Command]) -> None:
         """Carries commands out, in order; those for an instance that is gone are lost."""
-        prefill, decode = self.prefill, self.decode
         for instance, effect, job in commands:
             if not instance.alive:
                 continue
             if isinstance(instance, PrefillInstance):
-                if isinstance(effect, fx.RunPrefill):
-                    if job is not None:
-                        prefill.run(instance, effect, job)
-                elif isinstance(effect, fx.Order):
-                    prefill.order(instance, effect)
-                elif isinstance(effect, fx.CancelOn):
-                    prefill.cancel(instance, effect)
+                self._tell_prefill(instance, effect, job)
+            elif isinstance(instance, MixedInstance):
+                self._tell_mixed(instance, effect, job)
             elif isinstance(effect, fx.AdmitDecode):
                 if job is not None:
-                    decode.admit(instance, job)
+                    self.decode.admit(instance, job)
             elif isinstance(effect, fx.CancelOn):
-                decode.cancel(instance, effect.request_id)
+                self.decode.cancel(instance, effect.request_id)
+
+    def _tell_prefill(self, instance: PrefillInstance, effect: fx.Effect, job: Job | None) -> None:
+        if isinstance(effect, fx.RunPrefill):
+            if job is not None:
+                self.prefill.run(instance, effect, job)
+        elif isinstance(effect, fx.Order):
+            self.prefill.order(instance, effect)
+        elif isinstance(effect, fx.CancelOn):
+            self.prefill.cancel(instance, effect)
+
+    def _tell_mixed(self, instance: MixedInstance, effect: fx.Effect, job: Job | None) -> None:
+        """What it admits it computes, too: the order to decode says nothing more."""
+        if isinstance(effect, fx.RunPrefill):
+            if job is not None:
+                self.mixed.run(instance, job)
+        elif isinstance(effect, fx.CancelOn):
+            self.mixed.cancel(instance, effect.request_id)
 
     def settle(self) -> bool:
         """Lets instances start and stop work; False when none had a reason to."""
-        return self.prefill.settle()
+        moved = self.prefill.settle()
+        return self.mixed.settle() or moved
 
     def _find(self, instance_id: str) -> Instance | None:
         if instance_id[0] == "p":
             return self.prefill.instances.get(instance_id)
-        return self.decode.instances.get(instance_id)
+        if instance_id[0] == "d":
+            return self.decode.instances.get(instance_id)
+        return self.mixed.instances.get(instance_id)
 
 
 class _Nodes:

@@ -90,6 +90,7 @@ class Task:
 
     __slots__ = (
         "begun",
+        "begun_s",
         "compute_s",
         "done_s",
         "factor",
@@ -107,6 +108,7 @@ class Task:
         self.parts = parts
         self.members: list[PrefillInstance] = []
         self.begun = False
+        self.begun_s = 0.0
         self.finished = False
         self.work_s = 0.0
         self.done_s = 0.0

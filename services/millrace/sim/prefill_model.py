@@ -233,6 +233,7 @@ class PrefillPool:
 
     def _begin(self, task: Task) -> None:
         task.begun = True
+        task.begun_s = self._clock.now_s
         chunk = task.parts[0][1]
         sp = len(task.members)
         task.work_s = self._times.work_s(_sequences(task), sp)
@@ -298,7 +299,6 @@ class PrefillPool:
             return
         task.finished = True
         self._tally.chunks += 1
-        started_s = task.started_s
         self._end_stretch(task)
         for member in task.members:
             if member.queue and member.queue[0] is task:
@@ -309,10 +309,10 @@ class PrefillPool:
             self._tally.prefill_tokens += chunk.num_tokens
             attempt.job.idle_since_s = self._clock.now_s
             if not attempt.closed:
-                self._chunk_done(task, attempt, chunk, started_s)
+                self._chunk_done(task, attempt, chunk)
         self._let_go(task)
 
-    def _chunk_done(self, task: Task, attempt: Attempt, chunk: Chunk, started_s: float) -> None:
+    def _chunk_done(self, task: Task, attempt: Attempt, chunk: Chunk) -> None:
         attempt.done += 1
         job, sp = attempt.job, len(task.members)
         last = attempt.done == len(attempt.chunks)
@@ -325,7 +325,7 @@ class PrefillPool:
                 self._changed[member] = None
         if job.plan.output_tokens > 1:
             tokens = self._times.last_pass_tokens(chunk.num_tokens, sp)
-            self._transfers.chunk_computed(attempt, chunk, started_s, tokens)
+            self._transfers.chunk_computed(attempt, chunk, task.begun_s, tokens)
         if last:
             job.first_token_s = self._clock.now_s
             job.idle_since_s = None

@@ -113,22 +113,22 @@ class PrefillTimes:
             return 0.0, end_s, BatchShape(prefills=tuple(parts))
         tokens, history = parts[0]
         longest = self.max_chunk_tokens * sp or tokens
-        if sp > 1:
-            ends = _GroupEnds(self, tokens, history, sp, longest)
-        elif tokens <= longest:
-            ends = [0.0, end_s]
-        elif history:
-            ends = self._ends(tokens, history)
-        else:
-            full = tokens // longest
-            self._full_end_s(full)
-            ends = self._full_ends[: full + 1]
-            if tokens > full * longest:
-                ends.append(end_s)
-        index = min(bisect_right(ends, position_s), len(ends) - 1)
+        ends = self._ends(tokens, history) if sp == 1 and history and tokens > longest else ()
+
+        def end_s_of(index: int) -> float:
+            if index * longest >= tokens:
+                return end_s
+            if ends or not index:
+                return ends[index] if ends else 0.0
+            if sp > 1:
+                return self.profile.prefill.chunk_s(index * longest, history, sp)
+            return self._full_end_s(index)
+
+        passes = -(-tokens // longest)
+        index = min(bisect_right(range(passes + 1), position_s, key=end_s_of), passes)
         done = (index - 1) * longest
         shape = self._share(min(longest, tokens - done), history + done, sp)
-        return ends[index - 1], ends[index], shape
+        return end_s_of(index - 1), end_s_of(index), shape
 
     def _ends(self, tokens: int, history: int) -> list[float]:
         ends = [0.0]
@@ -156,22 +156,3 @@ class PrefillTimes:
         """
         own = -(-tokens // sp)
         return BatchShape(prefills=((own, history + (tokens - own) // 2),))
-
-
-class _GroupEnds(Sequence[float]):
-    """Ends of a group's passes, computed where they are asked for."""
-
-    def __init__(
-        self, times: PrefillTimes, tokens: int, history: int, sp: int, longest: int
-    ) -> None:
-        self._chunk = times.profile.prefill
-        self._of = (tokens, history, sp, longest)
-
-    def __len__(self) -> int:
-        tokens, _, _, longest = self._of
-        return -(-tokens // longest) + 1
-
-    def __getitem__(self, index):  # type: ignore[no-untyped-def, override]
-        tokens, history, sp, longest = self._of
-        done = min(index * longest, tokens)
-        return self._chunk.chunk_s(done, history, sp) if done else 0.0

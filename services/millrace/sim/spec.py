@@ -46,7 +46,7 @@ class SimSpec:
     max_context_tokens: int = 16_000_000
     max_batch: int = 256
     backends: int = 16  # requests that may transfer to one decode instance at once
-    transfer_backend: str = ""  # key of `kv_transfer_bytes_s`; empty: the profile's slowest
+    transfer_backend: str = "rdma"  # between nodes, a key of the profile's `kv_transfer_bytes_s`
     receive_links: int = 8  # senders of one request that a decode instance takes in at full speed
     handshake_s: float = 0.001
 
@@ -104,7 +104,7 @@ class SimSpec:
             if not least <= value < math.inf:
                 raise ConfigError(f"sim.{name} is {value!r}; it must be at least {least}")
         rates = self.profile.kv_transfer_bytes_s
-        if self.transfer_backend and self.transfer_backend not in rates:
+        if self.transfer_backend not in rates:
             raise ConfigError(
                 f"sim.transfer_backend is {self.transfer_backend!r}; it must be one of "
                 + ", ".join(sorted(rates))
@@ -126,6 +126,5 @@ class SimSpec:
 
     @property
     def kv_bytes_s(self) -> float:
-        """Bytes per second of one worker's KV to another."""
-        rates = self.profile.kv_transfer_bytes_s
-        return rates[self.transfer_backend] if self.transfer_backend else min(rates.values())
+        """Bytes per second of one worker's KV to another, on another node."""
+        return self.profile.kv_transfer_bytes_s[self.transfer_backend]

@@ -6,9 +6,9 @@ landed, so none is stuck half transferred. With a backend, layers stream while l
 what is left after the last chunk is its last pass's last layer, plus whatever computing outran the
 links, plus all of it if the backend came late.
 
-Bytes are a fluid: a chunk's go out at `rate` from its start on, and not before the backend is
-leased. Each member of a group sends its own part, so a group's rate is that of its members
-together, up to what the decode instance takes in.
+Bytes are a fluid: a chunk's go out at `rate` from its start on (while it is suspended, too), and
+not before the backend is leased. Each member of a group sends its own part, so a group's rate is
+that of its members together, up to what the decode instance takes in.
 """
 
 from __future__ import annotations
@@ -74,9 +74,9 @@ class Transfers:
             attempt.unsent_bytes = 0.0
 
     def chunk_computed(
-        self, attempt: Attempt, chunk: Chunk, started_s: float, last_pass_tokens: int
+        self, attempt: Attempt, chunk: Chunk, begun_s: float, last_pass_tokens: int
     ) -> None:
-        """A chunk ended now whose last stretch had started at `started_s`."""
+        """A chunk ended now that had begun, suspensions included, at `begun_s`."""
         sp = len(chunk.instance_ids)
         attempt.rate = rate = self._link_bytes_s * min(sp, self._links)
         chunk_bytes = chunk.num_tokens * self._token_bytes
@@ -85,7 +85,7 @@ class Transfers:
             attempt.unsent_bytes += chunk_bytes
             return
         last_layer_s = last_pass_tokens * self._token_bytes / self._layers / rate
-        streamed_s = max(attempt.landed_s, started_s) + chunk_bytes / rate
+        streamed_s = max(attempt.landed_s, begun_s) + chunk_bytes / rate
         ended_s = max(self._clock.now_s, granted_s) + last_layer_s
         attempt.landed_s = streamed_s if streamed_s > ended_s else ended_s
 

@@ -6,6 +6,7 @@ from collections.abc import Callable
 from random import Random
 
 from millrace.core.events import Event
+from millrace.sim.batch import Sequence
 from millrace.sim.clock import Clock
 from millrace.sim.counters import Tally
 from millrace.sim.job import Job
@@ -21,7 +22,17 @@ class World:
     token.
     """
 
-    __slots__ = ("clock", "finished", "jobs", "outbox", "rng", "spec", "tally", "timeline")
+    __slots__ = (
+        "_spare_workers",
+        "clock",
+        "finished",
+        "jobs",
+        "outbox",
+        "rng",
+        "spec",
+        "tally",
+        "timeline",
+    )
 
     def __init__(self, spec: SimSpec, timeline: Timeline | None) -> None:
         self.spec = spec
@@ -32,11 +43,37 @@ class World:
         self.jobs: dict[str, Job] = {}
         self.outbox: list[Event] = []
         self.finished: Callable[[Job], None] = _nobody
+        self._spare_workers = spec.kvp
 
     def noise(self) -> float:
         """True over predicted seconds of one piece of work; its mean is 1."""
         sigma = self.spec.noise
         return self.rng.lognormvariate(-sigma * sigma / 2, sigma) if sigma else 1.0
+
+    def take_workers(self, tokens: int) -> int:
+        """KVP degree of a request of so many tokens in all; takes the further workers it needs.
+
+        As many as there are: one that gets fewer has longer shards, and longer steps.
+        """
+        shard = self.spec.max_kv_tokens_per_worker
+        if not shard:
+            return 1
+        further = min(-(-tokens // shard) - 1, self._spare_workers)
+        self._spare_workers -= further
+        return further + 1
+
+    def give_workers(self, degree: int) -> None:
+        """A request of this degree is over."""
+        self._spare_workers += degree - 1
+
+    def left_batch(self, instance_id: str, sequence: Sequence) -> None:
+        """A sequence left its batch, ended or not."""
+        self.give_workers(sequence.degree)
+        if self.timeline is not None:
+            job = sequence.job
+            self.timeline.block(
+                instance_id, sequence.joined_s, self.clock.now_s, job.plan.index, "decode"
+            )
 
 
 def _nobody(job: Job) -> None:

@@ -1,0 +1,412 @@
+"""Mixed instances: prefill and decode in the same batches, as in Medha (sections 3.3 and 4).
+
+While there is prefill to do, an instance goes iteration by iteration: the policy ranks its
+prefills, `core.packing` fills a batch with them beside the decodes, the operator model gives its
+time. While there is none, decodes go on as a fluid (see `batch`).
+
+Stream pipeline parallelism (SPP, Mnemosyne section 4.3): of s stages the first is free for the next
+iteration as soon as it has passed this one on (dense schedule), so iterations follow each other at
+the time of a stage, and what they compute is known s - 1 stages later. A request's next token needs
+its last one, so a decode takes part in one of s successive iterations. A stage's launch overhead
+does not shrink with its share of the layers; what stages send each other is left out.
+
+KV parallelism (section 4.4): workers join a request as its context passes
+`max_kv_tokens_per_worker`. What it needs to its end is set aside when its prefill starts. The
+further workers' other work is not modelled.
+"""
+
+from __future__ import annotations
+
+from millrace.core import events
+from millrace.core.errors import IntegrityError
+from millrace.core.operators import BatchShape, OperatorModel
+from millrace.core.packing import Packer, PassModel
+from millrace.core.priority import POLICIES
+from millrace.core.priority.lars import relative_slack
+from millrace.core.request import Request
+from millrace.sim.batch import Batch
+from millrace.sim.job import Job
+from millrace.sim.world import World
+
+
+class Prefill:
+    """A prompt that a mixed instance computes."""
+
+    __slots__ = ("compute_s", "degree", "done", "idle_since_s", "job", "request", "workers")
+
+    def __init__(self, job: Job) -> None:
+        given = job.request
+        self.job = job
+        self.done = 0  # tokens computed
+        self.workers = 1  # set aside for its whole life
+        self.degree = 1  # workers that take part now
+        # The instance's own copy: `executed_s` advances here chunk by chunk.
+        self.request = Request(
+            id=given.id,
+            proxy_id=given.proxy_id,
+            prompt_tokens=given.prompt_tokens,
+            max_new_tokens=given.max_new_tokens,
+            slo=given.slo,
+            arrival_s=given.arrival_s,
+            order=given.order,
+            predicted_prefill_s=given.predicted_prefill_s,
+            deadline_s=given.deadline_s,
+        )
+
+
+class MixedInstance:
+    """One life of a mixed instance."""
+
+    __slots__ = (
+        "alive",
+        "alone",
+        "batch",
+        "generation",
+        "id",
+        "leaving",
+        "plans",
+        "prefills",
+        "running",
+    )
+
+    def __init__(self, instance_id: str, generation: int) -> None:
+        self.id = instance_id
+        self.generation = generation
+        self.alive = True
+        self.batch = Batch()
+        self.prefills: dict[str, Prefill] = {}
+        self.leaving: dict[str, Prefill] = {}  # computed, their last iteration is in the pipeline
+        self.running: list[tuple[Prefill, int]] | None = None  # the iteration in stage 1
+        self.alone = False  # decodes go on as a fluid
+        self.plans = 0  # tells the fluid's latest callback from earlier ones
+
+
+class _Sharded:
+    """Predicts passes for packing with every prefill's history on as many workers as it takes."""
+
+    def __init__(self, operators: OperatorModel, shard_tokens: int, workers: int) -> None:
+        self._operators = operators
+        self._shard_tokens = shard_tokens
+        self._workers = workers
+
+    def pass_s(self, batch: BatchShape) -> float:
+        shard, workers = self._shard_tokens, self._workers
+        degrees = [min(-(-sum(part) // shard), workers) for part in batch.prefills]
+        return _spread_pass_s(self._operators, batch, degrees)
+
+
+def _spread_pass_s(operators: OperatorModel, batch: BatchShape, degrees: list[int]) -> float:
+    """Seconds of a pass whose prefills are each spread over workers of their own number.
+
+    The operator model knows one degree for all: histories are stretched so that each part of one
+    is as long as it is.
+    """
+    degree = max(degrees, default=1)
+    if degree > 1:
+        stretched = tuple(
+            (tokens, history * degree // own)
+            for (tokens, history), own in zip(batch.prefills, degrees, strict=True)
+        )
+        batch = BatchShape(
+            prefills=stretched,
+            decodes=batch.decodes,
+            decode_context_tokens=batch.decode_context_tokens,
+        )
+    return operators.pass_s(batch, degree)
+
+
+class MixedPool:
+    """All mixed instances."""
+
+    def __init__(self, world: World) -> None:
+        self.instances: dict[str, MixedInstance] = {}
+        self._world = world
+        self._clock = world.clock
+        self._tally = world.tally
+        spec = world.spec
+        self._profile = spec.profile
+        self._operators = spec.profile.operators
+        self._stages = spec.spp
+        self._shard_tokens = spec.max_kv_tokens_per_worker
+        self._policy = POLICIES[spec.scheduler.policy]
+        model: PassModel = self._operators
+        if self._shard_tokens:
+            model = _Sharded(self._operators, self._shard_tokens, 1 + spec.kvp)
+        self._packer = None if spec.packing is None else Packer(model, spec.packing)
+        self._changed: dict[MixedInstance, None] = {}
+
+    # ---- commands
+
+    def run(self, instance: MixedInstance, job: Job) -> None:
+        """A prompt to compute, and then to decode."""
+        prefill = instance.prefills[job.id] = Prefill(job)
+        job.attempts += 1
+        job.chunks = 0
+        prefill.workers = self._world.take_workers(job.plan.input_tokens + job.plan.output_tokens)
+        self._changed[instance] = None
+
+    def cancel(self, instance: MixedInstance, request_id: str) -> None:
+        """Drops a request; harmless when it is not here. An iteration under way goes on."""
+        prefill = instance.prefills.pop(request_id, None)
+        prefill = prefill or instance.leaving.pop(request_id, None)
+        if prefill is not None:
+            self._world.give_workers(prefill.workers)
+        elif request_id in instance.batch.members:
+            self._sync(instance)
+            self._world.left_batch(instance.id, instance.batch.leave(request_id))
+        else:
+            return
+        self._changed[instance] = None
+        self._world.outbox.append(
+            events.RequestReleased(
+                instance_id=instance.id, generation=instance.generation, request_id=request_id
+            )
+        )
+
+    def settle(self) -> bool:
+        """Starts the next iterations. False when there was nothing to look at."""
+        if not self._changed:
+            return False
+        changed, self._changed = self._changed, {}
+        for instance in changed:
+            if not instance.alive or instance.running is not None:
+                continue
+            if instance.alone and instance.prefills:
+                self._interrupt(instance)
+            else:
+                self._sync(instance)
+                self._next(instance)
+        return True
+
+    def _interrupt(self, instance: MixedInstance) -> None:
+        """Prefill came while decodes were alone: it joins when their step leaves stage 1."""
+        self._sync(instance)
+        instance.plans += 1
+        end_s = instance.batch.cut(self._clock.now_s, self._stages)
+        self._clock.at(end_s, self._reached, (instance, instance.plans))
+
+    # ---- iterations
+
+    def _next(self, instance: MixedInstance) -> None:
+        """Packs and starts an iteration; without room for prefill the decodes go on alone."""
+        instance.plans += 1
+        instance.alone = False
+        packed = self._pack(instance) if instance.prefills else []
+        if packed:
+            self._iterate(instance, packed)
+        elif instance.batch.members:
+            instance.alone = True
+            end_s, step_s = instance.batch.plan(self._clock.now_s, self._step_s)
+            self._tally.longest_step_s = max(self._tally.longest_step_s, step_s)
+            self._clock.at(end_s, self._reached, (instance, instance.plans))
+
+    def _pack(self, instance: MixedInstance) -> list[tuple[Prefill, int]]:
+        assert self._packer is not None  # the specification has one if there are mixed instances
+        now_s = self._clock.now_s
+        waiting = list(instance.prefills.values())
+        keys = self._policy.keys([prefill.request for prefill in waiting], now_s, 1)
+        order = sorted(range(len(waiting)), key=lambda i: (keys[i], waiting[i].request.order))
+        decodes, context = self._decodes(instance)
+        packed = self._packer.pack(
+            decodes,
+            context,
+            [(waiting[i].request, waiting[i].done) for i in order],
+            lambda request: relative_slack(request, now_s),
+        )
+        return [(instance.prefills[request.id], tokens) for request, tokens in packed]
+
+    def _decodes(self, instance: MixedInstance) -> tuple[int, int]:
+        """Sequences of an iteration, and the context that they read."""
+        decodes = -(-len(instance.batch) // self._stages)
+        return decodes, round(instance.batch.context / self._stages)
+
+    def _iterate(self, instance: MixedInstance, packed: list[tuple[Prefill, int]]) -> None:
+        now_s = self._clock.now_s
+        for prefill, tokens in packed:
+            self._grow(prefill, tokens)
+            job = prefill.job
+            if job.first_start_s is None:
+                job.first_start_s = now_s
+            elif job.idle_since_s is not None:
+                gap_s = now_s - job.idle_since_s
+                job.suspended_s += gap_s
+                job.longest_suspension_s = max(job.longest_suspension_s, gap_s)
+            job.idle_since_s = None
+        stage_s = self._stage_s(instance, packed)
+        self._tally.longest_step_s = max(self._tally.longest_step_s, stage_s * self._stages)
+        self._tally.busy("mixed", stage_s)
+        instance.running = packed
+        self._clock.at(now_s + stage_s, self._iterated, (instance, stage_s))
+
+    def _grow(self, prefill: Prefill, tokens: int) -> None:
+        """Onboards the workers that the context has come to need."""
+        if self._shard_tokens:
+            degree = min(-(-(prefill.done + tokens) // self._shard_tokens), prefill.workers)
+            self._tally.kvp_onboardings += max(degree - prefill.degree, 0)
+            prefill.degree = max(degree, prefill.degree)
+
+    def _stage_s(self, instance: MixedInstance, packed: list[tuple[Prefill, int]]) -> float:
+        """Seconds of one stage."""
+        decodes, context = self._decodes(instance)
+        shape = BatchShape(
+            prefills=tuple((tokens, prefill.done) for prefill, tokens in packed),
+            decodes=decodes,
+            decode_context_tokens=context,
+        )
+        degrees = [prefill.degree for prefill, _ in packed]
+        pass_s = _spread_pass_s(self._operators, shape, degrees)
+        return self._per_stage(pass_s) * self._world.noise()
+
+    def _per_stage(self, pass_s: float) -> float:
+        overhead_s = self._operators.overhead_s
+        return overhead_s + (pass_s - overhead_s) / self._stages
+
+    def _iterated(self, what: tuple[MixedInstance, float]) -> None:
+        """Stage 1 has passed the iteration on."""
+        instance, stage_s = what
+        packed = instance.running
+        if not instance.alive or packed is None:
+            return
+        instance.running = None
+        for prefill, tokens in packed:
+            self._tally.prefill_tokens += tokens
+            if instance.prefills.get(prefill.job.id) is prefill:
+                self._chunk_done(instance, prefill, tokens, stage_s)
+        if instance.batch.members:
+            instance.batch.advance(1.0 / self._stages)
+            self._finish_ended(instance)
+        instance.batch.restart(self._clock.now_s)
+        self._changed[instance] = None
+
+    def _chunk_done(
+        self, instance: MixedInstance, prefill: Prefill, tokens: int, stage_s: float
+    ) -> None:
+        job, request = prefill.job, prefill.request
+        prefill.done += tokens
+        self._tally.chunks += 1
+        job.chunks += 1
+        if prefill.done < request.prompt_tokens:
+            job.idle_since_s = self._clock.now_s
+            chunk_s = self._profile.prefill.chunk_s
+            share = chunk_s(prefill.done) / chunk_s(request.prompt_tokens)
+            request.executed_s = request.predicted_prefill_s * share
+            return
+        del instance.prefills[job.id]
+        instance.leaving[job.id] = prefill
+        known_s = self._clock.now_s + stage_s * (self._stages - 1)
+        self._clock.at(known_s, self._prefilled, (instance, prefill))
+
+    def _prefilled(self, what: tuple[MixedInstance, Prefill]) -> None:
+        """The last stage is through with a prompt's last chunk: token one is known."""
+        instance, prefill = what
+        job, now_s = prefill.job, self._clock.now_s
+        if not instance.alive or instance.leaving.get(job.id) is not prefill:
+            return
+        del instance.leaving[job.id]
+        job.first_token_s = now_s
+        job.sp = 1
+        assert job.first_start_s is not None  # it was computed
+        if self._world.timeline is not None:
+            self._world.timeline.block(
+                instance.id, job.first_start_s, now_s, job.plan.index, "prefill"
+            )
+        self._world.outbox.append(
+            events.ChunkFinished(
+                instance_id=instance.id,
+                generation=instance.generation,
+                request_id=job.id,
+                chunk_index=0,
+                compute_s=now_s - job.first_start_s - job.suspended_s,
+                last=True,
+            )
+        )
+        if job.plan.output_tokens == 1:
+            self._world.give_workers(prefill.workers)
+            self._finish(instance, job)
+        else:
+            self._sync(instance)
+            instance.batch.join(job, now_s, prefill.workers)
+            self._world.outbox.append(
+                events.DecodeStarted(
+                    instance_id=instance.id, generation=instance.generation, request_id=job.id
+                )
+            )
+        self._changed[instance] = None
+
+    # ---- decodes alone
+
+    def _sync(self, instance: MixedInstance) -> None:
+        if instance.alone:
+            self._tally.busy("mixed", instance.batch.sync(self._clock.now_s))
+
+    def _step_s(self, batch: Batch, context: float) -> float:
+        """Seconds between two tokens of a request: its share of the batch in all stages."""
+        degree = batch.degree
+        decodes = -(-len(batch) // self._stages)
+        tokens = round(context * degree / self._stages)
+        step_s = self._operators.decode_step_s(decodes, tokens, degree)
+        return self._per_stage(step_s) * self._stages
+
+    def _reached(self, what: tuple[MixedInstance, int]) -> None:
+        instance, plans = what
+        if not instance.alive or instance.plans != plans:
+            return
+        instance.alone = False
+        self._tally.busy("mixed", instance.batch.sync_to_end(self._clock.now_s))
+        self._finish_ended(instance)
+        self._changed[instance] = None
+
+    def _finish_ended(self, instance: MixedInstance) -> None:
+        for sequence in instance.batch.leave_ended():
+            self._world.left_batch(instance.id, sequence)
+            self._finish(instance, sequence.job)
+
+    def _finish(self, instance: MixedInstance, job: Job) -> None:
+        self._world.finished(job)
+        self._world.outbox.append(
+            events.RequestFinished(
+                instance_id=instance.id,
+                generation=instance.generation,
+                request_id=job.id,
+                reason="length",
+                generated_tokens=job.plan.output_tokens,
+            )
+        )
+
+    # ---- lives
+
+    def join(self, instance_id: str, generation: int) -> None:
+        self.instances[instance_id] = MixedInstance(instance_id, generation)
+
+    def leave(self, instance: MixedInstance) -> None:
+        """It dies: what it held is gone."""
+        self._sync(instance)
+        instance.alive = False
+        for prefill in (*instance.prefills.values(), *instance.leaving.values()):
+            self._world.give_workers(prefill.workers)
+        for request_id in list(instance.batch.members):
+            self._world.left_batch(instance.id, instance.batch.leave(request_id))
+        instance.prefills.clear()
+        instance.leaving.clear()
+
+    def is_idle(self, instance: MixedInstance) -> bool:
+        """Whether it holds nothing, so that a draining one may go."""
+        return not (instance.prefills or instance.leaving or instance.batch.members)
+
+    def kv_tokens(self, instance: MixedInstance) -> float:
+        """Tokens that requests hold here, to their ends."""
+        jobs = [
+            *(prefill.job for prefill in instance.prefills.values()),
+            *(prefill.job for prefill in instance.leaving.values()),
+            *(sequence.job for sequence in instance.batch.members.values()),
+        ]
+        return sum(job.plan.input_tokens + job.plan.output_tokens for job in jobs)
+
+    def check_empty(self) -> None:
+        """Raises IntegrityError when an instance holds anything."""
+        for instance in self.instances.values():
+            if instance.alive and (not self.is_idle(instance) or instance.running):
+                raise IntegrityError(
+                    f"{instance.id} still prefills {sorted(instance.prefills)} and decodes "
+                    f"{sorted(instance.batch.members)}"
+                )
