@@ -18,12 +18,11 @@ _MOST_LABELS = 40  # instance names on a board before they are thinned out
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Curve:
-    """Attainment of one system at several loads, ascending; `maximum` still meets the goal."""
+    """Attainment of one system, 0 to 1, at several loads, ascending."""
 
     name: str
     loads: Sequence[float]
     attainments: Sequence[float]
-    maximum: float | None = None
 
 
 def draw_attainment(
@@ -34,17 +33,14 @@ def draw_attainment(
     def draw(figure: Any) -> None:  # noqa: ANN401 - matplotlib is untyped
         axes = figure.subplots()
         for number, curve in enumerate(curves):
-            colour = f"C{number % 10}"
             axes.plot(
                 curve.loads,
                 [100 * share for share in curve.attainments],
                 marker="o",
                 markersize=4,
-                color=colour,
+                color=f"C{number % 10}",
                 label=curve.name,
             )
-            if curve.maximum:
-                axes.plot([curve.maximum], [100 * goal], marker="|", markersize=14, color=colour)
         axes.axhline(100 * goal, color="grey", linestyle=":")
         axes.set(xlabel=label, ylabel="requests within their objectives (%)", ylim=(0, 102))
         axes.set_xlim(left=0)
@@ -114,6 +110,7 @@ def draw_board(blocks: Sequence[Block], path: Path) -> None:
         step = -(-len(names) // _MOST_LABELS)
         axes.set_yticks(range(0, len(names), max(1, step)), names[:: max(1, step)], fontsize=7)
         axes.set(xlabel="time (s)", ylabel="instance", ylim=(len(names) - 0.4, -0.6))
+        axes.margins(x=0.01)
         axes.grid(axis="x", alpha=0.3)
         kinds = sorted({block.kind for block in blocks})
         if kinds:

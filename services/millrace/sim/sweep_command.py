@@ -102,7 +102,9 @@ def sweep_command(  # noqa: PLR0913
     json: Json = None,
     plot: Annotated[
         Path | None,
-        typer.Option("--plot", metavar="PATH", help="PNG: attainment at the values of --at."),
+        typer.Option(
+            "--plot", metavar="PATH", help="PNG: attainment at the values of --at and the edge."
+        ),
     ] = None,
 ) -> None:
     """The largest rate that still meets the goal, or the tightest objectives, by system.
@@ -155,15 +157,15 @@ def _sweep_options(given: dict[str, Any], scenario: Scenario) -> SweepOptions:
 def _plot_sweep(
     found: list[SystemResult], options: SweepOptions, scenario: Scenario, path: Path
 ) -> None:
-    curves = [
-        Curve(
-            name=result.name,
-            loads=[value for value, _ in result.curve],
-            attainments=[report.total.attainment for _, report in result.curve],
-            maximum=result.edge,
+    curves = []
+    for result in found:
+        shares = {value: report.total.attainment for value, report in result.curve}
+        if result.edge is not None and result.at_edge is not None:
+            shares[result.edge] = result.at_edge.total.attainment
+        loads = sorted(shares)
+        curves.append(
+            Curve(name=result.name, loads=loads, attainments=[shares[load] for load in loads])
         )
-        for result in found
-    ]
     label = "scale of the trace's rate" if scenario.traffic.is_replayed else "request rate (1/s)"
     if options.axis == "slo-scale":
         label = "SLO scale (1: as given)"

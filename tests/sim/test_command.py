@@ -1,0 +1,195 @@
+"""`millrace sim` as a user types it."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import typer
+from typer.testing import CliRunner
+
+from millrace.sim import papers
+from millrace.sim.command import register
+
+TRACES = Path(__file__).parents[1] / "data" / "traces"
+APP = typer.Typer()
+register(APP)
+SMALL = ["--prefill", "2", "--decode", "2"]
+MIX = [*SMALL, "--mix", "qwen", "--rate", "4", "--requests", "60"]
+
+
+def millrace(*words):
+    return CliRunner().invoke(APP, [str(word) for word in words])
+
+
+def ran(*words):
+    found = millrace(*words)
+    assert found.exit_code == 0, found.output
+    return found
+
+
+def refused(*words):
+    found = millrace(*words)
+    assert found.exit_code == 1
+    assert found.stderr.startswith("millrace: ")
+    assert found.stderr.count("\n") == 1
+    return found.stderr
+
+
+def test_a_run_writes_all_that_was_asked_for(tmp_path):
+    out = {name: tmp_path / name for name in ("json", "plot", "records", "gantt")}
+    found = ran("run", *MIX, *(word for name, path in out.items() for word in (f"--{name}", path)))
+    assert "60 of 60 requests succeeded" in found.output
+    document = json.loads(out["json"].read_text())
+    assert document["simulation"] == "run"
+    assert document["settings"]["mix"] == "qwen"
+    assert document["scheduler"]["policy"] == "fcfs"
+    results = document["results"]
+    assert results["requests"] == results["total"]["requests"] == 60
+    assert set(results["classes"]) <= {"text", "image", "search", "file"}
+    assert results["engine"]["requests"] == 60
+    records = [json.loads(line) for line in out["records"].read_text().splitlines()]
+    assert sorted(record["index"] for record in records) == list(range(60))
+    met = sum(record["ttft_s"] <= record["ttft_slo_s"] for record in records)
+    assert met == results["total"]["attained"]
+    for name in ("plot", "gantt"):
+        assert out[name].read_bytes().startswith(b"\x89PNG")
+
+
+@pytest.mark.parametrize(
+    "system",
+    [
+        [],
+        ["--policy", "s_edf", "--planner", "cdsp", "--preemption", "operator"],
+        ["--policy", "s_edf", "--batch-tokens", "2048", "--set", "sim.noise=0.1"],
+        ["--failure", "3:p0:5", "--set", "scheduler.tasks_ahead=3"],
+    ],
+)
+def test_equal_options_give_equal_bytes(tmp_path, system):
+    names = ("json", "records", "plot", "gantt")
+    for turn in ("1", "2"):
+        outputs = [word for name in names for word in (f"--{name}", tmp_path / (name + turn))]
+        ran("run", *MIX, "--seed", "3", *system, *outputs)
+    for name in names:
+        one, two = (tmp_path / (name + turn) for turn in "12")
+        assert one.read_bytes() == two.read_bytes(), name
+    ran("run", *MIX, "--seed", "4", *system, "--records", tmp_path / "other")
+    assert (tmp_path / "other").read_bytes() != (tmp_path / "records1").read_bytes()
+
+
+@pytest.mark.parametrize(
+    "name", sorted(path.name for path in TRACES.glob("*.*") if path.suffix != ".md")
+)
+def test_every_trace_runs(tmp_path, name):
+    rate = ["--rate", "1"] if "lengths" in name else ["--rate-scale", "0.5"]
+    out = tmp_path / "out.json"
+    ran("run", *SMALL, "--trace", TRACES / name, *rate, "--json", out)
+    results = json.loads(out.read_text())["results"]
+    assert results["succeeded"] == results["requests"] == 50
+    assert 0.0 < results["total"]["attainment"] <= 1.0
+
+
+def test_mixes_of_long_prompts_run():
+    for mix in ("tetris-short", "medha-mix", "mixed"):
+        found = ran(
+            "run",
+            "--prefill",
+            "8",
+            "--decode",
+            "2",
+            "--mix",
+            mix,
+            "--rate",
+            "0.2",
+            "--requests",
+            "20",
+            "--planner",
+            "cdsp",
+            "--set",
+            "sim.prefill_kv_tokens=2000000",
+        )
+        assert "20 of 20 requests succeeded" in found.output
+
+
+def test_objectives_of_a_class_can_be_given(tmp_path):
+    out = tmp_path / "out.json"
+    ran("run", *MIX, "--slo-class", "text:0.001:0", "--json", out)
+    classes = json.loads(out.read_text())["results"]["classes"]
+    assert classes["text"]["attainment"] == 0.0
+    assert classes["search"]["attainment"] > 0.5
+
+
+def test_a_sweep_compares_every_combination(tmp_path):
+    out, plot = tmp_path / "out.json", tmp_path / "plot.png"
+    found = ran(
+        "sweep", *MIX, "--policy", "fcfs", "--policy", "s_edf", "--preemption", "none",
+        "--preemption", "operator", "--tolerance", "0.3", "--at", "2,20", "--jobs", "1",
+        "--json", out, "--plot", plot,
+    )  # fmt: skip
+    names = ["fcfs none", "fcfs operator", "s_edf none", "s_edf operator"]
+    assert all(name in found.output for name in names)
+    systems = json.loads(out.read_text())["results"]["systems"]
+    assert [system["name"] for system in systems] == names
+    for system in systems:
+        assert system["at_edge"]["total"]["attainment"] >= 0.9
+        assert [value for value, _ in system["curve"]] == [2.0, 20.0]
+    assert plot.read_bytes().startswith(b"\x89PNG")
+
+
+@pytest.mark.parametrize(
+    ("words", "named"),
+    [
+        (["run"], "--trace and --mix"),
+        (["run", "--mix", "qwen"], "--rate"),
+        (["run", "--mix", "nope", "--rate", "1"], "--mix 'nope'"),
+        (["run", "--trace", "nowhere.csv"], "nowhere.csv"),
+        (["run", *MIX, "--policy", "nope"], "scheduler.policy is 'nope'"),
+        (["run", *MIX, "--profile", "nope"], "profile is 'nope'"),
+        (["run", *MIX, "--prefill", "0"], "0 prefill"),
+        (["run", *MIX, "--slo-scale", "0"], "--slo-scale 0"),
+        (["run", *MIX, "--failure", "soon"], "--failure 'soon'"),
+        (["run", *MIX, "--failure", "1:p9"], "'p9'"),
+        (["run", *MIX, "--set", "noise=1"], "--set 'noise=1'"),
+        (["run", *MIX, "--set", "sim.nope=1"], "sim.nope=1"),
+        (["run", *MIX, "--set", "sim.max_batch=many"], "max_batch must be int"),
+        (["run", *MIX, "--set", "sim.max_batch=0"], "max_batch is 0"),
+        (["run", *MIX, "--set", "scheduler.nope=1"], "scheduler.nope"),
+        (["run", *MIX, "--gantt", "g.png", "--gantt-window", "5"], "--gantt-window '5'"),
+        (["run", *MIX, "--records", "no/where"], "--records no/where"),
+        (["run", *MIX, "--window", "3:1"], "--window '3:1'"),
+        (["run", *MIX, "--long-fraction", "2"], "--long-fraction 2"),
+        (["sweep", *MIX, "--axis", "up"], "--axis 'up'"),
+        (["sweep", *MIX, "--goal", "1.5"], "--goal 1.5"),
+        (["sweep", *MIX, "--at", "1,x"], "--at '1,x'"),
+        (["sweep", *MIX, "--at", "0"], "--at '0'"),
+        (["sweep", *MIX, "--no-search"], "--no-search"),
+        (["sweep", *MIX, "--plot", "p.png"], "--at"),
+        (["paper", "nope"], "'nope'"),
+    ],
+)  # fmt: skip
+def test_bad_input_is_named(tmp_path, monkeypatch, words, named):
+    monkeypatch.chdir(tmp_path)
+    assert named in refused(*words)
+
+
+def test_an_experiment_is_run_by_name(monkeypatch, tmp_path):
+    (tmp_path / "made_up_experiment.py").write_text(
+        "def run(console, json_path, plot_path, quick):\n"
+        "    console.print(f'ran {json_path} {plot_path} {quick}')\n"
+    )
+    monkeypatch.syspath_prepend(str(tmp_path))
+    monkeypatch.setattr(papers, "EXPERIMENTS", {"table-9": "made_up_experiment"})
+    assert "ran a.json None True" in ran("paper", "table-9", "--json", "a.json", "--quick").output
+
+
+def test_the_command_line_knows_it_and_imports_no_torch():
+    probe = (
+        "import sys; sys.modules['torch'] = None; sys.argv = ['millrace', 'sim', '--help'];"
+        "from millrace.cli import main; main()"
+    )
+    found = subprocess.run([sys.executable, "-c", probe], capture_output=True, text=True)
+    assert found.returncode == 0, found.stderr
+    assert all(name in found.stdout for name in ("run", "sweep", "paper"))

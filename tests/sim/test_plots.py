@@ -1,0 +1,137 @@
+"""Pictures are drawn from what they are given, and name their units."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+from matplotlib.figure import Figure
+
+from millrace.core.errors import ConfigError
+from millrace.sim.plots import (
+    Curve,
+    draw_attainment,
+    draw_board,
+    draw_classes,
+    draw_run,
+    draw_ttft_cdf,
+)
+from millrace.sim.report import Collector, RequestRecord
+from millrace.sim.timeline import Block
+
+PNG = b"\x89PNG\r\n\x1a\n"
+
+
+@pytest.fixture
+def figures(monkeypatch):
+    """Every figure made during the test."""
+    made = []
+    original = Figure.__init__
+
+    def init(self, *args, **kwargs):
+        original(self, *args, **kwargs)
+        made.append(self)
+
+    monkeypatch.setattr(Figure, "__init__", init)
+    return made
+
+
+def report(seed, failing=0):
+    rng, collector = random.Random(seed), Collector()
+    for index in range(200):
+        collector.add(
+            RequestRecord(
+                index=index,
+                class_name=rng.choice(["chat", "book"]),
+                arrival_s=0.0,
+                input_tokens=10,
+                output_tokens=2,
+                ttft_s=rng.lognormvariate(-1, 1),
+                ttft_slo_s=0.5,
+                error="refused" if index < failing else "",
+            )
+        )
+    return collector.report(10.0)
+
+
+def test_attainment_against_rate(tmp_path, figures):
+    curves = [
+        Curve(name="ours", loads=[1.0, 2.0], attainments=[1.0, 0.91]),
+        Curve(name="fcfs", loads=[1.0, 2.0], attainments=[0.9, 0.2]),
+    ]
+    draw_attainment(curves, tmp_path / "a.png", goal=0.9)
+    assert (tmp_path / "a.png").read_bytes().startswith(PNG)
+    axes = figures[0].axes[0]
+    assert (axes.get_xlabel(), axes.get_ylabel()) == (
+        "request rate (1/s)",
+        "requests within their objectives (%)",
+    )
+    assert [line.get_label() for line in axes.get_lines()[:2]] == ["ours", "fcfs"]
+    assert list(axes.get_lines()[1].get_ydata()) == pytest.approx([90.0, 20.0])
+
+
+def test_a_cdf_ends_below_all_when_requests_failed(tmp_path, figures):
+    draw_ttft_cdf({"ours": report(1), "fcfs": report(1, failing=50)}, tmp_path / "c.png")
+    ours, fcfs = figures[0].axes[0].get_lines()
+    assert ours.get_ydata()[-1] == pytest.approx(100)
+    assert fcfs.get_ydata()[-1] == pytest.approx(75)
+    assert figures[0].axes[0].get_xlabel() == "TTFT (ms)"
+
+
+def test_bars_by_class(tmp_path, figures):
+    reports = {"ours": report(1), "fcfs": report(2, failing=100)}
+    draw_classes(reports, tmp_path / "b.png")
+    axes = figures[0].axes[0]
+    assert [label.get_text() for label in axes.get_xticklabels()] == ["all", "book", "chat"]
+    heights = [bar.get_height() for bar in axes.patches]
+    wanted = [
+        100 * found.attainment
+        for one in reports.values()
+        for found in (one.total, one.classes["book"], one.classes["chat"])
+    ]
+    assert heights == pytest.approx(wanted)
+
+
+def test_one_run(tmp_path, figures):
+    draw_run(report(3), tmp_path / "r.png")
+    left, right = figures[0].axes
+    assert len(left.get_lines()) == 2
+    assert len(right.patches) == 3
+
+
+def test_a_board_puts_blocks_where_they_belong(tmp_path, figures):
+    blocks = [
+        Block("p10", 0.5, 2.0, 7, "prefill"),
+        Block("p2", 1.0, 1.5, 7, "prefill"),
+        Block("p2", 1.5, 3.0, 8, "prefill"),
+        Block("d0", 2.0, 4.0, 7, "decode"),
+        Block("p2", 3.0, 3.2, -1, "blocked"),
+    ]
+    draw_board(blocks, tmp_path / "g.png")
+    axes = figures[0].axes[0]
+    rows = [label.get_text() for label in axes.get_yticklabels()]
+    assert rows == ["p2", "p10", "d0"]
+    drawn = sorted(
+        (rows[round(bar.get_y() + bar.get_height() / 2)], bar.get_x(), bar.get_width())
+        for bar in axes.patches
+    )
+    wanted = sorted((b.instance_id, b.start_s, b.end_s - b.start_s) for b in blocks)
+    assert [name for name, *_ in drawn] == [name for name, *_ in wanted]
+    for found, asked in zip(drawn, wanted, strict=True):
+        assert found[1:] == pytest.approx(asked[1:])
+    colours = {
+        (round(bar.get_x(), 3), round(bar.get_width(), 3)): bar.get_facecolor()
+        for bar in axes.patches
+    }
+    assert colours[0.5, 1.5] == colours[1.0, 0.5] != colours[1.5, 1.5]  # one request, one colour
+    assert axes.get_xlabel() == "time (s)"
+
+
+def test_an_empty_board_is_drawn(tmp_path):
+    draw_board([], tmp_path / "g.png")
+    assert (tmp_path / "g.png").stat().st_size > 0
+
+
+def test_a_bad_path_is_named(tmp_path):
+    with pytest.raises(ConfigError, match="nowhere"):
+        draw_run(report(1), tmp_path / "nowhere" / "r.png")
