@@ -9,6 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from millrace.core.errors import ConfigError
+from millrace.core.operators import BatchShape
 from millrace.core.packing import Packer, PackingConfig
 from support.packing import Prompt, Quadratic, rho_of, shape
 
@@ -137,28 +138,37 @@ def test_static_chunks() -> None:
 
 
 def test_the_search_asks_little() -> None:
-    """A bracket of 256 sizes needs 9 predictions by halves; asked along the line, about 4."""
+    """A bracket of 256 sizes needs 9 predictions by halves; asked along the line, 3.4."""
     asked = []
     for history in range(0, 250_000, 1000):
         model = Quadratic()
         pack((Prompt("a", 1_000_000), history), model=model)
         asked.append(len(model.asked))
     assert max(asked) <= 7
-    assert sum(asked) / len(asked) < 4.5
+    assert sum(asked) / len(asked) < 3.6
 
 
-def test_a_predictor_with_steps_is_searched_right() -> None:
-    """GEMM tiles make latency jump; the search still finds the last size before the limit."""
+class Steps(Quadratic):
+    """1 ms up to 128 tokens, 4 ms up to `edge`, `beyond_s` from there on."""
 
-    class Steps(Quadratic):
-        def pass_s(self, batch: object) -> float:
-            tokens = sum(n for n, _ in batch.prefills)  # type: ignore[attr-defined]
-            self.asked.append(batch)  # type: ignore[arg-type]
-            return 0.001 if tokens <= 128 else 0.004 if tokens <= 3072 else 0.021
+    def __init__(self, edge: int, beyond_s: float) -> None:
+        super().__init__()
+        self.edge, self.beyond_s = edge, beyond_s
 
-    model = Steps()
-    assert pack((Prompt("a", 10_000), 0), model=model) == {"a": 3072}
-    assert len(model.asked) <= 30
+    def pass_s(self, batch: BatchShape) -> float:
+        self.asked.append(batch)
+        tokens = sum(n for n, _ in batch.prefills)
+        return 0.001 if tokens <= 128 else 0.004 if tokens <= self.edge else self.beyond_s
+
+
+@pytest.mark.parametrize("edge", [160, 3072, 6400])
+@pytest.mark.parametrize("beyond_s", [0.021, 0.2, 2.0])
+def test_a_predictor_with_steps_is_searched_right(edge: int, beyond_s: float) -> None:
+    """GEMM tiles make latency jump. The search still finds the last size before the limit, and
+    does not creep along a line that says nothing (by creeping: up to 135 predictions)."""
+    model = Steps(edge, beyond_s)
+    assert pack((Prompt("a", 10_000), 0), model=model) == {"a": edge}
+    assert len(model.asked) <= 25
 
 
 @pytest.mark.parametrize(
