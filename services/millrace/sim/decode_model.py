@@ -172,15 +172,6 @@ class DecodePool:
         """Whether it holds nothing, so that a draining one may go."""
         return not (instance.batch.members or instance.expected or instance.waiting)
 
-    def kv_tokens(self, instance: DecodeInstance) -> float:
-        """Tokens that requests hold here, those on their way included."""
-        jobs = [
-            *(sequence.job for sequence in instance.batch.members.values()),
-            *instance.expected.values(),
-            *(job for job, _ in instance.waiting),
-        ]
-        return sum(job.plan.input_tokens + job.plan.output_tokens for job in jobs)
-
     def check_empty(self) -> None:
         """Raises IntegrityError when an instance holds anything."""
         for instance in self.instances.values():

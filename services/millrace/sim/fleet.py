@@ -8,7 +8,8 @@ from millrace.core.latency import SpLatency
 from millrace.sim.decode_model import DecodeInstance, DecodePool
 from millrace.sim.job import Job
 from millrace.sim.mixed_model import MixedInstance, MixedPool
-from millrace.sim.prefill_model import PrefillInstance, PrefillPool
+from millrace.sim.prefill_instance import PrefillInstance
+from millrace.sim.prefill_model import PrefillPool
 from millrace.sim.spec import SimSpec
 from millrace.sim.world import World
 
@@ -34,8 +35,6 @@ class Fleet:
         self.decode = DecodePool(world)
         self.prefill = PrefillPool(world, self.decode)
         self.mixed = MixedPool(world)
-        self._pools: dict[str, PrefillPool | DecodePool | MixedPool]
-        self._pools = {"prefill": self.prefill, "decode": self.decode, "mixed": self.mixed}
         whole = world.spec.profile.prefill
         staged = SpLatency(by_sp={1: whole.by_sp[1].scaled(1.0 / world.spec.spp)})
         self._latencies = {"prefill": whole, "decode": whole, "mixed": staged}
@@ -65,7 +64,13 @@ class Fleet:
         self._joined_s[instance_id] = self._world.clock.now_s
         role, spec = role_of(instance_id), self._spec
         tokens = spec.prefill_kv_tokens if role == "prefill" else spec.decode_kv_tokens
-        self._pools[role].join(instance_id, generation)
+        node = self._nodes.of(instance_id)
+        if role == "prefill":
+            self.prefill.join(instance_id, generation, node)
+        elif role == "decode":
+            self.decode.join(instance_id, generation)
+        else:
+            self.mixed.join(instance_id, generation)
         return events.InstanceJoined(
             instance_id=instance_id,
             generation=generation,
@@ -76,7 +81,7 @@ class Fleet:
             max_batch=spec.max_batch,
             model_hash=spec.profile.model,
             latency=self._latencies[role],
-            node=self._nodes.of(instance_id),
+            node=node,
         )
 
     def leave(self, instance_id: str) -> bool:
@@ -95,6 +100,19 @@ class Fleet:
             events.InstanceLeft(instance_id=instance_id, generation=instance.generation)
         )
         return True
+
+    def generation(self, instance_id: str) -> int:
+        """The instance's latest life."""
+        return self._generations[instance_id]
+
+    def is_idle(self, instance_id: str) -> bool:
+        """Whether the instance holds nothing, so that a draining one may go."""
+        instance = self._find(instance_id)
+        if isinstance(instance, PrefillInstance):
+            return self.prefill.is_idle(instance)
+        if isinstance(instance, DecodeInstance):
+            return self.decode.is_idle(instance)
+        return instance is None or self.mixed.is_idle(instance)
 
     def _count_life(self, instance_id: str, now_s: float) -> None:
         lived_s = now_s - self._joined_s.pop(instance_id)

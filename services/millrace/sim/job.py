@@ -8,7 +8,7 @@ from millrace.core.request import Chunk, Request
 
 if TYPE_CHECKING:
     from millrace.sim.decode_model import DecodeInstance
-    from millrace.sim.prefill_model import PrefillInstance
+    from millrace.sim.prefill_instance import PrefillInstance
     from millrace.sim.workload import PlannedRequest
 
 
@@ -118,3 +118,17 @@ class Task:
         self.stretch = 0  # tells this stretch's callbacks from those of an earlier one
         self.signal_s: float | None = None  # since when it is to stop
         self.signals = 0
+
+    @property
+    def sequences(self) -> list[tuple[int, int]]:
+        """(tokens, history) of each part."""
+        return [(chunk.num_tokens, chunk.start_token) for _, chunk in self.parts]
+
+    @property
+    def heads_all(self) -> bool:
+        """Whether all members want to run it."""
+        return all(member.queue and member.queue[0] is self for member in self.members)
+
+    def is_of(self, attempt: Attempt) -> bool:
+        """Whether it has nothing else to compute than this request's."""
+        return len(self.parts) == 1 and self.parts[0][0] is attempt

@@ -20,6 +20,7 @@ from millrace.sim.faults import Faults
 from millrace.sim.fleet import Fleet
 from millrace.sim.job import Job
 from millrace.sim.report import Collector, RequestRecord
+from millrace.sim.scaling import Scaling
 from millrace.sim.spec import SimSpec
 from millrace.sim.timeline import Timeline
 from millrace.sim.workload import PlannedRequest, SloClass
@@ -53,6 +54,10 @@ class Simulation:
         self._clock = self._world.clock
         self._tally = self._world.tally
         self._fleet = Fleet(self._world)
+        self._faults = Faults(self._world, self._fleet)
+        self._scaling: Scaling | None = None
+        if spec.autoscale is not None:
+            self._scaling = Scaling(self._world, self._fleet, self.machine, spec.autoscale)
         self._slos: dict[SloClass, Slo] = {}
         self._tick_rounds = 0
         self._ticking = False
@@ -65,13 +70,14 @@ class Simulation:
         """
         for card in self._fleet.start():
             self._step(card)
-        faults = Faults(self._world, self._fleet)
         self._arrive_next()
         while not self._stopped and (self._world.jobs or self._next is not None):
             self._clock.run_next()
             self._settle()
         duration_s = self._clock.now_s
-        faults.over = True
+        self._faults.over = True
+        if self._scaling is not None:
+            self._scaling.over = True
         self._fleet.close(duration_s)
         while not self._stopped and self._clock.next_s is not None:
             self._clock.run_next()
@@ -108,6 +114,8 @@ class Simulation:
         )
         job = Job(plan, request, self._fleet.isolated_s(plan.input_tokens))
         self._world.jobs[request.id] = job
+        if self._scaling is not None:
+            self._scaling.arrived(plan.input_tokens)
         self._arrive_next()
         if not self._ticking:
             self._ticking = True
@@ -219,6 +227,8 @@ class Simulation:
 
     def _add(self, record: RequestRecord) -> None:
         self._collector.add(record)
+        if self._scaling is not None:
+            self._scaling.ended(record)
         ended = self._tally.finished + self._tally.failed
         if self._progress is not None and ended % PROGRESS_EVERY == 0:
             self._progress(ended, self._clock.now_s)

@@ -19,13 +19,14 @@ from __future__ import annotations
 
 from millrace.core import events
 from millrace.core.errors import IntegrityError
-from millrace.core.operators import BatchShape, OperatorModel
+from millrace.core.operators import BatchShape
 from millrace.core.packing import Packer, PassModel
 from millrace.core.priority import POLICIES
 from millrace.core.priority.lars import relative_slack
 from millrace.core.request import Request
 from millrace.sim.batch import Batch
 from millrace.sim.job import Job
+from millrace.sim.sharded_passes import ShardedPasses, spread_pass_s
 from millrace.sim.world import World
 
 
@@ -81,40 +82,6 @@ class MixedInstance:
         self.plans = 0  # tells the fluid's latest callback from earlier ones
 
 
-class _Sharded:
-    """Predicts passes for packing with every prefill's history on as many workers as it takes."""
-
-    def __init__(self, operators: OperatorModel, shard_tokens: int, workers: int) -> None:
-        self._operators = operators
-        self._shard_tokens = shard_tokens
-        self._workers = workers
-
-    def pass_s(self, batch: BatchShape) -> float:
-        shard, workers = self._shard_tokens, self._workers
-        degrees = [min(-(-sum(part) // shard), workers) for part in batch.prefills]
-        return _spread_pass_s(self._operators, batch, degrees)
-
-
-def _spread_pass_s(operators: OperatorModel, batch: BatchShape, degrees: list[int]) -> float:
-    """Seconds of a pass whose prefills are each spread over workers of their own number.
-
-    The operator model knows one degree for all: histories are stretched so that each part of one
-    is as long as it is.
-    """
-    degree = max(degrees, default=1)
-    if degree > 1:
-        stretched = tuple(
-            (tokens, history * degree // own)
-            for (tokens, history), own in zip(batch.prefills, degrees, strict=True)
-        )
-        batch = BatchShape(
-            prefills=stretched,
-            decodes=batch.decodes,
-            decode_context_tokens=batch.decode_context_tokens,
-        )
-    return operators.pass_s(batch, degree)
-
-
 class MixedPool:
     """All mixed instances."""
 
@@ -131,7 +98,7 @@ class MixedPool:
         self._policy = POLICIES[spec.scheduler.policy]
         model: PassModel = self._operators
         if self._shard_tokens:
-            model = _Sharded(self._operators, self._shard_tokens, 1 + spec.kvp)
+            model = ShardedPasses(self._operators, self._shard_tokens, 1 + spec.kvp)
         self._packer = None if spec.packing is None else Packer(model, spec.packing)
         self._changed: dict[MixedInstance, None] = {}
 
@@ -254,7 +221,7 @@ class MixedPool:
             decode_context_tokens=context,
         )
         degrees = [prefill.degree for prefill, _ in packed]
-        pass_s = _spread_pass_s(self._operators, shape, degrees)
+        pass_s = spread_pass_s(self._operators, shape, degrees)
         return self._per_stage(pass_s) * self._world.noise()
 
     def _per_stage(self, pass_s: float) -> float:
@@ -393,14 +360,14 @@ class MixedPool:
         """Whether it holds nothing, so that a draining one may go."""
         return not (instance.prefills or instance.leaving or instance.batch.members)
 
-    def kv_tokens(self, instance: MixedInstance) -> float:
-        """Tokens that requests hold here, to their ends."""
-        jobs = [
-            *(prefill.job for prefill in instance.prefills.values()),
-            *(prefill.job for prefill in instance.leaving.values()),
-            *(sequence.job for sequence in instance.batch.members.values()),
-        ]
-        return sum(job.plan.input_tokens + job.plan.output_tokens for job in jobs)
+    def backlog_s(self) -> float:
+        """Predicted seconds of prefill that all instances have still to compute."""
+        chunk_s = self._profile.prefill.chunk_s
+        return sum(
+            chunk_s(prefill.request.prompt_tokens - prefill.done, prefill.done) / self._stages
+            for instance in self.instances.values()
+            for prefill in instance.prefills.values()
+        )
 
     def check_empty(self) -> None:
         """Raises IntegrityError when an instance holds anything."""

@@ -1,10 +1,8 @@
-"""Prefill instances and their groups: order, gang starts, preemption, cache balancing.
+"""Prefill instances and their groups: order, gang starts, preemption, what they hold.
 
-What an instance does is fixed by `effects.RunPrefill`, `Order` and `CancelOn`; boundaries and the
-time until one (FlowPrefill sections 5.1 and 6.4: blocking time) come from `prefill_work`. A chunk
-whose group is larger than the chunk's before it first spreads the history evenly over the new
-group, layer by layer behind the feed-forward part of the layer before (Tetris section 4.1); what
-that does not hide prolongs the chunk.
+What an instance does is fixed by `effects.RunPrefill`, `Order` and `CancelOn`. How long work takes,
+where it may stop (FlowPrefill sections 5.1 and 6.4: blocking time) and what a growing group adds to
+it come from `prefill_work`.
 """
 
 from __future__ import annotations
@@ -17,34 +15,10 @@ from millrace.core.errors import IntegrityError
 from millrace.core.request import Chunk
 from millrace.sim.decode_model import DecodePool
 from millrace.sim.job import Attempt, Job, Task
-from millrace.sim.prefill_work import PrefillTimes
+from millrace.sim.prefill_instance import PrefillInstance
+from millrace.sim.prefill_work import Balancing, PrefillTimes
 from millrace.sim.transfer_model import Transfers
 from millrace.sim.world import World
-
-
-class PrefillInstance:
-    """One life of a prefill instance. `queue[0]` is what should run, `running` what does."""
-
-    __slots__ = (
-        "alive",
-        "cancelled",
-        "generation",
-        "held",
-        "id",
-        "queue",
-        "running",
-        "waits_since_s",
-    )
-
-    def __init__(self, instance_id: str, generation: int) -> None:
-        self.id = instance_id
-        self.generation = generation
-        self.alive = True
-        self.queue: list[Task] = []
-        self.running: Task | None = None
-        self.waits_since_s: float | None = None  # idle, for a group's other members
-        self.held: dict[str, Attempt] = {}
-        self.cancelled: dict[Attempt, None] = {}  # to let go of at the running task's boundary
 
 
 class PrefillPool:
@@ -58,6 +32,7 @@ class PrefillPool:
         self._decode = decode
         self._granularity = world.spec.scheduler.preemption
         self._times = PrefillTimes(world.spec.profile, world.spec.max_chunk_tokens)
+        self._balancing = Balancing(world.spec, self._times)
         self._transfers = Transfers(world.spec, world.clock, world.tally, self._landed)
         self._changed: dict[PrefillInstance, None] = {}
 
@@ -153,7 +128,7 @@ class PrefillPool:
         del instance.held[job_id]
         del attempt.holders[instance]
         if any(not task.finished for task in attempt.tasks):
-            instance.queue = [t for t in instance.queue if not _is_of(t, attempt)]
+            instance.queue = [t for t in instance.queue if not t.is_of(attempt)]
             for task in instance.queue:
                 if len(task.parts) > 1:
                     self._leave_batch(task, attempt)
@@ -187,7 +162,7 @@ class PrefillPool:
         if running.signal_s is None:
             if not is_head:
                 self._signal(running)
-        elif is_head and _heads_all(running) and not any(p[0].closed for p in running.parts):
+        elif is_head and running.heads_all and not any(p[0].closed for p in running.parts):
             running.signal_s = None  # taken back before it took effect
             running.signals += 1
 
@@ -236,33 +211,18 @@ class PrefillPool:
         task.begun_s = self._clock.now_s
         chunk = task.parts[0][1]
         sp = len(task.members)
-        task.work_s = self._times.work_s(_sequences(task), sp)
+        task.work_s = self._times.work_s(task.sequences, sp)
         if chunk.index:
-            task.work_s += self._balancing_s(task.parts[0][0], chunk, sp)
+            before = len(task.parts[0][0].chunks[chunk.index - 1].instance_ids)
+            one_node = len({member.node for member in task.members}) == 1
+            added_s = self._balancing.added_s(chunk, before, one_node=one_node)
+            self._tally.balancing_s += added_s
+            task.work_s += added_s
         else:
             for attempt, _ in task.parts:
                 if attempt.job.plan.output_tokens > 1:
                     self._transfers.begin(attempt)
         task.factor = self._world.noise()
-
-    def _balancing_s(self, attempt: Attempt, chunk: Chunk, sp: int) -> float:
-        """Seconds that spreading the history over a larger group adds to the chunk.
-
-        Of a layer's bytes the old members send all but their new share, the new ones take theirs
-        in. The first layer has nothing to hide behind.
-        """
-        before = len(attempt.chunks[chunk.index - 1].instance_ids)
-        if sp <= before:
-            return 0.0
-        profile = self._world.spec.profile
-        history = chunk.start_token
-        tokens = max(history / before - history / sp, history / sp)
-        layer_bytes = tokens * profile.kv_bytes_per_token / profile.layers
-        layer_s = layer_bytes / self._world.spec.kv_bytes_s
-        hidden_s = self._times.hidden_balancing_s(chunk.num_tokens, history, sp)
-        added_s = layer_s + max(layer_s - hidden_s, 0.0) * (profile.layers - 1)
-        self._tally.balancing_s += added_s
-        return added_s
 
     def _signal(self, task: Task) -> None:
         """Asks the running task to stop at its next boundary."""
@@ -272,7 +232,7 @@ class PrefillPool:
         assert task.started_s is not None  # it runs
         position_s = task.done_s + (now_s - task.started_s) / task.factor
         boundary_s = self._times.boundary_s(
-            _sequences(task), len(task.members), position_s, self._granularity
+            task.sequences, len(task.members), position_s, self._granularity
         )
         # Balancing comes on top of the profile's seconds: a stop in that rest is at the very end.
         if boundary_s < task.work_s - 1e-12 and position_s <= boundary_s:
@@ -376,8 +336,8 @@ class PrefillPool:
 
     # ---- lives
 
-    def join(self, instance_id: str, generation: int) -> None:
-        self.instances[instance_id] = PrefillInstance(instance_id, generation)
+    def join(self, instance_id: str, generation: int, node: str) -> None:
+        self.instances[instance_id] = PrefillInstance(instance_id, generation, node)
 
     def leave(self, instance: PrefillInstance) -> None:
         """It dies: what it held is gone, and groups that it was part of stop."""
@@ -422,16 +382,3 @@ class PrefillPool:
                 **more,
             )
         )
-
-
-def _sequences(task: Task) -> list[tuple[int, int]]:
-    return [(chunk.num_tokens, chunk.start_token) for _, chunk in task.parts]
-
-
-def _is_of(task: Task, attempt: Attempt) -> bool:
-    """Whether the task has nothing else to compute than this request's."""
-    return len(task.parts) == 1 and task.parts[0][0] is attempt
-
-
-def _heads_all(task: Task) -> bool:
-    return all(member.queue and member.queue[0] is task for member in task.members)

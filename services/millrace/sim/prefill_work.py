@@ -20,6 +20,8 @@ from millrace.core.operators import BatchShape
 
 if TYPE_CHECKING:
     from millrace.core.profile import Profile
+    from millrace.core.request import Chunk
+    from millrace.sim.spec import SimSpec
 
 #: A position this share of a layer past a boundary counts as being on it: rounding.
 _ROUNDING = 1e-7
@@ -86,11 +88,8 @@ class PrefillTimes:
                 break
         return min(max(boundary_s, position_s), end_s)
 
-    def hidden_balancing_s(self, tokens: int, history: int, sp: int) -> float:
-        """Seconds of a layer's feed-forward part, behind which cache balancing hides.
-
-        Of the chunk's first pass on a group of `sp`: the later ones find the history in place.
-        """
+    def feed_forward_s(self, tokens: int, history: int, sp: int) -> float:
+        """Seconds of one layer's feed-forward part in the chunk's first pass on a group of `sp`."""
         if self.max_chunk_tokens:
             tokens = min(tokens, self.max_chunk_tokens * sp)
         operators_s = self._operators.layer_s(self._share(tokens, history, sp))
@@ -156,3 +155,32 @@ class PrefillTimes:
         """
         own = -(-tokens // sp)
         return BatchShape(prefills=((own, history + (tokens - own) // 2),))
+
+
+class Balancing:
+    """Cache balancing of Tetris section 4.1: history is spread evenly over a group that has grown.
+
+    Layer by layer, behind the feed-forward part of the layer before; the first layer has nothing to
+    hide behind. Of a layer's bytes the old members send all but their new share while the new ones
+    take theirs in. Only the chunk's first pass hides anything: the later ones find the history in
+    place.
+    """
+
+    def __init__(self, spec: SimSpec, times: PrefillTimes) -> None:
+        self._profile = spec.profile
+        self._times = times
+        rates = spec.profile.kv_transfer_bytes_s
+        self._between_nodes_bytes_s = spec.kv_bytes_s
+        self._in_node_bytes_s = rates.get("nvlink", spec.kv_bytes_s)
+
+    def added_s(self, chunk: Chunk, before: int, *, one_node: bool) -> float:
+        """Seconds that the chunk takes longer, after one on a group of `before`."""
+        sp, history = len(chunk.instance_ids), chunk.start_token
+        if sp <= before:
+            return 0.0
+        profile = self._profile
+        tokens = max(history / before - history / sp, history / sp)
+        rate = self._in_node_bytes_s if one_node else self._between_nodes_bytes_s
+        layer_s = tokens * profile.kv_bytes_per_token / profile.layers / rate
+        hidden_s = self._times.feed_forward_s(chunk.num_tokens, history, sp)
+        return layer_s + max(layer_s - hidden_s, 0.0) * (profile.layers - 1)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass, field
 
+from millrace.core.autoscale import AutoscaleConfig
 from millrace.core.config import SchedulerConfig
 from millrace.core.errors import ConfigError
 from millrace.core.packing import PackingConfig
@@ -18,6 +19,23 @@ class Failure:
     at_s: float
     instance_id: str
     down_s: float = 30.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AutoscalePlan:
+    """Which pools scale, and how fast. Raises ConfigError for a time out of its range."""
+
+    prefill: AutoscaleConfig | None = None
+    decode: AutoscaleConfig | None = None
+    mixed: AutoscaleConfig | None = None
+    interval_s: float = 15.0  # between two looks at the metrics
+    start_s: float = 30.0  # from the wish for an instance until it takes work
+
+    def __post_init__(self) -> None:
+        if not 0.0 < self.interval_s < math.inf:
+            raise ConfigError(f"autoscale.interval_s is {self.interval_s!r}; it must be above 0")
+        if not 0.0 <= self.start_s < math.inf:
+            raise ConfigError(f"autoscale.start_s is {self.start_s!r}; it must be at least 0")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -56,6 +74,7 @@ class SimSpec:
     control_s: float = 0.0005  # from the scheduler to an instance, and back
     noise: float = 0.0  # sigma of the lognormal factor between predicted and true prefill times
     failures: tuple[Failure, ...] = ()
+    autoscale: AutoscalePlan | None = None
     seed: int = 0
 
     def __post_init__(self) -> None:

@@ -1,0 +1,213 @@
+"""Autoscaling: drives `core.autoscale` with what the cluster measures, and applies its targets.
+
+A new instance takes work `start_s` after it was asked for (pod start-up, weights), though its GPUs
+count from then on. One too many is drained, the one that holds least first; it leaves when it is
+idle. Instances that still start are given up before any is drained.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from millrace.core import events
+from millrace.core.autoscale import Autoscaler, PoolMetrics
+from millrace.core.cluster import DecodeInstance, PrefillInstance
+from millrace.core.machine import Machine
+from millrace.sim.counters import ScaleEvent
+from millrace.sim.fleet import Fleet, role_of
+from millrace.sim.report import RequestRecord
+from millrace.sim.spec import AutoscalePlan
+from millrace.sim.world import World
+
+#: Between two looks at whether a draining instance is idle.
+DRAIN_POLL_S = 1.0
+
+
+@dataclass(slots=True)
+class _Ratio:
+    """Mean of a latency over its objective, since the last look."""
+
+    total: float = 0.0
+    count: int = 0
+
+    def add(self, value: float) -> None:
+        self.total += value
+        self.count += 1
+
+
+class _Observed:
+    """What clients saw since the last look, by class."""
+
+    def __init__(self) -> None:
+        self.ttft: dict[str, _Ratio] = {}
+        self.tbt: dict[str, _Ratio] = {}
+        self.arrived_s = 0.0
+
+    @staticmethod
+    def worst(ratios: dict[str, _Ratio]) -> float | None:
+        return max((ratio.total / ratio.count for ratio in ratios.values()), default=None)
+
+
+class Scaling:
+    """All pools that a plan names. Once `over`, nothing scales any more."""
+
+    def __init__(self, world: World, fleet: Fleet, machine: Machine, plan: AutoscalePlan) -> None:
+        self.over = False
+        self._world = world
+        self._clock = world.clock
+        self._fleet = fleet
+        self._machine = machine
+        self._plan = plan
+        self._scalers = {
+            role: Autoscaler(config)
+            for role, config in (
+                ("prefill", plan.prefill),
+                ("decode", plan.decode),
+                ("mixed", plan.mixed),
+            )
+            if config is not None
+        }
+        self._starting: dict[str, list[str]] = {role: [] for role in self._scalers}
+        self._joining: set[str] = set()  # started, and the scheduler may not have heard of it
+        self._draining: dict[str, int] = {}  # id -> the life that is to end
+        self._names = {
+            role: sum(role_of(instance_id) == role for instance_id in world.spec.instance_ids)
+            for role in self._scalers
+        }
+        self._observed = _Observed()
+        self._chunk_s = world.spec.profile.prefill.chunk_s
+        self._clock.at(plan.interval_s, self._look)
+
+    # ---- what is measured
+
+    def arrived(self, tokens: int) -> None:
+        """A request came: its prefill is so much work for one instance."""
+        self._observed.arrived_s += self._chunk_s(tokens)
+
+    def ended(self, record: RequestRecord) -> None:
+        """A request ended."""
+        if record.error:
+            return
+        name, seen = record.class_name, self._observed
+        if record.ttft_slo_s:
+            seen.ttft.setdefault(name, _Ratio()).add(record.ttft_s / record.ttft_slo_s)
+        if record.tbt_slo_s and record.tbt_s is not None:
+            seen.tbt.setdefault(name, _Ratio()).add(record.tbt_s / record.tbt_slo_s)
+
+    def _metrics(self, role: str) -> PoolMetrics:
+        now_s, seen = self._clock.now_s, self._observed
+        known, ready = self._known(role), self._ready(role)
+        self._joining.difference_update(self._machine.cluster.instances)
+        joining = sum(role_of(instance_id) == role for instance_id in self._joining)
+        prefills, decodes = role != "decode", role != "prefill"
+        return PoolMetrics(
+            sampled_s=now_s,
+            ready=len(ready),
+            starting=len(self._starting[role]) + joining,
+            draining=len(known) - len(ready),
+            active_requests=len(self._world.jobs),
+            backlog_s=self._backlog_s(role) if prefills else None,
+            arriving=seen.arrived_s / self._plan.interval_s if prefills else None,
+            ttft_slo_ratio=seen.worst(seen.ttft) if prefills else None,
+            kv_utilisation=_kv_utilisation(ready) if decodes else None,
+            tbt_slo_ratio=seen.worst(seen.tbt) if decodes else None,
+        )
+
+    def _known(self, role: str) -> list[PrefillInstance | DecodeInstance]:
+        """The pool's instances as the scheduler knows them."""
+        instances = self._machine.cluster.instances.values()
+        return [instance for instance in instances if instance.card.role == role]
+
+    def _ready(self, role: str) -> list[PrefillInstance | DecodeInstance]:
+        """Those of them that go on taking work."""
+        return [
+            instance
+            for instance in self._known(role)
+            if not instance.draining and instance.id not in self._draining
+        ]
+
+    def _backlog_s(self, role: str) -> float:
+        """Predicted seconds of prefill not yet computed."""
+        if role == "mixed":
+            return self._fleet.mixed.backlog_s()
+        queued_s, now_s = self._machine.queued_s, self._clock.now_s
+        return queued_s + sum(
+            instance.outstanding_s(now_s)
+            for instance in self._known(role)
+            if isinstance(instance, PrefillInstance)
+        )
+
+    # ---- what is done
+
+    def _look(self, nothing: None) -> None:
+        del nothing
+        if self.over:
+            return
+        for role, scaler in self._scalers.items():
+            metrics = self._metrics(role)
+            target = scaler.step(metrics, self._clock.now_s).replicas
+            if target != metrics.capacity:
+                self._world.tally.scale_events.append(
+                    ScaleEvent(
+                        at_s=self._clock.now_s, pool=role, instances=metrics.ready, target=target
+                    )
+                )
+            for _ in range(metrics.capacity, target):
+                self._start(role)
+            for _ in range(target, metrics.capacity):
+                self._shrink(role)
+        self._observed = _Observed()
+        self._clock.at(self._clock.now_s + self._plan.interval_s, self._look)
+
+    def _start(self, role: str) -> None:
+        instance_id = f"{role[0]}{self._names[role]}"
+        self._names[role] += 1
+        self._starting[role].append(instance_id)
+        self._clock.at(self._clock.now_s + self._plan.start_s, self._started, instance_id)
+
+    def _started(self, instance_id: str) -> None:
+        role = role_of(instance_id)
+        if self.over or instance_id not in self._starting[role]:
+            return
+        self._starting[role].remove(instance_id)
+        self._joining.add(instance_id)
+        self._world.tally.alive(role, self._plan.start_s)
+        self._world.outbox.append(self._fleet.join(instance_id))
+
+    def _shrink(self, role: str) -> None:
+        if self._starting[role]:
+            self._starting[role].pop()
+            return
+        ready = self._ready(role)
+        if not ready:
+            return
+        least = min(ready, key=lambda instance: (len(instance.holdings), instance.id))
+        if not self._draining:
+            self._clock.at(self._clock.now_s + DRAIN_POLL_S, self._poll)
+        self._draining[least.id] = least.card.generation
+        self._world.outbox.append(
+            events.InstanceDraining(instance_id=least.id, generation=least.card.generation)
+        )
+
+    def _poll(self, nothing: None) -> None:
+        """Lets draining instances go that neither they nor the scheduler has work for."""
+        del nothing
+        if self.over:
+            return
+        for instance_id in list(self._draining):
+            known = self._machine.cluster.instances.get(instance_id)
+            if known is None or self._fleet.generation(instance_id) != self._draining[instance_id]:
+                del self._draining[instance_id]  # it died, and may be back
+            elif known.draining and not known.holdings and self._fleet.is_idle(instance_id):
+                del self._draining[instance_id]
+                self._fleet.leave(instance_id)
+        if self._draining:
+            self._clock.at(self._clock.now_s + DRAIN_POLL_S, self._poll)
+
+
+def _kv_utilisation(ready: list[PrefillInstance | DecodeInstance]) -> float | None:
+    """Share of the pages of decode that requests hold, those on their way included."""
+    decodes = [instance for instance in ready if isinstance(instance, DecodeInstance)]
+    pages = sum(decode.card.kv_pages for decode in decodes)
+    used = sum(decode.decoding_pages + decode.virtual_pages for decode in decodes)
+    return used / pages if pages else None
