@@ -28,6 +28,15 @@ struct Group {
   double queue_s = 0.0;  // until its last member is free
 };
 
+// What groups may be made of.
+struct Pool {
+  std::vector<Part> parts;  // the node that is free as a whole the earliest first
+  std::vector<int> counts;  // by node
+  int size = 0;
+  int largest = 0;  // of the counts
+  double queue_s = 0.0;
+};
+
 struct Chunk {
   std::int64_t num_tokens = 0;
   Group group;
@@ -60,25 +69,35 @@ class Planner {
  private:
   // What one call of Algorithm 1 works with; calls nest as deep as there are degrees.
   struct Level {
-    std::vector<Group> single;   // a degree each, of Algorithm 2
-    std::vector<Group> current;  // a degree each, of Algorithm 3
+    std::vector<double> whole_s;  // of all that is left as one chunk, a degree each
+    Group single;                 // of Algorithm 2
+    Group current;                // of Algorithm 3
+    Pool pool;                    // the first of them, for the second
   };
   struct Step {
     std::int64_t num_tokens;
     const Group* group;
   };
+  struct Choice {
+    int degree;
+    double queue_s;
+    double end_s;
+  };
 
   void start(std::int64_t tokens, const double* queue_s, int least_sp, double improvement_rate);
   void sort_nodes(const double* queue_s);
   double queue_at(int node, int count) const { return sorted_s_[first_[node] + count - 1]; }
-  void extend(const Group& pool, const Group& initial, int size, Group* group);
-  void extend_to_new_nodes(const Group& pool, int size, Group* group);
-  const Part& next_node(const Group& pool, int wanted) const;
-  int single_chunk(const Group& pool, const Group& initial, int first_degree, int last_degree,
-                   int depth, double elapsed_s, double* end_s);
-  void explore(const Group& pool, const Group& initial, int first_degree, int last_degree,
+  void mark(const Group& group, std::size_t from, char value);
+  template <typename Take>
+  void walk(const Pool& pool, const Group& initial, int size, Take&& take) const;
+  double queue_of(const Pool& pool, const Group& initial, int size) const;
+  void extend(const Pool& pool, const Group& initial, int size, Group* group) const;
+  void to_pool(const Group& group, Pool* pool) const;
+  Choice single_chunk(const Pool& pool, const Group& initial, int first_degree, int last_degree,
+                      double elapsed_s, Level* level);
+  void explore(const Pool& pool, const Group& initial, int first_degree, int last_degree,
                int depth, double elapsed_s);
-  void try_pair(const Group& pool, int current, int next, int last_degree, int depth,
+  void try_pair(const Pool& pool, int current, int next, int last_degree, int depth,
                 double elapsed_s);
   void keep(int depth, double end_s);
 
@@ -87,11 +106,11 @@ class Planner {
   std::vector<Degree> degrees_;
   std::int64_t min_chunk_tokens_;
 
-  Group everyone_;
-  Group nobody_;
-  Group next_;                 // scratch of try_pair
+  const Group nobody_;
+  Group whole_;  // all instances
+  Pool everyone_;
   std::vector<Level> levels_;
-  std::vector<char> has_node_;  // scratch of extend: nodes that the group has
+  std::vector<char> marked_;  // by node: in the group that is being extended
 
   // Of the plan being made.
   std::vector<double> sorted_s_;  // queue times, a node after the other, shortest first
