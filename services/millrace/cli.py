@@ -73,12 +73,16 @@ def scheduler(
     config: ConfigPath = None,
     settings: Settings = [],  # noqa: B006 - typer wants a literal default
     ready_fd: ReadyFd = None,
+    record: Annotated[
+        Path | None,
+        typer.Option("--record", metavar="FILE", help="Write the run, for `millrace sim replay`."),
+    ] = None,
 ) -> None:
     """The scheduler: decides order, placement and the decode instance of every request."""
     from millrace.scheduler.main import serve
 
     tree = _configure(config, settings, "scheduler")
-    _run(serve(tree, host=host, port=port, on_ready=_tell(ready_fd)))
+    _run(serve(tree, host=host, port=port, on_ready=_tell(ready_fd), record=record))
 
 
 @app.command()

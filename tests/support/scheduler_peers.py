@@ -7,6 +7,7 @@ import contextlib
 import signal
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
+from pathlib import Path
 
 import grpc
 
@@ -25,11 +26,11 @@ def quick(**scheduler: object) -> Config:
 
 
 @asynccontextmanager
-async def scheduler(config: Config | None = None) -> AsyncIterator[Net]:
+async def scheduler(config: Config | None = None, record: Path | None = None) -> AsyncIterator[Net]:
     """A scheduler service in this process; leaving the block drains it with SIGTERM."""
     port: asyncio.Future[int] = asyncio.get_running_loop().create_future()
     task = asyncio.create_task(
-        serve(config or quick(), host="127.0.0.1", port=0, on_ready=port.set_result)
+        serve(config or quick(), host="127.0.0.1", port=0, on_ready=port.set_result, record=record)
     )
     await asyncio.wait([task, port], return_when=asyncio.FIRST_COMPLETED)
     if task.done():

@@ -19,6 +19,7 @@ from millrace.core.machine import Machine
 from millrace.scheduler.metrics import SchedulerMetrics
 from millrace.scheduler.peers import Proxy, Worker
 from millrace.scheduler.recorder import Recorder
+from millrace.scheduler.recording import Recording
 from millrace.telemetry.metrics import Registry
 from millrace.wire import scheduler_codec as codec
 from millrace.wire.pb import common_pb2, scheduler_pb2
@@ -43,10 +44,12 @@ class SchedulerLoop:
         recorder: Recorder,
         registry: Registry,
         clock: Callable[[], float] = time.monotonic,
+        recording: Recording | None = None,
     ) -> None:
         self.config = config
         self.clock = clock
         self.machine = Machine(config)
+        self._step = recording.around(self.machine.step) if recording else self.machine.step
         self.workers: dict[str, Worker] = {}
         self.draining = False
         self.idle = asyncio.Event()  # no request is under way
@@ -94,7 +97,7 @@ class SchedulerLoop:
 
     def _take(self, event: events.Event) -> None:
         start_s = self.clock()
-        wanted = self.machine.step(event, start_s)
+        wanted = self._step(event, start_s)
         self._metrics.step_s.observe(self.clock() - start_s)
         if isinstance(event, _MEMBERSHIP):
             self._tell_fleet()

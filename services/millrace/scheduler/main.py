@@ -7,12 +7,14 @@ import contextlib
 import logging
 import signal
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 from millrace.core.config import Config, SchedulerConfig
 from millrace.core.errors import ConfigError
 from millrace.scheduler.loop import SchedulerLoop
 from millrace.scheduler.recorder import Recorder
+from millrace.scheduler.recording import Recording
 from millrace.scheduler.servicer import SchedulerServicer
 from millrace.state.open import open_store
 from millrace.telemetry.metrics import Registry, serve_metrics
@@ -28,11 +30,17 @@ SERVED = {"policy": "fcfs", "planner": "least_queue", "preemption": "none", "bat
 
 
 async def serve(
-    config: Config, *, host: str, port: int, on_ready: Callable[[int], None] | None = None
+    config: Config,
+    *,
+    host: str,
+    port: int,
+    on_ready: Callable[[int], None] | None = None,
+    record: Path | None = None,
 ) -> None:
     """Runs the scheduler until SIGTERM or SIGINT, then lets running requests finish.
 
-    `on_ready` gets the port that it listens on. Raises MillraceError when it can't listen, and
+    `on_ready` gets the port that it listens on; `record` names a file that the run is written to,
+    for `millrace sim replay`. Raises MillraceError when it can't listen, and
     whatever ends the loop: a scheduler that can't decide must not look alive.
     """
     _check_served(config.scheduler)
@@ -45,7 +53,11 @@ async def serve(
         store = open_store(config.store)
         stack.push_async_callback(store.close)
         recorder = Recorder(store)
-        loop = SchedulerLoop(config.scheduler, recorder, registry)
+        recording = None
+        if record is not None:
+            recording = Recording(record, config.scheduler)
+            stack.callback(recording.close)
+        loop = SchedulerLoop(config.scheduler, recorder, registry, recording=recording)
         if config.telemetry.metrics_port:
             metrics = await serve_metrics(
                 config.telemetry.metrics_port,

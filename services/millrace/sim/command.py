@@ -48,6 +48,7 @@ from millrace.sim.mixes import LONG_FRACTION
 from millrace.sim.options import parse_range
 from millrace.sim.papers import EXPERIMENTS, load_experiment
 from millrace.sim.plots import draw_board, draw_run
+from millrace.sim.replay import command as replay_command
 from millrace.sim.report import RequestRecord, write_json
 from millrace.sim.scenario import Watch, simulate
 from millrace.sim.sweep_command import sweep_command
@@ -59,6 +60,7 @@ def register(app: typer.Typer) -> None:
     """Adds the commands."""
     app.command("run")(run)
     app.command("sweep")(sweep_command)
+    app.command("replay")(replay_command)
     names = ", ".join(EXPERIMENTS) or "none yet"
     app.command("paper", help=f"One of the papers' experiments: {names}.")(paper)
 

@@ -1,0 +1,99 @@
+"""Writes a live run down, to be replayed by `millrace sim replay`: `core.recorded` gives the form.
+
+Steps are written where they happen: their lines are collected in memory and go to the file when
+there is enough of them, or once a second. A disk that fails ends the recording, never the service.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, BinaryIO
+
+import orjson
+
+from millrace.core import recorded
+from millrace.core.config import SchedulerConfig
+from millrace.core.effects import Effect
+from millrace.core.events import Event
+from millrace.core.recorded import RecordingError
+
+log = logging.getLogger(__name__)
+
+BUFFER_BYTES = 1 << 18
+FLUSH_S = 1.0
+
+Step = Callable[[Event, float], list[Effect]]
+
+
+class Recording:
+    """One file. `around(machine.step)` is the step that also writes.
+
+    A file of that name becomes PATH.old: it may tell why the scheduler had to be started again.
+    """
+
+    def __init__(self, path: Path, config: SchedulerConfig) -> None:
+        """Raises RecordingError when the file can't be written."""
+        self.path = path
+        self.steps = 0
+        self._flushed_s = 0.0
+        self._file: BinaryIO | None = None
+        try:
+            if path.is_file():
+                path.replace(path.with_name(f"{path.name}.old"))
+            self._file = path.open("wb", buffering=BUFFER_BYTES)
+            self._file.write(orjson.dumps(recorded.head(config)) + b"\n")
+            self._file.flush()
+        except OSError as error:
+            self._give_up()
+            raise RecordingError(f"recording {path}: {error}") from error
+
+    def around(self, step: Step) -> Step:
+        """`step`, written down: also the event that made it raise."""
+
+        def recording_step(event: Event, now_s: float) -> list[Effect]:
+            line: dict[str, Any] = {"now_s": now_s, "event": recorded.plain_event(event)}
+            try:
+                effects = step(event, now_s)
+            except Exception as error:
+                self._write({**line, "raised": f"{type(error).__name__}: {error}"}, now_s)
+                raise
+            line["effects"] = recorded.plain_effects(effects)
+            self._write(line, now_s)
+            return effects
+
+        return recording_step
+
+    def close(self) -> None:
+        """Writes what is left. Harmless when called again."""
+        if self._file is not None:
+            file, self._file = self._file, None
+            try:
+                file.close()
+            except OSError as error:
+                log.error("the end of the recording %s is lost: %s", self.path, error)
+            else:
+                log.info("recorded %d steps in %s", self.steps, self.path)
+
+    def _write(self, line: dict[str, Any], now_s: float) -> None:
+        if self._file is None:
+            return
+        try:
+            self._file.write(orjson.dumps(line) + b"\n")
+            if now_s - self._flushed_s >= FLUSH_S:
+                self._file.flush()
+                self._flushed_s = now_s
+        except OSError as error:
+            log.error("recording %s ends here: %s", self.path, error)
+            self._give_up()
+        else:
+            self.steps += 1
+
+    def _give_up(self) -> None:
+        """Closes the file; what is buffered has nowhere to go."""
+        file, self._file = self._file, None
+        if file is not None:
+            with contextlib.suppress(OSError):
+                file.close()

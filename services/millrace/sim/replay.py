@@ -1,0 +1,193 @@
+"""Replays a recorded live run: the same events, at the same times, must bring the same effects.
+
+The scheduler and the simulator drive one `Machine`; a replay shows that nothing but events and
+their times decides, not the process, its clock or the order of a set.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Annotated, Any
+
+import orjson
+import typer
+
+from millrace.core import recorded
+from millrace.core.config import SchedulerConfig
+from millrace.core.effects import Effect
+from millrace.core.events import Event
+from millrace.core.machine import Machine
+from millrace.core.recorded import RecordingError
+from millrace.sim.arguments import plain_errors
+from millrace.sim.report import write_json
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Difference:
+    """The first step that came out otherwise; effects as `core.recorded` writes them.
+
+    A step that raised has one entry instead, ["raised", the error].
+    """
+
+    line: int  # in the file, from 1
+    now_s: float
+    event: list[Any]
+    recorded: list[Any]
+    replayed: list[Any]
+
+    def __str__(self) -> str:
+        """What differs, one effect a line: `-` was recorded, `+` is what the replay did."""
+        old, new = ([_text(e) for e in side] for side in (self.recorded, self.replayed))
+        same = next((i for i, (a, b) in enumerate(zip(old, new, strict=False)) if a != b), None)
+        first = min(len(old), len(new)) if same is None else same
+        lines = [f"line {self.line}, at {self.now_s} s: {_text(self.event)}"]
+        lines += [f"    {text}" for text in old[:first]]
+        lines += [f"  - {text}" for text in old[first:]] + [f"  + {text}" for text in new[first:]]
+        return "\n".join(lines)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ReplayResult:
+    """How far the replay and the recording agree."""
+
+    steps: int  # taken, the one that differs included
+    effects: int  # of the steps that agree
+    duration_s: float  # of the live run, first step to last
+    cut: bool  # the last line is not whole: the process died while it wrote
+    difference: Difference | None
+
+    @property
+    def agrees(self) -> bool:
+        return self.difference is None
+
+    def to_json(self) -> dict[str, Any]:
+        """Plain data, with `agrees`."""
+        return {"agrees": self.agrees, **asdict(self)}
+
+
+def replay(
+    path: Path,
+    build: Callable[[SchedulerConfig], Callable[[Event, float], list[Effect]]] | None = None,
+) -> ReplayResult:
+    """Steps a machine through a recording, as far as both agree.
+
+    `build` gives the step function for the recorded settings; a new `Machine`'s by default.
+    Raises RecordingError for a file that is no recording.
+    """
+    lines = _Lines(path)
+    config = recorded.config_of(next(lines, {}))
+    step = (build or _machine_step)(config)
+    steps = effects = 0
+    first_s = last_s = None
+    difference = None
+    for line in lines:
+        now_s, event, old = _step_of(line, f"{path}, line {lines.number}")
+        first_s, last_s = now_s if first_s is None else first_s, now_s
+        new = _replayed(step, event, now_s)
+        steps += 1
+        if new != old:
+            difference = Difference(
+                line=lines.number, now_s=now_s, event=line["event"], recorded=old, replayed=new
+            )
+            break
+        effects += len(new)
+    return ReplayResult(
+        steps=steps,
+        effects=effects,
+        duration_s=(last_s or 0.0) - (first_s or 0.0),
+        cut=lines.cut,
+        difference=difference,
+    )
+
+
+def _machine_step(config: SchedulerConfig) -> Callable[[Event, float], list[Effect]]:
+    return Machine(config).step
+
+
+def _replayed(
+    step: Callable[[Event, float], list[Effect]], event: Event, now_s: float
+) -> list[list[Any]]:
+    """What the step gives, through JSON as the recording went."""
+    try:
+        effects = recorded.plain_effects(step(event, now_s))
+    except Exception as error:
+        return [["raised", f"{type(error).__name__}: {error}"]]
+    written: list[list[Any]] = orjson.loads(orjson.dumps(effects))
+    return written
+
+
+def _step_of(line: dict[str, Any], where: str) -> tuple[float, Event, list[Any]]:
+    """Time, event and what came of it."""
+    try:
+        now_s = float(line["now_s"])
+        old = [["raised", line["raised"]]] if "raised" in line else list(line["effects"])
+        return now_s, recorded.event_of(line["event"]), old
+    except (KeyError, TypeError, ValueError) as error:
+        raise RecordingError(f"{where}: no step: {error!r}") from error
+    except RecordingError as error:
+        raise RecordingError(f"{where}: {error}") from error
+
+
+class _Lines(Iterator[dict[str, Any]]):
+    """The file's lines as objects. A last line without its end is left out and noted in `cut`."""
+
+    def __init__(self, path: Path) -> None:
+        self.number = 0
+        self.cut = False
+        self._path = path
+        self._lines = self._read()
+
+    def __next__(self) -> dict[str, Any]:
+        return next(self._lines)
+
+    def _read(self) -> Iterator[dict[str, Any]]:
+        try:
+            with self._path.open("rb") as file:
+                for text in file:
+                    if not text.endswith(b"\n"):
+                        self.cut = True
+                        return
+                    self.number += 1
+                    yield self._object(text)
+        except OSError as error:
+            raise RecordingError(f"recording {self._path}: {error}") from error
+
+    def _object(self, text: bytes) -> dict[str, Any]:
+        try:
+            found = orjson.loads(text)
+        except orjson.JSONDecodeError as error:
+            raise RecordingError(f"{self._path}, line {self.number}: {error}") from error
+        if not isinstance(found, dict):
+            raise RecordingError(f"{self._path}, line {self.number}: it must be an object")
+        return found
+
+
+def _text(named: list[Any]) -> str:
+    """A named object on one line."""
+    name, fields = named
+    if not isinstance(fields, dict):
+        return f"{name}: {fields}"
+    return f"{name}({', '.join(f'{key}={value!r}' for key, value in fields.items())})"
+
+
+@plain_errors
+def command(
+    path: Annotated[
+        Path, typer.Argument(metavar="FILE", help="Written by `millrace scheduler --record FILE`.")
+    ],
+    json_path: Annotated[
+        Path | None, typer.Option("--json", metavar="PATH", help="Write the result as JSON.")
+    ] = None,
+) -> None:
+    """Replay a recorded live run: exit 1 and show the first difference if decisions differ."""
+    result = replay(path)
+    if json_path is not None:
+        write_json(json_path, result.to_json())
+    print(f"{result.steps} steps over {result.duration_s:.3g} s, {result.effects} effects agree")
+    if result.cut:
+        print("the recording's last line is not whole; it was left out")
+    if result.difference is not None:
+        print(result.difference)
+        raise typer.Exit(1)

@@ -1,0 +1,282 @@
+"""A live run, recorded, takes the same decisions in the hands of the simulator's driver."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import signal
+from pathlib import Path
+
+import httpx
+import pytest
+from typer import Typer
+from typer.testing import CliRunner
+
+from millrace.core.machine import Machine
+from millrace.core.recorded import RecordingError
+from millrace.sim.replay import command, replay
+from millrace.up import Service, Stack, StackOptions
+from support.live_stack import POOL_BYTES, eventually, greedy_ids
+from support.scheduler_peers import Net, Worker, quick, scheduler, spec
+from support.served_model import served_folder
+from support.tiny_models import prompt
+
+
+def lines(path: Path) -> list[dict]:
+    return [json.loads(line) for line in path.read_bytes().splitlines()]
+
+
+def events(path: Path) -> set[str]:
+    return {line["event"][0] for line in lines(path)[1:]}
+
+
+def effects(path: Path) -> set[str]:
+    return {name for line in lines(path)[1:] for name, _ in line["effects"]}
+
+
+# ---- the real service, with peers over real streams
+
+
+async def work(net: Net, prefill: Worker, decodes: dict[str, Worker], computed: set[str]) -> None:
+    """A prefill worker and the decode workers that its requests go to."""
+    while True:
+        command = await prefill.next()
+        if command.WhichOneof("kind") != "run_prefill":
+            continue
+        request_id = command.run_prefill.request.request_id
+        computed.add(request_id)
+        await prefill.computed(request_id)
+        await prefill.released(request_id)
+        decode = decodes.get(command.run_prefill.decode.incarnation.id)
+        if decode is not None:  # else it died after the request was placed there
+            await decode.decoding(request_id)
+            await decode.finished(request_id)
+
+
+async def run(path: Path) -> None:
+    """A dozen requests, one cancel, one death of a prefill and one of a decode instance."""
+    async with scheduler(quick(lease_s=2, tasks_ahead=1), record=path) as net:
+        lost, prefill = await net.worker("p0"), await net.worker("p1")
+        decodes = {name: await net.worker(name) for name in ("d0", "d1", "d2")}
+        proxy = await net.proxy()
+        await proxy.submit(*(spec(f"r{i}", 50 + 90 * i) for i in range(12)), spec("big", 5000))
+        for _ in range(3):
+            await proxy.next("placed")
+        await proxy.cancel("r7")
+        await lost.next("run_prefill")
+        await lost.cut()
+        await decodes.pop("d2").cut()
+        computed: set[str] = set()
+        working = asyncio.create_task(work(net, prefill, decodes, computed))
+
+        async def ended() -> bool:
+            status = await net.status()
+            return not (status.queued or status.prefilling or status.decoding)
+
+        await eventually(ended)
+        working.cancel()
+        await asyncio.gather(working, return_exceptions=True)
+
+
+@pytest.fixture(scope="module")
+def recording(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("live") / "run.jsonl"
+    asyncio.run(run(path))
+    return path
+
+
+def test_a_live_run_takes_the_same_decisions_when_it_is_replayed(recording):
+    result = replay(recording)
+    assert result.agrees and not result.cut, result.difference
+    assert result.steps == len(lines(recording)) - 1 > 50
+    assert result.effects == sum(len(line["effects"]) for line in lines(recording)[1:])
+    assert result.duration_s > 0
+    assert {"Submitted", "CancelRequested", "InstanceLeft", "ChunkFinished"} <= events(recording)
+    assert {"Place", "Refuse", "RunPrefill", "CancelOn", "Record"} <= effects(recording)
+
+
+def tampered(recording: Path, change) -> tuple[Path, int]:
+    """A copy with `change` made to the first step it answers True for; and that step's line."""
+    all_lines = lines(recording)
+    number = next(i for i, line in enumerate(all_lines[1:], 2) if change(line))
+    path = recording.with_name(f"{change.__name__}.jsonl")
+    path.write_text("".join(json.dumps(line) + "\n" for line in all_lines))
+    return path, number
+
+
+def another_instance(line) -> bool:
+    for name, fields in line["effects"]:
+        if name == "RunPrefill":
+            fields["instance_id"] = "p9"
+            return True
+    return False
+
+
+def one_effect_less(line) -> bool:
+    return len(line["effects"]) > 1 and bool(line["effects"].pop())
+
+
+def another_order(line) -> bool:
+    same = line["effects"] == line["effects"][::-1]
+    line["effects"].reverse()
+    return not same
+
+
+def a_defect(line) -> bool:
+    if not line["effects"]:
+        return False
+    line["raised"] = "IntegrityError: a leak"
+    return True
+
+
+@pytest.mark.parametrize("change", [another_instance, one_effect_less, another_order, a_defect])
+def test_the_first_step_that_differs_is_shown(recording, change):
+    path, number = tampered(recording, change)
+    result = replay(path)
+    assert not result.agrees
+    assert result.difference.line == number and result.steps == number - 1
+    assert result.difference.event == lines(recording)[number - 1]["event"]
+    assert result.difference.replayed == lines(recording)[number - 1]["effects"]
+    assert result.difference.recorded != result.difference.replayed
+    assert f"line {number}, at " in str(result.difference)
+
+
+def test_an_event_that_is_missing_changes_what_follows(recording):
+    kept = [line for line in lines(recording) if line.get("event", [""])[0] != "CancelRequested"]
+    path = recording.with_name("kept.jsonl")
+    path.write_text("".join(json.dumps(line) + "\n" for line in kept))
+    assert not replay(path).agrees
+
+
+def test_a_machine_that_decides_otherwise_is_caught(recording):
+    """What the parity test is for: the order of two equal choices turned round."""
+
+    def build(config):
+        machine = Machine(config)
+
+        def step(event, now_s):
+            found = machine.step(event, now_s)
+            return found[::-1]
+
+        return step
+
+    result = replay(recording, build)
+    assert not result.agrees and "  - " in str(result.difference)
+
+
+def test_a_machine_that_raises_is_a_difference(recording):
+    def step(event, now_s):
+        raise ZeroDivisionError("a defect")
+
+    result = replay(recording, lambda config: step)
+    assert result.difference.replayed == [["raised", "ZeroDivisionError: a defect"]]
+    assert "+ raised: ZeroDivisionError: a defect" in str(result.difference)
+
+
+def test_a_recording_that_was_cut_short_is_replayed_up_to_there(recording):
+    path = recording.with_name("cut.jsonl")
+    path.write_bytes(recording.read_bytes()[:-5])
+    result = replay(path)
+    assert result.agrees and result.cut and result.steps == len(lines(recording)) - 2
+
+
+@pytest.mark.parametrize(
+    "text, message",
+    [
+        ("", "millrace_recording is None"),
+        ('{"millrace_recording":7}\n', "millrace_recording is 7; this version reads 1"),
+        ("[]\n", "line 1: it must be an object"),
+        ("{\n", "line 1: "),
+        ('{"millrace_recording":1,"scheduler":{}}\n{"now_s":1}\n', "line 2: no step: KeyError"),
+        (
+            '{"millrace_recording":1,"scheduler":{}}\n{"now_s":1,"event":["X",{}],"effects":[]}\n',
+            r"line 2: \['X', {}\] is no event",
+        ),
+    ],
+)
+def test_what_is_no_recording_is_said(tmp_path, text, message):
+    path = tmp_path / "run.jsonl"
+    path.write_text(text)
+    with pytest.raises(RecordingError, match=message):
+        replay(path)
+    with pytest.raises(RecordingError, match=r"missing\.jsonl"):
+        replay(tmp_path / "missing.jsonl")
+
+
+def test_the_command_reports_and_fails_on_a_difference(recording, tmp_path):
+    app = Typer()
+    app.command()(command)
+    out = tmp_path / "result.json"
+    good = CliRunner().invoke(app, [str(recording), "--json", str(out)])
+    assert good.exit_code == 0 and "effects agree" in good.output
+    assert json.loads(out.read_text())["agrees"] is True
+    path, number = tampered(recording, another_instance)
+    bad = CliRunner().invoke(app, [str(path), "--json", str(out)])
+    assert bad.exit_code == 1 and f"line {number}, at" in bad.output
+    assert json.loads(out.read_text())["difference"]["line"] == number
+    none = CliRunner().invoke(app, [str(tmp_path / "none.jsonl")])
+    assert none.exit_code == 1 and none.output.startswith("millrace: recording ")
+
+
+# ---- the whole stack, with real workers
+
+
+class RecordedStack(Stack):
+    """A stack whose scheduler records."""
+
+    record: Path
+
+    def _service(self, name: str, arguments: list[str]) -> Service:
+        if name == "scheduler":
+            arguments += ["--record", str(self.record)]
+        return super()._service(name, arguments)
+
+
+async def test_real_workers_and_a_death_replay_alike(tmp_path) -> None:
+    """The scheduler was another process: its hash seed and clock were others, too."""
+    settings = [
+        "engine.dtype=float32",
+        "engine.max_chunk_tokens=64",
+        f"engine.kv_bytes={POOL_BYTES}",
+    ]
+    options = StackOptions(
+        model=str(served_folder("qwen3")),
+        model_name="tiny",
+        port=0,
+        threads=1,
+        start_timeout_s=90,
+        settings=[
+            *settings,
+            "scheduler.heartbeat_s=0.2",
+            "scheduler.lease_s=1.0",
+            "scheduler.tasks_ahead=1",
+        ],
+    )
+    recorded = RecordedStack(options)
+    recorded.record = path = tmp_path / "run.jsonl"
+    async with (
+        recorded as stack,
+        httpx.AsyncClient(base_url=stack.url, timeout=60) as client,
+    ):
+        ids = [prompt(length, length) for length in (1500, 40, 900, 1500, 7, 300)]
+        answers = [asyncio.create_task(greedy_ids(client, p, 8)) for p in ids]
+        body = {"model": "tiny", "prompt": [9], "max_tokens": 4000, "ignore_eos": True}
+        async with client.stream("POST", "/v1/completions", json={**body, "stream": True}) as s:
+            await anext(s.aiter_lines())  # then the client leaves
+        process = stack.services["prefill-0"].process
+        assert process is not None
+        os.kill(process.pid, signal.SIGKILL)
+        ends = await asyncio.gather(*answers, return_exceptions=True)
+        assert any(isinstance(end, list) for end in ends)  # a death after token one costs a request
+        lost = stack.services["prefill-0"]
+        await eventually(lambda: lost.restarts == 1 and lost.serving, 30)
+        await eventually(lambda: {"InstanceLeft", "CancelRequested"} <= events_so_far(path))
+    result = replay(path)
+    assert result.agrees and not result.cut, str(result.difference)
+    assert {"Submitted", "ChunkFinished", "RequestReleased", "DecodeStarted"} <= events(path)
+
+
+def events_so_far(path: Path) -> set[str]:
+    whole = [line for line in path.read_bytes().splitlines(keepends=True) if line.endswith(b"\n")]
+    return {json.loads(line)["event"][0] for line in whole[1:]}
