@@ -342,6 +342,8 @@ class Machine:
                 self._life.lost(request, instance, why)
             else:
                 self._life.fail(request, why, instance)
+        elif request is not None:
+            self._life.drop_tasks(request)
         self._rounds.run()
 
     def _tick(self, event: events.Tick) -> None:

@@ -114,8 +114,9 @@ class Rounds:
         )
         life.effects.append(AdmitDecode(instance_id=decode.id, request_id=request.id))
         life.record(request)
-        life.enqueue(request, pool.line)
-        if decode.card.role == "mixed":
+        if decode.card.role != "mixed":
+            life.enqueue(request, pool.line)
+        else:
             whole = Chunk(
                 index=0, start_token=0, num_tokens=request.prompt_tokens, instance_ids=(decode.id,)
             )
@@ -204,6 +205,8 @@ class Rounds:
         """Sends the request, and others that are computed together with it."""
         key = pool.line.key(request)
         together = self._batch(request, chunks, pool)
+        for one in (request, *together):
+            self._life.unqueue(one)
         tasks: list[Task] = []
         for chunk in chunks:
             members = tuple(pool.prefill[instance_id] for instance_id in chunk.instance_ids)
@@ -260,8 +263,7 @@ class Rounds:
         return together
 
     def _send(self, request: Request, chunks: tuple[Chunk, ...]) -> None:
-        assert request.decode_id is not None  # only placed requests are in a pool's line
-        self._life.unqueue(request)
+        assert request.decode_id is not None  # only placed requests are sent
         request.chunks = chunks
         request.attempts += 1
         request.dispatched_s = self._life.now_s

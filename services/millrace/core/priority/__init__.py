@@ -10,7 +10,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from types import MappingProxyType
 
-from millrace.core.priority import d_edf, edf, fcfs, lars, lrs, s_edf, millrace
+from millrace.core.priority import d_edf, edf, fcfs, lars, lrs, millrace, s_edf
 from millrace.core.request import Request
 
 PriorityKey = tuple[float, ...]

@@ -1,15 +1,15 @@
-"""Millrace's own order: the largest set of requests that can all be in time, and a bounded wait.
+"""Millrace's own order: the most requests that can all be in time, and a bounded wait.
 
-1. In time. Taken by deadline, a request is kept if everything kept so far can still be done by then;
-   if not, the kept request with the most work left is given up. What stays is the largest set that
-   can be in time if nothing more arrives (Moore, "An n job, one machine sequencing algorithm for
-   minimizing the number of late jobs", Management Science 15(1), 1968, on remaining work, since
-   preemption makes work already done count). It runs by deadline, which is optimal for a set that can
-   be done in time.
-2. Given up for now. The others use what the first leave free, by deadline. A round later they may be
-   in time after all: nothing is remembered.
+1. In time. Taken by deadline, a request is kept if everything kept so far can still be done by
+   then; if not, the kept request with the most work left is given up. What stays is the largest set
+   that can be in time if nothing more arrives (Moore, "An n job, one machine sequencing algorithm
+   for minimizing the number of late jobs", Management Science 15(1), 1968, on remaining work, since
+   preemption makes work already done count). It runs by deadline, which is optimal for a set that
+   can be done in time.
+2. Given up for now. The others use what the first leave free, by deadline. A round later they may
+   be in time after all: nothing is remembered.
 3. Bounded wait. One of the others that has waited `WAIT_BOUND` times its isolated prefill (taken as
-   `LEAST_S` at least) goes before all, the longest since arrival first. That promise is kept as long
+   `LEAST_S` at least) goes before all, the longest since arrival first. The promise is kept as long
    as the work given up stays under `BACKLOG_S` seconds an instance. Beyond, the pool is overloaded:
    serving the late first would make the others late too, and nobody would be better off.
 
