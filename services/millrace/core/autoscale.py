@@ -1,6 +1,6 @@
 """How many replicas a pool should have: `Autoscaler.step(metrics, now_s) -> Recommendation`.
 
-Pure: the operator, the local stack and the simulator drive the same object. Not from a paper; the
+Pure: every driver, live or simulated, calls the same object. Not from a paper; the
 averaging over stabilisation windows and the ceil(replicas x measured / target) rule are those of
 Kubernetes' HorizontalPodAutoscaler (its documentation, "Algorithm details"), deviations below.
 
