@@ -10,7 +10,8 @@ import pytest
 
 from millrace.core.config import SchedulerConfig
 from millrace.core.latency import Latency, SpLatency
-from millrace.core.planning import PLANNERS, Plan, PlannerInputs
+from millrace.core.planning import PLANNERS, PlannerInputs
+from millrace.core.planning.plan import Plan
 from millrace.profiles import load_profile
 
 K = 1024
