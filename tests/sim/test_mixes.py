@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import itertools
+import math
 import random
 import statistics
 
 import pytest
 
 from millrace.core.errors import ConfigError
+from millrace.core.packing import PackingConfig
+from millrace.profiles import load_profile
 from millrace.sim.lengths import (
     by_quantiles,
     log_uniform,
@@ -17,7 +20,8 @@ from millrace.sim.lengths import (
     truncated_lognormal,
 )
 from millrace.sim.mixes import MIXES, MixOptions, build_mix
-from millrace.sim.objectives import with_objectives
+from millrace.sim.objectives import isolated_prefill, with_objectives
+from millrace.sim.spec import SimSpec
 from millrace.sim.workload import PlannedRequest, SloClass, TraceRow, WorkloadOptions, plan
 
 COUNT = 30_000
@@ -78,6 +82,9 @@ def test_qwen_has_table_2s_objectives():
 def test_tetris_ranges_and_means(name, low, high, mean):
     lengths = [row.input_tokens for row in drawn(f"tetris-{name}")]
     assert statistics.mean(lengths) == pytest.approx(mean * 1024, rel=0.02)
+    # Assumed, not published: the range is six deviations of the logarithm wide.
+    spread = statistics.stdev(math.log(length) for length in lengths)
+    assert spread == pytest.approx(math.log(high / low) / 6, rel=0.05)
     assert low * 1024 <= min(lengths) < 1.5 * low * 1024
     assert 0.7 * high * 1024 < max(lengths) <= high * 1024
 
@@ -152,6 +159,24 @@ def test_lengths_by_few_figures():
     for mean in (10.0, 10.1, 100.0, 5.0, float("nan")):
         with pytest.raises(ConfigError, match="mean length"):
             truncated_lognormal(10, 100, mean)
+
+
+@pytest.mark.parametrize("prefill", [1, 2, 3, 16])
+def test_a_prefill_alone_uses_the_best_group_there_is(prefill):
+    profile = load_profile("llama3-8b-a100-tp1")
+    isolated_s = isolated_prefill(SimSpec(profile=profile, prefill=prefill, decode=1))
+    for tokens in (500, 30_000, 300_000):
+        best = min(
+            profile.prefill.chunk_s(tokens, 0, sp) for sp in (1, 2, 4, 8, 16) if sp <= prefill
+        )
+        assert isolated_s(tokens) == best
+
+
+def test_a_prefill_alone_on_mixed_instances_is_piped():
+    profile = load_profile("llama3-8b-a100-tp1")
+    packing = PackingConfig(t_target_s=0.05)
+    isolated_s = isolated_prefill(SimSpec(profile=profile, mixed=2, spp=4, packing=packing))
+    assert isolated_s(9000) == pytest.approx(profile.prefill.chunk_s(9000) / 4)
 
 
 def test_objectives_for_requests_that_bring_none():

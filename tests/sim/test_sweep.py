@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 from millrace.core.config import SchedulerConfig
 from millrace.core.errors import ConfigError
 from millrace.profiles import load_profile
+from millrace.sim.report import Collector, RequestRecord
 from millrace.sim.scenario import Scenario, Traffic, Watch, misses_allowed, simulate
 from millrace.sim.search import largest_load
 from millrace.sim.spec import SimSpec
@@ -96,6 +97,29 @@ def test_the_slo_axis_looks_for_the_smallest_scale():
     assert result.edge == min(carried)
     assert max(failed) < result.edge <= max(failed) * 1.2 * (1 + 1e-9)
     assert simulate(scenario().at_slo_scale(result.edge)) == result.at_edge
+
+
+@pytest.mark.parametrize(("requests", "attained", "carried"), [(100, 90, True), (100, 89, False)])
+def test_a_load_is_carried_at_the_goal_exactly(monkeypatch, requests, attained, carried):
+    def simulate(scenario, watch):
+        collector = Collector()
+        for index in range(requests):
+            over = index >= attained and scenario.traffic.rate_rps > 8.0
+            record = RequestRecord(
+                index=index,
+                class_name="a",
+                arrival_s=0.0,
+                input_tokens=1,
+                output_tokens=1,
+                error="late" if over or scenario.traffic.rate_rps > 20.0 else "",
+            )
+            collector.add(record)
+        return collector.report(1.0)
+
+    monkeypatch.setattr("millrace.sim.sweep.simulate", simulate)
+    one = scenario(requests=requests)
+    result = sweep({"one": one}, SweepOptions(start=4.0, tolerance=0.01, jobs=1))[0]
+    assert result.edge == pytest.approx(20.0 if carried else 8.0, rel=0.011)
 
 
 def test_a_run_that_must_fail_stops_early():
