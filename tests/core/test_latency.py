@@ -124,6 +124,11 @@ class TestSpLatency:
     def test_scaled(self):
         assert self.sp.scaled(2.0).chunk_s(8, 0, 2) == 10.0
 
+    def test_limited(self):
+        assert self.sp.limited(3).degrees == (1, 2)
+        with pytest.raises(ConfigError, match="must start with 1"):
+            self.sp.limited(0)
+
     def test_an_unknown_degree_is_named(self):
         for ask in (self.sp.chunk_s, self.sp.tokens_within):
             with pytest.raises(ConfigError, match=r"sp is 3; .* degrees \(1, 2, 4\)"):

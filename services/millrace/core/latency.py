@@ -153,6 +153,12 @@ class SpLatency:
             by_sp=MappingProxyType({sp: self.by_sp[sp].scaled(factor) for sp in self.degrees})
         )
 
+    def limited(self, most: int) -> SpLatency:
+        """Only the degrees up to `most`: those that a cluster of so many instances can form."""
+        return SpLatency(
+            by_sp=MappingProxyType({sp: self.by_sp[sp] for sp in self.degrees if sp <= most})
+        )
+
     def _unknown(self, sp: int) -> ConfigError:
         return ConfigError(f"sp is {sp}; the latency model holds the degrees {self.degrees}")
 

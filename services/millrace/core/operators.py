@@ -112,10 +112,10 @@ class OperatorModel:
     with the norms, rotary embedding, activation, residuals and TP all-reduces folded in.
 
     attn: seconds of one layer's prefill attention over L^2, twice the (query, key) pairs of a
-    chunk of L tokens without history. A history of C adds 2 f(L) C L to that argument, by FLOP
-    counting (c = 2 d in Tetris Eq. (1)); `history_factor` is f, above 1 where a kernel works
-    history off more slowly than counting says. It never goes below reading the chunk's and the
-    history's KV once, at `kv_read_s` a token.
+    chunk of L tokens without history. A history of C adds 2 f(L) C L such pairs at the table's
+    last slope, the rate of long prompts: by FLOP counting f is 1 (c = 2 d in Tetris Eq. (1)).
+    `history_factor` is f, above 1 where a chunk is too short to work at that rate. Attention never
+    takes less than reading the chunk's and the history's KV once, at `kv_read_s` a token.
 
     decode_attn, lm_head (over the requests that get a token), overhead_s: the rest of a pass.
 
@@ -148,6 +148,7 @@ class OperatorModel:
                 raise ConfigError(f"operators.{name} is {value}; it must be finite and 0 or more")
         parts = (self.qkv_proj, self.o_proj, self.gate_up_proj, self.down_proj)
         xs = tuple(sorted({x for part in parts for x in part.xs}))
+        xs += (2.0 * xs[-1] + 1.0,)  # the parts' last slopes, of which a falling one is level
         ys = tuple(self.layers * sum(part.at(x) for part in parts) for x in xs)
         object.__setattr__(self, "_linear", Table(xs=xs, ys=ys))
 
@@ -223,8 +224,9 @@ class OperatorModel:
         if kvp > 1:
             # A shard holds a k-th of the history; the chunk's own rows are on one worker.
             history = -(-history // kvp)
-        pairs = tokens * (tokens + 2.0 * self.history_factor.at(tokens) * history)
-        seconds = self.attn.at(pairs)
+        attn = self.attn
+        pair_s = 2.0 * self.history_factor.at(tokens) * attn.slopes[-1]
+        seconds = attn.at(tokens * tokens) + pair_s * tokens * history
         read_s = self.kv_read_s * (tokens + history)
         if read_s > seconds:
             seconds = read_s

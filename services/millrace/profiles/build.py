@@ -123,13 +123,12 @@ class Builder:
 
     def _gaps_s(self) -> list[float]:
         """Table 1, SP 1, less the pass's overhead, GEMMs and attention, from 4k to 16k tokens."""
-        device, shapes = self._device("a100"), LLAMA3_8B.gemms(1).values()
+        device, gemms = self._device("a100"), self._gemms(LLAMA3_8B, "a100", 1).values()
         attn = table(device.prefill_attention(LLAMA3_8B.heads, LLAMA3_8B.kv_heads))
         gaps = []
         for tokens, seconds in self._table_1[1]:
             if tokens > 16 * fitted.K:
                 break
-            gemms = (table({m: device.gemm_s(m, n, k) for m in device.tokens}) for n, k in shapes)
             layer_s = sum(gemm.at(tokens) for gemm in gemms) + attn.at(tokens**2)
             gaps.append(seconds - PASS_OVERHEAD_S - LLAMA3_8B.layers * layer_s)
         return gaps
@@ -141,10 +140,8 @@ class Builder:
         heads, kv_heads = model.heads // tp, model.kv_heads // tp
         beside = self._beside(model, device_name, tp)
         linear = {
-            name: _round_table(
-                {m: device.gemm_s(m, n, k) + beside[name].at(m) for m in device.tokens}
-            )
-            for name, (n, k) in model.gemms(tp).items()
+            name: _round_table({m: gemm.at(m) + beside[name].at(m) for m in gemm.xs})
+            for name, gemm in self._gemms(model, device_name, tp).items()
         }
         decode, kv_read_s = self._decode(device, heads, kv_heads)
         head = {
@@ -156,7 +153,7 @@ class Builder:
             layers=model.layers,
             **linear,
             attn=self._attn(device_name, heads, kv_heads),
-            history_factor=Table(xs=(32.0, 2048.0), ys=(1.11, 1.0)),
+            history_factor=Table(xs=(1.0,), ys=(1.0,)),
             kv_read_s=kv_read_s,
             decode_attn=decode,
             lm_head=_round_table(head),
@@ -164,6 +161,19 @@ class Builder:
             kvp_message_s=kvp_message_s,
             kvp_token_s=fitted.rounded(kvp_bytes / RDMA_BYTES_S[device_name]),
         )
+
+    def _gemms(self, model: Model, device_name: str, tp: int) -> Mapping[str, Table]:
+        """Operator -> seconds of one layer's GEMM over tokens.
+
+        The last point is not measured: from the longest one on, time grows with the tokens.
+        """
+        device, found = self._device(device_name), {}
+        for name, (n, k) in model.gemms(tp).items():
+            points = {m: device.gemm_s(m, n, k) for m in device.tokens}
+            last = max(points)
+            points[64 * last] = 64 * points[last]
+            found[name] = table(points)
+        return found
 
     def _attn(self, device: str, heads: int, kv_heads: int) -> Table:
         """Prefill attention, carried on to prompts longer than the 16k tokens measured.
@@ -198,8 +208,7 @@ class Builder:
 
     def _long_attention(self) -> float:
         """`fitted.long_factor` of A100."""
-        device, shapes = self._device("a100"), LLAMA3_8B.gemms(1).values()
-        gemms = [table({m: device.gemm_s(m, n, k) for m in device.tokens}) for n, k in shapes]
+        device, gemms = self._device("a100"), self._gemms(LLAMA3_8B, "a100", 1).values()
         attn = table(device.prefill_attention(LLAMA3_8B.heads, LLAMA3_8B.kv_heads))
         layers = LLAMA3_8B.layers
         return fitted.long_factor(
@@ -226,7 +235,8 @@ class Builder:
             launch_s = work.launch_s / len(shares)
             level_s = max(work.level_s * share * memory, launch_s)
             ramp = Table(xs=(1.0, float(work.ramp_tokens)), ys=(launch_s, level_s))
-            points = {m: ramp.at(min(m, work.ramp_tokens)) for m in gpu.tokens}
+            measured = (*gpu.tokens, 64 * gpu.tokens[-1])
+            points = {m: ramp.at(min(m, work.ramp_tokens)) for m in measured}
             if reduce and name in ("o_proj", "down_proj"):
                 points = {m: s + reduce.at(m * model.width) for m, s in points.items()}
             tables[name] = table(points)
@@ -284,7 +294,7 @@ def _assumptions(model: Model, device: str, tp: int) -> tuple[str, ...]:
     """What was not measured."""
     found = [
         "c = 2 d (FLOP counting): no prefill attention with long history was measured on this GPU",
-        "history is worked off at the rate of long prompts; 11 % slower at chunks of 32 (Medha)",
+        "history is worked off at the rate of long prompts in any chunk (KV split, as in Medha)",
         "GEMM shapes between measured ones are interpolated in n and k, beyond them extended in n",
         f"element-wise work {'measured' if device == 'a100' else 'scaled by HBM bandwidth'}, "
         "at most the constant by which Table 1 exceeds GEMMs and attention",

@@ -22,6 +22,9 @@ from typing import Any
 
 from millrace.core.operators import Table
 
+#: See `_cleaned`.
+_JUMP = 1.75
+
 
 def rows(path: Path) -> Iterator[dict[str, str]]:
     """The rows of a gzipped CSV file with a heading."""
@@ -33,6 +36,24 @@ def table(points: Mapping[float, float]) -> Table:
     """A table through (x, y) pairs."""
     xs = tuple(sorted(points))
     return Table(xs=xs, ys=tuple(points[x] for x in xs))
+
+
+def _cleaned(by_m: Mapping[float, float]) -> Mapping[float, float]:
+    """GEMM seconds by tokens; a time that jumps up at 1k tokens or more is interpolated instead.
+
+    A jump is more than `_JUMP` times what growing with the tokens gives: tiles can't do that (two
+    of the H100 shapes used here have one, at 3 and 4 times the time of half the tokens).
+    """
+    kept: dict[float, float] = {}
+    for m in sorted(by_m):
+        if m >= 1024:
+            before = max(kept)
+            if by_m[m] > _JUMP * by_m[before] * m / before:
+                continue
+        kept[m] = by_m[m]
+    usable = table(kept)
+    last = usable.xs[-1]
+    return {m: usable.at(m) if m <= last else kept[last] * m / last for m in by_m}
 
 
 @dataclass(frozen=True)
@@ -52,7 +73,7 @@ class Device:
         for row in self._rows("gemm_bf16"):
             shape = int(row["n"]), int(row["k"])
             found.setdefault(shape, {})[float(row["m"])] = float(row["latency_ms"]) * 1e-3
-        return found
+        return {shape: _cleaned(by_m) for shape, by_m in found.items()}
 
     @cached_property
     def _sizes(self) -> tuple[int, ...]:
