@@ -114,6 +114,53 @@ def test_mixes_of_long_prompts_run():
         assert "20 of 20 requests succeeded" in found.output
 
 
+def test_a_pool_grows_under_load(tmp_path):
+    out = tmp_path / "out.json"
+    ran(
+        "run",
+        "--prefill",
+        "1",
+        "--decode",
+        "2",
+        "--mix",
+        "qwen",
+        "--rate",
+        "12",
+        "--requests",
+        "1500",
+        "--autoscale",
+        "prefill:1:6",
+        "--set",
+        "autoscale.start_s=5",
+        "--json",
+        out,
+    )
+    events = json.loads(out.read_text())["results"]["engine"]["scale_events"]
+    assert {event["pool"] for event in events} == {"prefill"}
+    assert 1 < max(event["instances"] for event in events) <= 6
+
+
+def test_mixed_instances_run(tmp_path):
+    found = ran(
+        "run",
+        "--prefill",
+        "0",
+        "--decode",
+        "0",
+        "--mixed",
+        "2",
+        "--mix",
+        "qwen-colocated",
+        "--rate",
+        "2",
+        "--requests",
+        "40",
+        "--set",
+        "packing.t_target_s=0.1",
+    )
+    assert "40 of 40 requests succeeded" in found.output
+
+
 def test_objectives_of_a_class_can_be_given(tmp_path):
     out = tmp_path / "out.json"
     ran("run", *MIX, "--slo-class", "text:0.001:0", "--json", out)
@@ -150,6 +197,8 @@ def test_a_sweep_compares_every_combination(tmp_path):
         (["run", *MIX, "--profile", "nope"], "profile is 'nope'"),
         (["run", *MIX, "--prefill", "0"], "0 prefill"),
         (["run", *MIX, "--slo-scale", "0"], "--slo-scale 0"),
+        (["run", *MIX, "--autoscale", "kvp:1:2"], "--autoscale 'kvp:1:2'"),
+        (["run", *MIX, "--autoscale", "prefill:3:2"], "max_replicas is 2"),
         (["run", *MIX, "--failure", "soon"], "--failure 'soon'"),
         (["run", *MIX, "--failure", "1:p9"], "'p9'"),
         (["run", *MIX, "--set", "noise=1"], "--set 'noise=1'"),

@@ -87,12 +87,21 @@ Failures = Annotated[
         help="An instance (p0, d0, m0, ...) dies, and is back after DOWN_S (30); repeatable.",
     ),
 ]
+Autoscale = Annotated[
+    list[str],
+    typer.Option(
+        "--autoscale",
+        metavar="POOL:LEAST:MOST",
+        help="A pool (prefill, decode, mixed) grows and shrinks between two sizes; repeatable. "
+        "Pods take autoscale.start_s to start.",
+    ),
+]
 Settings = Annotated[
     list[str],
     typer.Option(
         "--set",
         metavar="TABLE.FIELD=VALUE",
-        help="Any other setting of scheduler, sim or packing; repeatable.",
+        help="Any other setting of scheduler, sim, packing or autoscale; repeatable.",
     ),
 ]
 Json = Annotated[Path | None, typer.Option("--json", metavar="PATH", help="All figures.")]
@@ -132,7 +141,12 @@ def systems(
     traffic = taken("trace", "mix", "window", "rate", "rate_scale", "slo_scale")
     traffic |= taken("long_fraction", "requests", "seed")
     return build_systems(
-        ClusterOptions(**cluster, failures=given["failure"], settings=given["settings"]),
+        ClusterOptions(
+            **cluster,
+            failures=given["failure"],
+            autoscale=given["autoscale"],
+            settings=given["settings"],
+        ),
         TrafficOptions(**traffic, slo_classes=given["slo_class"]),
         SystemOptions(
             policies=policies,

@@ -19,6 +19,7 @@ from millrace.sim.arguments import (
     PLANNER_HELP,
     POLICY_HELP,
     PREEMPTION_HELP,
+    Autoscale,
     Decode,
     DecodeProfile,
     Failures,
@@ -85,6 +86,7 @@ def run(  # noqa: PLR0913 - every option of the command line is a parameter
     kvp: Kvp = 0,
     spp: Spp = 1,
     failure: Failures = [],  # noqa: B006
+    autoscale: Autoscale = [],  # noqa: B006
     policy: Annotated[str, typer.Option("--policy", help=POLICY_HELP)] = "fcfs",
     planner: Annotated[str, typer.Option("--planner", help=PLANNER_HELP)] = "least_queue",
     preemption: Annotated[str, typer.Option("--preemption", help=PREEMPTION_HELP)] = "none",

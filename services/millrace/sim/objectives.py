@@ -8,7 +8,6 @@ counted against it, every system under comparison is held to the same one, and i
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import replace
 from types import MappingProxyType
 
 from millrace.core.latency import SpLatency
@@ -41,19 +40,28 @@ def with_objectives(
     for request in requests:
         slo = request.slo
         if slo.ttft_s is None:
-            deadline_s = max(DEADLINE_FACTOR * isolated_s(request.input_tokens), LEAST_DEADLINE_S)
-            yield replace(request, slo=_scaled(replace(slo, ttft_s=deadline_s), scale))
+            alone_s = isolated_s(request.input_tokens)
+            slo = _scaled(slo, max(DEADLINE_FACTOR * alone_s, LEAST_DEADLINE_S), scale)
         elif scale == 1.0:
             yield request
+            continue
         else:
             if slo not in scaled:
-                scaled[slo] = _scaled(slo, scale)
-            yield replace(request, slo=scaled[slo])
+                scaled[slo] = _scaled(slo, slo.ttft_s, scale)
+            slo = scaled[slo]
+        yield PlannedRequest(  # faster than dataclasses.replace, and once a request
+            index=request.index,
+            arrival_s=request.arrival_s,
+            input_tokens=request.input_tokens,
+            output_tokens=request.output_tokens,
+            slo=slo,
+        )
 
 
-def _scaled(slo: SloClass, scale: float) -> SloClass:
-    return replace(
-        slo,
-        ttft_s=None if slo.ttft_s is None else slo.ttft_s * scale,
+def _scaled(slo: SloClass, ttft_s: float, scale: float) -> SloClass:
+    return SloClass(
+        name=slo.name,
+        ttft_s=ttft_s * scale,
         tbt_s=None if slo.tbt_s is None else slo.tbt_s * scale,
+        weight=slo.weight,
     )

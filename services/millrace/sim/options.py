@@ -10,15 +10,16 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from millrace.core.autoscale import AutoscaleConfig, DecodeTargets, PrefillTargets, Targets
 from millrace.core.config import SchedulerConfig, load_config
 from millrace.core.errors import ConfigError
 from millrace.core.packing import PackingConfig
 from millrace.profiles import load_profile
 from millrace.sim.scenario import Scenario, Traffic
-from millrace.sim.spec import Failure, SimSpec
+from millrace.sim.spec import AutoscalePlan, Failure, SimSpec
 from millrace.sim.workload import SloClass
 
-_TABLES = ("scheduler", "sim", "packing")
+_TABLES = ("scheduler", "sim", "packing", "autoscale")
 _DEFAULT_T_TARGET_S = 0.05  # Medha's released default
 
 
@@ -34,6 +35,7 @@ class ClusterOptions:
     kvp: int
     spp: int
     failures: Sequence[str]
+    autoscale: Sequence[str]
     settings: Sequence[str]
 
 
@@ -105,7 +107,9 @@ def _spec(options: ClusterOptions, chosen: Sequence[str], seed: int) -> SimSpec:
     for setting in options.settings:
         table, dot, rest = setting.partition(".")
         if not dot or table not in tables:
-            raise ConfigError(f"--set {setting!r}: write scheduler., sim. or packing.FIELD=VALUE")
+            raise ConfigError(
+                f"--set {setting!r}: write TABLE.FIELD=VALUE, TABLE one of {', '.join(_TABLES)}"
+            )
         tables[table].append(rest)
     scheduler = load_config(None, [*chosen, *(f"scheduler.{text}" for text in tables["scheduler"])])
     packing = _fields(PackingConfig, "packing", tables["packing"])
@@ -123,6 +127,7 @@ def _spec(options: ClusterOptions, chosen: Sequence[str], seed: int) -> SimSpec:
         if options.mixed
         else None,
         failures=tuple(map(_failure, options.failures)),
+        autoscale=_autoscale(options.autoscale, tables["autoscale"]),
         scheduler=scheduler.scheduler,
         seed=seed,
         **given,
@@ -169,6 +174,32 @@ def _failure(text: str) -> Failure:
         return Failure(at_s=float(parts[0]), instance_id=parts[1], **down_s)
     except ValueError:
         raise ConfigError(f"--failure {text!r}: write it as AT_S:INSTANCE[:DOWN_S]") from None
+
+
+_TARGETS: dict[str, tuple[Targets, ...]] = {
+    "prefill": (PrefillTargets(),),
+    "decode": (DecodeTargets(),),
+    "mixed": (PrefillTargets(), DecodeTargets()),
+}
+
+
+def _autoscale(texts: Sequence[str], settings: Sequence[str]) -> AutoscalePlan | None:
+    """POOL:LEAST:MOST texts as a plan with the default targets; None without any."""
+    pools: dict[str, AutoscaleConfig] = {}
+    for text in texts:
+        pool, *ends = text.split(":")
+        if pool not in _TARGETS or len(ends) != 2 or not all(end.isdecimal() for end in ends):
+            raise ConfigError(
+                f"--autoscale {text!r}: write POOL:LEAST:MOST, POOL one of {', '.join(_TARGETS)}"
+            )
+        pools[pool] = AutoscaleConfig(
+            targets=_TARGETS[pool], min_replicas=int(ends[0]), max_replicas=int(ends[1])
+        )
+    given = _fields(AutoscalePlan, "autoscale", settings)
+    if not pools:
+        return None
+    prefill, decode, mixed = (pools.get(pool) for pool in _TARGETS)
+    return AutoscalePlan(prefill=prefill, decode=decode, mixed=mixed, **given)
 
 
 def parse_range(text: str, option: str) -> tuple[float, float]:

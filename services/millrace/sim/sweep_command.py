@@ -17,6 +17,7 @@ from millrace.sim.arguments import (
     PLANNER_HELP,
     POLICY_HELP,
     PREEMPTION_HELP,
+    Autoscale,
     Decode,
     DecodeProfile,
     Failures,
@@ -78,6 +79,7 @@ def sweep_command(  # noqa: PLR0913
     kvp: Kvp = 0,
     spp: Spp = 1,
     failure: Failures = [],  # noqa: B006
+    autoscale: Autoscale = [],  # noqa: B006
     policy: Policies = ["fcfs"],  # noqa: B006
     planner: Planners = ["least_queue"],  # noqa: B006
     preemption: Preemptions = ["none"],  # noqa: B006
