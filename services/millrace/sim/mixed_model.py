@@ -235,13 +235,13 @@ class MixedPool:
         if not instance.alive or packed is None:
             return
         instance.running = None
+        if instance.batch.members:
+            instance.batch.advance(1.0 / self._stages)
+            self._finish_ended(instance)
         for prefill, tokens in packed:
             self._tally.prefill_tokens += tokens
             if instance.prefills.get(prefill.job.id) is prefill:
                 self._chunk_done(instance, prefill, tokens, stage_s)
-        if instance.batch.members:
-            instance.batch.advance(1.0 / self._stages)
-            self._finish_ended(instance)
         instance.batch.restart(self._clock.now_s)
         self._changed[instance] = None
 
@@ -260,8 +260,11 @@ class MixedPool:
             return
         del instance.prefills[job.id]
         instance.leaving[job.id] = prefill
-        known_s = self._clock.now_s + stage_s * (self._stages - 1)
-        self._clock.at(known_s, self._prefilled, (instance, prefill))
+        if self._stages == 1:
+            self._prefilled((instance, prefill))
+        else:
+            known_s = self._clock.now_s + stage_s * (self._stages - 1)
+            self._clock.at(known_s, self._prefilled, (instance, prefill))
 
     def _prefilled(self, what: tuple[MixedInstance, Prefill]) -> None:
         """The last stage is through with a prompt's last chunk: token one is known."""

@@ -1,0 +1,105 @@
+"""The fluid batch against one that counts every token."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from millrace.core.request import Request
+from millrace.sim.batch import Batch
+from millrace.sim.job import Job
+from support.simulation import decode_step_s, planned
+
+
+def job(index: int, tokens: int, new: int) -> Job:
+    request = Request(id=f"r{index}", proxy_id="x", prompt_tokens=tokens, max_new_tokens=new)
+    return Job(planned(index, 0.0, tokens, new), request, 0.0)
+
+
+def fluid(arrivals: list[tuple[float, int, int]]) -> dict[str, float]:
+    """When each (arrival, prompt, new) is done."""
+    batch, done, now_s, end_s = Batch(), {}, 0.0, float("inf")
+    coming = [(at_s, job(i, tokens, new)) for i, (at_s, tokens, new) in enumerate(arrivals)]
+    while coming or batch.members:
+        if coming and coming[0][0] <= end_s:
+            now_s, new = coming.pop(0)
+            batch.sync(now_s)
+            batch.join(new, now_s, 1)
+        else:
+            now_s = end_s
+            batch.sync_to_end(now_s)
+            done |= {sequence.job.id: now_s for sequence in batch.leave_ended()}
+        end_s = float("inf")
+        if batch.members:
+            end_s, _ = batch.plan(now_s, lambda b, context: decode_step_s(len(b), context))
+    return done
+
+
+def by_token(arrivals: list[tuple[float, int, int]]) -> dict[str, float]:
+    """The same, step by step: who is there when a step begins takes part in it."""
+    coming = [
+        [at_s, f"r{i}", tokens + 1, new - 1] for i, (at_s, tokens, new) in enumerate(arrivals)
+    ]
+    batch, done, now_s = [], {}, 0.0
+    while coming or batch:
+        if not batch:
+            now_s = max(now_s, coming[0][0])
+        while coming and coming[0][0] <= now_s + 1e-12:
+            batch.append(coming.pop(0))
+        now_s += decode_step_s(len(batch), sum(context for _, _, context, _ in batch))
+        for sequence in batch:
+            sequence[2] += 1
+            sequence[3] -= 1
+        done |= {sequence[1]: now_s for sequence in batch if sequence[3] == 0}
+        batch = [sequence for sequence in batch if sequence[3]]
+    return done
+
+
+def test_one_sequence_takes_its_steps():
+    # 9 steps over contexts 101..109; the fluid takes the mean of a line through both ends.
+    expected_s = sum(decode_step_s(1, 101 + i) for i in range(9))
+    assert fluid([(0.0, 100, 10)])["r0"] == pytest.approx(expected_s, rel=1e-4)
+
+
+@settings(max_examples=60)
+@given(
+    st.lists(
+        st.tuples(st.floats(0, 0.2), st.integers(1, 5000), st.integers(2, 200)),
+        min_size=1,
+        max_size=12,
+    )
+)
+def test_requests_end_when_counting_every_token_says(arrivals):
+    arrivals.sort()
+    exact = by_token(arrivals)
+    longest_s = decode_step_s(len(arrivals), sum(tokens + new for _, tokens, new in arrivals))
+    for request_id, end_s in fluid(arrivals).items():
+        # Joins happen at a step's end there, here in its middle: a step each way, of each joiner.
+        assert end_s == pytest.approx(exact[request_id], abs=2 * longest_s, rel=0.02)
+
+
+def test_a_long_stretch_is_cut_and_stays_exact():
+    expected_s = sum(decode_step_s(1, 11 + i) for i in range(4999))
+    assert fluid([(0.0, 10, 5000)])["r0"] == pytest.approx(expected_s, rel=1e-3)
+
+
+def test_context_and_growth_are_back_at_zero():
+    batch = Batch()
+    batch.join(job(0, 100, 10), 0.0, 1)
+    batch.join(job(1, 300, 5), 0.0, 3)
+    assert batch.context == pytest.approx(101 + 301 / 3)
+    assert batch.growth == pytest.approx(1 + 1 / 3)
+    batch.leave("r0")
+    assert batch.context == pytest.approx(301 / 3)
+    batch.leave("r1")
+    assert (batch.context, batch.growth, batch.steps) == (0.0, 0.0, 0.0)
+
+
+def test_cut_ends_the_step_under_way():
+    batch = Batch()
+    batch.join(job(0, 100, 100), 0.0, 1)
+    batch.plan(0.0, lambda b, context: 0.010)
+    assert batch.cut(0.034) == pytest.approx(0.040)
+    batch.sync_to_end(0.040)
+    assert batch.steps == pytest.approx(4.0)

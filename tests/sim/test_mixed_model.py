@@ -1,0 +1,117 @@
+"""Mixed instances against iterations counted by hand: Medha section 3.3, Mnemosyne section 4."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+
+from millrace.core.config import SchedulerConfig
+from millrace.core.operators import BatchShape
+from millrace.core.packing import PackingConfig
+from millrace.sim.spec import Failure, SimSpec
+from millrace.sim.workload import SloClass
+from support.simulation import OVERHEAD_S, Run, decode_step_s, planned, toy_operators, toy_spec
+
+FIXED = PackingConfig(t_target_s=1.0, adaptive=False, fixed_chunk_tokens=1000)
+OPERATORS = toy_operators()
+
+
+def mixed(packing: PackingConfig = FIXED, policy: str = "fcfs", **fields) -> SimSpec:
+    config = SchedulerConfig(policy=policy, max_queue_requests=10**6, max_queue_s=1e9)
+    return toy_spec(config, **{"prefill": 0, "decode": 0, "mixed": 1, "packing": packing, **fields})
+
+
+def pass_s(*prefills: tuple[int, int], decodes: int = 0, context: int = 0, kvp: int = 1) -> float:
+    shape = BatchShape(prefills=prefills, decodes=decodes, decode_context_tokens=context)
+    return OPERATORS.pass_s(shape, kvp)
+
+
+def test_one_prompt_alone_is_its_chunks_one_after_the_other():
+    record = Run(mixed(), [planned(0, 0.0, 2500, 1)]).records[0]
+    expected_s = pass_s((1000, 0)) + pass_s((1000, 1000)) + pass_s((500, 2000))
+    assert record.ttft_s == pytest.approx(expected_s)
+    assert record.chunks == 3
+    assert record.suspended_s == 0.0
+
+
+def test_decodes_ride_along_and_go_on_alone():
+    run = Run(mixed(), [planned(0, 0.0, 500, 51), planned(1, 0.0, 3000, 1)])
+    # The first had an iteration to itself; the second's 3000 share theirs with its decodes.
+    first_s = pass_s((500, 0))
+    assert run.records[0].ttft_s == pytest.approx(first_s)
+    left_s = (
+        pass_s((999, 0), decodes=1, context=501)
+        + pass_s((999, 999), decodes=1, context=502)
+        + pass_s((999, 1998), decodes=1, context=503)
+        + pass_s((3, 2997), decodes=1, context=504)
+    )
+    assert run.records[1].ttft_s == pytest.approx(first_s + left_s)
+    steps_s = sum(decode_step_s(1, 505 + i) for i in range(46))
+    assert run.records[0].e2e_s == pytest.approx(first_s + left_s + steps_s, rel=1e-3)
+
+
+def test_prefill_that_comes_while_decodes_are_alone_waits_for_their_step():
+    run = Run(mixed(), [planned(0, 0.0, 10, 1001), planned(1, 0.5, 500, 1)])
+    wait_s = run.records[1].queued_s
+    assert 0.0 <= wait_s <= decode_step_s(1, 600)
+    assert run.records[1].ttft_s == pytest.approx(
+        wait_s + pass_s((500, 0), decodes=1, context=400), rel=0.05
+    )
+
+
+def test_stages_overlap_the_chunks_of_one_prompt():
+    spp = 4
+    record = Run(mixed(spp=spp), [planned(0, 0.0, 3000, 1)]).records[0]
+    stages_s = [OVERHEAD_S + (pass_s((1000, done)) - OVERHEAD_S) / spp for done in (0, 1000, 2000)]
+    # Dense schedule: stage 1 is busy throughout, and the last chunk has three more stages to go.
+    assert record.ttft_s == pytest.approx(sum(stages_s) + 3 * stages_s[-1])
+
+
+def test_a_decode_takes_part_in_one_of_so_many_iterations_as_there_are_stages():
+    packing = PackingConfig(t_target_s=1.0, adaptive=False, fixed_chunk_tokens=100)
+    run = Run(mixed(packing, spp=2), [planned(0, 0.0, 10, 11), planned(1, 0.0, 3000, 1)])
+    # Its ten steps are twenty iterations of the other prompt, each of two stages of half a pass
+    # (and a launch each): a token takes as long as one whole pass.
+    first_s = pass_s((99, 99), decodes=1, context=11) + OVERHEAD_S
+    last_s = pass_s((99, 99 * 22), decodes=1, context=20) + OVERHEAD_S
+    assert first_s < run.records[0].tbt_s < last_s
+    plain = Run(mixed(packing), [planned(0, 0.0, 10, 11), planned(1, 0.0, 3000, 1)])
+    assert run.records[1].ttft_s < 0.7 * plain.records[1].ttft_s
+
+
+def test_kv_workers_keep_iterations_flat():
+    prompt = [planned(0, 0.0, 40_000, 1)]
+    alone = Run(mixed(), prompt)
+    spread = Run(mixed(kvp=3, max_kv_tokens_per_worker=10_000), prompt)
+    assert spread.counters.kvp_onboardings == 3
+    assert spread.counters.longest_step_s < 0.5 * alone.counters.longest_step_s
+    expected_s = sum(
+        pass_s((1000, done), kvp=math.ceil((done + 1000) / 10_000))
+        for done in range(0, 40_000, 1000)
+    )
+    assert spread.records[0].ttft_s == pytest.approx(expected_s, rel=1e-3)
+
+
+def test_adaptive_chunks_keep_to_the_target():
+    packing = PackingConfig(t_target_s=0.02, long_kv_tokens=10**6)
+    run = Run(mixed(packing), [planned(0, 0.0, 20, 2001), planned(1, 0.1, 20_000, 1)])
+    assert run.counters.longest_step_s <= 0.02
+    assert run.records[0].tbt_s <= 0.02
+
+
+def test_least_relative_slack_goes_before_the_first_come():
+    long, short = SloClass(name="long", ttft_s=60.0), SloClass(name="short", ttft_s=0.3)
+    requests = [planned(0, 0.0, 40_000, 1, long), planned(1, 0.1, 1000, 1, short)]
+    config = PackingConfig(t_target_s=1.0, adaptive=False, fixed_chunk_tokens=1000)
+    fcfs, lars = (Run(mixed(config, policy), requests) for policy in ("fcfs", "lars"))
+    assert lars.records[1].ttft_s < 0.2 < 1.0 < fcfs.records[1].ttft_s
+    assert lars.records[0].suspended_s > 0.0
+
+
+def test_an_instance_dies_and_its_requests_go_elsewhere():
+    requests = [planned(i, 0.0, 4000, 1) for i in range(6)]
+    failure = Failure(at_s=0.05, instance_id="m0", down_s=5.0)
+    run = Run(mixed(mixed=2, failures=(failure,)), requests)
+    assert all(record.error == "" for record in run.records.values())
+    assert sorted(record.attempts for record in run.records.values()) == [1, 1, 1, 2, 2, 2]
