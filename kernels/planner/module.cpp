@@ -5,6 +5,8 @@
 #include <nanobind/stl/tuple.h>
 #include <nanobind/stl/vector.h>
 
+#include <algorithm>
+#include <cmath>
 #include <cstdint>
 #include <set>
 #include <span>
@@ -104,6 +106,9 @@ class PyPlanner {
     if (tokens < 1) throw std::invalid_argument("tokens must be 1 or more");
     if (queue_s.size() != members_.size())
       throw std::invalid_argument("queue_s must have one double an instance");
+    const double* end = queue_s.data() + queue_s.size();
+    if (std::any_of(queue_s.data(), end, [](double s) { return std::isnan(s); }))
+      throw std::invalid_argument("queue_s must not hold NaN");  // it has no place in an order
   }
 
   nb::object made(double ttft_s) {

@@ -4,8 +4,8 @@
 // - In a node, groups always take the shortest queues first, so a group is a count a node.
 // - Queue times stay on the clock of the plan's start (Eq. (2) moves that clock), so each node is
 //   sorted once.
-// - A branch whose first chunk ends no earlier than the best plan so far is left out: latencies are
-//   never negative, and only a strictly earlier end replaces a plan, so no decision changes.
+// - A branch whose chunks so far end no earlier than the best plan is left out: latencies are never
+//   negative, and only a strictly earlier end replaces a plan, so no decision changes.
 #pragma once
 
 #include <cstdint>

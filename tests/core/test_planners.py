@@ -138,6 +138,8 @@ def test_what_the_compiled_planner_refuses_to_plan():
         one.plan(0, array("d", [0.0]), 1, 0.3)
     with pytest.raises(ValueError, match="one double an instance"):
         one.plan(1, array("d", [0.0, 0.0]), 1, 0.3)
+    with pytest.raises(ValueError, match="NaN"):
+        one.plan(1, array("d", [float("nan")]), 1, 0.3)
     with pytest.raises(TypeError, match="array of doubles"):
         one.plan(1, array("f", [0.0]), 1, 0.3)
     with pytest.raises(TypeError, match="bytes-like"):

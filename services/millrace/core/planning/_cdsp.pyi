@@ -9,7 +9,7 @@ class CdspPlanner:
     nodes: of each instance, numbered from 0 without gaps. degrees: (SP degree, c, segments) of each
     latency model, ascending, none larger than the pool; a segment is (first token count, a, b, d).
     ValueError for arguments that don't hold this, and from both plans for `tokens` below 1 or a
-    `queue_s` of another length than the pool; TypeError if it holds anything but doubles.
+    `queue_s` with NaN or of another length than the pool; TypeError if it isn't of doubles.
     """
 
     def __init__(
