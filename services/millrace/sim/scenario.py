@@ -103,14 +103,6 @@ class Traffic:
         length = len(self.rows())
         return min(length, self.requests or length)
 
-    def rate_of_arrivals_rps(self) -> float:
-        """Mean rate at which requests arrive."""
-        if self.rate_rps is not None:
-            return self.rate_rps * self.rate_scale
-        rows = self.rows()[: self.count()]
-        span_s = rows[-1].arrival_s or 0.0
-        return len(rows) / span_s * self.rate_scale if span_s > 0 else 0.0
-
     def options(self, model: str) -> WorkloadOptions:
         """What `workload.plan` draws these requests from, for a model's objectives."""
         rows = self.rows()
