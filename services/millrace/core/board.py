@@ -17,6 +17,7 @@ from array import array
 from bisect import bisect_left, insort
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
+from itertools import pairwise
 from operator import attrgetter
 from typing import TYPE_CHECKING
 
@@ -147,6 +148,8 @@ class Board:
         for task in self.ranked:
             head = task.requests[0]
             task.rank = (keys[head.id], head.order, task.chunk.index)
+        if all(one.rank < other.rank for one, other in pairwise(self.ranked)):
+            return
         self.ranked.sort(key=_rank)
         for task in self.ranked:
             for member in task.members:

@@ -9,12 +9,13 @@ are free, or when the instance dies. Leases are the driver's matter: it turns si
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from millrace.core.board import Board, Task
 from millrace.core.config import SchedulerConfig
 from millrace.core.decode_placement import pages_needed
 from millrace.core.events import InstanceJoined
+from millrace.core.improvement_rate import LiveImprovementRate, parse_rates, starting_rate
 from millrace.core.latency import SpLatency
 from millrace.core.planning import PLANNERS, Planner, PlannerInputs, degrees_used
 from millrace.core.request import Chunk, Request
@@ -179,11 +180,18 @@ class Pool:
         self._config = config
         self._planner: Planner | None = None
         self._degrees: tuple[int, ...] = (1,)
+        self._latency: SpLatency | None = None
+        self._smallest = (0, 0)  # tokens of cache and of context that every prefill instance has
 
     @property
     def is_ready(self) -> bool:
         """Whether new work can be both prefilled and decoded here."""
         return bool(self.decode) and (bool(self.prefill) or any(self._mixed()))
+
+    @property
+    def prefillers(self) -> int:
+        """Instances that prefill, mixed ones included."""
+        return len(self.prefill) + sum(1 for _ in self._mixed())
 
     @property
     def largest_group(self) -> int:
@@ -198,9 +206,14 @@ class Pool:
         assert self._planner is not None
         return self._planner
 
+    def configure(self, config: SchedulerConfig) -> None:
+        """From now on plans are made by these settings of planners."""
+        self._config = config
+        self.changed()
+
     def changed(self) -> None:
         """The instances that take new work are others now."""
-        self._planner = None
+        self._planner = self._latency = None
 
     def predict(self, request: Request) -> None:
         """Notes what the request's prefill takes, alone on the idle pool."""
@@ -213,13 +226,19 @@ class Pool:
     @property
     def latency(self) -> SpLatency:
         """A pool's instances are taken to be of one kind."""
-        some: Iterable[Instance] = [*self.prefill.values(), *self._mixed()]
-        return next(iter(some)).card.latency
+        if self._latency is None:
+            some: list[Instance] = [*self.prefill.values(), *self._mixed()]
+            self._latency = some[0].card.latency
+        return self._latency
 
     def could_prefill(self, request: Request) -> bool:
-        if any(self._mixed()):
-            return True
+        """Whether a group could take the request once others left."""
+        if not self.prefill:
+            return any(self._mixed())
         sp = self.largest_group
+        cache, context = self._smallest
+        if request.attempts == 0 and request.prompt_tokens <= min(cache * sp, context):
+            return True  # nobody holds an earlier attempt, and all have the room
         return sum(p.could_hold(request, sp) for p in self.prefill.values()) >= sp
 
     def could_decode(self, request: Request) -> bool:
@@ -238,6 +257,11 @@ class Pool:
         inputs = PlannerInputs(latency=self.latency, nodes=nodes, config=self._config)
         self._planner = PLANNERS[self._config.planner](inputs)
         self._degrees = degrees_used(inputs)
+        cards = [p.card for p in self.prefill.values()]
+        self._smallest = (
+            min(card.kv_pages * card.page_tokens for card in cards),
+            min(card.max_context_tokens for card in cards),
+        )
 
 
 class Cluster:
@@ -247,6 +271,21 @@ class Cluster:
         self.instances: dict[str, Instance] = {}
         self.pools: dict[str, Pool] = {}
         self._config = config
+        self._live_rate: LiveImprovementRate | None = None
+        if config.improvement_rate < 0.0:
+            self._live_rate = LiveImprovementRate(parse_rates(config.improvement_rates))
+            self._config = replace(config, improvement_rate=starting_rate(-1.0))
+
+    def arrived(self, now_s: float) -> None:
+        """A request arrived: as requests come faster, larger groups have to bring more."""
+        if self._live_rate is None:
+            return
+        self._live_rate.arrived(now_s)
+        rate = self._live_rate.at(now_s)
+        if rate != self._config.improvement_rate:
+            self._config = replace(self._config, improvement_rate=rate)
+            for pool in self.pools.values():
+                pool.configure(self._config)
 
     def current(self, instance_id: str, generation: int) -> Instance | None:
         """The instance, if this is the life of it that the scheduler knows."""
@@ -276,6 +315,7 @@ class Cluster:
             pool.changed()
         else:
             instance = pool.decode[card.instance_id] = DecodeInstance(card)
+            pool.changed()
         self.instances[card.instance_id] = instance
         return instance
 
@@ -284,8 +324,8 @@ class Cluster:
         instance.draining = True
         pool = self.pool_of(instance)
         pool.decode.pop(instance.id, None)
-        if pool.prefill.pop(instance.id, None) is not None:
-            pool.changed()
+        pool.prefill.pop(instance.id, None)
+        pool.changed()
 
     def remove(self, instance: Instance) -> None:
         """Forgets the instance and all that it holds; its tasks follow their requests."""

@@ -128,6 +128,8 @@ class Rounds:
         With nobody in the pool's line it goes to the instance with the least work; else the work
         of the line and of all instances is taken to be shared evenly.
         """
+        if not pool.line and any(not prefill.queue for prefill in pool.prefill.values()):
+            return request.predicted_prefill_s
         now_s = self._life.now_s
         ahead_s = [prefill.outstanding_s(now_s) for prefill in pool.prefill.values()] or [0.0]
         wait_s = (sum(ahead_s) + pool.line.work_s) / len(ahead_s) if pool.line else min(ahead_s)
@@ -166,12 +168,7 @@ class Rounds:
         """
         instances = list(pool.prefill.values())
         rank: Rank = (pool.line.key(request), request.order, 0)
-        largest = pool.largest_group
-        able = [
-            instance.has_room(request, largest)
-            and pool.board.ahead(instance, rank) < self._config.tasks_ahead
-            for instance in instances
-        ]
+        able = self._able(request, rank, instances, pool)
         if not any(able):
             return None
         queue_s = pool.board.queue_s(instances, rank, self._life.now_s)
@@ -195,6 +192,17 @@ class Rounds:
             for member in short:
                 able[member] = False
         return None
+
+    def _able(
+        self, request: Request, rank: Rank, instances: list[PrefillInstance], pool: Pool
+    ) -> list[bool]:
+        """Whether each instance has a task slot, and pages for the smallest share of the prompt."""
+        ahead, largest = self._config.tasks_ahead, pool.largest_group
+        return [
+            (len(one.queue) < ahead or pool.board.ahead(one, rank) < ahead)
+            and one.has_room(request, largest)
+            for one in instances
+        ]
 
     def _least_sp(self, request: Request, instances: list[PrefillInstance]) -> int:
         """The smallest group whose members can hold their shares at all."""
