@@ -8,7 +8,7 @@ are free, or when the instance dies. Leases are the driver's matter: it turns si
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 
 from millrace.core.board import Board, Task
