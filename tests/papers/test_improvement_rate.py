@@ -2,17 +2,25 @@
 
 from __future__ import annotations
 
+import dataclasses
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from millrace.core.config import SchedulerConfig
+from millrace.core.effects import RunPrefill
 from millrace.core.errors import ConfigError
 from millrace.core.improvement_rate import (
     STARTING_RATE,
     ImprovementRates,
     LiveImprovementRate,
     RateWindow,
+    format_rates,
+    parse_rates,
 )
+from millrace.core.latency import Latency, SpLatency
+from support.core_events import Bench, instance, request
 
 ROWS = ((0.5, 0.1), (1.0, 0.3), (1.5, 0.5), (2.0, 0.7))
 
@@ -99,3 +107,68 @@ def test_a_new_table_applies_at_once():
     live.replace_table([(0.0, 0.65)])
     assert live.at(1.0) == 0.65
     assert live.at(2.0) == 0.65
+
+
+def test_rates_are_a_line_of_text_in_settings():
+    assert format_rates(ImprovementRates(rows=ROWS)) == "0.5:0.1,1:0.3,1.5:0.5,2:0.7"
+    assert parse_rates("0.5:0.1,1:0.3,1.5:0.5,2:0.7").rows == ROWS
+
+
+@pytest.mark.parametrize("text", ["", "1", "1:x", "1:0.1:2", "2:0.1,1:0.2", "1:1.5"])
+def test_text_that_is_no_table_is_refused(text):
+    with pytest.raises(ConfigError, match="improvement_rates"):
+        parse_rates(text)
+
+
+def test_by_arrival_rate_needs_a_table():
+    with pytest.raises(ConfigError, match="improvement_rates must hold"):
+        SchedulerConfig(improvement_rate=-1.0)
+
+
+def fleet(rates: str) -> Bench:
+    """Four instances on one node, where a group of two cuts a prefill by a quarter."""
+    latency = SpLatency(by_sp={1: Latency(b=8e-3), 2: Latency(b=6e-3)})
+    config = SchedulerConfig(
+        planner="single_chunk", improvement_rate=-1.0, improvement_rates=rates, tasks_ahead=64
+    )
+    cards = [instance(name, pages=100_000) for name in ("p0", "p1", "p2", "p3", "d0")]
+    return Bench(
+        *(dataclasses.replace(card, latency=latency, node="n") for card in cards), config=config
+    )
+
+
+def groups(bench: Bench, gap_s: float, count: int, name: str) -> list[int]:
+    """Sizes of the groups of requests that come `gap_s` apart and are served at once."""
+    sizes = []
+    for index in range(count):
+        bench.now_s += gap_s
+        request_id = f"{name}{index}"
+        sent = [e for e in bench.submit(request_id, 100) if isinstance(e, RunPrefill)]
+        sizes.append(len(sent))
+        bench.computed(sent[0].chunks[0].instance_ids[0], request_id)
+        for effect in sent:
+            bench.released(effect.instance_id, request_id)
+        bench.decoding("d0", request_id)
+        bench.finished("d0", request_id)
+    return sizes
+
+
+def test_the_machine_plans_by_the_rate_of_its_arrivals():
+    """Section 7.1: "updated every 30 seconds" by the closest record; 0.3 before the first look."""
+    bench = fleet("0.1:0.1,1:0.5,10:0.2")
+    slow = groups(bench, 5.0, 20, "slow")
+    assert slow[:6] == [1] * 6  # a quarter is less than the 0.3 it starts with
+    assert slow[7:] == [2] * 13  # 0.2 arrivals/s: a tenth will do
+    assert groups(bench, 1.0, 120, "fast")[-60:] == [1] * 60
+    assert groups(bench, 0.1, 1200, "flood")[-300:] == [2] * 300
+
+
+def test_a_pool_that_comes_later_plans_by_it_too():
+    bench = fleet("0.1:0.1,1:0.5")
+    groups(bench, 5.0, 10, "slow")
+    for card in [*bench.machine.cluster.instances.values()]:
+        bench.died(card.id)
+        bench.step(dataclasses.replace(card.card, generation=2))
+    bench.now_s += 5.0
+    found = bench.step(request("last", 100, arrival_s=bench.now_s))
+    assert sum(isinstance(effect, RunPrefill) for effect in found) == 2

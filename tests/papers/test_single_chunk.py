@@ -43,11 +43,6 @@ def test_no_rate_expands_at_all_at_one():
     assert degree(1.0, 128 * K, [0.0] * 16) == 1
 
 
-def test_below_zero_a_middle_rate_starts():
-    for tokens in (4, 8, 16, 32, 64, 128):
-        assert degree(-1.0, tokens * K, [0.0] * 16) == degree(0.3, tokens * K, [0.0] * 16)
-
-
 @given(st.lists(st.floats(0, 5), min_size=1, max_size=20), st.integers(1, 190_000))
 def test_without_a_rate_it_is_the_least_over_all_degrees(queue, tokens):
     """On one node the group of each degree is its shortest queues."""

@@ -127,7 +127,7 @@ def random_case(draw: random.Random) -> tuple[PlannerInputs, int, array, int, in
     degrees = draw.choice([(1, 2, 4, 8, 16, 32), (1, 2, 3, 5, 7, 12), (1, 8), (1, 2, 4, 6, 8)])
     real = a100() if draw.random() < 0.3 else None
     latency = real or SpLatency(by_sp={sp: random_latency(draw, sp) for sp in degrees})
-    rate = draw.choice([0.0, 0.05, 0.1, 0.3, 0.7, 1.0, -1.0])
+    rate = draw.choice([0.0, 0.05, 0.1, 0.3, 0.7, 1.0])
     return (
         inputs(nodes, latency=latency, improvement_rate=rate),
         draw.choice([1, draw.randint(1, 2000), draw.randint(4000, 190_000)]),

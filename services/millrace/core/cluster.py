@@ -15,7 +15,7 @@ from millrace.core.board import Board, Task
 from millrace.core.config import SchedulerConfig
 from millrace.core.decode_placement import pages_needed
 from millrace.core.events import InstanceJoined
-from millrace.core.improvement_rate import LiveImprovementRate, parse_rates, starting_rate
+from millrace.core.improvement_rate import STARTING_RATE, LiveImprovementRate, parse_rates
 from millrace.core.latency import SpLatency
 from millrace.core.planning import PLANNERS, Planner, PlannerInputs, degrees_used
 from millrace.core.request import Chunk, Request
@@ -274,7 +274,7 @@ class Cluster:
         self._live_rate: LiveImprovementRate | None = None
         if config.improvement_rate < 0.0:
             self._live_rate = LiveImprovementRate(parse_rates(config.improvement_rates))
-            self._config = replace(config, improvement_rate=starting_rate(-1.0))
+            self._config = replace(config, improvement_rate=STARTING_RATE)
 
     def arrived(self, now_s: float) -> None:
         """A request arrived: as requests come faster, larger groups have to bring more."""

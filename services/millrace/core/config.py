@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from millrace.core.errors import ConfigError
+from millrace.core.improvement_rate import parse_rates
 from millrace.core.request import Slo
 
 T = TypeVar("T")
@@ -37,6 +38,14 @@ def _one_of(*choices: str) -> Callable[[Any], str | None]:
         return None if value in choices else "one of " + ", ".join(choices)
 
     return check
+
+
+def _rates(value: Any) -> str | None:  # noqa: ANN401
+    try:
+        parse_rates(value) if value else None
+    except (ConfigError, AttributeError):
+        return "ARRIVALS:RATE,... with arrivals per second ascending and rates between 0 and 1"
+    return None
 
 
 def _setting(default: Any, check: Callable[[Any], str | None] | None = None, doc: str = "") -> Any:  # noqa: ANN401
@@ -99,6 +108,9 @@ class SchedulerConfig(_Section):
     improvement_rate: float = _setting(
         0.3, _within(-1, 1), "gain in TTFT that a larger group must bring; below 0: by arrival rate"
     )
+    improvement_rates: str = _setting(
+        "", _rates, "what `sim profile-rates` found best: ARRIVALS_PER_S:RATE,..."
+    )
     max_queue_requests: int = _setting(1024, _within(1), "queued requests; more get 429")
     max_queue_s: float = _setting(
         600.0, _within(0.1), "predicted seconds of queued work a prefill instance"
@@ -118,6 +130,14 @@ class SchedulerConfig(_Section):
     drain_timeout_s: float = _setting(
         30.0, _within(0), "at shutdown, for running requests to finish"
     )
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.improvement_rate < 0.0 and not self.improvement_rates:
+            raise ConfigError(
+                f"scheduler.improvement_rate is {self.improvement_rate:g}, by arrival rate; then "
+                "scheduler.improvement_rates must hold what `millrace sim profile-rates` found"
+            )
 
 
 @dataclass(frozen=True, kw_only=True)

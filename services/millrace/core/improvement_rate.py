@@ -24,11 +24,6 @@ REFRESH_S = 30.0
 STARTING_RATE = 0.3
 
 
-def starting_rate(configured: float) -> float:
-    """The configured rate to start planning with; a middle one for below 0 (by arrival rate)."""
-    return configured if configured >= 0.0 else STARTING_RATE
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ImprovementRates:
     """Rows of (arrivals per second, best improvement rate), arrivals ascending.
@@ -60,6 +55,23 @@ class ImprovementRates:
         after = bisect_left(self.rows, arrivals_rps, key=itemgetter(0))
         near = self.rows[max(0, after - 1) : after + 1]
         return min(near, key=lambda row: abs(row[0] - arrivals_rps))[1]
+
+
+def parse_rates(text: str) -> ImprovementRates:
+    """Reads ARRIVALS_PER_S:RATE,... as `format_rates` writes it. Raises ConfigError."""
+    try:
+        pairs = [row.split(":") for row in text.split(",")]
+        rows = tuple((float(arrivals_rps), float(rate)) for arrivals_rps, rate in pairs)
+    except ValueError:
+        raise ConfigError(
+            f"improvement_rates is {text!r}; write it as ARRIVALS_PER_S:RATE,..."
+        ) from None
+    return ImprovementRates(rows=rows)
+
+
+def format_rates(rates: ImprovementRates) -> str:
+    """One line of text, as settings hold it."""
+    return ",".join(f"{arrivals_rps:g}:{rate:g}" for arrivals_rps, rate in rates.rows)
 
 
 class RateWindow:

@@ -193,6 +193,7 @@ class Machine:
                 )
             )
             return
+        self.cluster.arrived(self._life.now_s)
         self.cluster.ready_pools()[0].predict(request)
         request.deadline_s = request.arrival_s + (
             request.slo.ttft_s

@@ -34,7 +34,10 @@ class Planner(Protocol):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PlannerInputs:
-    """What a planner is built from. `nodes[i]` numbers the node of instance i, from 0."""
+    """What a planner is built from. `nodes[i]` numbers the node of instance i, from 0.
+
+    `config.improvement_rate` is a rate, 0 or more: the pool has looked it up.
+    """
 
     latency: SpLatency
     nodes: tuple[int, ...]

@@ -9,7 +9,6 @@ from array import array
 from typing import TYPE_CHECKING
 
 from millrace.core.errors import ConfigError
-from millrace.core.improvement_rate import starting_rate
 from millrace.core.planning._cdsp import CdspPlanner
 from millrace.core.planning.cdsp_reference import MIN_CHUNK_TOKENS, usable_degrees
 from millrace.core.planning.plan import Plan, PlannedChunk
@@ -37,7 +36,7 @@ class Cdsp:
     """Algorithm 1. `improvement_rate` may be set between two plans."""
 
     def __init__(self, inputs: PlannerInputs, *, min_chunk_tokens: int = MIN_CHUNK_TOKENS) -> None:
-        self.improvement_rate = starting_rate(inputs.config.improvement_rate)
+        self.improvement_rate = inputs.config.improvement_rate
         self._compiled = compiled(inputs, min_chunk_tokens)
 
     def plan(self, tokens: int, queue_s: array[float], least_sp: int = 1) -> Plan:

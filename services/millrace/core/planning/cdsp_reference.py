@@ -27,7 +27,6 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from millrace.core.errors import ConfigError
-from millrace.core.improvement_rate import starting_rate
 from millrace.core.planning.groups import Group, Nodes, by_node, get_group, shortest_first, within
 from millrace.core.planning.plan import Plan, PlannedChunk
 
@@ -76,7 +75,7 @@ class CdspReference:
     """Algorithms 1 to 3 as they are written. `improvement_rate` may be set between two plans."""
 
     def __init__(self, inputs: PlannerInputs, *, min_chunk_tokens: int = MIN_CHUNK_TOKENS) -> None:
-        self.improvement_rate = starting_rate(inputs.config.improvement_rate)
+        self.improvement_rate = inputs.config.improvement_rate
         self._models = inputs.latency.by_sp
         self._nodes = by_node(inputs.nodes)
         self._degrees = usable_degrees(inputs)

@@ -9,7 +9,6 @@ from __future__ import annotations
 from array import array
 from typing import TYPE_CHECKING
 
-from millrace.core.improvement_rate import starting_rate
 from millrace.core.planning.cdsp import compiled
 from millrace.core.planning.plan import Plan
 
@@ -21,7 +20,7 @@ class SingleChunk:
     """`improvement_rate` may be set between two plans."""
 
     def __init__(self, inputs: PlannerInputs) -> None:
-        self.improvement_rate = starting_rate(inputs.config.improvement_rate)
+        self.improvement_rate = inputs.config.improvement_rate
         self._compiled = compiled(inputs)
 
     def plan(self, tokens: int, queue_s: array[float], least_sp: int = 1) -> Plan:
