@@ -75,6 +75,13 @@ def test_a_pass_is_overhead_layers_and_head():
     assert model().pass_s(batch) == 100 + 2 * (12 + 11.5 + 8 + 20 + 16) + 10 * 2
 
 
+def test_a_pass_beyond_the_tables_follows_each_operator():
+    falling = Table(xs=(0.0, 1.0), ys=(5.0, 1.0))  # level from its end on
+    batch = BatchShape(prefills=((9, 0),))
+    slow = model(o_proj=falling)
+    assert slow.pass_s(batch) == 100 + 2 * sum(slow.layer_s(batch)) + 10
+
+
 def test_an_empty_pass_takes_no_time():
     assert model().pass_s(BatchShape()) == 0.0
     assert model().decode_step_s(0, 0) == 0.0
@@ -119,6 +126,7 @@ def test_kvp_divides_the_history_and_adds_rounds():
     merge_s = 3 * (0.25 + 0.125 * 3)
     assert shared.merge_s(3, 4) == merge_s
     assert shared.merge_s(3, 1) == 0.0
+    assert shared.merge_s(3, 3) == merge_s  # three leaves need two rounds as well
     alone = shared.layer_s(BatchShape(prefills=((3, 8),)), kvp=4)
     assert alone[1] == 0.5 * (9 + 2 * 3 * 2) + merge_s
     assert shared.decode_step_s(1, 8, kvp=2) == 100 + 2 * (14 + 4 + 2 * (0.25 + 0.125)) + 10
