@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 
 from millrace.core import events
@@ -218,6 +220,12 @@ def test_the_queue_is_bounded_in_seconds_an_instance():
     refusal = of(Refuse, bench.submit("c", 10))[0]
     assert refusal.code == "overloaded"
     assert refusal.retry_after_s == pytest.approx(4.0 + 6.0)  # beyond the limit, and one request
+
+
+def test_mixed_instances_alone_bound_their_queue_too():
+    mixed = replace(instance("d0", pages=1000, seconds_a_token=0.01), role="mixed")
+    bench = Bench(mixed, config=SchedulerConfig(max_queue_s=2.0))
+    assert of(RunPrefill, bench.submit("a", 300))[0].instance_id == "d0"
 
 
 # ---- deaths

@@ -35,7 +35,7 @@ def refusal(
         return _unavailable(cluster, config)
     if not any(p.could_prefill(request) and p.could_decode(request) for p in pools):
         return _too_large(request, pools)
-    prefills = sum(len(pool.prefill) for pool in pools)
+    prefills = sum(pool.prefillers for pool in pools)
     each_s = queued_s / prefills
     if queued < config.max_queue_requests and each_s < config.max_queue_s:
         return None
