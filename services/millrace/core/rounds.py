@@ -173,11 +173,12 @@ class Rounds:
             return None
         queue_s = pool.board.queue_s(instances, rank, self._life.now_s)
         least_sp = self._least_sp(request, instances)
+        budget_s = request.deadline_s - self._life.now_s
         for _ in range(2):
             for index, is_able in enumerate(able):
                 if not is_able:
                     queue_s[index] = NO_ROOM_S
-            plan = pool.planner.plan(request.prompt_tokens, queue_s, least_sp)
+            plan = pool.planner.plan(request.prompt_tokens, queue_s, least_sp, budget_s)
             members = plan.chunks[-1].members
             if not all(able[member] for member in members):
                 return None
