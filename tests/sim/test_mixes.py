@@ -11,6 +11,7 @@ import pytest
 
 from millrace.core.errors import ConfigError
 from millrace.core.packing import PackingConfig
+from millrace.core.prefill_times import PrefillTimes
 from millrace.profiles import load_profile
 from millrace.sim.lengths import (
     by_quantiles,
@@ -176,7 +177,10 @@ def test_a_prefill_alone_on_mixed_instances_is_piped():
     profile = load_profile("llama3-8b-a100-tp1")
     packing = PackingConfig(t_target_s=0.05)
     isolated_s = isolated_prefill(SimSpec(profile=profile, mixed=2, spp=4, packing=packing))
-    assert isolated_s(9000) == pytest.approx(profile.prefill.chunk_s(9000) / 4)
+    times = PrefillTimes(profile.operators, target_s=0.05, spp=4)
+    for tokens in (1024, 9000, 131_072, 700_000):
+        assert isolated_s(tokens) == pytest.approx(times.total_s(tokens), rel=0.05)
+    assert isolated_s(700_000) > 1.2 * profile.prefill.chunk_s(700_000) / 4  # chunks cost
 
 
 def test_objectives_for_requests_that_bring_none():

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from millrace.core import effects as fx
 from millrace.core import events
-from millrace.core.latency import SpLatency
 from millrace.sim.decode_model import DecodeInstance, DecodePool
 from millrace.sim.job import Job
+from millrace.sim.mixed_latency import mixed_latency
 from millrace.sim.mixed_model import MixedInstance, MixedPool
+from millrace.sim.objectives import isolated_prefill
 from millrace.sim.prefill_instance import PrefillInstance
 from millrace.sim.prefill_model import PrefillPool
 from millrace.sim.spec import SimSpec
@@ -36,20 +37,13 @@ class Fleet:
         self.prefill = PrefillPool(world, self.decode)
         self.mixed = MixedPool(world)
         whole = world.spec.profile.prefill
-        staged = SpLatency(by_sp={1: whole.by_sp[1].scaled(1.0 / world.spec.spp)})
-        self._latencies = {"prefill": whole, "decode": whole, "mixed": staged}
+        self._latencies = {"prefill": whole, "decode": whole}
+        if world.spec.packing is not None:
+            self._latencies["mixed"] = mixed_latency(world.spec)
+        self.isolated_s = isolated_prefill(world.spec)  # of a prompt, by its tokens
         self._joined_s: dict[str, float] = {}  # of those that are there
         self._generations: dict[str, int] = {}
         self._nodes = _Nodes(world.spec)
-        self._degrees = [
-            sp for sp in world.spec.profile.prefill.degrees if sp <= max(world.spec.prefill, 1)
-        ]
-
-    def isolated_s(self, tokens: int) -> float:
-        """Seconds of a prompt alone on the idle cluster, at the best degree it has room for."""
-        chunk_s = self._spec.profile.prefill.chunk_s
-        best_s = min(chunk_s(tokens, 0, sp) for sp in self._degrees)
-        return best_s if self._spec.prefill else best_s / self._spec.spp
 
     # ---- lives
 

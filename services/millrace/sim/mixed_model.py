@@ -26,6 +26,7 @@ from millrace.core.priority.lars import relative_slack
 from millrace.core.request import Request
 from millrace.sim.batch import Batch
 from millrace.sim.job import Job
+from millrace.sim.mixed_latency import mixed_latency
 from millrace.sim.sharded_passes import ShardedPasses, spread_pass_s
 from millrace.sim.world import World
 
@@ -91,7 +92,6 @@ class MixedPool:
         self._clock = world.clock
         self._tally = world.tally
         spec = world.spec
-        self._profile = spec.profile
         self._operators = spec.profile.operators
         self._stages = spec.spp
         self._shard_tokens = spec.max_kv_tokens_per_worker
@@ -99,6 +99,8 @@ class MixedPool:
         model: PassModel = self._operators
         if self._shard_tokens:
             model = ShardedPasses(self._operators, self._shard_tokens, 1 + spec.kvp)
+        if spec.packing is not None:
+            self._alone_s = mixed_latency(spec).chunk_s
         self._packer = None if spec.packing is None else Packer(model, spec.packing)
         self._changed: dict[MixedInstance, None] = {}
 
@@ -254,8 +256,7 @@ class MixedPool:
         job.chunks += 1
         if prefill.done < request.prompt_tokens:
             job.idle_since_s = self._clock.now_s
-            chunk_s = self._profile.prefill.chunk_s
-            share = chunk_s(prefill.done) / chunk_s(request.prompt_tokens)
+            share = self._alone_s(prefill.done) / self._alone_s(request.prompt_tokens)
             request.executed_s = request.predicted_prefill_s * share
             return
         del instance.prefills[job.id]
@@ -365,9 +366,8 @@ class MixedPool:
 
     def backlog_s(self) -> float:
         """Predicted seconds of prefill that all instances have still to compute."""
-        chunk_s = self._profile.prefill.chunk_s
         return sum(
-            chunk_s(prefill.request.prompt_tokens - prefill.done, prefill.done) / self._stages
+            self._alone_s(prefill.request.prompt_tokens) - self._alone_s(prefill.done)
             for instance in self.instances.values()
             for prefill in instance.prefills.values()
         )

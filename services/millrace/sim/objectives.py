@@ -12,6 +12,7 @@ from types import MappingProxyType
 
 from millrace.core.latency import SpLatency
 from millrace.core.machine import DEADLINE_FACTOR, LEAST_DEADLINE_S
+from millrace.sim.mixed_latency import mixed_latency
 from millrace.sim.spec import SimSpec
 from millrace.sim.workload import PlannedRequest, SloClass
 
@@ -20,11 +21,11 @@ def isolated_prefill(spec: SimSpec) -> Callable[[int], float]:
     """Predicts the prefill of a prompt alone on the idle cluster, in seconds by its tokens.
 
     By the profile, on the best group that the prefill pool can form; on mixed instances by one
-    instance's pipeline (its stages divide the time: Medha, Algorithm 3).
+    instance's chunks and stages (`mixed_latency`).
     """
-    latency = spec.profile.prefill
     if not spec.prefill:
-        return lambda tokens: latency.chunk_s(tokens) / spec.spp
+        return mixed_latency(spec).chunk_s
+    latency = spec.profile.prefill
     held = {sp: latency.by_sp[sp] for sp in latency.degrees if sp <= spec.prefill}
     return SpLatency(by_sp=MappingProxyType(held)).isolated_s
 
