@@ -96,6 +96,16 @@ def test_context_and_growth_are_back_at_zero():
     assert (batch.context, batch.growth, batch.steps) == (0.0, 0.0, 0.0)
 
 
+def test_who_joins_in_the_middle_of_a_step_takes_part_from_the_next_one_on():
+    batch = Batch()
+    batch.join(job(0, 100, 11), 0.0, 1)
+    batch.plan(0.0, lambda b, context: 0.010)
+    batch.sync(0.014)
+    batch.join(job(1, 100, 3), 0.014, 1)
+    end_s, _ = batch.plan(0.014, lambda b, context: 0.010)
+    assert end_s == pytest.approx(0.040)  # the steps that begin at 20 and 30 ms
+
+
 def test_cut_ends_the_step_under_way():
     batch = Batch()
     batch.join(job(0, 100, 100), 0.0, 1)

@@ -9,9 +9,18 @@ import pytest
 from millrace.core.config import SchedulerConfig
 from millrace.core.operators import BatchShape
 from millrace.core.packing import PackingConfig
+from millrace.sim.sharded_passes import spread_pass_s
 from millrace.sim.spec import Failure, SimSpec
 from millrace.sim.workload import SloClass
-from support.simulation import OVERHEAD_S, Run, decode_step_s, planned, toy_operators, toy_spec
+from support.simulation import (
+    LAYERS,
+    OVERHEAD_S,
+    Run,
+    decode_step_s,
+    planned,
+    toy_operators,
+    toy_spec,
+)
 
 FIXED = PackingConfig(t_target_s=1.0, adaptive=False, fixed_chunk_tokens=1000)
 OPERATORS = toy_operators()
@@ -53,10 +62,15 @@ def test_decodes_ride_along_and_go_on_alone():
 
 def test_prefill_that_comes_while_decodes_are_alone_waits_for_their_step():
     run = Run(mixed(), [planned(0, 0.0, 10, 1001), planned(1, 0.5, 500, 1)])
+    end_s, context = pass_s((10, 0)), 11
+    while end_s < 0.5:
+        end_s += decode_step_s(1, context)
+        context += 1
     wait_s = run.records[1].queued_s
-    assert 0.0 <= wait_s <= decode_step_s(1, 600)
+    assert wait_s == pytest.approx(end_s - 0.5, abs=1e-5)
+    assert wait_s > 1e-4
     assert run.records[1].ttft_s == pytest.approx(
-        wait_s + pass_s((500, 0), decodes=1, context=400), rel=0.05
+        wait_s + pass_s((500, 0), decodes=1, context=context), rel=1e-4
     )
 
 
@@ -91,6 +105,14 @@ def test_kv_workers_keep_iterations_flat():
         for done in range(0, 40_000, 1000)
     )
     assert spread.records[0].ttft_s == pytest.approx(expected_s, rel=1e-3)
+
+
+def test_each_prompt_of_a_pass_reads_its_own_share_of_its_history():
+    shape = BatchShape(prefills=((100, 8000), (100, 40_000)))
+    found_s = spread_pass_s(OPERATORS, shape, [1, 4])
+    # Shares of 8000 and of 10000; with four workers there are three messages a layer and prompt.
+    shares_s = pass_s((100, 8000), (100, 10_000))
+    assert found_s == pytest.approx(shares_s + LAYERS * 2 * 3e-5)
 
 
 def test_adaptive_chunks_keep_to_the_target():

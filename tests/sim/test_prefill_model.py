@@ -141,6 +141,33 @@ def test_a_chunk_waits_for_the_one_before_it():
     assert [event.last for _, event in bench.heard(events.ChunkFinished, "g")] == [False, True]
 
 
+def test_an_instance_of_a_later_chunk_waits_for_the_earlier_one():
+    bench = Bench()
+    bench.tell(*bench.send("g", (4000, "p0"), (1000, "p1")))
+    bench.until(9.0)
+    starts = [at_s for at_s, _ in bench.heard(events.ChunkStarted, "g")]
+    assert starts == pytest.approx([0.0, prefill_s(4000)])
+
+
+def test_a_group_waits_until_what_runs_at_a_member_has_stopped():
+    bench = Bench("layer")
+    bench.tell(*bench.send("long", (8000, "p1")))
+    bench.until(0.01)
+    bench.tell(*bench.send("g", (1000, "p0 p1")), order("p1", "g", "long"))
+    bench.until(9.0)
+    assert bench.time_of(events.ChunkStarted, "g") == pytest.approx(prefill_s(8000) / LAYERS)
+
+
+def test_one_member_alone_can_not_take_a_stop_back():
+    bench = Bench("layer")
+    bench.tell(*bench.send("g", (20_000, "p0 p1")))
+    bench.until(0.01)
+    bench.tell(*bench.send("s", (100, "p1")), order("p1", "s", "g"))
+    bench.tell(order("p0", "g"))
+    bench.until(9.0)
+    assert len(bench.heard(events.ChunkSuspended, "g")) == 1
+
+
 def test_whoever_is_at_the_head_runs_and_the_other_goes_on_where_it_stopped():
     bench = Bench()
     bench.tell(*bench.send("long", (10_000, "p0")))
@@ -288,6 +315,7 @@ def test_a_command_for_an_earlier_life_is_lost():
     bench.until(9.0)
     assert not bench.heard(events.ChunkStarted)
     assert bench.fleet.prefill.instances["p0"].generation == 2
+    assert not late[0].held
 
 
 def test_a_request_that_is_still_held_must_not_come_again():

@@ -86,6 +86,13 @@ def test_a_stop_takes_effect_at_the_next_boundary(tokens, history, longest, shar
     assert not any(position_s + near_s < end < found_s - near_s for end in ends)
 
 
+@pytest.mark.parametrize("granularity", ["operator", "layer", "chunk"])
+def test_between_two_passes_a_stop_takes_effect_at_once(granularity):
+    times = PrefillTimes(toy_profile(), 1000)
+    position_s = times.work_s([(2000, 0)], 1)
+    assert times.boundary_s([(5000, 0)], 1, position_s, granularity) == position_s
+
+
 @given(share=st.floats(0, 1), sp=st.sampled_from([1, 2, 8]))
 def test_finer_boundaries_never_come_later(share, sp):
     times = PrefillTimes(toy_profile(), 1024)
@@ -136,6 +143,11 @@ class TestBalancing:
         # 400 tokens on 4 members: 100 * 3 us = 0.3 ms hide of 2 ms, in three of the four layers.
         added_s = self.balancing.added_s(chunk(400, 8000, 4), 2, one_node=False)
         assert added_s == pytest.approx(2e-3 + 3 * 1.7e-3)
+
+    def test_the_old_members_links_are_the_narrow_ones(self):
+        # 2 -> 8: each of the two sends 4000 - 1000 tokens, each of the six takes in 1000.
+        added_s = self.balancing.added_s(chunk(64_000, 8000, 8), 2, one_node=False)
+        assert added_s == pytest.approx(3e-3)
 
     def test_within_a_node_it_is_faster(self):
         added_s = self.balancing.added_s(chunk(32_000, 8000, 4), 2, one_node=True)

@@ -9,6 +9,7 @@ from millrace.core.config import SchedulerConfig
 from millrace.core.errors import ConfigError
 from millrace.core.packing import PackingConfig
 from millrace.sim.spec import AutoscalePlan, Failure
+from millrace.sim.timeline import Timeline
 from support.simulation import Run, planned, prefill_s, toy_spec
 
 QUICK = {
@@ -39,18 +40,15 @@ def burst(count: int = 120, tokens: int = 8000) -> list:
 
 
 def test_a_backlog_brings_instances_after_their_start_up():
-    run = Run(toy_spec(config(), autoscale=plan()), burst())
+    timeline = Timeline()
+    run = Run(toy_spec(config(), autoscale=plan()), burst(), timeline=timeline)
     fixed = Run(toy_spec(config()), burst())
     first = run.counters.scale_events[0]
     assert (first.at_s, first.pool, first.instances) == (1.0, "prefill", 1)
     assert first.target > 1
-    last = 119
-    assert run.records[last].ttft_s < 0.6 * fixed.records[last].ttft_s
-    # Nothing is faster before the first new instance takes work.
-    early_s = min(r.ttft_s for r in fixed.records.values() if r.arrival_s + r.ttft_s > 4.0)
-    for index, record in fixed.records.items():
-        if record.ttft_s < early_s and record.arrival_s < 4.0:
-            assert run.records[index].ttft_s == pytest.approx(record.ttft_s)
+    assert run.records[119].ttft_s < 0.6 * fixed.records[119].ttft_s
+    new = [block.start_s for block in timeline.blocks if block.instance_id == "p1"]
+    assert min(new) >= first.at_s + 3.0
 
 
 def test_too_many_are_drained_and_lose_no_request():
@@ -63,6 +61,16 @@ def test_too_many_are_drained_and_lose_no_request():
     # Those that left are no longer paid for; those that started were from their wish on.
     peak = max(targets)
     assert run.counters.instance_seconds["prefill"] < peak * run.counters.duration_s
+
+
+def test_instances_that_still_start_are_given_up_first():
+    timeline = Timeline()
+    spec = toy_spec(config(), autoscale=plan(start_s=60.0))
+    run = Run(spec, burst(), timeline=timeline)
+    targets = [event.target for event in run.counters.scale_events]
+    assert max(targets) > 1 and targets[-1] == 1
+    assert not any(record.error for record in run.records.values())
+    assert {b.instance_id for b in timeline.blocks if b.kind == "prefill"} == {"p0"}
 
 
 def test_decode_follows_its_memory():

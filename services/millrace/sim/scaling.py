@@ -75,14 +75,16 @@ class Scaling:
             for role in self._scalers
         }
         self._observed = _Observed()
-        self._chunk_s = world.spec.profile.prefill.chunk_s
+        # What one instance would take: mixed ones work in stages, prefill ones by themselves.
+        whole_s = world.spec.profile.prefill.chunk_s
+        self._work_s = whole_s if world.spec.prefill else fleet.isolated_s
         self._clock.at(plan.interval_s, self._look)
 
     # ---- what is measured
 
     def arrived(self, tokens: int) -> None:
         """A request came: its prefill is so much work for one instance."""
-        self._observed.arrived_s += self._chunk_s(tokens)
+        self._observed.arrived_s += self._work_s(tokens)
 
     def ended(self, record: RequestRecord) -> None:
         """A request ended."""
