@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -47,6 +47,37 @@ def draw_attainment(
         _finish(axes)
 
     _save(draw, path, (7.0, 4.4))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Panel:
+    """One of a figure's charts: lines by name, each of (x, y) points.
+
+    `mark` is a dotted height, `edges` holds an x to mark by line.
+    """
+
+    title: str
+    x: str
+    y: str
+    lines: Mapping[str, Sequence[tuple[float, float]]]
+    log_x: bool = False
+    log_y: bool = False
+    mark: float | None = None
+    edges: Mapping[str, float] = field(default_factory=dict)
+
+
+def draw_panels(rows: Sequence[Sequence[Panel]], path: Path) -> None:
+    """A PNG of charts in rows; a line's colour is that of its name's place in its chart."""
+
+    def draw(figure: Any) -> None:  # noqa: ANN401
+        grid = figure.subplots(len(rows), max(map(len, rows)), squeeze=False)
+        for places, panels in zip(grid, rows, strict=True):
+            for axes in places[len(panels) :]:
+                axes.axis("off")
+            for axes, panel in zip(places, panels, strict=False):
+                _panel(axes, panel)
+
+    _save(draw, path, (4.2 * max(map(len, rows)) + 0.4, 3.4 * len(rows) + 0.2))
 
 
 def draw_ttft_cdf(reports: Mapping[str, Report], path: Path) -> None:
@@ -133,6 +164,25 @@ def draw_board(blocks: Sequence[Block], path: Path) -> None:
 
     rows = len({block.instance_id for block in blocks})
     _save(draw, path, (12.0, min(16.0, 1.6 + 0.26 * rows)))
+
+
+def _panel(axes: Any, panel: Panel) -> None:  # noqa: ANN401
+    for number, (name, points) in enumerate(panel.lines.items()):
+        marker = "o" if len(points) <= 40 else ""
+        colour = f"C{number % 10}"
+        xs, ys = [x for x, _ in points], [y for _, y in points]
+        axes.plot(xs, ys, marker=marker, markersize=3, color=colour, label=name)
+        if name in panel.edges:
+            axes.axvline(panel.edges[name], color=colour, linestyle="--", linewidth=0.8)
+    if panel.mark is not None:
+        axes.axhline(panel.mark, color="grey", linestyle=":")
+    axes.set(xlabel=panel.x, ylabel=panel.y)
+    axes.set_title(panel.title, fontsize=10)
+    if panel.log_x:
+        axes.set(xscale="log")
+    if panel.log_y:
+        axes.set(yscale="log")
+    _finish(axes)
 
 
 def _cdf(axes: Any, found: ClassReport, label: str, colour: str) -> None:  # noqa: ANN401
