@@ -138,6 +138,24 @@ def _qwen_colocated(options: MixOptions) -> Mix:
     )
 
 
+def _sharegpt_2k(options: MixOptions) -> Mix:
+    """FlowPrefill section 6.5's single objective: ShareGPT prompts of at most 2k tokens, as chat.
+
+    Lengths by the shipped quantiles, prompt and output drawn apart.
+    """
+    chat = SloClass(name="text", ttft_s=table_2(options.model)["text"])
+    short = [tokens for tokens in SHAREGPT_INPUT if tokens <= 2048]
+    return Mix(
+        classes=(
+            MixClass(
+                slo=chat,
+                input_tokens=by_quantiles(short),
+                output_tokens=by_quantiles(SHAREGPT_OUTPUT),
+            ),
+        )
+    )
+
+
 def _tetris(name: str, low_k: int, high_k: int, mean_k: float) -> Callable[[MixOptions], Mix]:
     """Tetris section 6.1: only range and mean are public; 1k is taken as 1024 tokens."""
 
@@ -197,6 +215,7 @@ MIXES: Mapping[str, Callable[[MixOptions], Mix]] = MappingProxyType(
     {
         "qwen": _qwen,
         "qwen-colocated": _qwen_colocated,
+        "sharegpt-2k": _sharegpt_2k,
         "tetris-short": _tetris("short", 4, 95, 23.6),
         "tetris-medium": _tetris("medium", 8, 142, 32.8),
         "tetris-long": _tetris("long", 16, 190, 50.1),

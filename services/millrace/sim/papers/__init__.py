@@ -26,7 +26,20 @@ class Experiment(Protocol):
 
 
 #: Name on the command line -> module, imported only when it is run.
-EXPERIMENTS: Mapping[str, str] = MappingProxyType({})
+EXPERIMENTS: Mapping[str, str] = MappingProxyType(
+    {
+        "tetris-table1": "millrace.sim.papers.tetris_table1",
+        "tetris-examples": "millrace.sim.papers.tetris_examples",
+        "tetris-rates": "millrace.sim.papers.tetris_rates",
+        "tetris-fig8": "millrace.sim.papers.tetris_fig8",
+        "tetris-fig9": "millrace.sim.papers.tetris_fig9",
+        "tetris-fig11": "millrace.sim.papers.tetris_fig11",
+        "tetris-fig13": "millrace.sim.papers.tetris_fig13",
+        "tetris-fig14": "millrace.sim.papers.tetris_fig14",
+        "flowprefill-fig9": "millrace.sim.papers.flowprefill_fig9",
+        "flowprefill-fig10": "millrace.sim.papers.flowprefill_fig10",
+    }
+)
 
 
 def load_experiment(name: str) -> Experiment:
