@@ -18,6 +18,9 @@ from millrace.sim.job import Job
 #: Steps that one straight line covers at most.
 HORIZON_STEPS = 512
 
+#: A stretch that adds less than this share to the context is level, at its middle's step time.
+LEVEL_SHARE = 0.02
+
 _ROUNDING = 1e-6  # of a step
 
 
@@ -117,8 +120,12 @@ class Batch:
         while ends[0][1] not in members or members[ends[0][1]].end_step != ends[0][0]:
             heappop(ends)
         steps = min(max(ends[0][0] - self.steps, _ROUNDING), HORIZON_STEPS)
-        first_s = step_s(self, self.context)
-        last_s = step_s(self, self.context + steps * self.growth)
+        added = steps * self.growth
+        if added < LEVEL_SHARE * self.context:
+            first_s = last_s = step_s(self, self.context + added / 2.0)
+        else:
+            first_s = step_s(self, self.context)
+            last_s = step_s(self, self.context + added)
         self._since_s = now_s
         self._step_s = first_s
         self._slope_s = slope_s = max((last_s - first_s) / steps, 0.0)

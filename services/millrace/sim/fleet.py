@@ -16,8 +16,10 @@ from millrace.sim.world import World
 
 Instance = PrefillInstance | DecodeInstance | MixedInstance
 
+ToInstance = fx.AdmitDecode | fx.RunPrefill | fx.Order | fx.CancelOn
+
 #: A command, the life of the instance that it is for, and the request if work comes with it.
-Command = tuple[Instance, fx.Effect, Job | None]
+Command = tuple[Instance, ToInstance, Job | None]
 
 _LETTERS = {"p": "prefill", "d": "decode", "m": "mixed"}
 
@@ -126,15 +128,13 @@ class Fleet:
 
     # ---- commands
 
-    def addressed(self, effect: fx.Effect) -> Command:
+    def addressed(self, effect: ToInstance) -> Command:
         """The command, bound to the instance's present life."""
-        assert isinstance(effect, fx.AdmitDecode | fx.RunPrefill | fx.Order | fx.CancelOn)
         instance = self._find(effect.instance_id)
         assert instance is not None  # the machine knows only instances that joined
-        job = None
-        if isinstance(effect, fx.AdmitDecode | fx.RunPrefill):
-            job = self._world.jobs.get(effect.request_id)
-        return instance, effect, job
+        if isinstance(effect, fx.RunPrefill | fx.AdmitDecode):
+            return instance, effect, self._world.jobs.get(effect.request_id)
+        return instance, effect, None
 
     def deliver(self, commands: list[Command]) -> None:
         """Carries commands out, in order; those for an instance that is gone are lost."""
@@ -151,7 +151,7 @@ class Fleet:
             elif isinstance(effect, fx.CancelOn):
                 self.decode.cancel(instance, effect.request_id)
 
-    def _tell_prefill(self, instance: PrefillInstance, effect: fx.Effect, job: Job | None) -> None:
+    def _tell_prefill(self, instance: PrefillInstance, effect: ToInstance, job: Job | None) -> None:
         if isinstance(effect, fx.RunPrefill):
             if job is not None:
                 self.prefill.run(instance, effect, job)
@@ -160,7 +160,7 @@ class Fleet:
         elif isinstance(effect, fx.CancelOn):
             self.prefill.cancel(instance, effect)
 
-    def _tell_mixed(self, instance: MixedInstance, effect: fx.Effect, job: Job | None) -> None:
+    def _tell_mixed(self, instance: MixedInstance, effect: ToInstance, job: Job | None) -> None:
         """What it admits it computes, too: the order to decode says nothing more."""
         if isinstance(effect, fx.RunPrefill):
             if job is not None:
@@ -170,8 +170,13 @@ class Fleet:
 
     def settle(self) -> bool:
         """Lets instances start and stop work; False when none had a reason to."""
-        moved = self.prefill.settle()
-        return self.mixed.settle() or moved
+        if self.prefill.changed:
+            self.prefill.settle()
+        elif self.mixed.changed:
+            self.mixed.settle()
+        else:
+            return False
+        return True
 
     def _find(self, instance_id: str) -> Instance | None:
         if instance_id[0] == "p":

@@ -29,6 +29,8 @@ from millrace.sim.world import World
 #: Requests between two calls of `progress`.
 PROGRESS_EVERY = 100
 
+_TO_INSTANCES = (fx.AdmitDecode, fx.RunPrefill, fx.Order, fx.CancelOn)
+
 
 class Simulation:
     """One run. `progress(ended, now_s)` is called now and then; `stop(collector)` after every
@@ -161,18 +163,13 @@ class Simulation:
     def _carry_out(self, found: list[fx.Effect]) -> None:
         commands = []
         for effect in found:
-            kind = type(effect)
-            if kind is fx.Record or kind is fx.Place:
-                continue
-            if kind is fx.Refuse:
-                assert isinstance(effect, fx.Refuse)
+            if isinstance(effect, _TO_INSTANCES):
+                commands.append(self._fleet.addressed(effect))
+            elif isinstance(effect, fx.Refuse):
                 self._tally.refused += 1
                 self._fail(effect.request_id, effect.code)
-            elif kind is fx.Fail:
-                assert isinstance(effect, fx.Fail)
+            elif isinstance(effect, fx.Fail):
                 self._fail(effect.request_id, "failed")
-            else:
-                commands.append(self._fleet.addressed(effect))
         if not commands:
             return
         self._tally.commands += len(commands)

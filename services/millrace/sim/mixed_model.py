@@ -102,7 +102,7 @@ class MixedPool:
         if spec.packing is not None:
             self._alone_s = mixed_latency(spec).chunk_s
         self._packer = None if spec.packing is None else Packer(model, spec.packing)
-        self._changed: dict[MixedInstance, None] = {}
+        self.changed: dict[MixedInstance, None] = {}  # to be settled
 
     # ---- commands
 
@@ -112,7 +112,7 @@ class MixedPool:
         job.attempts += 1
         job.chunks = 0
         prefill.workers = self._world.take_workers(job.plan.input_tokens + job.plan.output_tokens)
-        self._changed[instance] = None
+        self.changed[instance] = None
 
     def cancel(self, instance: MixedInstance, request_id: str) -> None:
         """Drops a request; harmless when it is not here. An iteration under way goes on."""
@@ -125,18 +125,16 @@ class MixedPool:
             self._world.left_batch(instance.id, instance.batch.leave(request_id))
         else:
             return
-        self._changed[instance] = None
+        self.changed[instance] = None
         self._world.outbox.append(
             events.RequestReleased(
                 instance_id=instance.id, generation=instance.generation, request_id=request_id
             )
         )
 
-    def settle(self) -> bool:
-        """Starts the next iterations. False when there was nothing to look at."""
-        if not self._changed:
-            return False
-        changed, self._changed = self._changed, {}
+    def settle(self) -> None:
+        """Starts the next iterations of the `changed` instances."""
+        changed, self.changed = self.changed, {}
         for instance in changed:
             if not instance.alive or instance.running is not None:
                 continue
@@ -145,7 +143,6 @@ class MixedPool:
             else:
                 self._sync(instance)
                 self._next(instance)
-        return True
 
     def _interrupt(self, instance: MixedInstance) -> None:
         """Prefill came while decodes were alone: it joins when their step leaves stage 1."""
@@ -245,7 +242,7 @@ class MixedPool:
             if instance.prefills.get(prefill.job.id) is prefill:
                 self._chunk_done(instance, prefill, tokens, stage_s)
         instance.batch.restart(self._clock.now_s)
-        self._changed[instance] = None
+        self.changed[instance] = None
 
     def _chunk_done(
         self, instance: MixedInstance, prefill: Prefill, tokens: int, stage_s: float
@@ -302,7 +299,7 @@ class MixedPool:
                     instance_id=instance.id, generation=instance.generation, request_id=job.id
                 )
             )
-        self._changed[instance] = None
+        self.changed[instance] = None
 
     # ---- decodes alone
 
@@ -325,7 +322,7 @@ class MixedPool:
         instance.alone = False
         self._tally.busy("mixed", instance.batch.sync_to_end(self._clock.now_s))
         self._finish_ended(instance)
-        self._changed[instance] = None
+        self.changed[instance] = None
 
     def _finish_ended(self, instance: MixedInstance) -> None:
         for sequence in instance.batch.leave_ended():

@@ -7,8 +7,6 @@ it come from `prefill_work`.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-
 from millrace.core import events
 from millrace.core.effects import CancelOn, ChunkRef, Order, RunPrefill
 from millrace.core.errors import IntegrityError
@@ -34,7 +32,7 @@ class PrefillPool:
         self._times = PrefillTimes(world.spec.profile, world.spec.max_chunk_tokens)
         self._balancing = Balancing(world.spec, self._times)
         self._transfers = Transfers(world.spec, world.clock, world.tally, self._landed)
-        self._changed: dict[PrefillInstance, None] = {}
+        self.changed: dict[PrefillInstance, None] = {}  # to be settled
 
     # ---- commands
 
@@ -54,7 +52,7 @@ class PrefillPool:
             if instance.id in task.parts[0][1].instance_ids:
                 task.members.append(instance)
                 instance.queue.append(task)
-        self._changed[instance] = None
+        self.changed[instance] = None
 
     def order(self, instance: PrefillInstance, effect: Order) -> None:
         """Replaces the queue. References to what is finished or gone are skipped."""
@@ -72,7 +70,7 @@ class PrefillPool:
             if task is not None and not task.finished:
                 queue.append(task)
         instance.queue = list(dict.fromkeys(queue))
-        self._changed[instance] = None
+        self.changed[instance] = None
 
     def _batch(self, instance: PrefillInstance, refs: tuple[ChunkRef, ...]) -> Task | None:
         """The task that computes just these, or a new one. One that has begun stays as it is."""
@@ -132,7 +130,7 @@ class PrefillPool:
             for task in instance.queue:
                 if len(task.parts) > 1:
                     self._leave_batch(task, attempt)
-        self._changed[instance] = None
+        self.changed[instance] = None
         self._world.outbox.append(
             events.RequestReleased(
                 instance_id=instance.id, generation=instance.generation, request_id=job_id
@@ -141,11 +139,9 @@ class PrefillPool:
 
     # ---- what runs
 
-    def settle(self) -> bool:
-        """Starts and stops what the queues ask for. False when there was nothing to look at."""
-        if not self._changed:
-            return False
-        changed, self._changed = self._changed, {}
+    def settle(self) -> None:
+        """Starts and stops what the queues of the `changed` instances ask for."""
+        changed, self.changed = self.changed, {}
         for instance in changed:
             if not instance.alive:
                 continue
@@ -156,7 +152,6 @@ class PrefillPool:
                 self._try_start(queue[0])
                 if instance.running is None and instance.waits_since_s is None:
                     instance.waits_since_s = self._clock.now_s
-        return True
 
     def _steer(self, running: Task, is_head: bool) -> None:
         if running.signal_s is None:
@@ -282,7 +277,7 @@ class PrefillPool:
         self._say(events.ChunkFinished, task, attempt, chunk, compute_s=task.compute_s, last=last)
         if not last:
             for member in attempt.tasks[attempt.done].members:
-                self._changed[member] = None
+                self.changed[member] = None
         if job.plan.output_tokens > 1:
             tokens = self._times.last_pass_tokens(chunk.num_tokens, sp)
             self._transfers.chunk_computed(attempt, chunk, task.begun_s, tokens)
@@ -309,7 +304,7 @@ class PrefillPool:
         timeline = self._world.timeline
         for member in task.members:
             member.running = None
-            self._changed[member] = None
+            self.changed[member] = None
             if timeline is not None:
                 index = task.parts[0][0].job.plan.index
                 until_s = now_s if signal_s is None else signal_s
@@ -371,8 +366,9 @@ class PrefillPool:
     def _say(self, kind: type, task: Task, attempt: Attempt, chunk: Chunk, **more: object) -> None:
         """The group's leader reports on one of the task's requests."""
         leader_id = chunk.instance_ids[0]
-        members: Iterable[PrefillInstance] = task.members
-        leader = next(member for member in members if member.id == leader_id)
+        leader = task.members[0]
+        if leader.id != leader_id:
+            leader = next(member for member in task.members if member.id == leader_id)
         self._world.outbox.append(
             kind(
                 instance_id=leader_id,
