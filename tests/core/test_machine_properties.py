@@ -51,6 +51,7 @@ class World(RuleBasedStateMachine):
     def __init__(self) -> None:
         super().__init__()
         self.now_s = 0.0
+        self.settled = True
         self.generation: Counter[str] = Counter()
         self.states: dict[str, RequestState] = {}  # of submissions that are not over
         self.submitted: Counter[str] = Counter()
@@ -96,6 +97,8 @@ class World(RuleBasedStateMachine):
             self.join(instance_id, 1, 40, "h")
 
     def step(self, event: events.Event) -> None:
+        # These change predictions only; what that changes shows in the next round.
+        self.settled = not isinstance(event, events.ChunkStarted | events.ChunkSuspended)
         for effect in self.machine.step(event, self.now_s):
             self.see(effect)
 
@@ -473,6 +476,8 @@ class World(RuleBasedStateMachine):
     @invariant()
     def has_missed_nothing(self) -> None:
         """Whatever could be placed or dispatched was, by the very event that made it possible."""
+        if not self.settled:
+            self.step(events.Tick())
         found = self.machine.step(events.Tick(), self.now_s)
         if not POLICIES[self.config.policy].static:  # a new look at who runs may find another
             for effect in found:

@@ -23,6 +23,9 @@ from millrace.core.request import Chunk, Request, RequestState
 #: instances only: a large request is never starved, and does not stop the whole fleet either.
 MAX_WAITING = 4
 
+#: With preemption, so many requests at the head of the line may be passed by later ones.
+MAX_PASSED = 8
+
 #: Queue time of an instance that has no room now: planners then use the others if they can.
 NO_ROOM_S = 1e9
 
@@ -154,56 +157,48 @@ class Rounds:
             chunks = self._plan(request, pool)
             if chunks is not None:
                 self._start(request, chunks, pool)
-            elif pool.could_prefill(request):
-                return  # its turn comes first
-            else:
+            elif not pool.could_prefill(request):
                 index += 1  # an earlier attempt is still wherever it could go
+            elif pool.board.preemptive and index < MAX_PASSED:
+                index += 1  # whoever passes it yields when it can start
+            else:
+                return  # its turn comes first
 
     def _plan(self, request: Request, pool: Pool) -> tuple[Chunk, ...] | None:
-        """Chunks whose instances all have room now, or None.
+        """Chunks of which the first can be taken in now, or None.
 
-        Room is a task slot among the tasks that go before the request, and pages for its share. A
-        group smaller than the largest needs more pages of each member: if they are not there, the
-        plan is made once more without the instances that lack them.
+        That is when its instances have a task slot among the tasks that go before the request, and
+        all instances of the plan have the pages for their shares. A group smaller than the largest
+        needs more pages of each member: if they are not there, the plan is made once more without
+        the instances that lack them. Planned but not taken in, a request is planned anew next time.
         """
         instances = list(pool.prefill.values())
         rank: Rank = (pool.line.key(request), request.order, 0)
-        able = self._able(request, rank, instances, pool)
-        if not any(able):
+        board, ahead = pool.board, self._config.tasks_ahead
+        slots = [len(one.queue) < ahead or board.ahead(one, rank) < ahead for one in instances]
+        if not any(slots):
             return None
-        queue_s = pool.board.queue_s(instances, rank, self._life.now_s)
+        queue_s = board.queue_s(instances, rank, self._life.now_s)
+        largest = pool.largest_group
+        for index, one in enumerate(instances):
+            if not one.has_room(request, largest):
+                queue_s[index] = NO_ROOM_S
         least_sp = self._least_sp(request, instances)
         budget_s = request.deadline_s - self._life.now_s
         for _ in range(2):
-            for index, is_able in enumerate(able):
-                if not is_able:
-                    queue_s[index] = NO_ROOM_S
             plan = pool.planner.plan(request.prompt_tokens, queue_s, least_sp, budget_s)
-            members = plan.chunks[-1].members
-            if not all(able[member] for member in members):
-                return None
             chunks = _chunks(plan.chunks, instances)
             short = [
                 member
-                for member in members
+                for member in plan.chunks[-1].members
                 if instances[member].pages_for(chunks) > instances[member].free_pages
+                or queue_s[member] >= NO_ROOM_S
             ]
             if not short:
-                return chunks
+                return chunks if all(slots[member] for member in plan.chunks[0].members) else None
             for member in short:
-                able[member] = False
+                queue_s[member] = NO_ROOM_S
         return None
-
-    def _able(
-        self, request: Request, rank: Rank, instances: list[PrefillInstance], pool: Pool
-    ) -> list[bool]:
-        """Whether each instance has a task slot, and pages for the smallest share of the prompt."""
-        ahead, largest = self._config.tasks_ahead, pool.largest_group
-        return [
-            (len(one.queue) < ahead or pool.board.ahead(one, rank) < ahead)
-            and one.has_room(request, largest)
-            for one in instances
-        ]
 
     def _least_sp(self, request: Request, instances: list[PrefillInstance]) -> int:
         """The smallest group whose members can hold their shares at all."""
