@@ -68,6 +68,7 @@ class MixedInstance:
         "leaving",
         "plans",
         "prefills",
+        "ranked",
         "running",
     )
 
@@ -77,6 +78,7 @@ class MixedInstance:
         self.alive = True
         self.batch = Batch()
         self.prefills: dict[str, Prefill] = {}
+        self.ranked: list[Prefill] | None = None  # in order, until others come or go
         self.leaving: dict[str, Prefill] = {}  # computed, their last iteration is in the pipeline
         self.running: list[tuple[Prefill, int]] | None = None  # the iteration in stage 1
         self.alone = False  # decodes go on as a fluid
@@ -109,6 +111,7 @@ class MixedPool:
     def run(self, instance: MixedInstance, job: Job) -> None:
         """A prompt to compute, and then to decode."""
         prefill = instance.prefills[job.id] = Prefill(job)
+        instance.ranked = None
         job.attempts += 1
         job.chunks = 0
         prefill.workers = self._world.take_workers(job.plan.input_tokens + job.plan.output_tokens)
@@ -117,6 +120,7 @@ class MixedPool:
     def cancel(self, instance: MixedInstance, request_id: str) -> None:
         """Drops a request; harmless when it is not here. An iteration under way goes on."""
         prefill = instance.prefills.pop(request_id, None)
+        instance.ranked = None
         prefill = prefill or instance.leaving.pop(request_id, None)
         if prefill is not None:
             self._world.give_workers(prefill.workers)
@@ -169,17 +173,21 @@ class MixedPool:
     def _pack(self, instance: MixedInstance) -> list[tuple[Prefill, int]]:
         assert self._packer is not None  # the specification has one if there are mixed instances
         now_s = self._clock.now_s
-        waiting = list(instance.prefills.values())
-        keys = self._policy.keys([prefill.request for prefill in waiting], now_s, 1)
-        order = sorted(range(len(waiting)), key=lambda i: (keys[i], waiting[i].request.order))
+        if instance.ranked is None or not self._policy.static:
+            instance.ranked = self._rank(list(instance.prefills.values()))
         decodes, context = self._decodes(instance)
         packed = self._packer.pack(
             decodes,
             context,
-            [(waiting[i].request, waiting[i].done) for i in order],
+            [(prefill.request, prefill.done) for prefill in instance.ranked],
             lambda request: relative_slack(request, now_s),
         )
         return [(instance.prefills[request.id], tokens) for request, tokens in packed]
+
+    def _rank(self, waiting: list[Prefill]) -> list[Prefill]:
+        keys = self._policy.keys([prefill.request for prefill in waiting], self._clock.now_s, 1)
+        order = sorted(range(len(waiting)), key=lambda i: (keys[i], waiting[i].request.order))
+        return [waiting[i] for i in order]
 
     def _decodes(self, instance: MixedInstance) -> tuple[int, int]:
         """Sequences of an iteration, and the context that they read."""
@@ -257,6 +265,7 @@ class MixedPool:
             request.executed_s = request.predicted_prefill_s * share
             return
         del instance.prefills[job.id]
+        instance.ranked = None
         instance.leaving[job.id] = prefill
         if self._stages == 1:
             self._prefilled((instance, prefill))
@@ -355,6 +364,7 @@ class MixedPool:
         for request_id in list(instance.batch.members):
             self._world.left_batch(instance.id, instance.batch.leave(request_id))
         instance.prefills.clear()
+        instance.ranked = None
         instance.leaving.clear()
 
     def is_idle(self, instance: MixedInstance) -> bool:
