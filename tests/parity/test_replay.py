@@ -56,7 +56,7 @@ async def work(net: Net, prefill: Worker, decodes: dict[str, Worker], computed: 
 
 async def run(path: Path) -> None:
     """A dozen requests, one cancel, one death of a prefill and one of a decode instance."""
-    async with scheduler(quick(lease_s=2, tasks_ahead=1), record=path) as net:
+    async with scheduler(quick(lease_s=2), record=path) as net:
         lost, prefill = await net.worker("p0"), await net.worker("p1")
         decodes = {name: await net.worker(name) for name in ("d0", "d1", "d2")}
         proxy = await net.proxy()
@@ -93,7 +93,7 @@ def test_a_live_run_takes_the_same_decisions_when_it_is_replayed(recording):
     assert result.effects == sum(len(line["effects"]) for line in lines(recording)[1:])
     assert result.duration_s > 0
     assert {"Submitted", "CancelRequested", "InstanceLeft", "ChunkFinished"} <= events(recording)
-    assert {"Place", "Refuse", "RunPrefill", "CancelOn", "Record"} <= effects(recording)
+    assert {"Place", "Refuse", "RunPrefill", "Order", "CancelOn", "Record"} <= effects(recording)
 
 
 def tampered(recording: Path, change) -> tuple[Path, int]:
@@ -250,7 +250,6 @@ async def test_real_workers_and_a_death_replay_alike(tmp_path) -> None:
             *settings,
             "scheduler.heartbeat_s=0.2",
             "scheduler.lease_s=1.0",
-            "scheduler.tasks_ahead=1",
         ],
     )
     recorded = RecordedStack(options)

@@ -23,6 +23,7 @@ from support.worker_roles import (
     admit_decode,
     config,
     live_roles,
+    order,
     remember,
     run_prefill,
     spec,
@@ -39,9 +40,11 @@ class GatedStore(MemoryStore):
         self.gate = asyncio.Event()
         self.gate.set()
         self.error: Exception | None = None
+        self.read: list[str] = []
 
     async def prompt_ids(self, request_id: str, start: int = 0, stop: int | None = None) -> Any:
         await self.gate.wait()
+        self.read.append(request_id)
         if self.error is not None:
             raise self.error
         return await super().prompt_ids(request_id, start, stop)
@@ -61,6 +64,10 @@ class Pair:
         if admit:
             self.decode.role.on_command(admit_decode(request))
         self.prefill.role.on_command(run_prefill(request, self.decode.member))
+
+    def started(self) -> list[str]:
+        """The requests whose computation began, in order."""
+        return [m.request_id for kind, m in self.prefill.messages if kind == "chunk_started"]
 
     @property
     def used_pages(self) -> int:
@@ -159,9 +166,99 @@ async def test_the_next_request_waits_for_pages_and_goes_on(pair: Pair) -> None:
 
     for name in ("first", "second", "third"):
         await pair.prefill.said("request_released", name)
-    order = [m.request_id for kind, m in pair.prefill.messages if kind == "chunk_started"]
-    assert order == ["first", "second", "third"]
+    assert pair.started() == ["first", "second", "third"]
     pool.free(held)
+
+
+async def test_those_who_wait_go_as_told_and_who_computes_is_not_interrupted(pair: Pair) -> None:
+    await pair.ask("long", 3000)
+    await pair.prefill.said("chunk_started", "long")
+    for name in ("a", "b", "c"):
+        await pair.ask(name, 20)
+    await eventually(lambda: pair.prefill.has_shaken_hands("c"))
+    pair.prefill.role.on_command(order("c", "gone", "long", "b", "c", "a"))
+
+    for name in ("a", "b", "c"):
+        await pair.prefill.said("request_released", name)
+    assert pair.started() == ["long", "c", "b", "a"]
+    said = [(kind, m.request_id) for kind, m in pair.prefill.messages]
+    assert said.index(("chunk_finished", "long")) < said.index(("chunk_started", "c"))
+
+
+async def test_later_commands_queue_up_behind_an_order(pair: Pair) -> None:
+    await pair.ask("long", 3000)
+    await pair.prefill.said("chunk_started", "long")
+    await pair.ask("a", 20)
+    await pair.ask("b", 20)
+    pair.prefill.role.on_command(order("long", "b", "a"))
+    await pair.ask("c", 20)
+    await eventually(lambda: pair.prefill.has_shaken_hands("c"))
+
+    for name in ("a", "b", "c"):
+        await pair.prefill.said("request_released", name)
+    assert pair.started() == ["long", "b", "a", "c"]
+
+
+async def test_jobs_are_prepared_in_the_order_told(pair: Pair) -> None:
+    pair.store.gate.clear()
+    for name in ("a", "b", "c"):
+        await pair.ask(name, 20)
+    await asyncio.sleep(0.02)
+    pair.prefill.role.on_command(order("c", "b", "a"))
+    pair.store.gate.set()
+
+    for name in ("a", "b", "c"):
+        await pair.prefill.said("request_released", name)
+    assert pair.store.read == ["a", "c", "b"]  # a was being prepared already
+
+
+async def test_a_job_that_is_next_and_not_prepared_holds_up_none_that_is(pair: Pair) -> None:
+    await pair.ask("long", 3000)
+    await pair.prefill.said("chunk_started", "long")
+    await pair.ask("ready", 20)
+    await eventually(lambda: pair.prefill.has_shaken_hands("ready"))
+    pair.store.gate.clear()
+    await pair.ask("next", 20)
+    pair.prefill.role.on_command(order("long", "next", "ready"))
+
+    await pair.prefill.said("request_released", "ready")
+    pair.store.gate.set()
+    await pair.prefill.said("request_released", "next")
+    assert pair.started() == ["long", "ready", "next"]
+
+
+async def test_a_job_that_waits_for_pages_lets_those_go_first_that_are_told_to(pair: Pair) -> None:
+    pool = pair.prefill.engine.pool
+    held = pool.allocate(pool.free_pages - 3)
+    await pair.ask("large", 160)
+    await pair.ask("small", 20)
+    await asyncio.sleep(0.02)
+    assert pair.started() == []
+    pair.prefill.role.on_command(order("small", "large"))
+
+    await pair.prefill.said("request_released", "small")
+    assert pair.started() == ["small"]
+    pool.free(held)
+    await pair.ask("another", 20)  # its release lets the large one look again
+    pair.prefill.role.on_command(order("another", "large"))
+    await pair.prefill.said("request_released", "large")
+
+
+async def test_cancelled_while_others_go_before_it_for_pages(pair: Pair) -> None:
+    pool = pair.prefill.engine.pool
+    held = pool.allocate(pool.free_pages)
+    await pair.ask("a", 160)
+    await pair.ask("b", 20)
+    await asyncio.sleep(0.02)
+    pair.prefill.role.on_command(order("b", "a"))
+    await asyncio.sleep(0.02)  # now b has the turn to be prepared
+    pair.prefill.cancel("a")
+    await pair.prefill.said("request_released", "a", 5)
+    pair.prefill.cancel("b")
+    await pair.prefill.said("request_released", "b", 5)
+    pool.free(held)
+    await pair.ask("c", 20)
+    await pair.prefill.said("request_released", "c")
 
 
 async def test_a_prompt_larger_than_the_pool_fails_at_once(pair: Pair) -> None:

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import asyncio
+import typing
 from contextlib import asynccontextmanager
 
+from millrace.core import effects
 from millrace.core.config import SchedulerConfig, StoreConfig
-from millrace.core.events import ProxyLeft, Submitted
+from millrace.core.events import InstanceLeft, ProxyLeft, Submitted
 from millrace.scheduler.loop import SchedulerLoop
 from millrace.scheduler.peers import Proxy, Worker
 from millrace.scheduler.recorder import Recorder
@@ -109,6 +111,28 @@ async def test_metrics_follow_the_machine():
             *("cancel", "cancel"),
         ]
         assert kinds(await proxy.outbox.take())[-4:] == ["placed"] * 3 + ["refused"]
+
+
+async def test_every_effect_has_its_handler():
+    async with running(Hand()) as (loop, _):
+        assert set(loop._carry) == set(typing.get_args(effects.Effect))
+
+
+async def test_a_retried_request_goes_before_what_its_new_instance_holds():
+    async with running(Hand()) as (loop, registry):
+        lost, left = join(loop, "p0"), join(loop, "p1")
+        join(loop, "d0"), join(loop, "d1")
+        for name in ("a", "b", "c", "d"):  # p1 gets b and d
+            await submit(loop, name, Proxy(key="x#1"))
+        loop.post_now(InstanceLeft(instance_id="p0", generation=lost.card.generation), lost)
+        await asyncio.sleep(0.01)
+        commands = await left.outbox.take()
+        assert kinds(commands) == ["registered", *["run_prefill"] * 3, "order"]
+        assert commands[-2].run_prefill.request.request_id == "a"
+        order = [entry.chunks[0].request_id for entry in commands[-1].order.queue]
+        assert order == ["b", "a", "d"]
+        text = registry.render()[0].decode()
+        assert 'millrace_scheduler_sent_messages_total{kind="order"} 1.0' in text
 
 
 async def test_a_double_keeps_the_first_spec_even_while_draining():

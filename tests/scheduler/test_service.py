@@ -10,6 +10,7 @@ import grpc
 import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
+from millrace.core.errors import ConfigError
 from millrace.wire.pb import scheduler_pb2
 from support.scheduler_peers import WAIT_S, quick, register, scheduler, spec
 
@@ -188,6 +189,35 @@ async def test_a_cancel_reaches_both_instances():
         await decode.next("admit_decode")
         assert (await prefill.next("cancel")).cancel.request_id == "r"
         assert (await decode.next("cancel")).cancel.request_id == "r"
+
+
+async def test_every_policy_is_served():
+    async with scheduler(quick(policy="edf")) as net:
+        prefill = await net.worker("p0")
+        await net.worker("d0")
+        proxy = await net.proxy()
+        loose, tight = spec("loose"), spec("tight")
+        loose.slo.ttft_s, tight.slo.ttft_s = 50, 10
+        await proxy.submit(spec("first"), loose, tight)
+        for request_id in ("first", "loose", "tight"):
+            run = (await prefill.next("run_prefill")).run_prefill
+            assert run.request.request_id == request_id
+        queue = (await prefill.next("order")).order.queue
+        assert [[ref.request_id for ref in entry.chunks] for entry in queue] == [
+            ["first"],
+            ["tight"],
+            ["loose"],
+        ]
+
+
+@pytest.mark.parametrize(
+    "setting", [{"preemption": "chunk"}, {"planner": "cdsp"}, {"batch_tokens": 512}]
+)
+async def test_what_instances_cannot_carry_out_is_refused_at_the_start(setting):
+    (name,) = setting
+    with pytest.raises(ConfigError, match=f"scheduler.{name} is .*can carry out"):
+        async with scheduler(quick(**setting)):
+            pass
 
 
 async def test_refusals_say_why():

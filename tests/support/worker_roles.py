@@ -180,5 +180,14 @@ def run_prefill(
     )
 
 
+def order(*request_ids: str) -> scheduler_pb2.WorkerCommand:
+    """These requests, of a chunk each, are to go in this order."""
+    queue = [
+        scheduler_pb2.QueueEntry(chunks=[scheduler_pb2.ChunkRef(request_id=request_id)])
+        for request_id in request_ids
+    ]
+    return scheduler_pb2.WorkerCommand(order=scheduler_pb2.Order(queue=queue))
+
+
 def admit_decode(request: common_pb2.RequestSpec) -> scheduler_pb2.WorkerCommand:
     return scheduler_pb2.WorkerCommand(admit_decode=scheduler_pb2.AdmitDecode(request=request))

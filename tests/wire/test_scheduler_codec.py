@@ -114,6 +114,17 @@ def test_a_spec_becomes_a_request_of_the_schedulers_time():
     assert made.state is RequestState.QUEUED
 
 
+def test_an_order_reaches_the_wire_entry_by_entry():
+    a, b, c = (effects.ChunkRef(request_id=name, chunk_index=i) for i, name in enumerate("abc"))
+    sent = codec.order(effects.Order(instance_id="p0", queue=((c,), (a, b)))).order
+    assert [[(ref.request_id, ref.chunk_index) for ref in e.chunks] for e in sent.queue] == [
+        [("c", 2)],
+        [("a", 0), ("b", 1)],
+    ]
+    empty = codec.order(effects.Order(instance_id="p0", queue=()))
+    assert empty.WhichOneof("kind") == "order" and not empty.order.queue
+
+
 def test_chunks_reach_the_wire_as_planned():
     chunk = Chunk(index=1, start_token=8, num_tokens=9, instance_ids=("p0", "p1"))
     effect = effects.RunPrefill(instance_id="p0", request_id="r", chunks=(chunk,), decode_id="d")

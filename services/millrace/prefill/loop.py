@@ -1,6 +1,8 @@
 """The prefill instance: take commands, prepare, compute, hand over, release.
 
-A task a job, in the order of the commands: while one job computes, the next one already has its
+A task a job. Jobs are prepared one by one and computed one by one, in the order of the commands
+until the scheduler tells another; a job that is next and not yet prepared holds up none that is,
+and one that computes is not interrupted. While one job computes, the next one already has its
 prompt, its pages and its handshake, so the compute thread never waits for the scheduler, the store
 or a peer. A cancelled job leaves whatever it is in at once, bar an operator that runs.
 """
@@ -18,6 +20,7 @@ from millrace.core.errors import CapacityError, MillraceError, TransferError
 from millrace.prefill.compute import PrefillCompute, PrefillOutcome
 from millrace.prefill.job import Cancelled, PrefillJob
 from millrace.prefill.metrics import PrefillMetrics
+from millrace.prefill.turns import OrderedTurn
 from millrace.state.store import StoreError
 from millrace.transfer.send_manager import SendManager, SendSession
 from millrace.wire.kv_peer import KvPeers
@@ -35,7 +38,7 @@ class ComputeError(MillraceError):
 
 
 class PrefillRole:
-    """Everything an instance holds for its requests is in `_jobs`."""
+    """Everything an instance holds for its requests is in `_jobs`, in the order they are to go."""
 
     name = "prefill"
 
@@ -45,9 +48,9 @@ class PrefillRole:
         self._engine = context.engine
         self._pool = context.engine.pool
         self._jobs: dict[str, PrefillJob] = {}
-        self._prepare_turn = asyncio.Lock()  # first come, first served, like the next
-        self._compute_turn = asyncio.Lock()
-        self._released = asyncio.Event()
+        self._prepare_turn = OrderedTurn(self._jobs)
+        self._compute_turn = OrderedTurn(self._jobs)
+        self._changed = asyncio.Event()  # pages came free, or the order is another
         self._tasks = Tasks()
         self._peers = KvPeers()
         self._metrics = PrefillMetrics(context.registry)
@@ -81,8 +84,8 @@ class PrefillRole:
 
     async def wait_idle(self) -> None:
         while self._jobs:
-            self._released.clear()
-            await self._released.wait()
+            self._changed.clear()
+            await self._changed.wait()
 
     def on_command(self, command: scheduler_pb2.WorkerCommand) -> None:
         kind = command.WhichOneof("kind")
@@ -90,8 +93,22 @@ class PrefillRole:
             job = PrefillJob.of(command.run_prefill)
             self._jobs[job.request_id] = job
             self._tasks.spawn(self._serve(job))
+        elif kind == "order":
+            self._reorder(command.order)
         elif kind == "cancel" and (found := self._jobs.get(command.cancel.request_id)):
             found.cancel(command.cancel.reason or "cancelled")
+
+    def _reorder(self, order: scheduler_pb2.Order) -> None:
+        """Puts the jobs into this order; what it does not name is computed already and comes last.
+
+        A job stands where the first of its chunks stands: it computes them all in one turn.
+        """
+        named = dict.fromkeys(ref.request_id for entry in order.queue for ref in entry.chunks)
+        jobs = {name: self._jobs.pop(name) for name in named if name in self._jobs}
+        jobs.update(self._jobs)
+        self._jobs.clear()
+        self._jobs.update(jobs)
+        self._changed.set()
 
     async def run(self) -> None:
         await self._tasks.watch()
@@ -131,14 +148,14 @@ class PrefillRole:
             self._metrics.sent(job.session)
         self._pool.free(job.pages)
         del self._jobs[job.request_id]
-        self._released.set()
+        self._changed.set()
         self._context.send(request_released(job.request_id))
 
     async def _work(self, job: PrefillJob) -> None:
         """Raises Cancelled, or MillraceError when the job can't be done."""
         with job.cancellable():
             prompt_ids, session = await self._prepare(job)
-            await self._compute_turn.acquire()
+            await self._compute_turn.acquire(job.request_id)
         try:
             outcome = await self._run_compute(job, prompt_ids)
         finally:
@@ -148,7 +165,7 @@ class PrefillRole:
 
     async def _prepare(self, job: PrefillJob) -> tuple[torch.Tensor, SendSession]:
         """Fetches the prompt, reserves pages and opens the handshake."""
-        async with self._prepare_turn:
+        async with self._prepare_turn.of(job.request_id):
             ids = await self._context.store.prompt_ids(job.request_id)
             if len(ids) != job.prompt_tokens:
                 raise StoreError(
@@ -167,7 +184,7 @@ class PrefillRole:
         return torch.from_numpy(ids).to(torch.int64), job.session
 
     async def _reserve(self, job: PrefillJob) -> None:
-        """Waits until the prompt's pages are free and takes them."""
+        """Waits until the prompt's pages are free and takes them, unless others are to go first."""
         needed = self._engine.layout.pages_for(job.prompt_tokens)
         if needed > self._pool.num_pages:
             raise CapacityError(
@@ -175,8 +192,9 @@ class PrefillRole:
                 f"{self._pool.num_pages}"
             )
         while self._pool.free_pages < needed:
-            self._released.clear()
-            await self._released.wait()
+            self._changed.clear()
+            await self._changed.wait()
+            await self._prepare_turn.give_way(job.request_id)
         job.pages = self._pool.allocate(needed)
 
     async def _run_compute(self, job: PrefillJob, prompt_ids: torch.Tensor) -> PrefillOutcome:

@@ -67,6 +67,7 @@ class SchedulerLoop:
             effects.Fail: self._fail,
             effects.AdmitDecode: self._admit,
             effects.RunPrefill: self._prefill,
+            effects.Order: self._order,
             effects.CancelOn: self._cancel,
             effects.Record: self._record,
         }
@@ -219,6 +220,9 @@ class SchedulerLoop:
         decode = codec.member(self.workers[effect.decode_id].register)
         spec = self._specs[effect.request_id]
         self._command(effect.instance_id, codec.run_prefill(effect, spec, decode))
+
+    def _order(self, effect: effects.Order) -> None:
+        self._command(effect.instance_id, codec.order(effect))
 
     def _cancel(self, effect: effects.CancelOn) -> None:
         self._command(effect.instance_id, codec.cancel(effect))

@@ -277,6 +277,21 @@ def _chunk(chunk: Chunk) -> scheduler_pb2.Chunk:
     )
 
 
+def order(effect: effects.Order) -> scheduler_pb2.WorkerCommand:
+    return scheduler_pb2.WorkerCommand(
+        order=scheduler_pb2.Order(queue=[_entry(refs) for refs in effect.queue])
+    )
+
+
+def _entry(refs: Iterable[effects.ChunkRef]) -> scheduler_pb2.QueueEntry:
+    return scheduler_pb2.QueueEntry(
+        chunks=[
+            scheduler_pb2.ChunkRef(request_id=ref.request_id, chunk_index=ref.chunk_index)
+            for ref in refs
+        ]
+    )
+
+
 def cancel(effect: effects.CancelOn) -> scheduler_pb2.WorkerCommand:
     return scheduler_pb2.WorkerCommand(
         cancel=scheduler_pb2.CancelRequest(request_id=effect.request_id, reason=effect.reason)

@@ -220,20 +220,22 @@ class Draining(_message.Message):
     def __init__(self) -> None: ...
 
 class WorkerCommand(_message.Message):
-    __slots__ = ("sequence", "registered", "run_prefill", "admit_decode", "cancel", "drain")
+    __slots__ = ("sequence", "registered", "run_prefill", "admit_decode", "cancel", "drain", "order")
     SEQUENCE_FIELD_NUMBER: _ClassVar[int]
     REGISTERED_FIELD_NUMBER: _ClassVar[int]
     RUN_PREFILL_FIELD_NUMBER: _ClassVar[int]
     ADMIT_DECODE_FIELD_NUMBER: _ClassVar[int]
     CANCEL_FIELD_NUMBER: _ClassVar[int]
     DRAIN_FIELD_NUMBER: _ClassVar[int]
+    ORDER_FIELD_NUMBER: _ClassVar[int]
     sequence: int
     registered: Registered
     run_prefill: RunPrefill
     admit_decode: AdmitDecode
     cancel: CancelRequest
     drain: Drain
-    def __init__(self, sequence: _Optional[int] = ..., registered: _Optional[_Union[Registered, _Mapping]] = ..., run_prefill: _Optional[_Union[RunPrefill, _Mapping]] = ..., admit_decode: _Optional[_Union[AdmitDecode, _Mapping]] = ..., cancel: _Optional[_Union[CancelRequest, _Mapping]] = ..., drain: _Optional[_Union[Drain, _Mapping]] = ...) -> None: ...
+    order: Order
+    def __init__(self, sequence: _Optional[int] = ..., registered: _Optional[_Union[Registered, _Mapping]] = ..., run_prefill: _Optional[_Union[RunPrefill, _Mapping]] = ..., admit_decode: _Optional[_Union[AdmitDecode, _Mapping]] = ..., cancel: _Optional[_Union[CancelRequest, _Mapping]] = ..., drain: _Optional[_Union[Drain, _Mapping]] = ..., order: _Optional[_Union[Order, _Mapping]] = ...) -> None: ...
 
 class Registered(_message.Message):
     __slots__ = ("heartbeat_s", "lease_s")
@@ -264,6 +266,26 @@ class RunPrefill(_message.Message):
     chunks: _containers.RepeatedCompositeFieldContainer[Chunk]
     decode: Member
     def __init__(self, request: _Optional[_Union[_common_pb2.RequestSpec, _Mapping]] = ..., chunks: _Optional[_Iterable[_Union[Chunk, _Mapping]]] = ..., decode: _Optional[_Union[Member, _Mapping]] = ...) -> None: ...
+
+class Order(_message.Message):
+    __slots__ = ("queue",)
+    QUEUE_FIELD_NUMBER: _ClassVar[int]
+    queue: _containers.RepeatedCompositeFieldContainer[QueueEntry]
+    def __init__(self, queue: _Optional[_Iterable[_Union[QueueEntry, _Mapping]]] = ...) -> None: ...
+
+class QueueEntry(_message.Message):
+    __slots__ = ("chunks",)
+    CHUNKS_FIELD_NUMBER: _ClassVar[int]
+    chunks: _containers.RepeatedCompositeFieldContainer[ChunkRef]
+    def __init__(self, chunks: _Optional[_Iterable[_Union[ChunkRef, _Mapping]]] = ...) -> None: ...
+
+class ChunkRef(_message.Message):
+    __slots__ = ("request_id", "chunk_index")
+    REQUEST_ID_FIELD_NUMBER: _ClassVar[int]
+    CHUNK_INDEX_FIELD_NUMBER: _ClassVar[int]
+    request_id: str
+    chunk_index: int
+    def __init__(self, request_id: _Optional[str] = ..., chunk_index: _Optional[int] = ...) -> None: ...
 
 class AdmitDecode(_message.Message):
     __slots__ = ("request",)

@@ -1,0 +1,128 @@
+"""The scheduler's loop and real roles: an instance computes in the order that the policy wants."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import time
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
+from typing import Any
+
+import pytest
+
+from millrace.core.config import SchedulerConfig
+from millrace.core.events import Submitted
+from millrace.core.priority import POLICIES
+from millrace.decode.loop import DecodeRole
+from millrace.prefill.loop import PrefillRole
+from millrace.scheduler.loop import SchedulerLoop
+from millrace.scheduler.peers import Worker
+from millrace.scheduler.recorder import Recorder
+from millrace.state.memory_store import MemoryStore
+from millrace.telemetry.metrics import Registry
+from millrace.transfer.memory_transport import MemoryHub
+from millrace.wire import scheduler_codec as codec
+from millrace.wire.pb import common_pb2, scheduler_pb2
+from support.scheduler_peers import register
+from support.tiny_models import prompt
+from support.worker_roles import LiveRole, config, live_roles, remember, spec
+
+SETTINGS = config(max_chunk_tokens=64)
+
+
+class ScheduledRole(LiveRole):
+    """Tells a scheduler all it says, and does what that commands."""
+
+    tell: Callable[[scheduler_pb2.WorkerMessage], None] | None = None
+
+    def _take(self, message: scheduler_pb2.WorkerMessage) -> None:
+        super()._take(message)
+        assert self.tell is not None
+        self.tell(message)
+
+
+class Scheduler:
+    """A scheduler's loop without its streams."""
+
+    def __init__(self, policy: str, store: MemoryStore) -> None:
+        self.loop = SchedulerLoop(SchedulerConfig(policy=policy), Recorder(store), Registry())
+        self.store = store
+        self.commands: list[scheduler_pb2.WorkerCommand] = []
+
+    async def serve(self, *roles: ScheduledRole) -> None:
+        await asyncio.gather(
+            self.loop.run(), *(self._command(role, self._join(role)) for role in roles)
+        )
+
+    def _join(self, role: ScheduledRole) -> Worker:
+        message = register(
+            role.incarnation.id,
+            generation=role.incarnation.generation,
+            address=role.address,
+            role=role.role.name,
+            kv_pages=role.engine.pool.num_pages,
+        )
+        card = codec.joined(message)
+        worker = Worker(card=card, register=message, seen_s=self.loop.clock())
+        self.loop.post_now(card, worker)
+
+        def tell(said: scheduler_pb2.WorkerMessage) -> None:
+            about = {"instance_id": card.instance_id, "generation": card.generation}
+            self.loop.post_now(codec.from_worker(said, **about))
+
+        role.tell = tell
+        return worker
+
+    async def _command(self, role: ScheduledRole, worker: Worker) -> None:
+        while True:
+            for command in await worker.outbox.take():
+                self.commands.append(command)
+                role.role.on_command(command)
+
+    async def submit(self, request_id: str, tokens: int, ttft_s: float) -> None:
+        wanted = spec(request_id, tokens)
+        wanted.slo.CopyFrom(common_pb2.Slo(ttft_s=ttft_s))
+        await remember(self.store, wanted, prompt(tokens))
+        request = codec.request(wanted, proxy_id="x", now_s=time.monotonic())
+        await self.loop.post(Submitted(request=request), wanted)
+
+
+@asynccontextmanager
+async def served(policy: str) -> AsyncIterator[tuple[Scheduler, ScheduledRole]]:
+    store, hub = MemoryStore(SETTINGS.store), MemoryHub()
+    shared: dict[str, Any] = {"hub": hub, "store": store}
+    prefill = ScheduledRole(PrefillRole, SETTINGS, name="prefill-0", **shared)
+    decode = ScheduledRole(DecodeRole, SETTINGS, name="decode-0", **shared)
+    scheduler = Scheduler(policy, store)
+    async with live_roles(prefill, decode):
+        serving = asyncio.create_task(scheduler.serve(prefill, decode))
+        await asyncio.sleep(0)  # both have joined
+        try:
+            yield scheduler, prefill
+            async with asyncio.timeout(20):
+                await scheduler.loop.idle.wait()
+            scheduler.loop.machine.check_integrity()
+        finally:
+            serving.cancel()
+            with contextlib.suppress(asyncio.CancelledError):
+                await serving  # raises what ended it
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+async def test_what_the_policy_puts_first_is_computed_first(policy: str) -> None:
+    async with served(policy) as (scheduler, prefill):
+        await scheduler.submit("long", 3000, 30)
+        await prefill.said("chunk_started", "long")
+        await scheduler.submit("loose", 40, 90)
+        await scheduler.submit("tight", 40, 5)
+        for name in ("loose", "tight"):
+            await prefill.said("request_released", name)
+    started = [m.request_id for kind, m in prefill.messages if kind == "chunk_started"]
+    kinds = [command.WhichOneof("kind") for command in scheduler.commands]
+    if policy == "fcfs":
+        assert started == ["long", "loose", "tight"]
+        assert "order" not in kinds
+    else:
+        assert started == ["long", "tight", "loose"]
+        assert "order" in kinds
