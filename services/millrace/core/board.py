@@ -16,7 +16,7 @@ from __future__ import annotations
 from array import array
 from bisect import bisect_left, insort
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from itertools import pairwise
 from operator import attrgetter
 from typing import TYPE_CHECKING
@@ -51,7 +51,6 @@ class Task:
     started_s: float | None = None  # since when it has been computing
     chosen: bool = False  # as far as the scheduler decides, it runs
     finished: bool = False
-    reported: set[str] = field(default_factory=set)  # a batch's requests that said they are done
 
     @property
     def ready(self) -> bool:
@@ -100,8 +99,8 @@ class Board:
 
     def finish(self, task: Task, request: Request) -> bool:
         """Notes that the chunk is computed for `request`; True when the whole task is done."""
-        task.reported.add(request.id)
-        if any(r.id not in task.reported for r in task.requests):
+        if len(task.requests) > 1:
+            self.remove(request.id)
             return False
         task.finished = True
         self._drop(task)
@@ -110,25 +109,32 @@ class Board:
     def remove(self, request_id: str) -> None:
         """Forgets what the request has to compute; others of a batch go on."""
         for task in self.tasks.pop(request_id, ()):
+            head = task.requests[0]
             staying = [r for r in task.requests if r.id != request_id]
             if not staying:
                 self._drop(task)
                 continue
-            if task.requests[0] is not staying[0]:
-                _hand_over(task.requests[0], staying[0])
             task.requests = staying
-            if all(r.id in task.reported for r in staying):
-                task.finished = True
-                self._drop(task)
+            if head is not staying[0]:
+                _hand_over(head, staying[0])
+                self._replace(task, staying[0].order)
+
+    def _replace(self, task: Task, order: int) -> None:
+        """Ranks the task by its new head's order: the old head may come back with its own rank."""
+        self._unrank(task)
+        task.rank = (task.rank[0], order, task.chunk.index)
+        insort(self.ranked, task, key=_rank)
 
     def forget(self, instance: PrefillInstance) -> None:
         """The instance is gone, after its requests' tasks."""
         self._stale.pop(instance, None)
         self.everyone &= ~instance.bit
 
+    def _unrank(self, task: Task) -> None:
+        del self.ranked[bisect_left(self.ranked, task.rank, key=_rank)]
+
     def _drop(self, task: Task) -> None:
-        index = bisect_left(self.ranked, task.rank, key=_rank)
-        del self.ranked[index]
+        self._unrank(task)
         for member in task.members:
             member.queue.remove(task)
         for request in task.requests:
