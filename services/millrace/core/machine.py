@@ -151,6 +151,8 @@ class Machine:
             request = self._life.served(request_id, instance)
             if request is not None and still_needs(request, instance):
                 self._life.lost(request, instance, f"{instance.card.role} {instance.id} died")
+            elif request is not None:
+                self._life.drop_tasks(request)  # it decodes before prefill said that it was done
         if isinstance(instance, PrefillInstance):
             pool.board.forget(instance)
         self._unplace_unserved(pool)
