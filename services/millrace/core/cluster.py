@@ -214,6 +214,7 @@ class Pool:
     def changed(self) -> None:
         """The instances that take new work are others now."""
         self._planner = self._latency = None
+        self._degrees = (1,)
 
     def predict(self, request: Request) -> None:
         """Notes what the request's prefill takes, alone on the idle pool."""
@@ -242,7 +243,11 @@ class Pool:
         return sum(p.could_hold(request, sp) for p in self.prefill.values()) >= sp
 
     def could_decode(self, request: Request) -> bool:
-        return any(d.could_hold(request) for d in self.decode.values())
+        return any(d.could_hold(request) for d in self.homes())
+
+    def homes(self) -> list[DecodeInstance]:
+        """Where requests can be placed: with nobody to prefill for the others, mixed ones only."""
+        return list(self.decode.values() if self.prefill else self._mixed())
 
     def _mixed(self) -> Iterator[DecodeInstance]:
         return (d for d in self.decode.values() if d.card.role == "mixed")

@@ -167,7 +167,7 @@ class Machine:
 
     def _unplace_unserved(self, pool: Pool) -> None:
         """Without a prefill instance for its model a decode instance is no place to wait at."""
-        if not pool.is_ready:
+        if not (pool.is_ready and pool.prefill):
             for request in list(pool.line):
                 self._life.retry(request, "no prefill instance serves this model now")
 

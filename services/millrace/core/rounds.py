@@ -87,7 +87,7 @@ class Rounds:
                 decode
                 for pool in pools
                 if pool.could_prefill(request)
-                for decode in pool.decode.values()
+                for decode in pool.homes()
                 if decode.could_hold(request)
             ]
             free = [decode for decode in fitting if decode.id not in reserved]
