@@ -8,7 +8,7 @@ from millrace.core import effects, events
 from millrace.core.config import SchedulerConfig
 from millrace.core.latency import Latency, SpLatency
 from millrace.core.machine import Machine
-from millrace.core.request import Request
+from millrace.core.request import Request, Slo
 
 E = TypeVar("E")
 
@@ -23,19 +23,27 @@ def instance(
     batch: int = 64,
     model: str = "h",
     seconds_a_token: float = 1e-3,
+    latency: SpLatency | None = None,
+    node: str = "",
 ) -> events.InstanceJoined:
-    """Instance "p..." prefills, any other decodes."""
+    """Instance "p..." prefills, "m..." does both, any other decodes."""
     return events.InstanceJoined(
         instance_id=instance_id,
         generation=generation,
-        role="prefill" if instance_id.startswith("p") else "decode",
+        role={"p": "prefill", "m": "mixed"}.get(instance_id[0], "decode"),
         kv_pages=pages,
         page_tokens=page_tokens,
         max_context_tokens=context,
         max_batch=batch,
         model_hash=model,
-        latency=SpLatency(by_sp={1: Latency(b=seconds_a_token)}),
+        latency=latency or SpLatency(by_sp={1: Latency(b=seconds_a_token)}),
+        node=node,
     )
+
+
+def groups_of(*degrees: int, seconds_a_token: float = 1e-3) -> SpLatency:
+    """A group of n is n times as fast: what a chunk takes is easy to reckon by hand."""
+    return SpLatency(by_sp={sp: Latency(b=seconds_a_token / sp) for sp in degrees})
 
 
 def request(
@@ -46,6 +54,7 @@ def request(
     choices: int = 1,
     proxy: str = "x",
     arrival_s: float = 0.0,
+    ttft_s: float | None = None,
 ) -> events.Submitted:
     return events.Submitted(
         request=Request(
@@ -55,6 +64,7 @@ def request(
             max_new_tokens=new,
             choices=choices,
             arrival_s=arrival_s,
+            slo=Slo(ttft_s=ttft_s),
         )
     )
 
@@ -78,22 +88,39 @@ class Bench:
     def submit(self, *args, **kwargs) -> list[effects.Effect]:
         return self.step(request(*args, arrival_s=self.now_s, **kwargs))
 
-    def chunk_started(self, instance_id: str, request_id: str) -> list[effects.Effect]:
+    def chunk_started(
+        self, instance_id: str, request_id: str, index: int = 0
+    ) -> list[effects.Effect]:
         return self.step(
             events.ChunkStarted(
-                instance_id=instance_id, generation=1, request_id=request_id, chunk_index=0
+                instance_id=instance_id, generation=1, request_id=request_id, chunk_index=index
             )
         )
 
-    def computed(self, instance_id: str, request_id: str) -> list[effects.Effect]:
+    def suspended(
+        self, instance_id: str, request_id: str, compute_s: float, index: int = 0
+    ) -> list[effects.Effect]:
+        return self.step(
+            events.ChunkSuspended(
+                instance_id=instance_id,
+                generation=1,
+                request_id=request_id,
+                chunk_index=index,
+                compute_s=compute_s,
+            )
+        )
+
+    def computed(
+        self, instance_id: str, request_id: str, index: int = 0, *, last: bool = True
+    ) -> list[effects.Effect]:
         return self.step(
             events.ChunkFinished(
                 instance_id=instance_id,
                 generation=1,
                 request_id=request_id,
-                chunk_index=0,
+                chunk_index=index,
                 compute_s=0.1,
-                last=True,
+                last=last,
             )
         )
 
@@ -158,3 +185,17 @@ class Bench:
 def of(kind: type[E], found: list[effects.Effect]) -> list[E]:
     """The effects of one kind, in order."""
     return [effect for effect in found if isinstance(effect, kind)]
+
+
+def queues(found: list[effects.Effect]) -> dict[str, list[str]]:
+    """The queues that were ordered, by instance: "a", "a.1" for its second chunk, "a+b" batched."""
+    return {
+        order.instance_id: [
+            "+".join(
+                r.request_id if r.chunk_index == 0 else f"{r.request_id}.{r.chunk_index}"
+                for r in entry
+            )
+            for entry in order.queue
+        ]
+        for order in of(effects.Order, found)
+    }
