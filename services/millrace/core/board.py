@@ -174,10 +174,14 @@ class Board:
         """Seconds until each instance is free for a request of this rank.
 
         Only work that goes before it counts, each group starting when its last member is free.
+        With preemption a task may be lent a blocked group's member and end earlier than that.
         """
         free_s = {instance.bit: 0.0 for instance in instances}
         yielding_s = dict.fromkeys(free_s, 0.0)
-        for task in self.ranked:
+        tasks = self.ranked
+        if not self.preemptive:  # what runs is not stopped, whatever it ranks
+            tasks = sorted(tasks, key=lambda task: not task.chosen)
+        for task in tasks:
             left_s = task.remaining_s(now_s)
             if task.rank < rank or (task.chosen and not self.preemptive):
                 bits = [member.bit for member in task.members]
