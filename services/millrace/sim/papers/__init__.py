@@ -38,6 +38,18 @@ EXPERIMENTS: Mapping[str, str] = MappingProxyType(
         "tetris-fig14": "millrace.sim.papers.tetris_fig14",
         "flowprefill-fig9": "millrace.sim.papers.flowprefill_fig9",
         "flowprefill-fig10": "millrace.sim.papers.flowprefill_fig10",
+        "flowprefill-fig11": "millrace.sim.papers.flowprefill_fig11",
+        "flowprefill-fig12": "millrace.sim.papers.flowprefill_fig12",
+        "flowprefill-rounds": "millrace.sim.papers.flowprefill_rounds",
+        "flowprefill-fig14": "millrace.sim.papers.flowprefill_fig14",
+        "flowprefill-fig15": "millrace.sim.papers.flowprefill_fig15",
+        "flowprefill-fig16": "millrace.sim.papers.flowprefill_fig16",
+        "medha-convoy": "millrace.sim.papers.medha_convoy",
+        "medha-policies": "millrace.sim.papers.medha_policies",
+        "medha-chunking": "millrace.sim.papers.medha_chunking",
+        "mnemosyne-kvp": "millrace.sim.papers.mnemosyne_kvp",
+        "mnemosyne-spp": "millrace.sim.papers.mnemosyne_spp",
+        "mnemosyne-batching": "millrace.sim.papers.mnemosyne_batching",
     }
 )
 
