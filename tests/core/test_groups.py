@@ -93,6 +93,15 @@ def test_members_without_pages_are_planned_around() -> None:
     assert members(one.submit("b", 100)) == ["p1"]
 
 
+def test_an_idle_instance_with_pages_is_found_behind_many_without() -> None:
+    one = bench(5, pages=10)  # each of the first three has room for a quarter of the prompt only
+    for name, prefill in zip("abc", ["p0", "p1", "p2"], strict=True):
+        assert members(one.submit(name, 100)) == [prefill]
+    for name, prefill in zip("abc", ["p0", "p1", "p2"], strict=True):
+        one.computed(prefill, name)
+    assert members(one.submit("d", 100)) == ["p3"]
+
+
 def test_nobody_passes_a_group_that_waits_for_pages() -> None:
     one = bench(2, pages=10, sp=(1, 2))
     one.submit("a", 100)

@@ -170,7 +170,7 @@ class Rounds:
         That is when its instances have a task slot among the tasks that go before the request, and
         all instances of the plan have the pages for their shares. A group smaller than the largest
         needs more pages of each member: if they are not there, the plan is made once more without
-        the instances that lack them. Planned but not taken in, a request is planned anew next time.
+        all instances that lack them. Planned but not taken in, a request is planned anew next time.
         """
         instances = list(pool.prefill.values())
         rank: Rank = (pool.line.key(request), request.order, 0)
@@ -184,20 +184,18 @@ class Rounds:
             if not one.has_room(request, largest):
                 queue_s[index] = NO_ROOM_S
         least_sp = self._least_sp(request, instances)
-        budget_s = request.deadline_s - self._life.now_s
         for _ in range(2):
-            plan = pool.planner.plan(request.prompt_tokens, queue_s, least_sp, budget_s)
+            plan = pool.planner.plan(request.prompt_tokens, queue_s, least_sp)
             chunks = _chunks(plan.chunks, instances)
-            short = [
-                member
+            if all(
+                queue_s[member] < NO_ROOM_S
+                and instances[member].pages_for(chunks) <= instances[member].free_pages
                 for member in plan.chunks[-1].members
-                if instances[member].pages_for(chunks) > instances[member].free_pages
-                or queue_s[member] >= NO_ROOM_S
-            ]
-            if not short:
+            ):
                 return chunks if all(slots[member] for member in plan.chunks[0].members) else None
-            for member in short:
-                queue_s[member] = NO_ROOM_S
+            for index, one in enumerate(instances):
+                if one.pages_for(chunks) > one.free_pages:
+                    queue_s[index] = NO_ROOM_S
         return None
 
     def _least_sp(self, request: Request, instances: list[PrefillInstance]) -> int:
