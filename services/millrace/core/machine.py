@@ -304,7 +304,7 @@ class Machine:
         elif request is not None and self._life.drop_tasks(request):
             self._rounds.run()  # decode had its cache before prefill said that it was done
         else:
-            self._rounds.room_made()
+            self._rounds.room_made(instance)
 
     def _decode_started(self, event: events.DecodeStarted) -> None:
         instance = self._speaker(event)
@@ -332,7 +332,7 @@ class Machine:
                 self._life.lost(request, instance, f"decode {instance.id} gave up")
                 self._rounds.run()
                 return
-        self._rounds.room_made()
+        self._rounds.room_made(instance)
 
     def _failed(self, event: events.RequestFailed) -> None:
         instance = self._holder(event)

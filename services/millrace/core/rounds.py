@@ -11,7 +11,7 @@ from itertools import islice
 
 from millrace.core.batching import batch
 from millrace.core.board import Rank, Task, masks
-from millrace.core.cluster import DecodeInstance, Pool, PrefillInstance
+from millrace.core.cluster import DecodeInstance, Instance, Pool, PrefillInstance
 from millrace.core.decode_placement import freest
 from millrace.core.effects import AdmitDecode, Place, RunPrefill
 from millrace.core.lifecycle import Lifecycle
@@ -49,12 +49,12 @@ class Rounds:
             self._place_waiting()
         self.dispatch()
 
-    def room_made(self) -> None:
+    def room_made(self, instance: Instance) -> None:
         """Pages came free: whoever waited for them goes on. Nobody runs in another order for it."""
         if self._life.unplaced:
             self.run()
-            return
-        for pool in self._cluster.pools.values():
+        elif isinstance(instance, PrefillInstance):
+            pool = self._cluster.pool_of(instance)
             if pool.line:
                 self._round(pool)
 
