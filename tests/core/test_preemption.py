@@ -9,6 +9,8 @@ from hypothesis import strategies as st
 from millrace.core import events
 from millrace.core.config import SchedulerConfig
 from millrace.core.effects import Order, RunPrefill
+from millrace.core.planning import PLANNERS
+from millrace.core.priority import POLICIES
 from support.core_events import Bench, groups_of, instance, of, queues
 from support.prefill_fleet import Fleet, scripted
 
@@ -202,8 +204,8 @@ rows = st.lists(
 @settings(max_examples=60, deadline=None)
 @given(
     rows,
-    st.sampled_from(["fcfs", "edf", "s_edf", "lars", "millrace"]),
-    st.sampled_from(["least_queue", "fixed_sp", "cdsp", "millrace"]),
+    st.sampled_from(sorted(POLICIES)),
+    st.sampled_from(sorted(PLANNERS)),
     st.sampled_from(["none", "operator"]),
     st.sampled_from([0, 500]),
 )

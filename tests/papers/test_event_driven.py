@@ -1,7 +1,8 @@
 """Event-driven scheduling, FlowPrefill section 5.2, Algorithm 2 and the example of figure 8.
 
 The loop below is Algorithm 2 for one execution slot, written from its lines, over the product's
-policies and batching: what it shows is that their order gives the paper's commands.
+policies and batching: what it shows is that their order gives the paper's commands. The same cases
+then go through `Machine`, whose commands are `Order`s to an instance that does as it is told.
 """
 
 from __future__ import annotations
@@ -9,11 +10,15 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from millrace.core import events
 from millrace.core.batching import batch
+from millrace.core.config import SchedulerConfig
 from millrace.core.request import Request
+from support.core_events import Bench, instance, queues
+from support.prefill_fleet import Fleet
 from support.priority import ranked, request
 
 MS = 1e-3
@@ -160,3 +165,100 @@ def test_at_most_two_rounds_a_request_and_everyone_finishes(
     busy_s = sum(row[1] for row in rows) * MS  # work is conserved over all switches
     assert busy_s <= last_s + 1e-9
     assert last_s <= max(r.arrival_s for r in requests) + busy_s + 1e-9
+
+
+# ---- the same through the machine
+
+
+def served(
+    policy: str, arrivals: list[tuple[float, str, int, float]], *, budget_tokens: int = 0
+) -> Fleet:
+    """One prefill instance; rows: arrival, id, tokens of a millisecond each, TTFT objective."""
+    config = SchedulerConfig(
+        policy=policy,
+        preemption="operator",
+        batch_tokens=budget_tokens,
+        tasks_ahead=1 if budget_tokens else 2,  # or they were handed over, one by one, at once
+    )
+    decode = instance("d0", pages=100_000, batch=1000)
+    fleet = Fleet(Bench(instance("p0", pages=10_000), decode, config=config), preemptive=True)
+    fleet.serve(arrivals)
+    return fleet
+
+
+def test_figure_8_as_orders() -> None:
+    bench = Bench(
+        instance("p0", pages=1000),
+        instance("d0", pages=1000),
+        config=SchedulerConfig(policy="s_edf", preemption="operator"),
+    )
+    submit = bench.submit("A", 1000, ttft_s=5.0)
+    assert queues(submit) == {}  # RunPrefill itself is the command to submit
+    bench.chunk_started("p0", "A")
+    bench.now_s = 0.4
+    assert queues(bench.submit("B", 200, ttft_s=0.5)) == {"p0": ["B", "A"]}  # preempt, submit
+    bench.suspended("p0", "A", 0.4)
+    bench.chunk_started("p0", "B")
+    bench.now_s = 0.6
+    assert queues(bench.computed("p0", "B")) == {}  # A is next in the queue: it resumes
+    (queue,) = (i.queue for i in bench.machine.cluster.instances.values() if i.id == "p0")
+    assert [(task.requests[0].id, task.chosen) for task in queue] == [("A", True)]
+    bench.chunk_started("p0", "A")
+    bench.now_s = 1.2
+    bench.computed("p0", "A")
+    assert bench.machine.preemptions == 1 and bench.machine.rounds == 3  # none on A's end: no work
+
+
+def test_figure_8_by_an_instance_that_does_as_it_is_told() -> None:
+    fleet = served("s_edf", [(0.0, "A", 1000, 5.0), (0.4, "B", 200, 0.5)])
+    assert fleet.commands() == ["submit A", "preempt A", "submit B", "resume A"]
+    assert fleet.computed_s == pytest.approx({"B": 0.6, "A": 1.2})
+
+
+def test_a_resumed_task_is_the_one_that_ranks_first_among_the_suspended() -> None:
+    rows = [
+        (0.0, "A", 1000, 9.0),
+        (0.1, "B", 500, 6.0),
+        (0.2, "C", 100, 3.0),
+        (0.25, "D", 100, 1.0),
+    ]
+    fleet = served("s_edf", rows)
+    assert fleet.commands()[-3:] == ["resume C", "resume B", "resume A"]
+    assert fleet.bench.machine.preemptions == 3
+
+
+def test_waiting_requests_join_the_head_and_the_preempted_one_resumes_as_it_was() -> None:
+    """Lines 13-15 through the machine: with one slot, C and D wait while B computes."""
+    rows = [(0.0, "A", 1000, 9.0), (0.1, "B", 400, 2.0), (0.2, "C", 100, 3.0), (0.3, "D", 100, 4.0)]
+    fleet = served("s_edf", rows, budget_tokens=2048)
+    assert fleet.commands() == ["submit A", "preempt A", "submit B", "submit C+D", "resume A"]
+    assert fleet.computed_s["C"] == fleet.computed_s["D"] == pytest.approx(0.7)
+
+
+@settings(max_examples=60, deadline=None)
+@given(traffic, st.sampled_from(["fcfs", "edf", "d_edf", "s_edf", "lrs", "lars", "millrace"]))
+def test_the_machine_holds_a_round_at_arrivals_and_completions_only(
+    rows: list[tuple[float, int, float]], policy: str
+) -> None:
+    arrivals = [(at, f"r{i}", tokens, slo_s) for i, (at, tokens, slo_s) in enumerate(rows)]
+    fleet = served(policy, arrivals)
+    counted = fleet.rounds_for
+    assert counted["Submitted"] <= len(rows) and counted["ChunkFinished"] <= len(rows)
+    # Pages are what the paper leaves aside: who waits behind may go on with a release of them.
+    assert counted["RequestReleased"] <= len(rows)
+    assert fleet.bench.machine.rounds <= 2 * len(rows) + counted["RequestReleased"]
+    for kind in ("ChunkStarted", "ChunkSuspended", "DecodeStarted", "RequestFinished"):
+        assert counted.get(kind, 0) == 0
+    assert len(fleet.computed_s) == len(rows)
+    busy_s = sum(tokens for _, tokens, _ in rows) * MS
+    assert max(fleet.computed_s.values()) <= max(at for at, _, _ in rows) + busy_s + 1e-6
+
+
+def test_heartbeats_hold_no_round() -> None:
+    bench = Bench(instance("p0"), instance("d0"), config=SchedulerConfig(preemption="operator"))
+    bench.submit("A", 100)
+    before = bench.machine.rounds
+    heartbeat = events.LoadReported(
+        instance_id="p0", generation=1, free_pages=9, running=1, waiting=0
+    )
+    assert bench.step(heartbeat) == [] and bench.machine.rounds == before
