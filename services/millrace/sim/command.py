@@ -49,6 +49,7 @@ from millrace.sim.mixes import LONG_FRACTION
 from millrace.sim.options import parse_range
 from millrace.sim.papers import EXPERIMENTS, load_experiment
 from millrace.sim.plots import draw_board, draw_run
+from millrace.sim.rates_command import rates_command
 from millrace.sim.replay import command as replay_command
 from millrace.sim.report import RequestRecord, write_json
 from millrace.sim.scenario import Watch, simulate
@@ -62,6 +63,7 @@ def register(app: typer.Typer) -> None:
     app.command("run")(run)
     app.command("sweep")(sweep_command)
     app.command("replay")(replay_command)
+    app.command("profile-rates")(rates_command)
     names = ", ".join(EXPERIMENTS) or "none yet"
     app.command("paper", help=f"One of the papers' experiments: {names}.")(paper)
 

@@ -10,6 +10,7 @@ from rich.table import Table
 
 from millrace.sim.counters import EngineCounters
 from millrace.sim.histogram import Distribution
+from millrace.sim.rate_profile import RateRow
 from millrace.sim.report import ClassReport, Report
 from millrace.sim.sweep import SweepOptions, SystemResult
 
@@ -48,6 +49,20 @@ def print_sweep(found: Sequence[SystemResult], options: SweepOptions, console: C
             by_value = {value: report.total.attainment for value, report in result.curve}
             table.add_row(result.name, *(f"{by_value[v]:.1%}" for v in options.points))
         console.print(table)
+
+
+def print_rates(rows: Sequence[RateRow], console: Console) -> None:
+    """Prints one line an arrival rate: its best improvement rate, TTFT with it and with others."""
+    table = _table("Best improvement rate", "arrivals/s")
+    rates = list(rows[0].mean_ttft_s)
+    shown = sorted({rates[0], rates[len(rates) // 2], rates[-1]})
+    for heading in ("best", "mean TTFT s", *(f"with {rate:g}" for rate in shown)):
+        table.add_column(heading, justify="right")
+    for row in rows:
+        means_s = [row.mean_ttft_s[rate] for rate in (row.best, *shown)]
+        texts = (f"{seconds:.3f}" for seconds in means_s)
+        table.add_row(f"{row.arrivals_rps:g}", f"{row.best:g}", *texts)
+    console.print(table)
 
 
 def _edge(result: SystemResult) -> list[str]:

@@ -77,7 +77,7 @@ def measure() -> Outcome:
             ours=_ttfts([chunked]),
         ),
     ]
-    named = {"greedy": greedy, "reserved": reserved}
+    named: dict[str, tuple[Plan, ...]] = {"greedy": greedy, "reserved": reserved}
     named |= {"long_sp16": (wide,), "long_sp8": (narrow,), "long_cdsp": (chunked,)}
     return Outcome(
         title="Tetris section 2.4: the two examples",

@@ -1,0 +1,58 @@
+"""Tetris figure 13: TTFT of single-chunk scheduling (Algorithm 2 alone) over CDSP's, by load."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from rich.console import Console
+
+from millrace.sim.papers.outcome import Finding, Outcome, watched
+from millrace.sim.papers.tetris import ASSUMPTIONS, FULL, QUICK, SINGLE_CHUNK, Told, cases, systems
+from millrace.sim.papers.tetris_ablation import ablation
+
+_PAPER = {
+    ("8b", "p50"): "2.33-4.17",
+    ("8b", "p99"): "2.64-3.58",
+    ("70b", "p50"): "2.71-4.77",
+    ("70b", "p99"): "2.43-3.23",
+}
+
+
+def measure(quick: bool, told: Told) -> Outcome:
+    """Both at every load, with the same table of improvement rates."""
+    found = {
+        (key, trace): ablation(
+            key,
+            testbed,
+            trace,
+            {SINGLE_CHUNK: systems(testbed, trace)[SINGLE_CHUNK]},
+            size=QUICK if quick else FULL,
+            told=told,
+        )
+        for key, testbed, trace in cases(quick)
+    }
+    return Outcome(
+        title="Tetris figure 13: slowdown of single-chunk scheduling",
+        assumptions=ASSUMPTIONS,
+        findings=[
+            Finding(
+                what=f"{key}, {trace}: largest {which.upper()} slowdown, at its load",
+                paper=_PAPER[key, which],
+                ours="{1:.2f} at {0:g}/s".format(
+                    *max(one.slowdowns(SINGLE_CHUNK, which), key=lambda pair: pair[1])
+                ),
+            )
+            for (key, trace), one in found.items()
+            for which in ("p50", "p99")
+        ],
+        results={", ".join(case): one.to_json() for case, one in found.items()},
+        panels=[
+            [one.panel(", ".join(case), which) for which in ("p50", "p99")]
+            for case, one in found.items()
+        ],
+    )
+
+
+def run(console: Console, json_path: Path | None, plot_path: Path | None, quick: bool) -> None:
+    """See `papers.Experiment`."""
+    watched(console, lambda told: measure(quick, told)).publish(console, json_path, plot_path)
