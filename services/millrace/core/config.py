@@ -93,7 +93,7 @@ class SchedulerConfig(_Section):
     )
     planner: str = _setting(
         "least_queue",
-        _one_of("least_queue", "fixed_sp", "single_chunk", "esp", "cdsp", "millrace"),
+        _one_of("least_queue", "fixed_sp", "single_chunk", "esp", "cdsp"),
         "placement of prefill work",
     )
     preemption: str = _setting(

@@ -8,7 +8,6 @@ always gives the same plan.
 
 from __future__ import annotations
 
-import math
 from array import array
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -17,7 +16,7 @@ from typing import Protocol
 
 from millrace.core.config import SchedulerConfig
 from millrace.core.latency import SpLatency
-from millrace.core.planning import cdsp, esp, fixed_sp, least_queue, millrace, single_chunk
+from millrace.core.planning import cdsp, esp, fixed_sp, least_queue, single_chunk
 from millrace.core.planning.cdsp_reference import usable_degrees
 from millrace.core.planning.plan import Plan
 
@@ -25,14 +24,11 @@ from millrace.core.planning.plan import Plan
 class Planner(Protocol):
     """Plans one request at a time; the machine makes a new one when the pool's members change."""
 
-    def plan(
-        self, tokens: int, queue_s: array[float], least_sp: int = 1, budget_s: float = math.inf
-    ) -> Plan:
+    def plan(self, tokens: int, queue_s: array[float], least_sp: int = 1) -> Plan:
         """A plan for a prompt of `tokens` (1 or more).
 
         `queue_s` has one double an instance. Groups of the last chunk have at least `least_sp`
-        members (memory asks for that), unless the pool has none of that size. `budget_s` is the
-        time until the request's deadline, which the papers' planners leave aside.
+        members (memory asks for that), unless the pool has none of that size.
         """
 
 
@@ -55,7 +51,6 @@ PLANNERS: Mapping[str, Callable[[PlannerInputs], Planner]] = MappingProxyType(
         "single_chunk": single_chunk.SingleChunk,
         "esp": esp.Esp,
         "cdsp": cdsp.Cdsp,
-        "millrace": millrace.Millrace,
     }
 )
 

@@ -5,7 +5,6 @@ Decides to the last bit what `cdsp_reference.py` decides, and says less about it
 
 from __future__ import annotations
 
-import math
 from array import array
 from typing import TYPE_CHECKING
 
@@ -40,11 +39,8 @@ class Cdsp:
         self.improvement_rate = inputs.config.improvement_rate
         self._compiled = compiled(inputs, min_chunk_tokens)
 
-    def plan(
-        self, tokens: int, queue_s: array[float], least_sp: int = 1, budget_s: float = math.inf
-    ) -> Plan:
+    def plan(self, tokens: int, queue_s: array[float], least_sp: int = 1) -> Plan:
         """Chunks on growing groups. Members are listed in the order they were taken, so each
         group's list begins with that of the chunk before it and the leader never changes.
         """
-        del budget_s
         return self._compiled.plan(tokens, queue_s, least_sp, self.improvement_rate)

@@ -20,7 +20,6 @@ Deviations, each where the paper leaves room:
 
 from __future__ import annotations
 
-import math
 import itertools
 from array import array
 from collections.abc import Sequence
@@ -82,11 +81,8 @@ class CdspReference:
         self._degrees = usable_degrees(inputs)
         self._min_chunk_tokens = min_chunk_tokens
 
-    def plan(
-        self, tokens: int, queue_s: array[float], least_sp: int = 1, budget_s: float = math.inf
-    ) -> Plan:
+    def plan(self, tokens: int, queue_s: array[float], least_sp: int = 1) -> Plan:
         """Algorithm 1 for a new request."""
-        del budget_s
         last = last_degrees(self._degrees, least_sp)
         found = _Search(self, queue_s, last).schedule(
             tokens, Allocation(), self._degrees, shortest_first(self._nodes, queue_s)

@@ -12,7 +12,6 @@ which here has instances of its own (Tetris calls that LoongServe Disaggregated)
 
 from __future__ import annotations
 
-import math
 from array import array
 from typing import TYPE_CHECKING
 
@@ -29,9 +28,6 @@ class Esp:
     def __init__(self, inputs: PlannerInputs) -> None:
         self._compiled = compiled(inputs)
 
-    def plan(
-        self, tokens: int, queue_s: array[float], least_sp: int = 1, budget_s: float = math.inf
-    ) -> Plan:
+    def plan(self, tokens: int, queue_s: array[float], least_sp: int = 1) -> Plan:
         """One chunk on the group that ends it first."""
-        del budget_s
         return self._compiled.plan_single_chunk(tokens, queue_s, least_sp, 0.0)

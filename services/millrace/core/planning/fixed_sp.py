@@ -6,7 +6,6 @@ queue delay. `least_sp` changes nothing: there is one size.
 
 from __future__ import annotations
 
-import math
 from array import array
 from typing import TYPE_CHECKING
 
@@ -32,11 +31,9 @@ class FixedSp:
         self._latency = inputs.latency.by_sp[degree]
         self._groups = fixed_groups(inputs.nodes, degree)
 
-    def plan(
-        self, tokens: int, queue_s: array[float], least_sp: int = 1, budget_s: float = math.inf
-    ) -> Plan:
+    def plan(self, tokens: int, queue_s: array[float], least_sp: int = 1) -> Plan:
         """One chunk; the first group wins among equals."""
-        del least_sp, budget_s
+        del least_sp
         delays_s = [max(queue_s[i] for i in group) for group in self._groups]
         best = min(range(len(delays_s)), key=delays_s.__getitem__)
         ttft_s = delays_s[best] + self._latency.chunk_s(tokens)

@@ -6,7 +6,6 @@ chunk, which the engine cuts into forward passes itself.
 
 from __future__ import annotations
 
-import math
 from array import array
 from typing import TYPE_CHECKING
 
@@ -22,11 +21,9 @@ class LeastQueue:
     def __init__(self, inputs: PlannerInputs) -> None:
         self._latency = inputs.latency
 
-    def plan(
-        self, tokens: int, queue_s: array[float], least_sp: int = 1, budget_s: float = math.inf
-    ) -> Plan:
+    def plan(self, tokens: int, queue_s: array[float], least_sp: int = 1) -> Plan:
         """The whole prompt as one chunk; the lowest index wins among equals."""
-        del least_sp, budget_s
+        del least_sp
         best = min(range(len(queue_s)), key=queue_s.__getitem__)
         ttft_s = queue_s[best] + self._latency.chunk_s(tokens)
         return Plan((PlannedChunk(tokens, (best,)),), ttft_s)

@@ -6,7 +6,6 @@ cuts the TTFT by more than the improvement rate. Groups are those of CDSP.
 
 from __future__ import annotations
 
-import math
 from array import array
 from typing import TYPE_CHECKING
 
@@ -24,9 +23,6 @@ class SingleChunk:
         self.improvement_rate = inputs.config.improvement_rate
         self._compiled = compiled(inputs)
 
-    def plan(
-        self, tokens: int, queue_s: array[float], least_sp: int = 1, budget_s: float = math.inf
-    ) -> Plan:
+    def plan(self, tokens: int, queue_s: array[float], least_sp: int = 1) -> Plan:
         """One chunk on the group that Algorithm 2 settles on."""
-        del budget_s
         return self._compiled.plan_single_chunk(tokens, queue_s, least_sp, self.improvement_rate)
