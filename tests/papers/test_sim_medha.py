@@ -6,6 +6,7 @@ import json
 import math
 from collections.abc import Iterator
 from dataclasses import replace
+from itertools import islice
 
 import pytest
 from rich.console import Console
@@ -16,6 +17,7 @@ from millrace.sim.objectives import isolated_prefill, with_objectives
 from millrace.sim.papers import (
     EXPERIMENTS,
     load_experiment,
+    load_traced,
     medha,
     medha_chunking,
     medha_convoy,
@@ -158,6 +160,17 @@ def test_its_document_and_plot(module, tmp_path):
     assert found["results"]["by_qps"]["Medha"]["0.75"]["short"]["requests"] > 0
     assert any("synthetic" in assumption for assumption in found["assumptions"])
     assert plot.stat().st_size > 10_000
+
+
+def test_short_requests_may_come_from_a_trace(tmp_path):
+    trace = tmp_path / "lengths.csv"
+    trace.write_text("num_prefill_tokens,num_decode_tokens\n16,2\n16,2\n")
+    drawn = Load(qps=1.0, long_fraction=0.1, trace=trace).scenario(medha.medha()).requests()
+    tokens = {request.slo.name: request.input_tokens for request in islice(drawn, 100)}
+    assert tokens["short"] == 16 and tokens["long"] > 100_000
+    assert load_traced("medha-convoy").run is medha_convoy.run
+    with pytest.raises(ConfigError, match="takes no --trace; medha-convoy"):
+        load_traced("mnemosyne-kvp")
 
 
 def test_experiments_are_known_by_name():

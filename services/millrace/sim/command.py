@@ -47,7 +47,7 @@ from millrace.sim.arguments import (
 )
 from millrace.sim.mixes import LONG_FRACTION
 from millrace.sim.options import parse_range
-from millrace.sim.papers import EXPERIMENTS, load_experiment
+from millrace.sim.papers import EXPERIMENTS, load_experiment, load_traced
 from millrace.sim.plots import draw_board, draw_run
 from millrace.sim.rates_command import rates_command
 from millrace.sim.replay import command as replay_command
@@ -142,8 +142,12 @@ def paper(
     json: Json = None,
     plot: Annotated[Path | None, typer.Option("--plot", metavar="PATH", help="PNG.")] = None,
     quick: Annotated[bool, typer.Option("--quick", help="Fewer requests, for a look.")] = False,
+    trace: Trace = None,
 ) -> None:
-    load_experiment(name).run(Console(), json, plot, quick)
+    if trace is None:
+        load_experiment(name).run(Console(), json, plot, quick)
+    else:
+        load_traced(name).run(Console(), json, plot, quick, trace)
 
 
 def _timeline(window: str) -> Timeline:

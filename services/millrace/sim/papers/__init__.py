@@ -25,6 +25,20 @@ class Experiment(Protocol):
         """
 
 
+class TracedExperiment(Protocol):
+    """One whose requests' lengths may come from a trace file."""
+
+    def run(
+        self,
+        console: Console,
+        json_path: Path | None,
+        plot_path: Path | None,
+        quick: bool,
+        trace: Path | None = None,
+    ) -> None:
+        """Like `Experiment.run`; without `trace` by the lengths that are shipped."""
+
+
 #: Name on the command line -> module, imported only when it is run.
 EXPERIMENTS: Mapping[str, str] = MappingProxyType(
     {
@@ -53,6 +67,9 @@ EXPERIMENTS: Mapping[str, str] = MappingProxyType(
     }
 )
 
+#: Those that are a `TracedExperiment`.
+TRACED = ("medha-convoy", "medha-policies")
+
 
 def load_experiment(name: str) -> Experiment:
     """The experiment of that name. Raises ConfigError for an unknown one."""
@@ -60,3 +77,10 @@ def load_experiment(name: str) -> Experiment:
         known = ", ".join(EXPERIMENTS) or "none yet"
         raise ConfigError(f"experiment {name!r}: there are {known}")
     return cast(Experiment, importlib.import_module(EXPERIMENTS[name]))
+
+
+def load_traced(name: str) -> TracedExperiment:
+    """The experiment of that name. Raises ConfigError for one that takes no trace."""
+    if name not in TRACED:
+        raise ConfigError(f"experiment {name!r} takes no --trace; {', '.join(TRACED)} do")
+    return cast(TracedExperiment, importlib.import_module(EXPERIMENTS[name]))

@@ -51,11 +51,7 @@ def grow(
     beside = mn.Beside()
     ran = list(mn.passes(model, packing, tokens, beside, sharding))
     found = mn.summary(ran[:-1])  # but for the last, which may be a rest
-    onboarded = [
-        after.history
-        for before, after in pairwise(ran)
-        if after.workers > before.workers
-    ]
+    onboarded = [after.history for before, after in pairwise(ran) if after.workers > before.workers]
     seconds = [mn.staged_s(model, one.seconds, STAGES) for one in ran]
     return Growth(
         ttft_s=sum(seconds) + (STAGES - 1) * seconds[-1],
