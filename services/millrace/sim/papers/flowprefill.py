@@ -62,6 +62,7 @@ class System:
     batch_tokens: int = 0
     chunk_tokens: int = 0
     tasks_ahead: int = 1  # 1: batches form as late as in the paper's Alg. 2
+    kv_tokens: int = 400_000  # of the prefill instance: about what 80 GB a GPU hold beside weights
     pass_s: float | None = None
 
     def scheduler(self) -> SchedulerConfig:
@@ -130,6 +131,7 @@ def scenario(
         prefill=1,
         decode=1,
         max_chunk_tokens=system.chunk_tokens,
+        prefill_kv_tokens=system.kv_tokens,
         decode_kv_tokens=100_000_000,
         max_batch=100_000,
         scheduler=system.scheduler(),
