@@ -176,6 +176,16 @@ def test_a_chunk_is_not_chosen_before_the_one_before_it_is_done() -> None:
         assert chosen(board) == ["r.1"]
 
 
+def test_a_chunk_waits_for_the_one_before_it_even_on_other_instances() -> None:
+    for preemptive in (True, False):
+        board, ps = pool(2, preemptive=preemptive)
+        parts = tasks(ps, "r", 1, [(1, (0,)), (1, (1,))])
+        put(board, parts)
+        assert chosen(board) == ["r"]
+        end(board, parts[0])
+        assert chosen(board) == ["r.1"]
+
+
 def test_a_new_order_of_requests_is_told_where_it_matters() -> None:
     board, ps = pool(2, preemptive=True)
     put(board, *(tasks(ps, n, i, [(1, (0,))], i) for i, n in enumerate("ab")))

@@ -231,6 +231,9 @@ def test_workers_that_do_as_told_bring_everyone_to_an_end(
     for _, what, _ in fleet.log:
         counts[what] = counts.get(what, 0) + 1
     assert counts["submit"] == counts["finish"]
-    assert counts.get("preempt", 0) == counts.get("resume", 0) == one.machine.preemptions
+    preempted = counts.get("preempt", 0)
+    assert preempted == counts.get("resume", 0) <= one.machine.preemptions
+    if POLICIES[policy].static:  # or an order may be taken back before it is carried out
+        assert preempted == one.machine.preemptions
     if preemption == "none":
         assert "preempt" not in counts
