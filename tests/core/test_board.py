@@ -45,6 +45,7 @@ def tasks(
                 chunk=Chunk(index=index, start_token=index, num_tokens=1, instance_ids=ids),
                 members=members,
                 mask=masks(members),
+                modelled_s=seconds,
                 predicted_s=seconds,
                 rank=((key,), order, index),
                 previous=found[-1] if found else None,

@@ -111,7 +111,13 @@ class Bench:
         )
 
     def computed(
-        self, instance_id: str, request_id: str, index: int = 0, *, last: bool = True
+        self,
+        instance_id: str,
+        request_id: str,
+        index: int = 0,
+        *,
+        last: bool = True,
+        compute_s: float = 0.0,  # 0: nothing is learned from it
     ) -> list[effects.Effect]:
         return self.step(
             events.ChunkFinished(
@@ -119,7 +125,7 @@ class Bench:
                 generation=1,
                 request_id=request_id,
                 chunk_index=index,
-                compute_s=0.1,
+                compute_s=compute_s,
                 last=last,
             )
         )

@@ -44,7 +44,9 @@ class Task:
     chunk: Chunk
     members: tuple[PrefillInstance, ...]  # leader first
     mask: int  # the members' bits
-    predicted_s: float
+    modelled_s: float  # by the latency model
+    predicted_s: float  # the same, corrected by what the members' computing took so far
+    batched: bool = False
     rank: Rank
     previous: Task | None = None  # the chunk that has to be finished first
     executed_s: float = 0.0  # in stretches already ended

@@ -13,6 +13,7 @@ from dataclasses import dataclass, field, replace
 
 from millrace.core.board import Board, Task
 from millrace.core.config import SchedulerConfig
+from millrace.core.correction import Corrections
 from millrace.core.decode_placement import pages_needed
 from millrace.core.events import InstanceJoined
 from millrace.core.improvement_rate import STARTING_RATE, LiveImprovementRate, parse_rates
@@ -275,6 +276,7 @@ class Cluster:
     def __init__(self, config: SchedulerConfig) -> None:
         self.instances: dict[str, Instance] = {}
         self.pools: dict[str, Pool] = {}
+        self.corrections = Corrections()
         self._config = config
         self._live_rate: LiveImprovementRate | None = None
         if config.improvement_rate < 0.0:
@@ -336,6 +338,7 @@ class Cluster:
         """Forgets the instance and all that it holds; its tasks follow their requests."""
         self.drain(instance)
         del self.instances[instance.id]
+        self.corrections.forget(instance.id)
         self.pool_of(instance).members -= 1
 
     def drop_if_empty(self, model_hash: str) -> None:

@@ -253,7 +253,15 @@ class Machine:
             self._life.board_of.pop(request.id)
             self._computed(request)
         if done:
+            self._learn(task, event.compute_s)
             self._rounds.dispatch()
+
+    def _learn(self, task: Task, compute_s: float) -> None:
+        """Corrects what is predicted of the leader. Batches are predicted on the safe side."""
+        if not task.batched:
+            self.cluster.corrections.observe(
+                task.members[0].id, predicted_s=task.modelled_s, observed_s=compute_s
+            )
 
     def _computing(self, event: _OfChunk) -> tuple[Task, Request] | None:
         """The task the event speaks of, if its leader speaks and the request still needs it."""

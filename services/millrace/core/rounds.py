@@ -213,13 +213,17 @@ class Rounds:
         for chunk in chunks:
             members = tuple(pool.prefill[instance_id] for instance_id in chunk.instance_ids)
             tokens = chunk.num_tokens + sum(r.prompt_tokens for r in together)
+            modelled_s = pool.latency.chunk_s(tokens, chunk.start_token, len(members))
+            slowest = max(self._cluster.corrections.factor(m.id) for m in members)
             tasks.append(
                 Task(
                     requests=[request, *together],
                     chunk=chunk,
                     members=members,
                     mask=masks(members),
-                    predicted_s=pool.latency.chunk_s(tokens, chunk.start_token, len(members)),
+                    modelled_s=modelled_s,
+                    predicted_s=slowest * modelled_s,
+                    batched=bool(together),
                     rank=(key, request.order, chunk.index),
                     previous=tasks[-1] if tasks else None,
                 )

@@ -47,7 +47,7 @@ def keys(requests: Sequence[Request], now_s: float, instances: int) -> list[tupl
     if not late:
         return [(_IN_TIME, request.deadline_s) for request in requests]
     backlog_s = sum(request.remaining_work_s(now_s) for request in late.values())
-    promise = backlog_s <= BACKLOG_S * instances
+    promise = backlog_s <= BACKLOG_S * max(instances, 1)
     found: list[tuple[float, ...]] = []
     for request in requests:
         if request.id not in late:
@@ -62,9 +62,9 @@ def keys(requests: Sequence[Request], now_s: float, instances: int) -> list[tupl
 def given_up(requests: Sequence[Request], now_s: float, instances: int) -> dict[str, Request]:
     """The requests that can't be in time if as many as possible are to be, by id."""
     if any(request.predicted_work_s > request.predicted_prefill_s for request in requests):
-        capacity = GROUP_SHARE * instances
+        capacity = GROUP_SHARE * max(instances, 1)
     else:
-        capacity = float(instances)
+        capacity = float(max(instances, 1))
     late: dict[str, Request] = {}
     kept: list[tuple[float, int, Request]] = []  # a heap, most work first
     total_s = 0.0

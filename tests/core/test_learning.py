@@ -1,0 +1,34 @@
+"""The scheduler's predictions follow what its instances really take."""
+
+from __future__ import annotations
+
+import pytest
+
+from millrace.core.effects import Place
+from support.core_events import Bench, instance, of
+
+
+def test_predictions_follow_an_instance_that_is_slower_than_its_model():
+    bench = Bench(instance("p0"), instance("d0", pages=100_000))
+    for number in range(40):
+        bench.submit(f"r{number}", 100)
+        bench.computed("p0", f"r{number}", compute_s=0.2)  # the model says 0.1 s
+        bench.released("p0", f"r{number}")
+    bench.submit("a", 1000)
+    task = bench.machine.cluster.instances["p0"].queue[0]
+    assert task.modelled_s == pytest.approx(1.0)
+    assert task.predicted_s == pytest.approx(2.0, rel=0.05)
+    found = bench.submit("b", 100)
+    assert of(Place, found)[0].predicted_ttft_s == pytest.approx(2.1, rel=0.1)
+
+
+def test_what_was_learned_of_an_instance_goes_with_it():
+    bench = Bench(instance("p0"), instance("d0", pages=100_000))
+    for number in range(40):
+        bench.submit(f"r{number}", 100)
+        bench.computed("p0", f"r{number}", compute_s=0.2)
+        bench.released("p0", f"r{number}")
+    bench.died("p0")
+    bench.step(instance("p0", generation=2))
+    bench.submit("a", 1000)
+    assert bench.machine.cluster.instances["p0"].queue[0].predicted_s == pytest.approx(1.0)
