@@ -8,9 +8,13 @@ from __future__ import annotations
 import json
 
 import pytest
+import typer
 from rich.console import Console
+from typer.testing import CliRunner
 
+from millrace.core.config import SchedulerConfig
 from millrace.core.improvement_rate import ImprovementRates
+from millrace.sim.command import register
 from millrace.sim.papers import EXPERIMENTS, load_experiment
 from millrace.sim.papers import tetris as paper
 from millrace.sim.papers.tetris import LOONGSERVE, SINGLE_CHUNK, TESTBEDS, TETRIS
@@ -139,3 +143,18 @@ def test_a_quick_run_writes_what_it_found(name, tmp_path):
     assert document["findings"] and document["results"]
     assert "paper" in console.export_text()
     assert picture.exists() == (name != "tetris-examples")
+
+
+def test_profile_rates_prints_the_settings_that_hold_its_table(tmp_path):
+    """Section 5.1: the records that the scheduler queries while it serves."""
+    app, found = typer.Typer(), tmp_path / "rates.json"
+    register(app)
+    words = "profile-rates --mix tetris-short --requests 80 --arrivals 7,0.5 --rates 0.7,0.1"
+    run = CliRunner().invoke(app, [*words.split(), "--prefill", "8", "--json", str(found)])
+    assert run.exit_code == 0, run.output
+    printed = dict(line.split("=") for line in run.output.splitlines() if "scheduler." in line)
+    assert printed["scheduler.improvement_rate"] == "-1"
+    setting = printed["scheduler.improvement_rates"]
+    assert setting == "0.5:0.1,7:0.7"
+    assert json.loads(found.read_text())["results"]["improvement_rates"] == setting
+    SchedulerConfig(improvement_rate=-1.0, improvement_rates=setting)
