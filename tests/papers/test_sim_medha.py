@@ -153,7 +153,7 @@ def test_capacity_ends_at_the_first_rate_that_fails(busy):
 
 @pytest.mark.parametrize("module", [medha_convoy, medha_policies])
 def test_its_document_and_plot(module, tmp_path):
-    outcome = module.measure(lambda _: None, (0.75,), 70.0)
+    outcome = module.measure(lambda _: None, (0.75,), 65.0)
     document, plot = tmp_path / "found.json", tmp_path / "found.png"
     outcome.publish(Console(quiet=True), document, plot)
     found = json.loads(document.read_text())
