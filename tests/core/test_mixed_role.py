@@ -103,6 +103,8 @@ def test_what_a_mixed_instance_takes_is_predicted_by_its_own_degrees():
         instance("d0"),
         config=config,
     )
+    bench.submit("before", 100)  # predicted by groups of two
+    bench.cancel("before")
     bench.died("p0")
     bench.died("p1")
     found = bench.submit("a", 100)
