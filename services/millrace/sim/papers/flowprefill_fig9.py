@@ -2,7 +2,7 @@
 
 Beyond what an instance can compute, S-EDF gives long requests up, and those that had begun keep
 their KV pages: in the end none are free for requests that could be in time. How far this limits
-FlowPrefill is shown by a system with ten times the memory; the baselines never fill theirs.
+FlowPrefill is shown by a system with ten times the memory. The baselines' goodput lies below that.
 """
 
 from __future__ import annotations
