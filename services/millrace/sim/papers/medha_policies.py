@@ -113,7 +113,7 @@ def _quantile(hour: Hour, what: str) -> float | None:
 def _longs(found: Found) -> list[Finding]:
     return [
         Finding(
-            what=f"{hours[-1][0]:g}/s: long requests that got token one under {name}",
+            what=f"{hours[-1][0]:g}/s: long requests that ended under {name}",
             paper="",
             ours=f"{hours[-1][1].long.ended} of {hours[-1][1].long.requests}",
         )
