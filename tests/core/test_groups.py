@@ -210,15 +210,26 @@ def test_a_draining_member_finishes_its_group_and_gets_no_other() -> None:
     assert sorted(members(one.released("p0", "a"))) == ["p0", "p2"]
 
 
+def test_a_larger_group_is_tried_where_members_of_a_smaller_one_lack_pages() -> None:
+    one = bench(2, pages=10, sp=(1, 2))
+    for name in ("p0", "p1"):  # 7 of 10 pages are taken, the tasks themselves are done
+        one.submit(name, 112)
+    for leader, (name,) in [(e.instance_id, (e.request_id,)) for e in of(RunPrefill, one.all)]:
+        one.computed(leader, name)
+    found = one.submit("a", 60)  # 4 pages of one instance, 2 of each of two
+    assert members(found) == ["p0", "p1"]
+
+
 class AnyGroup:
     """A planner that picks by the numbers a test drew, of degree `least_sp` or more."""
 
     def __init__(self, numbers: list[int], size: int) -> None:
         self.numbers, self.size = numbers, size
 
-    def plan(self, tokens, queue_s, least_sp=1, budget_s=0.0) -> Plan:
+    def plan(self, tokens, queue_s, least_sp=1) -> Plan:
         free = [i for i in range(self.size) if queue_s[i] < 1e8]
-        sp = min(max(1 << self.numbers.pop() % 3, least_sp), 4)
+        degrees = [sp for sp in (1, 2, 4) if sp >= least_sp] or [4]
+        sp = degrees[self.numbers.pop() % len(degrees)]
         if len(free) < sp:
             free = list(range(self.size))
         start = self.numbers.pop() % len(free)

@@ -124,8 +124,8 @@ class Scripted:
     def __init__(self, chunks: dict[int, list[tuple[int, tuple[int, ...]]]]) -> None:
         self.chunks = chunks
 
-    def plan(self, tokens, queue_s, least_sp=1, budget_s=math.inf) -> Plan:
-        del queue_s, least_sp, budget_s
+    def plan(self, tokens, queue_s, least_sp=1) -> Plan:
+        del queue_s, least_sp
         return Plan(tuple(PlannedChunk(*chunk) for chunk in self.chunks[tokens]), 0.0)
 
 

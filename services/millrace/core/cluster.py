@@ -176,6 +176,7 @@ class Pool:
         self.prefill: dict[str, PrefillInstance] = {}
         self.decode: dict[str, DecodeInstance] = {}
         self.members = 0
+        self.lacks_pages = False  # in the last round an instance lacked the pages for a request
         self.line = WaitingLine()  # placed, waiting to be sent to prefill instances
         self.board = Board(preemptive=config.preemption != "none")
         self._config = config

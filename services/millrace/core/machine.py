@@ -333,14 +333,17 @@ class Machine:
             return
         request = self._life.served(event.request_id, instance)
         instance.release(event.request_id)
+        computing = event.request_id in self._life.board_of  # prefill's news may be late
         if request is not None:
             if event.reason != "cancelled" and request.state is not RequestState.QUEUED:
                 self._life.end(request, RequestState.FINISHED, None)
             else:
                 self._life.lost(request, instance, f"decode {instance.id} gave up")
-                self._rounds.run()
-                return
-        self._rounds.room_made(instance)
+                computing = True
+        if request is not None and computing:
+            self._rounds.run()
+        else:
+            self._rounds.room_made(instance)
 
     def _failed(self, event: events.RequestFailed) -> None:
         instance = self._holder(event)

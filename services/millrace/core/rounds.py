@@ -55,7 +55,7 @@ class Rounds:
             self.run()
         elif isinstance(instance, PrefillInstance):
             pool = self._cluster.pool_of(instance)
-            if pool.line:
+            if pool.lacks_pages:
                 self._round(pool)
 
     def dispatch(self) -> None:
@@ -151,6 +151,7 @@ class Rounds:
         pool.board.rerank(keys)
 
     def _dispatch(self, pool: Pool) -> None:
+        pool.lacks_pages = False
         index = 0
         while index < len(pool.line) and pool.prefill:
             request = pool.line[index]
@@ -159,6 +160,7 @@ class Rounds:
                 self._start(request, chunks, pool)
             elif not pool.could_prefill(request):
                 index += 1  # an earlier attempt is still wherever it could go
+                pool.lacks_pages = True
             elif pool.board.preemptive and index < MAX_PASSED:
                 index += 1  # whoever passes it yields when it can start
             else:
@@ -169,8 +171,9 @@ class Rounds:
 
         That is when its instances have a task slot among the tasks that go before the request, and
         all instances of the plan have the pages for their shares. A group smaller than the largest
-        needs more pages of each member: if they are not there, the plan is made once more without
-        all instances that lack them. Planned but not taken in, a request is planned anew next time.
+        needs more pages of each member: where they are not there, the plan is made again without
+        the instances that lack them, and then for a larger group, whose members need fewer.
+        Planned but not taken in, a request is planned anew next time.
         """
         instances = list(pool.prefill.values())
         rank: Rank = (pool.line.key(request), request.order, 0)
@@ -183,8 +186,9 @@ class Rounds:
         for index, one in enumerate(instances):
             if not one.has_room(request, largest):
                 queue_s[index] = NO_ROOM_S
+                pool.lacks_pages = True
         least_sp = self._least_sp(request, instances)
-        for _ in range(2):
+        for attempt in range(3):
             plan = pool.planner.plan(request.prompt_tokens, queue_s, least_sp)
             chunks = _chunks(plan.chunks, instances)
             if all(
@@ -193,9 +197,14 @@ class Rounds:
                 for member in plan.chunks[-1].members
             ):
                 return chunks if all(slots[member] for member in plan.chunks[0].members) else None
+            if attempt == 1:
+                queue_s, least_sp = waiting_s, len(plan.chunks[-1].members) + 1
+                continue
+            waiting_s = queue_s[:]
             for index, one in enumerate(instances):
                 if one.pages_for(chunks) > one.free_pages:
                     queue_s[index] = NO_ROOM_S
+                    pool.lacks_pages = True
         return None
 
     def _least_sp(self, request: Request, instances: list[PrefillInstance]) -> int:

@@ -50,6 +50,8 @@ EXPERIMENTS: Mapping[str, str] = MappingProxyType(
         "tetris-fig11": "millrace.sim.papers.tetris_fig11",
         "tetris-fig13": "millrace.sim.papers.tetris_fig13",
         "tetris-fig14": "millrace.sim.papers.tetris_fig14",
+        "millrace-policies": "millrace.sim.papers.joined_policies",
+        "millrace-systems": "millrace.sim.papers.joined_systems",
         "flowprefill-fig9": "millrace.sim.papers.flowprefill_fig9",
         "flowprefill-fig10": "millrace.sim.papers.flowprefill_fig10",
         "flowprefill-fig11": "millrace.sim.papers.flowprefill_fig11",
