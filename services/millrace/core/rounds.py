@@ -188,6 +188,7 @@ class Rounds:
                 queue_s[index] = NO_ROOM_S
                 pool.lacks_pages = True
         least_sp = self._least_sp(request, instances)
+        waiting_s = queue_s
         for attempt in range(3):
             plan = pool.planner.plan(request.prompt_tokens, queue_s, least_sp)
             chunks = _chunks(plan.chunks, instances)
@@ -200,7 +201,7 @@ class Rounds:
             if attempt == 1:
                 queue_s, least_sp = waiting_s, len(plan.chunks[-1].members) + 1
                 continue
-            waiting_s = queue_s[:]
+            queue_s = queue_s[:]
             for index, one in enumerate(instances):
                 if one.pages_for(chunks) > one.free_pages:
                     queue_s[index] = NO_ROOM_S

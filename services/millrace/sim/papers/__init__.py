@@ -70,7 +70,7 @@ EXPERIMENTS: Mapping[str, str] = MappingProxyType(
 )
 
 #: Those that are a `TracedExperiment`.
-TRACED = ("medha-convoy", "medha-policies")
+TRACED = ("medha-convoy", "medha-policies", "millrace-policies", "millrace-systems")
 
 
 def load_experiment(name: str) -> Experiment:

@@ -39,7 +39,7 @@ Told = Callable[[str], None]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Case:
-    """Traffic by name. `start` is a load near its edge; `every_class` asks each class to be in time."""
+    """Some traffic, a load near its edge, and whether every class has to be in time."""
 
     traffic: Traffic
     start: float
@@ -123,7 +123,9 @@ SYSTEMS: Mapping[str, Callable[[Case], SimSpec]] = MappingProxyType(
     {
         "chunked FCFS": lambda case: together(
             scheduler(),
-            PackingConfig(adaptive=False, fixed_chunk_tokens=2048, multi_prefill=False),
+            PackingConfig(
+                t_target_s=1.0, adaptive=False, fixed_chunk_tokens=2048, multi_prefill=False
+            ),
             mixed=2,
             spp=1,
         ),

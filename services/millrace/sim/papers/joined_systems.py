@@ -1,4 +1,4 @@
-"""Millrace against each paper's system alone, and against a plain chunked server, on all traffic."""
+"""Millrace against each paper's system alone and a plain chunked server, on all traffic."""
 
 from __future__ import annotations
 
