@@ -11,14 +11,21 @@ from hypothesis import strategies as st
 from millrace.core.priority import POLICIES
 from millrace.core.priority.millrace import (
     BACKLOG_S,
-    GROUP_SHARE,
     LEAST_S,
+    SHARE,
     WAIT_BOUND,
     given_up,
     keys,
 )
 from millrace.core.request import Request
 from support.priority import request
+
+
+@pytest.fixture(autouse=True)
+def whole_pool(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Requests count on all that the pool does, unless a test says otherwise."""
+    monkeypatch.setattr("millrace.core.priority.millrace.SHARE", 1.0)
+
 
 QUARTER_S = 0.25  # sums of these are exact
 
@@ -117,10 +124,26 @@ def test_work_is_counted_in_seconds_times_instances() -> None:
     pair = [one("a", 1.0, 1.0, order=0), one("b", 1.0, 1.0, order=1)]
     assert list(given_up(pair, 0.0, 1)) == ["a"]
     assert given_up(pair, 0.0, 2) == {}
-    # A group of four for a second is four seconds of a pool of four, which does its share of them.
-    needed_s = 1.0 / GROUP_SHARE
-    assert given_up([one("gang", needed_s + 0.01, 1.0, sp=4)], 0.0, 4) == {}
-    assert list(given_up([one("gang", needed_s - 0.01, 1.0, sp=4)], 0.0, 4)) == ["gang"]
+    # A group of four for a second is four seconds of a pool of four.
+    assert given_up([one("gang", 1.01, 1.0, sp=4)], 0.0, 4) == {}
+    pair = [one("gang", 1.01, 1.0, sp=4), one("other", 1.2, 1.0)]
+    assert list(given_up(pair, 0.0, 4)) == ["gang"]
+
+
+def test_requests_count_on_a_share_of_the_pool_only(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("millrace.core.priority.millrace.SHARE", SHARE)
+    needed_s = 2.0 / SHARE
+    for sp, instances in ((4, 4), (1, 1)):
+        soon = one("soon", needed_s - 0.02, 0.5, sp=sp)
+        assert given_up([soon, one("r", needed_s + 0.01, 1.5, sp=sp)], 0.0, instances) == {}
+        late = given_up([soon, one("r", needed_s - 0.01, 1.5, sp=sp)], 0.0, instances)
+        assert list(late) == ["r"]
+
+
+def test_a_request_that_is_alone_may_use_all_of_the_pool(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("millrace.core.priority.millrace.SHARE", SHARE)
+    assert given_up([one("r", 1.01, 1.0)], 0.0, 1) == {}
+    assert given_up([one("gang", 1.01, 1.0, sp=4)], 0.0, 4) == {}
 
 
 def test_half_done_work_of_a_group_counts_half() -> None:

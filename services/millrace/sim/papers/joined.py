@@ -179,7 +179,7 @@ class Edge:
 
 
 def measure(
-    jobs: Mapping[tuple[str, str], tuple[Case, SimSpec]], told: Told, processes: int = 1
+    jobs: Mapping[tuple[str, str], tuple[Case, SimSpec]], told: Told, processes: int = 2
 ) -> dict[tuple[str, str], Edge]:
     """The edge of each (case, system), side by side in a few processes."""
     with ProcessPoolExecutor(processes, mp_context=get_context("spawn")) as pool:
