@@ -17,8 +17,8 @@ from millrace.bench.load_test import ServeOptions, run
 from millrace.bench.report import summarise
 from millrace.bench.serve import command
 from millrace.bench.sse_client import SseClient
-from millrace.sim.workload import SloClass, TraceRow, WorkloadOptions, parse_lengths
 from millrace.core.errors import ConfigError
+from millrace.sim.workload import SloClass, TraceRow, WorkloadOptions, parse_lengths
 from support.sse_server import SseServer, running
 
 SLO = SloClass(name="chat", ttft_s=0.5, tbt_s=0.1)
