@@ -106,7 +106,8 @@ class Rounds:
         life.unqueue(request)
         decode.hold(request)
         request.decode_id = decode.id
-        pool.predict(request)
+        if request.attempts or len(self._cluster.pools) > 1:
+            pool.predict(request)  # by the pool that it goes to: it may be another one now
         life.effects.append(
             Place(
                 request_id=request.id,
@@ -183,8 +184,15 @@ class Rounds:
             return None
         queue_s = board.queue_s(instances, rank, self._life.now_s)
         largest = pool.largest_group
+        tokens, request_id = request.prompt_tokens, request.id
         for index, one in enumerate(instances):
-            if not one.has_room(request, largest):
+            # As `has_room`, written out: this is looked at for every instance and plan.
+            card = one.card
+            if (
+                (card.kv_pages - one.used_pages) * card.page_tokens * largest < tokens
+                or tokens > card.max_context_tokens
+                or request_id in one.holdings
+            ):
                 queue_s[index] = NO_ROOM_S
                 pool.lacks_pages = True
         least_sp = self._least_sp(request, instances)
