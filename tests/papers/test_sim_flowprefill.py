@@ -73,8 +73,9 @@ def test_figure_12_ratio_of_one_pass(model: str) -> None:
     assert 3.0 < expected_ratio(model, 8192) < 4.2
 
 
-def test_section_6_4_rounds() -> None:
-    found = flowprefill_rounds.counts(fp.FLOWPREFILL, 3.0, SIZE)
+@pytest.mark.parametrize("rate_rps", [3.0, 9.0])
+def test_section_6_4_rounds(rate_rps: float) -> None:
+    found = flowprefill_rounds.counts(fp.FLOWPREFILL, rate_rps, SIZE)
     assert found["rounds"] <= 2.0
     assert found["commands"] < found["rounds"]
 
