@@ -22,6 +22,7 @@ from millrace.core.config import SchedulerConfig
 from millrace.core.errors import ConfigError
 from millrace.core.packing import PackingConfig
 from millrace.profiles import load_profile
+from millrace.sim.plots import Panel
 from millrace.sim.report import Report, RequestRecord
 from millrace.sim.scenario import Scenario, Traffic, Watch, simulate
 from millrace.sim.search import largest_load
@@ -228,3 +229,20 @@ def attained(case: Case, report: Report) -> float:
     if case.every_class:
         return min(one.attainment for one in report.classes.values())
     return report.total.attainment
+
+
+def panel(results: Mapping[str, Mapping[str, Any]], title: str) -> Panel:
+    """Each system's goodput on each case as a share of Millrace's, from the results as JSON."""
+    systems = list(next(iter(results.values())))
+    ours = systems[-1]
+    lines = {
+        system: [
+            (number, found[system]["load"] / found[ours]["load"])
+            for number, found in enumerate(results.values(), 1)
+            if found[ours]["load"]
+        ]
+        for system in systems
+    }
+    named = [f"{number} {name}" for number, name in enumerate(results, 1)]
+    kinds = "\n".join(", ".join(named[start : start + 3]) for start in range(0, len(named), 3))
+    return Panel(title=title, x=kinds, y=f"goodput / {ours}'s", lines=lines)

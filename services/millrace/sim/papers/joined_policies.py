@@ -40,6 +40,9 @@ def measure(folder: Path | None, quick: bool, told: joined.Told) -> Outcome:
                 ours=f"{ratio:.2f} x it",
             )
         )
+    results = {
+        name: {policy: edges[name, policy].to_json() for policy in POLICIES} for name in cases
+    }
     return Outcome(
         title="Goodput at 90 % attainment by policy, all else equal (requests/s; traces: scale)",
         assumptions=(
@@ -47,9 +50,8 @@ def measure(folder: Path | None, quick: bool, told: joined.Told) -> Outcome:
             "Medha mix and mixed: 90 % of every class; other traffic: 90 % of all",
         ),
         findings=findings,
-        results={
-            name: {policy: edges[name, policy].to_json() for policy in POLICIES} for name in cases
-        },
+        results=results,
+        panels=[[joined.panel(results, "Goodput at 90 % attainment")]],
     )
 
 

@@ -28,6 +28,9 @@ def measure(folder: Path | None, quick: bool, told: joined.Told) -> Outcome:
         ratio = loads["Millrace"] / others[best] if others[best] else float("inf")
         said = ", ".join(f"{system} {load:.3g}" for system, load in loads.items())
         findings.append(Finding(what=f"{name}: {said}", paper=best, ours=f"{ratio:.2f} x it"))
+    results = {
+        name: {system: edges[name, system].to_json() for system in joined.SYSTEMS} for name in cases
+    }
     return Outcome(
         title="Goodput at 90 % attainment by system (requests/s; traces: scale of their times)",
         assumptions=(
@@ -36,10 +39,8 @@ def measure(folder: Path | None, quick: bool, told: joined.Told) -> Outcome:
             "Medha mix and mixed: 90 % of every class; other traffic: 90 % of all",
         ),
         findings=findings,
-        results={
-            name: {system: edges[name, system].to_json() for system in joined.SYSTEMS}
-            for name in cases
-        },
+        results=results,
+        panels=[[joined.panel(results, "Goodput at 90 % attainment")]],
     )
 
 
