@@ -93,7 +93,7 @@ def test_a_live_run_takes_the_same_decisions_when_it_is_replayed(recording):
     assert result.effects == sum(len(line["effects"]) for line in lines(recording)[1:])
     assert result.duration_s > 0
     assert {"Submitted", "CancelRequested", "InstanceLeft", "ChunkFinished"} <= events(recording)
-    assert {"Place", "Refuse", "RunPrefill", "Order", "CancelOn", "Record"} <= effects(recording)
+    assert {"Place", "Refuse", "RunPrefill", "CancelOn", "Record"} <= effects(recording)
 
 
 def tampered(recording: Path, change) -> tuple[Path, int]:
