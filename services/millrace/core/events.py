@@ -18,7 +18,7 @@ class InstanceJoined:
 
     instance_id: str
     generation: int
-    role: str  # "prefill" | "decode" | "mixed" (both, packing its own batches) | "kvp"
+    role: str  # "prefill" | "decode" | "mixed" (both, packing its own batches)
     kv_pages: int
     page_tokens: int
     max_context_tokens: int

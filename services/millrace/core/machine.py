@@ -1,9 +1,10 @@
 """Decides everything: `step(event, now_s) -> effects`. No clock, no randomness, no I/O.
 
 A request's way. Submitted, it waits until a decode instance has the pages of its whole life free
-(Tetris section 5.2 picks which); placed, it waits in its pool's line until a prefill instance has
-a free task slot and the prompt's pages; then it is dispatched and followed to its end. What it
-occupies stands in holdings at the instances (`cluster`), which outlive it:
+(Tetris section 5.2 picks which); placed, it waits in its pool's line, planned anew in every round,
+until the group of its first chunk has task slots and all its instances the prompt's pages; then it
+is sent, and its chunks stand on the pool's `board`, which says who runs. What it occupies stands in
+holdings at the instances (`cluster`), which outlive it:
 
 - a prefill's task slot is freed by the chunk's ChunkFinished, or when the request ends or is sent
   elsewhere;
