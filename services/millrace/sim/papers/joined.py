@@ -10,7 +10,7 @@ that never serves one would still be at 95 %.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass
 from multiprocessing import get_context
@@ -22,6 +22,7 @@ from millrace.core.config import SchedulerConfig
 from millrace.core.errors import ConfigError
 from millrace.core.packing import PackingConfig
 from millrace.profiles import load_profile
+from millrace.sim.papers.outcome import Finding, Outcome
 from millrace.sim.plots import Panel
 from millrace.sim.report import Report, RequestRecord
 from millrace.sim.scenario import Scenario, Traffic, Watch, simulate
@@ -246,3 +247,50 @@ def panel(results: Mapping[str, Mapping[str, Any]], title: str) -> Panel:
     named = [f"{number} {name}" for number, name in enumerate(results, 1)]
     kinds = "\n".join(", ".join(named[start : start + 3]) for start in range(0, len(named), 3))
     return Panel(title=title, x=kinds, y=f"goodput / {ours}'s", lines=lines)
+
+
+def compare(
+    found: Mapping[str, Case],
+    systems: Mapping[str, Callable[[Case], SimSpec]],
+    told: Told,
+    *,
+    title: str,
+    assumptions: Sequence[str] = (),
+    best_is: str = "",
+) -> Outcome:
+    """Goodput of each system on each case; the last of `systems` is ours.
+
+    `best_is` goes before the name of the best of the others.
+    """
+    edges = measure(
+        {
+            (name, system): (case, spec(case))
+            for name, case in found.items()
+            for system, spec in systems.items()
+        },
+        told,
+    )
+    *others, ours = systems
+    findings = []
+    for name in found:
+        loads = {system: edges[name, system].load for system in systems}
+        best = max(others, key=lambda system: loads[system])
+        ratio = loads[ours] / loads[best] if loads[best] else float("inf")
+        said = ", ".join(f"{system} {load:.3g}" for system, load in loads.items())
+        findings.append(
+            Finding(what=f"{name}: {said}", paper=best_is + best, ours=f"{ratio:.2f} x it")
+        )
+    results = {
+        name: {system: edges[name, system].to_json() for system in systems} for name in found
+    }
+    return Outcome(
+        title=title,
+        assumptions=(
+            *assumptions,
+            f"objectives: Table 2 for the Qwen mix, else {SLO_SCALE:g} x the default",
+            "Medha mix and mixed: 90 % of every class; other traffic: 90 % of all",
+        ),
+        findings=findings,
+        results=results,
+        panels=[[panel(results, "Goodput at 90 % attainment")]],
+    )

@@ -8,7 +8,7 @@ is one hour, the paper's profiling window: what has not ended by then counts as 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from itertools import takewhile
 from pathlib import Path
@@ -22,6 +22,7 @@ from millrace.core.profile import Profile
 from millrace.profiles import load_profile
 from millrace.sim.loop import Simulation
 from millrace.sim.mixes import LONG_FRACTION
+from millrace.sim.plots import Panel
 from millrace.sim.report import Collector, RequestRecord
 from millrace.sim.scenario import Scenario, Traffic
 from millrace.sim.spec import SimSpec
@@ -214,3 +215,21 @@ def ratio(theirs: float | None, ours: float | None) -> str:
     if ours is None:
         return "-"
     return "never" if theirs is None else f"{theirs / ours:.1f}"
+
+
+def cdf_panel(found: Mapping[str, Sequence[tuple[float, Hour]]], rate: float, title: str) -> Panel:
+    """TTFT's CDF by system at one rate; a curve ends where requests never did."""
+    return Panel(
+        title=title,
+        x="TTFT (s)",
+        y="requests (%)",
+        lines={
+            name: [
+                (ttft_s, 5.0 * step)
+                for step, ttft_s in enumerate(dict(hours)[rate].ttft_cdf_s)
+                if ttft_s is not None
+            ]
+            for name, hours in found.items()
+        },
+        log_x=True,
+    )

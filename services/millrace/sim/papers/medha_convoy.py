@@ -166,20 +166,7 @@ def _panels(found: Found) -> list[list[Panel]]:
     rates = [rate for rate, _ in next(iter(found.values()))]
     return [
         [
-            Panel(
-                title=f"{rate:g} requests/s, 5 % long",
-                x="TTFT (s)",
-                y="requests (%)",
-                lines={
-                    name: [
-                        (ttft_s, 5.0 * step)
-                        for step, ttft_s in enumerate(dict(hours)[rate].ttft_cdf_s)
-                        if ttft_s is not None
-                    ]
-                    for name, hours in found.items()
-                },
-                log_x=True,
-            )
+            medha.cdf_panel(found, rate, f"{rate:g} requests/s, 5 % long")
             for rate in rates[start : start + 2]
         ]
         for start in range(0, len(rates), 2)

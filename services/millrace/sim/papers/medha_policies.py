@@ -11,7 +11,6 @@ from millrace.core.operators import BatchShape, OperatorModel
 from millrace.sim.papers import medha
 from millrace.sim.papers.medha import Hour, Load
 from millrace.sim.papers.outcome import Finding, Outcome, watched
-from millrace.sim.plots import Panel
 from millrace.sim.spec import SimSpec
 
 OURS, SINGLE = "Medha", "LARS"
@@ -80,7 +79,7 @@ def measure(
             },
             "cost_alone_over_cost_shared": saving,
         },
-        panels=[[_panel(found, rate) for rate in qps]],
+        panels=[[medha.cdf_panel(found, rate, f"{rate:g} requests/s") for rate in qps]],
     )
 
 
@@ -153,23 +152,6 @@ def _batching(found: Found, saving: Mapping[int, float]) -> list[Finding]:
             for tokens, times in saving.items()
         ),
     ]
-
-
-def _panel(found: Found, rate: float) -> Panel:
-    return Panel(
-        title=f"{rate:g} requests/s",
-        x="TTFT (s)",
-        y="requests (%)",
-        lines={
-            name: [
-                (ttft_s, 5.0 * step)
-                for step, ttft_s in enumerate(dict(hours)[rate].ttft_cdf_s)
-                if ttft_s is not None
-            ]
-            for name, hours in found.items()
-        },
-        log_x=True,
-    )
 
 
 def run(
