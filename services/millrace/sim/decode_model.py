@@ -68,7 +68,7 @@ class DecodePool:
         instance, job = attempt.decode, attempt.job
         if instance is None or not instance.alive or instance.expected.pop(job.id, None) is None:
             return
-        self._finish(instance, job)
+        self._world.served(instance.id, instance.generation, job)
 
     def cancel(self, instance: DecodeInstance, request_id: str) -> None:
         """Drops a request; harmless when it is not here."""
@@ -136,21 +136,9 @@ class DecodePool:
         self._tally.busy("decode", instance.batch.sync_to_end(self._clock.now_s))
         for sequence in instance.batch.leave_ended():
             self._world.left_batch(instance.id, sequence)
-            self._finish(instance, sequence.job)
+            self._world.served(instance.id, instance.generation, sequence.job)
         self._fill(instance)
         self._plan(instance)
-
-    def _finish(self, instance: DecodeInstance, job: Job) -> None:
-        self._world.finished(job)
-        self._world.outbox.append(
-            events.RequestFinished(
-                instance_id=instance.id,
-                generation=instance.generation,
-                request_id=job.id,
-                reason="length",
-                generated_tokens=job.plan.output_tokens,
-            )
-        )
 
     # ---- lives
 

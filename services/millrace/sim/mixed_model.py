@@ -299,7 +299,7 @@ class MixedPool:
         )
         if job.plan.output_tokens == 1:
             self._world.give_workers(prefill.workers)
-            self._finish(instance, job)
+            self._world.served(instance.id, instance.generation, job)
         else:
             self._sync(instance)
             instance.batch.join(job, now_s, prefill.workers)
@@ -336,19 +336,7 @@ class MixedPool:
     def _finish_ended(self, instance: MixedInstance) -> None:
         for sequence in instance.batch.leave_ended():
             self._world.left_batch(instance.id, sequence)
-            self._finish(instance, sequence.job)
-
-    def _finish(self, instance: MixedInstance, job: Job) -> None:
-        self._world.finished(job)
-        self._world.outbox.append(
-            events.RequestFinished(
-                instance_id=instance.id,
-                generation=instance.generation,
-                request_id=job.id,
-                reason="length",
-                generated_tokens=job.plan.output_tokens,
-            )
-        )
+            self._world.served(instance.id, instance.generation, sequence.job)
 
     # ---- lives
 

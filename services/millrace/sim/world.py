@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from random import Random
 
-from millrace.core.events import Event
+from millrace.core.events import Event, RequestFinished
 from millrace.sim.batch import Sequence
 from millrace.sim.clock import Clock
 from millrace.sim.counters import Tally
@@ -65,6 +65,19 @@ class World:
     def give_workers(self, degree: int) -> None:
         """A request of this degree is over."""
         self._spare_workers += degree - 1
+
+    def served(self, instance_id: str, generation: int, job: Job) -> None:
+        """The instance has given the request its last token."""
+        self.finished(job)
+        self.outbox.append(
+            RequestFinished(
+                instance_id=instance_id,
+                generation=generation,
+                request_id=job.id,
+                reason="length",
+                generated_tokens=job.plan.output_tokens,
+            )
+        )
 
     def left_batch(self, instance_id: str, sequence: Sequence) -> None:
         """A sequence left its batch, ended or not."""
