@@ -227,12 +227,11 @@ async def test_cancelled_before_any_sender_came(pair: Pair) -> None:
 
 
 async def test_cancelled_while_kv_comes_in(pair: Pair) -> None:
-    await pair.ask("r", 3000)
-    await pair.prefill.said("chunk_started", "r")
-    await asyncio.sleep(0.05)
-    pair.decode.cancel("r")  # prefill hears of it from the decode instance alone
-
-    await pair.decode.said("request_released", "r", 5)
+    with pair.prefill.held_before_the_last_chunk():
+        await pair.ask("r", 3000)
+        await eventually(lambda: pair.prefill.has_shaken_hands("r"))
+        pair.decode.cancel("r")  # prefill hears of it from the decode instance alone
+        await pair.decode.said("request_released", "r", 5)
     assert pair.used_pages == 0
     pair.prefill.cancel("r")
     await pair.prefill.said("request_released", "r", 5)
@@ -252,9 +251,10 @@ async def test_cancelled_in_the_batch(pair: Pair) -> None:
 async def test_a_sender_that_gives_up_before_token_one_may_be_followed_by_another(
     pair: Pair,
 ) -> None:
-    await pair.ask("r", 3000)
-    await eventually(lambda: pair.prefill.has_shaken_hands("r"))
-    pair.prefill.cancel("r")
+    with pair.prefill.held_before_the_last_chunk():
+        await pair.ask("r", 3000)
+        await eventually(lambda: pair.prefill.has_shaken_hands("r"))
+        pair.prefill.cancel("r")
 
     assert (await pair.decode.said("request_failed", "r")).retryable
     await pair.decode.said("request_released", "r")

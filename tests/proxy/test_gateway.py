@@ -197,6 +197,22 @@ async def test_tokens_of_an_instance_it_left_are_ignored(stack):
         await asyncio.wait_for(stack.http.post(CHAT, json=BODY), 0.3)
 
 
+async def test_tokens_may_overtake_a_second_placement(stack):
+    def submitted(spec):
+        stack.fleet.decode, kept = (
+            common_pb2.Incarnation(id="decode-9", generation=7),
+            stack.fleet.decode,
+        )
+        stack.fleet.place(spec)
+        stack.fleet.decode = kept
+        stack.fleet.play_later(spec)
+        asyncio.get_running_loop().call_later(0.05, stack.fleet.place, spec)
+
+    stack.fleet.script = Script(on_submit=submitted)
+    response = await stack.http.post(CHAT, json=BODY)
+    assert response.json()["choices"][0]["message"]["content"] == "Hello there"
+
+
 async def test_tokens_may_overtake_their_placement(stack):
     def submitted(spec):
         stack.fleet.play_later(spec)

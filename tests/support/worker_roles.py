@@ -6,15 +6,17 @@ A test plays the scheduler: it gives commands, and `messages` is what would have
 from __future__ import annotations
 
 import asyncio
+import threading
 import time
-from collections.abc import AsyncIterator, Callable
-from contextlib import AsyncExitStack, asynccontextmanager
+from collections.abc import AsyncIterator, Callable, Iterator
+from contextlib import AsyncExitStack, asynccontextmanager, contextmanager
 from typing import Any
 
 import numpy as np
 
 from millrace.core.config import Config, EngineConfig, SchedulerConfig, StoreConfig, TransferConfig
 from millrace.engine.assembly import open_engine
+from millrace.engine.model_runner import Boundary, PrefillTask
 from millrace.state.memory_store import MemoryStore
 from millrace.telemetry.metrics import Registry
 from millrace.transfer.memory_transport import MemoryHub, MemoryTransport
@@ -102,6 +104,25 @@ class LiveRole:
         """Of a prefill role: the receiver has granted this request's transfer."""
         job = self.role._jobs.get(request_id)
         return job is not None and job.session is not None and job.session.timings.granted_s > 0
+
+    @contextmanager
+    def held_before_the_last_chunk(self) -> Iterator[None]:
+        """Of a prefill role: passes that are to give logits wait at their first boundary."""
+        runner, go_on = self.engine.runner, threading.Event()
+        prefill = runner.prefill
+
+        def held(task: PrefillTask) -> Iterator[Boundary]:
+            for boundary in prefill(task):
+                if task.want_logits:
+                    go_on.wait(20)
+                yield boundary
+
+        runner.prefill = held  # type: ignore[method-assign]
+        try:
+            yield
+        finally:
+            runner.prefill = prefill  # type: ignore[method-assign]
+            go_on.set()
 
     def cancel(self, request_id: str) -> None:
         cancel = scheduler_pb2.CancelRequest(request_id=request_id, reason="the test wants it")

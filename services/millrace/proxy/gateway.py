@@ -165,6 +165,8 @@ class Gateway:
             return
         self._tokens.open(decode, placed.decode_address)
         generation.place(decode, placed.predicted_ttft_s, time.monotonic())
+        if kept := generation.take_kept(decode):
+            self.on_batch(decode, kept)
 
     def on_refused(self, refused: scheduler_pb2.Refused) -> None:
         generation = self._live.get(refused.request_id)
@@ -206,7 +208,11 @@ class Gateway:
         tokens = 0
         for event in events:
             generation = live.get(event.request_id)
-            if generation is None or not self._comes_from(generation, decode):
+            if generation is None:
+                continue
+            if not self._comes_from(generation, decode):
+                if generation.stage is not Stage.STREAMING and generation.decode != decode:
+                    generation.keep(decode, event)  # it may have been placed there meanwhile
                 continue
             if event.finish_reason in ("error", "cancelled"):
                 message = event.error or "The request was cancelled by the server."
@@ -227,12 +233,12 @@ class Gateway:
 
     def on_tokens_lost(self, decode: Life) -> None:
         for generation in list(self._live.values()):
-            if generation.decode != decode:
-                continue
-            if generation.stage is Stage.STREAMING:
+            if generation.has_kept(decode) or (
+                generation.decode == decode and generation.stage is Stage.STREAMING
+            ):
                 error = ApiError(500, "The stream of generated tokens broke.", code="failed")
                 self._fail(generation, error, cancel=True)
-            elif generation.stage is Stage.PLACED:
+            elif generation.decode == decode and generation.stage is Stage.PLACED:
                 # The scheduler places it again if the instance died; else its tokens are lost.
                 generation.stage = Stage.UNPLACED
                 generation.waiting_since = time.monotonic()

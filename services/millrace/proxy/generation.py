@@ -49,6 +49,7 @@ class Generation:
 
     __slots__ = (
         "_detailed",
+        "_early",
         "_echo",
         "_open_choices",
         "arrived_at",
@@ -93,6 +94,8 @@ class Generation:
         self._open_choices = len(choices)
         self.stage = Stage.SUBMITTED
         self.decode: Life | None = None
+        #: Events of an instance that its placement on, still on the way, may name.
+        self._early: dict[Life, list[decode_pb2.TokenEvent]] = {}
         self.arrived_at = self.started_at = arrived_at
         #: When the wait that its stage means began; the watch over time-outs reads it.
         self.waiting_since = arrived_at
@@ -118,6 +121,19 @@ class Generation:
         self.stage, self.decode = Stage.PLACED, decode
         self.predicted_ttft_s = predicted_ttft_s
         self.placed_at = self.waiting_since = now
+
+    def keep(self, decode: Life, event: decode_pb2.TokenEvent) -> None:
+        """An event of an instance that is not the request's, or not yet: streams run apart."""
+        self._early.setdefault(decode, []).append(event)
+
+    def take_kept(self, decode: Life) -> list[decode_pb2.TokenEvent]:
+        """The events kept of this instance, in order; they are forgotten, as are all others'."""
+        kept = self._early.get(decode, [])
+        self._early = {}
+        return kept
+
+    def has_kept(self, decode: Life) -> bool:
+        return decode in self._early
 
     def take(self, event: decode_pb2.TokenEvent, now: float) -> float | None:
         """Takes one event; returns the gap to the choice's token before, in seconds."""
