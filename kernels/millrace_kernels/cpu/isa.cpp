@@ -1,0 +1,57 @@
+// Which instruction set is in use.
+
+#include <stdexcept>
+#include <string>
+
+#include "bindings.hpp"
+
+namespace millrace {
+namespace {
+
+std::vector<const Kernels*> available() {
+  std::vector<const Kernels*> tables;
+#if defined(__x86_64__)
+  __builtin_cpu_init();
+  const bool avx512 = __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
+                      __builtin_cpu_supports("avx512vl") && __builtin_cpu_supports("avx512dq");
+  if (avx512 && __builtin_cpu_supports("avx512bf16")) tables.push_back(&avx512_bf16_kernels());
+  if (avx512) tables.push_back(&avx512_kernels());
+  if (__builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma"))
+    tables.push_back(&avx2_kernels());
+#endif
+  tables.push_back(&portable_kernels());
+  return tables;
+}
+
+const Kernels* g_kernels = available().front();
+
+std::vector<std::string> instruction_sets() {
+  std::vector<std::string> names;
+  for (const Kernels* table : available()) names.emplace_back(table->name);
+  return names;
+}
+
+void use_instruction_set(const std::string& name) {
+  for (const Kernels* table : available())
+    if (name == table->name) {
+      g_kernels = table;
+      return;
+    }
+  throw std::invalid_argument("no instruction set " + name + " on this machine");
+}
+
+std::string instruction_set() { return g_kernels->name; }
+
+}  // namespace
+
+const Kernels& kernels() { return *g_kernels; }
+
+void bind_isa(nb::module_& m) {
+  using namespace nb::literals;
+  m.def("instruction_sets", &instruction_sets, "Those that this machine runs, fastest first.");
+  m.def("instruction_set", &instruction_set, "The one in use.");
+  m.def("use_instruction_set", &use_instruction_set, "name"_a,
+        "Take another; raises ValueError when this machine lacks it.");
+}
+
+}  // namespace millrace
