@@ -78,7 +78,7 @@ def attend(call, backend, tables, q_nhd, kv_layer):
         backend=backend,
     )
     lse_nh = torch.full(q_nhd.shape[:2], torch.nan)
-    out_nhd = run_attention(plan, q_nhd, kv_layer, scale=call.head_dim**-0.5, lse_out=lse_nh)
+    out_nhd, _ = run_attention(plan, q_nhd, kv_layer, scale=call.head_dim**-0.5, lse_out=lse_nh)
     return out_nhd.float(), lse_nh
 
 
@@ -224,10 +224,10 @@ def test_a_plan_serves_every_layer(threads):
         dtype=call.dtype,
         device="cpu",
     )
-    first = run_attention(plan, q_nhd, kv_layer, scale=0.125)
+    first, _ = run_attention(plan, q_nhd, kv_layer, scale=0.125)
     for _ in range(200):
-        assert torch.equal(run_attention(plan, q_nhd, kv_layer, scale=0.125), first)
-    other = run_attention(plan, q_nhd, kv_layer * 2, scale=0.125)
+        assert torch.equal(run_attention(plan, q_nhd, kv_layer, scale=0.125)[0], first)
+    other, _ = run_attention(plan, q_nhd, kv_layer * 2, scale=0.125)
     assert not torch.equal(other, first)
 
 
