@@ -168,7 +168,7 @@ def test_merging_with_rows_that_saw_nothing(out_dtype):
     lse[0] = other_lse[1] = -torch.inf
     lse[2] = other_lse[2] = -torch.inf
     out[0], out[2], other[1], other[2] = 0, 0, 0, 0
-    merged, merged_lse = out.to(out_dtype), lse.clone()
+    merged, merged_lse = out.clone().to(out_dtype), lse.clone()
     merge_attention_(merged, merged_lse, other, other_lse)
     expected, expected_lse = reference.merge_attention(out.to(out_dtype), lse, other, other_lse)
     torch.testing.assert_close(merged.double(), expected, rtol=0, atol=TOLERANCE[out_dtype])
