@@ -8,7 +8,7 @@ never allocates; a leaving sequence's row is filled by the last one. Rows are a 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Final, Protocol
+from typing import Final, NamedTuple, Protocol
 
 import numpy as np
 import numpy.typing as npt
@@ -55,8 +55,7 @@ class Sequence:
     prompt_ids: PromptIds = None
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class TokenOut:
+class TokenOut(NamedTuple):
     """What a step gave one sequence. With a finish reason the sequence has left the batch."""
 
     request_id: str
