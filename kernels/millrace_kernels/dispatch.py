@@ -1,0 +1,49 @@
+"""Which backend does what on which device. The choice is by capability alone, never by timing: two
+workers of one kind choose alike.
+"""
+
+from __future__ import annotations
+
+from typing import Final
+
+from millrace_kernels import cpu_backend
+from millrace_kernels.plan import AttentionPlan, Backend
+
+ALL_ROWS: Final = 2**31 - 1
+
+_CPU_ROWS: Final = 8
+"""Query rows of a sequence up to which the C++ kernel beats torch's split of a prefill chunk."""
+
+
+def with_backend(plan: AttentionPlan) -> AttentionPlan:
+    """Choose the plan's backend and make that backend's own plan; returns the same plan.
+
+    Raises ValueError when the backend asked for can't do it.
+    """
+    is_auto = plan.backend is Backend.AUTO
+    if is_auto:
+        plan.backend = _fastest(plan)
+    if plan.backend in (Backend.REFERENCE, Backend.TORCH):
+        return plan
+    if plan.backend is Backend.CPU:
+        if not cpu_backend.takes_dtype(plan.device, plan.dtype):
+            raise ValueError(
+                f"attention backend 'cpu' can't do {plan.dtype} on {plan.device}: "
+                f"{cpu_backend.describe()}"
+            )
+        plan.native_rows = _CPU_ROWS if is_auto else ALL_ROWS
+        plan.native = cpu_backend.plan(plan)
+        return plan
+    raise ValueError(f"attention backend {plan.backend.value!r} is not available on {plan.device}")
+
+
+def _fastest(plan: AttentionPlan) -> Backend:
+    plain = plan.causal and plan.soft_cap is None and not plan.has_positions
+    if cpu_backend.takes_dtype(plan.device, plan.dtype) and plain:
+        return Backend.CPU
+    return Backend.TORCH
+
+
+def describe() -> str:
+    """Which of the backends beside torch this machine has, for logs."""
+    return cpu_backend.describe()
