@@ -9,14 +9,10 @@ from __future__ import annotations
 
 import torch
 from torch import Tensor
-from torch.nn import functional
 
 from millrace_kernels import cpu_backend, dispatch, reference, torch_backend
 from millrace_kernels.linear import Experts, Linear, prepare_experts, prepare_linear
 from millrace_kernels.plan import AttentionPlan, Backend, check_tables
-
-_SKINNY_ROWS = 8
-"""Rows of x up to which the C++ linear, bound by reading the weights, beats a packed GEMM."""
 
 
 __all__ = [
@@ -245,11 +241,8 @@ def apply_rope(q_nhd: Tensor, k_nhd: Tensor, cos: Tensor, sin: Tensor) -> tuple[
 
 def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     """x [..., in] @ weight [out, in].T + bias [out]."""
-    rows = x.numel() // max(x.shape[-1], 1)
-    if 0 < rows <= _SKINNY_ROWS and cpu_backend.takes(x) and weight.is_contiguous():
-        return cpu_backend.linear(x, weight, bias)
-    out: Tensor = functional.linear(x, weight, bias)
-    return out
+    out = prepare_linear(weight, bias)(x.reshape(-1, x.shape[-1]))
+    return out.view(*x.shape[:-1], out.shape[-1])
 
 
 def describe_backends() -> str:

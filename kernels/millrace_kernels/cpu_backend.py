@@ -19,20 +19,20 @@ try:
     from millrace_kernels import _cpu
 except ImportError:  # not built on this machine: torch does it all
     AVAILABLE = False
-    _TYPES = {}
+    TYPES = {}
 else:
     AVAILABLE = True
-    _TYPES = {torch.float32: _cpu.Type.F32, torch.bfloat16: _cpu.Type.BF16}
+    TYPES = {torch.float32: _cpu.Type.F32, torch.bfloat16: _cpu.Type.BF16}
 
 
 def takes(x: Tensor) -> bool:
     """Whether the kernels can work on tensors like x."""
-    return x.is_cpu and x.dtype in _TYPES
+    return x.is_cpu and x.dtype in TYPES
 
 
 def takes_dtype(device: torch.device, dtype: torch.dtype) -> bool:
     """Whether the kernels can work on this device and dtype."""
-    return device.type == "cpu" and dtype in _TYPES
+    return device.type == "cpu" and dtype in TYPES
 
 
 def instruction_sets() -> list[str]:
@@ -87,7 +87,7 @@ class CpuPlan:
             q_nhd = q_nhd.contiguous()
         _need_contiguous(kv_layer, out_nhd, lse_nh)
         self._plan.run(
-            _TYPES[q_nhd.dtype],
+            TYPES[q_nhd.dtype],
             q_nhd.data_ptr(),
             out_nhd.data_ptr(),
             lse_nh.data_ptr(),
@@ -117,38 +117,6 @@ def _need(condition: bool, what: str, *tensors: Tensor) -> None:
         raise ValueError(f"{what}: got {shapes}")
 
 
-def linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-    """x [..., in] @ weight [out, in].T + bias, reading the weights once for all rows of x."""
-    outputs, inputs = weight.shape
-    rows = x if x.dim() == 2 and x.stride(1) == 1 else x.reshape(-1, x.shape[-1]).contiguous()
-    _need(
-        rows.shape[1] == inputs and weight.dtype == x.dtype and weight.is_contiguous(),
-        "linear needs x [..., in] and a contiguous weight [out, in] of one dtype",
-        x,
-        weight,
-    )
-    if bias is not None:
-        _need(
-            bias.shape == (outputs,) and bias.dtype == x.dtype and bias.is_contiguous(),
-            "linear needs a bias [out] of x's dtype",
-            bias,
-        )
-    out = torch.empty((*x.shape[:-1], outputs), dtype=x.dtype)
-    _cpu.linear(
-        _TYPES[x.dtype],
-        rows.data_ptr(),
-        rows.stride(0),
-        rows.shape[0],
-        inputs,
-        weight.data_ptr(),
-        0 if bias is None else bias.data_ptr(),
-        outputs,
-        out.data_ptr(),
-        torch.get_num_threads(),
-    )
-    return out
-
-
 def rms_norm(
     x: Tensor, weight: Tensor, eps: float, residual: Tensor | None = None
 ) -> tuple[Tensor, Tensor]:
@@ -173,7 +141,7 @@ def rms_norm(
         )
         total, other = torch.empty(x.shape, dtype=x.dtype), residual.data_ptr()
     _cpu.rms_norm(
-        _TYPES[x.dtype],
+        TYPES[x.dtype],
         rows.data_ptr(),
         rows.stride(0),
         other,
@@ -195,7 +163,7 @@ def silu_mul(gate_up: Tensor) -> Tensor:
     width = gate_up.shape[-1] // 2
     out = torch.empty((*gate_up.shape[:-1], width), dtype=gate_up.dtype)
     _cpu.silu_mul(
-        _TYPES[gate_up.dtype],
+        TYPES[gate_up.dtype],
         gate_up.data_ptr(),
         out.data_ptr(),
         gate_up.numel() // max(2 * width, 1),
@@ -223,7 +191,7 @@ def rope_(x_nhd: Tensor, cos: Tensor, sin: Tensor) -> None:
             angles,
         )
     _cpu.rope(
-        _TYPES[x_nhd.dtype],
+        TYPES[x_nhd.dtype],
         x_nhd.data_ptr(),
         x_nhd.stride(0),
         heads,

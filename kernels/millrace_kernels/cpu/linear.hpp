@@ -24,6 +24,7 @@ struct Range {
 struct LinearKernels {
   // Bytes of a prepared row of x; 0 where x is multiplied as it lies.
   std::int64_t (*prepared_bytes)(Type, std::int64_t k);
+  std::int64_t (*prepared_stride)(std::int64_t k);  // elements from one prepared row to the next
   void (*prepare[2])(const void* x, std::int64_t stride, std::int64_t rows, std::int64_t k, void* to);
   // Floats that `run` works in.
   std::int64_t (*work_floats)(std::int64_t rows, std::int64_t outputs);

@@ -324,8 +324,11 @@ struct PreparedAs<true> { using type = bf16; };
 constexpr bool kPairs = Format<bf16>::kUnitElements == 2;
 using Prepared = PreparedAs<kPairs>::type;
 
+// A line more than the row: rows a power of two apart would share their places in the cache.
+std::int64_t prepared_stride(std::int64_t k) { return round_up(k, 32) + 16; }
+
 std::int64_t prepared_bytes(Type type, std::int64_t k) {
-  return type == Type::f32 ? 0 : round_up(k, 32) * (kPairs ? 2 : 4);
+  return type == Type::f32 ? 0 : prepared_stride(k) * (kPairs ? 2 : 4);
 }
 
 // To floats, or where pairs are multiplied to rows that end in a whole pair.
@@ -334,7 +337,7 @@ void prepare_bf16(const void* source, std::int64_t stride, std::int64_t rows, st
   using To = Prepared;
   const bf16* x = static_cast<const bf16*>(source);
   To* to = static_cast<To*>(target);
-  for (std::int64_t row = 0; row < rows; ++row, x += stride, to += round_up(k, 32)) {
+  for (std::int64_t row = 0; row < rows; ++row, x += stride, to += prepared_stride(k)) {
     std::int64_t j = 0;
     for (; j + Vec::N <= k; j += Vec::N) store(to + j, load(x + j));
     if (j < k) store(to + j, load_part(x + j, static_cast<int>(k - j)));
@@ -357,6 +360,7 @@ void weighted_sum(const void* rows, const std::int64_t* which, const float* weig
 
 constexpr LinearKernels kLinear = {
     prepared_bytes,
+    prepared_stride,
     {nullptr, prepare_bf16},
     work_floats,
     {run<float>, run<bf16>},
