@@ -76,9 +76,7 @@ class CpuLinear:
         x = self._rows(x, self.inputs)
         rows = x.shape[0]
         out = torch.empty((rows, self.outputs), dtype=self.dtype)
-        self.native.run(
-            x.data_ptr(), x.stride(0), rows, out.data_ptr(), torch.get_num_threads()
-        )
+        self.native.run(x.data_ptr(), x.stride(0), rows, out.data_ptr(), torch.get_num_threads())
         return out
 
     def after_norm(

@@ -153,33 +153,6 @@ def test_write_kv(kernels, dtype, rows, page_tokens, heads, head_dim, seed):
 
 
 @DTYPES
-@SETTINGS
-@given(
-    rows=st.integers(1, 18),
-    inputs=st.integers(1, 200),
-    outputs=st.integers(1, 100),
-    has_bias=st.booleans(),
-    seed=st.integers(0, 999),
-)
-def test_linear(variant, dtype, rows, inputs, outputs, has_bias, seed):
-    x = randn(rows, inputs, dtype=dtype, seed=seed)
-    weight = (randn(outputs, inputs, dtype=torch.float32, seed=seed + 1) / inputs**0.5).to(dtype)
-    bias = randn(outputs, dtype=dtype, seed=seed + 2) if has_bias else None
-    close(cpu_backend.linear(x, weight, bias), reference.linear(x, weight, bias))
-
-
-@DTYPES
-def test_linear_gives_a_row_the_same_bits_in_any_batch_and_on_any_threads(variant, dtype, threads):
-    x, weight = randn(8, 768, dtype=dtype), randn(1003, 768, dtype=dtype, seed=1)
-    torch.set_num_threads(1)
-    whole = api.linear(x, weight)
-    for count in (1, 2, 5):
-        torch.set_num_threads(count)
-        for rows in range(1, 9):
-            assert torch.equal(api.linear(x[:rows], weight), whole[:rows])
-
-
-@DTYPES
 def test_linear_of_many_rows_and_more_dimensions(dtype):
     x, weight = randn(3, 20, 48, dtype=dtype), randn(10, 48, dtype=dtype, seed=1) / 7
     close(api.linear(x, weight), reference.linear(x, weight))
@@ -207,9 +180,9 @@ class TestBadInput:
 
     def test_wrong_widths(self, native):
         x = torch.zeros(2, 8)
-        with pytest.raises(ValueError, match="linear needs x"):
+        with pytest.raises(ValueError, match="x must be"):
             api.linear(x, torch.zeros(4, 9))
-        with pytest.raises(ValueError, match="linear needs a bias"):
+        with pytest.raises(ValueError, match="bias is"):
             api.linear(x, torch.zeros(4, 8), torch.zeros(5))
         with pytest.raises(ValueError, match="rms_norm needs"):
             api.rms_norm(x, torch.zeros(9), 1e-6)
