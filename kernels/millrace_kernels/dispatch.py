@@ -31,7 +31,8 @@ def with_backend(plan: AttentionPlan) -> AttentionPlan:
                 f"attention backend 'cpu' can't do {plan.dtype} on {plan.device}: "
                 f"{cpu_backend.describe()}"
             )
-        plan.native_rows = _CPU_ROWS if is_auto else ALL_ROWS
+        most_rows = max((stop - start for start, stop, _ in plan.sequences), default=0)
+        plan.native_rows = _CPU_ROWS if is_auto and most_rows > _CPU_ROWS else ALL_ROWS
         plan.native = cpu_backend.plan(plan)
         return plan
     raise ValueError(f"attention backend {plan.backend.value!r} is not available on {plan.device}")
