@@ -6,6 +6,8 @@ from __future__ import annotations
 
 from typing import Final
 
+import torch
+
 from millrace_kernels import cpu_backend
 from millrace_kernels.plan import AttentionPlan, Backend
 
@@ -31,7 +33,8 @@ def with_backend(plan: AttentionPlan) -> AttentionPlan:
                 f"attention backend 'cpu' can't do {plan.dtype} on {plan.device}: "
                 f"{cpu_backend.describe()}"
             )
-        plan.native_rows = _CPU_ROWS if is_auto else ALL_ROWS
+        most_rows = max((stop - start for start, stop, _ in plan.sequences), default=0)
+        plan.native_rows = _CPU_ROWS if is_auto and most_rows > _CPU_ROWS else ALL_ROWS
         plan.native = cpu_backend.plan(plan)
         return plan
     raise ValueError(f"attention backend {plan.backend.value!r} is not available on {plan.device}")
@@ -42,6 +45,11 @@ def _fastest(plan: AttentionPlan) -> Backend:
     if cpu_backend.takes_dtype(plan.device, plan.dtype) and plain:
         return Backend.CPU
     return Backend.TORCH
+
+
+def rows_backend(device: torch.device, dtype: torch.dtype) -> Backend:
+    """Who computes what is not attention: linears, norms, sampling."""
+    return Backend.CPU if cpu_backend.takes_dtype(device, dtype) else Backend.TORCH
 
 
 def describe() -> str:

@@ -7,15 +7,15 @@ from typing import Any, Protocol
 
 import torch
 import triton
-from torch import Tensor
 
 
 class Kernel(Protocol):
-    """A compiled-on-demand kernel: `kernel[grid](...)` from the host, `kernel(...)` from kernels."""
+    """Compiled on demand: `kernel[grid](...)` from the host, `kernel(...)` from other kernels."""
 
     def __getitem__(self, grid: tuple[int, ...]) -> Callable[..., None]: ...
 
-    def __call__(self, *args: Any) -> Any: ...
+    # Inside a kernel everything is Triton's, which has no types.
+    def __call__(self, *args: Any) -> Any: ...  # noqa: ANN401
 
 
 def jit(*varying: str) -> Callable[[Callable[..., Any]], Kernel]:
@@ -31,10 +31,10 @@ def jit(*varying: str) -> Callable[[Callable[..., Any]], Kernel]:
 def launch(
     kernel: Kernel,
     grid: tuple[int, ...],
-    *args: Tensor | float,
+    *args: object,
     num_warps: int = 4,
     num_stages: int = 2,
-    **constants: bool | int | str,
+    **constants: object,
 ) -> None:
     """Queue a kernel on the current stream; `constants` are its constexpr arguments.
 

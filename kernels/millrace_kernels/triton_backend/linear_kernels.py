@@ -1,5 +1,6 @@
 """A matrix of few rows times a weight, in Triton: the time is that of reading the weight once."""
 
+# ruff: noqa: PLR0913 - a kernel's arguments are all that reaches it.
 from __future__ import annotations
 
 import triton.language as tl
@@ -23,8 +24,10 @@ def multiply_few_rows(
     BIASED: tl.constexpr,
     PRECISION: tl.constexpr,
 ) -> None:
-    """Grid (blocks of OUTPUTS,): out [rows, OUTPUTS] = x @ weight.T + bias; weight [OUTPUTS, INPUTS]
-    contiguous. BLOCK_M is the same for any `rows`, so that a row has the same bits in any batch.
+    """Grid (blocks of OUTPUTS,): out [rows, OUTPUTS] = x @ weight.T + bias.
+
+    weight [OUTPUTS, INPUTS] is contiguous. BLOCK_M is the same for any `rows`, so that a row has
+    the same bits in any batch.
     """
     m = tl.arange(0, BLOCK_M)
     n = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Final
+from typing import Any, Final
 
 import torch
 from torch import Tensor
@@ -40,7 +40,7 @@ class TritonExperts:
             expert_ids.reshape(-1), experts, config["block_m"]
         )
         inner = torch.empty((assignments, width), dtype=x.dtype, device=x.device)
-        tiles = {
+        tiles: dict[str, Any] = {
             "EXPERTS": experts,
             "HIDDEN": hidden,
             "WIDTH": width,

@@ -101,8 +101,8 @@ def rope_write_kv(  # noqa: PLR0913 - one argument for each thing that fixes the
 ) -> Tensor:
     """Norm (if given) and rotate q and k of qkv [n, h + 2k, d], write k and v to pages; return q.
 
-    q changes IN PLACE and comes back as the view [n, h, d]; qkv, cos and sin (float32 [n, d / 2])
-    are contiguous. slots: int64 [n]. The device can't refuse a slot outside the pool without
+    q changes IN PLACE and comes back as the view [n, h, d]; qkv, cos, sin (float32 [n, d / 2])
+    and slots (int64 [n]) are contiguous. The device can't refuse a slot outside the pool without
     making the host wait, so it leaves that row unwritten.
     Raises ValueError when shapes disagree.
     """
@@ -117,8 +117,8 @@ def rope_write_kv(  # noqa: PLR0913 - one argument for each thing that fixes the
             f"cos, sin and slots are {tuple(cos.shape)}, {tuple(sin.shape)}, {tuple(slots.shape)} "
             f"for {tokens} tokens of head_dim {head_dim}"
         )
-    if not (qkv.is_contiguous() and cos.is_contiguous() and sin.is_contiguous()):
-        raise ValueError("qkv, cos and sin must be contiguous")
+    if not all(table.is_contiguous() for table in (qkv, cos, sin, slots)):
+        raise ValueError("qkv, cos, sin and slots must be contiguous")
     if tokens:
         launch(
             kernels.rotate_and_write,

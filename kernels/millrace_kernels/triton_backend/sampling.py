@@ -46,7 +46,7 @@ def sample(
         return ids, peaks
     device, (rows, vocab) = logits.device, logits.shape
     temperatures, *filters, uniforms = (
-        setting.to(device, non_blocking=True)
+        setting.to(device, non_blocking=True).contiguous()
         for setting in (temperatures, top_k, top_p, min_p, uniforms)
     )
     settings = (peaks, temperatures, *filters, uniforms)

@@ -6,6 +6,7 @@ invertible. What top_k, top_p and min_p keep is a prefix of the order, so it is 
 is at least some threshold.
 """
 
+# ruff: noqa: PLR0913 - a kernel's arguments are all that reaches it.
 from __future__ import annotations
 
 import triton.language as tl
@@ -149,7 +150,7 @@ def draw_among(
         least = tl.max(tl.where(i == COUNT - 1, ordered, -LAST_ID - 1), 0)
         above = tl.max(tl.where(i == last, ordered, -LAST_ID - 1), 0) > least
         known = (limit <= COUNT) | (limit == vocab) | (top_p >= 1.0)
-        if (COUNT < vocab) & ((above & known) == 0):
+        if (vocab > COUNT) & ((above & known) == 0):
             tl.store(settled_ptr + row, 0)
 
 

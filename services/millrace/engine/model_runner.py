@@ -18,7 +18,7 @@ from millrace.engine.loader import Model
 from millrace.engine.operators import Activations, Operator, build_operators
 from millrace.engine.rope import Rotary
 from millrace_kernels import api as kernels
-from millrace_kernels.plan import AttentionPlan
+from millrace_kernels.plan import AttentionPlan, Backend
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,6 +74,15 @@ class ModelRunner:
         self._decode_runs = tuple(op.run for op in self.operators)
         self._windows = tuple(dict.fromkeys(config.sliding_windows))
         self._rotary = Rotary(config.rope, config.head_dim, model.device)
+
+    def attention_backend(self) -> Backend:
+        """Who computes the attention of a decode step.
+
+        Raises ValueError when the backend asked for can't, for this model on this device.
+        """
+        page = torch.zeros(1, 1, dtype=torch.int32)
+        plans = self._plans(_one_each(1), torch.ones(1, dtype=torch.int32), page)
+        return plans[self._windows[0]].backend
 
     def prefill(self, task: PrefillTask) -> Iterator[Boundary]:
         """`prefill_batch` of one task."""
