@@ -14,7 +14,6 @@ from millrace_kernels import cpu_backend, dispatch, reference, torch_backend
 from millrace_kernels.linear import Experts, Linear, prepare_experts, prepare_linear
 from millrace_kernels.plan import AttentionPlan, Backend, check_tables
 
-
 __all__ = [
     "AttentionPlan",
     "Backend",

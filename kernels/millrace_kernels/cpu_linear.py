@@ -44,7 +44,7 @@ class CpuLinear:
     __slots__ = ("_norm", "_tensors", "dtype", "inputs", "native", "outputs")
 
     def __init__(self, weight: Tensor, bias: Tensor | None) -> None:
-        """Raises ValueError when the weight isn't contiguous on the CPU, or the bias doesn't fit."""
+        """Raises ValueError unless both are contiguous on the CPU and the bias fits."""
         if not weight.is_contiguous() or not cpu_backend.takes(weight):
             raise ValueError(f"weight must be contiguous on the CPU, got {_shape(weight)}")
         if bias is not None and (
