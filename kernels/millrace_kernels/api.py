@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from millrace_kernels import cpu_backend, dispatch, reference, torch_backend
+from millrace_kernels import cpu_backend, cpu_rows, dispatch, reference, torch_backend
 from millrace_kernels.linear import Experts, Linear, prepare_experts, prepare_linear
 from millrace_kernels.plan import AttentionPlan, Backend, check_tables
 
@@ -186,19 +186,25 @@ def rope_write_kv(  # noqa: PLR0913 - one argument for each thing that fixes the
 ) -> Tensor:
     """Rotate q and k of qkv [n, h + 2k, d] and write k and v into a layer's pages; return q.
 
-    q is rotated IN PLACE and returned as the view [n, h, d]. Half-rotation (GPT-NeoX order) by cos,
-    sin float32 [n, d / 2], each row the angles of that token's position. With q_norm and k_norm [d]
-    both are RMS-normed per head first (Qwen3). slots: int64 [n], page * page_tokens + offset of
-    each row; no slot may occur twice.
+    q is rotated IN PLACE and returned as the view [n, h, d]; what is left in k is not defined.
+    Half-rotation (GPT-NeoX order) by cos, sin float32 [n, d / 2], each row the angles of that
+    token's position. q and k are RMS-normed per head first where q_norm and k_norm [d] are given
+    (Qwen3). slots: int64 [n], page * page_tokens + offset of each row; no slot may occur twice.
+
+    Raises ValueError when shapes or dtypes disagree, IndexError for a slot outside the pool.
     """
-    kv_heads = kv_layer.shape[2]
-    q_nhd, k_nhd, v_nhd = qkv.split_with_sizes((num_q_heads, kv_heads, kv_heads), 1)
-    if q_norm is not None and k_norm is not None:
-        q_nhd.copy_(rms_norm(q_nhd, q_norm, eps))
-        k_nhd = rms_norm(k_nhd, k_norm, eps)
-    apply_rope(q_nhd, k_nhd, cos, sin)
-    write_kv(kv_layer, k_nhd, v_nhd, slots)
-    return q_nhd
+    backend = cpu_rows if cpu_backend.takes(qkv) else torch_backend
+    return backend.rope_write_kv(
+        qkv,
+        cos,
+        sin,
+        kv_layer,
+        slots,
+        num_q_heads=num_q_heads,
+        q_norm=q_norm,
+        k_norm=k_norm,
+        eps=eps,
+    )
 
 
 def write_kv(kv_layer: Tensor, k_nhd: Tensor, v_nhd: Tensor, slots: Tensor) -> None:
@@ -206,21 +212,20 @@ def write_kv(kv_layer: Tensor, k_nhd: Tensor, v_nhd: Tensor, slots: Tensor) -> N
 
     slots: int64 [n], page * page_tokens + offset of each row; no slot may occur twice.
     """
-    write = cpu_backend.write_kv if cpu_backend.takes(kv_layer) else torch_backend.write_kv
-    write(kv_layer, k_nhd, v_nhd, slots)
+    torch_backend.write_kv(kv_layer, k_nhd, v_nhd, slots)
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     """Root-mean-square norm over the last dimension, float32 inside; weight: [x.shape[-1]]."""
     if cpu_backend.takes(x):
-        return cpu_backend.rms_norm(x, weight, eps)[0]
+        return cpu_rows.rms_norm(x, weight, eps)
     return torch_backend.rms_norm(x, weight, eps)
 
 
 def add_rms_norm(x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
     """Return (rms_norm(residual + x), residual + x); the sum is rounded to x's dtype first."""
     if cpu_backend.takes(x):
-        return cpu_backend.rms_norm(x, weight, eps, residual)
+        return cpu_rows.add_rms_norm(x, residual, weight, eps)
     total = residual + x
     return torch_backend.rms_norm(total, weight, eps), total
 
@@ -228,7 +233,7 @@ def add_rms_norm(x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> tup
 def silu_mul(gate_up: Tensor) -> Tensor:
     """silu(gate) * up for gate_up [..., 2 * i] with gate in the first half; returns [..., i]."""
     if cpu_backend.takes(gate_up):
-        return cpu_backend.silu_mul(gate_up)
+        return cpu_rows.silu_mul(gate_up)
     return torch_backend.silu_mul(gate_up)
 
 
@@ -237,9 +242,8 @@ def apply_rope(q_nhd: Tensor, k_nhd: Tensor, cos: Tensor, sin: Tensor) -> tuple[
 
     cos, sin: float32 [n, head_dim / 2], each row the angles of that token's position.
     """
-    rotate = cpu_backend.rope_ if cpu_backend.takes(q_nhd) else torch_backend.rope_
-    rotate(q_nhd, cos, sin)
-    rotate(k_nhd, cos, sin)
+    torch_backend.rope_(q_nhd, cos, sin)
+    torch_backend.rope_(k_nhd, cos, sin)
     return q_nhd, k_nhd
 
 

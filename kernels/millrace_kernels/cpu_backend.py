@@ -19,20 +19,20 @@ try:
     from millrace_kernels import _cpu
 except ImportError:  # not built on this machine: torch does it all
     AVAILABLE = False
-    _TYPES = {}
+    TYPES = {}
 else:
     AVAILABLE = True
-    _TYPES = {torch.float32: _cpu.Type.F32, torch.bfloat16: _cpu.Type.BF16}
+    TYPES = {torch.float32: _cpu.Type.F32, torch.bfloat16: _cpu.Type.BF16}
 
 
 def takes(x: Tensor) -> bool:
     """Whether the kernels can work on tensors like x."""
-    return x.is_cpu and x.dtype in _TYPES
+    return x.is_cpu and x.dtype in TYPES
 
 
 def takes_dtype(device: torch.device, dtype: torch.dtype) -> bool:
     """Whether the kernels can work on this device and dtype."""
-    return device.type == "cpu" and dtype in _TYPES
+    return device.type == "cpu" and dtype in TYPES
 
 
 def instruction_sets() -> list[str]:
@@ -87,7 +87,7 @@ class CpuPlan:
             q_nhd = q_nhd.contiguous()
         _need_contiguous(kv_layer, out_nhd, lse_nh)
         self._plan.run(
-            _TYPES[q_nhd.dtype],
+            TYPES[q_nhd.dtype],
             q_nhd.data_ptr(),
             out_nhd.data_ptr(),
             lse_nh.data_ptr(),
@@ -111,7 +111,8 @@ def _need_contiguous(*tensors: Tensor | None) -> None:
             raise ValueError(f"a tensor of shape {tuple(tensor.shape)} must be contiguous")
 
 
-def _need(condition: bool, what: str, *tensors: Tensor) -> None:
+def need(condition: bool, what: str, *tensors: Tensor) -> None:
+    """Raises ValueError with the tensors' dtypes and shapes unless the condition holds."""
     if not condition:
         shapes = ", ".join(f"{tensor.dtype} {tuple(tensor.shape)}" for tensor in tensors)
         raise ValueError(f"{what}: got {shapes}")
@@ -121,21 +122,21 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
     """x [..., in] @ weight [out, in].T + bias, reading the weights once for all rows of x."""
     outputs, inputs = weight.shape
     rows = x if x.dim() == 2 and x.stride(1) == 1 else x.reshape(-1, x.shape[-1]).contiguous()
-    _need(
+    need(
         rows.shape[1] == inputs and weight.dtype == x.dtype and weight.is_contiguous(),
         "linear needs x [..., in] and a contiguous weight [out, in] of one dtype",
         x,
         weight,
     )
     if bias is not None:
-        _need(
+        need(
             bias.shape == (outputs,) and bias.dtype == x.dtype and bias.is_contiguous(),
             "linear needs a bias [out] of x's dtype",
             bias,
         )
     out = torch.empty((*x.shape[:-1], outputs), dtype=x.dtype)
     _cpu.linear(
-        _TYPES[x.dtype],
+        TYPES[x.dtype],
         rows.data_ptr(),
         rows.stride(0),
         rows.shape[0],
@@ -147,125 +148,3 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
         torch.get_num_threads(),
     )
     return out
-
-
-def rms_norm(
-    x: Tensor, weight: Tensor, eps: float, residual: Tensor | None = None
-) -> tuple[Tensor, Tensor]:
-    """Return (normed, total), where total is residual + x, or x itself without a residual."""
-    width = x.shape[-1]
-    rows = x if x.dim() == 2 and x.stride(1) == 1 else x.reshape(-1, width).contiguous()
-    _need(
-        weight.shape == (width,) and weight.dtype == x.dtype and weight.is_contiguous(),
-        "rms_norm needs a contiguous weight of x's width and dtype",
-        x,
-        weight,
-    )
-    out = torch.empty(x.shape, dtype=x.dtype)
-    total, other = x, 0
-    if residual is not None:
-        residual = residual.contiguous()
-        _need(
-            residual.shape == x.shape and residual.dtype == x.dtype,
-            "add_rms_norm needs a residual of x's shape and dtype",
-            x,
-            residual,
-        )
-        total, other = torch.empty(x.shape, dtype=x.dtype), residual.data_ptr()
-    _cpu.rms_norm(
-        _TYPES[x.dtype],
-        rows.data_ptr(),
-        rows.stride(0),
-        other,
-        total.data_ptr() if other else 0,
-        weight.data_ptr(),
-        out.data_ptr(),
-        rows.shape[0],
-        width,
-        eps,
-        torch.get_num_threads(),
-    )
-    return out, total
-
-
-def silu_mul(gate_up: Tensor) -> Tensor:
-    """silu(gate) * up for gate_up [..., 2 * i] with gate first; returns [..., i]."""
-    _need(gate_up.shape[-1] % 2 == 0, "silu_mul needs an even width", gate_up)
-    gate_up = gate_up.contiguous()
-    width = gate_up.shape[-1] // 2
-    out = torch.empty((*gate_up.shape[:-1], width), dtype=gate_up.dtype)
-    _cpu.silu_mul(
-        _TYPES[gate_up.dtype],
-        gate_up.data_ptr(),
-        out.data_ptr(),
-        gate_up.numel() // max(2 * width, 1),
-        width,
-        torch.get_num_threads(),
-    )
-    return out
-
-
-def rope_(x_nhd: Tensor, cos: Tensor, sin: Tensor) -> None:
-    """Rotate x in place; cos and sin: contiguous float32 [n, d / 2]."""
-    rows, heads, head_dim = x_nhd.shape
-    _need(
-        x_nhd.stride(2) == 1 and x_nhd.stride(1) == head_dim,
-        "rope needs each token's heads side by side",
-        x_nhd,
-    )
-    for angles in (cos, sin):
-        _need(
-            angles.shape == (rows, head_dim // 2)
-            and angles.dtype == torch.float32
-            and angles.is_contiguous(),
-            "rope needs contiguous float32 angles [n, head_dim / 2]",
-            x_nhd,
-            angles,
-        )
-    _cpu.rope(
-        _TYPES[x_nhd.dtype],
-        x_nhd.data_ptr(),
-        x_nhd.stride(0),
-        heads,
-        head_dim,
-        cos.data_ptr(),
-        sin.data_ptr(),
-        rows,
-        torch.get_num_threads(),
-    )
-
-
-def write_kv(kv_layer: Tensor, k_nhd: Tensor, v_nhd: Tensor, slots: Tensor) -> None:
-    """Copy the rows of k and v into their pages. Raises IndexError for a slot outside the pool."""
-    pages, _, kv_heads, page_tokens, head_dim = kv_layer.shape
-    rows = (slots.shape[0], kv_heads, head_dim)
-    for x in (k_nhd, v_nhd):
-        _need(
-            x.shape == rows
-            and x.dtype == kv_layer.dtype
-            and x.stride(2) == 1
-            and x.stride(1) == head_dim,
-            f"write_kv needs k and v of {kv_layer.dtype} {rows}, heads side by side",
-            x,
-        )
-    _need(
-        slots.dtype == torch.int64 and slots.is_contiguous() and kv_layer.is_contiguous(),
-        "write_kv needs int64 slots and contiguous pages",
-        slots,
-        kv_layer,
-    )
-    size = kv_layer.element_size()
-    _cpu.write_kv(
-        kv_layer.data_ptr(),
-        pages,
-        kv_heads,
-        page_tokens,
-        head_dim * size,
-        k_nhd.data_ptr(),
-        k_nhd.stride(0) * size,
-        v_nhd.data_ptr(),
-        v_nhd.stride(0) * size,
-        slots.data_ptr(),
-        slots.shape[0],
-        torch.get_num_threads(),
-    )

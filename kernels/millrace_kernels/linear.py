@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from millrace_kernels import cpu_backend, torch_backend
+from millrace_kernels import cpu_backend, cpu_rows, torch_backend
 
 _SKINNY_ROWS = 8
 """Rows of x up to which the C++ linear, bound by reading the weights, beats a packed GEMM."""
@@ -41,7 +41,7 @@ class Linear:
     ) -> tuple[Tensor, Tensor]:
         """(linear(rms_norm(total)), total) for total = x + residual, or x without a residual."""
         if cpu_backend.takes(x):
-            normed, total = cpu_backend.rms_norm(x, norm_weight, eps, residual)
+            normed, total = cpu_rows.norm(x, residual, norm_weight, eps)
         else:
             total = x if residual is None else residual + x
             normed = torch_backend.rms_norm(total, norm_weight, eps)
@@ -50,7 +50,7 @@ class Linear:
     def after_silu(self, gate_up: Tensor) -> Tensor:
         """linear(silu(gate) * up) for gate_up [n, 2 * H] with gate in the first half."""
         if cpu_backend.takes(gate_up):
-            return self(cpu_backend.silu_mul(gate_up))
+            return self(cpu_rows.silu_mul(gate_up))
         return self(torch_backend.silu_mul(gate_up))
 
 
