@@ -18,6 +18,7 @@ from millrace_kernels.api import (
     rms_norm,
     rope_write_kv,
     run_attention,
+    sample,
     silu_mul,
     write_kv,
 )
@@ -38,6 +39,7 @@ __all__ = [
     "rms_norm",
     "rope_write_kv",
     "run_attention",
+    "sample",
     "silu_mul",
     "write_kv",
 ]

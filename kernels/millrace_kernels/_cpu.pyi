@@ -81,3 +81,17 @@ def rope_write_kv(
     slots: int,
     threads: int,
 ) -> None: ...
+def sample(
+    logits: int,
+    stride: int,
+    rows: int,
+    vocab: int,
+    temperatures: int,
+    top_k: int,
+    top_p: int,
+    min_p: int,
+    uniforms: int,
+    ids: int,
+    peaks: int,
+    threads: int,
+) -> None: ...

@@ -11,13 +11,21 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from millrace_kernels import cpu_backend, cpu_rows, dispatch, reference, torch_backend
+from millrace_kernels import (
+    cpu_backend,
+    cpu_rows,
+    dispatch,
+    reference,
+    torch_backend,
+    torch_sampling,
+)
 from millrace_kernels.linear import Experts, Linear, prepare_experts, prepare_linear
 from millrace_kernels.plan import AttentionPlan, Backend, check_tables
 
 _SKINNY_ROWS = 8
 """Rows of x up to which the C++ linear, bound by reading the weights, beats a packed GEMM."""
 
+_SETTING_TYPES = (torch.float64, torch.int64, torch.float64, torch.float64, torch.float64)
 
 __all__ = [
     "AttentionPlan",
@@ -35,6 +43,7 @@ __all__ = [
     "rms_norm",
     "rope_write_kv",
     "run_attention",
+    "sample",
     "silu_mul",
     "write_kv",
 ]
@@ -254,6 +263,43 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
         return cpu_backend.linear(x, weight, bias)
     out: Tensor = functional.linear(x, weight, bias)
     return out
+
+
+def sample(
+    logits: Tensor,
+    temperatures: Tensor,
+    top_k: Tensor,
+    top_p: Tensor,
+    min_p: Tensor,
+    uniforms: Tensor,
+) -> tuple[Tensor, Tensor]:
+    """A token for each row of logits (float32 [b, vocab]): ids int64 [b], and peaks float32 [b].
+
+    The settings are [b] on the host, one a row: temperatures (0: greedy), top_p (1: all), min_p
+    (0: off) and uniforms in [0, 1) float64, top_k int64 (0: all). Of the tokens ranked by logit,
+    equal ones by lowest id, `top_k` keeps the first; of those `top_p` the fewest whose mass
+    reaches that share; of those `min_p` the ones at least that likely relative to the likeliest.
+    The CDF of what is kept, in that order, is inverted at the row's uniform; the order is that of
+    ids where nothing is filtered. Sums are float64, so two implementations agree unless a
+    threshold lies within rounding (1e-12 or so) of a running sum; each alone gives a row the same
+    token in every batch and on any number of threads.
+
+    peaks are the rows' largest logits, NaN where any is. Where a peak isn't finite the id says
+    nothing: the row is the caller's to refuse. Raises ValueError when shapes or dtypes disagree.
+    """
+    settings = (temperatures, top_k, top_p, min_p, uniforms)
+    for column, dtype in zip(settings, _SETTING_TYPES, strict=True):
+        if column.shape != logits.shape[:1] or column.dtype != dtype or not column.is_cpu:
+            raise ValueError(
+                f"a setting is {column.dtype} {tuple(column.shape)} on {column.device}, "
+                f"sampling from logits {tuple(logits.shape)} needs {dtype} on the host"
+            )
+    if logits.dim() != 2 or logits.shape[1] == 0 or logits.dtype != torch.float32:
+        raise ValueError(
+            f"logits must be float32 [b, vocab], got {logits.dtype} {tuple(logits.shape)}"
+        )
+    backend = cpu_rows if cpu_backend.takes(logits) else torch_sampling
+    return backend.sample(logits, temperatures, top_k, top_p, min_p, uniforms)
 
 
 def describe_backends() -> str:

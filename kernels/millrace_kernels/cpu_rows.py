@@ -167,3 +167,31 @@ def _head_weight(weight: Tensor | None, qkv: Tensor) -> int:
         qkv,
     )
     return weight.data_ptr()
+
+
+def sample(
+    logits: Tensor,
+    temperatures: Tensor,
+    top_k: Tensor,
+    top_p: Tensor,
+    min_p: Tensor,
+    uniforms: Tensor,
+) -> tuple[Tensor, Tensor]:
+    """Ids int64 [b] and peaks float32 [b]; api.sample has checked and described the arguments."""
+    rows, vocab = logits.shape
+    if logits.stride()[1] != 1:
+        logits = logits.contiguous()
+    ids = torch.empty(rows, dtype=torch.int64)
+    peaks = torch.empty(rows, dtype=torch.float32)
+    settings = [x.contiguous() for x in (temperatures, top_k, top_p, min_p, uniforms)]
+    _cpu.sample(
+        logits.data_ptr(),
+        logits.stride()[0],
+        rows,
+        vocab,
+        *(x.data_ptr() for x in settings),
+        ids.data_ptr(),
+        peaks.data_ptr(),
+        torch.get_num_threads(),
+    )
+    return ids, peaks

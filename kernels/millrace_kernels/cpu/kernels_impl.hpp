@@ -33,11 +33,12 @@ inline std::int64_t round_up(std::int64_t value, std::int64_t unit) {
 #include "attention_impl.hpp"
 #include "linear_impl.hpp"
 #include "rows_impl.hpp"
+#include "sampling_impl.hpp"
 
 }  // namespace
 
 const Kernels& MILLRACE_TABLE() {
-  static constexpr Kernels table = {MILLRACE_ISA, kAttention, kLinear, kRows};
+  static constexpr Kernels table = {MILLRACE_ISA, kAttention, kLinear, kRows, kSampling};
   return table;
 }
 

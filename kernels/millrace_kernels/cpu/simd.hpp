@@ -75,6 +75,8 @@ inline Vec power_of_two(Vec n) {
   return {_mm512_castsi512_ps(_mm512_slli_epi32(biased, 23))};
 }
 inline float largest(Vec a) { return _mm512_reduce_max_ps(a.v); }
+// Bit i says whether a[i] >= b[i].
+inline std::uint64_t at_least(Vec a, Vec b) { return _mm512_cmp_ps_mask(a.v, b.v, _CMP_GE_OQ); }
 // The sums of four vectors. The order of additions within one vector doesn't depend on its place.
 inline void sum4(Vec a, Vec b, Vec c, Vec d, float* out) {
   const __m512 ab = _mm512_add_ps(_mm512_unpacklo_ps(a.v, b.v), _mm512_unpackhi_ps(a.v, b.v));
@@ -162,6 +164,9 @@ inline float sum(Vec a) {
   sum4(a, a, a, a, out);
   return out[0];
 }
+inline std::uint64_t at_least(Vec a, Vec b) {
+  return static_cast<unsigned>(_mm256_movemask_ps(_mm256_cmp_ps(a.v, b.v, _CMP_GE_OQ)));
+}
 inline float largest(Vec a) {
   float lanes[8];
   store(lanes, a);
@@ -231,6 +236,11 @@ inline void sum4(Vec a, Vec b, Vec c, Vec d, float* out) {
   out[1] = sum(b);
   out[2] = sum(c);
   out[3] = sum(d);
+}
+inline std::uint64_t at_least(Vec a, Vec b) {
+  std::uint64_t bits = 0;
+  for (int i = 0; i < Vec::N; ++i) bits |= static_cast<std::uint64_t>(a.v[i] >= b.v[i]) << i;
+  return bits;
 }
 inline float largest(Vec a) {
   float best = a.v[0];
