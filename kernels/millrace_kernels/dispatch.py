@@ -4,8 +4,9 @@ workers of one kind choose alike.
 
 from __future__ import annotations
 
-import dataclasses
 from typing import Final
+
+import torch
 
 from millrace_kernels import cpu_backend
 from millrace_kernels.plan import AttentionPlan, Backend
@@ -17,25 +18,26 @@ _CPU_ROWS: Final = 8
 
 
 def with_backend(plan: AttentionPlan) -> AttentionPlan:
-    """The plan with its backend chosen and that backend's own plan made.
+    """Choose the plan's backend and make that backend's own plan; returns the same plan.
 
     Raises ValueError when the backend asked for can't do it.
     """
-    backend = plan.backend
-    if backend is Backend.AUTO:
-        backend = _fastest(plan)
-    if backend in (Backend.REFERENCE, Backend.TORCH):
-        return dataclasses.replace(plan, backend=backend)
-    if backend is Backend.CPU:
+    is_auto = plan.backend is Backend.AUTO
+    if is_auto:
+        plan.backend = _fastest(plan)
+    if plan.backend in (Backend.REFERENCE, Backend.TORCH):
+        return plan
+    if plan.backend is Backend.CPU:
         if not cpu_backend.takes_dtype(plan.device, plan.dtype):
             raise ValueError(
                 f"attention backend 'cpu' can't do {plan.dtype} on {plan.device}: "
                 f"{cpu_backend.describe()}"
             )
-        rows = ALL_ROWS if plan.backend is Backend.CPU else _CPU_ROWS
-        plan = dataclasses.replace(plan, backend=backend, native_rows=rows)
-        return dataclasses.replace(plan, native=cpu_backend.plan(plan))
-    raise ValueError(f"attention backend {backend.value!r} is not available on {plan.device}")
+        most_rows = max((stop - start for start, stop, _ in plan.sequences), default=0)
+        plan.native_rows = _CPU_ROWS if is_auto and most_rows > _CPU_ROWS else ALL_ROWS
+        plan.native = cpu_backend.plan(plan)
+        return plan
+    raise ValueError(f"attention backend {plan.backend.value!r} is not available on {plan.device}")
 
 
 def _fastest(plan: AttentionPlan) -> Backend:
@@ -43,6 +45,11 @@ def _fastest(plan: AttentionPlan) -> Backend:
     if cpu_backend.takes_dtype(plan.device, plan.dtype) and plain:
         return Backend.CPU
     return Backend.TORCH
+
+
+def rows_backend(device: torch.device, dtype: torch.dtype) -> Backend:
+    """Who computes what is not attention: linears, norms, sampling."""
+    return Backend.CPU if cpu_backend.takes_dtype(device, dtype) else Backend.TORCH
 
 
 def describe() -> str:
