@@ -8,9 +8,7 @@ from millrace_kernels.api import (
     Experts,
     Linear,
     add_rms_norm,
-    apply_rope,
     describe_backends,
-    linear,
     merge_attention_,
     plan_attention,
     prepare_experts,
@@ -20,7 +18,6 @@ from millrace_kernels.api import (
     run_attention,
     sample,
     silu_mul,
-    write_kv,
 )
 
 __all__ = [
@@ -29,9 +26,7 @@ __all__ = [
     "Experts",
     "Linear",
     "add_rms_norm",
-    "apply_rope",
     "describe_backends",
-    "linear",
     "merge_attention_",
     "plan_attention",
     "prepare_experts",
@@ -41,5 +36,4 @@ __all__ = [
     "run_attention",
     "sample",
     "silu_mul",
-    "write_kv",
 ]

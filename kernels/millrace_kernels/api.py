@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import torch
 from torch import Tensor
-from torch.nn import functional
 
 from millrace_kernels import (
     cpu_backend,
@@ -22,9 +21,6 @@ from millrace_kernels import (
 from millrace_kernels.linear import Experts, Linear, prepare_experts, prepare_linear
 from millrace_kernels.plan import AttentionPlan, Backend, check_tables
 
-_SKINNY_ROWS = 8
-"""Rows of x up to which the C++ linear, bound by reading the weights, beats a packed GEMM."""
-
 _SETTING_TYPES = (torch.float64, torch.int64, torch.float64, torch.float64, torch.float64)
 
 __all__ = [
@@ -33,9 +29,7 @@ __all__ = [
     "Experts",
     "Linear",
     "add_rms_norm",
-    "apply_rope",
     "describe_backends",
-    "linear",
     "merge_attention_",
     "plan_attention",
     "prepare_experts",
@@ -45,7 +39,6 @@ __all__ = [
     "run_attention",
     "sample",
     "silu_mul",
-    "write_kv",
 ]
 
 
@@ -202,8 +195,8 @@ def rope_write_kv(  # noqa: PLR0913 - one argument for each thing that fixes the
 
     Raises ValueError when shapes or dtypes disagree, IndexError for a slot outside the pool.
     """
-    backend = cpu_rows if cpu_backend.takes(qkv) else torch_backend
-    return backend.rope_write_kv(
+    write = cpu_rows.rope_write_kv if cpu_backend.takes(qkv) else torch_backend.rope_write_kv
+    return write(
         qkv,
         cos,
         sin,
@@ -214,14 +207,6 @@ def rope_write_kv(  # noqa: PLR0913 - one argument for each thing that fixes the
         k_norm=k_norm,
         eps=eps,
     )
-
-
-def write_kv(kv_layer: Tensor, k_nhd: Tensor, v_nhd: Tensor, slots: Tensor) -> None:
-    """Write k and v [n, kv_heads, head_dim] into a layer's pages.
-
-    slots: int64 [n], page * page_tokens + offset of each row; no slot may occur twice.
-    """
-    torch_backend.write_kv(kv_layer, k_nhd, v_nhd, slots)
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
@@ -244,25 +229,6 @@ def silu_mul(gate_up: Tensor) -> Tensor:
     if cpu_backend.takes(gate_up):
         return cpu_rows.silu_mul(gate_up)
     return torch_backend.silu_mul(gate_up)
-
-
-def apply_rope(q_nhd: Tensor, k_nhd: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
-    """Rotate q and k IN PLACE by half-rotation (GPT-NeoX order) and return them.
-
-    cos, sin: float32 [n, head_dim / 2], each row the angles of that token's position.
-    """
-    torch_backend.rope_(q_nhd, cos, sin)
-    torch_backend.rope_(k_nhd, cos, sin)
-    return q_nhd, k_nhd
-
-
-def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-    """x [..., in] @ weight [out, in].T + bias [out]."""
-    rows = x.numel() // max(x.shape[-1], 1)
-    if 0 < rows <= _SKINNY_ROWS and cpu_backend.takes(x) and weight.is_contiguous():
-        return cpu_backend.linear(x, weight, bias)
-    out: Tensor = functional.linear(x, weight, bias)
-    return out
 
 
 def sample(
@@ -298,8 +264,8 @@ def sample(
         raise ValueError(
             f"logits must be float32 [b, vocab], got {logits.dtype} {tuple(logits.shape)}"
         )
-    backend = cpu_rows if cpu_backend.takes(logits) else torch_sampling
-    return backend.sample(logits, temperatures, top_k, top_p, min_p, uniforms)
+    draw = cpu_rows.sample if cpu_backend.takes(logits) else torch_sampling.sample
+    return draw(logits, temperatures, top_k, top_p, min_p, uniforms)
 
 
 def describe_backends() -> str:

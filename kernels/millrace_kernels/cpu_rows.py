@@ -184,12 +184,17 @@ def sample(
     ids = torch.empty(rows, dtype=torch.int64)
     peaks = torch.empty(rows, dtype=torch.float32)
     settings = [x.contiguous() for x in (temperatures, top_k, top_p, min_p, uniforms)]
+    t_at, k_at, p_at, m_at, u_at = (x.data_ptr() for x in settings)
     _cpu.sample(
         logits.data_ptr(),
         logits.stride()[0],
         rows,
         vocab,
-        *(x.data_ptr() for x in settings),
+        t_at,
+        k_at,
+        p_at,
+        m_at,
+        u_at,
         ids.data_ptr(),
         peaks.data_ptr(),
         torch.get_num_threads(),

@@ -75,17 +75,21 @@ def sample(
     columns = (temperatures, limit, share, min_p, uniforms)
     rows = _Rows(logits, *(column[:, None].to(logits.device) for column in columns))
     block = max(1, _BLOCK_ELEMENTS.get(logits.device.type, 1 << 19) // vocab)
-    for index in (drawn & ~filtered).nonzero().squeeze(1).split(block):
-        if len(index):
-            at = index.to(logits.device)
-            ids[at] = _draw(rows.pick(at), peaks[at, None])
-    for index in (drawn & filtered).nonzero().squeeze(1).split(block):
-        if len(index):
-            limited = bool((top_k[index] > 0).all())
-            most = int(limit[index].max()) + _SPARE if limited else CANDIDATES
-            at = index.to(logits.device)
-            ids[at] = _draw_filtered(rows.pick(at), min(most, CANDIDATES, vocab))
+    for index in _blocks(drawn & ~filtered, block):
+        at = index.to(logits.device)
+        ids[at] = _draw(rows.pick(at), peaks[at, None])
+    for index in _blocks(drawn & filtered, block):
+        limited = bool((top_k[index] > 0).all())
+        most = int(limit[index].max()) + _SPARE if limited else CANDIDATES
+        at = index.to(logits.device)
+        ids[at] = _draw_filtered(rows.pick(at), min(most, CANDIDATES, vocab))
     return ids, peaks
+
+
+def _blocks(wanted: Tensor, rows: int) -> list[Tensor]:
+    """The indices where bool [b] is set, at most `rows` at a time."""
+    index = wanted.nonzero().squeeze(1)
+    return [index[start : start + rows] for start in range(0, len(index), rows)]
 
 
 def _draw(rows: _Rows, peaks: Tensor) -> Tensor:
