@@ -8,9 +8,7 @@ from millrace_kernels.api import (
     Experts,
     Linear,
     add_rms_norm,
-    apply_rope,
     describe_backends,
-    linear,
     merge_attention_,
     plan_attention,
     prepare_experts,
@@ -18,8 +16,8 @@ from millrace_kernels.api import (
     rms_norm,
     rope_write_kv,
     run_attention,
+    sample,
     silu_mul,
-    write_kv,
 )
 
 __all__ = [
@@ -28,9 +26,7 @@ __all__ = [
     "Experts",
     "Linear",
     "add_rms_norm",
-    "apply_rope",
     "describe_backends",
-    "linear",
     "merge_attention_",
     "plan_attention",
     "prepare_experts",
@@ -38,6 +34,6 @@ __all__ = [
     "rms_norm",
     "rope_write_kv",
     "run_attention",
+    "sample",
     "silu_mul",
-    "write_kv",
 ]

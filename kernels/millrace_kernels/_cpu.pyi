@@ -86,28 +86,35 @@ def rms_norm(
     threads: int,
 ) -> None: ...
 def silu_mul(type: Type, gate_up: int, out: int, rows: int, width: int, threads: int) -> None: ...
-def rope(
+def rope_write_kv(
     type: Type,
-    x: int,
-    stride_n: int,
-    heads: int,
+    qkv: int,
+    rows: int,
+    q_heads: int,
+    kv_heads: int,
     head_dim: int,
     cos: int,
     sin: int,
-    rows: int,
-    threads: int,
-) -> None: ...
-def write_kv(
+    q_norm: int,
+    k_norm: int,
+    eps: float,
     kv: int,
     num_pages: int,
-    kv_heads: int,
     page_tokens: int,
-    row_bytes: int,
-    k: int,
-    k_stride: int,
-    v: int,
-    v_stride: int,
     slots: int,
+    threads: int,
+) -> None: ...
+def sample(
+    logits: int,
+    stride: int,
     rows: int,
+    vocab: int,
+    temperatures: int,
+    top_k: int,
+    top_p: int,
+    min_p: int,
+    uniforms: int,
+    ids: int,
+    peaks: int,
     threads: int,
 ) -> None: ...

@@ -10,9 +10,18 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from millrace_kernels import cpu_backend, dispatch, reference, torch_backend
+from millrace_kernels import (
+    cpu_backend,
+    cpu_rows,
+    dispatch,
+    reference,
+    torch_backend,
+    torch_sampling,
+)
 from millrace_kernels.linear import Experts, Linear, prepare_experts, prepare_linear
 from millrace_kernels.plan import AttentionPlan, Backend, check_tables
+
+_SETTING_TYPES = (torch.float64, torch.int64, torch.float64, torch.float64, torch.float64)
 
 __all__ = [
     "AttentionPlan",
@@ -20,9 +29,7 @@ __all__ = [
     "Experts",
     "Linear",
     "add_rms_norm",
-    "apply_rope",
     "describe_backends",
-    "linear",
     "merge_attention_",
     "plan_attention",
     "prepare_experts",
@@ -30,8 +37,8 @@ __all__ = [
     "rms_norm",
     "rope_write_kv",
     "run_attention",
+    "sample",
     "silu_mul",
-    "write_kv",
 ]
 
 
@@ -181,41 +188,38 @@ def rope_write_kv(  # noqa: PLR0913 - one argument for each thing that fixes the
 ) -> Tensor:
     """Rotate q and k of qkv [n, h + 2k, d] and write k and v into a layer's pages; return q.
 
-    q is rotated IN PLACE and returned as the view [n, h, d]. Half-rotation (GPT-NeoX order) by cos,
-    sin float32 [n, d / 2], each row the angles of that token's position. With q_norm and k_norm [d]
-    both are RMS-normed per head first (Qwen3). slots: int64 [n], page * page_tokens + offset of
-    each row; no slot may occur twice.
+    q is rotated IN PLACE and returned as the view [n, h, d]; what is left in k is not defined.
+    Half-rotation (GPT-NeoX order) by cos, sin float32 [n, d / 2], each row the angles of that
+    token's position. q and k are RMS-normed per head first where q_norm and k_norm [d] are given
+    (Qwen3). slots: int64 [n], page * page_tokens + offset of each row; no slot may occur twice.
+
+    Raises ValueError when shapes or dtypes disagree, IndexError for a slot outside the pool.
     """
-    kv_heads = kv_layer.shape[2]
-    q_nhd, k_nhd, v_nhd = qkv.split_with_sizes((num_q_heads, kv_heads, kv_heads), 1)
-    if q_norm is not None and k_norm is not None:
-        q_nhd.copy_(rms_norm(q_nhd, q_norm, eps))
-        k_nhd = rms_norm(k_nhd, k_norm, eps)
-    apply_rope(q_nhd, k_nhd, cos, sin)
-    write_kv(kv_layer, k_nhd, v_nhd, slots)
-    return q_nhd
-
-
-def write_kv(kv_layer: Tensor, k_nhd: Tensor, v_nhd: Tensor, slots: Tensor) -> None:
-    """Write k and v [n, kv_heads, head_dim] into a layer's pages.
-
-    slots: int64 [n], page * page_tokens + offset of each row; no slot may occur twice.
-    """
-    write = cpu_backend.write_kv if cpu_backend.takes(kv_layer) else torch_backend.write_kv
-    write(kv_layer, k_nhd, v_nhd, slots)
+    write = cpu_rows.rope_write_kv if cpu_backend.takes(qkv) else torch_backend.rope_write_kv
+    return write(
+        qkv,
+        cos,
+        sin,
+        kv_layer,
+        slots,
+        num_q_heads=num_q_heads,
+        q_norm=q_norm,
+        k_norm=k_norm,
+        eps=eps,
+    )
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     """Root-mean-square norm over the last dimension, float32 inside; weight: [x.shape[-1]]."""
     if cpu_backend.takes(x):
-        return cpu_backend.rms_norm(x, weight, eps)[0]
+        return cpu_rows.rms_norm(x, weight, eps)
     return torch_backend.rms_norm(x, weight, eps)
 
 
 def add_rms_norm(x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
     """Return (rms_norm(residual + x), residual + x); the sum is rounded to x's dtype first."""
     if cpu_backend.takes(x):
-        return cpu_backend.rms_norm(x, weight, eps, residual)
+        return cpu_rows.add_rms_norm(x, residual, weight, eps)
     total = residual + x
     return torch_backend.rms_norm(total, weight, eps), total
 
@@ -223,25 +227,45 @@ def add_rms_norm(x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> tup
 def silu_mul(gate_up: Tensor) -> Tensor:
     """silu(gate) * up for gate_up [..., 2 * i] with gate in the first half; returns [..., i]."""
     if cpu_backend.takes(gate_up):
-        return cpu_backend.silu_mul(gate_up)
+        return cpu_rows.silu_mul(gate_up)
     return torch_backend.silu_mul(gate_up)
 
 
-def apply_rope(q_nhd: Tensor, k_nhd: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
-    """Rotate q and k IN PLACE by half-rotation (GPT-NeoX order) and return them.
+def sample(
+    logits: Tensor,
+    temperatures: Tensor,
+    top_k: Tensor,
+    top_p: Tensor,
+    min_p: Tensor,
+    uniforms: Tensor,
+) -> tuple[Tensor, Tensor]:
+    """A token for each row of logits (float32 [b, vocab]): ids int64 [b], and peaks float32 [b].
 
-    cos, sin: float32 [n, head_dim / 2], each row the angles of that token's position.
+    The settings are [b] on the host, one a row: temperatures (0: greedy), top_p (1: all), min_p
+    (0: off) and uniforms in [0, 1) float64, top_k int64 (0: all). Of the tokens ranked by logit,
+    equal ones by lowest id, `top_k` keeps the first; of those `top_p` the fewest whose mass
+    reaches that share; of those `min_p` the ones at least that likely relative to the likeliest.
+    The CDF of what is kept, in that order, is inverted at the row's uniform; the order is that of
+    ids where nothing is filtered. Sums are float64, so two implementations agree unless a
+    threshold lies within rounding (1e-12 or so) of a running sum; each alone gives a row the same
+    token in every batch and on any number of threads.
+
+    peaks are the rows' largest logits, NaN where any is. Where a peak isn't finite the id says
+    nothing: the row is the caller's to refuse. Raises ValueError when shapes or dtypes disagree.
     """
-    rotate = cpu_backend.rope_ if cpu_backend.takes(q_nhd) else torch_backend.rope_
-    rotate(q_nhd, cos, sin)
-    rotate(k_nhd, cos, sin)
-    return q_nhd, k_nhd
-
-
-def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-    """x [..., in] @ weight [out, in].T + bias [out]."""
-    out = prepare_linear(weight, bias)(x.reshape(-1, x.shape[-1]))
-    return out.view(*x.shape[:-1], out.shape[-1])
+    settings = (temperatures, top_k, top_p, min_p, uniforms)
+    for column, dtype in zip(settings, _SETTING_TYPES, strict=True):
+        if column.shape != logits.shape[:1] or column.dtype != dtype or not column.is_cpu:
+            raise ValueError(
+                f"a setting is {column.dtype} {tuple(column.shape)} on {column.device}, "
+                f"sampling from logits {tuple(logits.shape)} needs {dtype} on the host"
+            )
+    if logits.dim() != 2 or logits.shape[1] == 0 or logits.dtype != torch.float32:
+        raise ValueError(
+            f"logits must be float32 [b, vocab], got {logits.dtype} {tuple(logits.shape)}"
+        )
+    draw = cpu_rows.sample if cpu_backend.takes(logits) else torch_sampling.sample
+    return draw(logits, temperatures, top_k, top_p, min_p, uniforms)
 
 
 def describe_backends() -> str:

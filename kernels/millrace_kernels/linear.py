@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from millrace_kernels import cpu_backend, cpu_linear, torch_backend
+from millrace_kernels import cpu_backend, cpu_linear, cpu_rows, torch_backend
 
 
 class Linear:
@@ -45,7 +45,7 @@ class Linear:
         if self._native is not None and 0 < x.shape[0] <= self._native_rows:
             return self._native.after_norm(x, residual, norm_weight, eps)
         if cpu_backend.takes(x):
-            normed, total = cpu_backend.rms_norm(x, norm_weight, eps, residual)
+            normed, total = cpu_rows.norm(x, residual, norm_weight, eps)
         else:
             total = x if residual is None else residual + x
             normed = torch_backend.rms_norm(total, norm_weight, eps)
@@ -56,7 +56,7 @@ class Linear:
         if self._native is not None and 0 < gate_up.shape[0] <= self._native_rows:
             return self._native.after_silu(gate_up)
         if cpu_backend.takes(gate_up):
-            return self(cpu_backend.silu_mul(gate_up))
+            return self(cpu_rows.silu_mul(gate_up))
         return self(torch_backend.silu_mul(gate_up))
 
 

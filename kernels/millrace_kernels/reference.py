@@ -108,3 +108,41 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     if bias is not None:
         out += bias.double()
     return out.to(x.dtype)
+
+
+def sample(
+    logits: Tensor,
+    temperatures: Tensor,
+    top_k: Tensor,
+    top_p: Tensor,
+    min_p: Tensor,
+    uniforms: Tensor,
+) -> tuple[Tensor, Tensor]:
+    """Ids int64 [b] and peaks float32 [b], row by row as `api.sample` describes it."""
+    peaks = logits.amax(-1)
+    ids = torch.empty(len(logits), dtype=torch.int64)
+    columns = (temperatures, top_k, top_p, min_p, uniforms)
+    for row, settings in enumerate(zip(*(column.tolist() for column in columns), strict=True)):
+        ids[row] = draw(logits[row].double().cpu(), *settings) if peaks[row].isfinite() else 0
+    return ids.to(logits.device), peaks
+
+
+def draw(
+    logits: Tensor, temperature: float, top_k: int, top_p: float, min_p: float, uniform: float
+) -> int:
+    """One row's token: its vocabulary sorted if filters ask for it, cut, and the CDF inverted."""
+    ranking = logits.sort(descending=True, stable=True).indices
+    if temperature == 0:
+        return int(ranking[0])
+    filtered = top_k > 0 or top_p < 1 or min_p > 0
+    order = ranking[: top_k or None] if filtered else torch.arange(len(logits))
+    weights = ((logits[order] - logits.max()) / temperature).exp()
+    if filtered:
+        before = weights.cumsum(0) - weights
+        kept = weights >= min_p
+        if top_p < 1:
+            kept &= before < top_p * weights.sum()
+        kept[0] = True
+        order, weights = order[kept], weights[kept]
+    cumulative = weights.cumsum(0)
+    return int(order[torch.searchsorted(cumulative, uniform * cumulative[-1], right=True)])

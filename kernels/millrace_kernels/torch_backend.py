@@ -156,3 +156,26 @@ def rope_(x_nhd: Tensor, cos: Tensor, sin: Tensor) -> None:
     low, high = x_nhd.float().chunk(2, -1)
     c, s = cos[:, None], sin[:, None]
     x_nhd.copy_(torch.cat([low * c - high * s, high * c + low * s], -1))
+
+
+def rope_write_kv(  # noqa: PLR0913 - one argument for each thing that fixes the call
+    qkv: Tensor,
+    cos: Tensor,
+    sin: Tensor,
+    kv_layer: Tensor,
+    slots: Tensor,
+    *,
+    num_q_heads: int,
+    q_norm: Tensor | None,
+    k_norm: Tensor | None,
+    eps: float,
+) -> Tensor:
+    """Norm and rotate q and k of qkv [n, h + 2k, d] in place, then scatter k and v."""
+    kv_heads = kv_layer.shape[2]
+    q_nhd, k_nhd, v_nhd = qkv.split_with_sizes((num_q_heads, kv_heads, kv_heads), 1)
+    for x_nhd, weight in ((q_nhd, q_norm), (k_nhd, k_norm)):
+        if weight is not None:
+            x_nhd.copy_(rms_norm(x_nhd, weight, eps))
+        rope_(x_nhd, cos, sin)
+    write_kv(kv_layer, k_nhd, v_nhd, slots)
+    return q_nhd

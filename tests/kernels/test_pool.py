@@ -26,13 +26,12 @@ def four_threads() -> Iterator[None]:
 def test_several_python_threads_get_their_own_results():
     weight = torch.randn(600, 256)
     inputs = [torch.randn(2, 256) for _ in range(8)]
-    expected = [api.linear(x, weight) for x in inputs]
+    linear = api.prepare_linear(weight)
+    expected = [linear(x) for x in inputs]
 
     def repeat(index: int) -> bool:
         torch.set_num_threads(4)  # torch keeps the count per thread
-        return all(
-            torch.equal(api.linear(inputs[index], weight), expected[index]) for _ in range(50)
-        )
+        return all(torch.equal(linear(inputs[index]), expected[index]) for _ in range(50))
 
     with ThreadPoolExecutor(4) as threads:
         assert all(threads.map(repeat, range(len(inputs))))
@@ -43,7 +42,7 @@ def test_every_loop_runs_every_index():
     for outputs in (*range(1, 300, 7), 5000):
         weight = torch.zeros(outputs, 64)
         weight[:, 5] = torch.arange(outputs)
-        assert torch.equal(api.linear(x, weight)[0], weight[:, 5])
+        assert torch.equal(api.prepare_linear(weight)(x)[0], weight[:, 5])
 
 
 def test_a_forked_child_gets_its_own_pool():
@@ -51,12 +50,12 @@ def test_a_forked_child_gets_its_own_pool():
 import os, signal, torch
 from millrace_kernels import api
 torch.set_num_threads(4)
-x, weight = torch.ones(1, 512), torch.ones(4000, 512)
-api.linear(x, weight)
+x, linear = torch.ones(1, 512), api.prepare_linear(torch.ones(4000, 512))
+linear(x)
 child = os.fork()
 if child == 0:
     signal.alarm(20)
-    os._exit(0 if (api.linear(x, weight) == 512).all() else 1)
+    os._exit(0 if (linear(x) == 512).all() else 1)
 assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
 """
     subprocess.run([sys.executable, "-W", "ignore", "-c", script], check=True, timeout=60)

@@ -50,5 +50,6 @@ void bind_isa(nb::module_& m);
 void bind_attention(nb::module_& m);
 void bind_linear(nb::module_& m);
 void bind_rows(nb::module_& m);
+void bind_sampling(nb::module_& m);
 
 }  // namespace millrace

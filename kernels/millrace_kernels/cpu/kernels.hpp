@@ -8,6 +8,7 @@
 #include "attention.hpp"
 #include "linear.hpp"
 #include "rows.hpp"
+#include "sampling.hpp"
 
 namespace millrace {
 
@@ -16,6 +17,7 @@ struct Kernels {
   AttentionKernels attention;
   LinearKernels linear;
   RowKernels rows;
+  SamplingKernels sampling;
 };
 
 const Kernels& portable_kernels();

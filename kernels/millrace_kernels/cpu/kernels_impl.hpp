@@ -24,11 +24,7 @@ namespace {
 #include "tile.hpp"
 
 inline Vec rounded_as(Vec a, const float*) { return a; }
-inline Vec rounded_as(Vec a, const bf16*) {
-  bf16 lanes[Vec::N];
-  store(lanes, a);
-  return load(lanes);
-}
+inline Vec rounded_as(Vec a, const bf16*) { return round_to_bf16(a); }
 
 inline std::int64_t round_up(std::int64_t value, std::int64_t unit) {
   return (value + unit - 1) / unit * unit;
@@ -37,11 +33,12 @@ inline std::int64_t round_up(std::int64_t value, std::int64_t unit) {
 #include "attention_impl.hpp"
 #include "linear_impl.hpp"
 #include "rows_impl.hpp"
+#include "sampling_impl.hpp"
 
 }  // namespace
 
 const Kernels& MILLRACE_TABLE() {
-  static constexpr Kernels table = {MILLRACE_ISA, kAttention, kLinear, kRows};
+  static constexpr Kernels table = {MILLRACE_ISA, kAttention, kLinear, kRows, kSampling};
   return table;
 }
 

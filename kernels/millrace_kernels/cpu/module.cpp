@@ -10,4 +10,5 @@ NB_MODULE(_cpu, m) {
   bind_attention(m);
   bind_linear(m);
   bind_rows(m);
+  bind_sampling(m);
 }

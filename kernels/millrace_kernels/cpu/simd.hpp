@@ -41,13 +41,19 @@ inline Vec load(const bf16* p) {
 inline Vec load_part(const bf16* p, int n) {
   return widen(_mm256_maskz_loadu_epi16(first_lanes(n), p));
 }
-inline __m256i narrow(Vec a) {
+inline __m512i rounded_bits(Vec a) {
   const __m512i u = _mm512_castps_si512(a.v);
   const __m512i odd = _mm512_and_si512(_mm512_srli_epi32(u, 16), _mm512_set1_epi32(1));
   const __m512i rounded = _mm512_add_epi32(_mm512_add_epi32(u, _mm512_set1_epi32(0x7fff)), odd);
   const __mmask16 nan = _mm512_cmp_ps_mask(a.v, a.v, _CMP_UNORD_Q);
-  const __m512i safe = _mm512_mask_mov_epi32(rounded, nan, _mm512_set1_epi32(0x7fc00000));
-  return _mm512_cvtepi32_epi16(_mm512_srli_epi32(safe, 16));
+  return _mm512_mask_mov_epi32(rounded, nan, _mm512_set1_epi32(0x7fc00000));
+}
+inline __m256i narrow(Vec a) {
+  return _mm512_cvtepi32_epi16(_mm512_srli_epi32(rounded_bits(a), 16));
+}
+inline Vec round_to_bf16(Vec a) {
+  const __m512i high = _mm512_set1_epi32(static_cast<int>(0xffff0000u));
+  return {_mm512_castsi512_ps(_mm512_and_si512(rounded_bits(a), high))};
 }
 inline void store(bf16* p, Vec a) {
   _mm256_storeu_si256(reinterpret_cast<__m256i*>(p), narrow(a));
@@ -69,6 +75,8 @@ inline Vec power_of_two(Vec n) {
   return {_mm512_castsi512_ps(_mm512_slli_epi32(biased, 23))};
 }
 inline float largest(Vec a) { return _mm512_reduce_max_ps(a.v); }
+// Bit i says whether a[i] >= b[i].
+inline std::uint64_t at_least(Vec a, Vec b) { return _mm512_cmp_ps_mask(a.v, b.v, _CMP_GE_OQ); }
 // The sums of four vectors. The order of additions within one vector doesn't depend on its place.
 inline void sum4(Vec a, Vec b, Vec c, Vec d, float* out) {
   const __m512 ab = _mm512_add_ps(_mm512_unpacklo_ps(a.v, b.v), _mm512_unpackhi_ps(a.v, b.v));
@@ -112,13 +120,19 @@ inline Vec load_part(const bf16* p, int n) {
   __builtin_memcpy(part, p, static_cast<unsigned>(n) * sizeof(bf16));
   return load(part);
 }
-inline __m128i narrow(Vec a) {
+inline __m256i rounded_bits(Vec a) {
   const __m256i u = _mm256_castps_si256(a.v);
   const __m256i odd = _mm256_and_si256(_mm256_srli_epi32(u, 16), _mm256_set1_epi32(1));
   const __m256i rounded = _mm256_add_epi32(_mm256_add_epi32(u, _mm256_set1_epi32(0x7fff)), odd);
   const __m256i nan = _mm256_castps_si256(_mm256_cmp_ps(a.v, a.v, _CMP_UNORD_Q));
-  const __m256i safe = _mm256_blendv_epi8(rounded, _mm256_set1_epi32(0x7fc00000), nan);
-  const __m256i high = _mm256_srli_epi32(safe, 16);
+  return _mm256_blendv_epi8(rounded, _mm256_set1_epi32(0x7fc00000), nan);
+}
+inline Vec round_to_bf16(Vec a) {
+  const __m256i high = _mm256_set1_epi32(static_cast<int>(0xffff0000u));
+  return {_mm256_castsi256_ps(_mm256_and_si256(rounded_bits(a), high))};
+}
+inline __m128i narrow(Vec a) {
+  const __m256i high = _mm256_srli_epi32(rounded_bits(a), 16);
   return _mm_packus_epi32(_mm256_castsi256_si128(high), _mm256_extracti128_si256(high, 1));
 }
 inline void store(bf16* p, Vec a) {
@@ -149,6 +163,9 @@ inline float sum(Vec a) {
   float out[4];
   sum4(a, a, a, a, out);
   return out[0];
+}
+inline std::uint64_t at_least(Vec a, Vec b) {
+  return static_cast<unsigned>(_mm256_movemask_ps(_mm256_cmp_ps(a.v, b.v, _CMP_GE_OQ)));
 }
 inline float largest(Vec a) {
   float lanes[8];
@@ -185,6 +202,12 @@ template <class T>
 inline void store_part(T* p, Vec a, int n) {
   for (int i = 0; i < n; ++i) assign(p + i, a.v[i]);
 }
+inline float round_to_bf16(float a) {
+  bf16 rounded;
+  assign(&rounded, a);
+  return to_float(rounded);
+}
+inline Vec round_to_bf16(Vec a) { MILLRACE_EACH(round_to_bf16(a.v[i])); }
 inline Vec add(Vec a, Vec b) { MILLRACE_EACH(a.v[i] + b.v[i]); }
 inline Vec sub(Vec a, Vec b) { MILLRACE_EACH(a.v[i] - b.v[i]); }
 inline Vec mul(Vec a, Vec b) { MILLRACE_EACH(a.v[i] * b.v[i]); }
@@ -213,6 +236,11 @@ inline void sum4(Vec a, Vec b, Vec c, Vec d, float* out) {
   out[1] = sum(b);
   out[2] = sum(c);
   out[3] = sum(d);
+}
+inline std::uint64_t at_least(Vec a, Vec b) {
+  std::uint64_t bits = 0;
+  for (int i = 0; i < Vec::N; ++i) bits |= static_cast<std::uint64_t>(a.v[i] >= b.v[i]) << i;
+  return bits;
 }
 inline float largest(Vec a) {
   float best = a.v[0];

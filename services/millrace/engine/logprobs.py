@@ -11,7 +11,8 @@ from typing import Final
 import torch
 from torch import Tensor
 
-_LAST_ID: Final = 0x7FFFFFFF
+from millrace_kernels.torch_sampling import ranked
+
 _SPARE: Final = (
     32  # candidates beyond those wanted, so that a tie at the edge rarely costs a full sort
 )
@@ -25,26 +26,6 @@ class PositionLogprobs:
 
     chosen: tuple[int, float]
     top: list[tuple[int, float]]
-
-
-def ranked(logits: Tensor, count: int) -> tuple[Tensor, Tensor]:
-    """The `count` largest of float32 [b, vocab] logits, largest first and equal ones by lowest id.
-
-    Returns their values float32 and ids int64, both [b, count]. Of ids whose logits equal the last
-    value of a row, some may be missing where count < vocab: the ranking is certain only above it.
-    """
-    vocab = logits.shape[-1]
-    if count < vocab:
-        values, ids = torch.topk(logits, count, dim=-1, sorted=False)
-    else:
-        values, ids = logits, torch.arange(vocab, device=logits.device).expand_as(logits)
-    # Sort keys: the logit's bits made monotonic (+ 0.0 turns -0.0 into 0.0), then the id counted
-    # backwards.
-    bits = (values + 0.0).view(torch.int32)
-    ordered = bits ^ ((bits >> 31) & _LAST_ID)
-    keys = (ordered.long() << 32) | (_LAST_ID - ids)
-    ids = _LAST_ID - (keys.sort(dim=-1, descending=True).values & _LAST_ID)
-    return logits.gather(-1, ids), ids
 
 
 def top_tokens(logits: Tensor, count: int) -> Tensor:

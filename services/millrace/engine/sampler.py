@@ -19,7 +19,7 @@ from typing import Final
 import torch
 from torch import Tensor
 
-from millrace.engine.filtered_draw import draw_filtered, invert, softmax_weights
+import millrace_kernels as kernels
 from millrace.engine.logit_edits import edit_logits
 from millrace.engine.logprobs import PositionLogprobs, position_logprobs, prompt_logprobs
 from millrace.engine.sampling_spec import SamplingRow, SamplingSpec, finish_reason
@@ -38,8 +38,7 @@ __all__ = [
 NO_TOKEN: Final = -1
 _NOT_FINITE: Final = "the model's logits are not finite (NaN or infinite); no token was chosen"
 _ALL_BARRED: Final = "min_tokens, logit_bias or a penalty leaves no token to choose from"
-# Logits worked on at once: on a CPU, what stays in its caches.
-_BLOCK_ELEMENTS: Final = {"cpu": 1 << 19, "cuda": 1 << 26}
+_EDITED_ELEMENTS: Final = 1 << 24  # logits that are copied at once to be edited
 
 
 @dataclass(slots=True)
@@ -57,8 +56,36 @@ class Sampled:
         self.errors[index] = message
 
 
+class _Settings:
+    """What `kernels.sample` wants of each row's spec, as arrays [b]."""
+
+    def __init__(self, specs: list[SamplingSpec]) -> None:
+        self.specs = specs
+        self.temperatures, self.top_p, self.min_p = (
+            torch.tensor(column, dtype=torch.float64)
+            for column in (
+                [spec.temperature for spec in specs],
+                [spec.top_p for spec in specs],
+                [spec.min_p for spec in specs],
+            )
+        )
+        self.top_k = torch.tensor([spec.top_k for spec in specs], dtype=torch.int64)
+        self.is_greedy = all(spec.is_greedy for spec in specs)
+        self.no_uniforms = torch.zeros(len(specs), dtype=torch.float64)
+
+    def uniforms(self, rows: Sequence[SamplingRow]) -> Tensor:
+        """The rows' random numbers at their present positions, float64 [b]."""
+        if self.is_greedy:
+            return self.no_uniforms
+        drawn = [0.0 if row.spec.is_greedy else row.uniform for row in rows]
+        return torch.tensor(drawn, dtype=torch.float64)
+
+
 class Sampler:
-    """Stateless: what a sequence has put out so far is in its `SamplingRow`."""
+    """Keeps nothing of a sequence: what it has put out so far is in its `SamplingRow`."""
+
+    def __init__(self) -> None:
+        self._settings = _Settings([])
 
     @torch.inference_mode()
     def sample(self, logits: Tensor, rows: Sequence[SamplingRow]) -> Sampled:
@@ -68,53 +95,56 @@ class Sampler:
         others are unaffected. Log probabilities are those of `logits` as they came, before any
         penalty, bias, temperature or filter.
         """
-        peaks, best = logits.max(dim=-1)  # of equal logits the first, i.e. the lowest id; NaN wins
-        result = Sampled(best.tolist(), [None] * len(rows))
-        for index, peak in enumerate(peaks.tolist()):
-            if not math.isfinite(peak):
-                result.fail(index, _NOT_FINITE)
-        open_rows = [
-            i
-            for i, row in enumerate(rows)
-            if (row.edits_logits or not row.spec.is_greedy) and i not in result.errors
-        ]
-        block = max(1, _BLOCK_ELEMENTS.get(logits.device.type, 1 << 19) // logits.shape[1])
-        for start in range(0, len(open_rows), block):
-            _choose(logits, rows, open_rows[start : start + block], result)
+        settings = self._settings_of(rows)
+        uniforms = settings.uniforms(rows)
+        edited = [i for i, row in enumerate(rows) if row.edits_logits]
+        temperatures = settings.temperatures
+        if edited:  # of these only the peak is wanted here
+            temperatures = temperatures.clone()
+            temperatures[edited] = 0.0
+        ids, peaks = kernels.sample(
+            logits, temperatures, settings.top_k, settings.top_p, settings.min_p, uniforms
+        )
+        result = Sampled(ids.tolist(), [None] * len(rows))
+        _refuse(result, range(len(rows)), peaks, _NOT_FINITE)
+        edited = [i for i in edited if i not in result.errors]
+        block = max(1, _EDITED_ELEMENTS // logits.shape[1])
+        for start in range(0, len(edited), block):
+            _sample_edited(logits, rows, edited[start : start + block], settings, uniforms, result)
         _add_logprobs(logits, rows, result)
         return result
 
+    def _settings_of(self, rows: Sequence[SamplingRow]) -> _Settings:
+        """Those of the step before, unless rows have joined, left or moved."""
+        specs = [row.spec for row in rows]
+        if specs != self._settings.specs:
+            self._settings = _Settings(specs)
+        return self._settings
 
-def _choose(
-    logits: Tensor, rows: Sequence[SamplingRow], open_rows: list[int], result: Sampled
+
+def _sample_edited(
+    logits: Tensor,
+    rows: Sequence[SamplingRow],
+    edited: list[int],
+    settings: _Settings,
+    uniforms: Tensor,
+    result: Sampled,
 ) -> None:
-    """Fills in the tokens of `open_rows`, those for which the plain argmax is not the answer."""
-    chosen_rows = [rows[i] for i in open_rows]
-    work = logits[torch.tensor(open_rows, device=logits.device)]
-    edit_logits(work, chosen_rows)
-    peaks, best = work.max(dim=-1)
-    plain = [k for k, r in enumerate(chosen_rows) if not (r.spec.is_greedy or r.spec.is_filtered)]
-    filtered = [k for k, r in enumerate(chosen_rows) if r.spec.is_filtered and not r.spec.is_greedy]
-    for picked, draw in ((plain, _draw_plain), (filtered, draw_filtered)):
-        if picked:
-            index = torch.tensor(picked, device=work.device)
-            drawn_rows = [chosen_rows[k] for k in picked]
-            specs = [row.spec for row in drawn_rows]
-            uniforms = torch.tensor([row.uniform for row in drawn_rows], dtype=torch.float64)
-            best[index] = draw(work[index], uniforms.unsqueeze(1).to(work.device), specs)
-    for row_index, token_id, peak in zip(open_rows, best.tolist(), peaks.tolist(), strict=True):
-        result.token_ids[row_index] = token_id
+    """Fills in the tokens of the rows `edited`, from a copy of their logits."""
+    index = torch.tensor(edited)
+    work = logits[index.to(logits.device)]
+    edit_logits(work, [rows[i] for i in edited])
+    columns = (settings.temperatures, settings.top_k, settings.top_p, settings.min_p, uniforms)
+    ids, peaks = kernels.sample(work, *(column[index] for column in columns))
+    for row, token_id in zip(edited, ids.tolist(), strict=True):
+        result.token_ids[row] = token_id
+    _refuse(result, edited, peaks, _ALL_BARRED)
+
+
+def _refuse(result: Sampled, rows: Sequence[int], peaks: Tensor, message: str) -> None:
+    for row, peak in zip(rows, peaks.tolist(), strict=True):
         if not math.isfinite(peak):
-            result.fail(row_index, _ALL_BARRED)
-
-
-def _draw_plain(logits: Tensor, uniforms: Tensor, specs: Sequence[SamplingSpec]) -> Tensor:
-    """Ids int64 [b] drawn from float32 [b, vocab] by temperature alone; `uniforms` float64 [b,
-    1].
-    """
-    peaks = logits.amax(dim=-1, keepdim=True)
-    cumulative = softmax_weights(logits, peaks, specs).cumsum(dim=-1)
-    return invert(cumulative, uniforms, cumulative[:, -1:]).squeeze(1)
+            result.fail(row, message)
 
 
 def _add_logprobs(logits: Tensor, rows: Sequence[SamplingRow], result: Sampled) -> None:
