@@ -1,27 +1,43 @@
 """The kernels that the engine calls, each sent to the fastest backend for its device and size.
 
+K/V always lies in pages, those of a ring's buffers and of a KVP worker too.
 Shape letters: n tokens of all sequences, h q heads, k kv heads, d head_dim, B sequences.
 A layer's K/V pool is kv_layer [pages, 2, kv_heads, page_tokens, head_dim]: K at 0, V at 1.
 """
 
 from __future__ import annotations
 
-import dataclasses
-
 import torch
 from torch import Tensor
 from torch.nn import functional
 
-from millrace_kernels import cpu_backend, reference, torch_backend
+from millrace_kernels import cpu_backend, dispatch, reference, torch_backend
+from millrace_kernels.linear import Experts, Linear, prepare_experts, prepare_linear
 from millrace_kernels.plan import AttentionPlan, Backend, check_tables
-
-_NATIVE_ROWS = 8
-"""Query rows of a sequence up to which the C++ kernel beats torch's split of a prefill chunk."""
-
-_ALL_ROWS = 2**31 - 1
 
 _SKINNY_ROWS = 8
 """Rows of x up to which the C++ linear, bound by reading the weights, beats a packed GEMM."""
+
+
+__all__ = [
+    "AttentionPlan",
+    "Backend",
+    "Experts",
+    "Linear",
+    "add_rms_norm",
+    "apply_rope",
+    "describe_backends",
+    "linear",
+    "merge_attention_",
+    "plan_attention",
+    "prepare_experts",
+    "prepare_linear",
+    "rms_norm",
+    "rope_write_kv",
+    "run_attention",
+    "silu_mul",
+    "write_kv",
+]
 
 
 def plan_attention(  # noqa: PLR0913 - one argument for each thing that fixes the call
@@ -35,16 +51,26 @@ def plan_attention(  # noqa: PLR0913 - one argument for each thing that fixes th
     head_dim: int,
     dtype: torch.dtype,
     device: torch.device | str,
+    q_positions: Tensor | None = None,
+    kv_positions: Tensor | None = None,
+    causal: bool = True,
     sliding_window: int | None = None,
+    soft_cap: float | None = None,
     backend: str = "auto",
 ) -> AttentionPlan:
     """Check and plan one step's attention; the plan serves every layer of that step.
 
     q_indptr: int32 [B + 1], first query row of each sequence; kv_lens: int32 [B], K/V tokens
     in pages, those of this step included; page_table: int32 [B, max_pages], each sequence's
-    pages in order (entries past its K/V are not read). Causal is bottom-right aligned: query
-    row i of a sequence stands at position kv_len - q_len + i. With `sliding_window` w, a row
-    sees itself and the w - 1 positions before it.
+    pages in order (entries past its K/V are not read; the table must not change while the plan is
+    in use).
+
+    Row i of a sequence stands at position kv_len - q_len + i and slot j of its K/V holds position
+    j, unless `q_positions` (int32 [n]) or `kv_positions` (int32 [sum(kv_lens)], sequence after
+    sequence) say otherwise, in any order: a ring step over zigzag or striped blocks and a shard of
+    a long context are plans like any other. A row sees positions up to its own (all, when not
+    `causal`), and with `sliding_window` w only those above its own - w. `soft_cap` c bends scaled
+    scores to c tanh(score / c).
 
     Raises ValueError when tables disagree, heads don't divide, or a backend can't do it.
     """
@@ -52,44 +78,35 @@ def plan_attention(  # noqa: PLR0913 - one argument for each thing that fixes th
         raise ValueError(f"num_q_heads {num_q_heads} is no multiple of num_kv_heads {num_kv_heads}")
     if sliding_window is not None and sliding_window < 1:
         raise ValueError(f"sliding_window must be at least 1, got {sliding_window}")
-    q_indptr, kv_lens, page_table = (
-        table.cpu().contiguous() for table in (q_indptr, kv_lens, page_table)
+    if soft_cap is not None and not soft_cap > 0:
+        raise ValueError(f"soft_cap must be above 0, got {soft_cap}")
+    q_indptr, kv_lens = q_indptr.cpu().contiguous(), kv_lens.cpu().contiguous()
+    q_positions, kv_positions = (
+        None if table is None else table.cpu().contiguous() for table in (q_positions, kv_positions)
     )
-    where = torch.device(device)
-    chosen, native_rows = _choose(Backend(backend), where, dtype)
     plan = AttentionPlan(
-        backend=chosen,
-        native_rows=native_rows,
+        backend=Backend(backend),
+        native_rows=0,
         native=None,
         q_indptr=q_indptr,
         kv_lens=kv_lens,
         page_table=page_table,
-        sequences=check_tables(q_indptr, kv_lens, page_table, page_tokens),
+        q_positions=q_positions,
+        kv_positions=kv_positions,
+        sequences=check_tables(
+            q_indptr, kv_lens, page_table, page_tokens, q_positions, kv_positions
+        ),
         page_tokens=page_tokens,
         num_q_heads=num_q_heads,
         num_kv_heads=num_kv_heads,
         head_dim=head_dim,
         dtype=dtype,
-        device=where,
+        device=torch.device(device),
+        causal=causal,
         sliding_window=sliding_window,
+        soft_cap=soft_cap,
     )
-    if native_rows == 0:
-        return plan
-    return dataclasses.replace(plan, native=cpu_backend.plan(plan))
-
-
-def _choose(wanted: Backend, device: torch.device, dtype: torch.dtype) -> tuple[Backend, int]:
-    """The backend, and the most query rows of a sequence that C++ takes."""
-    able = cpu_backend.takes_dtype(device, dtype)
-    if wanted is Backend.AUTO:
-        return (Backend.CPU, _NATIVE_ROWS) if able else (Backend.TORCH, 0)
-    if wanted is Backend.CPU:
-        if not able:
-            raise ValueError(
-                f"attention backend 'cpu' can't do {dtype} on {device}: {cpu_backend.describe()}"
-            )
-        return Backend.CPU, _ALL_ROWS
-    return wanted, 0
+    return dispatch.with_backend(plan)
 
 
 def run_attention(
@@ -100,12 +117,13 @@ def run_attention(
     scale: float,
     out: Tensor | None = None,
     lse_out: Tensor | None = None,
-) -> Tensor:
-    """Attention of q [n, num_q_heads, head_dim] over one layer's pages; returns out_nhd.
+) -> tuple[Tensor, Tensor]:
+    """Attention of q [n, num_q_heads, head_dim] over one layer's pages: (out_nhd, lse_nh).
 
-    out: written and returned when given. lse_out: float32 [n, num_q_heads], filled with the
-    natural-log sum of exponentials of each row's scaled scores (-inf where a row sees nothing).
-    Raises ValueError when q or the pages don't fit the plan.
+    out: written and returned when given; of the plan's dtype, or float32, in which partial results
+    wait for others without losing bits. lse_out: float32 [n, num_q_heads], the natural-log sum of
+    exponentials of each row's scaled scores. A row that sees nothing has out 0 and lse -inf.
+    Raises ValueError when q, the pages or the outputs don't fit the plan.
     """
     expected = (plan.num_tokens, plan.num_q_heads, plan.head_dim)
     if q_nhd.shape != expected or q_nhd.dtype != plan.dtype:
@@ -115,9 +133,15 @@ def run_attention(
         raise ValueError(f"kv_layer's pages are {tuple(kv_layer.shape[1:])}, the plan has {page}")
     if out is None:
         out = torch.empty(expected, dtype=q_nhd.dtype, device=q_nhd.device)
-    elif out.shape != expected or out.dtype != plan.dtype or not out.is_contiguous():
+    elif (
+        out.shape != expected
+        or out.dtype not in (plan.dtype, torch.float32)
+        or not out.is_contiguous()
+    ):
         raise ValueError(f"out is {out.dtype} {tuple(out.shape)}, the plan has {expected}")
-    if lse_out is not None and (
+    if lse_out is None:
+        lse_out = torch.empty(expected[:2], dtype=torch.float32, device=q_nhd.device)
+    elif (
         lse_out.shape != expected[:2]
         or lse_out.dtype != torch.float32
         or not lse_out.is_contiguous()
@@ -125,16 +149,56 @@ def run_attention(
         raise ValueError(f"lse_out is {lse_out.dtype} {tuple(lse_out.shape)}, not float32 [n, h]")
     if plan.backend is Backend.REFERENCE:
         result, lse_nh = reference.attention(plan, q_nhd, kv_layer, scale=scale)
-        out.copy_(result)
-        if lse_out is not None:
-            lse_out.copy_(lse_nh)
-        return out
+        return out.copy_(result), lse_out.copy_(lse_nh)
     if plan.native is not None:
-        cpu_backend.attention(
-            plan.native, q_nhd, kv_layer, scale=scale, out_nhd=out, lse_nh=lse_out
-        )
-    torch_backend.attention(plan, q_nhd, kv_layer, scale=scale, out_nhd=out, lse_nh=lse_out)
-    return out
+        plan.native.run(q_nhd, kv_layer, scale=scale, out_nhd=out, lse_nh=lse_out)
+    if plan.native_rows != dispatch.ALL_ROWS:
+        torch_backend.attention(plan, q_nhd, kv_layer, scale=scale, out_nhd=out, lse_nh=lse_out)
+    return out, lse_out
+
+
+def merge_attention_(
+    out_nhd: Tensor, lse_nh: Tensor, other_out_nhd: Tensor, other_lse_nh: Tensor
+) -> None:
+    """Take a partial result over other K/V into out_nhd [n, h, d] and lse_nh [n, h], IN PLACE.
+
+    Sums in float32; the two outs may differ in dtype. Either side's rows may have seen nothing
+    (lse -inf). Raises ValueError when shapes differ.
+    """
+    if out_nhd.shape != other_out_nhd.shape or out_nhd.shape[:2] != lse_nh.shape:
+        raise ValueError(f"out is {tuple(out_nhd.shape)}, the other {tuple(other_out_nhd.shape)}")
+    if lse_nh.shape != other_lse_nh.shape or lse_nh.dtype != other_lse_nh.dtype != torch.float32:
+        raise ValueError(f"lse is {tuple(lse_nh.shape)}, the other {tuple(other_lse_nh.shape)}")
+    torch_backend.merge_attention_(out_nhd, lse_nh, other_out_nhd, other_lse_nh)
+
+
+def rope_write_kv(  # noqa: PLR0913 - one argument for each thing that fixes the call
+    qkv: Tensor,
+    cos: Tensor,
+    sin: Tensor,
+    kv_layer: Tensor,
+    slots: Tensor,
+    *,
+    num_q_heads: int,
+    q_norm: Tensor | None = None,
+    k_norm: Tensor | None = None,
+    eps: float = 0.0,
+) -> Tensor:
+    """Rotate q and k of qkv [n, h + 2k, d] and write k and v into a layer's pages; return q.
+
+    q is rotated IN PLACE and returned as the view [n, h, d]. Half-rotation (GPT-NeoX order) by cos,
+    sin float32 [n, d / 2], each row the angles of that token's position. With q_norm and k_norm [d]
+    both are RMS-normed per head first (Qwen3). slots: int64 [n], page * page_tokens + offset of
+    each row; no slot may occur twice.
+    """
+    kv_heads = kv_layer.shape[2]
+    q_nhd, k_nhd, v_nhd = qkv.split_with_sizes((num_q_heads, kv_heads, kv_heads), 1)
+    if q_norm is not None and k_norm is not None:
+        q_nhd.copy_(rms_norm(q_nhd, q_norm, eps))
+        k_nhd = rms_norm(k_nhd, k_norm, eps)
+    apply_rope(q_nhd, k_nhd, cos, sin)
+    write_kv(kv_layer, k_nhd, v_nhd, slots)
+    return q_nhd
 
 
 def write_kv(kv_layer: Tensor, k_nhd: Tensor, v_nhd: Tensor, slots: Tensor) -> None:
@@ -191,4 +255,4 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
 def describe_backends() -> str:
     """One line on which backends this machine has, for logs and `millrace doctor`."""
     device = torch.cuda.get_device_name() if torch.cuda.is_available() else "cpu"
-    return f"kernels: torch {torch.__version__} ({device}), {cpu_backend.describe()}"
+    return f"kernels: torch {torch.__version__} ({device}), {dispatch.describe()}"

@@ -56,54 +56,53 @@ def describe() -> str:
     return f"C++ {_cpu.instruction_set()}" if AVAILABLE else "C++ not built"
 
 
-def plan(checked: AttentionPlan) -> _cpu.AttentionPlan:
-    """Lay out the tasks of the sequences that have at most `native_rows` query rows.
+class CpuPlan:
+    """The tasks of the sequences that have at most `native_rows` query rows."""
 
-    Raises IndexError when the page table names a negative page where it is read.
-    """
-    return _cpu.AttentionPlan(
-        checked.q_indptr.data_ptr(),
-        checked.kv_lens.data_ptr(),
-        checked.page_table.data_ptr(),
-        len(checked.sequences),
-        checked.page_table.shape[1],
-        checked.page_tokens,
-        checked.num_q_heads,
-        checked.num_kv_heads,
-        checked.head_dim,
-        checked.sliding_window or 0,
-        checked.native_rows,
-    )
+    def __init__(self, checked: AttentionPlan) -> None:
+        """Raises IndexError when the page table names a negative page where it is read."""
+        table = checked.page_table.cpu().contiguous()
+        self._plan = _cpu.AttentionPlan(
+            checked.q_indptr.data_ptr(),
+            checked.kv_lens.data_ptr(),
+            table.data_ptr(),
+            len(checked.sequences),
+            table.shape[1],
+            checked.page_tokens,
+            checked.num_q_heads,
+            checked.num_kv_heads,
+            checked.head_dim,
+            checked.sliding_window or 0,
+            checked.native_rows,
+        )
+
+    def run(
+        self, q_nhd: Tensor, kv_layer: Tensor, *, scale: float, out_nhd: Tensor, lse_nh: Tensor
+    ) -> None:
+        """Fills the planned rows of out_nhd and lse_nh.
+
+        Raises ValueError for a layout that C++ can't walk, IndexError for a page outside the pool.
+        """
+        if q_nhd.stride(2) != 1:
+            q_nhd = q_nhd.contiguous()
+        _need_contiguous(kv_layer, out_nhd, lse_nh)
+        self._plan.run(
+            _TYPES[q_nhd.dtype],
+            q_nhd.data_ptr(),
+            out_nhd.data_ptr(),
+            lse_nh.data_ptr(),
+            kv_layer.data_ptr(),
+            q_nhd.stride(0),
+            q_nhd.stride(1),
+            kv_layer.shape[0],
+            scale,
+            torch.get_num_threads(),
+        )
 
 
-def attention(
-    native: _cpu.AttentionPlan,
-    q_nhd: Tensor,
-    kv_layer: Tensor,
-    *,
-    scale: float,
-    out_nhd: Tensor,
-    lse_nh: Tensor | None,
-) -> None:
-    """Fill the planned rows of out_nhd, and of lse_nh where asked for.
-
-    Raises ValueError for a layout that C++ can't walk, IndexError for a page outside the pool.
-    """
-    if q_nhd.stride(2) != 1:
-        q_nhd = q_nhd.contiguous()
-    _need_contiguous(kv_layer, out_nhd, lse_nh)
-    native.run(
-        _TYPES[q_nhd.dtype],
-        q_nhd.data_ptr(),
-        out_nhd.data_ptr(),
-        0 if lse_nh is None else lse_nh.data_ptr(),
-        kv_layer.data_ptr(),
-        q_nhd.stride(0),
-        q_nhd.stride(1),
-        kv_layer.shape[0],
-        scale,
-        torch.get_num_threads(),
-    )
+def plan(checked: AttentionPlan) -> CpuPlan:
+    """The C++ side of a plan."""
+    return CpuPlan(checked)
 
 
 def _need_contiguous(*tensors: Tensor | None) -> None:

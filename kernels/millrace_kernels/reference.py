@@ -27,8 +27,9 @@ def gather_kv(kv_layer: Tensor, pages: Tensor, kv_len: int) -> tuple[Tensor, Ten
 def attention(
     plan: AttentionPlan, q_nhd: Tensor, kv_layer: Tensor, *, scale: float
 ) -> tuple[Tensor, Tensor]:
-    """Return out_nhd in q's dtype and the natural-log lse_nh in float32 (-inf on empty rows)."""
-    out_nhd = torch.zeros_like(q_nhd)
+    """Return out_nhd in float64 and the natural-log lse_nh in float32 (0 and -inf on rows that
+    see nothing)."""
+    out_nhd = torch.zeros(q_nhd.shape, dtype=torch.float64, device=q_nhd.device)
     lse_nh = torch.full(q_nhd.shape[:2], float("-inf"), dtype=torch.float32, device=q_nhd.device)
     group = plan.num_q_heads // plan.num_kv_heads
     for index, (start, stop, kv_len) in enumerate(plan.sequences):
@@ -39,15 +40,36 @@ def attention(
         v_hpd = v_kpd.double().repeat_interleave(group, 0)
         q_hnd = q_nhd[start:stop].double().transpose(0, 1)
         scores_hnp = q_hnd @ k_hpd.transpose(1, 2) * scale
-        row = torch.arange(kv_len - (stop - start), kv_len, device=q_nhd.device)[:, None]
-        column = torch.arange(kv_len, device=q_nhd.device)[None, :]
-        hidden = column > row
-        if plan.sliding_window is not None:
-            hidden |= column <= row - plan.sliding_window
-        scores_hnp.masked_fill_(hidden, float("-inf"))
-        out_nhd[start:stop] = (scores_hnp.softmax(-1) @ v_hpd).transpose(0, 1).to(q_nhd.dtype)
-        lse_nh[start:stop] = scores_hnp.logsumexp(-1).T.float()
+        if plan.soft_cap is not None:
+            scores_hnp = plan.soft_cap * torch.tanh(scores_hnp / plan.soft_cap)
+        row, column = (at.to(q_nhd.device) for at in plan.positions(index))
+        scores_hnp.masked_fill_(~visible(plan, row, column), float("-inf"))
+        lse_hn = scores_hnp.logsumexp(-1)
+        weights = torch.where(lse_hn.isneginf()[..., None], 0.0, scores_hnp.softmax(-1))
+        out_nhd[start:stop] = (weights @ v_hpd).transpose(0, 1).to(out_nhd.dtype)
+        lse_nh[start:stop] = lse_hn.T.float()
     return out_nhd, lse_nh
+
+
+def visible(plan: AttentionPlan, row: Tensor, column: Tensor) -> Tensor:
+    """Bool [rows, columns]: which K/V positions a row sees, by both's positions."""
+    seen = torch.ones(row.shape[0], column.shape[0], dtype=torch.bool, device=row.device)
+    if plan.causal:
+        seen &= column[None, :] <= row[:, None]
+    if plan.sliding_window is not None:
+        seen &= column[None, :] > row[:, None] - plan.sliding_window
+    return seen
+
+
+def merge_attention(
+    out_nhd: Tensor, lse_nh: Tensor, other_out_nhd: Tensor, other_lse_nh: Tensor
+) -> tuple[Tensor, Tensor]:
+    """Two partial results over disjoint K/V as one: (out float64, lse float32)."""
+    lse = torch.logaddexp(lse_nh.double(), other_lse_nh.double())
+    share, other_share = (
+        (part.double() - lse).exp().nan_to_num(0.0)[..., None] for part in (lse_nh, other_lse_nh)
+    )
+    return out_nhd.double() * share + other_out_nhd.double() * other_share, lse.float()
 
 
 def write_kv(kv_layer: Tensor, k_nhd: Tensor, v_nhd: Tensor, slots: Tensor) -> None:

@@ -10,10 +10,10 @@ from torch import Tensor
 from torch.nn import functional
 
 from millrace_kernels.plan import AttentionPlan
-from millrace_kernels.reference import gather_kv
+from millrace_kernels.reference import gather_kv, visible
 
-_WINDOW_BLOCK_TOKENS = 512
-"""Query rows that share one mask when a window hides part of the K/V."""
+_BLOCK_ROWS = 512
+"""Query rows that share one mask."""
 
 
 def attention(
@@ -23,94 +23,83 @@ def attention(
     *,
     scale: float,
     out_nhd: Tensor,
-    lse_nh: Tensor | None,
+    lse_nh: Tensor,
 ) -> None:
-    """Fill out_nhd, and lse_nh where asked for, one sequence after another.
+    """Fill out_nhd and lse_nh, one sequence after another.
 
-    Leaves out the sequences that the plan gives to the C++ kernel.
+    Leaves out the sequences that the plan gives to its native kernel.
     """
     for index, (start, stop, kv_len) in enumerate(plan.sequences):
         if stop - start <= plan.native_rows:
             continue
         if kv_len == 0:
             out_nhd[start:stop] = 0
-            if lse_nh is not None:
-                lse_nh[start:stop] = float("-inf")
+            lse_nh[start:stop] = float("-inf")
             continue
         k_kpd, v_kpd = gather_kv(kv_layer, plan.page_table[index], kv_len)
         q_hnd = q_nhd[start:stop].transpose(0, 1)
-        o_hnd, lse_hn = _one_sequence(
-            q_hnd, k_kpd, v_kpd, scale, plan.sliding_window, lse_nh is not None
-        )
+        if _is_plain(plan, kv_len) and q_hnd.is_cpu:
+            o_hnd, lse_hn = _cpu_causal(q_hnd, k_kpd, v_kpd, scale)
+        else:
+            o_hnd, lse_hn = _blocks(plan, index, q_hnd, k_kpd, v_kpd, scale)
         out_nhd[start:stop] = o_hnd.transpose(0, 1)
-        if lse_nh is not None and lse_hn is not None:
-            lse_nh[start:stop] = lse_hn.transpose(0, 1)
+        lse_nh[start:stop] = lse_hn.transpose(0, 1)
 
 
-def _one_sequence(
-    q_hnd: Tensor, k_kpd: Tensor, v_kpd: Tensor, scale: float, window: int | None, want_lse: bool
-) -> tuple[Tensor, Tensor | None]:
-    rows, length = q_hnd.shape[1], k_kpd.shape[1]
-    if window is not None and window < length:
-        return _windowed(q_hnd, k_kpd, v_kpd, scale, window)
-    if q_hnd.device.type == "cpu":
-        return _cpu_causal(q_hnd, k_kpd, v_kpd, scale)
-    if want_lse:
-        return _masked(q_hnd, k_kpd, v_kpd, scale, _causal_mask(rows, length, None, q_hnd.device))
-    mask = None if rows in (1, length) else _causal_mask(rows, length, None, q_hnd.device)
-    out = functional.scaled_dot_product_attention(
-        q_hnd[None],
-        k_kpd[None],
-        v_kpd[None],
-        attn_mask=mask,
-        is_causal=rows == length and rows > 1,
-        scale=scale,
-        enable_gqa=True,
-    )
-    return out[0], None
+def _is_plain(plan: AttentionPlan, kv_len: int) -> bool:
+    """Whether this is causal attention over everything, as torch's own kernels do it."""
+    window = plan.sliding_window
+    whole = window is None or window >= kv_len
+    return plan.causal and whole and plan.soft_cap is None and not plan.has_positions
 
 
-def _causal_mask(rows: int, length: int, window: int | None, device: torch.device) -> Tensor:
-    """True where a query row may look: [rows, length], the last row at the last position."""
-    row = torch.arange(length - rows, length, device=device)[:, None]
-    column = torch.arange(length, device=device)[None, :]
-    seen = column <= row
-    if window is not None:
-        seen &= column > row - window
-    return seen
-
-
-def _masked(
-    q_hnd: Tensor, k_kpd: Tensor, v_kpd: Tensor, scale: float, seen: Tensor
+def _blocks(
+    plan: AttentionPlan, index: int, q_hnd: Tensor, k_kpd: Tensor, v_kpd: Tensor, scale: float
 ) -> tuple[Tensor, Tensor]:
-    """Plain softmax attention in float32 under a mask, with lse_hn."""
-    heads, rows, _ = q_hnd.shape
-    kv_heads = k_kpd.shape[0]
-    grouped = q_hnd.float().reshape(kv_heads, heads // kv_heads, rows, -1)
-    scores = grouped @ k_kpd.float()[:, None].transpose(-1, -2) * scale
-    scores.masked_fill_(~seen, float("-inf"))
-    lse = scores.logsumexp(-1)
-    out = torch.exp(scores - lse[..., None]) @ v_kpd.float()[:, None]
-    return out.flatten(0, 1).to(q_hnd.dtype), lse.reshape(heads, rows)
-
-
-def _windowed(
-    q_hnd: Tensor, k_kpd: Tensor, v_kpd: Tensor, scale: float, window: int
-) -> tuple[Tensor, Tensor]:
-    """Blocks of query rows, each over just the K/V that its rows can see."""
-    rows, length = q_hnd.shape[1], k_kpd.shape[1]
-    outs, lses = [], []
-    for first in range(0, rows, _WINDOW_BLOCK_TOKENS):
-        last = min(first + _WINDOW_BLOCK_TOKENS, rows)
-        end = length - rows + last
-        begin = max(0, end - (last - first) - window + 1)
-        seen = _causal_mask(last - first, end - begin, window, q_hnd.device)
+    """Blocks of query rows, each under its mask and over just the span of K/V that it can see."""
+    row, column = (at.to(q_hnd.device) for at in plan.positions(index))
+    outs: list[Tensor] = []
+    lses: list[Tensor] = []
+    for first in range(0, len(row), _BLOCK_ROWS):
+        rows = slice(first, first + _BLOCK_ROWS)
+        seen = visible(plan, row[rows], column)
+        used = seen.any(0).nonzero()
+        span = slice(int(used[0]), int(used[-1]) + 1) if len(used) else slice(0, 1)
         out, lse = _masked(
-            q_hnd[:, first:last], k_kpd[:, begin:end], v_kpd[:, begin:end], scale, seen
+            q_hnd[:, rows], k_kpd[:, span], v_kpd[:, span], scale, plan.soft_cap, seen[:, span]
         )
         outs.append(out)
         lses.append(lse)
     return torch.cat(outs, 1), torch.cat(lses, 1)
+
+
+def _masked(
+    q_hnd: Tensor, k_kpd: Tensor, v_kpd: Tensor, scale: float, soft_cap: float | None, seen: Tensor
+) -> tuple[Tensor, Tensor]:
+    """Plain softmax attention under a mask: out_hnd and lse_hn, both float32."""
+    heads, rows, _ = q_hnd.shape
+    kv_heads = k_kpd.shape[0]
+    grouped = q_hnd.float().reshape(kv_heads, heads // kv_heads, rows, -1)
+    scores = grouped @ k_kpd.float()[:, None].transpose(-1, -2) * scale
+    if soft_cap is not None:
+        scores = soft_cap * torch.tanh(scores / soft_cap)
+    scores.masked_fill_(~seen, float("-inf"))
+    lse = scores.logsumexp(-1)
+    weights = torch.exp(scores - lse.nan_to_num(neginf=0.0)[..., None])
+    out = weights @ v_kpd.float()[:, None]
+    return out.flatten(0, 1), lse.reshape(heads, rows)
+
+
+def merge_attention_(
+    out_nhd: Tensor, lse_nh: Tensor, other_out_nhd: Tensor, other_lse_nh: Tensor
+) -> None:
+    """Take another partial result into out_nhd and lse_nh, in float32 inside."""
+    lse = torch.logaddexp(lse_nh, other_lse_nh)
+    finite = lse.nan_to_num(neginf=0.0)
+    merged = out_nhd.float() * (lse_nh - finite).exp()[..., None]
+    merged += other_out_nhd.float() * (other_lse_nh - finite).exp()[..., None]
+    out_nhd.copy_(merged)
+    lse_nh.copy_(lse)
 
 
 def _flash(

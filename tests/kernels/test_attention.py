@@ -3,91 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import replace
 
 import pytest
 import torch
 from hypothesis import HealthCheck, given, settings
-from hypothesis import strategies as st
 
-from millrace_kernels import cpu_backend
-from millrace_kernels.api import plan_attention, run_attention
+from millrace_kernels import cpu_backend, reference
+from millrace_kernels.api import merge_attention_, plan_attention, run_attention
+from support.attention_calls import TOLERANCE, Call, assert_matches_reference, attend, calls
 
-TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 2e-2}
 NATIVE = pytest.mark.skipif(not cpu_backend.AVAILABLE, reason="the C++ module isn't built here")
-
-
-@dataclass(frozen=True)
-class Call:
-    """Lengths of a ragged batch and the shapes of one attention call over it."""
-
-    q_lens: tuple[int, ...]
-    kv_lens: tuple[int, ...]
-    kv_heads: int = 2
-    group: int = 3
-    head_dim: int = 64
-    page_tokens: int = 16
-    window: int | None = None
-    dtype: torch.dtype = torch.float32
-    seed: int = 0
-
-    @property
-    def heads(self) -> int:
-        return self.kv_heads * self.group
-
-    def tables(self) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """q_indptr, kv_lens and a page table that scatters each sequence over the pool."""
-        needed = [-(-n // self.page_tokens) for n in self.kv_lens]
-        order = torch.randperm(sum(needed), generator=self._generator()).tolist()
-        table = torch.full((len(needed), max([1, *needed])), -1, dtype=torch.int32)
-        for row, count in enumerate(needed):
-            table[row, :count] = torch.tensor([order.pop() for _ in range(count)])
-        indptr = torch.tensor([0, *self.q_lens]).cumsum(0).int()
-        return indptr, torch.tensor(self.kv_lens, dtype=torch.int32), table
-
-    def data(self) -> tuple[torch.Tensor, torch.Tensor]:
-        """q_nhd and kv_layer, with a pool of just the pages that are used."""
-        pages = max(1, sum(-(-n // self.page_tokens) for n in self.kv_lens))
-        generator = self._generator()
-        q_nhd = torch.randn(sum(self.q_lens), self.heads, self.head_dim, generator=generator)
-        shape = (pages, 2, self.kv_heads, self.page_tokens, self.head_dim)
-        kv_layer = torch.randn(shape, generator=generator)
-        return q_nhd.to(self.dtype), kv_layer.to(self.dtype)
-
-    def run(self, backend: str) -> tuple[torch.Tensor, torch.Tensor]:
-        return attend(self, backend, self.tables(), *self.data())
-
-    def _generator(self) -> torch.Generator:
-        return torch.Generator().manual_seed(self.seed)
-
-
-def attend(call, backend, tables, q_nhd, kv_layer):
-    """out_nhd in float32, and lse_nh."""
-    q_indptr, kv_lens, page_table = tables
-    plan = plan_attention(
-        q_indptr=q_indptr,
-        kv_lens=kv_lens,
-        page_table=page_table,
-        page_tokens=call.page_tokens,
-        num_q_heads=call.heads,
-        num_kv_heads=call.kv_heads,
-        head_dim=call.head_dim,
-        dtype=call.dtype,
-        device="cpu",
-        sliding_window=call.window,
-        backend=backend,
-    )
-    lse_nh = torch.full(q_nhd.shape[:2], torch.nan)
-    out_nhd = run_attention(plan, q_nhd, kv_layer, scale=call.head_dim**-0.5, lse_out=lse_nh)
-    return out_nhd.float(), lse_nh
-
-
-def assert_matches_reference(call: Call, backend: str) -> None:
-    expected, expected_lse = call.run("reference")
-    out, lse = call.run(backend)
-    tolerance = TOLERANCE[call.dtype]
-    torch.testing.assert_close(out, expected, rtol=0, atol=tolerance)
-    torch.testing.assert_close(lse, expected_lse, rtol=1e-5, atol=tolerance / 2)
 
 
 @pytest.fixture(params=["torch", *cpu_backend.instruction_sets()])
@@ -106,24 +32,6 @@ def threads() -> Iterator[None]:
     before = torch.get_num_threads()
     yield
     torch.set_num_threads(before)
-
-
-@st.composite
-def calls(draw) -> Call:
-    kv_lens = draw(st.lists(st.integers(0, 2000) | st.integers(0, 70), min_size=1, max_size=4))
-    most_rows = st.sampled_from([1, 1, 5, 40, 200])
-    q_lens = [draw(st.integers(0, min(n, draw(most_rows)))) if n else 1 for n in kv_lens]
-    return Call(
-        q_lens=tuple(q_lens),
-        kv_lens=tuple(kv_lens),
-        kv_heads=draw(st.integers(1, 3)),
-        group=draw(st.sampled_from([1, 2, 3, 5, 7])),
-        head_dim=draw(st.sampled_from([32, 40, 64, 80, 96, 128, 192, 256])),
-        page_tokens=draw(st.integers(1, 64)),
-        window=draw(st.none() | st.integers(1, 300)),
-        dtype=draw(st.sampled_from([torch.float32, torch.bfloat16])),
-        seed=draw(st.integers(0, 2**31)),
-    )
 
 
 @settings(
@@ -160,9 +68,7 @@ def test_rows_that_see_nothing_are_zero_with_an_infinite_lse(backend):
 def test_large_scores_do_not_overflow(backend):
     call = Call(q_lens=(1, 20), kv_lens=(700, 300))
     q_nhd, kv_layer = call.data()
-    results = [
-        attend(call, name, call.tables(), q_nhd * 80, kv_layer) for name in ("reference", backend)
-    ]
+    results = [attend(call.plan(name), q_nhd * 80, kv_layer) for name in ("reference", backend)]
     torch.testing.assert_close(results[1][0], results[0][0], rtol=0, atol=1e-3)
     torch.testing.assert_close(results[1][1], results[0][1], rtol=1e-5, atol=0)
 
@@ -171,7 +77,7 @@ def test_a_nan_is_never_hidden(backend):
     call = Call(q_lens=(1,), kv_lens=(100,))
     q_nhd, kv_layer = call.data()
     kv_layer[:, 0, 0, 3] = torch.nan
-    out, _ = attend(call, backend, call.tables(), q_nhd, kv_layer)
+    out, _ = attend(call.plan(backend), q_nhd, kv_layer)
     assert out[0, : call.group].isnan().all()
     assert out[0, call.group :].isfinite().all()
 
@@ -180,29 +86,29 @@ def test_strided_queries_and_a_given_output(backend):
     call = Call(q_lens=(1, 6), kv_lens=(40, 30))
     q_nhd, kv_layer = call.data()
     fused = torch.cat([q_nhd, torch.randn(q_nhd.shape)], 1)
-    expected, _ = attend(call, "reference", call.tables(), q_nhd, kv_layer)
-    out, _ = attend(call, backend, call.tables(), fused[:, : call.heads], kv_layer)
+    expected, _ = attend(call.plan("reference"), q_nhd, kv_layer)
+    out, _ = attend(call.plan(backend), fused[:, : call.heads], kv_layer)
     torch.testing.assert_close(out, expected, rtol=0, atol=1e-5)
 
 
 @NATIVE
 @pytest.mark.parametrize("dtype", TOLERANCE, ids=str)
 def test_a_sequence_gets_the_same_bits_in_any_batch_and_on_any_threads(dtype, threads):
-    call = Call(q_lens=(1, 1, 1, 4), kv_lens=(1500, 3, 257, 800), dtype=dtype)
+    call = Call(q_lens=(1, 1, 1, 4, 90), kv_lens=(1500, 3, 257, 800, 700), dtype=dtype)
     q_nhd, kv_layer = call.data()
     q_indptr, kv_lens, page_table = call.tables()
     torch.set_num_threads(1)
-    whole, whole_lse = attend(call, "auto", (q_indptr, kv_lens, page_table), q_nhd, kv_layer)
+    whole, whole_lse = attend(call.plan(), q_nhd, kv_layer)
     for count in (1, 2, 5):
         torch.set_num_threads(count)
         for i in range(len(kv_lens)):
             rows = slice(int(q_indptr[i]), int(q_indptr[i + 1]))
-            alone = (
-                torch.tensor([0, rows.stop - rows.start], dtype=torch.int32),
-                kv_lens[i : i + 1],
-                page_table[i : i + 1],
+            alone = call.plan(
+                q_indptr=torch.tensor([0, rows.stop - rows.start], dtype=torch.int32),
+                kv_lens=kv_lens[i : i + 1],
+                page_table=page_table[i : i + 1],
             )
-            out, lse = attend(call, "auto", alone, q_nhd[rows], kv_layer)
+            out, lse = attend(alone, q_nhd[rows], kv_layer)
             assert torch.equal(out, whole[rows])
             assert torch.equal(lse, whole_lse[rows])
 
@@ -212,23 +118,70 @@ def test_a_plan_serves_every_layer(threads):
     torch.set_num_threads(3)
     call = Call(q_lens=(1, 1), kv_lens=(1000, 600))
     q_nhd, kv_layer = call.data()
-    q_indptr, kv_lens, page_table = call.tables()
-    plan = plan_attention(
-        q_indptr=q_indptr,
-        kv_lens=kv_lens,
-        page_table=page_table,
-        page_tokens=call.page_tokens,
-        num_q_heads=call.heads,
-        num_kv_heads=call.kv_heads,
-        head_dim=call.head_dim,
-        dtype=call.dtype,
-        device="cpu",
-    )
-    first = run_attention(plan, q_nhd, kv_layer, scale=0.125)
+    plan = call.plan()
+    first, _ = run_attention(plan, q_nhd, kv_layer, scale=0.125)
     for _ in range(200):
-        assert torch.equal(run_attention(plan, q_nhd, kv_layer, scale=0.125), first)
-    other = run_attention(plan, q_nhd, kv_layer * 2, scale=0.125)
+        assert torch.equal(run_attention(plan, q_nhd, kv_layer, scale=0.125)[0], first)
+    other, _ = run_attention(plan, q_nhd, kv_layer * 2, scale=0.125)
     assert not torch.equal(other, first)
+
+
+@pytest.mark.parametrize("dtype", TOLERANCE, ids=str)
+@pytest.mark.parametrize("ways", [2, 3])
+def test_a_ring_over_zigzag_blocks_is_attention_over_everything(backend, ways, dtype):
+    """Each rank has a head and a tail block; over all steps it has seen all K/V (Tetris 4.1)."""
+    tokens = 2 * ways * 37
+    whole = Call(q_lens=(tokens,), kv_lens=(tokens,), dtype=dtype, page_tokens=8)
+    q_nhd, kv_layer = whole.data()
+    expected, expected_lse = attend(whole.plan("reference"), q_nhd, kv_layer)
+    pages = whole.tables()[2][0].long()
+    kv_2ktd = kv_layer[pages].permute(1, 2, 0, 3, 4).flatten(2, 3)[:, :, :tokens]
+    blocks = torch.arange(tokens).chunk(2 * ways)
+    owned = [torch.cat([blocks[r], blocks[2 * ways - 1 - r]]) for r in range(ways)]
+    for rank in range(ways):
+        rows = owned[rank]
+        out = torch.zeros(len(rows), whole.heads, whole.head_dim)
+        lse = torch.full((len(rows), whole.heads), -torch.inf)
+        for step in range(ways):
+            slots = owned[(rank - step) % ways]
+            ring = torch.zeros(-(-len(slots) // 8), 2, whole.kv_heads, 8, 64, dtype=dtype)
+            for slot, position in enumerate(slots.tolist()):
+                ring[slot // 8, :, :, slot % 8] = kv_2ktd[:, :, position]
+            plan = whole.plan(
+                backend,
+                q_indptr=torch.tensor([0, len(rows)], dtype=torch.int32),
+                kv_lens=torch.tensor([len(slots)], dtype=torch.int32),
+                page_table=torch.arange(len(ring), dtype=torch.int32)[None],
+                q_positions=rows.int(),
+                kv_positions=slots.int(),
+            )
+            merge_attention_(out, lse, *attend(plan, q_nhd[rows], ring))
+        torch.testing.assert_close(out, expected[rows], rtol=0, atol=TOLERANCE[dtype])
+        torch.testing.assert_close(lse, expected_lse[rows], rtol=1e-5, atol=1e-2)
+
+
+@pytest.mark.parametrize("out_dtype", TOLERANCE, ids=str)
+def test_merging_with_rows_that_saw_nothing(out_dtype):
+    generator = torch.Generator().manual_seed(0)
+    out, other = torch.randn(2, 4, 3, 40, generator=generator)
+    lse, other_lse = torch.randn(2, 4, 3, generator=generator)
+    lse[0] = other_lse[1] = -torch.inf
+    lse[2] = other_lse[2] = -torch.inf
+    out[0], out[2], other[1], other[2] = 0, 0, 0, 0
+    merged, merged_lse = out.clone().to(out_dtype), lse.clone()
+    merge_attention_(merged, merged_lse, other, other_lse)
+    expected, expected_lse = reference.merge_attention(out.to(out_dtype), lse, other, other_lse)
+    torch.testing.assert_close(merged.double(), expected, rtol=0, atol=TOLERANCE[out_dtype])
+    torch.testing.assert_close(merged_lse, expected_lse, rtol=1e-6, atol=1e-6)
+    assert (merged[2] == 0).all() and (merged_lse[2] == -torch.inf).all()
+    torch.testing.assert_close(merged[0].float(), other[0], rtol=0, atol=TOLERANCE[out_dtype])
+
+
+def test_long_contexts_of_single_rows(backend):
+    """300 pages, a row near each end of them."""
+    call = Call(q_lens=(1, 1), kv_lens=(300 * 16, 300 * 16 - 15))
+    assert_matches_reference(call, backend)
+    assert_matches_reference(replace(call, layout="striped"), backend)
 
 
 class TestBadInput:
@@ -259,6 +212,10 @@ class TestBadInput:
             ({"kv_lens": torch.tensor([5, 1], dtype=torch.int32)}, "2 queries for 1 K/V"),
             ({"num_q_heads": 3}, "no multiple"),
             ({"sliding_window": 0}, "at least 1"),
+            ({"soft_cap": 0.0}, "soft_cap must be above 0"),
+            ({"q_positions": torch.tensor([1, 2], dtype=torch.int32)}, "q_positions has 2 entries"),
+            ({"kv_positions": torch.tensor([1, 2], dtype=torch.int32)}, "entries for 14 rows"),
+            ({"kv_positions": torch.arange(14)}, "kv_positions must be int32"),
             ({"backend": "fast"}, "not a valid Backend"),
         ],
     )

@@ -125,7 +125,7 @@ def _attn(
             plan, q_nhd = state.last_plan, q_nhd[state.rows]
             state.residual = state.residual[state.rows]
             state.rows = None
-        out_nhd = kernels.run_attention(plan, q_nhd, kv_layer, scale=scale)
+        out_nhd, _ = kernels.run_attention(plan, q_nhd, kv_layer, scale=scale)
         state.attended = out_nhd.view(-1, heads * head_dim)
 
     return attn

@@ -1,0 +1,101 @@
+"""Weight matrices made ready once, at load, for the device and dtype they are on.
+
+Shape letters: n rows of x, H in, O out; E experts, X width of one, t experts a token.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+from millrace_kernels import cpu_backend, torch_backend
+
+_SKINNY_ROWS = 8
+"""Rows of x up to which the C++ linear, bound by reading the weights, beats a packed GEMM."""
+
+
+class Linear:
+    """x @ weight.T + bias, alone or together with what comes right before it."""
+
+    def __init__(self, weight: Tensor, bias: Tensor | None = None) -> None:
+        """weight [O, H], bias [O]. Raises ValueError when they don't fit each other."""
+        if bias is not None and (bias.shape != weight.shape[:1] or bias.dtype != weight.dtype):
+            raise ValueError(
+                f"bias is {bias.dtype} {tuple(bias.shape)}, "
+                f"the weight {weight.dtype} {tuple(weight.shape)}"
+            )
+        self.weight = weight.contiguous()
+        self.bias = bias
+        self.out_features, self.in_features = weight.shape
+
+    def __call__(self, x: Tensor) -> Tensor:
+        """x [n, H] -> [n, O]."""
+        if 0 < x.shape[0] <= _SKINNY_ROWS and cpu_backend.takes(x):
+            return cpu_backend.linear(x, self.weight, self.bias)
+        out: Tensor = functional.linear(x, self.weight, self.bias)
+        return out
+
+    def after_norm(
+        self, x: Tensor, residual: Tensor | None, norm_weight: Tensor, eps: float
+    ) -> tuple[Tensor, Tensor]:
+        """(linear(rms_norm(total)), total) for total = x + residual, or x without a residual."""
+        if cpu_backend.takes(x):
+            normed, total = cpu_backend.rms_norm(x, norm_weight, eps, residual)
+        else:
+            total = x if residual is None else residual + x
+            normed = torch_backend.rms_norm(total, norm_weight, eps)
+        return self(normed), total
+
+    def after_silu(self, gate_up: Tensor) -> Tensor:
+        """linear(silu(gate) * up) for gate_up [n, 2 * H] with gate in the first half."""
+        if cpu_backend.takes(gate_up):
+            return self(cpu_backend.silu_mul(gate_up))
+        return self(torch_backend.silu_mul(gate_up))
+
+
+class Experts:
+    """The SwiGLU experts of a mixture, each row of x through its own few."""
+
+    def __init__(self, gate_up: Tensor, down: Tensor) -> None:
+        """gate_up [E, 2 * X, H] with gate first, down [E, H, X]. Raises ValueError otherwise."""
+        experts, wide, hidden = gate_up.shape
+        if down.shape != (experts, hidden, wide // 2) or wide % 2 or down.dtype != gate_up.dtype:
+            raise ValueError(
+                f"gate_up is {tuple(gate_up.shape)} and down {tuple(down.shape)}: not the two "
+                f"projections of the same experts"
+            )
+        self.gate_up = [Linear(weight) for weight in gate_up]
+        self.down = [Linear(weight) for weight in down]
+
+    def __call__(self, x: Tensor, expert_ids: Tensor, weights: Tensor) -> Tensor:
+        """[n, H]: the outputs of each row's experts, weighted and summed in float32.
+
+        x [n, H]; expert_ids int64 [n, t]; weights float32 [n, t]. Rows are sorted by expert, so
+        that each expert that was chosen runs one matrix product a projection.
+        """
+        tokens, per_token = expert_ids.shape
+        flat_ids = expert_ids.view(-1)
+        order = flat_ids.argsort(stable=True)
+        counts: list[int] = flat_ids.bincount(minlength=len(self.down)).tolist()
+        rows = x[order // per_token]
+        out = torch.empty_like(rows)
+        start = 0
+        for gate_up, down, count in zip(self.gate_up, self.down, counts, strict=True):
+            if count:
+                own = slice(start, start + count)
+                out[own] = down.after_silu(gate_up(rows[own]))
+                start += count
+        weighted = torch.empty(out.shape, dtype=torch.float32, device=out.device)
+        weighted[order] = out * weights.view(-1)[order, None]
+        return weighted.view(tokens, per_token, -1).sum(1).to(x.dtype)
+
+
+def prepare_linear(weight: Tensor, bias: Tensor | None = None) -> Linear:
+    """A linear ready to run: weight [O, H], bias [O]. The weight is not copied if contiguous."""
+    return Linear(weight, bias)
+
+
+def prepare_experts(gate_up: Tensor, down: Tensor) -> Experts:
+    """Experts ready to run: gate_up [E, 2 * X, H] with gate first, down [E, H, X]."""
+    return Experts(gate_up, down)
