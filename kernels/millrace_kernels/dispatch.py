@@ -10,10 +10,7 @@ from typing import Final
 from millrace_kernels import cpu_backend
 from millrace_kernels.plan import AttentionPlan, Backend
 
-ALL_ROWS: Final = 2**31 - 1
-
-_CPU_ROWS: Final = 8
-"""Query rows of a sequence up to which the C++ kernel beats torch's split of a prefill chunk."""
+ALL_ROWS: Final = cpu_backend.ALL_ROWS
 
 
 def with_backend(plan: AttentionPlan) -> AttentionPlan:
@@ -32,15 +29,14 @@ def with_backend(plan: AttentionPlan) -> AttentionPlan:
                 f"attention backend 'cpu' can't do {plan.dtype} on {plan.device}: "
                 f"{cpu_backend.describe()}"
             )
-        rows = ALL_ROWS if plan.backend is Backend.CPU else _CPU_ROWS
+        rows = ALL_ROWS if plan.backend is Backend.CPU else cpu_backend.attention_rows(plan)
         plan = dataclasses.replace(plan, backend=backend, native_rows=rows)
         return dataclasses.replace(plan, native=cpu_backend.plan(plan))
     raise ValueError(f"attention backend {backend.value!r} is not available on {plan.device}")
 
 
 def _fastest(plan: AttentionPlan) -> Backend:
-    plain = plan.causal and plan.soft_cap is None and not plan.has_positions
-    if cpu_backend.takes_dtype(plan.device, plan.dtype) and plain:
+    if cpu_backend.takes_dtype(plan.device, plan.dtype):
         return Backend.CPU
     return Backend.TORCH
 
