@@ -6,7 +6,9 @@
 // slots in weights V.
 
 constexpr int kStrip = 4 * kTileRows;  // lanes whose scores are kept, and should stay in L1
-constexpr std::int64_t kScoreStride = kTileBlock + 16;  // no power of two: L1 has few ways
+// No powers of two: L1 has few ways.
+constexpr std::int64_t kScoreStride = kTileBlock + 16;
+constexpr std::int64_t kPanel = (kTileBlock + 1) * kTileColumns;  // units of a panel of V
 
 template <class T>
 struct Packing {
@@ -100,7 +102,7 @@ struct TileScratch {
   float* o;                        // [lanes, dim], sums of weight * v so far
   float* scores;                   // [kStrip, kScoreStride], then weights
   float* keys;                     // [panels of slots, depth, kTileColumns] units
-  float* values;                   // [panels of dim, kTileBlock, kTileColumns] units
+  float* values;                   // [panels of dim, kPanel] units
   float* maximum;                  // [lanes]
   float* total;                    // [lanes], sums of weights so far
   Reach* reach;                    // [lanes]
@@ -112,7 +114,7 @@ struct TileScratch {
     scores = o + lanes * dim;
     keys = scores + kStrip * kScoreStride;
     values = keys + kTileBlock * depth;
-    maximum = values + kTileBlock * dim;
+    maximum = values + kPanel * round_up(head_dim, kTileColumns) / kTileColumns;
     total = maximum + lanes;
     reach = reinterpret_cast<Reach*>(total + lanes);
   }
@@ -120,7 +122,7 @@ struct TileScratch {
 
 std::int64_t tile_scratch(int lanes, int head_dim) {
   const std::int64_t row = padded(head_dim) + round_up(head_dim, 8);
-  return lanes * (row + 4) + kStrip * kScoreStride + kTileBlock * row;
+  return lanes * (row + 4) + kStrip * kScoreStride + (kTileBlock + 1) * row;
 }
 
 // Transposes the K rows at k into panels.
@@ -163,7 +165,7 @@ void pack_values(const T* const* k, std::int64_t v_offset, int count, int head_d
     for (int j = 0; j < end; j += 8) {
       T space[8], next_space[8];
       typename Unit::Element* at =
-          out + j / kTileColumns * kTileColumns * kTileBlock + j % kTileColumns;
+          out + j / kTileColumns * kPanel + j % kTileColumns;
       const T* v = filled(k[t] + v_offset + j, head_dim - j, 8, space);
       if constexpr (kPack<Unit> == 2) {
         const T* next = t + 1 < count
@@ -248,7 +250,8 @@ void attend_strip(const AttentionCall& c, const Scores& scores, const TileScratc
     for (int lane = 0; lane < lanes; lane += kTileRows)
       multiply_rows<Unit, true>(
           lanes - lane, weights + lane * kScoreStride, kScoreStride,
-          reinterpret_cast<const Element*>(s.values) + j * kTileBlock + first_unit * kTileColumns,
+          reinterpret_cast<const Element*>(s.values) + j / kTileColumns * kPanel +
+              first_unit * kTileColumns,
           units, s.o + (begin + lane) * s.dim + j, s.dim);
 }
 
