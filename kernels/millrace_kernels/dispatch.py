@@ -4,7 +4,6 @@ workers of one kind choose alike.
 
 from __future__ import annotations
 
-import dataclasses
 from typing import Final
 
 from millrace_kernels import cpu_backend
@@ -14,25 +13,25 @@ ALL_ROWS: Final = cpu_backend.ALL_ROWS
 
 
 def with_backend(plan: AttentionPlan) -> AttentionPlan:
-    """The plan with its backend chosen and that backend's own plan made.
+    """Choose the plan's backend and make that backend's own plan; returns the same plan.
 
     Raises ValueError when the backend asked for can't do it.
     """
-    backend = plan.backend
-    if backend is Backend.AUTO:
-        backend = _fastest(plan)
-    if backend in (Backend.REFERENCE, Backend.TORCH):
-        return dataclasses.replace(plan, backend=backend)
-    if backend is Backend.CPU:
+    is_auto = plan.backend is Backend.AUTO
+    if is_auto:
+        plan.backend = _fastest(plan)
+    if plan.backend in (Backend.REFERENCE, Backend.TORCH):
+        return plan
+    if plan.backend is Backend.CPU:
         if not cpu_backend.takes_dtype(plan.device, plan.dtype):
             raise ValueError(
                 f"attention backend 'cpu' can't do {plan.dtype} on {plan.device}: "
                 f"{cpu_backend.describe()}"
             )
-        rows = ALL_ROWS if plan.backend is Backend.CPU else cpu_backend.attention_rows(plan)
-        plan = dataclasses.replace(plan, backend=backend, native_rows=rows)
-        return dataclasses.replace(plan, native=cpu_backend.plan(plan))
-    raise ValueError(f"attention backend {backend.value!r} is not available on {plan.device}")
+        plan.native_rows = cpu_backend.attention_rows(plan) if is_auto else ALL_ROWS
+        plan.native = cpu_backend.plan(plan)
+        return plan
+    raise ValueError(f"attention backend {plan.backend.value!r} is not available on {plan.device}")
 
 
 def _fastest(plan: AttentionPlan) -> Backend:

@@ -37,7 +37,7 @@ class NativePlan(Protocol):
         """Fills the rows of out_nhd and lse_nh that the plan gives to this backend."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(slots=True, kw_only=True, eq=False)
 class AttentionPlan:
     """A checked attention call: ragged queries over paged K/V.
 
@@ -49,7 +49,8 @@ class AttentionPlan:
     q_indptr: int32 [B + 1] on the CPU, kv_lens: int32 [B] on the CPU, page_table: int32
     [B, max_pages]. q_positions: int32 [n], kv_positions: int32 [sum(kv_lens)], both on the CPU.
     `sequences` holds (first row, last row + 1, kv_len) of each; those with at most `native_rows`
-    rows of q are `native`'s, the rest torch's.
+    rows of q are `native`'s, the rest torch's. `dispatch` fills in these three; nothing else
+    changes a plan (not frozen: making one is part of every decode step).
     """
 
     backend: Backend

@@ -1,0 +1,355 @@
+"""Attention by FlashInfer's paged kernels, on NVIDIA GPUs that have the package.
+
+FlashInfer knows two masks: none, and causal with the last row at the last K/V slot. Explicit
+positions are brought to these by pieces: where a sequence's K/V slots stand in ascending order of
+position, a row sees a prefix of them, and a run of rows that all see the same prefix, or each one
+slot more than the row before it, is one such call. A step of a zigzag ring is one piece.
+
+Shape letters: n tokens, h q heads, k kv heads, d head_dim, P pieces.
+"""
+
+from __future__ import annotations
+
+import importlib
+import importlib.util
+import math
+import weakref
+from collections import defaultdict
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from functools import cache
+from itertools import pairwise
+from types import ModuleType
+from typing import Final, Literal, Protocol
+
+import torch
+from torch import Tensor
+
+from millrace_kernels.plan import AttentionPlan
+
+DTYPES: Final = (torch.bfloat16, torch.float16)
+HEAD_DIMS: Final = (64, 128, 256)
+MOST_PIECES: Final = 8192
+"""FlashInfer keeps a call's lengths in a table of fixed size."""
+
+_LEAST_CAPABILITY = (8, 0)
+_WORKSPACE_BYTES = 128 * 2**20
+"""Partial results of K/V that is split over blocks of threads; FlashInfer's advice."""
+
+_CUDA_CORE_GROUP = 2
+"""Query heads a kv head up to which decode is faster, or as fast, without tensor cores."""
+
+_LN_2 = math.log(2.0)
+
+Kind = Literal["prefill", "decode", "grouped decode"]
+
+
+class Wrapper(Protocol):
+    """What FlashInfer's prefill and decode wrappers share."""
+
+    def plan(self, *tables_and_shape: Tensor | int, **options: object) -> None:
+        """Works out the schedule of one call."""
+
+    def run(
+        self,
+        q: Tensor,
+        paged_kv_cache: Tensor,
+        *,
+        q_scale: float,
+        out: Tensor | None,
+        return_lse: bool,
+    ) -> tuple[Tensor, Tensor]:
+        """The planned call's (out_nhd, base-2 lse_nh)."""
+
+
+def available(device: torch.device | str = "cuda") -> str:
+    """Empty when FlashInfer can run on the device, else the reason why it can't."""
+    where = torch.device(device)
+    if where.type != "cuda":
+        return f"FlashInfer needs a CUDA device, not {where}"
+    if importlib.util.find_spec("flashinfer") is None:
+        return "the package flashinfer-python is not installed"
+    if not torch.cuda.is_available():
+        return "torch finds no CUDA device"
+    capability = torch.cuda.get_device_capability(where)
+    if capability < _LEAST_CAPABILITY:
+        return f"FlashInfer needs compute capability 8.0, {where} has {capability}"
+    try:
+        _flashinfer()
+    except (ImportError, OSError, RuntimeError) as error:
+        return f"flashinfer can't be imported: {error}"
+    return ""
+
+
+def supports(plan: AttentionPlan) -> str:
+    """Empty when FlashInfer can do this plan, else the reason why another backend must."""
+    if plan.dtype not in DTYPES:
+        return f"FlashInfer takes bfloat16 and float16, not {plan.dtype}"
+    if plan.head_dim not in HEAD_DIMS:
+        return f"FlashInfer takes head_dim {', '.join(map(str, HEAD_DIMS))}, not {plan.head_dim}"
+    if plan.has_positions and plan.sliding_window is not None:
+        return "FlashInfer takes no sliding window where positions are given"
+    for index in range(len(plan.sequences)):
+        if plan.kv_positions is not None and bool((plan.positions(index)[1].diff() < 0).any()):
+            return f"the K/V slots of sequence {index} are not in order of position"
+    if (count := len(pieces_of(plan))) > MOST_PIECES:
+        return f"the positions make {count} calls of at most {MOST_PIECES}"
+    return ""
+
+
+def plan(checked: AttentionPlan) -> FlashInferPlan:
+    """FlashInfer's side of a plan. Raises ValueError where it isn't supported."""
+    if reason := supports(checked):
+        raise ValueError(reason)
+    return FlashInferPlan(checked)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Piece:
+    """Rows `start` to `stop` - 1, over the first `kv_len` K/V slots of their sequence.
+
+    Causal: the last row sees all of those, each row before it one slot less; else all see all.
+    A single row is not causal.
+    """
+
+    sequence: int
+    start: int
+    stop: int
+    kv_len: int
+    causal: bool
+
+    @property
+    def q_len(self) -> int:
+        """Rows of q."""
+        return self.stop - self.start
+
+
+def pieces_of(plan: AttentionPlan) -> list[Piece]:
+    """The plan as pieces, in order of their rows; rows that see nothing are in none.
+
+    The K/V slots of each sequence must be in order of position.
+    """
+    pieces: list[Piece] = []
+    for index, (start, stop, kv_len) in enumerate(plan.sequences):
+        if start == stop or kv_len == 0:
+            continue
+        if not plan.causal or (not plan.has_positions and stop - start <= kv_len):
+            pieces.append(
+                Piece(
+                    sequence=index,
+                    start=start,
+                    stop=stop,
+                    kv_len=kv_len,
+                    causal=plan.causal and stop - start > 1,
+                )
+            )
+            continue
+        rows, slots = plan.positions(index)
+        seen = torch.searchsorted(slots, rows, right=True)
+        for first, last, causal in _runs(seen):
+            if not seen[last]:
+                continue
+            begin = first if seen[first] else first + 1  # a causal run may begin at nothing
+            pieces.append(
+                Piece(
+                    sequence=index,
+                    start=start + begin,
+                    stop=start + last + 1,
+                    kv_len=int(seen[last]),
+                    causal=causal and begin < last,
+                )
+            )
+    return pieces
+
+
+def _runs(seen: Tensor) -> list[tuple[int, int, bool]]:
+    """Runs of rows as (first, last, causal), for the K/V slots that each row sees.
+
+    Within a run each row sees as many as the row before it, or each one more.
+    """
+    steps = seen.diff()
+    changes: list[int] = (steps.diff().nonzero().flatten() + 1).tolist()
+    runs: list[tuple[int, int, bool]] = []
+    first = 0
+    for begin, last in pairwise([0, *changes, len(steps)]):
+        step = int(steps[begin]) if last else 0
+        if step in (0, 1):
+            runs.append((first, last, step == 1))
+            first = last + 1
+        else:
+            runs.extend((row, row, False) for row in range(first, last))
+            first = last
+    if first < len(seen):
+        runs.append((first, first, False))
+    return runs
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PageLists:
+    """Pages in FlashInfer's form, int32 on the CPU.
+
+    indptr [P + 1]: where each piece's pages begin in `indices`; last_page_len [P]: slots in use
+    of its last page.
+    """
+
+    indptr: Tensor
+    indices: Tensor
+    last_page_len: Tensor
+
+
+def page_lists(pieces: Sequence[Piece], page_table: Tensor, page_tokens: int) -> PageLists:
+    """The pages of each piece's K/V, from page_table [B, max_pages]."""
+    kv_lens = torch.tensor([piece.kv_len for piece in pieces], dtype=torch.int32)
+    counts = (kv_lens + page_tokens - 1) // page_tokens
+    rows = page_table.cpu()[[piece.sequence for piece in pieces]]
+    used = torch.arange(rows.shape[1]) < counts[:, None]
+    return PageLists(
+        indptr=_indptr(counts),
+        indices=rows[used].int(),
+        last_page_len=kv_lens - (counts - 1) * page_tokens,
+    )
+
+
+def _indptr(counts: Tensor) -> Tensor:
+    indptr = torch.zeros(len(counts) + 1, dtype=torch.int32)
+    indptr[1:] = counts.cumsum(0)
+    return indptr
+
+
+@dataclass(frozen=True, slots=True)
+class _Call:
+    """One planned wrapper and its rows, int64 on the device; None: all rows in their order."""
+
+    wrapper: Wrapper
+    rows: Tensor | None
+
+
+class FlashInferPlan:
+    """A plan's FlashInfer calls: one for its causal pieces and one for those that see everything.
+
+    The calls of a device share one workspace, so plans must run on one stream.
+    """
+
+    def __init__(self, checked: AttentionPlan) -> None:
+        pieces = pieces_of(checked)
+        self._rows = checked.num_tokens
+        self._covered = sum(piece.q_len for piece in pieces)
+        store = _store(checked.device)
+        held: list[tuple[Kind, Wrapper]] = []
+        weakref.finalize(self, store.give_back, held)
+        self._calls: list[_Call] = []
+        for group in _groups(pieces):
+            kind = _kind(checked, group)
+            held.append((kind, store.take(kind)))
+            _plan(held[-1][1], kind, checked, group)
+            self._calls.append(_Call(held[-1][1], self._rows_of(checked, group)))
+
+    def _rows_of(self, checked: AttentionPlan, pieces: Sequence[Piece]) -> Tensor | None:
+        if sum(piece.q_len for piece in pieces) == self._rows:
+            return None
+        rows = [torch.arange(piece.start, piece.stop) for piece in pieces]
+        return torch.cat(rows).to(checked.device)
+
+    def run(
+        self, q_nhd: Tensor, kv_layer: Tensor, *, scale: float, out_nhd: Tensor, lse_nh: Tensor
+    ) -> None:
+        """Fills out_nhd, of q's dtype or float32, and the natural-log lse_nh.
+
+        FlashInfer writes q's dtype: a float32 out holds its values.
+        """
+        if self._covered < self._rows:
+            out_nhd.zero_()
+            lse_nh.fill_(float("-inf"))
+        for call in self._calls:
+            q = q_nhd if call.rows is None else q_nhd.index_select(0, call.rows)
+            direct = call.rows is None and out_nhd.dtype == q.dtype
+            out, lse_base_2 = call.wrapper.run(
+                q, kv_layer, q_scale=scale, out=out_nhd if direct else None, return_lse=True
+            )
+            if call.rows is None:
+                torch.mul(lse_base_2, _LN_2, out=lse_nh)
+                if not direct:
+                    out_nhd.copy_(out)
+            else:
+                lse_nh.index_copy_(0, call.rows, lse_base_2 * _LN_2)
+                out_nhd.index_copy_(0, call.rows, out.to(out_nhd.dtype))
+
+
+def _groups(pieces: Sequence[Piece]) -> list[list[Piece]]:
+    """The pieces of each mask; single rows go with the causal ones where there are any."""
+    if not any(piece.causal for piece in pieces):
+        return [list(pieces)] if pieces else []
+    causal = [piece for piece in pieces if piece.causal or piece.q_len == 1]
+    rest = [piece for piece in pieces if not piece.causal and piece.q_len > 1]
+    return [causal, rest] if rest else [causal]
+
+
+def _kind(checked: AttentionPlan, pieces: Sequence[Piece]) -> Kind:
+    if any(piece.q_len > 1 for piece in pieces):
+        return "prefill"
+    group = checked.num_q_heads // checked.num_kv_heads
+    return "grouped decode" if group > _CUDA_CORE_GROUP else "decode"
+
+
+def _plan(wrapper: Wrapper, kind: Kind, checked: AttentionPlan, pieces: Sequence[Piece]) -> None:
+    lists = page_lists(pieces, checked.page_table, checked.page_tokens)
+    tables = (lists.indptr, lists.indices, lists.last_page_len)
+    shape = (checked.num_q_heads, checked.num_kv_heads, checked.head_dim, checked.page_tokens)
+    window = checked.sliding_window
+    options = {
+        "window_left": -1 if window is None else window - 1,
+        "logits_soft_cap": checked.soft_cap,
+        "sm_scale": 1.0,  # run() brings the scale
+        "q_data_type": checked.dtype,
+        "kv_data_type": checked.dtype,
+    }
+    if kind == "prefill":
+        causal = any(piece.causal for piece in pieces)
+        q_lens = torch.tensor([piece.q_len for piece in pieces])
+        wrapper.plan(_indptr(q_lens), *tables, *shape, causal=causal, **options)
+    else:
+        wrapper.plan(*tables, *shape, **options)
+
+
+@dataclass(slots=True)
+class _Store:
+    """A device's workspace, and the wrappers that no live plan holds.
+
+    A wrapper keeps what it planned, so each call of a live plan needs one to itself; making one
+    pins 8 MiB of host memory, so they are kept.
+    """
+
+    workspace: Tensor
+    _idle: defaultdict[Kind, list[Wrapper]] = field(default_factory=lambda: defaultdict(list))
+
+    def take(self, kind: Kind) -> Wrapper:
+        """A wrapper to plan."""
+        if idle := self._idle[kind]:
+            return idle.pop()
+        package = _flashinfer()
+        wrapper: Wrapper
+        if kind == "prefill":
+            wrapper = package.BatchPrefillWithPagedKVCacheWrapper(self.workspace, kv_layout="HND")
+        else:
+            wrapper = package.BatchDecodeWithPagedKVCacheWrapper(
+                self.workspace,
+                kv_layout="HND",
+                use_tensor_cores=kind == "grouped decode",
+                backend="fa2",
+            )
+        return wrapper
+
+    def give_back(self, held: list[tuple[Kind, Wrapper]]) -> None:
+        """Takes the wrappers of a plan that is gone."""
+        for kind, wrapper in held:
+            self._idle[kind].append(wrapper)
+
+
+@cache
+def _store(device: torch.device) -> _Store:
+    return _Store(torch.empty(_WORKSPACE_BYTES, dtype=torch.uint8, device=device))
+
+
+@cache
+def _flashinfer() -> ModuleType:
+    return importlib.import_module("flashinfer")
