@@ -43,16 +43,23 @@ inline void for_lane_tiles(int lanes, const Body& body) {
   }
 }
 
-// p[g][t] = q[g] . k[t] for G lanes and every slot of the block; asks for `ahead` meanwhile.
+// Asks for a row that is soon read: the machine's own prefetching ends where a page of K/V does.
+template <class T>
+inline void prefetch_row(const T* row, int head_dim) {
+  for (int j = 0; j < head_dim; j += 64 / static_cast<int>(sizeof(T))) __builtin_prefetch(row + j);
+}
+
+// p[g][t] = q[g] . k[t] for G lanes and every slot of the block; asks for V meanwhile.
 template <class T, int G>
-void score_lanes(const float* q, std::int64_t dim, const T* const* k, int count, int head_dim,
-                 float* p) {
+void score_lanes(const float* q, std::int64_t dim, const T* const* k, std::int64_t v_offset,
+                 int count, int head_dim, float* p) {
   const int full = head_dim / Vec::N;
   const int rest = head_dim % Vec::N;
   for (int t = 0; t < count; t += 4) {
     const T* rows[4];
     MILLRACE_UNROLL
     for (int i = 0; i < 4; ++i) rows[i] = k[t + i < count ? t + i : count - 1];
+    for (int i = 0; i < 4; ++i) prefetch_row(rows[i] + v_offset, head_dim);
     Vec sums[G][4];
     MILLRACE_UNROLL
     for (int g = 0; g < G; ++g)
@@ -77,10 +84,12 @@ void score_lanes(const float* q, std::int64_t dim, const T* const* k, int count,
   }
 }
 
-// o[g] = decay[g] * o[g] + sum over t of p[g][t] * v[t], for D vectors of the row from `column`.
+// o[g] = decay[g] * o[g] + sum over t of p[g][t] * v[t], for D vectors of the row from `column`;
+// asks for the next block's first `ahead` rows of K, of `asked` columns, meanwhile.
 template <class T, int G, int D, bool Part>
 void add_value_columns(float* o, std::int64_t dim, const T* const* k, std::int64_t v_offset,
-                       int count, int column, int rest, const float* p, const float* decay) {
+                       int count, int column, int rest, const float* p, const float* decay,
+                       int ahead = 0, int asked = 0) {
   Vec sums[G][D];
   MILLRACE_UNROLL
   for (int g = 0; g < G; ++g)
@@ -89,6 +98,7 @@ void add_value_columns(float* o, std::int64_t dim, const T* const* k, std::int64
       sums[g][j] = mul(set1(decay[g]), load(o + g * dim + column + j * Vec::N));
   for (int t = 0; t < count; ++t) {
     const T* v = k[t] + v_offset + column;
+    if (t < ahead) prefetch_row(k[t + kBlock], asked);
     Vec weights[G];
     MILLRACE_UNROLL
     for (int g = 0; g < G; ++g) weights[g] = set1(p[g * kBlock + t]);
@@ -107,11 +117,12 @@ void add_value_columns(float* o, std::int64_t dim, const T* const* k, std::int64
 
 template <class T, int G>
 void add_values(float* o, std::int64_t dim, const T* const* k, std::int64_t v_offset, int count,
-                int head_dim, const float* p, const float* decay) {
+                int head_dim, const float* p, const float* decay, int ahead) {
   const int full = head_dim / Vec::N * Vec::N;
   int column = 0;
   for (; column + kDimTile * Vec::N <= full; column += kDimTile * Vec::N)
-    add_value_columns<T, G, kDimTile, false>(o, dim, k, v_offset, count, column, 0, p, decay);
+    add_value_columns<T, G, kDimTile, false>(o, dim, k, v_offset, count, column, 0, p, decay,
+                                             column == 0 ? ahead : 0, head_dim);
   for (; column < full; column += Vec::N)
     add_value_columns<T, G, 1, false>(o, dim, k, v_offset, count, column, 0, p, decay);
   if (head_dim > full)
@@ -120,7 +131,7 @@ void add_values(float* o, std::int64_t dim, const T* const* k, std::int64_t v_of
 
 template <class T>
 void few_block(const AttentionCall& c, const AttentionTask& task, const Scores& scores,
-               const FewScratch& s, const T* const* k, std::int64_t v_offset,
+               const FewScratch& s, const T* const* k, std::int64_t v_offset, int ahead,
                const Positions<kBlock>& slots) {
   const int group = c.q_heads / c.kv_heads;
   const int lanes = task.rows * group;
@@ -129,10 +140,10 @@ void few_block(const AttentionCall& c, const AttentionTask& task, const Scores& 
     const float* q = s.q + lane * s.dim;
     float* p = s.p + lane * kBlock;
     switch (run) {
-      case 1: return score_lanes<T, 1>(q, s.dim, k, count, c.head_dim, p);
-      case 2: return score_lanes<T, 2>(q, s.dim, k, count, c.head_dim, p);
-      case 3: return score_lanes<T, 3>(q, s.dim, k, count, c.head_dim, p);
-      default: return score_lanes<T, kLaneTile>(q, s.dim, k, count, c.head_dim, p);
+      case 1: return score_lanes<T, 1>(q, s.dim, k, v_offset, count, c.head_dim, p);
+      case 2: return score_lanes<T, 2>(q, s.dim, k, v_offset, count, c.head_dim, p);
+      case 3: return score_lanes<T, 3>(q, s.dim, k, v_offset, count, c.head_dim, p);
+      default: return score_lanes<T, kLaneTile>(q, s.dim, k, v_offset, count, c.head_dim, p);
     }
   });
   const int end = static_cast<int>(round_up(count, Vec::N));
@@ -149,11 +160,12 @@ void few_block(const AttentionCall& c, const AttentionTask& task, const Scores& 
     float* o = s.o + lane * s.dim;
     const float* p = s.p + lane * kBlock;
     const float* r = s.decay + lane;
+    const int next = lane == 0 ? ahead : 0;
     switch (run) {
-      case 1: return add_values<T, 1>(o, s.dim, k, v_offset, count, c.head_dim, p, r);
-      case 2: return add_values<T, 2>(o, s.dim, k, v_offset, count, c.head_dim, p, r);
-      case 3: return add_values<T, 3>(o, s.dim, k, v_offset, count, c.head_dim, p, r);
-      default: return add_values<T, kLaneTile>(o, s.dim, k, v_offset, count, c.head_dim, p, r);
+      case 1: return add_values<T, 1>(o, s.dim, k, v_offset, count, c.head_dim, p, r, next);
+      case 2: return add_values<T, 2>(o, s.dim, k, v_offset, count, c.head_dim, p, r, next);
+      case 3: return add_values<T, 3>(o, s.dim, k, v_offset, count, c.head_dim, p, r, next);
+      default: return add_values<T, kLaneTile>(o, s.dim, k, v_offset, count, c.head_dim, p, r, next);
     }
   });
 }
@@ -185,7 +197,8 @@ void attend_few(const AttentionCall& c, const AttentionTask& task, float* base) 
   for (int begin = task.begin; begin < task.end; begin += kBlock) {
     slots.read(task, begin, smaller(task.end - begin, kBlock));
     if (slots.all_hidden(widest)) continue;
-    few_block<T>(c, task, scores, s, rows.k + (begin - task.begin), rows.v_offset, slots);
+    const int ahead = larger(smaller(task.end - begin - kBlock, kBlock), 0);
+    few_block<T>(c, task, scores, s, rows.k + (begin - task.begin), rows.v_offset, ahead, slots);
   }
   finish_task<T>(c, task, lanes, s.o, s.maximum, s.total);
 }

@@ -125,6 +125,24 @@ std::int64_t tile_scratch(int lanes, int head_dim) {
   return lanes * (row + 4) + kStrip * kScoreStride + (kTileBlock + 1) * row;
 }
 
+// Transposes eight K rows from column j on; Whole: they exist, and have that many columns.
+template <class Unit, bool Whole, class T>
+inline void pack_key_units(const T* const* k, int count, int j, int left,
+                           typename Unit::Element* out) {
+  constexpr int kWanted = 8 * kPack<Unit>;
+  Units rows[8];
+  MILLRACE_UNROLL
+  for (int i = 0; i < 8; ++i) {
+    T space[kWanted];
+    const T* row = Whole ? k[i] + j : filled(i < count ? k[i] + j : k[0], i < count ? left : 0, kWanted, space);
+    if constexpr (kPack<Unit> == 2)
+      rows[i] = as_pairs(row);
+    else
+      rows[i] = as_floats(row);
+  }
+  store_transposed(rows, out, kTileColumns);
+}
+
 // Transposes the K rows at k into panels.
 template <class Unit, class T>
 void pack_keys(const T* const* k, int count, int head_dim, std::int64_t depth,
@@ -132,50 +150,52 @@ void pack_keys(const T* const* k, int count, int head_dim, std::int64_t depth,
   constexpr int kStep = 8 * kPack<Unit>;
   const int end = static_cast<int>(round_up(count, kTileColumns));
   for (int t = 0; t < end; t += 8) {
-    typename Unit::Element* panel =
+    typename Unit::Element* out =
         panels + t / kTileColumns * kTileColumns * depth + t % kTileColumns;
-    for (int j = 0; j < head_dim; j += kStep) {
-      Units rows[8];
-      MILLRACE_UNROLL
-      for (int i = 0; i < 8; ++i) {
-        T space[kStep];
-        if (t + i >= count) {
-          rows[i] = no_units();
-          continue;
-        }
-        const T* row = filled(k[t + i] + j, head_dim - j, kStep, space);
-        if constexpr (kPack<Unit> == 2)
-          rows[i] = as_pairs(row);
-        else
-          rows[i] = as_floats(row);
-      }
-      store_transposed(rows, panel + j / kPack<Unit> * kTileColumns, kTileColumns);
+    for (int j = 0; j < head_dim; j += kStep, out += 8 * kTileColumns) {
+      if (t + 8 <= count && j + kStep <= head_dim)
+        pack_key_units<Unit, true>(k + t, 8, j, kStep, out);
+      else
+        pack_key_units<Unit, false>(k + smaller(t, count - 1), larger(count - t, 0), j,
+                                    head_dim - j, out);
     }
   }
 }
 
-// Copies the V rows at v into panels of kTileColumns of their columns.
+// Copies eight columns of V, of one row or of a pair.
+template <class Unit, class T>
+inline void pack_value_units(const T* v, const T* next, typename Unit::Element* out) {
+  if constexpr (kPack<Unit> == 2)
+    store_units(out, zipped(v, next));
+  else
+    store_units(out, as_floats(v));
+}
+
+// Copies the V rows behind k into panels of kTileColumns of their columns.
 template <class Unit, class T>
 void pack_values(const T* const* k, std::int64_t v_offset, int count, int head_dim,
                  typename Unit::Element* panels) {
   static constexpr T kNothing[8] = {};
-  const int end = static_cast<int>(round_up(head_dim, kTileColumns));
+  const int whole = head_dim / kTileColumns * kTileColumns;
   for (int t = 0; t < count; t += kPack<Unit>) {
     typename Unit::Element* out = panels + t / kPack<Unit> * kTileColumns;
-    for (int j = 0; j < end; j += 8) {
-      T space[8], next_space[8];
-      typename Unit::Element* at =
-          out + j / kTileColumns * kPanel + j % kTileColumns;
-      const T* v = filled(k[t] + v_offset + j, head_dim - j, 8, space);
-      if constexpr (kPack<Unit> == 2) {
-        const T* next = t + 1 < count
-                            ? filled(k[t + 1] + v_offset + j, head_dim - j, 8, next_space)
-                            : kNothing;
-        store_units(at, zipped(v, next));
-      } else {
-        store_units(at, as_floats(v));
+    const T* v = k[t] + v_offset;
+    const bool paired = t + 1 < count;
+    const T* next = k[paired ? t + 1 : t] + v_offset;
+    int j = 0;
+    if (kPack<Unit> == 1 || paired)
+      for (; j < whole; j += kTileColumns, out += kPanel)
+        MILLRACE_UNROLL
+        for (int i = 0; i < kTileColumns; i += 8)
+          pack_value_units<Unit>(v + j + i, next + j + i, out + i);
+    for (; j < head_dim; j += kTileColumns, out += kPanel)
+      for (int i = 0; i < kTileColumns; i += 8) {
+        T space[8], next_space[8];
+        const int left = larger(head_dim - j - i, 0);
+        pack_value_units<Unit>(filled(v + j + i, left, 8, space),
+                               paired ? filled(next + j + i, left, 8, next_space) : kNothing,
+                               out + i);
       }
-    }
   }
 }
 
