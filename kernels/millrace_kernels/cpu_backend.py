@@ -68,8 +68,11 @@ def attention_rows(plan: AttentionPlan) -> int:
     All of them, but for plain causal bfloat16 where the CPU has AMX: there torch's matrix products
     (oneDNN) are several times as fast as any vector instruction, and prefill chunks are torch's.
     """
+    if plan.dtype is not torch.bfloat16 or not _cpu.has_amx():
+        return ALL_ROWS
     plain = plan.causal and not (plan.has_positions or plan.soft_cap or plan.sliding_window)
-    return _AMX_ROWS if plain and plan.dtype is torch.bfloat16 and _cpu.has_amx() else ALL_ROWS
+    chunks = any(stop - start > _AMX_ROWS for start, stop, _ in plan.sequences)
+    return _AMX_ROWS if plain and chunks else ALL_ROWS
 
 
 class CpuPlan:

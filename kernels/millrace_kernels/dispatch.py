@@ -6,6 +6,8 @@ from __future__ import annotations
 
 from typing import Final
 
+import torch
+
 from millrace_kernels import cpu_backend
 from millrace_kernels.plan import AttentionPlan, Backend
 
@@ -38,6 +40,11 @@ def _fastest(plan: AttentionPlan) -> Backend:
     if cpu_backend.takes_dtype(plan.device, plan.dtype):
         return Backend.CPU
     return Backend.TORCH
+
+
+def rows_backend(device: torch.device, dtype: torch.dtype) -> Backend:
+    """Who computes what is not attention: linears, norms, sampling."""
+    return Backend.CPU if cpu_backend.takes_dtype(device, dtype) else Backend.TORCH
 
 
 def describe() -> str:

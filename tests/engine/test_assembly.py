@@ -7,7 +7,14 @@ from hypothesis import strategies as st
 
 from millrace.core.config import EngineConfig
 from millrace.core.errors import ConfigError
-from millrace.engine.assembly import available_bytes, fit_latency, pool_bytes, resolve_device
+from millrace.engine.assembly import (
+    available_bytes,
+    fit_latency,
+    open_engine,
+    pool_bytes,
+    resolve_device,
+)
+from support.tiny_models import model_folder
 
 CPU = torch.device("cpu")
 
@@ -49,3 +56,22 @@ def test_an_unusable_device_is_named() -> None:
     if not torch.cuda.is_available():
         with pytest.raises(ConfigError, match="sees no CUDA device"):
             resolve_device("cuda:0")
+
+
+def test_the_engine_says_who_computes_what() -> None:
+    engine = open_engine(model_folder("llama"), EngineConfig(device="cpu", dtype="float32"))
+    assert engine.backends.startswith("attention cpu, linears and sampling cpu; kernels: torch")
+    asked = EngineConfig(device="cpu", dtype="float32", attention_backend="reference")
+    assert open_engine(model_folder("llama"), asked).backends.startswith("attention reference,")
+
+
+@pytest.mark.parametrize("name", ["triton", "flashinfer"])
+def test_an_attention_backend_that_cant_run_here_is_refused_at_start(name: str) -> None:
+    config = EngineConfig(device="cpu", dtype="float32", attention_backend=name)
+    with pytest.raises(ConfigError, match=rf"engine.attention_backend is '{name}': .*cpu"):
+        open_engine(model_folder("llama"), config)
+
+
+def test_an_unknown_attention_backend_is_no_setting() -> None:
+    with pytest.raises(ConfigError, match=r"engine.attention_backend.*'cudnn'"):
+        EngineConfig(attention_backend="cudnn")

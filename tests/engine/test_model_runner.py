@@ -6,7 +6,7 @@ import torch
 from millrace.core.errors import ModelError
 from millrace.engine.loader import load_model
 from millrace.engine.model_runner import Boundary, ModelRunner, PrefillTask
-from support.tiny_engine import Request, make_pool, make_runner, prefill
+from support.tiny_engine import Request, decode, make_pool, make_runner, prefill
 from support.tiny_models import model_folder, prompt
 
 DENSE = ["qkv_proj", "attn", "o_proj", "gate_up_proj", "down_proj"]
@@ -52,20 +52,62 @@ def test_kv_of_a_layer_is_written_once_attn_was_yielded() -> None:
             assert bool(kv.count_nonzero()) == written, boundary
 
 
+def disturb(runner: ModelRunner, other: Request) -> None:
+    """A whole prefill and a decode step, as run between two operators of somebody else's pass."""
+    prefill(runner, other)
+    other.tokens.append(3)
+    decode(runner, [other])
+    other.tokens.pop()
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize("name", RESUMED)
-def test_stopping_at_any_boundary_and_resuming_changes_nothing(name: str) -> None:
-    """Another prompt runs whole at each boundary; logits and KV are those of an undisturbed run."""
-    runner = make_runner(model_folder(name), num_pages=128)
-    ids = prompt(60)
-    expected = prefill(runner, undisturbed := Request(runner, ids))
-    other = Request(runner, prompt(45, seed=2))
-    request = Request(runner, ids)
-    task = request.task(0, 60)
-    for _ in runner.prefill(task):
-        prefill(runner, other)
-    assert task.logits is not None and torch.equal(task.logits, expected)
-    kv, undisturbed_kv = (runner.pool.storage[:, r.pages] for r in (request, undisturbed))
+@pytest.mark.parametrize("want_prompt_logprobs", [False, True])
+def test_stopping_at_any_boundary_and_resuming_changes_nothing(
+    name: str, dtype: str, want_prompt_logprobs: bool
+) -> None:
+    """Others run whole at each boundary; all that comes out is that of an undisturbed run."""
+    runner = make_runner(model_folder(name), dtype=dtype, num_pages=128)
+    requests = [Request(runner, prompt(60)) for _ in range(2)]
+    tasks = [request.task(24, 60) for request in requests]
+    for request, task in zip(requests, tasks, strict=True):
+        list(runner.prefill(request.task(0, 24, want_logits=False)))
+        task.want_prompt_logprobs = want_prompt_logprobs
+    undisturbed, disturbed = tasks
+    list(runner.prefill(undisturbed))
+    other = Request(runner, prompt(45, seed=2), room=1)
+    for _ in runner.prefill(disturbed):
+        disturb(runner, other)
+    assert disturbed.logits is not None and undisturbed.logits is not None
+    assert torch.equal(disturbed.logits, undisturbed.logits)
+    if want_prompt_logprobs:
+        assert disturbed.hidden is not None and undisturbed.hidden is not None
+        assert torch.equal(disturbed.hidden, undisturbed.hidden)
+    kv, undisturbed_kv = (runner.pool.storage[:, r.pages] for r in requests)
     assert torch.equal(kv, undisturbed_kv)
+
+
+def test_a_pass_keeps_only_what_a_later_operator_reads() -> None:
+    """What each operator leaves, by name: the suspended state, and all the memory it holds."""
+    runner = make_runner(model_folder("llama"))
+    task = Request(runner, prompt(20)).task(0, 20)
+    wanted = {
+        "embed": {"x"},
+        "qkv_proj": {"residual", "qkv"},
+        "attn": {"residual", "attended"},
+        "o_proj": {"residual", "x"},
+        "gate_up_proj": {"residual", "gate_up"},
+        "down_proj": {"residual", "x"},
+    }
+    state = runner._prefill_state([task])
+    for operator in runner.operators[:-1]:
+        operator.run(state)
+        held = {
+            name
+            for name in ("x", "residual", "qkv", "attended", "gate_up", "routing", "hidden")
+            if getattr(state, name, None) is not None
+        }
+        assert held == wanted[operator.name], operator
 
 
 def test_two_suspended_prefills_advance_in_turns() -> None:

@@ -13,9 +13,7 @@ from millrace_kernels import cpu_backend
 from millrace_kernels.api import merge_attention_, plan_attention, run_attention
 from support.attention_calls import TOLERANCE, Call, assert_matches_reference, attend, calls
 
-pytestmark = pytest.mark.skipif(
-    not cpu_backend.AVAILABLE, reason="the C++ module isn't built here"
-)
+pytestmark = pytest.mark.skipif(not cpu_backend.AVAILABLE, reason="the C++ module isn't built here")
 
 MANY = (33, 70, 300)
 """Query rows of a chunk: some tiles, of which the last is short."""
@@ -149,7 +147,7 @@ def test_threads_do_not_change_a_bit(instruction_set, rows, dtype):
 @pytest.mark.parametrize("head_dim", [33, 64])
 def test_merging_parts_of_the_context(instruction_set, out_dtype, other_dtype, head_dim):
     call = Call(q_lens=(3000,), kv_lens=(16,), head_dim=head_dim, kv_heads=1, layout="shard")
-    q_nhd, kv_layer = call.data()
+    q_nhd, _ = call.data()
     generator = torch.Generator().manual_seed(1)
     outs = torch.randn(2, *q_nhd.shape, generator=generator)
     lses = 5 * torch.randn(2, *q_nhd.shape[:2], generator=generator)

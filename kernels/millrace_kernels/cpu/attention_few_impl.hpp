@@ -126,7 +126,8 @@ void add_values(float* o, std::int64_t dim, const T* const* k, std::int64_t v_of
   for (; column < full; column += Vec::N)
     add_value_columns<T, G, 1, false>(o, dim, k, v_offset, count, column, 0, p, decay);
   if (head_dim > full)
-    add_value_columns<T, G, 1, true>(o, dim, k, v_offset, count, column, head_dim - full, p, decay);
+    add_value_columns<T, G, 1, true>(o, dim, k, v_offset, count, column, head_dim - full, p,
+                                     decay);
 }
 
 template <class T>

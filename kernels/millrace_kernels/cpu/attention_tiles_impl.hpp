@@ -32,7 +32,6 @@ constexpr int kPack<PairUnit> = 2;
 // Eight units, and the transposition of eight rows of eight.
 #if defined(__AVX2__)
 using Units = __m256i;
-inline Units no_units() { return _mm256_setzero_si256(); }
 inline Units as_floats(const float* p) {
   return _mm256_loadu_si256(reinterpret_cast<const __m256i*>(p));
 }
@@ -74,7 +73,6 @@ inline void store_transposed(const Units (&row)[8], Element* out, int stride) {
 struct Units {
   float v[8];
 };
-inline Units no_units() { return {}; }
 template <class T>
 inline Units as_floats(const T* p) {
   Units units;
@@ -134,7 +132,9 @@ inline void pack_key_units(const T* const* k, int count, int j, int left,
   MILLRACE_UNROLL
   for (int i = 0; i < 8; ++i) {
     T space[kWanted];
-    const T* row = Whole ? k[i] + j : filled(i < count ? k[i] + j : k[0], i < count ? left : 0, kWanted, space);
+    const T* row = Whole       ? k[i] + j
+                   : i < count ? filled(k[i] + j, left, kWanted, space)
+                               : filled(k[0], 0, kWanted, space);
     if constexpr (kPack<Unit> == 2)
       rows[i] = as_pairs(row);
     else

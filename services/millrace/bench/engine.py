@@ -1,13 +1,20 @@
-"""`millrace bench engine`: tokens/s of the engine on the CPU, beside transformers in the same run.
+"""`millrace bench engine`: tokens/s of the engine on the CPU, beside others in the same run.
 
-Both run one random-weight Llama of about 100 million parameters with the same weights and the same
-number of threads. Repetitions of the two take turns, so that other load on the machine hits both
-alike, and the medians are compared. Before anything is timed, their logits must agree.
+All run one random-weight Llama of about 100 million parameters with the same weights and the same
+number of threads. Before anything is timed, their logits must agree.
 
-Prefill is one prompt in one chunk, to the logits of its last position. Decode is a batch that
-stands at one context length: model step and greedy choice, without sampling, scheduler or
-detokeniser. transformers runs its forward pass with a DynamicCache, which is what `generate` does
-less its own bookkeeping.
+Prefill is one prompt to the logits of its last position. Decode is a batch that stands at one
+context length: model step and greedy choice, without sampling, scheduler or detokeniser.
+transformers runs its forward pass with a DynamicCache, which is what `generate` does less its own
+bookkeeping; llama.cpp runs `llama_decode`, each sequence with K/V of its own.
+
+The engines take turns, so that other load on the machine hits all alike, and medians are compared.
+Each has `budget_s` seconds in a case: it repeats up to `repeats` times while they last, once at
+least. Its first repetition warms up and does not count when others followed.
+
+Beside its tokens/s stands what share of the machine Millrace uses: of prefill, the FLOPs of
+`model_costs.prefill_flops` against the best product of large matrices; of decode, the bytes of
+`model_costs.decode_step_bytes` against the best streaming reader, both measured in the same run.
 """
 
 from __future__ import annotations
@@ -19,6 +26,7 @@ import statistics
 import tempfile
 import time
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Annotated, Any, Literal
@@ -27,23 +35,28 @@ import torch
 import typer
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
-from rich.table import Table
 from torch import Tensor
 
+from millrace.bench.engine_report import as_table, draw
+from millrace.bench.llama_cpp import LlamaCppEngine, write_gguf
+from millrace.bench.machine_limits import gemm_flops_per_s, read_bytes_per_s
+from millrace.bench.model_costs import decode_step_bytes, prefill_flops
+from millrace.bench.random_model import LLAMA_100M, write_random_llama
 from millrace.bench.timed_engines import (
-    MODEL,
     PAGE_TOKENS,
     Engine,
     MillraceEngine,
     TransformersEngine,
-    make_model,
 )
 from millrace.core.errors import MillraceError
 from millrace_kernels import describe_backends
 
+OURS = "millrace"
+OTHERS = ("transformers", "llama.cpp")
+
 _AGREEMENT_TOKENS = 300
-_LOGIT_TOLERANCE = {"float32": 1e-3, "bfloat16": 0.2}
-"""Largest difference of two logits (themselves about 0.5 wide), by dtype."""
+_LOGIT_TOLERANCE = {"float32": 5e-3, "bfloat16": 0.2}
+"""Largest difference of two logits (about 0.5 wide), by dtype; llama.cpp's K/V is F16 always."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -55,28 +68,44 @@ class Case:
     batch: int
     tokens: int
 
+    def __str__(self) -> str:
+        return f"{self.phase} {self.dtype} {self.batch} x {self.tokens}"
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Result:
-    """Median tokens/s of both sides; `ratio` above 1 means Millrace is the faster."""
+    """Median tokens/s by engine, how many repetitions each is the median of, and what the medians
+    mean: `ratios` above 1 say that Millrace is the faster, `machine_share` is Millrace's.
+    """
 
     case: Case
-    millrace_tokens_per_s: float
-    other_tokens_per_s: float
-    ratio: float
+    tokens_per_s: dict[str, float]
+    repetitions: dict[str, int]
+    ratios: dict[str, float]
+    machine_share: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Limits:
+    """The machine's, in one dtype."""
+
+    gemm_flops_per_s: float
+    read_bytes_per_s: float
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Settings:
     """What to measure: every prefill length, and every decode batch at every context length."""
 
+    against: Sequence[str] = OTHERS
     dtypes: Sequence[str] = ("float32", "bfloat16")
     prefill_tokens: Sequence[int] = (512, 2048, 8192)
     batches: Sequence[int] = (1, 8)
     contexts: Sequence[int] = (512, 2048)
     steps: int = 24
     repeats: int = 3
-    model: Mapping[str, int] = field(default_factory=lambda: MODEL)
+    budget_s: float = 5.0
+    model: Mapping[str, Any] = field(default_factory=lambda: LLAMA_100M)
 
     def cases(self, dtype: str) -> list[Case]:
         """The lines of one dtype, in the order they run."""
@@ -100,9 +129,22 @@ class Settings:
         """Random token ids, int64 [tokens]."""
         return torch.randint(self.model["vocab_size"], (tokens,))
 
+    def machine_share(self, case: Case, tokens_per_s: float, limits: Limits) -> float:
+        """How much of the machine's limit a rate amounts to."""
+        if case.phase == "prefill":
+            flops = prefill_flops(self.model, case.tokens) / case.tokens
+            return flops * tokens_per_s / limits.gemm_flops_per_s
+        element_bytes = getattr(torch, case.dtype).itemsize
+        context = case.tokens + self.steps // 2
+        read = decode_step_bytes(self.model, case.batch, context, element_bytes)
+        return read * (tokens_per_s / case.batch) / limits.read_bytes_per_s
+
 
 def tokens_per_s(case: Case, engine: Engine, settings: Settings) -> float:
-    """One repetition. Caches are made, and one decode step run, before the clock starts."""
+    """One repetition. Caches are made, and one decode step run, before the clock starts.
+
+    Decode ends early, between two steps, when the budget is spent.
+    """
     if case.phase == "prefill":
         prompt = settings.prompt(case.tokens)
         started = time.perf_counter()
@@ -111,9 +153,12 @@ def tokens_per_s(case: Case, engine: Engine, settings: Settings) -> float:
     step = engine.start_decode(case.batch, case.tokens)
     token_ids = step(torch.zeros(case.batch, dtype=torch.int64))
     started = time.perf_counter()
-    for _ in range(settings.steps):
+    spent_s, steps = 0.0, 0
+    while steps < settings.steps and spent_s <= settings.budget_s:
         token_ids = step(token_ids)
-    return case.batch * settings.steps / (time.perf_counter() - started)
+        steps += 1
+        spent_s = time.perf_counter() - started
+    return case.batch * steps / spent_s
 
 
 def check_agreement(ours: Engine, other: Engine, dtype: str, prompt: Tensor) -> float:
@@ -126,6 +171,33 @@ def check_agreement(ours: Engine, other: Engine, dtype: str, prompt: Tensor) -> 
     return difference
 
 
+class _Turns:
+    """One engine's repetitions of one case, and whether another fits its budget."""
+
+    def __init__(self, case: Case, engine: Engine, settings: Settings) -> None:
+        self._case, self._engine, self._settings = case, engine, settings
+        self._rates: list[float] = []
+        self._spent_s = 0.0
+
+    @property
+    def done(self) -> bool:
+        taken = len(self._rates)
+        if taken == 0:
+            return False
+        next_s = self._spent_s / taken
+        return taken > self._settings.repeats or self._spent_s + next_s > self._settings.budget_s
+
+    @property
+    def counted(self) -> list[float]:
+        """Those after the first, which warmed up, unless there is but the first."""
+        return self._rates[1:] or self._rates
+
+    def take(self) -> None:
+        begun = time.perf_counter()
+        self._rates.append(tokens_per_s(self._case, self._engine, self._settings))
+        self._spent_s += time.perf_counter() - begun
+
+
 def run(
     settings: Settings,
     *,
@@ -134,65 +206,98 @@ def run(
 ) -> dict[str, Any]:
     """Measure every case and return the report as one JSON-ready document.
 
-    threads: torch's own choice when None. on_progress(repetitions done, in total, what runs now)
-    is called before each repetition. Raises MillraceError when the engines' logits disagree.
+    threads: torch's own choice when None. on_progress(cases done, in total, what runs now) is
+    called before each repetition. Raises MillraceError when the engines' logits disagree or one of
+    the others is not installed.
     """
     threads_before = torch.get_num_threads()
     torch.set_num_threads(threads or threads_before)
-    total = sum(len(settings.cases(dtype)) for dtype in settings.dtypes) * settings.repeats
+    cases = {dtype: settings.cases(dtype) for dtype in settings.dtypes}
+    total = sum(map(len, cases.values()))
     results: list[Result] = []
-    differences: dict[str, float] = {}
-
-    def announce(case: Case, repeat: int) -> None:
-        what = f"{case.phase} {case.dtype} {case.batch} x {case.tokens}"
-        on_progress(len(results) * settings.repeats + repeat, total, what)
-
+    limits: dict[str, Limits] = {}
+    differences: dict[str, dict[str, float]] = {}
     try:
         with tempfile.TemporaryDirectory() as name, torch.inference_mode():
-            folder = Path(name)
-            parameters = make_model(folder, settings.model)
+            parameters = write_random_llama(Path(name), settings.model)
+            read = read_bytes_per_s()
             for dtype in settings.dtypes:
-                ours = MillraceEngine(folder, dtype, settings.pool_tokens)
-                other = TransformersEngine(folder, dtype)
-                prompt = settings.prompt(_AGREEMENT_TOKENS)
-                differences[dtype] = check_agreement(ours, other, dtype, prompt)
-                for case in settings.cases(dtype):
-                    results.append(_compare(case, ours, other, settings, announce))
+                on_progress(len(results), total, f"loading {dtype}")
+                gemm = gemm_flops_per_s(dtype)
+                limits[dtype] = Limits(gemm_flops_per_s=gemm, read_bytes_per_s=read)
+                with ExitStack() as stack:
+                    engines = _open_engines(Path(name), dtype, settings, stack)
+                    prompt = settings.prompt(_AGREEMENT_TOKENS)
+                    differences[dtype] = {
+                        other: check_agreement(engines[OURS], engines[other], dtype, prompt)
+                        for other in settings.against
+                    }
+                    for case in cases[dtype]:
+                        found = _compare(
+                            case,
+                            engines,
+                            settings,
+                            lambda what: on_progress(len(results), total, what),
+                        )
+                        results.append(_result(case, found, settings, limits[dtype]))
         machine = _machine()
     finally:
         torch.set_num_threads(threads_before)
     return {
         "benchmark": "engine",
-        "against": "transformers",
+        "against": list(settings.against),
         "machine": machine,
+        "limits": {dtype: asdict(found) for dtype, found in limits.items()},
         "model": {**settings.model, "parameters": parameters},
         "steps": settings.steps,
         "repeats": settings.repeats,
+        "budget_s": settings.budget_s,
         "largest_logit_difference": differences,
         "results": [asdict(result) for result in results],
     }
 
 
+def _open_engines(
+    folder: Path, dtype: str, settings: Settings, stack: ExitStack
+) -> dict[str, Engine]:
+    engines: dict[str, Engine] = {OURS: MillraceEngine(folder, dtype, settings.pool_tokens)}
+    for name in settings.against:
+        if name == "transformers":
+            engines[name] = TransformersEngine(folder, dtype)
+        else:
+            path = folder / f"{dtype}.gguf"
+            write_gguf(folder, path, dtype)
+            llama_cpp = LlamaCppEngine(path, torch.get_num_threads())
+            stack.callback(llama_cpp.close)
+            engines[name] = llama_cpp
+    return engines
+
+
 def _compare(
     case: Case,
-    ours: Engine,
-    other: Engine,
+    engines: Mapping[str, Engine],
     settings: Settings,
-    announce: Callable[[Case, int], None],
+    announce: Callable[[str], None],
+) -> dict[str, list[float]]:
+    """Tokens/s of each engine's repetitions of a case; the engines take turns."""
+    turns = {name: _Turns(case, engine, settings) for name, engine in engines.items()}
+    while waiting := [name for name in turns if not turns[name].done]:
+        for name in waiting:
+            announce(f"{case}, {name}")
+            turns[name].take()
+    return {name: own.counted for name, own in turns.items()}
+
+
+def _result(
+    case: Case, found: Mapping[str, Sequence[float]], settings: Settings, limits: Limits
 ) -> Result:
-    rates: tuple[list[float], list[float]] = ([], [])
-    for repeat in range(settings.repeats):
-        announce(case, repeat)
-        for engine, measured in zip((ours, other), rates, strict=True):
-            if repeat == 0:  # first touch of memory and of the thread pools
-                tokens_per_s(case, engine, settings)
-            measured.append(tokens_per_s(case, engine, settings))
-    ours_median, other_median = (statistics.median(measured) for measured in rates)
+    medians = {name: statistics.median(rates) for name, rates in found.items()}
     return Result(
         case=case,
-        millrace_tokens_per_s=ours_median,
-        other_tokens_per_s=other_median,
-        ratio=ours_median / other_median,
+        tokens_per_s=medians,
+        repetitions={name: len(rates) for name, rates in found.items()},
+        ratios={name: medians[OURS] / rate for name, rate in medians.items() if name != OURS},
+        machine_share=settings.machine_share(case, medians[OURS], limits),
     )
 
 
@@ -206,46 +311,6 @@ def _machine() -> dict[str, Any]:
     }
 
 
-def as_table(report: dict[str, Any]) -> Table:
-    """The report's results, a row a case; ratios below 1 in red."""
-    table = Table(title=f"tokens/s, medians; {report['machine']['threads']} threads")
-    for heading in ("phase", "dtype"):
-        table.add_column(heading)
-    for heading in ("batch", "tokens", "millrace", report["against"], "ratio"):
-        table.add_column(heading, justify="right")
-    for result in report["results"]:
-        case, ratio = result["case"], result["ratio"]
-        table.add_row(
-            case["phase"],
-            case["dtype"],
-            str(case["batch"]),
-            str(case["tokens"]),
-            f"{result['millrace_tokens_per_s']:.1f}",
-            f"{result['other_tokens_per_s']:.1f}",
-            f"[{'green' if ratio >= 1 else 'red'}]{ratio:.2f}",
-        )
-    return table
-
-
-def draw(report: dict[str, Any], path: Path) -> None:
-    """Bars of the ratios, one a case, as a PNG at `path`."""
-    import matplotlib
-
-    matplotlib.use("Agg")
-    from matplotlib import pyplot
-
-    results = report["results"]
-    labels = ["{phase} {dtype}\n{batch} x {tokens}".format(**result["case"]) for result in results]
-    figure, axes = pyplot.subplots(figsize=(max(6, len(results)), 4.5), layout="constrained")
-    bars = axes.bar(labels, [result["ratio"] for result in results])
-    axes.bar_label(bars, fmt="%.2f")
-    axes.axhline(1, color="black", linewidth=1)
-    axes.set_ylabel(f"tokens/s, Millrace / {report['against']}")
-    axes.tick_params(axis="x", labelsize=7)
-    figure.savefig(path, dpi=150)
-    pyplot.close(figure)
-
-
 def _numbers(text: str) -> list[int]:
     try:
         numbers = [int(part) for part in text.split(",")]
@@ -256,10 +321,20 @@ def _numbers(text: str) -> list[int]:
     return numbers
 
 
+def _names(text: str, known: Sequence[str]) -> list[str]:
+    names = [part.strip() for part in text.split(",")]
+    if unknown := sorted(set(names) - set(known)):
+        raise typer.BadParameter(f"{unknown[0]!r} is none of {', '.join(known)}")
+    return list(dict.fromkeys(names))
+
+
 def command(  # noqa: PLR0913 - every option of the command line is a parameter
     against: Annotated[
-        str, typer.Option("--against", metavar="ENGINE", help="What to compare with: transformers.")
-    ] = "transformers",
+        str,
+        typer.Option(
+            "--against", metavar="ENGINES", help="Comma-separated: transformers, llama.cpp."
+        ),
+    ] = "transformers,llama.cpp",
     dtypes: Annotated[
         str, typer.Option("--dtypes", help="Comma-separated: float32, bfloat16.")
     ] = "float32,bfloat16",
@@ -274,8 +349,14 @@ def command(  # noqa: PLR0913 - every option of the command line is a parameter
     ] = "512,2048",
     steps: Annotated[int, typer.Option("--steps", min=1, help="Decode steps a repetition.")] = 24,
     repeats: Annotated[
-        int, typer.Option("--repeats", min=1, help="Repetitions; medians are reported.")
+        int, typer.Option("--repeats", min=1, help="Repetitions at most; medians are reported.")
     ] = 3,
+    budget_s: Annotated[
+        float,
+        typer.Option(
+            "--budget-s", min=0.0, help="Seconds an engine may repeat a case for; once it does."
+        ),
+    ] = 5.0,
     threads: Annotated[
         int | None, typer.Option("--threads", min=1, help="Default: as many as torch takes.")
     ] = None,
@@ -286,23 +367,20 @@ def command(  # noqa: PLR0913 - every option of the command line is a parameter
         Path | None, typer.Option("--plot", metavar="PATH", help="Write the ratios as a PNG.")
     ] = None,
 ) -> None:
-    """Engine speed on the CPU: prefill and decode tokens/s beside transformers, in one run."""
-    chosen = [part.strip() for part in dtypes.split(",")]
-    if unknown := sorted(set(chosen) - set(_LOGIT_TOLERANCE)):
-        raise typer.BadParameter(f"{unknown[0]!r} is none of {', '.join(_LOGIT_TOLERANCE)}")
-    if against != "transformers":
-        raise typer.BadParameter(f"{against!r}: only transformers can be compared with")
+    """Engine speed on the CPU: prefill and decode tokens/s beside other engines, in one run."""
     settings = Settings(
-        dtypes=chosen,
+        against=_names(against, OTHERS),
+        dtypes=_names(dtypes, tuple(_LOGIT_TOLERANCE)),
         prefill_tokens=_numbers(prefill),
         batches=_numbers(batches),
         contexts=_numbers(contexts),
         steps=steps,
         repeats=repeats,
+        budget_s=budget_s,
     )
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn())
     with Progress(*columns, TimeElapsedColumn(), console=Console(stderr=True)) as progress:
-        bar = progress.add_task("loading")
+        bar = progress.add_task("measuring the machine", total=None)
         report = run(
             settings,
             threads=threads,
@@ -310,7 +388,7 @@ def command(  # noqa: PLR0913 - every option of the command line is a parameter
                 bar, completed=done, total=total, description=what
             ),
         )
-        progress.update(bar, completed=len(report["results"]) * repeats, description="done")
+        progress.update(bar, completed=len(report["results"]), description="done")
     Console().print(as_table(report))
     if json_path is not None:
         json_path.write_text(json.dumps(report, indent=2) + "\n")

@@ -1,9 +1,9 @@
-"""The two engines that `millrace bench engine` times, over one random-weight Llama."""
+"""Millrace and transformers as `millrace bench engine` times them."""
 
 from __future__ import annotations
 
 import importlib
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from pathlib import Path
 from types import ModuleType
 from typing import Protocol
@@ -18,17 +18,6 @@ from millrace.engine.loader import load_model
 from millrace.engine.model_runner import ModelRunner, PrefillTask
 
 PAGE_TOKENS = 16
-MODEL = {
-    "vocab_size": 32_000,
-    "hidden_size": 768,
-    "intermediate_size": 2048,
-    "num_hidden_layers": 12,
-    "num_attention_heads": 12,
-    "num_key_value_heads": 4,
-    "max_position_embeddings": 32_768,
-    "tie_word_embeddings": True,
-}
-"""A Llama of about 100 million parameters, as config.json has it."""
 
 
 def _transformers() -> ModuleType:
@@ -45,7 +34,8 @@ class Engine(Protocol):
     """What is timed, for one engine with its weights loaded."""
 
     def prefill(self, prompt: Tensor) -> Tensor:
-        """prompt: int64 [n]; returns logits [vocab] of its last position."""
+        """prompt: int64 [n]; returns logits [vocab] of its last position, good until the next
+        call."""
 
     def start_decode(self, batch: int, context_tokens: int) -> Callable[[Tensor], Tensor]:
         """Give `batch` sequences a random context and return their step.
@@ -103,6 +93,7 @@ class TransformersEngine:
 
     def __init__(self, folder: Path, dtype: str) -> None:
         transformers = _transformers()
+        transformers.utils.logging.disable_progress_bar()
         self._model = transformers.AutoModelForCausalLM.from_pretrained(
             folder, dtype=getattr(torch, dtype), attn_implementation="sdpa"
         ).eval()
@@ -127,13 +118,3 @@ class TransformersEngine:
             return chosen
 
         return step
-
-
-def make_model(folder: Path, config: Mapping[str, int]) -> int:
-    """Write a random Llama to `folder` as transformers saves it; return its parameter count."""
-    transformers = _transformers()
-    transformers.utils.logging.disable_progress_bar()
-    torch.manual_seed(0)
-    model = transformers.LlamaForCausalLM(transformers.LlamaConfig(**config))
-    model.save_pretrained(folder)
-    return int(model.num_parameters())

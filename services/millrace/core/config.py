@@ -148,7 +148,11 @@ class EngineConfig(_Section):
     load_format: str = _setting(
         "auto", _one_of("auto", "dummy"), "dummy: random weights from config.json"
     )
-    attention_backend: str = _setting("auto", None, "auto or a backend's name")
+    attention_backend: str = _setting(
+        "auto",
+        _one_of("auto", "cpu", "torch", "triton", "flashinfer", "reference"),
+        "auto: the fastest that can run",
+    )
     page_tokens: int = _setting(16, _within(1, 1024))
     kv_bytes: int = _setting(0, _within(0), "memory of the KV pool; 0: a share of what is free")
     max_context_tokens: int = _setting(0, _within(0), "0: the model's own")

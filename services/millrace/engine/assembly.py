@@ -17,6 +17,8 @@ from millrace.core.latency import Latency
 from millrace.engine.kv_pool import KvPool
 from millrace.engine.loader import load_model, model_hash, resolve_model
 from millrace.engine.model_runner import ModelRunner, PrefillTask
+from millrace_kernels.api import Backend, describe_backends
+from millrace_kernels.dispatch import rows_backend
 
 CPU_POOL_SHARE = 0.1  # of available memory: several workers share one machine
 CPU_POOL_MOST_BYTES = 4 << 30
@@ -34,6 +36,7 @@ class Engine:
     layout: KvLayout
     pool: KvPool
     runner: ModelRunner
+    backends: str  # which computes what, for the log
     max_context_tokens: int
 
 
@@ -77,6 +80,8 @@ def open_engine(
     layout = _sized(one_page, pool_bytes(config, device, context * one_page.bytes_per_token))
     pool = KvPool(layout, device=device)
     runner = ModelRunner(loaded, pool, attention_backend=config.attention_backend)
+    attention = _attention_backend(runner, config)
+    rest = rows_backend(device, loaded.dtype)
     return Engine(
         folder=folder,
         model_hash=fingerprint,
@@ -84,6 +89,7 @@ def open_engine(
         layout=layout,
         pool=pool,
         runner=runner,
+        backends=f"attention {attention}, linears and sampling {rest}; {describe_backends()}",
         max_context_tokens=min(context, layout.num_pages * layout.page_tokens),
     )
 
@@ -118,6 +124,15 @@ def available_bytes() -> int:
         if line.startswith("MemAvailable:"):
             return int(line.split()[1]) * 1024
     return os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+
+
+def _attention_backend(runner: ModelRunner, config: EngineConfig) -> Backend:
+    try:
+        return runner.attention_backend()
+    except ValueError as error:
+        raise ConfigError(
+            f"engine.attention_backend is {config.attention_backend!r}: {error}"
+        ) from error
 
 
 def _sized(one_page: KvLayout, size_bytes: int) -> KvLayout:

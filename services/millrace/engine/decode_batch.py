@@ -8,7 +8,7 @@ never allocates; a leaving sequence's row is filled by the last one. Rows are a 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Final, Protocol
+from typing import Final, NamedTuple, Protocol
 
 import numpy as np
 import numpy.typing as npt
@@ -30,7 +30,10 @@ class DecodeRunner(Protocol):
     def decode(
         self, token_ids: Tensor, positions: Tensor, page_table: Tensor, kv_lens: Tensor
     ) -> Tensor:
-        """Writes the KV of one token a sequence and returns float32 [b, vocab] logits."""
+        """Writes the KV of one token a sequence and returns float32 [b, vocab] logits.
+
+        What it is given is on the host, and changes after the call.
+        """
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -52,8 +55,7 @@ class Sequence:
     prompt_ids: PromptIds = None
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class TokenOut:
+class TokenOut(NamedTuple):
     """What a step gave one sequence. With a finish reason the sequence has left the batch."""
 
     request_id: str
@@ -75,7 +77,6 @@ class DecodeBatch:
         self._sampler = sampler
         self._max_batch = max_batch
         self._page_tokens = pool.layout.page_tokens
-        self._device = pool.storage.device
         self._sequences: list[Sequence] = []
         self._rows: list[SamplingRow] = []
         self._slots: dict[str, dict[int, int]] = {}  # request id -> choice -> slot
@@ -100,8 +101,7 @@ class DecodeBatch:
         row.append(sequence.first_token_id)
         if len(sequence.pages) > self._page_table.shape[1]:
             self._widen(len(sequence.pages))
-        pages = torch.tensor(sequence.pages, dtype=torch.int32)
-        self._page_table[slot, : len(pages)] = pages.to(self._device)
+        self._page_table[slot, : len(sequence.pages)] = sequence.pages
         self._token_ids[slot] = sequence.first_token_id
         self._positions[slot] = sequence.prompt_tokens
         self._kv_lens[slot] = sequence.prompt_tokens + 1
@@ -125,12 +125,8 @@ class DecodeBatch:
         size = self.size
         if size == 0:
             return []
-        logits = self._runner.decode(
-            self._on_device(self._token_ids[:size]),
-            self._on_device(self._positions[:size]),
-            self._page_table[:size],
-            self._on_device(self._kv_lens[:size]),
-        )
+        tables = (self._token_ids, self._positions, self._page_table, self._kv_lens)
+        logits = self._runner.decode(*(torch.from_numpy(table[:size]) for table in tables))
         sampled = self._sampler.sample(logits, self._rows)
         self._token_ids[:size] = sampled.token_ids
         self._positions[:size] += 1
@@ -219,11 +215,8 @@ class DecodeBatch:
         width = len(last.pages)
         self._page_table[slot, :width] = self._page_table[end, :width]
 
-    def _on_device(self, array: npt.NDArray[np.integer]) -> Tensor:
-        return torch.from_numpy(array).to(self._device)
-
-    def _new_table(self, width: int) -> Tensor:
-        return torch.zeros((self._max_batch, width), dtype=torch.int32, device=self._device)
+    def _new_table(self, width: int) -> npt.NDArray[np.int32]:
+        return np.zeros((self._max_batch, width), dtype=np.int32)
 
     def _widen(self, pages: int) -> None:
         narrow = self._page_table

@@ -7,6 +7,8 @@ from dataclasses import dataclass
 from functools import cache
 from itertools import accumulate
 
+import numpy as np
+import numpy.typing as npt
 import torch
 from torch import Tensor
 
@@ -16,7 +18,7 @@ from millrace.engine.loader import Model
 from millrace.engine.operators import Activations, Operator, build_operators
 from millrace.engine.rope import Rotary
 from millrace_kernels import api as kernels
-from millrace_kernels.plan import AttentionPlan
+from millrace_kernels.plan import AttentionPlan, Backend
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,11 +68,21 @@ class ModelRunner:
         _check_layout(model, pool)
         config = model.config
         kv_layers = [pool.layer(i) for i in range(config.num_layers)]
-        self.operators = build_operators(config, model.weights, kv_layers)
+        self._lm_head = kernels.prepare_linear(model.weights.lm_head)
+        self.operators = build_operators(config, model.weights, kv_layers, self._lm_head)
         self._boundaries = {op: Boundary(op.layer, op.name) for op in self.operators}
         self._decode_runs = tuple(op.run for op in self.operators)
         self._windows = tuple(dict.fromkeys(config.sliding_windows))
         self._rotary = Rotary(config.rope, config.head_dim, model.device)
+
+    def attention_backend(self) -> Backend:
+        """Who computes the attention of a decode step.
+
+        Raises ValueError when the backend asked for can't, for this model on this device.
+        """
+        page = torch.zeros(1, 1, dtype=torch.int32)
+        plans = self._plans(_one_each(1), torch.ones(1, dtype=torch.int32), page)
+        return plans[self._windows[0]].backend
 
     def prefill(self, task: PrefillTask) -> Iterator[Boundary]:
         """`prefill_batch` of one task."""
@@ -94,18 +106,20 @@ class ModelRunner:
     ) -> Tensor:
         """One token of each of b sequences: writes its KV, attends to all `kv_lens` rows.
 
-        ``token_ids`` int64 [b]; ``positions`` int64 [b]; ``page_table`` int32 [b, max_pages];
-        ``kv_lens`` int32 [b], the new token included. Returns float32 [b, vocab].
+        All four lie on the host, where the step is planned: ``token_ids`` int64 [b];
+        ``positions`` int64 [b]; ``page_table`` int32 [b, max_pages]; ``kv_lens`` int32 [b], the
+        new token included. Returns float32 [b, vocab] on the model's device.
         """
-        page_tokens = self.pool.layout.page_tokens
-        pages = page_table.gather(1, (positions // page_tokens)[:, None])[:, 0]
-        cos, sin = self._rotary(positions)
+        device = self.model.device
+        rows = _one_each(len(token_ids))
+        slots = self._slots(page_table, rows[:-1], positions)
+        cos, sin = self._rotary(positions.to(device))
         state = Activations(
-            token_ids=token_ids,
-            slots=pages * page_tokens + positions % page_tokens,
+            token_ids=token_ids.to(device),
+            slots=slots.to(device),
             cos=cos,
             sin=sin,
-            plans=self._plans(_one_each(len(token_ids)), kv_lens, page_table),
+            plans=self._plans(rows, kv_lens, page_table),
         )
         for run in self._decode_runs:
             run(state)
@@ -113,7 +127,7 @@ class ModelRunner:
 
     def project(self, hidden: Tensor) -> Tensor:
         """float32 [n, vocab]: logits of rows of `PrefillTask.hidden`."""
-        return kernels.linear(hidden, self.model.weights.lm_head).float()
+        return self._lm_head(hidden).float()
 
     def _run(
         self, state: Activations, tasks: Sequence[PrefillTask], operators: tuple[Operator, ...]
@@ -134,9 +148,7 @@ class ModelRunner:
         table = _page_table(tasks)
         lengths = [len(task.token_ids) for task in tasks]
         owners = torch.repeat_interleave(torch.tensor(lengths))
-        page_tokens = self.pool.layout.page_tokens
-        slots = table[owners, positions // page_tokens].long() * page_tokens
-        slots += positions % page_tokens
+        slots = self._slots(table, owners, positions)
         kv_lens = torch.tensor([task.kv_tokens for task in tasks], dtype=torch.int32)
         cos, sin = self._rotary(positions.to(device))
         state = Activations(
@@ -154,6 +166,17 @@ class ModelRunner:
             window = self.model.config.sliding_windows[-1]
             state.last_plan = self._plan(_indptr(wanted), kv_lens, table, window)
         return state
+
+    def _slots(self, page_table: Tensor, rows: Tensor, positions: Tensor) -> Tensor:
+        """int64 [n]: where the K/V of each position of a row of the page table lies in the pool.
+
+        In NumPy, which takes half of torch's time over a few numbers.
+        """
+        page_tokens = self.pool.layout.page_tokens
+        position: npt.NDArray[np.int64] = positions.numpy()
+        page = position // page_tokens
+        moved = page_table.numpy()[rows.numpy(), page] - page  # pages, from its place in order
+        return torch.from_numpy(position + moved * page_tokens)
 
     def _plans(
         self, indptr: Tensor, kv_lens: Tensor, table: Tensor
@@ -187,7 +210,7 @@ def _hand_out(state: Activations, tasks: Sequence[PrefillTask]) -> None:
         start, end = end, end + len(task.token_ids)
         if task.want_logits:
             task.logits = next(logits)
-        if task.want_prompt_logprobs:
+        if task.want_prompt_logprobs and state.hidden is not None:
             task.hidden = state.hidden[start:end]
 
 

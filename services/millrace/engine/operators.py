@@ -20,7 +20,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from millrace.engine.model_config import ModelConfig
-from millrace.engine.models.moe import Routing, run_experts, run_router
+from millrace.engine.models.moe import Routing, run_router
 from millrace.engine.models.weights import LayerWeights, ModelWeights
 from millrace_kernels import api as kernels
 from millrace_kernels.plan import AttentionPlan
@@ -38,13 +38,13 @@ class Activations:
     rows: Tensor | None = None  # int64 [r]; None: every row there is
     last_plan: AttentionPlan | None = None  # the last layer's, when it computes `rows` alone
 
-    residual: Tensor = field(init=False)  # [n, H], the sum so far
-    x: Tensor | None = None  # [n, H], not yet added to the residual; None at the first layer
+    x: Tensor = field(init=False)  # [n, H], not yet added to the residual
+    residual: Tensor | None = None  # [n, H], the sum so far; None before the first layer
     qkv: Tensor = field(init=False)  # [n, (h + 2k) d]
     attended: Tensor = field(init=False)  # [n, h d]
     gate_up: Tensor = field(init=False)  # [n, 2I]
     routing: Routing = field(init=False)
-    hidden: Tensor = field(init=False)  # [n, H], or [r, H] with `last_plan`; after the final norm
+    hidden: Tensor | None = None  # [n, H] after the final norm, unless `last_plan` cut it down
     logits: Tensor = field(init=False)  # float32 [r, vocab]
 
 
@@ -61,9 +61,12 @@ class Operator:
 
 
 def build_operators(
-    config: ModelConfig, weights: ModelWeights, kv_layers: list[Tensor]
+    config: ModelConfig, weights: ModelWeights, kv_layers: list[Tensor], head: kernels.Linear
 ) -> tuple[Operator, ...]:
-    """The whole model in order. ``kv_layers[i]``: [pages, 2, k, page_tokens, d] of layer i."""
+    """The whole model in order.
+
+    ``kv_layers[i]``: [pages, 2, k, page_tokens, d] of layer i; ``head``: lm_head, made ready.
+    """
     last = config.num_layers - 1
     operators = [Operator(-1, "embed", _embed(weights.embedding))]
     for i, layer in enumerate(weights.layers):
@@ -72,32 +75,26 @@ def build_operators(
         operators.append(Operator(i, "attn", attn))
         operators.append(Operator(i, "o_proj", _o_proj(layer)))
         operators.extend(Operator(i, name, run) for name, run in _mlp(config, layer, i))
-    operators.append(Operator(config.num_layers, "lm_head", _lm_head(config, weights)))
+    operators.append(
+        Operator(config.num_layers, "lm_head", _lm_head(config, weights.final_norm, head))
+    )
     return tuple(operators)
 
 
 def _embed(embedding: Tensor) -> Run:
     def embed(state: Activations) -> None:
-        state.residual = functional.embedding(state.token_ids, embedding)
+        state.x = functional.embedding(state.token_ids, embedding)
 
     return embed
 
 
-def _normed(state: Activations, weight: Tensor, eps: float) -> Tensor:
-    """Adds what the last operator left to the residual and returns its norm."""
-    if state.x is None:
-        return kernels.rms_norm(state.residual, weight, eps)
-    normed, state.residual = kernels.add_rms_norm(state.x, state.residual, weight, eps)
-    state.x = None
-    return normed
-
-
 def _qkv_proj(config: ModelConfig, layer: LayerWeights) -> Run:
-    eps = config.norm_eps
+    project = kernels.prepare_linear(layer.qkv, layer.qkv_bias)
+    norm, eps = layer.input_norm, config.norm_eps
 
     def qkv_proj(state: Activations) -> None:
-        normed = _normed(state, layer.input_norm, eps)
-        state.qkv = kernels.linear(normed, layer.qkv, layer.qkv_bias)
+        state.qkv, state.residual = project.after_norm(state.x, state.residual, norm, eps)
+        del state.x
 
     return qkv_proj
 
@@ -105,25 +102,29 @@ def _qkv_proj(config: ModelConfig, layer: LayerWeights) -> Run:
 def _attn(
     config: ModelConfig, layer: LayerWeights, kv_layer: Tensor, window: int | None, *, is_last: bool
 ) -> Run:
-    heads, kv_heads, head_dim = config.num_heads, config.num_kv_heads, config.head_dim
-    splits = (heads, kv_heads, kv_heads)
+    heads, head_dim = config.num_heads, config.head_dim
+    fused = (-1, heads + 2 * config.num_kv_heads, head_dim)
     scale, eps = head_dim**-0.5, config.norm_eps
     q_norm, k_norm = layer.q_norm, layer.k_norm
 
     def attn(state: Activations) -> None:
-        qkv_nhd = state.qkv.view(-1, heads + 2 * kv_heads, head_dim)
-        q_nhd, k_nhd, v_nhd = qkv_nhd.split_with_sizes(splits, 1)
-        if q_norm is not None and k_norm is not None:
-            q_nhd = kernels.rms_norm(q_nhd, q_norm, eps)
-            k_nhd = kernels.rms_norm(k_nhd, k_norm, eps)
-        q_nhd, k_nhd = kernels.apply_rope(q_nhd, k_nhd, state.cos, state.sin)
-        kernels.write_kv(kv_layer, k_nhd, v_nhd, state.slots)
+        q_nhd = kernels.rope_write_kv(
+            state.qkv.view(fused),
+            state.cos,
+            state.sin,
+            kv_layer,
+            state.slots,
+            num_q_heads=heads,
+            q_norm=q_norm,
+            k_norm=k_norm,
+            eps=eps,
+        )
         del state.qkv
         plan = state.plans[window]
-        if is_last and state.last_plan is not None and state.rows is not None:
+        if is_last and state.last_plan is not None:
             # Nothing reads the other rows of the last layer.
-            plan, q_nhd = state.last_plan, q_nhd[state.rows]
-            state.residual = state.residual[state.rows]
+            plan, rows = state.last_plan, _required(state.rows)
+            q_nhd, state.residual = q_nhd[rows], _required(state.residual)[rows]
             state.rows = None
         out_nhd, _ = kernels.run_attention(plan, q_nhd, kv_layer, scale=scale)
         state.attended = out_nhd.view(-1, heads * head_dim)
@@ -132,8 +133,10 @@ def _attn(
 
 
 def _o_proj(layer: LayerWeights) -> Run:
+    project = kernels.prepare_linear(layer.o, layer.o_bias)
+
     def o_proj(state: Activations) -> None:
-        state.x = kernels.linear(state.attended, layer.o, layer.o_bias)
+        state.x = project(state.attended)
         del state.attended
 
     return o_proj
@@ -149,59 +152,68 @@ def _mlp(config: ModelConfig, layer: LayerWeights, index: int) -> Iterator[tuple
 
 
 def _gate_up_proj(config: ModelConfig, layer: LayerWeights) -> Run:
-    eps = config.norm_eps
-    gate_up = _required(layer.gate_up)
+    project = kernels.prepare_linear(_required(layer.gate_up), layer.gate_up_bias)
+    norm, eps = layer.post_norm, config.norm_eps
 
     def gate_up_proj(state: Activations) -> None:
-        normed = _normed(state, layer.post_norm, eps)
-        state.gate_up = kernels.linear(normed, gate_up, layer.gate_up_bias)
+        state.gate_up, state.residual = project.after_norm(state.x, state.residual, norm, eps)
+        del state.x
 
     return gate_up_proj
 
 
 def _down_proj(layer: LayerWeights) -> Run:
-    down = _required(layer.down)
+    project = kernels.prepare_linear(_required(layer.down), layer.down_bias)
 
     def down_proj(state: Activations) -> None:
-        state.x = kernels.linear(kernels.silu_mul(state.gate_up), down, layer.down_bias)
+        state.x = project.after_silu(state.gate_up)
         del state.gate_up
 
     return down_proj
 
 
 def _gate(config: ModelConfig, layer: LayerWeights) -> Run:
-    eps, moe = config.norm_eps, config.moe
-    router = _required(layer.router)
+    router = kernels.prepare_linear(_required(layer.router))
+    norm, eps, moe = layer.post_norm, config.norm_eps, config.moe
     assert moe is not None  # the layer is an MoE layer
 
     def gate(state: Activations) -> None:
-        normed = _normed(state, layer.post_norm, eps)
+        residual = _required(state.residual)
+        normed, state.residual = kernels.add_rms_norm(state.x, residual, norm, eps)
         state.routing = run_router(normed, router, moe)
+        del state.x
 
     return gate
 
 
 def _experts(layer: LayerWeights) -> Run:
-    gate_up, down = _required(layer.experts_gate_up), _required(layer.experts_down)
+    mixture = kernels.prepare_experts(
+        _required(layer.experts_gate_up), _required(layer.experts_down)
+    )
 
     def experts(state: Activations) -> None:
-        state.x = run_experts(state.routing, gate_up, down)
+        routing = state.routing
         del state.routing
+        state.x = mixture(routing.x, routing.expert_ids, routing.weights)
 
     return experts
 
 
-def _lm_head(config: ModelConfig, weights: ModelWeights) -> Run:
+def _lm_head(config: ModelConfig, final_norm: Tensor, head: kernels.Linear) -> Run:
     eps = config.norm_eps
 
     def lm_head(state: Activations) -> None:
-        state.hidden = _normed(state, weights.final_norm, eps)
-        wanted = state.hidden if state.rows is None else state.hidden[state.rows]
-        state.logits = kernels.linear(wanted, weights.lm_head).float()
+        if state.rows is None:  # every row there is wanted
+            logits, _ = head.after_norm(state.x, state.residual, final_norm, eps)
+        else:
+            residual = _required(state.residual)
+            state.hidden, _ = kernels.add_rms_norm(state.x, residual, final_norm, eps)
+            logits = head(state.hidden[state.rows])
+        state.logits = logits.float()
 
     return lm_head
 
 
-def _required(weight: Tensor | None) -> Tensor:
-    assert weight is not None  # `layer_specs` gave every layer of this kind one
-    return weight
+def _required(tensor: Tensor | None) -> Tensor:
+    assert tensor is not None  # the model's config or the operator before saw to it
+    return tensor

@@ -28,7 +28,6 @@ from millrace.transfer.transport import Transport
 from millrace.wire.pb import common_pb2, scheduler_pb2
 from millrace.wire.server import Health, add_health, bind, create_server
 from millrace.worker.link import WorkerLink
-from millrace_kernels.api import describe_backends
 
 log = logging.getLogger(__name__)
 
@@ -192,7 +191,7 @@ def _open(model: str, config: Config) -> Engine:
         engine.layout.dtype,
         engine.layout.num_pages,
         engine.layout.page_tokens,
-        describe_backends(),
+        engine.backends,
     )
     return engine
 

@@ -1,0 +1,86 @@
+"""Tile sizes of the kernels, by kernel, GPU, dtype and head_dim: a lookup, never a search.
+
+`configs.json` holds them, and its "source" says where they come from. Numbers that say "reasoned"
+were chosen from shared memory, registers and tile shapes and have not run on a GPU; `python -m
+millrace_kernels.triton_backend.tune` measures on one and writes the file anew. The sm_80 entries
+also serve 8.6 and 8.9, so they keep to the 99 KiB of shared memory that those have; sm_90 serves
+everything newer.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import json
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Final
+
+import torch
+
+from millrace_kernels.triton_backend import LEAST_CAPABILITY
+
+PATH: Final = Path(__file__).with_name("configs.json")
+
+Config = Mapping[str, int]
+"""`num_warps`, `num_stages` and the kernel's own block sizes."""
+
+_HEAD_DIMS: Final = (64, 128, 256)
+_NAMES: Final = {torch.bfloat16: "16bit", torch.float16: "16bit", torch.float32: "32bit"}
+_trying: dict[str, Config] = {}
+
+
+def key(kernel: str, gpu: str, dtype: torch.dtype, head_dim: int | None = None) -> str:
+    """The name of one entry: `attend_rows/sm_90/16bit/d128`, without the last part for kernels
+    that know no heads. A head_dim between two committed ones takes the larger one's.
+
+    Raises ValueError for a dtype or head_dim that no kernel takes.
+    """
+    if dtype not in _NAMES:
+        raise ValueError(f"dtype must be bfloat16, float16 or float32, got {dtype}")
+    parts = [kernel, gpu, _NAMES[dtype]]
+    if head_dim is not None:
+        fitting = [known for known in _HEAD_DIMS if known >= head_dim]
+        if not fitting:
+            raise ValueError(f"head_dim must be at most {_HEAD_DIMS[-1]}, got {head_dim}")
+        parts.append(f"d{fitting[0]}")
+    return "/".join(parts)
+
+
+def lookup(
+    kernel: str, device: torch.device, dtype: torch.dtype, head_dim: int | None = None
+) -> Config:
+    """The configuration with which `kernel` runs on `device`. Raises ValueError as `key` does."""
+    if kernel in _trying:
+        return _trying[kernel]
+    return committed()[key(kernel, gpu_name(device), dtype, head_dim)]
+
+
+@functools.cache
+def committed() -> Mapping[str, Config]:
+    """Everything in `configs.json`, by `key`."""
+    configs: dict[str, Config] = json.loads(PATH.read_text())["configs"]
+    return configs
+
+
+@functools.cache
+def gpu_name(device: torch.device) -> str:
+    """Whose entries `device` uses. Raises ValueError below compute capability 8.0."""
+    if device.type != "cuda":  # Triton's interpreter
+        return "sm_80"
+    capability = torch.cuda.get_device_capability(device)
+    if capability < LEAST_CAPABILITY:
+        raise ValueError(f"{device} has compute capability {capability}, 8.0 is the least")
+    return "sm_90" if capability >= (9, 0) else "sm_80"
+
+
+@contextlib.contextmanager
+def trying(**configs: Config) -> Iterator[None]:
+    """Within the block those kernels run with these configurations, whatever the table says."""
+    before = dict(_trying)
+    _trying.update(configs)
+    try:
+        yield
+    finally:
+        _trying.clear()
+        _trying.update(before)

@@ -1,0 +1,55 @@
+"""Triton's entry points with types, so that kernels and launches pass a strict type check."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, Protocol
+
+import torch
+import triton
+
+
+class Kernel(Protocol):
+    """Compiled on demand: `kernel[grid](...)` from the host, `kernel(...)` from other kernels."""
+
+    def __getitem__(self, grid: tuple[int, ...]) -> Callable[..., None]: ...
+
+    # Inside a kernel everything is Triton's, which has no types.
+    def __call__(self, *args: Any) -> Any: ...  # noqa: ANN401
+
+
+def jit(*varying: str) -> Callable[[Callable[..., Any]], Kernel]:
+    """Compile a kernel; `varying` names integers whose value must not make a new variant."""
+
+    def compile_later(function: Callable[..., Any]) -> Kernel:
+        kernel: Kernel = triton.jit(function, do_not_specialize=varying)
+        return kernel
+
+    return compile_later
+
+
+def launch(
+    kernel: Kernel,
+    grid: tuple[int, ...],
+    *args: object,
+    num_warps: int = 4,
+    num_stages: int = 2,
+    **constants: object,
+) -> None:
+    """Queue a kernel on the current stream; `constants` are its constexpr arguments.
+
+    Multiplies and adds fuse, as they do in the libraries beside (Triton's default will change).
+    """
+    kernel[grid](
+        *args, **constants, num_warps=num_warps, num_stages=num_stages, enable_fp_fusion=True
+    )
+
+
+def block(size: int) -> int:
+    """The power of two that holds `size` elements; a tile's sides are powers of two."""
+    return 1 << max(size - 1, 0).bit_length()
+
+
+def dot_precision(dtype: torch.dtype) -> str:
+    """How `tl.dot` multiplies: true float32 for float32, where TF32 would lose 13 bits."""
+    return "ieee" if dtype == torch.float32 else "tf32"

@@ -1,0 +1,93 @@
+"""A mixture of SwiGLU experts on a CUDA device: a sort by expert, then two grouped products."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, Final
+
+import torch
+from torch import Tensor
+
+from millrace_kernels.triton_backend import configs
+from millrace_kernels.triton_backend import moe_kernels as kernels
+from millrace_kernels.triton_backend.configs import Config
+from millrace_kernels.triton_backend.jit import dot_precision, launch
+
+_FEW_PER_EXPERT: Final = 16
+"""Assignments an expert on average up to which the small tiles run."""
+
+
+@dataclass(frozen=True, slots=True)
+class TritonExperts:
+    """gate_up [E, 2X, H] with gate first, down [E, H, X], both contiguous."""
+
+    gate_up: Tensor
+    down: Tensor
+
+    def __call__(self, x: Tensor, expert_ids: Tensor, weights: Tensor) -> Tensor:
+        """[n, H]: each row of x [n, H] through its experts, weighted and summed in float32.
+
+        expert_ids int64 [n, t] within 0..E - 1, weights float32 [n, t]. Nothing is read back: the
+        launch covers as many blocks as the worst split over experts needs, and the rest leave.
+        """
+        experts, hidden, width = self.down.shape
+        tokens, per_token = expert_ids.shape
+        assignments = tokens * per_token
+        if not assignments:
+            return torch.zeros_like(x)
+        config = self._config(x, assignments)
+        order, bounds, first_block, block_expert = _blocks(
+            expert_ids.reshape(-1), experts, config["block_m"]
+        )
+        inner = torch.empty((assignments, width), dtype=x.dtype, device=x.device)
+        tiles: dict[str, Any] = {
+            "EXPERTS": experts,
+            "HIDDEN": hidden,
+            "WIDTH": width,
+            "BLOCK_M": config["block_m"],
+            "BLOCK_N": config["block_n"],
+            "BLOCK_K": config["block_k"],
+            "PRECISION": dot_precision(x.dtype),
+            "num_warps": config["num_warps"],
+            "num_stages": config["num_stages"],
+        }
+        tables = (order, bounds, first_block, block_expert)
+        count, block_n = block_expert.shape[0], config["block_n"]
+        x = x if x.stride(1) == 1 else x.contiguous()
+        launch(
+            kernels.expand,
+            (-(-width // block_n), count),
+            *(x, self.gate_up, inner, *tables, x.stride(0)),
+            PER_TOKEN=per_token,
+            **tiles,
+        )
+        out = torch.empty((assignments, hidden), dtype=torch.float32, device=x.device)
+        launch(
+            kernels.contract,
+            (-(-hidden // block_n), count),
+            *(inner, self.down, out, weights.reshape(-1), *tables),
+            **tiles,
+        )
+        return out.view(tokens, per_token, hidden).sum(1).to(x.dtype)
+
+    def _config(self, x: Tensor, assignments: int) -> Config:
+        few = assignments <= _FEW_PER_EXPERT * self.down.shape[0]
+        return configs.lookup("experts_few" if few else "experts_rows", x.device, x.dtype)
+
+
+def _blocks(
+    expert_ids: Tensor, experts: int, block_m: int
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Assignments sorted by expert and cut into blocks, all int64 on the device.
+
+    Returns the sorted order [a], where each expert's assignments begin in it [E + 1], each expert's
+    first block [E], and each block's expert (E: no block).
+    """
+    assignments, device = expert_ids.numel(), expert_ids.device
+    ids, order = expert_ids.sort(stable=True)
+    bounds = torch.searchsorted(ids, torch.arange(experts + 1, device=device))
+    counts = (bounds.diff() + block_m - 1) // block_m
+    last_block = counts.cumsum(0)
+    most = min(assignments, assignments // block_m + min(experts, assignments))
+    block_expert = torch.searchsorted(last_block, torch.arange(most, device=device), right=True)
+    return order, bounds, last_block - counts, block_expert

@@ -1,0 +1,66 @@
+"""What `millrace bench engine` found, as a table and as a picture."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from rich.table import Table
+
+
+def as_table(report: dict[str, Any]) -> Table:
+    """The report's results, a row a case; ratios below 1 in red."""
+    table = Table(
+        title=f"tokens/s, medians; {report['machine']['threads']} threads",
+        caption=_limits(report),
+    )
+    others = report["against"]
+    table.add_column("phase")
+    table.add_column("dtype")
+    for heading in ("batch", "tokens", "millrace", "of limit"):
+        table.add_column(heading, justify="right")
+    for other in others:
+        table.add_column(other, justify="right")
+        table.add_column("ratio", justify="right")
+    for result in report["results"]:
+        case, rates = result["case"], result["tokens_per_s"]
+        cells = [case["phase"], case["dtype"], str(case["batch"]), str(case["tokens"])]
+        cells += [f"{rates['millrace']:.1f}", f"{result['machine_share']:.0%}"]
+        for other in others:
+            ratio = result["ratios"][other]
+            cells += [f"{rates[other]:.1f}", f"[{'green' if ratio >= 1 else 'red'}]{ratio:.2f}"]
+        table.add_row(*cells)
+    return table
+
+
+def _limits(report: dict[str, Any]) -> str:
+    """What the shares are of."""
+    gemm = ", ".join(
+        f"{found['gemm_flops_per_s'] / 1e9:.0f} GFLOP/s in {dtype}"
+        for dtype, found in report["limits"].items()
+    )
+    read = next(iter(report["limits"].values()))["read_bytes_per_s"] / 1e9
+    return (
+        f"limits: of prefill, products of large matrices, {gemm}; of decode, {read:.1f} GB/s read"
+    )
+
+
+def draw(report: dict[str, Any], path: Path) -> None:
+    """Bars of the ratios, a group a case and a colour an engine, as a PNG at `path`."""
+    from matplotlib.backends.backend_agg import FigureCanvasAgg  # slow to import
+    from matplotlib.figure import Figure
+
+    results, others = report["results"], report["against"]
+    labels = ["{phase} {dtype}\n{batch} x {tokens}".format(**result["case"]) for result in results]
+    width = 0.8 / len(others)
+    figure = Figure(figsize=(max(6, 1.1 * len(results)), 4.5), layout="constrained")
+    axes = figure.subplots()
+    for number, other in enumerate(others):
+        at = [group + (number - (len(others) - 1) / 2) * width for group in range(len(results))]
+        bars = axes.bar(at, [r["ratios"][other] for r in results], width, label=other)
+        axes.bar_label(bars, fmt="%.2f", fontsize=7)
+    axes.axhline(1, color="black", linewidth=1)
+    axes.set(yscale="log", ylabel="tokens/s, Millrace / other")
+    axes.set_xticks(range(len(labels)), labels, fontsize=7)
+    axes.legend()
+    FigureCanvasAgg(figure).print_png(path)  # type: ignore[no-untyped-call] # matplotlib: untyped

@@ -1,0 +1,58 @@
+"""What this machine can do at most, measured: products of matrices, and reading memory.
+
+The threads are those that torch has been set to.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+
+import torch
+
+from millrace_kernels import prepare_linear
+
+GEMM_SIZE = 2048
+READ_BYTES = 512 << 20
+"""Far beyond any cache."""
+
+_ROW = 4096  # columns of the matrix that readers take the bytes for
+
+
+def gemm_flops_per_s(dtype: str, size: int = GEMM_SIZE, repeats: int = 5) -> float:
+    """FLOP/s of a square product [size, size] x [size, size], the best of torch's and our own."""
+    left, right = torch.randn(2, size, size).to(getattr(torch, dtype))
+    linear = prepare_linear(right)
+    products: tuple[Callable[[], object], ...] = (lambda: left @ right, lambda: linear(left))
+    return 2.0 * size**3 / min(_best_s(product, repeats) for product in products)
+
+
+def read_bytes_per_s(size_bytes: int = READ_BYTES, repeats: int = 5) -> float:
+    """Bytes/s of streaming reads, the best of several readers."""
+    matrix = torch.ones(size_bytes // (4 * _ROW), _ROW)
+    vector = torch.ones(_ROW)
+    row = vector[None]
+    linear = prepare_linear(matrix)
+    readers: tuple[Callable[[], object], ...] = (
+        matrix.sum,
+        matrix.amax,
+        lambda: matrix.sum(1),
+        lambda: torch.mv(matrix, vector),
+        lambda: linear(row),
+    )
+    return 4.0 * matrix.numel() / min(_best_s(reader, repeats) for reader in readers)
+
+
+def _best_s(work: Callable[[], object], repeats: int) -> float:
+    """Seconds of the fastest call. One more goes first; a slow call is not repeated as often."""
+    work()
+    best_s = spent_s = 0.0
+    for _ in range(repeats):
+        begun = time.perf_counter()
+        work()
+        took_s = time.perf_counter() - begun
+        best_s = min(best_s or took_s, took_s)
+        spent_s += took_s
+        if spent_s > 1.0:
+            break
+    return best_s

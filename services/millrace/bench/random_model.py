@@ -1,0 +1,85 @@
+"""A random-weight Llama as a Hugging Face folder: what benchmarks run where no real model is."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import save_file
+from tokenizers import Tokenizer, models, pre_tokenizers
+
+LLAMA_100M = {
+    "vocab_size": 32_000,
+    "hidden_size": 768,
+    "intermediate_size": 2048,
+    "num_hidden_layers": 12,
+    "num_attention_heads": 12,
+    "num_key_value_heads": 4,
+    "max_position_embeddings": 32_768,
+    "tie_word_embeddings": True,
+}
+"""A Llama of about 100 million parameters, as config.json has it."""
+
+_STANDARD_DEVIATION = 0.02
+
+
+def write_random_llama(folder: Path, config: Mapping[str, Any], dtype: str = "float32") -> int:
+    """Writes config.json and model.safetensors to `folder`; returns the number of parameters.
+
+    config: as in `LLAMA_100M`. Matrices ~ N(0, 0.02), norms 1; the same weights in every run.
+    """
+    generator = torch.Generator().manual_seed(0)
+    weights = {}
+    for name, shape in _weights(config):
+        weight = torch.ones(shape)
+        if len(shape) > 1:
+            weight.normal_(std=_STANDARD_DEVIATION, generator=generator)
+        weights[name] = weight.to(getattr(torch, dtype))
+    save_file(weights, folder / "model.safetensors", {"format": "pt"})
+    document = {
+        "architectures": ["LlamaForCausalLM"],
+        "model_type": "llama",
+        "hidden_act": "silu",
+        "rms_norm_eps": 1e-6,
+        "rope_theta": 10_000.0,
+        "dtype": dtype,
+        **config,
+    }
+    (folder / "config.json").write_text(json.dumps(document))
+    return sum(weight.numel() for weight in weights.values())
+
+
+def write_word_tokenizer(folder: Path, vocab_size: int) -> None:
+    """Writes a tokenizer.json in which token i is the word "w<i>".
+
+    Every token brings text by itself, so that a client can count tokens by counting words.
+    """
+    words = models.WordLevel({f"w{i}": i for i in range(vocab_size)}, unk_token="w0")
+    tokenizer = Tokenizer(words)
+    tokenizer.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    tokenizer.save(str(folder / "tokenizer.json"))
+    (folder / "tokenizer_config.json").write_text("{}")
+
+
+def _weights(config: Mapping[str, Any]) -> Iterator[tuple[str, tuple[int, ...]]]:
+    hidden, inner = config["hidden_size"], config["intermediate_size"]
+    head_dim = hidden // config["num_attention_heads"]
+    kv = config["num_key_value_heads"] * head_dim
+    yield "model.embed_tokens.weight", (config["vocab_size"], hidden)
+    for i in range(config["num_hidden_layers"]):
+        layer = f"model.layers.{i}"
+        yield f"{layer}.input_layernorm.weight", (hidden,)
+        yield f"{layer}.self_attn.q_proj.weight", (hidden, hidden)
+        yield f"{layer}.self_attn.k_proj.weight", (kv, hidden)
+        yield f"{layer}.self_attn.v_proj.weight", (kv, hidden)
+        yield f"{layer}.self_attn.o_proj.weight", (hidden, hidden)
+        yield f"{layer}.post_attention_layernorm.weight", (hidden,)
+        yield f"{layer}.mlp.gate_proj.weight", (inner, hidden)
+        yield f"{layer}.mlp.up_proj.weight", (inner, hidden)
+        yield f"{layer}.mlp.down_proj.weight", (hidden, inner)
+    yield "model.norm.weight", (hidden,)
+    if not config["tie_word_embeddings"]:
+        yield "lm_head.weight", (config["vocab_size"], hidden)

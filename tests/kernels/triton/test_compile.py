@@ -1,0 +1,206 @@
+"""Every kernel compiles for both GPUs, without one, as its own launch would have it compiled.
+
+The operations run on CPU tensors with `launch` replaced: instead of queueing a kernel it compiles
+it with the launch's argument types, constants and configuration, and checks what it needs of an SM.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+
+import pytest
+import torch
+
+pytest.importorskip("triton", reason="triton (extra `gpu`) isn't installed")
+if os.environ.get("TRITON_INTERPRET"):
+    pytest.skip("the interpreter compiles nothing", allow_module_level=True)
+
+import triton
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource
+
+from millrace_kernels.api import plan_attention
+from millrace_kernels.triton_backend import attention, configs, linear, moe, rows, sampling
+
+SHARED_KIB = {"sm_80": 99, "sm_90": 227}
+"""Shared memory that one program may have; for sm_80 what 8.6 and 8.9 have."""
+
+TYPES = {
+    torch.bfloat16: "*bf16",
+    torch.float16: "*fp16",
+    torch.float32: "*fp32",
+    torch.float64: "*fp64",
+    torch.int32: "*i32",
+    torch.int64: "*i64",
+}
+
+
+@pytest.fixture(params=SHARED_KIB)
+def compiled(request, monkeypatch) -> dict[str, int]:
+    """Names of the kernels that were launched, and the bytes of shared memory each takes."""
+    found: dict[str, int] = {}
+
+    def compile_it(kernel, grid, *args, num_warps=4, num_stages=2, **constants) -> None:
+        assert all(side > 0 for side in grid) and max(grid[1:], default=1) < 2**16
+        source = ASTSource(kernel, *signature(kernel, args, constants))
+        options = {"num_warps": num_warps, "num_stages": num_stages, "enable_fp_fusion": True}
+        target = GPUTarget("cuda", int(request.param[3:]), 32)
+        shared = triton.compile(source, target=target, options=options).metadata.shared
+        assert shared <= SHARED_KIB[request.param] * 1024
+        found[kernel.__name__] = max(shared, found.get(kernel.__name__, 0))
+
+    for module in (attention, linear, moe, rows, sampling):
+        monkeypatch.setattr(module, "launch", compile_it)
+    monkeypatch.setattr(configs, "gpu_name", lambda device: request.param)
+    return found
+
+
+def signature(kernel, args, constants):
+    """What Triton would work out from these arguments: types, constants and alignments."""
+    names = kernel.arg_names
+    assert set(names[len(args) :]) == set(constants)
+    types, aligned = {}, {}
+    for i, (name, value) in enumerate(zip(names, args, strict=False)):
+        if isinstance(value, torch.Tensor):
+            types[name] = TYPES[value.dtype]
+            is_aligned = True
+        elif isinstance(value, float):
+            types[name], is_aligned = "fp32", False
+        else:
+            types[name] = "i32"
+            is_aligned = value % 16 == 0 and not kernel.params[i].do_not_specialize
+        if is_aligned:
+            aligned[(i,)] = [["tt.divisibility", 16]]
+    types |= dict.fromkeys(constants, "constexpr")
+    return types, {(names.index(name),): value for name, value in constants.items()}, aligned
+
+
+def attend(
+    *, head_dim=128, dtype=torch.bfloat16, q_lens=(1, 40), explicit=False, **options
+) -> None:
+    kv_lens = torch.tensor([3000, 500], dtype=torch.int32)
+    positions = {}
+    if explicit:
+        positions["kv_positions"] = torch.arange(3500, dtype=torch.int32)
+        positions["q_positions"] = torch.arange(sum(q_lens), dtype=torch.int32)
+    checked = plan_attention(
+        q_indptr=torch.tensor([0, *q_lens]).cumsum(0).int(),
+        kv_lens=kv_lens,
+        page_table=torch.zeros(2, 188, dtype=torch.int32),
+        page_tokens=16,
+        num_q_heads=8,
+        num_kv_heads=2,
+        head_dim=head_dim,
+        dtype=dtype,
+        device="cpu",
+        backend="reference",
+        **positions,
+        **options,
+    )
+    q_nhd = torch.zeros(sum(q_lens), 8, head_dim, dtype=dtype)
+    kv_layer = torch.zeros(1, 2, 2, 16, head_dim, dtype=dtype)
+    out, lse = torch.zeros_like(q_nhd), torch.zeros(q_nhd.shape[:2])
+    attention.plan(checked).run(q_nhd, kv_layer, scale=0.125, out_nhd=out, lse_nh=lse)
+
+
+def test_attention(compiled):
+    attend()
+    assert compiled.keys() == {"attend", "merge_pieces"}
+
+
+def test_attention_with_everything(compiled):
+    attend(
+        head_dim=80,
+        dtype=torch.float16,
+        q_lens=(1, 0),
+        explicit=True,
+        sliding_window=100,
+        soft_cap=30.0,
+    )
+    out, lse = torch.zeros(3, 2, 80, dtype=torch.float16), torch.zeros(3, 2)
+    attention.merge_attention_(out, lse, out.float(), lse)
+    assert compiled.keys() == {"attend", "merge_partial"}  # the window leaves nothing to split
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
+@pytest.mark.parametrize("head_dim", [64, 128, 256])
+def test_attention_in_every_configuration(compiled, head_dim, dtype):
+    attend(head_dim=head_dim, dtype=dtype)
+    attend(head_dim=head_dim, dtype=dtype, explicit=True, sliding_window=100, soft_cap=30.0)
+
+
+def test_rows(compiled):
+    x, weight = torch.zeros(3, 4096, dtype=torch.bfloat16), torch.zeros(4096, dtype=torch.bfloat16)
+    rows.rms_norm(x, weight, 1e-6)
+    rows.add_rms_norm(x, x, weight, 1e-6)
+    rows.silu_mul(x)
+    qkv, angles = torch.zeros(3, 12, 128, dtype=torch.bfloat16), torch.zeros(3, 64)
+    pool, norm = torch.zeros(1, 2, 2, 16, 128, dtype=torch.bfloat16), weight[:128]
+    slots = torch.arange(3)
+    rows.rope_write_kv(qkv, angles, angles, pool, slots, num_q_heads=8)
+    rows.rope_write_kv(
+        qkv, angles, angles, pool, slots, num_q_heads=8, q_norm=norm, k_norm=norm, eps=1e-6
+    )
+    assert compiled.keys() == {"norm_rows", "multiply_by_silu", "rotate_and_write"}
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
+def test_skinny_linear(compiled, dtype):
+    weight = torch.zeros(1024, 4096, dtype=dtype)
+    linear.TritonLinear(weight, weight[0, :1024])(weight[:4])
+    assert compiled.keys() == {"multiply_few_rows"}
+
+
+@pytest.mark.parametrize("tokens", [4, 200], ids=["few", "rows"])
+@pytest.mark.parametrize(
+    "dtype", [torch.bfloat16, pytest.param(torch.float32, marks=pytest.mark.slow)], ids=str
+)
+def test_experts(compiled, tokens, dtype):
+    gate_up = torch.zeros(8, 2 * 256, 512, dtype=dtype)
+    down = torch.zeros(8, 512, 256, dtype=dtype)
+    ids = torch.arange(2 * tokens).view(-1, 2) % 8
+    moe.TritonExperts(gate_up, down)(down[0, :1].expand(tokens, 256).repeat(1, 2), ids, ids.float())
+    assert compiled.keys() == {"expand", "contract"}
+
+
+def test_sampling(compiled):
+    temperatures = torch.tensor([0.0, 1.0, 1.0], dtype=torch.float64)
+    settings = temperatures, torch.tensor([0, 0, 5]), temperatures + 1, temperatures * 0
+    sampling.sample(torch.zeros(3, 32000), *settings, temperatures / 2)
+    assert compiled.keys() == {"sum_weights", "draw_plain", "draw_among", "draw_by_bisection"}
+
+
+def test_the_table_names_each_configuration_once():
+    names = configs.committed()
+    for gpu in SHARED_KIB:
+        for dtype in (torch.bfloat16, torch.float32):
+            for head_dim in (64, 128, 256):
+                for kernel in ("attend_few", "attend_rows"):
+                    assert configs.key(kernel, gpu, dtype, head_dim) in names
+            for kernel in ("skinny_linear", "experts_few", "experts_rows"):
+                assert configs.key(kernel, gpu, dtype) in names
+    assert configs.key("attend_few", "sm_90", torch.float16, 80).endswith("16bit/d128")
+    with pytest.raises(ValueError, match="head_dim must be at most 256, got 512"):
+        configs.key("attend_few", "sm_90", torch.float16, 512)
+    with pytest.raises(ValueError, match="dtype must be"):
+        configs.key("attend_few", "sm_90", torch.int8, 64)
+
+
+def test_tuning_without_a_gpu_says_so_and_writes_the_file_as_it_is(capsys):
+    from millrace_kernels.triton_backend import tune
+
+    if not torch.cuda.is_available():
+        assert tune.main() == 1
+        assert "tune needs a CUDA device: no CUDA device" in capsys.readouterr().err
+    source = json.loads(configs.PATH.read_text())["source"]
+    assert tune._as_json(dict(configs.committed()), source) == configs.PATH.read_text()
+
+
+def test_importing_the_package_does_not_import_triton():
+    probe = "import sys; import millrace_kernels.triton_backend as t; t.describe(); "
+    probe += "import millrace_kernels.api; assert 'triton' not in sys.modules"
+    subprocess.run([sys.executable, "-c", probe], check=True)
