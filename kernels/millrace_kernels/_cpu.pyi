@@ -7,6 +7,7 @@ class Type(Enum):
 def instruction_sets() -> list[str]: ...
 def instruction_set() -> str: ...
 def use_instruction_set(name: str) -> None: ...
+def has_amx() -> bool: ...
 
 class AttentionPlan:
     def __init__(
@@ -20,7 +21,11 @@ class AttentionPlan:
         q_heads: int,
         kv_heads: int,
         head_dim: int,
+        q_positions: int,
+        kv_positions: int,
+        causal: bool,
         window: int,
+        soft_cap: float,
         max_rows: int,
     ) -> None: ...
     def run(
@@ -28,6 +33,7 @@ class AttentionPlan:
         type: Type,
         q: int,
         out: int,
+        float_out: bool,
         lse: int,
         kv: int,
         q_stride_n: int,
@@ -37,6 +43,17 @@ class AttentionPlan:
         threads: int,
     ) -> None: ...
 
+def merge_attention(
+    type: Type,
+    out: int,
+    lse: int,
+    other_type: Type,
+    other: int,
+    other_lse: int,
+    rows: int,
+    head_dim: int,
+    threads: int,
+) -> None: ...
 def has_amx() -> bool: ...
 
 class Linear:

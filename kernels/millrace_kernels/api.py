@@ -171,7 +171,9 @@ def merge_attention_(
         raise ValueError(f"out is {tuple(out_nhd.shape)}, the other {tuple(other_out_nhd.shape)}")
     if lse_nh.shape != other_lse_nh.shape or lse_nh.dtype != other_lse_nh.dtype != torch.float32:
         raise ValueError(f"lse is {tuple(lse_nh.shape)}, the other {tuple(other_lse_nh.shape)}")
-    torch_backend.merge_attention_(out_nhd, lse_nh, other_out_nhd, other_lse_nh)
+    native = cpu_backend.takes(out_nhd) and cpu_backend.takes(other_out_nhd)
+    merge = cpu_backend.merge_attention_ if native else torch_backend.merge_attention_
+    merge(out_nhd, lse_nh, other_out_nhd, other_lse_nh)
 
 
 def rope_write_kv(  # noqa: PLR0913 - one argument for each thing that fixes the call

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from typing import Final
 
 import torch
 from torch import Tensor
@@ -23,6 +24,11 @@ except ImportError:  # not built on this machine: torch does it all
 else:
     AVAILABLE = True
     TYPES = {torch.float32: _cpu.Type.F32, torch.bfloat16: _cpu.Type.BF16}
+
+ALL_ROWS: Final = 2**31 - 1
+
+_AMX_ROWS: Final = 8
+"""Query rows up to which a sequence is bound by reading K/V rather than by multiplying."""
 
 
 def takes(x: Tensor) -> bool:
@@ -56,12 +62,27 @@ def describe() -> str:
     return f"C++ {_cpu.instruction_set()}" if AVAILABLE else "C++ not built"
 
 
+def attention_rows(plan: AttentionPlan) -> int:
+    """The most query rows of a sequence that the C++ kernels take of a plan in AUTO; torch's rest.
+
+    All of them, but for plain causal bfloat16 where the CPU has AMX: there torch's matrix products
+    (oneDNN) are several times as fast as any vector instruction, and prefill chunks are torch's.
+    """
+    if plan.dtype is not torch.bfloat16 or not _cpu.has_amx():
+        return ALL_ROWS
+    plain = plan.causal and not (plan.has_positions or plan.soft_cap or plan.sliding_window)
+    chunks = any(stop - start > _AMX_ROWS for start, stop, _ in plan.sequences)
+    return _AMX_ROWS if plain and chunks else ALL_ROWS
+
+
 class CpuPlan:
     """The tasks of the sequences that have at most `native_rows` query rows."""
 
     def __init__(self, checked: AttentionPlan) -> None:
         """Raises IndexError when the page table names a negative page where it is read."""
         table = checked.page_table.cpu().contiguous()
+        q_at, kv_at = checked.q_positions, checked.kv_positions
+        self._read_in_place = (table, q_at, kv_at)  # C++ has but their addresses
         self._plan = _cpu.AttentionPlan(
             checked.q_indptr.data_ptr(),
             checked.kv_lens.data_ptr(),
@@ -72,7 +93,11 @@ class CpuPlan:
             checked.num_q_heads,
             checked.num_kv_heads,
             checked.head_dim,
+            0 if q_at is None else q_at.data_ptr(),
+            0 if kv_at is None else kv_at.data_ptr(),
+            checked.causal,
             checked.sliding_window or 0,
+            checked.soft_cap or 0.0,
             checked.native_rows,
         )
 
@@ -83,17 +108,20 @@ class CpuPlan:
 
         Raises ValueError for a layout that C++ can't walk, IndexError for a page outside the pool.
         """
-        if q_nhd.stride(2) != 1:
+        stride_n, stride_h, stride_d = q_nhd.stride()
+        if stride_d != 1:
             q_nhd = q_nhd.contiguous()
+            stride_n, stride_h, _ = q_nhd.stride()
         _need_contiguous(kv_layer, out_nhd, lse_nh)
         self._plan.run(
             TYPES[q_nhd.dtype],
             q_nhd.data_ptr(),
             out_nhd.data_ptr(),
+            out_nhd.dtype is torch.float32,
             lse_nh.data_ptr(),
             kv_layer.data_ptr(),
-            q_nhd.stride(0),
-            q_nhd.stride(1),
+            stride_n,
+            stride_h,
             kv_layer.shape[0],
             scale,
             torch.get_num_threads(),
@@ -103,6 +131,25 @@ class CpuPlan:
 def plan(checked: AttentionPlan) -> CpuPlan:
     """The C++ side of a plan."""
     return CpuPlan(checked)
+
+
+def merge_attention_(
+    out_nhd: Tensor, lse_nh: Tensor, other_out_nhd: Tensor, other_lse_nh: Tensor
+) -> None:
+    """Take another partial result into contiguous out_nhd and lse_nh, in float32 inside."""
+    other_out_nhd, other_lse_nh = other_out_nhd.contiguous(), other_lse_nh.contiguous()
+    _need_contiguous(out_nhd, lse_nh)
+    _cpu.merge_attention(
+        _TYPES[out_nhd.dtype],
+        out_nhd.data_ptr(),
+        lse_nh.data_ptr(),
+        _TYPES[other_out_nhd.dtype],
+        other_out_nhd.data_ptr(),
+        other_lse_nh.data_ptr(),
+        lse_nh.numel(),
+        out_nhd.shape[2],
+        torch.get_num_threads(),
+    )
 
 
 def _need_contiguous(*tensors: Tensor | None) -> None:

@@ -11,10 +11,7 @@ import torch
 from millrace_kernels import cpu_backend
 from millrace_kernels.plan import AttentionPlan, Backend
 
-ALL_ROWS: Final = 2**31 - 1
-
-_CPU_ROWS: Final = 8
-"""Query rows of a sequence up to which the C++ kernel beats torch's split of a prefill chunk."""
+ALL_ROWS: Final = cpu_backend.ALL_ROWS
 
 
 def with_backend(plan: AttentionPlan) -> AttentionPlan:
@@ -33,16 +30,14 @@ def with_backend(plan: AttentionPlan) -> AttentionPlan:
                 f"attention backend 'cpu' can't do {plan.dtype} on {plan.device}: "
                 f"{cpu_backend.describe()}"
             )
-        most_rows = max((stop - start for start, stop, _ in plan.sequences), default=0)
-        plan.native_rows = _CPU_ROWS if is_auto and most_rows > _CPU_ROWS else ALL_ROWS
+        plan.native_rows = cpu_backend.attention_rows(plan) if is_auto else ALL_ROWS
         plan.native = cpu_backend.plan(plan)
         return plan
     raise ValueError(f"attention backend {plan.backend.value!r} is not available on {plan.device}")
 
 
 def _fastest(plan: AttentionPlan) -> Backend:
-    plain = plan.causal and plan.soft_cap is None and not plan.has_positions
-    if cpu_backend.takes_dtype(plan.device, plan.dtype) and plain:
+    if cpu_backend.takes_dtype(plan.device, plan.dtype):
         return Backend.CPU
     return Backend.TORCH
 

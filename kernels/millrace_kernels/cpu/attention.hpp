@@ -1,5 +1,9 @@
 // What the instruction-set variants offer for paged attention.
 // Shape letters: n tokens, h q heads, d head_dim.
+//
+// Two kernels. A sequence whose rows of q make few lanes (decode) is bound by reading K/V: dot
+// products over K and V rows where they lie. One with many lanes (a prefill chunk) is bound by
+// arithmetic: K and V blocks are packed, then multiplied in register tiles (tile.hpp).
 
 #pragma once
 
@@ -19,37 +23,52 @@ struct AttentionCall {
   int kv_heads;
   int head_dim;
   int page_tokens;
-  int window;  // 0: every earlier position is seen
+  int window;       // 0: every earlier position is seen
+  bool causal;
+  bool float_out;   // out is float32, whatever the type of q and K/V
   float scale;
+  float soft_cap;   // 0: none
 };
 
-// Some rows of one sequence, for one kv head, over one span of that sequence's K/V positions.
+// Some rows of one sequence, for one kv head, over one span of that sequence's K/V slots.
 // "Lanes" are the pairs (row, q head of the group): lane = row * group + head.
 struct AttentionTask {
-  const std::int32_t* pages;  // page table of the sequence
-  std::int64_t partial;       // first float of this task's partial result, when split
-  int tile;                   // which tile (rows x kv head) the span belongs to
-  int splits;                 // spans of that tile
-  int first_row;              // row of q
+  const std::int32_t* pages;         // page table of the sequence
+  const std::int32_t* q_positions;   // of these rows; null: first_position + row
+  const std::int32_t* kv_positions;  // of the sequence's slots; null: slot j holds position j
+  int first_row;                     // row of q
   int rows;
-  int first_position;  // position of the first row
+  int first_position;
   int kv_head;
-  int begin, end;  // span of K/V positions
+  int begin, end;  // span of K/V slots
+  float* partial;  // where the result goes when the span isn't all; null: to out
 };
 
 struct AttentionKernels {
-  // Floats that one task needs as scratch, and as partial result when its tile is split.
-  std::int64_t (*scratch)(int lanes, int head_dim);
+  // Floats that one task needs as scratch: few lanes, many lanes.
+  std::int64_t (*scratch[2])(int lanes, int head_dim);
+  // Floats of a partial result.
   std::int64_t (*partial)(int lanes, int head_dim);
-  void (*attend[2])(const AttentionCall&, const AttentionTask&, float* scratch, float* partials);
-  void (*merge[2])(const AttentionCall&, const AttentionTask& first, const float* partials,
-                             std::int64_t partial_stride);
+  void (*attend[2][2])(const AttentionCall&, const AttentionTask&, float* scratch);  // [many][type]
+  // Join the partial results of `splits` spans, `stride` floats apart, first to last. `task` holds
+  // the first of them, which takes the sum.
+  void (*merge[2])(const AttentionCall&, const AttentionTask& task, int splits,
+                   std::int64_t stride);
+  // Join finished results over different K/V: [out's type][other's type], rows of d.
+  void (*join[2][2])(void* out, float* lse, const void* other, const float* other_lse,
+                     std::int64_t rows, int head_dim);
 };
 
-// K/V positions of one task at most. Fixed, so that results never depend on what else runs.
+// Lanes of a sequence, for one kv head, up to which it counts as few.
+constexpr int kFewLanes = 8;
+
+// K/V slots of one task over few lanes at most.
 constexpr int kSplit = 256;
 
-// Lanes that share a pass over K/V at most, unless one group alone has more.
-constexpr int kMaxLanes = 32;
+// Lanes of a sequence with many that share a pass over K/V, unless one group alone has more.
+constexpr int kTileLanes = 192;
+
+// K/V slots that are packed at a time.
+constexpr int kTileBlock = 256;
 
 }  // namespace millrace

@@ -1,314 +1,263 @@
-// Paged attention. Included by kernels_impl.hpp, after simd.hpp and tile.hpp.
+// Paged attention: what both kernels share, and the kernel for few lanes. Included by
+// kernels_impl.hpp, after simd.hpp and tile.hpp.
+//
+// Scores and running maxima are kept in units of log2, so that a weight is a bare power of two.
+// K/V is cut at slots that depend on the sequence alone, and a block that a row doesn't see leaves
+// its sums as they are: a row's result depends on its own q and position, on its sequence's K/V and
+// number of rows (which choose the kernel and the cuts), and on nothing else in the batch.
 
-constexpr int kBlock = 64;  // K/V positions between two updates of the running maximum
-#if defined(__AVX512F__)
-constexpr int kDimTile = 4;  // vectors of one output row held in registers
-constexpr int kLaneTile = 4;
-#else
-constexpr int kDimTile = 2;
-constexpr int kLaneTile = 2;
-#endif
+constexpr float kHidden = -__builtin_inff();
+constexpr float kLog2e = 1.44269504088896341f;
+constexpr float kLn2 = 0.693147180559945309f;
 
-struct Scratch {
-  float* q;         // [lanes, dim]
-  float* o;         // [lanes, dim], sums of p * v so far
-  float* p;         // [lanes, kBlock], scores, then probabilities
-  float* maximum;   // [lanes]
-  float* total;     // [lanes], sums of p so far
-  float* rescale;   // [lanes]
-  std::int64_t dim;  // head_dim, padded
+// 2^x for x <= 0 or barely above, about 1 ulp; below -126.5 it gives 0. 2^r is a minimax polynomial
+// in r of degree 5 over [-1/2, 1/2], exact at 0.
+inline Vec exp2(Vec x) {
+  x = max(set1(-127.0f), x);  // the constant first: max then hands on a NaN in x
+  const Vec n = round_nearest(x);
+  const Vec r = sub(x, n);
+  Vec p = set1(1.326472731307149e-3f);
+  p = fma(p, r, set1(9.671512991189957e-3f));
+  p = fma(p, r, set1(5.550733581185341e-2f));
+  p = fma(p, r, set1(2.4022242426872253e-1f));
+  p = fma(p, r, set1(6.931470036506653e-1f));
+  p = fma(p, r, set1(1.0f));
+  return mul(p, power_of_two(n));
+}
 
-  Scratch(float* base, int lanes, int head_dim) : dim(round_up(head_dim, 16)) {
-    q = base;
-    o = q + lanes * dim;
-    p = o + lanes * dim;
-    maximum = p + lanes * kBlock;
-    total = maximum + lanes;
-    rescale = total + lanes;
+// tanh by e^2x - 1 = t, tanh = t / (t + 2): accurate where x is small as well.
+inline Vec tanh(Vec x) {
+  const Vec y = max(set1(-20.0f), min(set1(20.0f), add(x, x)));
+  const Vec n = round_nearest(mul(y, set1(kLog2e)));
+  Vec r = fma(n, set1(-0.693359375f), y);
+  r = fma(n, set1(2.12194440e-4f), r);
+  Vec p = set1(1.9875691500e-4f);
+  p = fma(p, r, set1(1.3981999507e-3f));
+  p = fma(p, r, set1(8.3334519073e-3f));
+  p = fma(p, r, set1(4.1665795894e-2f));
+  p = fma(p, r, set1(1.6666665459e-1f));
+  p = fma(p, r, set1(5.0000001201e-1f));
+  p = fma(mul(p, r), r, r);
+  const Vec power = power_of_two(n);
+  const Vec t = fma(p, power, sub(power, set1(1.0f)));
+  return div(t, add(t, set1(2.0f)));
+}
+
+inline int smaller(int a, int b) { return a < b ? a : b; }
+inline int larger(int a, int b) { return a > b ? a : b; }
+
+// Floats from one lane's row of d to the next, where rows are padded.
+inline std::int64_t padded(int head_dim) { return round_up(head_dim, 32); }
+
+std::int64_t attention_partial(int lanes, int head_dim) { return lanes * (padded(head_dim) + 2); }
+
+// From a dot product to a score in units of log2.
+struct Scores {
+  float sign;    // of the scale; goes into q
+  float factor;  // what is left of it, above 0
+  float inner, outer;
+
+  explicit Scores(const AttentionCall& c)
+      : sign(c.scale > 0.0f ? 1.0f : c.scale < 0.0f ? -1.0f : 0.0f),
+        factor(c.scale == 0.0f || c.soft_cap > 0.0f ? 1.0f : c.scale * sign * kLog2e),
+        inner(c.soft_cap > 0.0f ? c.scale * sign / c.soft_cap : 0.0f),
+        outer(c.soft_cap * kLog2e) {}
+
+  bool capped() const { return outer > 0.0f; }
+  void cap(float* scores, int from, int to) const {
+    for (int t = from; t < to; t += Vec::N)
+      store(scores + t, mul(set1(outer), tanh(mul(set1(inner), load(scores + t)))));
   }
 };
 
-std::int64_t attention_scratch(int lanes, int head_dim) {
-  return lanes * (2 * round_up(head_dim, 16) + kBlock + 3);
+// The positions that a row sees: low to high, both included.
+struct Reach {
+  int low, high;
+};
+
+inline Reach reach_of(const AttentionCall& c, const AttentionTask& task, int row) {
+  const int position = task.q_positions ? task.q_positions[row] : task.first_position + row;
+  return {c.window ? position - c.window + 1 : -__INT_MAX__, c.causal ? position : __INT_MAX__};
 }
 
-std::int64_t attention_partial(int lanes, int head_dim) {
-  return lanes * (round_up(head_dim, 16) + 2);
-}
+// The positions of up to N slots, and whether rows see all or none of them.
+template <int N>
+struct Positions {
+  int at[N];
+  int count;
+  int lowest, highest;
 
-// p[g][t] = q[g] . k[t] for G lanes and every position of the block.
-template <class T, int G>
-void score_lanes(const float* q, std::int64_t dim, const T* const* k, int count, int head_dim,
-                 float* p) {
-  const int full = head_dim / Vec::N;
-  const int rest = head_dim % Vec::N;
-  for (int t = 0; t < count; t += 4) {
-    const T* rows[4];
-    MILLRACE_UNROLL
-    for (int i = 0; i < 4; ++i) rows[i] = k[t + i < count ? t + i : count - 1];
-    Vec sums[G][4];
-    MILLRACE_UNROLL
-    for (int g = 0; g < G; ++g)
-      MILLRACE_UNROLL
-      for (int i = 0; i < 4; ++i) sums[g][i] = zero();
-    for (int j = 0; j < full; ++j) {
-      Vec keys[4];
-      MILLRACE_UNROLL
-      for (int i = 0; i < 4; ++i) keys[i] = load(rows[i] + j * Vec::N);
-      MILLRACE_UNROLL
-      for (int g = 0; g < G; ++g) {
-        const Vec query = load(q + g * dim + j * Vec::N);
-        MILLRACE_UNROLL
-        for (int i = 0; i < 4; ++i) sums[g][i] = fma(query, keys[i], sums[g][i]);
-      }
+  void read(const AttentionTask& task, int begin, int slots) {
+    count = slots;
+    if (task.kv_positions == nullptr) {
+      for (int t = 0; t < N; ++t) at[t] = begin + t;
+      lowest = begin;
+      highest = begin + slots - 1;
+      return;
     }
-    if (rest) {
-      MILLRACE_UNROLL
-      for (int i = 0; i < 4; ++i) {
-        const Vec key = load_part(rows[i] + full * Vec::N, rest);
-        MILLRACE_UNROLL
-        for (int g = 0; g < G; ++g)
-          sums[g][i] = fma(load(q + g * dim + full * Vec::N), key, sums[g][i]);
-      }
-    }
-    MILLRACE_UNROLL
-    for (int g = 0; g < G; ++g)
-      sum4(sums[g][0], sums[g][1], sums[g][2], sums[g][3], p + g * kBlock + t);
-  }
-}
-
-// o[g] = rescale[g] * o[g] + sum over t of p[g][t] * v[t], for D vectors of the row from `column`.
-template <class T, int G, int D, bool Part>
-void add_value_columns(float* o, std::int64_t dim, const T* const* v, int count, int column,
-                       int rest, const float* p, const float* rescale) {
-  Vec sums[G][D];
-  MILLRACE_UNROLL
-  for (int g = 0; g < G; ++g)
-    MILLRACE_UNROLL
-    for (int j = 0; j < D; ++j)
-      sums[g][j] = mul(set1(rescale[g]), load(o + g * dim + column + j * Vec::N));
-  for (int t = 0; t < count; ++t) {
-    Vec values[D];
-    MILLRACE_UNROLL
-    for (int j = 0; j < D; ++j)
-      values[j] = Part ? load_part(v[t] + column, rest) : load(v[t] + column + j * Vec::N);
-    MILLRACE_UNROLL
-    for (int g = 0; g < G; ++g) {
-      const Vec weight = set1(p[g * kBlock + t]);
-      MILLRACE_UNROLL
-      for (int j = 0; j < D; ++j) sums[g][j] = fma(weight, values[j], sums[g][j]);
+    const std::int32_t* from = task.kv_positions + begin;
+    lowest = highest = from[0];
+    for (int t = 0; t < slots; ++t) {
+      at[t] = from[t];
+      lowest = smaller(lowest, from[t]);
+      highest = larger(highest, from[t]);
     }
   }
-  MILLRACE_UNROLL
-  for (int g = 0; g < G; ++g)
-    MILLRACE_UNROLL
-    for (int j = 0; j < D; ++j) store(o + g * dim + column + j * Vec::N, sums[g][j]);
-}
-
-template <class T, int G>
-void add_values(float* o, std::int64_t dim, const T* const* v, int count, int head_dim,
-                const float* p, const float* rescale) {
-  const int full = head_dim / Vec::N * Vec::N;
-  int column = 0;
-  for (; column + kDimTile * Vec::N <= full; column += kDimTile * Vec::N)
-    add_value_columns<T, G, kDimTile, false>(o, dim, v, count, column, 0, p, rescale);
-  for (; column < full; column += Vec::N)
-    add_value_columns<T, G, 1, false>(o, dim, v, count, column, 0, p, rescale);
-  if (head_dim > full)
-    add_value_columns<T, G, 1, true>(o, dim, v, count, column, head_dim - full, p, rescale);
-}
-
-// Scale and mask one lane's scores, turn them to probabilities under its running maximum.
-// Positions of the block outside [first, last) are hidden.
-void update_softmax(const Scratch& s, int lane, int first, int last, float scale) {
-  float* p = s.p + lane * kBlock;
-  const float hidden = -__builtin_inff();
-  for (int t = 0; t < first; ++t) p[t] = hidden;
-  for (int t = last; t < kBlock; ++t) p[t] = hidden;
-  const Vec factor = set1(scale);
-  Vec best = set1(s.maximum[lane]);
-  for (int t = 0; t < kBlock; t += Vec::N) {
-    const Vec scaled = mul(load(p + t), factor);
-    store(p + t, scaled);
-    best = max(best, scaled);
+  bool all_hidden(Reach widest) const { return lowest > widest.high || highest < widest.low; }
+  bool all_seen(Reach narrowest) const {
+    return lowest >= narrowest.low && highest <= narrowest.high;
   }
-  const float maximum = largest(best);
-  if (maximum == hidden) {  // this lane has seen nothing yet
-    for (int t = 0; t < kBlock; t += Vec::N) store(p + t, zero());
-    s.rescale[lane] = 1.0f;
-    return;
+  // Hide the scores in [from, to) that a row with this reach doesn't see; both within the block.
+  void hide(float* scores, int from, int to, Reach reach) const {
+    for (int t = from; t < to; ++t)
+      scores[t] = (at[t] >= reach.low) & (at[t] <= reach.high) ? scores[t] : kHidden;
   }
-  float decay[Vec::N];
-  store(decay, exp(set1(s.maximum[lane] - maximum)));
+};
+
+// Where the K rows of up to N slots lie; V rows lie v_offset elements behind them.
+template <class T, int N>
+struct Rows {
+  const T* k[N];
+  std::int64_t v_offset;
+
+  Rows(const AttentionCall& c, const AttentionTask& task, int begin, int end) {
+    const std::int64_t head_stride = static_cast<std::int64_t>(c.page_tokens) * c.head_dim;
+    v_offset = head_stride * c.kv_heads;
+    const T* pool = static_cast<const T*>(c.kv) + task.kv_head * head_stride;
+    int page = begin / c.page_tokens;
+    int offset = begin % c.page_tokens;
+    for (int t = 0; t < end - begin; ++page, offset = 0) {
+      const T* row = pool + 2 * v_offset * task.pages[page] +
+                     static_cast<std::int64_t>(offset) * c.head_dim;
+      for (; offset < c.page_tokens && t < end - begin; ++offset, ++t, row += c.head_dim)
+        k[t] = row;
+    }
+  }
+};
+
+// Turns the scores [from, to) of one lane into weights, in place, under its running maximum; from
+// and to are multiples of Vec::N. Returns by how much the sums so far shrink.
+template <class W>
+inline float update_softmax(float* scores, int from, int to, float factor, float& maximum,
+                            float& total) {
+  Vec best = load(scores + from);
+  for (int t = from + Vec::N; t < to; t += Vec::N) best = max(best, load(scores + t));
+  const float before = maximum;
+  const float now = largest(best) * factor;
+  const bool moved = !(now <= before);
+  if (moved) maximum = now;
+  W* weights = reinterpret_cast<W*>(scores);
+  if (maximum == kHidden) {  // this lane has seen nothing yet
+    for (int t = from; t < to; t += Vec::N) store(weights + t, zero());
+    return 1.0f;
+  }
+  const Vec scale = set1(factor);
+  const Vec offset = set1(-maximum);
   Vec sums = zero();
-  for (int t = 0; t < kBlock; t += Vec::N) {
-    const Vec weight = exp(sub(load(p + t), set1(maximum)));
-    store(p + t, weight);
+  for (int t = from; t < to; t += Vec::N) {
+    const Vec weight = exp2(fma(load(scores + t), scale, offset));
+    store(weights + t, weight);
     sums = add(sums, weight);
   }
-  s.maximum[lane] = maximum;
-  s.rescale[lane] = decay[0];
-  s.total[lane] = s.total[lane] * decay[0] + sum(sums);
-}
-
-struct Reach {
-  int first, last;
-};
-
-// The positions that a lane sees, within [begin, begin + count) and counted from `begin`.
-Reach reach_of(const AttentionCall& c, const AttentionTask& task, int row, int begin, int count) {
-  const int position = task.first_position + row;
-  int first = c.window ? position - c.window + 1 - begin : 0;
-  int last = position + 1 - begin;
-  first = first < 0 ? 0 : first > count ? count : first;
-  last = last > count ? count : last < first ? first : last;
-  return {first, last};
-}
-
-// Where the K and V rows of up to kSplit positions lie.
-template <class T>
-struct Rows {
-  const T* k[kSplit];
-  const T* v[kSplit];
-
-  Rows(const AttentionCall& c, const AttentionTask& task) {
-    const std::int64_t head_stride = static_cast<std::int64_t>(c.page_tokens) * c.head_dim;
-    const std::int64_t kv_stride = head_stride * c.kv_heads;
-    const T* pool = static_cast<const T*>(c.kv) + task.kv_head * head_stride;
-    int page = task.begin / c.page_tokens;
-    int offset = task.begin % c.page_tokens;
-    for (int t = 0; t < task.end - task.begin; ++t) {
-      k[t] = pool + 2 * kv_stride * task.pages[page] +
-             static_cast<std::int64_t>(offset) * c.head_dim;
-      v[t] = k[t] + kv_stride;
-      if (++offset == c.page_tokens) {
-        offset = 0;
-        ++page;
-      }
-    }
+  float decay = 1.0f;
+  if (moved) {
+    float first[Vec::N];
+    store(first, exp2(set1(before - maximum)));
+    decay = first[0];
   }
-};
-
-template <class T>
-void attend_block(const AttentionCall& c, const AttentionTask& task, const Scratch& s,
-                  const T* const* k, const T* const* v, int begin, int count) {
-  const int group = c.q_heads / c.kv_heads;
-  const int lanes = task.rows * group;
-  for (int lane = 0; lane < lanes; lane += kLaneTile) {
-    const float* q = s.q + lane * s.dim;
-    float* p = s.p + lane * kBlock;
-    switch (lanes - lane) {
-      case 1: score_lanes<T, 1>(q, s.dim, k, count, c.head_dim, p); break;
-      case 2: score_lanes<T, 2>(q, s.dim, k, count, c.head_dim, p); break;
-#if defined(__AVX512F__)
-      case 3: score_lanes<T, 3>(q, s.dim, k, count, c.head_dim, p); break;
-#endif
-      default: score_lanes<T, kLaneTile>(q, s.dim, k, count, c.head_dim, p);
-    }
-  }
-  for (int lane = 0; lane < lanes; ++lane) {
-    const Reach reach = reach_of(c, task, lane / group, begin, count);
-    update_softmax(s, lane, reach.first, reach.last, c.scale);
-  }
-  for (int lane = 0; lane < lanes; lane += kLaneTile) {
-    float* o = s.o + lane * s.dim;
-    const float* p = s.p + lane * kBlock;
-    const float* r = s.rescale + lane;
-    switch (lanes - lane) {
-      case 1: add_values<T, 1>(o, s.dim, v, count, c.head_dim, p, r); break;
-      case 2: add_values<T, 2>(o, s.dim, v, count, c.head_dim, p, r); break;
-#if defined(__AVX512F__)
-      case 3: add_values<T, 3>(o, s.dim, v, count, c.head_dim, p, r); break;
-#endif
-      default: add_values<T, kLaneTile>(o, s.dim, v, count, c.head_dim, p, r);
-    }
-  }
+  total = total * decay + sum(sums);
+  return decay;
 }
 
 // out row = o / total, and the natural log-sum-exp; zeros and -inf where nothing was seen.
+template <class O>
+inline void store_lane(O* out, const float* o, float total, int head_dim) {
+  const Vec factor = set1(total == 0.0f ? 0.0f : 1.0f / total);
+  int j = 0;
+  for (; j + Vec::N <= head_dim; j += Vec::N) store(out + j, mul(load(o + j), factor));
+  if (j < head_dim) store_part(out + j, mul(load(o + j), factor), head_dim - j);
+}
+
 template <class T>
 void finish_lane(const AttentionCall& c, const AttentionTask& task, int lane, const float* o,
                  float maximum, float total) {
   const int group = c.q_heads / c.kv_heads;
   const std::int64_t row = task.first_row + lane / group;
-  const std::int64_t head = task.kv_head * group + lane % group;
-  T* out = static_cast<T*>(c.out) + (row * c.q_heads + head) * c.head_dim;
-  const Vec factor = set1(total == 0.0f ? 0.0f : 1.0f / total);
-  int j = 0;
-  for (; j + Vec::N <= c.head_dim; j += Vec::N) store(out + j, mul(load(o + j), factor));
-  if (j < c.head_dim) store_part(out + j, mul(load(o + j), factor), c.head_dim - j);
+  const std::int64_t head = row * c.q_heads + task.kv_head * group + lane % group;
+  if (c.float_out)
+    store_lane(static_cast<float*>(c.out) + head * c.head_dim, o, total, c.head_dim);
+  else
+    store_lane(static_cast<T*>(c.out) + head * c.head_dim, o, total, c.head_dim);
   if (c.lse)
-    c.lse[row * c.q_heads + head] =
-        total == 0.0f ? -__builtin_inff() : maximum + __builtin_logf(total);
+    c.lse[head] = total == 0.0f ? kHidden : kLn2 * maximum + __builtin_logf(total);
 }
 
+// Hand on the sums of a task: to `out`, or as a partial result.
 template <class T>
-void attention(const AttentionCall& c, const AttentionTask& task, float* base, float* partials) {
-  const int group = c.q_heads / c.kv_heads;
-  const int lanes = task.rows * group;
-  const Scratch s(base, lanes, c.head_dim);
-  for (int lane = 0; lane < lanes; ++lane) {
-    const std::int64_t row = task.first_row + lane / group;
-    const std::int64_t head = task.kv_head * group + lane % group;
-    const T* q = static_cast<const T*>(c.q) + row * c.q_stride_n + head * c.q_stride_h;
-    for (std::int64_t j = 0; j < s.dim; ++j) {
-      s.q[lane * s.dim + j] = j < c.head_dim ? to_float(q[j]) : 0.0f;
-      s.o[lane * s.dim + j] = 0.0f;
-    }
-    s.maximum[lane] = -__builtin_inff();
-    s.total[lane] = 0.0f;
-  }
-  const Rows<T> at(c, task);
-  for (int begin = task.begin; begin < task.end; begin += kBlock) {
-    const int done = begin - task.begin;
-    const int left = task.end - begin;
-    attend_block<T>(c, task, s, at.k + done, at.v + done, begin, left < kBlock ? left : kBlock);
-  }
-  if (task.splits == 1) {
+void finish_task(const AttentionCall& c, const AttentionTask& task, int lanes, const float* o,
+                 const float* maximum, const float* total) {
+  const std::int64_t dim = padded(c.head_dim);
+  if (task.partial == nullptr) {
     for (int lane = 0; lane < lanes; ++lane)
-      finish_lane<T>(c, task, lane, s.o + lane * s.dim, s.maximum[lane], s.total[lane]);
+      finish_lane<T>(c, task, lane, o + lane * dim, maximum[lane], total[lane]);
     return;
   }
-  float* partial = partials + task.partial;
-  __builtin_memcpy(partial, s.o, static_cast<std::size_t>(lanes * s.dim) * sizeof(float));
-  __builtin_memcpy(partial + lanes * s.dim, s.maximum, static_cast<unsigned>(lanes) * 4u);
-  __builtin_memcpy(partial + lanes * s.dim + lanes, s.total, static_cast<unsigned>(lanes) * 4u);
+  float* partial = task.partial;
+  __builtin_memcpy(partial, o, static_cast<std::size_t>(lanes * dim) * sizeof(float));
+  __builtin_memcpy(partial + lanes * dim, maximum, static_cast<unsigned>(lanes) * sizeof(float));
+  __builtin_memcpy(partial + lanes * (dim + 1), total,
+                   static_cast<unsigned>(lanes) * sizeof(float));
 }
 
-// Join the spans of one tile, always first to last. `first` is the tile's first task; the partial
-// results of its spans lie `stride` floats apart, and the first of them takes the sum.
 template <class T>
-void attention_merge(const AttentionCall& c, const AttentionTask& first, const float* partials,
+void attention_merge(const AttentionCall& c, const AttentionTask& task, int splits,
                      std::int64_t stride) {
-  const int lanes = first.rows * (c.q_heads / c.kv_heads);
-  const std::int64_t dim = round_up(c.head_dim, 16);
-  const float* base = partials + first.partial;
+  const int lanes = task.rows * (c.q_heads / c.kv_heads);
+  const std::int64_t dim = padded(c.head_dim);
   for (int lane = 0; lane < lanes; ++lane) {
-    float maximum = -__builtin_inff();
-    for (int i = 0; i < first.splits; ++i) {
-      const float m = base[i * stride + lanes * dim + lane];
+    float maximum = kHidden;
+    for (int i = 0; i < splits; ++i) {
+      const float m = task.partial[i * stride + lanes * dim + lane];
       maximum = m > maximum ? m : maximum;
     }
     float total = 0.0f;
-    float* sums = const_cast<float*>(base) + lane * dim;
-    for (int i = 0; i < first.splits; ++i) {
-      const float* part = base + i * stride;
+    float* sums = task.partial + lane * dim;
+    for (int i = 0; i < splits; ++i) {
+      const float* part = task.partial + i * stride;
       const float m = part[lanes * dim + lane];
       float factor[Vec::N];
-      store(factor, m == -__builtin_inff() ? zero() : exp(set1(m - maximum)));
-      total += part[lanes * dim + lanes + lane] * factor[0];
-      for (std::int64_t j = 0; j < dim; j += Vec::N) {
+      store(factor, m == kHidden ? zero() : exp2(set1(m - maximum)));
+      total += part[lanes * (dim + 1) + lane] * factor[0];
+      for (std::int64_t j = 0; j < c.head_dim; j += Vec::N) {
         const Vec scaled = mul(load(part + lane * dim + j), set1(factor[0]));
         store(sums + j, i == 0 ? scaled : add(load(sums + j), scaled));
       }
     }
-    finish_lane<T>(c, first, lane, sums, maximum, total);
+    finish_lane<T>(c, task, lane, sums, maximum, total);
   }
 }
 
-constexpr AttentionKernels kAttention = {
-    attention_scratch,
-    attention_partial,
-    {attention<float>, attention<bf16>},
-    {attention_merge<float>, attention_merge<bf16>},
-};
+// out = out * share + other * other_share, each by its part of both sums; lse likewise.
+template <class O, class P>
+void attention_join(void* out, float* lse, const void* other, const float* other_lse,
+                    std::int64_t rows, int head_dim) {
+  for (std::int64_t i = 0; i < rows; ++i) {
+    if (other_lse[i] == kHidden) continue;
+    const float maximum = lse[i] > other_lse[i] ? lse[i] : other_lse[i];
+    const float mine = __builtin_expf(lse[i] - maximum);
+    const float theirs = __builtin_expf(other_lse[i] - maximum);
+    lse[i] = maximum + __builtin_logf(mine + theirs);
+    const Vec share = set1(mine / (mine + theirs));
+    const Vec other_share = set1(theirs / (mine + theirs));
+    O* row = static_cast<O*>(out) + i * head_dim;
+    const P* from = static_cast<const P*>(other) + i * head_dim;
+    int j = 0;
+    for (; j + Vec::N <= head_dim; j += Vec::N)
+      store(row + j, fma(load(from + j), other_share, mul(load(row + j), share)));
+    if (j < head_dim) {
+      const int rest = head_dim - j;
+      const Vec part = mul(load_part(row + j, rest), share);
+      store_part(row + j, fma(load_part(from + j, rest), other_share, part), rest);
+    }
+  }
+}

@@ -10,45 +10,63 @@
 namespace millrace {
 namespace {
 
+constexpr std::int64_t kRowsAtOnce = 1024;  // rows of results that one thread joins at a time
+
+// A sequence with few tiles has their K/V cut into spans, so that about this many tasks serve any
+// number of threads; no span is shorter than kShortestSpan.
+constexpr int kTasksWanted = 64;
+constexpr int kShortestSpan = 4 * kTileBlock;
+
 // Which (rows, kv head, span of K/V) make up one step's attention; serves every layer of the step.
 // Only sequences with at most max_rows rows of q are taken; the caller sees to the others.
+// The page table and the positions are read where they lie: the caller keeps them.
 class AttentionPlan {
  public:
   AttentionPlan(Address q_indptr, Address kv_lens, Address page_table, int batch, int max_pages,
-                int page_tokens, int q_heads, int kv_heads, int head_dim, int window, int max_rows)
-      : kernels_(kernels().attention),
-        pages_(at<const std::int32_t>(page_table),
-               at<const std::int32_t>(page_table) + static_cast<std::size_t>(batch) * max_pages) {
+                int page_tokens, int q_heads, int kv_heads, int head_dim, Address q_positions,
+                Address kv_positions, bool causal, int window, float soft_cap, int max_rows)
+      : kernels_(kernels().attention) {
     call_.q_heads = q_heads;
     call_.kv_heads = kv_heads;
     call_.head_dim = head_dim;
     call_.page_tokens = page_tokens;
+    call_.causal = causal;
     call_.window = window;
-    const int group = q_heads / kv_heads;
+    call_.soft_cap = soft_cap;
     const auto* starts = at<const std::int32_t>(q_indptr);
     const auto* lengths = at<const std::int32_t>(kv_lens);
-    int most_rows = 1;
-    for (int i = 0; i < batch; ++i)
-      if (starts[i + 1] - starts[i] <= max_rows)
-        most_rows = std::max(most_rows, starts[i + 1] - starts[i]);
-    const int tile_rows = std::clamp(kMaxLanes / group, 1, most_rows);
-    lanes_ = tile_rows * group;
-    partial_stride_ = kernels_.partial(lanes_, head_dim);
+    const auto* q_at = at<const std::int32_t>(q_positions);
+    const auto* kv_at = at<const std::int32_t>(kv_positions);
     for (int i = 0; i < batch; ++i) {
       const int rows = starts[i + 1] - starts[i];
-      if (rows < 1 || rows > max_rows) continue;
-      const std::int32_t* pages = pages_.data() + static_cast<std::size_t>(i) * max_pages;
-      check_pages(pages, (lengths[i] + page_tokens - 1) / page_tokens);
-      for (int row = 0; row < rows; row += tile_rows)
-        add_tiles(pages, starts[i] + row, std::min(tile_rows, rows - row),
-                  lengths[i] - rows + row);
+      if (rows >= 1 && rows <= max_rows) {
+        AttentionTask whole{};
+        whole.pages = at<const std::int32_t>(page_table) + static_cast<std::size_t>(i) * max_pages;
+        whole.q_positions = q_at ? q_at + starts[i] : nullptr;
+        whole.kv_positions = kv_at;
+        whole.first_row = starts[i];
+        whole.rows = rows;
+        whole.first_position = lengths[i] - rows;
+        whole.end = lengths[i];
+        check_pages(whole.pages, (lengths[i] + page_tokens - 1) / page_tokens);
+        add_sequence(whole);
+      }
+      if (kv_at) kv_at += lengths[i];
     }
+    // The longest first: none is then left to run alone at the end.
+    std::stable_sort(tiles_.begin(), tiles_.end(),
+                     [](const Tile& a, const Tile& b) { return a.cost > b.cost; });
     pending_ = std::make_unique<std::atomic<int>[]>(tiles_.size());
-    for (std::size_t i = 0; i < tiles_.size(); ++i) pending_[i] = tasks_[tiles_[i]].splits;
+    for (std::size_t i = 0; i < tiles_.size(); ++i) {
+      tiles_[i].first_task = tasks_;
+      tasks_ += tiles_[i].splits;
+      pending_[i] = tiles_[i].splits;
+    }
   }
 
-  void run(Type type, Address q, Address out, Address lse, Address kv, std::int64_t q_stride_n,
-           std::int64_t q_stride_h, std::int64_t num_pages, float scale, int threads) {
+  void run(Type type, Address q, Address out, bool float_out, Address lse, Address kv,
+           std::int64_t q_stride_n, std::int64_t q_stride_h, std::int64_t num_pages, float scale,
+           int threads) {
     if (last_page_ >= num_pages)
       throw std::out_of_range("page " + std::to_string(last_page_) + " is past the pool's " +
                               std::to_string(num_pages));
@@ -56,73 +74,157 @@ class AttentionPlan {
     AttentionCall call = call_;
     call.q = at<const void>(q);
     call.out = at<void>(out);
+    call.float_out = float_out;
     call.lse = at<float>(lse);
     call.kv = at<const void>(kv);
     call.q_stride_n = q_stride_n;
     call.q_stride_h = q_stride_h;
     call.scale = scale;
-    partials_.resize(static_cast<std::size_t>(partial_stride_ * partial_count_));
+    partials_.resize(static_cast<std::size_t>(partial_floats_));
     const int kind = static_cast<int>(type);
-    const auto task = [&](int index) {
-      const AttentionTask& one = tasks_[index];
-      float* space = scratch(kernels_.scratch(lanes_, call.head_dim));
-      kernels_.attend[kind](call, one, space, partials_.data());
-      if (one.splits == 1 || pending_[one.tile].fetch_sub(1) != 1) return;
-      pending_[one.tile] = one.splits;  // ready for the next layer
-      kernels_.merge[kind](call, tasks_[tiles_[one.tile]], partials_.data(),
-                                     partial_stride_);
+    const auto body = [&](int index) {
+      const auto next = std::upper_bound(
+          tiles_.begin(), tiles_.end(), index,
+          [](int wanted, const Tile& tile) { return wanted < tile.first_task; });
+      const Tile& tile = next[-1];
+      AttentionTask task = task_of(tile, index - tile.first_task);
+      const int lanes = task.rows * (call.q_heads / call.kv_heads);
+      float* space = scratch(kernels_.scratch[tile.many](lanes, call.head_dim));
+      kernels_.attend[tile.many][kind](call, task, space);
+      std::atomic<int>& pending = pending_[static_cast<std::size_t>(&tile - tiles_.data())];
+      if (tile.splits == 1 || pending.fetch_sub(1) != 1) return;
+      pending = tile.splits;  // ready for the next layer
+      task.partial = partials_.data() + tile.partial;
+      kernels_.merge[kind](call, task, tile.splits, tile.partial_stride);
     };
-    parallel_for(static_cast<int>(tasks_.size()), threads, task);
+    parallel_for(tasks_, threads, body);
   }
 
  private:
+  // Rows of one sequence for one kv head, whose K/V is cut at slots that are multiples of `span`.
+  struct Tile {
+    AttentionTask whole;
+    bool many;
+    int span;
+    int splits;
+    int first_task;
+    std::int64_t partial;  // first float of the first partial result, when there are several
+    std::int64_t partial_stride;
+    std::int64_t cost;
+  };
+
+  AttentionTask task_of(const Tile& tile, int split) {
+    AttentionTask task = tile.whole;
+    if (tile.splits == 1) return task;
+    const int edge = (task.begin / tile.span + split) * tile.span;
+    task.begin = std::max(task.begin, edge);
+    task.end = std::min(task.end, edge + tile.span);
+    task.partial = partials_.data() + tile.partial + split * tile.partial_stride;
+    return task;
+  }
+
   void check_pages(const std::int32_t* pages, int count) {
+    std::int32_t lowest = 0, highest = -1;
     for (int i = 0; i < count; ++i) {
-      if (pages[i] < 0) throw std::out_of_range("page_table names page " + std::to_string(pages[i]));
-      last_page_ = std::max(last_page_, pages[i]);
+      lowest = std::min(lowest, pages[i]);
+      highest = std::max(highest, pages[i]);
+    }
+    if (lowest < 0) throw std::out_of_range("page_table names page " + std::to_string(lowest));
+    last_page_ = std::max(last_page_, highest);
+  }
+
+  void add_sequence(const AttentionTask& whole) {
+    const int group = call_.q_heads / call_.kv_heads;
+    const bool many = static_cast<std::int64_t>(whole.rows) * group > kFewLanes;
+    const int tile_rows = many ? std::clamp(kTileLanes / group, 1, whole.rows) : whole.rows;
+    int span = kSplit;
+    if (many) {
+      const std::int64_t tiles =
+          static_cast<std::int64_t>((whole.rows + tile_rows - 1) / tile_rows) * call_.kv_heads;
+      const std::int64_t share = whole.end * tiles / kTasksWanted;
+      const std::int64_t blocks = (share + kTileBlock - 1) / kTileBlock;
+      span = static_cast<int>(
+          std::clamp<std::int64_t>(blocks * kTileBlock, kShortestSpan, 1 << 30));
+    }
+    for (int row = 0; row < whole.rows; row += tile_rows) {
+      AttentionTask task = whole;
+      task.first_row += row;
+      task.rows = std::min(tile_rows, whole.rows - row);
+      task.first_position += row;
+      if (task.q_positions) task.q_positions += row;
+      clip(task);
+      add_tiles(task, many, span);
     }
   }
 
-  // A tile for each kv head, cut at positions that are multiples of kSplit.
-  void add_tiles(const std::int32_t* pages, int first_row, int rows, int first_position) {
-    const int end = std::max(first_position + rows, 0);
-    const int begin = call_.window ? std::max(first_position - call_.window + 1, 0) : 0;
-    const int splits = std::max((end + kSplit - 1) / kSplit - begin / kSplit, 1);
+  // Leaves out the ends of K/V that no row sees, where slots stand for positions.
+  void clip(AttentionTask& task) const {
+    if (task.kv_positions) return;
+    int first = task.first_position;
+    int last = first + task.rows - 1;
+    if (task.q_positions) {
+      const auto [low, high] =
+          std::minmax_element(task.q_positions, task.q_positions + task.rows);
+      first = *low;
+      last = *high;
+    }
+    if (call_.causal) task.end = std::clamp(last + 1, 0, task.end);
+    if (call_.window) task.begin = std::clamp(first - call_.window + 1, 0, task.end);
+  }
+
+  void add_tiles(const AttentionTask& task, bool many, int span) {
+    Tile tile{task, many, span, 1, 0, 0, 0, 0};
+    tile.splits = std::max((task.end + span - 1) / span - task.begin / span, 1);
+    tile.cost = static_cast<std::int64_t>(task.rows) * (task.end - task.begin);
+    tile.partial_stride =
+        kernels_.partial(task.rows * (call_.q_heads / call_.kv_heads), call_.head_dim);
     for (int head = 0; head < call_.kv_heads; ++head) {
-      const int tile = static_cast<int>(tiles_.size());
-      tiles_.push_back(static_cast<int>(tasks_.size()));
-      for (int split = 0; split < splits; ++split) {
-        const int edge = (begin / kSplit + split) * kSplit;
-        const std::int64_t partial = splits == 1 ? 0 : partial_stride_ * partial_count_++;
-        tasks_.push_back({pages, partial, tile, splits, first_row, rows, first_position, head,
-                          std::max(edge, begin), std::min(edge + kSplit, end)});
-      }
+      tile.whole.kv_head = head;
+      tile.partial = partial_floats_;
+      if (tile.splits > 1) partial_floats_ += tile.splits * tile.partial_stride;
+      tiles_.push_back(tile);
     }
   }
 
   const AttentionKernels& kernels_;
-  std::vector<std::int32_t> pages_;
   AttentionCall call_{};
-  int lanes_ = 0;
   std::int32_t last_page_ = -1;
-  std::int64_t partial_stride_ = 0;
-  std::int64_t partial_count_ = 0;
-  std::vector<AttentionTask> tasks_;
-  std::vector<int> tiles_;  // first task of each tile
+  std::int64_t partial_floats_ = 0;
+  int tasks_ = 0;
+  std::vector<Tile> tiles_;
   std::unique_ptr<std::atomic<int>[]> pending_;
   std::vector<float> partials_;
 };
+
+void merge_attention(Type type, Address out, Address lse, Type other_type, Address other,
+                     Address other_lse, std::int64_t rows, int head_dim, int threads) {
+  const GilPause pause(rows * head_dim);
+  const auto join = kernels().attention.join[static_cast<int>(type)][static_cast<int>(other_type)];
+  const std::int64_t size = (type == Type::f32 ? 4 : 2) * head_dim;
+  const std::int64_t other_size = (other_type == Type::f32 ? 4 : 2) * head_dim;
+  const auto body = [&](int index) {
+    const std::int64_t first = index * kRowsAtOnce;
+    join(at<char>(out) + first * size, at<float>(lse) + first,
+         at<const char>(other) + first * other_size, at<const float>(other_lse) + first,
+         std::min(kRowsAtOnce, rows - first), head_dim);
+  };
+  parallel_for(static_cast<int>((rows + kRowsAtOnce - 1) / kRowsAtOnce), threads, body);
+}
 
 }  // namespace
 
 void bind_attention(nb::module_& m) {
   using namespace nb::literals;
   nb::class_<AttentionPlan>(m, "AttentionPlan")
-      .def(nb::init<Address, Address, Address, int, int, int, int, int, int, int, int>(),
+      .def(nb::init<Address, Address, Address, int, int, int, int, int, int, Address, Address, bool,
+                    int, float, int>(),
            "q_indptr"_a, "kv_lens"_a, "page_table"_a, "batch"_a, "max_pages"_a, "page_tokens"_a,
-           "q_heads"_a, "kv_heads"_a, "head_dim"_a, "window"_a, "max_rows"_a)
-      .def("run", &AttentionPlan::run, "type"_a, "q"_a, "out"_a, "lse"_a, "kv"_a, "q_stride_n"_a,
-           "q_stride_h"_a, "num_pages"_a, "scale"_a, "threads"_a);
+           "q_heads"_a, "kv_heads"_a, "head_dim"_a, "q_positions"_a, "kv_positions"_a, "causal"_a,
+           "window"_a, "soft_cap"_a, "max_rows"_a)
+      .def("run", &AttentionPlan::run, "type"_a, "q"_a, "out"_a, "float_out"_a, "lse"_a, "kv"_a,
+           "q_stride_n"_a, "q_stride_h"_a, "num_pages"_a, "scale"_a, "threads"_a);
+  m.def("merge_attention", &merge_attention, "type"_a, "out"_a, "lse"_a, "other_type"_a, "other"_a,
+        "other_lse"_a, "rows"_a, "head_dim"_a, "threads"_a);
 }
 
 }  // namespace millrace

@@ -40,6 +40,14 @@ void use_instruction_set(const std::string& name) {
   throw std::invalid_argument("no instruction set " + name + " on this machine");
 }
 
+bool has_amx() {
+#if defined(__x86_64__)
+  return __builtin_cpu_supports("amx-tile") && __builtin_cpu_supports("amx-bf16");
+#else
+  return false;
+#endif
+}
+
 std::string instruction_set() { return g_kernels->name; }
 
 }  // namespace
@@ -50,6 +58,7 @@ void bind_isa(nb::module_& m) {
   using namespace nb::literals;
   m.def("instruction_sets", &instruction_sets, "Those that this machine runs, fastest first.");
   m.def("instruction_set", &instruction_set, "The one in use.");
+  m.def("has_amx", &has_amx, "Whether this machine multiplies bfloat16 matrices in hardware.");
   m.def("use_instruction_set", &use_instruction_set, "name"_a,
         "Take another; raises ValueError when this machine lacks it.");
 }

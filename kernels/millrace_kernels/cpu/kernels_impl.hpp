@@ -31,6 +31,8 @@ inline std::int64_t round_up(std::int64_t value, std::int64_t unit) {
 }
 
 #include "attention_impl.hpp"
+#include "attention_few_impl.hpp"
+#include "attention_tiles_impl.hpp"
 #include "linear_impl.hpp"
 #include "rows_impl.hpp"
 #include "sampling_impl.hpp"
