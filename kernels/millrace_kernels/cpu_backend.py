@@ -140,10 +140,10 @@ def merge_attention_(
     other_out_nhd, other_lse_nh = other_out_nhd.contiguous(), other_lse_nh.contiguous()
     _need_contiguous(out_nhd, lse_nh)
     _cpu.merge_attention(
-        _TYPES[out_nhd.dtype],
+        TYPES[out_nhd.dtype],
         out_nhd.data_ptr(),
         lse_nh.data_ptr(),
-        _TYPES[other_out_nhd.dtype],
+        TYPES[other_out_nhd.dtype],
         other_out_nhd.data_ptr(),
         other_lse_nh.data_ptr(),
         lse_nh.numel(),

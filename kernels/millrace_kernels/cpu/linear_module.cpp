@@ -5,7 +5,6 @@
 #include <string>
 
 #if defined(__x86_64__)
-#include <cpuid.h>
 #endif
 
 #include "bindings.hpp"
@@ -305,22 +304,10 @@ void Experts::run_tokens(const void* x, std::int64_t stride, std::int64_t n,
   });
 }
 
-// Whether the processor multiplies tiles of bfloat16 itself, and the system lets it.
-bool has_amx() {
-#if defined(__x86_64__)
-  unsigned a, b, c, d;
-  if (!__get_cpuid_count(7, 0, &a, &b, &c, &d)) return false;
-  return (d & (1u << 22)) != 0;  // AMX-BF16
-#else
-  return false;
-#endif
-}
-
 }  // namespace
 
 void bind_linear(nb::module_& m) {
   using namespace nb::literals;
-  m.def("has_amx", &has_amx);
   nb::class_<Linear>(m, "Linear")
       .def(nb::init<Type, Address, Address, std::int64_t, std::int64_t>(), "type"_a, "weight"_a,
            "bias"_a, "inputs"_a, "outputs"_a)
