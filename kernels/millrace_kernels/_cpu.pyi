@@ -37,18 +37,41 @@ class AttentionPlan:
         threads: int,
     ) -> None: ...
 
-def linear(
-    type: Type,
-    x: int,
-    x_stride: int,
-    m: int,
-    k: int,
-    weight: int,
-    bias: int,
-    o: int,
-    out: int,
-    threads: int,
-) -> None: ...
+def has_amx() -> bool: ...
+
+class Linear:
+    def __init__(self, type: Type, weight: int, bias: int, inputs: int, outputs: int) -> None: ...
+    def run(self, x: int, x_stride: int, rows: int, out: int, threads: int) -> None: ...
+    def run_after_norm(
+        self,
+        x: int,
+        x_stride: int,
+        residual: int,
+        rows: int,
+        norm_weight: int,
+        eps: float,
+        total: int,
+        out: int,
+        threads: int,
+    ) -> None: ...
+    def run_after_silu(self, gate_up: int, rows: int, out: int, threads: int) -> None: ...
+
+class Experts:
+    def __init__(
+        self, type: Type, gate_up: int, down: int, experts: int, width: int, hidden: int
+    ) -> None: ...
+    def run(
+        self,
+        x: int,
+        x_stride: int,
+        rows: int,
+        expert_ids: int,
+        weights: int,
+        per_token: int,
+        out: int,
+        threads: int,
+    ) -> None: ...
+
 def rms_norm(
     type: Type,
     x: int,

@@ -116,35 +116,3 @@ def need(condition: bool, what: str, *tensors: Tensor) -> None:
     if not condition:
         shapes = ", ".join(f"{tensor.dtype} {tuple(tensor.shape)}" for tensor in tensors)
         raise ValueError(f"{what}: got {shapes}")
-
-
-def linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-    """x [..., in] @ weight [out, in].T + bias, reading the weights once for all rows of x."""
-    outputs, inputs = weight.shape
-    rows = x if x.dim() == 2 and x.stride(1) == 1 else x.reshape(-1, x.shape[-1]).contiguous()
-    need(
-        rows.shape[1] == inputs and weight.dtype == x.dtype and weight.is_contiguous(),
-        "linear needs x [..., in] and a contiguous weight [out, in] of one dtype",
-        x,
-        weight,
-    )
-    if bias is not None:
-        need(
-            bias.shape == (outputs,) and bias.dtype == x.dtype and bias.is_contiguous(),
-            "linear needs a bias [out] of x's dtype",
-            bias,
-        )
-    out = torch.empty((*x.shape[:-1], outputs), dtype=x.dtype)
-    _cpu.linear(
-        TYPES[x.dtype],
-        rows.data_ptr(),
-        rows.stride(0),
-        rows.shape[0],
-        inputs,
-        weight.data_ptr(),
-        0 if bias is None else bias.data_ptr(),
-        outputs,
-        out.data_ptr(),
-        torch.get_num_threads(),
-    )
-    return out

@@ -9,10 +9,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from millrace_kernels import cpu_backend, cpu_rows, torch_backend
-
-_SKINNY_ROWS = 8
-"""Rows of x up to which the C++ linear, bound by reading the weights, beats a packed GEMM."""
+from millrace_kernels import cpu_backend, cpu_linear, cpu_rows, torch_backend
 
 
 class Linear:
@@ -28,11 +25,16 @@ class Linear:
         self.weight = weight.contiguous()
         self.bias = bias
         self.out_features, self.in_features = weight.shape
+        self._native: cpu_linear.CpuLinear | None = None
+        self._native_rows = 0
+        if cpu_backend.takes(weight) and weight.numel() > 0:
+            self._native = cpu_linear.CpuLinear(self.weight, bias)
+            self._native_rows = cpu_linear.most_rows(weight.dtype)
 
     def __call__(self, x: Tensor) -> Tensor:
-        """x [n, H] -> [n, O]."""
-        if 0 < x.shape[0] <= _SKINNY_ROWS and cpu_backend.takes(x):
-            return cpu_backend.linear(x, self.weight, self.bias)
+        """x [n, H] -> [n, O]. Raises ValueError or RuntimeError for another shape or dtype."""
+        if self._native is not None and 0 < x.shape[0] <= self._native_rows:
+            return self._native(x)
         out: Tensor = functional.linear(x, self.weight, self.bias)
         return out
 
@@ -40,6 +42,8 @@ class Linear:
         self, x: Tensor, residual: Tensor | None, norm_weight: Tensor, eps: float
     ) -> tuple[Tensor, Tensor]:
         """(linear(rms_norm(total)), total) for total = x + residual, or x without a residual."""
+        if self._native is not None and 0 < x.shape[0] <= self._native_rows:
+            return self._native.after_norm(x, residual, norm_weight, eps)
         if cpu_backend.takes(x):
             normed, total = cpu_rows.norm(x, residual, norm_weight, eps)
         else:
@@ -49,6 +53,8 @@ class Linear:
 
     def after_silu(self, gate_up: Tensor) -> Tensor:
         """linear(silu(gate) * up) for gate_up [n, 2 * H] with gate in the first half."""
+        if self._native is not None and 0 < gate_up.shape[0] <= self._native_rows:
+            return self._native.after_silu(gate_up)
         if cpu_backend.takes(gate_up):
             return self(cpu_rows.silu_mul(gate_up))
         return self(torch_backend.silu_mul(gate_up))
@@ -65,6 +71,11 @@ class Experts:
                 f"gate_up is {tuple(gate_up.shape)} and down {tuple(down.shape)}: not the two "
                 f"projections of the same experts"
             )
+        self._native: cpu_linear.CpuExperts | None = None
+        if cpu_backend.takes(down) and down.numel() > 0:
+            gate_up, down = gate_up.contiguous(), down.contiguous()
+            self._native = cpu_linear.CpuExperts(gate_up, down)
+            self._native_rows = cpu_linear.most_rows(down.dtype)
         self.gate_up = [Linear(weight) for weight in gate_up]
         self.down = [Linear(weight) for weight in down]
 
@@ -75,6 +86,8 @@ class Experts:
         that each expert that was chosen runs one matrix product a projection.
         """
         tokens, per_token = expert_ids.shape
+        if self._native is not None and 0 < tokens * per_token <= self._native_rows:
+            return self._native(x, expert_ids, weights)
         flat_ids = expert_ids.view(-1)
         order = flat_ids.argsort(stable=True)
         counts: list[int] = flat_ids.bincount(minlength=len(self.down)).tolist()

@@ -237,7 +237,7 @@ def show_config(
     print(as_markdown() if markdown else as_toml(), end="")
 
 
-BENCHMARKS = ("engine", "gateway", "kernels", "planner", "serve", "transfer")
+BENCHMARKS = ("decode", "engine", "gateway", "kernels", "planner", "serve", "transfer")
 
 
 def _add_benchmarks(wanted: str) -> None:

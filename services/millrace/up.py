@@ -14,7 +14,7 @@ import shutil
 import signal
 import sys
 import tempfile
-from collections.abc import Callable, Coroutine, Iterable, Sequence
+from collections.abc import Callable, Coroutine, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -42,7 +42,9 @@ class UncleanStopError(MillraceError):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StackOptions:
-    """What `millrace up` starts. `settings` (`section.field=value`) go to every service."""
+    """What `millrace up` starts. `settings` (`section.field=value`) go to every service,
+    `role_settings` to the instances of one role, over all others.
+    """
 
     model: str
     model_name: str = ""
@@ -53,6 +55,7 @@ class StackOptions:
     redis: str = ""
     config: Path | None = None
     settings: Sequence[str] = ()
+    role_settings: Mapping[str, Sequence[str]] = field(default_factory=dict)
     threads: int = 0
     start_timeout_s: float = 600.0
 
@@ -168,11 +171,10 @@ class Stack:
             self._progress("starting a private Redis")
             self._redis = PrivateRedis()
             redis_url = await self._redis.start(self.directory)
-        common = ["--set", f"store.url={redis_url}"]
+        common = _set(f"store.url={redis_url}")
         if o.config is not None:
             common += ["--config", str(o.config)]
-        for setting in o.settings:
-            common += ["--set", setting]
+        common += _set(*o.settings)
         self._progress("starting the scheduler")
         scheduler = self._service("scheduler", ["scheduler", *common, "--port", "0"])
         await scheduler.start(o.start_timeout_s)
@@ -184,7 +186,13 @@ class Stack:
         workers = [
             self._service(
                 f"{role}-{i}",
-                [role, *peers, "--id", f"{role}-{i}", "--set", f"engine.threads={threads}"],
+                [
+                    role,
+                    *peers,
+                    "--id",
+                    f"{role}-{i}",
+                    *_set(f"engine.threads={threads}", *o.role_settings.get(role, ())),
+                ],
             )
             for role, count in (("prefill", o.prefill), ("decode", o.decode))
             for i in range(count)
@@ -255,6 +263,10 @@ class Stack:
         for ended in await asyncio.gather(*keepers, return_exceptions=True):
             if isinstance(ended, Exception):
                 log.error("a service was no longer watched over", exc_info=ended)
+
+
+def _set(*settings: str) -> list[str]:
+    return [argument for setting in settings for argument in ("--set", setting)]
 
 
 async def _all_or_first_error(starts: Iterable[Coroutine[None, None, None]]) -> None:

@@ -7,19 +7,31 @@
 namespace millrace {
 
 struct LinearCall {
-  const void* x;       // prepared by pack_x: [m, padded_k]
-  const void* weight;  // [o, k]
-  const void* bias;    // [o] or null
-  void* out;           // [m, o]
+  const void* x;          // [m, k] of the weight's type, or as `prepare` leaves it
+  std::int64_t x_stride;  // elements of the above
+  const void* weight;     // [o, k]
+  const void* bias;       // [o] or null
+  void* out;              // [m, o]
   std::int64_t k;
   std::int64_t o;
-  int m;
+};
+
+struct Range {
+  std::int64_t first, last;
+  std::int64_t size() const { return last - first; }
 };
 
 struct LinearKernels {
-  std::int64_t (*packed_bytes)(Type, int m, std::int64_t k);
-  void (*pack_x[2])(const void* x, std::int64_t stride, int m, std::int64_t k, void* packed);
-  void (*run[2])(const LinearCall&, std::int64_t first, std::int64_t last);
+  // Bytes of a prepared row of x; 0 where x is multiplied as it lies.
+  std::int64_t (*prepared_bytes)(Type, std::int64_t k);
+  std::int64_t (*prepared_stride)(std::int64_t k);  // elements from one prepared row to the next
+  void (*prepare[2])(const void* x, std::int64_t stride, std::int64_t rows, std::int64_t k, void* to);
+  // Floats that `run` works in.
+  std::int64_t (*work_floats)(std::int64_t rows, std::int64_t outputs);
+  void (*run[2])(const LinearCall&, Range rows, Range outputs, float* work);
+  // to[width] = sum of weights[i] * rows[which[i]], in float32.
+  void (*weighted_sum[2])(const void* rows, const std::int64_t* which, const float* weights,
+                          int count, std::int64_t width, void* to);
 };
 
 }  // namespace millrace

@@ -1,174 +1,372 @@
-// x @ weight.T. Included by kernels_impl.hpp, after simd.hpp and tile.hpp.
+// x @ weight.T. Included by kernels_impl.hpp, after tile.hpp.
+//
+// Weights stay as the checkpoint has them, [o, k]. A task turns one panel of them at a time, so that
+// outputs lie side by side, and multiplies it with all its rows of x while it is in the first-level
+// cache. One row of x and thousands take the same way, and sums run over k in order: a row's result
+// has the same bits in any batch.
 
-// How x is held while weights stream past: float32, or bfloat16 where the machine multiplies pairs.
-#if defined(__AVX512BF16__)
-inline __m512bh load_pairs(const bf16* p) {
-  return reinterpret_cast<__m512bh>(_mm512_loadu_si512(p));
-}
-inline __m512bh load_pairs_part(const bf16* p, int n) {
-  const __mmask32 lanes = static_cast<__mmask32>((1ull << n) - 1ull);
-  return reinterpret_cast<__m512bh>(_mm512_maskz_loadu_epi16(lanes, p));
-}
-struct PairStep {
-  using Weight = bf16;
-  using X = bf16;
-  using Operand = __m512bh;
-  static constexpr int N = 32;
-  static Operand weight(const bf16* p) { return load_pairs(p); }
-  static Operand weight_part(const bf16* p, int n) { return load_pairs_part(p, n); }
-  static Operand x(const bf16* p) { return load_pairs(p); }
-  static Vec fma(Operand a, Operand b, Vec c) { return {_mm512_dpbf16_ps(c.v, a, b)}; }
-};
-#endif
-
-inline Vec multiply_add(Vec a, Vec b, Vec c) { return fma(a, b, c); }
+namespace linears {
 
 template <class T>
-struct FloatStep {
-  using Weight = T;
-  using X = float;
-  using Operand = Vec;
-  static constexpr int N = Vec::N;
-  static Operand weight(const T* p) { return load(p); }
-  static Operand weight_part(const T* p, int n) { return load_part(p, n); }
-  static Operand x(const float* p) { return load(p); }
-  static Vec fma(Operand a, Operand b, Vec c) { return multiply_add(a, b, c); }
+struct Format {  // how x and a panel are held
+  using Unit = FloatUnit;
+  static constexpr int kUnitElements = 1;  // of k in one Unit
 };
-
 #if defined(__AVX512BF16__)
-template <class T>
-struct StepOf {
-  using type = FloatStep<T>;
-};
 template <>
-struct StepOf<bf16> {
-  using type = PairStep;
-};
-#else
-template <class T>
-struct StepOf {
-  using type = FloatStep<T>;
+struct Format<bf16> {
+  using Unit = PairUnit;
+  static constexpr int kUnitElements = 2;
 };
 #endif
 
-template <class T>
-using Step = typename StepOf<T>::type;
+constexpr std::int64_t kDepth = 256;  // elements of k in a panel
+constexpr int kPanelColumns = 64;     // a multiple of every panel's width
 
-inline std::int64_t padded_k(std::int64_t k) { return round_up(k, 32); }
-
-std::int64_t packed_bytes(Type type, int m, std::int64_t k) {
-  const std::size_t element =
-      type == Type::f32 ? sizeof(Step<float>::X) : sizeof(Step<bf16>::X);
-  return m * padded_k(k) * static_cast<std::int64_t>(element);
-}
-
-template <class T>
-void pack_x(const void* source, std::int64_t stride, int m, std::int64_t k, void* packed) {
-  using X = typename Step<T>::X;
-  for (int row = 0; row < m; ++row) {
-    const T* x = static_cast<const T*>(source) + row * stride;
-    X* to = static_cast<X*>(packed) + row * padded_k(k);
-    std::int64_t j = 0;
-    for (; j + Vec::N <= k; j += Vec::N) store(to + j, load(x + j));
-    if (j < k) store(to + j, load_part(x + j, static_cast<int>(k - j)));
-    for (j = round_up(k, Vec::N); j < padded_k(k); j += Vec::N) store(to + j, zero());
+#if defined(__AVX2__)
+// Turns 8 rows of 8 words each.
+inline void transpose(__m256i* a) {
+  __m256 t[8], u[8];
+  MILLRACE_UNROLL
+  for (int i = 0; i < 8; i += 2) {
+    const __m256 low = _mm256_castsi256_ps(a[i]);
+    const __m256 high = _mm256_castsi256_ps(a[i + 1]);
+    t[i] = _mm256_unpacklo_ps(low, high);
+    t[i + 1] = _mm256_unpackhi_ps(low, high);
+  }
+  MILLRACE_UNROLL
+  for (int i = 0; i < 8; i += 4) {
+    u[i] = _mm256_shuffle_ps(t[i], t[i + 2], 0x44);
+    u[i + 1] = _mm256_shuffle_ps(t[i], t[i + 2], 0xee);
+    u[i + 2] = _mm256_shuffle_ps(t[i + 1], t[i + 3], 0x44);
+    u[i + 3] = _mm256_shuffle_ps(t[i + 1], t[i + 3], 0xee);
+  }
+  MILLRACE_UNROLL
+  for (int i = 0; i < 4; ++i) {
+    a[i] = _mm256_castps_si256(_mm256_permute2f128_ps(u[i], u[i + 4], 0x20));
+    a[i + 4] = _mm256_castps_si256(_mm256_permute2f128_ps(u[i], u[i + 4], 0x31));
   }
 }
 
-// R outputs for M rows of x: each weight vector is loaded once for all M.
-template <class T, int M, int R>
-void linear_tile(const LinearCall& c, const typename Step<T>::X* x, T* out, std::int64_t first) {
-  using S = Step<T>;
-  const std::int64_t ldx = padded_k(c.k);
-  const T* w = static_cast<const T*>(c.weight) + first * c.k;
-  Vec sums[M][R];
+inline void store_words(void* to, __m256i a) {
+  _mm256_storeu_si256(static_cast<__m256i*>(to), a);
+}
+
+// A word is 4 bytes of k: a float or two bfloat16. Words of 8 outputs go to a panel's row, those that
+// hold two bfloat16 to two rows where floats are multiplied.
+inline void put(float* to, std::int64_t, __m256i word, const float*) { store_words(to, word); }
+inline void put(float* to, std::int64_t columns, __m256i pair, const bf16*) {
+  store_words(to, _mm256_slli_epi32(pair, 16));
+  store_words(to + columns, _mm256_and_si256(pair, _mm256_set1_epi32(-65536)));
+}
+#if defined(__AVX512BF16__)
+inline void put(bf16_pair* to, std::int64_t, __m256i pair, const bf16*) { store_words(to, pair); }
+#endif
+#endif
+
+inline void put_one(float* panel, std::int64_t k, int columns, int column, float weight) {
+  panel[k * columns + column] = weight;
+}
+#if defined(__AVX512BF16__)
+inline void put_one(bf16_pair* panel, std::int64_t k, int columns, int column, bf16 weight) {
+  bf16_pair& pair = panel[k / 2 * columns + column];
+  if (k % 2)
+    pair.second = weight;
+  else
+    pair = {weight, {0}};
+}
+#endif
+inline void put_one(float* panel, std::int64_t k, int columns, int column, bf16 weight) {
+  panel[k * columns + column] = to_float(weight);
+}
+
+// panel[depth][Columns] of `count` outputs, zeros in the columns past them. Meanwhile the cache
+// fetches the next panel.
+template <class T, int Columns>
+inline void fill_panel(const T* w, std::int64_t stride, std::int64_t count, std::int64_t depth,
+                       typename Format<T>::Unit::Element* panel) {
+  std::int64_t turned = 0;
+#if defined(__AVX2__)
+  constexpr int kElements = 32 / static_cast<int>(sizeof(T));
+  if (count == Columns) {
+    turned = depth / kElements * kElements;
+    for (int column = 0; column < Columns; column += 8) {
+      const T* from = w + column * stride;
+      for (std::int64_t j = 0; j < turned; j += kElements) {
+        __m256i words[8];
+        MILLRACE_UNROLL
+        for (int i = 0; i < 8; ++i)
+          words[i] = _mm256_loadu_si256(reinterpret_cast<const __m256i*>(from + i * stride + j));
+        if (j / kElements % 2 == 0) {
+          MILLRACE_UNROLL
+          for (int i = 0; i < 8; ++i) __builtin_prefetch(from + (Columns + i) * stride + j, 0, 2);
+        }
+        transpose(words);
+        auto* to = panel + j / Format<T>::kUnitElements * Columns + column;
+        constexpr int kRows = kElements / Format<T>::kUnitElements / 8;
+        MILLRACE_UNROLL
+        for (int i = 0; i < 8; ++i)
+          put(to + i * kRows * Columns, Columns, words[i], static_cast<const T*>(nullptr));
+      }
+    }
+  }
+#endif
+  for (std::int64_t column = 0; column < Columns; ++column)
+    for (std::int64_t j = turned; j < depth; ++j)
+      put_one(panel, j, Columns, static_cast<int>(column),
+              column < count ? w[column * stride + j] : T{});
+}
+
+// totals[rows][kTileColumns] (+)= x[rows][units] * panel, for up to R rows.
+template <class Unit, int R = kTileRows>
+inline void multiply_up_to(std::int64_t rows, const typename Unit::Element* x, std::int64_t stride,
+                           const typename Unit::Element* panel, std::int64_t units, bool first,
+                           float* totals, std::int64_t ld) {
+  if constexpr (R > 1)
+    if (rows < R)
+      return multiply_up_to<Unit, R - 1>(rows, x, stride, panel, units, first, totals, ld);
+  if (first)
+    multiply_tile<Unit, R, false>(x, stride, panel, kTileColumns, units, totals, ld);
+  else
+    multiply_tile<Unit, R, true>(x, stride, panel, kTileColumns, units, totals, ld);
+}
+
+template <class T>
+void finish(const LinearCall& c, Range rows, Range outputs, const float* totals, std::int64_t ld) {
+  const std::int64_t width = outputs.size();
+  const std::int64_t full = width / Vec::N * Vec::N;
+  const int rest = static_cast<int>(width - full);
+  const T* bias = static_cast<const T*>(c.bias);
+  if (bias) bias += outputs.first;
+  for (std::int64_t row = rows.first; row < rows.last; ++row, totals += ld) {
+    T* out = static_cast<T*>(c.out) + row * c.o + outputs.first;
+    for (std::int64_t j = 0; j < full; j += Vec::N) {
+      const Vec total = load(totals + j);
+      store(out + j, bias ? add(total, load(bias + j)) : total);
+    }
+    if (rest) {
+      const Vec total = load_part(totals + full, rest);
+      store_part(out + full, bias ? add(total, load_part(bias + full, rest)) : total, rest);
+    }
+  }
+}
+
+template <class T>
+void multiply(const LinearCall& c, Range rows, Range outputs, float* work) {
+  using Unit = typename Format<T>::Unit;
+  using Element = typename Unit::Element;
+  constexpr int kElements = Format<T>::kUnitElements;
+  constexpr int kColumns = kTileColumns;
+  Element* panel = reinterpret_cast<Element*>(work);
+  float* totals = work + kDepth * kPanelColumns;
+  const std::int64_t ld = round_up(outputs.size(), kPanelColumns);
+  const std::int64_t stride = c.x_stride / kElements;
+  const Element* x = static_cast<const Element*>(c.x) + rows.first * stride;
+  const T* weight = static_cast<const T*>(c.weight);
+  const std::int64_t tiles = (rows.size() + kTileRows - 1) / kTileRows;
+  for (std::int64_t k = 0; k < c.k; k += kDepth) {
+    const std::int64_t depth = k + kDepth < c.k ? kDepth : c.k - k;
+    const std::int64_t units = (depth + kElements - 1) / kElements;
+    for (std::int64_t o = outputs.first; o < outputs.last; o += kColumns) {
+      const std::int64_t count = o + kColumns < outputs.last ? kColumns : outputs.last - o;
+      fill_panel<T, kColumns>(weight + o * c.k + k, c.k, count, depth, panel);
+      for (std::int64_t tile = 0; tile < tiles; ++tile) {  // as equal as can be
+        const std::int64_t row = rows.size() * tile / tiles;
+        multiply_up_to<Unit>(rows.size() * (tile + 1) / tiles - row,
+                                            x + row * stride + k / kElements, stride, panel, units,
+                                            k == 0, totals + row * ld + (o - outputs.first), ld);
+      }
+    }
+  }
+  finish<T>(c, rows, outputs, totals, ld);
+}
+
+std::int64_t work_floats(std::int64_t rows, std::int64_t outputs) {
+  return kDepth * kPanelColumns + rows * round_up(outputs, kPanelColumns);
+}
+
+#if defined(__AVX2__)
+template <class T>
+constexpr int kLine = 64 / static_cast<int>(sizeof(T));
+
+inline Vec joined(const __m256i* word) {
+#if defined(__AVX512F__)
+  return {_mm512_castsi512_ps(
+      _mm512_inserti64x4(_mm512_castsi256_si512(word[0]), word[8], 1))};
+#else
+  return {_mm256_castsi256_ps(word[0])};
+#endif
+}
+
+// sums[m * step] += x[m][word] * the weights of one word of k.
+template <int M>
+inline void multiply_word(const float* x, std::int64_t stride, const __m256i* word, const float*,
+                          Vec* sums, int step) {
+  const Vec weights = joined(word);
+  MILLRACE_UNROLL
+  for (int m = 0; m < M; ++m) sums[m * step] = fma(set1(x[m * stride]), weights, sums[m * step]);
+}
+template <int M>
+inline void multiply_word(const float* x, std::int64_t stride, const __m256i* word, const bf16*,
+                          Vec* sums, int step) {
+  __m256i even[Vec::N], odd[Vec::N];
+  MILLRACE_UNROLL
+  for (int i = 0; i < Vec::N; i += 8) {
+    even[i] = _mm256_slli_epi32(word[i], 16);
+    odd[i] = _mm256_and_si256(word[i], _mm256_set1_epi32(-65536));
+  }
+  multiply_word<M>(x, stride, even, x, sums, step);
+  multiply_word<M>(x + 1, stride, odd, x, sums, step);
+}
+#if defined(__AVX512BF16__)
+template <int M>
+inline void multiply_word(const bf16_pair* x, std::int64_t stride, const __m256i* word, const bf16*,
+                          Vec* sums, int step) {
+  const __m512bh weights = reinterpret_cast<__m512bh>(joined(word).v);
   MILLRACE_UNROLL
   for (int m = 0; m < M; ++m)
-    MILLRACE_UNROLL
-    for (int r = 0; r < R; ++r) sums[m][r] = zero();
-  std::int64_t j = 0;
-  for (; j + S::N <= c.k; j += S::N) {
-    typename S::Operand weights[R];
-    MILLRACE_UNROLL
-    for (int r = 0; r < R; ++r) {
-      weights[r] = S::weight(w + r * c.k + j);
-      __builtin_prefetch(w + (R + r) * c.k + j);  // of the next tile
-    }
-    MILLRACE_UNROLL
-    for (int m = 0; m < M; ++m) {
-      const typename S::Operand row = S::x(x + m * ldx + j);
-      MILLRACE_UNROLL
-      for (int r = 0; r < R; ++r) sums[m][r] = S::fma(weights[r], row, sums[m][r]);
-    }
-  }
-  if (j < c.k) {
-    MILLRACE_UNROLL
-    for (int r = 0; r < R; ++r) {
-      const typename S::Operand weight = S::weight_part(w + r * c.k + j, static_cast<int>(c.k - j));
-      MILLRACE_UNROLL
-      for (int m = 0; m < M; ++m) sums[m][r] = S::fma(weight, S::x(x + m * ldx + j), sums[m][r]);
-    }
-  }
-  const T* bias = static_cast<const T*>(c.bias);
-  MILLRACE_UNROLL
-  for (int m = 0; m < M; ++m) {
-    float result[R];
-    if constexpr (R == 1) {
-      result[0] = sum(sums[m][0]);
-    } else {
-      MILLRACE_UNROLL
-      for (int r = 0; r < R; r += 4)
-        sum4(sums[m][r], sums[m][r + 1], sums[m][r + 2], sums[m][r + 3], result + r);
-    }
-    T* to = out + m * c.o + first;
-    MILLRACE_UNROLL
-    for (int r = 0; r < R; ++r)
-      assign(to + r, bias ? result[r] + to_float(bias[first + r]) : result[r]);
-  }
+    sums[m * step] =
+        PairUnit::multiply_add(PairUnit::broadcast(x + m * stride), weights, sums[m * step]);
 }
-
-template <class T, int M>
-void linear_rows(const LinearCall& c, int row, std::int64_t first, std::int64_t last) {
-#if defined(__AVX512F__)
-  constexpr int R = M <= 2 ? 8 : 4;
-#else
-  constexpr int R = 4;
-#endif
-  const auto* x = static_cast<const typename Step<T>::X*>(c.x) + row * padded_k(c.k);
-  T* out = static_cast<T*>(c.out) + row * c.o;
-  for (; first + R <= last; first += R) linear_tile<T, M, R>(c, x, out, first);
-  for (; first < last; ++first) linear_tile<T, M, 1>(c, x, out, first);
-}
-
-#if defined(__AVX512F__)
-constexpr int kRowTile = 4;
-#else
-constexpr int kRowTile = 2;
 #endif
 
-// Few enough outputs at a time that their weights stay in the cache for every row tile.
-constexpr std::int64_t kOutputTile = 8;
-
-template <class T>
-void linear(const LinearCall& c, std::int64_t first, std::int64_t last) {
-  if (c.m == 1) return linear_rows<T, 1>(c, 0, first, last);
-  for (; first < last; first += kOutputTile) {
-    const std::int64_t end = first + kOutputTile < last ? first + kOutputTile : last;
-    for (int row = 0; row < c.m; row += kRowTile) {
-      switch (c.m - row) {
-        case 1: linear_rows<T, 1>(c, row, first, end); break;
-        case 2: linear_rows<T, 2>(c, row, first, end); break;
-#if defined(__AVX512F__)
-        case 3: linear_rows<T, 3>(c, row, first, end); break;
-#endif
-        default: linear_rows<T, kRowTile>(c, row, first, end);
+// sums[M][Vecs] += x[M][k] * w, for k in whole lines, turned in registers.
+template <class T, int M, int Vecs>
+inline void stream(const typename Format<T>::Unit::Element* x, std::int64_t stride, const T* w,
+                   std::int64_t w_stride, std::int64_t k, Vec* sums) {
+  constexpr int kTurn = 32 / static_cast<int>(sizeof(T));
+  constexpr int kUnits = kTurn / Format<T>::kUnitElements;
+  constexpr int kAhead = 2 * kLine<T>;
+  for (std::int64_t j = 0; j < k; j += kLine<T>) {
+    // Ahead in the row, then in the rows that come next.
+    const std::int64_t ahead = j + kAhead < k ? j + kAhead : j + kAhead - k + Vecs * Vec::N * w_stride;
+    MILLRACE_UNROLL
+    for (int v = 0; v < Vecs; ++v) {
+      const T* rows = w + v * Vec::N * w_stride;
+      for (int i = 0; i < Vec::N; ++i) __builtin_prefetch(rows + i * w_stride + ahead);
+      // Both turns of a line at once: rows a power of two apart push each other out of the cache.
+      for (int turn = 0; turn < 2; ++turn) {
+        const T* from = rows + j + turn * kTurn;
+        const auto* factors = x + (j + turn * kTurn) / Format<T>::kUnitElements;
+        __m256i words[Vec::N];
+        MILLRACE_UNROLL
+        for (int i = 0; i < Vec::N; ++i)
+          words[i] = _mm256_loadu_si256(reinterpret_cast<const __m256i*>(from + i * w_stride));
+        MILLRACE_UNROLL
+        for (int i = 0; i < Vec::N; i += 8) transpose(words + i);
+        MILLRACE_UNROLL
+        for (int i = 0; i < 8; ++i)
+          multiply_word<M>(factors + i * (kUnits / 8), stride, words + i,
+                           static_cast<const T*>(nullptr), sums + v, Vecs);
       }
     }
   }
 }
 
+// For M rows and outputs in whole multiples of Vecs * Vec::N.
+template <class T, int M, int Vecs>
+void multiply_streamed(const LinearCall& c, Range rows, Range outputs, float* work) {
+  using Unit = typename Format<T>::Unit;
+  using Element = typename Unit::Element;
+  constexpr int kElements = Format<T>::kUnitElements;
+  constexpr int kColumns = Vecs * Vec::N;
+  Element* panel = reinterpret_cast<Element*>(work);
+  float* totals = work + kDepth * kPanelColumns;
+  const std::int64_t stride = c.x_stride / kElements;
+  const Element* x = static_cast<const Element*>(c.x) + rows.first * stride;
+  const std::int64_t whole = c.k / kLine<T> * kLine<T>;
+  const std::int64_t rest = c.k - whole;
+  for (std::int64_t o = outputs.first; o < outputs.last; o += kColumns) {
+    const T* w = static_cast<const T*>(c.weight) + o * c.k;
+    Vec sums[M * Vecs];
+    MILLRACE_UNROLL
+    for (int i = 0; i < M * Vecs; ++i) sums[i] = zero();
+    stream<T, M, Vecs>(x, stride, w, c.k, whole, sums);
+    MILLRACE_UNROLL
+    for (int i = 0; i < M * Vecs; ++i)
+      store(totals + i / Vecs * kColumns + i % Vecs * Vec::N, sums[i]);
+    if (rest) {
+      fill_panel<T, kColumns>(w + whole, c.k, kColumns, rest, panel);
+      multiply_tile<Unit, M, true, Vecs>(x + whole / kElements, stride, panel, kColumns,
+                                         (rest + kElements - 1) / kElements, totals, kColumns);
+    }
+    finish<T>(c, rows, {o, o + kColumns}, totals, kColumns);
+  }
+}
+
+// The outputs that multiply_streamed leaves over are the caller's.
+template <class T, int M, int Vecs>
+std::int64_t stream_outputs(const LinearCall& c, Range rows, Range outputs, float* work) {
+  const std::int64_t end = outputs.first + outputs.size() / (Vecs * Vec::N) * (Vecs * Vec::N);
+  multiply_streamed<T, M, Vecs>(c, rows, {outputs.first, end}, work);
+  return end;
+}
+#endif
+
+template <class T>
+void run(const LinearCall& c, Range rows, Range outputs, float* work) {
+#if defined(__AVX2__)
+  // As many vectors of outputs as keep the multipliers busy and fit into registers.
+  switch (rows.size()) {
+    case 1: outputs.first = stream_outputs<T, 1, 4>(c, rows, outputs, work); break;
+    case 2: outputs.first = stream_outputs<T, 2, 2>(c, rows, outputs, work); break;
+    case 3: outputs.first = stream_outputs<T, 3, 1>(c, rows, outputs, work); break;
+    case 4: outputs.first = stream_outputs<T, 4, 1>(c, rows, outputs, work); break;
+  }
+#endif
+  if (outputs.first < outputs.last) multiply<T>(c, rows, outputs, work);
+}
+
+template <bool Pairs>
+struct PreparedAs { using type = float; };
+template <>
+struct PreparedAs<true> { using type = bf16; };
+constexpr bool kPairs = Format<bf16>::kUnitElements == 2;
+using Prepared = PreparedAs<kPairs>::type;
+
+// A line more than the row: rows a power of two apart would share their places in the cache.
+std::int64_t prepared_stride(std::int64_t k) { return round_up(k, 32) + 16; }
+
+std::int64_t prepared_bytes(Type type, std::int64_t k) {
+  return type == Type::f32 ? 0 : prepared_stride(k) * (kPairs ? 2 : 4);
+}
+
+// To floats, or where pairs are multiplied to rows that end in a whole pair.
+void prepare_bf16(const void* source, std::int64_t stride, std::int64_t rows, std::int64_t k,
+                  void* target) {
+  using To = Prepared;
+  const bf16* x = static_cast<const bf16*>(source);
+  To* to = static_cast<To*>(target);
+  for (std::int64_t row = 0; row < rows; ++row, x += stride, to += prepared_stride(k)) {
+    std::int64_t j = 0;
+    for (; j + Vec::N <= k; j += Vec::N) store(to + j, load(x + j));
+    if (j < k) store(to + j, load_part(x + j, static_cast<int>(k - j)));
+  }
+}
+
+template <class T>
+void weighted_sum(const void* rows, const std::int64_t* which, const float* weights, int count,
+                  std::int64_t width, void* target) {
+  const T* from = static_cast<const T*>(rows);
+  T* to = static_cast<T*>(target);
+  for (std::int64_t j = 0; j < width; j += Vec::N) {
+    const int lanes = width - j < Vec::N ? static_cast<int>(width - j) : Vec::N;
+    Vec total = zero();
+    for (int i = 0; i < count; ++i)
+      total = fma(set1(weights[i]), load_part(from + which[i] * width + j, lanes), total);
+    store_part(to + j, total, lanes);
+  }
+}
+
 constexpr LinearKernels kLinear = {
-    packed_bytes,
-    {pack_x<float>, pack_x<bf16>},
-    {linear<float>, linear<bf16>},
+    prepared_bytes,
+    prepared_stride,
+    {nullptr, prepare_bf16},
+    work_floats,
+    {run<float>, run<bf16>},
+    {weighted_sum<float>, weighted_sum<bf16>},
 };
+
+}  // namespace linears
+
+using linears::kLinear;

@@ -1,35 +1,338 @@
-// Linears: splits the outputs over the pool.
+// Linears and experts: prepares rows of x, then splits rows and outputs over the pool.
+
+#include <cstring>
+#include <stdexcept>
+#include <string>
+
+#if defined(__x86_64__)
+#include <cpuid.h>
+#endif
 
 #include "bindings.hpp"
 
 namespace millrace {
 namespace {
 
-constexpr std::int64_t kTaskWeights = 32768;
+constexpr std::int64_t kUnitOutputs = 64;      // a multiple of every panel's width
+constexpr std::int64_t kTaskRows = 192;        // what a task multiplies stays in its core's cache
+constexpr std::int64_t kTaskOutputs = 256;
+constexpr std::int64_t kTaskWeights = 65536;   // worth handing to another thread
+constexpr std::int64_t kTasksPerThread = 4;
+constexpr std::int64_t kSmallElements = 16384;  // the caller prepares so few alone
+constexpr std::int64_t kBlockElements = 8192;
+constexpr std::int64_t kPreparedBytes = 16 << 20;
+constexpr std::int64_t kExpertRows = 4096;
 
-void linear(Type type, Address x, std::int64_t x_stride, int m, std::int64_t k, Address weight,
-            Address bias, std::int64_t o, Address out, int threads) {
-  const nb::gil_scoped_release release;
-  const LinearKernels& table = kernels().linear;
-  const int kind = static_cast<int>(type);
-  float* packed = scratch((table.packed_bytes(type, m, k) + 3) / 4);
-  table.pack_x[kind](at<const void>(x), x_stride, m, k, packed);
-  const LinearCall call{packed, at<const void>(weight), at<const void>(bias), at<void>(out), k, o, m};
+enum class Use { prepared, rounded, work, inner, outer };
+
+// Grows and stays, one for each thread and use; on a cache line's boundary.
+template <Use>
+void* room(std::int64_t bytes) {
+  thread_local std::vector<char> buffer;
+  if (buffer.size() < static_cast<std::size_t>(bytes) + 64) {
+    buffer.clear();
+    buffer.resize(bytes + 64);
+  }
+  const Address address = reinterpret_cast<Address>(buffer.data());
+  return at<void>((address + 63) / 64 * 64);
+}
+
+const void* offset(const void* base, std::int64_t bytes) {
+  return base ? static_cast<const char*>(base) + bytes : nullptr;
+}
+void* offset(void* base, std::int64_t bytes) {
+  return base ? static_cast<char*>(base) + bytes : nullptr;
+}
+
+std::int64_t element_bytes(Type type) { return type == Type::f32 ? 4 : 2; }
+
+std::int64_t parts(std::int64_t whole, std::int64_t part) { return (whole + part - 1) / part; }
+
+std::int64_t round_to_unit(std::int64_t outputs) {
+  return std::max<std::int64_t>(1, parts(outputs, kUnitOutputs)) * kUnitOutputs;
+}
+
+// body(first, last) over [0, rows), in the caller alone where there is little to do.
+template <class Body>
+void over_rows(std::int64_t rows, std::int64_t width, int threads, const Body& body) {
+  if (rows * width <= kSmallElements) return body(std::int64_t{0}, rows);
+  const std::int64_t step = std::max<std::int64_t>(1, kBlockElements / width);
+  parallel_for(static_cast<int>(parts(rows, step)), threads, [&](int index) {
+    body(index * step, std::min((index + 1) * step, rows));
+  });
+}
+
+// One product of a loop: rows and outputs that one thread multiplies.
+struct Piece {
+  const LinearCall* call;
+  Range rows, outputs;
+};
+
+void split(const LinearCall& call, std::int64_t rows, int threads, std::vector<Piece>& pieces) {
+  const std::int64_t row_parts = parts(rows, kTaskRows);
+  const std::int64_t wanted = parts(threads * kTasksPerThread, row_parts);
+  const std::int64_t least = round_to_unit(kTaskWeights / call.k);
   const std::int64_t step =
-      std::max<std::int64_t>(8, kTaskWeights / std::max<std::int64_t>(k, 1) / 8 * 8);
-  const auto task = [&](int index) {
-    const std::int64_t first = index * step;
-    table.run[kind](call, first, std::min(first + step, o));
+      std::clamp(round_to_unit(parts(call.o, wanted)), std::min(least, kTaskOutputs), kTaskOutputs);
+  for (std::int64_t o = 0; o < call.o; o += step)
+    for (std::int64_t part = 0; part < row_parts; ++part)
+      pieces.push_back({&call,
+                        {rows * part / row_parts, rows * (part + 1) / row_parts},
+                        {o, std::min(o + step, call.o)}});
+}
+
+void multiply(Type type, const std::vector<Piece>& pieces, int threads) {
+  const LinearKernels& table = kernels().linear;
+  const auto run = table.run[static_cast<int>(type)];
+  parallel_for(static_cast<int>(pieces.size()), threads, [&](int index) {
+    const Piece& piece = pieces[index];
+    const std::int64_t floats = table.work_floats(piece.rows.size(), piece.outputs.size());
+    run(*piece.call, piece.rows, piece.outputs, static_cast<float*>(room<Use::work>(floats * 4)));
+  });
+}
+
+// Rows of x as they are before a linear: x itself, or its norm, or its activation.
+struct Rows {
+  const void* x;
+  std::int64_t stride;
+  const void* norm_weight = nullptr;
+  const void* residual = nullptr;
+  void* total = nullptr;
+  float eps = 0;
+  bool silu = false;
+};
+
+class Linear {
+ public:
+  Linear(Type type, Address weight, Address bias, std::int64_t k, std::int64_t o)
+      : type_(type), weight_(at<const void>(weight)), bias_(at<const void>(bias)), k_(k), o_(o) {}
+
+  void run(Address x, std::int64_t stride, std::int64_t m, Address out, int threads) const {
+    multiply_rows({at<const void>(x), stride}, m, at<void>(out), threads);
+  }
+
+  void run_after_norm(Address x, std::int64_t stride, Address residual, std::int64_t m,
+                      Address norm_weight, float eps, Address total, Address out,
+                      int threads) const {
+    multiply_rows({at<const void>(x), stride, at<const void>(norm_weight),
+                   at<const void>(residual), at<void>(total), eps},
+                  m, at<void>(out), threads);
+  }
+
+  void run_after_silu(Address gate_up, std::int64_t m, Address out, int threads) const {
+    Rows rows{at<const void>(gate_up), 2 * k_};
+    rows.silu = true;
+    multiply_rows(rows, m, at<void>(out), threads);
+  }
+
+  LinearCall call(const void* x, std::int64_t stride, void* out) const {
+    return {x, stride, weight_, bias_, out, k_, o_};
+  }
+
+ private:
+  void multiply_rows(const Rows& rows, std::int64_t m, void* out, int threads) const;
+  void prepare(const Rows& rows, std::int64_t first, std::int64_t last, void* to,
+               std::int64_t row_bytes) const;
+
+  Type type_;
+  const void* weight_;
+  const void* bias_;
+  std::int64_t k_, o_;
+};
+
+void to_prepared(Type type, const void* x, std::int64_t stride, std::int64_t rows, std::int64_t k,
+                 void* to) {
+  kernels().linear.prepare[static_cast<int>(type)](x, stride, rows, k, to);
+}
+
+// Rows [first, last) to `to`, rounded to the tensors' type wherever a tensor would hold them.
+void Linear::prepare(const Rows& rows, std::int64_t first, std::int64_t last, void* to,
+                     std::int64_t row_bytes) const {
+  const int kind = static_cast<int>(type_);
+  const std::int64_t width = k_ * element_bytes(type_);
+  const std::int64_t count = last - first;
+  const void* x = offset(rows.x, first * rows.stride * element_bytes(type_));
+  const bool direct = row_bytes == 0;
+  if (!rows.norm_weight && !rows.silu) return to_prepared(type_, x, rows.stride, count, k_, to);
+  void* rounded = direct ? to : room<Use::rounded>(count * width);
+  if (rows.silu)
+    kernels().rows.silu_mul[kind](x, rounded, 0, count, k_);
+  else
+    kernels().rows.rms_norm[kind](x, rows.stride, offset(rows.residual, first * width),
+                                  offset(rows.total, first * width), rows.norm_weight, rounded, 0,
+                                  count, k_, rows.eps);
+  if (!direct) to_prepared(type_, rounded, k_, count, k_, to);
+}
+
+void Linear::multiply_rows(const Rows& rows, std::int64_t m, void* out, int threads) const {
+  const nb::gil_scoped_release release;
+  const std::int64_t size = element_bytes(type_);
+  const std::int64_t prepared = kernels().linear.prepared_bytes(type_, k_);
+  const std::int64_t row_bytes = prepared ? prepared : k_ * size;
+  const bool as_it_lies = !prepared && !rows.norm_weight && !rows.silu;
+  const std::int64_t chunk =
+      as_it_lies ? m : std::max(kTaskRows, kPreparedBytes / row_bytes / kTaskRows * kTaskRows);
+  std::vector<Piece> pieces;
+  for (std::int64_t start = 0; start < m; start += chunk) {
+    const std::int64_t count = std::min(chunk, m - start);
+    LinearCall product = call(rows.x, rows.stride, offset(out, start * o_ * size));
+    if (!as_it_lies) {
+      void* to = room<Use::prepared>(count * row_bytes);
+      over_rows(count, k_, threads, [&](std::int64_t first, std::int64_t last) {
+        prepare(rows, start + first, start + last, offset(to, first * row_bytes), prepared);
+      });
+      product.x = to;
+      product.x_stride = prepared ? kernels().linear.prepared_stride(k_) : k_;
+    }
+    pieces.clear();
+    split(product, count, threads, pieces);
+    multiply(type_, pieces, threads);
+  }
+}
+
+// SwiGLU experts. Rows of x are sorted by expert; each product then runs over all experts at once.
+class Experts {
+ public:
+  Experts(Type type, Address gate_up, Address down, std::int64_t experts, std::int64_t width,
+          std::int64_t hidden)
+      : type_(type), experts_(experts), width_(width), hidden_(hidden) {
+    const std::int64_t bytes = width * hidden * element_bytes(type);
+    for (std::int64_t e = 0; e < experts; ++e) {
+      gate_up_.emplace_back(type, gate_up + 2 * e * bytes, 0, hidden, 2 * width);
+      down_.emplace_back(type, down + e * bytes, 0, width, hidden);
+    }
+  }
+
+  void run(Address x, std::int64_t stride, std::int64_t n, Address ids, Address weights,
+           std::int64_t per_token, Address out, int threads) const {
+    const auto* id = at<const std::int64_t>(ids);
+    for (std::int64_t i = 0; i < n * per_token; ++i)
+      if (id[i] < 0 || id[i] >= experts_)
+        throw std::out_of_range("expert " + std::to_string(id[i]) + " of " +
+                                std::to_string(experts_));
+    const nb::gil_scoped_release release;
+    const std::int64_t size = element_bytes(type_);
+    const std::int64_t chunk = std::max<std::int64_t>(1, kExpertRows / per_token);
+    for (std::int64_t start = 0; start < n; start += chunk)
+      run_tokens(at<const char>(x) + start * stride * size, stride, std::min(chunk, n - start),
+                 id + start * per_token, at<const float>(weights) + start * per_token, per_token,
+                 at<char>(out) + start * hidden_ * size, threads);
+  }
+
+ private:
+  void run_tokens(const void* x, std::int64_t stride, std::int64_t n, const std::int64_t* ids,
+                  const float* weights, std::int64_t per_token, void* out, int threads) const;
+  void multiply_sorted(const std::vector<Linear>& linears, const std::vector<std::int64_t>& starts,
+                       const void* x, std::int64_t stride, std::int64_t row_bytes, void* out,
+                       std::int64_t outputs, int threads) const;
+
+  Type type_;
+  std::int64_t experts_, width_, hidden_;
+  std::vector<Linear> gate_up_, down_;
+};
+
+// Each expert's own rows of x, from starts[expert] on, through its linear.
+void Experts::multiply_sorted(const std::vector<Linear>& linears,
+                              const std::vector<std::int64_t>& starts, const void* x,
+                              std::int64_t stride, std::int64_t row_bytes, void* out,
+                              std::int64_t outputs, int threads) const {
+  std::vector<LinearCall> calls(experts_);
+  std::vector<Piece> pieces;
+  for (std::int64_t e = 0; e < experts_; ++e) {
+    const std::int64_t rows = starts[e + 1] - starts[e];
+    if (rows == 0) continue;
+    calls[e] = linears[e].call(offset(x, starts[e] * row_bytes), stride,
+                               offset(out, starts[e] * outputs * element_bytes(type_)));
+    split(calls[e], rows, threads, pieces);
+  }
+  multiply(type_, pieces, threads);
+}
+
+void Experts::run_tokens(const void* x, std::int64_t stride, std::int64_t n,
+                         const std::int64_t* ids, const float* weights, std::int64_t per_token,
+                         void* out, int threads) const {
+  const Kernels& table = kernels();
+  const int kind = static_cast<int>(type_);
+  const std::int64_t size = element_bytes(type_);
+  const std::int64_t rows = n * per_token;
+  std::vector<std::int64_t> starts(experts_ + 1), place(rows), token(rows);
+  for (std::int64_t i = 0; i < rows; ++i) ++starts[ids[i] + 1];
+  for (std::int64_t e = 0; e < experts_; ++e) starts[e + 1] += starts[e];
+  std::vector<std::int64_t> next(starts.begin(), starts.end() - 1);
+  for (std::int64_t i = 0; i < rows; ++i) {
+    place[i] = next[ids[i]]++;
+    token[place[i]] = i / per_token;
+  }
+
+  const auto stride_of = [&](std::int64_t k) {
+    return table.linear.prepared_bytes(type_, k) ? table.linear.prepared_stride(k) : k;
   };
-  parallel_for(static_cast<int>((o + step - 1) / step), threads, task);
+  const auto bytes_of = [&](std::int64_t k) {
+    const std::int64_t prepared = table.linear.prepared_bytes(type_, k);
+    return prepared ? prepared : k * size;
+  };
+  const std::int64_t x_bytes = bytes_of(hidden_), inner_bytes = bytes_of(width_);
+  void* prepared = room<Use::prepared>(rows * std::max(x_bytes, inner_bytes));
+  void* inner = room<Use::inner>(rows * 2 * width_ * size);
+  void* outer = room<Use::outer>(rows * hidden_ * size);
+  const bool direct = table.linear.prepared_bytes(type_, hidden_) == 0;
+
+  over_rows(rows, hidden_, threads, [&](std::int64_t first, std::int64_t last) {
+    for (std::int64_t row = first; row < last; ++row) {
+      const void* from = offset(x, token[row] * stride * size);
+      void* to = offset(prepared, row * x_bytes);
+      if (direct)
+        std::memcpy(to, from, hidden_ * size);
+      else
+        to_prepared(type_, from, hidden_, 1, hidden_, to);
+    }
+  });
+  multiply_sorted(gate_up_, starts, prepared, stride_of(hidden_), x_bytes, inner, 2 * width_,
+                  threads);
+  over_rows(rows, width_, threads, [&](std::int64_t first, std::int64_t last) {
+    const std::int64_t count = last - first;
+    void* to = offset(prepared, first * inner_bytes);
+    void* rounded = direct ? to : room<Use::rounded>(count * width_ * size);
+    table.rows.silu_mul[kind](offset(inner, first * 2 * width_ * size), rounded, 0, count, width_);
+    if (!direct) to_prepared(type_, rounded, width_, count, width_, to);
+  });
+  multiply_sorted(down_, starts, prepared, stride_of(width_), inner_bytes, outer, hidden_, threads);
+  over_rows(n, hidden_ * per_token, threads, [&](std::int64_t first, std::int64_t last) {
+    for (std::int64_t row = first; row < last; ++row)
+      table.linear.weighted_sum[kind](outer, place.data() + row * per_token,
+                                      weights + row * per_token, static_cast<int>(per_token),
+                                      hidden_, offset(out, row * hidden_ * size));
+  });
+}
+
+// Whether the processor multiplies tiles of bfloat16 itself, and the system lets it.
+bool has_amx() {
+#if defined(__x86_64__)
+  unsigned a, b, c, d;
+  if (!__get_cpuid_count(7, 0, &a, &b, &c, &d)) return false;
+  return (d & (1u << 22)) != 0;  // AMX-BF16
+#else
+  return false;
+#endif
 }
 
 }  // namespace
 
 void bind_linear(nb::module_& m) {
   using namespace nb::literals;
-  m.def("linear", &linear, "type"_a, "x"_a, "x_stride"_a, "m"_a, "k"_a, "weight"_a, "bias"_a,
-        "o"_a, "out"_a, "threads"_a);
+  m.def("has_amx", &has_amx);
+  nb::class_<Linear>(m, "Linear")
+      .def(nb::init<Type, Address, Address, std::int64_t, std::int64_t>(), "type"_a, "weight"_a,
+           "bias"_a, "inputs"_a, "outputs"_a)
+      .def("run", &Linear::run, "x"_a, "x_stride"_a, "rows"_a, "out"_a, "threads"_a)
+      .def("run_after_norm", &Linear::run_after_norm, "x"_a, "x_stride"_a, "residual"_a, "rows"_a,
+           "norm_weight"_a, "eps"_a, "total"_a, "out"_a, "threads"_a)
+      .def("run_after_silu", &Linear::run_after_silu, "gate_up"_a, "rows"_a, "out"_a, "threads"_a);
+  nb::class_<Experts>(m, "Experts")
+      .def(nb::init<Type, Address, Address, std::int64_t, std::int64_t, std::int64_t>(), "type"_a,
+           "gate_up"_a, "down"_a, "experts"_a, "width"_a, "hidden"_a)
+      .def("run", &Experts::run, "x"_a, "x_stride"_a, "rows"_a, "expert_ids"_a, "weights"_a,
+           "per_token"_a, "out"_a, "threads"_a);
 }
 
 }  // namespace millrace

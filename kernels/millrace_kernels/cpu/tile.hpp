@@ -42,31 +42,32 @@ struct PairUnit {
 };
 #endif
 
-// c[R][kTileColumns] = (Add ? c : 0) + a[R][k] * b[k][kTileColumns]. Strides in units and floats.
-template <class Unit, int R, bool Add>
+// c[R][columns] = (Add ? c : 0) + a[R][k] * b[k][columns], columns = Vecs * Vec::N, kTileColumns unless
+// few rows leave registers for more. Strides in units and floats.
+template <class Unit, int R, bool Add, int Vecs = kTileVecs>
 inline void multiply_tile(const typename Unit::Element* a, std::int64_t a_stride,
                           const typename Unit::Element* b, std::int64_t b_stride, std::int64_t k,
                           float* c, std::int64_t c_stride) {
-  Vec sums[R][kTileVecs];
+  Vec sums[R][Vecs];
   MILLRACE_UNROLL
   for (int r = 0; r < R; ++r)
     MILLRACE_UNROLL
-    for (int j = 0; j < kTileVecs; ++j)
+    for (int j = 0; j < Vecs; ++j)
       sums[r][j] = Add ? load(c + r * c_stride + j * Vec::N) : zero();
   for (std::int64_t i = 0; i < k; ++i) {
-    typename Unit::Operand row[kTileVecs];
+    typename Unit::Operand row[Vecs];
     MILLRACE_UNROLL
-    for (int j = 0; j < kTileVecs; ++j) row[j] = Unit::load_row(b + i * b_stride + j * Vec::N);
+    for (int j = 0; j < Vecs; ++j) row[j] = Unit::load_row(b + i * b_stride + j * Vec::N);
     MILLRACE_UNROLL
     for (int r = 0; r < R; ++r) {
       const typename Unit::Operand element = Unit::broadcast(a + r * a_stride + i);
       MILLRACE_UNROLL
-      for (int j = 0; j < kTileVecs; ++j)
+      for (int j = 0; j < Vecs; ++j)
         sums[r][j] = Unit::multiply_add(element, row[j], sums[r][j]);
     }
   }
   MILLRACE_UNROLL
   for (int r = 0; r < R; ++r)
     MILLRACE_UNROLL
-    for (int j = 0; j < kTileVecs; ++j) store(c + r * c_stride + j * Vec::N, sums[r][j]);
+    for (int j = 0; j < Vecs; ++j) store(c + r * c_stride + j * Vec::N, sums[r][j]);
 }

@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+from rich.box import SIMPLE_HEAD
 from rich.table import Table
 
 
@@ -12,19 +13,23 @@ def as_table(report: dict[str, Any]) -> Table:
     """The report's results, a row a case; ratios below 1 in red."""
     table = Table(
         title=f"tokens/s, medians; {report['machine']['threads']} threads",
+        title_justify="left",
         caption=_limits(report),
+        caption_justify="left",
+        box=SIMPLE_HEAD,
+        padding=(0, 1, 0, 0),
     )
     others = report["against"]
     table.add_column("phase")
     table.add_column("dtype")
-    for heading in ("batch", "tokens", "millrace", "of limit"):
+    for heading in ("size", "millrace", "of limit"):
         table.add_column(heading, justify="right")
     for other in others:
         table.add_column(other, justify="right")
         table.add_column("ratio", justify="right")
     for result in report["results"]:
         case, rates = result["case"], result["tokens_per_s"]
-        cells = [case["phase"], case["dtype"], str(case["batch"]), str(case["tokens"])]
+        cells = [case["phase"], case["dtype"], f"{case['batch']} x {case['tokens']}"]
         cells += [f"{rates['millrace']:.1f}", f"{result['machine_share']:.0%}"]
         for other in others:
             ratio = result["ratios"][other]

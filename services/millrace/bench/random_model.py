@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 from safetensors.torch import save_file
-from tokenizers import Tokenizer, models, pre_tokenizers
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
 LLAMA_100M = {
     "vocab_size": 32_000,
@@ -53,13 +53,13 @@ def write_random_llama(folder: Path, config: Mapping[str, Any], dtype: str = "fl
 
 
 def write_word_tokenizer(folder: Path, vocab_size: int) -> None:
-    """Writes a tokenizer.json in which token i is the word "w<i>".
+    """Writes a tokenizer.json in which token i is the word " w<i>".
 
     Every token brings text by itself, so that a client can count tokens by counting words.
     """
-    words = models.WordLevel({f"w{i}": i for i in range(vocab_size)}, unk_token="w0")
-    tokenizer = Tokenizer(words)
-    tokenizer.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    tokenizer = Tokenizer(models.BPE({f"\u0120w{i}": i for i in range(vocab_size)}, []))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
     tokenizer.save(str(folder / "tokenizer.json"))
     (folder / "tokenizer_config.json").write_text("{}")
 

@@ -1,0 +1,74 @@
+"""The part of a round of `millrace bench decode` in which every request decodes."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from millrace.core.errors import MillraceError
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Window:
+    """The time in which every stream decodes: from `start_s` up to and with `end_s`."""
+
+    start_s: float
+    end_s: float
+    tokens: int
+    context_tokens: list[int]  # of each stream at its start
+
+    @property
+    def tokens_per_s(self) -> float:
+        return self.tokens / (self.end_s - self.start_s)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Sample:
+    """Counters at one moment: of the decode instance's steps, and CPU seconds by process."""
+
+    at_s: float
+    steps: float
+    step_s: float
+    cpu_s: dict[str, float]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Costs:
+    """Milliseconds a step: in it, between two, and of CPU by process."""
+
+    step_ms: float
+    between_steps_ms: float
+    cpu_ms: dict[str, float]
+
+
+def window_of(arrivals: Sequence[Sequence[tuple[float, int]]], prompt_tokens: int) -> Window:
+    """arrivals: (time, tokens) of each event, by stream. A stream decodes from its second event on.
+
+    Raises MillraceError when there is no time in which all do.
+    """
+    start_s = max((events[1][0] for events in arrivals if len(events) > 1), default=0.0)
+    end_s = min(events[-1][0] for events in arrivals)
+    if any(len(events) < 2 for events in arrivals) or start_s >= end_s:
+        raise MillraceError("the first request ended before the last one decoded: raise --steps")
+    counts = [sum(n for at, n in events if at <= start_s) for events in arrivals]
+    within = sum(n for events in arrivals for at, n in events if start_s < at <= end_s)
+    return Window(
+        start_s=start_s,
+        end_s=end_s,
+        tokens=within,
+        context_tokens=[prompt_tokens + count for count in counts],
+    )
+
+
+def costs_of(samples: Sequence[Sample], window: Window) -> Costs | None:
+    """Between the first and the last sample within the window."""
+    inside = [s for s in samples if window.start_s <= s.at_s <= window.end_s]
+    if len(inside) < 2 or (steps := inside[-1].steps - inside[0].steps) <= 0:
+        return None
+    first, last = inside[0], inside[-1]
+    step_ms = 1e3 * (last.step_s - first.step_s) / steps
+    return Costs(
+        step_ms=step_ms,
+        between_steps_ms=1e3 * (last.at_s - first.at_s) / steps - step_ms,
+        cpu_ms={n: 1e3 * (last.cpu_s[n] - first.cpu_s[n]) / steps for n in last.cpu_s},
+    )

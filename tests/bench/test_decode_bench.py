@@ -1,0 +1,71 @@
+"""`millrace bench decode`: what it counts, and one run of a whole small stack."""
+
+from __future__ import annotations
+
+import io
+import json
+
+import pytest
+import typer
+from rich.console import Console
+
+from millrace.bench import decode
+from millrace.core.errors import MillraceError
+
+TINY = {
+    "vocab_size": 64,
+    "hidden_size": 48,
+    "intermediate_size": 64,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 6,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 1024,
+    "tie_word_embeddings": True,
+}
+
+
+def test_only_the_time_in_which_all_decode_counts():
+    first = [(1.0, 1), (2.0, 1), (3.0, 1), (4.0, 2), (5.0, 1)]
+    second = [(2.5, 1), (3.0, 1), (4.0, 2), (5.5, 1)]
+    window = decode.window_of([first, second], prompt_tokens=10)
+    assert (window.start_s, window.end_s, window.tokens) == (3.0, 5.0, 5)
+    assert window.context_tokens == [13, 12]
+    assert window.tokens_per_s == 2.5
+
+
+@pytest.mark.parametrize("late", [[(9.0, 1), (9.5, 1)], [(2.0, 1)]])
+def test_requests_that_never_decode_together_are_refused(late):
+    with pytest.raises(MillraceError, match="raise --steps"):
+        decode.window_of([[(1.0, 1), (2.0, 1), (3.0, 1)], late], prompt_tokens=10)
+
+
+def test_costs_are_those_within_the_window():
+    window = decode.Window(start_s=1.0, end_s=4.0, tokens=8, context_tokens=[1])
+    samples = [
+        decode.Sample(at_s=at, steps=steps, step_s=step_s, cpu_s={"proxy": cpu})
+        for at, steps, step_s, cpu in ((0.5, 0, 0, 0), (1.5, 100, 1.0, 3.0), (3.5, 300, 2.6, 3.5))
+    ]
+    costs = decode.costs_of(samples, window)
+    assert costs.step_ms == pytest.approx(8.0) and costs.between_steps_ms == pytest.approx(2.0)
+    assert costs.cpu_ms == {"proxy": pytest.approx(2.5)}
+    assert decode.costs_of(samples[:2], window) is None
+
+
+async def test_a_whole_run(monkeypatch):
+    monkeypatch.setattr(decode, "SAMPLE_EVERY_S", 0.02)
+    settings = decode.Settings(
+        batch=2, prompt_tokens=20, steps=100, rounds=1, threads=1, model=TINY
+    )
+    report = await decode.run(settings)
+    assert json.loads(json.dumps(report)) == report
+    (found,) = report["rounds"]
+    assert found["stack_tokens_per_s"] > 0 and found["bare_tokens_per_s"] > 0
+    assert report["ratio"] == found["stack_tokens_per_s"] / found["bare_tokens_per_s"]
+    console = Console(record=True, width=160, file=io.StringIO())
+    console.print(decode.as_table(report))
+    assert f"ratio {report['ratio']:.3f}" in console.export_text()
+
+
+def test_a_dtype_that_is_not_computed_in():
+    with pytest.raises(typer.BadParameter, match="'float16' is none of"):
+        decode.command(dtype="float16")

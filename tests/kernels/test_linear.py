@@ -1,0 +1,203 @@
+"""Linears and experts in C++: against float64, each row alone, fused against one by one."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+import torch
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from millrace_kernels import api, cpu_backend, cpu_linear, cpu_rows, reference
+from millrace_kernels.cpu_linear import CpuExperts, CpuLinear
+
+TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 2e-2}
+DTYPES = pytest.mark.parametrize("dtype", TOLERANCE, ids=str)
+SETTINGS = settings(
+    max_examples=25,
+    deadline=None,
+    suppress_health_check=[HealthCheck.function_scoped_fixture],
+)
+
+
+@pytest.fixture(params=cpu_backend.instruction_sets())
+def variant(request) -> Iterator[str]:
+    """Each instruction set of the C++ kernels in turn."""
+    with cpu_backend.instruction_set(request.param):
+        yield request.param
+
+
+@pytest.fixture
+def threads() -> Iterator[None]:
+    """Let a test set torch's thread count."""
+    before = torch.get_num_threads()
+    yield
+    torch.set_num_threads(before)
+
+
+def close(actual: torch.Tensor, expected: torch.Tensor) -> None:
+    tolerance = TOLERANCE[actual.dtype]
+    assert actual.dtype == expected.dtype and actual.shape == expected.shape
+    torch.testing.assert_close(actual, expected, rtol=tolerance, atol=tolerance)
+
+
+def randn(*shape: int, dtype: torch.dtype = torch.float32, seed: int = 0) -> torch.Tensor:
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randn(*shape, generator=generator).to(dtype)
+
+
+def weights(*shape: int, dtype: torch.dtype, seed: int = 1) -> torch.Tensor:
+    """Such that products are about as large as x."""
+    return (randn(*shape, seed=seed) / shape[-1] ** 0.5).to(dtype)
+
+
+@DTYPES
+@SETTINGS
+@given(
+    rows=st.integers(1, 40),
+    inputs=st.integers(1, 700),
+    outputs=st.integers(1, 150),
+    has_bias=st.booleans(),
+    gap=st.integers(0, 3),
+    seed=st.integers(0, 999),
+)
+def test_products_match_float64(variant, dtype, rows, inputs, outputs, has_bias, gap, seed):
+    x = randn(rows, inputs + gap, dtype=dtype, seed=seed)[:, gap:]
+    weight = weights(outputs, inputs, dtype=dtype, seed=seed + 1)
+    bias = randn(outputs, dtype=dtype, seed=seed + 2) if has_bias else None
+    close(CpuLinear(weight, bias)(x), reference.linear(x, weight, bias))
+
+
+@DTYPES
+def test_more_rows_than_a_task_and_a_chunk_hold(variant, dtype):
+    x, weight = randn(450, 16000, dtype=dtype), weights(70, 16000, dtype=dtype)
+    close(CpuLinear(weight, None)(x), reference.linear(x, weight, None))
+
+
+@DTYPES
+@pytest.mark.parametrize("inputs", [768, 301])
+def test_a_row_has_the_same_bits_in_any_batch_and_on_any_threads(variant, dtype, inputs, threads):
+    x, weight = randn(400, inputs, dtype=dtype), weights(331, inputs, dtype=dtype)
+    linear = CpuLinear(weight, None)
+    torch.set_num_threads(1)
+    whole = linear(x)
+    for count in (1, 2, 5):
+        torch.set_num_threads(count)
+        for rows in (*range(1, 20), 47, 193, 400):
+            assert torch.equal(linear(x[:rows]), whole[:rows])
+            assert torch.equal(linear(x[-rows:]), whole[-rows:])
+
+
+@DTYPES
+@pytest.mark.parametrize("rows", [1, 3, 8, 9, 70])
+@pytest.mark.parametrize("inputs", [256, 99])
+@pytest.mark.parametrize("has_residual", [False, True])
+def test_a_norm_before_it_changes_no_bit(variant, dtype, rows, inputs, has_residual):
+    x = randn(rows, inputs + 5, dtype=dtype)[:, 5:]
+    residual = randn(rows, inputs, dtype=dtype, seed=3) if has_residual else None
+    scale, weight = randn(inputs, dtype=dtype, seed=4), weights(40, inputs, dtype=dtype)
+    linear = CpuLinear(weight, randn(40, dtype=dtype, seed=5))
+    out, total = linear.after_norm(x, residual, scale, 1e-6)
+    normed, expected = cpu_rows.norm(x, residual, scale, 1e-6)
+    assert torch.equal(out, linear(normed)) and torch.equal(total, expected)
+
+
+@DTYPES
+@pytest.mark.parametrize("rows", [1, 3, 8, 9, 300])
+@pytest.mark.parametrize("inputs", [256, 99])
+def test_an_activation_before_it_changes_no_bit(variant, dtype, rows, inputs):
+    gate_up = randn(rows, 2 * inputs, dtype=dtype)
+    linear = CpuLinear(weights(40, inputs, dtype=dtype), None)
+    assert torch.equal(linear.after_silu(gate_up), linear(cpu_rows.silu_mul(gate_up)))
+
+
+@DTYPES
+@settings(SETTINGS, max_examples=12)
+@given(
+    tokens=st.integers(1, 50),
+    per_token=st.integers(1, 4),
+    hidden=st.integers(1, 90),
+    width=st.integers(1, 90),
+    seed=st.integers(0, 999),
+)
+def test_experts_match_one_token_after_another(
+    variant, dtype, tokens, per_token, hidden, width, seed
+):
+    gate_up = weights(6, 2 * width, hidden, dtype=dtype, seed=seed)
+    down = weights(6, hidden, width, dtype=dtype, seed=seed + 1)
+    x = randn(tokens, hidden, dtype=dtype, seed=seed + 2)
+    ids = torch.rand(tokens, 6, generator=torch.Generator().manual_seed(seed)).topk(per_token)[1]
+    shares = randn(tokens, per_token, seed=seed + 3).softmax(-1)
+    experts = CpuExperts(gate_up, down)
+    actual = experts(x, ids, shares)
+    expected = torch.zeros(tokens, hidden, dtype=torch.float64)
+    for token in range(tokens):
+        for expert, share in zip(ids[token].tolist(), shares[token].tolist(), strict=True):
+            inner = cpu_rows.silu_mul(reference.linear(x[token][None], gate_up[expert], None))
+            product = reference.linear(inner, down[expert], None)[0]
+            expected[token] += share * product.double()
+    close(actual, expected.to(dtype))
+    for token in {0, tokens // 2, tokens - 1}:
+        alone = slice(token, token + 1)
+        assert torch.equal(experts(x[alone], ids[alone], shares[alone]), actual[alone])
+
+
+def test_more_tokens_than_the_experts_sort_at_once(variant):
+    gate_up = weights(3, 16, 8, dtype=torch.float32)
+    down = weights(3, 8, 8, dtype=torch.float32, seed=2)
+    x, shares = randn(3000, 8), torch.full((3000, 2), 0.5)
+    ids = torch.stack((torch.arange(3000) % 3, torch.arange(1, 3001) % 3), dim=1)
+    experts = CpuExperts(gate_up, down)
+    whole = experts(x, ids, shares)
+    assert torch.equal(whole[2500:], experts(x[2500:], ids[2500:], shares[2500:]))
+
+
+@pytest.mark.skipif(not cpu_backend.AVAILABLE, reason="the C++ module isn't built here")
+def test_what_does_not_fit_is_refused():
+    linear = CpuLinear(torch.zeros(4, 8), None)
+    for x in (torch.zeros(8), torch.zeros(2, 7), torch.zeros(2, 8, dtype=torch.float64)):
+        with pytest.raises(ValueError, match="x must be"):
+            linear(x)
+    with pytest.raises(ValueError, match="residual"):
+        linear.after_norm(torch.zeros(2, 8), torch.zeros(1, 8), torch.zeros(8), 1e-6)
+    with pytest.raises(ValueError, match="norm_weight"):
+        linear.after_norm(torch.zeros(2, 8), None, torch.zeros(7), 1e-6)
+    with pytest.raises(ValueError, match="x must be"):
+        linear.after_silu(torch.zeros(2, 8))
+    with pytest.raises(ValueError, match="bias"):
+        CpuLinear(torch.zeros(4, 8), torch.zeros(5))
+    with pytest.raises(ValueError, match="contiguous"):
+        CpuLinear(torch.zeros(8, 4).T, None)
+    experts = CpuExperts(torch.zeros(2, 6, 4), torch.zeros(2, 4, 3))
+    x, ids, shares = torch.zeros(1, 4), torch.zeros(1, 1, dtype=torch.int64), torch.ones(1, 1)
+    for wrong in (-1, 2):
+        with pytest.raises(IndexError, match="expert"):
+            experts(x, ids + wrong, shares)
+    with pytest.raises(ValueError, match="expert_ids"):
+        experts(x, ids, torch.ones(1, 2))
+
+
+def test_the_choice_of_rows_follows_what_the_processor_can_do(monkeypatch):
+    if not cpu_backend.AVAILABLE:
+        pytest.skip("the C++ module isn't built here")
+
+    def most_rows(native: str, amx: bool, dtype: torch.dtype) -> bool:
+        monkeypatch.setattr(cpu_linear._cpu, "instruction_set", lambda: native)
+        monkeypatch.setattr(cpu_linear._cpu, "has_amx", lambda: amx)
+        return cpu_linear.most_rows(dtype) > 8
+
+    assert most_rows("avx2", False, torch.float32)
+    assert not most_rows("avx512", False, torch.float32)
+    assert not most_rows("portable", False, torch.float32)
+    assert most_rows("avx2", False, torch.bfloat16)
+    assert most_rows("avx512_bf16", False, torch.bfloat16)
+    assert not most_rows("avx512_bf16", True, torch.bfloat16)
+    assert not most_rows("portable", False, torch.bfloat16)
+
+
+def test_a_linear_of_nothing_gives_nothing():
+    assert api.prepare_linear(torch.zeros(3, 4))(torch.zeros(0, 4)).shape == (0, 3)
+    assert torch.equal(
+        api.prepare_linear(torch.zeros(3, 0), torch.ones(3))(torch.zeros(2, 0)), torch.ones(2, 3)
+    )
