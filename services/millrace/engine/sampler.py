@@ -116,10 +116,10 @@ class Sampler:
 
     def _settings_of(self, rows: Sequence[SamplingRow]) -> _Settings:
         """Those of the step before, unless rows have joined, left or moved."""
-        specs = [row.spec for row in rows]
-        if specs != self._settings.specs:
-            self._settings = _Settings(specs)
-        return self._settings
+        specs, settings = [row.spec for row in rows], self._settings
+        if specs != settings.specs:
+            settings = self._settings = _Settings(specs)
+        return settings
 
 
 def _sample_edited(
