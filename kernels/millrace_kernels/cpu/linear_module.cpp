@@ -4,9 +4,6 @@
 #include <stdexcept>
 #include <string>
 
-#if defined(__x86_64__)
-#endif
-
 #include "bindings.hpp"
 
 namespace millrace {
