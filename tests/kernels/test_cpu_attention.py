@@ -65,6 +65,23 @@ def test_a_long_history_is_cut_and_joined(instruction_set, threads, dtype):
     assert_matches_reference(call, "cpu")
 
 
+@pytest.mark.parametrize("kv_heads", [1, 3, 5])
+@pytest.mark.parametrize("head_dim", [48, 80, 264])
+@pytest.mark.parametrize("dtype", TOLERANCE, ids=str)
+def test_decode_takes_some_kv_heads_at_a_time(instruction_set, kv_heads, head_dim, dtype):
+    call = Call(
+        q_lens=(1, 2, 1), kv_lens=(300, 129, 31), kv_heads=kv_heads, head_dim=head_dim, dtype=dtype
+    )
+    assert_matches_reference(call, "cpu")
+
+
+@pytest.mark.parametrize("dtype", TOLERANCE, ids=str)
+def test_decode_far_into_a_sequence(instruction_set, threads, dtype):
+    """Spans grow with the context."""
+    call = Call(q_lens=(1, 1), kv_lens=(20_000, 8_300), page_tokens=7, dtype=dtype)
+    assert_matches_reference(call, "cpu")
+
+
 @pytest.mark.parametrize("rows", [1, 50])
 @pytest.mark.parametrize("soft_cap", [0.7, 30.0])
 def test_soft_caps(instruction_set, rows, soft_cap):

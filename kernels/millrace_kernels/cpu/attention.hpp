@@ -30,8 +30,8 @@ struct AttentionCall {
   float soft_cap;   // 0: none
 };
 
-// Some rows of one sequence, for one kv head, over one span of that sequence's K/V slots.
-// "Lanes" are the pairs (row, q head of the group): lane = row * group + head.
+// Some rows of one sequence, for some kv heads, over one span of that sequence's K/V slots.
+// "Lanes" are the pairs (row, q head): lane = (kv head * rows + row) * group + head of the group.
 struct AttentionTask {
   const std::int32_t* pages;         // page table of the sequence
   const std::int32_t* q_positions;   // of these rows; null: first_position + row
@@ -39,7 +39,8 @@ struct AttentionTask {
   int first_row;                     // row of q
   int rows;
   int first_position;
-  int kv_head;
+  int kv_head;  // the first
+  int heads;    // kv heads; over many lanes 1
   int begin, end;  // span of K/V slots
   float* partial;  // where the result goes when the span isn't all; null: to out
 };
@@ -62,8 +63,9 @@ struct AttentionKernels {
 // Lanes of a sequence, for one kv head, up to which it counts as few.
 constexpr int kFewLanes = 8;
 
-// K/V slots of one task over few lanes at most.
-constexpr int kSplit = 256;
+// Elements in the rows of the kv heads that one task over few lanes takes, so that a block of their
+// K/V (kBlock slots) stays in the first cache, but for a head with more.
+constexpr int kFewElements = 256;
 
 // Lanes of a sequence with many that share a pass over K/V, unless one group alone has more.
 constexpr int kTileLanes = 192;

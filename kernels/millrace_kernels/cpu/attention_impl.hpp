@@ -75,6 +75,23 @@ struct Reach {
   int low, high;
 };
 
+inline int lanes_of(const AttentionCall& c, const AttentionTask& task) {
+  return task.heads * task.rows * (c.q_heads / c.kv_heads);
+}
+
+// Which row of the call and which q head a lane of the task stands for.
+struct LaneAt {
+  std::int64_t row;
+  std::int64_t head;
+
+  LaneAt(const AttentionCall& c, const AttentionTask& task, int lane) {
+    const int group = c.q_heads / c.kv_heads;
+    const int within = lane % (task.rows * group);
+    row = task.first_row + within / group;
+    head = (task.kv_head + lane / (task.rows * group)) * group + within % group;
+  }
+};
+
 inline Reach reach_of(const AttentionCall& c, const AttentionTask& task, int row) {
   const int position = task.q_positions ? task.q_positions[row] : task.first_position + row;
   return {c.window ? position - c.window + 1 : -__INT_MAX__, c.causal ? position : __INT_MAX__};
@@ -114,14 +131,16 @@ struct Positions {
   }
 };
 
-// Where the K rows of up to N slots lie; V rows lie v_offset elements behind them.
+// Where the K rows of up to N slots lie, for the task's first kv head; those of the next head lie
+// head_stride elements behind them, V rows v_offset.
 template <class T, int N>
 struct Rows {
   const T* k[N];
+  std::int64_t head_stride;
   std::int64_t v_offset;
 
   Rows(const AttentionCall& c, const AttentionTask& task, int begin, int end) {
-    const std::int64_t head_stride = static_cast<std::int64_t>(c.page_tokens) * c.head_dim;
+    head_stride = static_cast<std::int64_t>(c.page_tokens) * c.head_dim;
     v_offset = head_stride * c.kv_heads;
     const T* pool = static_cast<const T*>(c.kv) + task.kv_head * head_stride;
     int page = begin / c.page_tokens;
@@ -181,9 +200,8 @@ inline void store_lane(O* out, const float* o, float total, int head_dim) {
 template <class T>
 void finish_lane(const AttentionCall& c, const AttentionTask& task, int lane, const float* o,
                  float maximum, float total) {
-  const int group = c.q_heads / c.kv_heads;
-  const std::int64_t row = task.first_row + lane / group;
-  const std::int64_t head = row * c.q_heads + task.kv_head * group + lane % group;
+  const LaneAt at(c, task, lane);
+  const std::int64_t head = at.row * c.q_heads + at.head;
   if (c.float_out)
     store_lane(static_cast<float*>(c.out) + head * c.head_dim, o, total, c.head_dim);
   else
@@ -194,8 +212,9 @@ void finish_lane(const AttentionCall& c, const AttentionTask& task, int lane, co
 
 // Hand on the sums of a task: to `out`, or as a partial result.
 template <class T>
-void finish_task(const AttentionCall& c, const AttentionTask& task, int lanes, const float* o,
+void finish_task(const AttentionCall& c, const AttentionTask& task, const float* o,
                  const float* maximum, const float* total) {
+  const int lanes = lanes_of(c, task);
   const std::int64_t dim = padded(c.head_dim);
   if (task.partial == nullptr) {
     for (int lane = 0; lane < lanes; ++lane)
@@ -212,7 +231,7 @@ void finish_task(const AttentionCall& c, const AttentionTask& task, int lanes, c
 template <class T>
 void attention_merge(const AttentionCall& c, const AttentionTask& task, int splits,
                      std::int64_t stride) {
-  const int lanes = task.rows * (c.q_heads / c.kv_heads);
+  const int lanes = lanes_of(c, task);
   const std::int64_t dim = padded(c.head_dim);
   for (int lane = 0; lane < lanes; ++lane) {
     float maximum = kHidden;

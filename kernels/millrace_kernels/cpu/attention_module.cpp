@@ -13,11 +13,11 @@ namespace {
 constexpr std::int64_t kRowsAtOnce = 1024;  // rows of results that one thread joins at a time
 
 // A sequence with few tiles has their K/V cut into spans, so that about this many tasks serve any
-// number of threads; no span is shorter than kShortestSpan.
+// number of threads. Spans are multiples of the shortest: [many].
 constexpr int kTasksWanted = 64;
-constexpr int kShortestSpan = 4 * kTileBlock;
+constexpr int kShortestSpan[2] = {128, 4 * kTileBlock};
 
-// Which (rows, kv head, span of K/V) make up one step's attention; serves every layer of the step.
+// Which (rows, kv heads, span of K/V) make up one step's attention; serves every layer of the step.
 // Only sequences with at most max_rows rows of q are taken; the caller sees to the others.
 // The page table and the positions are read where they lie: the caller keeps them.
 class AttentionPlan {
@@ -88,8 +88,7 @@ class AttentionPlan {
           [](int wanted, const Tile& tile) { return wanted < tile.first_task; });
       const Tile& tile = next[-1];
       AttentionTask task = task_of(tile, index - tile.first_task);
-      const int lanes = task.rows * (call.q_heads / call.kv_heads);
-      float* space = scratch(kernels_.scratch[tile.many](lanes, call.head_dim));
+      float* space = scratch(kernels_.scratch[tile.many](lanes_of(task), call.head_dim));
       kernels_.attend[tile.many][kind](call, task, space);
       std::atomic<int>& pending = pending_[static_cast<std::size_t>(&tile - tiles_.data())];
       if (tile.splits == 1 || pending.fetch_sub(1) != 1) return;
@@ -101,7 +100,7 @@ class AttentionPlan {
   }
 
  private:
-  // Rows of one sequence for one kv head, whose K/V is cut at slots that are multiples of `span`.
+  // Rows of one sequence for some kv heads, whose K/V is cut at slots that are multiples of `span`.
   struct Tile {
     AttentionTask whole;
     bool many;
@@ -123,6 +122,10 @@ class AttentionPlan {
     return task;
   }
 
+  int lanes_of(const AttentionTask& task) const {
+    return task.heads * task.rows * (call_.q_heads / call_.kv_heads);
+  }
+
   void check_pages(const std::int32_t* pages, int count) {
     std::int32_t lowest = 0, highest = -1;
     for (int i = 0; i < count; ++i) {
@@ -137,15 +140,15 @@ class AttentionPlan {
     const int group = call_.q_heads / call_.kv_heads;
     const bool many = static_cast<std::int64_t>(whole.rows) * group > kFewLanes;
     const int tile_rows = many ? std::clamp(kTileLanes / group, 1, whole.rows) : whole.rows;
-    int span = kSplit;
-    if (many) {
-      const std::int64_t tiles =
-          static_cast<std::int64_t>((whole.rows + tile_rows - 1) / tile_rows) * call_.kv_heads;
-      const std::int64_t share = whole.end * tiles / kTasksWanted;
-      const std::int64_t blocks = (share + kTileBlock - 1) / kTileBlock;
-      span = static_cast<int>(
-          std::clamp<std::int64_t>(blocks * kTileBlock, kShortestSpan, 1 << 30));
-    }
+    const int heads = many ? 1 : std::clamp(kFewElements / call_.head_dim, 1, call_.kv_heads);
+    const std::int64_t tiles =
+        static_cast<std::int64_t>((whole.rows + tile_rows - 1) / tile_rows) *
+        ((call_.kv_heads + heads - 1) / heads);
+    const std::int64_t share = whole.end * tiles / kTasksWanted;
+    const int shortest = kShortestSpan[many];
+    const int span = static_cast<int>(
+        std::clamp<std::int64_t>((share + shortest - 1) / shortest, 1, (1 << 30) / shortest) *
+        shortest);
     for (int row = 0; row < whole.rows; row += tile_rows) {
       AttentionTask task = whole;
       task.first_row += row;
@@ -153,7 +156,7 @@ class AttentionPlan {
       task.first_position += row;
       if (task.q_positions) task.q_positions += row;
       clip(task);
-      add_tiles(task, many, span);
+      add_tiles(task, many, heads, span);
     }
   }
 
@@ -172,14 +175,14 @@ class AttentionPlan {
     if (call_.window) task.begin = std::clamp(first - call_.window + 1, 0, task.end);
   }
 
-  void add_tiles(const AttentionTask& task, bool many, int span) {
+  void add_tiles(const AttentionTask& task, bool many, int heads, int span) {
     Tile tile{task, many, span, 1, 0, 0, 0, 0};
     tile.splits = std::max((task.end + span - 1) / span - task.begin / span, 1);
     tile.cost = static_cast<std::int64_t>(task.rows) * (task.end - task.begin);
-    tile.partial_stride =
-        kernels_.partial(task.rows * (call_.q_heads / call_.kv_heads), call_.head_dim);
-    for (int head = 0; head < call_.kv_heads; ++head) {
+    for (int head = 0; head < call_.kv_heads; head += heads) {
       tile.whole.kv_head = head;
+      tile.whole.heads = std::min(heads, call_.kv_heads - head);
+      tile.partial_stride = kernels_.partial(lanes_of(tile.whole), call_.head_dim);
       tile.partial = partial_floats_;
       if (tile.splits > 1) partial_floats_ += tile.splits * tile.partial_stride;
       tiles_.push_back(tile);

@@ -283,9 +283,8 @@ void start_lanes(const AttentionCall& c, const AttentionTask& task, const Scores
   using Weight = typename Packing<T>::Weight;
   const int group = c.q_heads / c.kv_heads;
   for (int lane = 0; lane < s.lanes; ++lane) {
-    const std::int64_t row = task.first_row + lane / group;
-    const std::int64_t head = task.kv_head * group + lane % group;
-    const T* q = static_cast<const T*>(c.q) + row * c.q_stride_n + head * c.q_stride_h;
+    const LaneAt at(c, task, lane);
+    const T* q = static_cast<const T*>(c.q) + at.row * c.q_stride_n + at.head * c.q_stride_h;
     Weight* to = reinterpret_cast<Weight*>(s.q + lane * s.depth);
     for (int j = 0; j < s.depth * pack; ++j)
       assign(to + j, j < c.head_dim ? scores.sign * to_float(q[j]) : 0.0f);
@@ -300,7 +299,7 @@ template <class T>
 void attend_tiles(const AttentionCall& c, const AttentionTask& task, float* base) {
   using Unit = typename Packing<T>::Unit;
   using Element = typename Unit::Element;
-  const int lanes = task.rows * (c.q_heads / c.kv_heads);
+  const int lanes = lanes_of(c, task);
   const TileScratch s(base, lanes, c.head_dim);
   const Scores scores(c);
   start_lanes<T>(c, task, scores, s);
@@ -321,7 +320,7 @@ void attend_tiles(const AttentionCall& c, const AttentionTask& task, float* base
     }
     begin = end;
   }
-  finish_task<T>(c, task, lanes, s.o, s.maximum, s.total);
+  finish_task<T>(c, task, s.o, s.maximum, s.total);
 }
 
 constexpr AttentionKernels kAttention = {
