@@ -11,6 +11,7 @@ from pathlib import Path
 import torch
 
 from millrace.core.errors import ModelError
+from millrace.engine.host_memory import host_zeros
 from millrace.engine.model_config import ModelConfig
 from millrace.engine.models.checkpoint import Checkpoint
 from millrace.engine.models.dummy import RandomWeights
@@ -91,7 +92,7 @@ def load_model(
         nonlocal done
         built = {}
         for name, spec in group.items():
-            weight = torch.empty(spec.shape, dtype=torch_dtype, device=target)
+            weight = _room(spec.shape, torch_dtype, target)
             source.fill(weight, spec)
             built[name] = weight
             done += spec.elements
@@ -149,6 +150,12 @@ class _CheckpointSource:
     def fill(self, weight: torch.Tensor, spec: WeightSpec) -> None:
         for part in spec.parts:
             weight[part.index].copy_(self._checkpoint.tensor(part.tensor, part.shape))
+
+
+def _room(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+    if device.type == "cpu":
+        return host_zeros(shape, dtype)
+    return torch.empty(shape, dtype=dtype, device=device)
 
 
 def _device(device: str | torch.device) -> torch.device:
