@@ -11,6 +11,7 @@ from torch.nn import functional
 
 from millrace_kernels.plan import AttentionPlan
 from millrace_kernels.reference import gather_kv, visible
+from millrace_kernels.torch_sampling import sample as sample
 
 _BLOCK_ROWS = 512
 """Query rows that share one mask."""
@@ -143,6 +144,12 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     """As Hugging Face's Llama does it: float32 inside, rounded to x's dtype before the weight."""
     wide = x.float()
     return weight * (wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + eps)).to(x.dtype)
+
+
+def add_rms_norm(x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+    """(rms_norm(total), total) for total = residual + x."""
+    total = residual + x
+    return rms_norm(total, weight, eps), total
 
 
 def silu_mul(gate_up: Tensor) -> Tensor:
