@@ -9,22 +9,27 @@ from typing import Protocol
 
 import torch
 from torch import Tensor
-from torch.nn import functional
 
-from millrace_kernels import cpu_linear, dispatch
+from millrace_kernels import cpu_linear, dispatch, torch_backend
 from millrace_kernels.plan import Backend
 
 
 class NativeLinear(Protocol):
     """A backend's own `Linear`."""
 
-    def __call__(self, x: Tensor) -> Tensor: ...
+    def __call__(self, x: Tensor, out: Tensor | None = None) -> Tensor: ...
 
     def after_norm(
-        self, x: Tensor, residual: Tensor | None, norm_weight: Tensor, eps: float
+        self,
+        x: Tensor,
+        residual: Tensor | None,
+        norm_weight: Tensor,
+        eps: float,
+        out: Tensor | None = None,
+        total: Tensor | None = None,
     ) -> tuple[Tensor, Tensor]: ...
 
-    def after_silu(self, gate_up: Tensor) -> Tensor: ...
+    def after_silu(self, gate_up: Tensor, out: Tensor | None = None) -> Tensor: ...
 
 
 class NativeExperts(Protocol):
@@ -34,7 +39,11 @@ class NativeExperts(Protocol):
 
 
 class Linear:
-    """x @ weight.T + bias, alone or together with what comes right before it."""
+    """x @ weight.T + bias, alone or together with what comes right before it.
+
+    `out` [n, O] and `total` [n, H], contiguous and of x's dtype, are written and returned where
+    they are given. `out` may not overlap what is read; `total` may be the residual itself.
+    """
 
     def __init__(self, weight: Tensor, bias: Tensor | None = None) -> None:
         """weight [O, H], bias [O]. Raises ValueError when they don't fit each other."""
@@ -48,30 +57,35 @@ class Linear:
         self.out_features, self.in_features = weight.shape
         self._native, self._native_rows = _native_linear(self.weight, bias)
 
-    def __call__(self, x: Tensor) -> Tensor:
+    def __call__(self, x: Tensor, out: Tensor | None = None) -> Tensor:
         """x [n, H] -> [n, O]. Raises ValueError or RuntimeError for another shape or dtype."""
         if self._native is not None and 0 < x.shape[0] <= self._native_rows:
-            return self._native(x)
-        out: Tensor = functional.linear(x, self.weight, self.bias)
-        return out
+            return self._native(x, out)
+        return torch_backend.linear(x, self.weight, self.bias, out)
 
     def after_norm(
-        self, x: Tensor, residual: Tensor | None, norm_weight: Tensor, eps: float
+        self,
+        x: Tensor,
+        residual: Tensor | None,
+        norm_weight: Tensor,
+        eps: float,
+        out: Tensor | None = None,
+        total: Tensor | None = None,
     ) -> tuple[Tensor, Tensor]:
         """(linear(rms_norm(total)), total) for total = x + residual, or x without a residual."""
         if self._native is not None and 0 < x.shape[0] <= self._native_rows:
-            return self._native.after_norm(x, residual, norm_weight, eps)
+            return self._native.after_norm(x, residual, norm_weight, eps, out, total)
         rows = dispatch.rows(x)
         if residual is None:
-            return self(rows.rms_norm(x, norm_weight, eps)), x
-        normed, total = rows.add_rms_norm(x, residual, norm_weight, eps)
-        return self(normed), total
+            return self(rows.rms_norm(x, norm_weight, eps), out), x
+        normed, summed = rows.add_rms_norm(x, residual, norm_weight, eps)
+        return self(normed, out), summed if total is None else total.copy_(summed)
 
-    def after_silu(self, gate_up: Tensor) -> Tensor:
+    def after_silu(self, gate_up: Tensor, out: Tensor | None = None) -> Tensor:
         """linear(silu(gate) * up) for gate_up [n, 2 * H] with gate in the first half."""
         if self._native is not None and 0 < gate_up.shape[0] <= self._native_rows:
-            return self._native.after_silu(gate_up)
-        return self(dispatch.rows(gate_up).silu_mul(gate_up))
+            return self._native.after_silu(gate_up, out)
+        return self(dispatch.rows(gate_up).silu_mul(gate_up), out)
 
 
 class Experts:

@@ -141,7 +141,7 @@ def test_linears_and_experts_are_tritons_on_its_device(machine, monkeypatch):
     from millrace_kernels.triton_backend import linear, moe
 
     monkeypatch.setattr(dispatch, "rows_backend", lambda device, dtype: Backend.TRITON)
-    monkeypatch.setattr(linear.TritonLinear, "__call__", lambda self, x: (self.weight, x))
+    monkeypatch.setattr(linear.TritonLinear, "__call__", lambda self, x, out: (self.weight, x))
     monkeypatch.setattr(moe.TritonExperts, "__call__", lambda self, *of: (self.down, *of))
     weight, x = torch.ones(4, 3), torch.ones(100, 3)
     found = api.prepare_linear(weight)(x)
