@@ -121,6 +121,10 @@ def run_attention(
     Raises ValueError when q, the pages or the outputs don't fit the plan.
     """
     expected = (plan.num_tokens, plan.num_q_heads, plan.head_dim)
+    if not q_nhd.device.type == kv_layer.device.type == plan.device.type:
+        raise ValueError(
+            f"q is on {q_nhd.device} and the pages on {kv_layer.device}, the plan on {plan.device}"
+        )
     if q_nhd.shape != expected or q_nhd.dtype != plan.dtype:
         raise ValueError(f"q is {q_nhd.dtype} {tuple(q_nhd.shape)}, the plan has {expected}")
     page = (2, plan.num_kv_heads, plan.page_tokens, plan.head_dim)

@@ -77,7 +77,7 @@ def test_more_rows_than_a_task_and_a_chunk_hold(variant, dtype):
 
 @DTYPES
 @pytest.mark.parametrize("inputs", [768, 301])
-def test_a_row_has_the_same_bits_in_any_few_or_many_and_on_any_threads(variant, dtype, inputs, threads):
+def test_a_row_has_the_same_bits_among_few_or_many_on_any_threads(variant, dtype, inputs, threads):
     x, weight = randn(400, inputs, dtype=dtype), weights(331, inputs, dtype=dtype)
     linear = CpuLinear(weight, None)
     torch.set_num_threads(1)
