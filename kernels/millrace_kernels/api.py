@@ -121,15 +121,7 @@ def run_attention(
     Raises ValueError when q, the pages or the outputs don't fit the plan.
     """
     expected = (plan.num_tokens, plan.num_q_heads, plan.head_dim)
-    if not q_nhd.device.type == kv_layer.device.type == plan.device.type:
-        raise ValueError(
-            f"q is on {q_nhd.device} and the pages on {kv_layer.device}, the plan on {plan.device}"
-        )
-    if q_nhd.shape != expected or q_nhd.dtype != plan.dtype:
-        raise ValueError(f"q is {q_nhd.dtype} {tuple(q_nhd.shape)}, the plan has {expected}")
-    page = (2, plan.num_kv_heads, plan.page_tokens, plan.head_dim)
-    if kv_layer.shape[1:] != page or kv_layer.dtype != plan.dtype:
-        raise ValueError(f"kv_layer's pages are {tuple(kv_layer.shape[1:])}, the plan has {page}")
+    _check_inputs(plan, q_nhd, kv_layer)
     if out is None:
         out = torch.empty(expected, dtype=q_nhd.dtype, device=q_nhd.device)
     elif (
@@ -156,6 +148,19 @@ def run_attention(
     return out, lse_out
 
 
+def _check_inputs(plan: AttentionPlan, q_nhd: Tensor, kv_layer: Tensor) -> None:
+    expected = (plan.num_tokens, plan.num_q_heads, plan.head_dim)
+    if q_nhd.shape != expected or q_nhd.dtype != plan.dtype:
+        raise ValueError(f"q is {q_nhd.dtype} {tuple(q_nhd.shape)}, the plan has {expected}")
+    page = (2, plan.num_kv_heads, plan.page_tokens, plan.head_dim)
+    if kv_layer.shape[1:] != page or kv_layer.dtype != plan.dtype:
+        raise ValueError(f"kv_layer's pages are {tuple(kv_layer.shape[1:])}, the plan has {page}")
+    if not q_nhd.device.type == kv_layer.device.type == plan.device.type:
+        raise ValueError(
+            f"q is on {q_nhd.device} and the pages on {kv_layer.device}, the plan on {plan.device}"
+        )
+
+
 def merge_attention_(
     out_nhd: Tensor, lse_nh: Tensor, other_out_nhd: Tensor, other_lse_nh: Tensor
 ) -> None:
@@ -166,8 +171,12 @@ def merge_attention_(
     """
     if out_nhd.shape != other_out_nhd.shape or out_nhd.shape[:2] != lse_nh.shape:
         raise ValueError(f"out is {tuple(out_nhd.shape)}, the other {tuple(other_out_nhd.shape)}")
-    if lse_nh.shape != other_lse_nh.shape or lse_nh.dtype != other_lse_nh.dtype != torch.float32:
-        raise ValueError(f"lse is {tuple(lse_nh.shape)}, the other {tuple(other_lse_nh.shape)}")
+    same = lse_nh.shape == other_lse_nh.shape
+    if not same or not lse_nh.dtype == other_lse_nh.dtype == torch.float32:
+        raise ValueError(
+            f"lse is {lse_nh.dtype} {tuple(lse_nh.shape)}, "
+            f"the other {other_lse_nh.dtype} {tuple(other_lse_nh.shape)}"
+        )
     rows = dispatch.rows(out_nhd)
     if dispatch.rows(other_out_nhd) is not rows:  # of a dtype that only torch takes
         rows = torch_backend

@@ -247,5 +247,5 @@ class TestBadInput:
 
     def test_a_dtype_that_only_torch_can_do(self):
         assert self.plan(dtype=torch.float16).backend == "torch"
-        with pytest.raises(ValueError, match="backend 'cpu' can't do"):
+        with pytest.raises(ValueError, match="backend 'cpu': it can't do"):
             self.plan(dtype=torch.float16, backend="cpu")
