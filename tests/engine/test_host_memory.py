@@ -3,6 +3,8 @@ from __future__ import annotations
 import gc
 import mmap
 import weakref
+from dataclasses import fields
+from itertools import pairwise
 from pathlib import Path
 
 import pytest
@@ -90,9 +92,12 @@ def test_a_mostly_unused_pool_takes_little() -> None:
     assert resident_bytes() - before <= most < layout.pool_bytes // 20
 
 
-def test_weights_and_pool_of_a_model_are_such_memory(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(host_memory, "_LEAST_BYTES", 1)
-    folder = model_folder("llama")
-    weights = load_model(folder, device="cpu").weights
-    large = [weights.embedding, weights.layers[0].qkv, weights.final_norm]
-    assert all(tensor.data_ptr() % HUGE_PAGE_BYTES == 0 for tensor in large)
+def test_a_models_weights_are_one_piece_of_such_memory() -> None:
+    weights = load_model(model_folder("llama"), device="cpu").weights
+    held = [weights.embedding, weights.final_norm]
+    for layer in weights.layers:
+        held += [t for f in fields(layer) if (t := getattr(layer, f.name)) is not None]
+    assert len({t.untyped_storage().data_ptr() for t in held}) == 1
+    spans = sorted((t.data_ptr(), t.data_ptr() + t.nbytes) for t in held)
+    assert all(start % 64 == 0 for start, _ in spans)
+    assert all(end <= start for (_, end), (start, _) in pairwise(spans))
