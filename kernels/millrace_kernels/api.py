@@ -10,14 +10,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from millrace_kernels import (
-    cpu_backend,
-    cpu_rows,
-    dispatch,
-    reference,
-    torch_backend,
-    torch_sampling,
-)
+from millrace_kernels import dispatch, reference, torch_backend
 from millrace_kernels.linear import Experts, Linear, prepare_experts, prepare_linear
 from millrace_kernels.plan import AttentionPlan, Backend, check_tables
 
@@ -128,11 +121,7 @@ def run_attention(
     Raises ValueError when q, the pages or the outputs don't fit the plan.
     """
     expected = (plan.num_tokens, plan.num_q_heads, plan.head_dim)
-    if q_nhd.shape != expected or q_nhd.dtype != plan.dtype:
-        raise ValueError(f"q is {q_nhd.dtype} {tuple(q_nhd.shape)}, the plan has {expected}")
-    page = (2, plan.num_kv_heads, plan.page_tokens, plan.head_dim)
-    if kv_layer.shape[1:] != page or kv_layer.dtype != plan.dtype:
-        raise ValueError(f"kv_layer's pages are {tuple(kv_layer.shape[1:])}, the plan has {page}")
+    _check_inputs(plan, q_nhd, kv_layer)
     if out is None:
         out = torch.empty(expected, dtype=q_nhd.dtype, device=q_nhd.device)
     elif (
@@ -159,6 +148,19 @@ def run_attention(
     return out, lse_out
 
 
+def _check_inputs(plan: AttentionPlan, q_nhd: Tensor, kv_layer: Tensor) -> None:
+    expected = (plan.num_tokens, plan.num_q_heads, plan.head_dim)
+    if q_nhd.shape != expected or q_nhd.dtype != plan.dtype:
+        raise ValueError(f"q is {q_nhd.dtype} {tuple(q_nhd.shape)}, the plan has {expected}")
+    page = (2, plan.num_kv_heads, plan.page_tokens, plan.head_dim)
+    if kv_layer.shape[1:] != page or kv_layer.dtype != plan.dtype:
+        raise ValueError(f"kv_layer's pages are {tuple(kv_layer.shape[1:])}, the plan has {page}")
+    if not q_nhd.device.type == kv_layer.device.type == plan.device.type:
+        raise ValueError(
+            f"q is on {q_nhd.device} and the pages on {kv_layer.device}, the plan on {plan.device}"
+        )
+
+
 def merge_attention_(
     out_nhd: Tensor, lse_nh: Tensor, other_out_nhd: Tensor, other_lse_nh: Tensor
 ) -> None:
@@ -169,11 +171,16 @@ def merge_attention_(
     """
     if out_nhd.shape != other_out_nhd.shape or out_nhd.shape[:2] != lse_nh.shape:
         raise ValueError(f"out is {tuple(out_nhd.shape)}, the other {tuple(other_out_nhd.shape)}")
-    if lse_nh.shape != other_lse_nh.shape or lse_nh.dtype != other_lse_nh.dtype != torch.float32:
-        raise ValueError(f"lse is {tuple(lse_nh.shape)}, the other {tuple(other_lse_nh.shape)}")
-    native = cpu_backend.takes(out_nhd) and cpu_backend.takes(other_out_nhd)
-    merge = cpu_backend.merge_attention_ if native else torch_backend.merge_attention_
-    merge(out_nhd, lse_nh, other_out_nhd, other_lse_nh)
+    same = lse_nh.shape == other_lse_nh.shape
+    if not same or not lse_nh.dtype == other_lse_nh.dtype == torch.float32:
+        raise ValueError(
+            f"lse is {lse_nh.dtype} {tuple(lse_nh.shape)}, "
+            f"the other {other_lse_nh.dtype} {tuple(other_lse_nh.shape)}"
+        )
+    rows = dispatch.rows(out_nhd)
+    if dispatch.rows(other_out_nhd) is not rows:  # of a dtype that only torch takes
+        rows = torch_backend
+    rows.merge_attention_(out_nhd, lse_nh, other_out_nhd, other_lse_nh)
 
 
 def rope_write_kv(  # noqa: PLR0913 - one argument for each thing that fixes the call
@@ -195,10 +202,10 @@ def rope_write_kv(  # noqa: PLR0913 - one argument for each thing that fixes the
     token's position. q and k are RMS-normed per head first where q_norm and k_norm [d] are given
     (Qwen3). slots: int64 [n], page * page_tokens + offset of each row; no slot may occur twice.
 
-    Raises ValueError when shapes or dtypes disagree, IndexError for a slot outside the pool.
+    Raises ValueError when shapes or dtypes disagree, and IndexError for a slot outside the pool,
+    but in Triton, which leaves such a row unwritten rather than make the host wait.
     """
-    write = cpu_rows.rope_write_kv if cpu_backend.takes(qkv) else torch_backend.rope_write_kv
-    return write(
+    return dispatch.rows(qkv).rope_write_kv(
         qkv,
         cos,
         sin,
@@ -213,24 +220,17 @@ def rope_write_kv(  # noqa: PLR0913 - one argument for each thing that fixes the
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     """Root-mean-square norm over the last dimension, float32 inside; weight: [x.shape[-1]]."""
-    if cpu_backend.takes(x):
-        return cpu_rows.rms_norm(x, weight, eps)
-    return torch_backend.rms_norm(x, weight, eps)
+    return dispatch.rows(x).rms_norm(x, weight, eps)
 
 
 def add_rms_norm(x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
     """Return (rms_norm(residual + x), residual + x); the sum is rounded to x's dtype first."""
-    if cpu_backend.takes(x):
-        return cpu_rows.add_rms_norm(x, residual, weight, eps)
-    total = residual + x
-    return torch_backend.rms_norm(total, weight, eps), total
+    return dispatch.rows(x).add_rms_norm(x, residual, weight, eps)
 
 
 def silu_mul(gate_up: Tensor) -> Tensor:
     """silu(gate) * up for gate_up [..., 2 * i] with gate in the first half; returns [..., i]."""
-    if cpu_backend.takes(gate_up):
-        return cpu_rows.silu_mul(gate_up)
-    return torch_backend.silu_mul(gate_up)
+    return dispatch.rows(gate_up).silu_mul(gate_up)
 
 
 def sample(
@@ -266,11 +266,11 @@ def sample(
         raise ValueError(
             f"logits must be float32 [b, vocab], got {logits.dtype} {tuple(logits.shape)}"
         )
-    draw = cpu_rows.sample if cpu_backend.takes(logits) else torch_sampling.sample
+    draw = dispatch.rows(logits).sample
     return draw(logits, temperatures, top_k, top_p, min_p, uniforms)
 
 
 def describe_backends() -> str:
-    """One line on which backends this machine has, for logs and `millrace doctor`."""
+    """One line on which backends this machine has, and why not the others, for logs."""
     device = torch.cuda.get_device_name() if torch.cuda.is_available() else "cpu"
     return f"kernels: torch {torch.__version__} ({device}), {dispatch.describe()}"

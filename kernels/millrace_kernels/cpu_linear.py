@@ -8,7 +8,7 @@ from __future__ import annotations
 from typing import Final
 
 import torch
-from torch import Tensor
+from torch import Tensor, get_num_threads
 
 from millrace_kernels import cpu_backend
 
@@ -39,9 +39,14 @@ def _shape(*tensors: Tensor) -> str:
 
 
 class CpuLinear:
-    """x @ weight.T + bias over a contiguous weight [O, H], whose address C++ keeps."""
+    """x @ weight.T + bias over a contiguous weight [O, H], whose address C++ keeps.
 
-    __slots__ = ("_norm", "_tensors", "dtype", "inputs", "native", "outputs")
+    A decode step makes dozens of these calls on a few rows, so what a check needs of a tensor is
+    asked for once. `out` and `total` are written and returned where they are given; `out` may not
+    overlap what is read, `total` may be the residual itself.
+    """
+
+    __slots__ = ("_norm", "_norm_at", "_tensors", "dtype", "inputs", "native", "outputs")
 
     def __init__(self, weight: Tensor, bias: Tensor | None) -> None:
         """Raises ValueError unless both are contiguous on the CPU and the bias fits."""
@@ -56,6 +61,7 @@ class CpuLinear:
             raise ValueError(f"bias must be contiguous [O] of the weight's dtype: {_shape(bias)}")
         self._tensors = (weight, bias)
         self._norm: Tensor | None = None
+        self._norm_at = 0
         self.dtype = weight.dtype
         self.outputs, self.inputs = weight.shape
         self.native = _cpu.Linear(
@@ -66,49 +72,95 @@ class CpuLinear:
             self.outputs,
         )
 
-    def _rows(self, x: Tensor, width: int) -> Tensor:
-        if x.dim() != 2 or x.shape[1] != width or x.dtype != self.dtype or not x.is_cpu:
-            raise ValueError(f"x must be {self.dtype} [n, {width}] on the CPU, got {_shape(x)}")
-        return x if x.stride(1) == 1 or width == 1 else x.contiguous()
-
-    def __call__(self, x: Tensor) -> Tensor:
+    def __call__(self, x: Tensor, out: Tensor | None = None) -> Tensor:
         """x [n, H], rows contiguous or not -> [n, O]. Raises ValueError for another shape."""
-        x = self._rows(x, self.inputs)
-        rows = x.shape[0]
-        out = torch.empty((rows, self.outputs), dtype=self.dtype)
-        self.native.run(x.data_ptr(), x.stride(0), rows, out.data_ptr(), torch.get_num_threads())
+        x, rows, stride = self._rows(x, self.inputs)
+        out = self._room(out, rows, self.outputs)
+        self.native.run(x.data_ptr(), stride, rows, out.data_ptr(), get_num_threads())
         return out
 
     def after_norm(
-        self, x: Tensor, residual: Tensor | None, norm_weight: Tensor, eps: float
+        self,
+        x: Tensor,
+        residual: Tensor | None,
+        norm_weight: Tensor,
+        eps: float,
+        out: Tensor | None = None,
+        total: Tensor | None = None,
     ) -> tuple[Tensor, Tensor]:
         """(linear(rms_norm(total)), total): bitwise what norm and linear give one by one.
 
         x, residual [n, H]; norm_weight [H]. Raises ValueError for other shapes or dtypes.
         """
-        x = self._rows(x, self.inputs)
+        x, rows, stride = self._rows(x, self.inputs)
         if norm_weight is not self._norm:
             self._check_norm(norm_weight)
-        total, other = x, 0
-        if residual is not None:
-            if residual.shape != x.shape or residual.dtype != self.dtype:
-                raise ValueError(f"residual must be like x: {_shape(residual, x)}")
-            residual = residual.contiguous()
-            total, other = torch.empty(x.shape, dtype=self.dtype), residual.data_ptr()
-        rows = x.shape[0]
-        out = torch.empty((rows, self.outputs), dtype=self.dtype)
+        residual_at = total_at = 0
+        if residual is None:
+            total = x
+        else:
+            if not self._fits(residual, rows, self.inputs):
+                residual = self._like(x, residual)
+            if total is not residual:
+                total = self._room(total, rows, self.inputs)
+            residual_at, total_at = residual.data_ptr(), total.data_ptr()
+        out = self._room(out, rows, self.outputs)
         self.native.run_after_norm(
             x.data_ptr(),
-            x.stride(0),
-            other,
+            stride,
+            residual_at,
             rows,
-            norm_weight.data_ptr(),
+            self._norm_at,
             eps,
-            total.data_ptr() if other else 0,
+            total_at,
             out.data_ptr(),
-            torch.get_num_threads(),
+            get_num_threads(),
         )
         return out, total
+
+    def after_silu(self, gate_up: Tensor, out: Tensor | None = None) -> Tensor:
+        """linear(silu(gate) * up) for gate_up [n, 2 * H], bitwise what the two give one by one."""
+        gate_up, rows, stride = self._rows(gate_up, 2 * self.inputs)
+        if stride != 2 * self.inputs:
+            gate_up = gate_up.contiguous()
+        out = self._room(out, rows, self.outputs)
+        self.native.run_after_silu(gate_up.data_ptr(), rows, out.data_ptr(), get_num_threads())
+        return out
+
+    def _rows(self, x: Tensor, width: int) -> tuple[Tensor, int, int]:
+        """x with contiguous rows, how many, and how far apart."""
+        shape = x.shape
+        if len(shape) != 2 or shape[1] != width or x.dtype is not self.dtype or not x.is_cpu:
+            raise ValueError(f"x must be {self.dtype} [n, {width}] on the CPU, got {_shape(x)}")
+        if x.is_contiguous():
+            return x, shape[0], width
+        stride, step = x.stride()
+        if step != 1 and width != 1:
+            return x.contiguous(), shape[0], width
+        return x, shape[0], stride
+
+    def _fits(self, tensor: Tensor, rows: int, width: int) -> bool:
+        return (
+            tensor.shape == (rows, width)
+            and tensor.dtype is self.dtype
+            and tensor.is_contiguous()
+            and tensor.is_cpu
+        )
+
+    def _room(self, given: Tensor | None, rows: int, width: int) -> Tensor:
+        if given is None:
+            return torch.empty((rows, width), dtype=self.dtype)
+        if not self._fits(given, rows, width):
+            raise ValueError(
+                f"out and total must be contiguous {self.dtype} on the CPU, here "
+                f"[{rows}, {width}], got {_shape(given)}"
+            )
+        return given
+
+    def _like(self, x: Tensor, residual: Tensor) -> Tensor:
+        if residual.shape != x.shape or residual.dtype != self.dtype or not residual.is_cpu:
+            raise ValueError(f"residual must be like x: {_shape(residual, x)}")
+        return residual.contiguous()
 
     def _check_norm(self, norm_weight: Tensor) -> None:
         if (
@@ -122,16 +174,7 @@ class CpuLinear:
                 f"got {_shape(norm_weight)}"
             )
         self._norm = norm_weight  # the next call brings the same
-
-    def after_silu(self, gate_up: Tensor) -> Tensor:
-        """linear(silu(gate) * up) for gate_up [n, 2 * H], bitwise what the two give one by one."""
-        gate_up = self._rows(gate_up, 2 * self.inputs).contiguous()
-        rows = gate_up.shape[0]
-        out = torch.empty((rows, self.outputs), dtype=self.dtype)
-        self.native.run_after_silu(
-            gate_up.data_ptr(), rows, out.data_ptr(), torch.get_num_threads()
-        )
-        return out
+        self._norm_at = norm_weight.data_ptr()
 
 
 class CpuExperts:
@@ -183,6 +226,6 @@ class CpuExperts:
             weights.data_ptr(),
             expert_ids.shape[1],
             out.data_ptr(),
-            torch.get_num_threads(),
+            get_num_threads(),
         )
         return out

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from millrace_kernels import cpu_backend
 from millrace_kernels.cpu_backend import TYPES, need
+from millrace_kernels.cpu_backend import merge_attention_ as merge_attention_
 
 if cpu_backend.AVAILABLE:
     from millrace_kernels import _cpu

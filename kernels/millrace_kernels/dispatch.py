@@ -1,17 +1,29 @@
 """Which backend does what on which device. The choice is by capability alone, never by timing: two
 workers of one kind choose alike.
+
+Triton and FlashInfer are optional, so nothing of theirs is imported before a call needs it.
 """
 
 from __future__ import annotations
 
-from typing import Final
+from functools import cache
+from typing import Final, Protocol
 
 import torch
+from torch import Tensor
 
-from millrace_kernels import cpu_backend
+from millrace_kernels import (
+    cpu_backend,
+    cpu_rows,
+    flashinfer_backend,
+    torch_backend,
+    triton_backend,
+)
 from millrace_kernels.plan import AttentionPlan, Backend
 
 ALL_ROWS: Final = cpu_backend.ALL_ROWS
+
+_FASTEST_FIRST: Final = (Backend.CPU, Backend.FLASHINFER, Backend.TRITON)
 
 
 def with_backend(plan: AttentionPlan) -> AttentionPlan:
@@ -21,32 +33,107 @@ def with_backend(plan: AttentionPlan) -> AttentionPlan:
     """
     is_auto = plan.backend is Backend.AUTO
     if is_auto:
-        plan.backend = _fastest(plan)
+        able = (backend for backend in _FASTEST_FIRST if not _refusal(backend, plan))
+        plan.backend = next(able, Backend.TORCH)
+    elif reason := _refusal(plan.backend, plan):
+        raise ValueError(f"attention backend {plan.backend.value!r}: {reason}")
     if plan.backend in (Backend.REFERENCE, Backend.TORCH):
         return plan
+    plan.native_rows = ALL_ROWS
     if plan.backend is Backend.CPU:
-        if not cpu_backend.takes_dtype(plan.device, plan.dtype):
-            raise ValueError(
-                f"attention backend 'cpu' can't do {plan.dtype} on {plan.device}: "
-                f"{cpu_backend.describe()}"
-            )
-        plan.native_rows = cpu_backend.attention_rows(plan) if is_auto else ALL_ROWS
+        if is_auto:
+            plan.native_rows = cpu_backend.attention_rows(plan)
         plan.native = cpu_backend.plan(plan)
-        return plan
-    raise ValueError(f"attention backend {plan.backend.value!r} is not available on {plan.device}")
+    elif plan.backend is Backend.FLASHINFER:
+        plan.native = flashinfer_backend.plan(plan)
+    else:
+        from millrace_kernels.triton_backend import attention
+
+        plan.native = attention.plan(plan)
+    return plan
 
 
-def _fastest(plan: AttentionPlan) -> Backend:
-    if cpu_backend.takes_dtype(plan.device, plan.dtype):
-        return Backend.CPU
-    return Backend.TORCH
+def _refusal(backend: Backend, plan: AttentionPlan) -> str:
+    """Why a backend can't do the plan, empty when it can."""
+    if backend is Backend.CPU:
+        if cpu_backend.takes_dtype(plan.device, plan.dtype):
+            return ""
+        return f"it can't do {plan.dtype} on {plan.device} ({cpu_backend.describe()})"
+    if backend is Backend.FLASHINFER:
+        return flashinfer_backend.unavailable(plan.device) or flashinfer_backend.refusal(plan)
+    if backend is Backend.TRITON:
+        return triton_backend.unavailable(plan.device) or triton_backend.refusal(
+            plan.dtype, plan.head_dim
+        )
+    return ""
 
 
 def rows_backend(device: torch.device, dtype: torch.dtype) -> Backend:
     """Who computes what is not attention: linears, norms, sampling."""
-    return Backend.CPU if cpu_backend.takes_dtype(device, dtype) else Backend.TORCH
+    if cpu_backend.takes_dtype(device, dtype):
+        return Backend.CPU
+    if triton_backend.unavailable(device) or triton_backend.refusal(dtype):
+        return Backend.TORCH
+    return Backend.TRITON
+
+
+class Rows(Protocol):
+    """What is not attention, a module for each backend; `api` says what the functions do."""
+
+    def merge_attention_(
+        self, out_nhd: Tensor, lse_nh: Tensor, other_out_nhd: Tensor, other_lse_nh: Tensor, /
+    ) -> None: ...
+
+    def rope_write_kv(  # noqa: PLR0913 - as the API has it
+        self,
+        qkv: Tensor,
+        cos: Tensor,
+        sin: Tensor,
+        kv_layer: Tensor,
+        slots: Tensor,
+        *,
+        num_q_heads: int,
+        q_norm: Tensor | None,
+        k_norm: Tensor | None,
+        eps: float,
+    ) -> Tensor: ...
+
+    def rms_norm(self, x: Tensor, weight: Tensor, eps: float, /) -> Tensor: ...
+
+    def add_rms_norm(
+        self, x: Tensor, residual: Tensor, weight: Tensor, eps: float, /
+    ) -> tuple[Tensor, Tensor]: ...
+
+    def silu_mul(self, gate_up: Tensor, /) -> Tensor: ...
+
+    def sample(
+        self,
+        logits: Tensor,
+        temperatures: Tensor,
+        top_k: Tensor,
+        top_p: Tensor,
+        min_p: Tensor,
+        uniforms: Tensor,
+        /,
+    ) -> tuple[Tensor, Tensor]: ...
+
+
+def rows(x: Tensor) -> Rows:
+    """The functions of the backend for tensors like x."""
+    if cpu_backend.takes(x):  # a decode step asks dozens of times
+        return cpu_rows
+    is_triton = rows_backend(x.device, x.dtype) is Backend.TRITON
+    return _triton_rows() if is_triton else torch_backend
+
+
+@cache
+def _triton_rows() -> Rows:
+    from millrace_kernels.triton_backend import rows
+
+    return rows
 
 
 def describe() -> str:
-    """Which of the backends beside torch this machine has, for logs."""
-    return cpu_backend.describe()
+    """What this machine has beside torch, and why it lacks the rest, for logs."""
+    described = (cpu_backend.describe(), triton_backend.describe(), flashinfer_backend.describe())
+    return ", ".join(described)

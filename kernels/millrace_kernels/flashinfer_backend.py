@@ -11,6 +11,7 @@ Shape letters: n tokens, h q heads, k kv heads, d head_dim, P pieces.
 from __future__ import annotations
 
 import importlib
+import importlib.metadata
 import importlib.util
 import math
 import weakref
@@ -62,18 +63,18 @@ class Wrapper(Protocol):
         """The planned call's (out_nhd, base-2 lse_nh)."""
 
 
-def available(device: torch.device | str = "cuda") -> str:
-    """Empty when FlashInfer can run on the device, else the reason why it can't."""
-    where = torch.device(device)
-    if where.type != "cuda":
-        return f"FlashInfer needs a CUDA device, not {where}"
+@cache
+def unavailable(device: torch.device) -> str:
+    """Why FlashInfer can't run on the device, empty where it can."""
+    if device.type != "cuda":
+        return f"FlashInfer needs a CUDA device, not {device}"
     if importlib.util.find_spec("flashinfer") is None:
         return "the package flashinfer-python is not installed"
     if not torch.cuda.is_available():
         return "torch finds no CUDA device"
-    capability = torch.cuda.get_device_capability(where)
+    capability = torch.cuda.get_device_capability(device)
     if capability < _LEAST_CAPABILITY:
-        return f"FlashInfer needs compute capability 8.0, {where} has {capability}"
+        return f"FlashInfer needs compute capability 8.0, {device} has {capability}"
     try:
         _flashinfer()
     except (ImportError, OSError, RuntimeError) as error:
@@ -81,8 +82,15 @@ def available(device: torch.device | str = "cuda") -> str:
     return ""
 
 
-def supports(plan: AttentionPlan) -> str:
-    """Empty when FlashInfer can do this plan, else the reason why another backend must."""
+def describe() -> str:
+    """One phrase on what is here, for logs."""
+    if reason := unavailable(torch.device("cuda")):
+        return f"no FlashInfer ({reason})"
+    return f"FlashInfer {importlib.metadata.version('flashinfer-python')}"
+
+
+def refusal(plan: AttentionPlan) -> str:
+    """Why FlashInfer can't do this plan, empty when it can."""
     if plan.dtype not in DTYPES:
         return f"FlashInfer takes bfloat16 and float16, not {plan.dtype}"
     if plan.head_dim not in HEAD_DIMS:
@@ -92,14 +100,15 @@ def supports(plan: AttentionPlan) -> str:
     for index in range(len(plan.sequences)):
         if plan.kv_positions is not None and bool((plan.positions(index)[1].diff() < 0).any()):
             return f"the K/V slots of sequence {index} are not in order of position"
-    if (count := len(pieces_of(plan))) > MOST_PIECES:
-        return f"the positions make {count} calls of at most {MOST_PIECES}"
+    count = len(pieces_of(plan)) if plan.has_positions else len(plan.sequences)
+    if count > MOST_PIECES:
+        return f"the plan makes {count} calls of at most {MOST_PIECES}"
     return ""
 
 
 def plan(checked: AttentionPlan) -> FlashInferPlan:
     """FlashInfer's side of a plan. Raises ValueError where it isn't supported."""
-    if reason := supports(checked):
+    if reason := refusal(checked):
         raise ValueError(reason)
     return FlashInferPlan(checked)
 

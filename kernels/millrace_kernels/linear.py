@@ -5,15 +5,45 @@ Shape letters: n rows of x, H in, O out; E experts, X width of one, t experts a 
 
 from __future__ import annotations
 
+from typing import Protocol
+
 import torch
 from torch import Tensor
-from torch.nn import functional
 
-from millrace_kernels import cpu_backend, cpu_linear, cpu_rows, torch_backend
+from millrace_kernels import cpu_linear, dispatch, torch_backend
+from millrace_kernels.plan import Backend
+
+
+class NativeLinear(Protocol):
+    """A backend's own `Linear`."""
+
+    def __call__(self, x: Tensor, out: Tensor | None = None) -> Tensor: ...
+
+    def after_norm(
+        self,
+        x: Tensor,
+        residual: Tensor | None,
+        norm_weight: Tensor,
+        eps: float,
+        out: Tensor | None = None,
+        total: Tensor | None = None,
+    ) -> tuple[Tensor, Tensor]: ...
+
+    def after_silu(self, gate_up: Tensor, out: Tensor | None = None) -> Tensor: ...
+
+
+class NativeExperts(Protocol):
+    """A backend's own `Experts`."""
+
+    def __call__(self, x: Tensor, expert_ids: Tensor, weights: Tensor) -> Tensor: ...
 
 
 class Linear:
-    """x @ weight.T + bias, alone or together with what comes right before it."""
+    """x @ weight.T + bias, alone or together with what comes right before it.
+
+    `out` [n, O] and `total` [n, H], contiguous and of x's dtype, are written and returned where
+    they are given. `out` may not overlap what is read; `total` may be the residual itself.
+    """
 
     def __init__(self, weight: Tensor, bias: Tensor | None = None) -> None:
         """weight [O, H], bias [O]. Raises ValueError when they don't fit each other."""
@@ -25,39 +55,37 @@ class Linear:
         self.weight = weight.contiguous()
         self.bias = bias
         self.out_features, self.in_features = weight.shape
-        self._native: cpu_linear.CpuLinear | None = None
-        self._native_rows = 0
-        if cpu_backend.takes(weight) and weight.numel() > 0:
-            self._native = cpu_linear.CpuLinear(self.weight, bias)
-            self._native_rows = cpu_linear.most_rows(weight.dtype)
+        self._native, self._native_rows = _native_linear(self.weight, bias)
 
-    def __call__(self, x: Tensor) -> Tensor:
+    def __call__(self, x: Tensor, out: Tensor | None = None) -> Tensor:
         """x [n, H] -> [n, O]. Raises ValueError or RuntimeError for another shape or dtype."""
         if self._native is not None and 0 < x.shape[0] <= self._native_rows:
-            return self._native(x)
-        out: Tensor = functional.linear(x, self.weight, self.bias)
-        return out
+            return self._native(x, out)
+        return torch_backend.linear(x, self.weight, self.bias, out)
 
     def after_norm(
-        self, x: Tensor, residual: Tensor | None, norm_weight: Tensor, eps: float
+        self,
+        x: Tensor,
+        residual: Tensor | None,
+        norm_weight: Tensor,
+        eps: float,
+        out: Tensor | None = None,
+        total: Tensor | None = None,
     ) -> tuple[Tensor, Tensor]:
         """(linear(rms_norm(total)), total) for total = x + residual, or x without a residual."""
         if self._native is not None and 0 < x.shape[0] <= self._native_rows:
-            return self._native.after_norm(x, residual, norm_weight, eps)
-        if cpu_backend.takes(x):
-            normed, total = cpu_rows.norm(x, residual, norm_weight, eps)
-        else:
-            total = x if residual is None else residual + x
-            normed = torch_backend.rms_norm(total, norm_weight, eps)
-        return self(normed), total
+            return self._native.after_norm(x, residual, norm_weight, eps, out, total)
+        rows = dispatch.rows(x)
+        if residual is None:
+            return self(rows.rms_norm(x, norm_weight, eps), out), x
+        normed, summed = rows.add_rms_norm(x, residual, norm_weight, eps)
+        return self(normed, out), summed if total is None else total.copy_(summed)
 
-    def after_silu(self, gate_up: Tensor) -> Tensor:
+    def after_silu(self, gate_up: Tensor, out: Tensor | None = None) -> Tensor:
         """linear(silu(gate) * up) for gate_up [n, 2 * H] with gate in the first half."""
         if self._native is not None and 0 < gate_up.shape[0] <= self._native_rows:
-            return self._native.after_silu(gate_up)
-        if cpu_backend.takes(gate_up):
-            return self(cpu_rows.silu_mul(gate_up))
-        return self(torch_backend.silu_mul(gate_up))
+            return self._native.after_silu(gate_up, out)
+        return self(dispatch.rows(gate_up).silu_mul(gate_up), out)
 
 
 class Experts:
@@ -71,11 +99,8 @@ class Experts:
                 f"gate_up is {tuple(gate_up.shape)} and down {tuple(down.shape)}: not the two "
                 f"projections of the same experts"
             )
-        self._native: cpu_linear.CpuExperts | None = None
-        if cpu_backend.takes(down) and down.numel() > 0:
-            gate_up, down = gate_up.contiguous(), down.contiguous()
-            self._native = cpu_linear.CpuExperts(gate_up, down)
-            self._native_rows = cpu_linear.most_rows(down.dtype)
+        gate_up, down = gate_up.contiguous(), down.contiguous()
+        self._native, self._native_rows = _native_experts(gate_up, down)
         self.gate_up = [Linear(weight) for weight in gate_up]
         self.down = [Linear(weight) for weight in down]
 
@@ -102,6 +127,30 @@ class Experts:
         weighted = torch.empty(out.shape, dtype=torch.float32, device=out.device)
         weighted[order] = out * weights.view(-1)[order, None]
         return weighted.view(tokens, per_token, -1).sum(1).to(x.dtype)
+
+
+def _native_linear(weight: Tensor, bias: Tensor | None) -> tuple[NativeLinear | None, int]:
+    """The backend's linear, and the most rows of x that it takes; more are torch's."""
+    backend = dispatch.rows_backend(weight.device, weight.dtype)
+    if backend is Backend.TORCH or not weight.numel():
+        return None, 0
+    if backend is Backend.CPU:
+        return cpu_linear.CpuLinear(weight, bias), cpu_linear.most_rows(weight.dtype)
+    from millrace_kernels.triton_backend.linear import TritonLinear
+
+    return TritonLinear(weight, bias), dispatch.ALL_ROWS
+
+
+def _native_experts(gate_up: Tensor, down: Tensor) -> tuple[NativeExperts | None, int]:
+    """The backend's experts, and the most assignments that they take."""
+    backend = dispatch.rows_backend(down.device, down.dtype)
+    if backend is Backend.TORCH or not down.numel():
+        return None, 0
+    if backend is Backend.CPU:
+        return cpu_linear.CpuExperts(gate_up, down), cpu_linear.most_rows(down.dtype)
+    from millrace_kernels.triton_backend.moe import TritonExperts
+
+    return TritonExperts(gate_up, down), dispatch.ALL_ROWS
 
 
 def prepare_linear(weight: Tensor, bias: Tensor | None = None) -> Linear:

@@ -11,6 +11,7 @@ from torch.nn import functional
 
 from millrace_kernels.plan import AttentionPlan
 from millrace_kernels.reference import gather_kv, visible
+from millrace_kernels.torch_sampling import sample as sample
 
 _BLOCK_ROWS = 512
 """Query rows that share one mask."""
@@ -139,10 +140,28 @@ def write_kv(kv_layer: Tensor, k_nhd: Tensor, v_nhd: Tensor, slots: Tensor) -> N
     kv_layer[page, 1, :, offset] = v_nhd
 
 
+def linear(x: Tensor, weight: Tensor, bias: Tensor | None, out: Tensor | None) -> Tensor:
+    """x [n, H] @ weight [O, H].T + bias [O], into `out` [n, O] where it is given."""
+    if out is None:
+        result: Tensor = functional.linear(x, weight, bias)
+        return result
+    if out.shape != (x.shape[0], weight.shape[0]):
+        raise ValueError(f"out is {tuple(out.shape)}, not {(x.shape[0], weight.shape[0])}")
+    if bias is None:
+        return torch.mm(x, weight.T, out=out)
+    return torch.addmm(bias, x, weight.T, out=out)
+
+
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     """As Hugging Face's Llama does it: float32 inside, rounded to x's dtype before the weight."""
     wide = x.float()
     return weight * (wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + eps)).to(x.dtype)
+
+
+def add_rms_norm(x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+    """(rms_norm(total), total) for total = residual + x."""
+    total = residual + x
+    return rms_norm(total, weight, eps), total
 
 
 def silu_mul(gate_up: Tensor) -> Tensor:

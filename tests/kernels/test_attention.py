@@ -228,6 +228,8 @@ class TestBadInput:
         q_nhd, kv_layer = torch.zeros(3, 4, 32), torch.zeros(6, 2, 2, 4, 32)
         with pytest.raises(ValueError, match="q is"):
             run_attention(plan, q_nhd[:2], kv_layer, scale=1.0)
+        with pytest.raises(ValueError, match="the plan on cpu"):
+            run_attention(plan, q_nhd, kv_layer.to("meta"), scale=1.0)
         with pytest.raises(ValueError, match="kv_layer's pages"):
             run_attention(plan, q_nhd, kv_layer[:, :, :1], scale=1.0)
         with pytest.raises(ValueError, match="out is"):
@@ -245,5 +247,5 @@ class TestBadInput:
 
     def test_a_dtype_that_only_torch_can_do(self):
         assert self.plan(dtype=torch.float16).backend == "torch"
-        with pytest.raises(ValueError, match="backend 'cpu' can't do"):
+        with pytest.raises(ValueError, match="backend 'cpu': it can't do"):
             self.plan(dtype=torch.float16, backend="cpu")

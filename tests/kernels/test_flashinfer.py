@@ -21,7 +21,8 @@ from millrace_kernels.api import plan_attention, run_attention
 from millrace_kernels.flashinfer_backend import Piece
 from support.attention_calls import TOLERANCE, Call, attend, calls
 
-GPU_REASON = flashinfer_backend.available()
+CUDA = torch.device("cuda")
+GPU_REASON = flashinfer_backend.unavailable(CUDA)
 BF16 = torch.bfloat16
 
 
@@ -131,7 +132,7 @@ def assert_right(call, found):
 @given(call=calls(longest=300), out_dtype=st.sampled_from([torch.float32, BF16]))
 def test_any_call_matches_the_reference_or_says_why_not(played, call, out_dtype):
     call = replace(call, dtype=BF16, head_dim=64)
-    if flashinfer_backend.supports(call.plan("reference")):
+    if flashinfer_backend.refusal(call.plan("reference")):
         assert call.layout != "plain"
         with pytest.raises(ValueError, match=r"in order of position|no sliding window"):
             flashinfer_backend.plan(call.plan("reference"))
@@ -216,7 +217,7 @@ def test_pieces_show_each_row_what_it_may_see(placed, causal):
         kv_positions=slots.int(),
         causal=causal,
     )
-    assert flashinfer_backend.supports(replace(plan, dtype=BF16)) == ""
+    assert flashinfer_backend.refusal(replace(plan, dtype=BF16)) == ""
     before = [0]
     for *_, kv_len in sequences:
         before.append(before[-1] + kv_len)
@@ -276,7 +277,7 @@ def test_page_lists_name_the_slots_of_the_table(data, page_tokens):
 )
 def test_what_must_go_elsewhere(call, reason):
     plan = call.plan("reference")
-    assert reason in flashinfer_backend.supports(plan)
+    assert reason in flashinfer_backend.refusal(plan)
     with pytest.raises(ValueError, match=reason):
         flashinfer_backend.plan(plan)
 
@@ -284,7 +285,7 @@ def test_what_must_go_elsewhere(call, reason):
 def test_too_many_pieces(monkeypatch):
     monkeypatch.setattr(flashinfer_backend, "MOST_PIECES", 2)
     plan = Call(q_lens=(1, 1, 1), kv_lens=(3, 3, 3), dtype=BF16).plan("reference")
-    assert flashinfer_backend.supports(plan) == "the positions make 3 calls of at most 2"
+    assert flashinfer_backend.refusal(plan) == "the plan makes 3 calls of at most 2"
 
 
 def test_a_wrapper_serves_one_live_plan_at_a_time(played):
@@ -299,25 +300,26 @@ def test_a_wrapper_serves_one_live_plan_at_a_time(played):
 
 
 def test_why_it_is_not_available(monkeypatch):
-    assert "needs a CUDA device, not cpu" in flashinfer_backend.available("cpu")
+    unavailable = flashinfer_backend.unavailable.__wrapped__  # which forgets
+    assert "needs a CUDA device, not cpu" in unavailable(torch.device("cpu"))
     finder = flashinfer_backend.importlib.util
     monkeypatch.setattr(finder, "find_spec", lambda name: None)
-    assert "not installed" in flashinfer_backend.available()
+    assert "not installed" in unavailable(CUDA)
     monkeypatch.setattr(finder, "find_spec", lambda name: object())
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    assert "no CUDA device" in flashinfer_backend.available()
+    assert "no CUDA device" in unavailable(CUDA)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (7, 5))
-    assert "compute capability 8.0, cuda has (7, 5)" in flashinfer_backend.available()
+    assert "compute capability 8.0, cuda has (7, 5)" in unavailable(CUDA)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
 
     def broken():
         raise ImportError("no libcudart")
 
     monkeypatch.setattr(flashinfer_backend, "_flashinfer", broken)
-    assert "can't be imported: no libcudart" in flashinfer_backend.available()
+    assert "can't be imported: no libcudart" in unavailable(CUDA)
     monkeypatch.setattr(flashinfer_backend, "_flashinfer", lambda: None)
-    assert flashinfer_backend.available() == ""
+    assert unavailable(CUDA) == ""
 
 
 @pytest.mark.parametrize("rows", [1, 4])

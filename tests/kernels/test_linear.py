@@ -77,16 +77,19 @@ def test_more_rows_than_a_task_and_a_chunk_hold(variant, dtype):
 
 @DTYPES
 @pytest.mark.parametrize("inputs", [768, 301])
-def test_a_row_has_the_same_bits_in_any_batch_and_on_any_threads(variant, dtype, inputs, threads):
+def test_a_row_has_the_same_bits_among_few_or_many_on_any_threads(variant, dtype, inputs, threads):
     x, weight = randn(400, inputs, dtype=dtype), weights(331, inputs, dtype=dtype)
     linear = CpuLinear(weight, None)
     torch.set_num_threads(1)
-    whole = linear(x)
+    few, many = linear(x[:8]), linear(x)
     for count in (1, 2, 5):
         torch.set_num_threads(count)
-        for rows in (*range(1, 20), 47, 193, 400):
-            assert torch.equal(linear(x[:rows]), whole[:rows])
-            assert torch.equal(linear(x[-rows:]), whole[-rows:])
+        for rows in range(1, 8):
+            assert torch.equal(linear(x[:rows]), few[:rows])
+            assert torch.equal(linear(x[8 - rows : 8]), few[8 - rows :])
+        for rows in (*range(9, 20), 47, 193, 400):
+            assert torch.equal(linear(x[:rows]), many[:rows])
+            assert torch.equal(linear(x[-rows:]), many[-rows:])
 
 
 @DTYPES
@@ -140,7 +143,9 @@ def test_experts_match_one_token_after_another(
     close(actual, expected.to(dtype))
     for token in {0, tokens // 2, tokens - 1}:
         alone = slice(token, token + 1)
-        assert torch.equal(experts(x[alone], ids[alone], shares[alone]), actual[alone])
+        by_itself = experts(x[alone], ids[alone], shares[alone])
+        close(by_itself, actual[alone])
+        assert tokens > 8 or torch.equal(by_itself, actual[alone])
 
 
 def test_more_tokens_than_the_experts_sort_at_once(variant):

@@ -27,7 +27,7 @@ struct LinearKernels {
   std::int64_t (*prepared_stride)(std::int64_t k);  // elements from one prepared row to the next
   void (*prepare[2])(const void* x, std::int64_t stride, std::int64_t rows, std::int64_t k, void* to);
   // Floats that `run` works in.
-  std::int64_t (*work_floats)(std::int64_t rows, std::int64_t outputs);
+  std::int64_t (*work_floats)(std::int64_t rows, std::int64_t outputs, std::int64_t k);
   void (*run[2])(const LinearCall&, Range rows, Range outputs, float* work);
   // to[width] = sum of weights[i] * rows[which[i]], in float32.
   void (*weighted_sum[2])(const void* rows, const std::int64_t* which, const float* weights,

@@ -1,9 +1,10 @@
 // x @ weight.T. Included by kernels_impl.hpp, after tile.hpp.
 //
-// Weights stay as the checkpoint has them, [o, k]. A task turns one panel of them at a time, so that
-// outputs lie side by side, and multiplies it with all its rows of x while it is in the first-level
-// cache. One row of x and thousands take the same way, and sums run over k in order: a row's result
-// has the same bits in any batch.
+// Weights stay as the checkpoint has them, [o, k]. Up to kFewRows rows of x go along with the weights
+// as they stream past (linear_few_impl.hpp). For more, a task turns one panel of weights at a time, so
+// that outputs lie side by side, and multiplies it with all its rows of x while it is in the
+// first-level cache. The order of sums is fixed in either: a row's result has the same bits in any
+// batch of few, and in any batch of many.
 
 namespace linears {
 
@@ -22,6 +23,8 @@ struct Format<bf16> {
 
 constexpr std::int64_t kDepth = 256;  // elements of k in a panel
 constexpr int kPanelColumns = 64;     // a multiple of every panel's width
+constexpr int kFewRows = 8;
+constexpr int kFewUnit = 64;          // a multiple of every step of few rows
 
 #if defined(__AVX2__)
 // Turns 8 rows of 8 words each.
@@ -181,140 +184,20 @@ void multiply(const LinearCall& c, Range rows, Range outputs, float* work) {
   finish<T>(c, rows, outputs, totals, ld);
 }
 
-std::int64_t work_floats(std::int64_t rows, std::int64_t outputs) {
-  return kDepth * kPanelColumns + rows * round_up(outputs, kPanelColumns);
+std::int64_t work_floats(std::int64_t rows, std::int64_t outputs, std::int64_t k) {
+  const std::int64_t few = rows <= kFewRows ? rows * round_up(k, kFewUnit) : 0;
+  const std::int64_t panels = kDepth * kPanelColumns + rows * round_up(outputs, kPanelColumns);
+  return few > panels ? few : panels;
 }
 
-#if defined(__AVX2__)
-template <class T>
-constexpr int kLine = 64 / static_cast<int>(sizeof(T));
-
-inline Vec joined(const __m256i* word) {
-#if defined(__AVX512F__)
-  return {_mm512_castsi512_ps(
-      _mm512_inserti64x4(_mm512_castsi256_si512(word[0]), word[8], 1))};
-#else
-  return {_mm256_castsi256_ps(word[0])};
-#endif
-}
-
-// sums[m * step] += x[m][word] * the weights of one word of k.
-template <int M>
-inline void multiply_word(const float* x, std::int64_t stride, const __m256i* word, const float*,
-                          Vec* sums, int step) {
-  const Vec weights = joined(word);
-  MILLRACE_UNROLL
-  for (int m = 0; m < M; ++m) sums[m * step] = fma(set1(x[m * stride]), weights, sums[m * step]);
-}
-template <int M>
-inline void multiply_word(const float* x, std::int64_t stride, const __m256i* word, const bf16*,
-                          Vec* sums, int step) {
-  __m256i even[Vec::N], odd[Vec::N];
-  MILLRACE_UNROLL
-  for (int i = 0; i < Vec::N; i += 8) {
-    even[i] = _mm256_slli_epi32(word[i], 16);
-    odd[i] = _mm256_and_si256(word[i], _mm256_set1_epi32(-65536));
-  }
-  multiply_word<M>(x, stride, even, x, sums, step);
-  multiply_word<M>(x + 1, stride, odd, x, sums, step);
-}
-#if defined(__AVX512BF16__)
-template <int M>
-inline void multiply_word(const bf16_pair* x, std::int64_t stride, const __m256i* word, const bf16*,
-                          Vec* sums, int step) {
-  const __m512bh weights = reinterpret_cast<__m512bh>(joined(word).v);
-  MILLRACE_UNROLL
-  for (int m = 0; m < M; ++m)
-    sums[m * step] =
-        PairUnit::multiply_add(PairUnit::broadcast(x + m * stride), weights, sums[m * step]);
-}
-#endif
-
-// sums[M][Vecs] += x[M][k] * w, for k in whole lines, turned in registers.
-template <class T, int M, int Vecs>
-inline void stream(const typename Format<T>::Unit::Element* x, std::int64_t stride, const T* w,
-                   std::int64_t w_stride, std::int64_t k, Vec* sums) {
-  constexpr int kTurn = 32 / static_cast<int>(sizeof(T));
-  constexpr int kUnits = kTurn / Format<T>::kUnitElements;
-  constexpr int kAhead = 2 * kLine<T>;
-  for (std::int64_t j = 0; j < k; j += kLine<T>) {
-    // Ahead in the row, then in the rows that come next.
-    const std::int64_t ahead = j + kAhead < k ? j + kAhead : j + kAhead - k + Vecs * Vec::N * w_stride;
-    MILLRACE_UNROLL
-    for (int v = 0; v < Vecs; ++v) {
-      const T* rows = w + v * Vec::N * w_stride;
-      for (int i = 0; i < Vec::N; ++i) __builtin_prefetch(rows + i * w_stride + ahead);
-      // Both turns of a line at once: rows a power of two apart push each other out of the cache.
-      for (int turn = 0; turn < 2; ++turn) {
-        const T* from = rows + j + turn * kTurn;
-        const auto* factors = x + (j + turn * kTurn) / Format<T>::kUnitElements;
-        __m256i words[Vec::N];
-        MILLRACE_UNROLL
-        for (int i = 0; i < Vec::N; ++i)
-          words[i] = _mm256_loadu_si256(reinterpret_cast<const __m256i*>(from + i * w_stride));
-        MILLRACE_UNROLL
-        for (int i = 0; i < Vec::N; i += 8) transpose(words + i);
-        MILLRACE_UNROLL
-        for (int i = 0; i < 8; ++i)
-          multiply_word<M>(factors + i * (kUnits / 8), stride, words + i,
-                           static_cast<const T*>(nullptr), sums + v, Vecs);
-      }
-    }
-  }
-}
-
-// For M rows and outputs in whole multiples of Vecs * Vec::N.
-template <class T, int M, int Vecs>
-void multiply_streamed(const LinearCall& c, Range rows, Range outputs, float* work) {
-  using Unit = typename Format<T>::Unit;
-  using Element = typename Unit::Element;
-  constexpr int kElements = Format<T>::kUnitElements;
-  constexpr int kColumns = Vecs * Vec::N;
-  Element* panel = reinterpret_cast<Element*>(work);
-  float* totals = work + kDepth * kPanelColumns;
-  const std::int64_t stride = c.x_stride / kElements;
-  const Element* x = static_cast<const Element*>(c.x) + rows.first * stride;
-  const std::int64_t whole = c.k / kLine<T> * kLine<T>;
-  const std::int64_t rest = c.k - whole;
-  for (std::int64_t o = outputs.first; o < outputs.last; o += kColumns) {
-    const T* w = static_cast<const T*>(c.weight) + o * c.k;
-    Vec sums[M * Vecs];
-    MILLRACE_UNROLL
-    for (int i = 0; i < M * Vecs; ++i) sums[i] = zero();
-    stream<T, M, Vecs>(x, stride, w, c.k, whole, sums);
-    MILLRACE_UNROLL
-    for (int i = 0; i < M * Vecs; ++i)
-      store(totals + i / Vecs * kColumns + i % Vecs * Vec::N, sums[i]);
-    if (rest) {
-      fill_panel<T, kColumns>(w + whole, c.k, kColumns, rest, panel);
-      multiply_tile<Unit, M, true, Vecs>(x + whole / kElements, stride, panel, kColumns,
-                                         (rest + kElements - 1) / kElements, totals, kColumns);
-    }
-    finish<T>(c, rows, {o, o + kColumns}, totals, kColumns);
-  }
-}
-
-// The outputs that multiply_streamed leaves over are the caller's.
-template <class T, int M, int Vecs>
-std::int64_t stream_outputs(const LinearCall& c, Range rows, Range outputs, float* work) {
-  const std::int64_t end = outputs.first + outputs.size() / (Vecs * Vec::N) * (Vecs * Vec::N);
-  multiply_streamed<T, M, Vecs>(c, rows, {outputs.first, end}, work);
-  return end;
-}
-#endif
+#include "linear_few_impl.hpp"
 
 template <class T>
 void run(const LinearCall& c, Range rows, Range outputs, float* work) {
-#if defined(__AVX2__)
-  // As many vectors of outputs as keep the multipliers busy and fit into registers.
-  switch (rows.size()) {
-    case 1: outputs.first = stream_outputs<T, 1, 4>(c, rows, outputs, work); break;
-    case 2: outputs.first = stream_outputs<T, 2, 2>(c, rows, outputs, work); break;
-    case 3: outputs.first = stream_outputs<T, 3, 1>(c, rows, outputs, work); break;
-    case 4: outputs.first = stream_outputs<T, 4, 1>(c, rows, outputs, work); break;
-  }
-#endif
-  if (outputs.first < outputs.last) multiply<T>(c, rows, outputs, work);
+  if (rows.size() <= kFewRows)
+    multiply_few<T>(c, rows, outputs, work);
+  else
+    multiply<T>(c, rows, outputs, work);
 }
 
 template <bool Pairs>

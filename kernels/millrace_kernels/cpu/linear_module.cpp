@@ -82,7 +82,8 @@ void multiply(Type type, const std::vector<Piece>& pieces, int threads) {
   const auto run = table.run[static_cast<int>(type)];
   parallel_for(static_cast<int>(pieces.size()), threads, [&](int index) {
     const Piece& piece = pieces[index];
-    const std::int64_t floats = table.work_floats(piece.rows.size(), piece.outputs.size());
+    const std::int64_t floats = table.work_floats(
+        piece.rows.size(), piece.outputs.size(), piece.call->k);
     run(*piece.call, piece.rows, piece.outputs, static_cast<float*>(room<Use::work>(floats * 4)));
   });
 }

@@ -48,6 +48,14 @@ inline __m512i rounded_bits(Vec a) {
   const __mmask16 nan = _mm512_cmp_ps_mask(a.v, a.v, _CMP_UNORD_Q);
   return _mm512_mask_mov_epi32(rounded, nan, _mm512_set1_epi32(0x7fc00000));
 }
+// Of 2 * N neighbours the even ones, and the odd ones.
+inline Vec load_even(const bf16* p) {
+  return {_mm512_castsi512_ps(_mm512_slli_epi32(_mm512_loadu_si512(p), 16))};
+}
+inline Vec load_odd(const bf16* p) {
+  return {_mm512_castsi512_ps(
+      _mm512_and_si512(_mm512_loadu_si512(p), _mm512_set1_epi32(-65536)))};
+}
 inline __m256i narrow(Vec a) {
   return _mm512_cvtepi32_epi16(_mm512_srli_epi32(rounded_bits(a), 16));
 }
@@ -131,6 +139,15 @@ inline Vec round_to_bf16(Vec a) {
   const __m256i high = _mm256_set1_epi32(static_cast<int>(0xffff0000u));
   return {_mm256_castsi256_ps(_mm256_and_si256(rounded_bits(a), high))};
 }
+// Of 2 * N neighbours the even ones, and the odd ones.
+inline Vec load_even(const bf16* p) {
+  const __m256i words = _mm256_loadu_si256(reinterpret_cast<const __m256i*>(p));
+  return {_mm256_castsi256_ps(_mm256_slli_epi32(words, 16))};
+}
+inline Vec load_odd(const bf16* p) {
+  const __m256i words = _mm256_loadu_si256(reinterpret_cast<const __m256i*>(p));
+  return {_mm256_castsi256_ps(_mm256_and_si256(words, _mm256_set1_epi32(-65536)))};
+}
 inline __m128i narrow(Vec a) {
   const __m256i high = _mm256_srli_epi32(rounded_bits(a), 16);
   return _mm_packus_epi32(_mm256_castsi256_si128(high), _mm256_extracti128_si256(high, 1));
@@ -192,6 +209,8 @@ inline Vec set1(float a) { MILLRACE_EACH(a); }
 inline Vec zero() { return set1(0.0f); }
 template <class T>
 inline Vec load(const T* p) { MILLRACE_EACH(to_float(p[i])); }
+inline Vec load_even(const bf16* p) { MILLRACE_EACH(to_float(p[2 * i])); }
+inline Vec load_odd(const bf16* p) { MILLRACE_EACH(to_float(p[2 * i + 1])); }
 template <class T>
 inline Vec load_part(const T* p, int n) { MILLRACE_EACH(i < n ? to_float(p[i]) : 0.0f); }
 template <class T>

@@ -1,31 +1,49 @@
 """Every kernel of the API in Triton, for CUDA devices of compute capability 8.0 and up.
 
 `triton` is optional (extra `gpu`), so this module does not import it; the modules beside it do.
-All tensors of a call lie on the current CUDA device. No function waits for the device.
+All tensors of a call lie on one CUDA device. No function waits for the device.
 """
 
 from __future__ import annotations
 
 import importlib.metadata
 import importlib.util
+from functools import cache
+from typing import Final
 
 import torch
 
-LEAST_CAPABILITY = (8, 0)
+LEAST_CAPABILITY: Final = (8, 0)
+DTYPES: Final = (torch.bfloat16, torch.float16, torch.float32)
+HEAD_DIMS: Final = (64, 128, 256)
+"""Of the committed tiles; a head_dim between two takes the larger one's."""
 
 
-def unavailable() -> str | None:
-    """Why this machine can't run these kernels; None where it can."""
+@cache
+def unavailable(device: torch.device) -> str:
+    """Why these kernels can't run on the device, empty where they can."""
+    if device.type != "cuda":
+        return f"Triton needs a CUDA device, not {device}"
     if importlib.util.find_spec("triton") is None:
-        return "triton isn't installed (pip install 'millrace[gpu]')"
+        return "the package triton is not installed"
     if not torch.cuda.is_available():
-        return "no CUDA device"
-    capability = torch.cuda.get_device_capability()
+        return "torch finds no CUDA device"
+    capability = torch.cuda.get_device_capability(device)
     if capability < LEAST_CAPABILITY:
-        return f"compute capability {capability[0]}.{capability[1]} is below 8.0"
-    return None
+        return f"Triton's kernels need compute capability 8.0, {device} has {capability}"
+    return ""
+
+
+def refusal(dtype: torch.dtype, head_dim: int | None = None) -> str:
+    """Why no kernel takes this dtype or head_dim (None: no heads), empty when they are taken."""
+    if dtype not in DTYPES:
+        return f"dtype must be bfloat16, float16 or float32, got {dtype}"
+    if head_dim is not None and head_dim > HEAD_DIMS[-1]:
+        return f"head_dim must be at most {HEAD_DIMS[-1]}, got {head_dim}"
+    return ""
 
 
 def describe() -> str:
     """One phrase on what is here, for logs."""
-    return unavailable() or f"triton {importlib.metadata.version('triton')}"
+    reason = unavailable(torch.device("cuda"))
+    return f"no Triton ({reason})" if reason else f"Triton {importlib.metadata.version('triton')}"

@@ -127,6 +127,7 @@ def plan(checked: AttentionPlan) -> TritonPlan:
     below 0.
     """
     device, dtype = checked.device, checked.dtype
+    page_table = checked.page_table.cpu().numpy()
     lengths = np.diff(checked.q_indptr.numpy())
     few = configs.lookup("attend_few", device, dtype, checked.head_dim)
     many = configs.lookup("attend_rows", device, dtype, checked.head_dim)
@@ -137,23 +138,23 @@ def plan(checked: AttentionPlan) -> TritonPlan:
     ]
     lists = [(config, work) for config, work in lists if len(work.items)]
     host = [
-        checked.page_table.numpy(),
+        page_table,
         attention_plan.row_positions(checked).astype(np.int32),
         np.zeros(0, np.int32) if checked.kv_positions is None else checked.kv_positions.numpy(),
     ]
     for _, work in lists:
         host += [work.items, work.merges]
-    page_table, q_positions, kv_positions, *rest = _copy_over(host, device)
+    pages, q_positions, kv_positions, *rest = _copy_over(host, device)
     return TritonPlan(
         checked=checked,
         launches=tuple(
             _launch(checked, config, work, *rest[2 * i : 2 * i + 2])
             for i, (config, work) in enumerate(lists)
         ),
-        page_table=page_table,
+        page_table=pages,
         q_positions=q_positions,
         kv_positions=None if checked.kv_positions is None else kv_positions,
-        last_page=_last_page(checked),
+        last_page=_last_page(checked, page_table),
     )
 
 
@@ -184,9 +185,8 @@ def _copy_over(tables: list[npt.NDArray[np.int32]], device: torch.device) -> lis
     ]
 
 
-def _last_page(checked: AttentionPlan) -> int:
+def _last_page(checked: AttentionPlan, table: npt.NDArray[np.int32]) -> int:
     """The highest page that any sequence reads, -1 when none reads any."""
-    table = checked.page_table.numpy()
     pages = -(-checked.kv_lens.numpy() // checked.page_tokens)
     used = table[np.arange(table.shape[1])[None, :] < pages[:, None]]
     if used.size and used.min() < 0:
@@ -197,10 +197,13 @@ def _last_page(checked: AttentionPlan) -> int:
 def merge_attention_(
     out_nhd: Tensor, lse_nh: Tensor, other_out_nhd: Tensor, other_lse_nh: Tensor
 ) -> None:
-    """Take the attention over other K/V into out_nhd and lse_nh in place; all contiguous.
+    """Take the attention over other K/V into out_nhd and lse_nh in place.
 
-    Float32 inside; a side whose lse is -inf counts nothing.
+    Float32 inside; a side whose lse is -inf counts nothing. Raises ValueError unless out_nhd and
+    lse_nh are contiguous.
     """
+    if not out_nhd.is_contiguous() or not lse_nh.is_contiguous():
+        raise ValueError(f"out {tuple(out_nhd.shape)} and its lse must be contiguous")
     if not lse_nh.numel():
         return
     head_dim = out_nhd.shape[-1]

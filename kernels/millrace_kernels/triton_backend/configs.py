@@ -18,15 +18,13 @@ from typing import Final
 
 import torch
 
-from millrace_kernels.triton_backend import LEAST_CAPABILITY
+from millrace_kernels.triton_backend import HEAD_DIMS, LEAST_CAPABILITY, refusal
 
 PATH: Final = Path(__file__).with_name("configs.json")
 
 Config = Mapping[str, int]
 """`num_warps`, `num_stages` and the kernel's own block sizes."""
 
-_HEAD_DIMS: Final = (64, 128, 256)
-_NAMES: Final = {torch.bfloat16: "16bit", torch.float16: "16bit", torch.float32: "32bit"}
 _trying: dict[str, Config] = {}
 
 
@@ -36,14 +34,11 @@ def key(kernel: str, gpu: str, dtype: torch.dtype, head_dim: int | None = None) 
 
     Raises ValueError for a dtype or head_dim that no kernel takes.
     """
-    if dtype not in _NAMES:
-        raise ValueError(f"dtype must be bfloat16, float16 or float32, got {dtype}")
-    parts = [kernel, gpu, _NAMES[dtype]]
+    if reason := refusal(dtype, head_dim):
+        raise ValueError(reason)
+    parts = [kernel, gpu, "32bit" if dtype == torch.float32 else "16bit"]
     if head_dim is not None:
-        fitting = [known for known in _HEAD_DIMS if known >= head_dim]
-        if not fitting:
-            raise ValueError(f"head_dim must be at most {_HEAD_DIMS[-1]}, got {head_dim}")
-        parts.append(f"d{fitting[0]}")
+        parts.append(f"d{next(known for known in HEAD_DIMS if known >= head_dim)}")
     return "/".join(parts)
 
 

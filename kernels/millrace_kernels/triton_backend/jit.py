@@ -7,6 +7,7 @@ from typing import Any, Protocol
 
 import torch
 import triton
+from torch import Tensor
 
 
 class Kernel(Protocol):
@@ -31,18 +32,26 @@ def jit(*varying: str) -> Callable[[Callable[..., Any]], Kernel]:
 def launch(
     kernel: Kernel,
     grid: tuple[int, ...],
+    first: Tensor,
     *args: object,
     num_warps: int = 4,
     num_stages: int = 2,
     **constants: object,
 ) -> None:
-    """Queue a kernel on the current stream; `constants` are its constexpr arguments.
+    """Queue a kernel on the current stream of its first argument's device; `constants` are its
+    constexpr arguments.
 
     Multiplies and adds fuse, as they do in the libraries beside (Triton's default will change).
     """
-    kernel[grid](
-        *args, **constants, num_warps=num_warps, num_stages=num_stages, enable_fp_fusion=True
-    )
+    with torch.cuda.device_of(first):  # type: ignore[no-untyped-call] # torch: untyped
+        kernel[grid](
+            first,
+            *args,
+            **constants,
+            num_warps=num_warps,
+            num_stages=num_stages,
+            enable_fp_fusion=True,
+        )
 
 
 def block(size: int) -> int:

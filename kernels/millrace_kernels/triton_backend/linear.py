@@ -7,8 +7,8 @@ from typing import Final
 
 import torch
 from torch import Tensor
-from torch.nn import functional
 
+from millrace_kernels import torch_backend
 from millrace_kernels.triton_backend import configs, linear_kernels, rows
 from millrace_kernels.triton_backend.jit import dot_precision, launch
 
@@ -33,27 +33,33 @@ class TritonLinear:
     def out_features(self) -> int:
         return self.weight.shape[0]
 
-    def __call__(self, x: Tensor) -> Tensor:
+    def __call__(self, x: Tensor, out: Tensor | None = None) -> Tensor:
         """[n, out] of x [n, in] whose rows are contiguous. Raises ValueError for another width."""
         if x.dim() != 2 or x.shape[1] != self.in_features:
             raise ValueError(f"x is {tuple(x.shape)} for a linear of {self.in_features} inputs")
         if 0 < x.shape[0] <= FEW_ROWS and x.stride(1) == 1 and self.weight.is_contiguous():
-            return multiply_few_rows(x, self.weight, self.bias)
-        out: Tensor = functional.linear(x, self.weight, self.bias)
-        return out
+            result = multiply_few_rows(x, self.weight, self.bias)
+            return result if out is None else out.copy_(result)
+        return torch_backend.linear(x, self.weight, self.bias, out)
 
     def after_norm(
-        self, x: Tensor, residual: Tensor | None, norm_weight: Tensor, eps: float
+        self,
+        x: Tensor,
+        residual: Tensor | None,
+        norm_weight: Tensor,
+        eps: float,
+        out: Tensor | None = None,
+        total: Tensor | None = None,
     ) -> tuple[Tensor, Tensor]:
         """Return (linear(rms_norm(total)), total) where total is x + residual, or x without one."""
         if residual is None:
-            return self(rows.rms_norm(x, norm_weight, eps)), x
-        normed, total = rows.add_rms_norm(x, residual, norm_weight, eps)
-        return self(normed), total
+            return self(rows.rms_norm(x, norm_weight, eps), out), x
+        normed, summed = rows.add_rms_norm(x, residual, norm_weight, eps)
+        return self(normed, out), summed if total is None else total.copy_(summed)
 
-    def after_silu(self, gate_up: Tensor) -> Tensor:
+    def after_silu(self, gate_up: Tensor, out: Tensor | None = None) -> Tensor:
         """[n, out] of silu_mul(gate_up) for gate_up [n, 2 * in]."""
-        return self(rows.silu_mul(gate_up))
+        return self(rows.silu_mul(gate_up), out)
 
 
 def multiply_few_rows(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:

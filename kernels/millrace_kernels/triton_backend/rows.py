@@ -1,5 +1,7 @@
 """Norms, SwiGLU's product and rotary embedding with the K/V write, on a CUDA device.
 
+With the merge and sampling of the modules beside it, this is a `dispatch.Rows`.
+
 Tile sizes here follow from the row's width alone: these kernels wait for memory, not for tiles.
 """
 
@@ -9,7 +11,9 @@ import torch
 from torch import Tensor
 
 from millrace_kernels.triton_backend import row_kernels as kernels
+from millrace_kernels.triton_backend.attention import merge_attention_ as merge_attention_
 from millrace_kernels.triton_backend.jit import block, launch
+from millrace_kernels.triton_backend.sampling import sample as sample
 
 _SILU_BLOCK = 1024
 _HEADS_BLOCK = 16

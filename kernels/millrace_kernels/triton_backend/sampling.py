@@ -55,7 +55,8 @@ def sample(
     launch(
         kernels.sum_weights,
         (rows, blocks),
-        *(logits, peaks, temperatures, masses, vocab, logits.stride(0)),
+        logits,
+        *(peaks, temperatures, masses, vocab, logits.stride(0)),
         BLOCK=_BLOCK,
         num_warps=8,
     )
@@ -63,7 +64,8 @@ def sample(
         launch(
             kernels.draw_plain,
             (rows,),
-            *(logits, *settings, masses, ids, vocab, logits.stride(0), blocks),
+            logits,
+            *(*settings, masses, ids, vocab, logits.stride(0), blocks),
             BLOCK=_BLOCK,
             BLOCKS=block(blocks),
             num_warps=8,
@@ -82,7 +84,8 @@ def _draw_filtered(
     launch(
         kernels.draw_among,
         (rows,),
-        *(keys, *settings, masses, ids, settled, vocab, masses.shape[1]),
+        keys,
+        *(*settings, masses, ids, settled, vocab, masses.shape[1]),
         COUNT=keys.shape[1],
         BLOCK_C=block(keys.shape[1]),
         BLOCKS=block(masses.shape[1]),
@@ -91,7 +94,8 @@ def _draw_filtered(
         launch(
             kernels.draw_by_bisection,
             (rows,),
-            *(logits, *settings, ids, settled, vocab, logits.stride(0)),
+            logits,
+            *(*settings, ids, settled, vocab, logits.stride(0)),
             BLOCK=min(_BLOCK, block(vocab)),
             num_warps=16,
         )

@@ -76,11 +76,10 @@ _CHOICES: Final = {
 
 def main() -> int:
     """Tune every entry of this GPU's kind; 1 and a reason on stderr where there is no GPU."""
-    reason = unavailable()
-    if reason is not None:
-        print(f"tune needs a CUDA device: {reason}", file=sys.stderr)
-        return 1
     device = torch.device("cuda")
+    if reason := unavailable(device):
+        print(f"tune: {reason}", file=sys.stderr)
+        return 1
     table = dict(configs.committed())
     for name, before in configs.committed().items():
         kernel, gpu, dtype_name, *rest = name.split("/")

@@ -10,7 +10,6 @@ from torch import Tensor
 from torch.nn import functional
 
 from millrace.bench.kernel_case import DTYPES, Case, Sides, Sizes, copies, random, turns
-from millrace.engine.sampler import Sampler, SamplingRow, SamplingSpec
 from millrace_kernels import api, torch_backend
 
 _EPS = 1e-5
@@ -224,24 +223,27 @@ def _experts_case(sizes: Sizes, dtype: str, rows: int) -> Case:
 
 
 def _sample_case(sizes: Sizes, batch: int) -> Case:
-    """Temperature 0.8, the likeliest 50, of these the likeliest 95 %; the engine's own sampler."""
+    """Temperature 0.8, the likeliest 50, of these the likeliest 95 %."""
+    temperature, top_k, top_p = 0.8, 50, 0.95
 
     def make() -> Sides:
         logits = random((batch, sizes.vocab), torch.float32)
-        spec = SamplingSpec(max_tokens=1, temperature=0.8, top_k=50, top_p=0.95)
-        rows = [SamplingRow.first(spec, choice) for choice in range(batch)]
-        sampler = Sampler()
-        uniforms = torch.tensor([[row.uniform] for row in rows])
+        uniforms = torch.rand(batch, dtype=torch.float64)
+        temperatures, top_ps, min_ps = (
+            torch.full_like(uniforms, value) for value in (temperature, top_p, 0.0)
+        )
+        settings = (temperatures, torch.full((batch,), top_k), top_ps, min_ps, uniforms)
 
         def other() -> Tensor:
-            kept, ids = (logits / spec.temperature).topk(spec.top_k)
+            kept, ids = (logits / temperature).topk(top_k)
             shares = kept.softmax(1)
-            shares[shares.cumsum(1) - shares >= spec.top_p] = 0.0
+            shares[shares.cumsum(1) - shares >= top_p] = 0.0
             sums = shares.cumsum(1)
-            place = torch.searchsorted(sums, uniforms * sums[:, -1:], right=True)
+            drawn = uniforms.float()[:, None] * sums[:, -1:]
+            place = torch.searchsorted(sums, drawn, right=True)
             return torch.take_along_dim(ids, place, 1)[:, 0]
 
-        return Sides(lambda: torch.tensor(sampler.sample(logits, rows).token_ids), other)
+        return Sides(lambda: api.sample(logits, *settings)[0], other)
 
     shape = f"{batch} x {sizes.vocab}"
     moved = 4 * batch * sizes.vocab

@@ -11,16 +11,15 @@ request's pages are one run wherever possible and its KV moves in few descriptor
 
 from __future__ import annotations
 
-import math
 from bisect import bisect_left, insort
 from collections.abc import Iterable, Sequence
 from itertools import pairwise
 
-import numpy as np
 import torch
 
 from millrace.core.errors import CapacityError, IntegrityError
 from millrace.core.kv_layout import KvLayout
+from millrace.engine.host_memory import host_zeros
 
 
 class PageExtents:
@@ -207,12 +206,10 @@ class KvPool:
 
 
 def _zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-    """Zeros. On the host the kernel hands out zero pages as they are first touched, so that a
-    large pool costs neither start-up time nor memory before it is used."""
-    if device.type != "cpu":
-        return torch.zeros(shape, dtype=dtype, device=device)
-    raw = np.zeros(math.prod(shape) * dtype.itemsize, dtype=np.uint8)
-    return torch.from_numpy(raw).view(dtype).view(shape)
+    """Zeros. On the host a large pool costs neither start-up time nor memory before its use."""
+    if device.type == "cpu":
+        return host_zeros(shape, dtype)
+    return torch.zeros(shape, dtype=dtype, device=device)
 
 
 def page_runs(pages: Iterable[int]) -> list[tuple[int, int]]:

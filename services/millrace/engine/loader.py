@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import hashlib
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
+from itertools import accumulate
 from pathlib import Path
 
 import torch
 
 from millrace.core.errors import ModelError
+from millrace.engine.host_memory import host_zeros
 from millrace.engine.model_config import ModelConfig
 from millrace.engine.models.checkpoint import Checkpoint
 from millrace.engine.models.dummy import RandomWeights
@@ -26,6 +28,7 @@ _HUB_ID = re.compile(r"[\w.-]+/[\w.-]+")
 _HUB_FILES = ["*.json", "model*.safetensors", "*.jinja", "tokenizer*"]
 _SAMPLE_BYTES = 4096
 _SAMPLES_A_FILE = 16
+_ALIGNED = 64  # elements: a weight starts on a cache line
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -85,13 +88,14 @@ def load_model(
     torch_dtype: torch.dtype = getattr(torch, config.dtype if dtype == "auto" else dtype)
     specs = [outer_specs(config), *(layer_specs(config, i) for i in range(config.num_layers))]
     total = sum(spec.elements for group in specs for spec in group.values())
+    rooms = _rooms((spec for group in specs for spec in group.values()), torch_dtype, target)
     done = 0
 
     def build(group: dict[str, WeightSpec]) -> dict[str, torch.Tensor]:
         nonlocal done
         built = {}
         for name, spec in group.items():
-            weight = torch.empty(spec.shape, dtype=torch_dtype, device=target)
+            weight = next(rooms)
             source.fill(weight, spec)
             built[name] = weight
             done += spec.elements
@@ -149,6 +153,21 @@ class _CheckpointSource:
     def fill(self, weight: torch.Tensor, spec: WeightSpec) -> None:
         for part in spec.parts:
             weight[part.index].copy_(self._checkpoint.tensor(part.tensor, part.shape))
+
+
+def _rooms(
+    specs: Iterable[WeightSpec], dtype: torch.dtype, device: torch.device
+) -> Iterator[torch.Tensor]:
+    """Memory for each weight; on the host one piece, so that small ones lie in huge pages too."""
+    specs = list(specs)
+    if device.type != "cpu":
+        for spec in specs:
+            yield torch.empty(spec.shape, dtype=dtype, device=device)
+        return
+    starts = [0, *accumulate(-(-spec.elements // _ALIGNED) * _ALIGNED for spec in specs)]
+    whole = host_zeros((starts[-1],), dtype)
+    for spec, start in zip(specs, starts, strict=False):
+        yield whole[start : start + spec.elements].view(spec.shape)
 
 
 def _device(device: str | torch.device) -> torch.device:

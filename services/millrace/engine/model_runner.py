@@ -17,6 +17,7 @@ from millrace.engine.kv_pool import KvPool
 from millrace.engine.loader import Model
 from millrace.engine.operators import Activations, Operator, build_operators
 from millrace.engine.rope import Rotary
+from millrace.engine.scratch import Scratch
 from millrace_kernels import api as kernels
 from millrace_kernels.plan import AttentionPlan, Backend
 
@@ -74,6 +75,10 @@ class ModelRunner:
         self._decode_runs = tuple(op.run for op in self.operators)
         self._windows = tuple(dict.fromkeys(config.sliding_windows))
         self._rotary = Rotary(config.rope, config.head_dim, model.device)
+        # On other devices torch's allocator keeps memory itself.
+        is_host = model.device.type == "cpu"
+        self._prefill_scratch = Scratch(model.dtype) if is_host else None
+        self._decode_scratch = Scratch(model.dtype) if is_host else None
 
     def attention_backend(self) -> Backend:
         """Who computes the attention of a decode step.
@@ -115,14 +120,17 @@ class ModelRunner:
         slots = self._slots(page_table, rows[:-1], positions)
         cos, sin = self._rotary(positions.to(device))
         state = Activations(
+            num_tokens=len(token_ids),
             token_ids=token_ids.to(device),
             slots=slots.to(device),
             cos=cos,
             sin=sin,
             plans=self._plans(rows, kv_lens, page_table),
+            scratch=self._decode_scratch,
         )
         for run in self._decode_runs:
             run(state)
+        state.give_all()
         return state.logits
 
     def project(self, hidden: Tensor) -> Tensor:
@@ -132,11 +140,14 @@ class ModelRunner:
     def _run(
         self, state: Activations, tasks: Sequence[PrefillTask], operators: tuple[Operator, ...]
     ) -> Iterator[Boundary]:
-        for operator in operators:
-            operator.run(state)
-            if operator.name == "lm_head":
-                _hand_out(state, tasks)
-            yield self._boundaries[operator]
+        try:
+            for operator in operators:
+                operator.run(state)
+                if operator.name == "lm_head":
+                    _hand_out(state, tasks)
+                yield self._boundaries[operator]
+        finally:
+            state.give_all()
 
     def _kv_only(self) -> tuple[Operator, ...]:
         ends = [i for i, op in enumerate(self.operators) if op.name == "attn"]
@@ -152,11 +163,13 @@ class ModelRunner:
         kv_lens = torch.tensor([task.kv_tokens for task in tasks], dtype=torch.int32)
         cos, sin = self._rotary(positions.to(device))
         state = Activations(
+            num_tokens=sum(lengths),
             token_ids=torch.cat([task.token_ids for task in tasks]).to(device),
             slots=slots.to(device),
             cos=cos,
             sin=sin,
             plans=self._plans(_indptr(lengths), kv_lens, table),
+            scratch=self._prefill_scratch,
         )
         wanted = [int(task.want_logits) for task in tasks]
         ends = zip(accumulate(lengths), wanted, strict=True)

@@ -16,12 +16,13 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 
+import torch
 from torch import Tensor
-from torch.nn import functional
 
 from millrace.engine.model_config import ModelConfig
 from millrace.engine.models.moe import Routing, run_router
 from millrace.engine.models.weights import LayerWeights, ModelWeights
+from millrace.engine.scratch import Scratch
 from millrace_kernels import api as kernels
 from millrace_kernels.plan import AttentionPlan
 
@@ -30,6 +31,7 @@ from millrace_kernels.plan import AttentionPlan
 class Activations:
     """Everything a forward pass carries from one operator to the next."""
 
+    num_tokens: int  # n
     token_ids: Tensor  # int64 [n]
     slots: Tensor  # int64 [n]: page * page_tokens + offset of each token's K/V
     cos: Tensor  # float32 [n, d / 2]
@@ -37,6 +39,7 @@ class Activations:
     plans: dict[int | None, AttentionPlan]  # by sliding window
     rows: Tensor | None = None  # int64 [r]; None: every row there is
     last_plan: AttentionPlan | None = None  # the last layer's, when it computes `rows` alone
+    scratch: Scratch | None = None  # None: operators get memory of their own
 
     x: Tensor = field(init=False)  # [n, H], not yet added to the residual
     residual: Tensor | None = None  # [n, H], the sum so far; None before the first layer
@@ -45,7 +48,23 @@ class Activations:
     gate_up: Tensor = field(init=False)  # [n, 2I]
     routing: Routing = field(init=False)
     hidden: Tensor | None = None  # [n, H] after the final norm, unless `last_plan` cut it down
-    logits: Tensor = field(init=False)  # float32 [r, vocab]
+    logits: Tensor = field(init=False)  # float32 [r, vocab]; the caller's, never scratch
+
+    def take(self, width: int) -> Tensor | None:
+        """Memory [n, width] for what an operator leaves behind."""
+        return None if self.scratch is None else self.scratch.take(self.num_tokens, width)
+
+    def give(self, tensor: Tensor) -> None:
+        """Takes back what no operator reads any more."""
+        if self.scratch is not None:
+            self.scratch.give(tensor)
+
+    def give_all(self) -> None:
+        """Takes back everything, at the end of a pass wherever it ends."""
+        for name in ("x", "residual", "qkv", "attended", "gate_up"):
+            tensor = getattr(self, name, None)
+            if tensor is not None:
+                self.give(tensor)
 
 
 Run = Callable[[Activations], None]
@@ -82,8 +101,10 @@ def build_operators(
 
 
 def _embed(embedding: Tensor) -> Run:
+    width = embedding.shape[1]
+
     def embed(state: Activations) -> None:
-        state.x = functional.embedding(state.token_ids, embedding)
+        state.x = torch.index_select(embedding, 0, state.token_ids, out=state.take(width))
 
     return embed
 
@@ -91,9 +112,15 @@ def _embed(embedding: Tensor) -> Run:
 def _qkv_proj(config: ModelConfig, layer: LayerWeights) -> Run:
     project = kernels.prepare_linear(layer.qkv, layer.qkv_bias)
     norm, eps = layer.input_norm, config.norm_eps
+    width = project.out_features
 
     def qkv_proj(state: Activations) -> None:
-        state.qkv, state.residual = project.after_norm(state.x, state.residual, norm, eps)
+        x, residual = state.x, state.residual
+        state.qkv, state.residual = project.after_norm(
+            x, residual, norm, eps, state.take(width), residual
+        )
+        if residual is not None:  # else x is the residual now
+            state.give(x)
         del state.x
 
     return qkv_proj
@@ -104,12 +131,14 @@ def _attn(
 ) -> Run:
     heads, head_dim = config.num_heads, config.head_dim
     fused = (-1, heads + 2 * config.num_kv_heads, head_dim)
+    width = heads * head_dim
     scale, eps = head_dim**-0.5, config.norm_eps
     q_norm, k_norm = layer.q_norm, layer.k_norm
 
     def attn(state: Activations) -> None:
+        qkv = state.qkv
         q_nhd = kernels.rope_write_kv(
-            state.qkv.view(fused),
+            qkv.view(fused),
             state.cos,
             state.sin,
             kv_layer,
@@ -119,15 +148,21 @@ def _attn(
             k_norm=k_norm,
             eps=eps,
         )
-        del state.qkv
         plan = state.plans[window]
         if is_last and state.last_plan is not None:
             # Nothing reads the other rows of the last layer.
-            plan, rows = state.last_plan, _required(state.rows)
-            q_nhd, state.residual = q_nhd[rows], _required(state.residual)[rows]
+            plan, rows, residual = state.last_plan, _required(state.rows), _required(state.residual)
+            q_nhd, state.residual = q_nhd[rows], residual[rows]
             state.rows = None
-        out_nhd, _ = kernels.run_attention(plan, q_nhd, kv_layer, scale=scale)
-        state.attended = out_nhd.view(-1, heads * head_dim)
+            state.give(residual)
+            state.give(qkv)
+            state.scratch = None
+        attended = state.take(width)
+        out_nhd = None if attended is None else attended.view(-1, heads, head_dim)
+        out_nhd, _ = kernels.run_attention(plan, q_nhd, kv_layer, scale=scale, out=out_nhd)
+        state.attended = out_nhd.view(-1, width) if attended is None else attended
+        state.give(qkv)
+        del state.qkv
 
     return attn
 
@@ -135,8 +170,11 @@ def _attn(
 def _o_proj(layer: LayerWeights) -> Run:
     project = kernels.prepare_linear(layer.o, layer.o_bias)
 
+    width = project.out_features
+
     def o_proj(state: Activations) -> None:
-        state.x = project(state.attended)
+        state.x = project(state.attended, state.take(width))
+        state.give(state.attended)
         del state.attended
 
     return o_proj
@@ -154,9 +192,14 @@ def _mlp(config: ModelConfig, layer: LayerWeights, index: int) -> Iterator[tuple
 def _gate_up_proj(config: ModelConfig, layer: LayerWeights) -> Run:
     project = kernels.prepare_linear(_required(layer.gate_up), layer.gate_up_bias)
     norm, eps = layer.post_norm, config.norm_eps
+    width = project.out_features
 
     def gate_up_proj(state: Activations) -> None:
-        state.gate_up, state.residual = project.after_norm(state.x, state.residual, norm, eps)
+        residual = state.residual
+        state.gate_up, state.residual = project.after_norm(
+            state.x, residual, norm, eps, state.take(width), residual
+        )
+        state.give(state.x)
         del state.x
 
     return gate_up_proj
@@ -165,8 +208,11 @@ def _gate_up_proj(config: ModelConfig, layer: LayerWeights) -> Run:
 def _down_proj(layer: LayerWeights) -> Run:
     project = kernels.prepare_linear(_required(layer.down), layer.down_bias)
 
+    width = project.out_features
+
     def down_proj(state: Activations) -> None:
-        state.x = project.after_silu(state.gate_up)
+        state.x = project.after_silu(state.gate_up, state.take(width))
+        state.give(state.gate_up)
         del state.gate_up
 
     return down_proj

@@ -195,7 +195,7 @@ def test_tuning_without_a_gpu_says_so_and_writes_the_file_as_it_is(capsys):
 
     if not torch.cuda.is_available():
         assert tune.main() == 1
-        assert "tune needs a CUDA device: no CUDA device" in capsys.readouterr().err
+        assert "tune: torch finds no CUDA device" in capsys.readouterr().err
     source = json.loads(configs.PATH.read_text())["source"]
     assert tune._as_json(dict(configs.committed()), source) == configs.PATH.read_text()
 
