@@ -120,8 +120,7 @@ def run_attention(
     exponentials of each row's scaled scores. A row that sees nothing has out 0 and lse -inf.
     Raises ValueError when q, the pages or the outputs don't fit the plan.
     """
-    expected = (plan.num_tokens, plan.num_q_heads, plan.head_dim)
-    _check_inputs(plan, q_nhd, kv_layer)
+    expected = _shape_of(plan, q_nhd, kv_layer)
     if out is None:
         out = torch.empty(expected, dtype=q_nhd.dtype, device=q_nhd.device)
     elif (
@@ -148,9 +147,10 @@ def run_attention(
     return out, lse_out
 
 
-def _check_inputs(plan: AttentionPlan, q_nhd: Tensor, kv_layer: Tensor) -> None:
+def _shape_of(plan: AttentionPlan, q_nhd: Tensor, kv_layer: Tensor) -> tuple[int, int, int]:
+    """[n, h, d] of q and out, once q and the pages are found to fit the plan."""
     expected = (plan.num_tokens, plan.num_q_heads, plan.head_dim)
-    if q_nhd.shape != expected or q_nhd.dtype != plan.dtype:
+    if tuple(q_nhd.shape) != expected or q_nhd.dtype != plan.dtype:
         raise ValueError(f"q is {q_nhd.dtype} {tuple(q_nhd.shape)}, the plan has {expected}")
     page = (2, plan.num_kv_heads, plan.page_tokens, plan.head_dim)
     if kv_layer.shape[1:] != page or kv_layer.dtype != plan.dtype:
@@ -159,6 +159,7 @@ def _check_inputs(plan: AttentionPlan, q_nhd: Tensor, kv_layer: Tensor) -> None:
         raise ValueError(
             f"q is on {q_nhd.device} and the pages on {kv_layer.device}, the plan on {plan.device}"
         )
+    return expected
 
 
 def merge_attention_(

@@ -18,8 +18,6 @@ if cpu_backend.AVAILABLE:
 _SKINNY_ROWS: Final = 8
 """Rows of x up to which reading the weights is all that counts."""
 
-_ALL_ROWS: Final = 2**31 - 1
-
 
 def most_rows(dtype: torch.dtype) -> int:
     """Rows of x up to which C++ runs a linear rather than torch, by what the processor can do.
@@ -30,8 +28,8 @@ def most_rows(dtype: torch.dtype) -> int:
     """
     native = _cpu.instruction_set()
     if dtype == torch.bfloat16:
-        return _SKINNY_ROWS if native == "portable" or _cpu.has_amx() else _ALL_ROWS
-    return _ALL_ROWS if native == "avx2" else _SKINNY_ROWS
+        return _SKINNY_ROWS if native == "portable" or _cpu.has_amx() else cpu_backend.ALL_ROWS
+    return cpu_backend.ALL_ROWS if native == "avx2" else _SKINNY_ROWS
 
 
 def _shape(*tensors: Tensor) -> str:

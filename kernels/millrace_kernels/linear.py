@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from millrace_kernels import cpu_linear, dispatch, torch_backend
+from millrace_kernels.composed import ComposedLinear
 from millrace_kernels.plan import Backend
 
 
@@ -38,7 +39,7 @@ class NativeExperts(Protocol):
     def __call__(self, x: Tensor, expert_ids: Tensor, weights: Tensor) -> Tensor: ...
 
 
-class Linear:
+class Linear(ComposedLinear):
     """x @ weight.T + bias, alone or together with what comes right before it.
 
     `out` [n, O] and `total` [n, H], contiguous and of x's dtype, are written and returned where
@@ -56,6 +57,10 @@ class Linear:
         self.bias = bias
         self.out_features, self.in_features = weight.shape
         self._native, self._native_rows = _native_linear(self.weight, bias)
+
+    @property
+    def _rows(self) -> dispatch.Rows:
+        return dispatch.rows(self.weight)
 
     def __call__(self, x: Tensor, out: Tensor | None = None) -> Tensor:
         """x [n, H] -> [n, O]. Raises ValueError or RuntimeError for another shape or dtype."""
@@ -75,17 +80,13 @@ class Linear:
         """(linear(rms_norm(total)), total) for total = x + residual, or x without a residual."""
         if self._native is not None and 0 < x.shape[0] <= self._native_rows:
             return self._native.after_norm(x, residual, norm_weight, eps, out, total)
-        rows = dispatch.rows(x)
-        if residual is None:
-            return self(rows.rms_norm(x, norm_weight, eps), out), x
-        normed, summed = rows.add_rms_norm(x, residual, norm_weight, eps)
-        return self(normed, out), summed if total is None else total.copy_(summed)
+        return super().after_norm(x, residual, norm_weight, eps, out, total)
 
     def after_silu(self, gate_up: Tensor, out: Tensor | None = None) -> Tensor:
         """linear(silu(gate) * up) for gate_up [n, 2 * H] with gate in the first half."""
         if self._native is not None and 0 < gate_up.shape[0] <= self._native_rows:
             return self._native.after_silu(gate_up, out)
-        return self(dispatch.rows(gate_up).silu_mul(gate_up), out)
+        return super().after_silu(gate_up, out)
 
 
 class Experts:

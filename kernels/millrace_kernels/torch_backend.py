@@ -126,10 +126,8 @@ def _cpu_causal(q_hnd: Tensor, k_kpd: Tensor, v_kpd: Tensor, scale: float) -> tu
         return _flash(q_hnd, k_kpd, v_kpd, scale, causal=False)
     old, old_lse = _flash(q_hnd, k_kpd[:, :history], v_kpd[:, :history], scale, causal=False)
     new, new_lse = _flash(q_hnd, k_kpd[:, history:], v_kpd[:, history:], scale, causal=True)
-    lse = torch.logaddexp(old_lse, new_lse)
-    out = old.float() * (old_lse - lse).exp()[..., None]
-    out += new.float() * (new_lse - lse).exp()[..., None]
-    return out.to(q_hnd.dtype), lse
+    merge_attention_(old, old_lse, new, new_lse)
+    return old, old_lse
 
 
 def write_kv(kv_layer: Tensor, k_nhd: Tensor, v_nhd: Tensor, slots: Tensor) -> None:

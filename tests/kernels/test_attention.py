@@ -26,14 +26,6 @@ def backend(request) -> Iterator[str]:
         yield "cpu"
 
 
-@pytest.fixture
-def threads() -> Iterator[None]:
-    """Let a test set torch's thread count."""
-    before = torch.get_num_threads()
-    yield
-    torch.set_num_threads(before)
-
-
 @settings(
     max_examples=20,
     deadline=None,

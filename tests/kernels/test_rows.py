@@ -31,25 +31,10 @@ def kernels(request) -> Iterator[ModuleType]:
         yield cpu_rows
 
 
-@pytest.fixture(params=cpu_backend.instruction_sets())
-def variant(request) -> Iterator[str]:
-    """Each instruction set of the C++ kernels in turn."""
-    with cpu_backend.instruction_set(request.param):
-        yield request.param
-
-
 @pytest.fixture
 def native() -> None:
     if not cpu_backend.AVAILABLE:
         pytest.skip("the C++ module isn't built here")
-
-
-@pytest.fixture
-def threads() -> Iterator[None]:
-    """Let a test set torch's thread count."""
-    before = torch.get_num_threads()
-    yield
-    torch.set_num_threads(before)
 
 
 def close(actual: torch.Tensor, expected: torch.Tensor) -> None:

@@ -29,13 +29,6 @@ def sample(request) -> Iterator[Sample]:
         yield cpu_rows.sample
 
 
-@pytest.fixture
-def threads() -> Iterator[None]:
-    before = torch.get_num_threads()
-    yield
-    torch.set_num_threads(before)
-
-
 def columns(rows: list[tuple[float, int, float, float, float]]) -> list[torch.Tensor]:
     """(temperature, top_k, top_p, min_p, uniform) of each row as the arguments of `sample`."""
     return [

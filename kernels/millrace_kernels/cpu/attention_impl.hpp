@@ -27,19 +27,9 @@ inline Vec exp2(Vec x) {
 
 // tanh by e^2x - 1 = t, tanh = t / (t + 2): accurate where x is small as well.
 inline Vec tanh(Vec x) {
-  const Vec y = max(set1(-20.0f), min(set1(20.0f), add(x, x)));
-  const Vec n = round_nearest(mul(y, set1(kLog2e)));
-  Vec r = fma(n, set1(-0.693359375f), y);
-  r = fma(n, set1(2.12194440e-4f), r);
-  Vec p = set1(1.9875691500e-4f);
-  p = fma(p, r, set1(1.3981999507e-3f));
-  p = fma(p, r, set1(8.3334519073e-3f));
-  p = fma(p, r, set1(4.1665795894e-2f));
-  p = fma(p, r, set1(1.6666665459e-1f));
-  p = fma(p, r, set1(5.0000001201e-1f));
-  p = fma(mul(p, r), r, r);
-  const Vec power = power_of_two(n);
-  const Vec t = fma(p, power, sub(power, set1(1.0f)));
+  const Exponent e = exponent_of(max(set1(-20.0f), min(set1(20.0f), add(x, x))));
+  const Vec power = power_of_two(e.n);
+  const Vec t = fma(fma(e.tail, e.r, e.r), power, sub(power, set1(1.0f)));
   return div(t, add(t, set1(2.0f)));
 }
 

@@ -45,29 +45,12 @@ inline Units as_pairs(const bf16* p) {
 inline Units zipped(const bf16* first, const bf16* second) {
   return _mm256_or_si256(_mm256_srli_epi32(as_floats(first), 16), as_floats(second));
 }
-inline void store_units(void* out, Units a) {
-  _mm256_storeu_si256(static_cast<__m256i*>(out), a);
-}
+inline void store_units(void* out, Units a) { store_words(out, a); }
 template <class Element>
-inline void store_transposed(const Units (&row)[8], Element* out, int stride) {
-  __m256i pairs[8], quads[8];
+inline void store_transposed(Units (&row)[8], Element* out, int stride) {
+  transpose(row);
   MILLRACE_UNROLL
-  for (int i = 0; i < 8; i += 2) {
-    pairs[i] = _mm256_unpacklo_epi32(row[i], row[i + 1]);
-    pairs[i + 1] = _mm256_unpackhi_epi32(row[i], row[i + 1]);
-  }
-  MILLRACE_UNROLL
-  for (int i = 0; i < 8; i += 4) {
-    quads[i] = _mm256_unpacklo_epi64(pairs[i], pairs[i + 2]);
-    quads[i + 1] = _mm256_unpackhi_epi64(pairs[i], pairs[i + 2]);
-    quads[i + 2] = _mm256_unpacklo_epi64(pairs[i + 1], pairs[i + 3]);
-    quads[i + 3] = _mm256_unpackhi_epi64(pairs[i + 1], pairs[i + 3]);
-  }
-  MILLRACE_UNROLL
-  for (int i = 0; i < 4; ++i) {
-    store_units(out + i * stride, _mm256_permute2x128_si256(quads[i], quads[i + 4], 0x20));
-    store_units(out + (i + 4) * stride, _mm256_permute2x128_si256(quads[i], quads[i + 4], 0x31));
-  }
+  for (int i = 0; i < 8; ++i) store_units(out + i * stride, row[i]);
 }
 #else
 struct Units {

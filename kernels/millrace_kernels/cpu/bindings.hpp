@@ -45,6 +45,18 @@ class GilPause {
   std::optional<nb::gil_scoped_release> release_;
 };
 
+constexpr std::int64_t kTaskElements = 16384;
+
+// body(first, last) over [0, rows), in tasks of about kTaskElements elements; in the caller alone
+// where one task is all.
+template <class Body>
+void over_rows(std::int64_t rows, std::int64_t width, int threads, const Body& body) {
+  const std::int64_t step = std::max<std::int64_t>(1, kTaskElements / std::max<std::int64_t>(width, 1));
+  parallel_for(static_cast<int>((rows + step - 1) / step), threads, [&](int index) {
+    body(index * step, std::min((index + 1) * step, rows));
+  });
+}
+
 // Each registers its part of the module.
 void bind_isa(nb::module_& m);
 void bind_attention(nb::module_& m);

@@ -22,39 +22,10 @@ struct Format<bf16> {
 #endif
 
 constexpr std::int64_t kDepth = 256;  // elements of k in a panel
-constexpr int kPanelColumns = 64;     // a multiple of every panel's width
 constexpr int kFewRows = 8;
-constexpr int kFewUnit = 64;          // a multiple of every step of few rows
+constexpr int kFewUnit = 64;  // a multiple of every step of few rows
 
 #if defined(__AVX2__)
-// Turns 8 rows of 8 words each.
-inline void transpose(__m256i* a) {
-  __m256 t[8], u[8];
-  MILLRACE_UNROLL
-  for (int i = 0; i < 8; i += 2) {
-    const __m256 low = _mm256_castsi256_ps(a[i]);
-    const __m256 high = _mm256_castsi256_ps(a[i + 1]);
-    t[i] = _mm256_unpacklo_ps(low, high);
-    t[i + 1] = _mm256_unpackhi_ps(low, high);
-  }
-  MILLRACE_UNROLL
-  for (int i = 0; i < 8; i += 4) {
-    u[i] = _mm256_shuffle_ps(t[i], t[i + 2], 0x44);
-    u[i + 1] = _mm256_shuffle_ps(t[i], t[i + 2], 0xee);
-    u[i + 2] = _mm256_shuffle_ps(t[i + 1], t[i + 3], 0x44);
-    u[i + 3] = _mm256_shuffle_ps(t[i + 1], t[i + 3], 0xee);
-  }
-  MILLRACE_UNROLL
-  for (int i = 0; i < 4; ++i) {
-    a[i] = _mm256_castps_si256(_mm256_permute2f128_ps(u[i], u[i + 4], 0x20));
-    a[i + 4] = _mm256_castps_si256(_mm256_permute2f128_ps(u[i], u[i + 4], 0x31));
-  }
-}
-
-inline void store_words(void* to, __m256i a) {
-  _mm256_storeu_si256(static_cast<__m256i*>(to), a);
-}
-
 // A word is 4 bytes of k: a float or two bfloat16. Words of 8 outputs go to a panel's row, those that
 // hold two bfloat16 to two rows where floats are multiplied.
 inline void put(float* to, std::int64_t, __m256i word, const float*) { store_words(to, word); }
@@ -83,17 +54,17 @@ inline void put_one(float* panel, std::int64_t k, int columns, int column, bf16 
   panel[k * columns + column] = to_float(weight);
 }
 
-// panel[depth][Columns] of `count` outputs, zeros in the columns past them. Meanwhile the cache
+// panel[depth][kTileColumns] of `count` outputs, zeros in the columns past them. Meanwhile the cache
 // fetches the next panel.
-template <class T, int Columns>
+template <class T>
 inline void fill_panel(const T* w, std::int64_t stride, std::int64_t count, std::int64_t depth,
                        typename Format<T>::Unit::Element* panel) {
   std::int64_t turned = 0;
 #if defined(__AVX2__)
   constexpr int kElements = 32 / static_cast<int>(sizeof(T));
-  if (count == Columns) {
+  if (count == kTileColumns) {
     turned = depth / kElements * kElements;
-    for (int column = 0; column < Columns; column += 8) {
+    for (int column = 0; column < kTileColumns; column += 8) {
       const T* from = w + column * stride;
       for (std::int64_t j = 0; j < turned; j += kElements) {
         __m256i words[8];
@@ -102,21 +73,21 @@ inline void fill_panel(const T* w, std::int64_t stride, std::int64_t count, std:
           words[i] = _mm256_loadu_si256(reinterpret_cast<const __m256i*>(from + i * stride + j));
         if (j / kElements % 2 == 0) {
           MILLRACE_UNROLL
-          for (int i = 0; i < 8; ++i) __builtin_prefetch(from + (Columns + i) * stride + j, 0, 2);
+          for (int i = 0; i < 8; ++i) __builtin_prefetch(from + (kTileColumns + i) * stride + j, 0, 2);
         }
         transpose(words);
-        auto* to = panel + j / Format<T>::kUnitElements * Columns + column;
+        auto* to = panel + j / Format<T>::kUnitElements * kTileColumns + column;
         constexpr int kRows = kElements / Format<T>::kUnitElements / 8;
         MILLRACE_UNROLL
         for (int i = 0; i < 8; ++i)
-          put(to + i * kRows * Columns, Columns, words[i], static_cast<const T*>(nullptr));
+          put(to + i * kRows * kTileColumns, kTileColumns, words[i], static_cast<const T*>(nullptr));
       }
     }
   }
 #endif
-  for (std::int64_t column = 0; column < Columns; ++column)
+  for (std::int64_t column = 0; column < kTileColumns; ++column)
     for (std::int64_t j = turned; j < depth; ++j)
-      put_one(panel, j, Columns, static_cast<int>(column),
+      put_one(panel, j, kTileColumns, static_cast<int>(column),
               column < count ? w[column * stride + j] : T{});
 }
 
@@ -159,10 +130,9 @@ void multiply(const LinearCall& c, Range rows, Range outputs, float* work) {
   using Unit = typename Format<T>::Unit;
   using Element = typename Unit::Element;
   constexpr int kElements = Format<T>::kUnitElements;
-  constexpr int kColumns = kTileColumns;
   Element* panel = reinterpret_cast<Element*>(work);
-  float* totals = work + kDepth * kPanelColumns;
-  const std::int64_t ld = round_up(outputs.size(), kPanelColumns);
+  float* totals = work + kDepth * kTileColumns;
+  const std::int64_t ld = round_up(outputs.size(), kTileColumns);
   const std::int64_t stride = c.x_stride / kElements;
   const Element* x = static_cast<const Element*>(c.x) + rows.first * stride;
   const T* weight = static_cast<const T*>(c.weight);
@@ -170,9 +140,9 @@ void multiply(const LinearCall& c, Range rows, Range outputs, float* work) {
   for (std::int64_t k = 0; k < c.k; k += kDepth) {
     const std::int64_t depth = k + kDepth < c.k ? kDepth : c.k - k;
     const std::int64_t units = (depth + kElements - 1) / kElements;
-    for (std::int64_t o = outputs.first; o < outputs.last; o += kColumns) {
-      const std::int64_t count = o + kColumns < outputs.last ? kColumns : outputs.last - o;
-      fill_panel<T, kColumns>(weight + o * c.k + k, c.k, count, depth, panel);
+    for (std::int64_t o = outputs.first; o < outputs.last; o += kTileColumns) {
+      const std::int64_t count = o + kTileColumns < outputs.last ? kTileColumns : outputs.last - o;
+      fill_panel<T>(weight + o * c.k + k, c.k, count, depth, panel);
       for (std::int64_t tile = 0; tile < tiles; ++tile) {  // as equal as can be
         const std::int64_t row = rows.size() * tile / tiles;
         multiply_up_to<Unit>(rows.size() * (tile + 1) / tiles - row,
@@ -186,7 +156,7 @@ void multiply(const LinearCall& c, Range rows, Range outputs, float* work) {
 
 std::int64_t work_floats(std::int64_t rows, std::int64_t outputs, std::int64_t k) {
   const std::int64_t few = rows <= kFewRows ? rows * round_up(k, kFewUnit) : 0;
-  const std::int64_t panels = kDepth * kPanelColumns + rows * round_up(outputs, kPanelColumns);
+  const std::int64_t panels = kDepth * kTileColumns + rows * round_up(outputs, kTileColumns);
   return few > panels ? few : panels;
 }
 

@@ -14,8 +14,6 @@ constexpr std::int64_t kTaskRows = 192;        // what a task multiplies stays i
 constexpr std::int64_t kTaskOutputs = 256;
 constexpr std::int64_t kTaskWeights = 65536;   // worth handing to another thread
 constexpr std::int64_t kTasksPerThread = 4;
-constexpr std::int64_t kSmallElements = 16384;  // the caller prepares so few alone
-constexpr std::int64_t kBlockElements = 8192;
 constexpr std::int64_t kPreparedBytes = 16 << 20;
 constexpr std::int64_t kExpertRows = 4096;
 
@@ -46,16 +44,6 @@ std::int64_t parts(std::int64_t whole, std::int64_t part) { return (whole + part
 
 std::int64_t round_to_unit(std::int64_t outputs) {
   return std::max<std::int64_t>(1, parts(outputs, kUnitOutputs)) * kUnitOutputs;
-}
-
-// body(first, last) over [0, rows), in the caller alone where there is little to do.
-template <class Body>
-void over_rows(std::int64_t rows, std::int64_t width, int threads, const Body& body) {
-  if (rows * width <= kSmallElements) return body(std::int64_t{0}, rows);
-  const std::int64_t step = std::max<std::int64_t>(1, kBlockElements / width);
-  parallel_for(static_cast<int>(parts(rows, step)), threads, [&](int index) {
-    body(index * step, std::min((index + 1) * step, rows));
-  });
 }
 
 // One product of a loop: rows and outputs that one thread multiplies.
@@ -167,11 +155,15 @@ void Linear::multiply_rows(const Rows& rows, std::int64_t m, void* out, int thre
   const std::int64_t prepared = kernels().linear.prepared_bytes(type_, k_);
   const std::int64_t row_bytes = prepared ? prepared : k_ * size;
   const bool as_it_lies = !prepared && !rows.norm_weight && !rows.silu;
-  const std::int64_t chunk =
-      as_it_lies ? m : std::max(kTaskRows, kPreparedBytes / row_bytes / kTaskRows * kTaskRows);
+  const std::int64_t most =
+      as_it_lies ? std::max<std::int64_t>(m, 1)
+                 : std::max(kTaskRows, kPreparedBytes / row_bytes / kTaskRows * kTaskRows);
+  // As equal as can be: a few rows left over would take the other kernel, and get other bits.
+  const std::int64_t chunks = parts(m, most);
   std::vector<Piece> pieces;
-  for (std::int64_t start = 0; start < m; start += chunk) {
-    const std::int64_t count = std::min(chunk, m - start);
+  for (std::int64_t chunk = 0; chunk < chunks; ++chunk) {
+    const std::int64_t start = m * chunk / chunks;
+    const std::int64_t count = m * (chunk + 1) / chunks - start;
     LinearCall product = call(rows.x, rows.stride, offset(out, start * o_ * size));
     if (!as_it_lies) {
       void* to = room<Use::prepared>(count * row_bytes);

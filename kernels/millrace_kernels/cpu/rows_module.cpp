@@ -8,24 +8,11 @@
 namespace millrace {
 namespace {
 
-constexpr std::int64_t kTaskElements = 16384;
-
-// body(first, last) over [0, rows), in tasks of about kTaskElements elements.
-template <class Body>
-void over_rows(std::int64_t rows, std::int64_t width, int threads, Body body) {
-  const GilPause pause(rows * width);
-  const std::int64_t step = std::max<std::int64_t>(1, kTaskElements / std::max<std::int64_t>(width, 1));
-  const auto task = [&](int index) {
-    const std::int64_t first = index * step;
-    body(first, std::min(first + step, rows));
-  };
-  parallel_for(static_cast<int>((rows + step - 1) / step), threads, task);
-}
-
 void rms_norm(Type type, Address x, std::int64_t x_stride, Address residual, Address total,
               Address weight, Address out, std::int64_t rows, std::int64_t width, float eps,
               int threads) {
   const auto kernel = kernels().rows.rms_norm[static_cast<int>(type)];
+  const GilPause pause(rows * width);
   over_rows(rows, width, threads, [&](std::int64_t first, std::int64_t last) {
     kernel(at<const void>(x), x_stride, at<const void>(residual), at<void>(total),
            at<const void>(weight), at<void>(out), first, last, width, eps);
@@ -35,6 +22,7 @@ void rms_norm(Type type, Address x, std::int64_t x_stride, Address residual, Add
 void silu_mul(Type type, Address gate_up, Address out, std::int64_t rows, std::int64_t width,
               int threads) {
   const auto kernel = kernels().rows.silu_mul[static_cast<int>(type)];
+  const GilPause pause(rows * width);
   over_rows(rows, width, threads, [&](std::int64_t first, std::int64_t last) {
     kernel(at<const void>(gate_up), at<void>(out), first, last, width);
   });
@@ -53,7 +41,9 @@ void rope_write_kv(Type type, Address qkv, std::int64_t rows, int q_heads, int k
     if (call.slots[n] < 0 || call.slots[n] >= num_pages * page_tokens)
       throw std::out_of_range("slot " + std::to_string(call.slots[n]) + " is outside the pool");
   const auto kernel = kernels().rows.rope_write_kv[static_cast<int>(type)];
-  over_rows(rows, (q_heads + 2 * kv_heads) * head_dim, threads,
+  const std::int64_t width = (q_heads + 2 * kv_heads) * head_dim;
+  const GilPause pause(rows * width);
+  over_rows(rows, width, threads,
             [&](std::int64_t first, std::int64_t last) { kernel(call, first, last); });
 }
 

@@ -270,11 +270,11 @@ inline float largest(Vec a) {
 #undef MILLRACE_EACH
 #endif
 
-// e^x, about 1 ulp for x in [-87, 88]; smaller x gives 0. Splits x = n ln 2 + r, then a polynomial
-// in r (minimax coefficients from the Cephes library's expf).
-inline Vec exp(Vec x) {
-  // The constants come first: min and max then hand on a NaN in x.
-  x = max(set1(-88.03f), min(set1(88.0f), x));
+// e^x = 2^n (1 + r + tail r) for x = n ln 2 + r (minimax coefficients from the Cephes library's expf).
+struct Exponent {
+  Vec n, r, tail;
+};
+inline Exponent exponent_of(Vec x) {
   const Vec n = round_nearest(mul(x, set1(1.44269504088896341f)));
   Vec r = fma(n, set1(-0.693359375f), x);
   r = fma(n, set1(2.12194440e-4f), r);
@@ -284,6 +284,12 @@ inline Vec exp(Vec x) {
   p = fma(p, r, set1(4.1665795894e-2f));
   p = fma(p, r, set1(1.6666665459e-1f));
   p = fma(p, r, set1(5.0000001201e-1f));
-  p = fma(mul(p, r), r, add(r, set1(1.0f)));
-  return mul(p, power_of_two(n));
+  return {n, r, mul(p, r)};
+}
+
+// e^x, about 1 ulp for x in [-87, 88]; smaller x gives 0.
+inline Vec exp(Vec x) {
+  // The constants come first: min and max then hand on a NaN in x.
+  const Exponent e = exponent_of(max(set1(-88.03f), min(set1(88.0f), x)));
+  return mul(fma(e.tail, e.r, add(e.r, set1(1.0f))), power_of_two(e.n));
 }

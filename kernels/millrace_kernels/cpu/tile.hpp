@@ -42,32 +42,59 @@ struct PairUnit {
 };
 #endif
 
-// c[R][columns] = (Add ? c : 0) + a[R][k] * b[k][columns], columns = Vecs * Vec::N, kTileColumns unless
-// few rows leave registers for more. Strides in units and floats.
-template <class Unit, int R, bool Add, int Vecs = kTileVecs>
+#if defined(__AVX2__)
+// Turns 8 rows of 8 words each, in place.
+inline void transpose(__m256i (&a)[8]) {
+  __m256i pairs[8], quads[8];
+  MILLRACE_UNROLL
+  for (int i = 0; i < 8; i += 2) {
+    pairs[i] = _mm256_unpacklo_epi32(a[i], a[i + 1]);
+    pairs[i + 1] = _mm256_unpackhi_epi32(a[i], a[i + 1]);
+  }
+  MILLRACE_UNROLL
+  for (int i = 0; i < 8; i += 4) {
+    quads[i] = _mm256_unpacklo_epi64(pairs[i], pairs[i + 2]);
+    quads[i + 1] = _mm256_unpackhi_epi64(pairs[i], pairs[i + 2]);
+    quads[i + 2] = _mm256_unpacklo_epi64(pairs[i + 1], pairs[i + 3]);
+    quads[i + 3] = _mm256_unpackhi_epi64(pairs[i + 1], pairs[i + 3]);
+  }
+  MILLRACE_UNROLL
+  for (int i = 0; i < 4; ++i) {
+    a[i] = _mm256_permute2x128_si256(quads[i], quads[i + 4], 0x20);
+    a[i + 4] = _mm256_permute2x128_si256(quads[i], quads[i + 4], 0x31);
+  }
+}
+
+inline void store_words(void* to, __m256i a) {
+  _mm256_storeu_si256(static_cast<__m256i*>(to), a);
+}
+#endif
+
+// c[R][kTileColumns] = (Add ? c : 0) + a[R][k] * b[k][kTileColumns]. Strides in units and floats.
+template <class Unit, int R, bool Add>
 inline void multiply_tile(const typename Unit::Element* a, std::int64_t a_stride,
                           const typename Unit::Element* b, std::int64_t b_stride, std::int64_t k,
                           float* c, std::int64_t c_stride) {
-  Vec sums[R][Vecs];
+  Vec sums[R][kTileVecs];
   MILLRACE_UNROLL
   for (int r = 0; r < R; ++r)
     MILLRACE_UNROLL
-    for (int j = 0; j < Vecs; ++j)
+    for (int j = 0; j < kTileVecs; ++j)
       sums[r][j] = Add ? load(c + r * c_stride + j * Vec::N) : zero();
   for (std::int64_t i = 0; i < k; ++i) {
-    typename Unit::Operand row[Vecs];
+    typename Unit::Operand row[kTileVecs];
     MILLRACE_UNROLL
-    for (int j = 0; j < Vecs; ++j) row[j] = Unit::load_row(b + i * b_stride + j * Vec::N);
+    for (int j = 0; j < kTileVecs; ++j) row[j] = Unit::load_row(b + i * b_stride + j * Vec::N);
     MILLRACE_UNROLL
     for (int r = 0; r < R; ++r) {
       const typename Unit::Operand element = Unit::broadcast(a + r * a_stride + i);
       MILLRACE_UNROLL
-      for (int j = 0; j < Vecs; ++j)
+      for (int j = 0; j < kTileVecs; ++j)
         sums[r][j] = Unit::multiply_add(element, row[j], sums[r][j]);
     }
   }
   MILLRACE_UNROLL
   for (int r = 0; r < R; ++r)
     MILLRACE_UNROLL
-    for (int j = 0; j < Vecs; ++j) store(c + r * c_stride + j * Vec::N, sums[r][j]);
+    for (int j = 0; j < kTileVecs; ++j) store(c + r * c_stride + j * Vec::N, sums[r][j]);
 }

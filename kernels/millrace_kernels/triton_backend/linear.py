@@ -9,6 +9,8 @@ import torch
 from torch import Tensor
 
 from millrace_kernels import torch_backend
+from millrace_kernels.composed import ComposedLinear
+from millrace_kernels.dispatch import Rows
 from millrace_kernels.triton_backend import configs, linear_kernels, rows
 from millrace_kernels.triton_backend.jit import dot_precision, launch
 
@@ -19,11 +21,15 @@ _BLOCK_M: Final = 16
 
 
 @dataclass(frozen=True, slots=True)
-class TritonLinear:
+class TritonLinear(ComposedLinear):
     """x @ weight.T + bias with what comes before it. weight [out, in] contiguous, bias [out]."""
 
     weight: Tensor
     bias: Tensor | None = None
+
+    @property
+    def _rows(self) -> Rows:
+        return rows
 
     @property
     def in_features(self) -> int:
@@ -41,25 +47,6 @@ class TritonLinear:
             result = multiply_few_rows(x, self.weight, self.bias)
             return result if out is None else out.copy_(result)
         return torch_backend.linear(x, self.weight, self.bias, out)
-
-    def after_norm(
-        self,
-        x: Tensor,
-        residual: Tensor | None,
-        norm_weight: Tensor,
-        eps: float,
-        out: Tensor | None = None,
-        total: Tensor | None = None,
-    ) -> tuple[Tensor, Tensor]:
-        """Return (linear(rms_norm(total)), total) where total is x + residual, or x without one."""
-        if residual is None:
-            return self(rows.rms_norm(x, norm_weight, eps), out), x
-        normed, summed = rows.add_rms_norm(x, residual, norm_weight, eps)
-        return self(normed, out), summed if total is None else total.copy_(summed)
-
-    def after_silu(self, gate_up: Tensor, out: Tensor | None = None) -> Tensor:
-        """[n, out] of silu_mul(gate_up) for gate_up [n, 2 * in]."""
-        return self(rows.silu_mul(gate_up), out)
 
 
 def multiply_few_rows(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:

@@ -20,8 +20,6 @@ Beside its tokens/s stands what share of the machine Millrace uses: of prefill, 
 from __future__ import annotations
 
 import json
-import os
-import platform
 import statistics
 import tempfile
 import time
@@ -39,8 +37,9 @@ from torch import Tensor
 
 from millrace.bench.engine_report import as_table, draw
 from millrace.bench.llama_cpp import LlamaCppEngine, write_gguf
-from millrace.bench.machine_limits import gemm_flops_per_s, read_bytes_per_s
+from millrace.bench.machine_limits import describe_machine, gemm_flops_per_s, read_bytes_per_s
 from millrace.bench.model_costs import decode_step_bytes, prefill_flops
+from millrace.bench.options import names
 from millrace.bench.random_model import LLAMA_100M, write_random_llama
 from millrace.bench.timed_engines import (
     PAGE_TOKENS,
@@ -49,7 +48,6 @@ from millrace.bench.timed_engines import (
     TransformersEngine,
 )
 from millrace.core.errors import MillraceError
-from millrace_kernels import describe_backends
 
 OURS = "millrace"
 OTHERS = ("transformers", "llama.cpp")
@@ -240,7 +238,7 @@ def run(
                             lambda what: on_progress(len(results), total, what),
                         )
                         results.append(_result(case, found, settings, limits[dtype]))
-        machine = _machine()
+        machine = describe_machine()
     finally:
         torch.set_num_threads(threads_before)
     return {
@@ -301,16 +299,6 @@ def _result(
     )
 
 
-def _machine() -> dict[str, Any]:
-    return {
-        "cpus": os.cpu_count(),
-        "threads": torch.get_num_threads(),
-        "architecture": platform.machine(),
-        "torch": torch.__version__,
-        "kernels": describe_backends(),
-    }
-
-
 def _numbers(text: str) -> list[int]:
     try:
         numbers = [int(part) for part in text.split(",")]
@@ -319,13 +307,6 @@ def _numbers(text: str) -> list[int]:
     if min(numbers) < 1:
         raise typer.BadParameter(f"{text!r}: every number must be at least 1")
     return numbers
-
-
-def _names(text: str, known: Sequence[str]) -> list[str]:
-    names = [part.strip() for part in text.split(",")]
-    if unknown := sorted(set(names) - set(known)):
-        raise typer.BadParameter(f"{unknown[0]!r} is none of {', '.join(known)}")
-    return list(dict.fromkeys(names))
 
 
 def command(  # noqa: PLR0913 - every option of the command line is a parameter
@@ -369,8 +350,8 @@ def command(  # noqa: PLR0913 - every option of the command line is a parameter
 ) -> None:
     """Engine speed on the CPU: prefill and decode tokens/s beside other engines, in one run."""
     settings = Settings(
-        against=_names(against, OTHERS),
-        dtypes=_names(dtypes, tuple(_LOGIT_TOLERANCE)),
+        against=names(against, OTHERS),
+        dtypes=names(dtypes, tuple(_LOGIT_TOLERANCE)),
         prefill_tokens=_numbers(prefill),
         batches=_numbers(batches),
         contexts=_numbers(contexts),

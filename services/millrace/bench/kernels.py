@@ -14,8 +14,6 @@ small chunks and for large ones over the same long history: what chunking costs.
 from __future__ import annotations
 
 import json
-import os
-import platform
 import statistics
 import time
 from collections.abc import Callable, Sequence
@@ -32,7 +30,9 @@ from rich.table import Table
 from torch import Tensor
 
 from millrace.bench.attention_cases import PagedKv, attention_cases
-from millrace.bench.kernel_case import DTYPES, KERNELS, Case, Item, Sizes, random
+from millrace.bench.kernel_case import DTYPES, KERNELS, Case, Item, Sizes
+from millrace.bench.machine_limits import describe_machine, gemm_flops_per_s, read_bytes_per_s
+from millrace.bench.options import names
 from millrace.bench.row_cases import row_cases
 from millrace.core.errors import MillraceError
 from millrace_kernels import api
@@ -129,7 +129,7 @@ def run(
             for dtype in chunked:
                 on_progress(1 + len(cases) + len(chunks), total, f"chunks {dtype}")
                 chunks.append(measure_chunks(settings, dtype))
-            machine = _machine()
+            machine = describe_machine()
     finally:
         torch.set_num_threads(threads_before)
     on_progress(total, total, "done")
@@ -179,27 +179,12 @@ def _time(call: Callable[[], object], count: int) -> float:
 
 
 def measure_peaks(settings: Settings) -> Peaks:
-    """The best of torch's matrix product and ours, and of torch's ways to read once.
-
-    What bfloat16 holds can be multiplied in float32, whose peak is the least of both.
-    """
-    side = settings.peak_side
+    """What bfloat16 holds can be multiplied in float32, whose peak is the least of both."""
     flops_per_s: dict[str, float] = {}
     for dtype in DTYPES:
-        x, weight = random((side, side), DTYPES[dtype]), random((side, side), DTYPES[dtype])
-        linear = api.prepare_linear(weight)
-        products = (lambda x=x, w=weight: x @ w.T, lambda x=x, linear=linear: linear(x))
-        rate = 2 * side**3 / _best(products, 2 * settings.budget_s)
+        rate = gemm_flops_per_s(dtype, settings.peak_side)
         flops_per_s[dtype] = max(rate, *flops_per_s.values(), 0.0)
-    data = random((settings.read_bytes // 4,), torch.float32)
-    reads = (data.sum, lambda: torch.dot(data, data), data.amax)
-    return Peaks(
-        flops_per_s=flops_per_s, bytes_per_s=data.nbytes / _best(reads, 2 * settings.budget_s)
-    )
-
-
-def _best(calls: Sequence[Callable[[], object]], budget_s: float) -> float:
-    return min(min(samples) for samples in measure(calls, budget_s))
+    return Peaks(flops_per_s=flops_per_s, bytes_per_s=read_bytes_per_s(settings.read_bytes))
 
 
 def _compare(case: Case, peaks: Peaks, budget_s: float) -> Result:
@@ -260,16 +245,6 @@ def measure_chunks(settings: Settings, dtype: str) -> dict[str, Any]:
         "rows": settings.chunk_rows,
         "us_per_token": (small_us, large_us),
         "ratio": small_us / large_us,
-    }
-
-
-def _machine() -> dict[str, Any]:
-    return {
-        "cpus": os.cpu_count(),
-        "threads": torch.get_num_threads(),
-        "architecture": platform.machine(),
-        "torch": torch.__version__,
-        "kernels": api.describe_backends(),
     }
 
 
@@ -349,13 +324,6 @@ def draw(report: dict[str, Any], path: Path) -> None:
     pyplot.close(figure)
 
 
-def _chosen(text: str, known: Sequence[str]) -> list[str]:
-    chosen = [part.strip() for part in text.split(",")]
-    if unknown := sorted(set(chosen) - set(known)):
-        raise typer.BadParameter(f"{unknown[0]!r} is none of {', '.join(known)}")
-    return chosen
-
-
 def command(
     only: Annotated[
         str, typer.Option("--only", metavar="NAMES", help=f"Of {', '.join(NAMES)}.")
@@ -378,7 +346,7 @@ def command(
 ) -> None:
     """Each kernel's speed on the CPU beside torch's own way and the machine's peaks."""
     settings = Settings(
-        names=_chosen(only, NAMES), dtypes=_chosen(dtypes, tuple(DTYPES)), budget_s=budget_s
+        names=names(only, NAMES), dtypes=names(dtypes, tuple(DTYPES)), budget_s=budget_s
     )
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn())
     with Progress(*columns, TimeElapsedColumn(), console=Console(stderr=True)) as progress:

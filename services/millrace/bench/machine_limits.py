@@ -1,22 +1,37 @@
-"""What this machine can do at most, measured: products of matrices, and reading memory.
+"""What this machine is, and what it can do at most, measured: products of matrices, and reading
+memory.
 
 The threads are those that torch has been set to.
 """
 
 from __future__ import annotations
 
+import os
+import platform
 import time
 from collections.abc import Callable
+from typing import Any
 
 import torch
 
-from millrace_kernels import prepare_linear
+from millrace_kernels.api import describe_backends, prepare_linear
 
 GEMM_SIZE = 2048
 READ_BYTES = 512 << 20
 """Far beyond any cache."""
 
 _ROW = 4096  # columns of the matrix that readers take the bytes for
+
+
+def describe_machine() -> dict[str, Any]:
+    """What a report says of the machine."""
+    return {
+        "cpus": os.cpu_count(),
+        "threads": torch.get_num_threads(),
+        "architecture": platform.machine(),
+        "torch": torch.__version__,
+        "kernels": describe_backends(),
+    }
 
 
 def gemm_flops_per_s(dtype: str, size: int = GEMM_SIZE, repeats: int = 5) -> float:
@@ -29,7 +44,7 @@ def gemm_flops_per_s(dtype: str, size: int = GEMM_SIZE, repeats: int = 5) -> flo
 
 def read_bytes_per_s(size_bytes: int = READ_BYTES, repeats: int = 5) -> float:
     """Bytes/s of streaming reads, the best of several readers."""
-    matrix = torch.ones(size_bytes // (4 * _ROW), _ROW)
+    matrix = torch.ones(max(size_bytes // (4 * _ROW), 1), _ROW)
     vector = torch.ones(_ROW)
     row = vector[None]
     linear = prepare_linear(matrix)

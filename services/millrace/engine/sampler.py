@@ -19,10 +19,10 @@ from typing import Final
 import torch
 from torch import Tensor
 
-import millrace_kernels as kernels
 from millrace.engine.logit_edits import edit_logits
 from millrace.engine.logprobs import PositionLogprobs, position_logprobs, prompt_logprobs
 from millrace.engine.sampling_spec import SamplingRow, SamplingSpec, finish_reason
+from millrace_kernels import api as kernels
 
 __all__ = [
     "NO_TOKEN",
