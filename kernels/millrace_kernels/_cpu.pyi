@@ -28,6 +28,7 @@ class AttentionPlan:
         soft_cap: float,
         max_rows: int,
     ) -> None: ...
+    def prepare(self) -> None: ...
     def run(
         self,
         type: Type,

@@ -13,6 +13,7 @@ from torch import Tensor
 from millrace_kernels import dispatch, reference, torch_backend
 from millrace_kernels.linear import Experts, Linear, prepare_experts, prepare_linear
 from millrace_kernels.plan import AttentionPlan, Backend, check_tables
+from millrace_kernels.recording import NativeCall, record
 
 _SETTING_TYPES = (torch.float64, torch.int64, torch.float64, torch.float64, torch.float64)
 
@@ -21,12 +22,14 @@ __all__ = [
     "Backend",
     "Experts",
     "Linear",
+    "NativeCall",
     "add_rms_norm",
     "describe_backends",
     "merge_attention_",
     "plan_attention",
     "prepare_experts",
     "prepare_linear",
+    "record",
     "rms_norm",
     "rope_write_kv",
     "run_attention",

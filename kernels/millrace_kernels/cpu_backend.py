@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from millrace_kernels.plan import AttentionPlan
+from millrace_kernels.recording import launch
 
 try:
     from millrace_kernels import _cpu
@@ -79,7 +80,10 @@ class CpuPlan:
     """The tasks of the sequences that have at most `native_rows` query rows."""
 
     def __init__(self, checked: AttentionPlan) -> None:
-        """Raises IndexError when the page table names a negative page where it is read."""
+        """Raises IndexError when the page table names a negative page where it is read.
+
+        Recorded, it plans anew from what the tables hold by then.
+        """
         table = checked.page_table.cpu().contiguous()
         q_at, kv_at = checked.q_positions, checked.kv_positions
         self._read_in_place = (table, q_at, kv_at)  # C++ has but their addresses
@@ -100,6 +104,7 @@ class CpuPlan:
             checked.soft_cap or 0.0,
             checked.native_rows,
         )
+        launch(self._plan.prepare)
 
     def run(
         self, q_nhd: Tensor, kv_layer: Tensor, *, scale: float, out_nhd: Tensor, lse_nh: Tensor
@@ -113,7 +118,8 @@ class CpuPlan:
             q_nhd = q_nhd.contiguous()
             stride_n, stride_h, _ = q_nhd.stride()
         _need_contiguous(kv_layer, out_nhd, lse_nh)
-        self._plan.run(
+        launch(
+            self._plan.run,
             TYPES[q_nhd.dtype],
             q_nhd.data_ptr(),
             out_nhd.data_ptr(),

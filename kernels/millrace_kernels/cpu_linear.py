@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, get_num_threads
 
 from millrace_kernels import cpu_backend
+from millrace_kernels.recording import launch
 
 if cpu_backend.AVAILABLE:
     from millrace_kernels import _cpu
@@ -74,7 +75,7 @@ class CpuLinear:
         """x [n, H], rows contiguous or not -> [n, O]. Raises ValueError for another shape."""
         x, rows, stride = self._rows(x, self.inputs)
         out = self._room(out, rows, self.outputs)
-        self.native.run(x.data_ptr(), stride, rows, out.data_ptr(), get_num_threads())
+        launch(self.native.run, x.data_ptr(), stride, rows, out.data_ptr(), get_num_threads())
         return out
 
     def after_norm(
@@ -103,7 +104,8 @@ class CpuLinear:
                 total = self._room(total, rows, self.inputs)
             residual_at, total_at = residual.data_ptr(), total.data_ptr()
         out = self._room(out, rows, self.outputs)
-        self.native.run_after_norm(
+        launch(
+            self.native.run_after_norm,
             x.data_ptr(),
             stride,
             residual_at,
@@ -122,7 +124,13 @@ class CpuLinear:
         if stride != 2 * self.inputs:
             gate_up = gate_up.contiguous()
         out = self._room(out, rows, self.outputs)
-        self.native.run_after_silu(gate_up.data_ptr(), rows, out.data_ptr(), get_num_threads())
+        launch(
+            self.native.run_after_silu,
+            gate_up.data_ptr(),
+            rows,
+            out.data_ptr(),
+            get_num_threads(),
+        )
         return out
 
     def _rows(self, x: Tensor, width: int) -> tuple[Tensor, int, int]:

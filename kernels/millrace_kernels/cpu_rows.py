@@ -12,6 +12,7 @@ from torch import Tensor
 from millrace_kernels import cpu_backend
 from millrace_kernels.cpu_backend import TYPES, need
 from millrace_kernels.cpu_backend import merge_attention_ as merge_attention_
+from millrace_kernels.recording import launch
 
 if cpu_backend.AVAILABLE:
     from millrace_kernels import _cpu
@@ -136,7 +137,8 @@ def rope_write_kv(  # noqa: PLR0913 - one argument for each thing that fixes the
         f"rope_write_kv needs int64 slots [{tokens}]",
         slots,
     )
-    _cpu.rope_write_kv(
+    launch(
+        _cpu.rope_write_kv,
         TYPES[dtype],
         qkv.data_ptr(),
         tokens,

@@ -94,3 +94,97 @@ def test_a_layer_takes_the_same_few_calls_whatever_the_batch() -> None:
 
     few, many = (per_sequence(step_calls(64, size, "llama")) for size in (1, 8))
     assert many - few <= 7 * 16  # a row of sampling and a token of output each
+
+
+class Steps:
+    """Decode steps over tables that stay where they are, as a `DecodeBatch` keeps them."""
+
+    def __init__(self, runner: ModelRunner, requests: list[Request], width: int) -> None:
+        self.runner, self.requests = runner, requests
+        self.table = torch.zeros(len(requests), width, dtype=torch.int32)
+        self.kv_lens = torch.zeros(len(requests), dtype=torch.int32)
+
+    def __call__(self) -> torch.Tensor:
+        for row, request in enumerate(self.requests):
+            self.table[row, : len(request.pages)] = torch.tensor(request.pages, dtype=torch.int32)
+            self.kv_lens[row] = len(request.tokens)
+        return self.runner.decode(
+            torch.tensor([request.tokens[-1] for request in self.requests]),
+            self.kv_lens.long() - 1,
+            self.table,
+            self.kv_lens,
+        )
+
+
+def started(name: str, dtype: str, lengths: tuple[int, ...]) -> tuple[ModelRunner, list[Request]]:
+    runner = make_runner(model_folder(name), dtype=dtype, num_pages=160)
+    requests = [Request(runner, prompt(n, seed=n), room=9) for n in lengths]
+    for request in requests:
+        request.tokens.append(int(prefill(runner, request).argmax()))
+    return runner, requests
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize(
+    "name", ["llama", "llama3-rope-tied", "mistral-window", "qwen3", "mixtral"]
+)
+@pytest.mark.parametrize("size", [1, 3, 8])
+def test_a_recorded_step_gives_what_its_operators_give(name: str, dtype: str, size: int) -> None:
+    (plain, plain_requests), (runner, requests) = (
+        started(name, dtype, LENGTHS[:size]) for _ in range(2)
+    )
+    step = Steps(runner, requests, width=50)
+    for number in range(8):
+        if number == 5:  # pages elsewhere, so another plan over the same table
+            move_last_page(runner, requests[0])
+        expected = decode(plain, plain_requests)  # new tables every time: nothing is recorded for
+        logits = step()
+        assert torch.equal(logits, expected)
+        for request, row in zip(requests + plain_requests, [*logits, *logits], strict=True):
+            request.tokens.append(int(row.argmax()))
+    assert (size in runner._recorded) == (name != "mixtral")
+
+
+def move_last_page(runner: ModelRunner, request: Request) -> None:
+    old, (new,) = request.pages[-1], runner.pool.allocate(1)
+    runner.pool.storage[:, new] = runner.pool.storage[:, old]
+    runner.pool.storage[:, old] = torch.nan
+    request.pages[-1] = new
+
+
+def test_python_of_a_recorded_step_does_not_grow_with_the_layers() -> None:
+    def calls(name: str) -> Counter[str]:
+        runner, requests = started(name, "float32", (20,))
+        step = Steps(runner, requests, width=4)
+        step()
+        assert runner._recorded
+        return calls_of(step)
+
+    assert not any("attn" in call or "proj" in call for call in calls("llama"))
+
+
+def test_tables_that_moved_or_widened_are_followed() -> None:
+    runner, requests = started("llama", "float32", (33,))
+    narrow, wide = (Steps(runner, requests, width) for width in (4, 9))
+    expected = narrow()
+    assert torch.equal(narrow(), expected)
+    first = runner._recorded[1]
+    assert torch.equal(wide(), expected)
+    assert runner._recorded[1] is not first
+
+
+def test_a_recorded_step_refuses_a_length_beyond_its_pages() -> None:
+    runner, requests = started("llama", "float32", (33,))
+    step = Steps(runner, requests, width=4)
+    step()
+    assert runner._recorded
+    step.kv_lens[0] = 4 * 16 + 1
+    with pytest.raises(ValueError, match=r"kv_lens\[0\] = 65"):
+        runner.decode(torch.tensor([1]), torch.tensor([5]), step.table, step.kv_lens)
+
+
+def test_recorded_steps_are_bounded() -> None:
+    runner, requests = started("llama", "float32", (5,) * 20)
+    for size in range(1, 21):
+        Steps(runner, requests[:size], width=1)()
+    assert set(runner._recorded) == set(range(5, 21))

@@ -25,7 +25,15 @@ class AttentionPlan {
   AttentionPlan(Address q_indptr, Address kv_lens, Address page_table, int batch, int max_pages,
                 int page_tokens, int q_heads, int kv_heads, int head_dim, Address q_positions,
                 Address kv_positions, bool causal, int window, float soft_cap, int max_rows)
-      : kernels_(kernels().attention) {
+      : kernels_(kernels().attention),
+        starts_(at<const std::int32_t>(q_indptr)),
+        lengths_(at<const std::int32_t>(kv_lens)),
+        pages_(at<const std::int32_t>(page_table)),
+        q_at_(at<const std::int32_t>(q_positions)),
+        kv_at_(at<const std::int32_t>(kv_positions)),
+        batch_(batch),
+        max_pages_(max_pages),
+        max_rows_(max_rows) {
     call_.q_heads = q_heads;
     call_.kv_heads = kv_heads;
     call_.head_dim = head_dim;
@@ -33,30 +41,41 @@ class AttentionPlan {
     call_.causal = causal;
     call_.window = window;
     call_.soft_cap = soft_cap;
-    const auto* starts = at<const std::int32_t>(q_indptr);
-    const auto* lengths = at<const std::int32_t>(kv_lens);
-    const auto* q_at = at<const std::int32_t>(q_positions);
-    const auto* kv_at = at<const std::int32_t>(kv_positions);
-    for (int i = 0; i < batch; ++i) {
-      const int rows = starts[i + 1] - starts[i];
-      if (rows >= 1 && rows <= max_rows) {
+  }
+
+  // Plans what the tables hold now; again whenever they have changed.
+  void prepare() {
+    tiles_.clear();
+    partial_floats_ = 0;
+    tasks_ = 0;
+    last_page_ = -1;
+    const std::int32_t* q_at = q_at_;
+    const std::int32_t* kv_at = kv_at_;
+    for (int i = 0; i < batch_; ++i) {
+      const int rows = starts_[i + 1] - starts_[i];
+      const int length = lengths_[i];
+      check_length(i, rows, length);
+      if (rows >= 1 && rows <= max_rows_) {
         AttentionTask whole{};
-        whole.pages = at<const std::int32_t>(page_table) + static_cast<std::size_t>(i) * max_pages;
-        whole.q_positions = q_at ? q_at + starts[i] : nullptr;
+        whole.pages = pages_ + static_cast<std::size_t>(i) * max_pages_;
+        whole.q_positions = q_at ? q_at + starts_[i] : nullptr;
         whole.kv_positions = kv_at;
-        whole.first_row = starts[i];
+        whole.first_row = starts_[i];
         whole.rows = rows;
-        whole.first_position = lengths[i] - rows;
-        whole.end = lengths[i];
-        check_pages(whole.pages, (lengths[i] + page_tokens - 1) / page_tokens);
+        whole.first_position = length - rows;
+        whole.end = length;
+        check_pages(whole.pages, (length + call_.page_tokens - 1) / call_.page_tokens);
         add_sequence(whole);
       }
-      if (kv_at) kv_at += lengths[i];
+      if (kv_at) kv_at += length;
     }
     // The longest first: none is then left to run alone at the end.
     std::stable_sort(tiles_.begin(), tiles_.end(),
                      [](const Tile& a, const Tile& b) { return a.cost > b.cost; });
-    pending_ = std::make_unique<std::atomic<int>[]>(tiles_.size());
+    if (tiles_.size() > pending_room_) {
+      pending_room_ = tiles_.size();
+      pending_ = std::make_unique<std::atomic<int>[]>(pending_room_);
+    }
     for (std::size_t i = 0; i < tiles_.size(); ++i) {
       tiles_[i].first_task = tasks_;
       tasks_ += tiles_[i].splits;
@@ -126,6 +145,15 @@ class AttentionPlan {
     return task.heads * task.rows * (call_.q_heads / call_.kv_heads);
   }
 
+  void check_length(int sequence, int rows, int length) const {
+    const std::int64_t room = static_cast<std::int64_t>(max_pages_) * call_.page_tokens;
+    if (length < 0 || length > room || (!q_at_ && length && rows > length))
+      throw std::invalid_argument("kv_lens[" + std::to_string(sequence) + "] = " +
+                                  std::to_string(length) + " does not fit " +
+                                  std::to_string(rows) + " rows and room for " +
+                                  std::to_string(room));
+  }
+
   void check_pages(const std::int32_t* pages, int count) {
     std::int32_t lowest = 0, highest = -1;
     for (int i = 0; i < count; ++i) {
@@ -190,11 +218,14 @@ class AttentionPlan {
   }
 
   const AttentionKernels& kernels_;
+  const std::int32_t *starts_, *lengths_, *pages_, *q_at_, *kv_at_;
+  int batch_, max_pages_, max_rows_;
   AttentionCall call_{};
   std::int32_t last_page_ = -1;
   std::int64_t partial_floats_ = 0;
   int tasks_ = 0;
   std::vector<Tile> tiles_;
+  std::size_t pending_room_ = 0;
   std::unique_ptr<std::atomic<int>[]> pending_;
   std::vector<float> partials_;
 };
@@ -224,6 +255,7 @@ void bind_attention(nb::module_& m) {
            "q_indptr"_a, "kv_lens"_a, "page_table"_a, "batch"_a, "max_pages"_a, "page_tokens"_a,
            "q_heads"_a, "kv_heads"_a, "head_dim"_a, "q_positions"_a, "kv_positions"_a, "causal"_a,
            "window"_a, "soft_cap"_a, "max_rows"_a)
+      .def("prepare", &AttentionPlan::prepare)
       .def("run", &AttentionPlan::run, "type"_a, "q"_a, "out"_a, "float_out"_a, "lse"_a, "kv"_a,
            "q_stride_n"_a, "q_stride_h"_a, "num_pages"_a, "scale"_a, "threads"_a);
   m.def("merge_attention", &merge_attention, "type"_a, "out"_a, "lse"_a, "other_type"_a, "other"_a,

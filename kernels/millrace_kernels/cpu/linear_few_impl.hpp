@@ -1,4 +1,4 @@
-// Few rows of x: every weight is read once, in the order of memory, and meets all rows.
+// Few rows of x: every weight is read once, and meets all rows.
 //
 // Sums of a row and an output stay apart by lane of k until its end, in an order that depends on k
 // alone. Two bfloat16 lie in a word; where floats are multiplied, a word's halves are widened by a
@@ -71,15 +71,17 @@ inline void few_step(const typename FewStepOf<T>::type::X* x, std::int64_t x_str
   }
 }
 
-constexpr int kFewAhead = 1024;  // bytes of a row that are asked for before they are needed
+constexpr int kFewAhead = 768;  // bytes of a stream that are asked for before they are needed
 
-// R outputs of M rows; x is arranged, `stride` to a row, with zeros after k.
+// R outputs of M rows, `apart` from each other. x is arranged, `stride` to a row, with zeros after k.
 template <class T, int M, int R>
 inline void few_outputs(const typename FewStepOf<T>::type::X* x, std::int64_t stride, const T* w,
-                        std::int64_t k, const T* bias, T* out, std::int64_t out_stride) {
+                        std::int64_t k, std::int64_t apart, const T* bias, T* out,
+                        std::int64_t out_stride) {
   using S = typename FewStepOf<T>::type;
   constexpr int kLine = 64 / static_cast<int>(sizeof(T));
   constexpr int kAhead = kFewAhead / static_cast<int>(sizeof(T));
+  const std::int64_t w_stride = apart * k;
   Vec sums[M][R];
   MILLRACE_UNROLL
   for (int m = 0; m < M; ++m)
@@ -87,51 +89,61 @@ inline void few_outputs(const typename FewStepOf<T>::type::X* x, std::int64_t st
     for (int r = 0; r < R; ++r) sums[m][r] = zero();
   std::int64_t j = 0;
   for (; j + kLine <= k; j += kLine) {
-    // Ahead in the row, or past its end in the rows that come next.
-    const std::int64_t ahead = j + kAhead < k ? j + kAhead : j + kAhead - k + R * k;
     MILLRACE_UNROLL
-    for (int r = 0; r < R; ++r) __builtin_prefetch(w + r * k + ahead);
+    for (int r = 0; r < R; ++r) __builtin_prefetch(w + r * w_stride + j + kAhead);
     MILLRACE_UNROLL
     for (int i = 0; i < kLine; i += S::kElements)
-      few_step<T, M, R>(x + j + i, stride, w + j + i, k, sums);
+      few_step<T, M, R>(x + j + i, stride, w + j + i, w_stride, sums);
   }
   if (j < k) {
     T rest[R][kLine] = {};
     for (int r = 0; r < R; ++r)
-      __builtin_memcpy(rest[r], w + r * k + j, static_cast<std::size_t>(k - j) * sizeof(T));
+      __builtin_memcpy(rest[r], w + r * w_stride + j, static_cast<std::size_t>(k - j) * sizeof(T));
     for (int i = 0; i < kLine; i += S::kElements)
       few_step<T, M, R>(x + j + i, stride, rest[0] + i, kLine, sums);
   }
   MILLRACE_UNROLL
   for (int m = 0; m < M; ++m) {
-    float totals[(R + 3) / 4 * 4];
-    MILLRACE_UNROLL
-    for (int r = 0; r < R; r += 4)
-      sum4(sums[m][r], sums[m][r + 1 < R ? r + 1 : r], sums[m][r + 2 < R ? r + 2 : r],
-           sums[m][r + 3 < R ? r + 3 : r], totals + r);
+    float totals[4];
+    sum4(sums[m][0], sums[m][R > 1 ? 1 : 0], sums[m][R > 2 ? 2 : 0], sums[m][R > 3 ? 3 : 0], totals);
     MILLRACE_UNROLL
     for (int r = 0; r < R; ++r)
-      assign(out + m * out_stride + r, bias ? totals[r] + to_float(bias[r]) : totals[r]);
+      assign(out + m * out_stride + r * apart,
+             bias ? totals[r] + to_float(bias[r * apart]) : totals[r]);
   }
 }
 
-// Sums of M rows with R outputs at a time: as many as keep the multipliers busy and fit into registers.
-template <class T, int M>
-void few_rows(const LinearCall& c, const typename FewStepOf<T>::type::X* x, std::int64_t stride,
-              std::int64_t row, std::int64_t first, std::int64_t last) {
-  constexpr int R = M == 1 ? 8 : M == 2 ? 6 : M == 3 && sizeof(T) == 4 ? 4 : 3;
-  const T* weight = static_cast<const T*>(c.weight);
-  const T* bias = static_cast<const T*>(c.bias);
-  T* out = static_cast<T*>(c.out) + row * c.o;
-  for (; first + R <= last; first += R)
-    few_outputs<T, M, R>(x, stride, weight + first * c.k, c.k, bias ? bias + first : nullptr,
-                         out + first, c.o);
-  for (; first < last; ++first)
-    few_outputs<T, M, 1>(x, stride, weight + first * c.k, c.k, bias ? bias + first : nullptr,
-                         out + first, c.o);
+template <class T, int R>
+inline void few_rows(const LinearCall& c, const typename FewStepOf<T>::type::X* x,
+                     std::int64_t stride, Range rows, std::int64_t output, std::int64_t apart) {
+  const T* w = static_cast<const T*>(c.weight) + output * c.k;
+  const T* bias = c.bias ? static_cast<const T*>(c.bias) + output : nullptr;
+  T* out = static_cast<T*>(c.out) + rows.first * c.o + output;
+  switch (rows.size()) {
+    case 1: return few_outputs<T, 1, R>(x, stride, w, c.k, apart, bias, out, c.o);
+    case 2: return few_outputs<T, 2, R>(x, stride, w, c.k, apart, bias, out, c.o);
+    case 3: return few_outputs<T, 3, R>(x, stride, w, c.k, apart, bias, out, c.o);
+    default: return few_outputs<T, 4, R>(x, stride, w, c.k, apart, bias, out, c.o);
+  }
 }
 
-constexpr std::int64_t kFewOutputs = 12;  // whose weights stay in the cache for the other rows
+// R outputs at a time, each from its own part of the range and each the next of its part: R streams
+// that run on through memory, which is what prefetchers follow. Rows past the fourth find the
+// weights in the cache.
+template <class T, int R>
+void few_streams(const LinearCall& c, const typename FewStepOf<T>::type::X* x, std::int64_t stride,
+                 Range rows, Range outputs) {
+  const std::int64_t apart = outputs.size() / R;
+  const std::int64_t groups = (rows.size() + 3) / 4;
+  for (std::int64_t i = 0; i < apart; ++i)
+    for (std::int64_t group = 0; group < groups; ++group) {
+      const Range part{rows.size() * group / groups, rows.size() * (group + 1) / groups};
+      few_rows<T, R>(c, x + part.first * stride, stride,
+                     {rows.first + part.first, rows.first + part.last}, outputs.first + i, apart);
+    }
+  if (apart * R < outputs.size())
+    few_streams<T, 1>(c, x, stride, rows, {outputs.first + apart * R, outputs.last});
+}
 
 template <class T>
 void multiply_few(const LinearCall& c, Range rows, Range outputs, float* work) {
@@ -151,19 +163,8 @@ void multiply_few(const LinearCall& c, Range rows, Range outputs, float* work) {
       S::arrange(rest, to + j);
     }
   }
-  const std::int64_t step = rows.size() <= 4 ? outputs.size() : kFewOutputs;
-  for (std::int64_t o = outputs.first; o < outputs.last; o += step) {
-    const std::int64_t end = o + step < outputs.last ? o + step : outputs.last;
-    for (std::int64_t row = 0; row < rows.size();) {
-      const std::int64_t left = rows.size() - row;
-      const X* x = arranged + row * stride;
-      switch (left) {
-        case 1: few_rows<T, 1>(c, x, stride, rows.first + row, o, end); break;
-        case 2: few_rows<T, 2>(c, x, stride, rows.first + row, o, end); break;
-        case 4: few_rows<T, 4>(c, x, stride, rows.first + row, o, end); break;
-        default: few_rows<T, 3>(c, x, stride, rows.first + row, o, end);
-      }
-      row += left == 4 ? 4 : left < 3 ? left : 3;
-    }
-  }
+  if (rows.size() <= 2)
+    few_streams<T, 4>(c, arranged, stride, rows, outputs);
+  else  // four would not leave registers for x
+    few_streams<T, 3>(c, arranged, stride, rows, outputs);
 }

@@ -78,11 +78,12 @@ class MillraceEngine:
         pages_each = self._pool.num_pages // batch
         table = torch.arange(batch * pages_each, dtype=torch.int32).view(batch, pages_each)
         positions = torch.full((batch,), context_tokens)
+        kv_lens = torch.full((batch,), context_tokens + 1, dtype=torch.int32)
 
         def step(token_ids: Tensor) -> Tensor:
-            kv_lens = (positions + 1).to(torch.int32)
             logits = self._runner.decode(token_ids, positions, table, kv_lens)
             positions.add_(1)
+            kv_lens.add_(1)
             return logits.argmax(-1)
 
         return step

@@ -6,6 +6,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cache
 from itertools import accumulate
+from typing import Final
 
 import numpy as np
 import numpy.typing as npt
@@ -16,10 +17,14 @@ from millrace.core.errors import ModelError
 from millrace.engine.kv_pool import KvPool
 from millrace.engine.loader import Model
 from millrace.engine.operators import Activations, Operator, build_operators
+from millrace.engine.recorded_step import RecordedStep, is_whole
 from millrace.engine.rope import Rotary
 from millrace.engine.scratch import Scratch
 from millrace_kernels import api as kernels
 from millrace_kernels.plan import AttentionPlan, Backend
+
+_MOST_RECORDED: Final = 16
+"""Batch sizes whose decode step is kept recorded."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,7 +77,7 @@ class ModelRunner:
         self._lm_head = kernels.prepare_linear(model.weights.lm_head)
         self.operators = build_operators(config, model.weights, kv_layers, self._lm_head)
         self._boundaries = {op: Boundary(op.layer, op.name) for op in self.operators}
-        self._decode_runs = tuple(op.run for op in self.operators)
+        self._recorded: dict[int, RecordedStep] = {}  # by sequences of a step
         self._windows = tuple(dict.fromkeys(config.sliding_windows))
         self._rotary = Rotary(config.rope, config.head_dim, model.device)
         # On other devices torch's allocator keeps memory itself.
@@ -115,23 +120,55 @@ class ModelRunner:
         ``positions`` int64 [b]; ``page_table`` int32 [b, max_pages]; ``kv_lens`` int32 [b], the
         new token included. Returns float32 [b, vocab] on the model's device.
         """
-        device = self.model.device
-        rows = _one_each(len(token_ids))
-        slots = self._slots(page_table, rows[:-1], positions)
-        cos, sin = self._rotary(positions.to(device))
-        state = Activations(
-            num_tokens=len(token_ids),
-            token_ids=token_ids.to(device),
-            slots=slots.to(device),
-            cos=cos,
-            sin=sin,
-            plans=self._plans(rows, kv_lens, page_table),
-            scratch=self._decode_scratch,
-        )
-        for run in self._decode_runs:
-            run(state)
-        state.give_all()
+        size = len(token_ids)
+        slots = self._slots(page_table, _one_each(size)[:-1], positions).to(self.model.device)
+        cos, sin = self._rotary(positions.to(self.model.device))
+        token_ids = token_ids.to(self.model.device)
+        recorded = self._recorded.get(size)
+        if recorded is not None and recorded.fits(page_table, kv_lens):
+            state = recorded.run(token_ids, slots, cos, sin)
+        else:
+            state = self._decode_anew(token_ids, slots, cos, sin, page_table, kv_lens)
+        self.operators[-1].run(state)
         return state.logits
+
+    def _decode_anew(
+        self,
+        token_ids: Tensor,
+        slots: Tensor,
+        cos: Tensor,
+        sin: Tensor,
+        page_table: Tensor,
+        kv_lens: Tensor,
+    ) -> Activations:
+        """A decode step up to lm_head, operator by operator; recorded where that can be."""
+        size, operators = len(token_ids), self.operators[:-1]
+        outdated = self._recorded.pop(size, None)
+        with kernels.record() as calls:
+            state = Activations(
+                num_tokens=size,
+                token_ids=token_ids,
+                slots=slots,
+                cos=cos,
+                sin=sin,
+                lse=self._room_for_lse(size),
+                plans=self._plans(_one_each(size), kv_lens, page_table),
+                scratch=self._decode_scratch if outdated is None else outdated.scratch(),
+            )
+            operators[0].run(state)
+            embedded = state.x
+            for operator in operators[1:]:
+                operator.run(state)
+        if is_whole(calls, [operator.name for operator in operators[1:]], state, embedded):
+            if len(self._recorded) == _MOST_RECORDED:
+                del self._recorded[next(iter(self._recorded))]  # the oldest
+            embedding = self.model.weights.embedding
+            self._recorded[size] = RecordedStep(state, calls, embedding, page_table, kv_lens)
+            if state.scratch is self._decode_scratch:
+                self._decode_scratch = Scratch(self.model.dtype)  # the old one is the step's now
+        else:
+            state.give_all()  # lm_head, the last to read it, takes nothing
+        return state
 
     def project(self, hidden: Tensor) -> Tensor:
         """float32 [n, vocab]: logits of rows of `PrefillTask.hidden`."""
@@ -168,6 +205,7 @@ class ModelRunner:
             slots=slots.to(device),
             cos=cos,
             sin=sin,
+            lse=self._room_for_lse(sum(lengths)),
             plans=self._plans(_indptr(lengths), kv_lens, table),
             scratch=self._prefill_scratch,
         )
@@ -179,6 +217,10 @@ class ModelRunner:
             window = self.model.config.sliding_windows[-1]
             state.last_plan = self._plan(_indptr(wanted), kv_lens, table, window)
         return state
+
+    def _room_for_lse(self, tokens: int) -> Tensor:
+        heads = self.model.config.num_heads
+        return torch.empty(tokens, heads, dtype=torch.float32, device=self.model.device)
 
     def _slots(self, page_table: Tensor, rows: Tensor, positions: Tensor) -> Tensor:
         """int64 [n]: where the K/V of each position of a row of the page table lies in the pool.

@@ -36,6 +36,7 @@ class Activations:
     slots: Tensor  # int64 [n]: page * page_tokens + offset of each token's K/V
     cos: Tensor  # float32 [n, d / 2]
     sin: Tensor  # float32 [n, d / 2]
+    lse: Tensor  # float32 [n, h], of the layer at hand; nobody reads it
     plans: dict[int | None, AttentionPlan]  # by sliding window
     rows: Tensor | None = None  # int64 [r]; None: every row there is
     last_plan: AttentionPlan | None = None  # the last layer's, when it computes `rows` alone
@@ -159,7 +160,9 @@ def _attn(
             state.scratch = None
         attended = state.take(width)
         out_nhd = None if attended is None else attended.view(-1, heads, head_dim)
-        out_nhd, _ = kernels.run_attention(plan, q_nhd, kv_layer, scale=scale, out=out_nhd)
+        out_nhd, _ = kernels.run_attention(
+            plan, q_nhd, kv_layer, scale=scale, out=out_nhd, lse_out=state.lse[: len(q_nhd)]
+        )
         state.attended = out_nhd.view(-1, width) if attended is None else attended
         state.give(qkv)
         del state.qkv
