@@ -210,9 +210,7 @@ async def test_every_policy_is_served():
         ]
 
 
-@pytest.mark.parametrize(
-    "setting", [{"preemption": "chunk"}, {"planner": "cdsp"}, {"batch_tokens": 512}]
-)
+@pytest.mark.parametrize("setting", [{"planner": "cdsp"}, {"planner": "esp"}])
 async def test_what_instances_cannot_carry_out_is_refused_at_the_start(setting):
     (name,) = setting
     with pytest.raises(ConfigError, match=f"scheduler.{name} is .*can carry out"):

@@ -8,7 +8,7 @@ from __future__ import annotations
 import asyncio
 import threading
 import time
-from collections.abc import AsyncIterator, Callable, Iterator
+from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager, contextmanager
 from typing import Any
 
@@ -109,19 +109,19 @@ class LiveRole:
     def held_before_the_last_chunk(self) -> Iterator[None]:
         """Of a prefill role: passes that are to give logits wait at their first boundary."""
         runner, go_on = self.engine.runner, threading.Event()
-        prefill = runner.prefill
+        prefill = runner.prefill_batch
 
-        def held(task: PrefillTask) -> Iterator[Boundary]:
-            for boundary in prefill(task):
-                if task.want_logits:
+        def held(tasks: Sequence[PrefillTask]) -> Iterator[Boundary]:
+            for boundary in prefill(tasks):
+                if any(task.want_logits for task in tasks):
                     go_on.wait(20)
                 yield boundary
 
-        runner.prefill = held  # type: ignore[method-assign]
+        runner.prefill_batch = held  # type: ignore[method-assign]
         try:
             yield
         finally:
-            runner.prefill = prefill  # type: ignore[method-assign]
+            runner.prefill_batch = prefill  # type: ignore[method-assign]
             go_on.set()
 
     def cancel(self, request_id: str) -> None:

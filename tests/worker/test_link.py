@@ -58,10 +58,14 @@ class Worker:
             address,
             register=self._register,
             heartbeat=self._beat,
-            on_command=lambda c: self.seen.append(c.cancel.request_id),
+            on_command=self._take,
             on_lost=self._lost,
         )
         self.running = asyncio.create_task(self.link.run())
+
+    def _take(self, command: scheduler_pb2.WorkerCommand) -> None:
+        if command.WhichOneof("kind") == "cancel":
+            self.seen.append(command.cancel.request_id)
 
     def _register(self) -> scheduler_pb2.Register:
         self.seen.append("register")
@@ -205,7 +209,8 @@ async def test_a_draining_worker_takes_no_more_commands(net: Net, worker: Worker
 
 async def test_a_defect_in_a_command_ends_the_link(net: Net) -> None:
     def fail(command: scheduler_pb2.WorkerCommand) -> None:
-        raise KeyError(command.cancel.request_id)
+        if command.WhichOneof("kind") == "cancel":
+            raise KeyError(command.cancel.request_id)
 
     async def lost() -> None:
         return

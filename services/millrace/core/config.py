@@ -76,8 +76,13 @@ class ProxyConfig(_Section):
         4096, _within(1), "largest max_tokens, and the default when none is given"
     )
     max_inflight: int = _setting(4096, _within(1), "requests open at once; more get 429")
-    default_ttft_slo_ms: float = _setting(0.0, _within(0), "0: none")
-    default_tbt_slo_ms: float = _setting(0.0, _within(0), "0: none")
+    default_ttft_slo_ms: float = _setting(
+        0.0, _within(0, 1e9), "objective where neither header nor class has one; 0: none"
+    )
+    default_tbt_slo_ms: float = _setting(0.0, _within(0, 1e9), "likewise")
+    admin_token: str = _setting(
+        "", None, "bearer token of /admin; empty: clients on the proxy's own machine only"
+    )
     submit_timeout_s: float = _setting(
         10.0, _within(0.01), "for the scheduler's answer to a submission"
     )
@@ -157,6 +162,11 @@ class EngineConfig(_Section):
     kv_bytes: int = _setting(0, _within(0), "memory of the KV pool; 0: a share of what is free")
     max_context_tokens: int = _setting(0, _within(0), "0: the model's own")
     max_chunk_tokens: int = _setting(2048, _within(1), "tokens a forward pass computes at most")
+    max_suspended: int = _setting(
+        8,
+        _within(1, 1024),
+        "prefills suspended in the middle of a pass at most: each keeps its activations",
+    )
     max_batch: int = _setting(64, _within(1, 4096), "sequences of a decode batch")
 
 
@@ -289,8 +299,8 @@ def _slo(class_name: str, values: object) -> Slo:
     slo = _section(Slo, path, {**_table(path, values), "class_name": class_name})
     for name in ("ttft_s", "tbt_s"):
         value = getattr(slo, name)
-        if value is not None and not value > 0:
-            raise ConfigError(f"{path}.{name} is {value!r}; it must be more than 0")
+        if value is not None and not 0 < value < math.inf:
+            raise ConfigError(f"{path}.{name} is {value!r}; it must be more than 0 and finite")
     return slo
 
 

@@ -1,23 +1,24 @@
 """The prefill instance: take commands, prepare, compute, hand over, release.
 
-A task a job. Jobs are prepared one by one and computed one by one, in the order of the commands
-until the scheduler tells another; a job that is next and not yet prepared holds up none that is,
-and one that computes is not interrupted. While one job computes, the next one already has its
-prompt, its pages and its handshake, so the compute thread never waits for the scheduler, the store
-or a peer. A cancelled job leaves whatever it is in at once, bar an operator that runs.
+A task a job. Jobs are prepared one by one, in the order of the commands until the scheduler tells
+another; then their chunks go into the execution pool, which runs the first that is there in that
+order and leaves it for one that comes to be before it. So a job that is next and not yet prepared
+holds up none that is, and while one computes the next ones already have their prompts, their pages
+and their handshakes: the compute thread never waits for the scheduler, the store or a peer. A
+cancelled job leaves whatever it is in at once, bar an operator that runs.
 """
 
 from __future__ import annotations
 
 import asyncio
 import logging
-from concurrent.futures import ThreadPoolExecutor
 
 import grpc
 import torch
 
 from millrace.core.errors import CapacityError, MillraceError, TransferError
-from millrace.prefill.compute import PrefillCompute, PrefillOutcome
+from millrace.engine.execution_pool import Boundary, ExecutionPool
+from millrace.prefill.compute import Entry, PrefillCompute, PrefillOutcome, Work, task_name
 from millrace.prefill.job import Cancelled, PrefillJob
 from millrace.prefill.metrics import PrefillMetrics
 from millrace.prefill.turns import OrderedTurn
@@ -49,7 +50,7 @@ class PrefillRole:
         self._pool = context.engine.pool
         self._jobs: dict[str, PrefillJob] = {}
         self._prepare_turn = OrderedTurn(self._jobs)
-        self._compute_turn = OrderedTurn(self._jobs)
+        self._together: dict[str, tuple[str, ...]] = {}  # tasks that the scheduler batched
         self._changed = asyncio.Event()  # pages came free, or the order is another
         self._tasks = Tasks()
         self._peers = KvPeers()
@@ -61,14 +62,19 @@ class PrefillRole:
             identity=(context.incarnation.id, context.incarnation.generation),
             config=context.config.transfer,
         )
+        self._execution = ExecutionPool(
+            context.engine.device,
+            most_held=context.config.engine.max_suspended,
+            blocked=self._metrics.blocking_s.observe,
+        )
+        self._metrics.watch(self._execution)
         self._compute = PrefillCompute(
             context.engine,
-            self._id,
             context.config.engine.max_chunk_tokens,
             context.send_threadsafe,
             self._metrics,
+            self._execution,
         )
-        self._thread = ThreadPoolExecutor(1, thread_name_prefix="prefill-compute")
 
     def attach(self, server: grpc.aio.Server) -> None:
         """A prefill instance offers no services beside health."""
@@ -77,7 +83,7 @@ class PrefillRole:
         register.role = self.name
 
     def heartbeat(self) -> scheduler_pb2.Heartbeat:
-        running = sum(job.computing for job in self._jobs.values())
+        running = int(self._execution.is_running)
         return scheduler_pb2.Heartbeat(
             free_pages=self._pool.free_pages, running=running, waiting=len(self._jobs) - running
         )
@@ -90,19 +96,32 @@ class PrefillRole:
     def on_command(self, command: scheduler_pb2.WorkerCommand) -> None:
         kind = command.WhichOneof("kind")
         if kind == "run_prefill":
-            job = PrefillJob.of(command.run_prefill)
+            job = PrefillJob.of(command.run_prefill, self._id)
             self._jobs[job.request_id] = job
             self._tasks.spawn(self._serve(job))
         elif kind == "order":
             self._reorder(command.order)
+        elif kind == "registered":
+            self._execution.set_granularity(Boundary.of(command.registered.preemption or "none"))
         elif kind == "cancel" and (found := self._jobs.get(command.cancel.request_id)):
-            found.cancel(command.cancel.reason or "cancelled")
+            self._cancel(found, command.cancel.reason or "cancelled")
+
+    def _cancel(self, job: PrefillJob, reason: str) -> None:
+        """One that computes looks itself; one that waits in the pool is dropped there."""
+        job.cancel(reason)
+        self._execution.drop_unwanted()
 
     def _reorder(self, order: scheduler_pb2.Order) -> None:
         """Puts the jobs into this order; what it does not name is computed already and comes last.
 
-        A job stands where the first of its chunks stands: it computes them all in one turn.
+        A job is prepared where the first of its chunks stands. Its chunks stand each for itself.
         """
+        entries = [
+            tuple(task_name(ref.request_id, ref.chunk_index) for ref in entry.chunks)
+            for entry in order.queue
+        ]
+        self._together = {name: entry for entry in entries if len(entry) > 1 for name in entry}
+        self._execution.order([name for entry in entries for name in entry])
         named = dict.fromkeys(ref.request_id for entry in order.queue for ref in entry.chunks)
         jobs = {name: self._jobs.pop(name) for name in named if name in self._jobs}
         jobs.update(self._jobs)
@@ -115,7 +134,7 @@ class PrefillRole:
 
     async def drop_all(self, reason: str) -> None:
         for job in self._jobs.values():
-            job.cancel(reason)
+            self._cancel(job, reason)
         await self.wait_idle()
 
     def check_integrity(self) -> None:
@@ -125,7 +144,7 @@ class PrefillRole:
     async def close(self) -> None:
         for job in self._jobs.values():
             job.cancel("the instance is shutting down")
-        await asyncio.to_thread(self._thread.shutdown, wait=True, cancel_futures=True)
+        await asyncio.to_thread(self._execution.close)
         await asyncio.to_thread(self._compute.close)
         await self._tasks.cancel()
         await self._sender.close()
@@ -155,11 +174,7 @@ class PrefillRole:
         """Raises Cancelled, or MillraceError when the job can't be done."""
         with job.cancellable():
             prompt_ids, session = await self._prepare(job)
-            await self._compute_turn.acquire(job.request_id)
-        try:
-            outcome = await self._run_compute(job, prompt_ids)
-        finally:
-            self._compute_turn.release()
+        outcome = await self._run_compute(job, prompt_ids)
         with job.cancellable():
             await session.finish(self._finish_message(job, session, outcome))
 
@@ -198,23 +213,29 @@ class PrefillRole:
         job.pages = self._pool.allocate(needed)
 
     async def _run_compute(self, job: PrefillJob, prompt_ids: torch.Tensor) -> PrefillOutcome:
-        """Has the compute thread do the job. Not interrupted: the thread looks for `cancelled`."""
-        started_s = job.clock.now_s()
-        job.spans.append(span("queued", "scheduler", 0.0, job.received_s))
-        job.spans.append(span("waiting", self._id, job.received_s, started_s))
-        self._metrics.wait_s.observe(started_s - job.received_s)
-        job.computing = True
+        """Has the pool compute the job. Not interrupted: the pool tells its end."""
+        loop = asyncio.get_running_loop()
+        done: asyncio.Future[None] = loop.create_future()
+
+        def tell(error: Exception | None) -> None:
+            loop.call_soon_threadsafe(_resolve, done, error)
+
+        work = Work(job, prompt_ids, self._compute.max_chunk_tokens, tell)
         try:
-            return await asyncio.get_running_loop().run_in_executor(
-                self._thread, self._compute.run, job, prompt_ids
-            )
+            self._execution.submit(Entry(self._compute, work, 0, self._fellows).task)
+            await done
         except (Cancelled, MillraceError):
             raise
         except Exception as error:
             log.exception("request %s: prefill failed", job.request_id)
             raise ComputeError(f"prefill failed: {error}") from error
-        finally:
-            job.computing = False
+        if work.outcome is None:
+            raise ComputeError(f"request {job.request_id}: the last chunk gave no logits")
+        return work.outcome
+
+    def _fellows(self, task: str) -> tuple[str, ...]:
+        """The tasks that are to be computed in one pass with this one."""
+        return self._together.get(task, ())
 
     def _report(self, job: PrefillJob, error: MillraceError) -> None:
         """Tells the scheduler at once; the release follows when nothing is in flight any more."""
@@ -263,3 +284,12 @@ class PrefillRole:
                 to=session.ticket.receiver.id,
             ),
         ]
+
+
+def _resolve(done: asyncio.Future[None], error: Exception | None) -> None:
+    if done.done():
+        return  # the whole process ends
+    if error is None:
+        done.set_result(None)
+    else:
+        done.set_exception(error)

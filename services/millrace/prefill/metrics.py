@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from millrace.engine.execution_pool import ExecutionPool
 from millrace.telemetry.metrics import Registry
 from millrace.transfer.send_manager import SendSession
 
@@ -10,6 +11,7 @@ class PrefillMetrics:
     """Safe to use from the compute thread."""
 
     def __init__(self, registry: Registry) -> None:
+        self._registry = registry
         self.compute_s = registry.histogram(
             "millrace_prefill_compute_seconds", "time of one forward pass over prompt tokens"
         )
@@ -21,6 +23,16 @@ class PrefillMetrics:
         )
         self.wait_s = registry.histogram(
             "millrace_prefill_wait_seconds", "from the command to the start of its compute"
+        )
+        self.blocking_s = registry.histogram(
+            "millrace_prefill_preemption_blocking_seconds",
+            "from the signal to a running prefill until it has stopped",
+        )
+        self.preempted = registry.counter(
+            "millrace_prefill_preempted_tasks_total", "passes left at a boundary for another"
+        )
+        self.suspended_s = registry.histogram(
+            "millrace_prefill_suspended_seconds", "from a suspension until the prefill goes on"
         )
         self.failed = registry.counter(
             "millrace_prefill_failed_requests_total",
@@ -38,6 +50,14 @@ class PrefillMetrics:
         )
         self._sent = registry.counter(
             "millrace_prefill_sent_bytes_total", "KV written to decode instances"
+        )
+
+    def watch(self, pool: ExecutionPool) -> None:
+        """Shows how many tasks wait in the pool after they have begun."""
+        self._registry.gauge_function(
+            "millrace_prefill_suspended_tasks",
+            "prefills that have begun and wait to go on",
+            lambda: float(pool.suspended),
         )
 
     def sent(self, session: SendSession) -> None:

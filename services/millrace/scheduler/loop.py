@@ -16,6 +16,7 @@ from typing import Any
 from millrace.core import effects, events
 from millrace.core.config import SchedulerConfig
 from millrace.core.machine import Machine
+from millrace.scheduler.first_tokens import FirstTokens
 from millrace.scheduler.metrics import SchedulerMetrics
 from millrace.scheduler.peers import Proxy, Worker
 from millrace.scheduler.recorder import Recorder
@@ -29,8 +30,9 @@ log = logging.getLogger(__name__)
 #: Events that may wait; past this, peers' messages stay unread until the loop has caught up.
 MAX_EVENTS = 16_384
 
-#: What comes with an event: the peer whose stream began or ended, or the request's spec.
-Subject = Worker | Proxy | common_pb2.RequestSpec | None
+#: What comes with an event: the peer whose stream began or ended, the request's spec, or who waits
+#: for the answer.
+Subject = Worker | Proxy | common_pb2.RequestSpec | asyncio.Future[str] | None
 
 _MEMBERSHIP = (events.InstanceJoined, events.InstanceLeft, events.InstanceDraining)
 
@@ -52,12 +54,14 @@ class SchedulerLoop:
         self._step = recording.around(self.machine.step) if recording else self.machine.step
         self.workers: dict[str, Worker] = {}
         self.draining = False
+        self._now_s = 0.0  # of the step whose effects are carried out
         self.idle = asyncio.Event()  # no request is under way
         self.idle.set()
         self._proxies: dict[str, Proxy] = {}
         self._specs: dict[str, common_pb2.RequestSpec] = {}
         self._recorder = recorder
         self._metrics = SchedulerMetrics(registry, self.machine, recorder)
+        self._first_tokens = FirstTokens(registry)
         self._inbox: asyncio.Queue[tuple[events.Event | None, Subject]] = asyncio.Queue()
         self._room = asyncio.Event()
         self._room.set()
@@ -96,8 +100,15 @@ class SchedulerLoop:
         if self._inbox.qsize() >= MAX_EVENTS:
             self._room.clear()
 
+    async def set_policy(self, event: events.PolicyChanged) -> str:
+        """Changes the policy after all that was queued before; returns the one until then."""
+        before: asyncio.Future[str] = asyncio.get_running_loop().create_future()
+        await self.post(event, before)
+        return await before
+
     def _take(self, event: events.Event) -> None:
         start_s = self.clock()
+        self._now_s = start_s
         wanted = self._step(event, start_s)
         self._metrics.step_s.observe(self.clock() - start_s)
         if isinstance(event, _MEMBERSHIP):
@@ -130,7 +141,19 @@ class SchedulerLoop:
                     self._refuse(_shutting_down(request.id, request.proxy_id))
                     return False
                 self._specs[request.id] = subject
+                self._first_tokens.submitted(request)
+            case events.PolicyChanged(), asyncio.Future():
+                self._answer_policy(event.policy, subject)
         return True
+
+    def _answer_policy(self, policy: str, waiting: asyncio.Future[str]) -> None:
+        """Who waits goes on after the step that follows: nothing between the two waits."""
+        before = self.machine.policy
+        if not waiting.cancelled():
+            waiting.set_result(before)
+        if policy != before:
+            log.info("policy %s -> %s", before, policy)
+            self._metrics.policy_changed(policy)
 
     def _register(self, worker: Worker) -> bool:
         known = self.workers.get(worker.id)
@@ -141,9 +164,7 @@ class SchedulerLoop:
             known.outbox.close(f"{worker.id} registered again")
             self._take(_left(known))
         self.workers[worker.id] = worker
-        worker.send(
-            codec.registered(heartbeat_s=self.config.heartbeat_s, lease_s=self.config.lease_s)
-        )
+        worker.send(codec.registered(self.config))
         log.info("%s %s at %s", worker.card.role, worker.id, worker.register.address)
         return True
 
@@ -193,19 +214,20 @@ class SchedulerLoop:
             worker.outbox.close()
 
     def status(self) -> scheduler_pb2.StatusReply:
-        machine = self.machine
         registers = {worker.id: worker.register for worker in self.workers.values()}
-        return codec.status(machine.cluster, machine.requests.values(), registers, self.clock())
+        return codec.status(self.machine, registers, self.clock())
 
     # ---- effects
 
     def _place(self, effect: effects.Place) -> None:
         decode = self.workers[effect.decode_id]
         placed = codec.placed(effect, codec.member(decode.register), lease_s=self.config.lease_s)
+        self._first_tokens.placed(effect, self._now_s)
         self._update(effect.proxy_id, placed)
 
     def _refuse(self, effect: effects.Refuse) -> None:
         self._specs.pop(effect.request_id, None)
+        self._first_tokens.refused(effect.request_id)
         self._metrics.refused(effect)
         self._update(effect.proxy_id, codec.refused(effect))
 
@@ -229,6 +251,7 @@ class SchedulerLoop:
 
     def _record(self, effect: effects.Record) -> None:
         self._recorder.put(effect)
+        self._first_tokens.recorded(effect)
         if effect.state.is_final:
             del self._specs[effect.request_id]
             self._metrics.ended(effect)

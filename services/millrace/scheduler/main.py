@@ -26,7 +26,7 @@ log = logging.getLogger(__name__)
 CLOSE_S = 2.0
 
 #: What the prefill instances can carry out so far; the simulator can do the rest.
-SERVED = {"planner": "least_queue", "preemption": "none", "batch_tokens": 0}
+SERVED = {"planner": "least_queue"}
 
 
 async def serve(

@@ -9,8 +9,11 @@ from typing import Any
 
 from millrace.core import effects, events
 from millrace.core.cluster import Cluster, Instance, PrefillInstance
+from millrace.core.config import SchedulerConfig
 from millrace.core.errors import MillraceError
 from millrace.core.latency import Latency, SpLatency
+from millrace.core.machine import Machine
+from millrace.core.priority import POLICIES
 from millrace.core.request import Chunk, Request, RequestState, Slo
 from millrace.wire.pb import common_pb2, scheduler_pb2
 
@@ -67,6 +70,8 @@ def request(spec: common_pb2.RequestSpec, *, proxy_id: str, now_s: float) -> Req
         ("sampling.n", spec.sampling.n),
     ):
         _require(name, value, value >= 1, "at least 1")
+    for name, objective_s in (("slo.ttft_s", spec.slo.ttft_s), ("slo.tbt_s", spec.slo.tbt_s)):
+        _require(name, objective_s, 0 <= objective_s < math.inf, "0 (none) or more, and finite")
     return Request(
         id=spec.request_id,
         proxy_id=proxy_id,
@@ -86,6 +91,13 @@ def cancelled(message: scheduler_pb2.CancelRequest) -> events.CancelRequested:
     return events.CancelRequested(
         request_id=message.request_id, reason=message.reason or "the client left"
     )
+
+
+def policy_changed(message: scheduler_pb2.SetPolicyRequest) -> events.PolicyChanged:
+    """Raises MessageError, which names the policies there are, for an unknown one."""
+    name = message.policy
+    _require("policy", name, name in POLICIES, "one of " + ", ".join(POLICIES))
+    return events.PolicyChanged(policy=name)
 
 
 def from_worker(
@@ -132,6 +144,18 @@ def _chunk_finished(
         chunk_index=m.chunk_index,
         compute_s=m.compute_s,
         last=m.last,
+    )
+
+
+def _chunk_suspended(
+    m: scheduler_pb2.ChunkSuspended, instance_id: str, generation: int
+) -> events.ChunkSuspended:
+    return events.ChunkSuspended(
+        instance_id=instance_id,
+        generation=generation,
+        request_id=m.request_id,
+        chunk_index=m.chunk_index,
+        compute_s=m.compute_s,
     )
 
 
@@ -186,6 +210,7 @@ _FROM_WORKER: Mapping[str, Callable[[Any, str, int], events.Event]] = {
     "heartbeat": _load,
     "chunk_started": _chunk_started,
     "chunk_finished": _chunk_finished,
+    "chunk_suspended": _chunk_suspended,
     "request_released": _released,
     "decode_started": _decode_started,
     "request_finished": _finished,
@@ -248,9 +273,11 @@ def fleet(cluster: Cluster, decode: Iterable[scheduler_pb2.Member]) -> scheduler
     )
 
 
-def registered(*, heartbeat_s: float, lease_s: float) -> scheduler_pb2.WorkerCommand:
+def registered(config: SchedulerConfig) -> scheduler_pb2.WorkerCommand:
     return scheduler_pb2.WorkerCommand(
-        registered=scheduler_pb2.Registered(heartbeat_s=heartbeat_s, lease_s=lease_s)
+        registered=scheduler_pb2.Registered(
+            heartbeat_s=config.heartbeat_s, lease_s=config.lease_s, preemption=config.preemption
+        )
     )
 
 
@@ -299,21 +326,22 @@ def cancel(effect: effects.CancelOn) -> scheduler_pb2.WorkerCommand:
 
 
 def status(
-    cluster: Cluster,
-    requests: Iterable[Request],
-    registers: Mapping[str, scheduler_pb2.Register],
-    now_s: float,
+    machine: Machine, registers: Mapping[str, scheduler_pb2.Register], now_s: float
 ) -> scheduler_pb2.StatusReply:
-    """The fleet as the scheduler sees it. `registers` by instance id."""
-    states = Counter(request.state for request in requests)
+    """The fleet as the scheduler sees it, and how it decides. `registers` by instance id."""
+    states = Counter(request.state for request in machine.requests.values())
     return scheduler_pb2.StatusReply(
         instances=[
             _instance(instance, registers[instance.id], now_s)
-            for instance in cluster.instances.values()
+            for instance in machine.cluster.instances.values()
         ],
         queued=states[RequestState.QUEUED],
         prefilling=states[RequestState.PREFILLING] + states[RequestState.TRANSFERRING],
         decoding=states[RequestState.DECODING],
+        policy=machine.policy,
+        preemption=machine.config.preemption,
+        planner=machine.config.planner,
+        policies=POLICIES,
     )
 
 

@@ -94,7 +94,7 @@ class WorkerLink:
                 if command.WhichOneof("kind") == "registered":
                     self.connected.set()
                     heart = asyncio.create_task(self._beat(command.registered.heartbeat_s))
-                elif not self._refusing:
+                if not self._refusing:
                     self._on_command(command)
         finally:
             if heart is not None:

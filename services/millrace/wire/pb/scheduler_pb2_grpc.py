@@ -51,6 +51,11 @@ class SchedulerStub:
                 request_serializer=scheduler__pb2.StatusRequest.SerializeToString,
                 response_deserializer=scheduler__pb2.StatusReply.FromString,
                 _registered_method=True)
+        self.SetPolicy = channel.unary_unary(
+                '/millrace.v1.Scheduler/SetPolicy',
+                request_serializer=scheduler__pb2.SetPolicyRequest.SerializeToString,
+                response_deserializer=scheduler__pb2.SetPolicyReply.FromString,
+                _registered_method=True)
 
 
 class SchedulerServicer:
@@ -76,6 +81,12 @@ class SchedulerServicer:
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def SetPolicy(self, request, context):
+        """Missing associated documentation comment in .proto file."""
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
 
 def add_SchedulerServicer_to_server(servicer, server):
     rpc_method_handlers = {
@@ -93,6 +104,11 @@ def add_SchedulerServicer_to_server(servicer, server):
                     servicer.GetStatus,
                     request_deserializer=scheduler__pb2.StatusRequest.FromString,
                     response_serializer=scheduler__pb2.StatusReply.SerializeToString,
+            ),
+            'SetPolicy': grpc.unary_unary_rpc_method_handler(
+                    servicer.SetPolicy,
+                    request_deserializer=scheduler__pb2.SetPolicyRequest.FromString,
+                    response_serializer=scheduler__pb2.SetPolicyReply.SerializeToString,
             ),
     }
     generic_handler = grpc.method_handlers_generic_handler(
@@ -178,6 +194,33 @@ class Scheduler:
             '/millrace.v1.Scheduler/GetStatus',
             scheduler__pb2.StatusRequest.SerializeToString,
             scheduler__pb2.StatusReply.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def SetPolicy(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/millrace.v1.Scheduler/SetPolicy',
+            scheduler__pb2.SetPolicyRequest.SerializeToString,
+            scheduler__pb2.SetPolicyReply.FromString,
             options,
             channel_credentials,
             insecure,

@@ -21,6 +21,7 @@ class SchedulerStub:
     ConnectProxy: _aio.StreamStreamMultiCallable[_scheduler_pb2.ProxyMessage, _scheduler_pb2.ProxyUpdate]
     ConnectWorker: _aio.StreamStreamMultiCallable[_scheduler_pb2.WorkerMessage, _scheduler_pb2.WorkerCommand]
     GetStatus: _aio.UnaryUnaryMultiCallable[_scheduler_pb2.StatusRequest, _scheduler_pb2.StatusReply]
+    SetPolicy: _aio.UnaryUnaryMultiCallable[_scheduler_pb2.SetPolicyRequest, _scheduler_pb2.SetPolicyReply]
 
 class SchedulerServicer(metaclass=_abc_1.ABCMeta):
     """Every peer of the scheduler holds one long-lived two-way stream to it. The end of the stream is the peer's
@@ -47,5 +48,12 @@ class SchedulerServicer(metaclass=_abc_1.ABCMeta):
         request: _scheduler_pb2.StatusRequest,
         context: _aio.ServicerContext[_scheduler_pb2.StatusRequest, _abc.Awaitable[_scheduler_pb2.StatusReply]],
     ) -> _abc.Awaitable[_scheduler_pb2.StatusReply]: ...
+
+    @_abc_1.abstractmethod
+    def SetPolicy(
+        self,
+        request: _scheduler_pb2.SetPolicyRequest,
+        context: _aio.ServicerContext[_scheduler_pb2.SetPolicyRequest, _abc.Awaitable[_scheduler_pb2.SetPolicyReply]],
+    ) -> _abc.Awaitable[_scheduler_pb2.SetPolicyReply]: ...
 
 def add_SchedulerServicer_to_server(servicer: SchedulerServicer, server: _aio.Server) -> None: ...
