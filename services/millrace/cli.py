@@ -227,6 +227,22 @@ def chat(
     )
 
 
+@app.command()
+def policy(
+    name: Annotated[
+        str, typer.Argument(metavar="[POLICY]", help="Rank by this one from now on.")
+    ] = "",
+    scheduler: SchedulerAddress = "127.0.0.1:7070",
+    json_path: Annotated[
+        Path | None, typer.Option("--json", metavar="PATH", help="Write the answer as JSON.")
+    ] = None,
+) -> None:
+    """Show how a running scheduler ranks requests, or change it."""
+    from millrace.policy import show_or_change
+
+    _run(show_or_change(scheduler, name, json_path))
+
+
 @app.command("config")
 def show_config(
     markdown: Annotated[bool, typer.Option("--markdown", help="As docs/configuration.md.")] = False,

@@ -269,6 +269,12 @@ class World(RuleBasedStateMachine):
         self.step(events.CancelRequested(request_id=request_id, reason=reason))
         assert request_id not in self.states
 
+    @rule(policy=st.sampled_from(sorted(POLICIES)))
+    def policy_changes(self, policy: str) -> None:
+        live = set(self.machine.requests)
+        self.step(events.PolicyChanged(policy=policy))
+        assert self.machine.policy == policy and set(self.machine.requests) == live
+
     @rule(proxy_id=st.sampled_from(PROXIES))
     def proxy_leaves(self, proxy_id: str) -> None:
         self.step(events.ProxyLeft(proxy_id=proxy_id))
@@ -489,7 +495,7 @@ class World(RuleBasedStateMachine):
         Where a policy's keys change with what was just decided (a plan replaces the prediction that
         slack is made of), another look may find more, but not for ever.
         """
-        looks = 1 if POLICIES[self.config.policy].static else len(REQUESTS) + 1
+        looks = 1 if POLICIES[self.machine.policy].static else len(REQUESTS) + 1
         for _ in range(looks):
             found = self.machine.step(events.Tick(), self.now_s)
             for effect in found:

@@ -17,6 +17,7 @@ from millrace.core.machine import Machine
 from millrace.core.recorded import RecordingError
 from millrace.sim.replay import command, replay
 from millrace.up import Service, Stack, StackOptions
+from millrace.wire.pb import scheduler_pb2
 from support.live_stack import POOL_BYTES, eventually, greedy_ids
 from support.scheduler_peers import Net, Worker, quick, scheduler, spec
 from support.served_model import served_folder
@@ -67,6 +68,8 @@ async def run(path: Path) -> None:
         await lost.next("run_prefill")
         await lost.cut()
         await decodes.pop("d2").cut()
+        for policy in ("s_edf", "lars"):
+            await net.stub().SetPolicy(scheduler_pb2.SetPolicyRequest(policy=policy))
         computed: set[str] = set()
         working = asyncio.create_task(work(net, prefill, decodes, computed))
 
@@ -93,6 +96,7 @@ def test_a_live_run_takes_the_same_decisions_when_it_is_replayed(recording):
     assert result.effects == sum(len(line["effects"]) for line in lines(recording)[1:])
     assert result.duration_s > 0
     assert {"Submitted", "CancelRequested", "InstanceLeft", "ChunkFinished"} <= events(recording)
+    assert "PolicyChanged" in events(recording)
     assert {"Place", "Refuse", "RunPrefill", "CancelOn", "Record"} <= effects(recording)
 
 

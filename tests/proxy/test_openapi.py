@@ -67,6 +67,7 @@ def test_document_describes_every_route(document):
         "/health",
         "/ready",
         "/metrics",
+        "/admin/scheduler",
     }
     chat = document["components"]["schemas"]["ChatRequest"]
     assert chat["required"] == ["model", "messages"]
@@ -113,5 +114,9 @@ def test_answers_are_as_documented(url, document):
             headers={"x-millrace-trace": "1"},
         )
         case.call_and_validate(base_url=url)
-    for path in ("/v1/models", "/health", "/ready", "/metrics"):
+    change = schema["/admin/scheduler"]["PUT"]
+    for policy, status in (("edf", 200), ("sjf", 400)):
+        case = change.Case(body={"policy": policy}, media_type="application/json")
+        assert case.call_and_validate(base_url=url).status_code == status
+    for path in ("/v1/models", "/health", "/ready", "/metrics", "/admin/scheduler"):
         schema[path]["GET"].Case().call_and_validate(base_url=url)

@@ -8,7 +8,7 @@ from contextlib import asynccontextmanager
 
 from millrace.core import effects
 from millrace.core.config import SchedulerConfig, StoreConfig
-from millrace.core.events import InstanceLeft, ProxyLeft, Submitted
+from millrace.core.events import InstanceLeft, PolicyChanged, ProxyLeft, Submitted
 from millrace.scheduler.loop import SchedulerLoop
 from millrace.scheduler.peers import Proxy, Worker
 from millrace.scheduler.recorder import Recorder
@@ -153,3 +153,30 @@ async def test_a_double_keeps_the_first_spec_even_while_draining():
         await asyncio.wait_for(loop.idle.wait(), 5)
         (run,) = [c for c in await prefill.outbox.take() if c.WhichOneof("kind") == "run_prefill"]
         assert run.run_prefill.request.prompt_tokens == 100
+
+
+async def test_a_change_of_policy_waits_its_turn_and_shows_in_the_metrics():
+    async with running(Hand()) as (loop, registry):
+        text = registry.render()[0].decode()
+        info = 'millrace_scheduler_policy_info{planner="least_queue",policy="%s",preemption="none"}'
+        assert f"{info % 'fcfs'} 1.0" in text
+        prefill = join(loop, "p0")
+        join(loop, "d0")
+        await submit(loop, "a", Proxy(key="x#1"))
+        changed = [PolicyChanged(policy=name) for name in ("edf", "lars", "lars", "edf")]
+        before = await asyncio.gather(*(loop.set_policy(event) for event in changed))
+        assert before == ["fcfs", "edf", "lars", "lars"] and loop.machine.policy == "edf"
+        assert kinds(await prefill.outbox.take()) == ["registered", "run_prefill"]
+        text = registry.render()[0].decode()
+        assert f"{info % 'edf'} 1.0" in text and info % "lars" not in text
+        assert 'millrace_scheduler_policy_changes_total{policy="edf"} 2.0' in text
+        assert 'millrace_scheduler_policy_changes_total{policy="lars"} 1.0' in text
+
+
+async def test_who_asked_for_a_policy_may_leave_before_it_changes():
+    async with running(Hand()) as (loop, _):
+        asking = asyncio.create_task(loop.set_policy(PolicyChanged(policy="edf")))
+        await asyncio.sleep(0)
+        asking.cancel()
+        await asyncio.sleep(0.01)
+        assert asking.cancelled() and loop.machine.policy == "edf"

@@ -11,6 +11,7 @@ import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from millrace.core.errors import ConfigError
+from millrace.core.priority import POLICIES
 from millrace.wire.pb import scheduler_pb2
 from support.scheduler_peers import WAIT_S, quick, register, scheduler, spec
 
@@ -216,6 +217,41 @@ async def test_what_instances_cannot_carry_out_is_refused_at_the_start(setting):
     with pytest.raises(ConfigError, match=f"scheduler.{name} is .*can carry out"):
         async with scheduler(quick(**setting)):
             pass
+
+
+async def test_the_policy_is_changed_while_requests_wait():
+    async with scheduler() as net:
+        prefill = await net.worker("p0")
+        await net.worker("d0")
+        proxy = await net.proxy()
+        loose, tight = spec("loose"), spec("tight")
+        loose.slo.ttft_s, tight.slo.ttft_s = 50, 10
+        await proxy.submit(spec("first"), loose, tight)
+        for request_id in ("first", "loose"):  # its slots
+            run = (await prefill.next("run_prefill")).run_prefill
+            assert run.request.request_id == request_id
+        assert (await net.status()).policy == "fcfs"
+        reply = await net.stub().SetPolicy(scheduler_pb2.SetPolicyRequest(policy="edf"))
+        assert (reply.before, reply.now) == ("fcfs", "edf")
+        run = (await prefill.next("run_prefill")).run_prefill
+        assert run.request.request_id == "tight"
+        queue = (await prefill.next("order")).order.queue
+        assert [entry.chunks[0].request_id for entry in queue] == ["first", "tight", "loose"]
+        status = await net.status()
+        assert (status.policy, status.preemption, status.planner) == ("edf", "none", "least_queue")
+        assert list(status.policies) == list(POLICIES)
+
+
+@pytest.mark.parametrize("name", ["", "sjf"])
+async def test_an_unknown_policy_is_refused_and_changes_nothing(name):
+    async with scheduler() as net:
+        with pytest.raises(grpc.aio.AioRpcError) as caught:
+            await net.stub().SetPolicy(scheduler_pb2.SetPolicyRequest(policy=name))
+        assert caught.value.code() is grpc.StatusCode.INVALID_ARGUMENT
+        assert caught.value.details() == (
+            f"policy is {name!r}; it must be one of {', '.join(POLICIES)}"
+        )
+        assert (await net.status()).policy == "fcfs"
 
 
 async def test_refusals_say_why():

@@ -114,6 +114,26 @@ def test_a_spec_becomes_a_request_of_the_schedulers_time():
     assert made.state is RequestState.QUEUED
 
 
+@pytest.mark.parametrize("name", ["ttft_s", "tbt_s"])
+@pytest.mark.parametrize("value", [-1.0, float("nan"), float("inf")])
+def test_an_objective_that_is_no_time_is_named(name, value):
+    spec = common_pb2.RequestSpec(
+        request_id="r",
+        prompt_tokens=10,
+        sampling=common_pb2.SamplingParams(max_tokens=20, n=3),
+        slo=common_pb2.Slo(**{name: value}),
+    )
+    with pytest.raises(codec.MessageError, match=f"slo.{name} is {value}; it must be 0"):
+        codec.request(spec, proxy_id="x#1", now_s=12.5)
+
+
+def test_a_known_policy_becomes_an_event_and_an_unknown_one_names_those_there_are():
+    wanted = scheduler_pb2.SetPolicyRequest(policy="lars")
+    assert codec.policy_changed(wanted) == events.PolicyChanged(policy="lars")
+    with pytest.raises(codec.MessageError, match="policy is 'x'; it must be one of fcfs, edf, "):
+        codec.policy_changed(scheduler_pb2.SetPolicyRequest(policy="x"))
+
+
 def test_an_order_reaches_the_wire_entry_by_entry():
     a, b, c = (effects.ChunkRef(request_id=name, chunk_index=i) for i, name in enumerate("abc"))
     sent = codec.order(effects.Order(instance_id="p0", queue=((c,), (a, b)))).order

@@ -12,6 +12,8 @@ from typing import Any, Generic, TypeVar
 
 import grpc
 
+from millrace.core.priority import POLICIES
+from millrace.wire import scheduler_codec as codec
 from millrace.wire.pb import (
     common_pb2,
     decode_pb2,
@@ -61,6 +63,7 @@ class StubFleet:
         self.on_cancel = on_cancel
         #: Announced at hello; change it with `announce`.
         self.ready = True
+        self.policy = "fcfs"
         self.decode = common_pb2.Incarnation(id="decode-0", generation=1)
         self.scheduler_port = 0
         self.decode_port = 0
@@ -204,7 +207,20 @@ class _Scheduler(scheduler_pb2_grpc.SchedulerServicer):
     async def GetStatus(
         self, request: scheduler_pb2.StatusRequest, context: Context
     ) -> scheduler_pb2.StatusReply:
-        return scheduler_pb2.StatusReply()
+        policy = self._fleet.policy
+        return scheduler_pb2.StatusReply(
+            policy=policy, preemption="none", planner="least_queue", policies=POLICIES
+        )
+
+    async def SetPolicy(
+        self, request: scheduler_pb2.SetPolicyRequest, context: Context
+    ) -> scheduler_pb2.SetPolicyReply:
+        try:
+            wanted = codec.policy_changed(request).policy
+        except codec.MessageError as error:
+            await context.abort(grpc.StatusCode.INVALID_ARGUMENT, str(error))
+        before, self._fleet.policy = self._fleet.policy, wanted
+        return scheduler_pb2.SetPolicyReply(before=before, now=wanted)
 
 
 class _Decode(decode_pb2_grpc.DecodeServicer):

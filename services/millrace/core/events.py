@@ -153,6 +153,13 @@ class RequestFailed:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class PolicyChanged:
+    """From now on requests are ranked by another policy: a name of `core.priority.POLICIES`."""
+
+    policy: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Tick:
     """Time passed: deadlines are looked at."""
 
@@ -172,5 +179,6 @@ Event = (
     | DecodeStarted
     | RequestFinished
     | RequestFailed
+    | PolicyChanged
     | Tick
 )

@@ -11,12 +11,14 @@ from collections.abc import Iterator, Sequence
 from itertools import count
 
 from millrace.core.board import Board
-from millrace.core.cluster import Cluster, DecodeInstance, Holding, Instance
+from millrace.core.cluster import Cluster, DecodeInstance, Holding, Instance, Pool
 from millrace.core.config import SchedulerConfig
 from millrace.core.effects import CancelOn, Effect, Fail, Record
 from millrace.core.priority import POLICIES, PriorityKey
 from millrace.core.request import Request, RequestState
 from millrace.core.waiting_line import WaitingLine
+
+_HAS_TOKEN = frozenset({RequestState.TRANSFERRING, RequestState.DECODING, RequestState.FINISHED})
 
 
 class Lifecycle:
@@ -55,11 +57,30 @@ class Lifecycle:
         found = self.policy.keys(requests, self.now_s, instances)
         return {request.id: key for request, key in zip(requests, found, strict=True)}
 
+    def rerank(self, pool: Pool) -> None:
+        """Gives all that waits in the pool's line, and all that its instances hold, new keys."""
+        keys = self.keys([*pool.line, *pool.board.heads()], len(pool.prefill))
+        pool.line.rerank(keys)
+        pool.board.rerank(keys)
+
+    def rerank_unplaced(self) -> None:
+        self.unplaced.rerank(self.keys(list(self.unplaced), len(self.cluster.instances)))
+
+    def change_policy(self, name: str) -> None:
+        """Keys of two policies can't be compared: everything is ranked anew at once."""
+        self.policy = POLICIES[name]
+        self.rerank_unplaced()
+        for pool in self.cluster.pools.values():
+            self.rerank(pool)
+
     def unqueue(self, request: Request) -> None:
         self.line_of.pop(request.id).remove(request)
 
     def advance(self, request: Request, state: RequestState) -> None:
+        """Token one is out as soon as anybody says so: decode's news may overtake prefill's."""
         request.advance(state)
+        if request.first_token_s is None and state in _HAS_TOKEN:
+            request.first_token_s = self.now_s
         self.record(request)
 
     def record(self, request: Request) -> None:

@@ -77,6 +77,7 @@ class Machine:
             events.DecodeStarted: self._decode_started,
             events.RequestFinished: self._finished,
             events.RequestFailed: self._failed,
+            events.PolicyChanged: self._policy_changed,
             events.Tick: self._tick,
         }
 
@@ -92,6 +93,11 @@ class Machine:
     def requests(self) -> Mapping[str, Request]:
         """Requests that have not ended, by id, oldest first."""
         return self._life.requests
+
+    @property
+    def policy(self) -> str:
+        """The priority policy in force: `config.policy`, or what it was changed to."""
+        return self._life.policy.name
 
     @property
     def queued(self) -> int:
@@ -296,7 +302,6 @@ class Machine:
     def _computed(self, request: Request) -> None:
         """All of the prompt is computed: token one is known."""
         if request.state is RequestState.PREFILLING:
-            request.first_token_s = self._life.now_s
             self._life.advance(request, RequestState.TRANSFERRING)
 
     def _released(self, event: events.RequestReleased) -> None:
@@ -359,6 +364,10 @@ class Machine:
                 self._life.fail(request, why, instance)
         elif request is not None:
             self._life.drop_tasks(request)
+        self._rounds.run()
+
+    def _policy_changed(self, event: events.PolicyChanged) -> None:
+        self._life.change_policy(event.policy)
         self._rounds.run()
 
     def _tick(self, event: events.Tick) -> None:

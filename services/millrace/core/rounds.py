@@ -66,7 +66,8 @@ class Rounds:
 
     def _round(self, pool: Pool) -> None:
         self.count += 1
-        self._rerank(pool)
+        if not self._life.policy.static and len(pool.line) + len(pool.board.ranked) > 1:
+            self._life.rerank(pool)
         self._dispatch(pool)
         orders = pool.board.orders()
         self.commands += len(orders)
@@ -77,7 +78,7 @@ class Rounds:
     def _place_waiting(self) -> None:
         unplaced = self._life.unplaced
         if not self._life.policy.static and len(unplaced) > 1:
-            unplaced.rerank(self._life.keys(list(unplaced), len(self._cluster.instances)))
+            self._life.rerank_unplaced()
         pools = self._cluster.ready_pools()
         reserved: set[str] = set()
         index = waiting = 0
@@ -140,16 +141,6 @@ class Rounds:
         return wait_s + request.predicted_prefill_s
 
     # ---- prefill
-
-    def _rerank(self, pool: Pool) -> None:
-        if self._life.policy.static:
-            return
-        requests = [*pool.line, *pool.board.heads()]
-        if len(requests) < 2:
-            return
-        keys = self._life.keys(requests, len(pool.prefill))
-        pool.line.rerank(keys)
-        pool.board.rerank(keys)
 
     def _dispatch(self, pool: Pool) -> None:
         pool.lacks_pages = False

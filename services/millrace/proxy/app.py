@@ -12,6 +12,7 @@ from starlette.exceptions import HTTPException
 from starlette.routing import Route
 
 from millrace.proxy import openapi
+from millrace.proxy.admin import METHODS, PATH, SchedulerAdmin
 from millrace.proxy.errors import ApiError
 from millrace.proxy.generate import GenerateEndpoint, Services
 from millrace.proxy.http import Disconnected, Receive, Scope, Send, read_json, send_error, send_json
@@ -124,8 +125,10 @@ class TokenEndpoints:
         return {"prompt": self._services.tokenizer.decode(ids, skip_special_tokens=skip)}
 
 
-def create_app(services: Services, created: int, render_metrics: RenderMetrics) -> FastAPI:
-    """`created`: Unix time shown as the model's."""
+def create_app(
+    services: Services, created: int, render_metrics: RenderMetrics, scheduler: str
+) -> FastAPI:
+    """`created`: Unix time shown as the model's; `scheduler`: its host:port."""
     tokens = TokenEndpoints(services)
     handlers: dict[str, Answer] = {
         "/v1/chat/completions": GenerateEndpoint(services, chat=True).answer,
@@ -135,6 +138,9 @@ def create_app(services: Services, created: int, render_metrics: RenderMetrics) 
     }
     raw = {path: RawEndpoint(services, path, answer) for path, answer in handlers.items()}
     app = GatewayApp(services, raw)
+    admin = SchedulerAdmin(services.config.proxy, scheduler)
+    endpoint = RawEndpoint(services, PATH, admin.answer)
+    app.router.routes.append(Route(PATH, endpoint, methods=METHODS))
     _add_models(app, services, created)
     _add_probes(app, services, render_metrics)
     app.add_exception_handler(HTTPException, _http_error)

@@ -61,6 +61,8 @@ class ApiError(MillraceError):
         if self.retry_after_s is not None:
             seconds = max(1, round(self.retry_after_s))
             headers.append((b"retry-after", b"%d" % seconds))
+        if self.status == 401:
+            headers.append((b"www-authenticate", b"Bearer"))
         return headers
 
 

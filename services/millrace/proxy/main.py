@@ -115,6 +115,7 @@ class Proxy:
     ) -> None:
         """Reads the model's small files. Raises ModelError."""
         self._config = config
+        self._scheduler = scheduler
         card = read_model_card(model, config.engine.max_context_tokens)
         life: Life = (f"proxy-{uuid.uuid4().hex[:8]}", time.time_ns())
         self.store = open_store(config.store)
@@ -137,7 +138,10 @@ class Proxy:
         """Accepts connections on `bound` when it returns."""
         self.port = bound.getsockname()[1]
         app = create_app(
-            self._services, int(time.time_ns() // 10**9), render_metrics or self.render
+            self._services,
+            int(time.time_ns() // 10**9),
+            render_metrics or self.render,
+            self._scheduler,
         )
         http = uvicorn.Config(
             app,

@@ -23,26 +23,35 @@ _TRACEPARENT = re.compile(
 
 
 class Objectives:
-    """Objectives of requests: a header's goes before its class's, that before the default."""
+    """Objectives of requests, TTFT and TBT each by itself: the header's, else the class's, else
+    the default of `proxy`. A request without a class is of the class `default`."""
 
     def __init__(self, config: Config) -> None:
-        self._classes: Mapping[str, Slo] = config.slo_classes
         proxy = config.proxy
-        self._default = self._classes.get("default") or Slo(
+        fallback = Slo(
             ttft_s=proxy.default_ttft_slo_ms / 1e3 or None,
             tbt_s=proxy.default_tbt_slo_ms / 1e3 or None,
         )
+        self._classes: Mapping[str, Slo] = {fallback.class_name: fallback} | {
+            name: Slo(
+                ttft_s=fallback.ttft_s if slo.ttft_s is None else slo.ttft_s,
+                tbt_s=fallback.tbt_s if slo.tbt_s is None else slo.tbt_s,
+                class_name=name,
+            )
+            for name, slo in config.slo_classes.items()
+        }
+        self._default = self._classes[fallback.class_name]
 
     @property
     def classes(self) -> list[str]:
         """Names a request may give."""
-        return sorted({*self._classes, self._default.class_name})
+        return sorted(self._classes)
 
     def read(self, scope: Scope) -> Slo:
         """Raises ApiError naming the header."""
         slo = self._default
         name = header(scope, CLASS_HEADER.encode())
-        if name is not None and name != slo.class_name:
+        if name is not None:
             if name not in self._classes:
                 known = ", ".join(self.classes)
                 raise bad_field(CLASS_HEADER, f"must be one of {known}, got {shown(name)}.")
@@ -63,7 +72,7 @@ def _seconds(scope: Scope, name: str) -> float | None:
     if text is None:
         return None
     try:
-        value = float(text)
+        value = math.nan if "_" in text else float(text)  # Python would take 1_000
     except ValueError:
         value = math.nan
     if not 0 < value <= _LARGEST_MS:

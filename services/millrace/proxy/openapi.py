@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
+from millrace.proxy import admin
 from millrace.proxy.fields import object_schema
 from millrace.proxy.objectives import CLASS_HEADER, TBT_HEADER, TRACE_HEADER, TTFT_HEADER
 from millrace.proxy.validation import Bodies
@@ -60,6 +61,25 @@ def _paths(objectives: list[Json]) -> Json:
             )
         },
         "/metrics": {"get": _got("Prometheus metrics", {"text/plain": {"schema": _STRING}})},
+        admin.PATH: _admin(),
+    }
+
+
+def _admin() -> Json:
+    refused = {
+        "401": _error("The bearer token is not proxy.admin_token"),
+        "403": _error("No token is set and the client is on another machine"),
+        "503": _error("No scheduler answers"),
+    }
+    wrong = {
+        "400": _error("A field is wrong, or the policy unknown"),
+        "413": _error("The body is too large"),
+        "415": _error("The body is not application/json"),
+    }
+    change = _got("Rank requests by another policy", _json("PolicyChange"), {**wrong, **refused})
+    return {
+        "get": _got("How the scheduler decides", _json("SchedulerSettings"), refused),
+        "put": {**change, "requestBody": {"required": True, "content": _json("PolicyWanted")}},
     }
 
 
@@ -154,6 +174,16 @@ def _schemas(bodies: Bodies) -> Json:
         "Error": _object({"error": error}),
         "Model": model,
         "Models": _object({"object": _STRING, "data": _array(_ref("Model"))}),
+        "PolicyChange": _object({"policy": _STRING, "before": _STRING}),
+        "PolicyWanted": admin.change_schema(),
+        "SchedulerSettings": _object(
+            {
+                "policy": _STRING,
+                "preemption": _STRING,
+                "planner": _STRING,
+                "policies": _array(_STRING),
+            }
+        ),
         "Status": _object({"status": _STRING}),
         "Text": _object({"prompt": _STRING}),
         "Tokens": _object(

@@ -144,7 +144,7 @@ class Bodies:
 
     def read_chat(self, body: Json) -> ChatRequest:
         """Checks a chat completion's decoded body. Raises ApiError naming the field."""
-        checked = check_fields(_object(body), self.chat, ("model", "messages"))
+        checked = check_fields(body_object(body), self.chat, ("model", "messages"))
         self.check_model(checked["model"])
         if checked.get("tools") and checked.get("tool_choice") != "none":
             raise bad_field("tools", "is not supported by this server.", "unsupported_parameter")
@@ -159,7 +159,7 @@ class Bodies:
 
     def read_completion(self, body: Json) -> CompletionRequest:
         """Checks a completion's decoded body. Raises ApiError naming the field."""
-        checked = check_fields(_object(body), self.completion, ("model", "prompt"))
+        checked = check_fields(body_object(body), self.completion, ("model", "prompt"))
         self.check_model(checked["model"])
         return CompletionRequest(
             prompts=checked["prompt"],
@@ -169,7 +169,7 @@ class Bodies:
 
     def read_tokenize(self, body: Json) -> Conversation | CompletionRequest:
         """Checks what /tokenize is given: messages, or one prompt."""
-        checked = check_fields(_object(body), self.tokenize, ())
+        checked = check_fields(body_object(body), self.tokenize, ())
         self.check_model(checked.get("model", self.limits.model))
         if ("messages" in checked) == ("prompt" in checked):
             raise bad_field("prompt", "give either 'prompt' or 'messages'.")
@@ -183,7 +183,7 @@ class Bodies:
 
     def read_detokenize(self, body: Json) -> tuple[list[int], bool]:
         """Checks what /detokenize is given: token ids, and whether to skip special ones."""
-        checked = check_fields(_object(body), self.detokenize, ("tokens",))
+        checked = check_fields(body_object(body), self.detokenize, ("tokens",))
         self.check_model(checked.get("model", self.limits.model))
         return checked["tokens"], checked.get("skip_special_tokens", False)
 
@@ -198,7 +198,8 @@ class Bodies:
             )
 
 
-def _object(body: Json) -> dict[str, Json]:
+def body_object(body: Json) -> dict[str, Json]:
+    """A decoded body that is an object. Raises ApiError for any other."""
     if not isinstance(body, dict):
         raise ApiError(400, "The request body must be a JSON object.", code="invalid_body")
     return body

@@ -39,6 +39,17 @@ class SchedulerMetrics:
         self._instances.labels("decode").set_function(
             lambda: sum(len(pool.decode) for pool in pools.values())
         )
+        config = machine.config
+        self._policy = registry.gauge(
+            "millrace_scheduler_policy_info",
+            "1 for how the scheduler decides now",
+            ["policy", "preemption", "planner"],
+        )
+        self._decides = {"preemption": config.preemption, "planner": config.planner}
+        self._policy.labels(policy=config.policy, **self._decides).set(1)
+        self._changes = registry.counter(
+            "millrace_scheduler_policy_changes_total", "changes of the policy", ["policy"]
+        )
         for name, documentation, value in (
             ("queued_requests", "requests no prefill instance has", lambda: machine.queued),
             ("queued_seconds", "predicted prefill of those", lambda: machine.queued_s),
@@ -51,6 +62,12 @@ class SchedulerMetrics:
 
     def ended(self, record: Record) -> None:
         self._ended.labels(record.state.value).inc()
+
+    def policy_changed(self, policy: str) -> None:
+        """Another policy is in force."""
+        self._policy.clear()
+        self._policy.labels(policy=policy, **self._decides).set(1)
+        self._changes.labels(policy).inc()
 
     def refused(self, effect: Refuse) -> None:
         self._refused.labels(effect.code).inc()

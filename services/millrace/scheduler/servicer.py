@@ -26,6 +26,9 @@ WorkerContext = grpc.aio.ServicerContext[
 ProxyContext = grpc.aio.ServicerContext[
     AsyncIterator[scheduler_pb2.ProxyMessage], AsyncIterator[scheduler_pb2.ProxyUpdate]
 ]
+PolicyContext = grpc.aio.ServicerContext[
+    scheduler_pb2.SetPolicyRequest, Awaitable[scheduler_pb2.SetPolicyReply]
+]
 StatusContext = grpc.aio.ServicerContext[
     scheduler_pb2.StatusRequest, Awaitable[scheduler_pb2.StatusReply]
 ]
@@ -128,6 +131,16 @@ class SchedulerServicer(scheduler_pb2_grpc.SchedulerServicer):
         self, request: scheduler_pb2.StatusRequest, context: StatusContext
     ) -> scheduler_pb2.StatusReply:
         return self._loop.status()
+
+    async def SetPolicy(
+        self, request: scheduler_pb2.SetPolicyRequest, context: PolicyContext
+    ) -> scheduler_pb2.SetPolicyReply:
+        try:
+            changed = codec.policy_changed(request)
+        except codec.MessageError as error:
+            await context.abort(grpc.StatusCode.INVALID_ARGUMENT, str(error))
+        before = await self._loop.set_policy(changed)
+        return scheduler_pb2.SetPolicyReply(before=before, now=changed.policy)
 
     async def _first(self, messages: AsyncIterator[M]) -> M | None:
         """The stream's first message, None when none comes within a lease."""

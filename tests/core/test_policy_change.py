@@ -1,0 +1,179 @@
+"""A policy that is changed while requests wait and run: everything is ranked anew at once."""
+
+from __future__ import annotations
+
+import itertools
+import json
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from millrace.core import recorded
+from millrace.core.config import SchedulerConfig
+from millrace.core.effects import Order, Place, RunPrefill
+from millrace.core.events import PolicyChanged
+from millrace.core.machine import Machine
+from millrace.core.priority import POLICIES
+from support.core_events import Bench, groups_of, instance, of, queues
+
+#: Prompt tokens (1 ms each) and TTFT objective: every policy orders these in its own way.
+MIX = [(4000, 30.0), (100, 20.0), (2000, 2.5), (300, 0.35), (1000, None), (700, 9.0), (50, 1.0)]
+
+
+def bench(policy: str, preemption: str = "operator", *, decode_pages: int = 10_000) -> Bench:
+    config = SchedulerConfig(policy=policy, preemption=preemption, tasks_ahead=3)
+    return Bench(
+        instance("p0", pages=5000, context=100_000, latency=groups_of(1)),
+        instance("d0", pages=decode_pages, context=100_000, batch=1000),
+        config=config,
+    )
+
+
+def loaded(policy: str, preemption: str = "operator") -> Bench:
+    """Requests on the board, one of them running, and in the line behind it."""
+    one = bench(policy, preemption)
+    for number, (prompt, ttft_s) in enumerate(MIX):
+        one.now_s += 0.01
+        one.submit(f"r{number}", prompt, ttft_s=ttft_s)
+        if number == 0:
+            one.chunk_started("p0", "r0")
+    return one
+
+
+@pytest.mark.parametrize("before, after", list(itertools.permutations(POLICIES, 2)))
+def test_all_that_waits_and_runs_is_ranked_by_the_new_policy(before: str, after: str) -> None:
+    one = loaded(before)
+    (pool,) = one.machine.cluster.pools.values()
+    one.now_s += 0.5
+    one.step(PolicyChanged(policy=after))
+    assert one.machine.policy == after
+    requests = [*pool.line, *pool.board.heads()]
+    assert {r.id for r in requests} == {f"r{number}" for number in range(len(MIX))}
+    keys = dict(zip(requests, POLICIES[after].keys(requests, one.now_s, 1), strict=True))
+    waiting = list(pool.line)
+    assert waiting == sorted(waiting, key=lambda r: (keys[r], r.order))
+    for task in pool.board.ranked:
+        assert task.rank == (keys[task.requests[0]], task.requests[0].order, 0)
+
+
+def test_the_new_first_one_is_ordered_to_run_at_once() -> None:
+    one = bench("fcfs")
+    one.submit("late", 1000, ttft_s=9.0)
+    one.chunk_started("p0", "late")
+    one.now_s = 0.1
+    assert not of(Order, one.submit("soon", ttft_s=1.0))
+    assert queues(one.step(PolicyChanged(policy="edf"))) == {"p0": ["soon", "late"]}
+    assert one.machine.preemptions == 1
+    assert queues(one.step(PolicyChanged(policy="fcfs"))) == {"p0": ["late", "soon"]}
+    assert one.step(PolicyChanged(policy="fcfs")) == []
+
+
+def test_without_preemption_what_runs_goes_on() -> None:
+    one = bench("fcfs", "none")
+    for name, ttft_s in (("first", 9.0), ("second", 8.0), ("third", 1.0)):
+        one.submit(name, 1000, ttft_s=ttft_s)
+    one.chunk_started("p0", "first")
+    found = one.step(PolicyChanged(policy="edf"))
+    assert queues(found) == {"p0": ["first", "third", "second"]}
+    assert one.machine.preemptions == 0
+
+
+def test_a_new_first_one_of_the_line_is_sent() -> None:
+    one = bench("fcfs")
+    for name in ("a", "b", "c"):  # the instance's slots
+        one.submit(name, 1000, ttft_s=9.0)
+    assert not of(RunPrefill, one.submit("urgent", ttft_s=1.0))
+    found = one.step(PolicyChanged(policy="edf"))
+    assert [e.request_id for e in of(RunPrefill, found)] == ["urgent"]
+    assert queues(found)["p0"][0] == "urgent"
+
+
+def test_what_waits_for_a_place_is_ranked_anew_too() -> None:
+    one = bench("fcfs", decode_pages=10)  # 160 tokens: one request at a time
+    for name, ttft_s in (("placed", 9.0), ("first", 8.0), ("urgent", 1.0)):
+        one.submit(name, ttft_s=ttft_s)
+    assert [e.request_id for e in of(Place, one.all)] == ["placed"]
+    one.step(PolicyChanged(policy="edf"))
+    found = one.cancel("placed") + one.released("p0", "placed") + one.released("d0", "placed")
+    assert [e.request_id for e in of(Place, found)] == ["urgent"]
+
+
+names = st.sampled_from(sorted(POLICIES))
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    policy=names,
+    preemption=st.sampled_from(["none", "operator"]),
+    steps=st.lists(
+        st.one_of(
+            names,
+            st.tuples(st.integers(1, 3000), st.sampled_from([None, 0.2, 1.0, 30.0])),
+            st.floats(0.0, 3.0),
+            st.just("work"),
+        ),
+        max_size=40,
+    ),
+)
+def test_random_switches_lose_nothing_and_are_replayed(policy, preemption, steps) -> None:
+    """Also through the written form: another machine takes the same decisions."""
+    one = bench(policy, preemption)
+    written = []
+    step = one.machine.step
+
+    def recording(event, now_s):
+        line = json.dumps([now_s, recorded.plain_event(event)])
+        found = step(event, now_s)
+        written.append((line, recorded.plain_effects(found)))
+        return found
+
+    one.machine.step = recording
+    submitted = 0
+    for what in steps:
+        if isinstance(what, tuple):
+            one.submit(f"r{submitted}", what[0], ttft_s=what[1])
+            submitted += 1
+        elif isinstance(what, float):
+            one.tick(what)
+        elif what == "work":
+            compute(one)
+        else:
+            one.step(PolicyChanged(policy=what))
+    assert len(one.machine.requests) + ended(one) == submitted
+    while one.machine.requests:
+        compute(one)
+    other = bench(policy, preemption).machine
+    for line, effects in written:
+        now_s, event = json.loads(line)
+        assert recorded.plain_effects(other.step(recorded.event_of(event), now_s)) == effects
+
+
+def compute(one: Bench) -> None:
+    """The instance computes what it is told to, and decode ends it."""
+    for task in [t for t in one.machine.cluster.instances["p0"].queue if t.chosen]:
+        one.serve(task.requests[0].id)
+
+
+def ended(one: Bench) -> int:
+    return sum(
+        getattr(effect, "state", None) is not None and effect.state.is_final for effect in one.all
+    )
+
+
+def test_the_time_of_token_one_is_kept_whoever_tells_of_it_first() -> None:
+    for tell in ("computed", "decoding"):
+        one = bench("fcfs")
+        one.submit("r")
+        request = one.machine.requests["r"]
+        one.chunk_started("p0", "r")
+        one.now_s = 2.5
+        one.computed("p0", "r") if tell == "computed" else one.decoding("d0", "r")
+        one.now_s = 3.0
+        one.decoding("d0", "r") if tell == "computed" else one.computed("p0", "r")
+        one.finished("d0", "r")
+        assert request.first_token_s == 2.5
+
+
+def test_a_new_machine_follows_its_settings() -> None:
+    assert Machine(SchedulerConfig(policy="lars")).policy == "lars"

@@ -1,0 +1,135 @@
+"""/admin/scheduler: what it answers, whom it lets in, and what it says to the others."""
+
+from __future__ import annotations
+
+import asyncio
+
+import httpx
+import pytest
+import pytest_asyncio
+
+from millrace.core.config import ProxyConfig
+from millrace.core.priority import POLICIES
+from millrace.proxy.admin import SchedulerAdmin
+from millrace.proxy.errors import ApiError
+from support.gateway import gateway
+
+pytestmark = pytest.mark.asyncio(loop_scope="module")
+
+PATH = "/admin/scheduler"
+
+
+@pytest_asyncio.fixture(scope="module", loop_scope="module")
+async def stack(tmp_path_factory):
+    async with gateway(tmp_path_factory.mktemp("model")) as running:
+        yield running
+
+
+def check(response: httpx.Response, status: int, code: str, param: str | None = None) -> str:
+    """Checks an error as OpenAI's clients read it; returns its message."""
+    assert response.status_code == status, response.text
+    error = response.json()["error"]
+    assert (error["code"], error["param"]) == (code, param)
+    assert error["type"] == ("invalid_request_error" if status < 500 else "server_error")
+    return str(error["message"])
+
+
+async def test_the_policy_is_shown_and_changed(stack):
+    shown = {"preemption": "none", "planner": "least_queue", "policies": list(POLICIES)}
+    assert (await stack.http.get(PATH)).json() == {"policy": "fcfs", **shown}
+    changed = await stack.http.put(PATH, json={"policy": "s_edf"})
+    assert (changed.status_code, changed.json()) == (200, {"policy": "s_edf", "before": "fcfs"})
+    assert (await stack.http.get(PATH)).json() == {"policy": "s_edf", **shown}
+    await stack.http.put(PATH, json={"policy": "fcfs"})
+    text = (await stack.http.get("/metrics")).text
+    assert 'millrace_proxy_http_requests_total{code="200",route="/admin/scheduler"} 4.0' in text
+
+
+@pytest.mark.parametrize(
+    ("body", "code", "param"),
+    [
+        ({"policy": "sjf"}, "invalid_value", "policy"),
+        ({"policy": ""}, "empty_string", "policy"),
+        ({"policy": 3}, "invalid_type", "policy"),
+        ({}, "missing_required_parameter", "policy"),
+        ({"policy": "edf", "planner": "cdsp"}, "unknown_parameter", "planner"),
+        ([], "invalid_body", None),
+    ],
+)
+async def test_a_wrong_body_is_refused_and_changes_nothing(stack, body, code, param):
+    message = check(await stack.http.put(PATH, json=body), 400, code, param)
+    assert code != "invalid_value" or "it must be one of fcfs, edf, " in message
+    assert stack.fleet.policy == "fcfs"
+
+
+async def test_other_methods_and_content_types(stack):
+    check(await stack.http.post(PATH, json={"policy": "edf"}), 405, "method_not_allowed")
+    sent = await stack.http.put(PATH, content=b"policy=edf")
+    check(sent, 415, "unsupported_media_type", "Content-Type")
+
+
+@pytest.mark.parametrize("relayed", ["x-forwarded-for", "forwarded", "origin"])
+async def test_without_a_token_who_comes_through_another_is_not_local(stack, relayed):
+    for sent in (
+        await stack.http.get(PATH, headers={relayed: "http://127.0.0.1"}),
+        await stack.http.put(PATH, json={"policy": "edf"}, headers={relayed: "127.0.0.1"}),
+    ):
+        assert "proxy.admin_token" in check(sent, 403, "not_local")
+    assert stack.fleet.policy == "fcfs"
+
+
+@pytest.mark.parametrize(
+    ("client", "local"),
+    [
+        (("127.0.0.1", 1), True),
+        (("127.8.8.8", 1), True),
+        (("::1", 1), True),
+        (("::ffff:127.0.0.1", 1), True),
+        (("10.0.0.7", 1), False),
+        (("::ffff:10.0.0.7", 1), False),
+        (("fe80::1", 1), False),
+        (("somebody", 1), False),
+        (None, False),
+    ],
+)
+async def test_without_a_token_only_this_machine_is_let_in(stack, client, local):
+    admin = SchedulerAdmin(ProxyConfig(), stack.fleet.scheduler_address)
+    scope = {"type": "http", "method": "GET", "headers": [], "client": client}
+    sent = []
+
+    async def send(message):
+        sent.append(message)
+
+    if local:
+        assert await admin.answer(scope, asyncio.Event().wait, send) == 200
+        assert b"fcfs" in sent[1]["body"]
+        return
+    with pytest.raises(ApiError) as caught:
+        await admin.answer(scope, asyncio.Event().wait, send)
+    assert (caught.value.status, caught.value.code, sent) == (403, "not_local", [])
+
+
+async def test_a_token_is_needed_where_one_is_set_and_serves_from_anywhere(tmp_path):
+    async with gateway(tmp_path, "proxy.admin_token=gehe\u00efm") as guarded:
+        for given in ({}, {"authorization": "Bearer no"}, {"authorization": "gehe\u00efm"}):
+            headers = {k: v.encode() for k, v in given.items()}
+            sent = await guarded.http.put(PATH, json={"policy": "edf"}, headers=headers)
+            assert "proxy.admin_token" in check(sent, 401, "bad_token")
+            assert sent.headers["www-authenticate"] == "Bearer"
+        headers = {
+            "authorization": "Bearer gehe\u00efm".encode(),
+            "x-forwarded-for": b"10.0.0.7",
+        }
+        sent = await guarded.http.put(PATH, json={"policy": "edf"}, headers=headers)
+        assert (sent.status_code, guarded.fleet.policy) == (200, "edf")
+
+
+async def test_without_a_scheduler_it_says_so(tmp_path):
+    async with gateway(tmp_path) as alone:
+        await alone.fleet.stop_scheduler()
+        for sent in (
+            await alone.http.get(PATH),
+            await alone.http.put(PATH, json={"policy": "edf"}),
+        ):
+            assert "no scheduler at 127.0.0.1:" in check(sent, 503, "unavailable")
+            assert sent.headers["retry-after"] == "1"

@@ -1,0 +1,121 @@
+"""Objectives from settings and headers, followed to the scheduler's own Request."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from contextlib import asynccontextmanager
+
+import httpx
+import pytest
+
+from millrace.bench.stub_model import write_stub_model
+from millrace.core.config import load_config
+from millrace.proxy.main import Proxy, listen
+from support.gateway import MODEL, until
+from support.scheduler_peers import quick, scheduler
+
+SETTINGS = """
+[proxy]
+default_ttft_slo_ms = 9000
+default_tbt_slo_ms = 900
+
+[slo_classes.chat]
+ttft_s = 0.5
+tbt_s = 0.05
+
+[slo_classes.document]
+ttft_s = 30
+"""
+CHAT_BODY = {"model": MODEL, "messages": [{"role": "user", "content": "hi"}], "max_tokens": 4}
+TTFT, TBT, CLASS = "x-millrace-ttft-slo-ms", "x-millrace-tbt-slo-ms", "x-millrace-class"
+
+
+@asynccontextmanager
+async def served(folder, settings: str = SETTINGS):
+    """Yields a client of a real proxy, before a real scheduler that records its events."""
+    file, record = folder / "millrace.toml", folder / "run.jsonl"
+    file.write_text(settings)
+    write_stub_model(folder)
+    async with scheduler(quick(), record=record) as net:
+        await net.worker("p0")
+        await net.worker("d0")
+        config = load_config(file)
+        proxy = Proxy(config, model=str(folder), model_name=MODEL, scheduler=net.address)
+        await proxy.start(listen("127.0.0.1", 0))
+        url = f"http://127.0.0.1:{proxy.port}"
+        try:
+            async with httpx.AsyncClient(base_url=url, timeout=10, trust_env=False) as http:
+                await until(lambda: proxy.gateway.ready)
+                yield proxy, http
+        finally:
+            proxy.gateway.draining = True
+            await proxy.stop()
+
+
+async def submit(proxy: Proxy, http: httpx.AsyncClient, headers: dict[str, str]) -> None:
+    """Sends a request, and leaves once the scheduler has placed it: nobody answers here."""
+    sent = asyncio.create_task(http.post("/v1/chat/completions", json=CHAT_BODY, headers=headers))
+    await until(lambda: any(g.confirmed for g in proxy.gateway._live.values()) or sent.done())
+    assert not sent.done(), sent.result().text
+    sent.cancel()
+    await asyncio.wait([sent])
+    await until(lambda: proxy.gateway.inflight == 0)
+
+
+def requests(folder) -> list[dict]:
+    """What the scheduler's machine was given, without the defaults of its fields."""
+    steps = [json.loads(line) for line in (folder / "run.jsonl").read_text().splitlines()[1:]]
+    return [s["event"][1]["request"] for s in steps if s["event"][0] == "Submitted"]
+
+
+async def test_a_header_goes_before_the_class_and_that_before_the_default(tmp_path):
+    wanted = [
+        ({}, {"ttft_s": 9.0, "tbt_s": 0.9}),
+        ({CLASS: "default"}, {"ttft_s": 9.0, "tbt_s": 0.9}),
+        ({CLASS: "chat"}, {"ttft_s": 0.5, "tbt_s": 0.05, "class_name": "chat"}),
+        ({CLASS: "document"}, {"ttft_s": 30.0, "tbt_s": 0.9, "class_name": "document"}),
+        ({TTFT: "250"}, {"ttft_s": 0.25, "tbt_s": 0.9}),
+        ({CLASS: "chat", TBT: "12.5"}, {"ttft_s": 0.5, "tbt_s": 0.0125, "class_name": "chat"}),
+        (
+            {CLASS: "document", TTFT: "1e3", TBT: "10"},
+            {"ttft_s": 1.0, "tbt_s": 0.01, "class_name": "document"},
+        ),
+    ]
+    async with served(tmp_path) as (proxy, http):
+        for headers, _ in wanted:
+            await submit(proxy, http, headers)
+    assert [request["slo"] for request in requests(tmp_path)] == [slo for _, slo in wanted]
+
+
+async def test_a_class_of_the_name_default_is_for_requests_without_one(tmp_path):
+    settings = "[proxy]\ndefault_tbt_slo_ms = 70\n[slo_classes.default]\nttft_s = 2\n"
+    async with served(tmp_path, settings) as (proxy, http):
+        await submit(proxy, http, {})
+        document = (await http.get("/openapi.json")).json()
+    assert [request["slo"] for request in requests(tmp_path)] == [{"ttft_s": 2.0, "tbt_s": 0.07}]
+    parameters = document["paths"]["/v1/completions"]["post"]["parameters"]
+    assert {p["name"]: p["schema"] for p in parameters}[CLASS] == {"enum": ["default"]}
+
+
+async def test_without_any_setting_there_is_no_objective(tmp_path):
+    async with served(tmp_path, "") as (proxy, http):
+        await submit(proxy, http, {})
+    assert [request["slo"] for request in requests(tmp_path)] == [{}]
+
+
+@pytest.mark.parametrize("path", ["/v1/chat/completions", "/v1/completions"])
+async def test_what_is_wrong_reaches_no_scheduler(tmp_path, path):
+    body = CHAT_BODY if "chat" in path else {"model": MODEL, "prompt": "hi", "max_tokens": 4}
+    async with served(tmp_path) as (_, http):
+        sent = await http.post(path, json=body, headers={CLASS: "chats"})
+        error = sent.json()["error"]
+        assert (sent.status_code, error["param"], error["code"]) == (400, CLASS, "invalid_value")
+        assert "must be one of chat, default, document, got 'chats'" in error["message"]
+        for name in (TTFT, TBT):
+            for value in ("", "soon", "0", "-5", "nan", "inf", "1e10", "0x10", "1_000", "5 ms"):
+                sent = await http.post(path, json=body, headers={name: value})
+                error = sent.json()["error"]
+                assert (sent.status_code, error["param"]) == (400, name), value
+                assert error["type"] == "invalid_request_error"
+    assert requests(tmp_path) == []
