@@ -25,6 +25,10 @@ ttft_s = 0.5
 tbt_s = 0.05
 ```
 
+What a class leaves out is `proxy.default_ttft_slo_ms` and `proxy.default_tbt_slo_ms`, as for
+requests without a class; a request's own headers go before both. The class of requests that name
+none is `default`, and may have a table too.
+
 This page is written by `millrace config --markdown`.
 """
 
