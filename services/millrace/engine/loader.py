@@ -23,6 +23,7 @@ from millrace.engine.models.weights import (
     layer_specs,
     outer_specs,
 )
+from millrace.engine.parallel.sharding import WHOLE, KvHeads, Shard
 
 _HUB_ID = re.compile(r"[\w.-]+/[\w.-]+")
 _HUB_FILES = ["*.json", "model*.safetensors", "*.jinja", "tokenizer*"]
@@ -33,9 +34,13 @@ _ALIGNED = 64  # elements: a weight starts on a cache line
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Model:
-    """A model ready to run: its shape, its weights and where they are."""
+    """A model, or a rank's part of one, ready to run: its shape, its weights, where they are.
+
+    ``config`` has the heads and widths that are here; ``kv_heads`` says which of the model's.
+    """
 
     config: ModelConfig
+    kv_heads: KvHeads
     weights: ModelWeights
     device: torch.device
     dtype: torch.dtype
@@ -76,40 +81,51 @@ def load_model(
     load_format: str = "auto",
     seed: int = 0,
     progress: Callable[[float], None] | None = None,
+    shard: Shard = WHOLE,
 ) -> Model:
     """Loads a model; arguments as in `EngineConfig`. `progress` gets the share done, 0 to 1.
 
     With ``load_format="dummy"`` only config.json is needed and `seed` fixes the weights, the same
-    in every process and on every device. Raises ModelError in one line.
+    in every process and on every device. Of a rank's `shard` nothing else is read or kept. Raises
+    ModelError in one line, and ConfigError for a model that can't be split so.
     """
     folder = resolve_model(model)
     config = ModelConfig.from_folder(folder)
+    shard.check(config)
     target = _device(device)
     torch_dtype: torch.dtype = getattr(torch, config.dtype if dtype == "auto" else dtype)
     specs = [outer_specs(config), *(layer_specs(config, i) for i in range(config.num_layers))]
-    total = sum(spec.elements for group in specs for spec in group.values())
-    rooms = _rooms((spec for group in specs for spec in group.values()), torch_dtype, target)
+    pieces = [_pieces(group, config, shard) for group in specs]
+    held = [piece for group in pieces for piece, _ in group.values() if piece is not None]
+    total = sum(piece.elements for piece in held)
+    rooms = _rooms(held, torch_dtype, target)
     done = 0
 
-    def build(group: dict[str, WeightSpec]) -> dict[str, torch.Tensor]:
+    def build(group: _Pieces) -> dict[str, torch.Tensor]:
         nonlocal done
         built = {}
-        for name, spec in group.items():
+        for name, (piece, whole) in group.items():
+            if piece is None:
+                source.skip(whole)
+                continue
             weight = next(rooms)
-            source.fill(weight, spec)
+            source.fill(weight, piece, whole)
             built[name] = weight
-            done += spec.elements
+            done += piece.elements
             if progress is not None:
                 progress(done / total)
         return built
 
     source: _CheckpointSource | RandomWeights
     source = RandomWeights(seed) if load_format == "dummy" else _CheckpointSource(folder)
-    outer = build(specs[0])
-    layers = tuple(LayerWeights(**build(group)) for group in specs[1:])
-    outer.setdefault("lm_head", outer["embedding"])
+    outer = build(pieces[0])
+    layers = tuple(LayerWeights(**build(group)) for group in pieces[1:])
+    if "lm_head" not in outer:
+        tied, rows = outer["embedding"], slice(*shard.vocabulary(config.vocab_size))
+        outer["lm_head"] = tied if shard.size == 1 else tied[rows]
     return Model(
-        config=config,
+        config=shard.config(config),
+        kv_heads=shard.kv_heads(config),
         weights=ModelWeights(layers=layers, **outer),
         device=target,
         dtype=torch_dtype,
@@ -144,15 +160,27 @@ def model_hash(folder: str | Path, *, load_format: str = "auto", seed: int = 0) 
     return digest.hexdigest()
 
 
+_Pieces = dict[str, tuple[WeightSpec | None, WeightSpec]]
+"""What a rank holds of each weight (None: nothing), and the weight."""
+
+
+def _pieces(group: dict[str, WeightSpec], config: ModelConfig, shard: Shard) -> _Pieces:
+    return {name: (shard.piece(config, name, spec), spec) for name, spec in group.items()}
+
+
 class _CheckpointSource:
     """Fills fused weights from a folder's safetensors files, converting dtypes as it copies."""
 
     def __init__(self, folder: Path) -> None:
         self._checkpoint = Checkpoint(folder)
 
-    def fill(self, weight: torch.Tensor, spec: WeightSpec) -> None:
+    def fill(self, weight: torch.Tensor, spec: WeightSpec, whole: WeightSpec) -> None:
         for part in spec.parts:
-            weight[part.index].copy_(self._checkpoint.tensor(part.tensor, part.shape))
+            tensor = self._checkpoint.tensor(part.tensor, part.shape)
+            weight[part.index].copy_(tensor[part.source])
+
+    def skip(self, spec: WeightSpec) -> None:
+        """Nothing is read of a weight that another rank has."""
 
 
 def _rooms(

@@ -16,7 +16,8 @@ from torch import Tensor
 from millrace.core.errors import ModelError
 from millrace.engine.kv_pool import KvPool
 from millrace.engine.loader import Model
-from millrace.engine.operators import Activations, Operator, build_operators
+from millrace.engine.operators import Activations, Head, Operator, build_operators, whole
+from millrace.engine.parallel.communicator import Communicator, SplitHead
 from millrace.engine.recorded_step import RecordedStep, is_whole
 from millrace.engine.rope import Rotary
 from millrace.engine.scratch import Scratch
@@ -66,16 +67,28 @@ class PrefillTask:
 class ModelRunner:
     """A model bound to a KV pool. One thread at a time runs it; suspended prefills may be many."""
 
-    def __init__(self, model: Model, pool: KvPool, attention_backend: str = "auto") -> None:
-        """Raises ModelError when the pool was made for another model or dtype."""
+    def __init__(
+        self,
+        model: Model,
+        pool: KvPool,
+        attention_backend: str = "auto",
+        ranks: Communicator | None = None,
+    ) -> None:
+        """`ranks`: those with which the model is shared, which must all make the same calls.
+
+        Raises ModelError when the pool was made for another model, dtype or share of its heads.
+        """
         self.model = model
         self.pool = pool
         self._backend = attention_backend
         _check_layout(model, pool)
         config = model.config
         kv_layers = [pool.layer(i) for i in range(config.num_layers)]
-        self._lm_head = kernels.prepare_linear(model.weights.lm_head)
-        self.operators = build_operators(config, model.weights, kv_layers, self._lm_head)
+        head = kernels.prepare_linear(model.weights.lm_head)
+        self._lm_head: Head = head if ranks is None else SplitHead(head, ranks, config.vocab_size)
+        reduce = whole if ranks is None else ranks.all_reduce
+        self.operators = build_operators(config, model.weights, kv_layers, self._lm_head, reduce)
+        self._records = ranks is None  # collectives leave no native calls to make again
         self._boundaries = {op: Boundary(op.layer, op.name) for op in self.operators}
         self._recorded: dict[int, RecordedStep] = {}  # by sequences of a step
         self._windows = tuple(dict.fromkeys(config.sliding_windows))
@@ -159,7 +172,8 @@ class ModelRunner:
             embedded = state.x
             for operator in operators[1:]:
                 operator.run(state)
-        if is_whole(calls, [operator.name for operator in operators[1:]], state, embedded):
+        names = [operator.name for operator in operators[1:]]
+        if self._records and is_whole(calls, names, state, embedded):
             if len(self._recorded) == _MOST_RECORDED:
                 del self._recorded[next(iter(self._recorded))]  # the oldest
             embedding = self.model.weights.embedding
@@ -306,8 +320,9 @@ def _check_layout(model: Model, pool: KvPool) -> None:
     config, layout = model.config, pool.layout
     wanted = {
         "num_layers": config.num_layers,
-        "num_kv_heads": config.num_kv_heads,
-        "head_count": config.num_kv_heads,
+        "num_kv_heads": model.kv_heads.total,
+        "head_start": model.kv_heads.start,
+        "head_count": model.kv_heads.count,
         "head_dim": config.head_dim,
         "dtype": str(model.dtype).removeprefix("torch."),
     }

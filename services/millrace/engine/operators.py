@@ -15,6 +15,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
+from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -69,6 +70,18 @@ class Activations:
 
 
 Run = Callable[[Activations], None]
+Reduce = Callable[[Tensor], None]
+"""Makes a rank's partial sum [n, H] the whole one, in place, where tensor parallelism split it."""
+
+
+class Head(Protocol):
+    """lm_head, made ready: as `kernels.Linear`."""
+
+    def __call__(self, x: Tensor) -> Tensor: ...
+
+    def after_norm(
+        self, x: Tensor, residual: Tensor | None, norm_weight: Tensor, eps: float
+    ) -> tuple[Tensor, Tensor]: ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,12 +93,21 @@ class Operator:
     run: Run
 
 
+def whole(x: Tensor) -> None:
+    """The `Reduce` of a model on one rank."""
+
+
 def build_operators(
-    config: ModelConfig, weights: ModelWeights, kv_layers: list[Tensor], head: kernels.Linear
+    config: ModelConfig,
+    weights: ModelWeights,
+    kv_layers: list[Tensor],
+    head: Head,
+    reduce: Reduce = whole,
 ) -> tuple[Operator, ...]:
     """The whole model in order.
 
     ``kv_layers[i]``: [pages, 2, k, page_tokens, d] of layer i; ``head``: lm_head, made ready.
+    ``reduce`` ends the operators whose sums are split between ranks: o_proj, down_proj, experts.
     """
     last = config.num_layers - 1
     operators = [Operator(-1, "embed", _embed(weights.embedding))]
@@ -93,8 +115,8 @@ def build_operators(
         attn = _attn(config, layer, kv_layers[i], config.sliding_windows[i], is_last=i == last)
         operators.append(Operator(i, "qkv_proj", _qkv_proj(config, layer)))
         operators.append(Operator(i, "attn", attn))
-        operators.append(Operator(i, "o_proj", _o_proj(layer)))
-        operators.extend(Operator(i, name, run) for name, run in _mlp(config, layer, i))
+        operators.append(Operator(i, "o_proj", _o_proj(layer, reduce)))
+        operators.extend(Operator(i, name, run) for name, run in _mlp(config, layer, i, reduce))
     operators.append(
         Operator(config.num_layers, "lm_head", _lm_head(config, weights.final_norm, head))
     )
@@ -170,26 +192,28 @@ def _attn(
     return attn
 
 
-def _o_proj(layer: LayerWeights) -> Run:
+def _o_proj(layer: LayerWeights, reduce: Reduce) -> Run:
     project = kernels.prepare_linear(layer.o, layer.o_bias)
-
     width = project.out_features
 
     def o_proj(state: Activations) -> None:
         state.x = project(state.attended, state.take(width))
+        reduce(state.x)
         state.give(state.attended)
         del state.attended
 
     return o_proj
 
 
-def _mlp(config: ModelConfig, layer: LayerWeights, index: int) -> Iterator[tuple[str, Run]]:
+def _mlp(
+    config: ModelConfig, layer: LayerWeights, index: int, reduce: Reduce
+) -> Iterator[tuple[str, Run]]:
     if config.is_moe(index):
         yield "gate", _gate(config, layer)
-        yield "experts", _experts(layer)
+        yield "experts", _experts(layer, reduce)
     else:
         yield "gate_up_proj", _gate_up_proj(config, layer)
-        yield "down_proj", _down_proj(layer)
+        yield "down_proj", _down_proj(layer, reduce)
 
 
 def _gate_up_proj(config: ModelConfig, layer: LayerWeights) -> Run:
@@ -208,13 +232,13 @@ def _gate_up_proj(config: ModelConfig, layer: LayerWeights) -> Run:
     return gate_up_proj
 
 
-def _down_proj(layer: LayerWeights) -> Run:
+def _down_proj(layer: LayerWeights, reduce: Reduce) -> Run:
     project = kernels.prepare_linear(_required(layer.down), layer.down_bias)
-
     width = project.out_features
 
     def down_proj(state: Activations) -> None:
         state.x = project.after_silu(state.gate_up, state.take(width))
+        reduce(state.x)
         state.give(state.gate_up)
         del state.gate_up
 
@@ -235,7 +259,7 @@ def _gate(config: ModelConfig, layer: LayerWeights) -> Run:
     return gate
 
 
-def _experts(layer: LayerWeights) -> Run:
+def _experts(layer: LayerWeights, reduce: Reduce) -> Run:
     mixture = kernels.prepare_experts(
         _required(layer.experts_gate_up), _required(layer.experts_down)
     )
@@ -244,11 +268,12 @@ def _experts(layer: LayerWeights) -> Run:
         routing = state.routing
         del state.routing
         state.x = mixture(routing.x, routing.expert_ids, routing.weights)
+        reduce(state.x)
 
     return experts
 
 
-def _lm_head(config: ModelConfig, final_norm: Tensor, head: kernels.Linear) -> Run:
+def _lm_head(config: ModelConfig, final_norm: Tensor, head: Head) -> Run:
     eps = config.norm_eps
 
     def lm_head(state: Activations) -> None:

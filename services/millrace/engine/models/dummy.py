@@ -29,8 +29,24 @@ class RandomWeights:
         self._scaled: dict[tuple[torch.dtype, torch.device], torch.Tensor] = {}
         self._at = 0
 
-    def fill(self, weight: torch.Tensor, spec: WeightSpec) -> None:
-        """Matrices and biases ~ N(0, 0.02), norms ~ N(1, 0.1)."""
+    def fill(self, weight: torch.Tensor, spec: WeightSpec, whole: WeightSpec) -> None:
+        """Matrices and biases ~ N(0, 0.02), norms ~ N(1, 0.1).
+
+        `spec` is `whole`, or a rank's piece of it, which gets the numbers it has in the whole.
+        """
+        if spec is whole:
+            self._draw(weight, spec)
+            return
+        drawn = torch.empty(whole.shape, dtype=weight.dtype, device=weight.device)
+        self._draw(drawn, whole)
+        for part, all_of_it in zip(spec.parts, whole.parts, strict=True):
+            weight[part.index] = drawn[all_of_it.index][part.source]
+
+    def skip(self, spec: WeightSpec) -> None:
+        """Goes past a weight that another rank has."""
+        self._at = (self._at + spec.elements) % _BLOCK_ELEMENTS
+
+    def _draw(self, weight: torch.Tensor, spec: WeightSpec) -> None:
         key = (weight.dtype, weight.device)
         if key not in self._scaled:
             self._scaled[key] = (self._block * _STANDARD_DEVIATION).to(weight.device, weight.dtype)

@@ -25,11 +25,15 @@ class Role(Enum):
 
 @dataclass(frozen=True, slots=True)
 class Part:
-    """One checkpoint tensor and the index of the fused weight that it fills."""
+    """One checkpoint tensor and the index of the fused weight that it fills.
+
+    ``shape`` is the tensor's; of it ``source`` is taken, all where that is empty.
+    """
 
     tensor: str
     shape: tuple[int, ...]
     index: tuple[int | slice, ...] = ()
+    source: tuple[slice, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)

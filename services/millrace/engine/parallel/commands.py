@@ -1,0 +1,120 @@
+"""What rank 0 tells the others, in one order to all, and what each answers."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from millrace.core.kv_layout import KvLayout
+from millrace.engine.model_runner import PrefillTask
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Load:
+    """Read your part of a model; arguments as of `load_model`. Drops what was there before."""
+
+    folder: str
+    dtype: str
+    load_format: str
+    seed: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Open:
+    """Make a pool and a runner. `layout` is rank 0's: the number of pages and their size hold."""
+
+    layout: KvLayout
+    attention_backend: str
+
+
+@dataclass(frozen=True, slots=True)
+class Task:
+    """A `PrefillTask` on its way. token_ids: int64 [L]; pages: int32."""
+
+    token_ids: npt.NDArray[np.int64]
+    history_tokens: int
+    pages: npt.NDArray[np.int32]
+    want_logits: bool
+    want_prompt_logprobs: bool
+
+    @classmethod
+    def of(cls, task: PrefillTask) -> Task:
+        return cls(
+            task.token_ids.cpu().numpy(),
+            task.history_tokens,
+            np.asarray(task.pages, dtype=np.int32),
+            task.want_logits,
+            task.want_prompt_logprobs,
+        )
+
+    def unpacked(self) -> PrefillTask:
+        return PrefillTask(
+            token_ids=torch.from_numpy(self.token_ids),
+            history_tokens=self.history_tokens,
+            pages=self.pages.tolist(),
+            want_logits=self.want_logits,
+            want_prompt_logprobs=self.want_prompt_logprobs,
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class Run:
+    """Run a pass up to the stop that will be agreed, or to its end. `tasks` begin a new one."""
+
+    number: int
+    tasks: Sequence[Task] | None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Decode:
+    """A decode step: arguments as of `ModelRunner.decode`. No table: it is as before."""
+
+    token_ids: npt.NDArray[np.int64]
+    positions: npt.NDArray[np.int64]
+    page_table: npt.NDArray[np.int32] | None
+    kv_lens: npt.NDArray[np.int32]
+
+
+@dataclass(frozen=True, slots=True)
+class Project:
+    """Logits of `rows` rows of hidden, which rank 0 broadcasts."""
+
+    rows: int
+
+
+@dataclass(frozen=True, slots=True)
+class CopyPage:
+    """`KvPool.copy_page`."""
+
+    source: int
+    target: int
+
+
+Command = Load | Open | Run | Decode | Project | CopyPage
+
+
+@dataclass(frozen=True, slots=True)
+class Order:
+    """A command, and the numbers of suspended passes that are given up before it."""
+
+    command: Command
+    dropped: tuple[int, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class Done:
+    """A rank's answer to a command: the operators that the pass it ran has behind it, else 0."""
+
+    operators: int
+
+
+@dataclass(frozen=True, slots=True)
+class Failed:
+    """A rank's last word. With `by_peer` it fell because another did."""
+
+    error: str
+    by_peer: bool

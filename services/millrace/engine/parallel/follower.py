@@ -1,0 +1,188 @@
+"""Ranks 1 and on: each a process that does to its part of the model what rank 0 does to its own."""
+
+from __future__ import annotations
+
+import os
+import signal
+import threading
+from collections.abc import Iterator
+from contextlib import suppress
+from dataclasses import dataclass, replace
+from multiprocessing import parent_process
+from multiprocessing.connection import Connection
+from typing import assert_never
+
+import torch
+
+from millrace.engine.execution_pool import RunAhead
+from millrace.engine.kv_pool import KvPool
+from millrace.engine.loader import Model, load_model
+from millrace.engine.model_runner import Boundary, ModelRunner
+from millrace.engine.parallel.commands import (
+    Command,
+    CopyPage,
+    Decode,
+    Done,
+    Failed,
+    Load,
+    Open,
+    Order,
+    Project,
+    Run,
+)
+from millrace.engine.parallel.communicator import Communicator, PeerLost
+from millrace.engine.parallel.sharding import Shard
+from millrace.engine.parallel.stop_counter import StopCounter
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Place:
+    """A rank's place in its group."""
+
+    rank: int
+    size: int
+    device: str
+    rendezvous: str
+    timeout_s: float
+    threads: int
+
+
+def follow(place: Place, orders: Connection, counter: StopCounter) -> None:
+    """A follower's life: ends with rank 0, when told nothing more, or after its first error."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # of a terminal it is for rank 0
+    threading.Thread(target=_end_with_parent, daemon=True).start()
+    try:
+        orders.send(Done(0))  # up; what else can fail is told from here on
+        with torch.inference_mode():
+            follower = Follower(place, counter)
+            orders.send(Done(0))
+            while True:
+                orders.send(Done(follower.obey(orders.recv())))
+    except (EOFError, ConnectionError):
+        return
+    except PeerLost as error:
+        last_word = Failed(str(error), by_peer=True)
+    except Exception as error:  # whatever the engine raises is for rank 0 to tell
+        last_word = Failed(f"{type(error).__name__}: {error}", by_peer=False)
+    with suppress(ConnectionError):
+        orders.send(last_word)
+    raise SystemExit(1)
+
+
+class Follower:
+    """The state of one rank: its part of the model, its pool, its suspended passes."""
+
+    def __init__(self, place: Place, counter: StopCounter) -> None:
+        torch.set_num_threads(place.threads)
+        self._device = torch.device(place.device)
+        if self._device.type == "cuda":
+            torch.cuda.set_device(self._device)
+        self._shard = Shard(place.rank, place.size)
+        self._counter = counter
+        self._ranks = Communicator(
+            place.rank,
+            place.size,
+            device=self._device,
+            rendezvous=place.rendezvous,
+            timeout_s=place.timeout_s,
+        )
+        self._run_ahead = RunAhead(self._device)
+        self._passes: dict[int, _Pass] = {}
+        self._model: Model | None = None
+        self._runner: ModelRunner | None = None
+        self._page_table = torch.empty(0)
+
+    def obey(self, order: Order) -> int:
+        """Carries an order out. Returns what `Done` says."""
+        for number in order.dropped:
+            del self._passes[number]
+        return self._carry_out(order.command)
+
+    def _carry_out(self, command: Command) -> int:
+        match command:
+            case Load():
+                self._load(command)
+            case Open():
+                self._open(command)
+            case Run():
+                return self._run(command)
+            case Decode():
+                self._decode(command)
+            case Project():
+                self._project(command)
+            case CopyPage():
+                self._running.pool.storage[:, command.target].copy_(
+                    self._running.pool.storage[:, command.source]
+                )
+            case _:
+                assert_never(command)
+        return 0
+
+    @property
+    def _running(self) -> ModelRunner:
+        assert self._runner is not None  # rank 0 opens before it runs
+        return self._runner
+
+    def _load(self, command: Load) -> None:
+        self._passes.clear()
+        self._runner = self._model = None
+        self._model = load_model(
+            command.folder,
+            device=self._device,
+            dtype=command.dtype,
+            load_format=command.load_format,
+            seed=command.seed,
+            shard=self._shard,
+        )
+
+    def _open(self, command: Open) -> None:
+        model = self._model
+        assert model is not None  # rank 0 loads before it opens
+        heads = model.kv_heads
+        layout = replace(command.layout, head_start=heads.start, head_count=heads.count)
+        pool = KvPool(layout, self._device)
+        self._runner = ModelRunner(model, pool, command.attention_backend, self._ranks)
+
+    def _run(self, command: Run) -> int:
+        if command.tasks is not None:
+            tasks = [task.unpacked() for task in command.tasks]
+            self._passes[command.number] = _Pass(self._running.prefill_batch(tasks))
+        current = self._passes[command.number]
+        while self._counter.enter(self._shard.rank, current.operators):
+            if next(current.steps, None) is None:
+                del self._passes[command.number]
+                break
+            current.operators += 1
+            self._run_ahead.step()
+        return current.operators
+
+    def _decode(self, command: Decode) -> None:
+        if command.page_table is not None:
+            self._page_table = torch.from_numpy(command.page_table)
+        self._running.decode(
+            torch.from_numpy(command.token_ids),
+            torch.from_numpy(command.positions),
+            self._page_table,
+            torch.from_numpy(command.kv_lens),
+        )
+
+    def _project(self, command: Project) -> None:
+        model = self._running.model
+        shape = (command.rows, model.config.hidden_size)
+        hidden = torch.empty(shape, dtype=model.dtype, device=self._device)
+        self._ranks.broadcast(hidden)
+        self._running.project(hidden)
+
+
+@dataclass(slots=True)
+class _Pass:
+    steps: Iterator[Boundary]
+    operators: int = 0  # that have run
+
+
+def _end_with_parent() -> None:
+    """Rank 0 is gone: end at once, in whatever collective this rank may wait."""
+    parent = parent_process()
+    assert parent is not None  # a follower is started as a child
+    parent.join()
+    os._exit(1)

@@ -1,0 +1,239 @@
+"""A tensor-parallel model as one `ModelRunner`: rank 0 runs its part, the others mirror it.
+
+Rank 0 leads by what its caller does: where it goes on with a pass, the others were told to run it,
+and run ahead of it as far as their collectives let them. Where the caller turns to something else,
+all stop at an operator that none has begun (`StopCounter`) and rank 0 runs up to it too; what it
+ran so without being asked is yielded when the caller comes back.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from itertools import count
+from pathlib import Path
+from typing import Final
+
+import numpy as np
+import numpy.typing as npt
+from torch import Tensor
+
+from millrace.core.errors import IntegrityError
+from millrace.core.kv_layout import KvLayout
+from millrace.engine.kv_pool import KvPool
+from millrace.engine.loader import Model, load_model, resolve_model
+from millrace.engine.model_config import ModelConfig
+from millrace.engine.model_runner import Boundary, ModelRunner, PrefillTask
+from millrace.engine.parallel.commands import (
+    Command,
+    CopyPage,
+    Decode,
+    Load,
+    Open,
+    Order,
+    Project,
+    Run,
+    Task,
+)
+from millrace.engine.parallel.rank_group import RankError, RankGroup
+from millrace.engine.parallel.sharding import Shard
+from millrace_kernels.plan import Backend
+
+_LOAD_TIMEOUT_S: Final = 3600.0
+
+
+@dataclass(slots=True, eq=False)
+class _Pass:
+    number: int
+    steps: Iterator[Boundary]
+    tasks: Sequence[PrefillTask]
+    operators: int = 0  # that rank 0 has run
+    ahead: deque[Boundary] = field(default_factory=deque)  # run, not yet yielded
+    told: bool = False  # the others have begun it
+    over: bool = False
+
+
+def load_ranks(
+    group: RankGroup,
+    model: str | Path,
+    *,
+    dtype: str = "auto",
+    load_format: str = "auto",
+    seed: int = 0,
+    progress: Callable[[float], None] | None = None,
+) -> Model:
+    """Has every rank read its part of a model; arguments as of `load_model`. Returns rank 0's.
+
+    Raises ModelError or ConfigError as `load_model` does, and RankError when another rank fails.
+    """
+    folder, shard = resolve_model(model), Shard(0, group.size)
+    shard.check(ModelConfig.from_folder(folder))
+    group.collect()
+    load = Load(folder=str(folder), dtype=dtype, load_format=load_format, seed=seed)
+    group.tell(Order(load))
+    try:
+        loaded = load_model(
+            folder,
+            device=group.device,
+            dtype=dtype,
+            load_format=load_format,
+            seed=seed,
+            progress=progress,
+            shard=shard,
+        )
+    except Exception:
+        group.close()
+        raise
+    group.collect(_LOAD_TIMEOUT_S)
+    return loaded
+
+
+class GroupRunner:
+    """Has the methods of `ModelRunner`, and their meaning. One thread at a time uses it.
+
+    RankError, from whichever call meets it, ends the group.
+    """
+
+    def __init__(
+        self, group: RankGroup, model: Model, layout: KvLayout, attention_backend: str = "auto"
+    ) -> None:
+        """`model`: of `load_ranks`; `layout`: of rank 0's pool, whose pages all ranks have.
+
+        Raises ModelError and CapacityError as `ModelRunner` and `KvPool` do.
+        """
+        self.model = model
+        self.pool = KvPool(layout, group.device)
+        self._group = group
+        self._runner = ModelRunner(model, self.pool, attention_backend, group.ranks)
+        self._numbers = count()
+        self._running: _Pass | None = None  # that all ranks are in the middle of
+        self._operators = 0  # of the last command, behind rank 0
+        self._dropped: list[int] = []
+        self._page_table: npt.NDArray[np.int32] | None = None  # that the others have
+        self._tell(Open(layout=layout, attention_backend=attention_backend))
+
+    def attention_backend(self) -> Backend:
+        """`ModelRunner.attention_backend`."""
+        return self._runner.attention_backend()
+
+    def prefill(self, task: PrefillTask) -> Iterator[Boundary]:
+        """`prefill_batch` of one task."""
+        return self.prefill_batch([task])
+
+    def prefill_batch(self, tasks: Sequence[PrefillTask]) -> Iterator[Boundary]:
+        """`ModelRunner.prefill_batch`: suspended where it is left, by whatever is called next.
+
+        An operator may have run before it is yielded. A caller that turns to nothing else for
+        longer than a collective may wait calls `rest`.
+        """
+        steps = self._runner.prefill_batch(tasks)  # refuses what makes no sense
+        return self._steps(_Pass(next(self._numbers), steps, tuple(tasks)))
+
+    def decode(
+        self, token_ids: Tensor, positions: Tensor, page_table: Tensor, kv_lens: Tensor
+    ) -> Tensor:
+        """`ModelRunner.decode`."""
+        table = page_table.numpy()
+        is_known = self._page_table is not None and np.array_equal(self._page_table, table)
+        if not is_known:
+            self._page_table = table.copy()
+        self._tell(
+            Decode(
+                token_ids=token_ids.numpy(),
+                positions=positions.numpy(),
+                page_table=None if is_known else table,
+                kv_lens=kv_lens.numpy(),
+            )
+        )
+        with self._watched():
+            return self._runner.decode(token_ids, positions, page_table, kv_lens)
+
+    def project(self, hidden: Tensor) -> Tensor:
+        """`ModelRunner.project`."""
+        self._tell(Project(len(hidden)))
+        with self._watched():
+            self._group.ranks.broadcast(hidden.contiguous())
+            return self._runner.project(hidden)
+
+    def copy_page(self, source: int, target: int) -> None:
+        """`KvPool.copy_page`, on every rank."""
+        self._tell(CopyPage(source, target))
+        self.pool.copy_page(source, target)
+
+    def rest(self) -> None:
+        """Brings all ranks to a boundary that they agree on; the pass goes on when next asked."""
+        current = self._running
+        if current is None:
+            return
+        self._group.counter.request_stop()
+        while self._run_operator(current):
+            pass
+
+    def close(self) -> None:
+        """Ends the other ranks. Passes that were left are lost."""
+        if self._group.failure is None:
+            self.rest()
+        self._group.close()
+
+    def _steps(self, current: _Pass) -> Iterator[Boundary]:
+        try:
+            while current.ahead or self._advance(current):
+                yield current.ahead.popleft()
+        finally:
+            if self._running is current and self._group.failure is None:
+                self.rest()
+            if current.told and not current.over:
+                self._dropped.append(current.number)  # told with what is told next
+
+    def _advance(self, current: _Pass) -> bool:
+        """Runs an operator of the pass on all ranks; False when it was over."""
+        while not current.ahead and not current.over:
+            if self._running is not current:
+                self._resume(current)
+            self._run_operator(current)
+        return bool(current.ahead)
+
+    def _resume(self, current: _Pass) -> None:
+        tasks = None if current.told else [Task.of(task) for task in current.tasks]
+        self._tell(Run(current.number, tasks), current.operators)
+        current.told = True
+        self._running = current
+
+    def _run_operator(self, current: _Pass) -> bool:
+        """Runs one at rank 0. False, with nobody running, where a stop was agreed or at the end."""
+        with self._watched():
+            if self._group.counter.enter(0, current.operators):
+                if (boundary := next(current.steps, None)) is not None:
+                    current.operators += 1
+                    current.ahead.append(boundary)
+                    return True
+                current.over = True
+        self._running = None
+        self._operators = current.operators
+        return False
+
+    def _tell(self, command: Command, operators: int = 0) -> None:
+        """Once all ranks have done what they were told before, and have come as far."""
+        self.rest()
+        with self._watched():
+            for rank, behind in enumerate(self._group.collect(), start=1):
+                if behind != self._operators:
+                    raise IntegrityError(
+                        f"rank {rank} stopped at operator {behind}, rank 0 at {self._operators}"
+                    )
+            self._operators = 0
+            self._group.counter.begin(operators)
+            dropped, self._dropped = tuple(self._dropped), []
+            self._group.tell(Order(command, dropped))
+
+    @contextmanager
+    def _watched(self) -> Iterator[None]:
+        """What goes wrong at rank 0 ends all ranks: they are not where it is any more."""
+        try:
+            yield
+        except RankError:
+            raise
+        except Exception as error:
+            raise self._group.fell(error) from error

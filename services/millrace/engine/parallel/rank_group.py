@@ -1,0 +1,222 @@
+"""Rank 0's hold on the others: starts them, tells them what to do, finds out who fell."""
+
+from __future__ import annotations
+
+import multiprocessing
+import signal
+import time
+from multiprocessing.connection import Connection, wait
+from multiprocessing.context import SpawnProcess
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Final
+
+import torch
+
+from millrace.core.errors import ConfigError, MillraceError
+from millrace.engine.parallel.commands import Done, Failed, Order
+from millrace.engine.parallel.communicator import Communicator, PeerLost
+from millrace.engine.parallel.follower import Place, follow
+from millrace.engine.parallel.stop_counter import StopCounter
+
+_START_TIMEOUT_S: Final = 120.0  # importing torch, on a machine where everybody does
+_VERDICT_S: Final = 3.0  # within which a rank that fell, and those it pulled down, say so
+_FAREWELL_S: Final = 5.0
+
+
+class RankError(MillraceError):
+    """A rank of a tensor-parallel group fell, and the group with it: names the rank."""
+
+
+class RankGroup:
+    """The processes of one group. Not thread-safe; after a RankError nothing but `close` works.
+
+    Every command is told to all ranks before rank 0 begins it, and their answers to one are
+    collected before the next is told: so all do the same in one order.
+    """
+
+    def __init__(
+        self, size: int, *, device: str = "cpu", threads: int = 1, timeout_s: float = 60.0
+    ) -> None:
+        """Starts ranks 1 to size - 1, which takes seconds. Rank r gets device r from `device` on.
+
+        `timeout_s`: how long a rank may wait for another in a collective. It must be more than
+        the longest operator and the longest that a pass is left running, see `GroupRunner.rest`.
+        Raises ConfigError for a size below 2 and RankError when a rank does not come up.
+        """
+        if size < 2:
+            raise ConfigError(f"tensor parallelism is {size}; a group has at least 2 ranks")
+        self.size = size
+        self.device = torch.device(device)
+        self.failure: RankError | None = None
+        context = multiprocessing.get_context("spawn")
+        self.counter = StopCounter(context, size)
+        self._timeout_s = timeout_s
+        self._pipes: list[Connection] = []
+        self._processes: list[SpawnProcess] = []
+        self._awaited = False  # the ranks owe an answer
+        with TemporaryDirectory(prefix="millrace-ranks-") as folder:
+            places = [
+                Place(
+                    rank=rank,
+                    size=size,
+                    device=str(_device_of(rank, self.device)),
+                    rendezvous=str(Path(folder) / "rendezvous"),
+                    timeout_s=timeout_s,
+                    threads=threads,
+                )
+                for rank in range(size)
+            ]
+            for place in places[1:]:
+                ours, theirs = context.Pipe()
+                process = context.Process(
+                    target=follow, args=(place, theirs, self.counter), daemon=True
+                )
+                process.start()
+                theirs.close()
+                self._pipes.append(ours)
+                self._processes.append(process)
+            self._answers(_START_TIMEOUT_S)
+            try:
+                self.ranks = Communicator(
+                    0,
+                    size,
+                    device=self.device,
+                    rendezvous=places[0].rendezvous,
+                    timeout_s=timeout_s,
+                )
+            except PeerLost as error:
+                raise self.fell(error) from error
+            self._answers(timeout_s)
+
+    @property
+    def pids(self) -> tuple[int, ...]:
+        """Of ranks 1 and on."""
+        return tuple(process.pid or 0 for process in self._processes)
+
+    def tell(self, order: Order) -> None:
+        """Gives all ranks an order, once they have answered the one before (`collect`)."""
+        if self.failure is not None:
+            raise self.failure
+        self._awaited = True
+        for pipe in self._pipes:
+            try:
+                pipe.send(order)
+            except OSError as error:
+                raise self.fell(error) from error
+
+    def collect(self, timeout_s: float | None = None) -> list[int]:
+        """The answers of ranks 1 and on to the last order; empty when none is due."""
+        if self.failure is not None:
+            raise self.failure
+        if not self._awaited:
+            return []
+        self._awaited = False
+        return self._answers(timeout_s or self._timeout_s)
+
+    def fell(self, cause: BaseException) -> RankError:
+        """Ends the group for an error that rank 0 met; what it returns names the rank at fault."""
+        if self.failure is None:
+            self.failure = RankError(self._verdict(cause))
+            self._end(0.0)
+        return self.failure
+
+    def close(self) -> None:
+        """Ends all ranks; those that do not go are killed. May be called twice."""
+        if self.failure is None:
+            self.failure = RankError("the tensor-parallel group is closed")
+            self._end(_FAREWELL_S)
+
+    def _end(self, patience_s: float) -> None:
+        for pipe in self._pipes:
+            pipe.close()  # a rank that waits for orders ends
+        deadline_s = time.monotonic() + patience_s
+        for process in self._processes:
+            process.join(max(0.0, deadline_s - time.monotonic()))
+            process.kill()
+            process.join()
+
+    def _answers(self, timeout_s: float) -> list[int]:
+        deadline_s = time.monotonic() + timeout_s
+        found = []
+        for pipe in self._pipes:
+            try:
+                if not pipe.poll(max(0.0, deadline_s - time.monotonic())):
+                    raise self.fell(TimeoutError(f"no answer within {timeout_s:g} s"))
+                answer = pipe.recv()
+            except (EOFError, OSError) as error:
+                raise self.fell(error) from error
+            if isinstance(answer, Failed):
+                raise self.fell(_Told(pipe, answer))
+            assert isinstance(answer, Done)
+            found.append(answer.operators)
+        return found
+
+    def _verdict(self, cause: BaseException) -> str:
+        """Who fell, given the first sign of it.
+
+        A rank that died goes before one that told why, that before one that says nothing, and all
+        before those that only lost another.
+        """
+        told = {cause.pipe: cause.failed} if isinstance(cause, _Told) else {}
+        self._listen(told)
+        died, failed, silent = [], [], []
+        for rank, (pipe, process) in enumerate(
+            zip(self._pipes, self._processes, strict=True), start=1
+        ):
+            last_word = told.get(pipe)
+            if last_word is not None and not last_word.by_peer:
+                failed.append(f"rank {rank} failed: {last_word.error}")
+            elif last_word is None and process.exitcode is not None:
+                died.append(f"rank {rank} died, {_ending(process.exitcode)}")
+            elif last_word is None:
+                at = self.counter.begun(rank)
+                silent.append(f"rank {rank} says nothing, last at operator {at} of a pass")
+        met = " ".join(f"{type(cause).__name__}: {cause}".split())
+        of_ours = [f"rank 0 failed: {met}"] if _is_own(cause) else []
+        causes = died + failed + of_ours + silent + [f"rank 0 lost another: {met}"]
+        return f"tensor parallelism of {self.size}: {causes[0]}"
+
+    def _listen(self, told: dict[Connection, Failed]) -> None:
+        """Hears the last words of all ranks, or that they are gone, for a while at most."""
+        waiting = {
+            pipe: process
+            for pipe, process in zip(self._pipes, self._processes, strict=True)
+            if pipe not in told
+        }
+        deadline_s = time.monotonic() + _VERDICT_S
+        while waiting and (left_s := deadline_s - time.monotonic()) > 0:
+            for pipe in wait(list(waiting), left_s):
+                assert isinstance(pipe, Connection)
+                try:
+                    answer = pipe.recv()
+                except (EOFError, OSError):
+                    waiting.pop(pipe).join(_VERDICT_S)
+                    continue
+                if isinstance(answer, Failed):
+                    told[pipe] = answer
+                    del waiting[pipe]
+
+
+class _Told(Exception):
+    """A rank's last word arrived where an answer was due."""
+
+    def __init__(self, pipe: Connection, failed: Failed) -> None:
+        super().__init__(failed.error)
+        self.pipe = pipe
+        self.failed = failed
+
+
+def _is_own(cause: BaseException) -> bool:
+    """Whether the error arose at rank 0 itself rather than between it and another."""
+    return not isinstance(cause, PeerLost | OSError | EOFError | _Told)
+
+
+def _device_of(rank: int, first: torch.device) -> torch.device:
+    return first if first.type == "cpu" else torch.device(first.type, (first.index or 0) + rank)
+
+
+def _ending(exitcode: int) -> str:
+    if exitcode < 0:
+        return f"killed by {signal.Signals(-exitcode).name}"
+    return f"exit status {exitcode}"
