@@ -4,8 +4,6 @@ a request at whatever stage.
 
 import asyncio
 from collections.abc import AsyncIterator
-from dataclasses import dataclass
-from typing import Any
 
 import numpy as np
 import pytest
@@ -13,65 +11,20 @@ import pytest_asyncio
 
 from millrace.decode.loop import DecodeRole
 from millrace.prefill.loop import PrefillRole
-from millrace.state.memory_store import MemoryStore
 from millrace.state.store import StoreError
 from millrace.transfer.memory_transport import MemoryHub
 from support.live_stack import eventually
+from support.prefill_pair import SETTINGS, GatedStore, Pair
 from support.tiny_models import prompt
 from support.worker_roles import (
     LiveRole,
     admit_decode,
-    config,
     live_roles,
     order,
     remember,
     run_prefill,
     spec,
 )
-
-SETTINGS = config(max_chunk_tokens=64)
-
-
-class GatedStore(MemoryStore):
-    """Hands prompts out when `gate` is open; raises `error` if there is one."""
-
-    def __init__(self) -> None:
-        super().__init__(SETTINGS.store)
-        self.gate = asyncio.Event()
-        self.gate.set()
-        self.error: Exception | None = None
-        self.read: list[str] = []
-
-    async def prompt_ids(self, request_id: str, start: int = 0, stop: int | None = None) -> Any:
-        await self.gate.wait()
-        self.read.append(request_id)
-        if self.error is not None:
-            raise self.error
-        return await super().prompt_ids(request_id, start, stop)
-
-
-@dataclass
-class Pair:
-    store: GatedStore
-    prefill: LiveRole
-    decode: LiveRole
-
-    async def ask(
-        self, request_id: str, tokens: int, *, admit: bool = True, **sampling: Any
-    ) -> None:
-        request = spec(request_id, tokens, **sampling)
-        await remember(self.store, request, prompt(tokens))
-        if admit:
-            self.decode.role.on_command(admit_decode(request))
-        self.prefill.role.on_command(run_prefill(request, self.decode.member))
-
-    def started(self) -> list[str]:
-        """The requests whose computation began, in order."""
-        return [m.request_id for kind, m in self.prefill.messages if kind == "chunk_started"]
-
-    @property
-    def used_pages(self) -> int:
-        return self.prefill.engine.pool.used_pages
 
 
 @pytest_asyncio.fixture

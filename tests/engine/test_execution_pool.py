@@ -1,0 +1,232 @@
+"""The execution pool: one task at a time, the first in order, left and gone on with at boundaries."""
+
+from __future__ import annotations
+
+import random
+import threading
+import time
+from collections.abc import Callable, Generator, Iterator
+from contextlib import contextmanager
+
+import pytest
+import torch
+
+from millrace.engine.execution_pool import Boundary, Dropped, ExecutionPool, PoolTask
+
+CPU = torch.device("cpu")
+LAYERS = 3
+PASS = (*(Boundary.OPERATOR, Boundary.OPERATOR, Boundary.LAYER) * LAYERS,)
+
+
+class Watched:
+    """Tasks whose steps wait for the test; `log` says what happened, in order."""
+
+    def __init__(self, pool: ExecutionPool) -> None:
+        self.pool = pool
+        self.log: list[str] = []
+        self.steps: dict[str, int] = {}
+        self.active = 0
+        self.ends: dict[str, Exception | None] = {}
+        self.turn = threading.Semaphore(0)  # a step of any task takes one
+        self.free = False
+
+    def task(self, name: str, passes: int = 1, *, fails_at: int = -1) -> PoolTask:
+        def steps() -> Generator[Boundary]:
+            for _ in range(passes):
+                for boundary in (*PASS, Boundary.PASS):
+                    self.active += 1
+                    assert self.active == 1, "two tasks run"
+                    if not self.free:
+                        assert self.turn.acquire(timeout=10)
+                    if self.steps[name] == fails_at:
+                        self.active -= 1
+                        raise ArithmeticError(name)
+                    self.steps[name] += 1
+                    self.active -= 1
+                    yield boundary
+
+        def note(what: str) -> Callable[[], None]:
+            return lambda: self.log.append(f"{what} {name}")
+
+        def ended(error: Exception | None) -> None:
+            self.log.append(f"end {name}")
+            self.ends[name] = error
+
+        self.steps[name] = 0
+        return PoolTask(
+            name=name, steps=steps(), resumed=note("run"), suspended=note("leave"), ended=ended
+        )
+
+    def submit(self, name: str, passes: int = 1, *, fails_at: int = -1) -> PoolTask:
+        task = self.task(name, passes, fails_at=fails_at)
+        self.pool.submit(task)
+        return task
+
+    def go(self, steps: int) -> None:
+        self.turn.release(steps)
+
+    def until(self, what: Callable[[], bool]) -> None:
+        limit_s = time.monotonic() + 10
+        while not what():
+            assert time.monotonic() < limit_s, self.log
+            time.sleep(0.001)
+
+    def did(self, entry: str) -> None:
+        self.until(lambda: entry in self.log)
+
+
+@contextmanager
+def watched(finest: Boundary, most_held: int = 8) -> Iterator[Watched]:
+    blocked: list[float] = []
+    pool = ExecutionPool(CPU, most_held=most_held, blocked=blocked.append)
+    pool.set_granularity(finest)
+    found = Watched(pool)
+    found.blocked = blocked  # type: ignore[attr-defined] # the test's
+    try:
+        yield found
+    finally:
+        found.free = True
+        found.go(1000)
+        pool.close()
+    assert found.active == 0
+
+
+@pytest.mark.parametrize(
+    ("granularity", "stops_after"), [("operator", 2), ("layer", 3), ("chunk", 10), ("none", 20)]
+)
+def test_a_task_is_left_at_the_next_boundary_of_the_granularity(
+    granularity: str, stops_after: int
+) -> None:
+    with watched(Boundary.of(granularity)) as w:
+        w.pool.order(["urgent", "long"])
+        w.submit("long", passes=2)
+        w.did("run long")
+        w.go(1)
+        w.until(lambda: w.steps["long"] == 1)
+        w.submit("urgent")
+        w.go(stops_after - 1 + 10)
+        w.did("end urgent")
+        assert w.steps["long"] == stops_after
+        w.go(1000)
+        w.did("end long")
+        assert w.steps == {"long": 20, "urgent": 10}
+        preempted = ["leave long", "run urgent", "end urgent", "run long", "end long"]
+        plain = ["end long", "run urgent", "end urgent"]
+        assert w.log == ["run long", *(plain if granularity == "none" else preempted)]
+
+
+def test_blocking_is_measured_from_the_signal_to_its_effect() -> None:
+    with watched(Boundary.OPERATOR) as w:
+        w.pool.order(["urgent", "long"])
+        w.submit("long")
+        w.did("run long")
+        w.submit("urgent")
+        time.sleep(0.05)
+        w.go(11)
+        w.did("end urgent")
+        (seconds,) = w.blocked  # type: ignore[attr-defined]
+        assert 0.05 <= seconds < 5
+
+
+def test_a_signal_that_is_taken_back_stops_nothing() -> None:
+    with watched(Boundary.OPERATOR) as w:
+        w.pool.order(["urgent", "long"])
+        w.submit("long")
+        w.did("run long")
+        w.submit("urgent")
+        w.pool.order(["long", "urgent"])
+        w.go(1000)
+        w.did("end urgent")
+        assert w.log == ["run long", "end long", "run urgent", "end urgent"]
+        assert not w.blocked  # type: ignore[attr-defined]
+
+
+def test_suspended_passes_are_bounded_and_the_one_that_runs_ends_its_pass() -> None:
+    with watched(Boundary.OPERATOR, most_held=2) as w:
+        w.pool.order("dcba")
+        w.submit("a", passes=2)
+        for name, following in ("ab", "bc", "cd"):
+            w.did(f"run {name}")
+            w.go(1)
+            w.until(lambda name=name: w.steps[name] == 1)
+            w.submit(following, passes=2)
+            w.go(1)
+        # a and b are held in the middle of a pass; c may not be, and goes on to its pass's end.
+        w.go(8)
+        w.did("run d")
+        assert w.steps == {"a": 2, "b": 2, "c": 10, "d": 0}
+        assert (w.pool.held, w.pool.suspended) == (2, 3)
+
+
+def test_a_failing_task_ends_with_its_error_and_the_next_one_goes_on() -> None:
+    with watched(Boundary.OPERATOR) as w:
+        w.submit("bad", fails_at=4)
+        w.submit("good")
+        w.go(1000)
+        w.did("end good")
+        assert isinstance(w.ends["bad"], ArithmeticError)
+        assert w.ends["good"] is None
+
+
+def test_what_nobody_wants_is_ended_though_another_runs_that_yields_to_none() -> None:
+    with watched(Boundary.END) as w:
+        w.submit("long")
+        w.did("run long")
+        waiting = w.submit("waiting")
+        waiting.is_unwanted = lambda: True
+        w.pool.drop_unwanted()
+        w.go(1)
+        w.did("end waiting")
+        assert isinstance(w.ends["waiting"], Dropped)
+        assert "end long" not in w.log
+
+
+def test_the_pool_takes_a_name_once() -> None:
+    with watched(Boundary.END) as w:
+        w.submit("a")
+        with pytest.raises(ValueError, match="'a'"):
+            w.pool.submit(w.task("a"))
+
+
+def test_what_has_not_begun_can_be_taken_out() -> None:
+    with watched(Boundary.END) as w:
+        w.submit("a")
+        w.did("run a")
+        waiting = w.submit("b")
+        assert w.pool.take(["a", "b", "none"]) == [waiting]
+        w.go(1000)
+        w.did("end a")
+        assert w.steps["b"] == 0
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_under_random_orders_every_step_runs_once_and_nothing_is_lost(seed: int) -> None:
+    draw = random.Random(seed)
+    finest = draw.choice([Boundary.OPERATOR, Boundary.LAYER, Boundary.PASS])
+    with watched(finest, most_held=draw.randint(1, 4)) as w:
+        w.free = True
+        names = [f"t{i}" for i in range(40)]
+        unwanted: set[str] = set()
+        for i, name in enumerate(names):
+            task = w.task(name, passes=draw.randint(1, 6))
+            task.is_unwanted = lambda name=name: name in unwanted
+            w.pool.submit(task)
+            w.pool.order(draw.sample(names, len(names)))
+            if draw.random() < 0.2:
+                unwanted.add(draw.choice(names[: i + 1]))
+                w.pool.drop_unwanted()
+            if draw.random() < 0.3:
+                time.sleep(0.001)
+        w.until(lambda: len(w.ends) == len(names))
+        for name, error in w.ends.items():
+            if error is None:
+                assert w.steps[name] % 10 == 0
+            else:
+                assert isinstance(error, Dropped)
+                assert name in unwanted
+        begun = [entry for entry in w.log if entry.startswith("run")]
+        left = [entry for entry in w.log if entry.startswith("leave")]
+        never = sum(f"run {name}" not in w.log for name in names)
+        assert len(begun) + never >= len(names)
+        assert len(left) < len(begun)
+        assert w.pool.suspended == w.pool.held == 0

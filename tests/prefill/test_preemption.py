@@ -1,0 +1,211 @@
+"""A prefill instance that preempts and batches: same tokens, right reports, nothing held back."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import AsyncIterator, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import pytest
+import pytest_asyncio
+
+from millrace.decode.loop import DecodeRole
+from millrace.engine.model_runner import Boundary, PrefillTask
+from millrace.prefill.loop import PrefillRole
+from millrace.transfer.memory_transport import MemoryHub
+from millrace.wire.pb import scheduler_pb2
+from support.live_stack import eventually
+from support.prefill_pair import GatedStore, Pair
+from support.worker_roles import LiveRole, config, live_roles, order
+
+LONG, SHORT = 1500, 40
+
+
+@pytest_asyncio.fixture(params=["llama", "mixtral"])
+async def pair(request: pytest.FixtureRequest) -> AsyncIterator[Pair]:
+    store, hub = GatedStore(), MemoryHub()
+    shared: dict[str, Any] = {"hub": hub, "store": store, "model": request.param}
+    settings = config(max_chunk_tokens=500)
+    prefill = LiveRole(PrefillRole, settings, name="prefill-0", **shared)
+    decode = LiveRole(DecodeRole, settings, name="decode-0", **shared)
+    async with live_roles(prefill, decode):
+        yield Pair(store, prefill, decode)
+
+
+def yields_at(pair: Pair, granularity: str) -> None:
+    registered = scheduler_pb2.Registered(preemption=granularity)
+    pair.prefill.role.on_command(scheduler_pb2.WorkerCommand(registered=registered))
+
+
+def batch(*entries: tuple[str, ...]) -> scheduler_pb2.WorkerCommand:
+    queue = [
+        scheduler_pb2.QueueEntry(chunks=[scheduler_pb2.ChunkRef(request_id=r) for r in entry])
+        for entry in entries
+    ]
+    return scheduler_pb2.WorkerCommand(order=scheduler_pb2.Order(queue=queue))
+
+
+def first_tokens(pair: Pair) -> dict[str, list[int]]:
+    """What prefill hands over, by request; to be asked for before the requests are."""
+    found: dict[str, list[int]] = {}
+    role = pair.prefill.role
+    finish = role._finish_message
+
+    def noted(job: Any, session: Any, outcome: Any) -> Any:
+        found[job.request_id] = [*outcome.token_ids, round(outcome.logprobs[0].chosen[1], 4)]
+        return finish(job, session, outcome)
+
+    role._finish_message = noted
+    return found
+
+
+@contextmanager
+def passes_held(pair: Pair) -> Iterator[threading.Semaphore]:
+    """Each pass goes on from its first boundary with a permit, or when the block is over."""
+    runner, permits = pair.prefill.engine.runner, threading.Semaphore(0)
+    prefill = runner.prefill_batch
+
+    def held(tasks: Sequence[PrefillTask]) -> Iterator[Boundary]:
+        for index, boundary in enumerate(prefill(tasks)):
+            if index == 0:
+                assert permits.acquire(timeout=20)
+            yield boundary
+
+    runner.prefill_batch = held  # type: ignore[method-assign] # the test's
+    try:
+        yield permits
+    finally:
+        runner.prefill_batch = prefill  # type: ignore[method-assign]
+        permits.release(100)
+
+
+def kinds(pair: Pair, request_id: str) -> list[str]:
+    return pair.prefill.kinds(request_id)
+
+
+@pytest.mark.parametrize("granularity", ["operator", "layer", "chunk"])
+async def test_a_short_one_passes_a_long_one_and_both_get_their_tokens(
+    pair: Pair, granularity: str
+) -> None:
+    tokens = first_tokens(pair)
+    sampling: dict[str, Any] = {"temperature": 0.8, "seed": 5, "n": 2, "logprobs": 1}
+    for name, length in (("alone", LONG), ("quiet", SHORT)):
+        await pair.ask(name, length, **sampling)
+        await pair.prefill.said("request_released", name)
+    yields_at(pair, granularity)
+    with passes_held(pair):
+        await pair.ask("long", LONG, **sampling)
+        await pair.prefill.said("chunk_started", "long")
+        await pair.ask("short", SHORT, **sampling)
+        pair.prefill.role.on_command(order("short", "long"))
+        await eventually(lambda: pair.prefill.has_shaken_hands("short"))
+    for name in ("short", "long"):
+        await pair.prefill.said("request_released", name)
+
+    assert tokens["long"] == tokens["alone"]
+    assert tokens["short"] == tokens["quiet"]
+    assert kinds(pair, "long") == [
+        *("chunk_started", "chunk_suspended", "chunk_started", "chunk_finished"),
+        "request_released",
+    ]
+    said = [(kind, m.request_id) for kind, m in pair.prefill.messages]
+    assert said.index(("chunk_finished", "short")) < said.index(("chunk_finished", "long"))
+    suspended = await pair.prefill.said("chunk_suspended", "long")
+    finished = await pair.prefill.said("chunk_finished", "long")
+    assert 0 < suspended.compute_s < finished.compute_s
+    text = pair.prefill.registry.render()[0].decode()
+    assert "millrace_prefill_preempted_tasks_total 1.0" in text
+    assert "millrace_prefill_preemption_blocking_seconds_count 1.0" in text
+    assert "millrace_prefill_suspended_tasks 0.0" in text
+
+
+async def test_without_preemption_a_long_one_goes_on(pair: Pair) -> None:
+    await pair.ask("long", LONG)
+    await pair.prefill.said("chunk_started", "long")
+    await pair.ask("short", SHORT)
+    pair.prefill.role.on_command(order("short", "long"))
+    await pair.prefill.said("request_released", "short")
+    assert "chunk_suspended" not in kinds(pair, "long")
+
+
+async def test_a_suspended_one_is_cancelled_while_another_computes(pair: Pair) -> None:
+    yields_at(pair, "operator")
+    with passes_held(pair):
+        await pair.ask("first", LONG)
+        await pair.prefill.said("chunk_started", "first")
+        await pair.ask("second", 2 * LONG)
+        pair.prefill.role.on_command(order("second", "first"))
+        await eventually(lambda: pair.prefill.has_shaken_hands("second"))
+    await pair.prefill.said("chunk_suspended", "first")
+    pair.prefill.cancel("first")
+
+    await pair.prefill.said("request_released", "first")
+    assert "chunk_finished" not in kinds(pair, "first")
+    await pair.prefill.said("request_released", "second")
+    said = [(kind, m.request_id) for kind, m in pair.prefill.messages if kind != "heartbeat"]
+    assert said.index(("request_released", "first")) < said.index(("chunk_finished", "second"))
+
+
+async def test_batched_prompts_are_one_pass_with_the_tokens_of_each_alone(pair: Pair) -> None:
+    tokens = first_tokens(pair)
+    names = ("a", "b", "c")
+    for index, name in enumerate(names):
+        await pair.ask(f"{name}-alone", SHORT + index, logprobs=0)
+        await pair.prefill.said("request_released", f"{name}-alone")
+    before = passes(pair)
+    with passes_held(pair):
+        await pair.ask("long", LONG, logprobs=0)
+        await pair.prefill.said("chunk_started", "long")
+        for index, name in enumerate(names):
+            await pair.ask(name, SHORT + index, logprobs=0)
+        await eventually(lambda: pair.prefill.has_shaken_hands("c"))
+        pair.prefill.role.on_command(batch(("long",), names))
+    for name in names:
+        await pair.prefill.said("request_released", name)
+
+    assert passes(pair) - before == 3 + 1  # the long prompt's passes, and one of all three
+    for name in names:
+        assert tokens[name] == tokens[f"{name}-alone"]
+        assert kinds(pair, name) == ["chunk_started", "chunk_finished", "request_released"]
+
+
+async def test_a_cancelled_one_leaves_its_batch_and_the_others_go_on(pair: Pair) -> None:
+    tokens = first_tokens(pair)
+    await pair.ask("b-alone", 400, logprobs=0)
+    await pair.prefill.said("request_released", "b-alone")
+    with passes_held(pair) as permits:
+        await pair.ask("long", SHORT, logprobs=0)
+        await pair.prefill.said("chunk_started", "long")
+        for name in ("a", "b"):
+            await pair.ask(name, 400 if name == "b" else 90, logprobs=0)
+        await eventually(lambda: pair.prefill.has_shaken_hands("b"))
+        pair.prefill.role.on_command(batch(("long",), ("a", "b")))
+        permits.release()
+        await pair.prefill.said("chunk_started", "a")
+        pair.prefill.cancel("a")
+    for name in ("a", "b"):
+        await pair.prefill.said("request_released", name)
+
+    assert tokens["b"] == tokens["b-alone"]
+    assert kinds(pair, "a") == ["chunk_started", "request_released"]
+
+
+async def test_a_cancelled_one_may_come_again(pair: Pair) -> None:
+    """A name that left the pool is free."""
+    yields_at(pair, "operator")
+    for _ in range(2):
+        pair.prefill.messages.clear()
+        pair.store._entries.clear()
+        await pair.ask("r", LONG)
+        await pair.prefill.said("chunk_started", "r")
+        pair.prefill.cancel("r")
+        await pair.prefill.said("request_released", "r")
+
+
+def passes(pair: Pair) -> int:
+    text = pair.prefill.registry.render()[0].decode()
+    (line,) = (
+        x for x in text.splitlines() if x.startswith("millrace_prefill_compute_seconds_count")
+    )
+    return int(float(line.split()[1]))
