@@ -8,7 +8,14 @@ from contextlib import asynccontextmanager
 
 from millrace.core import effects
 from millrace.core.config import SchedulerConfig, StoreConfig
-from millrace.core.events import InstanceLeft, PolicyChanged, ProxyLeft, Submitted
+from millrace.core.events import (
+    DecodeStarted,
+    InstanceLeft,
+    PolicyChanged,
+    ProxyLeft,
+    RequestFailed,
+    Submitted,
+)
 from millrace.scheduler.loop import SchedulerLoop
 from millrace.scheduler.peers import Proxy, Worker
 from millrace.scheduler.recorder import Recorder
@@ -180,3 +187,38 @@ async def test_who_asked_for_a_policy_may_leave_before_it_changes():
         asking.cancel()
         await asyncio.sleep(0.01)
         assert asking.cancelled() and loop.machine.policy == "edf"
+
+
+async def test_attainment_by_class_and_predictions_show_in_the_metrics():
+    clock = Hand()
+    async with running(clock) as (loop, registry):
+        proxy = Proxy(key="x#1")
+        join(loop, "p0"), join(loop, "d0")
+        for name, slo_class, ttft_s in (
+            ("a", "chat", 1.0),
+            ("b", "chat", 0.3),
+            ("c", "batch", 9.0),
+        ):
+            wanted = spec(name, 100)
+            wanted.slo.class_name, wanted.slo.ttft_s = slo_class, ttft_s
+            request = codec.request(wanted, proxy_id=proxy.key, now_s=loop.clock())
+            await loop.post(Submitted(request=request), wanted)
+        await submit(loop, "huge", proxy, 5000)
+        await asyncio.sleep(0.01)
+        clock.now_s += 0.5
+        for name in ("a", "b"):
+            await loop.post(DecodeStarted(instance_id="d0", generation=1, request_id=name))
+        failed = {"instance_id": "d0", "generation": 1, "request_id": "c"}
+        await loop.post(RequestFailed(**failed, message="no luck", retryable=False))
+        await asyncio.sleep(0.01)
+        text = registry.render()[0].decode()
+        for line in (
+            'millrace_scheduler_slo_requests_total{met="true",slo_class="chat"} 1.0',
+            'millrace_scheduler_slo_requests_total{met="false",slo_class="chat"} 1.0',
+            'millrace_scheduler_slo_requests_total{met="false",slo_class="batch"} 1.0',
+            # a: 0.1 s predicted, b behind it: 0.2 s; both took 0.5 s
+            "millrace_scheduler_predicted_ttft_ratio_count 2.0",
+            'millrace_scheduler_predicted_ttft_ratio_bucket{le="0.2"} 1.0',
+            'millrace_scheduler_predicted_ttft_ratio_bucket{le="0.4"} 2.0',
+        ):
+            assert line in text, text
