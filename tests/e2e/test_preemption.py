@@ -1,0 +1,88 @@
+"""Short requests pass a long prefill in a stack of real processes; everybody gets their tokens."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+
+from millrace.core.priority import POLICIES
+from support.live_stack import greedy_ids, live_stack
+from support.tiny_models import prompt
+
+MODEL = Path(__file__).parents[2] / "models" / "millrace-tiny"
+LONG = 5_000
+SHORTS = range(6)
+
+
+async def timed(client: httpx.AsyncClient, ids: list[int], ttft_ms: int) -> tuple[float, Any]:
+    """Seconds until the answer of one token, and the answer."""
+    start_s = time.monotonic()
+    response = await client.post(
+        "/v1/completions",
+        json={
+            "model": "tiny",
+            "prompt": ids,
+            "max_tokens": 1,
+            "temperature": 0,
+            "return_token_ids": True,
+        },
+        headers={"x-millrace-ttft-slo-ms": str(ttft_ms), "x-millrace-trace": "1"},
+    )
+    assert response.status_code == 200, response.text
+    return time.monotonic() - start_s, response.json()
+
+
+@pytest.mark.parametrize("policy", ["s_edf", "millrace"])
+async def test_short_ones_pass_a_long_one(policy: str) -> None:
+    settings = [
+        *("engine.dtype=float32", "engine.kv_bytes=200000000"),
+        f"scheduler.policy={policy}",
+        "scheduler.preemption=operator",
+    ]
+    async with (
+        live_stack(MODEL, prefill=1, settings=settings) as stack,
+        httpx.AsyncClient(base_url=stack.url, timeout=60) as client,
+    ):
+        long, shorts = prompt(LONG), [prompt(40 + i, seed=i) for i in SHORTS]
+        alone_s, alone = await timed(client, long, 60_000)
+        expected = [alone["choices"][0]["token_ids"]]
+        expected += [await greedy_ids(client, ids, 1) for ids in shorts]
+
+        running = asyncio.create_task(timed(client, long, 60_000))
+        answers = []
+        for ids in shorts:
+            await asyncio.sleep(alone_s / 10)
+            answers.append(await timed(client, ids, 500))
+        long_s, answer = await running
+
+        got = [found["choices"][0]["token_ids"] for found in (answer, *(a for _, a in answers))]
+        assert got == expected
+        assert max(seconds for seconds, _ in answers) < alone_s / 2
+        names = [span["name"] for span in answer["millrace"]["spans"]]
+        assert "preempted" in names, names
+        assert long_s < 3 * alone_s + 2
+
+
+async def test_all_policies_serve_a_mix_with_preemption_and_batches() -> None:
+    """The instance takes what any policy orders, one after another in one stack."""
+    settings = [
+        *("engine.dtype=float32", "engine.kv_bytes=200000000"),
+        "scheduler.preemption=layer",
+        "scheduler.batch_tokens=256",
+    ]
+    async with (
+        live_stack(MODEL, prefill=1, settings=settings) as stack,
+        httpx.AsyncClient(base_url=stack.url, timeout=60) as client,
+    ):
+        prompts = [prompt(n, seed=n) for n in (2500, 30, 60, 900, 45, 20)]
+        expected = [await greedy_ids(client, ids, 4) for ids in prompts]
+        for policy in POLICIES:
+            response = await client.put("/admin/scheduler", json={"policy": policy})
+            assert response.status_code == 200, response.text
+            found = await asyncio.gather(*(greedy_ids(client, ids, 4) for ids in prompts))
+            assert found == expected, policy
