@@ -14,7 +14,7 @@ import orjson
 
 from millrace.core.config import ProxyConfig
 from millrace.core.priority import POLICIES
-from millrace.proxy.errors import ApiError, bad_field
+from millrace.proxy.errors import ApiError
 from millrace.proxy.fields import Kind, Schema, String, check_fields, object_schema
 from millrace.proxy.http import JSON, Receive, Scope, Send, header, read_json, send_json
 from millrace.proxy.validation import body_object
@@ -30,7 +30,7 @@ METHODS = ("GET", "PUT")
 #: A request with one of these comes from further away than its connection.
 _RELAYED = (b"forwarded", b"x-forwarded-for", b"origin")
 
-FIELDS: dict[str, Kind] = {"policy": String(1, doc="One of " + ", ".join(POLICIES) + ".")}
+FIELDS: dict[str, Kind] = {"policy": String(1, 64, "One of " + ", ".join(POLICIES) + ".")}
 
 
 def change_schema() -> Schema:
@@ -63,7 +63,7 @@ class SchedulerAdmin:
         try:
             return await set_policy(self._address, wanted["policy"])
         except SchedulerRefused as error:
-            raise bad_field("policy", f"{error}.") from error
+            raise ApiError(400, f"{error}.", param="policy", code="invalid_value") from error
 
     def _check_allowed(self, scope: Scope) -> None:
         if self._token:
