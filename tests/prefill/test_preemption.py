@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import AsyncIterator, Iterator, Sequence
+from collections.abc import AsyncIterator, Generator, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -66,7 +66,7 @@ def passes_held(pair: Pair) -> Iterator[threading.Semaphore]:
     runner, permits = pair.prefill.engine.runner, threading.Semaphore(0)
     prefill = runner.prefill_batch
 
-    def held(tasks: Sequence[PrefillTask]) -> Iterator[Boundary]:
+    def held(tasks: Sequence[PrefillTask]) -> Generator[Boundary]:
         for index, boundary in enumerate(prefill(tasks)):
             if index == 0:
                 assert permits.acquire(timeout=20)

@@ -8,7 +8,7 @@ from __future__ import annotations
 import asyncio
 import threading
 import time
-from collections.abc import AsyncIterator, Callable, Iterator, Sequence
+from collections.abc import AsyncIterator, Callable, Generator, Iterator, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager, contextmanager
 from typing import Any
 
@@ -111,7 +111,7 @@ class LiveRole:
         runner, go_on = self.engine.runner, threading.Event()
         prefill = runner.prefill_batch
 
-        def held(tasks: Sequence[PrefillTask]) -> Iterator[Boundary]:
+        def held(tasks: Sequence[PrefillTask]) -> Generator[Boundary]:
             for boundary in prefill(tasks):
                 if any(task.want_logits for task in tasks):
                     go_on.wait(20)

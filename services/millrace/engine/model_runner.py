@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Generator, Sequence
 from dataclasses import dataclass
 from functools import cache
 from itertools import accumulate
@@ -107,11 +107,11 @@ class ModelRunner:
         plans = self._plans(_one_each(1), torch.ones(1, dtype=torch.int32), page)
         return plans[self._windows[0]].backend
 
-    def prefill(self, task: PrefillTask) -> Iterator[Boundary]:
+    def prefill(self, task: PrefillTask) -> Generator[Boundary]:
         """`prefill_batch` of one task."""
         return self.prefill_batch([task])
 
-    def prefill_batch(self, tasks: Sequence[PrefillTask]) -> Iterator[Boundary]:
+    def prefill_batch(self, tasks: Sequence[PrefillTask]) -> Generator[Boundary]:
         """Computes a ragged batch of chunks, yielding after every operator.
 
         The KV of a layer is in its pages once ``attn`` of that layer was yielded. The caller may
@@ -190,7 +190,7 @@ class ModelRunner:
 
     def _run(
         self, state: Activations, tasks: Sequence[PrefillTask], operators: tuple[Operator, ...]
-    ) -> Iterator[Boundary]:
+    ) -> Generator[Boundary]:
         try:
             for operator in operators:
                 operator.run(state)

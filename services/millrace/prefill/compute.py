@@ -223,14 +223,16 @@ class Entry:
             for part in parts
         ]
         spent_s = self.task.spent_s()
+        boundaries = engine.runner.prefill_batch(tasks)
         try:
-            for boundary in engine.runner.prefill_batch(tasks):
+            for boundary in boundaries:
                 self._look_after(parts)
                 if boundary.operator == "attn":
                     for part in parts:
                         self._publish(part, boundary.layer)
                 yield Boundary.LAYER if boundary.operator in _LAYER_ENDS else Boundary.OPERATOR
         finally:
+            boundaries.close()  # here and now: what it frees belongs to this thread
             publisher.flush()  # the pages must not be freed under the device's hands
         self._compute.metrics.compute_s.observe(self.task.spent_s() - spent_s)
         self._compute.metrics.tokens.inc(sum(part.tokens for part in parts))
@@ -240,7 +242,13 @@ class Entry:
                 if task.hidden is not None:
                     self._compute.add_prompt_logprobs(part, task.hidden)
                 if task.logits is not None:
-                    part.work.outcome = self._compute.sample(part.work, task.logits)
+                    self._sample(part, task.logits)
+
+    def _sample(self, part: Part, logits: torch.Tensor) -> None:
+        try:
+            part.work.outcome = self._compute.sample(part.work, logits)
+        except RuntimeError as error:  # of this prompt: the others of its batch go on
+            part.error = error
 
     def _look_after(self, parts: list[Part]) -> None:
         """Notes whose result has nowhere to go. Raises the reason when that is all of them."""
