@@ -55,6 +55,9 @@ class SchedulerMetrics:
             ("queued_seconds", "predicted prefill of those", lambda: machine.queued_s),
             ("live_requests", "requests that have not ended", lambda: len(machine.requests)),
             ("ignored_messages", "late, doubled or unknown news", lambda: machine.ignored),
+            ("scheduling_rounds", "rounds so far: at arrivals and ends", lambda: machine.rounds),
+            ("prefill_commands", "commands to prefill so far", lambda: machine.commands),
+            ("preempted_tasks", "told to yield while they ran", lambda: machine.preemptions),
             ("unreleased_requests", "never released by workers", lambda: machine.release_timeouts),
             ("unwritten_requests", "states the store lacks so far", lambda: recorder.buffered),
         ):
