@@ -8,6 +8,7 @@ import logging
 import os
 import sys
 from collections.abc import Callable, Coroutine, Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Annotated
 
@@ -163,13 +164,19 @@ def up(
     threads: Annotated[
         int, typer.Option("--threads", help="Compute threads an instance; 0: half the cores.")
     ] = 0,
+    no_profile: Annotated[
+        bool,
+        typer.Option(
+            "--no-profile", help="Don't measure the model first when that was never done."
+        ),
+    ] = False,
     config: ConfigPath = None,
     settings: Settings = [],  # noqa: B006
 ) -> None:
     """The whole stack on this machine, until Ctrl-C: proxy, scheduler, prefill, decode, Redis."""
     from millrace.up import StackOptions, run_until_stopped
 
-    _configure(config, settings, "up")
+    tree = _configure(config, settings, "up")
     _run(
         run_until_stopped(
             StackOptions(
@@ -183,9 +190,54 @@ def up(
                 threads=threads,
                 config=config,
                 settings=settings,
+                profile=None if no_profile or tree.engine.profile != "auto" else tree.engine,
             )
         )
     )
+
+
+@app.command()
+def profile(
+    model: Annotated[
+        str, typer.Argument(metavar="[FOLDER|HUB-ID]", help="Default: the shipped model.")
+    ] = str(SHIPPED_MODEL),
+    device: Annotated[str, typer.Option("--device", help="As engine.device.")] = "",
+    dtype: Annotated[str, typer.Option("--dtype", help="As engine.dtype.")] = "",
+    threads: Annotated[
+        int | None, typer.Option("--threads", help="As engine.threads: workers must have as many.")
+    ] = None,
+    max_tokens: Annotated[
+        int, typer.Option("--max-tokens", help="Longest prompt; 0: as long as the budget allows.")
+    ] = 0,
+    budget_s: Annotated[float, typer.Option("--budget-s", help="Seconds to measure for.")] = 60.0,
+    out: Annotated[
+        Path | None, typer.Option("--out", metavar="PATH", help="Write the profile here too.")
+    ] = None,
+    json_path: Annotated[
+        Path | None, typer.Option("--json", metavar="PATH", help="All measured points.")
+    ] = None,
+    if_missing: Annotated[
+        bool, typer.Option("--if-missing", help="Only when the cache has no such profile.")
+    ] = False,
+    config: ConfigPath = None,
+    settings: Settings = [],  # noqa: B006
+) -> None:
+    """Measure a model on this machine, for the scheduler and the simulator."""
+    given = {"device": device, "dtype": dtype, "threads": threads}
+    chosen = [f"engine.{name}={value}" for name, value in given.items() if value not in ("", None)]
+    tree = _configure(config, [*settings, *chosen], "profile")
+    with _plain_errors():
+        from millrace.profiler.command import ProfileOptions, run
+
+        options = ProfileOptions(
+            model=model,
+            budget_s=budget_s,
+            max_tokens=max_tokens,
+            out=out,
+            report=json_path,
+            if_missing=if_missing,
+        )
+        run(options, tree.engine)
 
 
 @app.command()
@@ -268,10 +320,19 @@ def _configure(path: Path | None, settings: list[str], service: str) -> Config:
     from millrace.telemetry.log import setup_logging
 
     with _plain_errors():
-        tree = load_config(path, [*_environment(), *settings])
+        tree = _with_cache(load_config(path, [*_environment(), *settings]))
     setup_logging(tree.telemetry, service)
     logging.getLogger("httpx").setLevel(logging.WARNING)  # it reports every request
     return tree
+
+
+def _with_cache(tree: Config) -> Config:
+    """The folder of profiles in the user's cache folder, where no setting names another."""
+    root = os.environ.get("XDG_CACHE_HOME")
+    if tree.engine.profile_cache or not root:
+        return tree
+    folder = str(Path(root, "millrace", "profiles"))
+    return replace(tree, engine=replace(tree.engine, profile_cache=folder))
 
 
 def _environment() -> list[str]:

@@ -21,7 +21,9 @@ from pathlib import Path
 import orjson
 from rich.console import Console
 
+from millrace.core.config import EngineConfig
 from millrace.core.errors import MillraceError
+from millrace.profiler.first_start import profile_first
 from millrace.state.private_redis import PrivateRedis
 
 log = logging.getLogger(__name__)
@@ -43,7 +45,8 @@ class UncleanStopError(MillraceError):
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StackOptions:
     """What `millrace up` starts. `settings` (`section.field=value`) go to every service,
-    `role_settings` to the instances of one role, over all others.
+    `role_settings` to the instances of one role, over all others. With `profile`, the engine's
+    settings, a model that was never measured here is measured before anything starts.
     """
 
     model: str
@@ -58,6 +61,23 @@ class StackOptions:
     role_settings: Mapping[str, Sequence[str]] = field(default_factory=dict)
     threads: int = 0
     start_timeout_s: float = 600.0
+    profile: EngineConfig | None = None
+
+    @property
+    def compute_threads(self) -> int:
+        """Of each instance."""
+        return self.threads or max(1, len(os.sched_getaffinity(0)) // 2)
+
+    @property
+    def common_arguments(self) -> list[str]:
+        """What configures every service alike."""
+        named = [] if self.config is None else ["--config", str(self.config)]
+        return named + _set(*self.settings)
+
+    def engine_settings(self, role: str) -> list[str]:
+        """What further configures the instances of a role."""
+        own = self.role_settings.get(role, ())
+        return _set(f"engine.threads={self.compute_threads}", *own)
 
 
 @dataclass(slots=True, eq=False)
@@ -171,10 +191,7 @@ class Stack:
             self._progress("starting a private Redis")
             self._redis = PrivateRedis()
             redis_url = await self._redis.start(self.directory)
-        common = _set(f"store.url={redis_url}")
-        if o.config is not None:
-            common += ["--config", str(o.config)]
-        common += _set(*o.settings)
+        common = _set(f"store.url={redis_url}") + o.common_arguments
         self._progress("starting the scheduler")
         scheduler = self._service("scheduler", ["scheduler", *common, "--port", "0"])
         await scheduler.start(o.start_timeout_s)
@@ -182,17 +199,10 @@ class Stack:
         address = f"127.0.0.1:{scheduler.port}"
         named = ["--model", o.model, *(["--model-name", o.model_name] if o.model_name else [])]
         peers = [*common, *named, "--scheduler", address]
-        threads = o.threads or max(1, len(os.sched_getaffinity(0)) // 2)
         workers = [
             self._service(
                 f"{role}-{i}",
-                [
-                    role,
-                    *peers,
-                    "--id",
-                    f"{role}-{i}",
-                    *_set(f"engine.threads={threads}", *o.role_settings.get(role, ())),
-                ],
+                [role, *peers, "--id", f"{role}-{i}", *o.engine_settings(role)],
             )
             for role, count in (("prefill", o.prefill), ("decode", o.decode))
             for i in range(count)
@@ -325,6 +335,9 @@ async def run_until_stopped(options: StackOptions) -> None:
 
 async def start_with_progress(options: StackOptions, console: Console) -> Stack:
     """Starts a stack, saying what it does: a spinner on a terminal, lines elsewhere."""
+    if options.profile is not None:
+        arguments = [*options.common_arguments, *options.engine_settings("prefill")]
+        await profile_first(options.model, options.profile, arguments, _die_with_parent)
     with console.status("starting") as status:
         progress = status.update if console.is_terminal else console.print
         return await Stack(options, progress).__aenter__()

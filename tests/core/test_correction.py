@@ -34,6 +34,12 @@ def test_the_default_is_within_five_percent_after_fourteen_observations():
     assert CorrectionConfig().observations_to(0.05) == 14
 
 
+def test_a_machine_half_as_fast_is_predicted_within_fifteen_percent_after_eight():
+    corrections = Corrections()
+    observe(corrections, *[2.0] * 8)
+    assert corrections.factor("p0") * 0.5 == pytest.approx(1.0, rel=0.15)
+
+
 def test_outliers_change_nothing():
     corrections = Corrections()
     before = observe(corrections, 1.5, 1.5)

@@ -35,7 +35,7 @@ async def test_the_demo_answers_explains_and_ends_clean() -> None:
 
 
 async def test_up_says_what_to_try_and_ends_clean_at_ctrl_c() -> None:
-    process = await command("up", "--port", "0", "--prefill", "1")
+    process = await command("up", "--port", "0", "--prefill", "1", "--no-profile")
     assert process.stdout is not None
     seen = ""
     try:

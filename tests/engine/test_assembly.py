@@ -1,44 +1,20 @@
-"""Sizing of the KV pool, the choice of device, and the start-up fit of Eq. (1)."""
+"""Sizing of the KV pool, the choice of device, and what a profile is kept by."""
 
 import pytest
 import torch
-from hypothesis import given
-from hypothesis import strategies as st
 
 from millrace.core.config import EngineConfig
 from millrace.core.errors import ConfigError
 from millrace.engine.assembly import (
     available_bytes,
-    fit_latency,
     open_engine,
     pool_bytes,
+    profile_key,
     resolve_device,
 )
 from support.tiny_models import model_folder
 
 CPU = torch.device("cpu")
-
-
-@given(
-    a=st.floats(0, 0.1),
-    b=st.floats(1e-6, 1e-2),
-    d=st.floats(0, 1e-5),
-)
-def test_the_fit_finds_the_coefficients_it_was_drawn_from(a: float, b: float, d: float) -> None:
-    points = [(n, a + b * n + d * n * n) for n in (16, 32, 64, 128, 256, 512, 1024)]
-
-    fitted = fit_latency(points)
-
-    for length, seconds in points:
-        assert fitted.chunk_s(length, 0) == pytest.approx(seconds, rel=1e-4)
-    assert fitted.c == 2 * fitted.d
-
-
-@given(st.lists(st.floats(1e-4, 10), min_size=1, max_size=7))
-def test_no_term_is_negative_whatever_was_measured(seconds: list[float]) -> None:
-    fitted = fit_latency([(16 << i, s) for i, s in enumerate(seconds)])
-
-    assert min(fitted.a, fitted.b, fitted.c, fitted.d) >= 0
 
 
 def test_a_configured_pool_is_taken_as_it_is() -> None:
@@ -75,3 +51,18 @@ def test_an_attention_backend_that_cant_run_here_is_refused_at_start(name: str) 
 def test_an_unknown_attention_backend_is_no_setting() -> None:
     with pytest.raises(ConfigError, match=r"engine.attention_backend.*'cudnn'"):
         EngineConfig(attention_backend="cudnn")
+
+
+def test_a_profile_is_kept_by_all_that_its_times_depend_on() -> None:
+    folder, config = model_folder("llama"), EngineConfig(device="cpu", threads=1)
+    key = profile_key(folder, config)
+    assert key.model_hash == open_engine(folder, config).model_hash
+    assert key == profile_key(folder, EngineConfig(device="cpu", threads=1, page_tokens=32))
+    for other in (
+        EngineConfig(device="cpu", threads=2),
+        EngineConfig(device="cpu", threads=1, dtype="bfloat16"),
+        EngineConfig(device="cpu", threads=1, max_chunk_tokens=64),
+        EngineConfig(device="cpu", threads=1, load_format="dummy"),
+    ):
+        assert profile_key(folder, other) != key
+    assert profile_key(model_folder("qwen3"), config) != key

@@ -99,6 +99,26 @@ def test_a_registration_carries_all_of_its_card():
     )
 
 
+LATENCY = Latency(a=1, b=2, c=3, d=4, points=((16, 0.5), (64, 0.5), (100, 2.0)))
+
+
+def test_measured_points_reach_the_scheduler():
+    register = scheduler_pb2.Register(
+        incarnation=common_pb2.Incarnation(id="p", generation=7),
+        role="prefill",
+        address="h:1",
+        model_hash="m",
+        kv_pages=2,
+        page_tokens=3,
+        max_context_tokens=4,
+        latency=codec.latency_message(LATENCY),
+    )
+    assert codec.joined(register).latency == SpLatency(by_sp={1: LATENCY})
+    register.latency.points[1].seconds = 0.25
+    with pytest.raises(codec.MessageError, match=r"latency.points has \(64, 0.25\)"):
+        codec.joined(register)
+
+
 def test_a_spec_becomes_a_request_of_the_schedulers_time():
     spec = common_pb2.RequestSpec(
         request_id="r",

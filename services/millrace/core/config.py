@@ -48,6 +48,11 @@ def _rates(value: Any) -> str | None:  # noqa: ANN401
     return None
 
 
+def _profile(value: Any) -> str | None:  # noqa: ANN401
+    known = isinstance(value, str) and (value in ("auto", "none") or value.endswith(".json"))
+    return None if known else "auto, none or the path of a .json file"
+
+
 def _setting(default: Any, check: Callable[[Any], str | None] | None = None, doc: str = "") -> Any:  # noqa: ANN401
     return field(default=default, metadata={"check": check, "doc": doc})
 
@@ -92,7 +97,7 @@ class ProxyConfig(_Section):
 @dataclass(frozen=True, kw_only=True)
 class SchedulerConfig(_Section):
     policy: str = _setting(
-        "fcfs",
+        "millrace",
         _one_of("fcfs", "edf", "d_edf", "s_edf", "lrs", "lars", "lars_deadline", "millrace"),
         "order of requests",
     )
@@ -102,7 +107,7 @@ class SchedulerConfig(_Section):
         "placement of prefill work",
     )
     preemption: str = _setting(
-        "none",
+        "operator",
         _one_of("none", "chunk", "layer", "operator"),
         "where a running prefill yields to one that goes before it",
     )
@@ -168,6 +173,15 @@ class EngineConfig(_Section):
         "prefills suspended in the middle of a pass at most: each keeps its activations",
     )
     max_batch: int = _setting(64, _within(1, 4096), "sequences of a decode batch")
+    profile: str = _setting(
+        "auto",
+        _profile,
+        "where prefill times come from. auto: what `millrace profile` left in the cache, else a "
+        "brief fit at start; none: the brief fit",
+    )
+    profile_cache: str = _setting(
+        "", None, "folder of measured profiles; empty: millrace/profiles in the user's cache folder"
+    )
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import platform
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, replace
@@ -16,7 +17,10 @@ from millrace.core.kv_layout import KvLayout
 from millrace.core.latency import Latency
 from millrace.engine.kv_pool import KvPool
 from millrace.engine.loader import load_model, model_hash, resolve_model
+from millrace.engine.model_config import ModelConfig
 from millrace.engine.model_runner import ModelRunner, PrefillTask
+from millrace.profiles import eq_1
+from millrace.profiles.cache import ProfileKey
 from millrace_kernels.api import Backend, describe_backends
 from millrace_kernels.dispatch import rows_backend
 
@@ -107,6 +111,32 @@ def resolve_device(name: str) -> torch.device:
     return device
 
 
+def profile_key(model: str | Path, config: EngineConfig) -> ProfileKey:
+    """What a profile of `model` under these settings is kept by. Loads no weights.
+
+    Raises ModelError and ConfigError as `open_engine` does.
+    """
+    folder = resolve_model(model)
+    dtype = ModelConfig.from_folder(folder).dtype if config.dtype == "auto" else config.dtype
+    return ProfileKey(
+        model_hash=model_hash(folder, load_format=config.load_format),
+        device=processor_name(resolve_device(config.device)),
+        dtype=dtype,
+        threads=config.threads or len(os.sched_getaffinity(0)),
+        max_chunk_tokens=config.max_chunk_tokens,
+    )
+
+
+def processor_name(device: torch.device) -> str:
+    """The name that the maker gave the device, as far as the system knows it."""
+    if device.type == "cuda":
+        return str(torch.cuda.get_device_name(device))
+    for line in Path("/proc/cpuinfo").read_text().splitlines():
+        if line.startswith("model name"):
+            return line.partition(":")[2].strip()
+    return platform.machine()
+
+
 def pool_bytes(config: EngineConfig, device: torch.device, context_bytes: int) -> int:
     """Bytes for the KV pool: as configured, else a share of what is free, one context at least."""
     if config.kv_bytes:
@@ -162,7 +192,7 @@ def calibrate(engine: Engine) -> Latency:
             length *= 2
     finally:
         engine.pool.free(pages)
-    return fit_latency(points)
+    return eq_1.latency(*eq_1.fit(points))
 
 
 def _prefill_s(engine: Engine, tokens: int, pages: list[int]) -> float:
@@ -179,24 +209,3 @@ def _prefill_s(engine: Engine, tokens: int, pages: list[int]) -> float:
     if engine.device.type == "cuda":
         torch.cuda.synchronize(engine.device)
     return time.perf_counter() - start
-
-
-def fit_latency(points: list[tuple[int, float]]) -> Latency:
-    """Least squares on relative error of a + b L + d L^2 with no negative term.
-
-    points: (chunk tokens, seconds). A term that would come out negative is left out and the rest
-    fitted again.
-    """
-    lengths = torch.tensor([p[0] for p in points], dtype=torch.float64)
-    seconds = torch.tensor([p[1] for p in points], dtype=torch.float64)
-    basis = torch.stack([torch.ones_like(lengths), lengths, lengths**2], dim=1)
-    basis = basis / seconds[:, None]
-    keep = list(range(min(3, len(points))))
-    while keep:
-        found = torch.linalg.lstsq(basis[:, keep], torch.ones(len(points), dtype=torch.float64))
-        if bool((found.solution >= 0).all()):
-            break
-        keep.remove(keep[int(found.solution.argmin())])
-    terms = dict(zip(keep, found.solution.tolist(), strict=True)) if keep else {}
-    d = terms.get(2, 0.0)
-    return Latency(a=terms.get(0, 0.0), b=terms.get(1, 0.0), c=2 * d, d=d)

@@ -1,11 +1,13 @@
 """The hardware profiles that ship with Millrace, and the reader for others.
 
-`build.py` makes the shipped ones from public measurements; README.md names the sources.
+`build.py` makes the shipped ones from public measurements; README.md names the sources. `cache.py`
+keeps what `millrace profile` measured on this machine.
 """
 
 from __future__ import annotations
 
 import json
+from collections.abc import Mapping
 from functools import cache
 from importlib import resources
 from pathlib import Path
@@ -43,3 +45,12 @@ def load_profile(name_or_path: str) -> Profile:
         return Profile.from_json(json.loads(text))
     except (json.JSONDecodeError, ConfigError) as error:
         raise ConfigError(f"profile {name_or_path}: {error}") from None
+
+
+def encode(fields: Mapping[str, object]) -> str:
+    """The text of a profile's file, a line a field."""
+    lines = [
+        f" {json.dumps(key)}: {json.dumps(value, separators=(',', ':'))}"
+        for key, value in fields.items()
+    ]
+    return "{\n" + ",\n".join(lines) + "\n}\n"

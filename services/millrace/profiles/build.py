@@ -8,7 +8,6 @@ DIR holds the files that README.md lists. The same files give the same bytes.
 from __future__ import annotations
 
 import argparse
-import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cache
@@ -20,7 +19,8 @@ from millrace.core.latency import Latency, SpLatency
 from millrace.core.operators import DecodeAttention, OperatorModel, Table
 from millrace.core.profile import Profile
 from millrace.profiles import calibration as fitted
-from millrace.profiles import validation
+from millrace.profiles import encode, validation
+from millrace.profiles.eq_1 import fit, latency, rounded
 from millrace.profiles.measured import (
     Device,
     papers,
@@ -159,7 +159,7 @@ class Builder:
             lm_head=_round_table(head),
             overhead_s=PASS_OVERHEAD_S,
             kvp_message_s=kvp_message_s,
-            kvp_token_s=fitted.rounded(kvp_bytes / RDMA_BYTES_S[device_name]),
+            kvp_token_s=rounded(kvp_bytes / RDMA_BYTES_S[device_name]),
         )
 
     def _gemms(self, model: Model, device_name: str, tp: int) -> Mapping[str, Table]:
@@ -204,7 +204,7 @@ class Builder:
             far = 64 * max(row)
             tables.append(_round_table({**row, far: row[max(row)] + read_s * (far - max(row))}))
         decode = DecodeAttention(batches=tuple(measured), tables=tuple(tables))
-        return decode, fitted.rounded(read_s)
+        return decode, rounded(read_s)
 
     def _long_attention(self) -> float:
         """`fitted.long_factor` of A100."""
@@ -246,12 +246,10 @@ class Builder:
         measured: dict[int, Latency] = {}
         if (model, device, tp) == (LLAMA3_8B, "a100", 1):
             for sp, points in self._table_1.items():
-                measured[sp] = fitted.latency(*fitted.fit(points), points)
+                measured[sp] = latency(*fit(points), points)
         else:
-            passes = tuple(
-                (m, fitted.rounded(validation.prefill_s(operators, m))) for m in FIT_TOKENS
-            )
-            measured[1] = fitted.latency(*fitted.fit(passes), passes)
+            passes = tuple((m, rounded(validation.prefill_s(operators, m))) for m in FIT_TOKENS)
+            measured[1] = latency(*fit(passes), passes)
         step_s = self._ring_step_s
         return SpLatency(
             by_sp=MappingProxyType(
@@ -266,14 +264,14 @@ class Builder:
         # No H200 was measured; its links are those of H100.
         link = send_bytes_s(self._source, "a100" if device == "a100" else "h100")
         return {
-            "nvlink": fitted.rounded(link * tp),
+            "nvlink": rounded(link * tp),
             "rdma": RDMA_BYTES_S[device] * tp,
             "tcp": TCP_BYTES_S,
         }
 
 
 def _round_table(points: Mapping[float, float]) -> Table:
-    return table({x: fitted.rounded(y) for x, y in points.items()})
+    return table({x: rounded(y) for x, y in points.items()})
 
 
 def _sources(model: Model, device: str, tp: int) -> tuple[str, ...]:
@@ -309,15 +307,6 @@ def _assumptions(model: Model, device: str, tp: int) -> tuple[str, ...]:
     return tuple(found)
 
 
-def encode(profile: Profile) -> str:
-    """The text of a profile's file."""
-    lines = [
-        f" {json.dumps(key)}: {json.dumps(value, separators=(',', ':'))}"
-        for key, value in profile.to_json().items()
-    ]
-    return "{\n" + ",\n".join(lines) + "\n}\n"
-
-
 def main(arguments: Sequence[str] | None = None) -> None:
     """Writes every profile and prints its errors."""
     parser = argparse.ArgumentParser(description=__doc__)
@@ -327,7 +316,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     builder = Builder(options.source)
     for model, device, tp in BUILDS:
         profile = builder.profile(model, device, tp)
-        (options.out / f"{profile.name}.json").write_text(encode(profile), "utf-8")
+        (options.out / f"{profile.name}.json").write_text(encode(profile.to_json()), "utf-8")
         for kind, found in (("errors", profile.errors), ("checks", profile.checks)):
             print(f"{profile.name} {kind}", *(f"{k}={v:.2%}" for k, v in found.items()))
 

@@ -16,9 +16,9 @@ import numpy as np
 
 from millrace.core.latency import Latency
 from millrace.core.operators import OperatorModel, Table
+from millrace.profiles.eq_1 import Points, fit, latency, rounded
 
 K = 1024  # one "k" of Table 1
-Points = tuple[tuple[int, float], ...]
 
 
 def table_1(papers: Mapping[str, Any]) -> Mapping[int, Points]:
@@ -32,32 +32,6 @@ def table_1(papers: Mapping[str, Any]) -> Mapping[int, Points]:
         )
         for sp in (1, 2, 4, 8, 16)
     }
-
-
-def fit(points: Sequence[tuple[int, float]]) -> tuple[float, float, float]:
-    """(a, b, d) of Eq. (1) without history; a term that would be negative is left out."""
-    tokens = np.array([float(point[0]) for point in points])
-    seconds = np.array([point[1] for point in points])
-    basis = np.stack([np.ones_like(tokens), tokens, tokens**2], axis=1) / seconds[:, None]
-    keep = [0, 1, 2]
-    while True:
-        found = np.linalg.lstsq(basis[:, keep], np.ones(len(points)), rcond=None)[0]
-        if (found >= 0).all():
-            break
-        keep.pop(int(found.argmin()))
-    terms = dict(zip(keep, found.tolist(), strict=True))
-    return terms.get(0, 0.0), terms.get(1, 0.0), terms.get(2, 0.0)
-
-
-def latency(a: float, b: float, d: float, points: Points = ()) -> Latency:
-    """Eq. (1) with c = 2 d: a history token meets every token of the chunk, an own token half."""
-    a, b, d = rounded(a), rounded(b), rounded(d)
-    return Latency(a=a, b=b, c=2 * d, d=d, points=points)
-
-
-def rounded(value: float) -> float:
-    """Six digits: more than the data hold, and the same bytes from every machine."""
-    return float(f"{value:.6g}")
 
 
 def ring(one: Latency, sp: int, layers: int, step_s: float) -> Latency:

@@ -15,7 +15,8 @@ from statistics import linear_regression, median
 
 from millrace.core.operators import BatchShape, OperatorModel, Table
 from millrace.core.profile import Profile
-from millrace.profiles.calibration import KVP_RATIOS, Points, ring, rounded
+from millrace.profiles.calibration import KVP_RATIOS, ring
+from millrace.profiles.eq_1 import Points, rounded
 from millrace.profiles.measured import Device, refined, rows, table, vidur_layer
 
 

@@ -10,7 +10,7 @@ from typing import Any
 from millrace.core import effects, events
 from millrace.core.cluster import Cluster, Instance, PrefillInstance
 from millrace.core.config import SchedulerConfig
-from millrace.core.errors import MillraceError
+from millrace.core.errors import ConfigError, MillraceError
 from millrace.core.latency import Latency, SpLatency
 from millrace.core.machine import Machine
 from millrace.core.priority import POLICIES
@@ -58,7 +58,22 @@ def _latency(message: scheduler_pb2.Register) -> Latency:
     for name in ("a", "b", "c", "d"):
         value = getattr(given, name)
         _require(f"latency.{name}", value, math.isfinite(value) and value >= 0, "0 or more")
-    return Latency(a=given.a, b=given.b, c=given.c, d=given.d)
+    points = tuple((point.tokens, point.seconds) for point in given.points)
+    try:
+        return Latency(a=given.a, b=given.b, c=given.c, d=given.d, points=points)
+    except ConfigError as error:
+        raise MessageError(str(error)) from None
+
+
+def latency_message(latency: Latency) -> scheduler_pb2.LatencyCoefficients:
+    """What a worker tells of its prefill times."""
+    points = [
+        scheduler_pb2.LatencyPoint(tokens=tokens, seconds=seconds)
+        for tokens, seconds in latency.points
+    ]
+    return scheduler_pb2.LatencyCoefficients(
+        a=latency.a, b=latency.b, c=latency.c, d=latency.d, points=points
+    )
 
 
 def request(spec: common_pb2.RequestSpec, *, proxy_id: str, now_s: float) -> Request:

@@ -18,15 +18,17 @@ import grpc
 from millrace.core.config import Config
 from millrace.core.errors import MillraceError
 from millrace.core.latency import Latency
-from millrace.engine.assembly import Engine, calibrate, open_engine
+from millrace.engine.assembly import Engine, open_engine
 from millrace.state.open import open_store
 from millrace.state.store import RequestStore
 from millrace.telemetry.metrics import Registry, serve_metrics
 from millrace.transfer.environment import transport_environment
 from millrace.transfer.nixl_transport import NixlTransport
 from millrace.transfer.transport import Transport
+from millrace.wire import scheduler_codec
 from millrace.wire.pb import common_pb2, scheduler_pb2
 from millrace.wire.server import Health, add_health, bind, create_server
+from millrace.worker.latency import prefill_latency
 from millrace.worker.link import WorkerLink
 
 log = logging.getLogger(__name__)
@@ -111,7 +113,7 @@ async def serve_worker(
     stop = stop_event()
     instance_id = options.instance_id or f"worker-{uuid.uuid4().hex[:8]}"
     engine = await asyncio.to_thread(_open, options.model, config)
-    latency = await asyncio.to_thread(calibrate, engine)
+    latency = await asyncio.to_thread(prefill_latency, engine, config.engine)
     incarnation = common_pb2.Incarnation(id=instance_id, generation=time.time_ns())
     async with contextlib.AsyncExitStack() as stack:
         transport = _open_transport(options.host, incarnation)
@@ -299,7 +301,5 @@ def _register(
         kv_pages=engine.layout.num_pages,
         page_tokens=engine.layout.page_tokens,
         max_context_tokens=engine.max_context_tokens,
-        latency=scheduler_pb2.LatencyCoefficients(
-            a=latency.a, b=latency.b, c=latency.c, d=latency.d
-        ),
+        latency=scheduler_codec.latency_message(latency),
     )

@@ -1,0 +1,1 @@
+"""`millrace profile`: measures a model on this machine and writes its profile."""

@@ -1,0 +1,77 @@
+"""How far a profile is off what was measured, above all off what it was not fitted to."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from statistics import median
+
+from millrace.core.operators import BatchShape
+from millrace.core.profile import Profile
+from millrace.profiler.measure import Decode, Measured, Prefill
+from millrace.profiles.eq_1 import rounded
+from millrace.worker.codec import passes
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Compared:
+    """One measured time and what the profile says.
+
+    model: prefill (Eq. (1) with its points), or of the operator tables: operators (one prompt),
+    batched (several in one pass), decode.
+    """
+
+    model: str
+    case: Prefill | Decode
+    is_held_out: bool
+    measured_s: float
+    predicted_s: float
+
+    @property
+    def error(self) -> float:
+        """Relative, above 0 where the profile says too much."""
+        return self.predicted_s / self.measured_s - 1.0
+
+
+def compare(profile: Profile, measured: Measured, max_chunk_tokens: int) -> list[Compared]:
+    """Every measured case against every model that has something to say of it."""
+    operators = profile.operators
+    found: list[Compared] = []
+
+    def add(model: str, case: Prefill | Decode, measured_s: float, predicted_s: float) -> None:
+        found.append(
+            Compared(
+                model=model,
+                case=case,
+                is_held_out=case in measured.held_out,
+                measured_s=measured_s,
+                predicted_s=predicted_s,
+            )
+        )
+
+    for case, timing in sorted(measured.prefills.items()):
+        if case.batch > 1:
+            together = BatchShape(prefills=((case.tokens, case.history),) * case.batch)
+            add("batched", case, timing.seconds, operators.pass_s(together))
+            continue
+        add("prefill", case, timing.seconds, profile.prefill.chunk_s(case.tokens, case.history))
+        parts = passes([(case.history, case.tokens)], max_chunk_tokens)
+        shapes = [BatchShape(prefills=((tokens, start),)) for _, start, tokens in parts]
+        add("operators", case, timing.seconds, sum(map(operators.pass_s, shapes)))
+    for step, step_s in sorted(measured.decode_s.items()):
+        context = step.batch * step.context
+        add("decode", step, step_s, operators.decode_step_s(step.batch, context))
+    return found
+
+
+def errors(compared: Iterable[Compared]) -> dict[str, float]:
+    """Of each model on held-out cases: the median relative error, and the worst as MODEL_worst."""
+    by_model: dict[str, list[float]] = {}
+    for one in compared:
+        if one.is_held_out:
+            by_model.setdefault(one.model, []).append(abs(one.error))
+    stated = {}
+    for model, values in sorted(by_model.items()):
+        stated[model] = rounded(median(values))
+        stated[f"{model}_worst"] = rounded(max(values))
+    return stated

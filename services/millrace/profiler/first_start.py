@@ -1,0 +1,71 @@
+"""Before the first start of a stack its model is measured, as a prefill instance would compute.
+
+In a process of its own, which shows its progress and gives its memory back. That it was done is
+noted beside the profile, by what can be seen without loading torch, so that later starts wait for
+nothing.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import hashlib
+import sys
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+from millrace.core.config import EngineConfig
+from millrace.core.errors import ConfigError
+from millrace.profiles.cache import ProfileCache, write_whole
+
+BUDGET_S = 3.0
+
+
+async def profile_first(
+    model: str,
+    engine: EngineConfig,
+    arguments: Sequence[str],
+    in_child: Callable[[], None] | None = None,
+) -> None:
+    """Runs `millrace profile --if-missing` unless it was run for the same before.
+
+    engine, arguments: the prefill instances' settings, and how the command line gives them.
+    in_child: runs in the process before anything else. When measuring fails, its process has said
+    why, and the instances fit their prefill times themselves.
+    """
+    note = _note(model, engine, arguments)
+    if _still_holds(note):
+        return
+    process = await asyncio.create_subprocess_exec(
+        *(sys.executable, "-m", "millrace.cli", "profile", model, "--if-missing"),
+        *("--budget-s", str(BUDGET_S), *arguments),
+        stdin=asyncio.subprocess.DEVNULL,
+        stdout=asyncio.subprocess.PIPE,
+        preexec_fn=in_child,
+    )
+    try:
+        output, _ = await process.communicate()
+    finally:
+        if process.returncode is None:
+            process.terminate()
+            await process.wait()
+    if process.returncode == 0:
+        with contextlib.suppress(ConfigError):
+            write_whole(note, output.decode().strip().splitlines()[-1])
+
+
+def _note(model: str, engine: EngineConfig, arguments: Sequence[str]) -> Path:
+    """Another one whenever a setting or a file of the model is another; a hub id has no files."""
+    folder = Path(model).expanduser()
+    files = sorted(folder.iterdir()) if folder.is_dir() else []
+    stats = [(file.name, file.stat().st_size, file.stat().st_mtime_ns) for file in files]
+    name = hashlib.sha256(f"{model} {stats} {engine} {list(arguments)}".encode()).hexdigest()[:32]
+    return ProfileCache(engine.profile_cache).folder / f"{name}.measured"
+
+
+def _still_holds(note: Path) -> bool:
+    """Whether the profile that a note names is there."""
+    try:
+        return Path(note.read_text("utf-8")).is_file()
+    except (OSError, ValueError):
+        return False

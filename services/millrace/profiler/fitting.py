@@ -1,0 +1,230 @@
+"""From measured passes to a profile: Tetris Eq. (1) with its points, and the operator tables.
+
+How the tables come from passes that were timed at operator boundaries:
+
+- An operator's time is its mean over the layers. The engine computes the last position alone in
+  the last layer, so a pass of few layers is cheaper than its layers; the mean keeps passes right.
+- A decode step is not timed by operators: it is run from a recording, faster than a pass of as
+  many tokens. The linear operators of so few tokens are what a step on the least context leaves
+  them, if that is less, divided as in a prefill. Decode attention is what a step takes beyond them.
+- Prefill attention is what a prefill takes beyond the linear operators and lm_head: with it what
+  comes once a prompt (planning, rotary tables, the embedding, sampling). overhead_s is 0.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from statistics import median
+from types import MappingProxyType
+
+from millrace.core.latency import Latency, SpLatency
+from millrace.core.operators import DecodeAttention, OperatorModel, Table
+from millrace.core.profile import Profile
+from millrace.profiler.accuracy import compare, errors
+from millrace.profiler.measure import Decode, Measured, Prefill
+from millrace.profiler.workload import Timing
+from millrace.profiles import eq_1, load_profile
+from millrace.profiles.calibration import ring
+from millrace.profiles.eq_1 import rounded
+
+LINEAR = ("qkv_proj", "o_proj", "gate_up_proj", "down_proj")
+#: Where what one machine can't measure comes from: the ring, KV parallelism, rates of links.
+REFERENCE = "llama3-8b-a100-tp1"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Subject:
+    """What was measured."""
+
+    model: str
+    device: str
+    dtype: str
+    threads: int
+    layers: int
+    kv_bytes_per_token: int
+    max_chunk_tokens: int
+
+
+def build_profile(subject: Subject, measured: Measured) -> Profile:
+    """The profile, with its errors on what was held out."""
+    reference = load_profile(REFERENCE)
+    one = prefill_latency(measured)
+    found = Profile(
+        name=f"{subject.model}-{subject.dtype}-{subject.threads}-threads",
+        model=subject.model,
+        device=subject.device,
+        tp=1,
+        layers=subject.layers,
+        kv_bytes_per_token=subject.kv_bytes_per_token,
+        prefill=_by_degree(one, subject.layers, reference),
+        operators=operator_model(measured, subject.layers, reference.operators),
+        kv_transfer_bytes_s=reference.kv_transfer_bytes_s,
+        ring_step_s=reference.ring_step_s,
+        sources=(
+            f"measured by `millrace profile` in {measured.spent_s:.1f} s, "
+            f"{measured.rounds} times or fewer",
+        ),
+        assumptions=(
+            f"prompts of more than {measured.longest} tokens by Eq. (1)",
+            f"SP degrees by the ring model, ring_step_s and KV parallelism of {REFERENCE}",
+            f"kv_transfer_bytes_s of {REFERENCE}; `millrace bench transfer` measures this machine",
+            f"a longer prompt goes in equal passes of {subject.max_chunk_tokens} tokens at most",
+        ),
+    )
+    compared = compare(found, measured, subject.max_chunk_tokens)
+    return replace(found, errors=MappingProxyType(errors(compared)))
+
+
+def prefill_latency(measured: Measured) -> Latency:
+    """Eq. (1) of one instance with a point for every prompt length; c from chunks on history."""
+    alone: list[tuple[Prefill, float]] = []
+    behind: list[tuple[Prefill, float]] = []
+    for case, timing in sorted(measured.prefills.items()):
+        if case.batch == 1 and case not in measured.held_out:
+            (behind if case.history else alone).append((case, timing.seconds))
+    seconds = rising([seconds for _, seconds in alone])
+    points = tuple((case.tokens, rounded(s)) for (case, _), s in zip(alone, seconds, strict=True))
+    a, b, d = eq_1.fit(points)
+    bare = replace(eq_1.latency(a, b, d, points), c=0.0)
+    # Least squares on relative error of c C L = what history adds.
+    over = product = 0.0
+    for case, taken_s in behind:
+        pairs = case.tokens * case.history / taken_s
+        over += pairs * (taken_s - bare.chunk_s(case.tokens)) / taken_s
+        product += pairs * pairs
+    return replace(bare, c=rounded(max(over / product, 0.0)) if product else 2 * bare.d)
+
+
+def operator_model(measured: Measured, layers: int, reference: OperatorModel) -> OperatorModel:
+    """The tables; KV parallelism is the `reference`'s."""
+    fitted = {c: t for c, t in sorted(measured.prefills.items()) if c not in measured.held_out}
+    singles = {
+        c.tokens: t for c, t in fitted.items() if c.batch == 1 and not c.history and t.passes == 1
+    }
+    steps = {c: s for c, s in sorted(measured.decode_s.items()) if c not in measured.held_out}
+    lm_head = _lm_head(fitted, singles)
+    linear = _linear(singles, steps, lm_head, layers)
+    attn = _attn(singles, linear, lm_head, layers)
+    decode_attn = _decode_attn(steps, linear, lm_head, layers)
+    return OperatorModel(
+        layers=layers,
+        qkv_proj=linear["qkv_proj"],
+        o_proj=linear["o_proj"],
+        gate_up_proj=linear["gate_up_proj"],
+        down_proj=linear["down_proj"],
+        attn=attn,
+        history_factor=_history_factor(fitted, singles, attn, layers),
+        kv_read_s=min(table.slopes[-1] for table in decode_attn.tables),
+        decode_attn=decode_attn,
+        lm_head=lm_head,
+        overhead_s=0.0,
+        kvp_message_s=reference.kvp_message_s,
+        kvp_token_s=reference.kvp_token_s,
+    )
+
+
+def rising(values: Sequence[float]) -> list[float]:
+    """The least-squares fit that never falls (pool adjacent violators)."""
+    blocks: list[tuple[float, int]] = []
+    for value in values:
+        mean, count = value, 1
+        while blocks and blocks[-1][0] > mean:
+            other, more = blocks.pop()
+            mean, count = (mean * count + other * more) / (count + more), count + more
+        blocks.append((mean, count))
+    return [mean for mean, count in blocks for _ in range(count)]
+
+
+def _by_degree(one: Latency, layers: int, reference: Profile) -> SpLatency:
+    """The degrees of the shipped profiles, beyond 1 by the ring model."""
+    by_sp = {1: one}
+    for sp in reference.prefill.degrees[1:]:
+        made = ring(one, sp, layers, reference.ring_step_s)
+        by_sp[sp] = replace(made, c=rounded(one.c / sp))
+    return SpLatency(by_sp=MappingProxyType(by_sp))
+
+
+def _lm_head(fitted: Mapping[Prefill, Timing], singles: Mapping[int, Timing]) -> Table:
+    """Over the requests of a pass."""
+    points = {1: median(timing.operators["lm_head"] for timing in singles.values())}
+    for case, timing in fitted.items():
+        if case.batch > 1:
+            points[case.batch] = timing.operators["lm_head"]
+    return _table(points, is_rising=True)
+
+
+def _linear(
+    singles: Mapping[int, Timing], steps: Mapping[Decode, float], lm_head: Table, layers: int
+) -> Mapping[str, Table]:
+    """Seconds of a layer over the tokens of a pass, by operator."""
+    as_prefill = {
+        name: _table({tokens: t.operators[name] / layers for tokens, t in singles.items()})
+        for name in LINEAR
+    }
+    least_s: dict[int, float] = {}  # of a batch, on the least context
+    for case, step_s in steps.items():
+        least_s.setdefault(case.batch, step_s)
+    shares = {tokens: 1.0 for tokens in singles if tokens > max(least_s)}
+    for batch, step_s in least_s.items():
+        whole_s = layers * _sum_at(as_prefill, batch)
+        shares[batch] = min(max(step_s - lm_head.at(batch), 0.0) / whole_s, 1.0)
+    share = _table(shares)
+    grid = singles.keys() | least_s.keys()
+    return {
+        name: _table({x: table.at(x) * min(share.at(x), 1.0) for x in grid})
+        for name, table in as_prefill.items()
+    }
+
+
+def _attn(
+    singles: Mapping[int, Timing], linear: Mapping[str, Table], lm_head: Table, layers: int
+) -> Table:
+    """Over squared tokens, with a last slope that is not level if any is not."""
+    tokens = sorted(singles)
+    rest_s = [
+        max(singles[count].seconds - lm_head.at(1), 0.0) / layers - _sum_at(linear, count)
+        for count in tokens
+    ]
+    points = dict(zip(tokens, rising([max(s, 0.0) for s in rest_s]), strict=True))
+    while len(points) > 1 and points[tokens[-2]] == points[tokens[-1]]:
+        del points[tokens.pop(-2)]
+    return _table({count * count: seconds for count, seconds in points.items()})
+
+
+def _history_factor(
+    fitted: Mapping[Prefill, Timing], singles: Mapping[int, Timing], attn: Table, layers: int
+) -> Table:
+    by_tokens: dict[int, list[float]] = {}
+    pair_s = 2.0 * attn.slopes[-1]
+    for case, timing in fitted.items():
+        if case.history and pair_s > 0.0 and (alone := singles.get(case.tokens)):
+            more_s = (timing.operators["attn"] - alone.operators["attn"]) / layers
+            factor = max(more_s, 0.0) / (pair_s * case.tokens * case.history)
+            by_tokens.setdefault(case.tokens, []).append(factor)
+    return _table({t: median(factors) for t, factors in by_tokens.items()} or {1: 1.0})
+
+
+def _decode_attn(
+    steps: Mapping[Decode, float], linear: Mapping[str, Table], lm_head: Table, layers: int
+) -> DecodeAttention:
+    rows: dict[int, dict[int, float]] = {}
+    for case, step_s in steps.items():
+        rest_s = lm_head.at(case.batch) + layers * _sum_at(linear, case.batch)
+        row = rows.setdefault(case.batch, {})
+        row[case.batch * case.context] = max(step_s - rest_s, 0.0) / layers
+    return DecodeAttention(
+        batches=tuple(rows), tables=tuple(_table(row, is_rising=True) for row in rows.values())
+    )
+
+
+def _sum_at(tables: Mapping[str, Table], tokens: float) -> float:
+    return sum(table.at(tokens) for table in tables.values())
+
+
+def _table(points: Mapping[int, float], *, is_rising: bool = False) -> Table:
+    xs = sorted(points)
+    ys = [points[x] for x in xs]
+    if is_rising:
+        ys = rising(ys)
+    return Table(xs=tuple(float(x) for x in xs), ys=tuple(rounded(y) for y in ys))

@@ -1,0 +1,197 @@
+"""Prefills and decode steps as a live instance computes them, timed.
+
+A prompt goes through the engine in the passes that a prefill instance cuts it into, and token one
+is sampled at its end. The history of a chunk is whatever lies in its pages: times depend on how
+much there is, not on what.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import defaultdict
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from statistics import median
+from typing import Any
+
+import torch
+
+from millrace.core.errors import ConfigError
+from millrace.engine.assembly import Engine
+from millrace.engine.decode_batch import DecodeBatch
+from millrace.engine.decode_batch import Sequence as Decoding
+from millrace.engine.kv_pool import page_runs
+from millrace.engine.model_runner import PrefillTask
+from millrace.engine.sampler import Sampler
+from millrace.engine.sampling_spec import SamplingRow, SamplingSpec
+from millrace.worker.codec import passes
+
+#: On the host, memory that was never written reads as one page of zeros, faster than any cache; so
+#: the pages are written once, and at most this much of them.
+WRITTEN_BYTES = 256 << 20
+DECODE_STEPS = 4
+WARM_STEPS = 2  # the first step of a batch size is recorded, the next may wait for memory
+
+#: Operators of an MoE layer stand in the tables for what they take the place of.
+TABLE_OF = {"gate": "gate_up_proj", "experts": "down_proj"}
+#: What a pass spends outside its layers and `lm_head`: planning, rotary tables, the embedding.
+AROUND = "embed"
+SAMPLE = "sample"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Timing:
+    """Seconds of a piece of work, and of each operator over all layers and passes.
+
+    passes: how many forward passes it took.
+    """
+
+    seconds: float
+    operators: Mapping[str, float]
+    passes: int
+
+
+class Workload:
+    """Takes the pool's pages until `close`."""
+
+    def __init__(
+        self, engine: Engine, *, max_chunk_tokens: int, max_batch: int, max_tokens: int = 0
+    ) -> None:
+        """max_tokens: the longest prompt that will be asked for; 0 means all that fits.
+
+        Raises ConfigError when the model or its pool holds fewer.
+        """
+        self.max_chunk_tokens = max_chunk_tokens
+        self.max_batch = max_batch
+        self._engine = engine
+        layout = engine.layout
+        room = engine.max_context_tokens - 1  # a prompt needs room for an answer
+        self.max_tokens = max_tokens or room
+        if not 1 <= self.max_tokens <= room:
+            raise ConfigError(
+                f"max_tokens is {max_tokens}; it must be 1 to {room}, which is what "
+                f"{engine.folder.name} and its KV pool hold, less one token of an answer"
+            )
+        wanted = layout.pages_for(self.max_tokens)
+        wanted = max(wanted, WRITTEN_BYTES // layout.bytes_per_token // layout.page_tokens)
+        self._pages = engine.pool.allocate(min(wanted, engine.pool.free_pages))
+        for start, count in page_runs(self._pages):
+            engine.pool.storage[:, start : start + count].zero_()
+        self._vocab = engine.runner.model.config.vocab_size
+        self._random = torch.Generator().manual_seed(0)  # an MoE's load depends on the ids
+        self._sampler = Sampler()
+
+    def close(self) -> None:
+        self._engine.pool.free(self._pages)
+
+    @property
+    def kv_tokens(self) -> int:
+        """Tokens whose KV fits into the pages."""
+        return len(self._pages) * self._engine.layout.page_tokens
+
+    @torch.inference_mode()
+    def prefill(self, tokens: int, history: int = 0, batch: int = 1) -> Timing:
+        """A chunk of `tokens` on `history` in as many passes as it takes, or `batch` in one pass.
+
+        The last pass ends with token one of each.
+        """
+        parts = passes([(history, tokens)], self.max_chunk_tokens if batch == 1 else tokens)
+        clock = _OperatorClock(self._engine.device)
+        tasks: list[PrefillTask] = []
+        for number, (_, start, length) in enumerate(parts):
+            tasks = [
+                PrefillTask(
+                    token_ids=self._ids(length).to(self._engine.device),
+                    history_tokens=start,
+                    pages=pages,
+                    want_logits=number + 1 == len(parts),
+                )
+                for pages in self._shares(start + length, batch)
+            ]
+            for boundary in self._engine.runner.prefill_batch(tasks):
+                clock.ended(boundary.operator)
+        for task in tasks:
+            assert task.logits is not None  # the last pass wants them
+            spec = SamplingSpec(max_tokens=1)
+            self._sampler.sample(task.logits.expand(1, -1), [SamplingRow.first(spec)])
+        clock.ended(SAMPLE)
+        return clock.read(len(parts))
+
+    def decode_step_s(self, batch: int, context: int) -> float:
+        """Median seconds of a step of `batch` sequences on `context` tokens each, with sampling."""
+        steps = WARM_STEPS + DECODE_STEPS
+        decoding = DecodeBatch(
+            self._engine.runner, self._engine.pool, self._sampler, max_batch=batch
+        )
+        for number, pages in enumerate(self._shares(context + steps, batch)):
+            spec = SamplingSpec(max_tokens=steps + 2, seed=number)
+            decoding.add(
+                Decoding(
+                    request_id=str(number),
+                    choice=0,
+                    pages=list(pages),
+                    prompt_tokens=context - steps // 2,
+                    first_token_id=0,
+                    spec=spec,
+                )
+            )
+        seconds = []
+        for _ in range(steps):
+            start_s = time.perf_counter()
+            decoding.step()  # token ids come to the host, so a device has finished
+            seconds.append(time.perf_counter() - start_s)
+        return median(seconds[WARM_STEPS:])
+
+    def has_room(self, batch: int, tokens: int) -> bool:
+        """Whether `batch` sequences of `tokens` each have pages of their own."""
+        tokens += WARM_STEPS + DECODE_STEPS
+        return batch * self._engine.layout.pages_for(tokens) <= len(self._pages)
+
+    def _ids(self, tokens: int) -> torch.Tensor:
+        return torch.randint(self._vocab, (tokens,), generator=self._random)
+
+    def _shares(self, tokens: int, batch: int) -> Iterator[Sequence[int]]:
+        """Pages for `tokens` tokens of each of `batch` sequences, none shared."""
+        count = self._engine.layout.pages_for(tokens)
+        for start in range(0, batch * count, count):
+            yield self._pages[start : start + count]
+
+
+class _OperatorClock:
+    """When each operator ended; on a GPU by events, so that nothing waits for it in between."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device if device.type == "cuda" else None
+        self._ends: list[tuple[str, Any]] = []  # seconds, or a CUDA event
+        self._settle()
+        self._start_s = time.perf_counter()
+        self._start = self._now()
+
+    def ended(self, operator: str) -> None:
+        self._ends.append((operator, self._now()))
+
+    def read(self, num_passes: int) -> Timing:
+        self._settle()
+        seconds = time.perf_counter() - self._start_s
+        operators: dict[str, float] = defaultdict(float)
+        before = self._start
+        for name, end in self._ends:
+            operators[TABLE_OF.get(name, name)] += self._between(before, end)
+            before = end
+        return Timing(seconds=seconds, operators=dict(operators), passes=num_passes)
+
+    def _settle(self) -> None:
+        if self._device is not None:
+            torch.cuda.synchronize(self._device)
+
+    def _now(self) -> Any:  # noqa: ANN401 - a number or an event
+        if self._device is None:
+            return time.perf_counter()
+        event = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call] # torch
+        event.record(torch.cuda.current_stream(self._device))
+        return event
+
+    def _between(self, start: Any, end: Any) -> float:  # noqa: ANN401
+        if self._device is None:
+            return float(end - start)
+        return float(start.elapsed_time(end)) * 1e-3

@@ -1,0 +1,112 @@
+"""What was measured on this machine, kept between starts.
+
+One file a key, named by the key's hash and holding the key itself. A file that is no profile, or
+one of another key, is not used: the caller measures again.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import logging
+import os
+import tempfile
+from contextlib import suppress
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+from millrace.core.errors import ConfigError
+from millrace.core.profile import Profile
+from millrace.profiles import encode
+
+log = logging.getLogger(__name__)
+
+#: Under the cache folder of a user whose XDG_CACHE_HOME says nothing else.
+DEFAULT_FOLDER = "~/.cache/millrace/profiles"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ProfileKey:
+    """All that measured times depend on.
+
+    device: the processor's name. threads: compute threads. max_chunk_tokens: of a pass, for a
+    longer prompt is timed pass by pass.
+    """
+
+    model_hash: str
+    device: str
+    dtype: str
+    threads: int
+    max_chunk_tokens: int
+
+    @property
+    def file_name(self) -> str:
+        text = json.dumps(asdict(self), sort_keys=True)
+        return hashlib.sha256(text.encode()).hexdigest()[:32] + ".json"
+
+
+class ProfileCache:
+    """A folder of profiles by key."""
+
+    def __init__(self, folder: str = "") -> None:
+        """An empty `folder` is `DEFAULT_FOLDER`."""
+        self.folder = Path(folder or DEFAULT_FOLDER).expanduser()
+
+    def path(self, key: ProfileKey) -> Path:
+        return self.folder / key.file_name
+
+    def load(self, key: ProfileKey) -> Profile | None:
+        """The key's profile; None when there is none, and with a warning when it can't be used."""
+        path = self.path(key)
+        try:
+            data = json.loads(path.read_text("utf-8"))
+            profile = Profile.from_json(data)
+            if data.get("key") != asdict(key):
+                raise ConfigError(f"it is of {data.get('key')!r:.100}, not of {asdict(key)}")
+        except FileNotFoundError:
+            return None
+        except (OSError, ValueError, ConfigError) as error:
+            log.warning("the cached profile %s is not used: %s", path, error)
+            return None
+        return profile
+
+    def store(self, key: ProfileKey, profile: Profile) -> Path:
+        """Keeps a profile in place of the key's old one. Raises ConfigError when it can't."""
+        path = self.path(key)
+        write_whole(path, keyed(key, profile))
+        return path
+
+
+def keyed(key: ProfileKey, profile: Profile) -> str:
+    """The text of a measured profile's file: the profile and what it is of."""
+    return encode(profile.to_json() | {"key": asdict(key)})
+
+
+def require_writable(path: Path) -> None:
+    """Raises ConfigError when a file can't be put there; what takes a minute asks before it."""
+    folder = next(p for p in path.absolute().parents if p.exists())
+    if path.is_dir() or not folder.is_dir() or not os.access(folder, os.W_OK):
+        raise ConfigError(f"{path} can't be written")
+
+
+def write_whole(path: Path, text: str) -> None:
+    """Writes a file that is there whole or not at all, and makes its folder.
+
+    Raises ConfigError that names the file when it can't be written.
+    """
+    draft = None
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with tempfile.NamedTemporaryFile(
+            "w", dir=path.parent, prefix=f".{path.name}.", encoding="utf-8", delete=False
+        ) as file:
+            draft = Path(file.name)
+            file.write(text)
+        draft.chmod(0o644)
+        draft.replace(path)
+    except OSError as error:
+        raise ConfigError(f"{path} can't be written: {error.strerror}") from None
+    finally:
+        if draft is not None:
+            with suppress(FileNotFoundError):
+                draft.unlink()

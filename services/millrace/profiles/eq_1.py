@@ -1,0 +1,45 @@
+"""The fit of Tetris Eq. (1), T = a + b L + c C L + d L^2, to measured prefills.
+
+L are the chunk's tokens, C the history's. Linear least squares on relative error (Tetris section
+5.1 fits offline by least squares; it does not say how it weighs short prompts against long ones).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+
+from millrace.core.latency import Latency
+
+#: Measured (tokens, seconds) of whole prompts, by tokens.
+Points = tuple[tuple[int, float], ...]
+
+
+def fit(points: Sequence[tuple[int, float]]) -> tuple[float, float, float]:
+    """(a, b, d) of Eq. (1) without history; a term that would be negative is left out.
+
+    points: (tokens, seconds), one or more.
+    """
+    tokens = np.array([float(point[0]) for point in points])
+    seconds = np.array([point[1] for point in points])
+    basis = np.stack([np.ones_like(tokens), tokens, tokens**2], axis=1) / seconds[:, None]
+    keep = [0, 1, 2][: len(points)]
+    while True:
+        found = np.linalg.lstsq(basis[:, keep], np.ones(len(points)), rcond=None)[0]
+        if (found >= 0).all():
+            break
+        keep.pop(int(found.argmin()))
+    terms = dict(zip(keep, found.tolist(), strict=True))
+    return terms.get(0, 0.0), terms.get(1, 0.0), terms.get(2, 0.0)
+
+
+def latency(a: float, b: float, d: float, points: Points = ()) -> Latency:
+    """Eq. (1) with c = 2 d: a history token meets every token of the chunk, an own token half."""
+    a, b, d = rounded(a), rounded(b), rounded(d)
+    return Latency(a=a, b=b, c=2 * d, d=d, points=points)
+
+
+def rounded(value: float) -> float:
+    """Six digits: more than the data hold, and the same bytes from every machine."""
+    return float(f"{value:.6g}")

@@ -1,0 +1,138 @@
+"""`millrace profile` and the measuring at first start."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from pathlib import Path
+
+import pytest
+from typer.testing import CliRunner
+
+from millrace.cli import app
+from millrace.core.config import EngineConfig
+from millrace.engine.assembly import profile_key
+from millrace.profiler import command, first_start
+from millrace.profiles import load_profile
+from millrace.profiles.cache import ProfileCache
+from support.tiny_models import model_folder
+
+QUICK = ("--budget-s", "0.2", "--max-tokens", "128", "--device", "cpu", "--threads", "1")
+SETTINGS = ("--dtype", "float32", "--set", "engine.kv_bytes=4194304")
+ENGINE = EngineConfig(device="cpu", dtype="float32", threads=1, kv_bytes=4194304)
+
+
+@pytest.fixture(autouse=True)
+def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    folder = tmp_path / "cache" / "millrace" / "profiles"
+    monkeypatch.delenv("MILLRACE_ENGINE__PROFILE_CACHE", raising=False)
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    return folder
+
+
+def profile(*arguments: str | Path) -> tuple[int, str, str]:
+    result = CliRunner().invoke(app, ["profile", *map(str, arguments)], catch_exceptions=False)
+    return result.exit_code, result.stdout, result.stderr
+
+
+def test_it_measures_keeps_writes_and_is_read_by_the_simulator(tmp_path: Path, cache: Path) -> None:
+    model, out, report = model_folder("llama"), tmp_path / "p.json", tmp_path / "r.json"
+    status, said, _ = profile(model, *QUICK, *SETTINGS, "--out", out, "--json", report)
+
+    assert status == 0
+    kept = ProfileCache(str(cache)).load(profile_key(model, ENGINE))
+    assert kept == load_profile(str(out))
+    assert list(cache.iterdir()) == [ProfileCache(str(cache)).path(profile_key(model, ENGINE))]
+    assert "held-out points" in said and "prefill" in said
+    points = json.loads(report.read_text())["points"]
+    assert {"prefill", "operators", "decode", "batched"} <= {point["model"] for point in points}
+
+    import typer
+
+    from millrace.sim.command import register
+
+    simulator = typer.Typer()
+    register(simulator)
+    traffic = ("--mix", "medha-mix", "--rate", "1", "--requests", "5")
+    ran = CliRunner().invoke(simulator, ["run", "--profile", str(out), *traffic])
+    assert ran.exit_code == 0, ran.output
+
+
+def test_if_missing_measures_once(monkeypatch: pytest.MonkeyPatch, cache: Path) -> None:
+    model = model_folder("llama")
+    asked = (model, *QUICK, *SETTINGS, "--if-missing")
+    first = profile(*asked)
+    monkeypatch.setattr(command, "measure", None)  # calling it would raise
+    second = profile(*asked)
+    assert (first[0], second[0]) == (0, 0)
+    path = next(cache.iterdir())
+    assert first[1].splitlines()[-1] == second[1].strip() == str(path)
+
+    path.write_text("{")
+    with pytest.raises(TypeError):
+        profile(*asked)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (("none",), "none: no such model folder"),
+        (("--budget-s", "0"), "budget_s is 0; it must be more than 0"),
+        (("--budget-s", "nan"), "budget_s is nan; it must be more than 0"),
+        (("--max-tokens", "20000"), "max_tokens is 20000; it must be 1 to 16383"),
+        (("--max-tokens", "-5"), "max_tokens is -5; it must be 1 or more"),
+        (("--dtype", "int3"), "engine.dtype is 'int3'; it must be one of"),
+        (("--device", "gpux"), "engine.device is 'gpux'; it must be"),
+        (("--threads", "-1"), "engine.threads is -1; it must be between 0"),
+        (("--out", "."), ". can't be written"),
+    ],
+)
+def test_bad_input_is_named_in_a_line_and_nothing_is_kept(
+    arguments: tuple[str, ...], message: str, cache: Path
+) -> None:
+    status, said, error = profile(*arguments)
+    assert status == 1
+    assert said == ""
+    last = error.splitlines()[-1]
+    assert last.startswith("millrace: ") and message in last
+    assert not cache.exists()
+
+
+def test_ctrl_c_leaves_nothing(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, cache: Path
+) -> None:
+    def interrupted(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(command, "measure", interrupted)
+    out = tmp_path / "p.json"
+    assert profile(model_folder("llama"), *QUICK, *SETTINGS, "--out", out)[0] == 130
+    assert not out.exists()
+    assert not cache.exists()
+
+
+async def test_a_first_start_measures_and_the_next_waits_for_nothing(
+    monkeypatch: pytest.MonkeyPatch, cache: Path
+) -> None:
+    monkeypatch.setattr(first_start, "BUDGET_S", 0.2)
+    model = model_folder("llama")
+    engine = EngineConfig(profile_cache=str(cache))
+    arguments = [*SETTINGS, "--device", "cpu", "--threads", "1"]
+    await first_start.profile_first(str(model), engine, arguments)
+    assert ProfileCache(str(cache)).load(profile_key(model, ENGINE)) is not None
+
+    started = []
+
+    async def start(*command: str, **_: object) -> None:
+        started.append(command)
+        raise OSError
+
+    monkeypatch.setattr(asyncio, "create_subprocess_exec", start)
+    await first_start.profile_first(str(model), engine, arguments)
+    assert not started
+    with pytest.raises(OSError):
+        await first_start.profile_first(str(model), engine, [*arguments, "--threads", "2"])
+    ProfileCache(str(cache)).path(profile_key(model, ENGINE)).unlink()
+    with pytest.raises(OSError):
+        await first_start.profile_first(str(model), engine, arguments)
+    assert len(started) == 2

@@ -1,0 +1,154 @@
+"""Profiles from measured times whose law is known."""
+
+from __future__ import annotations
+
+import json
+from itertools import pairwise
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from millrace.core.profile import Profile
+from millrace.profiler.accuracy import compare, errors
+from millrace.profiler.fitting import Subject, build_profile, prefill_latency, rising
+from millrace.profiler.measure import Decode, Measured, Prefill, usual
+from millrace.profiler.workload import Timing
+
+LAYERS = 4
+CHUNK = 512
+SUBJECT = Subject(
+    model="m",
+    device="d",
+    dtype="float32",
+    threads=1,
+    layers=LAYERS,
+    kv_bytes_per_token=64,
+    max_chunk_tokens=CHUNK,
+)
+LENGTHS = (16, 24, 32, 48, 64, 96, 128, 192, 256, 384, 512, 768, 1024)
+
+
+def prefill(case: Prefill, slower: float = 1.0) -> Timing:
+    """In passes of at most CHUNK: 1 ms each, 20 us a token, 10 ns a pair, 50 us a prompt's end."""
+    count = -(-case.tokens // CHUNK) if case.batch == 1 else 1
+    linear_s = 20e-6 * case.tokens * case.batch * slower
+    pairs = case.tokens * (case.history + case.tokens / 2)
+    operators = {
+        "embed": 1e-3 * count * slower,
+        "qkv_proj": 0.3 * linear_s,
+        "attn": 10e-9 * pairs * case.batch * slower,
+        "o_proj": 0.1 * linear_s,
+        "gate_up_proj": 0.4 * linear_s,
+        "down_proj": 0.2 * linear_s,
+        "lm_head": 30e-6 * case.batch * slower,
+        "sample": 20e-6 * case.batch * slower,
+    }
+    return Timing(seconds=sum(operators.values()), operators=operators, passes=count)
+
+
+def step_s(case: Decode) -> float:
+    return 200e-6 + 50e-6 * case.batch + 5e-9 * case.batch * case.context
+
+
+def measured(held_out: tuple[Prefill | Decode, ...] = ()) -> Measured:
+    cases = [Prefill(tokens) for tokens in LENGTHS]
+    cases += [Prefill(t, h) for t in (32, 128, 256, 512) for h in (256, 512) if t + h <= 1024]
+    cases += [Prefill(48, 0, 2), Prefill(48, 0, 8)]
+    steps = [Decode(b, context) for b in (1, 2, 4, 8, 16, 32, 64) for context in (128, 1024)]
+    cases += [case for case in held_out if isinstance(case, Prefill)]
+    steps += [case for case in held_out if isinstance(case, Decode)]
+    return Measured(
+        prefills={case: prefill(case) for case in cases},
+        decode_s={case: step_s(case) for case in steps},
+        held_out=frozenset(held_out),
+        longest=1024,
+        rounds=1,
+        spent_s=1.0,
+    )
+
+
+UNSEEN = (
+    *(Prefill(40), Prefill(100), Prefill(300), Prefill(700), Prefill(60, 300), Prefill(300, 600)),
+    *(Decode(3, 500), Decode(1, 600), Decode(20, 200), Decode(64, 512)),
+)
+
+
+def test_what_was_measured_and_what_was_not_is_predicted() -> None:
+    found = measured(UNSEEN)
+    profile = build_profile(SUBJECT, found)
+    for one in compare(profile, found, CHUNK):
+        if one.model != "batched":
+            assert one.error == pytest.approx(0.0, abs=0.12), one
+    assert profile.errors["prefill"] < 0.02
+    assert profile.errors["operators"] < 0.02
+    assert profile.errors["decode"] < 0.02
+
+
+def test_measured_prompts_are_met_exactly_and_held_out_ones_are_no_points() -> None:
+    latency = prefill_latency(measured(UNSEEN))
+    assert [tokens for tokens, _ in latency.points] == list(LENGTHS)
+    for tokens in LENGTHS:
+        assert latency.chunk_s(tokens) == pytest.approx(prefill(Prefill(tokens)).seconds, rel=1e-5)
+    assert latency.c == pytest.approx(10e-9, rel=0.05)
+
+
+def test_a_profile_says_how_far_it_is_off() -> None:
+    found = measured(UNSEEN)
+    slow = {
+        case: prefill(case, 2.0) if case in found.held_out else timing
+        for case, timing in found.prefills.items()
+    }
+    changed = Measured(
+        prefills=slow,
+        decode_s=found.decode_s,
+        held_out=found.held_out,
+        longest=1024,
+        rounds=1,
+        spent_s=1.0,
+    )
+    profile = build_profile(SUBJECT, changed)
+    assert profile.errors["prefill"] == pytest.approx(0.5, abs=0.03)
+    assert profile.errors["prefill_worst"] >= profile.errors["prefill"]
+    assert profile.errors == errors(compare(profile, changed, CHUNK))
+
+
+def test_it_is_written_and_read_and_says_what_was_not_measured() -> None:
+    profile = build_profile(SUBJECT, measured(UNSEEN))
+    assert Profile.from_json(json.loads(json.dumps(profile.to_json()))) == profile
+    assert profile.prefill.degrees[0] == 1
+    said = " ".join(profile.assumptions)
+    for name in ("ring_step_s", "kv_transfer_bytes_s", "1024 tokens"):
+        assert name in said
+
+
+def test_times_that_fall_with_the_tokens_still_give_a_profile() -> None:
+    """A busy machine measures such."""
+    found = measured()
+    backwards = dict(zip(found.prefills, reversed(list(found.prefills.values())), strict=True))
+    profile = build_profile(
+        SUBJECT,
+        Measured(
+            prefills=backwards,
+            decode_s=found.decode_s,
+            held_out=frozenset(),
+            longest=1024,
+            rounds=1,
+            spent_s=1.0,
+        ),
+    )
+    assert profile.prefill.chunk_s(100) > 0.0
+    assert Profile.from_json(json.loads(json.dumps(profile.to_json()))) == profile
+
+
+@given(st.lists(st.floats(1e-6, 1e3), min_size=1, max_size=30))
+def test_rising_never_falls_and_keeps_what_rises(values: list[float]) -> None:
+    found = rising(values)
+    assert all(left <= right * (1 + 1e-9) for left, right in pairwise(found))
+    assert sum(found) == pytest.approx(sum(values))
+    assert rising(sorted(values)) == sorted(values)
+
+
+def test_the_usual_time_leaves_out_what_the_machine_did_beside() -> None:
+    assert usual([3.0]) == 3.0
+    assert usual([9.0, 1.0, 1.1, 30.0]) == 1.1

@@ -1,0 +1,105 @@
+"""What is timed is what a live instance computes."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+
+from millrace.core.config import EngineConfig
+from millrace.core.errors import ConfigError
+from millrace.engine.assembly import Engine, open_engine
+from millrace.profiler.measure import Decode, Prefill, measure
+from millrace.profiler.workload import Workload
+from support.tiny_models import model_folder
+
+CHUNK = 64
+OPERATORS = {
+    *("embed", "qkv_proj", "attn", "o_proj", "gate_up_proj", "down_proj", "lm_head", "sample"),
+}
+
+
+def open_tiny(family: str = "llama") -> Engine:
+    config = EngineConfig(device="cpu", dtype="float32", threads=1, kv_bytes=4 << 20)
+    return open_engine(model_folder(family), config)
+
+
+@pytest.fixture
+def engine() -> Iterator[Engine]:
+    engine = open_tiny()
+    yield engine
+    engine.pool.check_integrity(expected_used=0)
+
+
+def load(engine: Engine, max_tokens: int = 400) -> Workload:
+    return Workload(engine, max_chunk_tokens=CHUNK, max_batch=8, max_tokens=max_tokens)
+
+
+def test_a_long_prompt_goes_in_equal_passes_and_only_the_last_has_logits(
+    engine: Engine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    seen = []
+    prefill_batch = engine.runner.prefill_batch
+
+    def spy(tasks):
+        seen.append([(len(t.token_ids), t.history_tokens, t.want_logits) for t in tasks])
+        return prefill_batch(tasks)
+
+    monkeypatch.setattr(engine.runner, "prefill_batch", spy)
+    workload = load(engine)
+    timing = workload.prefill(100, 30)
+    together = workload.prefill(70, 0, 3)
+    workload.close()
+
+    assert seen[:2] == [[(50, 30, False)], [(50, 80, True)]]
+    assert seen[2] == [(70, 0, True)] * 3  # in one pass, each with pages of its own
+    assert (timing.passes, together.passes) == (2, 1)
+    assert timing.operators.keys() == OPERATORS
+    assert sum(timing.operators.values()) == pytest.approx(timing.seconds, rel=0.2)
+
+
+def test_the_operators_of_experts_stand_where_the_tables_have_them() -> None:
+    engine = open_tiny("qwen3-moe")
+    workload = load(engine)
+    assert workload.prefill(20).operators.keys() == OPERATORS
+    workload.close()
+
+
+def test_decode_steps_have_pages_of_their_own_or_no_room(engine: Engine) -> None:
+    workload = load(engine)
+    assert workload.has_room(8, 64)
+    assert workload.decode_step_s(8, 64) > 0.0
+    assert not workload.has_room(8, workload.kv_tokens // 8 + 1)
+    workload.close()
+
+
+@pytest.mark.parametrize("tokens", [-1, 4096, 1 << 20])
+def test_more_than_the_model_holds_is_refused(engine: Engine, tokens: int) -> None:
+    with pytest.raises(ConfigError, match=rf"max_tokens is {tokens}; it must be 1 to \d+"):
+        load(engine, tokens)
+
+
+def test_a_budget_covers_lengths_histories_batches_and_steps(engine: Engine) -> None:
+    workload, shares = load(engine), []
+    measured = measure(workload, 1.5, shares.append)
+    workload.close()
+
+    assert measured.longest <= 400
+    cases = set(measured.prefills)
+    fitted = cases - measured.held_out
+    assert {case.tokens for case in fitted} >= {16, 24, 32, measured.longest}
+    assert any(case.batch > 1 for case in fitted)
+    assert {step.batch for step in measured.decode_s} >= {1, 2, 4, 8}
+    assert max(step.batch for step in measured.decode_s) <= 8
+    assert any(isinstance(case, Prefill) for case in measured.held_out)
+    assert any(isinstance(case, Decode) for case in measured.held_out)
+    assert all(c.batch > 1 or c.tokens + c.history <= measured.longest for c in cases)
+    assert shares == sorted(shares) and shares[-1] == 1.0
+
+
+def test_no_budget_is_too_small_for_a_first_round(engine: Engine) -> None:
+    workload = load(engine, max_tokens=1)
+    measured = measure(workload, 1e-6)
+    workload.close()
+    assert measured.longest == 1
+    assert measured.rounds == 1

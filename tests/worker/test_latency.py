@@ -1,0 +1,74 @@
+"""Where a worker's prefill times come from, and that it says so."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from millrace.core.config import EngineConfig
+from millrace.core.errors import ConfigError
+from millrace.engine.assembly import Engine, open_engine, profile_key
+from millrace.profiles import load_profile
+from millrace.profiles.cache import ProfileCache
+from millrace.worker.latency import prefill_latency
+from support.tiny_models import model_folder
+
+NAME = "llama3-8b-a100-tp1"
+MEASURED = load_profile(NAME)
+
+
+@pytest.fixture
+def config(tmp_path: Path) -> EngineConfig:
+    return EngineConfig(
+        device="cpu", dtype="float32", threads=1, kv_bytes=4 << 20, profile_cache=str(tmp_path)
+    )
+
+
+@pytest.fixture
+def engine(config: EngineConfig) -> Engine:
+    return open_engine(model_folder("llama"), config)
+
+
+@pytest.fixture(autouse=True)
+def told(caplog: pytest.LogCaptureFixture) -> Iterator[pytest.LogCaptureFixture]:
+    with caplog.at_level(logging.INFO):
+        yield caplog
+
+
+def test_the_cached_profile_of_the_key_is_used(
+    engine: Engine, config: EngineConfig, told: pytest.LogCaptureFixture
+) -> None:
+    key = profile_key(engine.folder, config)
+    path = ProfileCache(config.profile_cache).store(key, MEASURED)
+    assert prefill_latency(engine, config) == MEASURED.prefill.by_sp[1]
+    assert f"measured profile {path}" in told.text
+
+
+@pytest.mark.parametrize("change", [{"profile": "none"}, {"max_chunk_tokens": 99}, {"threads": 3}])
+def test_without_one_the_times_are_fitted_briefly(
+    engine: Engine, config: EngineConfig, change: dict, told: pytest.LogCaptureFixture
+) -> None:
+    key = profile_key(engine.folder, config)
+    ProfileCache(config.profile_cache).store(key, MEASURED)
+    found = prefill_latency(engine, replace(config, **change))
+    assert found.points == ()
+    assert 0.0 < found.chunk_s(100) < 1.0
+    assert "a brief fit" in told.text
+    engine.pool.check_integrity(expected_used=0)
+
+
+def test_a_named_file_is_used_and_a_bad_one_named(
+    engine: Engine, config: EngineConfig, tmp_path: Path, told: pytest.LogCaptureFixture
+) -> None:
+    path = ProfileCache(str(tmp_path / "other")).store(profile_key(engine.folder, config), MEASURED)
+    named = replace(config, profile=str(path))
+    assert prefill_latency(engine, named) == MEASURED.prefill.by_sp[1]
+    assert str(path) in told.text
+    with pytest.raises(ConfigError, match=r"none\.json: No such file"):
+        prefill_latency(engine, replace(config, profile="none.json"))
+    with pytest.raises(ConfigError, match=r"engine\.profile is 'fast'; it must be auto, none or"):
+        replace(config, profile="fast")
