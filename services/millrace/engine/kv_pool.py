@@ -92,8 +92,13 @@ class PageExtents:
 class KvPool:
     """Pages of one rank. Not thread-safe: one thread allocates and frees."""
 
-    def __init__(self, layout: KvLayout, device: torch.device | str = "cpu") -> None:
-        """Allocates `layout.pool_bytes` of zeros on `device`.
+    def __init__(
+        self,
+        layout: KvLayout,
+        device: torch.device | str = "cpu",
+        storage: torch.Tensor | None = None,
+    ) -> None:
+        """Allocates `layout.pool_bytes` of zeros on `device`, or takes `storage`, shaped so.
 
         Zeros, so that rows nobody wrote can't hold NaN. Raises CapacityError when the device has
         no room.
@@ -108,13 +113,15 @@ class KvPool:
             layout.head_dim,
         )
         try:
-            self.storage = _zeros(shape, getattr(torch, layout.dtype), torch.device(device))
+            if storage is None:
+                storage = _zeros(shape, getattr(torch, layout.dtype), torch.device(device))
         except (RuntimeError, MemoryError) as error:
             raise CapacityError(
                 f"no room for a KV pool of {layout.pool_bytes} bytes "
                 f"({layout.num_pages} pages) on {device}"
             ) from error
-        self._layers = tuple(self.storage.unbind(0))
+        self.storage = storage
+        self._layers = tuple(storage.unbind(0))
         self._free = PageExtents(layout.num_pages)
         self._references = [0] * layout.num_pages
 

@@ -125,7 +125,7 @@ def load_model(
         outer["lm_head"] = tied if shard.size == 1 else tied[rows]
     return Model(
         config=shard.config(config),
-        kv_heads=shard.kv_heads(config),
+        kv_heads=shard.kv_heads(config.num_kv_heads),
         weights=ModelWeights(layers=layers, **outer),
         device=target,
         dtype=torch_dtype,

@@ -25,9 +25,9 @@ class Load:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Open:
-    """Make a pool and a runner. `layout` is rank 0's: the number of pages and their size hold."""
+    """Make a pool and a runner. On the host the pool's memory follows, as a file descriptor."""
 
-    layout: KvLayout
+    layouts: tuple[KvLayout, ...]  # of every rank
     attention_backend: str
 
 

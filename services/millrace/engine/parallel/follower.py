@@ -7,9 +7,10 @@ import signal
 import threading
 from collections.abc import Iterator
 from contextlib import suppress
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from multiprocessing import parent_process
 from multiprocessing.connection import Connection
+from multiprocessing.reduction import recv_handle
 from typing import assert_never
 
 import torch
@@ -32,6 +33,7 @@ from millrace.engine.parallel.commands import (
 )
 from millrace.engine.parallel.communicator import Communicator, PeerLost
 from millrace.engine.parallel.sharding import Shard
+from millrace.engine.parallel.shared_pool import mapped
 from millrace.engine.parallel.stop_counter import StopCounter
 
 
@@ -54,7 +56,7 @@ def follow(place: Place, orders: Connection, counter: StopCounter) -> None:
     try:
         orders.send(Done(0))  # up; what else can fail is told from here on
         with torch.inference_mode():
-            follower = Follower(place, counter)
+            follower = Follower(place, orders, counter)
             orders.send(Done(0))
             while True:
                 orders.send(Done(follower.obey(orders.recv())))
@@ -72,12 +74,13 @@ def follow(place: Place, orders: Connection, counter: StopCounter) -> None:
 class Follower:
     """The state of one rank: its part of the model, its pool, its suspended passes."""
 
-    def __init__(self, place: Place, counter: StopCounter) -> None:
+    def __init__(self, place: Place, orders: Connection, counter: StopCounter) -> None:
         torch.set_num_threads(place.threads)
         self._device = torch.device(place.device)
         if self._device.type == "cuda":
             torch.cuda.set_device(self._device)
         self._shard = Shard(place.rank, place.size)
+        self._orders = orders
         self._counter = counter
         self._ranks = Communicator(
             place.rank,
@@ -138,9 +141,14 @@ class Follower:
     def _open(self, command: Open) -> None:
         model = self._model
         assert model is not None  # rank 0 loads before it opens
-        heads = model.kv_heads
-        layout = replace(command.layout, head_start=heads.start, head_count=heads.count)
-        pool = KvPool(layout, self._device)
+        layout, storage = command.layouts[self._shard.rank], None
+        if self._device.type == "cpu":
+            handle = recv_handle(self._orders)
+            try:
+                storage = mapped(layout, handle)
+            finally:
+                os.close(handle)
+        pool = KvPool(layout, self._device, storage)
         self._runner = ModelRunner(model, pool, command.attention_backend, self._ranks)
 
     def _run(self, command: Run) -> int:

@@ -8,10 +8,11 @@ ran so without being asked is yielded when the caller comes back.
 
 from __future__ import annotations
 
+import os
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import count
 from pathlib import Path
 from typing import Final
@@ -39,6 +40,7 @@ from millrace.engine.parallel.commands import (
 )
 from millrace.engine.parallel.rank_group import RankError, RankGroup
 from millrace.engine.parallel.sharding import Shard
+from millrace.engine.parallel.shared_pool import RankPool, mapped, new_memory
 from millrace_kernels.plan import Backend
 
 _LOAD_TIMEOUT_S: Final = 3600.0
@@ -101,10 +103,13 @@ class GroupRunner:
     ) -> None:
         """`model`: of `load_ranks`; `layout`: of rank 0's pool, whose pages all ranks have.
 
+        ``pool`` is rank 0's, and keeps the book for all. ``pools`` are those of all ranks, as far
+        as this process can read them: on the host all, on CUDA rank 0's.
         Raises ModelError and CapacityError as `ModelRunner` and `KvPool` do.
         """
         self.model = model
         self.pool = KvPool(layout, group.device)
+        self.pools: tuple[RankPool, ...] = (RankPool(layout, self.pool.storage),)
         self._group = group
         self._runner = ModelRunner(model, self.pool, attention_backend, group.ranks)
         self._numbers = count()
@@ -112,7 +117,7 @@ class GroupRunner:
         self._operators = 0  # of the last command, behind rank 0
         self._dropped: list[int] = []
         self._page_table: npt.NDArray[np.int32] | None = None  # that the others have
-        self._tell(Open(layout=layout, attention_backend=attention_backend))
+        self._open(layout, attention_backend)
 
     def attention_backend(self) -> Backend:
         """`ModelRunner.attention_backend`."""
@@ -176,6 +181,24 @@ class GroupRunner:
         if self._group.failure is None:
             self.rest()
         self._group.close()
+
+    def _open(self, layout: KvLayout, attention_backend: str) -> None:
+        heads = [
+            Shard(r, self._group.size).kv_heads(layout.num_kv_heads)
+            for r in range(self._group.size)
+        ]
+        layouts = tuple(replace(layout, head_start=h.start, head_count=h.count) for h in heads)
+        handles: list[int] = []
+        try:
+            for other in layouts[1:] if self._group.device.type == "cpu" else ():
+                handles.append(new_memory(other))
+                self.pools += (RankPool(other, mapped(other, handles[-1])),)
+            self._tell(Open(layouts=layouts, attention_backend=attention_backend))
+            if handles:
+                self._group.hand_over(handles)
+        finally:
+            for handle in handles:
+                os.close(handle)
 
     def _steps(self, current: _Pass) -> Iterator[Boundary]:
         try:

@@ -5,8 +5,10 @@ from __future__ import annotations
 import multiprocessing
 import signal
 import time
+from collections.abc import Sequence
 from multiprocessing.connection import Connection, wait
 from multiprocessing.context import SpawnProcess
+from multiprocessing.reduction import send_handle
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Final
@@ -105,6 +107,14 @@ class RankGroup:
             except OSError as error:
                 raise self.fell(error) from error
 
+    def hand_over(self, handles: Sequence[int]) -> None:
+        """Gives each of ranks 1 and on a file descriptor, which the order just told asks for."""
+        for pipe, process, handle in zip(self._pipes, self._processes, handles, strict=True):
+            try:
+                send_handle(pipe, handle, process.pid)
+            except OSError as error:
+                raise self.fell(error) from error
+
     def collect(self, timeout_s: float | None = None) -> list[int]:
         """The answers of ranks 1 and on to the last order; empty when none is due."""
         if self.failure is not None:
@@ -170,8 +180,8 @@ class RankGroup:
             elif last_word is None and process.exitcode is not None:
                 died.append(f"rank {rank} died, {_ending(process.exitcode)}")
             elif last_word is None:
-                at = self.counter.begun(rank)
-                silent.append(f"rank {rank} says nothing, last at operator {at} of a pass")
+                begun = self.counter.begun(rank) + 1
+                silent.append(f"rank {rank} says nothing, {begun} operators into its last pass")
         met = " ".join(f"{type(cause).__name__}: {cause}".split())
         of_ours = [f"rank 0 failed: {met}"] if _is_own(cause) else []
         causes = died + failed + of_ours + silent + [f"rank 0 lost another: {met}"]

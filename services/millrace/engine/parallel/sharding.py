@@ -56,9 +56,8 @@ class Shard:
         if config.moe is not None and config.moe.intermediate_size % self.size:
             raise self._refusal("an expert's width", config.moe.intermediate_size)
 
-    def kv_heads(self, config: ModelConfig) -> KvHeads:
-        """The rank's, of a whole model's config."""
-        total = config.num_kv_heads
+    def kv_heads(self, total: int) -> KvHeads:
+        """The rank's, of a model's `total`."""
         return KvHeads(self.rank * total // self.size, max(total // self.size, 1), total)
 
     def config(self, config: ModelConfig) -> ModelConfig:
@@ -69,7 +68,7 @@ class Shard:
         return replace(
             config,
             num_heads=config.num_heads // self.size,
-            num_kv_heads=self.kv_heads(config).count,
+            num_kv_heads=self.kv_heads(config.num_kv_heads).count,
             intermediate_size=config.intermediate_size // self.size,
             moe=moe,
         )
@@ -89,7 +88,7 @@ class Shard:
         if name in _AFTER_REDUCE:
             return spec if self.rank == 0 else None
         if name in ("qkv", "qkv_bias"):
-            kv, head_dim = self.kv_heads(config), config.head_dim
+            kv, head_dim = self.kv_heads(config.num_kv_heads), config.head_dim
             k_or_v = (kv.start * head_dim, (kv.start + kv.count) * head_dim)
             return _rows(spec, [self._share(config.q_size), k_or_v, k_or_v])
         if name in _SPLIT_ROWS:

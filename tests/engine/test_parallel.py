@@ -1,0 +1,248 @@
+"""A tensor-parallel group does what one rank does, stopped and resumed anywhere."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import numpy as np
+import psutil
+import pytest
+import torch
+
+from millrace.engine.kv_pool import KvPool
+from millrace.engine.loader import load_model
+from millrace.engine.model_runner import Boundary, ModelRunner, PrefillTask
+from millrace.engine.parallel.group_runner import GroupRunner
+from millrace.engine.parallel.rank_group import RankGroup
+from millrace.transfer.layout import Side, at_layer, layer_runs
+from millrace.transfer.memory import Memory, copy_on_host
+from support.parallel import SPLIT_FOUR_WAYS, open_runner, split_folder
+from support.tiny_engine import Request, decode, greedy, make_pool, make_runner, prefill
+from support.tiny_models import prompt
+
+Runner = ModelRunner | GroupRunner
+
+
+@pytest.fixture(scope="module", params=[2, 4])
+def group(request: pytest.FixtureRequest) -> Iterator[RankGroup]:
+    ranks = RankGroup(request.param, timeout_s=30.0)
+    yield ranks
+    ranks.close()
+    assert not any(map(psutil.pid_exists, ranks.pids))
+
+
+@pytest.mark.parametrize("name", SPLIT_FOUR_WAYS)
+def test_greedy_tokens_are_those_of_one_rank(group: RankGroup, name: str) -> None:
+    """Prefill with history and in chunks, then decode steps of several sequences."""
+    alone = make_runner(split_folder(name))
+    runner = open_runner(group, split_folder(name))
+    answers = []
+    for run in (alone, runner):
+        chunked = Request(run, prompt(60), room=8)
+        first = prefill(run, chunked, (24, 25))
+        requests = [Request(run, prompt(n, seed=n), room=8) for n in (33, 7, 18)]
+        answers.append((first, greedy(run, requests, 5)))
+    (one, tokens), (split, split_tokens) = answers
+    torch.testing.assert_close(split, one, rtol=1e-4, atol=1e-4)
+    assert split_tokens == tokens
+
+
+def test_random_weights_are_those_of_one_rank(group: RankGroup) -> None:
+    folder = split_folder("mixtral")
+    whole = load_model(folder, device="cpu", load_format="dummy")
+    alone = ModelRunner(whole, make_pool(whole))
+    runner = open_runner(group, folder, load_format="dummy")
+    assert runner.model.hash == whole.hash
+    one, split = (prefill(run, Request(run, prompt(20))) for run in (alone, runner))
+    torch.testing.assert_close(split, one, rtol=1e-4, atol=1e-4)
+
+
+def test_bfloat16_agrees_within_its_rounding(group: RankGroup) -> None:
+    folder = split_folder("qwen3-layer-types")
+    alone = make_runner(folder, dtype="bfloat16")
+    runner = open_runner(group, folder, dtype="bfloat16")
+    one, split = (prefill(run, Request(run, prompt(50)), (20,)) for run in (alone, runner))
+    assert (one - split).abs().max() < 0.05 * one.abs().max()
+
+
+@pytest.mark.parametrize("name", ["llama3-rope-tied", "qwen2-yarn-window"])
+def test_pools_of_all_ranks_send_the_kv_of_one(group: RankGroup, name: str) -> None:
+    """As the transfer lays it out, into a pool of another page size that holds all heads.
+
+    Where ranks are more than KV heads, several hold the same.
+    """
+    alone = make_runner(split_folder(name), page_tokens=8)
+    runner = open_runner(group, split_folder(name))
+    ours, theirs = Request(alone, prompt(53)), Request(runner, prompt(53))
+    prefill(alone, ours)
+    prefill(runner, theirs)
+    received = KvPool(alone.pool.layout)
+    target = Side.of(received.layout, ours.pages, 53)
+    assert [pool.layout.head_start for pool in runner.pools] == [
+        rank * runner.pool.layout.num_kv_heads // group.size for rank in range(group.size)
+    ]
+    for pool in runner.pools:
+        side = Side.of(pool.layout, theirs.pages, 53)
+        runs = layer_runs(side, target, 0, 53)
+        memory = (Memory.of_tensor(pool.storage), Memory.of_tensor(received.storage))
+        for layer in range(pool.layout.num_layers):
+            copy_on_host(*memory, at_layer(runs, pool.layout, received.layout, layer))
+    torch.testing.assert_close(received.storage, alone.pool.storage, rtol=1e-4, atol=1e-4)
+
+
+def test_prompt_logprobs_and_copied_pages_come_from_all_ranks(group: RankGroup) -> None:
+    folder = split_folder("qwen3-layer-types")
+    alone, runner = make_runner(folder), open_runner(group, folder)
+    logits = []
+    for run in (alone, runner):
+        request = Request(run, prompt(30))
+        task = request.task(0, 30, want_logits=False)
+        task.want_prompt_logprobs = True
+        for _ in run.prefill(task):
+            pass
+        assert task.hidden is not None
+        logits.append(run.project(task.hidden))
+    torch.testing.assert_close(logits[1], logits[0], rtol=1e-4, atol=1e-4)
+    source, target = request.pages[0], runner.pool.allocate(1)[0]
+    runner.copy_page(source, target)
+    prefill(runner, Request(runner, prompt(5)))  # once it runs, all have copied
+    for pool in runner.pools:
+        assert pool.storage[:, source].any()
+        assert torch.equal(pool.storage[:, target], pool.storage[:, source])
+
+
+def test_boundaries_are_those_of_one_rank_however_the_pass_is_left(group: RankGroup) -> None:
+    folder = split_folder("qwen3-moe-mixed")
+    alone, runner = make_runner(folder), open_runner(group, folder)
+    wanted = list(alone.prefill(Request(alone, prompt(20)).task(0, 20)))
+    seen: list[Boundary] = []
+    for boundary in runner.prefill(Request(runner, prompt(20)).task(0, 20)):
+        seen.append(boundary)
+        runner.rest()
+    assert seen == wanted
+
+
+def test_a_closed_pass_leaves_the_pool_usable(group: RankGroup) -> None:
+    folder = split_folder("mistral-window")
+    runner = open_runner(group, folder, num_pages=8)
+    expected = prefill(runner, Request(runner, prompt(100)))
+    runner = open_runner(group, folder, num_pages=8)
+    for operators in (1, 4, 7, 17):
+        request = Request(runner, prompt(100, seed=operators))
+        steps = runner.prefill(request.task(0, 100))
+        for _ in range(operators):
+            next(steps)
+        steps.close()
+        runner.pool.free(request.pages)
+        runner.pool.check_integrity(expected_used=0)
+    assert torch.equal(prefill(runner, Request(runner, prompt(100))), expected)
+
+
+def test_senseless_tasks_are_refused_and_the_group_goes_on(group: RankGroup) -> None:
+    runner = open_runner(group, split_folder("mixtral"))
+    with pytest.raises(ValueError, match="can't hold 17"):
+        runner.prefill(PrefillTask(token_ids=torch.arange(17), history_tokens=0, pages=[0]))
+    assert prefill(runner, Request(runner, prompt(17))).isfinite().all()
+
+
+@dataclass(eq=False)
+class _Job:
+    """A request in three chunks, and the pass that it is in the middle of."""
+
+    request: Request
+    seed: int
+    start: int = 0
+    task: PrefillTask | None = None
+    steps: Iterator[Boundary] | None = None
+
+
+def storm(runner: GroupRunner, jobs: int, seed: int, lengths: tuple[int, int]) -> int:
+    """Preempts, resumes, gives up and decodes at random operators; all must come out as it should.
+
+    Returns how often a pass was left. What is expected was computed by the same runner undisturbed.
+    """
+    rng = random.Random(seed)
+    sizes = [rng.randint(*lengths) for _ in range(jobs)]
+    expected = []
+    for i, size in enumerate(sizes):
+        request = Request(runner, prompt(size, seed=i))
+        expected.append(prefill(runner, request, (size // 3, size // 2)))
+        runner.pool.free(request.pages)
+    decoded = Request(runner, prompt(9), room=1)
+    prefill(runner, decoded)
+    decoded.tokens.append(5)
+    after = decode(runner, [decoded])
+    waiting = [_Job(Request(runner, prompt(n, seed=i)), i) for i, n in enumerate(sizes)]
+    left = 0
+    while waiting:
+        job = rng.choice(waiting[:5])
+        if rng.random() < 0.05 and job.steps is not None:
+            job.steps.close()
+            job.steps = None
+        if rng.random() < 0.2:
+            assert torch.equal(decode(runner, [decoded]), after), f"seed {seed}"
+        advance(runner, job, rng.randint(1, 12))
+        left += job.steps is not None
+        if job.start == len(job.request.tokens):
+            assert job.task is not None and job.task.logits is not None
+            assert torch.equal(job.task.logits, expected[job.seed]), f"seed {seed}"
+            runner.pool.free(job.request.pages)
+            waiting.remove(job)
+    runner.pool.free(decoded.pages)
+    runner.pool.check_integrity(expected_used=0)
+    return left
+
+
+def advance(runner: GroupRunner, job: _Job, operators: int) -> None:
+    """So many operators of a job, over the ends of its chunks."""
+    size = len(job.request.tokens)
+    stops = (size // 3, size // 2, size)
+    for _ in range(operators):
+        if job.steps is None:
+            stop = next((s for s in stops if s > job.start), None)
+            if stop is None:
+                return
+            job.task = job.request.task(job.start, stop, want_logits=stop == size)
+            job.steps = runner.prefill(job.task)
+        if next(job.steps, None) is None:
+            assert job.task is not None
+            job.start += len(job.task.token_ids)
+            job.steps = None
+
+
+@pytest.mark.timeout(60)
+@pytest.mark.parametrize("name", ["mistral-window", "qwen3-moe-mixed"])
+def test_random_preemptions_change_nothing(group: RankGroup, name: str) -> None:
+    runner = open_runner(group, split_folder(name), num_pages=128)
+    assert storm(runner, 4, seed=random.randrange(1 << 30), lengths=(12, 70)) > 10
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(280)
+def test_a_long_storm_never_deadlocks(group: RankGroup) -> None:
+    runner = open_runner(group, split_folder("qwen3-moe-mixed"), num_pages=1100)
+    assert storm(runner, 80, seed=random.randrange(1 << 30), lengths=(12, 200)) > 500
+
+
+def test_decode_steps_with_changing_tables(group: RankGroup) -> None:
+    """The table is told when it changes, and only then: it must never be an old one."""
+    folder = split_folder("llama-mha-sharded")
+    alone, runner = make_runner(folder), open_runner(group, folder)
+    rng = np.random.default_rng(3)
+    runs = []
+    for run in (alone, runner):
+        requests = [Request(run, prompt(n, seed=n), room=20) for n in (30, 14, 22)]
+        for request in requests:
+            prefill(run, request)
+        runs.append(requests)
+    for _ in range(8):
+        order = rng.permutation(3)[: rng.integers(1, 4)]
+        logits = []
+        for run, requests in zip((alone, runner), runs, strict=True):
+            chosen = [requests[i] for i in order]
+            for request in chosen:
+                request.tokens.append(int(11 + len(request.tokens)))
+            logits.append(decode(run, chosen))
+        torch.testing.assert_close(logits[1], logits[0], rtol=1e-4, atol=1e-4)
