@@ -116,12 +116,32 @@ def test_prompt_logprobs_and_copied_pages_come_from_all_ranks(group: RankGroup) 
 def test_boundaries_are_those_of_one_rank_however_the_pass_is_left(group: RankGroup) -> None:
     folder = split_folder("qwen3-moe-mixed")
     alone, runner = make_runner(folder), open_runner(group, folder)
-    wanted = list(alone.prefill(Request(alone, prompt(20)).task(0, 20)))
-    seen: list[Boundary] = []
-    for boundary in runner.prefill(Request(runner, prompt(20)).task(0, 20)):
-        seen.append(boundary)
-        runner.rest()
-    assert seen == wanted
+    for want_logits in (True, False):
+        task = Request(alone, prompt(20)).task(0, 20, want_logits=want_logits)
+        wanted = list(alone.prefill(task))
+        seen: list[Boundary] = []
+        task = Request(runner, prompt(20)).task(0, 20, want_logits=want_logits)
+        for boundary in runner.prefill(task):
+            seen.append(boundary)
+            runner.rest()
+        assert seen == wanted
+
+
+@pytest.mark.parametrize("want_logits", [True, False])
+def test_a_layers_kv_is_in_all_pools_once_attn_is_yielded(
+    group: RankGroup, want_logits: bool
+) -> None:
+    runner = open_runner(group, split_folder("mixtral"))
+    request = Request(runner, prompt(40))
+    seen = []
+    for boundary in runner.prefill(request.task(0, 40, want_logits=want_logits)):
+        if boundary.operator == "attn":
+            layer = [pool.storage[boundary.layer, request.pages].clone() for pool in runner.pools]
+            seen.append((boundary.layer, layer))
+    assert len(seen) == 3
+    for layer, found in seen:
+        for pool, kv in zip(runner.pools, found, strict=True):
+            assert kv.any() and torch.equal(kv, pool.storage[layer, request.pages])
 
 
 def test_a_closed_pass_leaves_the_pool_usable(group: RankGroup) -> None:

@@ -159,6 +159,8 @@ class Follower:
         while self._counter.enter(self._shard.rank, current.operators):
             if next(current.steps, None) is None:
                 del self._passes[command.number]
+                if self._device.type == "cuda":  # its KV is to lie there when rank 0 hears of it
+                    torch.cuda.synchronize(self._device)
                 break
             current.operators += 1
             self._run_ahead.step()

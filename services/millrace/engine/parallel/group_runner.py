@@ -52,9 +52,20 @@ class _Pass:
     steps: Iterator[Boundary]
     tasks: Sequence[PrefillTask]
     operators: int = 0  # that rank 0 has run
-    ahead: deque[Boundary] = field(default_factory=deque)  # run, not yet yielded
+    ahead: deque[Boundary] = field(default_factory=deque)  # to be yielded
+    attn: Boundary | None = None  # behind rank 0, and perhaps not yet behind the others
     told: bool = False  # the others have begun it
     over: bool = False
+
+    def reach(self, boundary: Boundary) -> None:
+        """Rank 0 has come to a boundary. The all-reduce of o_proj shows that attn is behind all."""
+        if boundary.operator == "attn":
+            self.attn = boundary
+            return
+        if self.attn is not None:
+            self.ahead.append(self.attn)
+            self.attn = None
+        self.ahead.append(boundary)
 
 
 def load_ranks(
@@ -130,8 +141,9 @@ class GroupRunner:
     def prefill_batch(self, tasks: Sequence[PrefillTask]) -> Iterator[Boundary]:
         """`ModelRunner.prefill_batch`: suspended where it is left, by whatever is called next.
 
-        An operator may have run before it is yielded. A caller that turns to nothing else for
-        longer than a collective may wait calls `rest`.
+        The KV of a layer is in the pages of all ranks once its ``attn`` is yielded; operators may
+        have run that are not yet yielded. A caller that turns to nothing else for longer than a
+        collective may wait calls `rest`.
         """
         steps = self._runner.prefill_batch(tasks)  # refuses what makes no sense
         return self._steps(_Pass(next(self._numbers), steps, tuple(tasks)))
@@ -230,22 +242,30 @@ class GroupRunner:
             if self._group.counter.enter(0, current.operators):
                 if (boundary := next(current.steps, None)) is not None:
                     current.operators += 1
-                    current.ahead.append(boundary)
+                    current.reach(boundary)
                     return True
                 current.over = True
         self._running = None
         self._operators = current.operators
+        if current.over and current.attn is not None:
+            self._meet()
+            current.ahead.append(current.attn)
         return False
 
-    def _tell(self, command: Command, operators: int = 0) -> None:
-        """Once all ranks have done what they were told before, and have come as far."""
-        self.rest()
+    def _meet(self) -> None:
+        """Waits until all ranks have done what they were told, and sees that they came as far."""
         with self._watched():
             for rank, behind in enumerate(self._group.collect(), start=1):
                 if behind != self._operators:
                     raise IntegrityError(
                         f"rank {rank} stopped at operator {behind}, rank 0 at {self._operators}"
                     )
+
+    def _tell(self, command: Command, operators: int = 0) -> None:
+        """`operators`: of the pass that all ranks go on with."""
+        self.rest()
+        self._meet()
+        with self._watched():
             self._operators = 0
             self._group.counter.begin(operators)
             dropped, self._dropped = tuple(self._dropped), []
