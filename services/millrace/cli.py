@@ -305,7 +305,7 @@ def show_config(
     print(as_markdown() if markdown else as_toml(), end="")
 
 
-BENCHMARKS = ("decode", "engine", "gateway", "kernels", "planner", "serve", "transfer")
+BENCHMARKS = ("decode", "engine", "gateway", "hol", "kernels", "planner", "serve", "transfer")
 
 
 def _add_benchmarks(wanted: str) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import random
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -52,17 +52,18 @@ async def run(
     options: ServeOptions,
     progress: Progress | None = None,
     stop: asyncio.Event | None = None,
+    on_end: Callable[[RequestRecord], None] = lambda record: None,
 ) -> list[RequestRecord]:
     """Sends the workload and returns a record of every request that ended, in order of sending.
 
-    Setting `stop` ends the test: requests in flight are dropped. Raises ConfigError when the server
-    can't be asked for its models.
+    Setting `stop` ends the test: requests in flight are dropped. `on_end` gets each record as its
+    request ends. Raises ConfigError when the server can't be asked for its models.
     """
     headers = {"authorization": f"Bearer {options.api_key}"} if options.api_key else {}
     client = SseClient(options.url, headers)
     try:
         target = await _inspect(client, options)
-        test = _LoadTest(options, target, progress)
+        test = _LoadTest(options, target, progress, on_end)
         work = asyncio.create_task(test.run())
         stopped = asyncio.create_task((stop or asyncio.Event()).wait())
         try:
@@ -79,10 +80,17 @@ async def run(
 
 
 class _LoadTest:
-    def __init__(self, options: ServeOptions, target: _Target, progress: Progress | None) -> None:
+    def __init__(
+        self,
+        options: ServeOptions,
+        target: _Target,
+        progress: Progress | None,
+        on_end: Callable[[RequestRecord], None],
+    ) -> None:
         self.records: list[RequestRecord] = []
         self._options = options
         self._target = target
+        self._on_end = on_end
         self._start_s = time.perf_counter()
         self._in_flight = 0
         self._failed = 0
@@ -121,6 +129,7 @@ class _LoadTest:
         await self._send(request, record)
         self._in_flight -= 1
         self._failed += bool(record.error)
+        self._on_end(record)
         if self._progress is not None:
             self._progress.update(
                 self._bar, advance=1, in_flight=self._in_flight, failed=self._failed

@@ -9,14 +9,17 @@ from collections.abc import Generator
 REACH = 4096.0
 
 
-def largest_load(start: float, tolerance: float) -> Generator[float, bool, float | None]:
+def largest_load(
+    start: float, tolerance: float, step: float = 2.0
+) -> Generator[float, bool, float | None]:
     """Yields loads to try and is sent whether each was carried; returns the largest that was.
 
-    Doubles or halves from `start` until one load is carried and twice of it is not, then bisects
-    (geometrically) until the two are within a factor of 1 + `tolerance`. What it returns was itself
-    tried and carried, and a load at most that factor above it was not; None when nothing from
-    `start` / 4096 up is carried, and when all is carried the last one tried. Attainment need not
-    fall steadily with load (it comes of one draw of arrivals): then this is one of the crossings.
+    Multiplies or divides by `step` from `start` until one load is carried and `step` times it is
+    not, then bisects (geometrically) until the two are within a factor of 1 + `tolerance`. What it
+    returns was itself tried and carried, and a load at most that factor above it was not; None when
+    nothing from `start` / 4096 up is carried, and when all is carried the last one tried.
+    Attainment need not fall steadily with load (it comes of one draw of arrivals): then this is one
+    of the crossings.
     """
     carried: float | None = None
     failed: float | None = None
@@ -25,9 +28,9 @@ def largest_load(start: float, tolerance: float) -> Generator[float, bool, float
         if not start / REACH <= load <= start * REACH:
             return carried
         if (yield load):
-            carried, load = load, load * 2
+            carried, load = load, load * step
         else:
-            failed, load = load, load / 2
+            failed, load = load, load / step
     while failed > carried * (1 + tolerance):
         middle = math.sqrt(carried * failed)
         if (yield middle):

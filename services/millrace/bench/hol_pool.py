@@ -1,0 +1,210 @@
+"""The execution pool by itself: what a preemption waits for, and what the checks cost.
+
+In this process, over `engine.execution_pool.ExecutionPool` as a prefill instance uses it.
+"""
+
+from __future__ import annotations
+
+import random
+import statistics
+import time
+from collections.abc import Generator, Iterator
+from concurrent.futures import Future
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+
+from millrace.engine.assembly import Engine
+from millrace.engine.execution_pool import Boundary, ExecutionPool, PoolTask
+from millrace.engine.model_runner import PrefillTask
+
+_LAYER_ENDS = ("down_proj", "experts")
+_WAIT_S = 120.0  # for a task, before the pool counts as broken
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Blocking:
+    """Milliseconds from signal to effect, beside the longest single operator of the same passes."""
+
+    granularity: str
+    chunk_tokens: int
+    signals: int
+    mean_ms: float
+    median_ms: float
+    p99_ms: float
+    longest_ms: float
+    longest_operator_ms: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Checks:
+    """Median seconds of one prefill: bare, and through the pool.
+
+    `cost`: the share that it takes longer, median over the rounds; `cpu_cost`: the same of CPU
+    time, which other processes disturb less.
+    """
+
+    tokens: int
+    rounds: int
+    bare_s: float
+    pool_s: float
+    cost: float
+    cpu_cost: float
+
+
+class LongPrefill:
+    """One prompt as the pool runs it: passes of at most `chunk_tokens`, in pages of its own."""
+
+    def __init__(self, engine: Engine, tokens: int, chunk_tokens: int) -> None:
+        """`tokens`: no more than `engine.max_context_tokens`."""
+        self._engine = engine
+        self._ids = torch.zeros(tokens, dtype=torch.int64, device=engine.device)
+        self._pages = engine.pool.allocate(engine.layout.pages_for(tokens))
+        self._chunk_tokens = chunk_tokens
+        self.longest_operator_s = 0.0
+
+    def free(self) -> None:
+        """Gives the pages back."""
+        self._engine.pool.free(self._pages)
+
+    def passes(self) -> Iterator[PrefillTask]:
+        tokens = len(self._ids)
+        for start in range(0, tokens, self._chunk_tokens):
+            end = min(start + self._chunk_tokens, tokens)
+            yield PrefillTask(
+                token_ids=self._ids[start:end],
+                history_tokens=start,
+                pages=self._pages,
+                want_logits=end == tokens,
+            )
+
+    def bare(self) -> None:
+        """The runner's own loop."""
+        for task in self.passes():
+            for _ in self._engine.runner.prefill(task):
+                pass
+
+    def steps(self) -> Generator[Boundary]:
+        """What the pool runs: a boundary after every operator and pass."""
+        for task in self.passes():
+            for boundary in self._engine.runner.prefill(task):
+                is_layer = boundary.operator in _LAYER_ENDS
+                yield Boundary.LAYER if is_layer else Boundary.OPERATOR
+            yield Boundary.PASS
+
+    def timed_steps(self) -> Generator[Boundary]:
+        """`steps`, with an eye on the longest operator."""
+        steps = self.steps()
+        while True:
+            begun_s = time.perf_counter()
+            boundary = next(steps, None)
+            self.longest_operator_s = max(self.longest_operator_s, time.perf_counter() - begun_s)
+            if boundary is None:
+                return
+            yield boundary
+
+
+def blocking(
+    engine: Engine, *, tokens: int, chunk_tokens: int, granularity: str, budget_s: float, seed: int
+) -> Blocking:
+    """Preempts a prefill of `tokens` at random moments for about `budget_s` seconds.
+
+    The task that preempts has nothing to do. The next signal comes after a random time of up to
+    two granules. Signals while nothing runs, the long prompt being done, don't count.
+    """
+    long = LongPrefill(engine, tokens, chunk_tokens)
+    found: list[float] = []
+    pool = ExecutionPool(engine.device, most_held=4, blocked=found.append)
+    pool.set_granularity(Boundary.of(granularity))
+    rng = random.Random(f"{seed}/{granularity}/{chunk_tokens}")
+    try:
+        begun_s = time.perf_counter()
+        long.bare()  # warm, and how long a granule is
+        alone_s = time.perf_counter() - begun_s
+        granules = _granules(engine, granularity, -(-tokens // chunk_tokens))
+        until_s = time.perf_counter() + budget_s
+        number = 0
+        while time.perf_counter() < until_s:
+            ended = _submit(pool, f"long {number}", long.timed_steps())
+            while not ended.done() and time.perf_counter() < until_s:
+                time.sleep(rng.uniform(0.0, 2.0) * alone_s / granules)
+                number += 1
+                pool.order([f"short {number}"])
+                _submit(pool, f"short {number}", _nothing_to_do()).result(_WAIT_S)
+    finally:
+        pool.close()
+        long.free()
+    ms = 1e3 * np.array(found or [0.0])
+    return Blocking(
+        granularity=granularity,
+        chunk_tokens=min(chunk_tokens, tokens),
+        signals=len(found),
+        mean_ms=float(ms.mean()),
+        median_ms=float(np.median(ms)),
+        p99_ms=float(np.percentile(ms, 99)),
+        longest_ms=float(ms.max()),
+        longest_operator_ms=1e3 * long.longest_operator_s,
+    )
+
+
+def checks(engine: Engine, *, tokens: int, rounds: int) -> Checks:
+    """Prefills of `tokens` bare and through the pool, in turns that swap who goes first."""
+    long = LongPrefill(engine, tokens, tokens)
+    pool = ExecutionPool(engine.device, most_held=1)
+    pool.set_granularity(Boundary.OPERATOR)
+    seconds: dict[str, list[tuple[float, float]]] = {"bare": [], "pool": []}  # wall, CPU
+
+    def through_pool() -> None:
+        _submit(pool, "long", long.steps()).result(_WAIT_S)
+
+    ways = [("bare", long.bare), ("pool", through_pool)]
+    try:
+        for number in range(rounds + 1):
+            for name, way in ways if number % 2 else ways[::-1]:
+                begun_s, cpu_s = time.perf_counter(), time.process_time()
+                way()
+                seconds[name].append((time.perf_counter() - begun_s, time.process_time() - cpu_s))
+    finally:
+        pool.close()
+        long.free()
+    bare, pooled = seconds["bare"][1:], seconds["pool"][1:]  # the first round warms up
+
+    def cost(kind: int) -> float:
+        return statistics.median(p[kind] / b[kind] for p, b in zip(pooled, bare, strict=True)) - 1
+
+    return Checks(
+        tokens=tokens,
+        rounds=rounds,
+        bare_s=statistics.median(wall_s for wall_s, _ in bare),
+        pool_s=statistics.median(wall_s for wall_s, _ in pooled),
+        cost=cost(0),
+        cpu_cost=cost(1),
+    )
+
+
+def _granules(engine: Engine, granularity: str, passes: int) -> int:
+    """In a whole prefill. For operators, layers: a signal is to fall on any operator of one."""
+    return passes if granularity == "chunk" else passes * engine.layout.num_layers
+
+
+def _submit(pool: ExecutionPool, name: str, steps: Generator[Boundary]) -> Future[None]:
+    """Done at the task's end, with what it raised."""
+    done: Future[None] = Future()
+
+    def ended(error: Exception | None) -> None:
+        if error is None:
+            done.set_result(None)
+        else:
+            done.set_exception(error)
+
+    pool.submit(PoolTask(name=name, steps=steps, resumed=_ignore, suspended=_ignore, ended=ended))
+    return done
+
+
+def _nothing_to_do() -> Generator[Boundary]:
+    yield from ()
+
+
+def _ignore() -> None:
+    pass

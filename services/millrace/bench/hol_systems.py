@@ -1,0 +1,59 @@
+"""The systems that `millrace bench hol` compares: what each sets in the live stack and in `sim`.
+
+FlowPrefill section 6.1: DistServe with first come first served; the same with EDF and chunks of
+2,048 and 8,192 tokens; FlowPrefill. Token counts are divided by the run's scale, as lengths are.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+#: Tokens of a forward pass that takes every prompt whole.
+WHOLE_TOKENS = 1 << 20
+
+#: FlowPrefill section 6.1 and figure 11: chunks, and the budget of a batch.
+SMALL_CHUNK_TOKENS, LARGE_CHUNK_TOKENS, BATCH_TOKENS = 2048, 8192, 2048
+
+FCFS = "fcfs"
+OURS = "millrace"
+NAMES = (FCFS, "edf-small", "edf-large", "s-edf", OURS)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class System:
+    """How prefill is scheduled; `chunk_tokens` of a forward pass at most."""
+
+    name: str
+    policy: str
+    preemption: str
+    chunk_tokens: int = WHOLE_TOKENS
+    batch_tokens: int = 0
+
+    @property
+    def settings(self) -> list[str]:
+        """`section.field=value` of every service."""
+        return [
+            f"scheduler.policy={self.policy}",
+            f"scheduler.preemption={self.preemption}",
+            f"scheduler.batch_tokens={self.batch_tokens}",
+            f"engine.max_chunk_tokens={self.chunk_tokens}",
+        ]
+
+
+def systems(names: Sequence[str], scale: float) -> list[System]:
+    """Those named, one or more of `NAMES`, in the order of `NAMES`; token counts over `scale`."""
+
+    def scaled(tokens: int) -> int:
+        return max(1, round(tokens / scale))
+
+    batch = scaled(BATCH_TOKENS)
+    small, large = scaled(SMALL_CHUNK_TOKENS), scaled(LARGE_CHUNK_TOKENS)
+    found = (
+        System(name=FCFS, policy="fcfs", preemption="none"),
+        System(name="edf-small", policy="edf", preemption="chunk", chunk_tokens=small),
+        System(name="edf-large", policy="edf", preemption="chunk", chunk_tokens=large),
+        System(name="s-edf", policy="s_edf", preemption="operator", batch_tokens=batch),
+        System(name=OURS, policy="millrace", preemption="operator", batch_tokens=batch),
+    )
+    return [system for system in found if system.name in names]
