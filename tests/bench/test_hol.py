@@ -132,6 +132,7 @@ def record(index, ttft_s, error=""):
         token_times_s=[index + ttft_s],
         ended_s=index + ttft_s,
         error=error,
+        detail="full" if error else "",
     )
 
 
@@ -151,15 +152,16 @@ def test_a_request_that_ends_late_or_fails_has_missed():
     seen = watch(0.5, 0.5)
     seen.end(record(0, 0.6))
     seen.end(record(1, 0.1, error="http 429"))
-    assert seen.attainment(1.0, 2.0).met == {"text": 0}
+    found = seen.attainment(1.0, 2.0)
+    assert found.met == {"text": 0} and found.errors == {"http 429: full": 1}
 
 
 def test_a_hopeless_run_ends_early_and_is_not_carried():
     seen = watch(*[0.5] * 20)  # two misses are allowed
-    assert not seen.is_over(6.4)
-    assert seen.is_over(6.6)  # the seventh
-    found = seen.attainment(1.0, 6.6)
-    assert found.stopped and not found.carried and sum(found.known.values()) == 7
+    assert not seen.is_over(4.4)
+    assert seen.is_over(4.6)  # the fifth
+    found = seen.attainment(1.0, 4.6)
+    assert found.stopped and not found.carried and sum(found.known.values()) == 5
 
 
 def test_ninety_percent_is_carried():
@@ -242,6 +244,7 @@ def test_preemptions_take_effect(engine, granularity, chunk_tokens):
     )
     assert found.signals > 3
     assert 0 < found.median_ms <= found.p99_ms <= found.longest_ms
+    assert found.deciles_ms[5] == found.median_ms and found.deciles_ms[-1] == found.longest_ms
     assert found.longest_operator_ms > 0
     assert found.chunk_tokens == min(chunk_tokens, 400)
     engine.pool.check_integrity(expected_used=0)
@@ -331,6 +334,7 @@ def test_quick_is_less_of_everything():
     assert set(quick.systems) < set(settings.systems) and "fcfs" in quick.systems
     for name in ("requests", "most_runs", "profile_s", "blocking_s", "check_rounds", "shorts"):
         assert getattr(quick, name) < getattr(settings, name)
+    assert hol_run.Settings(systems=("s-edf",)).quick().systems == ("s-edf",)
 
 
 @pytest.mark.parametrize(

@@ -124,7 +124,7 @@ class LiveSystem:
 
         looking = asyncio.create_task(look())
         try:
-            await self._send(options, stop=stop, on_end=watch.end)
+            await self._send(options, warmup=0, stop=stop, on_end=watch.end)
         finally:
             looking.cancel()
         found = watch.attainment(rate_rps, time.perf_counter() - begun_s)
@@ -163,6 +163,7 @@ class LiveSystem:
         self,
         workload: WorkloadOptions,
         concurrency: int | None = None,
+        warmup: int = 1,
         stop: asyncio.Event | None = None,
         on_end: Callable[[RequestRecord], None] = lambda record: None,
     ) -> list[RequestRecord]:
@@ -171,6 +172,7 @@ class LiveSystem:
             workload=workload,
             concurrency=concurrency,
             token_ids=self._served.token_ids,
+            warmup=warmup,
         )
         return await run(options, None, stop, on_end)
 

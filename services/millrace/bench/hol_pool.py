@@ -25,7 +25,10 @@ _WAIT_S = 120.0  # for a task, before the pool counts as broken
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Blocking:
-    """Milliseconds from signal to effect, beside the longest single operator of the same passes."""
+    """Milliseconds from signal to effect, beside the longest single operator of the same passes.
+
+    `deciles_ms`: the least, each tenth, and the longest.
+    """
 
     granularity: str
     chunk_tokens: int
@@ -35,6 +38,7 @@ class Blocking:
     p99_ms: float
     longest_ms: float
     longest_operator_ms: float
+    deciles_ms: tuple[float, ...]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -145,6 +149,7 @@ def blocking(
         p99_ms=float(np.percentile(ms, 99)),
         longest_ms=float(ms.max()),
         longest_operator_ms=1e3 * long.longest_operator_s,
+        deciles_ms=tuple(float(one) for one in np.percentile(ms, range(0, 101, 10))),
     )
 
 

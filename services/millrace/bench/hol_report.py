@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +21,10 @@ def print_tables(document: Document, console: Console) -> None:
     console.print(_classes(document))
     console.print(_goodput(document))
     console.print(_at_edge(document))
+    for name, one in document["goodput"].items():
+        for run in one["runs"]:
+            for error, count in run["errors"].items():
+                console.print(f"[red]{name} at {run['rate_rps']:.3g}/s: {count} x {error}[/red]")
     console.print(_blocking(document))
     checks = document["checks"]
     console.print(
@@ -58,8 +62,10 @@ def _goodput(document: Document) -> Table:
     settings = document["settings"]
     table = _table(
         f"Goodput: highest rate tried with {GOAL:.0%} in time, {settings['requests']} requests",
-        *("system", "live 1/s", "over fcfs", "simulated 1/s", "over fcfs"),
+        *("system", "live 1/s", "over fcfs", "simulated 1/s", "over fcfs", "drift"),
     )
+    table.caption = "drift: a text's TTFT alone on this stack over the first one's"
+    table.caption_justify = "left"
     for name, one in document["goodput"].items():
         table.add_row(
             name,
@@ -67,6 +73,7 @@ def _goodput(document: Document) -> Table:
             _times(one["live_ratio"]),
             _rate(one["simulated_rps"]),
             _times(one["simulated_ratio"]),
+            f"{one['isolated_drift']:.2f}",
         )
     return table
 
@@ -129,8 +136,8 @@ def draw(document: Document, path: Path) -> None:
     goodput = document["goodput"]
     rows = [
         [
-            _attainment("live", goodput, "total", "live_rps"),
-            _attainment("simulated, the same rates", goodput, "simulated", "simulated_rps"),
+            _attainment("live", goodput, "runs", "live_rps"),
+            _attainment("simulated", goodput, "simulated_runs", "simulated_rps"),
             _blocking_panel(document),
         ],
         [_by_class(name, one, list(document["classes"])) for name, one in goodput.items()],
@@ -138,13 +145,13 @@ def draw(document: Document, path: Path) -> None:
     draw_panels(rows, path)
 
 
-def _attainment(title: str, goodput: Document, key: str, edge: str) -> Panel:
+def _attainment(title: str, goodput: Document, runs: str, edge: str) -> Panel:
     return Panel(
         title=f"all requests, {title}",
         x="request rate (1/s)",
         y="TTFT attainment (%)",
         lines={
-            name: [(run["rate_rps"], 100 * run[key]) for run in _first_seed(one)]
+            name: [(run["rate_rps"], 100 * run["total"]) for run in _first_seed(one[runs])]
             for name, one in goodput.items()
         },
         log_x=True,
@@ -154,7 +161,7 @@ def _attainment(title: str, goodput: Document, key: str, edge: str) -> Panel:
 
 
 def _by_class(system: str, one: Document, classes: list[str]) -> Panel:
-    runs = _first_seed(one)
+    runs = _first_seed(one["runs"])
     return Panel(
         title=f"{system}, live",
         x="request rate (1/s)",
@@ -176,16 +183,15 @@ def _blocking_panel(document: Document) -> Panel:
     found = {f"{one['granularity']} {one['chunk_tokens']}": one for one in document["blocking"]}
     return Panel(
         title="blocking time",
-        x="quantile (%)",
+        x="share of signals (%)",
         y="signal to effect (ms)",
         lines={
-            name: [(50, one["median_ms"]), (99, one["p99_ms"]), (100, one["longest_ms"])]
+            name: [(10 * number, ms) for number, ms in enumerate(one["deciles_ms"])]
             for name, one in found.items()
         },
         log_y=True,
     )
 
 
-def _first_seed(one: Document) -> list[Document]:
-    seed = one["runs"][0]["seed"]
-    return [run for run in one["runs"] if run["seed"] == seed]
+def _first_seed(runs: Sequence[Document]) -> list[Document]:
+    return [run for run in runs if run["seed"] == runs[0]["seed"]]

@@ -47,6 +47,7 @@ LLAMA_27M: Mapping[str, Any] = {
 _LONG_MULTIPLE = 12.8  # objective of the long prompt over its isolated TTFT: a file's
 _SIM_TOLERANCE, _SIM_STEP, _SIM_RUNS = 0.03, 2.0, 40
 _LEAST_CONTROL_S = 0.0005
+_QUICK = (FCFS, "edf-small", OURS)
 _START = (0.2, 1.6)  # a search begins within these shares of the capacity, whatever `sim` says
 
 Told = Callable[[str], None]
@@ -86,7 +87,7 @@ class Settings:
         """Less of everything: for a look, not for figures to quote."""
         return replace(
             self,
-            systems=tuple(name for name in self.systems if name in (FCFS, "edf-small", OURS)),
+            systems=_QUICK if self.systems == NAMES else self.systems,
             requests=min(self.requests, 30),
             tolerance=0.6,
             step=1.5,
@@ -352,9 +353,15 @@ class _Comparison:
                     "total": run.total,
                     "by_class": run.by_class,
                     "stopped": run.stopped,
+                    "errors": dict(run.errors),
                     "simulated": self._simulate(system, run.rate_rps, seed).total,
                 }
                 for seed, one in zip(self._seeds, own, strict=True)
+                for run in one.runs
+            ],
+            "simulated_runs": [
+                {"seed": seed, "rate_rps": run.rate_rps, "total": run.total}
+                for seed, one in zip(self._seeds, simulated[system.name], strict=True)
                 for run in one.runs
             ],
         }

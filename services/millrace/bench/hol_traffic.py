@@ -12,6 +12,7 @@ Arrivals are Poisson. A rate stretches the gaps and leaves the requests alone, a
 from __future__ import annotations
 
 import random
+from collections import Counter
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
 
@@ -31,7 +32,7 @@ GOAL = 0.9
 FILE_P99_TOKENS = 22_390
 
 _PAPER_MODEL = "Llama-3-8B"
-_NO_HOPE = 3  # times the misses allowed: the rate is far too high, and the run ends
+_NO_HOPE = 2  # times the misses allowed: the rate is far too high, and the run ends
 
 
 def mean_tokens(scale: float) -> dict[str, int]:
@@ -95,13 +96,15 @@ def _scaled(draw: RowDraw, scale: float) -> RowDraw:
 class Attainment:
     """Requests within their objective, of those whose outcome is known, at one rate.
 
-    `stopped`: the run ended early, so that the shares are of its first requests.
+    `stopped`: the run ended early, so that the shares are of its first requests. `errors`: requests
+    that failed, by kind; they have missed.
     """
 
     rate_rps: float
     met: Mapping[str, int]
     known: Mapping[str, int]
     stopped: bool = False
+    errors: Mapping[str, int] = field(default_factory=dict)
 
     @property
     def total(self) -> float:
@@ -128,9 +131,12 @@ class Watch:
     planned: tuple[PlannedRequest, ...]
     grace_s: float = 0.25
     _ended: dict[int, bool] = field(default_factory=dict)  # whether in time, by index
+    _errors: Counter[str] = field(default_factory=Counter)
 
     def end(self, record: RequestRecord) -> None:
         """Takes note of a request that ended."""
+        if record.error:
+            self._errors[f"{record.error}: {record.detail}"] += 1
         self._ended[record.index] = record.meets_ttft(self.planned[record.index].slo)
 
     def is_over(self, now_s: float) -> bool:
@@ -148,7 +154,9 @@ class Watch:
             met[request.slo.name] += is_met
             known[request.slo.name] += 1
         stopped = sum(known.values()) < len(self.planned)
-        return Attainment(rate_rps=rate_rps, met=met, known=known, stopped=stopped)
+        return Attainment(
+            rate_rps=rate_rps, met=met, known=known, stopped=stopped, errors=dict(self._errors)
+        )
 
     def _known(self, now_s: float) -> Iterable[tuple[PlannedRequest, bool]]:
         for request in self.planned:
