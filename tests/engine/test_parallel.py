@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import queue
 import random
-from collections.abc import Iterator
+import time
+from collections.abc import Generator, Iterator
 from dataclasses import dataclass
 
 import numpy as np
@@ -11,6 +13,8 @@ import psutil
 import pytest
 import torch
 
+from millrace.engine.execution_pool import Boundary as PoolBoundary
+from millrace.engine.execution_pool import ExecutionPool, PoolTask
 from millrace.engine.kv_pool import KvPool
 from millrace.engine.loader import load_model
 from millrace.engine.model_runner import Boundary, ModelRunner, PrefillTask
@@ -244,6 +248,42 @@ def test_random_preemptions_change_nothing(group: RankGroup, name: str) -> None:
 def test_a_long_storm_never_deadlocks(group: RankGroup) -> None:
     runner = open_runner(group, split_folder("qwen3-moe-mixed"), num_pages=1100)
     assert storm(runner, 80, seed=random.randrange(1 << 30), lengths=(12, 200)) > 500
+
+
+def test_an_execution_pool_preempts_all_ranks(group: RankGroup) -> None:
+    """The pool leaves and resumes passes as orders come; their results are undisturbed ones."""
+    runner = open_runner(group, split_folder("qwen3-moe-mixed"), num_pages=128)
+    requests = {str(i): Request(runner, prompt(40 + i, seed=i)) for i in range(4)}
+    expected = {name: prefill(runner, request) for name, request in requests.items()}
+    tasks = {name: r.task(0, len(r.tokens)) for name, r in requests.items()}
+    pool = ExecutionPool(torch.device("cpu"), most_held=4)
+    pool.set_granularity(PoolBoundary.OPERATOR)
+    ended: queue.Queue[BaseException | None] = queue.Queue()
+    left: list[str] = []
+
+    def steps(name: str) -> Generator[PoolBoundary]:
+        for _ in runner.prefill(tasks[name]):
+            yield PoolBoundary.OPERATOR
+        yield PoolBoundary.PASS
+
+    for name in tasks:
+        pool.submit(
+            PoolTask(
+                name=name,
+                steps=steps(name),
+                resumed=lambda: None,
+                suspended=lambda name=name: left.append(name),
+                ended=ended.put,
+            )
+        )
+    rng = random.Random(5)
+    while ended.qsize() < len(tasks):
+        pool.order(rng.sample(list(tasks), len(tasks)))
+        time.sleep(0.005)
+    pool.close()
+    assert [ended.get() for _ in tasks] == [None] * len(tasks) and left
+    for name, task in tasks.items():
+        assert task.logits is not None and torch.equal(task.logits, expected[name])
 
 
 def test_decode_steps_with_changing_tables(group: RankGroup) -> None:

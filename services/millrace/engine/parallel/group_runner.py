@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import os
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from itertools import count
@@ -134,11 +134,11 @@ class GroupRunner:
         """`ModelRunner.attention_backend`."""
         return self._runner.attention_backend()
 
-    def prefill(self, task: PrefillTask) -> Iterator[Boundary]:
+    def prefill(self, task: PrefillTask) -> Generator[Boundary]:
         """`prefill_batch` of one task."""
         return self.prefill_batch([task])
 
-    def prefill_batch(self, tasks: Sequence[PrefillTask]) -> Iterator[Boundary]:
+    def prefill_batch(self, tasks: Sequence[PrefillTask]) -> Generator[Boundary]:
         """`ModelRunner.prefill_batch`: suspended where it is left, by whatever is called next.
 
         The KV of a layer is in the pages of all ranks once its ``attn`` is yielded; operators may
@@ -212,7 +212,7 @@ class GroupRunner:
             for handle in handles:
                 os.close(handle)
 
-    def _steps(self, current: _Pass) -> Iterator[Boundary]:
+    def _steps(self, current: _Pass) -> Generator[Boundary]:
         try:
             while current.ahead or self._advance(current):
                 yield current.ahead.popleft()
