@@ -112,8 +112,8 @@ def proxy(
     )
 
 
-def _worker_command(role: str, summary: str) -> None:
-    """Adds the command of a worker role: they take the same options."""
+def _worker_command(role: str, module: str, summary: str) -> None:
+    """Adds the command of a kind of worker: they take the same options."""
 
     @app.command(role, help=summary)
     def command(
@@ -129,7 +129,7 @@ def _worker_command(role: str, summary: str) -> None:
         settings: Settings = [],  # noqa: B006
         ready_fd: ReadyFd = None,
     ) -> None:
-        serve = importlib.import_module(f"millrace.{role}.main").serve
+        serve = importlib.import_module(module).serve
         from millrace.worker.host import WorkerOptions
 
         tree = _configure(config, settings, instance_id or role)
@@ -144,8 +144,21 @@ def _worker_command(role: str, summary: str) -> None:
         _run(serve(options, tree, _tell(ready_fd)))
 
 
-_worker_command("prefill", "A prefill instance: computes prompts and pushes their KV to decode.")
-_worker_command("decode", "A decode instance: receives KV and generates tokens in batches.")
+_worker_command(
+    "prefill",
+    "millrace.prefill.main",
+    "A prefill instance: computes prompts and pushes their KV to decode.",
+)
+_worker_command(
+    "decode",
+    "millrace.decode.main",
+    "A decode instance: receives KV and generates tokens in batches.",
+)
+_worker_command(
+    "colocated",
+    "millrace.colocated",
+    "A prefill and a decode instance in one process, over the same weights.",
+)
 
 
 @app.command()
@@ -156,6 +169,10 @@ def up(
     model_name: ModelName = "",
     prefill: Annotated[int, typer.Option("--prefill", min=1, help="Prefill instances.")] = 2,
     decode: Annotated[int, typer.Option("--decode", min=1, help="Decode instances.")] = 1,
+    colocated: Annotated[
+        int,
+        typer.Option("--colocated", min=0, help="Instances that do both, in place of the others."),
+    ] = 0,
     host: Host = "127.0.0.1",
     port: Port = 8080,
     redis: Annotated[
@@ -184,6 +201,7 @@ def up(
                 model_name=model_name,
                 prefill=prefill,
                 decode=decode,
+                colocated=colocated,
                 host=host,
                 port=port,
                 redis=redis,

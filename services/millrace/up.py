@@ -44,15 +44,18 @@ class UncleanStopError(MillraceError):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StackOptions:
-    """What `millrace up` starts. `settings` (`section.field=value`) go to every service,
-    `role_settings` to the instances of one role, over all others. With `profile`, the engine's
-    settings, a model that was never measured here is measured before anything starts.
+    """What `millrace up` starts; colocated instances, if any, in place of the other two kinds.
+
+    `settings` (`section.field=value`) go to every service, `role_settings` to the instances of one
+    role, over all others. With `profile`, the engine's settings, a model that was never measured
+    here is measured before anything starts.
     """
 
     model: str
     model_name: str = ""
     prefill: int = 2
     decode: int = 1
+    colocated: int = 0
     host: str = "127.0.0.1"
     port: int = 8080
     redis: str = ""
@@ -67,6 +70,13 @@ class StackOptions:
     def compute_threads(self) -> int:
         """Of each instance."""
         return self.threads or max(1, len(os.sched_getaffinity(0)) // 2)
+
+    @property
+    def fleet(self) -> dict[str, int]:
+        """Instances by role."""
+        if self.colocated:
+            return {"colocated": self.colocated}
+        return {"prefill": self.prefill, "decode": self.decode}
 
     @property
     def common_arguments(self) -> list[str]:
@@ -204,11 +214,12 @@ class Stack:
                 f"{role}-{i}",
                 [role, *peers, "--id", f"{role}-{i}", *o.engine_settings(role)],
             )
-            for role, count in (("prefill", o.prefill), ("decode", o.decode))
+            for role, count in o.fleet.items()
             for i in range(count)
         ]
         proxy = self._service("proxy", ["proxy", *peers, "--host", o.host, "--port", str(o.port)])
-        self._progress(f"loading {o.model}: {o.prefill} prefill, {o.decode} decode")
+        fleet = ", ".join(f"{count} {role}" for role, count in o.fleet.items())
+        self._progress(f"loading {o.model}: {fleet}")
         await _all_or_first_error(w.start(o.start_timeout_s) for w in [*workers, proxy])
         proxy.arguments[proxy.arguments.index("--port") + 1] = str(proxy.port)
         self.keep()
@@ -251,7 +262,7 @@ class Stack:
             return
         self._stopping = True
         await self._end_keepers()  # first, so that none starts a service behind our back
-        for wave in (("proxy",), ("prefill", "decode"), ("scheduler",)):
+        for wave in (("proxy",), ("prefill", "decode", "colocated"), ("scheduler",)):
             await asyncio.gather(
                 *(s.stop() for n, s in self.services.items() if n.split("-")[0] in wave)
             )

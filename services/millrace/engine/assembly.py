@@ -16,7 +16,7 @@ from millrace.core.errors import ConfigError
 from millrace.core.kv_layout import KvLayout
 from millrace.core.latency import Latency
 from millrace.engine.kv_pool import KvPool
-from millrace.engine.loader import load_model, model_hash, resolve_model
+from millrace.engine.loader import Model, load_model, model_hash, resolve_model
 from millrace.engine.model_config import ModelConfig
 from millrace.engine.model_runner import ModelRunner, PrefillTask
 from millrace.profiles import eq_1
@@ -52,6 +52,18 @@ def open_engine(
     `progress` is called with the share of weights read, 0 to 1.
     Raises ModelError for a model that can't be served and ConfigError for settings it can't meet.
     """
+    return open_engines(model, config, 1, progress)[0]
+
+
+def open_engines(
+    model: str | Path,
+    config: EngineConfig,
+    count: int,
+    progress: Callable[[float], None] | None = None,
+) -> list[Engine]:
+    """`count` engines over the same weights, each with a pool of its own and an equal share of the
+    memory that one would get. Otherwise as `open_engine`.
+    """
     device = resolve_device(config.device)
     torch.set_num_threads(config.threads or len(os.sched_getaffinity(0)))
     folder = resolve_model(model)
@@ -69,9 +81,8 @@ def open_engine(
             f"engine.max_context_tokens is {context}; {folder} allows at most "
             f"{c.max_context_tokens}"
         )
-    fingerprint = model_hash(folder, load_format=config.load_format)
     one_page = KvLayout(
-        model_hash=fingerprint,
+        model_hash=loaded.hash,
         dtype=str(loaded.dtype).removeprefix("torch."),
         num_layers=c.num_layers,
         num_kv_heads=c.num_kv_heads,
@@ -81,15 +92,22 @@ def open_engine(
         head_count=c.num_kv_heads,
         num_pages=1,
     )
-    layout = _sized(one_page, pool_bytes(config, device, context * one_page.bytes_per_token))
-    pool = KvPool(layout, device=device)
-    runner = ModelRunner(loaded, pool, attention_backend=config.attention_backend)
+    size = pool_bytes(config, device, context * one_page.bytes_per_token) // count
+    layout = _sized(one_page, size)
+    return [_engine(folder, loaded, layout, context, config) for _ in range(count)]
+
+
+def _engine(
+    folder: Path, model: Model, layout: KvLayout, context: int, config: EngineConfig
+) -> Engine:
+    pool = KvPool(layout, device=model.device)
+    runner = ModelRunner(model, pool, attention_backend=config.attention_backend)
     attention = _attention_backend(runner, config)
-    rest = rows_backend(device, loaded.dtype)
+    rest = rows_backend(model.device, model.dtype)
     return Engine(
         folder=folder,
-        model_hash=fingerprint,
-        device=device,
+        model_hash=model.hash,
+        device=model.device,
         layout=layout,
         pool=pool,
         runner=runner,

@@ -18,7 +18,7 @@ import grpc
 from millrace.core.config import Config
 from millrace.core.errors import MillraceError
 from millrace.core.latency import Latency
-from millrace.engine.assembly import Engine, open_engine
+from millrace.engine.assembly import Engine, open_engines
 from millrace.state.open import open_store
 from millrace.state.store import RequestStore
 from millrace.telemetry.metrics import Registry, serve_metrics
@@ -111,9 +111,22 @@ async def serve_worker(
     ends the role or the link: a worker that can't work must not look alive.
     """
     stop = stop_event()
-    instance_id = options.instance_id or f"worker-{uuid.uuid4().hex[:8]}"
-    engine = await asyncio.to_thread(_open, options.model, config)
+    (engine,) = await asyncio.to_thread(open_for, options.model, config, 1)
     latency = await asyncio.to_thread(prefill_latency, engine, config.engine)
+    await serve_role(options, config, build, engine, latency, stop, on_ready)
+
+
+async def serve_role(
+    options: WorkerOptions,
+    config: Config,
+    build: Callable[[WorkerContext], Role],
+    engine: Engine,
+    latency: Latency,
+    stop: asyncio.Event,
+    on_ready: Callable[[int], None] | None = None,
+) -> None:
+    """`serve_worker` of a loaded engine, until `stop`."""
+    instance_id = options.instance_id or f"worker-{uuid.uuid4().hex[:8]}"
     incarnation = common_pb2.Incarnation(id=instance_id, generation=time.time_ns())
     async with contextlib.AsyncExitStack() as stack:
         transport = _open_transport(options.host, incarnation)
@@ -184,8 +197,10 @@ async def _start_server(role: Role, options: WorkerOptions) -> tuple[grpc.aio.Se
     return server, health, port
 
 
-def _open(model: str, config: Config) -> Engine:
-    engine = open_engine(model, config.engine, _log_progress())
+def open_for(model: str, config: Config, count: int) -> list[Engine]:
+    """`open_engines`, with its progress and its result in the log."""
+    engines = open_engines(model, config.engine, count, _log_progress())
+    engine = engines[0]
     log.info(
         "loaded %s on %s (%s): %d KV pages of %d tokens; %s",
         engine.folder.name,
@@ -195,7 +210,7 @@ def _open(model: str, config: Config) -> Engine:
         engine.layout.page_tokens,
         engine.backends,
     )
-    return engine
+    return engines
 
 
 def _open_transport(host: str, incarnation: common_pb2.Incarnation) -> NixlTransport:

@@ -1,0 +1,67 @@
+"""`millrace colocated`: a prefill and a decode instance in one process, over the same weights.
+
+FlowPrefill section 6.5 (PD-colocation): both share a device and its memory, each with its own pool
+of KV pages and its own compute thread. To the scheduler they are two instances like any other, so
+that prefill is preempted, batched and chunked as elsewhere, and decode goes on between its
+operators; a request's two halves may also go to different processes.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import uuid
+from collections.abc import Callable
+from dataclasses import replace
+
+from millrace.core.config import Config
+from millrace.decode.loop import DecodeRole
+from millrace.prefill.loop import PrefillRole
+from millrace.worker.host import WorkerOptions, open_for, serve_role, stop_event
+from millrace.worker.latency import prefill_latency
+
+
+async def serve(
+    options: WorkerOptions, config: Config, on_ready: Callable[[int], None] | None = None
+) -> None:
+    """Runs until SIGTERM or SIGINT, then finishes what it has.
+
+    The instances are named `ID-prefill` and `ID-decode`. Prefill serves on `options.port`, and with
+    metrics on telemetry.metrics_port, decode on the ports after them; `on_ready` gets prefill's
+    once both are registered. Raises what ends either.
+    """
+    stop = stop_event()
+    name = options.instance_id or f"worker-{uuid.uuid4().hex[:8]}"
+    prefill, decode = await asyncio.to_thread(open_for, options.model, config, 2)
+    latency = await asyncio.to_thread(prefill_latency, prefill, config.engine)
+    ports: dict[str, int] = {}
+
+    def ready(role: str) -> Callable[[int], None]:
+        def note(port: int) -> None:
+            ports[role] = port
+            if len(ports) == 2 and on_ready is not None:
+                on_ready(ports["prefill"])
+
+        return note
+
+    try:
+        async with asyncio.TaskGroup() as group:
+            for role, build, engine, offset in (
+                ("prefill", PrefillRole, prefill, 0),
+                ("decode", DecodeRole, decode, 1),
+            ):
+                own = replace(
+                    options,
+                    instance_id=f"{name}-{role}",
+                    port=options.port and options.port + offset,
+                )
+                tree = _metrics_beside(config, offset)
+                group.create_task(
+                    serve_role(own, tree, build, engine, latency, stop, ready(role)), name=role
+                )
+    except ExceptionGroup as failed:
+        raise failed.exceptions[0] from None  # the other was ended for it
+
+
+def _metrics_beside(config: Config, offset: int) -> Config:
+    port = config.telemetry.metrics_port
+    return replace(config, telemetry=replace(config.telemetry, metrics_port=port and port + offset))
