@@ -11,13 +11,14 @@ from typer.testing import CliRunner
 
 from millrace.cli import app
 from millrace.core.config import EngineConfig
+from millrace.core.profile import Profile
 from millrace.engine.assembly import profile_key
 from millrace.profiler import command, first_start
 from millrace.profiles import load_profile
 from millrace.profiles.cache import ProfileCache
 from support.tiny_models import model_folder
 
-QUICK = ("--budget-s", "0.2", "--max-tokens", "128", "--device", "cpu", "--threads", "1")
+QUICK = ("--budget-s", "1", "--max-tokens", "128", "--device", "cpu", "--threads", "1")
 SETTINGS = ("--dtype", "float32", "--set", "engine.kv_bytes=4194304")
 ENGINE = EngineConfig(device="cpu", dtype="float32", threads=1, kv_bytes=4194304)
 
@@ -35,13 +36,16 @@ def profile(*arguments: str | Path) -> tuple[int, str, str]:
     return result.exit_code, result.stdout, result.stderr
 
 
+def kept(cache: Path) -> Profile | None:
+    return ProfileCache(str(cache)).load(profile_key(model_folder("llama"), ENGINE))
+
+
 def test_it_measures_keeps_writes_and_is_read_by_the_simulator(tmp_path: Path, cache: Path) -> None:
     model, out, report = model_folder("llama"), tmp_path / "p.json", tmp_path / "r.json"
     status, said, _ = profile(model, *QUICK, *SETTINGS, "--out", out, "--json", report)
 
     assert status == 0
-    kept = ProfileCache(str(cache)).load(profile_key(model, ENGINE))
-    assert kept == load_profile(str(out))
+    assert kept(cache) == load_profile(str(out))
     assert list(cache.iterdir()) == [ProfileCache(str(cache)).path(profile_key(model, ENGINE))]
     assert "held-out points" in said and "prefill" in said
     points = json.loads(report.read_text())["points"]
@@ -119,7 +123,7 @@ async def test_a_first_start_measures_and_the_next_waits_for_nothing(
     engine = EngineConfig(profile_cache=str(cache))
     arguments = [*SETTINGS, "--device", "cpu", "--threads", "1"]
     await first_start.profile_first(str(model), engine, arguments)
-    assert ProfileCache(str(cache)).load(profile_key(model, ENGINE)) is not None
+    assert kept(cache) is not None
 
     started = []
 
@@ -136,3 +140,27 @@ async def test_a_first_start_measures_and_the_next_waits_for_nothing(
     with pytest.raises(OSError):
         await first_start.profile_first(str(model), engine, arguments)
     assert len(started) == 2
+
+
+async def test_a_start_that_is_stopped_while_it_measures_leaves_nothing(
+    monkeypatch: pytest.MonkeyPatch, cache: Path
+) -> None:
+    monkeypatch.setattr(first_start, "BUDGET_S", 100.0)
+    started: asyncio.Future[asyncio.subprocess.Process] = asyncio.Future()
+    create = asyncio.create_subprocess_exec
+
+    async def start(*command: str, **options: object) -> asyncio.subprocess.Process:
+        started.set_result(await create(*command, **options))
+        return started.result()
+
+    monkeypatch.setattr(asyncio, "create_subprocess_exec", start)
+    measuring = asyncio.create_task(
+        first_start.profile_first(str(model_folder("llama")), EngineConfig(), SETTINGS)
+    )
+    process = await started
+    await asyncio.sleep(0.5)
+    measuring.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await measuring
+    assert process.returncode is not None
+    assert kept(cache) is None

@@ -66,8 +66,8 @@ def run(options: ProfileOptions, config: EngineConfig) -> None:
     console = Console()
     console.print(_table(profile, compared))
     console.print(
-        f"Prompts up to {measured.longest} tokens, {measured.spent_s:.1f} s on {subject.device}, "
-        f"compute threads: {subject.threads}.",
+        f"{profile.name}: prompts up to {measured.longest} tokens, {measured.spent_s:.1f} s "
+        f"on {subject.device}",
         highlight=False,
     )
     print(path)
@@ -115,7 +115,7 @@ def _progress(title: str) -> Iterator[Progress]:
 
 
 def _table(profile: Profile, compared: list[Compared]) -> Table:
-    table = Table(title=f"{profile.name}: error on held-out points")
+    table = Table(title="error on held-out points")
     for heading in ("model", "points", "median", "worst"):
         table.add_column(heading, justify="left" if heading == "model" else "right")
     for model in (name for name in profile.errors if not name.endswith("_worst")):

@@ -18,7 +18,7 @@ from millrace.core.config import EngineConfig
 from millrace.core.errors import ConfigError
 from millrace.profiles.cache import ProfileCache, write_whole
 
-BUDGET_S = 3.0
+BUDGET_S = 4.0
 
 
 async def profile_first(

@@ -16,9 +16,9 @@ from typing import Final
 
 from millrace.profiler.workload import Timing, Workload
 
-#: Of the budget: what one prefill of the longest prompt may take (the first round takes some five
+#: Of the budget: what one prefill of the longest prompt may take (the first round takes some eight
 #: of them), and what all repetitions of a case may.
-LONGEST_SHARE: Final = 1 / 12
+LONGEST_SHARE: Final = 1 / 20
 REPEATS_SHARE: Final = 1 / 24
 MOST_ROUNDS: Final = 7
 LEAST_TOKENS: Final = 16
