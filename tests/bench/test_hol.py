@@ -211,12 +211,14 @@ def test_the_simulated_systems_come_in_the_papers_order():
         classes=tuple(objectives(alone)), scale=1.0, requests=300, most_tokens=100_000
     )
     found = {
-        system.name: hol_sim.attainment(system, profile, requests, 6.0, 0, 0.0005)
+        system.name: hol_sim.attainment(system, profile, requests, 6.0, 0, 0.0)
         for system in systems(NAMES, 1.0)
     }
     assert all(sum(one.known.values()) == 300 for one in found.values())
     assert found["fcfs"].total < 0.8 < found["s-edf"].total
     assert found["millrace"].carried
+    late = hol_sim.attainment(systems(NAMES, 1.0)[-1], profile, requests, 6.0, 0, 0.24)
+    assert late.met["text"] == 0 < late.met["search"]
 
 
 # ---- in this process

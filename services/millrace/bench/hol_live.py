@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import asyncio
+import itertools
 import random
 import statistics
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -92,19 +93,27 @@ class LiveSystem:
             self._client.close()
         await self._stack.__aexit__(*raised)
 
-    async def isolated_s(self, tokens: int, repeats: int) -> float:
-        """Median TTFT in seconds of a prompt of `tokens` alone in the stack."""
-        self._told(f"{self._system.name}: {tokens} tokens alone")
+    async def isolated_s(self, tokens: Mapping[str, int], repeats: int) -> dict[str, float]:
+        """Median TTFTs in seconds of prompts alone in the stack, by name; they take turns."""
+        self._told(f"{self._system.name}: {', '.join(tokens)} alone")
+        turns = itertools.cycle(
+            TraceRow(arrival_s=None, input_tokens=count, output_tokens=1, class_name=name)
+            for name, count in tokens.items()
+        )
         found = await self._send(
             WorkloadOptions(
                 open_arrivals=True,
-                input_tokens=lambda rng: tokens,
-                output_tokens=lambda rng: 1,
-                requests=repeats,
+                draw_row=lambda rng: next(turns),
+                classes=[SloClass(name=name) for name in tokens],
+                requests=repeats * len(tokens),
             ),
             concurrency=1,
         )
-        return statistics.median(record.ttft_s for record in _all_good(found))
+        good = _all_good(found)
+        return {
+            name: statistics.median(one.ttft_s for one in good if one.class_name == name)
+            for name in tokens
+        }
 
     async def attainment(self, traffic: Traffic, rate_rps: float, seed: int) -> Attainment:
         """Sends the traffic; ends when all is settled. Then waits until the stack is idle."""
@@ -137,9 +146,9 @@ class LiveSystem:
         """long, short: (tokens, objective in seconds). Short ones arrive at random moments of the
         long one's first part, each after the one before is done.
         """
-        isolated_s = await self.isolated_s(short[0], 2 * repeats)
+        isolated_s = (await self.isolated_s({_SHORT: short[0]}, 2 * repeats))[_SHORT]
+        long_s = (await self.isolated_s({_LONG: long[0]}, 1))[_LONG]
         rng = random.Random(f"{seed}/interrupted")
-        long_s = await self.isolated_s(long[0], 1)
         ttft_s: list[float] = []
         while len(ttft_s) < repeats:
             self._told(f"{self._system.name}: short prompts during a long one")

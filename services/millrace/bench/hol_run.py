@@ -46,7 +46,6 @@ LLAMA_27M: Mapping[str, Any] = {
 
 _LONG_MULTIPLE = 12.8  # objective of the long prompt over its isolated TTFT: a file's
 _SIM_TOLERANCE, _SIM_STEP, _SIM_RUNS = 0.03, 2.0, 40
-_LEAST_CONTROL_S = 0.0005
 _QUICK = (FCFS, "edf-small", OURS)
 _START = (0.2, 1.6)  # a search begins within these shares of the capacity, whatever `sim` says
 
@@ -95,9 +94,9 @@ class Settings:
             repeats=3,
             shorts=4,
             long_tokens=min(self.long_tokens, 1024),
-            profile_s=6.0,
-            blocking_s=2.0,
-            check_rounds=5,
+            profile_s=9.0,
+            blocking_s=1.5,
+            check_rounds=4,
         )
 
 
@@ -223,7 +222,7 @@ class _Comparison:
                 if system.name in (FCFS, OURS):
                     interrupted[system.name] = await self._interrupted(stack)
         return {
-            "control_s": self._control_s,
+            "beyond_prefill_s": self._beyond_prefill_s,
             "classes": self._classes(),
             "goodput": {
                 system.name: self._found(system, live, simulated, drift[system.name])
@@ -250,19 +249,17 @@ class _Comparison:
         return self._traffic
 
     @property
-    def _control_s(self) -> float:
+    def _beyond_prefill_s(self) -> float:
         """What a text's TTFT has beyond its prefill: gateway, scheduler, store, handshake."""
         prefill_s = self._profile.prefill.isolated_s(self._tokens["text"])
-        return max(self._isolated_s["text"] - prefill_s, _LEAST_CONTROL_S)
+        return max(self._isolated_s["text"] - prefill_s, 0.0)
 
     async def _isolate(self, stack: LiveSystem) -> float:
         """Isolated TTFT of a text on this stack; on the first one, every class's objective."""
         repeats = self._settings.repeats
         if self._isolated_s:
-            return await stack.isolated_s(self._tokens["text"], repeats)
-        self._isolated_s = {
-            name: await stack.isolated_s(tokens, repeats) for name, tokens in self._tokens.items()
-        }
+            return (await stack.isolated_s({"text": self._tokens["text"]}, repeats))["text"]
+        self._isolated_s = await stack.isolated_s(self._tokens, repeats)
         self._traffic = Traffic(
             classes=tuple(objectives(self._isolated_s, self._settings.slo_scale)),
             scale=self._settings.scale,
@@ -273,7 +270,7 @@ class _Comparison:
 
     def _simulate(self, system: System, rate_rps: float, seed: int) -> Attainment:
         return hol_sim.attainment(
-            system, self._profile, self._requests, rate_rps, seed, self._control_s
+            system, self._profile, self._requests, rate_rps, seed, self._beyond_prefill_s
         )
 
     async def _simulated(self, system: System, seed: int) -> Goodput:

@@ -16,9 +16,11 @@ from millrace.sim.workload import plan
 
 
 def attainment(
-    system: System, profile: Profile, traffic: Traffic, rate_rps: float, seed: int, control_s: float
+    system: System, profile: Profile, traffic: Traffic, rate_rps: float, seed: int, beyond_s: float
 ) -> Attainment:
-    """One simulated run. `control_s`: from the scheduler to an instance, and back."""
+    """One simulated run. Every TTFT counts as `beyond_s` longer: what a live one has that is not
+    simulated, and that holds up no other request.
+    """
     spec = SimSpec(
         profile=profile,
         prefill=1,
@@ -27,7 +29,6 @@ def attainment(
         scheduler=load_config(overrides=system.settings).scheduler,
         backends=BACKENDS,
         transfer_backend=_fastest(profile.kv_transfer_bytes_s),
-        control_s=control_s,
     )
     met: dict[str, int] = {}
     known: dict[str, int] = {}
@@ -35,7 +36,7 @@ def attainment(
     def sink(record: RequestRecord) -> None:
         name, objective_s = record.class_name, record.ttft_slo_s
         known[name] = known.get(name, 0) + 1
-        in_time = objective_s is None or record.ttft_s <= objective_s
+        in_time = objective_s is None or record.ttft_s + beyond_s <= objective_s
         met[name] = met.get(name, 0) + (in_time and not record.error)
 
     Simulation(spec, plan(traffic.at(rate_rps, seed)), Collector(sink)).run()
