@@ -47,12 +47,14 @@ def sides(draw):
         page_tokens = draw(st.integers(1, 9))
         needed = -(-prompt // page_tokens)
         pages = needed + draw(st.integers(0, 3))
+        heads = draw(st.integers(1, HEADS - first))
         layout = dataclasses.replace(
             BASE,
             page_tokens=page_tokens,
             head_start=first,
-            head_count=draw(st.integers(1, HEADS - first)),
+            head_count=heads,
             num_pages=pages,
+            parts=draw(st.sampled_from([n for n in (1, 2, 3, 4) if heads % n == 0])),
         )
         order = draw(st.permutations(range(pages)))[:needed]
         made.append(Side.of(layout, order, prompt))
@@ -65,14 +67,16 @@ def element(side: Side, layer, token, plane, head, dim) -> int:
     layout = side.layout
     page, row = side.pages[token // layout.page_tokens], token % layout.page_tokens
     shape = (
+        layout.parts,
         layout.num_layers,
         layout.num_pages,
         2,
-        layout.head_count,
+        layout.part_heads,
         layout.page_tokens,
         layout.head_dim,
     )
-    at = (layer, page, plane, head - layout.head_start, row, dim)
+    part, head = divmod(head - layout.head_start, layout.part_heads)
+    at = (part, layer, page, plane, head, row, dim)
     return int(np.ravel_multi_index(at, shape))
 
 
@@ -194,6 +198,8 @@ def test_pages_that_cannot_be(pages, tokens, pattern):
     [
         ({"dtype": "int8"}, "kv_layout.dtype is 'int8'"),
         ({"num_pages": 0}, "kv_layout.num_pages is 0"),
+        ({"parts": 0}, "kv_layout.parts is 0"),
+        ({"parts": 3}, "kv_layout.parts is 3; it must divide the 4 heads"),
         ({"head_start": 3, "head_count": 2}, r"kv_layout.head_start\.\.head_end is 3\.\.5"),
     ],
 )

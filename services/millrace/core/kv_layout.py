@@ -3,7 +3,8 @@
 The pool is one contiguous allocation of shape
 ``[num_layers, num_pages, 2, head_count, page_tokens, head_dim]``: K is plane 0 and V plane 1 of a
 page, and a head's rows of a page are contiguous (HND), so that heads can be split at any boundary
-between sender and receiver.
+between sender and receiver. The pools of a tensor-parallel instance lie behind each other in one piece of
+memory (``parts``), each with its share of the heads, so that one transfer carries all of them.
 """
 
 from __future__ import annotations
@@ -15,16 +16,19 @@ from millrace.core.errors import ConfigError
 #: Bytes of one element of every dtype a pool may hold.
 ELEMENT_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
 
-_COUNTS = ("num_layers", "num_kv_heads", "head_dim", "page_tokens", "head_count", "num_pages")
+_COUNTS = (
+    *("num_layers", "num_kv_heads", "head_dim", "page_tokens", "head_count", "num_pages"),
+    "parts",
+)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class KvLayout:
-    """One rank's KV pool.
+    """A KV pool: of one rank, or of all ranks of an instance.
 
-    ``num_kv_heads`` counts the whole model's heads; the rank holds
-    ``[head_start, head_start + head_count)``. ``model_hash`` names the weights:
-    KV of different weights must never mix.
+    ``num_kv_heads`` counts the whole model's heads; the pool holds
+    ``[head_start, head_start + head_count)``, in ``parts`` pools of as many heads each, one behind
+    the other. ``model_hash`` names the weights: KV of different weights must never mix.
     """
 
     model_hash: str
@@ -36,6 +40,7 @@ class KvLayout:
     head_start: int
     head_count: int
     num_pages: int
+    parts: int = 1
 
     def __post_init__(self) -> None:
         self.validate()
@@ -54,6 +59,10 @@ class KvLayout:
                 f"kv_layout.head_start..head_end is {self.head_start}..{self.head_end}; it must "
                 f"lie within the model's {self.num_kv_heads} heads"
             )
+        if self.head_count % self.parts:
+            raise ConfigError(
+                f"kv_layout.parts is {self.parts}; it must divide the {self.head_count} heads"
+            )
 
     @property
     def head_end(self) -> int:
@@ -65,28 +74,38 @@ class KvLayout:
         return ELEMENT_BYTES[self.dtype]
 
     @property
+    def part_heads(self) -> int:
+        """Heads of each part."""
+        return self.head_count // self.parts
+
+    @property
     def row_bytes(self) -> int:
         """Bytes of one token of one head of one plane (K or V)."""
         return self.head_dim * self.element_bytes
 
     @property
     def page_bytes(self) -> int:
-        """Bytes of one page of one layer, K and V of all the rank's heads."""
-        return 2 * self.head_count * self.page_tokens * self.row_bytes
+        """Bytes of one page of one layer, K and V of all heads of a part."""
+        return 2 * self.part_heads * self.page_tokens * self.row_bytes
 
     @property
     def layer_bytes(self) -> int:
-        """Bytes of one layer of the whole pool."""
+        """Bytes of one layer of a part."""
         return self.num_pages * self.page_bytes
 
     @property
-    def pool_bytes(self) -> int:
-        """Bytes of the whole pool."""
+    def part_bytes(self) -> int:
+        """Bytes from one part to the next."""
         return self.num_layers * self.layer_bytes
 
     @property
+    def pool_bytes(self) -> int:
+        """Bytes of all parts."""
+        return self.parts * self.part_bytes
+
+    @property
     def bytes_per_token(self) -> int:
-        """Bytes of one token over all layers, K and V of the rank's heads."""
+        """Bytes of one token over all layers, K and V of all heads."""
         return self.num_layers * 2 * self.head_count * self.row_bytes
 
     def pages_for(self, tokens: int) -> int:

@@ -138,6 +138,7 @@ def _addresses(side: Side, tokens: Offsets, head: int, heads: int) -> Offsets:
     page, row = side.rows(tokens)
     head_bytes = layout.page_tokens * layout.row_bytes
     first = head - layout.head_start
-    planes = np.arange(2, dtype=np.int64)[:, None] * layout.head_count
-    inner = (planes + np.arange(first, first + heads, dtype=np.int64)[None, :]) * head_bytes
+    part, inside = np.divmod(np.arange(first, first + heads, dtype=np.int64), layout.part_heads)
+    planes = np.arange(2, dtype=np.int64)[:, None] * layout.part_heads
+    inner = part[None, :] * layout.part_bytes + (planes + inside[None, :]) * head_bytes
     return (page + row * layout.row_bytes)[:, None, None] + inner[None, :, :]

@@ -40,6 +40,7 @@ def layout_message(layout: KvLayout) -> transfer_pb2.KvLayout:
         head_start=layout.head_start,
         head_count=layout.head_count,
         num_pages=layout.num_pages,
+        parts=layout.parts,
     )
 
 
@@ -56,6 +57,7 @@ def layout_of(message: transfer_pb2.KvLayout) -> KvLayout:
             head_start=message.head_start,
             head_count=message.head_count,
             num_pages=message.num_pages,
+            parts=message.parts or 1,
         )
     except ConfigError as error:
         raise TransferError(f"a peer sent a bad KV layout: {error}") from error
