@@ -6,7 +6,7 @@ import queue
 import random
 import time
 from collections.abc import Generator, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 import psutil
@@ -75,7 +75,7 @@ def test_bfloat16_agrees_within_its_rounding(group: RankGroup) -> None:
 def test_pools_of_all_ranks_send_the_kv_of_one(group: RankGroup, name: str) -> None:
     """As the transfer lays it out, into a pool of another page size that holds all heads.
 
-    Where ranks are more than KV heads, several hold the same.
+    Where ranks are more than KV heads, several share a pool.
     """
     alone = make_runner(split_folder(name), page_tokens=8)
     runner = open_runner(group, split_folder(name))
@@ -84,15 +84,13 @@ def test_pools_of_all_ranks_send_the_kv_of_one(group: RankGroup, name: str) -> N
     prefill(runner, theirs)
     received = KvPool(alone.pool.layout)
     target = Side.of(received.layout, ours.pages, 53)
-    assert [pool.layout.head_start for pool in runner.pools] == [
-        rank * runner.pool.layout.num_kv_heads // group.size for rank in range(group.size)
-    ]
-    for pool in runner.pools:
-        side = Side.of(pool.layout, theirs.pages, 53)
-        runs = layer_runs(side, target, 0, 53)
-        memory = (Memory.of_tensor(pool.storage), Memory.of_tensor(received.storage))
-        for layer in range(pool.layout.num_layers):
-            copy_on_host(*memory, at_layer(runs, pool.layout, received.layout, layer))
+    for number, storage in enumerate(runner.storage):
+        heads = runner.pool.layout.head_count
+        layout = replace(runner.pool.layout, head_start=number * heads)
+        runs = layer_runs(Side.of(layout, theirs.pages, 53), target, 0, 53)
+        memory = (Memory.of_tensor(storage), Memory.of_tensor(received.storage))
+        for layer in range(layout.num_layers):
+            copy_on_host(*memory, at_layer(runs, layout, received.layout, layer))
     torch.testing.assert_close(received.storage, alone.pool.storage, rtol=1e-4, atol=1e-4)
 
 
@@ -112,9 +110,8 @@ def test_prompt_logprobs_and_copied_pages_come_from_all_ranks(group: RankGroup) 
     source, target = request.pages[0], runner.pool.allocate(1)[0]
     runner.copy_page(source, target)
     prefill(runner, Request(runner, prompt(5)))  # once it runs, all have copied
-    for pool in runner.pools:
-        assert pool.storage[:, source].any()
-        assert torch.equal(pool.storage[:, target], pool.storage[:, source])
+    assert runner.storage[:, :, source].any(dim=(1, 2, 3, 4, 5)).all()
+    assert torch.equal(runner.storage[:, :, target], runner.storage[:, :, source])
 
 
 def test_boundaries_are_those_of_one_rank_however_the_pass_is_left(group: RankGroup) -> None:
@@ -140,12 +137,12 @@ def test_a_layers_kv_is_in_all_pools_once_attn_is_yielded(
     seen = []
     for boundary in runner.prefill(request.task(0, 40, want_logits=want_logits)):
         if boundary.operator == "attn":
-            layer = [pool.storage[boundary.layer, request.pages].clone() for pool in runner.pools]
-            seen.append((boundary.layer, layer))
+            kv = runner.storage[:, boundary.layer, request.pages]  # a copy
+            seen.append((boundary.layer, kv))
     assert len(seen) == 3
-    for layer, found in seen:
-        for pool, kv in zip(runner.pools, found, strict=True):
-            assert kv.any() and torch.equal(kv, pool.storage[layer, request.pages])
+    for layer, kv in seen:
+        assert kv.any(dim=(1, 2, 3, 4, 5)).all()
+        assert torch.equal(kv, runner.storage[:, layer, request.pages])
 
 
 def test_a_closed_pass_leaves_the_pool_usable(group: RankGroup) -> None:

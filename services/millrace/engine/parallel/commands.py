@@ -25,7 +25,7 @@ class Load:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Open:
-    """Make a pool and a runner. On the host the pool's memory follows, as a file descriptor."""
+    """Make a pool and a runner. On the host the pools' memory follows, as a file descriptor."""
 
     layouts: tuple[KvLayout, ...]  # of every rank
     attention_backend: str

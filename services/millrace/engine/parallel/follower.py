@@ -33,7 +33,7 @@ from millrace.engine.parallel.commands import (
 )
 from millrace.engine.parallel.communicator import Communicator, PeerLost
 from millrace.engine.parallel.sharding import Shard
-from millrace.engine.parallel.shared_pool import mapped
+from millrace.engine.parallel.shared_pool import mapped, pool_number
 from millrace.engine.parallel.stop_counter import StopCounter
 
 
@@ -145,7 +145,7 @@ class Follower:
         if self._device.type == "cpu":
             handle = recv_handle(self._orders)
             try:
-                storage = mapped(layout, handle)
+                storage = mapped(layout, handle)[pool_number(layout)]
             finally:
                 os.close(handle)
         pool = KvPool(layout, self._device, storage)

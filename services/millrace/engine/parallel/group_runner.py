@@ -40,7 +40,7 @@ from millrace.engine.parallel.commands import (
 )
 from millrace.engine.parallel.rank_group import RankError, RankGroup
 from millrace.engine.parallel.sharding import Shard
-from millrace.engine.parallel.shared_pool import RankPool, mapped, new_memory
+from millrace.engine.parallel.shared_pool import mapped, new_memory
 from millrace_kernels.plan import Backend
 
 _LOAD_TIMEOUT_S: Final = 3600.0
@@ -114,21 +114,20 @@ class GroupRunner:
     ) -> None:
         """`model`: of `load_ranks`; `layout`: of rank 0's pool, whose pages all ranks have.
 
-        ``pool`` is rank 0's, and keeps the book for all. ``pools`` are those of all ranks, as far
-        as this process can read them: on the host all, on CUDA rank 0's.
-        Raises ModelError and CapacityError as `ModelRunner` and `KvPool` do.
+        ``pool`` is rank 0's, and keeps the book for all. ``storage`` is every pool that this
+        process can read, [pools, ...] in the order of their heads, contiguous: on the host those
+        of all ranks, on CUDA rank 0's. Raises ModelError and CapacityError as `ModelRunner` and
+        `KvPool` do.
         """
         self.model = model
-        self.pool = KvPool(layout, group.device)
-        self.pools: tuple[RankPool, ...] = (RankPool(layout, self.pool.storage),)
         self._group = group
-        self._runner = ModelRunner(model, self.pool, attention_backend, group.ranks)
-        self._numbers = count()
-        self._running: _Pass | None = None  # that all ranks are in the middle of
         self._operators = 0  # of the last command, behind rank 0
+        self._running: _Pass | None = None  # that all ranks are in the middle of
         self._dropped: list[int] = []
         self._page_table: npt.NDArray[np.int32] | None = None  # that the others have
-        self._open(layout, attention_backend)
+        self.pool, self.storage = self._open(layout, attention_backend)
+        self._runner = ModelRunner(model, self.pool, attention_backend, group.ranks)
+        self._numbers = count()
 
     def attention_backend(self) -> Backend:
         """`ModelRunner.attention_backend`."""
@@ -194,23 +193,25 @@ class GroupRunner:
             self.rest()
         self._group.close()
 
-    def _open(self, layout: KvLayout, attention_backend: str) -> None:
+    def _open(self, layout: KvLayout, attention_backend: str) -> tuple[KvPool, Tensor]:
         heads = [
             Shard(r, self._group.size).kv_heads(layout.num_kv_heads)
             for r in range(self._group.size)
         ]
         layouts = tuple(replace(layout, head_start=h.start, head_count=h.count) for h in heads)
-        handles: list[int] = []
+        command = Open(layouts=layouts, attention_backend=attention_backend)
+        if self._group.device.type != "cpu":
+            pool = KvPool(layout, self._group.device)
+            self._tell(command)
+            return pool, pool.storage[None]
+        handle = new_memory(layout)
         try:
-            for other in layouts[1:] if self._group.device.type == "cpu" else ():
-                handles.append(new_memory(other))
-                self.pools += (RankPool(other, mapped(other, handles[-1])),)
-            self._tell(Open(layouts=layouts, attention_backend=attention_backend))
-            if handles:
-                self._group.hand_over(handles)
+            storage = mapped(layout, handle)
+            self._tell(command)
+            self._group.hand_over(handle)
         finally:
-            for handle in handles:
-                os.close(handle)
+            os.close(handle)
+        return KvPool(layout, self._group.device, storage[0]), storage
 
     def _steps(self, current: _Pass) -> Generator[Boundary]:
         try:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import multiprocessing
 import signal
 import time
-from collections.abc import Sequence
 from multiprocessing.connection import Connection, wait
 from multiprocessing.context import SpawnProcess
 from multiprocessing.reduction import send_handle
@@ -107,9 +106,9 @@ class RankGroup:
             except OSError as error:
                 raise self.fell(error) from error
 
-    def hand_over(self, handles: Sequence[int]) -> None:
-        """Gives each of ranks 1 and on a file descriptor, which the order just told asks for."""
-        for pipe, process, handle in zip(self._pipes, self._processes, handles, strict=True):
+    def hand_over(self, handle: int) -> None:
+        """Gives all ranks the file descriptor that the order just told asks for."""
+        for pipe, process in zip(self._pipes, self._processes, strict=True):
             try:
                 send_handle(pipe, handle, process.pid)
             except OSError as error:

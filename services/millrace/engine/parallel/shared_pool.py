@@ -1,10 +1,13 @@
-"""KV pools of ranks on the host, in memory that rank 0 maps too: one process can send them all."""
+"""The KV pools of all ranks on the host, behind each other in memory that every rank maps.
+
+So rank 0's transport sees all of them as one region. Ranks that hold the same heads share a pool:
+they write the same bytes, and none goes on to another pass before all have ended one.
+"""
 
 from __future__ import annotations
 
 import mmap
 import os
-from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -13,32 +16,40 @@ from millrace.core.errors import CapacityError
 from millrace.core.kv_layout import KvLayout
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class RankPool:
-    """What a transport needs to read a rank's pool: storage, shaped as `KvLayout` says."""
+def pools_of(layout: KvLayout) -> int:
+    """How many pools like `layout`, a rank's, hold all heads of the model."""
+    return layout.num_kv_heads // layout.head_count
 
-    layout: KvLayout
-    storage: Tensor
+
+def pool_number(layout: KvLayout) -> int:
+    """Which of them a rank's is."""
+    return layout.head_start // layout.head_count
 
 
 def new_memory(layout: KvLayout) -> int:
-    """A file descriptor of zeros for a pool, taken where touched; the caller closes it.
+    """A file descriptor of zeros for all pools, taken where touched; the caller closes it.
 
     Raises CapacityError when there is no room.
     """
+    nbytes = pools_of(layout) * layout.pool_bytes
     handle = os.memfd_create("millrace-kv")
     try:
-        os.ftruncate(handle, layout.pool_bytes)
+        os.ftruncate(handle, nbytes)
     except OSError as error:
         os.close(handle)
-        raise CapacityError(f"no room for a KV pool of {layout.pool_bytes} bytes") from error
+        raise CapacityError(f"no room for KV pools of {nbytes} bytes") from error
     return handle
 
 
 def mapped(layout: KvLayout, handle: int) -> Tensor:
-    """The pool's storage in that memory, shared with all who map it; the tensor keeps it alive."""
-    memory = mmap.mmap(handle, layout.pool_bytes)
+    """[pools, layers, pages, 2, heads, page_tokens, head_dim]; the tensor keeps the memory alive.
+
+    A rank's storage is the one of its `pool_number`.
+    """
+    count = pools_of(layout)
+    memory = mmap.mmap(handle, count * layout.pool_bytes)
     shape = (
+        count,
         layout.num_layers,
         layout.num_pages,
         2,
