@@ -32,6 +32,7 @@ from millrace.bench.hol_report import draw, print_tables
 from millrace.bench.hol_run import Settings, run
 from millrace.bench.hol_systems import NAMES
 from millrace.bench.options import names
+from millrace.core.errors import MillraceError
 
 
 def command(  # noqa: PLR0913 - every option of the command line is a parameter
@@ -68,7 +69,8 @@ def command(  # noqa: PLR0913 - every option of the command line is a parameter
         int, typer.Option("--long-tokens", min=64, help="Of the prompt that short ones meet.")
     ] = 2048,
     quick: Annotated[
-        bool, typer.Option("--quick", help="Under 90 s: three systems, two rates each.")
+        bool,
+        typer.Option("--quick", help="A look, no figures to quote: three systems, short runs."),
     ] = False,
     json_path: Annotated[
         Path | None, typer.Option("--json", metavar="PATH", help="Write the report as JSON.")
@@ -102,7 +104,11 @@ def command(  # noqa: PLR0913 - every option of the command line is a parameter
     console = Console(stderr=True)
     with console.status("starting") as status:
         progress = status.update if console.is_terminal else _lines(console)
-        document = uvloop.run(run(settings, progress))
+        try:
+            document = uvloop.run(run(settings, progress))
+        except MillraceError as error:
+            console.print(f"millrace: {error}", markup=False)
+            raise typer.Exit(1) from None
     print_tables(document, Console())
     if json_path is not None:
         json_path.write_text(json.dumps(document, indent=2) + "\n")

@@ -74,12 +74,12 @@ class Settings:
     seeds: tuple[int, ...] = (0,)
     tolerance: float = 0.12
     step: float = 1.25
-    most_runs: int = 6
+    most_runs: int = 5
     repeats: int = 7
     shorts: int = 12
     long_tokens: int = 2048
     profile_s: float = 30.0
-    blocking_s: float = 8.0
+    blocking_s: float = 6.0
     check_rounds: int = 20
 
     def quick(self) -> Settings:
