@@ -103,7 +103,7 @@ def test_an_idle_instance_with_pages_is_found_behind_many_without() -> None:
 
 
 def test_nobody_passes_a_group_that_waits_for_pages() -> None:
-    one = bench(2, pages=10, sp=(1, 2))
+    one = bench(2, pages=10, sp=(1, 2), policy="fcfs", preemption="none")
     one.submit("a", 100)
     one.computed("p0", "a")
     assert members(one.submit("both", 320)) == []  # 10 pages of each

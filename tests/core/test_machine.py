@@ -14,6 +14,11 @@ from millrace.core.request import RequestState
 from support.core_events import Bench, instance, of
 
 
+def in_order(**fields) -> SchedulerConfig:
+    """First come, first served, and nobody yields."""
+    return SchedulerConfig(policy="fcfs", preemption="none", **fields)
+
+
 def states(found):
     return [effect.state.value for effect in of(Record, found)]
 
@@ -67,7 +72,7 @@ def test_a_first_token_that_is_the_last_finishes_without_decoding():
 
 
 def test_an_instance_holds_tasks_ahead_and_the_rest_waits_in_order():
-    bench = Bench(instance("p0"), instance("d0"), config=SchedulerConfig(tasks_ahead=2))
+    bench = Bench(instance("p0"), instance("d0"), config=in_order(tasks_ahead=2))
     for name in ("a", "b", "c", "d"):
         bench.submit(name)
     assert [e.request_id for e in of(RunPrefill, bench.all)] == ["a", "b"]
@@ -139,7 +144,7 @@ def test_a_large_request_reserves_one_instance_and_others_go_on():
 
 
 def test_at_prefill_nobody_passes_the_head_of_the_line():
-    bench = Bench(instance("p0", pages=10), instance("d0"), config=SchedulerConfig(tasks_ahead=3))
+    bench = Bench(instance("p0", pages=10), instance("d0"), config=in_order(tasks_ahead=3))
     bench.submit("a", 100)  # 7 pages
     bench.submit("big", 100)
     assert not of(RunPrefill, bench.submit("small", 10))

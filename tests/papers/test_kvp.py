@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from itertools import combinations, pairwise
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from millrace.core.errors import CapacityError, ConfigError, IntegrityError
@@ -234,6 +234,7 @@ def test_growth_is_monotone_and_adds_up(workers, tokens, data):
     assert position == tokens
 
 
+@settings(deadline=None)  # thousands of tokens, one by one
 @given(
     st.lists(st.integers(0, 8), min_size=1, max_size=4),
     st.lists(st.integers(1, 300), max_size=20),

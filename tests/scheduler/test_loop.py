@@ -24,6 +24,8 @@ from millrace.telemetry.metrics import Registry
 from millrace.wire import scheduler_codec as codec
 from support.scheduler_peers import register, spec
 
+IN_ORDER = {"policy": "fcfs", "preemption": "none"}
+
 
 class Hand:
     """A clock that a test moves by hand."""
@@ -36,10 +38,10 @@ class Hand:
 
 
 @asynccontextmanager
-async def running(clock, *, ticking: bool = False):
+async def running(clock, *, ticking: bool = False, **scheduler):
     registry = Registry()
     recorder = Recorder(open_store(StoreConfig()))
-    config = SchedulerConfig(heartbeat_s=0.02, lease_s=1.0)
+    config = SchedulerConfig(heartbeat_s=0.02, lease_s=1.0, **scheduler)
     loop = SchedulerLoop(config, recorder, registry, clock)
     tasks = [asyncio.create_task(loop.run())]
     if ticking:
@@ -126,7 +128,7 @@ async def test_every_effect_has_its_handler():
 
 
 async def test_a_retried_request_goes_before_what_its_new_instance_holds():
-    async with running(Hand()) as (loop, registry):
+    async with running(Hand(), **IN_ORDER) as (loop, registry):
         lost, left = join(loop, "p0"), join(loop, "p1")
         join(loop, "d0"), join(loop, "d1")
         for name in ("a", "b", "c", "d"):  # p1 gets b and d
@@ -165,14 +167,14 @@ async def test_a_double_keeps_the_first_spec_even_while_draining():
 async def test_a_change_of_policy_waits_its_turn_and_shows_in_the_metrics():
     async with running(Hand()) as (loop, registry):
         text = registry.render()[0].decode()
-        info = 'millrace_scheduler_policy_info{planner="least_queue",policy="%s",preemption="none"}'
-        assert f"{info % 'fcfs'} 1.0" in text
+        info = 'policy_info{planner="least_queue",policy="%s",preemption="operator"}'
+        assert f"{info % 'millrace'} 1.0" in text
         prefill = join(loop, "p0")
         join(loop, "d0")
         await submit(loop, "a", Proxy(key="x#1"))
         changed = [PolicyChanged(policy=name) for name in ("edf", "lars", "lars", "edf")]
         before = await asyncio.gather(*(loop.set_policy(event) for event in changed))
-        assert before == ["fcfs", "edf", "lars", "lars"] and loop.machine.policy == "edf"
+        assert before == ["millrace", "edf", "lars", "lars"] and loop.machine.policy == "edf"
         assert kinds(await prefill.outbox.take()) == ["registered", "run_prefill"]
         text = registry.render()[0].decode()
         assert f"{info % 'edf'} 1.0" in text and info % "lars" not in text

@@ -46,7 +46,8 @@ def test_a_run_writes_all_that_was_asked_for(tmp_path):
     document = json.loads(out["json"].read_text())
     assert document["simulation"] == "run"
     assert document["settings"]["mix"] == "qwen"
-    assert document["scheduler"]["policy"] == "fcfs"
+    decided = document["scheduler"]
+    assert (decided["policy"], decided["preemption"]) == ("millrace", "operator")
     results = document["results"]
     assert results["requests"] == results["total"]["requests"] == 60
     assert set(results["classes"]) <= {"text", "image", "search", "file"}

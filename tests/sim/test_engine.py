@@ -39,7 +39,7 @@ def poisson(
 
 def test_first_come_first_served_on_one_instance_is_lindleys_recursion():
     requests = list(poisson(300, 8.0, new=0.5))
-    run = Run(toy_spec(), requests)
+    run = Run(toy_spec(config(policy="fcfs", preemption="none")), requests)
     free_s = 0.0
     for request in requests:
         start_s = max(free_s, request.arrival_s)

@@ -12,6 +12,7 @@ import typer
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
+from millrace.core.config import SchedulerConfig
 from millrace.core.errors import MillraceError
 from millrace.core.planning import PLANNERS
 from millrace.core.priority import POLICIES
@@ -111,6 +112,7 @@ PREEMPTION_HELP = "Where a running prefill may be stopped: none, chunk, layer, o
 BATCH_HELP = "Prompts are computed together up to this many tokens; 0: never."
 
 DEFAULT_PROFILE = "llama3-8b-a100-tp1"
+DEFAULTS = SchedulerConfig()  # a simulated scheduler decides as a live one does
 
 
 def plain_errors(command: Callable[P, None]) -> Callable[P, None]:

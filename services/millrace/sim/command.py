@@ -16,6 +16,7 @@ from millrace.core.errors import ConfigError
 from millrace.sim.arguments import (
     BATCH_HELP,
     DEFAULT_PROFILE,
+    DEFAULTS,
     PLANNER_HELP,
     POLICY_HELP,
     PREEMPTION_HELP,
@@ -89,10 +90,14 @@ def run(  # noqa: PLR0913 - every option of the command line is a parameter
     spp: Spp = 1,
     failure: Failures = [],  # noqa: B006
     autoscale: Autoscale = [],  # noqa: B006
-    policy: Annotated[str, typer.Option("--policy", help=POLICY_HELP)] = "fcfs",
-    planner: Annotated[str, typer.Option("--planner", help=PLANNER_HELP)] = "least_queue",
-    preemption: Annotated[str, typer.Option("--preemption", help=PREEMPTION_HELP)] = "none",
-    batch_tokens: Annotated[int, typer.Option("--batch-tokens", help=BATCH_HELP)] = 0,
+    policy: Annotated[str, typer.Option("--policy", help=POLICY_HELP)] = DEFAULTS.policy,
+    planner: Annotated[str, typer.Option("--planner", help=PLANNER_HELP)] = DEFAULTS.planner,
+    preemption: Annotated[
+        str, typer.Option("--preemption", help=PREEMPTION_HELP)
+    ] = DEFAULTS.preemption,
+    batch_tokens: Annotated[
+        int, typer.Option("--batch-tokens", help=BATCH_HELP)
+    ] = DEFAULTS.batch_tokens,
     settings: Settings = [],  # noqa: B006
     json: Json = None,
     plot: Annotated[

@@ -14,6 +14,7 @@ from millrace.core.errors import ConfigError
 from millrace.sim.arguments import (
     BATCH_HELP,
     DEFAULT_PROFILE,
+    DEFAULTS,
     PLANNER_HELP,
     POLICY_HELP,
     PREEMPTION_HELP,
@@ -80,10 +81,10 @@ def sweep_command(  # noqa: PLR0913
     spp: Spp = 1,
     failure: Failures = [],  # noqa: B006
     autoscale: Autoscale = [],  # noqa: B006
-    policy: Policies = ["fcfs"],  # noqa: B006
-    planner: Planners = ["least_queue"],  # noqa: B006
-    preemption: Preemptions = ["none"],  # noqa: B006
-    batch_tokens: Budgets = [0],  # noqa: B006
+    policy: Policies = [DEFAULTS.policy],  # noqa: B006
+    planner: Planners = [DEFAULTS.planner],  # noqa: B006
+    preemption: Preemptions = [DEFAULTS.preemption],  # noqa: B006
+    batch_tokens: Budgets = [DEFAULTS.batch_tokens],  # noqa: B006
     settings: Settings = [],  # noqa: B006
     axis: Annotated[
         str,

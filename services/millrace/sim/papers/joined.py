@@ -92,6 +92,11 @@ def scheduler(**fields: Any) -> SchedulerConfig:  # noqa: ANN401
     )
 
 
+def in_order(**fields: Any) -> SchedulerConfig:  # noqa: ANN401
+    """First come, first served."""
+    return scheduler(policy="fcfs", preemption="none", **fields)
+
+
 def apart(config: SchedulerConfig, *, max_chunk_tokens: int = 0) -> SimSpec:
     """Prefill and decode on GPUs of their own."""
     return SimSpec(
@@ -124,20 +129,23 @@ def together(config: SchedulerConfig, packing: PackingConfig, *, mixed: int, spp
 SYSTEMS: Mapping[str, Callable[[Case], SimSpec]] = MappingProxyType(
     {
         "chunked FCFS": lambda case: together(
-            scheduler(),
+            in_order(),
             PackingConfig(
                 t_target_s=1.0, adaptive=False, fixed_chunk_tokens=2048, multi_prefill=False
             ),
             mixed=2,
             spp=1,
         ),
-        "DistServe": lambda case: apart(scheduler()),
+        "DistServe": lambda case: apart(in_order()),
         "FlowPrefill": lambda case: apart(
             scheduler(policy="s_edf", preemption="operator", batch_tokens=2048, tasks_ahead=1)
         ),
-        "Tetris": lambda case: apart(scheduler(planner="cdsp", tasks_ahead=64)),
+        "Tetris": lambda case: apart(in_order(planner="cdsp", tasks_ahead=64)),
         "Medha": lambda case: together(
-            scheduler(policy="lars"), PackingConfig(t_target_s=0.05), mixed=1, spp=2
+            scheduler(policy="lars", preemption="none"),
+            PackingConfig(t_target_s=0.05),
+            mixed=1,
+            spp=2,
         ),
         "Millrace": lambda case: policy("millrace", case),
     }

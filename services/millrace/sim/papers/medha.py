@@ -44,6 +44,7 @@ def scheduler(policy: str, **fields: Any) -> SchedulerConfig:  # noqa: ANN401 - 
     """Nothing is refused or given up: all requests count."""
     return SchedulerConfig(
         policy=policy,
+        preemption="none",
         tasks_ahead=64,
         max_queue_requests=10**9,
         max_queue_s=1e9,

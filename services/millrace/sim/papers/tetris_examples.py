@@ -10,11 +10,11 @@ from pathlib import Path
 
 from rich.console import Console
 
-from millrace.core.config import SchedulerConfig
 from millrace.core.planning import PLANNERS, PlannerInputs
 from millrace.core.planning.plan import Plan
 from millrace.profiles import load_profile
 from millrace.sim.papers.outcome import Finding, Outcome
+from millrace.sim.papers.tetris import scheduler
 from millrace.sim.papers.tetris_table1 import PROFILE, K
 
 INSTANCES = 16
@@ -23,7 +23,7 @@ PRUDENT_RATE = 0.05  # of improvement, the least that the paper tries
 
 def plan(planner: str, tokens: int, queue_s: array[float], rate: float = PRUDENT_RATE) -> Plan:
     """A plan of the sixteen instances with these queues."""
-    config = SchedulerConfig(planner=planner, fixed_sp=8, improvement_rate=rate)
+    config = scheduler(planner=planner, fixed_sp=8, improvement_rate=rate)
     nodes = tuple(index // 8 for index in range(INSTANCES))
     latency = load_profile(PROFILE).prefill
     return PLANNERS[planner](PlannerInputs(latency=latency, nodes=nodes, config=config)).plan(
