@@ -155,6 +155,9 @@ class EngineConfig(_Section):
     device: str = _setting("auto", None, "auto, cpu, cuda or cuda:N")
     dtype: str = _setting("auto", _one_of("auto", "float32", "bfloat16"), "auto: the model's own")
     threads: int = _setting(0, _within(0, 4096), "compute threads; 0: all cores of the process")
+    tensor_parallel: int = _setting(
+        1, _within(1, 64), "ranks of an instance, each with its share of heads and widths"
+    )
     load_format: str = _setting(
         "auto", _one_of("auto", "dummy"), "dummy: random weights from config.json"
     )

@@ -45,6 +45,7 @@ class DecodeRole:
         self._context = context
         self._id = context.incarnation.id
         self._pool = context.engine.pool
+        self._runner = context.engine.runner
         self._page_tokens = context.engine.layout.page_tokens
         self._max_batch = context.config.engine.max_batch
         self._requests: dict[str, DecodeRequest] = {}
@@ -56,13 +57,11 @@ class DecodeRole:
         self._metrics = DecodeMetrics(context.registry)
         self._streams = TokenStreams(context.config.scheduler.lease_s, self._proxy_gone)
         self._journal = Journal(context.store, context.config.store.journal_interval_ms / 1e3)
-        self._batch = DecodeBatch(
-            context.engine.runner, context.engine.pool, Sampler(), max_batch=self._max_batch
-        )
+        self._batch = DecodeBatch(self._runner, self._pool, Sampler(), max_batch=self._max_batch)
         self._receiver = ReceiveManager(
             transport=context.transport,
             layout=context.engine.layout,
-            storage=context.engine.pool.storage,
+            storage=context.engine.storage,
             identity=(context.incarnation.id, context.incarnation.generation),
             config=context.config.transfer,
             on_first_tokens=self._first_tokens,
@@ -261,7 +260,7 @@ class DecodeRole:
         partial = request.prompt_tokens // self._page_tokens  # index of the last prompt page
         for sequence in request.sequences(self._page_tokens):
             if sequence.choice and request.prompt_tokens % self._page_tokens:
-                self._pool.copy_page(request.pages[partial], sequence.pages[partial])
+                self._runner.copy_page(request.pages[partial], sequence.pages[partial])
             self._batch.add(sequence)
         request.first_step_s = request.clock.now_s()
         self._metrics.join_s.observe(request.first_step_s - request.first_token_s)

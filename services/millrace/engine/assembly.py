@@ -19,6 +19,8 @@ from millrace.engine.kv_pool import KvPool
 from millrace.engine.loader import Model, load_model, model_hash, resolve_model
 from millrace.engine.model_config import ModelConfig
 from millrace.engine.model_runner import ModelRunner, PrefillTask
+from millrace.engine.parallel.group_runner import GroupRunner, load_ranks
+from millrace.engine.parallel.rank_group import RankGroup
 from millrace.profiles import eq_1
 from millrace.profiles.cache import ProfileKey
 from millrace_kernels.api import Backend, describe_backends
@@ -37,11 +39,16 @@ class Engine:
     folder: Path
     model_hash: str
     device: torch.device
-    layout: KvLayout
-    pool: KvPool
-    runner: ModelRunner
+    layout: KvLayout  # of `storage`, all heads
+    pool: KvPool  # keeps the book of pages; rank 0's, where there are more
+    storage: torch.Tensor  # the KV of all ranks that this process can read, for transfers
+    runner: ModelRunner | GroupRunner
     backends: str  # which computes what, for the log
     max_context_tokens: int
+
+    def close(self) -> None:
+        """Ends the other ranks, if there are any."""
+        self.runner.close()
 
 
 def open_engine(
@@ -65,43 +72,95 @@ def open_engines(
     memory that one would get. Otherwise as `open_engine`.
     """
     device = resolve_device(config.device)
-    torch.set_num_threads(config.threads or len(os.sched_getaffinity(0)))
+    ranks = config.tensor_parallel
+    if ranks > 1 and count > 1:
+        raise ConfigError(
+            f"engine.tensor_parallel is {ranks}; instances that share their weights can have 1"
+        )
+    threads = max(1, (config.threads or len(os.sched_getaffinity(0))) // ranks)
+    torch.set_num_threads(threads)
     folder = resolve_model(model)
-    loaded = load_model(
-        folder,
-        device=str(device),
-        dtype=config.dtype,
-        load_format=config.load_format,
-        progress=progress,
-    )
-    c = loaded.config
-    context = config.max_context_tokens or c.max_context_tokens
-    if context > c.max_context_tokens:
+    group = None
+    if ranks > 1:
+        group = RankGroup(ranks, device=str(device), threads=threads)
+    try:
+        if group is None:
+            loaded = load_model(
+                folder,
+                device=str(device),
+                dtype=config.dtype,
+                load_format=config.load_format,
+                progress=progress,
+            )
+        else:
+            loaded = load_ranks(
+                group,
+                folder,
+                dtype=config.dtype,
+                load_format=config.load_format,
+                progress=progress,
+            )
+        whole = ModelConfig.from_folder(folder)
+        context = _context(config, whole, folder)
+        layout = _layout(loaded, whole, config, device, context, count)
+        return [_engine(folder, loaded, layout, context, config, group) for _ in range(count)]
+    except BaseException:
+        if group is not None:
+            group.close()
+        raise
+
+
+def _context(config: EngineConfig, model: ModelConfig, folder: Path) -> int:
+    context = config.max_context_tokens or model.max_context_tokens
+    if context > model.max_context_tokens:
         raise ConfigError(
             f"engine.max_context_tokens is {context}; {folder} allows at most "
-            f"{c.max_context_tokens}"
+            f"{model.max_context_tokens}"
         )
+    return context
+
+
+def _layout(
+    loaded: Model,
+    whole: ModelConfig,
+    config: EngineConfig,
+    device: torch.device,
+    context: int,
+    count: int,
+) -> KvLayout:
+    """Of each of `count` instances: all heads of the whole model, in a part for each rank's."""
     one_page = KvLayout(
         model_hash=loaded.hash,
         dtype=str(loaded.dtype).removeprefix("torch."),
-        num_layers=c.num_layers,
-        num_kv_heads=c.num_kv_heads,
-        head_dim=c.head_dim,
+        num_layers=whole.num_layers,
+        num_kv_heads=whole.num_kv_heads,
+        head_dim=whole.head_dim,
         page_tokens=config.page_tokens,
         head_start=0,
-        head_count=c.num_kv_heads,
+        head_count=whole.num_kv_heads,
         num_pages=1,
+        parts=min(config.tensor_parallel, whole.num_kv_heads),
     )
-    size = pool_bytes(config, device, context * one_page.bytes_per_token) // count
-    layout = _sized(one_page, size)
-    return [_engine(folder, loaded, layout, context, config) for _ in range(count)]
+    return _sized(one_page, pool_bytes(config, device, context * one_page.bytes_per_token) // count)
 
 
 def _engine(
-    folder: Path, model: Model, layout: KvLayout, context: int, config: EngineConfig
+    folder: Path,
+    model: Model,
+    layout: KvLayout,
+    context: int,
+    config: EngineConfig,
+    group: RankGroup | None,
 ) -> Engine:
-    pool = KvPool(layout, device=model.device)
-    runner = ModelRunner(model, pool, attention_backend=config.attention_backend)
+    runner: ModelRunner | GroupRunner
+    if group is None:
+        pool = KvPool(layout, device=model.device)
+        runner = ModelRunner(model, pool, attention_backend=config.attention_backend)
+        storage = pool.storage
+    else:
+        own = replace(layout, head_count=layout.part_heads, parts=1)
+        runner = GroupRunner(group, model, own, attention_backend=config.attention_backend)
+        pool, storage = runner.pool, runner.storage
     attention = _attention_backend(runner, config)
     rest = rows_backend(model.device, model.dtype)
     return Engine(
@@ -110,6 +169,7 @@ def _engine(
         device=model.device,
         layout=layout,
         pool=pool,
+        storage=storage,
         runner=runner,
         backends=f"attention {attention}, linears and sampling {rest}; {describe_backends()}",
         max_context_tokens=min(context, layout.num_pages * layout.page_tokens),
@@ -142,6 +202,7 @@ def profile_key(model: str | Path, config: EngineConfig) -> ProfileKey:
         dtype=dtype,
         threads=config.threads or len(os.sched_getaffinity(0)),
         max_chunk_tokens=config.max_chunk_tokens,
+        tensor_parallel=config.tensor_parallel,
     )
 
 
@@ -174,7 +235,7 @@ def available_bytes() -> int:
     return os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
 
 
-def _attention_backend(runner: ModelRunner, config: EngineConfig) -> Backend:
+def _attention_backend(runner: ModelRunner | GroupRunner, config: EngineConfig) -> Backend:
     try:
         return runner.attention_backend()
     except ValueError as error:

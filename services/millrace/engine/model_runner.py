@@ -188,6 +188,13 @@ class ModelRunner:
         """float32 [n, vocab]: logits of rows of `PrefillTask.hidden`."""
         return self._lm_head(hidden).float()
 
+    def copy_page(self, source: int, target: int) -> None:
+        """`KvPool.copy_page`."""
+        self.pool.copy_page(source, target)
+
+    def close(self) -> None:
+        """Nothing to end: a group of ranks has."""
+
     def _run(
         self, state: Activations, tasks: Sequence[PrefillTask], operators: tuple[Operator, ...]
     ) -> Generator[Boundary]:

@@ -18,6 +18,7 @@ import torch
 
 from millrace.core.errors import CapacityError, MillraceError, TransferError
 from millrace.engine.execution_pool import Boundary, ExecutionPool
+from millrace.engine.parallel.rank_group import RankError
 from millrace.prefill.compute import Entry, PrefillCompute, PrefillOutcome, Work, task_name
 from millrace.prefill.job import Cancelled, PrefillJob
 from millrace.prefill.metrics import PrefillMetrics
@@ -58,7 +59,7 @@ class PrefillRole:
         self._sender = SendManager(
             transport=context.transport,
             layout=context.engine.layout,
-            storage=context.engine.pool.storage,
+            storage=context.engine.storage,
             identity=(context.incarnation.id, context.incarnation.generation),
             config=context.config.transfer,
         )
@@ -154,6 +155,7 @@ class PrefillRole:
 
     async def _serve(self, job: PrefillJob) -> None:
         reason = ""
+        fallen: RankError | None = None
         try:
             await self._work(job)
         except Cancelled:
@@ -162,6 +164,7 @@ class PrefillRole:
         except MillraceError as error:
             reason = str(error)
             self._report(job, error)
+            fallen = error if isinstance(error, RankError) else None
         if job.session is not None:
             await job.session.abort(reason)
             self._metrics.sent(job.session)
@@ -169,6 +172,8 @@ class PrefillRole:
         del self._jobs[job.request_id]
         self._changed.set()
         self._context.send(request_released(job.request_id))
+        if fallen is not None:
+            raise fallen  # nothing can be computed here any more
 
     async def _work(self, job: PrefillJob) -> None:
         """Raises Cancelled, or MillraceError when the job can't be done."""

@@ -85,6 +85,7 @@ def _measure(options: ProfileOptions, config: EngineConfig) -> tuple[Measured, S
             layers=engine.layout.num_layers,
             kv_bytes_per_token=engine.layout.bytes_per_token,
             max_chunk_tokens=config.max_chunk_tokens,
+            tp=config.tensor_parallel,
         )
         workload = Workload(
             engine,

@@ -44,6 +44,7 @@ class Subject:
     layers: int
     kv_bytes_per_token: int
     max_chunk_tokens: int
+    tp: int = 1
 
 
 def build_profile(subject: Subject, measured: Measured) -> Profile:
@@ -54,7 +55,7 @@ def build_profile(subject: Subject, measured: Measured) -> Profile:
         name=f"{subject.model}-{subject.dtype}-{subject.threads}-threads",
         model=subject.model,
         device=subject.device,
-        tp=1,
+        tp=subject.tp,
         layers=subject.layers,
         kv_bytes_per_token=subject.kv_bytes_per_token,
         prefill=_by_degree(one, subject.layers, reference),

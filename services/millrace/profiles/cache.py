@@ -38,6 +38,7 @@ class ProfileKey:
     dtype: str
     threads: int
     max_chunk_tokens: int
+    tensor_parallel: int = 1
 
     @property
     def file_name(self) -> str:

@@ -129,6 +129,7 @@ async def serve_role(
     instance_id = options.instance_id or f"worker-{uuid.uuid4().hex[:8]}"
     incarnation = common_pb2.Incarnation(id=instance_id, generation=time.time_ns())
     async with contextlib.AsyncExitStack() as stack:
+        stack.callback(engine.close)
         transport = _open_transport(options.host, incarnation)
         stack.push_async_callback(asyncio.to_thread, transport.close)
         store = open_store(config.store)

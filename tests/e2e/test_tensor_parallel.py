@@ -1,0 +1,70 @@
+"""Instances of several ranks in a whole stack: any degree of prefill into any of decode."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+
+import httpx
+import pytest
+
+from millrace.up import Stack, StackOptions
+from support.live_stack import POOL_BYTES, eventually, greedy_ids
+from support.served_model import served_folder
+from support.tiny_models import oracle, prompt
+
+
+def options(prefill: int, decode: int) -> StackOptions:
+    return StackOptions(
+        model=str(served_folder("llama")),
+        model_name="tiny",
+        prefill=1,
+        decode=1,
+        port=0,
+        threads=1,
+        start_timeout_s=120,
+        settings=[f"engine.kv_bytes={POOL_BYTES}", "engine.dtype=float32"],
+        role_settings={
+            "prefill": [f"engine.tensor_parallel={prefill}", "engine.max_chunk_tokens=128"],
+            "decode": [f"engine.tensor_parallel={decode}"],
+        },
+    )
+
+
+@pytest.mark.parametrize(("prefill", "decode"), [(2, 1), (1, 2), (2, 2)])
+async def test_any_degree_into_any_other_gives_the_oracles_tokens(
+    prefill: int, decode: int
+) -> None:
+    async with (
+        Stack(options(prefill, decode)) as stack,
+        httpx.AsyncClient(base_url=stack.url, timeout=60) as client,
+    ):
+        prompts = [prompt(n, seed=n) for n in (600, 20, 45, 33)]
+        found = await asyncio.gather(*(greedy_ids(client, ids, 6) for ids in prompts))
+    for ids, answer in zip(prompts, found, strict=True):
+        assert answer == oracle("llama").greedy(ids, 6)
+
+
+async def test_an_instance_that_lost_a_rank_is_started_again() -> None:
+    async with (
+        Stack(options(2, 1)) as stack,
+        httpx.AsyncClient(base_url=stack.url, timeout=60) as client,
+    ):
+        expected = await greedy_ids(client, prompt(40), 4)
+        service = stack.services["prefill-0"]
+        assert service.process is not None
+        os.kill(rank_of(service.process.pid), signal.SIGKILL)
+        assert await greedy_ids(client, prompt(40), 4) == expected  # tried again after the restart
+        await eventually(lambda: service.restarts == 1)
+
+
+def rank_of(pid: int) -> int:
+    """The process of rank 1: the child that is not multiprocessing's resource tracker."""
+    for task in os.listdir(f"/proc/{pid}/task"):
+        with open(f"/proc/{pid}/task/{task}/children", encoding="ascii") as children:
+            for child in children.read().split():
+                with open(f"/proc/{child}/cmdline", encoding="utf-8") as command:
+                    if "spawn_main" in command.read():
+                        return int(child)
+    raise AssertionError(f"process {pid} has no rank")
