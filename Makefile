@@ -13,8 +13,12 @@ demo: setup ## a whole stack on this machine: one long and several short chats, 
 up: setup ## a whole stack on this machine until Ctrl-C
 	$(BIN)/millrace up
 
+# Tests that only compute share the cores. The others start processes or watch the clock: one at a time.
+COMPUTING := $(addprefix tests/,core engine kernels models papers profiles sim)
+
 test: setup lint ## lint and the whole test suite
-	$(BIN)/python -m pytest -m "not slow and not gpu"
+	$(BIN)/python -m pytest -m "not slow and not gpu" -n auto --dist worksteal $(COMPUTING)
+	$(BIN)/python -m pytest -m "not slow and not gpu" $(COMPUTING:%=--ignore=%)
 
 test-slow: setup ## stress that takes minutes
 	$(BIN)/python -m pytest -m slow

@@ -173,6 +173,10 @@ def up(
         int,
         typer.Option("--colocated", min=0, help="Instances that do both, in place of the others."),
     ] = 0,
+    max_chunk_tokens: Annotated[
+        int | None,
+        typer.Option("--max-chunk-tokens", min=1, help="As engine.max_chunk_tokens."),
+    ] = None,
     host: Host = "127.0.0.1",
     port: Port = 8080,
     redis: Annotated[
@@ -193,6 +197,8 @@ def up(
     """The whole stack on this machine, until Ctrl-C: proxy, scheduler, prefill, decode, Redis."""
     from millrace.up import StackOptions, run_until_stopped
 
+    if max_chunk_tokens is not None:
+        settings = [*settings, f"engine.max_chunk_tokens={max_chunk_tokens}"]
     tree = _configure(config, settings, "up")
     _run(
         run_until_stopped(
