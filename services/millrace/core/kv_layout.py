@@ -4,7 +4,7 @@ The pool is one contiguous allocation of shape
 ``[num_layers, num_pages, 2, head_count, page_tokens, head_dim]``: K is plane 0 and V plane 1 of a
 page, and a head's rows of a page are contiguous (HND), so that heads can be split at any boundary
 between sender and receiver. The pools of a tensor-parallel instance lie behind each other in one
-piece of memory (``parts``), each with its share of the heads, so that one transfer carries them all.
+piece of memory (``parts``), each with its share of the heads: one transfer carries them all.
 """
 
 from __future__ import annotations
