@@ -153,6 +153,43 @@ def test_at_prefill_nobody_passes_the_head_of_the_line():
     assert [e.request_id for e in of(RunPrefill, found)] == ["big", "small"]
 
 
+@pytest.mark.parametrize("policy", ["fcfs", "edf", "s_edf"])
+def test_with_preemption_too_nobody_takes_the_pages_that_the_head_waits_for(policy):
+    """Whoever passes it yields compute when it can start, but pages only at its own end."""
+    config = SchedulerConfig(policy=policy, preemption="operator")
+    bench = Bench(instance("p0", pages=100), instance("d0", pages=9999, batch=99), config=config)
+    for number in range(2):
+        bench.submit(f"s{number}", 160, ttft_s=50.0)
+    bench.submit("big", 1500, ttft_s=60.0)  # 94 pages
+    for number in range(2, 20):
+        bench.submit(f"s{number}", 160, ttft_s=200.0)
+    assert [e.request_id for e in of(RunPrefill, bench.all)] == ["s0", "s1"]
+    for name in ("s0", "s1"):
+        bench.chunk_started("p0", name)
+        bench.computed("p0", name)
+        bench.released("p0", name)
+    assert of(RunPrefill, bench.all)[2].request_id == "big"
+
+
+def test_a_page_hungry_head_keeps_one_instance_and_others_go_on_elsewhere():
+    config = SchedulerConfig(policy="edf", preemption="operator", tasks_ahead=3)
+    prefill = [instance(name, pages=100) for name in ("p0", "p1")]
+    bench = Bench(*prefill, instance("d0", pages=9999, batch=99), config=config)
+    for number in range(4):
+        bench.submit(f"s{number}", 160, ttft_s=50.0)
+    bench.submit("big", 1500, ttft_s=60.0)
+    bench.submit("late", 16, ttft_s=200.0)
+    sent = {e.request_id: e.instance_id for e in of(RunPrefill, bench.all)}
+    assert "big" not in sent
+    assert "late" in sent
+    kept = ({"p0", "p1"} - {sent["late"]}).pop()
+    for name in [name for name, where in sent.items() if where == kept]:
+        bench.chunk_started(kept, name)
+        bench.computed(kept, name)
+        found = bench.released(kept, name)
+    assert [(e.request_id, e.instance_id) for e in of(RunPrefill, found)] == [("big", kept)]
+
+
 def test_a_request_that_its_own_leftovers_keep_back_blocks_nobody():
     bench = Bench(instance("p0"), instance("d0"), config=SchedulerConfig(tasks_ahead=9))
     late = ["a", "b", "c", "d", "e", "f"]

@@ -144,22 +144,34 @@ class Rounds:
 
     def _dispatch(self, pool: Pool) -> None:
         pool.lacks_pages = False
+        kept: set[str] = set()
         index = 0
         while index < len(pool.line) and pool.prefill:
             request = pool.line[index]
-            chunks = self._plan(request, pool)
+            chunks = self._plan(request, pool, kept)
             if chunks is not None:
                 self._start(request, chunks, pool)
             elif not pool.could_prefill(request):
                 index += 1  # an earlier attempt is still wherever it could go
                 pool.lacks_pages = True
             elif pool.board.preemptive and index < MAX_PASSED:
-                index += 1  # whoever passes it yields when it can start
+                index += 1  # whoever passes it yields when it can start, but not its pages
+                kept.update(self._waits_for(request, pool, kept))
+                if len(kept) == len(pool.prefill):
+                    return
             else:
                 return  # its turn comes first
 
-    def _plan(self, request: Request, pool: Pool) -> tuple[Chunk, ...] | None:
-        """Chunks of which the first can be taken in now, or None.
+    def _waits_for(self, request: Request, pool: Pool, kept: set[str]) -> list[str]:
+        """Instances whose pages the request keeps: the freest, where no group has the pages now."""
+        others = [one for one in pool.prefill.values() if one.id not in kept]
+        if not others or any(one.has_room(request, pool.largest_group) for one in others):
+            return []
+        others.sort(key=lambda one: (-one.free_pages, one.id))
+        return [one.id for one in others[: self._least_sp(request, others)]]
+
+    def _plan(self, request: Request, pool: Pool, kept: set[str]) -> tuple[Chunk, ...] | None:
+        """Chunks of which the first can be taken in now, or None; on no instance that is `kept`.
 
         That is when its instances have a task slot among the tasks that go before the request, and
         all instances of the plan have the pages for their shares. A group smaller than the largest
@@ -183,6 +195,7 @@ class Rounds:
                 (card.kv_pages - one.used_pages) * card.page_tokens * largest < tokens
                 or tokens > card.max_context_tokens
                 or request_id in one.holdings
+                or one.id in kept
             ):
                 queue_s[index] = NO_ROOM_S
                 pool.lacks_pages = True
