@@ -4,7 +4,11 @@ from __future__ import annotations
 
 import os
 import random
+import subprocess
+import sys
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from statistics import median
 
 import psutil
@@ -12,6 +16,7 @@ import pytest
 
 from millrace.cli import SHIPPED_MODEL
 from millrace.core.config import EngineConfig
+from millrace.core.correction import Corrections
 from millrace.engine.assembly import open_engine
 from millrace.profiler.fitting import prefill_latency
 from millrace.profiler.measure import measure, usual
@@ -48,3 +53,38 @@ def test_unseen_prefills_are_predicted_within_fifteen_percent() -> None:
     if busy > BUSY:
         pytest.skip(f"others used {100 * busy:.0f} % of the cores: times mean nothing")
     assert median(errors) < 0.15, sorted(errors)
+
+
+@pytest.mark.slow
+def test_online_correction_keeps_up_with_a_loaded_machine() -> None:
+    """Every core is taken by others all the time: prefill takes about twice what was profiled."""
+    engine = open_engine(SHIPPED_MODEL, EngineConfig(device="cpu", threads=1))
+    workload = Workload(engine, max_chunk_tokens=CHUNK, max_batch=64)
+    measured = measure(workload, 10.0)
+    latency, corrections = prefill_latency(measured), Corrections()
+    draw, errors = random.Random(1), []
+    with busy_cores():
+        for _ in range(60):
+            tokens = draw.randrange(600, CHUNK)  # long beside a slice of the system's scheduler
+            modelled_s = latency.chunk_s(tokens, 0)
+            predicted_s = corrections.factor("p") * modelled_s
+            taken_s = workload.prefill(tokens, 0).seconds
+            errors.append(abs(predicted_s / taken_s - 1.0))
+            corrections.observe("p", predicted_s=modelled_s, observed_s=taken_s)
+    workload.close()
+    assert median(errors[20:]) < 0.15, sorted(errors)
+    assert corrections.factor("p") > 1.2  # or nothing was there to correct
+
+
+@contextmanager
+def busy_cores() -> Iterator[None]:
+    loops = [
+        subprocess.Popen([sys.executable, "-c", "while True: pass"])
+        for _ in range(os.cpu_count() or 1)
+    ]
+    try:
+        yield
+    finally:
+        for loop in loops:
+            loop.kill()
+            loop.wait()

@@ -214,6 +214,9 @@ class ExecutionPool:
             task.compute_s = task.spent_s()
             if is_left and not task.dropped:
                 task.suspended()
+                with self._changed:
+                    self._running = None
+                    task.dropped = task.is_unwanted()  # who looked a moment ago took it to run
                 return
             if is_left:
                 error = _close(task)

@@ -84,7 +84,7 @@ class PrefillRole:
         register.role = self.name
 
     def heartbeat(self) -> scheduler_pb2.Heartbeat:
-        running = int(self._execution.is_running)
+        running = min(int(self._execution.is_running), len(self._jobs))  # its last may be gone
         return scheduler_pb2.Heartbeat(
             free_pages=self._pool.free_pages, running=running, waiting=len(self._jobs) - running
         )
