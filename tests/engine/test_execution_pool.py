@@ -1,4 +1,4 @@
-"""The execution pool: one task at a time, the first in order, left and gone on with at boundaries."""
+"""The execution pool: one task at a time, the first in order, left and gone on with as told."""
 
 from __future__ import annotations
 
