@@ -167,7 +167,11 @@ def checks(engine: Engine, *, tokens: int, rounds: int) -> Checks:
         _submit(pool, "long", long.steps()).result(_WAIT_S)
 
     thread = ThreadPoolExecutor(1)
-    ways = [("bare", lambda: thread.submit(long.bare).result(_WAIT_S)), ("pool", through_pool)]
+
+    def on_a_thread() -> None:
+        thread.submit(long.bare).result(_WAIT_S)
+
+    ways = [("bare", on_a_thread), ("pool", through_pool)]
     try:
         for number in range(rounds + 1):
             for name, way in ways if number % 2 else ways[::-1]:
