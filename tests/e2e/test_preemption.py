@@ -37,7 +37,7 @@ async def timed(client: httpx.AsyncClient, ids: list[int], ttft_ms: int) -> tupl
     return time.monotonic() - start_s, response.json()
 
 
-@pytest.mark.parametrize("policy", ["s_edf", "millrace"])
+@pytest.mark.parametrize("policy", [pytest.param("s_edf", marks=pytest.mark.slow), "millrace"])
 async def test_short_ones_pass_a_long_one(policy: str) -> None:
     settings = [
         *("engine.dtype=float32", "engine.kv_bytes=200000000"),

@@ -32,7 +32,14 @@ def options(prefill: int, decode: int) -> StackOptions:
     )
 
 
-@pytest.mark.parametrize(("prefill", "decode"), [(2, 1), (1, 2), (2, 2)])
+@pytest.mark.parametrize(
+    ("prefill", "decode"),
+    [
+        (2, 1),
+        pytest.param(1, 2, marks=pytest.mark.slow),
+        pytest.param(2, 2, marks=pytest.mark.slow),
+    ],
+)
 async def test_any_degree_into_any_other_gives_the_oracles_tokens(
     prefill: int, decode: int
 ) -> None:
