@@ -27,16 +27,16 @@ async def test_it_shows_and_changes_the_policy_and_writes_both_as_json(tmp_path)
     path = tmp_path / "answer.json"
     async with scheduler() as net:
         address = ("--scheduler", net.address)
-        assert await policy("s_edf", *address, "--json", str(path)) == (0, "fcfs -> s_edf\n")
-        assert json.loads(path.read_text()) == {"policy": "s_edf", "before": "fcfs"}
+        assert await policy("s_edf", *address, "--json", str(path)) == (0, "millrace -> s_edf\n")
+        assert json.loads(path.read_text()) == {"policy": "s_edf", "before": "millrace"}
         status, shown = await policy(*address, "--json", str(path))
         assert (status, shown.split()[:6]) == (
             0,
-            ["policy", "s_edf", "preemption", "none", "planner", "least_queue"],
+            ["policy", "s_edf", "preemption", "operator", "planner", "least_queue"],
         )
         assert json.loads(path.read_text()) == {
             "policy": "s_edf",
-            "preemption": "none",
+            "preemption": "operator",
             "planner": "least_queue",
             "policies": list(POLICIES),
         }
@@ -49,7 +49,7 @@ async def test_what_goes_wrong_is_said_in_one_line(tmp_path) -> None:
         assert await policy("sjf", *address) == (1, told)
         status, said = await policy(*address, "--json", str(tmp_path))
         assert status == 1 and said.splitlines()[-1].startswith(f"millrace: --json {tmp_path}: ")
-        assert (await net.status()).policy == "fcfs"
+        assert (await net.status()).policy == "millrace"
     status, said = await policy("edf", *address)
     assert status == 1 and said.startswith(f"millrace: no scheduler at {net.address}: ")
     assert said.count("\n") == 1
