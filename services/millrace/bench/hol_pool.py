@@ -19,7 +19,6 @@ from millrace.engine.assembly import Engine
 from millrace.engine.execution_pool import Boundary, ExecutionPool, PoolTask
 from millrace.engine.model_runner import PrefillTask
 
-_LAYER_ENDS = ("down_proj", "experts")
 _WAIT_S = 120.0  # for a task, before the pool counts as broken
 
 
@@ -93,8 +92,7 @@ class LongPrefill:
         """What the pool runs: a boundary after every operator and pass."""
         for task in self.passes():
             for boundary in self._engine.runner.prefill(task):
-                is_layer = boundary.operator in _LAYER_ENDS
-                yield Boundary.LAYER if is_layer else Boundary.OPERATOR
+                yield Boundary.after(boundary.operator)
             yield Boundary.PASS
 
     def timed_steps(self) -> Generator[Boundary]:

@@ -25,6 +25,8 @@ import torch
 RUN_AHEAD_OPERATORS: Final = 4
 """Operators that the host may have enqueued on a GPU beyond the one that executes."""
 
+_LAYER_ENDS: Final = ("down_proj", "experts")
+
 
 class Boundary(IntEnum):
     """What ends where a task may be left, the finest first."""
@@ -40,6 +42,11 @@ class Boundary(IntEnum):
         return {"operator": cls.OPERATOR, "layer": cls.LAYER, "chunk": cls.PASS, "none": cls.END}[
             granularity
         ]
+
+    @classmethod
+    def after(cls, operator: str) -> Boundary:
+        """What ends with an operator of a forward pass."""
+        return cls.LAYER if operator in _LAYER_ENDS else cls.OPERATOR
 
 
 @dataclass(eq=False, slots=True, kw_only=True)

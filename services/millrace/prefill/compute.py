@@ -26,8 +26,6 @@ from millrace.worker.codec import passes
 
 LOGPROB_BLOCK_TOKENS = 256
 
-_LAYER_ENDS = ("down_proj", "experts")
-
 
 @dataclass(slots=True)
 class PrefillOutcome:
@@ -230,7 +228,7 @@ class Entry:
                 if boundary.operator == "attn":
                     for part in parts:
                         self._publish(part, boundary.layer)
-                yield Boundary.LAYER if boundary.operator in _LAYER_ENDS else Boundary.OPERATOR
+                yield Boundary.after(boundary.operator)
         finally:
             boundaries.close()  # here and now: what it frees belongs to this thread
             publisher.flush()  # the pages must not be freed under the device's hands

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping
+from dataclasses import fields
 from typing import Any
 
 from millrace.core import effects, events
@@ -128,109 +129,28 @@ def from_worker(
     return event
 
 
-def _load(m: scheduler_pb2.Heartbeat, instance_id: str, generation: int) -> events.LoadReported:
-    return events.LoadReported(
-        instance_id=instance_id,
-        generation=generation,
-        free_pages=m.free_pages,
-        running=m.running,
-        waiting=m.waiting,
-    )
+def _says(event: type) -> Callable[[Any, str, int], events.Event]:
+    """A builder of the event from the message whose fields have the same names."""
+    names = [f.name for f in fields(event) if f.name not in ("instance_id", "generation")]
 
+    def build(message: Any, instance_id: str, generation: int) -> events.Event:  # noqa: ANN401
+        said = {name: getattr(message, name) for name in names}
+        found: events.Event = event(instance_id=instance_id, generation=generation, **said)
+        return found
 
-def _chunk_started(
-    m: scheduler_pb2.ChunkStarted, instance_id: str, generation: int
-) -> events.ChunkStarted:
-    return events.ChunkStarted(
-        instance_id=instance_id,
-        generation=generation,
-        request_id=m.request_id,
-        chunk_index=m.chunk_index,
-    )
-
-
-def _chunk_finished(
-    m: scheduler_pb2.ChunkFinished, instance_id: str, generation: int
-) -> events.ChunkFinished:
-    return events.ChunkFinished(
-        instance_id=instance_id,
-        generation=generation,
-        request_id=m.request_id,
-        chunk_index=m.chunk_index,
-        compute_s=m.compute_s,
-        last=m.last,
-    )
-
-
-def _chunk_suspended(
-    m: scheduler_pb2.ChunkSuspended, instance_id: str, generation: int
-) -> events.ChunkSuspended:
-    return events.ChunkSuspended(
-        instance_id=instance_id,
-        generation=generation,
-        request_id=m.request_id,
-        chunk_index=m.chunk_index,
-        compute_s=m.compute_s,
-    )
-
-
-def _released(
-    m: scheduler_pb2.RequestReleased, instance_id: str, generation: int
-) -> events.RequestReleased:
-    return events.RequestReleased(
-        instance_id=instance_id, generation=generation, request_id=m.request_id
-    )
-
-
-def _decode_started(
-    m: scheduler_pb2.DecodeStarted, instance_id: str, generation: int
-) -> events.DecodeStarted:
-    return events.DecodeStarted(
-        instance_id=instance_id, generation=generation, request_id=m.request_id
-    )
-
-
-def _finished(
-    m: scheduler_pb2.RequestFinished, instance_id: str, generation: int
-) -> events.RequestFinished:
-    return events.RequestFinished(
-        instance_id=instance_id,
-        generation=generation,
-        request_id=m.request_id,
-        reason=m.reason,
-        generated_tokens=m.generated_tokens,
-    )
-
-
-def _failed(
-    m: scheduler_pb2.RequestFailed, instance_id: str, generation: int
-) -> events.RequestFailed:
-    return events.RequestFailed(
-        instance_id=instance_id,
-        generation=generation,
-        request_id=m.request_id,
-        message=m.message,
-        retryable=m.retryable,
-    )
-
-
-def _draining(
-    m: scheduler_pb2.Draining, instance_id: str, generation: int
-) -> events.InstanceDraining:
-    del m  # it says nothing more
-    return events.InstanceDraining(instance_id=instance_id, generation=generation)
+    return build
 
 
 _FROM_WORKER: Mapping[str, Callable[[Any, str, int], events.Event]] = {
-    "heartbeat": _load,
-    "chunk_started": _chunk_started,
-    "chunk_finished": _chunk_finished,
-    "chunk_suspended": _chunk_suspended,
-    "request_released": _released,
-    "decode_started": _decode_started,
-    "request_finished": _finished,
-    "request_failed": _failed,
-    "draining": _draining,
+    "heartbeat": _says(events.LoadReported),
+    "chunk_started": _says(events.ChunkStarted),
+    "chunk_finished": _says(events.ChunkFinished),
+    "chunk_suspended": _says(events.ChunkSuspended),
+    "request_released": _says(events.RequestReleased),
+    "decode_started": _says(events.DecodeStarted),
+    "request_finished": _says(events.RequestFinished),
+    "request_failed": _says(events.RequestFailed),
+    "draining": _says(events.InstanceDraining),
 }
 
 
