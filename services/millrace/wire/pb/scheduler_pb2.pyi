@@ -96,7 +96,7 @@ class Member(_message.Message):
     def __init__(self, incarnation: _Optional[_Union[_common_pb2.Incarnation, _Mapping]] = ..., address: _Optional[str] = ...) -> None: ...
 
 class WorkerMessage(_message.Message):
-    __slots__ = ("register", "heartbeat", "chunk_started", "chunk_finished", "request_released", "decode_started", "request_finished", "request_failed", "draining", "chunk_suspended")
+    __slots__ = ("register", "heartbeat", "chunk_started", "chunk_finished", "request_released", "decode_started", "request_finished", "request_failed", "draining", "chunk_suspended", "prefix_landed")
     REGISTER_FIELD_NUMBER: _ClassVar[int]
     HEARTBEAT_FIELD_NUMBER: _ClassVar[int]
     CHUNK_STARTED_FIELD_NUMBER: _ClassVar[int]
@@ -107,6 +107,7 @@ class WorkerMessage(_message.Message):
     REQUEST_FAILED_FIELD_NUMBER: _ClassVar[int]
     DRAINING_FIELD_NUMBER: _ClassVar[int]
     CHUNK_SUSPENDED_FIELD_NUMBER: _ClassVar[int]
+    PREFIX_LANDED_FIELD_NUMBER: _ClassVar[int]
     register: Register
     heartbeat: Heartbeat
     chunk_started: ChunkStarted
@@ -117,10 +118,11 @@ class WorkerMessage(_message.Message):
     request_failed: RequestFailed
     draining: Draining
     chunk_suspended: ChunkSuspended
-    def __init__(self, register: _Optional[_Union[Register, _Mapping]] = ..., heartbeat: _Optional[_Union[Heartbeat, _Mapping]] = ..., chunk_started: _Optional[_Union[ChunkStarted, _Mapping]] = ..., chunk_finished: _Optional[_Union[ChunkFinished, _Mapping]] = ..., request_released: _Optional[_Union[RequestReleased, _Mapping]] = ..., decode_started: _Optional[_Union[DecodeStarted, _Mapping]] = ..., request_finished: _Optional[_Union[RequestFinished, _Mapping]] = ..., request_failed: _Optional[_Union[RequestFailed, _Mapping]] = ..., draining: _Optional[_Union[Draining, _Mapping]] = ..., chunk_suspended: _Optional[_Union[ChunkSuspended, _Mapping]] = ...) -> None: ...
+    prefix_landed: PrefixLanded
+    def __init__(self, register: _Optional[_Union[Register, _Mapping]] = ..., heartbeat: _Optional[_Union[Heartbeat, _Mapping]] = ..., chunk_started: _Optional[_Union[ChunkStarted, _Mapping]] = ..., chunk_finished: _Optional[_Union[ChunkFinished, _Mapping]] = ..., request_released: _Optional[_Union[RequestReleased, _Mapping]] = ..., decode_started: _Optional[_Union[DecodeStarted, _Mapping]] = ..., request_finished: _Optional[_Union[RequestFinished, _Mapping]] = ..., request_failed: _Optional[_Union[RequestFailed, _Mapping]] = ..., draining: _Optional[_Union[Draining, _Mapping]] = ..., chunk_suspended: _Optional[_Union[ChunkSuspended, _Mapping]] = ..., prefix_landed: _Optional[_Union[PrefixLanded, _Mapping]] = ...) -> None: ...
 
 class Register(_message.Message):
-    __slots__ = ("incarnation", "role", "address", "model", "model_hash", "kv_pages", "page_tokens", "max_context_tokens", "max_batch", "latency")
+    __slots__ = ("incarnation", "role", "address", "model", "model_hash", "kv_pages", "page_tokens", "max_context_tokens", "max_batch", "latency", "node", "kv_layers", "sp_latency")
     INCARNATION_FIELD_NUMBER: _ClassVar[int]
     ROLE_FIELD_NUMBER: _ClassVar[int]
     ADDRESS_FIELD_NUMBER: _ClassVar[int]
@@ -131,6 +133,9 @@ class Register(_message.Message):
     MAX_CONTEXT_TOKENS_FIELD_NUMBER: _ClassVar[int]
     MAX_BATCH_FIELD_NUMBER: _ClassVar[int]
     LATENCY_FIELD_NUMBER: _ClassVar[int]
+    NODE_FIELD_NUMBER: _ClassVar[int]
+    KV_LAYERS_FIELD_NUMBER: _ClassVar[int]
+    SP_LATENCY_FIELD_NUMBER: _ClassVar[int]
     incarnation: _common_pb2.Incarnation
     role: str
     address: str
@@ -141,7 +146,18 @@ class Register(_message.Message):
     max_context_tokens: int
     max_batch: int
     latency: LatencyCoefficients
-    def __init__(self, incarnation: _Optional[_Union[_common_pb2.Incarnation, _Mapping]] = ..., role: _Optional[str] = ..., address: _Optional[str] = ..., model: _Optional[str] = ..., model_hash: _Optional[str] = ..., kv_pages: _Optional[int] = ..., page_tokens: _Optional[int] = ..., max_context_tokens: _Optional[int] = ..., max_batch: _Optional[int] = ..., latency: _Optional[_Union[LatencyCoefficients, _Mapping]] = ...) -> None: ...
+    node: str
+    kv_layers: int
+    sp_latency: _containers.RepeatedCompositeFieldContainer[SpLatency]
+    def __init__(self, incarnation: _Optional[_Union[_common_pb2.Incarnation, _Mapping]] = ..., role: _Optional[str] = ..., address: _Optional[str] = ..., model: _Optional[str] = ..., model_hash: _Optional[str] = ..., kv_pages: _Optional[int] = ..., page_tokens: _Optional[int] = ..., max_context_tokens: _Optional[int] = ..., max_batch: _Optional[int] = ..., latency: _Optional[_Union[LatencyCoefficients, _Mapping]] = ..., node: _Optional[str] = ..., kv_layers: _Optional[int] = ..., sp_latency: _Optional[_Iterable[_Union[SpLatency, _Mapping]]] = ...) -> None: ...
+
+class SpLatency(_message.Message):
+    __slots__ = ("sp", "latency")
+    SP_FIELD_NUMBER: _ClassVar[int]
+    LATENCY_FIELD_NUMBER: _ClassVar[int]
+    sp: int
+    latency: LatencyCoefficients
+    def __init__(self, sp: _Optional[int] = ..., latency: _Optional[_Union[LatencyCoefficients, _Mapping]] = ...) -> None: ...
 
 class LatencyCoefficients(_message.Message):
     __slots__ = ("a", "b", "c", "d", "points")
@@ -206,10 +222,22 @@ class ChunkSuspended(_message.Message):
     def __init__(self, request_id: _Optional[str] = ..., chunk_index: _Optional[int] = ..., compute_s: _Optional[float] = ...) -> None: ...
 
 class RequestReleased(_message.Message):
-    __slots__ = ("request_id",)
+    __slots__ = ("request_id", "complete")
     REQUEST_ID_FIELD_NUMBER: _ClassVar[int]
+    COMPLETE_FIELD_NUMBER: _ClassVar[int]
     request_id: str
-    def __init__(self, request_id: _Optional[str] = ...) -> None: ...
+    complete: bool
+    def __init__(self, request_id: _Optional[str] = ..., complete: _Optional[bool] = ...) -> None: ...
+
+class PrefixLanded(_message.Message):
+    __slots__ = ("request_id", "attempt", "tokens")
+    REQUEST_ID_FIELD_NUMBER: _ClassVar[int]
+    ATTEMPT_FIELD_NUMBER: _ClassVar[int]
+    TOKENS_FIELD_NUMBER: _ClassVar[int]
+    request_id: str
+    attempt: int
+    tokens: int
+    def __init__(self, request_id: _Optional[str] = ..., attempt: _Optional[int] = ..., tokens: _Optional[int] = ...) -> None: ...
 
 class DecodeStarted(_message.Message):
     __slots__ = ("request_id",)
@@ -228,14 +256,18 @@ class RequestFinished(_message.Message):
     def __init__(self, request_id: _Optional[str] = ..., reason: _Optional[str] = ..., generated_tokens: _Optional[int] = ...) -> None: ...
 
 class RequestFailed(_message.Message):
-    __slots__ = ("request_id", "message", "retryable")
+    __slots__ = ("request_id", "message", "retryable", "attempt", "kept_tokens")
     REQUEST_ID_FIELD_NUMBER: _ClassVar[int]
     MESSAGE_FIELD_NUMBER: _ClassVar[int]
     RETRYABLE_FIELD_NUMBER: _ClassVar[int]
+    ATTEMPT_FIELD_NUMBER: _ClassVar[int]
+    KEPT_TOKENS_FIELD_NUMBER: _ClassVar[int]
     request_id: str
     message: str
     retryable: bool
-    def __init__(self, request_id: _Optional[str] = ..., message: _Optional[str] = ..., retryable: _Optional[bool] = ...) -> None: ...
+    attempt: int
+    kept_tokens: int
+    def __init__(self, request_id: _Optional[str] = ..., message: _Optional[str] = ..., retryable: _Optional[bool] = ..., attempt: _Optional[int] = ..., kept_tokens: _Optional[int] = ...) -> None: ...
 
 class Draining(_message.Message):
     __slots__ = ()
@@ -282,14 +314,18 @@ class Chunk(_message.Message):
     def __init__(self, index: _Optional[int] = ..., start_token: _Optional[int] = ..., num_tokens: _Optional[int] = ..., instance_ids: _Optional[_Iterable[str]] = ...) -> None: ...
 
 class RunPrefill(_message.Message):
-    __slots__ = ("request", "chunks", "decode")
+    __slots__ = ("request", "chunks", "decode", "attempt", "group")
     REQUEST_FIELD_NUMBER: _ClassVar[int]
     CHUNKS_FIELD_NUMBER: _ClassVar[int]
     DECODE_FIELD_NUMBER: _ClassVar[int]
+    ATTEMPT_FIELD_NUMBER: _ClassVar[int]
+    GROUP_FIELD_NUMBER: _ClassVar[int]
     request: _common_pb2.RequestSpec
     chunks: _containers.RepeatedCompositeFieldContainer[Chunk]
     decode: Member
-    def __init__(self, request: _Optional[_Union[_common_pb2.RequestSpec, _Mapping]] = ..., chunks: _Optional[_Iterable[_Union[Chunk, _Mapping]]] = ..., decode: _Optional[_Union[Member, _Mapping]] = ...) -> None: ...
+    attempt: int
+    group: _containers.RepeatedCompositeFieldContainer[Member]
+    def __init__(self, request: _Optional[_Union[_common_pb2.RequestSpec, _Mapping]] = ..., chunks: _Optional[_Iterable[_Union[Chunk, _Mapping]]] = ..., decode: _Optional[_Union[Member, _Mapping]] = ..., attempt: _Optional[int] = ..., group: _Optional[_Iterable[_Union[Member, _Mapping]]] = ...) -> None: ...
 
 class Order(_message.Message):
     __slots__ = ("queue",)
@@ -312,10 +348,14 @@ class ChunkRef(_message.Message):
     def __init__(self, request_id: _Optional[str] = ..., chunk_index: _Optional[int] = ...) -> None: ...
 
 class AdmitDecode(_message.Message):
-    __slots__ = ("request",)
+    __slots__ = ("request", "attempt", "kept_tokens")
     REQUEST_FIELD_NUMBER: _ClassVar[int]
+    ATTEMPT_FIELD_NUMBER: _ClassVar[int]
+    KEPT_TOKENS_FIELD_NUMBER: _ClassVar[int]
     request: _common_pb2.RequestSpec
-    def __init__(self, request: _Optional[_Union[_common_pb2.RequestSpec, _Mapping]] = ...) -> None: ...
+    attempt: int
+    kept_tokens: int
+    def __init__(self, request: _Optional[_Union[_common_pb2.RequestSpec, _Mapping]] = ..., attempt: _Optional[int] = ..., kept_tokens: _Optional[int] = ...) -> None: ...
 
 class Drain(_message.Message):
     __slots__ = ("timeout_s",)
@@ -350,7 +390,7 @@ class InstanceStatus(_message.Message):
     def __init__(self, incarnation: _Optional[_Union[_common_pb2.Incarnation, _Mapping]] = ..., role: _Optional[str] = ..., address: _Optional[str] = ..., draining: _Optional[bool] = ..., free_pages: _Optional[int] = ..., total_pages: _Optional[int] = ..., running: _Optional[int] = ..., waiting: _Optional[int] = ..., queue_s: _Optional[float] = ...) -> None: ...
 
 class StatusReply(_message.Message):
-    __slots__ = ("instances", "queued", "prefilling", "decoding", "policy", "preemption", "planner", "policies")
+    __slots__ = ("instances", "queued", "prefilling", "decoding", "policy", "preemption", "planner", "policies", "improvement_rate")
     INSTANCES_FIELD_NUMBER: _ClassVar[int]
     QUEUED_FIELD_NUMBER: _ClassVar[int]
     PREFILLING_FIELD_NUMBER: _ClassVar[int]
@@ -359,6 +399,7 @@ class StatusReply(_message.Message):
     PREEMPTION_FIELD_NUMBER: _ClassVar[int]
     PLANNER_FIELD_NUMBER: _ClassVar[int]
     POLICIES_FIELD_NUMBER: _ClassVar[int]
+    IMPROVEMENT_RATE_FIELD_NUMBER: _ClassVar[int]
     instances: _containers.RepeatedCompositeFieldContainer[InstanceStatus]
     queued: int
     prefilling: int
@@ -367,7 +408,8 @@ class StatusReply(_message.Message):
     preemption: str
     planner: str
     policies: _containers.RepeatedScalarFieldContainer[str]
-    def __init__(self, instances: _Optional[_Iterable[_Union[InstanceStatus, _Mapping]]] = ..., queued: _Optional[int] = ..., prefilling: _Optional[int] = ..., decoding: _Optional[int] = ..., policy: _Optional[str] = ..., preemption: _Optional[str] = ..., planner: _Optional[str] = ..., policies: _Optional[_Iterable[str]] = ...) -> None: ...
+    improvement_rate: float
+    def __init__(self, instances: _Optional[_Iterable[_Union[InstanceStatus, _Mapping]]] = ..., queued: _Optional[int] = ..., prefilling: _Optional[int] = ..., decoding: _Optional[int] = ..., policy: _Optional[str] = ..., preemption: _Optional[str] = ..., planner: _Optional[str] = ..., policies: _Optional[_Iterable[str]] = ..., improvement_rate: _Optional[float] = ...) -> None: ...
 
 class SetPolicyRequest(_message.Message):
     __slots__ = ("policy",)
@@ -382,3 +424,19 @@ class SetPolicyReply(_message.Message):
     before: str
     now: str
     def __init__(self, before: _Optional[str] = ..., now: _Optional[str] = ...) -> None: ...
+
+class SetImprovementRateRequest(_message.Message):
+    __slots__ = ("rate", "rates")
+    RATE_FIELD_NUMBER: _ClassVar[int]
+    RATES_FIELD_NUMBER: _ClassVar[int]
+    rate: float
+    rates: str
+    def __init__(self, rate: _Optional[float] = ..., rates: _Optional[str] = ...) -> None: ...
+
+class SetImprovementRateReply(_message.Message):
+    __slots__ = ("before", "now")
+    BEFORE_FIELD_NUMBER: _ClassVar[int]
+    NOW_FIELD_NUMBER: _ClassVar[int]
+    before: float
+    now: float
+    def __init__(self, before: _Optional[float] = ..., now: _Optional[float] = ...) -> None: ...

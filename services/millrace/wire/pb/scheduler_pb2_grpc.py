@@ -56,6 +56,11 @@ class SchedulerStub:
                 request_serializer=scheduler__pb2.SetPolicyRequest.SerializeToString,
                 response_deserializer=scheduler__pb2.SetPolicyReply.FromString,
                 _registered_method=True)
+        self.SetImprovementRate = channel.unary_unary(
+                '/millrace.v1.Scheduler/SetImprovementRate',
+                request_serializer=scheduler__pb2.SetImprovementRateRequest.SerializeToString,
+                response_deserializer=scheduler__pb2.SetImprovementRateReply.FromString,
+                _registered_method=True)
 
 
 class SchedulerServicer:
@@ -87,6 +92,12 @@ class SchedulerServicer:
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def SetImprovementRate(self, request, context):
+        """Missing associated documentation comment in .proto file."""
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
 
 def add_SchedulerServicer_to_server(servicer, server):
     rpc_method_handlers = {
@@ -109,6 +120,11 @@ def add_SchedulerServicer_to_server(servicer, server):
                     servicer.SetPolicy,
                     request_deserializer=scheduler__pb2.SetPolicyRequest.FromString,
                     response_serializer=scheduler__pb2.SetPolicyReply.SerializeToString,
+            ),
+            'SetImprovementRate': grpc.unary_unary_rpc_method_handler(
+                    servicer.SetImprovementRate,
+                    request_deserializer=scheduler__pb2.SetImprovementRateRequest.FromString,
+                    response_serializer=scheduler__pb2.SetImprovementRateReply.SerializeToString,
             ),
     }
     generic_handler = grpc.method_handlers_generic_handler(
@@ -221,6 +237,33 @@ class Scheduler:
             '/millrace.v1.Scheduler/SetPolicy',
             scheduler__pb2.SetPolicyRequest.SerializeToString,
             scheduler__pb2.SetPolicyReply.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def SetImprovementRate(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/millrace.v1.Scheduler/SetImprovementRate',
+            scheduler__pb2.SetImprovementRateRequest.SerializeToString,
+            scheduler__pb2.SetImprovementRateReply.FromString,
             options,
             channel_credentials,
             insecure,

@@ -22,6 +22,7 @@ class SchedulerStub:
     ConnectWorker: _aio.StreamStreamMultiCallable[_scheduler_pb2.WorkerMessage, _scheduler_pb2.WorkerCommand]
     GetStatus: _aio.UnaryUnaryMultiCallable[_scheduler_pb2.StatusRequest, _scheduler_pb2.StatusReply]
     SetPolicy: _aio.UnaryUnaryMultiCallable[_scheduler_pb2.SetPolicyRequest, _scheduler_pb2.SetPolicyReply]
+    SetImprovementRate: _aio.UnaryUnaryMultiCallable[_scheduler_pb2.SetImprovementRateRequest, _scheduler_pb2.SetImprovementRateReply]
 
 class SchedulerServicer(metaclass=_abc_1.ABCMeta):
     """Every peer of the scheduler holds one long-lived two-way stream to it. The end of the stream is the peer's
@@ -55,5 +56,12 @@ class SchedulerServicer(metaclass=_abc_1.ABCMeta):
         request: _scheduler_pb2.SetPolicyRequest,
         context: _aio.ServicerContext[_scheduler_pb2.SetPolicyRequest, _abc.Awaitable[_scheduler_pb2.SetPolicyReply]],
     ) -> _abc.Awaitable[_scheduler_pb2.SetPolicyReply]: ...
+
+    @_abc_1.abstractmethod
+    def SetImprovementRate(
+        self,
+        request: _scheduler_pb2.SetImprovementRateRequest,
+        context: _aio.ServicerContext[_scheduler_pb2.SetImprovementRateRequest, _abc.Awaitable[_scheduler_pb2.SetImprovementRateReply]],
+    ) -> _abc.Awaitable[_scheduler_pb2.SetImprovementRateReply]: ...
 
 def add_SchedulerServicer_to_server(servicer: SchedulerServicer, server: _aio.Server) -> None: ...

@@ -32,7 +32,7 @@ class KvLayout(_message.Message):
     def __init__(self, model_hash: _Optional[str] = ..., dtype: _Optional[str] = ..., num_layers: _Optional[int] = ..., num_kv_heads: _Optional[int] = ..., head_dim: _Optional[int] = ..., page_tokens: _Optional[int] = ..., head_start: _Optional[int] = ..., head_count: _Optional[int] = ..., num_pages: _Optional[int] = ..., parts: _Optional[int] = ...) -> None: ...
 
 class HandshakeRequest(_message.Message):
-    __slots__ = ("request_id", "sender", "receiver", "layout", "chunk_index", "start_token", "num_tokens", "agent_metadata")
+    __slots__ = ("request_id", "sender", "receiver", "layout", "chunk_index", "start_token", "num_tokens", "agent_metadata", "attempt")
     REQUEST_ID_FIELD_NUMBER: _ClassVar[int]
     SENDER_FIELD_NUMBER: _ClassVar[int]
     RECEIVER_FIELD_NUMBER: _ClassVar[int]
@@ -41,6 +41,7 @@ class HandshakeRequest(_message.Message):
     START_TOKEN_FIELD_NUMBER: _ClassVar[int]
     NUM_TOKENS_FIELD_NUMBER: _ClassVar[int]
     AGENT_METADATA_FIELD_NUMBER: _ClassVar[int]
+    ATTEMPT_FIELD_NUMBER: _ClassVar[int]
     request_id: str
     sender: _common_pb2.Incarnation
     receiver: _common_pb2.Incarnation
@@ -49,7 +50,8 @@ class HandshakeRequest(_message.Message):
     start_token: int
     num_tokens: int
     agent_metadata: bytes
-    def __init__(self, request_id: _Optional[str] = ..., sender: _Optional[_Union[_common_pb2.Incarnation, _Mapping]] = ..., receiver: _Optional[_Union[_common_pb2.Incarnation, _Mapping]] = ..., layout: _Optional[_Union[KvLayout, _Mapping]] = ..., chunk_index: _Optional[int] = ..., start_token: _Optional[int] = ..., num_tokens: _Optional[int] = ..., agent_metadata: _Optional[bytes] = ...) -> None: ...
+    attempt: int
+    def __init__(self, request_id: _Optional[str] = ..., sender: _Optional[_Union[_common_pb2.Incarnation, _Mapping]] = ..., receiver: _Optional[_Union[_common_pb2.Incarnation, _Mapping]] = ..., layout: _Optional[_Union[KvLayout, _Mapping]] = ..., chunk_index: _Optional[int] = ..., start_token: _Optional[int] = ..., num_tokens: _Optional[int] = ..., agent_metadata: _Optional[bytes] = ..., attempt: _Optional[int] = ...) -> None: ...
 
 class HandshakeReply(_message.Message):
     __slots__ = ("refusal", "layout", "pages", "agent_metadata", "region", "backend_id", "buffered", "buffer_offset", "buffer_bytes", "lease_s")
@@ -84,7 +86,7 @@ class FirstToken(_message.Message):
     def __init__(self, token_id: _Optional[int] = ..., logprobs: _Optional[_Union[_common_pb2.PositionLogprobs, _Mapping]] = ...) -> None: ...
 
 class FinishPrefillRequest(_message.Message):
-    __slots__ = ("request_id", "sender", "receiver", "first_tokens", "spans", "prompt_logprobs", "total_chunks", "cached_tokens")
+    __slots__ = ("request_id", "sender", "receiver", "first_tokens", "spans", "prompt_logprobs", "total_chunks", "cached_tokens", "attempt")
     REQUEST_ID_FIELD_NUMBER: _ClassVar[int]
     SENDER_FIELD_NUMBER: _ClassVar[int]
     RECEIVER_FIELD_NUMBER: _ClassVar[int]
@@ -93,6 +95,7 @@ class FinishPrefillRequest(_message.Message):
     PROMPT_LOGPROBS_FIELD_NUMBER: _ClassVar[int]
     TOTAL_CHUNKS_FIELD_NUMBER: _ClassVar[int]
     CACHED_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    ATTEMPT_FIELD_NUMBER: _ClassVar[int]
     request_id: str
     sender: _common_pb2.Incarnation
     receiver: _common_pb2.Incarnation
@@ -101,7 +104,8 @@ class FinishPrefillRequest(_message.Message):
     prompt_logprobs: _containers.RepeatedCompositeFieldContainer[_common_pb2.PositionLogprobs]
     total_chunks: int
     cached_tokens: int
-    def __init__(self, request_id: _Optional[str] = ..., sender: _Optional[_Union[_common_pb2.Incarnation, _Mapping]] = ..., receiver: _Optional[_Union[_common_pb2.Incarnation, _Mapping]] = ..., first_tokens: _Optional[_Iterable[_Union[FirstToken, _Mapping]]] = ..., spans: _Optional[_Iterable[_Union[_common_pb2.Span, _Mapping]]] = ..., prompt_logprobs: _Optional[_Iterable[_Union[_common_pb2.PositionLogprobs, _Mapping]]] = ..., total_chunks: _Optional[int] = ..., cached_tokens: _Optional[int] = ...) -> None: ...
+    attempt: int
+    def __init__(self, request_id: _Optional[str] = ..., sender: _Optional[_Union[_common_pb2.Incarnation, _Mapping]] = ..., receiver: _Optional[_Union[_common_pb2.Incarnation, _Mapping]] = ..., first_tokens: _Optional[_Iterable[_Union[FirstToken, _Mapping]]] = ..., spans: _Optional[_Iterable[_Union[_common_pb2.Span, _Mapping]]] = ..., prompt_logprobs: _Optional[_Iterable[_Union[_common_pb2.PositionLogprobs, _Mapping]]] = ..., total_chunks: _Optional[int] = ..., cached_tokens: _Optional[int] = ..., attempt: _Optional[int] = ...) -> None: ...
 
 class FinishPrefillReply(_message.Message):
     __slots__ = ("refusal",)
@@ -110,19 +114,57 @@ class FinishPrefillReply(_message.Message):
     def __init__(self, refusal: _Optional[str] = ...) -> None: ...
 
 class AbortTransferRequest(_message.Message):
-    __slots__ = ("request_id", "sender", "receiver", "reason", "drained")
+    __slots__ = ("request_id", "sender", "receiver", "reason", "drained", "attempt")
     REQUEST_ID_FIELD_NUMBER: _ClassVar[int]
     SENDER_FIELD_NUMBER: _ClassVar[int]
     RECEIVER_FIELD_NUMBER: _ClassVar[int]
     REASON_FIELD_NUMBER: _ClassVar[int]
     DRAINED_FIELD_NUMBER: _ClassVar[int]
+    ATTEMPT_FIELD_NUMBER: _ClassVar[int]
     request_id: str
     sender: _common_pb2.Incarnation
     receiver: _common_pb2.Incarnation
     reason: str
     drained: bool
-    def __init__(self, request_id: _Optional[str] = ..., sender: _Optional[_Union[_common_pb2.Incarnation, _Mapping]] = ..., receiver: _Optional[_Union[_common_pb2.Incarnation, _Mapping]] = ..., reason: _Optional[str] = ..., drained: _Optional[bool] = ...) -> None: ...
+    attempt: int
+    def __init__(self, request_id: _Optional[str] = ..., sender: _Optional[_Union[_common_pb2.Incarnation, _Mapping]] = ..., receiver: _Optional[_Union[_common_pb2.Incarnation, _Mapping]] = ..., reason: _Optional[str] = ..., drained: _Optional[bool] = ..., attempt: _Optional[int] = ...) -> None: ...
 
 class AbortTransferReply(_message.Message):
     __slots__ = ()
     def __init__(self) -> None: ...
+
+class TokenRun(_message.Message):
+    __slots__ = ("start_token", "num_tokens", "slot")
+    START_TOKEN_FIELD_NUMBER: _ClassVar[int]
+    NUM_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    SLOT_FIELD_NUMBER: _ClassVar[int]
+    start_token: int
+    num_tokens: int
+    slot: int
+    def __init__(self, start_token: _Optional[int] = ..., num_tokens: _Optional[int] = ..., slot: _Optional[int] = ...) -> None: ...
+
+class SendHistoryRequest(_message.Message):
+    __slots__ = ("request_id", "attempt", "sender", "receiver", "layout", "pages", "runs", "agent_metadata")
+    REQUEST_ID_FIELD_NUMBER: _ClassVar[int]
+    ATTEMPT_FIELD_NUMBER: _ClassVar[int]
+    SENDER_FIELD_NUMBER: _ClassVar[int]
+    RECEIVER_FIELD_NUMBER: _ClassVar[int]
+    LAYOUT_FIELD_NUMBER: _ClassVar[int]
+    PAGES_FIELD_NUMBER: _ClassVar[int]
+    RUNS_FIELD_NUMBER: _ClassVar[int]
+    AGENT_METADATA_FIELD_NUMBER: _ClassVar[int]
+    request_id: str
+    attempt: int
+    sender: _common_pb2.Incarnation
+    receiver: _common_pb2.Incarnation
+    layout: KvLayout
+    pages: _containers.RepeatedScalarFieldContainer[int]
+    runs: _containers.RepeatedCompositeFieldContainer[TokenRun]
+    agent_metadata: bytes
+    def __init__(self, request_id: _Optional[str] = ..., attempt: _Optional[int] = ..., sender: _Optional[_Union[_common_pb2.Incarnation, _Mapping]] = ..., receiver: _Optional[_Union[_common_pb2.Incarnation, _Mapping]] = ..., layout: _Optional[_Union[KvLayout, _Mapping]] = ..., pages: _Optional[_Iterable[int]] = ..., runs: _Optional[_Iterable[_Union[TokenRun, _Mapping]]] = ..., agent_metadata: _Optional[bytes] = ...) -> None: ...
+
+class SendHistoryReply(_message.Message):
+    __slots__ = ("refusal",)
+    REFUSAL_FIELD_NUMBER: _ClassVar[int]
+    refusal: str
+    def __init__(self, refusal: _Optional[str] = ...) -> None: ...

@@ -51,6 +51,11 @@ class KvReceiverStub:
                 request_serializer=transfer__pb2.AbortTransferRequest.SerializeToString,
                 response_deserializer=transfer__pb2.AbortTransferReply.FromString,
                 _registered_method=True)
+        self.SendHistory = channel.unary_unary(
+                '/millrace.v1.KvReceiver/SendHistory',
+                request_serializer=transfer__pb2.SendHistoryRequest.SerializeToString,
+                response_deserializer=transfer__pb2.SendHistoryReply.FromString,
+                _registered_method=True)
 
 
 class KvReceiverServicer:
@@ -76,6 +81,13 @@ class KvReceiverServicer:
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def SendHistory(self, request, context):
+        """Of what an earlier attempt left: the receiver writes it back to a member of the group that goes on.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
 
 def add_KvReceiverServicer_to_server(servicer, server):
     rpc_method_handlers = {
@@ -93,6 +105,11 @@ def add_KvReceiverServicer_to_server(servicer, server):
                     servicer.AbortTransfer,
                     request_deserializer=transfer__pb2.AbortTransferRequest.FromString,
                     response_serializer=transfer__pb2.AbortTransferReply.SerializeToString,
+            ),
+            'SendHistory': grpc.unary_unary_rpc_method_handler(
+                    servicer.SendHistory,
+                    request_deserializer=transfer__pb2.SendHistoryRequest.FromString,
+                    response_serializer=transfer__pb2.SendHistoryReply.SerializeToString,
             ),
     }
     generic_handler = grpc.method_handlers_generic_handler(
@@ -178,6 +195,33 @@ class KvReceiver:
             '/millrace.v1.KvReceiver/AbortTransfer',
             transfer__pb2.AbortTransferRequest.SerializeToString,
             transfer__pb2.AbortTransferReply.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def SendHistory(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/millrace.v1.KvReceiver/SendHistory',
+            transfer__pb2.SendHistoryRequest.SerializeToString,
+            transfer__pb2.SendHistoryReply.FromString,
             options,
             channel_credentials,
             insecure,

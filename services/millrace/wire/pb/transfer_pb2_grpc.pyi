@@ -21,6 +21,8 @@ class KvReceiverStub:
     Handshake: _aio.UnaryUnaryMultiCallable[_transfer_pb2.HandshakeRequest, _transfer_pb2.HandshakeReply]
     FinishPrefill: _aio.UnaryUnaryMultiCallable[_transfer_pb2.FinishPrefillRequest, _transfer_pb2.FinishPrefillReply]
     AbortTransfer: _aio.UnaryUnaryMultiCallable[_transfer_pb2.AbortTransferRequest, _transfer_pb2.AbortTransferReply]
+    SendHistory: _aio.UnaryUnaryMultiCallable[_transfer_pb2.SendHistoryRequest, _transfer_pb2.SendHistoryReply]
+    """Of what an earlier attempt left: the receiver writes it back to a member of the group that goes on."""
 
 class KvReceiverServicer(metaclass=_abc_1.ABCMeta):
     """The receiving side of KV transfers (Tetris section 4.2). Data and its per-(chunk, layer, run) accounting go over
@@ -47,5 +49,13 @@ class KvReceiverServicer(metaclass=_abc_1.ABCMeta):
         request: _transfer_pb2.AbortTransferRequest,
         context: _aio.ServicerContext[_transfer_pb2.AbortTransferRequest, _abc.Awaitable[_transfer_pb2.AbortTransferReply]],
     ) -> _abc.Awaitable[_transfer_pb2.AbortTransferReply]: ...
+
+    @_abc_1.abstractmethod
+    def SendHistory(
+        self,
+        request: _transfer_pb2.SendHistoryRequest,
+        context: _aio.ServicerContext[_transfer_pb2.SendHistoryRequest, _abc.Awaitable[_transfer_pb2.SendHistoryReply]],
+    ) -> _abc.Awaitable[_transfer_pb2.SendHistoryReply]:
+        """Of what an earlier attempt left: the receiver writes it back to a member of the group that goes on."""
 
 def add_KvReceiverServicer_to_server(servicer: KvReceiverServicer, server: _aio.Server) -> None: ...
