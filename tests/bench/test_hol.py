@@ -256,9 +256,9 @@ def test_the_pool_computes_what_the_bare_loop_does(engine):
     long = hol_pool.LongPrefill(engine, 100, 30)
     steps = list(long.steps())
     assert [task.history_tokens for task in long.passes()] == [0, 30, 60, 90]
-    assert steps.count(hol_pool.Boundary.PASS) == 4
+    assert steps.count(hol_pool.StopPoint.PASS) == 4
     # A pass without logits ends at the last layer's attention.
-    assert steps.count(hol_pool.Boundary.LAYER) == 3 * 2 + 3
+    assert steps.count(hol_pool.StopPoint.LAYER) == 3 * 2 + 3
     long.free()
     found = hol_pool.checks(engine, tokens=100, rounds=3)
     assert found.bare_s > 0 and found.pool_s > 0 and -1 < found.cost < 10

@@ -11,11 +11,11 @@ from contextlib import contextmanager
 import pytest
 import torch
 
-from millrace.engine.execution_pool import Boundary, Dropped, ExecutionPool, PoolTask
+from millrace.engine.execution_pool import Dropped, ExecutionPool, PoolTask, StopPoint
 
 CPU = torch.device("cpu")
 LAYERS = 3
-PASS = (*(Boundary.OPERATOR, Boundary.OPERATOR, Boundary.LAYER) * LAYERS,)
+PASS = (*(StopPoint.OPERATOR, StopPoint.OPERATOR, StopPoint.LAYER) * LAYERS,)
 
 
 class Watched:
@@ -31,9 +31,9 @@ class Watched:
         self.free = False
 
     def task(self, name: str, passes: int = 1, *, fails_at: int = -1) -> PoolTask:
-        def steps() -> Generator[Boundary]:
+        def steps() -> Generator[StopPoint]:
             for _ in range(passes):
-                for boundary in (*PASS, Boundary.PASS):
+                for boundary in (*PASS, StopPoint.PASS):
                     self.active += 1
                     assert self.active == 1, "two tasks run"
                     if not self.free:
@@ -76,7 +76,7 @@ class Watched:
 
 
 @contextmanager
-def watched(finest: Boundary, most_held: int = 8) -> Iterator[Watched]:
+def watched(finest: StopPoint, most_held: int = 8) -> Iterator[Watched]:
     blocked: list[float] = []
     pool = ExecutionPool(CPU, most_held=most_held, blocked=blocked.append)
     pool.set_granularity(finest)
@@ -97,7 +97,7 @@ def watched(finest: Boundary, most_held: int = 8) -> Iterator[Watched]:
 def test_a_task_is_left_at_the_next_boundary_of_the_granularity(
     granularity: str, stops_after: int
 ) -> None:
-    with watched(Boundary.of(granularity)) as w:
+    with watched(StopPoint.of(granularity)) as w:
         w.pool.order(["urgent", "long"])
         w.submit("long", passes=2)
         w.did("run long")
@@ -116,7 +116,7 @@ def test_a_task_is_left_at_the_next_boundary_of_the_granularity(
 
 
 def test_blocking_is_measured_from_the_signal_to_its_effect() -> None:
-    with watched(Boundary.OPERATOR) as w:
+    with watched(StopPoint.OPERATOR) as w:
         w.pool.order(["urgent", "long"])
         w.submit("long")
         w.did("run long")
@@ -129,7 +129,7 @@ def test_blocking_is_measured_from_the_signal_to_its_effect() -> None:
 
 
 def test_a_signal_that_is_taken_back_stops_nothing() -> None:
-    with watched(Boundary.OPERATOR) as w:
+    with watched(StopPoint.OPERATOR) as w:
         w.pool.order(["urgent", "long"])
         w.submit("long")
         w.did("run long")
@@ -142,7 +142,7 @@ def test_a_signal_that_is_taken_back_stops_nothing() -> None:
 
 
 def test_suspended_passes_are_bounded_and_the_one_that_runs_ends_its_pass() -> None:
-    with watched(Boundary.OPERATOR, most_held=2) as w:
+    with watched(StopPoint.OPERATOR, most_held=2) as w:
         w.pool.order("dcba")
         w.submit("a", passes=2)
         for name, following in ("ab", "bc", "cd"):
@@ -159,7 +159,7 @@ def test_suspended_passes_are_bounded_and_the_one_that_runs_ends_its_pass() -> N
 
 
 def test_a_failing_task_ends_with_its_error_and_the_next_one_goes_on() -> None:
-    with watched(Boundary.OPERATOR) as w:
+    with watched(StopPoint.OPERATOR) as w:
         w.submit("bad", fails_at=4)
         w.submit("good")
         w.go(1000)
@@ -169,7 +169,7 @@ def test_a_failing_task_ends_with_its_error_and_the_next_one_goes_on() -> None:
 
 
 def test_what_nobody_wants_is_ended_though_another_runs_that_yields_to_none() -> None:
-    with watched(Boundary.END) as w:
+    with watched(StopPoint.END) as w:
         w.submit("long")
         w.did("run long")
         waiting = w.submit("waiting")
@@ -182,14 +182,14 @@ def test_what_nobody_wants_is_ended_though_another_runs_that_yields_to_none() ->
 
 
 def test_the_pool_takes_a_name_once() -> None:
-    with watched(Boundary.END) as w:
+    with watched(StopPoint.END) as w:
         w.submit("a")
         with pytest.raises(ValueError, match="'a'"):
             w.pool.submit(w.task("a"))
 
 
 def test_what_has_not_begun_can_be_taken_out() -> None:
-    with watched(Boundary.END) as w:
+    with watched(StopPoint.END) as w:
         w.submit("a")
         w.did("run a")
         waiting = w.submit("b")
@@ -202,7 +202,7 @@ def test_what_has_not_begun_can_be_taken_out() -> None:
 @pytest.mark.parametrize("seed", range(6))
 def test_under_random_orders_every_step_runs_once_and_nothing_is_lost(seed: int) -> None:
     draw = random.Random(seed)
-    finest = draw.choice([Boundary.OPERATOR, Boundary.LAYER, Boundary.PASS])
+    finest = draw.choice([StopPoint.OPERATOR, StopPoint.LAYER, StopPoint.PASS])
     with watched(finest, most_held=draw.randint(1, 4)) as w:
         w.free = True
         names = [f"t{i}" for i in range(40)]

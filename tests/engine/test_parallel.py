@@ -13,8 +13,7 @@ import psutil
 import pytest
 import torch
 
-from millrace.engine.execution_pool import Boundary as PoolBoundary
-from millrace.engine.execution_pool import ExecutionPool, PoolTask
+from millrace.engine.execution_pool import ExecutionPool, PoolTask, StopPoint
 from millrace.engine.kv_pool import KvPool
 from millrace.engine.loader import load_model
 from millrace.engine.model_runner import Boundary, ModelRunner, PrefillTask
@@ -254,14 +253,14 @@ def test_an_execution_pool_preempts_all_ranks(group: RankGroup) -> None:
     expected = {name: prefill(runner, request) for name, request in requests.items()}
     tasks = {name: r.task(0, len(r.tokens)) for name, r in requests.items()}
     pool = ExecutionPool(torch.device("cpu"), most_held=4)
-    pool.set_granularity(PoolBoundary.OPERATOR)
+    pool.set_granularity(StopPoint.OPERATOR)
     ended: queue.Queue[BaseException | None] = queue.Queue()
     left: list[str] = []
 
-    def steps(name: str) -> Generator[PoolBoundary]:
+    def steps(name: str) -> Generator[StopPoint]:
         for _ in runner.prefill(tasks[name]):
-            yield PoolBoundary.OPERATOR
-        yield PoolBoundary.PASS
+            yield StopPoint.OPERATOR
+        yield StopPoint.PASS
 
     for name in tasks:
         pool.submit(

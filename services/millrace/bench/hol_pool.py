@@ -16,7 +16,7 @@ import numpy as np
 import torch
 
 from millrace.engine.assembly import Engine
-from millrace.engine.execution_pool import Boundary, ExecutionPool, PoolTask
+from millrace.engine.execution_pool import ExecutionPool, PoolTask, StopPoint
 from millrace.engine.model_runner import PrefillTask
 
 _WAIT_S = 120.0  # for a task, before the pool counts as broken
@@ -88,14 +88,14 @@ class LongPrefill:
             for _ in self._engine.runner.prefill(task):
                 pass
 
-    def steps(self) -> Generator[Boundary]:
+    def steps(self) -> Generator[StopPoint]:
         """What the pool runs: a boundary after every operator and pass."""
         for task in self.passes():
             for boundary in self._engine.runner.prefill(task):
-                yield Boundary.after(boundary.operator)
-            yield Boundary.PASS
+                yield StopPoint.after(boundary.operator)
+            yield StopPoint.PASS
 
-    def timed_steps(self) -> Generator[Boundary]:
+    def timed_steps(self) -> Generator[StopPoint]:
         """`steps`, with an eye on the longest operator."""
         steps = self.steps()
         while True:
@@ -118,7 +118,7 @@ def blocking(
     long = LongPrefill(engine, tokens, chunk_tokens)
     found: list[float] = []
     pool = ExecutionPool(engine.device, most_held=4, blocked=found.append)
-    pool.set_granularity(Boundary.of(granularity))
+    pool.set_granularity(StopPoint.of(granularity))
     rng = random.Random(f"{seed}/{granularity}/{chunk_tokens}")
     try:
         begun_s = time.perf_counter()
@@ -158,7 +158,7 @@ def checks(engine: Engine, *, tokens: int, rounds: int) -> Checks:
     """
     long = LongPrefill(engine, tokens, tokens)
     pool = ExecutionPool(engine.device, most_held=1)
-    pool.set_granularity(Boundary.OPERATOR)
+    pool.set_granularity(StopPoint.OPERATOR)
     seconds: dict[str, list[tuple[float, float]]] = {"bare": [], "pool": []}  # wall, CPU
 
     def through_pool() -> None:
@@ -200,7 +200,7 @@ def _granules(engine: Engine, granularity: str, passes: int) -> int:
     return passes if granularity == "chunk" else passes * engine.layout.num_layers
 
 
-def _submit(pool: ExecutionPool, name: str, steps: Generator[Boundary]) -> Future[None]:
+def _submit(pool: ExecutionPool, name: str, steps: Generator[StopPoint]) -> Future[None]:
     """Done at the task's end, with what it raised."""
     done: Future[None] = Future()
 
@@ -214,7 +214,7 @@ def _submit(pool: ExecutionPool, name: str, steps: Generator[Boundary]) -> Futur
     return done
 
 
-def _nothing_to_do() -> Generator[Boundary]:
+def _nothing_to_do() -> Generator[StopPoint]:
     yield from ()
 
 

@@ -28,7 +28,7 @@ RUN_AHEAD_OPERATORS: Final = 4
 _LAYER_ENDS: Final = ("down_proj", "experts")
 
 
-class Boundary(IntEnum):
+class StopPoint(IntEnum):
     """What ends where a task may be left, the finest first."""
 
     OPERATOR = 0
@@ -37,14 +37,14 @@ class Boundary(IntEnum):
     END = 3
 
     @classmethod
-    def of(cls, granularity: str) -> Boundary:
+    def of(cls, granularity: str) -> StopPoint:
         """The finest that `scheduler.preemption` allows a stop at."""
         return {"operator": cls.OPERATOR, "layer": cls.LAYER, "chunk": cls.PASS, "none": cls.END}[
             granularity
         ]
 
     @classmethod
-    def after(cls, operator: str) -> Boundary:
+    def after(cls, operator: str) -> StopPoint:
         """What ends with an operator of a forward pass."""
         return cls.LAYER if operator in _LAYER_ENDS else cls.OPERATOR
 
@@ -58,7 +58,7 @@ class PoolTask:
     """
 
     name: str
-    steps: Generator[Boundary]
+    steps: Generator[StopPoint]
     resumed: Callable[[], None]  # begins, or goes on
     suspended: Callable[[], None]
     ended: Callable[[Exception | None], None]
@@ -92,7 +92,7 @@ class ExecutionPool:
         """`blocked` gets the seconds from each preemption's signal to its effect."""
         self._tasks: dict[str, PoolTask] = {}
         self._ranks: dict[str, int] = {}
-        self._finest = Boundary.END
+        self._finest = StopPoint.END
         self._most_held = most_held
         self._blocked = blocked
         self._run_ahead = RunAhead(device)
@@ -120,7 +120,7 @@ class ExecutionPool:
         tasks = list(self._tasks.values())
         return sum(task.begun for task in tasks if task is not self._running)
 
-    def set_granularity(self, finest: Boundary) -> None:
+    def set_granularity(self, finest: StopPoint) -> None:
         """From the next boundary on, stops only where `finest` or more ends."""
         with self._changed:
             self._finest = finest
@@ -171,7 +171,7 @@ class ExecutionPool:
         running = self._running
         if running is None or running is first:
             self._signal_s = None  # taken back before it took effect
-        elif self._signal_s is None and self._finest < Boundary.END:
+        elif self._signal_s is None and self._finest < StopPoint.END:
             self._signal_s = time.perf_counter()
         self._look = True
         self._changed.notify()
@@ -242,10 +242,10 @@ class ExecutionPool:
                 return True
         return False
 
-    def _leaves(self, task: PoolTask, boundary: Boundary) -> bool:
+    def _leaves(self, task: PoolTask, boundary: StopPoint) -> bool:
         self._end_dropped()
         with self._changed:
-            task.mid_pass = boundary < Boundary.PASS
+            task.mid_pass = boundary < StopPoint.PASS
             if task.dropped:
                 return True
             if self._first() is task:

@@ -13,7 +13,7 @@ from functools import partial
 import torch
 
 from millrace.engine.assembly import Engine
-from millrace.engine.execution_pool import Boundary, ExecutionPool, PoolTask
+from millrace.engine.execution_pool import ExecutionPool, PoolTask, StopPoint
 from millrace.engine.logprobs import PositionLogprobs, position_logprobs
 from millrace.engine.model_runner import PrefillTask
 from millrace.engine.sampler import Sampler
@@ -171,7 +171,7 @@ class Entry:
 
     # -- the generator: on the pool's thread, as all of this
 
-    def _steps(self) -> Generator[Boundary]:
+    def _steps(self) -> Generator[StopPoint]:
         self._join()
         while self._open:
             self._now = self._next_pass()
@@ -181,7 +181,7 @@ class Entry:
                 self._open.remove(part)
                 self._close(part)
             if self._open:
-                yield Boundary.PASS
+                yield StopPoint.PASS
 
     def _join(self) -> None:
         names = self._fellows(self.task.name)
@@ -205,7 +205,7 @@ class Entry:
             part.work.job.begin_part()
         return now
 
-    def _run_pass(self) -> Generator[Boundary]:
+    def _run_pass(self) -> Generator[StopPoint]:
         engine, publisher = self._compute.engine, self._compute.publisher
         parts = self._now
         tasks = [
@@ -228,7 +228,7 @@ class Entry:
                 if boundary.operator == "attn":
                     for part in parts:
                         self._publish(part, boundary.layer)
-                yield Boundary.after(boundary.operator)
+                yield StopPoint.after(boundary.operator)
         finally:
             boundaries.close()  # here and now: what it frees belongs to this thread
             publisher.flush()  # the pages must not be freed under the device's hands

@@ -17,7 +17,7 @@ import grpc
 import torch
 
 from millrace.core.errors import CapacityError, MillraceError, TransferError
-from millrace.engine.execution_pool import Boundary, ExecutionPool
+from millrace.engine.execution_pool import ExecutionPool, StopPoint
 from millrace.engine.parallel.rank_group import RankError
 from millrace.prefill.compute import Entry, PrefillCompute, PrefillOutcome, Work, task_name
 from millrace.prefill.job import Cancelled, PrefillJob
@@ -103,7 +103,7 @@ class PrefillRole:
         elif kind == "order":
             self._reorder(command.order)
         elif kind == "registered":
-            self._execution.set_granularity(Boundary.of(command.registered.preemption or "none"))
+            self._execution.set_granularity(StopPoint.of(command.registered.preemption or "none"))
         elif kind == "cancel" and (found := self._jobs.get(command.cancel.request_id)):
             self._cancel(found, command.cancel.reason or "cancelled")
 
