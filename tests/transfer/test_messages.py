@@ -54,7 +54,7 @@ def test_any_bytes_are_a_message_or_an_error(payload):
 
 
 def test_channels_tell_the_directions_apart():
-    to_receiver = {Kind.WRITTEN, Kind.ALIVE, Kind.DRAINED}
+    to_receiver = {Kind.WRITTEN, Kind.ALIVE, Kind.DONE, Kind.DRAINED}
     for kind in Kind:
         assert kind.channel == (TO_RECEIVER if kind in to_receiver else TO_SENDER)
     assert TO_RECEIVER != TO_SENDER

@@ -12,6 +12,7 @@ from typing import NamedTuple
 
 from millrace.core.errors import TransferError
 from millrace.core.kv_layout import KvLayout
+from millrace.core.sequence_parallel import Run
 
 
 class Incarnation(NamedTuple):
@@ -26,11 +27,15 @@ class Incarnation(NamedTuple):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Ticket:
-    """Names one request's transfer between two lives; every message carries it."""
+    """Names one request's transfer between two lives; every message carries it.
+
+    `attempt` counts up from 1 whenever a request's prefill is planned anew.
+    """
 
     request_id: str
     sender: Incarnation
     receiver: Incarnation
+    attempt: int = 1
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -66,6 +71,22 @@ class HandshakeGrant:
     buffered: bool = False
     buffer_offset: int = 0
     buffer_bytes: int = 0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class HistoryAsk:
+    """A member of a new group asks for KV that an earlier attempt left at the ticket's receiver.
+
+    `runs` are the tokens it wants, and the slots of its `pages` where they belong; `region` is the
+    index of the asker's pool in the transport that `agent_metadata` describes.
+    """
+
+    ticket: Ticket
+    layout: KvLayout
+    pages: Sequence[int]
+    runs: Sequence[Run]
+    agent_metadata: bytes
+    region: int = 0
 
 
 class HandshakeRefused(TransferError):

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any, Protocol
 
-from millrace.core.kv_transfer import HandshakeAsk, HandshakeGrant, Ticket
+from millrace.core.kv_transfer import HandshakeAsk, HandshakeGrant, HistoryAsk, Ticket
 from millrace.transfer.transport import Transport
 
 
@@ -20,6 +20,12 @@ class KvPeer(Protocol):
 
     async def abort(self, ticket: Ticket, *, reason: str, drained: bool, timeout_s: float) -> None:
         """Tells that the sender gives up."""
+
+    async def send_history(self, ask: HistoryAsk, *, timeout_s: float) -> None:
+        """Has the receiver write KV that it kept of an earlier attempt to the asker's pages.
+
+        Returns when it is on its way. Raises HandshakeRefused when it does not have all of it.
+        """
 
 
 @dataclass(frozen=True, slots=True)

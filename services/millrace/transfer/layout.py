@@ -13,37 +13,87 @@ import numpy as np
 import numpy.typing as npt
 
 from millrace.core.kv_layout import KvLayout
+from millrace.core.sequence_parallel import Run
 from millrace.transfer.runs import Offsets, Runs
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Side:
-    """One end of a transfer: a pool and a request's pages in it, in token order.
+    """One end of a transfer: a pool, a request's pages in it, and which tokens lie in their slots.
 
-    `first_token` is the token that lies in row 0 of ``pages[0]``.
+    A page has `page_tokens` slots, counted on from page to page. Tokens lie in runs: run i has
+    those of ``[starts[i], ends[i])``, from slot ``slots[i]`` on. int64 [runs] all three; ascending.
     """
 
     layout: KvLayout
     pages: npt.NDArray[np.int64]
-    first_token: int = 0
+    starts: npt.NDArray[np.int64]
+    ends: npt.NDArray[np.int64]
+    slots: npt.NDArray[np.int64]
 
     @staticmethod
     def of(layout: KvLayout, pages: Sequence[int], prompt_tokens: int) -> Side:
-        """Raises ValueError when the pages don't hold the prompt or aren't the pool's."""
-        array = np.asarray(pages, dtype=np.int64)
+        """All tokens of a prompt, in order.
+
+        Raises ValueError when the pages don't hold the prompt or aren't the pool's.
+        """
+        array = _pool_pages(layout, pages)
         if len(array) < layout.pages_for(prompt_tokens):
             raise ValueError(
                 f"{len(array)} pages of {layout.page_tokens} tokens can't hold a prompt of "
                 f"{prompt_tokens} tokens"
             )
-        if len(array) and (array.min() < 0 or array.max() >= layout.num_pages):
-            raise ValueError(f"a page lies outside the pool of {layout.num_pages} pages")
-        return Side(layout, array)
+        return Side(layout, array, *_one_run(0, prompt_tokens))
+
+    @staticmethod
+    def of_runs(layout: KvLayout, pages: Sequence[int], runs: Sequence[Run]) -> Side:
+        """Some tokens of a prompt: a member's share of it (Tetris section 4.1).
+
+        Raises ValueError when a run is empty or leaves the pages, when two have a token or a slot
+        in common, or the pages aren't the pool's.
+        """
+        array = _pool_pages(layout, pages)
+        table = np.array(
+            sorted((run.start_token, run.num_tokens, run.slot) for run in runs), dtype=np.int64
+        ).reshape(-1, 3)
+        starts, counts, slots = table.T
+        for name, begins in (("token", starts), ("slot", np.sort(slots))):
+            lengths = counts if name == "token" else counts[np.argsort(slots)]
+            if (begins < 0).any() or (begins[:-1] + lengths[:-1] > begins[1:]).any():
+                raise ValueError(f"two runs have a {name} in common, or one begins before 0")
+        if (counts < 1).any() or (slots + counts > len(array) * layout.page_tokens).any():
+            raise ValueError(
+                f"a run is empty, or leaves the {len(array)} pages of {layout.page_tokens} tokens"
+            )
+        return Side(layout, array, starts, starts + counts, slots)
 
     def rows(self, tokens: Offsets) -> tuple[Offsets, Offsets]:
-        """(byte offset of each token's page, the token's row in it). int64 [tokens] both."""
-        index, row = np.divmod(tokens - self.first_token, self.layout.page_tokens)
+        """(byte offset of each token's page, the token's row in it). int64 [tokens] both.
+
+        Raises ValueError for a token that does not lie here.
+        """
+        run = np.searchsorted(self.starts, tokens, side="right") - 1
+        known = (run >= 0) & (tokens < self.ends[run] if len(self.ends) else False)
+        if not known.all():
+            raise ValueError(f"token {tokens[np.argmin(known)]} does not lie in these pages")
+        slot = self.slots[run] + tokens - self.starts[run]
+        index, row = np.divmod(slot, self.layout.page_tokens)
         return self.pages[index] * self.layout.page_bytes, row
+
+    def cuts(self, start: int, end: int) -> list[Offsets]:
+        """Tokens within ``[start, end)`` at which a page or a run begins, or a run ends."""
+        first, last = (
+            np.searchsorted(self.ends, start, side="right"),
+            np.searchsorted(self.starts, end),
+        )
+        found = [self.starts[first:last], self.ends[first:last]]
+        step = self.layout.page_tokens
+        for i in range(first, last):
+            page_begins = self.starts[i] + -self.slots[i] % step
+            skipped = max(0, -(-(start - page_begins) // step))
+            until = min(end, self.ends[i])
+            found.append(np.arange(page_begins + skipped * step, until, step, dtype=np.int64))
+        return [cuts[(cuts > start) & (cuts < end)] for cuts in found]
 
 
 def mismatch(sender: KvLayout, receiver: KvLayout) -> str:
@@ -77,8 +127,10 @@ def layer_runs(sender: Side, receiver: Side, start_token: int, num_tokens: int) 
     heads = shared_heads(sender.layout, receiver.layout)
     if heads is None or num_tokens == 0:
         return Runs(*(np.empty(0, dtype=np.int64),) * 3)
-    starts = _cuts(sender, receiver, start_token, num_tokens)
-    lengths = np.diff(starts, append=start_token + num_tokens)
+    end_token = start_token + num_tokens
+    cuts = [side.cuts(start_token, end_token) for side in (sender, receiver)]
+    starts = np.unique(np.concatenate(([start_token], *cuts[0], *cuts[1])))
+    lengths = np.diff(starts, append=end_token)
     source, target = (
         _addresses(side, starts, heads[0], heads[1]).reshape(-1) for side in (sender, receiver)
     )
@@ -113,7 +165,8 @@ def packed(sender: KvLayout, receiver: KvLayout, start_token: int, num_tokens: i
         head_count=heads[1],
         num_pages=num_tokens // page_tokens,
     )
-    return Side(layout, np.arange(layout.num_pages, dtype=np.int64), start_token)
+    pages = np.arange(layout.num_pages, dtype=np.int64)
+    return Side(layout, pages, *_one_run(start_token, num_tokens))
 
 
 def layer_token_bytes(sender: KvLayout, receiver: KvLayout) -> int:
@@ -122,14 +175,20 @@ def layer_token_bytes(sender: KvLayout, receiver: KvLayout) -> int:
     return 0 if heads is None else 2 * heads[1] * sender.row_bytes
 
 
-def _cuts(sender: Side, receiver: Side, start: int, count: int) -> Offsets:
-    """First tokens of the pieces that lie in one page on both sides. int64 [pieces]."""
-    cuts = [np.array([start], dtype=np.int64)]
-    for side in (sender, receiver):
-        step = side.layout.page_tokens
-        first = start + step - (start - side.first_token) % step
-        cuts.append(np.arange(first, start + count, step, dtype=np.int64))
-    return np.unique(np.concatenate(cuts))
+def _pool_pages(layout: KvLayout, pages: Sequence[int]) -> npt.NDArray[np.int64]:
+    array = np.asarray(pages, dtype=np.int64)
+    if len(array) and (array.min() < 0 or array.max() >= layout.num_pages):
+        raise ValueError(f"a page lies outside the pool of {layout.num_pages} pages")
+    return array
+
+
+def _one_run(start_token: int, num_tokens: int) -> tuple[Offsets, Offsets, Offsets]:
+    """(starts, ends, slots) of tokens that lie in order from slot 0 on."""
+    return (
+        np.array([start_token], dtype=np.int64),
+        np.array([start_token + num_tokens], dtype=np.int64),
+        np.zeros(1, dtype=np.int64),
+    )
 
 
 def _addresses(side: Side, tokens: Offsets, head: int, heads: int) -> Offsets:

@@ -26,11 +26,12 @@ class Kind(IntEnum):
 
     WRITTEN = 1  # to the receiver: the bytes of some parts lie there
     ALIVE = 2  # to the receiver: the sender still holds the lease
-    DRAINED = 3  # to the receiver: no write of the lease is in flight, and none will follow
-    SLOT_FREE = 4  # to the sender: a staging slot may be written again
-    RENEW = 5  # to the sender: the lease goes on
-    DROP = 6  # to the sender: the KV is not needed any more; drain and say DRAINED
-    STOP = 7  # to the sender: the transfer failed; drain and say DRAINED
+    DONE = 3  # to the receiver: all that this sender has was written, and nothing will follow
+    DRAINED = 4  # to the receiver: given up; no write of the lease is in flight nor will follow
+    SLOT_FREE = 5  # to the sender: a staging slot may be written again
+    RENEW = 6  # to the sender: the lease goes on
+    DROP = 7  # to the sender: the KV is not needed any more; drain and say DRAINED
+    STOP = 8  # to the sender: the transfer failed; drain and say DRAINED
 
     @property
     def channel(self) -> int:

@@ -299,6 +299,9 @@ class ReceiveManager:
         lease.heard_s = now_s
         if message.kind is Kind.WRITTEN and admission.state is AdmissionState.OPEN:
             self._written(lease, admission, message)
+        elif message.kind is Kind.DONE:
+            lease.drained = True
+            self._settle()
         elif message.kind is Kind.DRAINED:
             lease.drained = True
             if not admission.finished:

@@ -12,6 +12,7 @@ from millrace.core.config import TransferConfig
 from millrace.core.errors import IntegrityError, TransferError
 from millrace.core.kv_layout import KvLayout
 from millrace.core.kv_transfer import Incarnation, Ticket
+from millrace.core.sequence_parallel import Run
 from millrace.transfer.control import KvPeer, Outlet
 from millrace.transfer.inbox import Inbox
 from millrace.transfer.layout import Side
@@ -47,7 +48,7 @@ class SendManager:
         region = transport.register(Memory.of_tensor(storage))
         # Metadata is asked for once: it may wait for the transport's thread.
         self._outlet = Outlet(transport, region, transport.metadata())
-        self._sessions: dict[str, SendSession] = {}
+        self._sessions: dict[tuple[str, int], SendSession] = {}  # by request and attempt
         self._listening: ExitStack | None = None
         self._inbox = Inbox(transport, TO_SENDER, self._read)
         self._ticker = self._loop.create_task(self._tick_forever())
@@ -60,21 +61,30 @@ class SendManager:
         receiver: tuple[str, int],
         prompt_tokens: int,
         pages: Sequence[int],
+        attempt: int = 1,
+        runs: Sequence[Run] | None = None,
     ) -> SendSession:
         """Starts a request's handshake and returns at once: compute need not wait for it.
 
-        `pages` hold the prompt, in token order. Raises TransferError if the request has a session
-        already or the pages can't hold the prompt.
+        `pages` hold the prompt, in token order, or just the tokens of `runs`, a member's share
+        of it. A session of an earlier attempt may still drain meanwhile. Raises TransferError if
+        the attempt has a session already or the pages can't hold the tokens.
         """
-        if request_id in self._sessions:
+        if (request_id, attempt) in self._sessions:
             raise TransferError(f"request {request_id} is being sent already")
         try:
-            side = Side.of(self._layout, pages, prompt_tokens)
+            if runs is None:
+                side = Side.of(self._layout, pages, prompt_tokens)
+            else:
+                side = Side.of_runs(self._layout, pages, runs)
         except ValueError as error:
             raise TransferError(f"request {request_id}: {error}") from error
         session = SendSession(
             ticket=Ticket(
-                request_id=request_id, sender=self._identity, receiver=Incarnation(*receiver)
+                request_id=request_id,
+                sender=self._identity,
+                receiver=Incarnation(*receiver),
+                attempt=attempt,
             ),
             side=side,
             prompt_tokens=prompt_tokens,
@@ -83,7 +93,7 @@ class SendManager:
             config=self._config,
             on_over=self._on_over,
         )
-        self._sessions[request_id] = session
+        self._sessions[request_id, attempt] = session
         if self._listening is None:
             self._listening = ExitStack()
             self._listening.enter_context(self._transport.listening())
@@ -102,7 +112,7 @@ class SendManager:
             self._listening.close()
 
     def _on_over(self, session: SendSession) -> None:
-        del self._sessions[session.ticket.request_id]
+        del self._sessions[session.ticket.request_id, session.ticket.attempt]
         if not self._sessions and self._listening is not None:
             self._listening.close()
             self._listening = None
@@ -114,8 +124,8 @@ class SendManager:
                 session.tick(time.monotonic())
 
     def _read(self, peer: str, message: Message) -> None:
-        session = self._sessions.get(message.request_id)
-        if session is not None and session.take(message):
+        sessions = [s for (name, _), s in self._sessions.items() if name == message.request_id]
+        if any(session.take(message) for session in sessions):
             return
         # A lease that no session holds: nothing is in flight under it, nor ever will be.
         answer = Message(

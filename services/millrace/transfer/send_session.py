@@ -86,26 +86,22 @@ class SendSession:
             self._called = True
             self._loop.call_soon_threadsafe(self._come_by)
 
-    async def finish(self, message: Any) -> None:  # noqa: ANN401 - the wire's type
+    async def finish(self, message: Any | None) -> None:  # noqa: ANN401 - the wire's type
         """Sends `message` once shaken hands, then waits until every write was acknowledged.
 
-        Returns too when the receiver has no more use for the KV. Raises TransferError when it was
-        refused, failed, or made no progress for `transfer_timeout_s`; call `abort` then.
+        None of a member that is not the leader of its group: it has nothing to say. Returns too
+        when the receiver has no more use for the KV. Raises TransferError when it was refused,
+        failed, or made no progress for `transfer_timeout_s`; call `abort` then.
         """
         await asyncio.wait([self._opening])  # a short prompt is computed before the hands met
-        if not self._dropped and self._failure is None:
-            try:
-                await self._control.finish(
-                    self.ticket, message, timeout_s=self._config.transfer_timeout_s
-                )
-            except TransferError as error:
-                if not self._dropped:
-                    self.fail(error)
+        if message is not None:
+            await self._tell_finish(message)
         while not self._settled:
             self._changed.clear()
             await self._changed.wait()
         if self._failure is not None:
             raise self._failure
+        self._notify(Kind.DONE)
         await self._end()
 
     async def abort(self, reason: str) -> None:
@@ -312,6 +308,17 @@ class SendSession:
 
     def _error(self, text: str) -> TransferError:
         return TransferError(f"request {self.ticket.request_id}: {text}")
+
+    async def _tell_finish(self, message: Any) -> None:  # noqa: ANN401 - the wire's type
+        if self._dropped or self._failure is not None:
+            return
+        try:
+            await self._control.finish(
+                self.ticket, message, timeout_s=self._config.transfer_timeout_s
+            )
+        except TransferError as error:
+            if not self._dropped:
+                self.fail(error)
 
     async def _tell_abort(self, reason: str, *, drained: bool) -> None:
         try:

@@ -10,11 +10,17 @@ from millrace.core.kv_transfer import (
     HandshakeGrant,
     HandshakeQueued,
     HandshakeRefused,
+    HistoryAsk,
     Ticket,
 )
 from millrace.wire.channel import open_channel
 from millrace.wire.pb import transfer_pb2, transfer_pb2_grpc
-from millrace.wire.transfer_codec import ask_message, grant_of, incarnation_message
+from millrace.wire.transfer_codec import (
+    ask_message,
+    grant_of,
+    history_message,
+    incarnation_message,
+)
 
 
 class GrpcKvPeer:
@@ -43,6 +49,7 @@ class GrpcKvPeer:
         message.request_id = ticket.request_id
         message.sender.CopyFrom(incarnation_message(ticket.sender))
         message.receiver.CopyFrom(incarnation_message(ticket.receiver))
+        message.attempt = ticket.attempt
         try:
             reply = await self._stub.FinishPrefill(message, timeout=timeout_s)
         except grpc.aio.AioRpcError as error:
@@ -57,11 +64,21 @@ class GrpcKvPeer:
             receiver=incarnation_message(ticket.receiver),
             reason=reason,
             drained=drained,
+            attempt=ticket.attempt,
         )
         try:
             await self._stub.AbortTransfer(message, timeout=timeout_s)
         except grpc.aio.AioRpcError as error:
             raise self._error("AbortTransfer", error) from error
+
+    async def send_history(self, ask: HistoryAsk, *, timeout_s: float) -> None:
+        """Raises HandshakeRefused, or TransferError if there is no answer."""
+        try:
+            reply = await self._stub.SendHistory(history_message(ask), timeout=timeout_s)
+        except grpc.aio.AioRpcError as error:
+            raise self._error("SendHistory", error) from error
+        if reply.refusal:
+            raise HandshakeRefused(reply.refusal)
 
     def _error(self, call: str, error: grpc.aio.AioRpcError) -> TransferError:
         return TransferError(

@@ -6,7 +6,14 @@ import struct
 
 from millrace.core.errors import ConfigError, TransferError
 from millrace.core.kv_layout import KvLayout
-from millrace.core.kv_transfer import HandshakeAsk, HandshakeGrant, Incarnation, Ticket
+from millrace.core.kv_transfer import (
+    HandshakeAsk,
+    HandshakeGrant,
+    HistoryAsk,
+    Incarnation,
+    Ticket,
+)
+from millrace.core.sequence_parallel import Run
 from millrace.wire.pb import common_pb2, transfer_pb2
 
 _REGION = struct.Struct("<I")
@@ -19,13 +26,15 @@ def incarnation_message(life: Incarnation) -> common_pb2.Incarnation:
 def ticket_of(
     message: transfer_pb2.HandshakeRequest
     | transfer_pb2.FinishPrefillRequest
-    | transfer_pb2.AbortTransferRequest,
+    | transfer_pb2.AbortTransferRequest
+    | transfer_pb2.SendHistoryRequest,
 ) -> Ticket:
     """Whom a request's message is from and for."""
     return Ticket(
         request_id=message.request_id,
         sender=Incarnation(message.sender.id, message.sender.generation),
         receiver=Incarnation(message.receiver.id, message.receiver.generation),
+        attempt=message.attempt or 1,
     )
 
 
@@ -72,6 +81,7 @@ def ask_message(ask: HandshakeAsk) -> transfer_pb2.HandshakeRequest:
         start_token=ask.start_token,
         num_tokens=ask.num_tokens,
         agent_metadata=ask.agent_metadata,
+        attempt=ask.ticket.attempt,
     )
 
 
@@ -83,6 +93,37 @@ def ask_of(message: transfer_pb2.HandshakeRequest) -> HandshakeAsk:
         start_token=message.start_token,
         num_tokens=message.num_tokens,
         agent_metadata=message.agent_metadata,
+    )
+
+
+def history_message(ask: HistoryAsk) -> transfer_pb2.SendHistoryRequest:
+    return transfer_pb2.SendHistoryRequest(
+        request_id=ask.ticket.request_id,
+        attempt=ask.ticket.attempt,
+        sender=incarnation_message(ask.ticket.sender),
+        receiver=incarnation_message(ask.ticket.receiver),
+        layout=layout_message(ask.layout),
+        pages=ask.pages,
+        runs=[
+            transfer_pb2.TokenRun(
+                start_token=run.start_token, num_tokens=run.num_tokens, slot=run.slot
+            )
+            for run in ask.runs
+        ],
+        agent_metadata=ask.agent_metadata,
+        region=ask.region,
+    )
+
+
+def history_of(message: transfer_pb2.SendHistoryRequest) -> HistoryAsk:
+    """Raises TransferError for a layout that can't be."""
+    return HistoryAsk(
+        ticket=ticket_of(message),
+        layout=layout_of(message.layout),
+        pages=list(message.pages),
+        runs=[Run(run.start_token, run.num_tokens, run.slot) for run in message.runs],
+        agent_metadata=message.agent_metadata,
+        region=message.region,
     )
 
 

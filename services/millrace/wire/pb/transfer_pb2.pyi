@@ -144,7 +144,7 @@ class TokenRun(_message.Message):
     def __init__(self, start_token: _Optional[int] = ..., num_tokens: _Optional[int] = ..., slot: _Optional[int] = ...) -> None: ...
 
 class SendHistoryRequest(_message.Message):
-    __slots__ = ("request_id", "attempt", "sender", "receiver", "layout", "pages", "runs", "agent_metadata")
+    __slots__ = ("request_id", "attempt", "sender", "receiver", "layout", "pages", "runs", "agent_metadata", "region")
     REQUEST_ID_FIELD_NUMBER: _ClassVar[int]
     ATTEMPT_FIELD_NUMBER: _ClassVar[int]
     SENDER_FIELD_NUMBER: _ClassVar[int]
@@ -153,6 +153,7 @@ class SendHistoryRequest(_message.Message):
     PAGES_FIELD_NUMBER: _ClassVar[int]
     RUNS_FIELD_NUMBER: _ClassVar[int]
     AGENT_METADATA_FIELD_NUMBER: _ClassVar[int]
+    REGION_FIELD_NUMBER: _ClassVar[int]
     request_id: str
     attempt: int
     sender: _common_pb2.Incarnation
@@ -161,7 +162,8 @@ class SendHistoryRequest(_message.Message):
     pages: _containers.RepeatedScalarFieldContainer[int]
     runs: _containers.RepeatedCompositeFieldContainer[TokenRun]
     agent_metadata: bytes
-    def __init__(self, request_id: _Optional[str] = ..., attempt: _Optional[int] = ..., sender: _Optional[_Union[_common_pb2.Incarnation, _Mapping]] = ..., receiver: _Optional[_Union[_common_pb2.Incarnation, _Mapping]] = ..., layout: _Optional[_Union[KvLayout, _Mapping]] = ..., pages: _Optional[_Iterable[int]] = ..., runs: _Optional[_Iterable[_Union[TokenRun, _Mapping]]] = ..., agent_metadata: _Optional[bytes] = ...) -> None: ...
+    region: int
+    def __init__(self, request_id: _Optional[str] = ..., attempt: _Optional[int] = ..., sender: _Optional[_Union[_common_pb2.Incarnation, _Mapping]] = ..., receiver: _Optional[_Union[_common_pb2.Incarnation, _Mapping]] = ..., layout: _Optional[_Union[KvLayout, _Mapping]] = ..., pages: _Optional[_Iterable[int]] = ..., runs: _Optional[_Iterable[_Union[TokenRun, _Mapping]]] = ..., agent_metadata: _Optional[bytes] = ..., region: _Optional[int] = ...) -> None: ...
 
 class SendHistoryReply(_message.Message):
     __slots__ = ("refusal",)
