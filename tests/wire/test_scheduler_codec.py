@@ -170,7 +170,8 @@ def test_chunks_reach_the_wire_as_planned():
     effect = effects.RunPrefill(instance_id="p0", request_id="r", chunks=(chunk,), decode_id="d")
     decode = scheduler_pb2.Member(address="h:1")
     spec = common_pb2.RequestSpec(request_id="r")
-    sent = codec.run_prefill(effect, spec, decode).run_prefill
+    group = [scheduler_pb2.Member(address="h:2"), scheduler_pb2.Member(address="h:3")]
+    sent = codec.run_prefill(effect, spec, decode, group).run_prefill
     assert sent.request == spec and sent.decode == decode
     assert [(c.index, c.start_token, c.num_tokens, list(c.instance_ids)) for c in sent.chunks] == [
         (1, 8, 9, ["p0", "p1"])

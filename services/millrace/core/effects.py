@@ -45,10 +45,16 @@ class Fail:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AdmitDecode:
-    """Tell the decode instance to reserve for the request. Comes before `RunPrefill`."""
+    """Tell the decode instance to reserve for the request. Comes before `RunPrefill`.
+
+    With `kept_tokens` it holds the request already: it keeps the KV of so many first tokens, which
+    earlier attempts left, and expects the rest anew. No two of these have the same `attempt`.
+    """
 
     instance_id: str
     request_id: str
+    attempt: int = 1
+    kept_tokens: int = 0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -56,13 +62,14 @@ class RunPrefill:
     """Send a request's plan to an instance of it, behind what the instance already holds.
 
     Every instance named in `chunks` gets one; it queues those chunks that name it, each as an entry
-    of its own (see `Order`).
+    of its own (see `Order`). Chunks that begin behind token 0 go on from what decode keeps.
     """
 
     instance_id: str
     request_id: str
     chunks: tuple[Chunk, ...]
     decode_id: str
+    attempt: int = 1
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -102,11 +109,15 @@ class CancelOn:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Record:
-    """Write the request's new state to the request store, off the decision path."""
+    """Write the request's new state to the request store, off the decision path.
+
+    `kv_tokens`: the KV of so many first tokens lies at the decode instance.
+    """
 
     request_id: str
     state: RequestState
     decode_id: str | None
+    kv_tokens: int = 0
 
 
 Effect = Place | Refuse | Fail | AdmitDecode | RunPrefill | Order | CancelOn | Record

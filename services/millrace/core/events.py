@@ -26,6 +26,8 @@ class InstanceJoined:
     model_hash: str
     latency: SpLatency = field(default_factory=SpLatency)
     node: str = ""  # instances of one node are close to each other; empty: a node of its own
+    #: Layers that a page holds, from which a ring's buffers follow; 0: buffers are not counted.
+    kv_layers: int = 0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -114,11 +116,28 @@ class ChunkSuspended:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RequestReleased:
-    """The instance holds no page of the request any more."""
+    """The instance holds no page of the request any more.
+
+    `complete`, of a prefill instance: all of its part was computed and sent. `attempt`, of a decode
+    instance: the last one that it was told of; 0 says nothing of attempts.
+    """
 
     instance_id: str
     generation: int
     request_id: str
+    complete: bool = False
+    attempt: int = 0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PrefixLanded:
+    """Decode has the KV of the first `tokens` tokens in its pages, where it stays."""
+
+    instance_id: str
+    generation: int
+    request_id: str
+    attempt: int
+    tokens: int
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -143,13 +162,19 @@ class RequestFinished:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RequestFailed:
-    """An instance could not do its part. A retryable failure is prefilled again elsewhere."""
+    """An instance could not do its part. A retryable failure is prefilled again elsewhere.
+
+    Decode says which `attempt` it speaks of (0: of none in particular), and the KV of how many
+    first tokens it keeps for the next one. Where it keeps none it releases the request.
+    """
 
     instance_id: str
     generation: int
     request_id: str
     message: str
     retryable: bool
+    attempt: int = 0
+    kept_tokens: int = 0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -157,6 +182,17 @@ class PolicyChanged:
     """From now on requests are ranked by another policy: a name of `core.priority.POLICIES`."""
 
     policy: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ImprovementRateChanged:
+    """What a larger group must bring from now on: a rate for good, or a table by arrival rate.
+
+    `rows` of (arrivals per second, rate) count where `rate` is None.
+    """
+
+    rate: float | None = None
+    rows: tuple[tuple[float, float], ...] = ()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -176,9 +212,11 @@ Event = (
     | ChunkFinished
     | ChunkSuspended
     | RequestReleased
+    | PrefixLanded
     | DecodeStarted
     | RequestFinished
     | RequestFailed
     | PolicyChanged
+    | ImprovementRateChanged
     | Tick
 )

@@ -236,12 +236,15 @@ class SchedulerLoop:
         self._update(effect.proxy_id, codec.failed(effect))
 
     def _admit(self, effect: effects.AdmitDecode) -> None:
-        self._command(effect.instance_id, codec.admit_decode(self._specs[effect.request_id]))
+        spec = self._specs[effect.request_id]
+        self._command(effect.instance_id, codec.admit_decode(effect, spec))
 
     def _prefill(self, effect: effects.RunPrefill) -> None:
         decode = codec.member(self.workers[effect.decode_id].register)
+        ids = effect.chunks[-1].instance_ids
+        group = [codec.member(self.workers[instance_id].register) for instance_id in ids]
         spec = self._specs[effect.request_id]
-        self._command(effect.instance_id, codec.run_prefill(effect, spec, decode))
+        self._command(effect.instance_id, codec.run_prefill(effect, spec, decode, group))
 
     def _order(self, effect: effects.Order) -> None:
         self._command(effect.instance_id, codec.order(effect))

@@ -48,22 +48,32 @@ def joined(message: scheduler_pb2.Register) -> events.InstanceJoined:
         max_context_tokens=message.max_context_tokens,
         max_batch=message.max_batch,
         model_hash=message.model_hash,
-        latency=SpLatency(by_sp={1: _latency(message)}),
+        latency=_sp_latency(message),
+        node=message.node,
+        kv_layers=message.kv_layers,
     )
 
 
-def _latency(message: scheduler_pb2.Register) -> Latency:
-    if not message.HasField("latency"):
-        return Latency()
-    given = message.latency
+def _sp_latency(message: scheduler_pb2.Register) -> SpLatency:
+    alone = _latency(message.latency, "latency") if message.HasField("latency") else Latency()
+    by_sp = {1: alone}
+    for index, group in enumerate(message.sp_latency):
+        field = f"sp_latency[{index}]"
+        _require(f"{field}.sp", group.sp, group.sp >= 2, "at least 2")
+        _require(f"{field}.sp", group.sp, group.sp not in by_sp, "there once")
+        by_sp[group.sp] = _latency(group.latency, f"{field}.latency")
+    return SpLatency(by_sp=by_sp)
+
+
+def _latency(given: scheduler_pb2.LatencyCoefficients, field: str) -> Latency:
     for name in ("a", "b", "c", "d"):
         value = getattr(given, name)
-        _require(f"latency.{name}", value, math.isfinite(value) and value >= 0, "0 or more")
+        _require(f"{field}.{name}", value, math.isfinite(value) and value >= 0, "0 or more")
     points = tuple((point.tokens, point.seconds) for point in given.points)
     try:
         return Latency(a=given.a, b=given.b, c=given.c, d=given.d, points=points)
     except ConfigError as error:
-        raise MessageError(str(error)) from None
+        raise MessageError(str(error).replace("latency", field, 1)) from None
 
 
 def latency_message(latency: Latency) -> scheduler_pb2.LatencyCoefficients:
@@ -75,6 +85,15 @@ def latency_message(latency: Latency) -> scheduler_pb2.LatencyCoefficients:
     return scheduler_pb2.LatencyCoefficients(
         a=latency.a, b=latency.b, c=latency.c, d=latency.d, points=points
     )
+
+
+def sp_latency_messages(latency: SpLatency) -> list[scheduler_pb2.SpLatency]:
+    """What a worker tells of its prefill times in groups of several."""
+    return [
+        scheduler_pb2.SpLatency(sp=sp, latency=latency_message(latency.by_sp[sp]))
+        for sp in latency.degrees
+        if sp > 1
+    ]
 
 
 def request(spec: common_pb2.RequestSpec, *, proxy_id: str, now_s: float) -> Request:
@@ -147,6 +166,7 @@ _FROM_WORKER: Mapping[str, Callable[[Any, str, int], events.Event]] = {
     "chunk_finished": _says(events.ChunkFinished),
     "chunk_suspended": _says(events.ChunkSuspended),
     "request_released": _says(events.RequestReleased),
+    "prefix_landed": _says(events.PrefixLanded),
     "decode_started": _says(events.DecodeStarted),
     "request_finished": _says(events.RequestFinished),
     "request_failed": _says(events.RequestFailed),
@@ -216,16 +236,30 @@ def registered(config: SchedulerConfig) -> scheduler_pb2.WorkerCommand:
     )
 
 
-def admit_decode(spec: common_pb2.RequestSpec) -> scheduler_pb2.WorkerCommand:
-    return scheduler_pb2.WorkerCommand(admit_decode=scheduler_pb2.AdmitDecode(request=spec))
+def admit_decode(
+    effect: effects.AdmitDecode, spec: common_pb2.RequestSpec
+) -> scheduler_pb2.WorkerCommand:
+    return scheduler_pb2.WorkerCommand(
+        admit_decode=scheduler_pb2.AdmitDecode(
+            request=spec, attempt=effect.attempt, kept_tokens=effect.kept_tokens
+        )
+    )
 
 
 def run_prefill(
-    effect: effects.RunPrefill, spec: common_pb2.RequestSpec, decode: scheduler_pb2.Member
+    effect: effects.RunPrefill,
+    spec: common_pb2.RequestSpec,
+    decode: scheduler_pb2.Member,
+    group: Iterable[scheduler_pb2.Member],
 ) -> scheduler_pb2.WorkerCommand:
+    """`group`: every instance of the chunks, in the order of the last one."""
     return scheduler_pb2.WorkerCommand(
         run_prefill=scheduler_pb2.RunPrefill(
-            request=spec, chunks=[_chunk(chunk) for chunk in effect.chunks], decode=decode
+            request=spec,
+            chunks=[_chunk(chunk) for chunk in effect.chunks],
+            decode=decode,
+            attempt=effect.attempt,
+            group=group,
         )
     )
 

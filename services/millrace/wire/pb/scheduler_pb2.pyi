@@ -222,12 +222,14 @@ class ChunkSuspended(_message.Message):
     def __init__(self, request_id: _Optional[str] = ..., chunk_index: _Optional[int] = ..., compute_s: _Optional[float] = ...) -> None: ...
 
 class RequestReleased(_message.Message):
-    __slots__ = ("request_id", "complete")
+    __slots__ = ("request_id", "complete", "attempt")
     REQUEST_ID_FIELD_NUMBER: _ClassVar[int]
     COMPLETE_FIELD_NUMBER: _ClassVar[int]
+    ATTEMPT_FIELD_NUMBER: _ClassVar[int]
     request_id: str
     complete: bool
-    def __init__(self, request_id: _Optional[str] = ..., complete: _Optional[bool] = ...) -> None: ...
+    attempt: int
+    def __init__(self, request_id: _Optional[str] = ..., complete: _Optional[bool] = ..., attempt: _Optional[int] = ...) -> None: ...
 
 class PrefixLanded(_message.Message):
     __slots__ = ("request_id", "attempt", "tokens")
