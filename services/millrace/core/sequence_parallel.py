@@ -156,6 +156,17 @@ def pass_tokens(tokens: int, members: int, max_chunk_tokens: int) -> list[int]:
     return [min(step, tokens - start) for start in range(0, tokens, step)]
 
 
+def buffer_of(step: int) -> int:
+    """Which of the ring's buffers takes the block of a step (1 and on), in every layer and pass."""
+    return (step - 1) % RING_BUFFERS
+
+
+def buffer_memory(pages: Sequence[int], kv_layers: int, num_pages: int) -> list[int]:
+    """The memory of a buffer's pages in order, as pages of the pool seen as [layers * pages, ...]:
+    of each page in turn its room in layer 0, 1, ..."""
+    return [layer * num_pages + page for page in pages for layer in range(kv_layers)]
+
+
 def layout(chunks: Sequence[Chunk], page_tokens: int, max_chunk_tokens: int) -> Layout:
     """Lays a request's prefill out. `chunks` follow each other; each group begins with the one
     before it. Tokens before the first chunk are history that decode holds.
