@@ -118,6 +118,21 @@ class Layout:
         """Index among `chunks` of the first that the instance takes part in."""
         return next(i for i, chunk in enumerate(self.chunks) if instance_id in chunk.group)
 
+    def computed(self, instance_id: str) -> list[Run]:
+        """What the instance computes, ascending in its slots: those of all its pages in the order
+        in which it took them, whatever it gave away since.
+        """
+        runs: list[Run] = []
+        for shares in self.chunks[self.first_chunk(instance_id) :]:
+            rank = shares.group.index(instance_id)
+            pages = shares.shares[rank].pages
+            for one in shares.passes:
+                for run in one.runs[rank]:
+                    index, row = divmod(run.slot, self.page_tokens)
+                    slot = pages[index] * self.page_tokens + row
+                    runs.append(Run(run.start_token, run.num_tokens, slot))
+        return runs
+
     def buffer_pages(self, kv_layers: int) -> int:
         """Pages that a member lends to each of the ring's buffers.
 
