@@ -3,7 +3,8 @@
 The pool decides nothing. Its owner, on another thread, says in which order the tasks are to go; the
 pool's own thread runs the first of those it has, leaves it at its next boundary when another comes
 to be first, and goes on with it later from there. What a task needs to go on is in the task: the
-suspended generator holds its activations, its KV lies in its pages.
+suspended generator holds its activations, its KV lies in its pages. A task of a gang starts and
+stops together with those of other instances' pools (`core.gang`).
 
 A task may hold activations between two boundaries. At most `most_held` are suspended so; past that,
 the one that runs goes on to the end of its pass, where it holds none. So the memory of suspended
@@ -15,38 +16,19 @@ from __future__ import annotations
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Generator, Sequence
+from collections.abc import Callable, Generator, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
-from enum import IntEnum
 from typing import Final
 
 import torch
 
+from millrace.core.gang import GangSpec, Step
+from millrace.core.pool_rule import PoolRule
+from millrace.core.stop_point import StopPoint as StopPoint
+
 RUN_AHEAD_OPERATORS: Final = 4
 """Operators that the host may have enqueued on a GPU beyond the one that executes."""
-
-_LAYER_ENDS: Final = ("down_proj", "experts")
-
-
-class StopPoint(IntEnum):
-    """What ends where a task may be left, the finest first."""
-
-    OPERATOR = 0
-    LAYER = 1
-    PASS = 2  # a chunk of at most engine.max_chunk_tokens: no activations are held
-    END = 3
-
-    @classmethod
-    def of(cls, granularity: str) -> StopPoint:
-        """The finest that `scheduler.preemption` allows a stop at."""
-        return {"operator": cls.OPERATOR, "layer": cls.LAYER, "chunk": cls.PASS, "none": cls.END}[
-            granularity
-        ]
-
-    @classmethod
-    def after(cls, operator: str) -> StopPoint:
-        """What ends with an operator of a forward pass."""
-        return cls.LAYER if operator in _LAYER_ENDS else cls.OPERATOR
 
 
 @dataclass(eq=False, slots=True, kw_only=True)
@@ -63,6 +45,7 @@ class PoolTask:
     suspended: Callable[[], None]
     ended: Callable[[Exception | None], None]
     is_unwanted: Callable[[], bool] = lambda: False
+    gang: GangSpec | None = None  # with whom it starts and stops; `steps` yields as its stops say
     subject: object = None  # the owner's
     compute_s: float = 0.0  # over all stretches that are over
     since_s: float = field(default=0.0, init=False)  # time.perf_counter at the stretch's begin
@@ -88,15 +71,18 @@ class ExecutionPool:
         *,
         most_held: int,
         blocked: Callable[[float], None] = lambda seconds: None,
+        send: Callable[[str, bytes], None] = lambda instance_id, payload: None,
     ) -> None:
-        """`blocked` gets the seconds from each preemption's signal to its effect."""
-        self._tasks: dict[str, PoolTask] = {}
-        self._ranks: dict[str, int] = {}
-        self._finest = StopPoint.END
-        self._most_held = most_held
+        """`blocked` gets the seconds from each preemption's signal to its effect.
+
+        `send` takes a payload to another instance's `receive`, those to one instance in order. It
+        may be called on any thread that called the pool; it returns at once and raises nothing.
+        """
+        self._rule: PoolRule[PoolTask] = PoolRule(most_held)
         self._blocked = blocked
+        self._send = send
+        self._sending = threading.Lock()
         self._run_ahead = RunAhead(device)
-        self._running: PoolTask | None = None
         self._signal_s: float | None = None  # when the running task was asked to yield
         self._look = False  # the running task is to look whether it still is to run
         self._closing = False
@@ -106,83 +92,88 @@ class ExecutionPool:
 
     @property
     def is_running(self) -> bool:
-        return self._running is not None
+        return self._rule.running is not None
 
     @property
     def held(self) -> int:
         """Tasks suspended in the middle of a pass."""
-        tasks = list(self._tasks.values())
-        return sum(task.mid_pass for task in tasks if task is not self._running)
+        return self._rule.held
 
     @property
     def suspended(self) -> int:
         """Tasks that have begun and wait to go on."""
-        tasks = list(self._tasks.values())
-        return sum(task.begun for task in tasks if task is not self._running)
+        return self._rule.suspended
 
     def set_granularity(self, finest: StopPoint) -> None:
         """From the next boundary on, stops only where `finest` or more ends."""
-        with self._changed:
-            self._finest = finest
+        with self._changing():
+            self._rule.finest = finest
 
     def submit(self, task: PoolTask) -> None:
         """Takes a task in; it runs when it is first. Raises ValueError for a name there is."""
-        with self._changed:
-            if task.name in self._tasks:
-                raise ValueError(f"a task {task.name!r} is in the pool")
-            self._tasks[task.name] = task
+        with self._changing():
+            self._rule.add(task)
             self._rearranged()
 
     def order(self, names: Sequence[str]) -> None:
         """The order from now on. Names may be of tasks still to come; tasks not named go last."""
-        with self._changed:
-            self._ranks = {name: rank for rank, name in enumerate(dict.fromkeys(names))}
+        with self._changing():
+            self._rule.order(names)
             self._rearranged()
 
+    def receive(self, instance_id: str, payload: bytes) -> None:
+        """Takes in what the instance's pool sent. Raises TransferError for anything else."""
+        with self._changing():
+            self._rule.receive(instance_id, payload)
+
     def take(self, names: Sequence[str]) -> list[PoolTask]:
-        """Takes those tasks out that are there and have not begun: the caller does their work."""
-        with self._changed:
-            found = (self._tasks.get(name) for name in names)
-            taken = [task for task in found if task and not (task.begun or task.dropped)]
+        """Takes those tasks out that are there, of no gang, and have not begun: the caller does
+        their work.
+        """
+        with self._changing():
+            found = (self._rule.tasks.get(name) for name in names)
+            taken = [t for t in found if t and not (t.begun or t.dropped or t.gang)]
             for task in taken:
-                del self._tasks[task.name]
+                self._rule.remove(task)
             return taken
 
     def drop_unwanted(self) -> None:
         """Ends the tasks that wait and that nobody wants any more. One that runs looks itself."""
-        with self._changed:
-            for task in self._tasks.values():
-                if task is not self._running and task.is_unwanted():
+        with self._changing():
+            for task in self._rule.tasks.values():
+                if task is not self._rule.running and task.is_unwanted():
                     task.dropped = self._look = True
-            self._changed.notify()
 
     def close(self) -> None:
         """Drops every task and ends the thread, after the operator that runs."""
-        with self._changed:
+        with self._changing():
             self._closing = True
-            for task in self._tasks.values():
+            for task in self._rule.tasks.values():
                 task.dropped = True
             self._look = True
-            self._changed.notify()
         self._thread.join()
 
     def _rearranged(self) -> None:
-        first = self._first()
-        running = self._running
-        if running is None or running is first:
+        running = self._rule.running
+        if running is None or running is self._rule.first():
             self._signal_s = None  # taken back before it took effect
-        elif self._signal_s is None and self._finest < StopPoint.END:
+        elif self._signal_s is None and self._rule.finest < StopPoint.END:
             self._signal_s = time.perf_counter()
         self._look = True
-        self._changed.notify()
 
-    def _first(self) -> PoolTask | None:
-        last = len(self._ranks)
-        return min(
-            self._tasks.values(),
-            key=lambda task: self._ranks.get(task.name, last),
-            default=None,
-        )
+    @contextmanager
+    def _changing(self) -> Iterator[None]:
+        """The lock; then the thread looks again, and what is to be said goes out."""
+        with self._changed:
+            yield
+            self._changed.notify()
+        # One thread sends at a time, without the lock: in order, and whatever `send` does.
+        while self._rule.outgoing and self._sending.acquire(blocking=False):
+            try:
+                while self._rule.outgoing:
+                    self._send(*self._rule.outgoing.popleft())
+            finally:
+                self._sending.release()
 
     # -- on the pool's thread
 
@@ -191,19 +182,20 @@ class ExecutionPool:
             self._advance(task)
 
     def _next(self) -> PoolTask | None:
-        self._end_dropped()
-        with self._changed:
-            while (first := self._first()) is None:
-                if self._closing:
+        while True:
+            self._end_dropped()
+            with self._changed:
+                task = self._rule.next()
+                if task is not None:
+                    if self._signal_s is not None:
+                        self._blocked(time.perf_counter() - self._signal_s)
+                    self._signal_s = None
+                    self._look = False
+                    return task
+                if self._closing and not self._rule.tasks:
                     return None
-                self._running = None
-                self._changed.wait()
-            if self._signal_s is not None and self._running is not first:
-                self._blocked(time.perf_counter() - self._signal_s)
-            self._signal_s = None
-            self._running = first
-            self._look = False
-            return first
+                if not any(task.dropped for task in self._rule.tasks.values()):
+                    self._changed.wait()
 
     def _advance(self, task: PoolTask) -> None:
         """Runs the task until it ends or is to yield."""
@@ -215,52 +207,73 @@ class ExecutionPool:
             task.since_s = time.perf_counter()
             try:
                 task.resumed()
-                is_left = self._stretch(task)
+                is_left = self._stretch(task) if task.gang is None else self._gang_stretch(task)
             except Exception as raised:
                 is_left, error = False, raised
             task.compute_s = task.spent_s()
             if is_left and not task.dropped:
                 task.suspended()
-                with self._changed:
-                    self._running = None
+                with self._changing():
+                    self._rule.leave(task)
                     task.dropped = task.is_unwanted()  # who looked a moment ago took it to run
                 return
             if is_left:
                 error = _close(task)
         self._run_ahead.settle()
-        with self._changed:
-            del self._tasks[task.name]
-            self._running = None
+        with self._changing():
+            self._rule.remove(task)
         task.ended(error)
 
     def _stretch(self, task: PoolTask) -> bool:
         """True when the task was left, False when it ended. Raises what the task raises."""
         run_ahead = self._run_ahead
-        for boundary in task.steps:
+        for ended in task.steps:
             run_ahead.step()
-            if self._look and self._leaves(task, boundary):
+            if self._look and self._leaves(task, ended):
                 return True
         return False
 
-    def _leaves(self, task: PoolTask, boundary: StopPoint) -> bool:
+    def _leaves(self, task: PoolTask, ended: StopPoint) -> bool:
         self._end_dropped()
         with self._changed:
-            task.mid_pass = boundary < StopPoint.PASS
             if task.dropped:
                 return True
-            if self._first() is task:
+            self._look = self._rule.first() is not task
+            return self._rule.leaves(task, ended)
+
+    def _gang_stretch(self, task: PoolTask) -> bool:
+        """The same for a gang's task, which runs, holds and stops as the gang agrees."""
+        ended: StopPoint | None = None
+        while self._may_begin(task, ended):
+            ended = next(task.steps, None)
+            if ended is None:
+                return False
+            self._run_ahead.step()
+        return True
+
+    def _may_begin(self, task: PoolTask, ended: StopPoint | None) -> bool:
+        while True:
+            if self._look:
                 self._look = False
-                return False
-            if boundary < self._finest:
-                return False
-            return not task.mid_pass or self.held < self._most_held
+                self._end_dropped()
+            with self._changed:
+                if task.dropped:
+                    return False
+                step = self._rule.begin(task, ended)
+                if step is Step.WAIT:
+                    task.dropped = task.is_unwanted()  # else the leader's word comes
+                    if not (task.dropped or self._look):
+                        self._changed.wait()
+                    continue
+                return step is Step.BEGIN
 
     def _end_dropped(self) -> None:
         """Ends what waits and was dropped. Here, for what it frees belongs to this thread."""
-        with self._changed:
-            gone = [t for t in self._tasks.values() if t.dropped and t is not self._running]
+        with self._changing():
+            tasks = self._rule.tasks.values()
+            gone = [t for t in tasks if t.dropped and t is not self._rule.running]
             for task in gone:
-                del self._tasks[task.name]
+                self._rule.remove(task)
         for task in gone:
             task.ended(_close(task))
 

@@ -1,0 +1,177 @@
+"""Which of an instance's tasks runs, and where it is left: the execution pool's rule.
+
+One task at a time, the first in the owner's order (FlowPrefill section 4). A task of a gang claims
+the instance when it comes first: nothing else runs until all its members have claimed theirs and it
+starts, or until it is released (`gang`). No threads and no clocks: the pool holds a lock around it.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Sequence
+from typing import Generic, Protocol, TypeVar
+
+from millrace.core.gang import Gang, GangKey, GangSpec, Message, State, Step, answer_without_task
+from millrace.core.stop_point import StopPoint
+
+
+class Task(Protocol):
+    """What the rule has to know of a task, and what it notes there."""
+
+    @property
+    def name(self) -> str: ...
+    @property
+    def gang(self) -> GangSpec | None: ...
+
+    begun: bool
+    mid_pass: bool  # left in the middle of a pass, with activations
+    dropped: bool  # it is to end, and never runs again
+
+
+T = TypeVar("T", bound=Task)
+
+
+class PoolRule(Generic[T]):
+    """The tasks of one instance, in their order.
+
+    `outgoing` collects what is to be sent to other instances, in this order: (instance, payload).
+    """
+
+    def __init__(self, most_held: int) -> None:
+        """At most `most_held` tasks are left in the middle of a pass."""
+        self.tasks: dict[str, T] = {}
+        self.running: T | None = None
+        self.finest = StopPoint.END
+        self.outgoing: deque[tuple[str, bytes]] = deque()
+        self._ranks: dict[str, int] = {}
+        self._most_held = most_held
+        self._gangs: dict[GangKey, Gang] = {}
+        self._claimant: T | None = None  # the gang's task that nothing else may run beside
+
+    @property
+    def held(self) -> int:
+        """Tasks suspended in the middle of a pass."""
+        tasks = list(self.tasks.values())
+        return sum(task.mid_pass for task in tasks if task is not self.running)
+
+    @property
+    def suspended(self) -> int:
+        """Tasks that have begun and wait to go on."""
+        tasks = list(self.tasks.values())
+        return sum(task.begun for task in tasks if task is not self.running)
+
+    def first(self) -> T | None:
+        last = len(self._ranks)
+        return min(
+            self.tasks.values(),
+            key=lambda task: self._ranks.get(task.name, last),
+            default=None,
+        )
+
+    # -- what the owner says
+
+    def add(self, task: T) -> None:
+        """Raises ValueError for a name there is."""
+        if task.name in self.tasks:
+            raise ValueError(f"a task {task.name!r} is in the pool")
+        self.tasks[task.name] = task
+        if task.gang is not None:
+            gang = Gang(task.gang, self._say, self._finest_here)
+            self._gangs[task.gang.key] = gang
+            gang.call()
+        self.settle()
+
+    def order(self, names: Sequence[str]) -> None:
+        """The order from now on. Names may be of tasks still to come; tasks not named go last."""
+        self._ranks = {name: rank for rank, name in enumerate(dict.fromkeys(names))}
+        self.settle()
+
+    def remove(self, task: T) -> None:
+        """The task is over, or taken out."""
+        del self.tasks[task.name]
+        if task.gang is not None:
+            del self._gangs[task.gang.key]
+        if task is self._claimant:
+            self._claimant = None
+        if task is self.running:
+            self.running = None
+        self.settle()
+
+    def receive(self, sender: str, payload: bytes) -> None:
+        """Takes in what another instance says. Raises TransferError for what no gang says."""
+        message = Message.decode(payload)
+        gang = self._gangs.get(message.key)
+        if gang is not None:
+            gang.hear(sender, message)
+            self.settle()
+        elif (answer := answer_without_task(message)) is not None:
+            self._say(sender, answer)
+
+    # -- what the one that runs tasks asks
+
+    def next(self) -> T | None:
+        """The task to run now; None while there is none, or while a gang is waited for."""
+        task = self._claimant or self.first()
+        gang = self._gang_of(task)
+        if gang is not None and not gang.has_started:
+            return None
+        self.running, self._claimant = task, None
+        return task
+
+    def leaves(self, task: T, ended: StopPoint) -> bool:
+        """Whether the task, of no gang, is left where `ended` has ended."""
+        task.mid_pass = ended < StopPoint.PASS
+        return not (self.first() is task or ended < self._finest_here())
+
+    def begin(self, task: T, ended: StopPoint | None) -> Step:
+        """Asked before each operator of a gang's task: `ended` with the one before, if any.
+
+        Raises IntegrityError when that is not what the gang's stops say.
+        """
+        gang = self._gang_of(task)
+        assert gang is not None
+        if ended is not None:
+            gang.spec.check(gang.begun, ended)
+        step = gang.begin()
+        if step is Step.STOP:
+            task.mid_pass = gang.spec.stops[gang.begun] < StopPoint.PASS
+        return step
+
+    def leave(self, task: T) -> None:
+        """The task was left, where it may be."""
+        self.running = None
+        gang = self._gang_of(task)
+        if gang is not None:
+            gang.leave()
+        self.settle()
+
+    def settle(self) -> None:
+        """Says to the gangs what follows from the order."""
+        first = self.first()
+        at_work = self._gang_of(self.running or self._claimant)
+        if at_work is not None and at_work is not self._gang_of(first):
+            self._yield(at_work)
+        if self._claimant is not None and at_work is not None and at_work.state is State.AWAY:
+            self._claimant = None
+        gang = self._gang_of(first)
+        if gang is not None and self.running is None and self._claimant is None:
+            self._claimant = first
+            gang.be_ready()
+
+    def _yield(self, gang: Gang) -> None:
+        if gang.state is State.READY:
+            gang.withdraw()
+        elif self.finest < StopPoint.END:
+            gang.ask_stop()
+
+    def _gang_of(self, task: T | None) -> Gang | None:
+        return None if task is None or task.gang is None else self._gangs[task.gang.key]
+
+    def _finest_here(self) -> StopPoint:
+        """Where what is at work may be left now."""
+        at_work = self.running or self._claimant
+        held = sum(task.mid_pass for task in self.tasks.values() if task is not at_work)
+        return self.finest if held < self._most_held else max(self.finest, StopPoint.PASS)
+
+    def _say(self, to: str, message: Message) -> None:
+        self.outgoing.append((to, message.encode()))
