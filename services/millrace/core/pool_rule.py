@@ -7,9 +7,11 @@ starts, or until it is released (`gang`). No threads and no clocks: the pool hol
 
 from __future__ import annotations
 
+import sys
 from collections import deque
 from collections.abc import Sequence
-from typing import Generic, Protocol, TypeVar
+from itertools import count
+from typing import Final, Generic, Protocol, TypeVar
 
 from millrace.core.gang import Gang, GangKey, GangSpec, Message, State, Step, answer_without_task
 from millrace.core.stop_point import StopPoint
@@ -28,6 +30,8 @@ class Task(Protocol):
     dropped: bool  # it is to end, and never runs again
 
 
+_LAST: Final = sys.maxsize
+
 T = TypeVar("T", bound=Task)
 
 
@@ -44,6 +48,7 @@ class PoolRule(Generic[T]):
         self.finest = StopPoint.END
         self.outgoing: deque[tuple[str, bytes]] = deque()
         self._ranks: dict[str, int] = {}
+        self._next_rank = 0
         self._most_held = most_held
         self._gangs: dict[GangKey, Gang] = {}
         self._claimant: T | None = None  # the gang's task that nothing else may run beside
@@ -61,11 +66,9 @@ class PoolRule(Generic[T]):
         return sum(task.begun for task in tasks if task is not self.running)
 
     def first(self) -> T | None:
-        last = len(self._ranks)
+        """Tasks without a rank go last, in the order in which they came."""
         return min(
-            self.tasks.values(),
-            key=lambda task: self._ranks.get(task.name, last),
-            default=None,
+            self.tasks.values(), key=lambda task: self._ranks.get(task.name, _LAST), default=None
         )
 
     # -- what the owner says
@@ -83,8 +86,23 @@ class PoolRule(Generic[T]):
 
     def order(self, names: Sequence[str]) -> None:
         """The order from now on. Names may be of tasks still to come; tasks not named go last."""
-        self._ranks = {name: rank for rank, name in enumerate(dict.fromkeys(names))}
+        self._ranks = dict(zip(dict.fromkeys(names), count(), strict=False))
+        self._next_rank = len(self._ranks)
         self.settle()
+
+    def append(self, names: Sequence[str]) -> None:
+        """Puts these behind all names there are. So the members of gangs have them in one order
+        from the beginning, whenever the tasks come.
+        """
+        for name in names:
+            self._ranks.setdefault(name, self._next_rank)
+            self._next_rank += 1
+        self.settle()
+
+    def forget(self, names: Sequence[str]) -> None:
+        """No tasks of these names will come any more."""
+        for name in names:
+            self._ranks.pop(name, None)
 
     def remove(self, task: T) -> None:
         """The task is over, or taken out."""

@@ -121,6 +121,19 @@ class ExecutionPool:
             self._rule.order(names)
             self._rearranged()
 
+    def append(self, names: Sequence[str]) -> None:
+        """Puts names of tasks to come behind all in the order. Members of gangs do so with every
+        command that they get: then all have one order, whoever has prepared its task first.
+        """
+        with self._changing():
+            self._rule.append(names)
+            self._rearranged()
+
+    def forget(self, names: Sequence[str]) -> None:
+        """No tasks of these names will come any more."""
+        with self._changed:
+            self._rule.forget(names)
+
     def receive(self, instance_id: str, payload: bytes) -> None:
         """Takes in what the instance's pool sent. Raises TransferError for anything else."""
         with self._changing():
