@@ -52,9 +52,10 @@ def first_tokens(pair: Pair) -> dict[str, list[int]]:
     role = pair.prefill.role
     finish = role._finish_message
 
-    def noted(job: Any, session: Any, outcome: Any) -> Any:
+    def noted(job: Any, session: Any, work: Any, logprobs: Any) -> Any:
+        outcome = work.outcome
         found[job.request_id] = [*outcome.token_ids, round(outcome.logprobs[0].chosen[1], 4)]
-        return finish(job, session, outcome)
+        return finish(job, session, work, logprobs)
 
     role._finish_message = noted
     return found

@@ -22,13 +22,16 @@ class GatedStore(MemoryStore):
         self.gate.set()
         self.error: Exception | None = None
         self.read: list[str] = []
+        self.slices: list[tuple[str, int, int]] = []  # what was read of a prompt
 
     async def prompt_ids(self, request_id: str, start: int = 0, stop: int | None = None) -> Any:
         await self.gate.wait()
         self.read.append(request_id)
         if self.error is not None:
             raise self.error
-        return await super().prompt_ids(request_id, start, stop)
+        ids = await super().prompt_ids(request_id, start, stop)
+        self.slices.append((request_id, start, start + len(ids)))
+        return ids
 
 
 @dataclass

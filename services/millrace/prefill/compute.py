@@ -1,13 +1,13 @@
 """What the compute thread does for a prefill instance: entries of its queue, pass by pass.
 
 An entry is a chunk of one prompt, or whole prompts computed together (FlowPrefill, Algorithm 1).
-Each runs as a task of the execution pool: a generator that yields at operator boundaries.
+Each runs as a task of the execution pool: a generator that yields at operator boundaries. A chunk
+that a group computes is a `gang.GangEntry`.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Generator, Sequence
-from dataclasses import dataclass, field
 from functools import partial
 
 import torch
@@ -18,78 +18,16 @@ from millrace.engine.logprobs import PositionLogprobs, position_logprobs
 from millrace.engine.model_runner import PrefillTask
 from millrace.engine.sampler import Sampler
 from millrace.engine.sampling_spec import SamplingRow
-from millrace.prefill.job import Cancelled, PrefillJob
 from millrace.prefill.metrics import PrefillMetrics
 from millrace.prefill.publish import LayerPublisher
+from millrace.prefill.work import Part, PrefillOutcome, Work, task_name
 from millrace.wire.pb import scheduler_pb2
-from millrace.worker.codec import passes
 
 LOGPROB_BLOCK_TOKENS = 256
 
 
-@dataclass(slots=True)
-class PrefillOutcome:
-    """Token one of each choice with its log-probabilities, and the prompt's where asked for."""
-
-    token_ids: list[int]
-    logprobs: list[PositionLogprobs | None]
-    prompt_logprobs: list[PositionLogprobs] = field(default_factory=list)
-    passes: int = 0
-
-
-@dataclass(slots=True, eq=False)
-class Part:
-    """The share of one job in one forward pass."""
-
-    work: Work
-    number: int  # of the job's passes
-    chunk: int
-    start: int
-    tokens: int
-    error: Exception | None = None  # nobody wants its result any more
-
-    @property
-    def name(self) -> str:
-        return f"chunk {self.number}"
-
-
-class Work:
-    """A prepared job's computation: its parts, and what has come of them so far."""
-
-    def __init__(
-        self,
-        job: PrefillJob,
-        prompt_ids: torch.Tensor,
-        max_chunk_tokens: int,
-        done: Callable[[Exception | None], None],
-    ) -> None:
-        """prompt_ids: int64 [prompt_tokens] on the CPU. `done` is told the end, why if early."""
-        self.job = job
-        self.prompt_ids = prompt_ids
-        self.done = done
-        chunks = [(c.start_token, c.num_tokens) for c in job.command.chunks]
-        self.parts = [
-            Part(self, number, chunk, start, tokens)
-            for number, (chunk, start, tokens) in enumerate(passes(chunks, max_chunk_tokens))
-        ]
-        self.prompt_logprobs: list[PositionLogprobs] = []
-        self.outcome: PrefillOutcome | None = None
-
-    def of_chunk(self, chunk: int) -> list[Part]:
-        return [part for part in self.parts if part.chunk == chunk]
-
-    def is_last(self, part: Part) -> bool:
-        return part is self.parts[-1]
-
-    def failure(self) -> Exception | None:
-        """Why its result has nowhere to go, if so."""
-        if self.job.cancelled:
-            return Cancelled()
-        return None if self.job.session is None else self.job.session.failure
-
-
 class PrefillCompute:
-    """The compute thread's half of a prefill instance."""
+    """The compute thread's half of a prefill instance, and its words to the scheduler."""
 
     def __init__(
         self,
@@ -101,43 +39,83 @@ class PrefillCompute:
     ) -> None:
         self.engine = engine
         self.max_chunk_tokens = max_chunk_tokens
-        self.report = report
         self.metrics = metrics
         self.pool = pool
+        self._report = report
         self._sampler = Sampler()
         self.publisher = LayerPublisher(engine.device)
 
     def close(self) -> None:
         self.publisher.close()
 
-    def add_prompt_logprobs(self, part: Part, hidden: torch.Tensor) -> None:
+    def publish(self, part: Part, layer: int, start: int, tokens: int) -> None:
+        """Hands a layer of neighbouring tokens of the part to its transfer."""
+        session = part.work.job.session
+        if session is not None and part.error is None:
+            self.publisher.after_device(
+                partial(session.layer_ready, part.number, layer, start, tokens)
+            )
+
+    def add_prompt_logprobs(self, work: Work, start: int, hidden: torch.Tensor) -> None:
         """Log probabilities of the prompt's own tokens, in blocks of bounded memory.
 
-        hidden: [L, hidden_size] of the part's positions; each says the likeliness of the next id.
+        hidden: [L, hidden_size] of the positions from `start` on; each says the likeliness of the
+        next id.
         """
-        work = part.work
         top = work.job.sampling.prompt_logprobs
+        found: list[PositionLogprobs] = []
         for first in range(0, len(hidden), LOGPROB_BLOCK_TOKENS):
             rows = hidden[first : first + LOGPROB_BLOCK_TOKENS]
-            start = part.start + first + 1
-            targets = work.prompt_ids[start : start + len(rows)].tolist()
+            after = start + first + 1
+            targets = work.prompt_ids[after : after + len(rows)].tolist()
             logits = self.engine.runner.project(rows[: len(targets)])
-            work.prompt_logprobs += position_logprobs(logits, targets, [top] * len(targets))
+            found += position_logprobs(logits, targets, [top] * len(targets))
+        work.prompt_logprobs.append((start, found))
 
-    def sample(self, work: Work, logits: torch.Tensor) -> PrefillOutcome:
-        """Token one of every choice, from float32 [vocab]. Raises RuntimeError for bad logits."""
+    def sample(self, part: Part, logits: torch.Tensor) -> None:
+        """Token one of every choice, from float32 [vocab]; the part's error where none comes."""
+        work = part.work
         spec = work.job.sampling
         seen = work.prompt_ids.numpy() if spec.needs_prompt_ids else None
         rows = [SamplingRow.first(spec, choice, seen) for choice in range(spec.n)]
         sampled = self._sampler.sample(logits.expand(spec.n, -1), rows)
-        if sampled.errors:
-            raise RuntimeError(next(iter(sampled.errors.values())))
-        return PrefillOutcome(
-            token_ids=sampled.token_ids,
-            logprobs=sampled.logprobs,
-            prompt_logprobs=work.prompt_logprobs,
-            passes=len(work.parts),
-        )
+        if sampled.errors:  # of this prompt: the others of its batch go on
+            part.error = RuntimeError(next(iter(sampled.errors.values())))
+        else:
+            work.outcome = PrefillOutcome(sampled.token_ids, sampled.logprobs)
+
+    # -- what the scheduler is told
+
+    def started(self, part: Part) -> None:
+        """A chunk begins to be computed, or goes on."""
+        job = part.work.job
+        job.go_on(self.metrics)
+        if job.leads:
+            started = scheduler_pb2.ChunkStarted(request_id=job.request_id, chunk_index=part.chunk)
+            self._report(scheduler_pb2.WorkerMessage(chunk_started=started))
+
+    def suspended(self, part: Part, compute_s: float) -> None:
+        """The chunk was left for another."""
+        job = part.work.job
+        job.suspend()
+        if job.leads:
+            suspended = scheduler_pb2.ChunkSuspended(
+                request_id=job.request_id, chunk_index=part.chunk, compute_s=compute_s
+            )
+            self._report(scheduler_pb2.WorkerMessage(chunk_suspended=suspended))
+
+    def finished(self, part: Part, compute_s: float) -> None:
+        """The part ends its chunk."""
+        job = part.work.job
+        if job.leads:
+            self.metrics.chunks.inc()
+            finished = scheduler_pb2.ChunkFinished(
+                request_id=job.request_id,
+                chunk_index=part.chunk,
+                compute_s=compute_s,
+                last=part.work.is_last(part),
+            )
+            self._report(scheduler_pb2.WorkerMessage(chunk_finished=finished))
 
 
 class Entry:
@@ -146,6 +124,7 @@ class Entry:
     `fellows` names the tasks of the jobs that the scheduler batched with this one. Those that are
     ready when it begins join it; the others go on their own. A job whose result nobody wants any
     more leaves at the end of the pass, which writes its pages; one that is alone leaves at once.
+    `follow` gets the work and the number of its next chunk when one has ended.
     """
 
     def __init__(
@@ -154,9 +133,11 @@ class Entry:
         work: Work,
         chunk: int,
         fellows: Callable[[str], Sequence[str]],
+        follow: Callable[[Work, int], None],
     ) -> None:
         self._compute = compute
         self._fellows = fellows
+        self._follow = follow
         self._open = work.of_chunk(chunk)  # parts still to be computed, in their order
         self._now: list[Part] = []  # in the pass at hand
         self.task = PoolTask(
@@ -187,10 +168,10 @@ class Entry:
         names = self._fellows(self.task.name)
         for task in self._compute.pool.take(names):
             fellow = task.subject
-            assert isinstance(fellow, Entry)  # the pool has nothing else
+            assert isinstance(fellow, Entry)  # groups are not batched
             self._open += fellow._open
             for part in {part.work: part for part in fellow._open}.values():
-                self._started(part)
+                self._compute.started(part)
 
     def _next_pass(self) -> list[Part]:
         """The parts that fit into a pass, of one job at a time unless whole chunks fit."""
@@ -206,12 +187,11 @@ class Entry:
         return now
 
     def _run_pass(self) -> Generator[StopPoint]:
-        engine, publisher = self._compute.engine, self._compute.publisher
-        parts = self._now
+        compute, parts = self._compute, self._now
         tasks = [
             PrefillTask(
                 token_ids=part.work.prompt_ids[part.start : part.start + part.tokens].to(
-                    engine.device
+                    compute.engine.device
                 ),
                 history_tokens=part.start,
                 pages=part.work.job.pages,
@@ -221,32 +201,26 @@ class Entry:
             for part in parts
         ]
         spent_s = self.task.spent_s()
-        boundaries = engine.runner.prefill_batch(tasks)
+        boundaries = compute.engine.runner.prefill_batch(tasks)
         try:
             for boundary in boundaries:
                 self._look_after(parts)
                 if boundary.operator == "attn":
                     for part in parts:
-                        self._publish(part, boundary.layer)
+                        compute.publish(part, boundary.layer, part.start, part.tokens)
                 yield StopPoint.after(boundary.operator)
         finally:
             boundaries.close()  # here and now: what it frees belongs to this thread
-            publisher.flush()  # the pages must not be freed under the device's hands
-        self._compute.metrics.compute_s.observe(self.task.spent_s() - spent_s)
-        self._compute.metrics.tokens.inc(sum(part.tokens for part in parts))
+            compute.publisher.flush()  # the pages must not be freed under the device's hands
+        compute.metrics.compute_s.observe(self.task.spent_s() - spent_s)
+        compute.metrics.tokens.inc(sum(part.tokens for part in parts))
         for part, task in zip(parts, tasks, strict=True):
             part.work.job.end_part(part.name, tokens=part.tokens, history=part.start)
             if part.error is None:
                 if task.hidden is not None:
-                    self._compute.add_prompt_logprobs(part, task.hidden)
+                    compute.add_prompt_logprobs(part.work, part.start, task.hidden)
                 if task.logits is not None:
-                    self._sample(part, task.logits)
-
-    def _sample(self, part: Part, logits: torch.Tensor) -> None:
-        try:
-            part.work.outcome = self._compute.sample(part.work, logits)
-        except RuntimeError as error:  # of this prompt: the others of its batch go on
-            part.error = error
+                    compute.sample(part, task.logits)
 
     def _look_after(self, parts: list[Part]) -> None:
         """Notes whose result has nowhere to go. Raises the reason when that is all of them."""
@@ -255,13 +229,6 @@ class Entry:
         if parts[0].error is not None and all(part.error is not None for part in parts):
             raise parts[0].error
 
-    def _publish(self, part: Part, layer: int) -> None:
-        session = part.work.job.session
-        if session is not None and part.error is None:
-            self._compute.publisher.after_device(
-                partial(session.layer_ready, part.number, layer, part.start, part.tokens)
-            )
-
     def _close(self, part: Part) -> None:
         """After its pass: tells what has come to its end with the part."""
         work = part.work
@@ -269,25 +236,17 @@ class Entry:
             self._open = [other for other in self._open if other.work is not work]
             work.done(part.error)
         elif all(other.work is not work for other in self._open):
-            self._compute.metrics.chunks.inc()
-            finished = scheduler_pb2.ChunkFinished(
-                request_id=work.job.request_id,
-                chunk_index=part.chunk,
-                compute_s=self.task.spent_s(),
-                last=work.is_last(part),
-            )
-            self._compute.report(scheduler_pb2.WorkerMessage(chunk_finished=finished))
+            self._compute.finished(part, self.task.spent_s())
             if work.is_last(part):
                 work.done(None)
             else:  # from here, so that it is in the pool before another can take its turn
-                following = Entry(self._compute, work, part.chunk + 1, self._fellows)
-                self._compute.pool.submit(following.task)
+                self._follow(work, part.chunk + 1)
 
     # -- what the pool tells
 
     def _resumed(self) -> None:
         for part in self._heads():
-            self._started(part)
+            self._compute.started(part)
         for part in self._now:
             part.work.job.begin_part()
 
@@ -296,13 +255,7 @@ class Entry:
         for part in self._now:
             part.work.job.end_part(part.name, tokens=part.tokens, history=part.start)
         for part in self._heads():
-            part.work.job.suspend()
-            suspended = scheduler_pb2.ChunkSuspended(
-                request_id=part.work.job.request_id,
-                chunk_index=part.chunk,
-                compute_s=self.task.compute_s,
-            )
-            self._compute.report(scheduler_pb2.WorkerMessage(chunk_suspended=suspended))
+            self._compute.suspended(part, self.task.compute_s)
 
     def _ended(self, error: Exception | None) -> None:
         for part in self._heads():  # none, unless it was cut short
@@ -314,14 +267,3 @@ class Entry:
     def _heads(self) -> list[Part]:
         """The next part of each job that is not done."""
         return list({part.work: part for part in reversed(self._open)}.values())[::-1]
-
-    def _started(self, part: Part) -> None:
-        job = part.work.job
-        job.go_on(self._compute.metrics)
-        started = scheduler_pb2.ChunkStarted(request_id=job.request_id, chunk_index=part.chunk)
-        self._compute.report(scheduler_pb2.WorkerMessage(chunk_started=started))
-
-
-def task_name(request_id: str, chunk: int) -> str:
-    """Of the pool's task that computes a chunk of a request."""
-    return f"{request_id}/{chunk}"

@@ -8,8 +8,13 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 
+from millrace.core.errors import MillraceError
+from millrace.core.kv_layout import KvLayout
+from millrace.core.request import Chunk
+from millrace.core.sequence_parallel import RING_BUFFERS, Layout, Run, layout
 from millrace.engine.sampling_spec import SamplingSpec
 from millrace.prefill.metrics import PrefillMetrics
+from millrace.transfer.ring import GroupLink
 from millrace.transfer.send_manager import SendSession
 from millrace.wire.pb import common_pb2, scheduler_pb2
 from millrace.worker.codec import Stopwatch, sampling_spec, span
@@ -21,15 +26,24 @@ class Cancelled(Exception):
 
 @dataclass(slots=True, eq=False)
 class PrefillJob:
-    """What the instance holds for a request, from the command to the release."""
+    """What the instance holds for a request, from the command to the release.
+
+    ``layout`` is there when more instances than this one, or decode's memory of an earlier attempt,
+    have a part in it; ``link`` then goes to them, once all have joined.
+    """
 
     command: scheduler_pb2.RunPrefill
+    chunks: tuple[Chunk, ...]
     instance_id: str
     clock: Stopwatch
     sampling: SamplingSpec
     received_s: float
+    layout: Layout | None = None
     pages: list[int] = field(default_factory=list)
+    buffers: list[int] = field(default_factory=list)  # pages lent to the ring
     session: SendSession | None = None
+    link: GroupLink | None = None
+    group_failure: MillraceError | None = None  # why the group can't go on
     cancelled: str = ""  # the reason; set from the event loop, read by the compute thread
     spans: list[common_pb2.Span] = field(default_factory=list)
     _began: bool = False
@@ -40,8 +54,18 @@ class PrefillJob:
     @staticmethod
     def of(command: scheduler_pb2.RunPrefill, instance_id: str) -> PrefillJob:
         clock = Stopwatch(command.request.arrival_unix_s)
+        chunks = tuple(
+            Chunk(
+                index=chunk.index,
+                start_token=chunk.start_token,
+                num_tokens=chunk.num_tokens,
+                instance_ids=tuple(chunk.instance_ids) or (instance_id,),
+            )
+            for chunk in command.chunks
+        )
         return PrefillJob(
             command=command,
+            chunks=chunks,
             instance_id=instance_id,
             clock=clock,
             sampling=sampling_spec(command.request.sampling),
@@ -56,28 +80,84 @@ class PrefillJob:
     def prompt_tokens(self) -> int:
         return self.command.request.prompt_tokens
 
+    @property
+    def attempt(self) -> int:
+        return max(self.command.attempt, 1)
+
+    @property
+    def members(self) -> tuple[str, ...]:
+        """Every instance that has a part in it, the leader first."""
+        return self.chunks[-1].instance_ids
+
+    @property
+    def leads(self) -> bool:
+        """Whether this instance speaks for the group: it computes the last token."""
+        return self.members[0] == self.instance_id
+
+    def lay_out(self, page_tokens: int, max_chunk_tokens: int) -> None:
+        """Works `layout` out where there has to be one. Raises ValueError for impossible chunks."""
+        if len(self.members) > 1 or self.chunks[0].start_token > 0:
+            self.layout = layout(self.chunks, page_tokens, max_chunk_tokens)
+
+    def pages_needed(self, kv: KvLayout) -> tuple[int, int]:
+        """Pages of its own, and those lent to the ring."""
+        if self.layout is None:
+            return kv.pages_for(self.prompt_tokens), 0
+        buffers = RING_BUFFERS * self.layout.buffer_pages(kv.num_layers)
+        return self.layout.pages[self.instance_id], buffers
+
+    def ring_buffers(self) -> list[list[int]]:
+        """The pages of each of the ring's buffers."""
+        each = len(self.buffers) // RING_BUFFERS
+        return [self.buffers[i * each : (i + 1) * each] for i in range(RING_BUFFERS)]
+
+    def runs(self) -> list[Run] | None:
+        """What this instance computes of the prompt; None: all of it."""
+        if self.layout is None:
+            return None
+        return self.layout.computed(self.instance_id)
+
     def cancel(self, reason: str) -> None:
         """Ends the wait that the job is in; one that computes stops within one operator."""
         if not self.cancelled:
             self.cancelled = reason
-            if self._waiter is not None:
-                self._waiter.cancel()
+            self._interrupt()
+
+    def fail(self, error: MillraceError) -> None:
+        """Its group can't go on: ends the job as `cancel` does, with this error."""
+        if self.group_failure is None:
+            self.group_failure = error
+            self._interrupt()
+
+    def _interrupt(self) -> None:
+        if self.link is not None:
+            self.link.abort()
+        if self._waiter is not None:
+            self._waiter.cancel()
 
     @contextmanager
     def cancellable(self) -> Iterator[None]:
-        """A stage of waits that `cancel` interrupts. Raises Cancelled, in the job's own task."""
-        if self.cancelled:
-            raise Cancelled
+        """A stage of waits that `cancel` and `fail` interrupt, in the job's own task.
+
+        Raises Cancelled, or the group's failure.
+        """
+        if (failure := self.stopped()) is not None:
+            raise failure
         task = self._waiter = asyncio.current_task()
         try:
             yield
         except asyncio.CancelledError:
-            if task is None or not self.cancelled:
+            failure = self.stopped()
+            if task is None or failure is None:
                 raise  # the whole process ends
             task.uncancel()
-            raise Cancelled from None
+            raise failure from None
         finally:
             self._waiter = None
+
+    def stopped(self) -> Exception | None:
+        """Why nobody wants its result any more; None while somebody does."""
+        return Cancelled() if self.cancelled else self.group_failure
 
     # -- its way through the execution pool, as spans
 

@@ -19,10 +19,14 @@ import torch
 from millrace.core.errors import CapacityError, MillraceError, TransferError
 from millrace.engine.execution_pool import ExecutionPool, StopPoint
 from millrace.engine.parallel.rank_group import RankError
-from millrace.prefill.compute import Entry, PrefillCompute, PrefillOutcome, Work, task_name
+from millrace.prefill.compute import Entry, PrefillCompute
+from millrace.prefill.gang import GangEntry
 from millrace.prefill.job import Cancelled, PrefillJob
+from millrace.prefill.meeting import Meetings
 from millrace.prefill.metrics import PrefillMetrics
+from millrace.prefill.prompt import fetch_prompt
 from millrace.prefill.turns import OrderedTurn
+from millrace.prefill.work import Work, task_name
 from millrace.state.store import StoreError
 from millrace.transfer.send_manager import SendManager, SendSession
 from millrace.wire.kv_peer import KvPeers
@@ -63,11 +67,14 @@ class PrefillRole:
             identity=(context.incarnation.id, context.incarnation.generation),
             config=context.config.transfer,
         )
+        self._meetings = Meetings(context, self._peers, self._sender.region)
         self._execution = ExecutionPool(
             context.engine.device,
             most_held=context.config.engine.max_suspended,
             blocked=self._metrics.blocking_s.observe,
+            send=self._meetings.say,
         )
+        self._meetings.listen(self._execution.receive)
         self._metrics.watch(self._execution)
         self._compute = PrefillCompute(
             context.engine,
@@ -78,10 +85,11 @@ class PrefillRole:
         )
 
     def attach(self, server: grpc.aio.Server) -> None:
-        """A prefill instance offers no services beside health."""
+        self._meetings.attach(server)
 
     def fill_register(self, register: scheduler_pb2.Register) -> None:
         register.role = self.name
+        register.kv_layers = self._engine.layout.num_layers
 
     def heartbeat(self) -> scheduler_pb2.Heartbeat:
         running = min(int(self._execution.is_running), len(self._jobs))  # its last may be gone
@@ -141,6 +149,7 @@ class PrefillRole:
     def check_integrity(self) -> None:
         self._pool.check_integrity(expected_used=0)
         self._sender.check_integrity()
+        self._meetings.check_integrity()
 
     async def close(self) -> None:
         for job in self._jobs.values():
@@ -149,6 +158,7 @@ class PrefillRole:
         await asyncio.to_thread(self._compute.close)
         await self._tasks.cancel()
         await self._sender.close()
+        await self._meetings.close()
         await self._peers.close()
 
     # -- a job's life
@@ -168,10 +178,13 @@ class PrefillRole:
         if job.session is not None:
             await job.session.abort(reason)
             self._metrics.sent(job.session)
-        self._pool.free(job.pages)
+        if job.link is not None:
+            await job.link.close()
+        self._meetings.end(job)
+        self._pool.free(job.pages + job.buffers)
         del self._jobs[job.request_id]
         self._changed.set()
-        self._context.send(request_released(job.request_id))
+        self._context.send(request_released(job.request_id, complete=not reason))
         if fallen is not None:
             raise fallen  # nothing can be computed here any more
 
@@ -179,19 +192,25 @@ class PrefillRole:
         """Raises Cancelled, or MillraceError when the job can't be done."""
         with job.cancellable():
             prompt_ids, session = await self._prepare(job)
-        outcome = await self._run_compute(job, prompt_ids)
+            if job.layout is not None:
+                await self._meetings.meet(job)
+        work = await self._run_compute(job, prompt_ids)
         with job.cancellable():
-            await session.finish(self._finish_message(job, session, outcome))
+            if job.leads:
+                logprobs = await self._meetings.collect(job, work.prompt_logprobs)
+                await session.finish(self._finish_message(job, session, work, logprobs))
+            else:
+                await self._meetings.hand_in(job, work.prompt_logprobs)
+                await session.finish(None)
 
     async def _prepare(self, job: PrefillJob) -> tuple[torch.Tensor, SendSession]:
         """Fetches the prompt, reserves pages and opens the handshake."""
         async with self._prepare_turn.of(job.request_id):
-            ids = await self._context.store.prompt_ids(job.request_id)
-            if len(ids) != job.prompt_tokens:
-                raise StoreError(
-                    f"request {job.request_id}: the store has {len(ids)} of "
-                    f"{job.prompt_tokens} prompt ids"
-                )
+            try:
+                job.lay_out(self._engine.layout.page_tokens, self._compute.max_chunk_tokens)
+            except ValueError as error:
+                raise ComputeError(f"request {job.request_id}: {error}") from error
+            prompt_ids = await fetch_prompt(self._context.store, job)
             await self._reserve(job)
             target = job.command.decode
             job.session = await self._sender.open(
@@ -200,12 +219,15 @@ class PrefillRole:
                 receiver=(target.incarnation.id, target.incarnation.generation),
                 prompt_tokens=job.prompt_tokens,
                 pages=job.pages,
+                attempt=job.attempt,
+                runs=job.runs(),
             )
-        return torch.from_numpy(ids).to(torch.int64), job.session
+        return prompt_ids, job.session
 
     async def _reserve(self, job: PrefillJob) -> None:
-        """Waits until the prompt's pages are free and takes them, unless others are to go first."""
-        needed = self._engine.layout.pages_for(job.prompt_tokens)
+        """Waits until the job's pages are free and takes them, unless others are to go first."""
+        own, buffers = job.pages_needed(self._engine.layout)
+        needed = own + buffers
         if needed > self._pool.num_pages:
             raise CapacityError(
                 f"request {job.request_id} needs {needed} KV pages; there are "
@@ -215,9 +237,10 @@ class PrefillRole:
             self._changed.clear()
             await self._changed.wait()
             await self._prepare_turn.give_way(job.request_id)
-        job.pages = self._pool.allocate(needed)
+        taken = self._pool.allocate(needed)
+        job.pages, job.buffers = taken[:own], taken[own:]
 
-    async def _run_compute(self, job: PrefillJob, prompt_ids: torch.Tensor) -> PrefillOutcome:
+    async def _run_compute(self, job: PrefillJob, prompt_ids: torch.Tensor) -> Work:
         """Has the pool compute the job. Not interrupted: the pool tells its end."""
         loop = asyncio.get_running_loop()
         done: asyncio.Future[None] = loop.create_future()
@@ -227,16 +250,27 @@ class PrefillRole:
 
         work = Work(job, prompt_ids, self._compute.max_chunk_tokens, tell)
         try:
-            self._execution.submit(Entry(self._compute, work, 0, self._fellows).task)
+            self._submit(work, work.first_chunk)
             await done
         except (Cancelled, MillraceError):
             raise
         except Exception as error:
             log.exception("request %s: prefill failed", job.request_id)
             raise ComputeError(f"prefill failed: {error}") from error
-        if work.outcome is None:
+        if job.leads and work.outcome is None:
             raise ComputeError(f"request {job.request_id}: the last chunk gave no logits")
-        return work.outcome
+        return work
+
+    def _submit(self, work: Work, chunk: int) -> None:
+        """Gives a chunk to the pool, once all before it is computed. On any thread."""
+        job, shares = work.job, work.shares(chunk)
+        if shares is not None and job.link is not None:
+            job.link.give(shares)
+        if shares is None:
+            task = Entry(self._compute, work, chunk, self._fellows, self._submit).task
+        else:
+            task = GangEntry(self._compute, work, chunk, shares, self._submit).task
+        self._execution.submit(task)
 
     def _fellows(self, task: str) -> tuple[str, ...]:
         """The tasks that are to be computed in one pass with this one."""
@@ -252,20 +286,22 @@ class PrefillRole:
         self._context.send(request_failed(job.request_id, str(error), retryable=retryable))
 
     def _finish_message(
-        self, job: PrefillJob, session: SendSession, outcome: PrefillOutcome
+        self,
+        job: PrefillJob,
+        session: SendSession,
+        work: Work,
+        logprobs: list[common_pb2.PositionLogprobs],
     ) -> transfer_pb2.FinishPrefillRequest:
-        prompt_logprobs = []
-        if job.sampling.prompt_logprobs >= 0:
-            found = (logprobs_message(p) for p in outcome.prompt_logprobs)
-            prompt_logprobs = [common_pb2.PositionLogprobs(), *(m for m in found if m is not None)]
+        outcome = work.outcome
+        assert outcome is not None  # of the leader's last pass
         return transfer_pb2.FinishPrefillRequest(
             first_tokens=[
-                transfer_pb2.FirstToken(token_id=token, logprobs=logprobs_message(logprobs))
-                for token, logprobs in zip(outcome.token_ids, outcome.logprobs, strict=True)
+                transfer_pb2.FirstToken(token_id=token, logprobs=logprobs_message(found))
+                for token, found in zip(outcome.token_ids, outcome.logprobs, strict=True)
             ],
             spans=[*job.spans, *self._transfer_spans(job, session)],
-            prompt_logprobs=prompt_logprobs,
-            total_chunks=outcome.passes,
+            prompt_logprobs=logprobs,
+            total_chunks=work.passes,
         )
 
     def _transfer_spans(self, job: PrefillJob, session: SendSession) -> list[common_pb2.Span]:

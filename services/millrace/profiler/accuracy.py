@@ -4,13 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass
+from itertools import accumulate
 from statistics import median
 
 from millrace.core.operators import BatchShape
 from millrace.core.profile import Profile
+from millrace.core.sequence_parallel import pass_tokens
 from millrace.profiler.measure import Decode, Measured, Prefill
 from millrace.profiles.eq_1 import rounded
-from millrace.worker.codec import passes
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -55,8 +56,9 @@ def compare(profile: Profile, measured: Measured, max_chunk_tokens: int) -> list
             add("batched", case, timing.seconds, operators.pass_s(together))
             continue
         add("prefill", case, timing.seconds, profile.prefill.chunk_s(case.tokens, case.history))
-        parts = passes([(case.history, case.tokens)], max_chunk_tokens)
-        shapes = [BatchShape(prefills=((tokens, start),)) for _, start, tokens in parts]
+        parts = pass_tokens(case.tokens, 1, max_chunk_tokens)
+        starts = accumulate(parts, initial=case.history)
+        shapes = [BatchShape(prefills=(part,)) for part in zip(parts, starts, strict=False)]
         add("operators", case, timing.seconds, sum(map(operators.pass_s, shapes)))
     for step, step_s in sorted(measured.decode_s.items()):
         context = step.batch * step.context

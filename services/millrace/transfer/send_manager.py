@@ -53,6 +53,11 @@ class SendManager:
         self._inbox = Inbox(transport, TO_SENDER, self._read)
         self._ticker = self._loop.create_task(self._tick_forever())
 
+    @property
+    def region(self) -> int:
+        """Of the pool, as the transport counts it."""
+        return self._outlet.region
+
     async def open(
         self,
         request_id: str,

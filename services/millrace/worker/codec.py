@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
-from itertools import pairwise
 
 from millrace.engine.logprobs import PositionLogprobs
 from millrace.engine.sampling_spec import SamplingSpec
@@ -67,17 +65,3 @@ def span(
         end_s=max(start_s, end_s),
         attributes={k: str(v) for k, v in attributes.items()},
     )
-
-
-def passes(chunks: Sequence[tuple[int, int]], max_chunk_tokens: int) -> list[tuple[int, int, int]]:
-    """(scheduler's chunk, first token, tokens) of each forward pass.
-
-    chunks: (first token, tokens) as planned. A chunk longer than `max_chunk_tokens` is computed in
-    equal parts, so that none is a short tail.
-    """
-    parts: list[tuple[int, int, int]] = []
-    for index, (start, tokens) in enumerate(chunks):
-        count = -(-tokens // max_chunk_tokens)
-        bounds = [start + tokens * i // count for i in range(count + 1)]
-        parts += [(index, low, high - low) for low, high in pairwise(bounds)]
-    return parts

@@ -217,7 +217,12 @@ def open_for(model: str, config: Config, count: int) -> list[Engine]:
 def _open_transport(host: str, incarnation: common_pb2.Incarnation) -> NixlTransport:
     for name, value in transport_environment(host).items():
         os.environ.setdefault(name, value)
-    return NixlTransport(f"{incarnation.id}-{incarnation.generation}")
+    return NixlTransport(transport_name(incarnation))
+
+
+def transport_name(incarnation: common_pb2.Incarnation) -> str:
+    """What a worker's life is called on the transport."""
+    return f"{incarnation.id}-{incarnation.generation}"
 
 
 def _log_progress() -> Callable[[float], None]:

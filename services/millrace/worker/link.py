@@ -117,18 +117,21 @@ class WorkerLink:
 
 
 def request_failed(
-    request_id: str, message: str, *, retryable: bool
+    request_id: str, message: str, *, retryable: bool, attempt: int = 0
 ) -> scheduler_pb2.WorkerMessage:
-    """The report that this worker can't do its part of a request."""
+    """The report that this worker can't do its part of a request, in one attempt or (0) at all."""
     return scheduler_pb2.WorkerMessage(
         request_failed=scheduler_pb2.RequestFailed(
-            request_id=request_id, message=message, retryable=retryable
+            request_id=request_id, message=message, retryable=retryable, attempt=attempt
         )
     )
 
 
-def request_released(request_id: str) -> scheduler_pb2.WorkerMessage:
-    """The report that this worker holds nothing of a request any more."""
+def request_released(request_id: str, *, complete: bool = False) -> scheduler_pb2.WorkerMessage:
+    """The report that this worker holds nothing of a request any more.
+
+    `complete`: all of its part was done; a prefill instance computed and sent it.
+    """
     return scheduler_pb2.WorkerMessage(
-        request_released=scheduler_pb2.RequestReleased(request_id=request_id)
+        request_released=scheduler_pb2.RequestReleased(request_id=request_id, complete=complete)
     )

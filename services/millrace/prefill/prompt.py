@@ -1,0 +1,57 @@
+"""The token ids that an instance computes, out of the request store."""
+
+from __future__ import annotations
+
+import asyncio
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from millrace.prefill.job import PrefillJob
+from millrace.state.store import RequestStore, StoreError
+
+
+async def fetch_prompt(store: RequestStore, job: PrefillJob) -> torch.Tensor:
+    """int64 [prompt_tokens] on the CPU: all ids, or of a group's member those of its own shards.
+
+    What a member does not compute is 0 in it. Prompt log-probabilities need each shard's following
+    id too, and penalties the whole prompt where token one is sampled. Raises StoreError.
+    """
+    needs_all = job.layout is None or (job.leads and job.sampling.needs_prompt_ids)
+    if needs_all:
+        ids = await store.prompt_ids(job.request_id)
+        if len(ids) != job.prompt_tokens:
+            raise StoreError(
+                f"request {job.request_id}: the store has {len(ids)} of "
+                f"{job.prompt_tokens} prompt ids"
+            )
+        return torch.from_numpy(ids).to(torch.int64)
+    slices = shards(job)
+    found = await asyncio.gather(
+        *(store.prompt_ids(job.request_id, start, stop) for start, stop in slices)
+    )
+    prompt: npt.NDArray[np.int64] = np.zeros(job.prompt_tokens, dtype=np.int64)
+    for (start, stop), ids in zip(slices, found, strict=True):
+        prompt[start:stop] = ids
+    return torch.from_numpy(prompt)
+
+
+def shards(job: PrefillJob) -> list[tuple[int, int]]:
+    """[start, stop) of what a group's member computes, ascending; neighbours are joined."""
+    assert job.layout is not None
+    more = int(job.sampling.prompt_logprobs >= 0)
+    wanted = sorted(
+        (run.start_token, min(run.start_token + run.num_tokens + more, job.prompt_tokens))
+        for shares in job.layout.chunks
+        if job.instance_id in shares.group
+        for one in shares.passes
+        for run in one.runs[shares.group.index(job.instance_id)]
+    )
+    joined: list[tuple[int, int]] = []
+    for start, stop in wanted:
+        if joined and start <= joined[-1][1]:
+            joined[-1] = (joined[-1][0], max(stop, joined[-1][1]))
+        else:
+            joined.append((start, stop))
+    return joined

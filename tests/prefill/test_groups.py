@@ -1,0 +1,109 @@
+"""Prompts computed by groups of prefill instances: the tokens of one alone, and nothing left."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+
+from support.prefill_group import Group, Plan, group_of
+from support.worker_roles import config
+
+SETTINGS = config(max_chunk_tokens=64)
+
+
+def random_plan(rng: random.Random, instances: int, tokens: int) -> Plan:
+    """Chunks of any lengths on groups that grow."""
+    cuts = sorted({0, tokens, *(rng.randrange(1, tokens) for _ in range(rng.randrange(4)))})
+    order = rng.sample(range(instances), instances)
+    plan, size = [], 1
+    for start, end in zip(cuts, cuts[1:], strict=False):
+        size = rng.randint(size, instances)
+        plan.append((end - start, order[:size]))
+    return plan
+
+
+async def alone(group: Group, tokens: int, **sampling: object) -> list[int]:
+    name = f"alone-{tokens}"
+    await group.ask(name, [(tokens, [0])], **sampling)
+    return await group.tokens(name)
+
+
+@pytest.mark.parametrize("model", ["llama", "qwen3-moe", "mixtral"])
+async def test_any_plan_gives_the_tokens_of_one_alone(model: str) -> None:
+    rng = random.Random(7)
+    async with group_of(4, SETTINGS, model) as group:
+        for tokens in (1, 3, 200, 613):
+            expected = await alone(group, tokens)
+            for number in range(4):
+                name, plan = f"{tokens}-{number}", random_plan(rng, 4, tokens)
+                await group.ask(name, plan)
+                assert await group.tokens(name) == expected, plan
+                await group.released(name)
+
+
+async def test_members_read_their_own_shards_of_the_prompt_alone() -> None:
+    async with group_of(2, SETTINGS) as group:
+        await group.ask("r", [(400, [0, 1])])
+        await group.tokens("r")
+        read = sum(stop - start for _, start, stop in group.store.slices)
+        assert read == 400
+
+
+async def test_prompt_logprobs_come_from_all_members() -> None:
+    async with group_of(3, SETTINGS) as group:
+        expected = await finish_message(group, "one", [(250, [0])])
+        found = await finish_message(group, "many", [(100, [1, 0]), (150, [1, 0, 2])])
+        assert len(found) == len(expected) == 250
+        for one, other in zip(found[1:], expected[1:], strict=True):
+            assert one.chosen.token_id == other.chosen.token_id
+            assert one.chosen.logprob == pytest.approx(other.chosen.logprob, abs=1e-4)
+
+
+async def finish_message(group: Group, name: str, plan: Plan) -> list:
+    """The prompt's log-probabilities as the leader hands them over."""
+    role, found = group.prefills[plan[0][1][0]].role, []
+    finish = role._finish_message
+
+    def noted(*args):
+        message = finish(*args)
+        found.append(message)
+        return message
+
+    role._finish_message = noted
+    await group.ask(name, plan, prompt_logprobs=0)
+    await group.tokens(name)
+    role._finish_message = finish
+    return list(found[0].prompt_logprobs)
+
+
+async def test_a_short_request_passes_a_gang_and_both_get_their_tokens() -> None:
+    async with group_of(2, config(max_chunk_tokens=256)) as group:
+        expected_long, expected_short = await alone(group, 3000), await alone(group, 20)
+        await group.ask("long", [(3000, [0, 1])])
+        await group.prefills[0].said("chunk_started", "long")
+        for number in range(4):
+            name = f"short-{number}"
+            await group.ask(name, [(20, [number % 2])])
+            group.order(number % 2, (name, 0), ("long", 0))
+            assert await group.tokens(name) == expected_short
+        assert "chunk_finished" not in group.prefills[0].kinds("long")
+        assert await group.tokens("long") == expected_long
+        kinds = group.prefills[0].kinds("long")
+        assert kinds.count("chunk_suspended") >= 3
+        assert kinds.count("chunk_started") == 1 + kinds.count("chunk_suspended")
+        assert group.prefills[1].kinds("long") == ["request_released"]  # the leader speaks
+
+
+@pytest.mark.parametrize("cancelled_first", [0, 1])
+async def test_a_cancelled_gang_leaves_nothing(cancelled_first: int) -> None:
+    async with group_of(2, SETTINGS) as group:
+        await group.ask("r", [(2000, [0, 1])])
+        await group.prefills[0].said("chunk_started", "r")
+        group.prefills[cancelled_first].cancel("r")
+        group.prefills[1 - cancelled_first].cancel("r")
+        group.decode.cancel("r")
+        await group.released("r")
+        assert all(role.engine.pool.used_pages == 0 for role in group.prefills)
+        await group.ask("next", [(300, [1, 0])])
+        await group.tokens("next")

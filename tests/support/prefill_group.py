@@ -1,0 +1,114 @@
+"""Prefill instances that compute prompts together, beside a decode instance. The test plans."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Sequence
+from contextlib import asynccontextmanager
+from dataclasses import dataclass
+from typing import Any
+
+from millrace.core.config import Config
+from millrace.decode.loop import DecodeRole
+from millrace.prefill.loop import PrefillRole
+from millrace.transfer.memory_transport import MemoryHub
+from millrace.wire.pb import common_pb2, scheduler_pb2
+from support.live_stack import eventually
+from support.prefill_pair import GatedStore
+from support.tiny_models import prompt
+from support.worker_roles import LiveRole, live_roles, remember, spec
+
+#: Tokens of a chunk, and the prefill instances that compute it by their numbers, leader first.
+Plan = Sequence[tuple[int, Sequence[int]]]
+
+
+@dataclass
+class Group:
+    store: GatedStore
+    prefills: list[LiveRole]
+    decode: LiveRole
+
+    async def ask(self, request_id: str, plan: Plan, **sampling: Any) -> None:
+        """Submits a prompt whose chunks are computed as planned."""
+        tokens = sum(count for count, _ in plan)
+        request = spec(request_id, tokens, **sampling)
+        await remember(self.store, request, prompt(tokens))
+        self.admit(request)
+        self.run(request, plan)
+
+    def admit(self, request: common_pb2.RequestSpec, attempt: int = 1, kept: int = 0) -> None:
+        admit = scheduler_pb2.AdmitDecode(request=request, attempt=attempt, kept_tokens=kept)
+        self.decode.role.on_command(scheduler_pb2.WorkerCommand(admit_decode=admit))
+
+    def run(
+        self, request: common_pb2.RequestSpec, plan: Plan, attempt: int = 1, start: int = 0
+    ) -> None:
+        """Gives every member its command."""
+        chunks = []
+        for index, (count, group) in enumerate(plan):
+            ids = [self.prefills[i].incarnation.id for i in group]
+            chunks.append(
+                scheduler_pb2.Chunk(
+                    index=index, start_token=start, num_tokens=count, instance_ids=ids
+                )
+            )
+            start += count
+        members = [self.prefills[i] for i in plan[-1][1]]
+        run = scheduler_pb2.RunPrefill(
+            request=request,
+            chunks=chunks,
+            decode=self.decode.member,
+            attempt=attempt,
+            group=[role.member for role in members],
+        )
+        for role in members:
+            role.role.on_command(scheduler_pb2.WorkerCommand(run_prefill=run))
+
+    def order(self, instance: int, *refs: tuple[str, int]) -> None:
+        """This instance's queue from now on: (request, chunk)."""
+        queue = [
+            scheduler_pb2.QueueEntry(
+                chunks=[scheduler_pb2.ChunkRef(request_id=name, chunk_index=chunk)]
+            )
+            for name, chunk in refs
+        ]
+        command = scheduler_pb2.WorkerCommand(order=scheduler_pb2.Order(queue=queue))
+        self.prefills[instance].role.on_command(command)
+
+    async def tokens(self, request_id: str, timeout_s: float = 30) -> list[int]:
+        """What decode emitted for a request, once it has finished."""
+        await self.decode.said("request_finished", request_id, timeout_s)
+        emitted = self.decode.messages
+        count = next(
+            m.generated_tokens
+            for kind, m in emitted
+            if kind == "request_finished" and m.request_id == request_id
+        )
+        found: list[int] = []
+        async with asyncio.timeout(5):
+            while len(found) < count:
+                found = (await self.store.journal(request_id, 0)).tolist()
+                await asyncio.sleep(0.01)
+        return found
+
+    async def released(self, *request_ids: str, timeout_s: float = 10) -> None:
+        """Nothing of these requests is left at any prefill instance."""
+        names = set(request_ids)
+        for role in self.prefills:
+            await eventually(lambda role=role: not names & set(role.role._jobs), timeout_s)
+
+
+@asynccontextmanager
+async def group_of(
+    size: int, settings: Config, model: str = "llama", **roles: Any
+) -> AsyncIterator[Group]:
+    """`size` prefill instances and a decode instance over one store."""
+    store, hub = GatedStore(), MemoryHub()
+    shared: dict[str, Any] = {"hub": hub, "store": store, "model": model, **roles}
+    prefills = [LiveRole(PrefillRole, settings, name=f"prefill-{i}", **shared) for i in range(size)]
+    decode = LiveRole(DecodeRole, settings, name="decode-0", **shared)
+    async with live_roles(*prefills, decode):
+        for role in prefills:
+            registered = scheduler_pb2.Registered(preemption="operator")
+            role.role.on_command(scheduler_pb2.WorkerCommand(registered=registered))
+        yield Group(store, prefills, decode)
