@@ -4,12 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Generator, Sequence
 from dataclasses import dataclass
-from functools import cache
 from itertools import accumulate
 from typing import Final
 
-import numpy as np
-import numpy.typing as npt
 import torch
 from torch import Tensor
 
@@ -19,8 +16,10 @@ from millrace.engine.loader import Model
 from millrace.engine.operators import Activations, Head, Operator, build_operators, whole
 from millrace.engine.parallel.communicator import Communicator, SplitHead
 from millrace.engine.recorded_step import RecordedStep, is_whole
+from millrace.engine.ring_attention import KvBlock, RingAttention, RingTask
 from millrace.engine.rope import Rotary
 from millrace.engine.scratch import Scratch
+from millrace.engine.step_tables import indptr_of, one_each, page_table_of, slots_of
 from millrace_kernels import api as kernels
 from millrace_kernels.plan import AttentionPlan, Backend
 
@@ -104,7 +103,7 @@ class ModelRunner:
         Raises ValueError when the backend asked for can't, for this model on this device.
         """
         page = torch.zeros(1, 1, dtype=torch.int32)
-        plans = self._plans(_one_each(1), torch.ones(1, dtype=torch.int32), page)
+        plans = self._plans(one_each(1), torch.ones(1, dtype=torch.int32), page)
         return plans[self._windows[0]].backend
 
     def prefill(self, task: PrefillTask) -> Generator[Boundary]:
@@ -124,6 +123,26 @@ class ModelRunner:
         wanted = any(task.want_logits or task.want_prompt_logprobs for task in tasks)
         return self._run(state, tasks, self.operators if wanted else self._kv_only())
 
+    def prefill_ring(self, task: RingTask) -> Generator[Boundary]:
+        """A member's part of a pass of a group, as `prefill_batch`; see `ring_attention`.
+
+        All members yield the same boundaries up to the last layer's ``attn``, where those end that
+        want no rows. One without tokens has but its place in the ring. Raises ValueError when the
+        task's fields don't fit each other.
+        """
+        task.check()
+        operators = self.operators if task.wants_rows else self._kv_only()
+        ring = RingAttention(
+            task,
+            self.pool.storage.flatten(0, 1),
+            self._plan_block,
+            self.model.config.sliding_windows,
+            self.pool.layout.page_tokens,
+        )
+        if not len(task.token_ids):
+            return self._serve(ring, operators)
+        return self._run(self._ring_state(task, ring), [task], operators)
+
     def decode(
         self, token_ids: Tensor, positions: Tensor, page_table: Tensor, kv_lens: Tensor
     ) -> Tensor:
@@ -134,7 +153,9 @@ class ModelRunner:
         new token included. Returns float32 [b, vocab] on the model's device.
         """
         size = len(token_ids)
-        slots = self._slots(page_table, _one_each(size)[:-1], positions).to(self.model.device)
+        slots = slots_of(
+            page_table, one_each(size)[:-1], positions, self.pool.layout.page_tokens
+        ).to(self.model.device)
         cos, sin = self._rotary(positions.to(self.model.device))
         token_ids = token_ids.to(self.model.device)
         recorded = self._recorded.get(size)
@@ -165,7 +186,7 @@ class ModelRunner:
                 cos=cos,
                 sin=sin,
                 lse=self._room_for_lse(size),
-                plans=self._plans(_one_each(size), kv_lens, page_table),
+                plans=self._plans(one_each(size), kv_lens, page_table),
                 scratch=self._decode_scratch if outdated is None else outdated.scratch(),
             )
             operators[0].run(state)
@@ -184,6 +205,11 @@ class ModelRunner:
             state.give_all()  # lm_head, the last to read it, takes nothing
         return state
 
+    @property
+    def operator_names(self) -> tuple[str, ...]:
+        """Of a pass whose rows are wanted, in order."""
+        return tuple(operator.name for operator in self.operators)
+
     def project(self, hidden: Tensor) -> Tensor:
         """float32 [n, vocab]: logits of rows of `PrefillTask.hidden`."""
         return self._lm_head(hidden).float()
@@ -192,11 +218,17 @@ class ModelRunner:
         """`KvPool.copy_page`."""
         self.pool.copy_page(source, target)
 
+    def rest(self) -> None:
+        """Nothing to bring to rest: a group of ranks has."""
+
     def close(self) -> None:
         """Nothing to end: a group of ranks has."""
 
     def _run(
-        self, state: Activations, tasks: Sequence[PrefillTask], operators: tuple[Operator, ...]
+        self,
+        state: Activations,
+        tasks: Sequence[PrefillTask | RingTask],
+        operators: Sequence[Operator],
     ) -> Generator[Boundary]:
         try:
             for operator in operators:
@@ -207,6 +239,16 @@ class ModelRunner:
         finally:
             state.give_all()
 
+    def _serve(self, ring: RingAttention, operators: tuple[Operator, ...]) -> Generator[Boundary]:
+        """A pass without tokens."""
+        config = self.model.config
+        shape = (0, config.num_heads, config.head_dim)
+        q_nhd = torch.empty(shape, dtype=self.model.dtype, device=self.model.device)
+        for operator in operators:
+            if operator.name == "attn":
+                ring.run(operator.layer, q_nhd, self.pool.layer(operator.layer), 1.0)
+            yield self._boundaries[operator]
+
     def _kv_only(self) -> tuple[Operator, ...]:
         ends = [i for i, op in enumerate(self.operators) if op.name == "attn"]
         return self.operators[: ends[-1] + 1]
@@ -214,10 +256,10 @@ class ModelRunner:
     def _prefill_state(self, tasks: Sequence[PrefillTask]) -> Activations:
         device = self.model.device
         positions = torch.cat([torch.arange(task.history_tokens, task.kv_tokens) for task in tasks])
-        table = _page_table(tasks)
+        table = page_table_of([task.pages for task in tasks])
         lengths = [len(task.token_ids) for task in tasks]
         owners = torch.repeat_interleave(torch.tensor(lengths))
-        slots = self._slots(table, owners, positions)
+        slots = slots_of(table, owners, positions, self.pool.layout.page_tokens)
         kv_lens = torch.tensor([task.kv_tokens for task in tasks], dtype=torch.int32)
         cos, sin = self._rotary(positions.to(device))
         state = Activations(
@@ -227,7 +269,7 @@ class ModelRunner:
             cos=cos,
             sin=sin,
             lse=self._room_for_lse(sum(lengths)),
-            plans=self._plans(_indptr(lengths), kv_lens, table),
+            plans=self._plans(indptr_of(lengths), kv_lens, table),
             scratch=self._prefill_scratch,
         )
         wanted = [int(task.want_logits) for task in tasks]
@@ -236,31 +278,48 @@ class ModelRunner:
         state.rows = torch.tensor(rows, dtype=torch.int64, device=device)
         if not any(task.want_prompt_logprobs for task in tasks):
             window = self.model.config.sliding_windows[-1]
-            state.last_plan = self._plan(_indptr(wanted), kv_lens, table, window)
+            state.last_plan = self._plan(indptr_of(wanted), kv_lens, table, window)
         return state
+
+    def _ring_state(self, task: RingTask, ring: RingAttention) -> Activations:
+        device = self.model.device
+        cos, sin = self._rotary(task.positions.to(device))
+        rows = [len(task.token_ids) - 1] if task.want_logits else []
+        return Activations(
+            num_tokens=len(task.token_ids),
+            token_ids=task.token_ids.to(device),
+            slots=task.slots.to(device),
+            cos=cos,
+            sin=sin,
+            lse=self._room_for_lse(0),
+            plans={},
+            ring=ring,
+            rows=torch.tensor(rows, dtype=torch.int64, device=device),
+            scratch=self._prefill_scratch,
+        )
 
     def _room_for_lse(self, tokens: int) -> Tensor:
         heads = self.model.config.num_heads
         return torch.empty(tokens, heads, dtype=torch.float32, device=self.model.device)
-
-    def _slots(self, page_table: Tensor, rows: Tensor, positions: Tensor) -> Tensor:
-        """int64 [n]: where the K/V of each position of a row of the page table lies in the pool.
-
-        In NumPy, which takes half of torch's time over a few numbers.
-        """
-        page_tokens = self.pool.layout.page_tokens
-        position: npt.NDArray[np.int64] = positions.numpy()
-        page = position // page_tokens
-        moved = page_table.numpy()[rows.numpy(), page] - page  # pages, from its place in order
-        return torch.from_numpy(position + moved * page_tokens)
 
     def _plans(
         self, indptr: Tensor, kv_lens: Tensor, table: Tensor
     ) -> dict[int | None, AttentionPlan]:
         return {w: self._plan(indptr, kv_lens, table, w) for w in self._windows}
 
+    def _plan_block(self, rows: Tensor, block: KvBlock, window: int | None) -> AttentionPlan:
+        slots = torch.tensor([len(block.positions)], dtype=torch.int32)
+        table = block.pages[None]
+        return self._plan(indptr_of([len(rows)]), slots, table, window, rows, block.positions)
+
     def _plan(
-        self, indptr: Tensor, kv_lens: Tensor, table: Tensor, window: int | None
+        self,
+        indptr: Tensor,
+        kv_lens: Tensor,
+        table: Tensor,
+        window: int | None,
+        q_positions: Tensor | None = None,
+        kv_positions: Tensor | None = None,
     ) -> AttentionPlan:
         config, layout = self.model.config, self.pool.layout
         return kernels.plan_attention(
@@ -273,12 +332,14 @@ class ModelRunner:
             head_dim=config.head_dim,
             dtype=self.model.dtype,
             device=self.model.device,
+            q_positions=q_positions,
+            kv_positions=kv_positions,
             sliding_window=window,
             backend=self._backend,
         )
 
 
-def _hand_out(state: Activations, tasks: Sequence[PrefillTask]) -> None:
+def _hand_out(state: Activations, tasks: Sequence[PrefillTask | RingTask]) -> None:
     """Gives every task the rows it asked for."""
     logits = iter(state.logits)
     end = 0
@@ -302,25 +363,6 @@ def _check_tasks(tasks: Sequence[PrefillTask], page_tokens: int) -> None:
             raise ValueError(
                 f"{len(task.pages)} pages of {page_tokens} tokens can't hold {task.kv_tokens}"
             )
-
-
-def _page_table(tasks: Sequence[PrefillTask]) -> Tensor:
-    """int32 [tasks, most pages], padded with 0, which nobody reads."""
-    width = max(len(task.pages) for task in tasks)
-    table = torch.zeros(len(tasks), width, dtype=torch.int32)
-    for row, task in enumerate(tasks):
-        table[row, : len(task.pages)] = torch.tensor(task.pages, dtype=torch.int32)
-    return table
-
-
-def _indptr(lengths: Sequence[int]) -> Tensor:
-    return torch.tensor([0, *accumulate(lengths)], dtype=torch.int32)
-
-
-@cache
-def _one_each(sequences: int) -> Tensor:
-    """`q_indptr` of a decode step."""
-    return torch.arange(sequences + 1, dtype=torch.int32)
 
 
 def _check_layout(model: Model, pool: KvPool) -> None:

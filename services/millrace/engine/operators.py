@@ -15,7 +15,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
-from typing import Protocol
+from typing import Protocol, TypeVar
 
 import torch
 from torch import Tensor
@@ -23,9 +23,12 @@ from torch import Tensor
 from millrace.engine.model_config import ModelConfig
 from millrace.engine.models.moe import Routing, run_router
 from millrace.engine.models.weights import LayerWeights, ModelWeights
+from millrace.engine.ring_attention import RingAttention
 from millrace.engine.scratch import Scratch
 from millrace_kernels import api as kernels
 from millrace_kernels.plan import AttentionPlan
+
+_T = TypeVar("_T")
 
 
 @dataclass(slots=True, kw_only=True, eq=False)
@@ -39,6 +42,7 @@ class Activations:
     sin: Tensor  # float32 [n, d / 2]
     lse: Tensor  # float32 [n, h], of the layer at hand; nobody reads it
     plans: dict[int | None, AttentionPlan]  # by sliding window
+    ring: RingAttention | None = None  # attends in place of `plans`, over a group's K/V
     rows: Tensor | None = None  # int64 [r]; None: every row there is
     last_plan: AttentionPlan | None = None  # the last layer's, when it computes `rows` alone
     scratch: Scratch | None = None  # None: operators get memory of their own
@@ -49,8 +53,13 @@ class Activations:
     attended: Tensor = field(init=False)  # [n, h d]
     gate_up: Tensor = field(init=False)  # [n, 2I]
     routing: Routing = field(init=False)
-    hidden: Tensor | None = None  # [n, H] after the final norm, unless `last_plan` cut it down
+    hidden: Tensor | None = None  # [n, H] after the final norm, unless `is_cut`
     logits: Tensor = field(init=False)  # float32 [r, vocab]; the caller's, never scratch
+
+    @property
+    def is_cut(self) -> bool:
+        """Whether the last layer computes `rows` alone, from its attention on."""
+        return self.last_plan is not None if self.ring is None else self.ring.is_cut
 
     def take(self, width: int) -> Tensor | None:
         """Memory [n, width] for what an operator leaves behind."""
@@ -109,10 +118,9 @@ def build_operators(
     ``kv_layers[i]``: [pages, 2, k, page_tokens, d] of layer i; ``head``: lm_head, made ready.
     ``reduce`` ends the operators whose sums are split between ranks: o_proj, down_proj, experts.
     """
-    last = config.num_layers - 1
     operators = [Operator(-1, "embed", _embed(weights.embedding))]
     for i, layer in enumerate(weights.layers):
-        attn = _attn(config, layer, kv_layers[i], config.sliding_windows[i], is_last=i == last)
+        attn = _attn(config, layer, kv_layers[i], i)
         operators.append(Operator(i, "qkv_proj", _qkv_proj(config, layer)))
         operators.append(Operator(i, "attn", attn))
         operators.append(Operator(i, "o_proj", _o_proj(layer, reduce)))
@@ -149,10 +157,9 @@ def _qkv_proj(config: ModelConfig, layer: LayerWeights) -> Run:
     return qkv_proj
 
 
-def _attn(
-    config: ModelConfig, layer: LayerWeights, kv_layer: Tensor, window: int | None, *, is_last: bool
-) -> Run:
+def _attn(config: ModelConfig, layer: LayerWeights, kv_layer: Tensor, index: int) -> Run:
     heads, head_dim = config.num_heads, config.head_dim
+    window, is_last = config.sliding_windows[index], index == config.num_layers - 1
     fused = (-1, heads + 2 * config.num_kv_heads, head_dim)
     width = heads * head_dim
     scale, eps = head_dim**-0.5, config.norm_eps
@@ -171,10 +178,10 @@ def _attn(
             k_norm=k_norm,
             eps=eps,
         )
-        plan = state.plans[window]
-        if is_last and state.last_plan is not None:
+        is_cut = is_last and state.is_cut
+        if is_cut:
             # Nothing reads the other rows of the last layer.
-            plan, rows, residual = state.last_plan, _required(state.rows), _required(state.residual)
+            rows, residual = _required(state.rows), _required(state.residual)
             q_nhd, state.residual = q_nhd[rows], residual[rows]
             state.rows = None
             state.give(residual)
@@ -182,9 +189,14 @@ def _attn(
             state.scratch = None
         attended = state.take(width)
         out_nhd = None if attended is None else attended.view(-1, heads, head_dim)
-        out_nhd, _ = kernels.run_attention(
-            plan, q_nhd, kv_layer, scale=scale, out=out_nhd, lse_out=state.lse[: len(q_nhd)]
-        )
+        if state.ring is None:
+            plan = _required(state.last_plan) if is_cut else state.plans[window]
+            lse_nh = state.lse[: len(q_nhd)]
+            out_nhd, _ = kernels.run_attention(
+                plan, q_nhd, kv_layer, scale=scale, out=out_nhd, lse_out=lse_nh
+            )
+        else:
+            out_nhd = state.ring.run(index, q_nhd, kv_layer, scale, out_nhd)
         state.attended = out_nhd.view(-1, width) if attended is None else attended
         state.give(qkv)
         del state.qkv
@@ -288,6 +300,6 @@ def _lm_head(config: ModelConfig, final_norm: Tensor, head: Head) -> Run:
     return lm_head
 
 
-def _required(tensor: Tensor | None) -> Tensor:
-    assert tensor is not None  # the model's config or the operator before saw to it
-    return tensor
+def _required(value: _T | None) -> _T:
+    assert value is not None  # the model's config or the operator before saw to it
+    return value

@@ -8,15 +8,20 @@ own, and merges the partial results by their log-sum-exp. Who moves the blocks i
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from array import array
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import cache
 from typing import Protocol
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from millrace.core.kv_layout import KvLayout
-from millrace.core.sequence_parallel import ChunkShares, buffer_memory, buffer_of
+from millrace.core.sequence_parallel import PAD, ChunkShares, buffer_memory, buffer_of
+from millrace_kernels import api as kernels
+from millrace_kernels.plan import AttentionPlan
 
 
 class RingLink(Protocol):
@@ -91,6 +96,113 @@ class RingTask:
         """Whether this member goes on past the last layer's attention."""
         return self.want_logits or self.want_prompt_logprobs
 
+    def check(self) -> None:
+        """Raises ValueError when the fields don't fit each other."""
+        tokens = len(self.token_ids)
+        for name in ("token_ids", "positions", "slots"):
+            tensor = getattr(self, name)
+            if tensor.dtype != torch.int64 or tensor.shape != (tokens,):
+                raise ValueError(
+                    f"RingTask.{name} is {tensor.dtype} {tuple(tensor.shape)}, "
+                    f"not int64 ({tokens},)"
+                )
+        if len(self.blocks) != self.link.size:
+            raise ValueError(
+                f"RingTask.blocks are {len(self.blocks)}, the ring's members {self.link.size}"
+            )
+        if self.wants_rows and not (tokens and self.last_layer):
+            raise ValueError(
+                f"a RingTask of {tokens} tokens with last_layer {self.last_layer} wants rows"
+            )
+
+
+Planner = Callable[[Tensor, KvBlock, int | None], AttentionPlan]
+"""Plans the attention of rows at positions (int32 [r]) over a block, under a sliding window."""
+
+
+class RingAttention:
+    """The attention of one member's pass, layer after layer."""
+
+    def __init__(
+        self,
+        task: RingTask,
+        memory: Tensor,
+        plan: Planner,
+        windows: Sequence[int | None],
+        page_tokens: int,
+    ) -> None:
+        """memory: the pool's storage as [layers * pages, 2, k, page_tokens, d]; ``windows[i]``:
+        layer i's."""
+        self._link = task.link
+        self._memory = memory
+        self._exchanged = len(windows) if task.last_layer else len(windows) - 1
+        self.is_cut = not task.want_prompt_logprobs  # the last layer's rows, to one or to none
+
+        @cache
+        def plans(window: int | None, is_cut: bool) -> list[AttentionPlan | None]:
+            rows = task.positions.to(torch.int32)
+            if is_cut:
+                rows = rows[-1:] if task.want_logits else rows[:0]
+            seen = (seen_part(block, rows, window, page_tokens) for block in task.blocks)
+            return [None if part is None else plan(rows, part, window) for part in seen]
+
+        last = len(windows) - 1
+        self._plans = [plans(w, self.is_cut and i == last) for i, w in enumerate(windows)]
+        self._partial: tuple[Tensor, Tensor] | None = None
+
+    def run(
+        self, layer: int, q_nhd: Tensor, kv_layer: Tensor, scale: float, out: Tensor | None = None
+    ) -> Tensor:
+        """Attention of q [n, h, d], whose K/V is in its pages, over the blocks of all members.
+
+        Takes part in the exchange even where no row is to be computed. Returns out [n, h, d] of
+        q's dtype. After an abort what is left out is missing in it, and the pass is to be dropped.
+        """
+        out = torch.empty_like(q_nhd) if out is None else out
+        is_whole = self._link.history(layer)
+        if layer >= self._exchanged:
+            return out
+        if is_whole:
+            self._link.publish(layer)
+        plans = self._plans[layer]
+        is_partial = len(plans) > 1 and out.dtype is not torch.float32
+        total = torch.empty_like(out, dtype=torch.float32) if is_partial else out
+        lse = q_nhd.new_empty(q_nhd.shape[:2], dtype=torch.float32)
+        if plans[0] is not None:
+            kernels.run_attention(plans[0], q_nhd, kv_layer, scale=scale, out=total, lse_out=lse)
+        for step in range(1, len(plans)):
+            is_whole = is_whole and self._link.wait(step)
+            if not is_whole:
+                break
+            if (plan := plans[step]) is not None:
+                kernels.merge_attention_(total, lse, *self._attend(plan, q_nhd, scale))
+            self._link.release(step)
+        return out.copy_(total) if is_partial else out
+
+    def _attend(self, plan: AttentionPlan, q_nhd: Tensor, scale: float) -> tuple[Tensor, Tensor]:
+        """A partial result over a block that has arrived; the next one takes its place."""
+        if self._partial is None or len(self._partial[0]) != len(q_nhd):
+            wide = torch.empty(q_nhd.shape, dtype=torch.float32, device=q_nhd.device)
+            self._partial = wide, wide.new_empty(q_nhd.shape[:2])
+        out, lse = self._partial
+        return kernels.run_attention(plan, q_nhd, self._memory, scale=scale, out=out, lse_out=lse)
+
+
+def seen_part(block: KvBlock, rows: Tensor, window: int | None, page_tokens: int) -> KvBlock | None:
+    """The pages of a block that rows at these positions (int32 [r]) can see; None: not one."""
+    if not len(rows) or not len(block.positions):
+        return None
+    slots = np.full(len(block.pages) * page_tokens, PAD, dtype=np.int32)
+    slots[: len(block.positions)] = block.positions.numpy()
+    seen = slots <= int(rows.max())
+    if window is not None:
+        seen &= slots > int(rows.min()) - window
+    pages = seen.reshape(-1, page_tokens).any(axis=1)
+    if not pages.any():
+        return None
+    kept = slots.reshape(-1, page_tokens)[pages].reshape(-1)
+    return KvBlock(block.pages[torch.from_numpy(pages)], torch.from_numpy(kept))
+
 
 def ring_task(
     shares: ChunkShares,
@@ -102,30 +214,25 @@ def ring_task(
     buffers: Sequence[Sequence[int]],
     layout: KvLayout,
     last_layer: bool,
-    want_logits: bool = False,
-    want_prompt_logprobs: bool = False,
 ) -> RingTask:
-    """The task of rank ``link.rank`` in ``shares.passes[number]``.
+    """The task of rank ``link.rank`` in ``shares.passes[number]``; what it wants is left to set.
 
     prompt_ids: int64 [prompt tokens]; ``pages``: the page ids that the request has at this member,
     in the order in which it took them; ``buffers``: those lent to each of the ring's buffers.
     """
-    now, share = shares.passes[number], shares.shares[link.rank]
+    now, share, page_tokens = shares.passes[number], shares.shares[link.rank], layout.page_tokens
     runs = now.runs[link.rank]
-    tokens = [torch.arange(run.start_token, run.start_token + run.num_tokens) for run in runs]
-    places = [torch.arange(run.slot, run.slot + run.num_tokens) for run in runs]
-    none = torch.empty(0, dtype=torch.int64)
-    positions, place = torch.cat([none, *tokens]), torch.cat([none, *places])
+    positions = _concatenated([(run.start_token, run.num_tokens) for run in runs])
+    place = _concatenated([(run.slot, run.num_tokens) for run in runs])
     own = torch.tensor([pages[page] for page in share.pages], dtype=torch.int32)
-    page_tokens = layout.page_tokens
-    blocks = [_block(own, shares, now.filled, link.rank, page_tokens)]
-    memory = [
-        torch.tensor(buffer_memory(b, layout.num_layers, layout.num_pages), dtype=torch.int32)
-        for b in buffers
+    lent = [
+        torch.tensor(buffer_memory(ids, layout.num_layers, layout.num_pages), dtype=torch.int32)
+        for ids in buffers
     ]
+    blocks = [_block(own, shares, now.filled, link.rank, page_tokens)]
     for step in range(1, link.size):
         rank = (link.rank - step) % link.size
-        blocks.append(_block(memory[buffer_of(step)], shares, now.filled, rank, page_tokens))
+        blocks.append(_block(lent[buffer_of(step)], shares, now.filled, rank, page_tokens))
     return RingTask(
         token_ids=prompt_ids[positions],
         positions=positions,
@@ -133,8 +240,6 @@ def ring_task(
         blocks=blocks,
         link=link,
         last_layer=last_layer,
-        want_logits=want_logits,
-        want_prompt_logprobs=want_prompt_logprobs,
     )
 
 
@@ -143,5 +248,12 @@ def _block(
 ) -> KvBlock:
     """What rank `rank` has used of its share, where it lies in `pages`."""
     slots = filled[rank]
-    positions = torch.tensor(shares.shares[rank].positions[:slots], dtype=torch.int32)
+    used: array[int] = shares.shares[rank].positions[:slots]
+    positions = torch.from_numpy(np.array(used, dtype=np.int32))
     return KvBlock(pages[: -(-slots // page_tokens)], positions)
+
+
+def _concatenated(ranges: Sequence[tuple[int, int]]) -> Tensor:
+    """int64: the numbers of each (first, count), one range after another."""
+    none = torch.empty(0, dtype=torch.int64)
+    return torch.cat([none, *(torch.arange(first, first + n) for first, n in ranges)])
