@@ -200,16 +200,20 @@ class ChunkStarted(_message.Message):
     def __init__(self, request_id: _Optional[str] = ..., chunk_index: _Optional[int] = ...) -> None: ...
 
 class ChunkFinished(_message.Message):
-    __slots__ = ("request_id", "chunk_index", "compute_s", "last")
+    __slots__ = ("request_id", "chunk_index", "compute_s", "last", "ring_wait_s", "history_wait_s")
     REQUEST_ID_FIELD_NUMBER: _ClassVar[int]
     CHUNK_INDEX_FIELD_NUMBER: _ClassVar[int]
     COMPUTE_S_FIELD_NUMBER: _ClassVar[int]
     LAST_FIELD_NUMBER: _ClassVar[int]
+    RING_WAIT_S_FIELD_NUMBER: _ClassVar[int]
+    HISTORY_WAIT_S_FIELD_NUMBER: _ClassVar[int]
     request_id: str
     chunk_index: int
     compute_s: float
     last: bool
-    def __init__(self, request_id: _Optional[str] = ..., chunk_index: _Optional[int] = ..., compute_s: _Optional[float] = ..., last: _Optional[bool] = ...) -> None: ...
+    ring_wait_s: float
+    history_wait_s: float
+    def __init__(self, request_id: _Optional[str] = ..., chunk_index: _Optional[int] = ..., compute_s: _Optional[float] = ..., last: _Optional[bool] = ..., ring_wait_s: _Optional[float] = ..., history_wait_s: _Optional[float] = ...) -> None: ...
 
 class ChunkSuspended(_message.Message):
     __slots__ = ("request_id", "chunk_index", "compute_s")
