@@ -125,6 +125,13 @@ def _worker_command(role: str, module: str, summary: str) -> None:
         ] = "",
         host: Host = "127.0.0.1",
         port: Port = 0,
+        node: Annotated[
+            str,
+            typer.Option(
+                envvar="MILLRACE_NODE",
+                help="Where it stands: groups prefer instances of one node. Default: the host.",
+            ),
+        ] = "",
         config: ConfigPath = None,
         settings: Settings = [],  # noqa: B006
         ready_fd: ReadyFd = None,
@@ -140,6 +147,7 @@ def _worker_command(role: str, module: str, summary: str) -> None:
             instance_id=instance_id,
             host=host,
             port=port,
+            node=node,
         )
         _run(serve(options, tree, _tell(ready_fd)))
 

@@ -21,6 +21,7 @@ from millrace.engine.sampling_spec import SamplingRow
 from millrace.prefill.metrics import PrefillMetrics
 from millrace.prefill.publish import LayerPublisher
 from millrace.prefill.work import Part, PrefillOutcome, Work, task_name
+from millrace.transfer.chunk_link import Waits
 from millrace.wire.pb import scheduler_pb2
 
 LOGPROB_BLOCK_TOKENS = 256
@@ -104,8 +105,8 @@ class PrefillCompute:
             )
             self._report(scheduler_pb2.WorkerMessage(chunk_suspended=suspended))
 
-    def finished(self, part: Part, compute_s: float) -> None:
-        """The part ends its chunk."""
+    def finished(self, part: Part, compute_s: float, waits: Waits | None = None) -> None:
+        """The part ends its chunk. `waits`: of `compute_s`, in a group."""
         job = part.work.job
         if job.leads:
             self.metrics.chunks.inc()
@@ -114,6 +115,8 @@ class PrefillCompute:
                 chunk_index=part.chunk,
                 compute_s=compute_s,
                 last=part.work.is_last(part),
+                ring_wait_s=0.0 if waits is None else waits.blocks_s,
+                history_wait_s=0.0 if waits is None else waits.history_s,
             )
             self._report(scheduler_pb2.WorkerMessage(chunk_finished=finished))
 

@@ -159,7 +159,8 @@ class GangEntry:
         for layer in range(self._compute.engine.pool.layout.num_layers):
             self._link.history(layer)  # of one that no attention asked for: it may be given on
         self._link.end()
-        self._compute.finished(part, self.task.spent_s())
+        self._compute.metrics.waited(self._link.waits)
+        self._compute.finished(part, self.task.spent_s(), self._link.waits)
         if work.is_last(part):
             work.done(None)
         else:  # from here, so that it is in the pool before another can take its turn

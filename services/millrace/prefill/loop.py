@@ -180,6 +180,7 @@ class PrefillRole:
             self._metrics.sent(job.session)
         if job.link is not None:
             await job.link.close()
+            self._metrics.exchanged(job.link)
         self._meetings.end(job)
         self._pool.free(job.pages + job.buffers)
         del self._jobs[job.request_id]

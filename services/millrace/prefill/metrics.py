@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from millrace.engine.execution_pool import ExecutionPool
 from millrace.telemetry.metrics import Registry
+from millrace.transfer.chunk_link import Waits
+from millrace.transfer.ring import GroupLink
 from millrace.transfer.send_manager import SendSession
 
 
@@ -42,6 +44,20 @@ class PrefillMetrics:
         self.cancelled = registry.counter(
             "millrace_prefill_cancelled_requests_total", "requests given up on command"
         )
+        self._gangs = registry.counter(
+            "millrace_prefill_group_chunks_total", "chunks computed with other instances"
+        )
+        self._ring_wait_s = registry.counter(
+            "millrace_prefill_ring_wait_seconds_total",
+            "compute standing still until a block of a ring arrived",
+        )
+        self._history_wait_s = registry.counter(
+            "millrace_prefill_history_wait_seconds_total",
+            "compute standing still until history that others gave had arrived",
+        )
+        self._ring_bytes = registry.counter(
+            "millrace_prefill_ring_bytes_total", "KV written to other prefill instances"
+        )
         self._handshake_s = registry.histogram(
             "millrace_prefill_handshake_seconds", "from asking a decode instance to its grant"
         )
@@ -59,6 +75,16 @@ class PrefillMetrics:
             "prefills that have begun and wait to go on",
             lambda: float(pool.suspended),
         )
+
+    def waited(self, waits: Waits) -> None:
+        """Takes note of a chunk that was computed in a group."""
+        self._gangs.inc()
+        self._ring_wait_s.inc(waits.blocks_s)
+        self._history_wait_s.inc(waits.history_s)
+
+    def exchanged(self, link: GroupLink) -> None:
+        """Takes note of a link that is over."""
+        self._ring_bytes.inc(link.bytes_sent)
 
     def sent(self, session: SendSession) -> None:
         """Takes note of a session that is over, well or not."""

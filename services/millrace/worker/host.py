@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import logging
 import os
+import platform
 import signal
 import time
 import uuid
@@ -50,6 +51,7 @@ class WorkerOptions:
     host: str = "127.0.0.1"
     port: int = 0
     drain_timeout_s: float = 30.0
+    node: str = ""  # where it stands; empty: the machine's own name
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -323,4 +325,5 @@ def _register(
         page_tokens=engine.layout.page_tokens,
         max_context_tokens=engine.max_context_tokens,
         latency=scheduler_codec.latency_message(latency),
+        node=options.node or platform.node(),
     )
