@@ -1,0 +1,398 @@
+"""One request's K/V between the members of its group, at one of them.
+
+Notifications are handled on the transport's thread: blocks are forwarded and credits given as soon
+as they can be, whatever compute is at. Nobody writes here who was not asked: a credit, a WANT or a
+call of decode comes first, so that the possible writers are always known.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import threading
+import time
+from collections.abc import Callable, Iterable, Mapping
+from concurrent.futures import Future
+from contextlib import ExitStack, suppress
+from dataclasses import dataclass
+from functools import partial
+
+import numpy as np
+
+from millrace.core.errors import TransferError
+from millrace.core.sequence_parallel import ChunkShares, Move
+from millrace.transfer.chunk_link import ChunkLink, PeerInfo
+from millrace.transfer.history import Gift, History, LayerArrivals
+from millrace.transfer.page_runs import page_runs
+from millrace.transfer.quarantine import Quarantine
+from millrace.transfer.ring_messages import KEPT, RingKind, RingMessage
+from millrace.transfer.runs import Runs
+from millrace.transfer.transport import Transport
+
+log = logging.getLogger(__name__)
+
+#: While a link closes, changes in who may still write here are looked for this often.
+TICK_S = 0.1
+
+_Key = tuple[str, int]
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _Block:
+    """A block on its way to the next member."""
+
+    chunk: ChunkLink
+    number: int
+    nbytes: int
+
+
+class GroupLink:
+    """One request's and attempt's K/V between the members, at one of them.
+
+    Made by `RingManager.open`. `bytes_sent` counts what went to other members.
+    """
+
+    def __init__(
+        self,
+        *,
+        key: _Key,
+        me: PeerInfo,
+        peers: Mapping[str, PeerInfo],
+        transport: Transport,
+        lease_s: float,
+        on_abort: Callable[[str], None],
+        on_over: Callable[[GroupLink], None],
+    ) -> None:
+        self.key = key
+        self.changed = threading.Condition()  # guards all below, and the chunks' flows
+        self.bytes_sent = 0
+        self._me = me
+        self._members = {**peers, me.instance_id: me}
+        self._transport = transport
+        self._lease_s = lease_s
+        self._on_abort = on_abort
+        self._on_over = on_over
+        now_s = time.monotonic()
+        self._heard_s = {peer.peer: now_s for peer in peers.values()}
+        self._told_s = dict(self._heard_s)
+        self._asked: set[str] = set()  # peers that were asked whether we may still write
+        self._chunks: dict[int, ChunkLink] = {}
+        self._opened: set[tuple[str, int]] = set()  # peers whose buffers are open for a chunk
+        self._arrivals = LayerArrivals(me.layout.num_layers)
+        self._wanted: set[tuple[str, int]] = set()  # peers that want what we give for a chunk
+        self._to_give: dict[tuple[str, int], History] = {}
+        self._gifts: dict[Gift, None] = {}
+        self._writes: dict[Future[None], _Block] = {}
+        self._aborted = False
+        self._to_drain: set[str] = set()  # peers that wait for our DRAINED
+        self._quarantine: Quarantine | None = None  # from an abort on
+        self._wake: Callable[[], object] = lambda: None  # whoever waits in `close`
+        self._listening = ExitStack()
+        self._listening.enter_context(transport.listening())
+
+    # -- for the owner
+
+    def chunk(
+        self, shares: ChunkShares, after_device: Callable[[Callable[[], None]], None]
+    ) -> ChunkLink:
+        """The ring of a chunk on several instances. `after_device` runs a call after the device.
+
+        Raises TransferError when pages or buffers of the group can't hold the chunk.
+        """
+        members = tuple(self._members[instance_id] for instance_id in shares.group)
+        rank = shares.group.index(self._me.instance_id)
+        link = ChunkLink(self, shares, members, rank, after_device)
+        with self.changed:
+            if link.index in self._chunks:
+                raise TransferError(f"chunk {link.index} of request {self.key[0]} has a link")
+            self._chunks[link.index] = link
+            if (link.next.peer, link.index) in self._opened:
+                link.flow.credit(0)
+        return link
+
+    def want(self, shares: ChunkShares) -> None:
+        """This member's pages are free for what others give it before a chunk: ask them."""
+        chunk = shares.chunk.index
+        givers = {m.giver for m in shares.moves if m.receiver == self._me.instance_id}
+        with self.changed:
+            for giver in sorted(givers):
+                peer = self._members[giver].peer
+                self._arrivals.expect(peer, chunk)
+                if not self._aborted:
+                    self._tell(peer, RingKind.WANT, chunk)
+
+    def give(self, shares: ChunkShares) -> None:
+        """This member has computed all before a chunk: who wants what it gives may get it."""
+        chunk = shares.chunk.index
+        own = [move for move in shares.moves if move.giver == self._me.instance_id]
+        with self.changed:
+            for receiver in dict.fromkeys(move.receiver for move in own):
+                member = self._members[receiver]
+                moves = [move for move in own if move.receiver == receiver]
+                self._to_give[member.peer, chunk] = History(
+                    peer=member.peer,
+                    runs=self._move_runs(moves, member),
+                    layout=self._me.layout,
+                    peer_layout=member.layout,
+                    region=self._me.region,
+                    peer_region=member.region,
+                )
+        self.pump()
+
+    def fetched(self, peer: str) -> None:
+        """Decode, the transport's `peer`, is about to be asked for what an earlier attempt left.
+
+        Call it before: from then on that peer may write here.
+        """
+        with self.changed:
+            self._arrivals.expect(peer, KEPT)
+            self._heard_s[peer] = self._told_s[peer] = time.monotonic()
+
+    def history(self, layer: int) -> bool:
+        """Waits until all that was wanted or is fetched of a layer has arrived. False: aborted."""
+        with self.changed:
+            self.changed.wait_for(lambda: self._aborted or self._arrivals.has(layer))
+            return not self._aborted
+
+    def abort(self) -> None:
+        """Ends all waits, with False, and stops what is queued. From any thread, at any time."""
+        with self.changed:
+            if self._aborted:
+                return
+            self._aborted = True
+            writers = self._arrivals.awaited()
+            writers |= {c.previous.peer for c in self._chunks.values() if c.may_be_written}
+            self._quarantine = quarantine = Quarantine(
+                self._transport,
+                self._message(RingKind.ABORT),
+                {peer: self._told_s[peer] for peer in writers},
+                self._lease_s,
+            )
+            writes, gifts = list(self._writes), list(self._gifts)
+        quarantine.tell(self._heard_s)
+        for write in writes:
+            write.cancel()  # those that the transport has not posted yet
+        for gift in gifts:
+            gift.stop()
+        self.pump()
+
+    async def close(self) -> None:
+        """Returns when nothing of the request is in flight, in or out: its pages may be freed.
+
+        Without an abort that is once all that was published and is to be given has gone. After one
+        it is once whoever may have been writing here has drained, is dead, or can't be reached and
+        its right to write has run out.
+        """
+        loop = asyncio.get_running_loop()
+        changed = asyncio.Event()
+        self._wake = partial(loop.call_soon_threadsafe, changed.set)
+        try:
+            while not self._settled():
+                with suppress(TimeoutError):
+                    async with asyncio.timeout(TICK_S):
+                        await changed.wait()
+                changed.clear()
+                if self._quarantine is not None:
+                    self._quarantine.look()
+        finally:
+            self._wake = lambda: None
+        self._listening.close()
+        self._on_over(self)
+
+    # -- for the chunks' links
+
+    @property
+    def is_aborted(self) -> bool:
+        return self._aborted
+
+    def pump(self) -> None:
+        """Sends whatever may go now, and wakes who waits."""
+        posted: list[Future[None]] = []
+        gifts: list[Gift] = []
+        with self.changed:
+            if not self._aborted:
+                for chunk in self._chunks.values():
+                    self._open_buffers(chunk)
+                    self._give_credit(chunk)
+                    posted += self._send_blocks(chunk)
+                gifts = self._start_gifts()
+            self._say_drained()
+            self.changed.notify_all()
+        for write in posted:
+            write.add_done_callback(self._written)
+        for gift in gifts:
+            gift.over.add_done_callback(partial(self._given, gift))
+        self._wake()
+
+    # -- for the manager
+
+    def take(self, peer: str, message: RingMessage) -> None:
+        """A notification, on the transport's thread."""
+        with self.changed:
+            if peer not in self._heard_s:
+                log.debug("%s of %s, which is of no group of %s", message.kind, peer, self.key)
+                return
+            self._heard_s[peer] = time.monotonic()
+            self._asked.discard(peer)
+            gifts = [gift for gift in self._gifts if gift.peer == peer]
+            wrong = self._read(peer, message)
+        for gift in gifts:
+            gift.heard()
+        if message.kind is RingKind.ABORT:
+            wrong = f"{self._name(peer)} gave up"
+        if wrong:
+            self._fail(wrong)
+        self.pump()
+
+    # -- inside, all under the lock but `_fail` and the ends of writes
+
+    def _read(self, peer: str, message: RingMessage) -> str:
+        """Takes a message in. Returns what is wrong with it, if so."""
+        kind, chunk, number = message.kind, message.chunk, message.number
+        if kind is RingKind.ABORT:
+            self._to_drain.add(peer)
+        elif kind is RingKind.DRAINED and self._quarantine is not None:
+            self._quarantine.drained(peer)
+        if self._aborted:
+            return ""
+        try:
+            if kind is RingKind.BLOCK:
+                self._chunks[chunk].flow.arrived(number)
+            elif kind is RingKind.CREDIT:
+                self._credit(peer, chunk, number)
+            elif kind is RingKind.LAYER:
+                self._arrivals.arrived(peer, chunk, number)
+            elif kind is RingKind.WANT:
+                self._wanted.add((peer, chunk))
+            elif kind is RingKind.RENEW:
+                self._tell(peer, RingKind.ALIVE)
+        except (ValueError, KeyError) as error:
+            return f"{self._name(peer)}: {kind.name} {number} of chunk {chunk}: {error}"
+        return ""
+
+    def _credit(self, peer: str, chunk: int, count: int) -> None:
+        link = self._chunks.get(chunk)
+        if link is None:
+            self._opened.add((peer, chunk))
+        elif link.next.peer != peer:
+            raise ValueError("it is not the next in the ring")
+        else:
+            link.flow.credit(count)
+
+    def _open_buffers(self, chunk: ChunkLink) -> None:
+        """Once nothing of other chunks is in the buffers or is to come there."""
+        others = (other for other in self._chunks.values() if other is not chunk and other.begun)
+        if chunk.begun and not chunk.flow.is_open and all(other.flow.is_idle for other in others):
+            chunk.flow.open_buffers()
+
+    def _give_credit(self, chunk: ChunkLink) -> None:
+        if (count := chunk.flow.next_credit()) is not None:
+            self._tell(chunk.previous.peer, RingKind.CREDIT, chunk.index, count)
+
+    def _send_blocks(self, chunk: ChunkLink) -> list[Future[None]]:
+        posted = []
+        while self._may_write(chunk.next.peer) and (block := chunk.next_send()) is not None:
+            number, runs = block
+            payload = self._message(RingKind.BLOCK, chunk.index, number).encode()
+            if len(runs):
+                regions = {"region": self._me.region, "peer_region": chunk.next.region}
+                write = self._transport.write(chunk.next.peer, runs, payload, **regions)
+            else:
+                write = self._transport.notify(chunk.next.peer, payload)
+            self._writes[write] = _Block(chunk, number, runs.total_bytes)
+            posted.append(write)
+        return posted
+
+    def _start_gifts(self) -> list[Gift]:
+        started = []
+        for wanted in self._wanted & self._to_give.keys():
+            peer, chunk = wanted
+            self._wanted.discard(wanted)
+            message = self._message(RingKind.LAYER, chunk)
+            history = self._to_give.pop(wanted)
+            heard_s = self._heard_s[peer]
+            started.append(
+                Gift(self._transport, history, message, lease_s=self._lease_s, heard_s=heard_s)
+            )
+        self._gifts.update(dict.fromkeys(started))
+        return started
+
+    def _move_runs(self, moves: Iterable[Move], receiver: PeerInfo) -> Runs:
+        """Those of layer 0."""
+        source, target = (
+            np.array([pages[number] for numbers in some for number in numbers], dtype=np.int64)
+            for pages, some in (
+                (self._me.pages, [move.source for move in moves]),
+                (receiver.pages, [move.target for move in moves]),
+            )
+        )
+        return page_runs(self._me.layout, source, receiver.layout, target)
+
+    def _may_write(self, peer: str) -> bool:
+        """Whether the peer was heard of lately enough; asks it else."""
+        if time.monotonic() - self._heard_s[peer] <= self._lease_s:
+            return True
+        if peer not in self._asked:
+            self._asked.add(peer)
+            self._tell(peer, RingKind.RENEW)
+        return False
+
+    def _tell(self, peer: str, kind: RingKind, chunk: int = 0, number: int = 0) -> Future[None]:
+        self._told_s[peer] = time.monotonic()
+        return self._transport.notify(peer, self._message(kind, chunk, number).encode())
+
+    def _message(self, kind: RingKind, chunk: int = 0, number: int = 0) -> RingMessage:
+        request_id, attempt = self.key
+        return RingMessage(
+            kind=kind, request_id=request_id, attempt=attempt, chunk=chunk, number=number
+        )
+
+    def _name(self, peer: str) -> str:
+        """The instance whose transport it is; decode's is known by the transport alone."""
+        return next((m.instance_id for m in self._members.values() if m.peer == peer), peer)
+
+    def _say_drained(self) -> None:
+        busy = {write.chunk.next.peer for write in self._writes.values()}
+        busy |= {gift.peer for gift in self._gifts}
+        for peer in self._to_drain - busy:
+            self._tell(peer, RingKind.DRAINED)
+        self._to_drain &= busy
+
+    # -- ends, outside of the lock
+
+    def _written(self, write: Future[None]) -> None:
+        """On the transport's thread, or on an aborting one for a write that was not posted."""
+        error = None if write.cancelled() else write.exception()
+        with self.changed:
+            block = self._writes.pop(write)
+            if not write.cancelled() and error is None:
+                self.bytes_sent += block.nbytes
+                block.chunk.flow.written(block.number)
+        if error is not None:
+            self._fail(str(error))
+        self.pump()
+
+    def _given(self, gift: Gift, over: Future[None]) -> None:
+        with self.changed:
+            del self._gifts[gift]
+            self.bytes_sent += gift.bytes_sent
+        if (error := over.exception()) is not None:
+            self._fail(str(error))
+        self.pump()
+
+    def _fail(self, reason: str) -> None:
+        """The link ends by itself."""
+        if not self._aborted:
+            self.abort()
+            self._on_abort(reason)
+
+    # -- closing
+
+    def _settled(self) -> bool:
+        with self.changed:
+            if self._writes or self._gifts:
+                return False
+            if self._quarantine is not None:
+                return self._quarantine.is_over()
+            rings = all(chunk.flow.is_idle for chunk in self._chunks.values())
+            return rings and not self._to_give and not self._arrivals.awaited()

@@ -1,0 +1,28 @@
+"""What has ended, remembered for a while: late words about it are known from early ones."""
+
+from __future__ import annotations
+
+from collections.abc import Hashable
+from typing import Generic, TypeVar
+
+K = TypeVar("K", bound=Hashable)
+
+#: Far more than can end while a word about the first of them is on its way.
+KEPT_KEYS = 8192
+
+
+class Recent(Generic[K]):
+    """A set that forgets the oldest."""
+
+    def __init__(self, most: int = KEPT_KEYS) -> None:
+        self._most = most
+        self._keys: dict[K, None] = {}  # in the order in which they came
+
+    def __contains__(self, key: K) -> bool:
+        return key in self._keys
+
+    def add(self, key: K) -> None:
+        self._keys.pop(key, None)
+        self._keys[key] = None
+        if len(self._keys) > self._most:
+            del self._keys[next(iter(self._keys))]

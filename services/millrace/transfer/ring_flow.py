@@ -1,0 +1,154 @@
+"""What may be sent round a ring when: order, window and forwarding, without any I/O.
+
+N members; member r sends to r + 1. A layer goes round in N - 1 steps: at step s a member receives
+what began at member r - s. Blocks are numbered over the whole chunk: number ``layer * (N - 1) +
+step - 1``, for the one who receives it and, as the same write, for the one who sends it. A sender
+begins a layer with its own block and forwards each that arrives but the last one.
+
+Two buffers take the steps of a layer in turn, so that the attention's inputs lie in the same pages
+in each layer. A block may be sent once the last one in its buffer has left it, which the receiver
+says in cumulative credits; it has left once it has been attended to *and* forwarded.
+"""
+
+from __future__ import annotations
+
+from millrace.core.sequence_parallel import RING_BUFFERS, buffer_of
+
+
+class RingOrder:
+    """Numbers of blocks in a ring of `size` members."""
+
+    def __init__(self, size: int) -> None:
+        if size < 2:
+            raise ValueError(f"a ring has at least 2 members, not {size}")
+        self.steps = size - 1
+
+    def number(self, layer: int, step: int) -> int:
+        """Of what arrives in a step (from 1 on) of the ring's `layer`-th layer (from 0 on)."""
+        return layer * self.steps + step - 1
+
+    def step(self, number: int) -> int:
+        """In which step a block arrives."""
+        return number % self.steps + 1
+
+    def is_forwarded(self, number: int) -> bool:
+        """Whether who receives it sends it on, as the block of the next number."""
+        return self.step(number) < self.steps
+
+    def freed_before(self, number: int) -> int:
+        """How many blocks must have left the receiver's buffers before this one may be sent."""
+        step = self.step(number)
+        if step > RING_BUFFERS:
+            return number - RING_BUFFERS + 1
+        layer = number // self.steps
+        if not layer:
+            return 0
+        last = self.steps  # of the layer before, in the same buffer
+        if buffer_of(last) != buffer_of(step):
+            last -= 1
+        return self.number(layer - 1, last) + 1
+
+
+class RingFlow:
+    """One member's side of a chunk's ring. Each call says what happened or takes what may follow.
+
+    Raises ValueError for what can't be: an uncalled-for block, a credit beyond what was sent.
+    """
+
+    def __init__(self, size: int) -> None:
+        self.order = RingOrder(size)
+        self._opened = False  # our buffers
+        self._told = -1  # the last credit that we gave
+        self._credit = -1  # the last that we got; -1: the buffers of the next are closed
+        self._published = 0  # blocks that the layers begun here have to send
+        self._sent = 0
+        self._written: set[int] = set()
+        self._arrived: set[int] = set()
+        self._released: set[int] = set()
+        self._left = 0  # blocks of ours that have left their buffers
+
+    # -- what happened
+
+    def open_buffers(self) -> None:
+        """Nobody uses our buffers any more: the one before may send."""
+        self._opened = True
+
+    def publish(self) -> None:
+        """The next layer's own block is ready."""
+        self._published += self.order.steps
+
+    def credit(self, count: int) -> None:
+        """The next member says how many blocks have left its buffers."""
+        if count > self._sent:
+            raise ValueError(f"a credit of {count} blocks, of which {self._sent} were sent")
+        self._credit = max(self._credit, count)
+
+    def arrived(self, number: int) -> None:
+        """A block lies in its buffer."""
+        if self._told < self.order.freed_before(number) or number in self._arrived:
+            raise ValueError(f"block {number} came uncalled for")
+        if number < self._left:
+            raise ValueError(f"block {number} came twice")
+        self._arrived.add(number)
+
+    def released(self, number: int) -> None:
+        """A block has been attended to."""
+        self._released.add(number)
+        self._move_on()
+
+    def written(self, number: int) -> None:
+        """A block that we sent lies at the next member."""
+        if self.order.step(number) > 1:  # one that came through our buffers
+            self._written.add(number)
+            self._move_on()
+
+    # -- what may follow
+
+    def has_arrived(self, number: int) -> bool:
+        return number in self._arrived or number < self._left
+
+    def next_send(self) -> int | None:
+        """Takes the next block that is to be sent, if it may be."""
+        number = self._sent
+        if number >= self._published or self._credit < self.order.freed_before(number):
+            return None
+        if self.order.step(number) > 1 and not self.has_arrived(number - 1):
+            return None
+        self._sent += 1
+        return number
+
+    def next_credit(self) -> int | None:
+        """Takes the credit that the member before is to be told, if it is a new one."""
+        if not self._opened or self._left == self._told:
+            return None
+        self._told = self._left
+        return self._told
+
+    @property
+    def has_all_sent(self) -> bool:
+        """Whether everything published so far, and to be forwarded with it, was handed out."""
+        return self._sent == self._published
+
+    @property
+    def has_all_received(self) -> bool:
+        """Whether a block of every other member arrived for each layer published here."""
+        return self._left + len(self._arrived) == self._published
+
+    @property
+    def is_open(self) -> bool:
+        """Whether the member before was told that it may write into our buffers."""
+        return self._told >= 0
+
+    @property
+    def is_idle(self) -> bool:
+        """Whether all that was published went round: sent on, received and released."""
+        return self.has_all_sent and self._left == self._published
+
+    def _move_on(self) -> None:
+        while (number := self._left) in self._released and (
+            not self.order.is_forwarded(number) or number + 1 in self._written
+        ):
+            self._left += 1
+            self._arrived.discard(number)
+            self._released.discard(number)
+            self._written.discard(number + 1)

@@ -1,0 +1,67 @@
+"""The notifications inside a sequence-parallel group: a fixed header, then the request's id."""
+
+from __future__ import annotations
+
+import struct
+from dataclasses import dataclass
+from enum import IntEnum
+
+from millrace.core.errors import TransferError
+
+#: First byte of a notification, by which a transport tells its subscribers apart.
+RING_CHANNEL = 3
+
+#: Stands for a chunk in words about what decode sends back before the first one.
+KEPT = 2**32 - 1
+
+# channel u8, kind u8, attempt u32, chunk u32, number u64
+_HEADER = struct.Struct("<BBIIQ")
+
+
+class RingKind(IntEnum):
+    """What a notification says. `number` is given where it means something."""
+
+    BLOCK = 1  # to the next in the ring: block `number` lies in its buffer
+    CREDIT = 2  # to the one before: so many blocks have left the buffers; 0 opens them
+    WANT = 3  # to a giver: the pages for this chunk's moves may be written
+    LAYER = 4  # to a receiver: what is given of layer `number` lies in its pages
+    RENEW = 5  # to a receiver: may I still write?
+    ALIVE = 6  # the answer: yes
+    ABORT = 7  # to all: write nothing more here, and say DRAINED
+    DRAINED = 8  # no write of mine to you is in flight, and none will follow
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RingMessage:
+    """One notification about an attempt at a request."""
+
+    kind: RingKind
+    request_id: str
+    attempt: int
+    chunk: int = 0
+    number: int = 0
+
+    @property
+    def key(self) -> tuple[str, int]:
+        return self.request_id, self.attempt
+
+    def encode(self) -> bytes:
+        fields = (RING_CHANNEL, self.kind, self.attempt, self.chunk, self.number)
+        return _HEADER.pack(*fields) + self.request_id.encode()
+
+    @staticmethod
+    def decode(payload: bytes) -> RingMessage:
+        """Raises TransferError for bytes that `encode` can't have made."""
+        try:
+            channel, kind, attempt, chunk, number = _HEADER.unpack_from(payload)
+            if channel != RING_CHANNEL:
+                raise ValueError(f"channel {channel}")
+            return RingMessage(
+                kind=RingKind(kind),
+                request_id=payload[_HEADER.size :].decode(),
+                attempt=attempt,
+                chunk=chunk,
+                number=number,
+            )
+        except (struct.error, ValueError) as error:
+            raise TransferError(f"not a notification of a ring: {error}") from error
