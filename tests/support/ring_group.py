@@ -30,9 +30,11 @@ Runner = ModelRunner | GroupRunner
 WAIT_S = 60.0
 
 
-def plan(rng: random.Random, tokens: int, sizes: Sequence[int]) -> list[Chunk]:
-    """Chunks of any lengths, each on the first so many of `sizes` members."""
-    ends = [*sorted(rng.sample(range(1, tokens), len(sizes) - 1)), tokens]
+def plan(
+    rng: random.Random, tokens: int, sizes: Sequence[int], ends: Sequence[int] = ()
+) -> list[Chunk]:
+    """Chunks of any lengths, or to `ends`, each on the first so many of `sizes` members."""
+    ends = ends or [*sorted(rng.sample(range(1, tokens), len(sizes) - 1)), tokens]
     starts = [0, *ends[:-1]]
     return [
         Chunk(
@@ -89,9 +91,6 @@ class LocalRing:
         self.sent = [(0, 1)] * size  # the (turn, step) that each sends next
         self.arrived: set[tuple[int, int, int]] = set()  # rank, turn, step
         self.users = [[0] * RING_BUFFERS for _ in members]  # who still needs what a buffer holds
-
-    def links(self) -> list[LocalLink]:
-        return [LocalLink(self, rank) for rank in range(len(self.members))]
 
     def abort(self) -> None:
         with self.changed:
@@ -215,11 +214,10 @@ class RingGroup:
     def run(self) -> Tensor:
         """Logits float32 [vocab] after the prompt."""
         for shares in self.layout.chunks:
-            members = [self.members[_number(i)] for i in shares.group]
-            if len(members) == 1:
-                self._run_alone(members[0], shares)
+            if len(shares.group) == 1:
+                self._run_alone(self.members[0], shares)
             else:
-                self._run_ring(members, shares)
+                self._run_ring(shares)
         assert self.logits is not None
         return self.logits
 
@@ -243,10 +241,11 @@ class RingGroup:
                 self.between(member, boundary)
             self._take(task, torch.arange(now.start_token, now.start_token + now.num_tokens))
 
-    def _run_ring(self, members: Sequence[Member], shares: ChunkShares) -> None:
+    def ring(self, shares: ChunkShares) -> tuple[LocalRing, list[list[RingTask]]]:
+        """A chunk's ring, and the tasks [pass][rank] that are to be run on it."""
+        members = [self.members[_number(i)] for i in shares.group]
         ring = LocalRing(members, shares.moves)
-        self.rings.append(ring)
-        links = ring.links()
+        links = [LocalLink(ring, rank) for rank in range(len(members))]
         for number in range(len(shares.passes)):
             is_last = self._is_last(shares, number)
             tasks = [
@@ -266,6 +265,12 @@ class RingGroup:
             for task in tasks:
                 task.want_prompt_logprobs = self.want_prompt_logprobs and len(task.token_ids) > 0
             ring.tasks.append(tasks)
+        return ring, ring.tasks
+
+    def _run_ring(self, shares: ChunkShares) -> None:
+        ring, _ = self.ring(shares)
+        self.rings.append(ring)
+        members = ring.members
         with ThreadPoolExecutor(len(members)) as threads:
             for ended in [threads.submit(self._run_member, ring, r) for r in range(len(members))]:
                 ended.result()

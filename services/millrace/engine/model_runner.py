@@ -210,6 +210,10 @@ class ModelRunner:
         """Of a pass whose rows are wanted, in order."""
         return tuple(operator.name for operator in self.operators)
 
+    def is_attn(self, number: int) -> bool:
+        """Whether the operator of this number is an ``attn``."""
+        return number < len(self.operators) and self.operators[number].name == "attn"
+
     def project(self, hidden: Tensor) -> Tensor:
         """float32 [n, vocab]: logits of rows of `PrefillTask.hidden`."""
         return self._lm_head(hidden).float()

@@ -11,6 +11,9 @@ import torch
 
 from millrace.core.kv_layout import KvLayout
 from millrace.engine.model_runner import PrefillTask
+from millrace.engine.parallel.communicator import Communicator
+from millrace.engine.parallel.shared_link import SharedLink
+from millrace.engine.ring_attention import KvBlock, RingTask
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -61,12 +64,53 @@ class Task:
         )
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RingPass:
+    """A `RingTask` on its way, without its link: rank and size are its place in the ring."""
+
+    rank: int
+    size: int
+    token_ids: npt.NDArray[np.int64]
+    positions: npt.NDArray[np.int64]
+    slots: npt.NDArray[np.int64]
+    blocks: tuple[tuple[npt.NDArray[np.int32], npt.NDArray[np.int32]], ...]  # pages, positions
+    last_layer: bool
+    want_logits: bool
+    want_prompt_logprobs: bool
+
+    @classmethod
+    def of(cls, task: RingTask) -> RingPass:
+        return cls(
+            rank=task.link.rank,
+            size=task.link.size,
+            token_ids=task.token_ids.cpu().numpy(),
+            positions=task.positions.numpy(),
+            slots=task.slots.numpy(),
+            blocks=tuple((b.pages.numpy(), b.positions.numpy()) for b in task.blocks),
+            last_layer=task.last_layer,
+            want_logits=task.want_logits,
+            want_prompt_logprobs=task.want_prompt_logprobs,
+        )
+
+    def unpacked(self, ranks: Communicator) -> RingTask:
+        return RingTask(
+            token_ids=torch.from_numpy(self.token_ids),
+            positions=torch.from_numpy(self.positions),
+            slots=torch.from_numpy(self.slots),
+            blocks=[KvBlock(*map(torch.from_numpy, block)) for block in self.blocks],
+            link=SharedLink(ranks, None, self.rank, self.size),
+            last_layer=self.last_layer,
+            want_logits=self.want_logits,
+            want_prompt_logprobs=self.want_prompt_logprobs,
+        )
+
+
 @dataclass(frozen=True, slots=True)
 class Run:
     """Run a pass up to the stop that will be agreed, or to its end. `tasks` begin a new one."""
 
     number: int
-    tasks: Sequence[Task] | None
+    tasks: Sequence[Task] | RingPass | None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

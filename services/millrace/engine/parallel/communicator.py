@@ -23,6 +23,7 @@ from torch.nn.functional import pad
 from millrace_kernels.linear import Linear
 
 _LOOPBACK = "127.0.0.1"
+_FOR_EVER = timedelta(days=365)
 
 
 class PeerLost(Exception):
@@ -59,6 +60,23 @@ class Communicator:
             options.rootRank = 0
             with _as_peer_lost():
                 self._group.broadcast([x], options).wait()
+
+    def tell(self, word: bool = False) -> bool:
+        """Rank 0's word, on every rank: the others wait for it as long as rank 0 lives.
+
+        On the host alone.
+        """
+        x = torch.tensor([word])
+        options = BroadcastOptions()
+        options.rootRank = 0
+        options.timeout = _FOR_EVER
+        with _as_peer_lost():
+            self._group.broadcast([x], options).wait(_FOR_EVER)
+        return bool(x)
+
+    def meet(self) -> None:
+        """Returns when all ranks have come here. On the host alone."""
+        self.all_reduce(torch.zeros(1))
 
     def gather(self, x: Tensor) -> list[Tensor]:
         """Every rank's x, of one shape, in their order; empty but at rank 0."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import signal
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from multiprocessing import parent_process
@@ -29,7 +29,9 @@ from millrace.engine.parallel.commands import (
     Open,
     Order,
     Project,
+    RingPass,
     Run,
+    Task,
 )
 from millrace.engine.parallel.communicator import Communicator, PeerLost
 from millrace.engine.parallel.sharding import Shard
@@ -153,10 +155,9 @@ class Follower:
 
     def _run(self, command: Run) -> int:
         if command.tasks is not None:
-            tasks = [task.unpacked() for task in command.tasks]
-            self._passes[command.number] = _Pass(self._running.prefill_batch(tasks))
+            self._passes[command.number] = self._begin(command.tasks)
         current = self._passes[command.number]
-        while self._counter.enter(self._shard.rank, current.operators):
+        while self._enters(current):
             if next(current.steps, None) is None:
                 del self._passes[command.number]
                 if self._device.type == "cuda":  # its KV is to lie there when rank 0 hears of it
@@ -165,6 +166,18 @@ class Follower:
             current.operators += 1
             self._run_ahead.step()
         return current.operators
+
+    def _begin(self, tasks: Sequence[Task] | RingPass) -> _Pass:
+        if isinstance(tasks, RingPass):
+            return _Pass(self._running.prefill_ring(tasks.unpacked(self._ranks)), is_ring=True)
+        return _Pass(self._running.prefill_batch([task.unpacked() for task in tasks]))
+
+    def _enters(self, current: _Pass) -> bool:
+        """Whether this rank may begin the pass's next operator. A step of the ring only with
+        rank 0: it waits for other instances, which may have stopped before it."""
+        if current.is_ring and self._running.is_attn(current.operators) and not self._ranks.tell():
+            return False
+        return self._counter.enter(self._shard.rank, current.operators)
 
     def _decode(self, command: Decode) -> None:
         if command.page_table is not None:
@@ -187,6 +200,7 @@ class Follower:
 @dataclass(slots=True)
 class _Pass:
     steps: Iterator[Boundary]
+    is_ring: bool = False
     operators: int = 0  # that have run
 
 

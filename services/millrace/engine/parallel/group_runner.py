@@ -35,12 +35,15 @@ from millrace.engine.parallel.commands import (
     Open,
     Order,
     Project,
+    RingPass,
     Run,
     Task,
 )
 from millrace.engine.parallel.rank_group import RankError, RankGroup
 from millrace.engine.parallel.sharding import Shard
+from millrace.engine.parallel.shared_link import SharedLink
 from millrace.engine.parallel.shared_pool import mapped, new_memory
+from millrace.engine.ring_attention import RingTask
 from millrace_kernels.plan import Backend
 
 _LOAD_TIMEOUT_S: Final = 3600.0
@@ -50,12 +53,20 @@ _LOAD_TIMEOUT_S: Final = 3600.0
 class _Pass:
     number: int
     steps: Iterator[Boundary]
-    tasks: Sequence[PrefillTask]
+    tasks: Sequence[PrefillTask] | RingTask
     operators: int = 0  # that rank 0 has run
     ahead: deque[Boundary] = field(default_factory=deque)  # to be yielded
     attn: Boundary | None = None  # behind rank 0, and perhaps not yet behind the others
     told: bool = False  # the others have begun it
     over: bool = False
+
+    def to_tell(self) -> Sequence[Task] | RingPass | None:
+        """What the others need to begin it."""
+        if self.told:
+            return None
+        if isinstance(self.tasks, RingTask):
+            return RingPass.of(self.tasks)
+        return [Task.of(task) for task in self.tasks]
 
     def reach(self, boundary: Boundary) -> None:
         """Rank 0 has come to a boundary. The all-reduce of o_proj shows that attn is behind all."""
@@ -147,6 +158,20 @@ class GroupRunner:
         steps = self._runner.prefill_batch(tasks)  # refuses what makes no sense
         return self._steps(_Pass(next(self._numbers), steps, tuple(tasks)))
 
+    def prefill_ring(self, task: RingTask) -> Generator[Boundary]:
+        """`ModelRunner.prefill_ring`, suspended as in `prefill_batch`; takes the task's link over.
+
+        No rank begins a step of the ring before the caller asks for it, for a step waits for other
+        instances. Raises ValueError on CUDA, where a transport reaches rank 0's K/V alone.
+        """
+        if self._group.device.type != "cpu":
+            raise ValueError(
+                f"a ring of groups of {self._group.size} ranks needs them on the host, "
+                f"not on {self._group.device}"
+            )
+        task.link = SharedLink(self._group.ranks, task.link, task.link.rank, task.link.size)
+        return self._steps(_Pass(next(self._numbers), self._runner.prefill_ring(task), task))
+
     def decode(
         self, token_ids: Tensor, positions: Tensor, page_table: Tensor, kv_lens: Tensor
     ) -> Tensor:
@@ -165,6 +190,11 @@ class GroupRunner:
         )
         with self._watched():
             return self._runner.decode(token_ids, positions, page_table, kv_lens)
+
+    @property
+    def operator_names(self) -> tuple[str, ...]:
+        """`ModelRunner.operator_names`."""
+        return self._runner.operator_names
 
     def project(self, hidden: Tensor) -> Tensor:
         """`ModelRunner.project`."""
@@ -232,15 +262,14 @@ class GroupRunner:
         return bool(current.ahead)
 
     def _resume(self, current: _Pass) -> None:
-        tasks = None if current.told else [Task.of(task) for task in current.tasks]
-        self._tell(Run(current.number, tasks), current.operators)
+        self._tell(Run(current.number, current.to_tell()), current.operators)
         current.told = True
         self._running = current
 
     def _run_operator(self, current: _Pass) -> bool:
         """Runs one at rank 0. False, with nobody running, where a stop was agreed or at the end."""
         with self._watched():
-            if self._group.counter.enter(0, current.operators):
+            if self._enters(current):
                 if (boundary := next(current.steps, None)) is not None:
                     current.operators += 1
                     current.reach(boundary)
@@ -252,6 +281,14 @@ class GroupRunner:
             self._meet()
             current.ahead.append(current.attn)
         return False
+
+    def _enters(self, current: _Pass) -> bool:
+        """Whether the pass's next operator may begin; at a step of the ring the others wait for
+        the answer."""
+        enters = self._group.counter.enter(0, current.operators)
+        if isinstance(current.tasks, RingTask) and self._runner.is_attn(current.operators):
+            self._group.ranks.tell(enters)
+        return enters
 
     def _meet(self) -> None:
         """Waits until all ranks have done what they were told, and sees that they came as far."""
