@@ -12,11 +12,12 @@ from millrace.core.config import Config
 from millrace.decode.loop import DecodeRole
 from millrace.prefill.loop import PrefillRole
 from millrace.transfer.memory_transport import MemoryHub
-from millrace.wire.pb import common_pb2, scheduler_pb2
+from millrace.wire.channel import open_channel
+from millrace.wire.pb import common_pb2, decode_pb2, decode_pb2_grpc, scheduler_pb2
 from support.live_stack import eventually
 from support.prefill_pair import GatedStore
 from support.tiny_models import prompt
-from support.worker_roles import LiveRole, live_roles, remember, spec
+from support.worker_roles import PROXY, LiveRole, live_roles, remember, spec
 
 #: Tokens of a chunk, and the prefill instances that compute it by their numbers, leader first.
 Plan = Sequence[tuple[int, Sequence[int]]]
@@ -111,4 +112,24 @@ async def group_of(
         for role in prefills:
             registered = scheduler_pb2.Registered(preemption="operator")
             role.role.on_command(scheduler_pb2.WorkerCommand(registered=registered))
-        yield Group(store, prefills, decode)
+        async with listening(decode):
+            yield Group(store, prefills, decode)
+
+
+@asynccontextmanager
+async def listening(decode: LiveRole) -> AsyncIterator[None]:
+    """A proxy that takes its tokens and does nothing with them."""
+    async with open_channel(decode.address) as channel:
+        ask = decode_pb2.TokenSubscription(proxy=PROXY, decode=decode.incarnation)
+        stream = decode_pb2_grpc.DecodeStub(channel).StreamTokens(ask)
+
+        async def read() -> None:
+            async for _ in stream:
+                pass
+
+        reading = asyncio.create_task(read())
+        try:
+            yield
+        finally:
+            stream.cancel()
+            await asyncio.gather(reading, return_exceptions=True)
