@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import random
-import threading
 import time
+from dataclasses import replace
 
 import pytest
 
@@ -18,6 +18,16 @@ NAMES = ("a", "b", "c", "d")
 CONFIG = TransferConfig(lease_s=0.5)
 
 
+class SlowTransport(MemoryTransport):
+    """Each write takes a while, so that aborts meet writes in flight."""
+
+    pause_s = 0.0
+
+    def _write(self, *args) -> None:
+        time.sleep(random.random() * self.pause_s)
+        super()._write(*args)
+
+
 class Nodes:
     """All members in one process."""
 
@@ -26,7 +36,7 @@ class Nodes:
         self.all = {}
         for number, name in enumerate(names):
             made_here = pool_layout(**{"pages": 200 + 7 * number, **made})
-            transport = MemoryTransport(name, hub)
+            transport = SlowTransport(name, hub)
             self.all[name] = RingNode(name, transport, made_here, CONFIG)
         for node in self.all.values():
             for other in self.all.values():
@@ -99,3 +109,185 @@ def test_all_parts_of_tensor_parallel_pools_travel():
 def test_fewer_tokens_than_members(nodes):
     chunks = chunks_of([1, 2, 5], [NAMES[:2], NAMES[:4], NAMES[:4]])
     asyncio.run(nodes.run("r", chunks, seed=3))
+
+
+def test_the_checks_of_these_tests_see_a_wrong_byte(nodes):
+    chunks = chunks_of([40, 30], [NAMES[:1], NAMES[:3]])
+    jobs, roster = nodes.prepare("r", chunks, seed=1)
+    nodes.all["a"].value = lambda seed, layer, positions: RingNode.value(
+        nodes.all["a"], seed, layer, positions + (layer == 1)
+    )
+    for name, job in jobs.items():
+        nodes.all[name].open(job, roster)
+
+    async def members():
+        await asyncio.gather(
+            *(asyncio.to_thread(nodes.all[name].compute, job) for name, job in jobs.items())
+        )
+        for name, job in jobs.items():
+            await job.link.close()
+            nodes.all[name].check_share(job)
+            nodes.all[name].release(job)
+
+    asyncio.run(members())
+    assert any("chunk 1 pass 0 layer 1 step 1" in wrong for wrong in jobs["b"].wrong)
+    assert any("share, layer 1" in wrong for wrong in jobs["c"].wrong)
+
+
+def test_groups_that_overlap_work_at_once(nodes):
+    async def all_of_them():
+        await asyncio.gather(
+            nodes.run("r1", chunks_of([40, 50], [NAMES[:2], NAMES]), seed=1, pause_s=0.002),
+            nodes.run("r2", chunks_of([30, 60], [("c",), ("c", "b", "d")]), seed=2, pause_s=0.002),
+            nodes.run("r3", chunks_of([90], [("d", "a")]), seed=3, pause_s=0.001),
+        )
+
+    asyncio.run(all_of_them())
+
+
+@pytest.mark.parametrize("seed", range(12))
+def test_an_abort_at_any_point_ends_all_and_nothing_lands_late(nodes, seed):
+    rng = random.Random(seed)
+    size = rng.choice((2, 3, 4))
+    chunks = chunks_of([41, 62, 37], [NAMES[:1], NAMES[:size], NAMES[: rng.randint(size, 4)]])
+    jobs, roster = nodes.prepare("r", chunks, seed=seed)
+    aborting = rng.choice(list(jobs))
+    for node in nodes.all.values():
+        node.transport.pause_s = 0.004
+
+    async def member(name):
+        node, job = nodes.all[name], jobs[name]
+        await asyncio.sleep(rng.random() * 0.005)
+        node.open(job, roster)
+        done = await asyncio.to_thread(node.compute, job, random_pause(seed, 0.002))
+        await job.link.close()
+        node.release(job)
+        return done
+
+    async def abort():
+        await asyncio.sleep(0.005 + rng.random() * 0.15)
+        if (link := jobs[aborting].link) is not None:
+            link.abort()
+
+    async def all_of_them():
+        async with asyncio.timeout(10):
+            return await asyncio.gather(*(member(name) for name in jobs), abort())
+
+    asyncio.run(all_of_them())
+    time.sleep(0.02)  # whatever were late would land
+    nodes.check()
+    assert not [wrong for job in jobs.values() for wrong in job.wrong]
+    assert not jobs[aborting].aborted_by  # its owner knows
+
+
+def test_a_member_that_ends_frees_the_others_after_a_grace(nodes):
+    chunks = chunks_of([60], [NAMES[:3]])
+    jobs, roster = nodes.prepare("r", chunks, seed=1)
+    for name, job in jobs.items():
+        nodes.all[name].open(job, roster)
+
+    async def scenario():
+        computes = [
+            asyncio.create_task(asyncio.to_thread(nodes.all[name].compute, jobs[name]))
+            for name in "ac"
+        ]
+        await asyncio.sleep(0.05)
+        nodes.all["b"].transport.close()
+        await asyncio.sleep(0.05)
+        closes = []
+        for name in "ac":
+            jobs[name].link.abort()
+            closes.append(asyncio.create_task(jobs[name].link.close()))
+        assert not any(await asyncio.gather(*computes))
+        began_s = time.monotonic()
+        await asyncio.gather(*closes)
+        return time.monotonic() - began_s
+
+    took_s = asyncio.run(scenario())
+    assert took_s > 0.5  # b was before c in the ring: the grace
+    for name in "ac":
+        nodes.all[name].release(jobs[name])
+    jobs["b"].link.abort()
+    asyncio.run(jobs["b"].link.close())
+    nodes.all["b"].release(jobs["b"])
+
+
+def test_a_silent_member_holds_the_pages_until_it_drains(nodes):
+    chunks = chunks_of([60], [NAMES[:2]])
+    jobs, roster = nodes.prepare("r", chunks, seed=1)
+    a, b = (nodes.all[name] for name in "ab")
+    held = []
+    b.transport._handlers[3], handler = (lambda *word: held.append(word)), b.transport._handlers[3]
+    a.open(jobs["a"], roster)
+
+    async def scenario():
+        compute = asyncio.create_task(asyncio.to_thread(a.compute, jobs["a"]))
+        await asyncio.sleep(0.02)
+        jobs["a"].link.abort()
+        assert not await compute
+        close = asyncio.create_task(jobs["a"].link.close())
+        await asyncio.sleep(1.8)  # longer than lease and grace: silence alone is not enough
+        assert not close.done()
+        b.transport._handlers[3] = handler
+        for word in held:
+            handler(*word)
+        async with asyncio.timeout(5):
+            await close
+
+    asyncio.run(scenario())
+    a.release(jobs["a"])
+    b.release(jobs["b"])
+    with pytest.raises(TransferError, match="attempt 1 was opened before"):
+        a.open(jobs["a"], roster)
+
+
+def test_a_sender_asks_before_it_writes_when_its_right_has_run_out(nodes):
+    """A chunk before which the group stood still for longer than the lease."""
+    chunks = chunks_of([40, 40], [NAMES[:1], NAMES[:3]])
+    jobs, roster = nodes.prepare("r", chunks, seed=1)
+    stood_still = []
+
+    def pause():
+        if not stood_still:
+            stood_still.append(True)
+            time.sleep(0.7)  # CONFIG.lease_s is 0.5
+
+    async def member(name):
+        node, job = nodes.all[name], jobs[name]
+        node.open(job, roster)
+        if name == "a":
+            await asyncio.sleep(0.7)  # others' WANTs are old by now
+        assert await asyncio.to_thread(node.compute, job, pause if name == "b" else lambda: None)
+        await job.link.close()
+        node.check_share(job)
+        node.release(job)
+
+    async def all_of_them():
+        async with asyncio.timeout(10):
+            await asyncio.gather(*(member(name) for name in jobs))
+
+    asyncio.run(all_of_them())
+    assert not [wrong for job in jobs.values() for wrong in job.wrong]
+
+
+def test_members_whose_pages_differ_are_refused(nodes):
+    chunks = chunks_of([40], [NAMES[:2]])
+    jobs, roster = nodes.prepare("r", chunks, seed=1)
+    odd = replace(roster["b"], layout=replace(roster["b"].layout, page_tokens=8))
+    with pytest.raises(TransferError, match="page_tokens of b is 8, ours is 4"):
+        nodes.all["a"].open(jobs["a"], {**roster, "b": odd})
+    short = replace(roster["b"], pages=roster["b"].pages[:-1])
+    nodes.all["a"].open(jobs["a"], {**roster, "b": short})
+    with pytest.raises(TransferError, match=r"b has 4 pages of the request; its share .* needs 5"):
+        nodes.all["a"].compute(jobs["a"])
+    small = replace(roster["b"], buffer_pages=roster["b"].buffer_pages[:2])
+    jobs["a"].link.abort()
+    asyncio.run(jobs["a"].link.close())
+    jobs["a"].attempt = 2
+    nodes.all["a"].open(jobs["a"], {**roster, "b": small})
+    with pytest.raises(TransferError, match="buffers at b hold 3 pages each; the largest"):
+        nodes.all["a"].compute(jobs["a"])
+    jobs["a"].link.abort()
+    asyncio.run(jobs["a"].link.close())
+    for name, job in jobs.items():
+        nodes.all[name].release(job)
