@@ -17,7 +17,7 @@ from millrace.state.memory_store import MemoryStore
 from millrace.state.store import StoreError
 from millrace.transfer.memory_transport import MemoryHub
 from millrace.wire.channel import open_channel
-from millrace.wire.pb import decode_pb2, decode_pb2_grpc
+from millrace.wire.pb import common_pb2, decode_pb2, decode_pb2_grpc
 from support.live_stack import eventually
 from support.tiny_models import oracle, prompt
 from support.worker_roles import (
@@ -248,21 +248,72 @@ async def test_cancelled_in_the_batch(pair: Pair) -> None:
     assert len(pair.tokens["r", 0]) <= seen + 1
 
 
-async def test_a_sender_that_gives_up_before_token_one_may_be_followed_by_another(
-    pair: Pair,
-) -> None:
+async def failed_attempt(pair: Pair, tokens: int) -> tuple[common_pb2.RequestSpec, Any]:
+    """Attempt 1 fails before its last pass; (request, what decode says of it)."""
     with pair.prefill.held_before_the_last_chunk():
-        await pair.ask("r", 3000)
-        await eventually(lambda: pair.prefill.has_shaken_hands("r"))
+        request = await pair.admit("r", tokens)
+        pair.prefill.role.on_command(run_prefill(request, pair.decode.member))
+        await pair.decode.said("prefix_landed", "r")
         pair.prefill.cancel("r")
-
-    assert (await pair.decode.said("request_failed", "r")).retryable
-    await pair.decode.said("request_released", "r")
+    failed = await pair.decode.said("request_failed", "r")
     await pair.prefill.said("request_released", "r")
+    return request, failed
+
+
+async def test_a_failed_attempt_is_gone_on_from_what_has_landed(pair: Pair) -> None:
+    request, failed = await failed_attempt(pair, 900)
+    landed = await pair.decode.said("prefix_landed", "r")
+    assert (failed.retryable, failed.attempt, landed.attempt) == (True, 1, 1)
+    assert failed.kept_tokens == landed.tokens == 450
+    assert "request_released" not in pair.decode.kinds("r")
+
+    admit, run = admit_decode(request), run_prefill(request, pair.decode.member)
+    admit.admit_decode.attempt = run.run_prefill.attempt = 2
+    admit.admit_decode.kept_tokens = 437  # not all of it: any prefix will do
+    run.run_prefill.chunks[0].start_token = 437
+    run.run_prefill.chunks[0].num_tokens = 900 - 437
+    pair.decode.role.on_command(admit)
+    pair.prefill.role.on_command(run)
+    await pair.decode.said("request_finished", "r")
+    await eventually(lambda: ("r", 0) in pair.ends)
+    assert pair.tokens["r", 0] == oracle("llama").greedy(prompt(900), 8)
+    assert pair.used_pages == 0
+
+
+async def test_a_failed_attempt_that_nobody_goes_on_from_is_cancelled(pair: Pair) -> None:
+    await failed_attempt(pair, 900)
+    assert pair.used_pages > 0
+    pair.decode.cancel("r")
+    await pair.decode.said("request_released", "r")
+    assert pair.used_pages == 0
     pair.decode.messages.clear()
     await pair.store.delete("r")
     await pair.ask("r", 60)
     await pair.decode.said("request_finished", "r")
+
+
+async def test_nothing_landed_nothing_is_kept(pair: Pair) -> None:
+    with pair.prefill.held_before_the_last_chunk():
+        await pair.ask("r", 60)
+        await eventually(lambda: pair.prefill.has_shaken_hands("r"))
+        pair.prefill.cancel("r")
+    failed = await pair.decode.said("request_failed", "r")
+    assert failed.retryable and not failed.kept_tokens
+    await pair.decode.said("request_released", "r")
+    assert "prefix_landed" not in pair.decode.kinds("r")
+
+
+@pytest.mark.parametrize("admitted", [False, True])
+async def test_tokens_that_are_not_here_cannot_be_kept(pair: Pair, admitted: bool) -> None:
+    request = spec("r", 60)
+    if admitted:
+        pair.decode.role.on_command(admit_decode(request))
+    admit = admit_decode(request)
+    admit.admit_decode.attempt, admit.admit_decode.kept_tokens = 2, 30
+    pair.decode.role.on_command(admit)
+    failed = await pair.decode.said("request_failed", "r")
+    assert failed.retryable and not failed.kept_tokens
+    await pair.decode.said("request_released", "r")
 
 
 async def test_a_prompt_that_penalties_need_but_the_store_has_not(pair: Pair) -> None:

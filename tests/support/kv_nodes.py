@@ -17,6 +17,7 @@ from millrace.core.config import TransferConfig
 from millrace.core.errors import TransferError
 from millrace.core.kv_layout import KvLayout
 from millrace.decode.kv_servicer import KvReceiverServicer
+from millrace.transfer.control import ReceiveCallbacks
 from millrace.transfer.nixl_transport import NixlTransport
 from millrace.transfer.receive_manager import ReceiveManager
 from millrace.transfer.send_manager import SendManager, SendSession
@@ -128,11 +129,14 @@ class ReceiverNode:
             storage=self.pool,
             identity=self.identity,
             config=config,
-            on_first_tokens=lambda i, m: self.events.put_nowait(
-                ("first", i, str([t.token_id for t in m.first_tokens]))
+            callbacks=ReceiveCallbacks(
+                on_first_tokens=lambda i, m: self.events.put_nowait(
+                    ("first", i, str([t.token_id for t in m.first_tokens]))
+                ),
+                on_landed=lambda i: self.events.put_nowait(("landed", i)),
+                on_prefix=lambda i, attempt, tokens: None,
+                on_failed=lambda i, message, *kept: self.events.put_nowait(("failed", i, message)),
             ),
-            on_landed=lambda i: self.events.put_nowait(("landed", i)),
-            on_failed=lambda i, message: self.events.put_nowait(("failed", i, message)),
         )
         self.server: grpc.aio.Server = create_server()
         KvReceiverServicer(self.manager).add_to(self.server)

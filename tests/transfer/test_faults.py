@@ -14,6 +14,7 @@ from millrace.core.config import TransferConfig
 from millrace.core.errors import TransferError
 from millrace.core.kv_transfer import HandshakeQueued
 from millrace.transfer import batching
+from millrace.transfer.control import ReceiveCallbacks
 from millrace.transfer.memory_transport import MemoryHub, MemoryTransport
 from millrace.transfer.messages import Kind, Message
 from millrace.transfer.receive_manager import ReceiveManager
@@ -84,9 +85,12 @@ class World:
             storage=self.pools[1],
             identity=("decode-0", 7),
             config=config,
-            on_first_tokens=lambda i, message: None,
-            on_landed=lambda i: self.events.put_nowait(("landed", i)),
-            on_failed=lambda i, message: self.events.put_nowait(("failed", i, message)),
+            callbacks=ReceiveCallbacks(
+                on_first_tokens=lambda i, message: None,
+                on_landed=lambda i: self.events.put_nowait(("landed", i)),
+                on_prefix=lambda i, attempt, tokens: None,
+                on_failed=lambda i, message, *kept: self.events.put_nowait(("failed", i, message)),
+            ),
         )
         self.sender = SendManager(
             transport=self.transports[0],
@@ -272,7 +276,7 @@ async def test_a_stalled_write_meets_the_deadline_and_holds_the_pages(world):
     releasing = asyncio.create_task(world.receiver.release("r"))
     await asyncio.sleep(0.3)
     assert not aborting.done()
-    buffered = world.receiver._staging is not None
+    buffered = world.receiver._buffers is not None
     assert releasing.done() == buffered  # a buffered write can't reach pages
     world.transports[0].stalled.set_result(None)
     await asyncio.gather(aborting, releasing)

@@ -148,6 +148,7 @@ def lease() -> Lease:
     return Lease(
         number=1,
         request_id="r",
+        attempt=1,
         sender=A,
         peer="p",
         layout=LAYOUT,

@@ -18,6 +18,7 @@ from millrace.core.errors import TransferError
 from millrace.core.kv_layout import KvLayout
 from millrace.decode.kv_servicer import KvReceiverServicer
 from millrace.engine.kv_pool import KvPool
+from millrace.transfer.control import ReceiveCallbacks
 from millrace.transfer.memory import Memory
 from millrace.transfer.nixl_transport import NixlTransport
 from millrace.transfer.receive_manager import ReceiveManager
@@ -119,9 +120,14 @@ async def _serve(pipe: Connection, layout: KvLayout) -> None:
             storage=pool,
             identity=(mode, 1),
             config=TransferConfig(buffer_bytes=buffer_bytes),
-            on_first_tokens=lambda request_id, message: None,
-            on_landed=commands.landed.put_nowait,
-            on_failed=lambda request_id, why: commands.landed.put_nowait(f"{request_id}: {why}"),
+            callbacks=ReceiveCallbacks(
+                on_first_tokens=lambda request_id, message: None,
+                on_landed=commands.landed.put_nowait,
+                on_prefix=lambda request_id, attempt, tokens: None,
+                on_failed=lambda request_id, why, attempt, kept: commands.landed.put_nowait(
+                    f"{request_id}: {why}"
+                ),
+            ),
         )
         KvReceiverServicer(commands.managers[mode]).add_to(server)
         addresses[mode] = f"127.0.0.1:{bind(server, '127.0.0.1', 0)}"

@@ -11,7 +11,7 @@ from millrace.core.errors import TransferError
 from millrace.core.kv_transfer import HandshakeQueued
 from millrace.transfer.receive_manager import ReceiveManager
 from millrace.wire.pb import transfer_pb2, transfer_pb2_grpc
-from millrace.wire.transfer_codec import ask_of, grant_message, ticket_of
+from millrace.wire.transfer_codec import ask_of, grant_message, history_of, ticket_of
 
 #: Where a caller set no deadline.
 DEFAULT_WAIT_S = 30.0
@@ -67,6 +67,19 @@ class KvReceiverServicer(transfer_pb2_grpc.KvReceiverServicer):
     ) -> transfer_pb2.AbortTransferReply:
         self._manager.abort(ticket_of(request), reason=request.reason, drained=request.drained)
         return transfer_pb2.AbortTransferReply()
+
+    async def SendHistory(
+        self,
+        request: transfer_pb2.SendHistoryRequest,
+        context: grpc.aio.ServicerContext[
+            transfer_pb2.SendHistoryRequest, Awaitable[transfer_pb2.SendHistoryReply]
+        ],
+    ) -> transfer_pb2.SendHistoryReply:
+        try:
+            await self._manager.send_history(history_of(request), _wait_s(context))
+        except TransferError as error:
+            return transfer_pb2.SendHistoryReply(refusal=str(error))
+        return transfer_pb2.SendHistoryReply()
 
 
 def _wait_s(context: grpc.aio.ServicerContext[Any, Any]) -> float:

@@ -16,7 +16,7 @@ from concurrent.futures import ThreadPoolExecutor
 import grpc
 
 from millrace.core.decode_placement import pages_needed
-from millrace.core.errors import CapacityError, MillraceError
+from millrace.core.errors import CapacityError, MillraceError, TransferError
 from millrace.decode.journal import Journal
 from millrace.decode.kv_servicer import KvReceiverServicer
 from millrace.decode.metrics import DecodeMetrics
@@ -26,8 +26,9 @@ from millrace.decode.token_streams import Life, TokenStreams, life_of
 from millrace.engine.decode_batch import DecodeBatch, TokenOut
 from millrace.engine.sampler import Sampler
 from millrace.engine.sampling_spec import finish_reason
+from millrace.transfer.control import ReceiveCallbacks
 from millrace.transfer.receive_manager import ReceiveManager
-from millrace.wire.pb import common_pb2, decode_pb2, scheduler_pb2, transfer_pb2
+from millrace.wire.pb import decode_pb2, scheduler_pb2, transfer_pb2
 from millrace.worker.codec import logprobs_message, span
 from millrace.worker.host import WorkerContext
 from millrace.worker.link import request_failed, request_released
@@ -64,9 +65,12 @@ class DecodeRole:
             storage=context.engine.storage,
             identity=(context.incarnation.id, context.incarnation.generation),
             config=context.config.transfer,
-            on_first_tokens=self._first_tokens,
-            on_landed=self._landed,
-            on_failed=self._receive_failed,
+            callbacks=ReceiveCallbacks(
+                on_first_tokens=self._first_tokens,
+                on_landed=self._landed,
+                on_prefix=self._prefix_landed,
+                on_failed=self._receive_failed,
+            ),
         )
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="decode-compute")
 
@@ -94,7 +98,7 @@ class DecodeRole:
     def on_command(self, command: scheduler_pb2.WorkerCommand) -> None:
         kind = command.WhichOneof("kind")
         if kind == "admit_decode":
-            self._admit(command.admit_decode.request)
+            self._admit_attempt(command.admit_decode)
         elif kind == "cancel" and (request := self._requests.get(command.cancel.request_id)):
             self._metrics.cancelled.inc(not request.ended)
             self._end(request)
@@ -129,9 +133,36 @@ class DecodeRole:
 
     # -- a request's life
 
-    def _admit(self, spec: common_pb2.RequestSpec) -> None:
+    def _admit_attempt(self, admit: scheduler_pb2.AdmitDecode) -> None:
+        """A new request, or another attempt at one whose first tokens were kept."""
+        request = self._requests.get(admit.request.request_id)
+        if request is not None and not request.ended:
+            self._rewind(request, admit)
+        elif admit.kept_tokens:
+            message = f"none of the {admit.kept_tokens} tokens that were to be kept are here"
+            self._refuse(admit, message, "transfer")
+        else:
+            self._admit(admit)
+
+    def _rewind(self, request: DecodeRequest, admit: scheduler_pb2.AdmitDecode) -> None:
+        try:
+            if request.streams:
+                raise TransferError(f"request {request.id} has begun to stream")
+            self._receiver.rewind(request.id, admit.attempt, admit.kept_tokens)
+        except TransferError as error:
+            self._fail(request, str(error), "transfer")
+        else:
+            request.attempt = admit.attempt
+
+    def _refuse(self, admit: scheduler_pb2.AdmitDecode, message: str, reason: str) -> None:
+        request_id, attempt = admit.request.request_id, admit.attempt
+        self._metrics.failed.labels(reason).inc()
+        self._context.send(request_failed(request_id, message, retryable=True, attempt=attempt))
+        self._context.send(request_released(request_id))
+
+    def _admit(self, admit: scheduler_pb2.AdmitDecode) -> None:
         """Reserves the request's pages, or says at once that there are none."""
-        n = spec.sampling.n
+        spec, n = admit.request, admit.request.sampling.n
         try:
             if n > self._max_batch:
                 raise CapacityError(f"{n} choices wanted, the batch holds {self._max_batch}")
@@ -139,13 +170,12 @@ class DecodeRole:
                 pages_needed(spec.prompt_tokens, spec.sampling.max_tokens, n, self._page_tokens)
             )
         except CapacityError as error:
-            self._metrics.failed.labels("capacity").inc()
-            self._context.send(request_failed(spec.request_id, str(error), retryable=True))
-            self._context.send(request_released(spec.request_id))
+            self._refuse(admit, str(error), "capacity")
             return
-        request = self._requests[spec.request_id] = DecodeRequest.of(spec, pages)
+        attempt = admit.attempt or 1
+        request = self._requests[spec.request_id] = DecodeRequest.of(spec, pages, attempt)
         prompt_pages = -(-request.prompt_tokens // self._page_tokens)
-        self._receiver.admit(request.id, pages[:prompt_pages], request.prompt_tokens)
+        self._receiver.admit(request.id, pages[:prompt_pages], request.prompt_tokens, attempt)
         if request.sampling.needs_prompt_ids:
             self._tasks.spawn(self._fetch_prompt(request))
 
@@ -183,10 +213,30 @@ class DecodeRole:
             request.spans.append(span("kv_transfer", self._id, request.admitted_s, now_s))
         self._try_join(request)
 
-    def _receive_failed(self, request_id: str, message: str) -> None:
+    def _prefix_landed(self, request_id: str, attempt: int, tokens: int) -> None:
+        landed = scheduler_pb2.PrefixLanded(request_id=request_id, attempt=attempt, tokens=tokens)
+        self._context.send(scheduler_pb2.WorkerMessage(prefix_landed=landed))
+
+    def _receive_failed(
+        self, request_id: str, message: str, attempt: int, kept_tokens: int
+    ) -> None:
+        """With a prefix to go on from the scheduler decides: another attempt, or a cancel."""
         request = self._requests.get(request_id)
-        if request is not None:
+        if request is None or request.ended:
+            return
+        if not kept_tokens or request.streams:
             self._fail(request, message, "transfer")
+            return
+        log.warning("request %s: %s; %d tokens are kept", request_id, message, kept_tokens)
+        self._metrics.failed.labels("transfer").inc()
+        failed = scheduler_pb2.RequestFailed(
+            request_id=request_id,
+            message=message,
+            retryable=True,
+            attempt=attempt,
+            kept_tokens=kept_tokens,
+        )
+        self._context.send(scheduler_pb2.WorkerMessage(request_failed=failed))
 
     async def _fetch_prompt(self, request: DecodeRequest) -> None:
         try:
@@ -208,7 +258,9 @@ class DecodeRole:
             log.warning("request %s: %s", request.id, message)
             self._metrics.failed.labels(reason).inc()
             retryable = not request.streams and reason != "proxy"
-            self._context.send(request_failed(request.id, message, retryable=retryable))
+            self._context.send(
+                request_failed(request.id, message, retryable=retryable, attempt=request.attempt)
+            )
             self._end(request)
 
     def _end(self, request: DecodeRequest) -> None:

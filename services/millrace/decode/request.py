@@ -28,6 +28,7 @@ class DecodeRequest:
     proxy: Life
     pages: list[int]
     admitted_s: float
+    attempt: int = 1
     first_token_ids: list[int] = field(default_factory=list)
     first_token_s: float = 0.0
     transfer: common_pb2.Span | None = None  # under way, as the sender began it
@@ -42,7 +43,7 @@ class DecodeRequest:
     first_step_s: float | None = None
 
     @staticmethod
-    def of(spec: common_pb2.RequestSpec, pages: list[int]) -> DecodeRequest:
+    def of(spec: common_pb2.RequestSpec, pages: list[int], attempt: int = 1) -> DecodeRequest:
         clock = Stopwatch(spec.arrival_unix_s)
         return DecodeRequest(
             spec=spec,
@@ -51,6 +52,7 @@ class DecodeRequest:
             proxy=life_of(spec.proxy),
             pages=pages,
             admitted_s=clock.now_s(),
+            attempt=attempt,
         )
 
     @property

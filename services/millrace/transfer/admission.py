@@ -24,14 +24,25 @@ class AdmissionState(Enum):
 
 
 class Admission:
-    """Pure bookkeeping: times are passed in, nothing is sent from here."""
+    """Pure bookkeeping: times are passed in, nothing is sent from here.
+
+    The leases of earlier attempts stay until they are quiet, for they may still write to the pages;
+    what they say is not accounted for.
+    """
 
     def __init__(
-        self, request_id: str, layout: KvLayout, pages: list[int], prompt_tokens: int
+        self,
+        request_id: str,
+        layout: KvLayout,
+        pages: list[int],
+        prompt_tokens: int,
+        attempt: int = 1,
     ) -> None:
         """Raises ValueError when the pages don't hold the prompt."""
         self.request_id = request_id
-        self.claim = f"request {request_id} (admission {next(_admissions)})"
+        self.attempt = attempt
+        self.first_ask_s: float | None = None  # the place of all attempts in the backends' order
+        self._number = next(_admissions)
         self.side = Side.of(layout, pages, prompt_tokens)
         self.prompt_tokens = prompt_tokens
         self.state = AdmissionState.OPEN
@@ -40,8 +51,66 @@ class Admission:
         self.leases: list[Lease] = []
         self.progress_s = 0.0
         self._total_chunks: int | None = None
-        self._chunks: set[int] = set()
+        self._pass_ends: dict[int, int] = {}  # as far as parts of each pass have come
+        self._told_tokens = 0
         self._coverage = Coverage(layout, prompt_tokens)
+
+    @property
+    def claim(self) -> str:
+        """Names the attempt at hand among those that want backends."""
+        return self.claim_of(self.attempt)
+
+    def claim_of(self, attempt: int) -> str:
+        return f"request {self.request_id} (admission {self._number}, attempt {attempt})"
+
+    @property
+    def prefix_tokens(self) -> int:
+        """How many first tokens lie in the pages, whole."""
+        return self._coverage.prefix_tokens
+
+    @property
+    def kept_tokens(self) -> int:
+        """What another attempt may go on from: token one needs the last token's pass anew."""
+        return min(self.prefix_tokens, self.prompt_tokens - 1)
+
+    def awaits(self, attempt: int) -> bool:
+        """Whether what senders of an attempt write is accounted for."""
+        return self.state is AdmissionState.OPEN and attempt == self.attempt
+
+    def counts(self, lease: Lease) -> bool:
+        """Whether a lease is of the attempt at hand and its sender has more to send."""
+        return lease.attempt == self.attempt and not lease.drained
+
+    def rewind(self, attempt: int, kept_tokens: int) -> None:
+        """Another attempt goes on from the first tokens. Raises ValueError if it can't."""
+        if attempt <= self.attempt:
+            raise ValueError(f"attempt {attempt} can't follow attempt {self.attempt}")
+        if kept_tokens > self.prefix_tokens:
+            raise ValueError(
+                f"{kept_tokens} tokens can't be kept: {self.prefix_tokens} have landed"
+            )
+        if self.state not in (AdmissionState.OPEN, AdmissionState.FAILED):
+            raise ValueError(f"it has {self.state.value}")
+        self.attempt = attempt
+        self.state = AdmissionState.OPEN
+        self.failure = ""
+        self.senders.clear()
+        self._total_chunks = None
+        self._pass_ends.clear()
+        self._told_tokens = kept_tokens
+        self._coverage.keep(kept_tokens)
+
+    def news(self) -> int:
+        """The end of the last whole pass, if it was not told yet and there is more to come; or 0.
+
+        A pass that ends the prompt is no news: nobody could go on from its end.
+        """
+        prefix = self.prefix_tokens
+        whole = max((end for end in self._pass_ends.values() if end <= prefix), default=0)
+        if not self._told_tokens < whole < self.prompt_tokens:
+            return 0
+        self._told_tokens = whole
+        return whole
 
     @property
     def finished(self) -> bool:
@@ -54,7 +123,7 @@ class Admission:
         return (
             self._total_chunks is not None
             and self._coverage.complete
-            and self._chunks == set(range(self._total_chunks))
+            and self._pass_ends.keys() == set(range(self._total_chunks))
         )
 
     def finish(self, total_chunks: int, now_s: float) -> None:
@@ -79,7 +148,8 @@ class Admission:
             raise CoverageError("the sender has no head of this receiver")
         for part in parts:
             self._coverage.add(part.layer, heads, part.start_token, part.num_tokens)
-            self._chunks.add(part.chunk)
+            end = part.start_token + part.num_tokens
+            self._pass_ends[part.chunk] = max(end, self._pass_ends.get(part.chunk, 0))
         self.progress_s = now_s
 
     def overdue(self, now_s: float, transfer_timeout_s: float) -> str:
@@ -88,5 +158,7 @@ class Admission:
             return ""
         missing = self._coverage.missing()
         if self._coverage.complete:
-            missing = f"chunks {sorted(self._chunks)} arrived, {self._total_chunks} were announced"
+            missing = (
+                f"chunks {sorted(self._pass_ends)} arrived, {self._total_chunks} were announced"
+            )
         return f"no KV arrived for {transfer_timeout_s:g} s after prefill had finished: {missing}"

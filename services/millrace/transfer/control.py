@@ -1,7 +1,8 @@
-"""What a send session is given: the receiver's control side, and the transport to send through."""
+"""Whom the two halves of a transfer speak to: each other's control side, and the pages' owner."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -26,6 +27,22 @@ class KvPeer(Protocol):
 
         Returns when it is on its way. Raises HandshakeRefused when it does not have all of it.
         """
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ReceiveCallbacks:
+    """What a receiver tells the owner of its pages, by request.
+
+    on_first_tokens gets the message of `finish` as it came; on_landed says that all KV is in its
+    pages. on_prefix(request, attempt, tokens) says that one more pass, but for the last, has landed
+    with all before it; on_failed(request, message, attempt, kept_tokens) that the attempt will
+    never land, and how many first tokens have: `rewind` to them, or `release`.
+    """
+
+    on_first_tokens: Callable[[str, Any], None]
+    on_landed: Callable[[str], None]
+    on_prefix: Callable[[str, int, int], None]
+    on_failed: Callable[[str, str, int, int], None]
 
 
 @dataclass(frozen=True, slots=True)

@@ -26,6 +26,12 @@ class Coverage:
             {} for _ in range(layout.num_layers)
         ]
         self._missing = layout.num_layers * layout.head_count * prompt_tokens
+        self._prefixes = [0] * layout.num_layers
+
+    @property
+    def prefix_tokens(self) -> int:
+        """How many first tokens have landed in all layers and heads."""
+        return min(self._prefixes)
 
     @property
     def complete(self) -> bool:
@@ -52,6 +58,17 @@ class Coverage:
                     raise CoverageError(f"{_part(layer, heads, start, end)} arrived twice")
         _insert(self._landed[layer].setdefault(heads, []), start, end)
         self._missing -= number * count
+        if start <= self._prefixes[layer] < end:
+            self._prefixes[layer] = self._prefix(layer)
+
+    def keep(self, tokens: int) -> None:
+        """The first `tokens` stay, which must have landed; all others are expected anew."""
+        whole = (self._layout.head_start, self._layout.head_count)
+        for layer in range(self._layout.num_layers):
+            self._landed[layer] = {whole: [(0, tokens)]} if tokens else {}
+            self._prefixes[layer] = tokens
+        rest = self._prompt_tokens - tokens
+        self._missing = self._layout.num_layers * self._layout.head_count * rest
 
     def missing(self) -> str:
         """Says what has not landed yet: how much, and the first gap."""
@@ -62,6 +79,26 @@ class Coverage:
             if tokens < self._layout.head_count * self._prompt_tokens:
                 return f"{share:.1f} % of its KV is missing, first in layer {layer}"
         return "nothing is missing"
+
+    def _prefix(self, layer: int) -> int:
+        """First tokens of a layer that have landed in all heads."""
+        landed = self._landed[layer]
+        edges = {self._layout.head_start, *(h for first, n in landed for h in (first, first + n))}
+        prefixes = []
+        for head in edges - {self._layout.head_end}:  # heads between two edges are all alike
+            ranges = sorted(
+                r
+                for (first, n), found in landed.items()
+                if first <= head < first + n
+                for r in found
+            )
+            at = 0
+            for start, end in ranges:
+                if start != at:
+                    break
+                at = end
+            prefixes.append(at)
+        return min(prefixes)
 
 
 def _part(layer: int, heads: tuple[int, int], start: int, end: int) -> str:

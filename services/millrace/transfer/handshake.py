@@ -5,7 +5,9 @@ request's pages and needs no backend, so `transfer.backends` limits buffered rec
 buffered receiver has that many staging buffers. When none is free, "requests are sorted by the
 first handshake timestamp", and backends are reserved "for each request until all its chunks are
 transferred": a backend that a request got stays with it, and serves its next sender, until the
-request ends. A later request never takes a backend that an earlier one waits for.
+request ends. A later request never takes a backend that an earlier one waits for. Each attempt at
+a request is a claim of its own: its place is that of the request's first handshake, but a failed
+one reserves nothing while the request is planned anew.
 """
 
 from __future__ import annotations
@@ -15,7 +17,7 @@ from dataclasses import dataclass
 
 from millrace.core.errors import IntegrityError
 from millrace.core.kv_layout import KvLayout
-from millrace.core.kv_transfer import HandshakeAsk, Incarnation
+from millrace.core.kv_transfer import HandshakeAsk, HistoryAsk, Incarnation
 from millrace.transfer.layout import mismatch
 
 #: Staging buffers are cut in slots: some are scattered while the next ones are written.
@@ -25,7 +27,11 @@ GRACE_S = 1.0
 
 
 def refusal(
-    ask: HandshakeAsk, *, receiver: Incarnation, layout: KvLayout, newest: Mapping[str, int]
+    ask: HandshakeAsk | HistoryAsk,
+    *,
+    receiver: Incarnation,
+    layout: KvLayout,
+    newest: Mapping[str, int],
 ) -> str:
     """Why a handshake is fenced off; empty when it is not.
 
@@ -50,7 +56,7 @@ def stale_receiver(meant: Incarnation, actual: Incarnation) -> str:
 
 @dataclass(slots=True, kw_only=True, eq=False)
 class Lease:
-    """One sender's right to write for one request, and what is known of its end.
+    """One sender's right to write for one attempt at a request, and what is known of its end.
 
     Times are of the caller's clock. `renewed_s` is when the sender was last told that it may
     go on; it stops by itself when it hears nothing for `lease_s`.
@@ -58,6 +64,7 @@ class Lease:
 
     number: int
     request_id: str
+    attempt: int
     sender: Incarnation
     peer: str
     layout: KvLayout
@@ -121,12 +128,12 @@ class Backends:
     def free(self) -> int:
         return len(self._free)
 
-    def ask(self, claim_id: str, sender: Incarnation, now_s: float) -> None:
+    def ask(self, claim_id: str, sender: Incarnation, first_ask_s: float) -> None:
         """Puts a sender in line. A request's place is that of its first handshake, for ever."""
         claim = self._claims.get(claim_id)
         if claim is None:
             self._asks += 1
-            claim = self._claims[claim_id] = _Claim(now_s, self._asks, [], [], {})
+            claim = self._claims[claim_id] = _Claim(first_ask_s, self._asks, [], [], {})
         if sender not in claim.waiting and sender not in claim.busy:
             claim.waiting.append(sender)
 

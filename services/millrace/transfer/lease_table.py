@@ -9,7 +9,7 @@ from concurrent.futures import Future
 from contextlib import ExitStack
 from functools import partial
 
-from millrace.core.kv_transfer import HandshakeAsk, Incarnation
+from millrace.core.kv_transfer import HandshakeAsk, Incarnation, Ticket
 from millrace.transfer.admission import Admission, AdmissionState
 from millrace.transfer.handshake import Lease
 from millrace.transfer.messages import Kind, Message
@@ -60,6 +60,7 @@ class LeaseTable:
         lease = Lease(
             number=self._numbers,
             request_id=admission.request_id,
+            attempt=ask.ticket.attempt,
             sender=ask.ticket.sender,
             peer=peer,
             layout=ask.layout,
@@ -75,10 +76,16 @@ class LeaseTable:
             self._listening.enter_context(self._transport.listening())
         return lease
 
-    def standing(self, admission: Admission, sender: Incarnation) -> Lease | None:
-        """The sender's lease of an admission while it stands."""
+    def standing(self, admission: Admission, ticket: Ticket) -> Lease | None:
+        """The lease of the ticket's sender and attempt while it stands."""
+        whose = (ticket.sender, ticket.attempt)
         return next(
-            (x for x in admission.leases if x.sender == sender and x.number in self._leases), None
+            (
+                lease
+                for lease in admission.leases
+                if (lease.sender, lease.attempt) == whose and lease.number in self._leases
+            ),
+            None,
         )
 
     def of_message(self, peer: str, message: Message) -> tuple[Lease, Admission] | None:
@@ -118,7 +125,7 @@ class LeaseTable:
         """Tells all holders what has become of the admission."""
         for lease in admission.leases:
             if lease.number in self._leases and lease.lost_s is None:
-                self.tell(lease, _WORD[admission.state])
+                self.tell(lease, _word(lease, admission))
 
     def lose_lives(self, sender_id: str, before: int | None = None) -> None:
         """All lives of a sender have ended; with `before`, those of lesser generations."""
@@ -135,7 +142,7 @@ class LeaseTable:
             if self._transport.is_dead(lease.peer):
                 self._lose(lease, admission, dead=True)
             elif lease.lost_s is None and now_s - lease.told_s > self._lease_s / RENEWALS:
-                self.tell(lease, _WORD[admission.state])
+                self.tell(lease, _word(lease, admission))
             if lease.lapsed(now_s, self._lease_s):
                 lapsed.append((lease, admission))
         return lapsed
@@ -171,3 +178,8 @@ class LeaseTable:
     def _lose(self, lease: Lease, admission: Admission, *, dead: bool) -> None:
         lease.lose(time.monotonic(), dead=dead)
         self._on_lost(lease, admission)
+
+
+def _word(lease: Lease, admission: Admission) -> Kind:
+    """An earlier attempt is over, whatever has become of the one at hand."""
+    return _WORD[admission.state] if lease.attempt == admission.attempt else Kind.STOP

@@ -9,9 +9,8 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from concurrent.futures import Future
-from typing import Any
 
 from millrace.core.config import TransferConfig
 from millrace.core.errors import IntegrityError, TransferError
@@ -20,20 +19,22 @@ from millrace.core.kv_transfer import (
     HandshakeAsk,
     HandshakeGrant,
     HandshakeRefused,
+    HistoryAsk,
     Incarnation,
     Ticket,
 )
 from millrace.transfer.admission import Admission, AdmissionState
+from millrace.transfer.buffers import Buffers
+from millrace.transfer.control import ReceiveCallbacks
 from millrace.transfer.coverage import CoverageError
-from millrace.transfer.handshake import SLOTS, Lease, refusal, stale_receiver
+from millrace.transfer.handshake import Lease, refusal, stale_receiver
+from millrace.transfer.history_desk import HistoryDesk
 from millrace.transfer.inbox import Inbox
-from millrace.transfer.layout import layer_token_bytes
 from millrace.transfer.lease_table import LeaseTable
 from millrace.transfer.memory import Memory, TensorLike
 from millrace.transfer.messages import TO_RECEIVER, Kind, Message
-from millrace.transfer.staging import Staging, slot_tokens
 from millrace.transfer.transport import Transport, outcome
-from millrace.transfer.waiting import AdmissionTable, BackendQueue
+from millrace.transfer.waiting import AdmissionTable
 
 log = logging.getLogger(__name__)
 
@@ -43,8 +44,7 @@ TICK_S = 0.1
 class ReceiveManager:
     """One per decode instance. Build it on the running event loop; callbacks run there.
 
-    `storage` is the pool, shaped as `KvLayout` says. on_first_tokens gets the message of `finish`
-    as it came; on_landed says that all KV is in its pages; on_failed that it never will be.
+    `storage` is the pool, shaped as `KvLayout` says.
     """
 
     def __init__(
@@ -55,61 +55,76 @@ class ReceiveManager:
         storage: TensorLike,
         identity: tuple[str, int],
         config: TransferConfig,
-        on_first_tokens: Callable[[str, Any], None],
-        on_landed: Callable[[str], None],
-        on_failed: Callable[[str, str], None],
+        callbacks: ReceiveCallbacks,
     ) -> None:
         """Registers the pool. Raises ConfigError when buffered mode can't serve its memory."""
         self._transport = transport
         self._layout = layout
         self._identity = Incarnation(*identity)
         self._config = config
-        self._on_first_tokens = on_first_tokens
-        self._on_landed = on_landed
-        self._on_failed = on_failed
+        self._tell = callbacks
         self._loop = asyncio.get_running_loop()
         pool = Memory.of_tensor(storage)
         self._region = transport.register(pool)
-        self._staging: Staging | None = None
-        self._backends: BackendQueue | None = None
-        if config.buffer_bytes:
-            self._staging = Staging(
-                transport, pool, count=config.backends, buffer_bytes=config.buffer_bytes
-            )
-            self._backends = BackendQueue(config.backends)
+        self._buffers = Buffers(transport, pool, config) if config.buffer_bytes else None
         self._metadata = transport.metadata()  # once: it may wait for the transport's thread
         self._active = AdmissionTable()
         self._quarantine: dict[Admission, asyncio.Future[None]] = {}
         self._leases = LeaseTable(transport, self._identity, config.lease_s, self._on_lost)
+        self._history = HistoryDesk(transport, self._region, config.lease_s, self._settle)
         self._newest: dict[str, int] = {}
         self._inbox = Inbox(transport, TO_RECEIVER, self._read)
         self._ticker = self._loop.create_task(self._tick_forever())
 
     # -- for the owner of the pages
 
-    def admit(self, request_id: str, pages: Sequence[int], prompt_tokens: int) -> None:
+    def admit(
+        self, request_id: str, pages: Sequence[int], prompt_tokens: int, attempt: int = 1
+    ) -> None:
         """Expects a request's prompt in `pages`, in token order.
 
         Raises TransferError if it is admitted already, or the pages can't hold it.
         """
         try:
-            admission = Admission(request_id, self._layout, list(pages), prompt_tokens)
+            admission = Admission(request_id, self._layout, list(pages), prompt_tokens, attempt)
         except ValueError as error:
             raise TransferError(f"request {request_id}: {error}") from error
         self._active.add(admission)
+
+    def rewind(self, request_id: str, attempt: int, kept_tokens: int) -> None:
+        """Another attempt sends what follows the first tokens, which must have landed.
+
+        The senders of earlier attempts account for nothing from here on. They may still finish
+        writes of the same request's KV into the same pages, which changes nothing; the pages'
+        `release` waits for them. Raises TransferError when the request or the tokens aren't here.
+        """
+        admission = self._active.get(request_id)
+        if admission is None:
+            raise TransferError(f"request {request_id} is not admitted here")
+        claim = admission.claim
+        try:
+            admission.rewind(attempt, kept_tokens)
+        except ValueError as error:
+            raise TransferError(f"request {request_id}: {error}") from error
+        self._end_claim(claim)
+        self._history.stop(admission)
+        self._leases.tell_state(admission)
+        self._active.wake(request_id)
 
     async def release(self, request_id: str) -> None:
         """Gives a request up, or takes its landed pages over. Returns when they may be reused.
 
         At once if all had landed or nothing was granted. Else the pages are in quarantine until
-        no write can reach them: see `Lease.quiet`. The id may be admitted anew meanwhile.
+        no write can reach them, see `Lease.quiet`, and no history is read from them. The id may be
+        admitted anew meanwhile.
         """
         admission = self._active.pop(request_id)
         if admission is None:
             return
         if admission.state is AdmissionState.OPEN:
             admission.state = AdmissionState.RELEASED
-        self._end_claim(admission)
+        self._end_claim(admission.claim)
+        self._history.stop(admission)
         self._leases.tell_state(admission)
         free = self._quarantine[admission] = self._loop.create_future()
         self._settle()
@@ -128,23 +143,19 @@ class ReceiveManager:
         its request keeps its place.
         """
         deadline_s = self._loop.time() + wait_s
-        request_id, sender = ask.ticket.request_id, ask.ticket.sender
-        if reason := refusal(
-            ask, receiver=self._identity, layout=self._layout, newest=self._newest
-        ):
-            raise HandshakeRefused(f"request {request_id}: {reason}")
-        self._newest[sender.id] = sender.generation
-        self._leases.lose_lives(sender.id, before=sender.generation)
-        admission = await self._active.wait_for(request_id, deadline_s)
-        admission.senders.add(sender)
+        ticket = ask.ticket
+        admission = await self._expected(ask, deadline_s)
+        admission.senders.add(ticket.sender)
         peer = await outcome(self._transport.connect(ask.agent_metadata))
-        lease = self._leases.standing(admission, sender)
+        lease = self._leases.standing(admission, ticket)
         if lease is None:
-            backend = await self._backend_for(admission, ask, deadline_s)
-            if admission.state is not AdmissionState.OPEN:
-                if self._backends is not None:
-                    self._backends.done(admission.claim, sender)
-                raise HandshakeRefused(f"request {request_id} was given up")
+            backend = None
+            if self._buffers is not None:
+                backend = await self._buffers.acquire(admission, ask, deadline_s)
+            if not admission.awaits(ticket.attempt):
+                if self._buffers is not None:
+                    self._buffers.done(admission, ticket)
+                raise HandshakeRefused(f"request {ticket.request_id} was given up")
             lease = self._leases.open(admission, ask, peer, backend)
         return self._grant(admission, lease)
 
@@ -155,7 +166,7 @@ class ReceiveManager:
         if reason := stale_receiver(ticket.receiver, self._identity):
             return f"request {ticket.request_id}: {reason}"
         try:
-            admission = await self._active.wait_for(ticket.request_id, self._loop.time() + wait_s)
+            admission = await self._active.wait_for(ticket, self._loop.time() + wait_s)
         except HandshakeRefused as error:
             return str(error)
         if ticket.sender not in admission.senders:
@@ -163,7 +174,7 @@ class ReceiveManager:
         if admission.finished:
             return f"request {ticket.request_id}: prefill has finished already"
         admission.finish(total_chunks, time.monotonic())
-        self._on_first_tokens(ticket.request_id, message)
+        self._tell.on_first_tokens(ticket.request_id, message)
         self._land_if_complete(admission)
         return ""
 
@@ -173,25 +184,40 @@ class ReceiveManager:
             return
         current = self._active.get(ticket.request_id)
         admissions = [a for a in self._quarantine if a.request_id == ticket.request_id]
-        if current is not None and ticket.sender in current.senders:
-            self._fail(current, f"{ticket.sender.id} gave the transfer up: {reason}")
+        if current is not None:
             admissions.append(current)
+            if current.attempt == ticket.attempt and ticket.sender in current.senders:
+                self._fail(current, f"{ticket.sender.id} gave the transfer up: {reason}")
         for admission in admissions if drained else ():
-            if (lease := self._leases.standing(admission, ticket.sender)) is not None:
+            if (lease := self._leases.standing(admission, ticket)) is not None:
                 lease.drained = True
         self._settle()
+
+    async def send_history(self, ask: HistoryAsk, wait_s: float) -> None:
+        """Begins to write what an earlier attempt left to the asker, layer by layer.
+
+        Waits up to `wait_s` for the attempt's admission. Raises HandshakeRefused when not all of it
+        has landed here, or TransferError for bad metadata.
+        """
+        admission = await self._expected(ask, self._loop.time() + wait_s)
+        peer = await outcome(self._transport.connect(ask.agent_metadata))
+        if not admission.awaits(ask.ticket.attempt):
+            raise HandshakeRefused(f"request {ask.ticket.request_id} was given up")
+        self._history.give(admission, ask, peer)
 
     # -- upkeep
 
     def check_integrity(self) -> None:
         """Raises IntegrityError for a lease, backend or wait that outlived its request."""
         admissions = [*self._active, *self._quarantine]
+        if not admissions:
+            self._history.check_integrity()
         pages = [page for a in admissions for page in a.side.pages.tolist()]
         if len(set(pages)) != len(pages):
             raise IntegrityError("two requests receive into one page")
         idle = not admissions and not len(self._leases)
-        if self._backends is not None:
-            self._backends.check_integrity(idle=idle)
+        if self._buffers is not None:
+            self._buffers.check_integrity(idle=idle)
         elif not admissions and len(self._leases):
             raise IntegrityError(
                 f"no request is admitted, yet there are {len(self._leases)} leases"
@@ -205,8 +231,8 @@ class ReceiveManager:
             if not free.done():
                 free.set_result(None)
         self._leases.close()
-        if self._staging is not None:
-            await asyncio.to_thread(self._staging.close)
+        if self._buffers is not None:
+            await self._buffers.close()
 
     async def _tick_forever(self) -> None:
         while True:
@@ -219,7 +245,8 @@ class ReceiveManager:
     def _tick(self, now_s: float) -> None:
         """Renews leases, and ends what is overdue."""
         for lease, admission in self._leases.renew(now_s):
-            self._fail(admission, f"no news from {lease.sender.id} for {self._config.lease_s:g} s")
+            why = f"no news from {lease.sender.id} for {self._config.lease_s:g} s"
+            self._fail_of(lease, admission, why)
         for admission in self._active:
             if reason := admission.overdue(now_s, self._config.transfer_timeout_s):
                 self._fail(admission, reason)
@@ -227,60 +254,64 @@ class ReceiveManager:
 
     # -- leases
 
-    async def _backend_for(
-        self, admission: Admission, ask: HandshakeAsk, deadline_s: float
-    ) -> int | None:
-        """A staging buffer in buffered mode, else None."""
-        if self._backends is None:
-            return None
-        token_bytes = layer_token_bytes(ask.layout, self._layout)
-        if slot_tokens(self._config.buffer_bytes, token_bytes) < 1:
-            raise HandshakeRefused(
-                f"transfer.buffer_bytes is {self._config.buffer_bytes}; it must hold at least "
-                f"{SLOTS} tokens of a layer, {SLOTS * token_bytes} bytes"
-            )
-        return await self._backends.acquire(admission.claim, ask.ticket.sender, deadline_s)
+    async def _expected(self, ask: HandshakeAsk | HistoryAsk, deadline_s: float) -> Admission:
+        """The admission that a sender means. Raises HandshakeRefused."""
+        sender = ask.ticket.sender
+        if reason := refusal(
+            ask, receiver=self._identity, layout=self._layout, newest=self._newest
+        ):
+            raise HandshakeRefused(f"request {ask.ticket.request_id}: {reason}")
+        self._newest[sender.id] = sender.generation
+        self._leases.lose_lives(sender.id, before=sender.generation)
+        return await self._active.wait_for(ask.ticket, deadline_s)
 
     def _grant(self, admission: Admission, lease: Lease) -> HandshakeGrant:
         lease.renewed_s = time.monotonic()
-        offset = 0
-        if self._staging is not None and lease.backend is not None:
-            offset = self._staging.offset(lease.backend)
+        region, offset = self._region, 0
+        if self._buffers is not None and lease.backend is not None:
+            region, offset = self._buffers.region, self._buffers.offset(lease.backend)
         return HandshakeGrant(
             lease=lease.number,
             layout=self._layout,
             pages=admission.side.pages.tolist(),
             agent_metadata=self._metadata,
-            region=self._region if self._staging is None else self._staging.region,
+            region=region,
             lease_s=self._config.lease_s,
-            buffered=self._staging is not None,
+            buffered=self._buffers is not None,
             buffer_offset=offset,
             buffer_bytes=self._config.buffer_bytes,
         )
 
-    def _end_claim(self, admission: Admission) -> None:
-        if self._backends is not None:
-            self._backends.end(admission.claim)
+    def _end_claim(self, claim: str) -> None:
+        if self._buffers is not None:
+            self._buffers.end(claim)
 
     def _on_lost(self, lease: Lease, admission: Admission) -> None:
-        self._fail(admission, f"{lease.sender.id} is gone")
+        self._fail_of(lease, admission, f"{lease.sender.id} is gone")
 
-    def _fail(self, admission: Admission, message: str) -> None:
+    def _fail_of(self, lease: Lease, admission: Admission, why: str) -> None:
+        """A sender has ended; that is of account if it was to send more."""
+        if admission.counts(lease):
+            self._fail(admission, why)
+
+    def _fail(self, admission: Admission, message: str, *, sound: bool = True) -> None:
+        """`sound`: what has landed is right, and may be gone on from."""
         if admission.state is not AdmissionState.OPEN:
             return
         admission.state = AdmissionState.FAILED
         admission.failure = message
-        self._end_claim(admission)
+        self._end_claim(admission.claim)
         self._leases.tell_state(admission)
-        self._on_failed(admission.request_id, message)
+        kept_tokens = admission.kept_tokens if sound else 0
+        self._tell.on_failed(admission.request_id, message, admission.attempt, kept_tokens)
 
     def _settle(self) -> None:
         """Ends leases that are quiet, and frees the pages that nothing can reach any more."""
         for lease, admission in self._leases.sweep(time.monotonic()):
-            if self._backends is not None:
-                self._backends.done(admission.claim, lease.sender)
+            if self._buffers is not None:
+                self._buffers.done(admission, lease)
         for admission, free in list(self._quarantine.items()):
-            if not self._leases.reaches_pages(admission):
+            if not self._history.reads(admission) and not self._leases.reaches_pages(admission):
                 del self._quarantine[admission]
                 if not free.done():
                     free.set_result(None)
@@ -295,30 +326,29 @@ class ReceiveManager:
         lease, admission = held
         now_s = time.monotonic()
         if lease.lapsed(now_s, self._config.lease_s):  # before the news hides the silence
-            self._fail(admission, f"no news from {lease.sender.id} in time")
+            self._fail_of(lease, admission, f"no news from {lease.sender.id} in time")
         lease.heard_s = now_s
-        if message.kind is Kind.WRITTEN and admission.state is AdmissionState.OPEN:
+        if message.kind is Kind.WRITTEN and admission.awaits(lease.attempt):
             self._written(lease, admission, message)
         elif message.kind is Kind.DONE:
             lease.drained = True
             self._settle()
         elif message.kind is Kind.DRAINED:
+            self._fail_of(lease, admission, f"{lease.sender.id} gave the transfer up")
             lease.drained = True
-            if not admission.finished:
-                self._fail(admission, f"{lease.sender.id} gave the transfer up")
             self._settle()
 
     def _written(self, lease: Lease, admission: Admission, message: Message) -> None:
         try:
             admission.check(message.parts, lease)
         except CoverageError as error:
-            self._fail(admission, str(error))
+            self._fail(admission, str(error), sound=False)
             return
-        if self._staging is None or lease.backend is None:
+        if self._buffers is None or lease.backend is None:
             self._account(lease, admission, message)
             return
         lease.copies += 1
-        copied = self._staging.scatter(message, lease.backend, lease.layout, admission.side)
+        copied = self._buffers.scatter(message, lease, lease.backend, admission)
         copied.add_done_callback(
             lambda done: self._loop.call_soon_threadsafe(
                 self._copied, lease, admission, message, done
@@ -329,9 +359,11 @@ class ReceiveManager:
         self, lease: Lease, admission: Admission, message: Message, done: Future[None]
     ) -> None:
         lease.copies -= 1
-        if (error := done.exception()) is not None:
+        if not admission.awaits(lease.attempt):
+            pass
+        elif (error := done.exception()) is not None:
             self._fail(admission, f"a staging slot could not be copied: {error}")
-        elif admission.state is AdmissionState.OPEN:
+        else:
             self._leases.tell(lease, Kind.SLOT_FREE, message.slot)
             self._account(lease, admission, message)
         self._settle()
@@ -340,15 +372,18 @@ class ReceiveManager:
         try:
             admission.landed(message.parts, lease, time.monotonic())
         except CoverageError as error:
-            self._fail(admission, str(error))
+            self._fail(admission, str(error), sound=False)
         else:
+            if tokens := admission.news():
+                self._tell.on_prefix(admission.request_id, admission.attempt, tokens)
             self._land_if_complete(admission)
 
     def _land_if_complete(self, admission: Admission) -> None:
         if admission.state is AdmissionState.OPEN and admission.complete:
             admission.state = AdmissionState.LANDED
             for lease in admission.leases:
-                lease.drained = True  # every announced write has landed
-            self._end_claim(admission)
+                if lease.attempt == admission.attempt:
+                    lease.drained = True  # every announced write has landed
+            self._end_claim(admission.claim)
             self._settle()
-            self._on_landed(admission.request_id)
+            self._tell.on_landed(admission.request_id)

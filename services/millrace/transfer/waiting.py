@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import asyncio
-import time
 from collections.abc import Iterator
 
 from millrace.core.errors import IntegrityError, TransferError
-from millrace.core.kv_transfer import HandshakeQueued, HandshakeRefused, Incarnation
+from millrace.core.kv_transfer import HandshakeQueued, HandshakeRefused, Incarnation, Ticket
 from millrace.transfer.admission import Admission, AdmissionState
 from millrace.transfer.handshake import Backends
 
@@ -33,30 +32,43 @@ class AdmissionTable:
         if admission.request_id in self._admissions:
             raise TransferError(f"request {admission.request_id} is admitted already")
         self._admissions[admission.request_id] = admission
-        for wait in self._waits.get(admission.request_id, ()):
+        self.wake(admission.request_id)
+
+    def wake(self, request_id: str) -> None:
+        """There is news for who waits for the request."""
+        for wait in self._waits.get(request_id, ()):
             if not wait.done():
                 wait.set_result(None)
 
     def pop(self, request_id: str) -> Admission | None:
         return self._admissions.pop(request_id, None)
 
-    async def wait_for(self, request_id: str, deadline_s: float) -> Admission:
-        """The admission, which the scheduler's command may bring a moment after its sender.
+    async def wait_for(self, ticket: Ticket, deadline_s: float) -> Admission:
+        """The ticket's admission, which the scheduler's command may bring a moment after it.
 
-        Raises HandshakeRefused when it has failed, or did not come in time.
+        Raises HandshakeRefused when the attempt is over or has failed, or did not come in time.
         """
-        while (admission := self._admissions.get(request_id)) is None:
+        request_id, attempt = ticket.request_id, ticket.attempt
+        while (admission := self._admissions.get(request_id)) is None or (
+            admission.attempt < attempt
+        ):
             wait = asyncio.get_running_loop().create_future()
             self._waits.setdefault(request_id, []).append(wait)
             try:
                 async with asyncio.timeout_at(deadline_s):
                     await wait
             except TimeoutError:
-                raise HandshakeRefused(f"request {request_id} is not admitted here") from None
+                raise HandshakeRefused(
+                    f"request {request_id} is not admitted here for attempt {attempt}"
+                ) from None
             finally:
                 self._waits[request_id].remove(wait)
                 if not self._waits[request_id]:
                     del self._waits[request_id]
+        if admission.attempt > attempt:
+            raise HandshakeRefused(
+                f"request {request_id}: attempt {attempt} is over; it is at {admission.attempt}"
+            )
         if admission.state is AdmissionState.FAILED:
             raise HandshakeRefused(f"request {request_id} failed: {admission.failure}")
         return admission
@@ -65,7 +77,7 @@ class AdmissionTable:
 class BackendQueue:
     """The asyncio side of `Backends`: senders wait here for their turn.
 
-    A claim is one admission of a request: an id that is admitted anew is a new claim.
+    A claim is one attempt of one admission: an id that is admitted anew is a new claim.
     """
 
     def __init__(self, count: int) -> None:
@@ -73,13 +85,15 @@ class BackendQueue:
         self._backends = Backends(count)
         self._waits: dict[tuple[str, Incarnation], asyncio.Future[int]] = {}
 
-    async def acquire(self, claim: str, sender: Incarnation, deadline_s: float) -> int:
+    async def acquire(
+        self, claim: str, sender: Incarnation, first_ask_s: float, deadline_s: float
+    ) -> int:
         """A backend, once it is the request's turn. Raises HandshakeQueued at the deadline."""
         key = (claim, sender)
         if key in self._waits:
             raise HandshakeQueued(f"{claim}: {sender} waits for a backend already")
         wait = self._waits[key] = asyncio.get_running_loop().create_future()
-        self._backends.ask(*key, time.monotonic())
+        self._backends.ask(*key, first_ask_s)
         self._hand_out()
         try:
             async with asyncio.timeout_at(deadline_s):
