@@ -1,0 +1,179 @@
+"""History that decode writes back: layer by layer, under leases, given up in the middle."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from dataclasses import replace
+
+import numpy as np
+import pytest
+
+from millrace.core.config import TransferConfig
+from millrace.core.errors import IntegrityError, TransferError
+from millrace.transfer.history import History, HistoryGiver, LayerArrivals
+from millrace.transfer.layout import Side, layer_runs
+from millrace.transfer.memory import Memory
+from millrace.transfer.memory_transport import MemoryHub, MemoryTransport
+from millrace.transfer.runs import Runs
+from support.ring_nodes import FREE, RingNode, chunks_of, pool_layout
+
+TOKENS = 30
+CONFIG = TransferConfig(lease_s=0.5)
+
+
+class SlowTransport(MemoryTransport):
+    pause_s = 0.0
+
+    def _write(self, *args) -> None:
+        time.sleep(self.pause_s)
+        super()._write(*args)
+
+
+class Decode:
+    """A decode instance that has the first tokens of a prompt; other pages than prefill's."""
+
+    def __init__(self, hub: MemoryHub, node: RingNode, *, lease_s: float = 0.5) -> None:
+        self.made = replace(pool_layout(pages=32), page_tokens=8)
+        self.pool = np.zeros((self.made.num_layers, 32, 2, 2, 8, 4), dtype=np.float32)
+        self.transport = SlowTransport("decode", hub)
+        self.transport.register(Memory.of_array(self.pool.reshape(-1).view(np.uint8)))
+        self.giver = HistoryGiver(self.transport, lease_s)
+        self.transport.connect(node.metadata).result()
+        node.transport.connect(self.transport.metadata()).result()
+
+    def fill(self, node: RingNode, seed: int) -> None:
+        for layer in range(self.made.num_layers):
+            for token in range(TOKENS):
+                values = node.value(seed, layer, np.array([token]))[0, ..., 0]
+                self.pool[layer, token // 8, :, :, token % 8] = values[..., None]
+
+    def history(self, info, laid) -> History:
+        source = Side.of(self.made, list(range(4)), TOKENS)
+        target = Side.of_runs(info.layout, info.pages, laid.fetched[info.instance_id])
+        return History(
+            peer=info.peer,
+            runs=layer_runs(source, target, 0, TOKENS),
+            layout=self.made,
+            peer_layout=info.layout,
+        )
+
+
+@pytest.fixture
+def pair():
+    hub = MemoryHub()
+    node = RingNode("a", MemoryTransport("a", hub), pool_layout(pages=40), CONFIG)
+    decode = Decode(hub, node)
+    yield node, decode
+    node.manager.check_integrity()
+    decode.giver.check_integrity()
+    node.check_free()
+    node.transport.close()
+    decode.transport.close()
+
+
+def prepare(node):
+    """A second attempt that goes on after TOKENS tokens, at one instance."""
+    chunks = chunks_of([20], [["a"]], start=TOKENS)
+    job, info = node.prepare("r", chunks, seed=3, attempt=2)
+    node.open(job, {"a": info})
+    return job, info
+
+
+def end(node, job) -> None:
+    asyncio.run(asyncio.wait_for(job.link.close(), 5))
+    node.release(job)
+
+
+def test_what_decode_kept_comes_back_layer_by_layer(pair):
+    node, decode = pair
+    job, info = prepare(node)
+    decode.fill(node, seed=3)
+    job.link.fetched("decode")
+    gift = decode.giver.give("r", 2, decode.history(info, job.laid))
+    assert node.compute(job)  # waits for each layer
+    gift.over.result(5)
+    assert gift.bytes_sent == TOKENS * decode.made.bytes_per_token
+    node.check_share(job)
+    assert not job.wrong
+    end(node, job)
+
+
+def test_an_abort_in_the_middle_stops_the_giver_before_the_pages_are_free(pair):
+    node, decode = pair
+    job, info = prepare(node)
+    decode.fill(node, seed=3)
+    decode.transport.pause_s = 0.05
+    job.link.fetched("decode")
+    gift = decode.giver.give("r", 2, decode.history(info, job.laid))
+    job.link.abort()
+    assert not node.compute(job)
+    end(node, job)
+    gift.over.result(5)
+    assert gift.bytes_sent < TOKENS * decode.made.bytes_per_token
+
+
+def test_what_was_given_up_is_not_given_any_more(pair):
+    """The word that it is not wanted may overtake the call that asks for it."""
+    node, decode = pair
+    job, info = prepare(node)
+    job.link.fetched("decode")
+    job.link.abort()
+    end(node, job)
+    with pytest.raises(TransferError, match="request r: a has no use for the history of attempt 2"):
+        decode.giver.give("r", 2, decode.history(info, job.laid))
+
+
+def test_a_giver_writes_nothing_once_its_right_has_run_out(pair):
+    node, decode = pair
+    job, info = prepare(node)
+    job.link.fetched("decode")
+    decode.transport.pause_s = 0.6  # of a layer; the lease is 0.5
+    gift = decode.giver.give("r", 2, decode.history(info, job.laid))
+    with pytest.raises(IntegrityError, match="history is still on its way"):
+        decode.giver.check_integrity()
+    heard = []
+    hear, gift.heard = gift.heard, lambda: (heard.append(True), hear())
+    assert job.link.history(decode.made.num_layers - 1)
+    gift.over.result(5)
+    assert heard  # it asked before it wrote the last layer
+    end(node, job)
+
+
+def test_a_peer_that_is_gone_ends_the_gift(pair):
+    node, decode = pair
+    job, info = prepare(node)
+    history = decode.history(info, job.laid)
+    with pytest.raises(TransferError, match="history of request q for nobody: nobody is not"):
+        decode.giver.give("q", 1, replace(history, peer="nobody")).over.result(5)
+    job.link.abort()
+    end(node, job)
+
+
+def test_nothing_to_give_is_still_told(pair):
+    node, decode = pair
+    job, info = prepare(node)
+    job.link.fetched("decode")
+    none = Runs(*(np.empty(0, dtype=np.int64),) * 3)
+    decode.giver.give("r", 2, replace(decode.history(info, job.laid), runs=none))
+    assert job.link.history(2)
+    assert (node.pool[:, :, job.pages] == FREE).all()
+    end(node, job)
+
+
+def test_arrivals_are_counted_by_giver_chunk_and_layer():
+    arrivals = LayerArrivals(2)
+    assert arrivals.has(0) and not arrivals.awaited()
+    arrivals.expect("a", 1)
+    arrivals.expect("b", 1)
+    with pytest.raises(ValueError, match="a is asked for the history of chunk 1 already"):
+        arrivals.expect("a", 1)
+    arrivals.arrived("a", 1, 0)
+    assert not arrivals.has(0)
+    arrivals.arrived("b", 1, 0)
+    assert arrivals.has(0) and not arrivals.has(1)
+    for giver, chunk, layer in (("a", 1, 0), ("a", 2, 1), ("c", 1, 0), ("a", 1, 2)):
+        with pytest.raises(ValueError, match="came uncalled for"):
+            arrivals.arrived(giver, chunk, layer)
+    arrivals.arrived("a", 1, 1)
+    assert arrivals.awaited() == {"b"}
