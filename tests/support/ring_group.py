@@ -117,7 +117,7 @@ class LocalRing:
         is_here = (
             (rank, turn, step - 1) in self.arrived if step > 1 else self.published[rank] > turn
         )
-        if not is_here or self.aborted or self.users[target][buffer_of(step)]:
+        if size == 1 or not is_here or self.aborted or self.users[target][buffer_of(step)]:
             return False
         number, layer = self.turns()[turn]
         source = self.tasks[number][rank].blocks[step - 1].pages.long()

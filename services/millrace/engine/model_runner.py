@@ -137,7 +137,6 @@ class ModelRunner:
             self.pool.storage.flatten(0, 1),
             self._plan_block,
             self.model.config.sliding_windows,
-            self.pool.layout.page_tokens,
         )
         if not len(task.token_ids):
             return self._serve(ring, operators)

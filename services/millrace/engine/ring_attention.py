@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from millrace.core.kv_layout import KvLayout
-from millrace.core.sequence_parallel import PAD, ChunkShares, buffer_memory, buffer_of
+from millrace.core.sequence_parallel import ChunkShares, buffer_memory, buffer_of
 from millrace_kernels import api as kernels
 from millrace_kernels.plan import AttentionPlan
 
@@ -129,7 +129,6 @@ class RingAttention:
         memory: Tensor,
         plan: Planner,
         windows: Sequence[int | None],
-        page_tokens: int,
     ) -> None:
         """memory: the pool's storage as [layers * pages, 2, k, page_tokens, d]; ``windows[i]``:
         layer i's."""
@@ -143,8 +142,10 @@ class RingAttention:
             rows = task.positions.to(torch.int32)
             if is_cut:
                 rows = rows[-1:] if task.want_logits else rows[:0]
-            seen = (seen_part(block, rows, window, page_tokens) for block in task.blocks)
-            return [None if part is None else plan(rows, part, window) for part in seen]
+            return [
+                plan(rows, block, window) if len(rows) and len(block.positions) else None
+                for block in task.blocks
+            ]
 
         last = len(windows) - 1
         self._plans = [plans(w, self.is_cut and i == last) for i, w in enumerate(windows)]
@@ -186,22 +187,6 @@ class RingAttention:
             self._partial = wide, wide.new_empty(q_nhd.shape[:2])
         out, lse = self._partial
         return kernels.run_attention(plan, q_nhd, self._memory, scale=scale, out=out, lse_out=lse)
-
-
-def seen_part(block: KvBlock, rows: Tensor, window: int | None, page_tokens: int) -> KvBlock | None:
-    """The pages of a block that rows at these positions (int32 [r]) can see; None: not one."""
-    if not len(rows) or not len(block.positions):
-        return None
-    slots = np.full(len(block.pages) * page_tokens, PAD, dtype=np.int32)
-    slots[: len(block.positions)] = block.positions.numpy()
-    seen = slots <= int(rows.max())
-    if window is not None:
-        seen &= slots > int(rows.min()) - window
-    pages = seen.reshape(-1, page_tokens).any(axis=1)
-    if not pages.any():
-        return None
-    kept = slots.reshape(-1, page_tokens)[pages].reshape(-1)
-    return KvBlock(block.pages[torch.from_numpy(pages)], torch.from_numpy(kept))
 
 
 def ring_task(
