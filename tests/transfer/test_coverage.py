@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import random
 
 import pytest
@@ -46,6 +47,36 @@ def test_a_part_counts_if_it_is_new_and_inside(drawn):
             with pytest.raises(CoverageError):
                 coverage.add(layer, (head, heads), start, count)
     assert coverage.complete == (landed == everything)
+
+
+@settings(max_examples=200, deadline=None)
+@given(st.lists(parts, max_size=40), st.integers(0, TOKENS))
+def test_the_prefix_is_what_every_layer_and_head_has(drawn, wanted):
+    coverage, landed = Coverage(LAYOUT, TOKENS), set()
+    for layer, (head, heads), start, count in drawn:
+        with contextlib.suppress(CoverageError):
+            coverage.add(layer, (head, heads), start, count)
+            landed |= {
+                (layer, h, t)
+                for h in range(head, head + heads)
+                for t in range(start, start + count)
+            }
+    column = [
+        all((n, h, t) in landed for n in range(2) for h in range(1, 5)) for t in range(TOKENS)
+    ]
+    assert coverage.prefix_tokens == next((t for t in range(TOKENS) if not column[t]), TOKENS)
+
+    keep = min(wanted, coverage.prefix_tokens)
+    coverage.keep(keep)
+    assert coverage.prefix_tokens == keep
+    if keep < TOKENS:
+        assert not coverage.complete
+        for layer in range(2):
+            coverage.add(layer, (1, 4), keep, TOKENS - keep)  # all of the rest is expected anew
+    assert coverage.complete and coverage.prefix_tokens == TOKENS
+    if keep:
+        with pytest.raises(CoverageError, match="arrived twice"):
+            coverage.add(0, (1, 1), keep - 1, 1)
 
 
 def test_any_order_of_all_parts_completes():

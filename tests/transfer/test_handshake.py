@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 from collections import Counter
+from dataclasses import dataclass, field
 
 import pytest
 from hypothesis import given, settings
@@ -90,48 +91,137 @@ def test_a_buffer_still_written_to_is_not_handed_out():
     assert backends.grant() == [("second", B, 0)]
 
 
-@settings(max_examples=150, deadline=None)
-@given(st.integers(0, 2**32), st.integers(1, 4), st.integers(1, 8))
-def test_no_starvation_and_no_backend_lost(seed, count, requests):
-    """Whatever the order of arrival and completion, every sender of every request gets its turn."""
-    rng = random.Random(seed)
-    backends = Backends(count)
-    left = {f"r{n}": [Incarnation(f"s{k}", 1) for k in range(rng.randint(1, 4))]
-            for n in range(requests)}  # fmt: skip
-    todo = {name: len(senders) for name, senders in left.items()}
-    first_ask, busy, waiting, idle, now_s = {}, [], set(), Counter(), 0.0
-    for _ in range(10_000):
-        if not todo:
-            break
-        now_s += 1
-        asking = [name for name, senders in left.items() if senders]
-        if asking and rng.random() < 0.5:
-            name = rng.choice(asking)
-            sender = left[name].pop()
-            first_ask.setdefault(name, now_s)
-            backends.ask(name, sender, now_s)
-            waiting.add((name, sender))
-        elif busy:
-            name, sender = busy.pop(rng.randrange(len(busy)))
-            backends.done(name, sender)
-            idle[name] += 1
-            todo[name] -= 1
-            if not todo[name]:
-                backends.end(name)
-                del todo[name], idle[name]
+def test_a_request_that_was_planned_anew_does_not_hold_up_who_it_waits_for():
+    """It has the earliest place again, and "later" has the only backend and another sender."""
+    backends = Backends(1)
+    backends.ask("early/1", A, 1.0)
+    backends.grant()
+    backends.end("early/1")
+    backends.done("early/1", A)
+    backends.ask("later", B, 2.0)
+    assert backends.grant() == [("later", B, 0)]
+    backends.ask("early/2", A, 1.0)
+    backends.done("later", B)
+    backends.ask("later", C, 3.0)
+    assert backends.grant() == [("later", C, 0)]
+    backends.end("later")
+    backends.done("later", C)
+    assert backends.grant() == [("early/2", A, 0)]
+
+
+@dataclass
+class Asked:
+    """A request in `test_everybody_is_served`: one claim an attempt, all of one place in line."""
+
+    senders: list[Incarnation]
+    first_ask_s: float | None = None
+    attempt: int = 0
+    to_ask: list[Incarnation] = field(default_factory=list)
+    served: set[Incarnation] = field(default_factory=set)
+
+    def begin_attempt(self) -> None:
+        self.attempt += 1
+        self.to_ask, self.served = self.senders[:], set()
+
+
+class Line:
+    """Backends under any order of asks, ends and crashes; checked after each."""
+
+    def __init__(self, rng: random.Random, count: int, requests: list[Asked], crashes: int) -> None:
+        self.rng, self.count, self.crashes = rng, count, crashes
+        self.backends = Backends(count)
+        self.requests = {str(n): request for n, request in enumerate(requests)}
+        self.waiting: set[tuple[str, Incarnation]] = set()
+        self.busy: list[tuple[str, Incarnation]] = []
+        self.idle: Counter[str] = Counter()
+        self.now_s = 0.0
+        for request in requests:
+            request.begin_attempt()
+
+    def of(self, claim: str) -> Asked | None:
+        """The request of a claim, if the claim is its attempt at hand."""
+        name, attempt = claim.split("/")
+        request = self.requests.get(name)
+        return request if request and request.attempt == int(attempt) else None
+
+    def step(self) -> None:
+        self.now_s += 1
+        asking = [name for name, request in self.requests.items() if request.to_ask]
+        choice = self.rng.random()
+        if asking and choice < 0.5:
+            self.ask(self.rng.choice(asking))
+        elif self.busy and choice < 0.9:
+            self.end_one(*self.busy.pop(self.rng.randrange(len(self.busy))))
+        elif self.crashes and self.requests:
+            self.crashes -= 1
+            self.fail(self.rng.choice(list(self.requests)))
+        self.grant()
+
+    def ask(self, name: str) -> None:
+        request = self.requests[name]
+        sender = request.to_ask.pop(self.rng.randrange(len(request.to_ask)))
+        request.first_ask_s = request.first_ask_s or self.now_s
+        claim = f"{name}/{request.attempt}"
+        self.backends.ask(claim, sender, request.first_ask_s)
+        if self.rng.random() < 0.2:  # its patience ends, and it asks again
+            self.backends.withdraw(claim, sender)
+            self.backends.ask(claim, sender, self.now_s)
+        self.waiting.add((claim, sender))
+
+    def end_one(self, claim: str, sender: Incarnation) -> None:
+        self.backends.done(claim, sender)
+        request = self.of(claim)
+        if request is not None:
+            request.served.add(sender)
+            self.idle[claim] += 1
+            if len(request.served) == len(request.senders):
+                self.backends.end(claim)
+                del self.idle[claim]
+                del self.requests[claim.split("/")[0]]
+
+    def fail(self, name: str) -> None:
+        """The attempt is over. Its busy senders are quiet some time; none may wait on."""
+        claim = f"{name}/{self.requests[name].attempt}"
+        self.backends.end(claim)
+        self.idle.pop(claim, None)
+        self.waiting = {key for key in self.waiting if key[0] != claim}
+        self.requests[name].begin_attempt()
+
+    def grant(self) -> None:
         fresh = []
-        for name, sender, _ in backends.grant():
-            waiting.discard((name, sender))
-            busy.append((name, sender))
-            if idle[name]:
-                idle[name] -= 1
+        for claim, sender, _ in self.backends.grant():
+            request = self.of(claim)
+            assert request is not None, "a claim that has ended got a backend"
+            self.waiting.remove((claim, sender))
+            self.busy.append((claim, sender))
+            if self.idle[claim]:
+                self.idle[claim] -= 1
             else:
-                fresh.append(first_ask[name])
+                fresh.append(request.first_ask_s)
+        asked = [r.first_ask_s for claim, _ in self.waiting if (r := self.of(claim))]
         # Nobody who came earlier still waits while a later request took a free backend.
-        assert max(fresh, default=0) <= min((first_ask[n] for n, _ in waiting), default=now_s)
-        assert len(busy) + idle.total() + backends.free == count
-        backends.check_integrity()
-    assert not todo and not waiting and backends.free == count
+        assert max(fresh, default=0) <= min(asked, default=self.now_s)
+        assert not asked or self.backends.free == 0
+        assert len(self.busy) + self.idle.total() + self.backends.free == self.count
+        self.backends.check_integrity()
+
+
+@settings(max_examples=200, deadline=None)
+@given(
+    st.integers(0, 2**32),
+    st.integers(1, 4),
+    st.lists(st.integers(1, 4), min_size=1, max_size=8),
+    st.integers(0, 6),
+)
+def test_everybody_is_served(seed, count, senders, crashes):
+    """Whatever the order of asks, ends and crashes: earlier requests first, and all in the end."""
+    requests = [Asked([Incarnation(f"s{n}", 1) for n in range(many)]) for many in senders]
+    line = Line(random.Random(seed), count, requests, crashes)
+    for _ in range(20_000):
+        if not line.requests and not line.busy:
+            break
+        line.step()
+    assert not line.requests and not line.waiting and line.backends.free == count
 
 
 def test_a_lost_backend_is_found():

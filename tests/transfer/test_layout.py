@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import time
+from itertools import pairwise
 
 import numpy as np
 import pytest
@@ -12,6 +13,7 @@ from hypothesis import strategies as st
 
 from millrace.core.errors import ConfigError
 from millrace.core.kv_layout import KvLayout
+from millrace.core.sequence_parallel import Run
 from millrace.transfer.layout import (
     Side,
     at_layer,
@@ -38,14 +40,29 @@ BASE = KvLayout(
 
 
 @st.composite
+def runs_of(draw, prompt: int, page_tokens: int) -> list[Run]:
+    """A prompt cut anywhere, its pieces in any order, with empty slots between some of them."""
+    cuts = draw(st.sets(st.integers(1, prompt), max_size=6)) | {prompt}
+    pieces = [(a, b - a) for a, b in pairwise([0, *sorted(cuts)])]
+    runs, slot = [], 0
+    for start, count in draw(st.permutations(pieces)):
+        slot += draw(st.sampled_from([0, 0, -slot % page_tokens, page_tokens]))
+        runs.append(Run(start, count, slot))
+        slot += count
+    return runs
+
+
+@st.composite
 def sides(draw):
-    """Two pools with a prompt in random pages of each, and a token range of it."""
+    """Two pools with a prompt in random pages of each, whole or in runs; a token range of it."""
     prompt = draw(st.integers(1, 40))
     made = []
     for _ in range(2):
         first = draw(st.integers(0, HEADS - 1))
         page_tokens = draw(st.integers(1, 9))
-        needed = -(-prompt // page_tokens)
+        runs = draw(st.none() | runs_of(prompt, page_tokens))
+        end = max(run.slot + run.num_tokens for run in runs) if runs else prompt
+        needed = -(-end // page_tokens)
         pages = needed + draw(st.integers(0, 3))
         heads = draw(st.integers(1, HEADS - first))
         layout = dataclasses.replace(
@@ -57,7 +74,7 @@ def sides(draw):
             parts=draw(st.sampled_from([n for n in (1, 2, 3, 4) if heads % n == 0])),
         )
         order = draw(st.permutations(range(pages)))[:needed]
-        made.append(Side.of(layout, order, prompt))
+        made.append(Side.of_runs(layout, order, runs) if runs else Side.of(layout, order, prompt))
     start = draw(st.integers(0, prompt - 1))
     return *made, start, draw(st.integers(1, prompt - start))
 
@@ -65,7 +82,12 @@ def sides(draw):
 def element(side: Side, layer, token, plane, head, dim) -> int:
     """Index of one element in a pool, from its shape alone."""
     layout = side.layout
-    page, row = side.pages[token // layout.page_tokens], token % layout.page_tokens
+    slot = next(
+        int(slot) + token - int(start)
+        for start, end, slot in zip(side.starts, side.ends, side.slots, strict=True)
+        if start <= token < end
+    )
+    page, row = side.pages[slot // layout.page_tokens], slot % layout.page_tokens
     shape = (
         layout.parts,
         layout.num_layers,
@@ -191,6 +213,33 @@ def test_disjoint_heads_do_not_match():
 def test_pages_that_cannot_be(pages, tokens, pattern):
     with pytest.raises(ValueError, match=pattern):
         Side.of(dataclasses.replace(BASE, num_pages=9), pages, tokens)
+
+
+@pytest.mark.parametrize(
+    ("runs", "pattern"),
+    [
+        ([Run(0, 4, 0), Run(3, 2, 4)], "a token in common"),
+        ([Run(0, 4, 0), Run(9, 2, 3)], "a slot in common"),
+        ([Run(0, 4, 0), Run(4, 5, 4)], "leaves the 2 pages of 4 tokens"),
+        ([Run(0, 0, 0)], "a run is empty"),
+        ([Run(0, 1, -1)], "begins before 0"),
+    ],
+)
+def test_runs_that_cannot_be(runs, pattern):
+    with pytest.raises(ValueError, match=pattern):
+        Side.of_runs(dataclasses.replace(BASE, num_pages=9), [0, 1], runs)
+
+
+def test_tokens_that_do_not_lie_here_are_refused():
+    layout = dataclasses.replace(BASE, num_pages=9)
+    share = Side.of_runs(layout, [4, 2], [Run(8, 2, 0), Run(3, 4, 4)])
+    target = Side.of(layout, range(3), 12)
+    assert layer_runs(share, target, 3, 4).total_bytes == 4 * layer_token_bytes(layout, layout)
+    for start, count in ((2, 1), (6, 2), (8, 3), (3, 7), (11, 1)):
+        with pytest.raises(ValueError, match="does not lie in these pages"):
+            layer_runs(share, target, start, count)
+    with pytest.raises(ValueError, match="token 0 does not lie"):
+        layer_runs(Side.of_runs(layout, [], []), target, 0, 1)
 
 
 @pytest.mark.parametrize(

@@ -227,7 +227,11 @@ class SendSession:
                 self.fail(self._error(silence))
                 return
             slot = self._free_slots.pop() if self._grant.buffered else 0
-            batch = self._queue.take(slot)
+            try:
+                batch = self._queue.take(slot)
+            except ValueError as error:  # tokens that are not the sender's
+                self.fail(self._error(str(error)))
+                return
             if batch is None:
                 raise AssertionError("the queue holds something but hands nothing out")
             self._post(batch, slot, self._grant)
