@@ -45,13 +45,13 @@ def used(one: Bench) -> list[int]:
     [
         ([(320, (0,))], [20, 0, 0, 0]),
         ([(320, (0, 1))], [10, 10, 0, 0]),
-        ([(100, (0,)), (220, (0, 1))], [10, 10, 0, 0]),  # 100, then 320 / 2
-        ([(200, (0,)), (120, (0, 1))], [13, 13, 0, 0]),  # 200 is more than 320 / 2
-        ([(160, (0,)), (80, (0, 1)), (80, (0, 1, 2, 3))], [10, 10, 10, 10]),
-        ([(33, (0, 1))], [2, 2, 0, 0]),  # 17 tokens at the one with more
+        ([(100, (0,)), (220, (0, 1))], [14, 10, 0, 0]),  # p0 keeps the 3 pages that it gives
+        ([(200, (0,)), (120, (0, 1))], [17, 10, 0, 0]),
+        ([(160, (0,)), (80, (0, 1)), (80, (0, 1, 2, 3))], [15, 10, 6, 6]),
+        ([(33, (0, 1))], [2, 1, 0, 0]),  # 17 tokens at the leader
     ],
 )
-def test_a_member_holds_the_largest_share_that_any_prefix_has(chunks, pages) -> None:
+def test_a_member_holds_what_it_computes_and_what_it_is_given(chunks, pages) -> None:
     tokens = sum(n for n, _ in chunks)
     one = scripted(bench(4), {tokens: chunks})
     one.submit("a", tokens)

@@ -127,6 +127,14 @@ class Board:
         task.rank = (task.rank[0], order, task.chunk.index)
         insort(self.ranked, task, key=_rank)
 
+    def leave(self, request_id: str, instance: PrefillInstance) -> None:
+        """A member has done its part of the request, whose other members go on."""
+        for task in self.tasks.get(request_id, ()):
+            if instance in task.members:
+                task.members = tuple(one for one in task.members if one is not instance)
+                task.mask &= ~instance.bit
+                instance.queue.remove(task)
+
     def forget(self, instance: PrefillInstance) -> None:
         """The instance is gone, after its requests' tasks."""
         self._stale.pop(instance, None)

@@ -8,18 +8,22 @@ are free, or when the instance dies. Leases are the driver's matter: it turns si
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from array import array
+from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 
 from millrace.core.board import Board, Task
 from millrace.core.config import SchedulerConfig
 from millrace.core.correction import Corrections
 from millrace.core.decode_placement import pages_needed
-from millrace.core.events import InstanceJoined
-from millrace.core.improvement_rate import STARTING_RATE, LiveImprovementRate, parse_rates
+from millrace.core.events import ImprovementRateChanged, InstanceJoined
+from millrace.core.improvement_rate import live_rate
 from millrace.core.latency import SpLatency
+from millrace.core.pages import pages_of_share
 from millrace.core.planning import PLANNERS, Planner, PlannerInputs, degrees_used
-from millrace.core.request import Chunk, Request
+from millrace.core.planning.one_chunk import quickest_chunk
+from millrace.core.planning.plan import Plan
+from millrace.core.request import Request
 from millrace.core.waiting_line import WaitingLine
 
 
@@ -54,27 +58,17 @@ class PrefillInstance:
     def free_pages(self) -> int:
         return self.card.kv_pages - self.used_pages
 
-    def pages_for(self, chunks: Sequence[Chunk]) -> int:
-        """Pages of the share of a prompt that a member of the chunks' groups holds.
+    @property
+    def free_slots(self) -> int:
+        """Of the free pages, as tokens."""
+        return self.free_pages * self.card.page_tokens
 
-        History is spread evenly over the group at hand (Tetris section 4.1), so the share is the
-        largest that any prefix has. Token one is sampled here, but its cache is decode's.
-        """
-        most = max(-(-(c.start_token + c.num_tokens) // len(c.instance_ids)) for c in chunks)
-        return -(-most // self.card.page_tokens)
+    def could_hold(self, request: Request, slots: int) -> bool:
+        """Whether so many slots fit once others left, and no earlier attempt is still here."""
+        return slots <= self.card.kv_pages * self.card.page_tokens and self.takes(request)
 
-    def could_hold(self, request: Request, sp: int = 1) -> bool:
-        """Whether a share of 1/sp fits once others left, and no earlier attempt is still here."""
-        return self._pages(request, sp) <= self.card.kv_pages and self._takes(request)
-
-    def has_room(self, request: Request, sp: int = 1) -> bool:
-        """Whether the pages of a share of 1/sp are free now."""
-        return self._pages(request, sp) <= self.free_pages and self._takes(request)
-
-    def _pages(self, request: Request, sp: int) -> int:
-        return -(-request.prompt_tokens // (sp * self.card.page_tokens))
-
-    def _takes(self, request: Request) -> bool:
+    def takes(self, request: Request) -> bool:
+        """Whether the prompt is within its context, and no earlier attempt is still here."""
         return (
             request.prompt_tokens <= self.card.max_context_tokens
             and request.id not in self.holdings
@@ -84,8 +78,7 @@ class PrefillInstance:
         """Predicted seconds of all tasks; of a running one what remains, at least 0."""
         return sum(task.remaining_s(now_s) for task in self.queue)
 
-    def hold(self, request: Request) -> None:
-        pages = self.pages_for(request.chunks)
+    def hold(self, request: Request, pages: int) -> None:
         self.holdings[request.id] = Holding(pages=pages)
         self.used_pages += pages
 
@@ -180,10 +173,14 @@ class Pool:
         self.line = WaitingLine()  # placed, waiting to be sent to prefill instances
         self.board = Board(preemptive=config.preemption != "none")
         self._config = config
+        self._inputs: PlannerInputs | None = None
         self._planner: Planner | None = None
+        self._after: tuple[int, Planner] | None = None  # the last one made for some history
         self._degrees: tuple[int, ...] = (1,)
         self._latency: SpLatency | None = None
-        self._smallest = (0, 0)  # tokens of cache and of context that every prefill instance has
+        self._page = (1, 0)  # tokens and layers of all pages; (1, 0) where they are not alike
+        self.smallest_slots = 0  # of the pages that every prefill instance has
+        self._smallest_context = 0  # tokens
 
     @property
     def is_ready(self) -> bool:
@@ -195,18 +192,51 @@ class Pool:
         """Instances that prefill, mixed ones included."""
         return len(self.prefill) + sum(1 for _ in self._mixed())
 
-    @property
-    def largest_group(self) -> int:
-        """The largest SP degree that groups can have now."""
-        self._prepare()
-        return self._degrees[-1]
+    def shares(self, request: Request) -> dict[int, int]:
+        """By SP degree, the slots that a group's members need in pages for what is to compute.
 
-    @property
-    def planner(self) -> Planner:
-        """Plans over `prefill`, in its order. There must be an instance."""
+        That is as one chunk: growing groups take more of their first members.
+        """
         self._prepare()
+        page_tokens, kv_layers = self._page
+        tokens, kept = request.prompt_tokens - request.kept_tokens, request.kept_tokens
+        return {
+            sp: pages_of_share(tokens, kept, sp, page_tokens, kv_layers) * page_tokens
+            for sp in self._degrees
+        }
+
+    def least_sp(self, shares: dict[int, int]) -> int:
+        """The smallest degree whose shares every instance can hold; the largest, if none is."""
+        fitting = (sp for sp, slots in shares.items() if slots <= self.smallest_slots)
+        return next(fitting, self._degrees[-1])
+
+    def plan(self, request: Request, queue_s: array[float], least_sp: int) -> Plan:
+        """A plan of the configured planner over `prefill`, in its order. There must be one."""
+        self._prepare()
+        history = request.kept_tokens
         assert self._planner is not None
-        return self._planner
+        planner = self._planner
+        if history:
+            assert self._inputs is not None
+            if self._after is None or self._after[0] != history:
+                inputs = replace(self._inputs, history=history)
+                self._after = (history, PLANNERS[self._config.planner](inputs))
+            planner = self._after[1]
+        return planner.plan(request.prompt_tokens - history, queue_s, least_sp)
+
+    def one_chunk(
+        self, request: Request, queue_s: array[float], shares: dict[int, int]
+    ) -> Plan | None:
+        """The quickest plan of one chunk whose members can hold their shares at all."""
+        self._prepare()
+        assert self._inputs is not None
+        able = {
+            sp: [one.could_hold(request, slots) for one in self.prefill.values()]
+            for sp, slots in shares.items()
+        }
+        inputs = replace(self._inputs, history=request.kept_tokens)
+        tokens = request.prompt_tokens - request.kept_tokens
+        return quickest_chunk(inputs, tokens, queue_s, able)
 
     def configure(self, config: SchedulerConfig) -> None:
         """From now on plans are made by these settings of planners."""
@@ -215,16 +245,17 @@ class Pool:
 
     def changed(self) -> None:
         """The instances that take new work are others now."""
-        self._planner = self._latency = None
+        self._inputs = self._planner = self._after = self._latency = None
         self._degrees = (1,)
 
     def predict(self, request: Request) -> None:
-        """Notes what the request's prefill takes, alone on the idle pool."""
+        """Notes what the rest of the request's prefill takes, alone on the idle pool."""
         self._prepare()
-        tokens, degrees = request.prompt_tokens, self._degrees
-        request.predicted_prefill_s = min(self.latency.chunk_s(tokens, 0, sp) for sp in degrees)
+        latency, degrees, kept = self.latency, self._degrees, request.kept_tokens
+        tokens = request.prompt_tokens - kept
+        request.predicted_prefill_s = min(latency.chunk_s(tokens, kept, sp) for sp in degrees)
         least = degrees[0]
-        request.predicted_work_s = least * self.latency.chunk_s(tokens, 0, least)
+        request.predicted_work_s = least * latency.chunk_s(tokens, kept, least)
 
     @property
     def latency(self) -> SpLatency:
@@ -238,11 +269,15 @@ class Pool:
         """Whether a group could take the request once others left."""
         if not self.prefill:
             return any(self._mixed())
-        sp = self.largest_group
-        cache, context = self._smallest
-        if request.attempts == 0 and request.prompt_tokens <= min(cache * sp, context):
+        shares = self.shares(request)
+        is_new = request.attempt <= 1 and not request.attempts
+        in_context = request.prompt_tokens <= self._smallest_context
+        if is_new and in_context and min(shares.values()) <= self.smallest_slots:
             return True  # nobody holds an earlier attempt, and all have the room
-        return sum(p.could_hold(request, sp) for p in self.prefill.values()) >= sp
+        return any(
+            sum(p.could_hold(request, slots) for p in self.prefill.values()) >= sp
+            for sp, slots in shares.items()
+        )
 
     def could_decode(self, request: Request) -> bool:
         return any(d.could_hold(request) for d in self.homes())
@@ -257,18 +292,19 @@ class Pool:
     def _prepare(self) -> None:
         if self._planner is not None or not self.prefill:
             return
+        cards = [p.card for p in self.prefill.values()]
         numbers: dict[str, int] = {}
-        nodes = tuple(
-            numbers.setdefault(p.card.node or p.id, len(numbers)) for p in self.prefill.values()
-        )
-        inputs = PlannerInputs(latency=self.latency, nodes=nodes, config=self._config)
+        nodes = tuple(numbers.setdefault(c.node or c.instance_id, len(numbers)) for c in cards)
+        pages = {(card.page_tokens, card.kv_layers) for card in cards}
+        latency, self._page = self.latency, (cards[0].page_tokens, cards[0].kv_layers)
+        if len(pages) > 1:  # members give pages to each other: they must be alike
+            latency, self._page = latency.limited(1), (1, 0)
+        inputs = PlannerInputs(latency=latency, nodes=nodes, config=self._config)
+        self._inputs = inputs
         self._planner = PLANNERS[self._config.planner](inputs)
         self._degrees = degrees_used(inputs)
-        cards = [p.card for p in self.prefill.values()]
-        self._smallest = (
-            min(card.kv_pages * card.page_tokens for card in cards),
-            min(card.max_context_tokens for card in cards),
-        )
+        self.smallest_slots = min(card.kv_pages * card.page_tokens for card in cards)
+        self._smallest_context = min(card.max_context_tokens for card in cards)
 
 
 class Cluster:
@@ -278,17 +314,27 @@ class Cluster:
         self.instances: dict[str, Instance] = {}
         self.pools: dict[str, Pool] = {}
         self.corrections = Corrections()
-        self._config = config
-        self._live_rate: LiveImprovementRate | None = None
-        if config.improvement_rate < 0.0:
-            self._live_rate = LiveImprovementRate(parse_rates(config.improvement_rates))
-            self._config = replace(config, improvement_rate=STARTING_RATE)
+        self._live_rate = live_rate(config.improvement_rate, config.improvement_rates)
+        self._config = replace(config, improvement_rate=self._live_rate.at(0.0))
+
+    @property
+    def improvement_rate(self) -> float:
+        """What a larger group must cut the TTFT by now."""
+        return self._config.improvement_rate
 
     def arrived(self, now_s: float) -> None:
         """A request arrived: as requests come faster, larger groups have to bring more."""
-        if self._live_rate is None:
-            return
         self._live_rate.arrived(now_s)
+        self._use_rate(now_s)
+
+    def change_rate(self, event: ImprovementRateChanged, now_s: float) -> None:
+        """From now on a rate for good, or a table."""
+        self._live_rate.set_by_hand(event.rate)
+        if event.rate is None:
+            self._live_rate.replace_table(event.rows)
+        self._use_rate(now_s)
+
+    def _use_rate(self, now_s: float) -> None:
         rate = self._live_rate.at(now_s)
         if rate != self._config.improvement_rate:
             self._config = replace(self._config, improvement_rate=rate)

@@ -129,7 +129,9 @@ class SchedulerConfig(_Section):
         2, _within(1, 64), "requests an instance holds, the running one included"
     )
     max_attempts: int = _setting(
-        3, _within(1, 100), "prefills of one request, instance deaths counted"
+        3,
+        _within(1, 100),
+        "prefills of one request, but for those that left decode more to go on from",
     )
     heartbeat_s: float = _setting(1.0, _within(0.01))
     lease_s: float = _setting(5.0, _within(0.05), "silence of a peer that counts as its death")

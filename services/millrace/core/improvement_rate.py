@@ -145,3 +145,10 @@ class LiveImprovementRate:
         self._rates = ImprovementRates(rows=tuple(rows))
         if self._next_s is not None:
             self._next_s = float("-inf")
+
+
+def live_rate(rate: float, table: str) -> LiveImprovementRate:
+    """As settings have it: a `rate`, or one below 0 and the `table` that it is looked up in."""
+    live = LiveImprovementRate(parse_rates(table or f"0:{STARTING_RATE}"))
+    live.set_by_hand(rate if rate >= 0.0 else None)
+    return live

@@ -8,6 +8,7 @@ from millrace.core.board import Board
 from millrace.core.cluster import Cluster, DecodeInstance, Instance, PrefillInstance
 from millrace.core.errors import IntegrityError
 from millrace.core.lifecycle import Lifecycle
+from millrace.core.pages import pages_of_plan
 from millrace.core.request import Request, RequestState
 from millrace.core.waiting_line import WaitingLine
 
@@ -102,7 +103,9 @@ def _check_holdings(instance: Instance, life: Lifecycle) -> None:
         if request is None or instance.id not in _named(request):
             raise IntegrityError(f"{instance.id}: holds {request_id} for nobody")
         if isinstance(instance, PrefillInstance):
-            pages = instance.pages_for(request.chunks)
+            card = instance.card
+            taken = pages_of_plan(request.chunks, card.page_tokens, card.kv_layers)
+            pages = taken[instance.id]
         else:
             pages = instance.pages_for(request)
         _same(f"{instance.id}: pages of {request_id}", holding.pages, pages)
@@ -117,6 +120,7 @@ def _check_request(request: Request, life: Lifecycle) -> None:
     if isinstance(decode, DecodeInstance):
         decodes = request.state is RequestState.DECODING
         _same(f"{request.id}: in the batch", decode.holdings[request.id].decoding, decodes)
+    _check_prefix(request)
     if request.state is RequestState.QUEUED:
         _same(f"{request.id}: chunks", request.chunks, ())
         pool = life.cluster.pool_of(decode) if decode is not None else None
@@ -124,10 +128,33 @@ def _check_request(request: Request, life: Lifecycle) -> None:
         if request.id not in line or life.line_of.get(request.id) is not line:
             raise IntegrityError(f"{request.id}: waits in no line, or in the wrong one")
     if request.state is RequestState.PREFILLING:
-        for instance_id in _named(request) - {request.decode_id}:
+        for instance_id in _computing(request, life):
             prefill = instances.get(instance_id)
             if prefill is None or life.served(request.id, prefill) is not request:
                 raise IntegrityError(f"{request.id}: prefills at {instance_id}, which lacks it")
+
+
+def _computing(request: Request, life: Lifecycle) -> set[str]:
+    """Prefill instances that the request still needs: members may have done their part."""
+    tasks = life.board_of[request.id].tasks[request.id] if request.id in life.board_of else ()
+    members = {member.id for task in tasks for member in task.members}
+    return members | ({request.chunks[0].instance_ids[0]} - {request.decode_id})
+
+
+def _check_prefix(request: Request) -> None:
+    """What decode keeps is the beginning of what has landed, and chunks go on behind it."""
+    name, kept = request.id, request.kept_tokens
+    if not 0 <= kept <= request.landed_tokens <= request.prompt_tokens:
+        raise IntegrityError(
+            f"{name}: {kept} tokens are kept of {request.landed_tokens} that landed, "
+            f"of {request.prompt_tokens}"
+        )
+    if request.chunks:
+        _same(f"{name}: where its chunks begin", request.chunks[0].start_token, kept)
+        tokens = sum(chunk.num_tokens for chunk in request.chunks)
+        _same(f"{name}: tokens of its chunks", tokens, request.prompt_tokens - kept)
+    if kept and request.decode_id is None:
+        raise IntegrityError(f"{name}: {kept} tokens are kept nowhere")
 
 
 def _check_line(name: str, line: WaitingLine) -> None:

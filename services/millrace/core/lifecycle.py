@@ -11,14 +11,28 @@ from collections.abc import Iterator, Sequence
 from itertools import count
 
 from millrace.core.board import Board
-from millrace.core.cluster import Cluster, DecodeInstance, Holding, Instance, Pool
+from millrace.core.cluster import (
+    Cluster,
+    DecodeInstance,
+    Holding,
+    Instance,
+    Pool,
+    PrefillInstance,
+)
 from millrace.core.config import SchedulerConfig
-from millrace.core.effects import CancelOn, Effect, Fail, Record
+from millrace.core.effects import AdmitDecode, CancelOn, Effect, Fail, Record
 from millrace.core.priority import POLICIES, PriorityKey
 from millrace.core.request import Request, RequestState
 from millrace.core.waiting_line import WaitingLine
 
 _HAS_TOKEN = frozenset({RequestState.TRANSFERRING, RequestState.DECODING, RequestState.FINISHED})
+
+
+#: Decode keeps a prefix for the next attempt from so many tokens on: fewer are computed in less
+#: time than it takes to write them back. An attempt that left so many more than it found is not one
+#: of `max_attempts`: a long prompt gets on from one death to the next, and a request that gets
+#: nowhere still ends.
+MIN_KEPT_TOKENS = 64
 
 
 class Lifecycle:
@@ -85,7 +99,24 @@ class Lifecycle:
 
     def record(self, request: Request) -> None:
         self.effects.append(
-            Record(request_id=request.id, state=request.state, decode_id=request.decode_id)
+            Record(
+                request_id=request.id,
+                state=request.state,
+                decode_id=request.decode_id,
+                kv_tokens=request.landed_tokens,
+            )
+        )
+
+    def admit(self, request: Request) -> None:
+        """Tells decode of the request's next attempt."""
+        assert request.decode_id is not None  # only placed requests are attempted
+        self.effects.append(
+            AdmitDecode(
+                instance_id=request.decode_id,
+                request_id=request.id,
+                attempt=request.attempt,
+                kept_tokens=request.kept_tokens,
+            )
         )
 
     def served(self, request_id: str, instance: Instance) -> Request | None:
@@ -95,12 +126,41 @@ class Lifecycle:
 
     # ---- ends and second attempts
 
-    def lost(self, request: Request, instance: Instance, why: str) -> None:
-        """An instance can't do its part. Prefilled again unless token one may be out."""
-        if request.state in (RequestState.QUEUED, RequestState.PREFILLING):
-            self.retry(request, why, instance)
+    def lost(self, request: Request, instance: Instance, why: str, kept_tokens: int = 0) -> None:
+        """An instance can't do its part. Prefilled again unless token one may be out.
+
+        Prefill's loss costs what has not landed at decode; decode says itself what it keeps, and
+        if it keeps anything, waits to be told what to do with it.
+        """
+        reporter: Instance | None = None if kept_tokens else instance
+        if isinstance(instance, PrefillInstance):
+            kept_tokens = request.landed_tokens
+        if request.state not in (RequestState.QUEUED, RequestState.PREFILLING):
+            self.fail(request, f"{why} after the first token", reporter)
+        elif kept_tokens >= MIN_KEPT_TOKENS and request.resumable:
+            self._resume(request, why, instance, kept_tokens)
         else:
-            self.fail(request, f"{why} after the first token", instance)
+            self.retry(request, why, reporter)
+
+    def _resume(self, request: Request, why: str, reporter: Instance, kept_tokens: int) -> None:
+        """Back to the pool's line, in its old place, to go on behind what decode keeps."""
+        kept_tokens = min(kept_tokens, request.prompt_tokens - 1)  # token one wants its last hidden
+        if request.state is RequestState.PREFILLING:
+            request.attempts -= kept_tokens >= request.kept_tokens + MIN_KEPT_TOKENS
+        if request.attempts >= self.config.max_attempts:
+            self.retry(request, why, reporter if isinstance(reporter, PrefillInstance) else None)
+            return
+        decode = self.cluster.instances[request.decode_id or ""]
+        self._withdraw(request, why, reporter, but=decode)
+        self._forget_plan(request)
+        request.kept_tokens = request.landed_tokens = kept_tokens
+        request.attempt += 1
+        pool = self.cluster.pool_of(decode)
+        if pool.prefill:
+            pool.predict(request)
+        self.admit(request)
+        self.record(request)
+        self.enqueue(request, pool.line)
 
     def retry(self, request: Request, why: str, reporter: Instance | None = None) -> None:
         """Back to the line, in its old place, unless it had all its attempts."""
@@ -108,7 +168,13 @@ class Lifecycle:
             self.fail(request, f"{why}; {request.attempts} attempts were made", reporter)
             return
         self._withdraw(request, why, reporter)
+        self._forget_plan(request)
         request.decode_id = None
+        request.kept_tokens = request.landed_tokens = 0
+        self.record(request)
+        self.enqueue(request, self.unplaced)
+
+    def _forget_plan(self, request: Request) -> None:
         request.chunks = ()
         request.chunks_done = 0
         request.dispatched_s = None
@@ -116,8 +182,6 @@ class Lifecycle:
         request.running_since_s = None
         if request.state is not RequestState.QUEUED:
             request.advance(RequestState.QUEUED)
-        self.record(request)
-        self.enqueue(request, self.unplaced)
 
     def fail(self, request: Request, message: str, reporter: Instance | None = None) -> None:
         self.effects.append(Fail(request_id=request.id, proxy_id=request.proxy_id, message=message))
@@ -144,14 +208,21 @@ class Lifecycle:
             del self.by_proxy[request.proxy_id]
         self.advance(request, state)
 
-    def _withdraw(self, request: Request, reason: str | None, reporter: Instance | None) -> None:
+    def _withdraw(
+        self,
+        request: Request,
+        reason: str | None,
+        reporter: Instance | None,
+        but: Instance | None = None,
+    ) -> None:
+        """The request lets go of all instances `but` one."""
         if request.state is RequestState.QUEUED:
             self.unqueue(request)
         self.drop_tasks(request)
         limit_s = self.now_s + self.config.release_timeout_s
         for instance in self._instances_of(request):
             holding = instance.holdings.get(request.id)
-            if holding is None or holding.leaving:
+            if holding is None or holding.leaving or instance is but:
                 continue
             holding.leaving = True
             self._leaving.append((limit_s, instance, holding, request.id))
@@ -167,6 +238,17 @@ class Lifecycle:
             return False
         board.remove(request.id)
         return True
+
+    def computed(self, request: Request) -> None:
+        """All of the prompt is computed: token one is known."""
+        if request.state is RequestState.PREFILLING:
+            self.advance(request, RequestState.TRANSFERRING)
+
+    def did_part(self, request: Request, instance: Instance) -> None:
+        """A member has nothing of the request any more, which others still compute."""
+        board = self.board_of.get(request.id)
+        if board is not None and isinstance(instance, PrefillInstance):
+            board.leave(request.id, instance)
 
     def _instances_of(self, request: Request) -> Iterator[Instance]:
         ids = dict.fromkeys(i for chunk in request.chunks for i in chunk.instance_ids)

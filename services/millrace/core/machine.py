@@ -8,14 +8,21 @@ holdings at the instances (`cluster`), which outlive it:
 
 - a prefill's task slot is freed by the chunk's ChunkFinished, or when the request ends or is sent
   elsewhere;
-- a prefill's pages are freed by RequestReleased;
+- a prefill's pages are freed by RequestReleased: of a group's members but the leader while others
+  still compute, if the member says that its part is `complete`;
 - a decode's pages are freed by RequestFinished (of any reason) or RequestReleased;
 - all of it by the instance's death, or `release_timeout_s` after the request let go of it.
 
 So a worker that reports RequestFailed reports RequestReleased too, once the pages are free. A
-request is never sent to an instance that still holds an earlier attempt of it: an event speaks of
-the one attempt that its instance holds. Events of unknown requests, of earlier lives of an
-instance, duplicates and late ones change nothing and are counted in `ignored`.
+request is never sent to a prefill instance that still holds an earlier attempt of it: an event
+speaks of the one attempt that its instance holds.
+
+When a prefill instance is lost, the request keeps its decode instance and the KV of the first
+tokens, which landed there: the next attempt computes the rest. Decode's reports say which attempt
+they mean, for one of them may be on its way when the next begins.
+
+Events of unknown requests, of earlier lives of an instance, of earlier attempts, duplicates and
+late ones change nothing and are counted in `ignored`.
 """
 
 from __future__ import annotations
@@ -25,32 +32,19 @@ from typing import Any
 
 from millrace.core import events, integrity
 from millrace.core.admission import refusal
-from millrace.core.board import Task
 from millrace.core.cluster import Cluster, DecodeInstance, Instance, Pool, PrefillInstance
+from millrace.core.computing import Computing
 from millrace.core.config import SchedulerConfig
 from millrace.core.effects import Effect, Refuse
 from millrace.core.lifecycle import Lifecycle, still_needs
 from millrace.core.request import TRANSITIONS, Request, RequestState
 from millrace.core.rounds import Rounds
-
-_OfHolder = events.RequestReleased | events.RequestFinished | events.RequestFailed
-_OfInstance = (
-    _OfHolder
-    | events.InstanceLeft
-    | events.InstanceDraining
-    | events.LoadReported
-    | events.ChunkStarted
-    | events.ChunkFinished
-    | events.ChunkSuspended
-    | events.DecodeStarted
-)
+from millrace.core.speakers import Speakers
 
 #: Deadline of token one where a request has no objective: after this many times its prefill alone,
 #: and this many seconds at least (the constants that Medha's authors released).
 DEADLINE_FACTOR = 1.5
 LEAST_DEADLINE_S = 0.5
-
-_OfChunk = events.ChunkStarted | events.ChunkSuspended | events.ChunkFinished
 
 
 class Machine:
@@ -59,9 +53,10 @@ class Machine:
     def __init__(self, config: SchedulerConfig) -> None:
         self.config = config
         self.cluster = Cluster(config)
-        self.ignored = 0  # events that changed nothing
         self._life = Lifecycle(config, self.cluster)
         self._rounds = Rounds(self._life)
+        self._speakers = Speakers(self.cluster)
+        computing = Computing(self._life, self._rounds, self._speakers)
         self._handlers: dict[type, Callable[[Any], None]] = {
             events.InstanceJoined: self._joined,
             events.InstanceLeft: self._left,
@@ -70,14 +65,16 @@ class Machine:
             events.Submitted: self._submitted,
             events.CancelRequested: self._cancel,
             events.ProxyLeft: self._proxy_left,
-            events.ChunkStarted: self._chunk_started,
-            events.ChunkFinished: self._chunk_finished,
-            events.ChunkSuspended: self._chunk_suspended,
+            events.ChunkStarted: computing.started,
+            events.ChunkFinished: computing.finished,
+            events.ChunkSuspended: computing.suspended,
             events.RequestReleased: self._released,
+            events.PrefixLanded: self._prefix_landed,
             events.DecodeStarted: self._decode_started,
             events.RequestFinished: self._finished,
             events.RequestFailed: self._failed,
             events.PolicyChanged: self._policy_changed,
+            events.ImprovementRateChanged: self._rate_changed,
             events.Tick: self._tick,
         }
 
@@ -95,9 +92,19 @@ class Machine:
         return self._life.requests
 
     @property
+    def ignored(self) -> int:
+        """Events that changed nothing."""
+        return self._speakers.ignored
+
+    @property
     def policy(self) -> str:
         """The priority policy in force: `config.policy`, or what it was changed to."""
         return self._life.policy.name
+
+    @property
+    def improvement_rate(self) -> float:
+        """What a larger group must cut the TTFT by now, as a share."""
+        return self.cluster.improvement_rate
 
     @property
     def queued(self) -> int:
@@ -139,7 +146,7 @@ class Machine:
     def _joined(self, event: events.InstanceJoined) -> None:
         known = self.cluster.instances.get(event.instance_id)
         if known is not None and known.card.generation >= event.generation:
-            self.ignored += 1
+            self._speakers.ignored += 1
             return
         if known is not None:
             self._leave(known)
@@ -147,7 +154,7 @@ class Machine:
         self._rounds.run()
 
     def _left(self, event: events.InstanceLeft) -> None:
-        if (instance := self._speaker(event)) is not None:
+        if (instance := self._speakers.current(event)) is not None:
             self._leave(instance)
             self._rounds.run()
 
@@ -166,20 +173,24 @@ class Machine:
         self.cluster.drop_if_empty(instance.card.model_hash)
 
     def _draining(self, event: events.InstanceDraining) -> None:
-        instance = self._speaker(event)
+        instance = self._speakers.current(event)
         if instance is not None and not instance.draining:
             self.cluster.drain(instance)
             self._unplace_unserved(self.cluster.pool_of(instance))
             self._rounds.run()
 
     def _unplace_unserved(self, pool: Pool) -> None:
-        """Without a prefill instance for its model a decode instance is no place to wait at."""
+        """Without a prefill instance for its model a decode instance is no place to wait at.
+
+        Unless it keeps what an earlier attempt computed: that is worth the wait.
+        """
         if not (pool.is_ready and pool.prefill):
             for request in list(pool.line):
-                self._life.retry(request, "no prefill instance serves this model now")
+                if not request.kept_tokens:
+                    self._life.retry(request, "no prefill instance serves this model now")
 
     def _load(self, event: events.LoadReported) -> None:
-        if (instance := self._speaker(event)) is not None:
+        if (instance := self._speakers.current(event)) is not None:
             instance.running = event.running
             instance.waiting = event.waiting
 
@@ -188,7 +199,7 @@ class Machine:
     def _submitted(self, event: events.Submitted) -> None:
         request = event.request
         if request.id in self.requests:
-            self.ignored += 1
+            self._speakers.ignored += 1
             return
         refused = refusal(request, self.cluster, self.queued, self.queued_s, self.config)
         if refused is not None:
@@ -214,7 +225,7 @@ class Machine:
     def _cancel(self, event: events.CancelRequested) -> None:
         request = self.requests.get(event.request_id)
         if request is None:
-            self.ignored += 1
+            self._speakers.ignored += 1
             return
         # A proxy that met a stop string has the whole answer.
         complete = event.reason == "stop" and request.state is not RequestState.QUEUED
@@ -229,87 +240,18 @@ class Machine:
 
     # ---- what workers say
 
-    def _chunk_started(self, event: events.ChunkStarted) -> None:
-        found = self._computing(event)
-        if found is not None:
-            task, request = found
-            if task.started_s is None:
-                task.started_s = self._life.now_s
-            if request.running_since_s is None:
-                request.running_since_s = self._life.now_s
-
-    def _chunk_suspended(self, event: events.ChunkSuspended) -> None:
-        found = self._computing(event)
-        if found is not None:
-            task, request = found
-            task.executed_s = event.compute_s
-            task.started_s = request.running_since_s = None
-            request.executed_s = self._executed_s(request) + event.compute_s
-
-    def _chunk_finished(self, event: events.ChunkFinished) -> None:
-        found = self._computing(event)
-        if found is None:
-            return
-        task, request = found
-        board = self._life.board_of[request.id]
-        done = board.finish(task, request)
-        request.chunks_done = event.chunk_index + 1
-        request.executed_s = self._executed_s(request)
-        request.running_since_s = None
-        if request.chunks_done == len(request.chunks):
-            self._life.board_of.pop(request.id)
-            self._computed(request)
-        if done:
-            self._learn(task, event.compute_s)
-            self._rounds.dispatch()
-
-    def _learn(self, task: Task, compute_s: float) -> None:
-        """Corrects what is predicted of the leader. Batches are predicted on the safe side."""
-        if not task.batched:
-            self.cluster.corrections.observe(
-                task.members[0].id, predicted_s=task.modelled_s, observed_s=compute_s
-            )
-
-    def _computing(self, event: _OfChunk) -> tuple[Task, Request] | None:
-        """The task the event speaks of, if its leader speaks and the request still needs it."""
-        instance = self._speaker(event)
-        if instance is None:
-            return None
-        if isinstance(instance, DecodeInstance) and instance.card.role == "mixed":
-            self._mixed_said(event, instance)
-            return None
-        board = self._life.board_of.get(event.request_id)
-        if board is not None:
-            task = board.find(event.request_id, event.chunk_index)
-            if task is not None and task.members[0] is instance and task.ready:
-                return task, self.requests[event.request_id]
-        self.ignored += 1
-        return None
-
-    def _mixed_said(self, event: _OfChunk, instance: DecodeInstance) -> None:
-        """A mixed instance orders its own work: only the end of a prefill matters here."""
-        request = self._life.served(event.request_id, instance)
-        if isinstance(event, events.ChunkFinished) and request is not None:
-            self._computed(request)
-        else:
-            self.ignored += request is None
-
-    def _executed_s(self, request: Request) -> float:
-        """Predicted seconds of the request's finished chunks."""
-        left = self._life.board_of[request.id].tasks.get(request.id, ())
-        return request.predicted_prefill_s - sum(task.predicted_s for task in left)
-
-    def _computed(self, request: Request) -> None:
-        """All of the prompt is computed: token one is known."""
-        if request.state is RequestState.PREFILLING:
-            self._life.advance(request, RequestState.TRANSFERRING)
-
     def _released(self, event: events.RequestReleased) -> None:
-        instance = self._holder(event)
+        instance = self._speakers.holder(event)
         if instance is None:
             return
         request = self._life.served(event.request_id, instance)
+        if request is not None and self._speakers.is_of_earlier(event, request, instance):
+            return
         instance.release(event.request_id)
+        if request is not None and _did_its_part(event, request, instance):
+            self._life.did_part(request, instance)
+            self._rounds.run()
+            return
         # A prefill instance that let go of a computed request has sent all of its cache.
         computed = request is not None and request.state is not RequestState.PREFILLING
         if request is not None and not (computed and isinstance(instance, PrefillInstance)):
@@ -320,28 +262,53 @@ class Machine:
         else:
             self._rounds.room_made(instance)
 
+    def _prefix_landed(self, event: events.PrefixLanded) -> None:
+        instance = self._speakers.holder(event)
+        if instance is None:
+            return
+        request = self._life.served(event.request_id, instance)
+        tokens = min(event.tokens, request.prompt_tokens) if request is not None else 0
+        if (
+            request is None
+            or not isinstance(instance, DecodeInstance)
+            or self._speakers.is_of_earlier(event, request, instance)
+            or request.state is RequestState.QUEUED
+            or tokens <= request.landed_tokens
+        ):
+            self._speakers.ignored += 1
+            return
+        request.landed_tokens = tokens
+        self._life.record(request)
+
     def _decode_started(self, event: events.DecodeStarted) -> None:
-        instance = self._speaker(event)
+        instance = self._speakers.current(event)
         request = None
         if isinstance(instance, DecodeInstance):
             request = self._life.served(event.request_id, instance)
-        if request is None or RequestState.DECODING not in TRANSITIONS[request.state]:
-            self.ignored += instance is not None
+        if (
+            request is None
+            or RequestState.DECODING not in TRANSITIONS[request.state]
+            or _never_computed(request)
+        ):
+            self._speakers.ignored += instance is not None
             return
         assert isinstance(instance, DecodeInstance)  # or it would serve no request here
         instance.start(request.id)
+        if request.state is RequestState.QUEUED:  # all had landed before the death of prefill
+            self._life.unqueue(request)
+        request.landed_tokens = request.prompt_tokens
         self._life.advance(request, RequestState.DECODING)
 
     def _finished(self, event: events.RequestFinished) -> None:
-        instance = self._holder(event)
+        instance = self._speakers.holder(event)
         if not isinstance(instance, DecodeInstance):
-            self.ignored += instance is not None
+            self._speakers.ignored += instance is not None
             return
         request = self._life.served(event.request_id, instance)
         instance.release(event.request_id)
         computing = event.request_id in self._life.board_of  # prefill's news may be late
         if request is not None:
-            if event.reason != "cancelled" and request.state is not RequestState.QUEUED:
+            if event.reason != "cancelled" and not _never_computed(request):
                 self._life.end(request, RequestState.FINISHED, None)
             else:
                 self._life.lost(request, instance, f"decode {instance.id} gave up")
@@ -352,16 +319,19 @@ class Machine:
             self._rounds.room_made(instance)
 
     def _failed(self, event: events.RequestFailed) -> None:
-        instance = self._holder(event)
+        instance = self._speakers.holder(event)
         if instance is None:
             return
         request = self._life.served(event.request_id, instance)
+        if request is not None and self._speakers.is_of_earlier(event, request, instance):
+            return
         if request is not None and still_needs(request, instance):
             why = f"{instance.card.role} {instance.id}: {event.message}"
+            kept = event.kept_tokens if isinstance(instance, DecodeInstance) else 0
             if event.retryable:
-                self._life.lost(request, instance, why)
+                self._life.lost(request, instance, why, kept)
             else:
-                self._life.fail(request, why, instance)
+                self._life.fail(request, why, None if kept else instance)
         elif request is not None:
             self._life.drop_tasks(request)
         self._rounds.run()
@@ -370,23 +340,26 @@ class Machine:
         self._life.change_policy(event.policy)
         self._rounds.run()
 
+    def _rate_changed(self, event: events.ImprovementRateChanged) -> None:
+        self.cluster.change_rate(event, self._life.now_s)
+        self._rounds.run()
+
     def _tick(self, event: events.Tick) -> None:
         del event  # the time is all it says
         self._life.expire()
         self._rounds.run()
 
-    # ---- who speaks
 
-    def _speaker(self, event: _OfInstance) -> Instance | None:
-        """The instance, unless the scheduler knows no such life of it."""
-        instance = self.cluster.current(event.instance_id, event.generation)
-        self.ignored += instance is None
-        return instance
+def _did_its_part(event: events.RequestReleased, request: Request, instance: Instance) -> bool:
+    """Whether a member lets go of a request that others of its group still compute."""
+    return (
+        isinstance(instance, PrefillInstance)
+        and event.complete
+        and request.state is RequestState.PREFILLING
+        and instance.id != request.chunks[0].instance_ids[0]
+    )
 
-    def _holder(self, event: _OfHolder) -> Instance | None:
-        """The instance, if it holds the request."""
-        instance = self._speaker(event)
-        if instance is None or event.request_id in instance.holdings:
-            return instance
-        self.ignored += 1
-        return None
+
+def _never_computed(request: Request) -> bool:
+    """Whether decode can't have all of the prompt's KV: no attempt was begun."""
+    return request.state is RequestState.QUEUED and not request.kept_tokens

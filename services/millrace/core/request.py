@@ -29,11 +29,11 @@ _ENDS = frozenset({RequestState.FINISHED, RequestState.FAILED, RequestState.CANC
 #: Every legal step. A state maps to those that may follow it.
 #: PREFILLING -> QUEUED is a re-prefill after a death. Once all chunks are computed token one may
 #: be out, so nothing leads back from TRANSFERRING. Decode's news may overtake prefill's (they come
-#: over different streams), and a request whose first token is also its last never decodes.
+#: over different streams) and the news of prefill's death, which led back to QUEUED; a request
+#: whose first token is also its last never decodes.
 TRANSITIONS: MappingProxyType[RequestState, frozenset[RequestState]] = MappingProxyType(
     {
-        RequestState.QUEUED: frozenset({RequestState.PREFILLING})
-        | (_ENDS - {RequestState.FINISHED}),
+        RequestState.QUEUED: frozenset({RequestState.PREFILLING, RequestState.DECODING}) | _ENDS,
         RequestState.PREFILLING: frozenset(
             {RequestState.QUEUED, RequestState.TRANSFERRING, RequestState.DECODING}
         )
@@ -90,7 +90,11 @@ class Request:
     chunks: tuple[Chunk, ...] = ()
     chunks_done: int = 0
     decode_id: str | None = None
-    attempts: int = 0
+    resumable: bool = True  # an attempt may go on behind what earlier ones left at decode
+    attempt: int = 0  # number of the last one that decode was told of
+    attempts: int = 0  # sent to prefill, without those that left decode more than they found
+    kept_tokens: int = 0  # first tokens whose KV decode keeps for this attempt: chunks begin there
+    landed_tokens: int = 0  # first tokens whose KV decode has, as it last said
     dispatched_s: float | None = None
     first_token_s: float | None = None
     finished_s: float | None = None

@@ -7,15 +7,18 @@ instances, and orders a preemption or a resumption where something else than wha
 
 from __future__ import annotations
 
+from array import array
+from dataclasses import dataclass
 from itertools import islice
 
 from millrace.core.batching import batch
 from millrace.core.board import Rank, Task, masks
 from millrace.core.cluster import DecodeInstance, Instance, Pool, PrefillInstance
 from millrace.core.decode_placement import freest
-from millrace.core.effects import AdmitDecode, Place, RunPrefill
+from millrace.core.effects import Place, RunPrefill
 from millrace.core.lifecycle import Lifecycle
-from millrace.core.planning.plan import PlannedChunk
+from millrace.core.pages import pages_of_plan
+from millrace.core.planning.plan import Plan
 from millrace.core.request import Chunk, Request, RequestState
 
 #: So many requests at the head may wait for a decode instance's pages while later ones go ahead.
@@ -31,6 +34,15 @@ NO_ROOM_S = 1e9
 
 #: So many requests behind the head are looked at for a batch with it.
 MAX_BATCHED = 64
+
+
+@dataclass(frozen=True, slots=True)
+class _Planned:
+    """Chunks, and the pages that they take at each instance of the last one's group."""
+
+    chunks: tuple[Chunk, ...]
+    pages: dict[str, int]
+    plan: Plan
 
 
 class Rounds:
@@ -107,7 +119,8 @@ class Rounds:
         life.unqueue(request)
         decode.hold(request)
         request.decode_id = decode.id
-        if request.attempts or len(self._cluster.pools) > 1:
+        request.attempt += 1
+        if request.attempt > 1 or len(self._cluster.pools) > 1:
             pool.predict(request)  # by the pool that it goes to: it may be another one now
         life.effects.append(
             Place(
@@ -117,7 +130,7 @@ class Rounds:
                 predicted_ttft_s=self._predicted_ttft_s(request, pool),
             )
         )
-        life.effects.append(AdmitDecode(instance_id=decode.id, request_id=request.id))
+        life.admit(request)
         life.record(request)
         if decode.card.role != "mixed":
             life.enqueue(request, pool.line)
@@ -125,7 +138,7 @@ class Rounds:
             whole = Chunk(
                 index=0, start_token=0, num_tokens=request.prompt_tokens, instance_ids=(decode.id,)
             )
-            self._send(request, (whole,))
+            self._send(request, (whole,), {})
 
     def _predicted_ttft_s(self, request: Request, pool: Pool) -> float:
         """Work ahead plus the request's own.
@@ -148,9 +161,9 @@ class Rounds:
         index = 0
         while index < len(pool.line) and pool.prefill:
             request = pool.line[index]
-            chunks = self._plan(request, pool, kept)
-            if chunks is not None:
-                self._start(request, chunks, pool)
+            planned = self._plan(request, pool, kept)
+            if planned is not None:
+                self._start(request, planned, pool)
             elif not pool.could_prefill(request):
                 index += 1  # an earlier attempt is still wherever it could go
                 pool.lacks_pages = True
@@ -165,19 +178,20 @@ class Rounds:
     def _waits_for(self, request: Request, pool: Pool, kept: set[str]) -> list[str]:
         """Instances whose pages the request keeps: the freest, where no group has the pages now."""
         others = [one for one in pool.prefill.values() if one.id not in kept]
-        if not others or any(one.has_room(request, pool.largest_group) for one in others):
+        shares = pool.shares(request)
+        least = min(shares.values())
+        if any(one.free_slots >= least and one.takes(request) for one in others):
             return []
         others.sort(key=lambda one: (-one.free_pages, one.id))
-        return [one.id for one in others[: self._least_sp(request, others)]]
+        return [one.id for one in others[: pool.least_sp(shares)]]
 
-    def _plan(self, request: Request, pool: Pool, kept: set[str]) -> tuple[Chunk, ...] | None:
+    def _plan(self, request: Request, pool: Pool, kept: set[str]) -> _Planned | None:
         """Chunks of which the first can be taken in now, or None; on no instance that is `kept`.
 
         That is when its instances have a task slot among the tasks that go before the request, and
-        all instances of the plan have the pages for their shares. A group smaller than the largest
-        needs more pages of each member: where they are not there, the plan is made again without
-        the instances that lack them, and then for a larger group, whose members need fewer.
-        Planned but not taken in, a request is planned anew next time.
+        all instances of the plan have the pages that they need. Where they have not, the plan is
+        made again without the instances that lack them, and then for a larger group, whose members
+        need fewer. Planned but not taken in, a request is planned anew next time.
         """
         instances = list(pool.prefill.values())
         rank: Rank = (pool.line.key(request), request.order, 0)
@@ -186,49 +200,63 @@ class Rounds:
         if not any(slots):
             return None
         queue_s = board.queue_s(instances, rank, self._life.now_s)
-        largest = pool.largest_group
-        tokens, request_id = request.prompt_tokens, request.id
+        shares = pool.shares(request)
+        least, tokens, request_id = min(shares.values()), request.prompt_tokens, request.id
         for index, one in enumerate(instances):
-            # As `has_room`, written out: this is looked at for every instance and plan.
+            # As `free_slots` and `takes`, written out: looked at for every instance and plan.
             card = one.card
             if (
-                (card.kv_pages - one.used_pages) * card.page_tokens * largest < tokens
+                (card.kv_pages - one.used_pages) * card.page_tokens < least
                 or tokens > card.max_context_tokens
                 or request_id in one.holdings
                 or one.id in kept
             ):
                 queue_s[index] = NO_ROOM_S
                 pool.lacks_pages = True
-        least_sp = self._least_sp(request, instances)
+        least_sp = pool.least_sp(shares)
         waiting_s = queue_s
         for attempt in range(3):
-            plan = pool.planner.plan(request.prompt_tokens, queue_s, least_sp)
-            chunks = _chunks(plan.chunks, instances)
+            found = self._planned(request, pool, queue_s, least_sp, shares)
+            if found is None:
+                return None
+            members = found.plan.chunks[-1].members
             if all(
                 queue_s[member] < NO_ROOM_S
-                and instances[member].pages_for(chunks) <= instances[member].free_pages
-                for member in plan.chunks[-1].members
+                and found.pages[instances[member].id] <= instances[member].free_pages
+                for member in members
             ):
-                return chunks if all(slots[member] for member in plan.chunks[0].members) else None
+                first = found.plan.chunks[0].members
+                return found if all(slots[member] for member in first) else None
             if attempt == 1:
-                queue_s, least_sp = waiting_s, len(plan.chunks[-1].members) + 1
+                queue_s, least_sp = waiting_s, len(members) + 1
                 continue
             queue_s = queue_s[:]
+            most = max(found.pages.values())
             for index, one in enumerate(instances):
-                if one.pages_for(chunks) > one.free_pages:
+                if one.free_pages < most:
                     queue_s[index] = NO_ROOM_S
                     pool.lacks_pages = True
         return None
 
-    def _least_sp(self, request: Request, instances: list[PrefillInstance]) -> int:
-        """The smallest group whose members can hold their shares at all."""
-        room = min(instance.card.kv_pages * instance.card.page_tokens for instance in instances)
-        return -(-request.prompt_tokens // max(room, 1))
+    def _planned(
+        self,
+        request: Request,
+        pool: Pool,
+        queue_s: array[float],
+        least_sp: int,
+        shares: dict[int, int],
+    ) -> _Planned | None:
+        """A plan that its members could take in once all others left; None where there is none."""
+        found = _planned(request, pool, pool.plan(request, queue_s, least_sp))
+        if all(pages <= pool.prefill[i].card.kv_pages for i, pages in found.pages.items()):
+            return found
+        chunk = pool.one_chunk(request, queue_s, shares)
+        return None if chunk is None else _planned(request, pool, chunk)
 
-    def _start(self, request: Request, chunks: tuple[Chunk, ...], pool: Pool) -> None:
+    def _start(self, request: Request, planned: _Planned, pool: Pool) -> None:
         """Sends the request, and others that are computed together with it."""
-        key = pool.line.key(request)
-        together = self._batch(request, chunks, pool)
+        key, chunks = pool.line.key(request), planned.chunks
+        together = self._batch(request, planned, pool)
         for one in (request, *together):
             self._life.unqueue(one)
         tasks: list[Task] = []
@@ -252,7 +280,7 @@ class Rounds:
             )
         request.predicted_prefill_s = sum(task.predicted_s for task in tasks)
         request.predicted_work_s = sum(task.predicted_s * len(task.members) for task in tasks)
-        self._send(request, chunks)
+        self._send(request, chunks, planned.pages)
         for other in together:
             alone = Chunk(
                 index=0,
@@ -260,37 +288,44 @@ class Rounds:
                 num_tokens=other.prompt_tokens,
                 instance_ids=chunks[0].instance_ids,
             )
-            self._send(other, (alone,))
+            card = pool.prefill[alone.instance_ids[0]].card
+            self._send(other, (alone,), pages_of_plan((alone,), card.page_tokens, 0))
         for one in (request, *together):
             self._life.board_of[one.id] = pool.board
         pool.board.add(tasks)
 
-    def _batch(self, head: Request, chunks: tuple[Chunk, ...], pool: Pool) -> list[Request]:
-        """Requests behind `head` in the line that are computed in one pass with it."""
-        budget = self._config.batch_tokens
-        if len(chunks) > 1 or head.prompt_tokens >= budget:
+    def _batch(self, head: Request, planned: _Planned, pool: Pool) -> list[Request]:
+        """Requests behind `head` in the line that are computed in one pass with it.
+
+        Whole prompts on one instance only: a group's pass is laid out for one prompt.
+        """
+        budget, chunks = self._config.batch_tokens, planned.chunks
+        if head.prompt_tokens >= budget or head.kept_tokens:
             return []
-        latency, sp = pool.latency, len(chunks[0].instance_ids)
+        if len(chunks) > 1 or len(chunks[0].instance_ids) > 1:
+            return []
+        latency = pool.latency
+        behind = (r for r in pool.line if r is not head and not r.kept_tokens)
         found = batch(
             head,
-            islice((r for r in pool.line if r is not head), MAX_BATCHED),
+            islice(behind, MAX_BATCHED),
             budget,
             self._life.now_s,
-            lambda tokens: latency.chunk_s(tokens, 0, sp),
+            lambda tokens: latency.chunk_s(tokens, 0, 1),
         )
         together: list[Request] = []
-        members = [pool.prefill[instance_id] for instance_id in chunks[0].instance_ids]
-        free = min(m.free_pages - m.pages_for(chunks) for m in members)
+        instance = pool.prefill[chunks[0].instance_ids[0]]
+        free = instance.free_pages - planned.pages[instance.id]
         for one in found:
             if one is head:
                 continue
-            pages = max(-(-one.prompt_tokens // (sp * m.card.page_tokens)) for m in members)
-            if pages <= free and all(m.has_room(one, sp) for m in members):
+            pages = -(-one.prompt_tokens // instance.card.page_tokens)
+            if pages <= free and instance.takes(one):
                 together.append(one)
                 free -= pages
         return together
 
-    def _send(self, request: Request, chunks: tuple[Chunk, ...]) -> None:
+    def _send(self, request: Request, chunks: tuple[Chunk, ...], pages: dict[str, int]) -> None:
         assert request.decode_id is not None  # only placed requests are sent
         request.chunks = chunks
         request.attempts += 1
@@ -298,7 +333,7 @@ class Rounds:
         for instance_id in chunks[-1].instance_ids:  # it holds all groups before it
             instance = self._cluster.instances[instance_id]
             if isinstance(instance, PrefillInstance):
-                instance.hold(request)
+                instance.hold(request, pages[instance_id])
             self.commands += 1
             self._life.effects.append(
                 RunPrefill(
@@ -306,17 +341,17 @@ class Rounds:
                     request_id=request.id,
                     chunks=chunks,
                     decode_id=request.decode_id,
+                    attempt=request.attempt,
                 )
             )
         self._life.advance(request, RequestState.PREFILLING)
 
 
-def _chunks(
-    planned: tuple[PlannedChunk, ...], instances: list[PrefillInstance]
-) -> tuple[Chunk, ...]:
+def _planned(request: Request, pool: Pool, plan: Plan) -> _Planned:
+    instances = list(pool.prefill.values())
     chunks = []
-    start = 0
-    for index, part in enumerate(planned):
+    start = request.kept_tokens
+    for index, part in enumerate(plan.chunks):
         chunks.append(
             Chunk(
                 index=index,
@@ -326,4 +361,6 @@ def _chunks(
             )
         )
         start += part.num_tokens
-    return tuple(chunks)
+    card = instances[plan.chunks[0].members[0]].card
+    pages = pages_of_plan(chunks, card.page_tokens, card.kv_layers)
+    return _Planned(tuple(chunks), pages, plan)

@@ -32,7 +32,7 @@ MAX_EVENTS = 16_384
 
 #: What comes with an event: the peer whose stream began or ended, the request's spec, or who waits
 #: for the answer.
-Subject = Worker | Proxy | common_pb2.RequestSpec | asyncio.Future[str] | None
+Subject = Worker | Proxy | common_pb2.RequestSpec | asyncio.Future[Any] | None
 
 _MEMBERSHIP = (events.InstanceJoined, events.InstanceLeft, events.InstanceDraining)
 
@@ -106,6 +106,14 @@ class SchedulerLoop:
         await self.post(event, before)
         return await before
 
+    async def set_improvement_rate(
+        self, event: events.ImprovementRateChanged
+    ) -> tuple[float, float]:
+        """Changes the rate after all that was queued before; returns the one until then, and it."""
+        changed: asyncio.Future[tuple[float, float]] = asyncio.get_running_loop().create_future()
+        await self.post(event, changed)
+        return await changed
+
     def _take(self, event: events.Event) -> None:
         start_s = self.clock()
         self._now_s = start_s
@@ -144,7 +152,19 @@ class SchedulerLoop:
                 self._first_tokens.submitted(request)
             case events.PolicyChanged(), asyncio.Future():
                 self._answer_policy(event.policy, subject)
+            case events.ImprovementRateChanged(), asyncio.Future():
+                self._change_rate(event, subject)
+                return False  # it was taken
         return True
+
+    def _change_rate(
+        self, event: events.ImprovementRateChanged, waiting: asyncio.Future[tuple[float, float]]
+    ) -> None:
+        before = self.machine.improvement_rate
+        self._take(event)
+        log.info("improvement rate %g -> %g", before, self.machine.improvement_rate)
+        if not waiting.cancelled():
+            waiting.set_result((before, self.machine.improvement_rate))
 
     def _answer_policy(self, policy: str, waiting: asyncio.Future[str]) -> None:
         """Who waits goes on after the step that follows: nothing between the two waits."""

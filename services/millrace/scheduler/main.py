@@ -10,8 +10,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from millrace.core.config import Config, SchedulerConfig
-from millrace.core.errors import ConfigError
+from millrace.core.config import Config
 from millrace.scheduler.loop import SchedulerLoop
 from millrace.scheduler.recorder import Recorder
 from millrace.scheduler.recording import Recording
@@ -24,9 +23,6 @@ log = logging.getLogger(__name__)
 
 #: For streams to end, and for the last states to be written, after the drain.
 CLOSE_S = 2.0
-
-#: What the prefill instances can carry out so far; the simulator can do the rest.
-SERVED = {"planner": "least_queue"}
 
 
 async def serve(
@@ -43,7 +39,6 @@ async def serve(
     for `millrace sim replay`. Raises MillraceError when it can't listen, and
     whatever ends the loop: a scheduler that can't decide must not look alive.
     """
-    _check_served(config.scheduler)
     stop = asyncio.Event()
     registry = Registry()
     async with contextlib.AsyncExitStack() as stack:
@@ -104,12 +99,3 @@ async def _end(work: asyncio.Future[Any]) -> None:
     work.cancel()
     with contextlib.suppress(asyncio.CancelledError):
         await work
-
-
-def _check_served(config: SchedulerConfig) -> None:
-    for name, value in SERVED.items():
-        if getattr(config, name) != value:
-            raise ConfigError(
-                f"scheduler.{name} is {getattr(config, name)!r}; prefill instances can carry out "
-                f"{value!r} only so far (`millrace sim` takes every value)"
-            )

@@ -55,6 +55,11 @@ class SchedulerMetrics:
             ("queued_seconds", "predicted prefill of those", lambda: machine.queued_s),
             ("live_requests", "requests that have not ended", lambda: len(machine.requests)),
             ("ignored_messages", "late, doubled or unknown news", lambda: machine.ignored),
+            (
+                "least_gain_ratio",
+                "gain a larger group must bring",
+                lambda: machine.improvement_rate,
+            ),
             ("scheduling_rounds", "rounds so far: at arrivals and ends", lambda: machine.rounds),
             ("prefill_commands", "commands to prefill so far", lambda: machine.commands),
             ("preempted_tasks", "told to yield while they ran", lambda: machine.preemptions),

@@ -29,6 +29,9 @@ ProxyContext = grpc.aio.ServicerContext[
 PolicyContext = grpc.aio.ServicerContext[
     scheduler_pb2.SetPolicyRequest, Awaitable[scheduler_pb2.SetPolicyReply]
 ]
+RateContext = grpc.aio.ServicerContext[
+    scheduler_pb2.SetImprovementRateRequest, Awaitable[scheduler_pb2.SetImprovementRateReply]
+]
 StatusContext = grpc.aio.ServicerContext[
     scheduler_pb2.StatusRequest, Awaitable[scheduler_pb2.StatusReply]
 ]
@@ -141,6 +144,16 @@ class SchedulerServicer(scheduler_pb2_grpc.SchedulerServicer):
             await context.abort(grpc.StatusCode.INVALID_ARGUMENT, str(error))
         before = await self._loop.set_policy(changed)
         return scheduler_pb2.SetPolicyReply(before=before, now=changed.policy)
+
+    async def SetImprovementRate(
+        self, request: scheduler_pb2.SetImprovementRateRequest, context: RateContext
+    ) -> scheduler_pb2.SetImprovementRateReply:
+        try:
+            changed = codec.improvement_rate_changed(request)
+        except codec.MessageError as error:
+            await context.abort(grpc.StatusCode.INVALID_ARGUMENT, str(error))
+        before, now = await self._loop.set_improvement_rate(changed)
+        return scheduler_pb2.SetImprovementRateReply(before=before, now=now)
 
     async def _first(self, messages: AsyncIterator[M]) -> M | None:
         """The stream's first message, None when none comes within a lease."""

@@ -24,7 +24,7 @@ class SchedulerRefused(MillraceError):
 
 
 async def get_settings(address: str) -> dict[str, Any]:
-    """`policy`, `preemption` and `planner` in force, and the `policies` there are.
+    """`policy`, `preemption`, `planner` and `improvement_rate` in force, and the `policies`.
 
     Raises SchedulerUnavailable.
     """
@@ -34,6 +34,7 @@ async def get_settings(address: str) -> dict[str, Any]:
         "policy": reply.policy,
         "preemption": reply.preemption,
         "planner": reply.planner,
+        "improvement_rate": reply.improvement_rate,
         "policies": list(reply.policies),
     }
 
@@ -47,6 +48,22 @@ async def set_policy(address: str, policy: str) -> dict[str, Any]:
         request = scheduler_pb2.SetPolicyRequest(policy=policy)
         reply = await stub.SetPolicy(request, timeout=TIMEOUT_S)
     return {"policy": reply.now, "before": reply.before}
+
+
+async def set_improvement_rate(address: str, wanted: float | str) -> dict[str, Any]:
+    """The `improvement_rate` in force now, and the one `before`.
+
+    `wanted` is a rate for good, or a table ARRIVALS_PER_S:RATE,... to look it up in. Raises
+    SchedulerRefused for a rate or a table that makes no sense, SchedulerUnavailable.
+    """
+    request = (
+        scheduler_pb2.SetImprovementRateRequest(rates=wanted)
+        if isinstance(wanted, str)
+        else scheduler_pb2.SetImprovementRateRequest(rate=wanted)
+    )
+    async with _stub(address) as stub:
+        reply = await stub.SetImprovementRate(request, timeout=TIMEOUT_S)
+    return {"improvement_rate": reply.now, "before": reply.before}
 
 
 @asynccontextmanager

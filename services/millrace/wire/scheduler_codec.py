@@ -12,6 +12,7 @@ from millrace.core import effects, events
 from millrace.core.cluster import Cluster, Instance, PrefillInstance
 from millrace.core.config import SchedulerConfig
 from millrace.core.errors import ConfigError, MillraceError
+from millrace.core.improvement_rate import parse_rates
 from millrace.core.latency import Latency, SpLatency
 from millrace.core.machine import Machine
 from millrace.core.priority import POLICIES
@@ -119,6 +120,7 @@ def request(spec: common_pb2.RequestSpec, *, proxy_id: str, now_s: float) -> Req
             class_name=spec.slo.class_name or "default",
         ),
         arrival_s=now_s,
+        resumable=spec.sampling.prompt_logprobs < 0,  # only one attempt sees all of the prompt
     )
 
 
@@ -133,6 +135,23 @@ def policy_changed(message: scheduler_pb2.SetPolicyRequest) -> events.PolicyChan
     name = message.policy
     _require("policy", name, name in POLICIES, "one of " + ", ".join(POLICIES))
     return events.PolicyChanged(policy=name)
+
+
+def improvement_rate_changed(
+    message: scheduler_pb2.SetImprovementRateRequest,
+) -> events.ImprovementRateChanged:
+    """Raises MessageError for a rate outside 0 to 1, a bad table, and for neither."""
+    match message.WhichOneof("kind"):
+        case "rate":
+            rate = message.rate
+            _require("rate", rate, 0.0 <= rate <= 1.0, "between 0 and 1")
+            return events.ImprovementRateChanged(rate=rate)
+        case "rates":
+            try:
+                return events.ImprovementRateChanged(rows=parse_rates(message.rates).rows)
+            except ConfigError as error:
+                raise MessageError(f"rates is {message.rates!r}: {error}") from None
+    raise MessageError("neither rate nor rates is given")
 
 
 def from_worker(
@@ -311,6 +330,7 @@ def status(
         preemption=machine.config.preemption,
         planner=machine.config.planner,
         policies=POLICIES,
+        improvement_rate=machine.improvement_rate,
     )
 
 

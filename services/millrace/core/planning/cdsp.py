@@ -9,6 +9,7 @@ from array import array
 from typing import TYPE_CHECKING
 
 from millrace.core.errors import ConfigError
+from millrace.core.latency import Latency, Segment
 from millrace.core.planning._cdsp import CdspPlanner
 from millrace.core.planning.cdsp_reference import MIN_CHUNK_TOKENS, usable_degrees
 from millrace.core.planning.plan import Plan, PlannedChunk
@@ -18,18 +19,26 @@ if TYPE_CHECKING:
 
 
 def compiled(inputs: PlannerInputs, min_chunk_tokens: int = MIN_CHUNK_TOKENS) -> CdspPlanner:
-    """The planner in C++ for a pool; it keeps its working memory from plan to plan."""
+    """The planner in C++ for a pool; it keeps its working memory from plan to plan.
+
+    It plans from history 0. History before that adds c C L to any chunk of L tokens (Eq. (1)), so
+    it goes into each segment's b.
+    """
     if min_chunk_tokens < 1:
         raise ConfigError(f"min_chunk_tokens is {min_chunk_tokens}; it must be at least 1")
     numbers = {node: at for at, node in enumerate(sorted(set(inputs.nodes)))}
     models = [(sp, inputs.latency.by_sp[sp]) for sp in usable_degrees(inputs)]
     return CdspPlanner(
         nodes=[numbers[node] for node in inputs.nodes],
-        degrees=[(sp, model.c, model.segments) for sp, model in models],
+        degrees=[(sp, model.c, _after(model, inputs.history)) for sp, model in models],
         min_chunk_tokens=min_chunk_tokens,
         plan_type=Plan,
         chunk_type=PlannedChunk,
     )
+
+
+def _after(model: Latency, history: int) -> list[Segment]:
+    return [(start, a, b + model.c * history, d) for start, a, b, d in model.segments]
 
 
 class Cdsp:

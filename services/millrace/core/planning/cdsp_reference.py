@@ -57,10 +57,11 @@ class Allocation:
 
     chunks: tuple[PlannedChunk, ...] = ()
     end_s: float = 0.0
+    history: int = 0  # tokens before the first chunk
 
     @property
     def tokens(self) -> int:
-        return sum(chunk.num_tokens for chunk in self.chunks)
+        return self.history + sum(chunk.num_tokens for chunk in self.chunks)
 
     @property
     def group(self) -> Group:
@@ -68,7 +69,7 @@ class Allocation:
         return self.chunks[-1].members if self.chunks else ()
 
     def append(self, tokens: int, group: Group, end_s: float) -> Allocation:
-        return Allocation((*self.chunks, PlannedChunk(tokens, group)), end_s)
+        return Allocation((*self.chunks, PlannedChunk(tokens, group)), end_s, self.history)
 
 
 class CdspReference:
@@ -80,20 +81,21 @@ class CdspReference:
         self._nodes = by_node(inputs.nodes)
         self._degrees = usable_degrees(inputs)
         self._min_chunk_tokens = min_chunk_tokens
+        self._begun = Allocation(history=inputs.history)
 
     def plan(self, tokens: int, queue_s: array[float], least_sp: int = 1) -> Plan:
-        """Algorithm 1 for a new request."""
+        """Algorithm 1."""
         last = last_degrees(self._degrees, least_sp)
         found = _Search(self, queue_s, last).schedule(
-            tokens, Allocation(), self._degrees, shortest_first(self._nodes, queue_s)
+            tokens, self._begun, self._degrees, shortest_first(self._nodes, queue_s)
         )
         return Plan(found.chunks, found.end_s)
 
     def plan_single_chunk(self, tokens: int, queue_s: array[float], least_sp: int = 1) -> Plan:
-        """Algorithm 2 for a new request."""
+        """Algorithm 2."""
         last = last_degrees(self._degrees, least_sp)
         found = _Search(self, queue_s, last).single_chunk(
-            tokens, Allocation(), self._degrees, shortest_first(self._nodes, queue_s)
+            tokens, self._begun, self._degrees, shortest_first(self._nodes, queue_s)
         )
         return Plan(found.chunks, found.end_s)
 

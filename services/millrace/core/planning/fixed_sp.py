@@ -29,6 +29,7 @@ class FixedSp:
     def __init__(self, inputs: PlannerInputs) -> None:
         degree = fixed_degree(inputs)
         self._latency = inputs.latency.by_sp[degree]
+        self._history = inputs.history
         self._groups = fixed_groups(inputs.nodes, degree)
 
     def plan(self, tokens: int, queue_s: array[float], least_sp: int = 1) -> Plan:
@@ -36,5 +37,5 @@ class FixedSp:
         del least_sp
         delays_s = [max(queue_s[i] for i in group) for group in self._groups]
         best = min(range(len(delays_s)), key=delays_s.__getitem__)
-        ttft_s = delays_s[best] + self._latency.chunk_s(tokens)
+        ttft_s = delays_s[best] + self._latency.chunk_s(tokens, self._history)
         return Plan((PlannedChunk(tokens, self._groups[best]),), ttft_s)

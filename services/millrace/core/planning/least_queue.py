@@ -20,10 +20,11 @@ class LeastQueue:
 
     def __init__(self, inputs: PlannerInputs) -> None:
         self._latency = inputs.latency
+        self._history = inputs.history
 
     def plan(self, tokens: int, queue_s: array[float], least_sp: int = 1) -> Plan:
         """The whole prompt as one chunk; the lowest index wins among equals."""
         del least_sp
         best = min(range(len(queue_s)), key=queue_s.__getitem__)
-        ttft_s = queue_s[best] + self._latency.chunk_s(tokens)
+        ttft_s = queue_s[best] + self._latency.chunk_s(tokens, self._history)
         return Plan((PlannedChunk(tokens, (best,)),), ttft_s)

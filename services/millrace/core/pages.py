@@ -1,0 +1,33 @@
+"""Pages that prompts take of prefill instances, as `sequence_parallel` lays them out.
+
+The scheduler gives pages away before anybody takes them, so its count must be that of the members
+to the page: one too few, and two groups wait for each other's pages in a circle.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from millrace.core.request import Chunk
+from millrace.core.sequence_parallel import RING_BUFFERS, pages_taken
+
+
+def pages_of_plan(chunks: Sequence[Chunk], page_tokens: int, kv_layers: int) -> dict[str, int]:
+    """Pages that the request takes at each member of its last group, ring buffers included."""
+    last = chunks[-1]
+    if len(last.instance_ids) == 1:
+        return {last.instance_ids[0]: -(-(last.start_token + last.num_tokens) // page_tokens)}
+    return pages_taken(chunks, page_tokens, kv_layers)
+
+
+def pages_of_share(tokens: int, history: int, sp: int, page_tokens: int, kv_layers: int) -> int:
+    """Pages of the largest share, buffers included, where all `tokens` are one chunk.
+
+    `history`: tokens before them, which are fetched from decode.
+    """
+    if sp == 1:
+        return -(-(history + tokens) // page_tokens)
+    fetched = (history + page_tokens - 1) // page_tokens  # pages, of the whole group
+    own = (tokens + sp - 1) // sp  # tokens of the first rank
+    share = (fetched + sp - 1) // sp + (own + page_tokens - 1) // page_tokens
+    return share + (RING_BUFFERS * -(-share // kv_layers) if kv_layers else 0)
