@@ -1,41 +1,33 @@
 """`millrace up`: the whole stack on this machine, each service its own process, supervised.
 
-Every service gets a pipe to say when it serves, logs to its own file, dies with its parent, and is
-started again when it dies by itself.
+A service that dies by itself is started again.
 """
 
 from __future__ import annotations
 
 import asyncio
-import ctypes
 import logging
 import os
 import shutil
 import signal
 import sys
 import tempfile
-from collections.abc import Callable, Coroutine, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
-import orjson
 from rich.console import Console
 
 from millrace.core.config import EngineConfig
 from millrace.core.errors import MillraceError
 from millrace.profiler.first_start import profile_first
+from millrace.service import Service, StartupError, all_or_first_error, die_with_parent
 from millrace.state.private_redis import PrivateRedis
 
 log = logging.getLogger(__name__)
 
-PR_SET_PDEATHSIG = 1
 RESTART_FIRST_S = 0.5
 RESTART_MOST_S = 10.0
-STOP_TIMEOUT_S = 40.0
-
-
-class StartupError(MillraceError):
-    """A service ended before it served. The message is its last line."""
 
 
 class UncleanStopError(MillraceError):
@@ -88,77 +80,6 @@ class StackOptions:
         """What further configures the instances of a role."""
         own = self.role_settings.get(role, ())
         return _set(f"engine.threads={self.compute_threads}", *own)
-
-
-@dataclass(slots=True, eq=False)
-class Service:
-    """One supervised process. `port` is where it serves, once it does."""
-
-    name: str
-    arguments: list[str]
-    log_path: Path
-    process: asyncio.subprocess.Process | None = None
-    port: int = 0
-    serving: bool = False
-    restarts: int = 0
-    keeper: asyncio.Task[None] | None = field(default=None, repr=False)
-
-    async def start(self, timeout_s: float) -> None:
-        """Starts the process and waits until it serves. Raises StartupError when it ends first."""
-        self.serving = False
-        read_fd, write_fd = os.pipe()
-        with self.log_path.open("ab") as output:
-            self.process = await asyncio.create_subprocess_exec(
-                sys.executable,
-                "-m",
-                "millrace.cli",
-                *self.arguments,
-                "--ready-fd",
-                str(write_fd),
-                stdin=asyncio.subprocess.DEVNULL,
-                stdout=output,
-                stderr=output,
-                pass_fds=(write_fd,),
-                preexec_fn=_die_with_parent,
-                start_new_session=True,
-            )
-        os.close(write_fd)
-        try:
-            line = await asyncio.wait_for(_read_line(read_fd), timeout_s)
-        except TimeoutError:
-            await self.stop()
-            raise StartupError(
-                f"{self.name} did not serve within {timeout_s:g} s; see {self.log_path}"
-            ) from None
-        if not line:
-            await self.process.wait()
-            raise StartupError(f"{self.name}: {self.last_words()}")
-        self.port = orjson.loads(line)["port"]
-        self.serving = True
-
-    def last_words(self) -> str:
-        """The last line of the service's log."""
-        lines = self.log_path.read_text(errors="replace").strip().splitlines()
-        return lines[-1] if lines else "ended without a word"
-
-    @property
-    def ended_well(self) -> bool:
-        """Whether it ended as asked. One that did not serve yet may end by the signal itself."""
-        if self.process is None or self.process.returncode == 0:
-            return True
-        return not self.serving and self.process.returncode == -signal.SIGTERM
-
-    async def stop(self) -> None:
-        """SIGTERM, and SIGKILL for one that has not drained in time."""
-        if self.process is None or self.process.returncode is not None:
-            return
-        self.process.send_signal(signal.SIGTERM)
-        try:
-            await asyncio.wait_for(self.process.wait(), STOP_TIMEOUT_S)
-        except TimeoutError:
-            log.warning("%s did not drain in %g s; killing it", self.name, STOP_TIMEOUT_S)
-            self.process.kill()
-            await self.process.wait()
 
 
 class Stack:
@@ -220,7 +141,7 @@ class Stack:
         proxy = self._service("proxy", ["proxy", *peers, "--host", o.host, "--port", str(o.port)])
         fleet = ", ".join(f"{count} {role}" for role, count in o.fleet.items())
         self._progress(f"loading {o.model}: {fleet}")
-        await _all_or_first_error(w.start(o.start_timeout_s) for w in [*workers, proxy])
+        await all_or_first_error(w.start(o.start_timeout_s) for w in [*workers, proxy])
         proxy.arguments[proxy.arguments.index("--port") + 1] = str(proxy.port)
         self.keep()
 
@@ -290,35 +211,6 @@ def _set(*settings: str) -> list[str]:
     return [argument for setting in settings for argument in ("--set", setting)]
 
 
-async def _all_or_first_error(starts: Iterable[Coroutine[None, None, None]]) -> None:
-    """Runs all at once; the first error ends the wait and the others."""
-    tasks = [asyncio.create_task(start) for start in starts]
-    try:
-        await asyncio.gather(*tasks)
-    finally:
-        for task in tasks:
-            task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
-
-
-async def _read_line(fd: int) -> bytes:
-    """One line from a pipe; empty when its writer ended without a word."""
-    loop = asyncio.get_running_loop()
-    reader = asyncio.StreamReader()
-    transport, _ = await loop.connect_read_pipe(
-        lambda: asyncio.StreamReaderProtocol(reader), os.fdopen(fd, "rb")
-    )
-    try:
-        return await reader.readline()
-    finally:
-        transport.close()
-
-
-def _die_with_parent() -> None:
-    """Runs in the child: SIGTERM when the supervisor ends, however it ends."""
-    ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGTERM)
-
-
 async def run_until_stopped(options: StackOptions) -> None:
     """`millrace up`: starts the stack, says how to use it, and stops it at SIGINT or SIGTERM."""
     console = Console(stderr=True)
@@ -348,7 +240,7 @@ async def start_with_progress(options: StackOptions, console: Console) -> Stack:
     """Starts a stack, saying what it does: a spinner on a terminal, lines elsewhere."""
     if options.profile is not None:
         arguments = [*options.common_arguments, *options.engine_settings("prefill")]
-        await profile_first(options.model, options.profile, arguments, _die_with_parent)
+        await profile_first(options.model, options.profile, arguments, die_with_parent)
     with console.status("starting") as status:
         progress = status.update if console.is_terminal else console.print
         return await Stack(options, progress).__aenter__()

@@ -17,6 +17,7 @@ from typing import Any
 import torch
 
 from millrace.core.errors import ConfigError
+from millrace.core.sequence_parallel import pass_tokens
 from millrace.engine.assembly import Engine
 from millrace.engine.decode_batch import DecodeBatch
 from millrace.engine.decode_batch import Sequence as Decoding
@@ -24,7 +25,6 @@ from millrace.engine.kv_pool import page_runs
 from millrace.engine.model_runner import PrefillTask
 from millrace.engine.sampler import Sampler
 from millrace.engine.sampling_spec import SamplingRow, SamplingSpec
-from millrace.worker.codec import passes
 
 #: On the host, memory that was never written reads as one page of zeros, faster than any cache; so
 #: the pages are written once, and at most this much of them.
@@ -95,10 +95,11 @@ class Workload:
 
         The last pass ends with token one of each.
         """
-        parts = passes([(history, tokens)], self.max_chunk_tokens if batch == 1 else tokens)
+        parts = pass_tokens(tokens, 1, self.max_chunk_tokens if batch == 1 else tokens)
         clock = _OperatorClock(self._engine.device)
         tasks: list[PrefillTask] = []
-        for number, (_, start, length) in enumerate(parts):
+        start = history
+        for number, length in enumerate(parts):
             tasks = [
                 PrefillTask(
                     token_ids=self._ids(length).to(self._engine.device),
@@ -110,6 +111,7 @@ class Workload:
             ]
             for boundary in self._engine.runner.prefill_batch(tasks):
                 clock.ended(boundary.operator)
+            start += length
         for task in tasks:
             assert task.logits is not None  # the last pass wants them
             spec = SamplingSpec(max_tokens=1)

@@ -1,0 +1,92 @@
+"""A prompt on its way through live instances, and what is told of it."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Set
+from dataclasses import dataclass, field
+
+from millrace.wire.pb import scheduler_pb2
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ChunkTime:
+    """What the leader says of a chunk, in seconds. Waits are part of `compute_s`."""
+
+    compute_s: float
+    ring_wait_s: float
+    history_wait_s: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Run:
+    """A prompt's way, in seconds from its commands on: to the first chunk's start, to token one,
+    and until decode had all K/V.
+    """
+
+    chunks: tuple[ChunkTime, ...]
+    started_s: float
+    ttft_s: float
+    landed_s: float
+
+    @property
+    def compute_s(self) -> float:
+        return sum(chunk.compute_s for chunk in self.chunks)
+
+
+@dataclass(slots=True, eq=False)
+class Underway:
+    """One on its way. `holding`: the instances that have not let go of it."""
+
+    request_id: str
+    holding: set[str]
+    sent_s: float
+    failure: str = ""
+    changed: asyncio.Event = field(default_factory=asyncio.Event)
+    started_s: float = 0.0
+    ttft_s: float = 0.0
+    landed_s: float = 0.0
+    chunks: list[ChunkTime] = field(default_factory=list)
+
+    def hear(self, instance_id: str, message: scheduler_pb2.WorkerMessage) -> None:
+        now_s = time.monotonic() - self.sent_s
+        match message.WhichOneof("kind"):
+            case "chunk_started":
+                self.started_s = self.started_s or now_s
+            case "chunk_finished":
+                found = message.chunk_finished
+                self.ttft_s = now_s
+                self.chunks.append(
+                    ChunkTime(
+                        compute_s=found.compute_s,
+                        ring_wait_s=found.ring_wait_s,
+                        history_wait_s=found.history_wait_s,
+                    )
+                )
+            case "decode_started":
+                self.landed_s = now_s
+            case "request_failed":
+                self.fail(f"{instance_id}: {message.request_failed.message}")
+            case "request_released" | "request_finished":
+                self.lets_go(instance_id)
+
+    def fail(self, message: str) -> None:
+        self.failure = self.failure or message
+        self.changed.set()
+
+    def lets_go(self, instance_id: str) -> None:
+        self.holding.discard(instance_id)
+        self.changed.set()
+
+    async def over(self) -> None:
+        """Returns when nobody holds it any more, or it has failed."""
+        while self.holding and not self.failure:
+            self.changed.clear()
+            await self.changed.wait()
+
+    async def forgotten(self, holders: Set[str]) -> None:
+        """Returns when none of these holds it any more."""
+        while self.holding & holders:
+            self.changed.clear()
+            await self.changed.wait()

@@ -1,0 +1,145 @@
+"""One service as a process of its own, as `millrace up` and benchmarks start them.
+
+It gets a pipe to say when it serves, logs to its own file and dies with its parent.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import ctypes
+import logging
+import os
+import signal
+import sys
+from collections.abc import Coroutine, Iterable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import orjson
+
+from millrace.core.errors import MillraceError
+
+log = logging.getLogger(__name__)
+
+PR_SET_PDEATHSIG = 1
+STOP_TIMEOUT_S = 40.0
+
+
+class StartupError(MillraceError):
+    """A service ended before it served. The message is its last line."""
+
+
+@dataclass(slots=True, eq=False)
+class Service:
+    """One supervised process. `port` is where it serves, once it does.
+
+    `environment` is added to this process's own.
+    """
+
+    name: str
+    arguments: list[str]
+    log_path: Path
+    environment: Mapping[str, str] = field(default_factory=dict)
+    process: asyncio.subprocess.Process | None = None
+    port: int = 0
+    serving: bool = False
+    restarts: int = 0
+    keeper: asyncio.Task[None] | None = field(default=None, repr=False)
+    _ready_fd: int = field(default=-1, repr=False)
+
+    async def start(self, timeout_s: float) -> None:
+        """Starts the process and waits until it serves. Raises StartupError when it ends first."""
+        await self.launch()
+        await self.wait_until_it_serves(timeout_s)
+
+    async def launch(self) -> None:
+        """Starts the process."""
+        self.serving = False
+        read_fd, write_fd = os.pipe()
+        with self.log_path.open("ab") as output:
+            self.process = await asyncio.create_subprocess_exec(
+                sys.executable,
+                "-m",
+                "millrace.cli",
+                *self.arguments,
+                "--ready-fd",
+                str(write_fd),
+                stdin=asyncio.subprocess.DEVNULL,
+                stdout=output,
+                stderr=output,
+                env={**os.environ, **self.environment},
+                pass_fds=(write_fd,),
+                preexec_fn=die_with_parent,
+                start_new_session=True,
+            )
+        os.close(write_fd)
+        self._ready_fd = read_fd
+
+    async def wait_until_it_serves(self, timeout_s: float) -> None:
+        """Call it once after `launch`. Raises StartupError when the process ends first."""
+        assert self.process is not None
+        try:
+            line = await asyncio.wait_for(_read_line(self._ready_fd), timeout_s)
+        except TimeoutError:
+            await self.stop()
+            raise StartupError(
+                f"{self.name} did not serve within {timeout_s:g} s; see {self.log_path}"
+            ) from None
+        if not line:
+            await self.process.wait()
+            raise StartupError(f"{self.name}: {self.last_words()}")
+        self.port = orjson.loads(line)["port"]
+        self.serving = True
+
+    def last_words(self) -> str:
+        """The last line of the service's log."""
+        lines = self.log_path.read_text(errors="replace").strip().splitlines()
+        return lines[-1] if lines else "ended without a word"
+
+    @property
+    def ended_well(self) -> bool:
+        """Whether it ended as asked. One that did not serve yet may end by the signal itself."""
+        if self.process is None or self.process.returncode == 0:
+            return True
+        return not self.serving and self.process.returncode == -signal.SIGTERM
+
+    async def stop(self) -> None:
+        """SIGTERM, and SIGKILL for one that has not drained in time."""
+        if self.process is None or self.process.returncode is not None:
+            return
+        self.process.send_signal(signal.SIGTERM)
+        try:
+            await asyncio.wait_for(self.process.wait(), STOP_TIMEOUT_S)
+        except TimeoutError:
+            log.warning("%s did not drain in %g s; killing it", self.name, STOP_TIMEOUT_S)
+            self.process.kill()
+            await self.process.wait()
+
+
+async def all_or_first_error(starts: Iterable[Coroutine[None, None, None]]) -> None:
+    """Runs all at once; the first error ends the wait and the others."""
+    tasks = [asyncio.create_task(start) for start in starts]
+    try:
+        await asyncio.gather(*tasks)
+    finally:
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+
+
+async def _read_line(fd: int) -> bytes:
+    """One line from a pipe; empty when its writer ended without a word."""
+    loop = asyncio.get_running_loop()
+    reader = asyncio.StreamReader()
+    transport, _ = await loop.connect_read_pipe(
+        lambda: asyncio.StreamReaderProtocol(reader), os.fdopen(fd, "rb")
+    )
+    try:
+        return await reader.readline()
+    finally:
+        transport.close()
+
+
+def die_with_parent() -> None:
+    """Runs in the child: SIGTERM when the supervisor ends, however it ends."""
+    ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGTERM)

@@ -1,0 +1,80 @@
+"""Prefill groups as processes that compute what they are told to."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+
+import numpy as np
+import pytest
+import pytest_asyncio
+
+from millrace.core.planning.plan import PlannedChunk
+from millrace.profiler.conductor import Conductor, ConductorError, FleetOptions
+from support.tiny_models import model_folder
+
+SETTINGS = (
+    "engine.device=cpu",
+    "engine.dtype=float32",
+    "engine.threads=1",
+    "engine.kv_bytes=8388608",
+    "engine.max_chunk_tokens=256",
+    "engine.profile=none",
+)
+
+
+def options(prefill: int = 2, **changes: object) -> FleetOptions:
+    given = {"model": str(model_folder("llama")), "prefill": prefill, "settings": SETTINGS}
+    return FleetOptions(**{**given, **changes})
+
+
+@pytest_asyncio.fixture(scope="module", loop_scope="module")
+async def conductor() -> AsyncIterator[Conductor]:
+    async with Conductor(options()) as started:
+        yield started
+
+
+@pytest.mark.asyncio(loop_scope="module")
+async def test_a_plan_of_growing_groups_is_computed_as_planned(conductor: Conductor) -> None:
+    plan = [PlannedChunk(500, (1,)), PlannedChunk(900, (1, 0))]
+    before = await conductor.costs()
+    run = await conductor.run(plan, np.arange(1400, dtype=np.int32) % 50 + 8)
+    spent = [now - then for now, then in zip(await conductor.costs(), before, strict=True)]
+
+    alone, together = run.chunks
+    assert (alone.ring_wait_s, alone.history_wait_s) == (0.0, 0.0)
+    assert 0 < together.ring_wait_s + together.history_wait_s < together.compute_s
+    assert 0 < run.started_s < run.ttft_s < run.landed_s
+    assert alone.compute_s + together.compute_s == run.compute_s < run.ttft_s
+    assert all(one.ring_bytes > 0 and one.compute_s > 0 for one in spent)
+    assert all(one.handshake_s > 0 for one in spent)
+    assert sum(one.sent_bytes for one in spent) % 1400 == 0  # each token's K/V, once
+
+
+@pytest.mark.asyncio(loop_scope="module")
+async def test_one_prompt_after_another(conductor: Conductor) -> None:
+    for group in ((0,), (1,), (0, 1), (1, 0)):
+        run = await conductor.run([PlannedChunk(40, group)])
+        assert len(run.chunks) == 1 and run.compute_s > 0
+
+
+@pytest.mark.asyncio(loop_scope="module")
+async def test_a_prompt_that_fits_nowhere_is_an_error_and_leaves_nothing(
+    conductor: Conductor,
+) -> None:
+    with pytest.raises(ConductorError, match="12501 KV pages wanted"):
+        await conductor.run([PlannedChunk(200_000, (0, 1))])
+    await conductor.run([PlannedChunk(2000, (0, 1))])
+
+
+@pytest.mark.slow
+async def test_a_dead_instance_is_named() -> None:
+    with pytest.raises(ConductorError, match="prefill-1 is gone"):
+        async with Conductor(options()) as conductor:
+            process = conductor._services["prefill-1"].process
+            assert process is not None
+            running = asyncio.create_task(conductor.run([PlannedChunk(10_000, (0, 1))]))
+            await asyncio.sleep(0.1)
+            process.kill()
+            await running
+    assert not conductor._directory.exists()
