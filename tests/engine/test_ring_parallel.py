@@ -5,11 +5,14 @@ from __future__ import annotations
 import random
 import time
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 
 import pytest
 import torch
 
 from millrace.engine.model_runner import Boundary
+from millrace.engine.parallel.communicator import Communicator
 from millrace.engine.parallel.group_runner import GroupRunner
 from millrace.engine.parallel.rank_group import RankGroup
 from support.parallel import open_runner, split_folder
@@ -28,6 +31,25 @@ def groups() -> Iterator[list[RankGroup]]:
 
 def open_runners(groups: list[RankGroup], name: str) -> list[GroupRunner]:
     return [open_runner(group, split_folder(name)) for group in groups]
+
+
+def test_ranks_wait_for_a_word_longer_than_for_each_other(tmp_path: Path) -> None:
+    """A ring stands still while its other members compute something else."""
+
+    def run(rank: int) -> bool:
+        ranks = Communicator(
+            rank,
+            2,
+            device=torch.device("cpu"),
+            rendezvous=str(tmp_path / "rendezvous"),
+            timeout_s=0.5,
+        )
+        if rank == 0:
+            time.sleep(1.5)
+        return ranks.tell(rank == 0)
+
+    with ThreadPoolExecutor(2) as threads:
+        assert list(threads.map(run, range(2))) == [True, True]
 
 
 @pytest.mark.parametrize("name", ["llama-mha-sharded", "qwen2-yarn-window", "qwen3-moe-mixed"])

@@ -263,7 +263,7 @@ class RingGroup:
             ]
             tasks[0].want_logits = is_last
             for task in tasks:
-                task.want_prompt_logprobs = self.want_prompt_logprobs and len(task.token_ids) > 0
+                task.want_prompt_logprobs = self.want_prompt_logprobs
             ring.tasks.append(tasks)
         return ring, ring.tasks
 

@@ -80,6 +80,8 @@ class ModelRunner:
         self.model = model
         self.pool = pool
         self._backend = attention_backend
+        is_ordered = attention_backend == Backend.FLASHINFER  # takes K/V in order alone
+        self._ring_backend = Backend.AUTO if is_ordered else attention_backend
         _check_layout(model, pool)
         config = model.config
         kv_layers = [pool.layer(i) for i in range(config.num_layers)]
@@ -338,7 +340,7 @@ class ModelRunner:
             q_positions=q_positions,
             kv_positions=kv_positions,
             sliding_window=window,
-            backend=self._backend,
+            backend=self._backend if kv_positions is None else self._ring_backend,
         )
 
 

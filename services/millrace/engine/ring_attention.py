@@ -94,7 +94,7 @@ class RingTask:
     @property
     def wants_rows(self) -> bool:
         """Whether this member goes on past the last layer's attention."""
-        return self.want_logits or self.want_prompt_logprobs
+        return self.want_logits or (self.want_prompt_logprobs and len(self.token_ids) > 0)
 
     def check(self) -> None:
         """Raises ValueError when the fields don't fit each other."""
