@@ -8,7 +8,7 @@ import random
 import pytest
 
 from support.prefill_group import Group, Plan, group_of
-from support.worker_roles import config
+from support.worker_roles import config, spec
 
 SETTINGS = config(max_chunk_tokens=64)
 
@@ -134,3 +134,49 @@ async def test_a_cancelled_gang_leaves_nothing(cancelled_first: int) -> None:
         assert all(role.engine.pool.used_pages == 0 for role in group.prefills)
         await group.ask("next", [(300, [1, 0])])
         await group.tokens("next")
+
+
+async def test_members_may_be_tensor_parallel() -> None:
+    """Sequence parallelism of instances that are groups of ranks, suspended in between."""
+    async with group_of(2, config(max_chunk_tokens=128, tensor_parallel=2)) as group:
+        expected, expected_short = await alone(group, 900), await alone(group, 20)
+        await group.ask("long", [(300, [1]), (600, [1, 0])])
+        await group.prefills[1].said("chunk_started", "long")
+        await group.ask("short", [(20, [0])])
+        group.order(0, ("short", 0), ("long", 1))
+        assert await group.tokens("short") == expected_short
+        assert await group.tokens("long") == expected
+        await group.released("long", "short")
+
+
+@pytest.mark.parametrize("members", [[1, 0], [2]])
+async def test_another_attempt_goes_on_from_what_landed_at_decode(members: list[int]) -> None:
+    """With a larger group after it, too: what decode wrote back is given on."""
+    tokens = 2000
+    async with group_of(3, SETTINGS) as group:
+        expected = await alone(group, tokens)
+        await group.ask("r", [(tokens, [0, 1])])
+        landed = (await group.decode.said("prefix_landed", "r")).tokens
+        for role in group.prefills[:2]:
+            role.cancel("r")
+        await group.released("r")
+        said = [m for kind, m in group.decode.messages if kind == "prefix_landed"]
+        landed = max(m.tokens for m in said if m.request_id == "r")
+        assert 0 < landed < tokens
+
+        request = spec("r", tokens)
+        group.admit(request, attempt=2, kept=landed)
+        larger = [*members, *(i for i in range(3) if i not in members)]
+        rest = tokens - landed
+        plan = [(rest // 2, members), (rest - rest // 2, larger)]
+        group.run(request, plan, attempt=2, start=landed)
+        assert await group.tokens("r") == expected
+        await group.released("r")
+
+
+async def test_with_prompt_logprobs_nothing_is_gone_on_from() -> None:
+    async with group_of(2, SETTINGS) as group:
+        await group.ask("r", [(1000, [0, 1])], prompt_logprobs=0)
+        await group.prefills[0].said("chunk_finished", "r")
+        await group.tokens("r")
+        assert "prefix_landed" not in group.decode.kinds("r")

@@ -214,6 +214,9 @@ class DecodeRole:
         self._try_join(request)
 
     def _prefix_landed(self, request_id: str, attempt: int, tokens: int) -> None:
+        request = self._requests.get(request_id)
+        if request is None or not request.may_go_on:
+            return
         landed = scheduler_pb2.PrefixLanded(request_id=request_id, attempt=attempt, tokens=tokens)
         self._context.send(scheduler_pb2.WorkerMessage(prefix_landed=landed))
 
@@ -224,7 +227,7 @@ class DecodeRole:
         request = self._requests.get(request_id)
         if request is None or request.ended:
             return
-        if not kept_tokens or request.streams:
+        if not kept_tokens or not request.may_go_on:
             self._fail(request, message, "transfer")
             return
         log.warning("request %s: %s; %d tokens are kept", request_id, message, kept_tokens)

@@ -69,6 +69,14 @@ class DecodeRequest:
         return bool(self.first_token_ids)
 
     @property
+    def may_go_on(self) -> bool:
+        """Whether another attempt may go on behind what has landed, rather than begin anew.
+
+        Who asked for the prompt's log-probabilities is to get those of all of it.
+        """
+        return not self.streams and self.sampling.prompt_logprobs < 0
+
+    @property
     def can_join(self) -> bool:
         """Whether all it needs to decode is here: the KV, token one, the prompt for penalties."""
         has_prompt = self.prompt_ids is not None or not self.sampling.needs_prompt_ids
