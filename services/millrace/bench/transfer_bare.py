@@ -18,7 +18,7 @@ from millrace.transfer.runs import Runs
 RECEIVER = "bench-bare-receiver"
 
 
-def _agent(name: str, memory: Memory) -> Any:  # noqa: ANN401 - NIXL has no types
+def bare_agent(name: str, memory: Memory) -> Any:  # noqa: ANN401 - NIXL has no types
     """An agent as `NixlTransport` makes one, with one region."""
     from nixl_cu12._api import nixl_agent, nixl_agent_config, nixl_thread_sync_t
 
@@ -33,7 +33,7 @@ class BareReceiver:
     """The target of bare writes; a thread polls its agent while asked to."""
 
     def __init__(self, pool: Memory) -> None:
-        self._agent = _agent(RECEIVER, pool)
+        self._agent = bare_agent(RECEIVER, pool)
         self.metadata: bytes = self._agent.get_agent_metadata()
         self._polling = threading.Event()
         threading.Thread(target=self._work, daemon=True).start()
@@ -55,7 +55,7 @@ class BareWriter:
 
     def __init__(self, pool: Memory, peer_pool: Memory, metadata: bytes) -> None:
         self._pools = (pool, peer_pool)
-        self._agent = _agent("bench-bare-sender", pool)
+        self._agent = bare_agent("bench-bare-sender", pool)
         self._agent.add_remote_agent(metadata)
         self._agent.make_connection(RECEIVER)
 
