@@ -11,10 +11,10 @@ from millrace.core.priority import POLICIES
 from support.scheduler_peers import scheduler
 
 
-async def policy(*arguments: str) -> tuple[int | None, str]:
+async def policy(*arguments: str, command: str = "policy") -> tuple[int | None, str]:
     """Exit status and output of the command."""
     process = await asyncio.create_subprocess_exec(
-        *(sys.executable, "-m", "millrace.cli", "policy", *arguments),
+        *(sys.executable, "-m", "millrace.cli", command, *arguments),
         stdout=asyncio.subprocess.PIPE,
         stderr=asyncio.subprocess.STDOUT,
         env={**os.environ, "COLUMNS": "120"},
@@ -38,6 +38,7 @@ async def test_it_shows_and_changes_the_policy_and_writes_both_as_json(tmp_path)
             "policy": "s_edf",
             "preemption": "operator",
             "planner": "least_queue",
+            "improvement_rate": 0.3,
             "policies": list(POLICIES),
         }
 
@@ -53,3 +54,19 @@ async def test_what_goes_wrong_is_said_in_one_line(tmp_path) -> None:
     status, said = await policy("edf", *address)
     assert status == 1 and said.startswith(f"millrace: no scheduler at {net.address}: ")
     assert said.count("\n") == 1
+
+
+async def test_the_improvement_rate_has_a_command_of_its_own() -> None:
+    async with scheduler() as net:
+
+        async def rate(*arguments: str) -> tuple[int | None, str]:
+            address = ("--scheduler", net.address)
+            return await policy(*arguments, *address, command="improvement-rate")
+
+        assert await rate("0.05") == (0, "0.3 -> 0.05\n")
+        assert await rate() == (0, "0.05\n")
+        assert await rate("0.5:0.2,1:0.4") == (0, "0.05 -> 0.3\n")  # nobody has arrived so far
+        for wrong, said in (("1.5", "rate is 1.5; it must"), ("1:2,3", "rates is '1:2,3'")):
+            status, told = await rate(wrong)
+            assert status == 1 and told.startswith(f"millrace: {said}") and told.count("\n") == 1
+        assert (await net.status()).improvement_rate == 0.3

@@ -327,6 +327,23 @@ def policy(
     _run(show_or_change(scheduler, name, json_path))
 
 
+@app.command("improvement-rate")
+def improvement_rate(
+    wanted: Annotated[
+        str,
+        typer.Argument(
+            metavar="[RATE|ARRIVALS_PER_S:RATE,...]",
+            help="0 to 1 for good, or a table to look it up in by the rate of arrivals.",
+        ),
+    ] = "",
+    scheduler: SchedulerAddress = "127.0.0.1:7070",
+) -> None:
+    """Show what a larger prefill group must cut the time to first token by, or change it."""
+    from millrace.improvement_rate import show_or_change
+
+    _run(show_or_change(scheduler, wanted))
+
+
 @app.command("config")
 def show_config(
     markdown: Annotated[bool, typer.Option("--markdown", help="As docs/configuration.md.")] = False,

@@ -146,12 +146,15 @@ async def test_states_and_placement(store: RequestStore) -> None:
             StateUpdate(request_id="a", state="prefilling", decode_id="decode-1"),
             StateUpdate(request_id="unknown", state="prefilling"),
             StateUpdate(request_id="b", state="prefilling"),
-            StateUpdate(request_id="a", state="decoding"),
+            StateUpdate(request_id="a", state="decoding", kv_tokens=4096),
         ]
     )
     a, b = await store.get("a"), await store.get("b")
-    assert a is not None and (a.state, a.decode_id) == ("decoding", "decode-1")
-    assert b is not None and (b.state, b.decode_id) == ("prefilling", "")
+    assert a is not None and (a.state, a.decode_id, a.kv_tokens) == ("decoding", "decode-1", 4096)
+    assert b is not None and (b.state, b.decode_id, b.kv_tokens) == ("prefilling", "", 0)
+    await store.set_states([StateUpdate(request_id="a", state="queued")])
+    a = await store.get("a")
+    assert a is not None and a.kv_tokens == 0
     assert await store.get("unknown") is None
 
 

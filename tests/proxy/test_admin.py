@@ -10,13 +10,14 @@ import pytest_asyncio
 
 from millrace.core.config import ProxyConfig
 from millrace.core.priority import POLICIES
-from millrace.proxy.admin import SchedulerAdmin
+from millrace.proxy.admin import POLICY, SchedulerAdmin
 from millrace.proxy.errors import ApiError
 from support.gateway import gateway
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
 
 PATH = "/admin/scheduler"
+RATE = "/admin/improvement-rate"
 
 
 @pytest_asyncio.fixture(scope="module", loop_scope="module")
@@ -36,6 +37,7 @@ def check(response: httpx.Response, status: int, code: str, param: str | None = 
 
 async def test_the_policy_is_shown_and_changed(stack):
     shown = {"preemption": "none", "planner": "least_queue", "policies": list(POLICIES)}
+    shown["improvement_rate"] = 0.3
     assert (await stack.http.get(PATH)).json() == {"policy": "fcfs", **shown}
     changed = await stack.http.put(PATH, json={"policy": "s_edf"})
     assert (changed.status_code, changed.json()) == (200, {"policy": "s_edf", "before": "fcfs"})
@@ -68,6 +70,32 @@ async def test_an_unknown_policy_is_refused_with_those_there_are(stack):
     assert stack.fleet.policy == "fcfs"
 
 
+async def test_the_improvement_rate_is_shown_and_changed(stack):
+    assert (await stack.http.get(RATE)).json() == {"improvement_rate": 0.3}
+    changed = await stack.http.put(RATE, json={"rate": 0})
+    assert (changed.status_code, changed.json()) == (200, {"improvement_rate": 0.0, "before": 0.3})
+    changed = await stack.http.put(RATE, json={"rates": "0.5:0.3,2:0.4"})
+    assert changed.json() == {"improvement_rate": 0.3, "before": 0.0}
+
+
+@pytest.mark.parametrize(
+    ("body", "code", "param"),
+    [
+        ({"rate": 1.1}, "invalid_value", "rate"),
+        ({"rate": "0.1"}, "invalid_type", "rate"),
+        ({"rates": "2:0.1,1:0.2"}, "invalid_value", "rates"),
+        ({"rates": "2:1.5"}, "invalid_value", "rates"),
+        ({"rates": ""}, "empty_string", "rates"),
+        ({"rate": 0.1, "rates": "1:0.1"}, "missing_required_parameter", "rate"),
+        ({}, "missing_required_parameter", "rate"),
+        ({"policy": "edf"}, "unknown_parameter", "policy"),
+    ],
+)
+async def test_a_wrong_rate_is_refused_and_changes_nothing(stack, body, code, param):
+    check(await stack.http.put(RATE, json=body), 400, code, param)
+    assert stack.fleet.improvement_rate == 0.3
+
+
 async def test_other_methods_and_content_types(stack):
     check(await stack.http.post(PATH, json={"policy": "edf"}), 405, "method_not_allowed")
     sent = await stack.http.put(PATH, content=b"policy=edf")
@@ -79,6 +107,7 @@ async def test_without_a_token_who_comes_through_another_is_not_local(stack, rel
     for sent in (
         await stack.http.get(PATH, headers={relayed: "http://127.0.0.1"}),
         await stack.http.put(PATH, json={"policy": "edf"}, headers={relayed: "127.0.0.1"}),
+        await stack.http.put(RATE, json={"rate": 0.1}, headers={relayed: "127.0.0.1"}),
     ):
         assert "proxy.admin_token" in check(sent, 403, "not_local")
     assert stack.fleet.policy == "fcfs"
@@ -99,7 +128,7 @@ async def test_without_a_token_who_comes_through_another_is_not_local(stack, rel
     ],
 )
 async def test_without_a_token_only_this_machine_is_let_in(stack, client, local):
-    admin = SchedulerAdmin(ProxyConfig(), stack.fleet.scheduler_address)
+    admin = SchedulerAdmin(ProxyConfig(), stack.fleet.scheduler_address, POLICY)
     scope = {"type": "http", "method": "GET", "headers": [], "client": client}
     sent = []
 

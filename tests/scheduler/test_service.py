@@ -11,7 +11,6 @@ import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from millrace.core.config import SchedulerConfig
-from millrace.core.errors import ConfigError
 from millrace.core.priority import POLICIES
 from millrace.wire.pb import scheduler_pb2
 from support.scheduler_peers import WAIT_S, quick, register, scheduler, spec
@@ -212,12 +211,67 @@ async def test_every_policy_is_served():
         ]
 
 
-@pytest.mark.parametrize("setting", [{"planner": "cdsp"}, {"planner": "esp"}])
-async def test_what_instances_cannot_carry_out_is_refused_at_the_start(setting):
-    (name,) = setting
-    with pytest.raises(ConfigError, match=f"scheduler.{name} is .*can carry out"):
-        async with scheduler(quick(**setting)):
-            pass
+TWICE_AS_FAST = [scheduler_pb2.SpLatency(sp=2, latency=scheduler_pb2.LatencyCoefficients(b=5e-4))]
+
+
+async def test_a_groups_members_are_told_of_each_other():
+    async with scheduler(quick(planner="esp")) as net:
+        card = {"sp_latency": TWICE_AS_FAST, "node": "n", "kv_layers": 4}
+        members = [await net.worker(name, generation=7, **card) for name in ("p0", "p1")]
+        decode = await net.worker("d0")
+        proxy = await net.proxy()
+        await proxy.submit(spec("r", 320))
+        assert (await decode.next("admit_decode")).admit_decode.attempt == 1
+        for member in members:
+            run = (await member.next("run_prefill")).run_prefill
+            assert run.attempt == 1 and list(run.chunks[0].instance_ids) == ["p0", "p1"]
+            told = [(m.incarnation.id, m.incarnation.generation, m.address) for m in run.group]
+            assert told == [("p0", 7, "127.0.0.1:p0"), ("p1", 7, "127.0.0.1:p1")]
+        status = {one.incarnation.id: one for one in (await net.status()).instances}
+        assert status["p0"].free_pages == 100 - (10 + 2 * 3)  # a share, and buffers of 10 / 4 pages
+
+
+async def test_a_lost_member_costs_what_has_not_landed():
+    async with scheduler(quick(planner="esp", lease_s=5)) as net:
+        lost, kept = [await net.worker(p, sp_latency=TWICE_AS_FAST) for p in ("p1", "p0")]
+        decode = await net.worker("d0", beats=False)
+        proxy = await net.proxy()
+        await proxy.submit(spec("r", 320, prompt_logprobs=-1))
+        await kept.next("run_prefill")
+        await decode.next("admit_decode")
+        landed = scheduler_pb2.PrefixLanded(request_id="r", attempt=1, tokens=200)
+        await decode.say(prefix_landed=landed)
+        await decode.say(heartbeat=scheduler_pb2.Heartbeat(running=77))
+
+        async def heard() -> bool:
+            return 77 in [one.running for one in (await net.status()).instances]
+
+        await until(heard, "what decode said was not heard")
+        await lost.cut()
+        assert (await kept.next("cancel")).cancel.request_id == "r"
+        again = (await decode.next("admit_decode")).admit_decode
+        assert (again.attempt, again.kept_tokens) == (2, 200)
+        await kept.released("r")
+        run = (await kept.next("run_prefill")).run_prefill
+        assert run.attempt == 2
+        assert [(c.start_token, c.num_tokens) for c in run.chunks] == [(200, 120)]
+
+
+async def test_the_improvement_rate_is_changed_while_it_runs():
+    async with scheduler(quick(planner="single_chunk", improvement_rate=0.9)) as net:
+        workers = [await net.worker(name, sp_latency=TWICE_AS_FAST) for name in ("p0", "p1")]
+        await net.worker("d0")
+        proxy = await net.proxy()
+        wanted = scheduler_pb2.SetImprovementRateRequest(rate=0.1)
+        reply = await net.stub().SetImprovementRate(wanted)
+        assert (reply.before, reply.now) == (0.9, 0.1)
+        await proxy.submit(spec("r", 320))
+        for worker in workers:
+            assert (await worker.next("run_prefill")).run_prefill.request.request_id == "r"
+        with pytest.raises(grpc.aio.AioRpcError) as refused:
+            await net.stub().SetImprovementRate(scheduler_pb2.SetImprovementRateRequest())
+        assert refused.value.code() is grpc.StatusCode.INVALID_ARGUMENT
+        assert "neither rate nor rates" in (refused.value.details() or "")
 
 
 async def test_the_policy_is_changed_while_requests_wait():

@@ -57,3 +57,27 @@ def test_failures_after_the_end_do_not_prolong_it():
     run = Run(spec, [planned(0, 0.0, 100, 5)])
     assert run.counters.duration_s < 10.0
     assert run.counters.instance_failures == 0
+
+
+@pytest.mark.parametrize("sp", [1, 2])
+def test_what_landed_is_not_computed_again(sp):
+    """Passes of 1000 tokens an instance; the death comes in the middle of the third."""
+    config = SchedulerConfig(planner="fixed_sp", fixed_sp=sp)
+    done_s = prefill_s(2000 * sp, sp=sp)
+    dies_s = (done_s + prefill_s(3000 * sp, sp=sp)) / 2
+    spec = toy_spec(config, prefill=2 * sp, max_chunk_tokens=1000, failures=dies("p0", dies_s))
+    record = Run(spec, [planned(0, 0.0, 8000, 5)]).records[0]
+    assert record.attempts == 2
+    rest_s = prefill_s(8000 - 2000 * sp, 2000 * sp, sp)
+    assert dies_s + rest_s <= record.ttft_s < dies_s + 1.2 * rest_s
+    assert record.ttft_s < dies_s + 0.9 * prefill_s(8000, sp=sp)
+
+
+def test_a_prompt_outlives_more_deaths_than_it_has_attempts():
+    config = SchedulerConfig(max_attempts=2)
+    failures = tuple(
+        Failure(at_s=0.3 * i, instance_id=f"p{i % 2}", down_s=0.25) for i in range(1, 7)
+    )
+    spec = toy_spec(config, prefill=2, max_chunk_tokens=1000, failures=failures)
+    record = Run(spec, [planned(0, 0.0, 40_000, 5)]).records[0]
+    assert record.error == "" and record.attempts > 2

@@ -36,7 +36,7 @@ class Site:
             )
             start += tokens
         request = Request(id=name, proxy_id="x", prompt_tokens=start, max_new_tokens=2)
-        return Attempt(Job(planned(0, 0.0, start, 2), request, 0.0), tuple(chunks), self.decode)
+        return Attempt(Job(planned(0, 0.0, start, 2), request, 0.0), tuple(chunks), self.decode, 1)
 
     def at(self, time_s: float) -> None:
         """Runs what happens until then."""

@@ -64,6 +64,7 @@ class StubFleet:
         #: Announced at hello; change it with `announce`.
         self.ready = True
         self.policy = "fcfs"
+        self.improvement_rate = 0.3
         self.decode = common_pb2.Incarnation(id="decode-0", generation=1)
         self.scheduler_port = 0
         self.decode_port = 0
@@ -207,9 +208,12 @@ class _Scheduler(scheduler_pb2_grpc.SchedulerServicer):
     async def GetStatus(
         self, request: scheduler_pb2.StatusRequest, context: Context
     ) -> scheduler_pb2.StatusReply:
-        policy = self._fleet.policy
         return scheduler_pb2.StatusReply(
-            policy=policy, preemption="none", planner="least_queue", policies=POLICIES
+            policy=self._fleet.policy,
+            preemption="none",
+            planner="least_queue",
+            policies=POLICIES,
+            improvement_rate=self._fleet.improvement_rate,
         )
 
     async def SetPolicy(
@@ -221,6 +225,18 @@ class _Scheduler(scheduler_pb2_grpc.SchedulerServicer):
             await context.abort(grpc.StatusCode.INVALID_ARGUMENT, str(error))
         before, self._fleet.policy = self._fleet.policy, wanted
         return scheduler_pb2.SetPolicyReply(before=before, now=wanted)
+
+    async def SetImprovementRate(
+        self, request: scheduler_pb2.SetImprovementRateRequest, context: Context
+    ) -> scheduler_pb2.SetImprovementRateReply:
+        try:
+            wanted = codec.improvement_rate_changed(request)
+        except codec.MessageError as error:
+            await context.abort(grpc.StatusCode.INVALID_ARGUMENT, str(error))
+        before = self._fleet.improvement_rate
+        now = wanted.rows[0][1] if wanted.rate is None else wanted.rate
+        self._fleet.improvement_rate = now
+        return scheduler_pb2.SetImprovementRateReply(before=before, now=now)
 
 
 class _Decode(decode_pb2_grpc.DecodeServicer):

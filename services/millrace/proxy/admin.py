@@ -1,4 +1,4 @@
-"""/admin/scheduler: what administrators see of the scheduler, and change.
+"""/admin: what administrators see of the scheduler, and change.
 
 Guarded by `proxy.admin_token` as a bearer token. Without one, only clients on this machine are let
 in, and none that a reverse proxy here, or a page in somebody's browser, speaks for.
@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import hmac
 import ipaddress
+from collections.abc import Awaitable, Callable
+from dataclasses import dataclass
 from typing import Any
 
 import orjson
@@ -15,32 +17,81 @@ import orjson
 from millrace.core.config import ProxyConfig
 from millrace.core.priority import POLICIES
 from millrace.proxy.errors import ApiError
-from millrace.proxy.fields import Kind, Schema, String, check_fields, object_schema
+from millrace.proxy.fields import Kind, Number, Schema, String, check_fields, object_schema
 from millrace.proxy.http import JSON, Receive, Scope, Send, header, read_json, send_json
 from millrace.proxy.validation import body_object
 from millrace.wire.scheduler_client import (
     SchedulerRefused,
     SchedulerUnavailable,
     get_settings,
+    set_improvement_rate,
     set_policy,
 )
 
-PATH = "/admin/scheduler"
 METHODS = ("GET", "PUT")
 #: A request with one of these comes from further away than its connection.
 _RELAYED = (b"forwarded", b"x-forwarded-for", b"origin")
 
-FIELDS: dict[str, Kind] = {"policy": String(1, 64, "One of " + ", ".join(POLICIES) + ".")}
+Fields = dict[str, Kind]
+Settings = dict[str, Any]
 
 
-def change_schema() -> Schema:
-    return object_schema(FIELDS, ("policy",))
+@dataclass(frozen=True, slots=True)
+class AdminRoute:
+    """One thing that can be seen and changed; the functions take the scheduler's address."""
+
+    path: str
+    fields: Fields
+    required: tuple[str, ...]
+    show: Callable[[str], Awaitable[Settings]]
+    change: Callable[[str, Settings], Awaitable[Settings]]  # with the checked fields of the body
+
+    def change_schema(self) -> Schema:
+        return object_schema(self.fields, self.required)
+
+
+async def _change_policy(address: str, wanted: Settings) -> Settings:
+    return await set_policy(address, wanted["policy"])
+
+
+async def _show_rate(address: str) -> Settings:
+    return {"improvement_rate": (await get_settings(address))["improvement_rate"]}
+
+
+async def _change_rate(address: str, wanted: Settings) -> Settings:
+    if len(wanted) != 1:
+        raise ApiError(
+            400, "Give either rate or rates.", param="rate", code="missing_required_parameter"
+        )
+    (rate,) = wanted.values()
+    return await set_improvement_rate(address, rate)
+
+
+POLICY = AdminRoute(
+    path="/admin/scheduler",
+    fields={"policy": String(1, 64, "One of " + ", ".join(POLICIES) + ".")},
+    required=("policy",),
+    show=get_settings,
+    change=_change_policy,
+)
+IMPROVEMENT_RATE = AdminRoute(
+    path="/admin/improvement-rate",
+    fields={
+        "rate": Number(0.0, 1.0, doc="For good."),
+        "rates": String(1, 4096, "ARRIVALS_PER_S:RATE,... to look it up in, ascending."),
+    },
+    required=(),
+    show=_show_rate,
+    change=_change_rate,
+)
+ROUTES = (POLICY, IMPROVEMENT_RATE)
 
 
 class SchedulerAdmin:
-    """Answers GET and PUT by asking the scheduler at `address`."""
+    """Answers GET and PUT of one route by asking the scheduler at `address`."""
 
-    def __init__(self, config: ProxyConfig, address: str) -> None:
+    def __init__(self, config: ProxyConfig, address: str, route: AdminRoute) -> None:
+        self._route = route
         self._token = config.admin_token.encode()
         self._max_body_bytes = config.max_body_bytes
         self._address = address
@@ -52,18 +103,19 @@ class SchedulerAdmin:
             if scope["method"] == "PUT":
                 found = await self._change(await read_json(scope, receive, self._max_body_bytes))
             else:
-                found = await get_settings(self._address)
+                found = await self._route.show(self._address)
         except SchedulerUnavailable as error:
             raise ApiError(503, str(error), code="unavailable", retry_after_s=1.0) from error
         await send_json(send, 200, orjson.dumps(found), JSON)
         return 200
 
-    async def _change(self, body: object) -> dict[str, Any]:
-        wanted = check_fields(body_object(body), FIELDS, ("policy",))
+    async def _change(self, body: object) -> Settings:
+        wanted = check_fields(body_object(body), self._route.fields, self._route.required)
         try:
-            return await set_policy(self._address, wanted["policy"])
+            return await self._route.change(self._address, wanted)
         except SchedulerRefused as error:
-            raise ApiError(400, f"{error}.", param="policy", code="invalid_value") from error
+            param = next(iter(wanted))
+            raise ApiError(400, f"{error}.", param=param, code="invalid_value") from error
 
     def _check_allowed(self, scope: Scope) -> None:
         if self._token:

@@ -12,7 +12,7 @@ from starlette.exceptions import HTTPException
 from starlette.routing import Route
 
 from millrace.proxy import openapi
-from millrace.proxy.admin import METHODS, PATH, SchedulerAdmin
+from millrace.proxy.admin import METHODS, ROUTES, SchedulerAdmin
 from millrace.proxy.errors import ApiError
 from millrace.proxy.generate import GenerateEndpoint, Services
 from millrace.proxy.http import Disconnected, Receive, Scope, Send, read_json, send_error, send_json
@@ -138,9 +138,10 @@ def create_app(
     }
     raw = {path: RawEndpoint(services, path, answer) for path, answer in handlers.items()}
     app = GatewayApp(services, raw)
-    admin = SchedulerAdmin(services.config.proxy, scheduler)
-    endpoint = RawEndpoint(services, PATH, admin.answer)
-    app.router.routes.append(Route(PATH, endpoint, methods=METHODS))
+    for route in ROUTES:
+        admin = SchedulerAdmin(services.config.proxy, scheduler, route)
+        endpoint = RawEndpoint(services, route.path, admin.answer)
+        app.router.routes.append(Route(route.path, endpoint, methods=METHODS))
     _add_models(app, services, created)
     _add_probes(app, services, render_metrics)
     app.add_exception_handler(HTTPException, _http_error)

@@ -61,25 +61,34 @@ def _paths(objectives: list[Json]) -> Json:
             )
         },
         "/metrics": {"get": _got("Prometheus metrics", {"text/plain": {"schema": _STRING}})},
-        admin.PATH: _admin(),
+        admin.POLICY.path: _admin(
+            ("How the scheduler decides", "SchedulerSettings"),
+            ("Rank requests by another policy", "PolicyWanted", "PolicyChange"),
+        ),
+        admin.IMPROVEMENT_RATE.path: _admin(
+            ("What a larger group must cut the TTFT by", "ImprovementRate"),
+            ("Ask for another gain", "ImprovementRateWanted", "ImprovementRateChange"),
+        ),
     }
 
 
-def _admin() -> Json:
+def _admin(shown: tuple[str, str], changed: tuple[str, str, str]) -> Json:
+    """`shown`: summary and answer; `changed`: summary, body and answer."""
     refused = {
         "401": _error("The bearer token is not proxy.admin_token"),
         "403": _error("No token is set and the client is on another machine"),
         "503": _error("No scheduler answers"),
     }
     wrong = {
-        "400": _error("A field is wrong, or the policy unknown"),
+        "400": _error("A field is wrong"),
         "413": _error("The body is too large"),
         "415": _error("The body is not application/json"),
     }
-    change = _got("Rank requests by another policy", _json("PolicyChange"), {**wrong, **refused})
+    summary, body, answer = changed
+    change = _got(summary, _json(answer), {**wrong, **refused})
     return {
-        "get": _got("How the scheduler decides", _json("SchedulerSettings"), refused),
-        "put": {**change, "requestBody": {"required": True, "content": _json("PolicyWanted")}},
+        "get": _got(shown[0], _json(shown[1]), refused),
+        "put": {**change, "requestBody": {"required": True, "content": _json(body)}},
     }
 
 
@@ -172,15 +181,19 @@ def _schemas(bodies: Bodies) -> Json:
         "Tokenize": object_schema(bodies.tokenize),
         "Detokenize": object_schema(bodies.detokenize, ("tokens",)),
         "Error": _object({"error": error}),
+        "ImprovementRate": _object({"improvement_rate": _NUMBER}),
+        "ImprovementRateChange": _object({"improvement_rate": _NUMBER, "before": _NUMBER}),
+        "ImprovementRateWanted": admin.IMPROVEMENT_RATE.change_schema(),
         "Model": model,
         "Models": _object({"object": _STRING, "data": _array(_ref("Model"))}),
         "PolicyChange": _object({"policy": _STRING, "before": _STRING}),
-        "PolicyWanted": admin.change_schema(),
+        "PolicyWanted": admin.POLICY.change_schema(),
         "SchedulerSettings": _object(
             {
                 "policy": _STRING,
                 "preemption": _STRING,
                 "planner": _STRING,
+                "improvement_rate": _NUMBER,
                 "policies": _array(_STRING),
             }
         ),

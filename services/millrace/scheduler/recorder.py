@@ -74,7 +74,12 @@ class Recorder:
     async def _write(self, batch: dict[str, Record]) -> None:
         """Writing a batch twice does no harm: states are set, and the first end stays."""
         updates = [
-            StateUpdate(request_id=r.request_id, state=r.state.value, decode_id=r.decode_id or "")
+            StateUpdate(
+                request_id=r.request_id,
+                state=r.state.value,
+                decode_id=r.decode_id or "",
+                kv_tokens=r.kv_tokens,
+            )
             for r in batch.values()
             if not r.state.is_final
         ]

@@ -60,14 +60,18 @@ class Attempt:
         "holders",
         "job",
         "landed_s",
+        "number",
         "queued_for_backend",
         "rate",
         "tasks",
         "unsent_bytes",
     )
 
-    def __init__(self, job: Job, chunks: tuple[Chunk, ...], decode: DecodeInstance | None) -> None:
+    def __init__(
+        self, job: Job, chunks: tuple[Chunk, ...], decode: DecodeInstance | None, number: int
+    ) -> None:
         self.job = job
+        self.number = number  # as the machine counts them
         self.chunks = chunks
         self.decode = decode
         self.tasks = [Task([(self, chunk)]) for chunk in chunks]

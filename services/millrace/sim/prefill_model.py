@@ -13,6 +13,7 @@ from millrace.core.errors import IntegrityError
 from millrace.core.request import Chunk
 from millrace.sim.decode_model import DecodePool
 from millrace.sim.job import Attempt, Job, Task
+from millrace.sim.landing import Landing
 from millrace.sim.prefill_instance import PrefillInstance
 from millrace.sim.prefill_work import Balancing, PrefillTimes
 from millrace.sim.transfer_model import Transfers
@@ -32,6 +33,7 @@ class PrefillPool:
         self._times = PrefillTimes(world.spec.profile, world.spec.max_chunk_tokens)
         self._balancing = Balancing(world.spec, self._times)
         self._transfers = Transfers(world.spec, world.clock, world.tally, self._landed)
+        self._landing = Landing(world, self._times, self._transfers)
         self.changed: dict[PrefillInstance, None] = {}  # to be settled
 
     # ---- commands
@@ -41,7 +43,7 @@ class PrefillPool:
         attempt = job.attempt
         if attempt is None or attempt.closed:
             attempt = job.attempt = Attempt(
-                job, effect.chunks, self._decode.instances.get(effect.decode_id)
+                job, effect.chunks, self._decode.instances.get(effect.decode_id), effect.attempt
             )
             job.attempts += 1
         if effect.request_id in instance.held:
@@ -120,7 +122,9 @@ class PrefillPool:
             attempt.closed = True
             self._transfers.release(attempt)
 
-    def _release(self, instance: PrefillInstance, attempt: Attempt) -> None:
+    def _release(
+        self, instance: PrefillInstance, attempt: Attempt, *, complete: bool = False
+    ) -> None:
         """The instance lets go of all it holds of the request, and says so."""
         job_id = attempt.job.id
         del instance.held[job_id]
@@ -133,7 +137,10 @@ class PrefillPool:
         self.changed[instance] = None
         self._world.outbox.append(
             events.RequestReleased(
-                instance_id=instance.id, generation=instance.generation, request_id=job_id
+                instance_id=instance.id,
+                generation=instance.generation,
+                request_id=job_id,
+                complete=complete,
             )
         )
 
@@ -214,6 +221,7 @@ class PrefillPool:
             self._tally.balancing_s += added_s
             task.work_s += added_s
         else:
+            task.work_s += self._balancing.fetched_s(chunk)
             for attempt, _ in task.parts:
                 if attempt.job.plan.output_tokens > 1:
                     self._transfers.begin(attempt)
@@ -325,7 +333,7 @@ class PrefillPool:
         if attempt.job.plan.output_tokens > 1:
             self._decode.landed(attempt)
         for holder in list(attempt.holders):
-            self._release(holder, attempt)
+            self._release(holder, attempt, complete=True)
         if attempt.job.attempt is attempt:
             attempt.job.attempt = None
 
@@ -339,6 +347,8 @@ class PrefillPool:
         instance.alive = False
         running = instance.running
         for attempt in list(instance.held.values()):
+            if not attempt.closed:
+                self._landing.tell(attempt)
             self._close(attempt)
             del attempt.holders[instance]
         instance.held.clear()

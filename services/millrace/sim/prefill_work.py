@@ -13,7 +13,7 @@ overhead of their own: Eq. (1) was measured on whole chunks.
 from __future__ import annotations
 
 from bisect import bisect_right
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
 from millrace.core.operators import BatchShape
@@ -88,6 +88,15 @@ class PrefillTimes:
                 break
         return min(max(boundary_s, position_s), end_s)
 
+    def tokens_done(self, tokens: int, history: int, sp: int, position_s: float) -> int:
+        """Tokens of the chunk's forward passes that are over at `position_s`."""
+        longest = self.max_chunk_tokens * sp
+        if not 0 < longest < tokens:
+            return 0
+        end_s_of = self._pass_ends(tokens, history, sp, self.work_s([(tokens, history)], sp))
+        passes = -(-tokens // longest)
+        return (bisect_right(range(passes), position_s, key=end_s_of) - 1) * longest
+
     def feed_forward_s(self, tokens: int, history: int, sp: int) -> float:
         """Seconds of one layer's feed-forward part in the chunk's first pass on a group of `sp`."""
         if self.max_chunk_tokens:
@@ -112,6 +121,18 @@ class PrefillTimes:
             return 0.0, end_s, BatchShape(prefills=tuple(parts))
         tokens, history = parts[0]
         longest = self.max_chunk_tokens * sp or tokens
+        end_s_of = self._pass_ends(tokens, history, sp, end_s)
+        passes = -(-tokens // longest)
+        index = min(bisect_right(range(passes + 1), position_s, key=end_s_of), passes)
+        done = (index - 1) * longest
+        shape = self._share(min(longest, tokens - done), history + done, sp)
+        return end_s_of(index - 1), end_s_of(index), shape
+
+    def _pass_ends(
+        self, tokens: int, history: int, sp: int, end_s: float
+    ) -> Callable[[int], float]:
+        """When so many of a chunk's passes are over; the last one at `end_s`."""
+        longest = self.max_chunk_tokens * sp or tokens
         ends = self._ends(tokens, history) if sp == 1 and history and tokens > longest else ()
 
         def end_s_of(index: int) -> float:
@@ -123,11 +144,7 @@ class PrefillTimes:
                 return self.profile.prefill.chunk_s(index * longest, history, sp)
             return self._full_end_s(index)
 
-        passes = -(-tokens // longest)
-        index = min(bisect_right(range(passes + 1), position_s, key=end_s_of), passes)
-        done = (index - 1) * longest
-        shape = self._share(min(longest, tokens - done), history + done, sp)
-        return end_s_of(index - 1), end_s_of(index), shape
+        return end_s_of
 
     def _ends(self, tokens: int, history: int) -> list[float]:
         ends = [0.0]
@@ -160,6 +177,8 @@ class PrefillTimes:
 class Balancing:
     """Cache balancing of Tetris section 4.1: history is spread evenly over a group that has grown.
 
+    A prompt's first chunk that goes on behind what decode keeps fetches it from there likewise.
+
     Layer by layer, behind the feed-forward part of the layer before; the first layer has nothing to
     hide behind. Of a layer's bytes the old members send all but their new share while the new ones
     take theirs in. Only the chunk's first pass hides anything: the later ones find the history in
@@ -169,6 +188,7 @@ class Balancing:
     def __init__(self, spec: SimSpec, times: PrefillTimes) -> None:
         self._profile = spec.profile
         self._times = times
+        self._links = spec.receive_links
         rates = spec.profile.kv_transfer_bytes_s
         self._between_nodes_bytes_s = spec.kv_bytes_s
         self._in_node_bytes_s = rates.get("nvlink", spec.kv_bytes_s)
@@ -178,9 +198,19 @@ class Balancing:
         sp, history = len(chunk.instance_ids), chunk.start_token
         if sp <= before:
             return 0.0
-        profile = self._profile
         tokens = max(history / before - history / sp, history / sp)
         rate = self._in_node_bytes_s if one_node else self._between_nodes_bytes_s
+        return self._beside_s(chunk, tokens, rate)
+
+    def fetched_s(self, chunk: Chunk) -> float:
+        """Seconds that the first chunk takes longer where decode keeps what comes before it."""
+        if not chunk.start_token:
+            return 0.0
+        rate = self._between_nodes_bytes_s * min(len(chunk.instance_ids), self._links)
+        return self._beside_s(chunk, chunk.start_token, rate)
+
+    def _beside_s(self, chunk: Chunk, tokens: float, rate: float) -> float:
+        profile, history, sp = self._profile, chunk.start_token, len(chunk.instance_ids)
         layer_s = tokens * profile.kv_bytes_per_token / profile.layers / rate
         hidden_s = self._times.feed_forward_s(chunk.num_tokens, history, sp)
         return layer_s + max(layer_s - hidden_s, 0.0) * (profile.layers - 1)

@@ -77,8 +77,7 @@ class Transfers:
         self, attempt: Attempt, chunk: Chunk, begun_s: float, last_pass_tokens: int
     ) -> None:
         """A chunk ended now that had begun, suspensions included, at `begun_s`."""
-        sp = len(chunk.instance_ids)
-        attempt.rate = rate = self._link_bytes_s * min(sp, self._links)
+        attempt.rate = rate = self._rate(chunk)
         chunk_bytes = chunk.num_tokens * self._token_bytes
         granted_s = attempt.granted_s
         if granted_s is None:
@@ -88,6 +87,30 @@ class Transfers:
         streamed_s = max(attempt.landed_s, begun_s) + chunk_bytes / rate
         ended_s = max(self._clock.now_s, granted_s) + last_layer_s
         attempt.landed_s = streamed_s if streamed_s > ended_s else ended_s
+
+    def landed_tokens(self, attempt: Attempt, computed: int, running: int, since_s: float) -> int:
+        """Of the prompt's first tokens, how many are at decode now.
+
+        `computed` are those up to the end of the last chunk that ended; `running` more are those of
+        passes that are done of the chunk that has been begun at `since_s`.
+        """
+        granted_s, now_s = attempt.granted_s, self._clock.now_s
+        if granted_s is None or now_s < granted_s:
+            return attempt.chunks[0].start_token
+        if attempt.landed_s > now_s:
+            return max(
+                computed - self._tokens((attempt.landed_s - now_s) * attempt.rate) - 1,
+                attempt.chunks[0].start_token,
+            )
+        rate = self._rate(attempt.chunks[attempt.done])
+        sent = self._tokens((now_s - max(attempt.landed_s, since_s)) * rate)
+        return computed + min(running, sent)
+
+    def _tokens(self, sent_bytes: float) -> int:
+        return int(sent_bytes / self._token_bytes)
+
+    def _rate(self, chunk: Chunk) -> float:
+        return self._link_bytes_s * min(len(chunk.instance_ids), self._links)
 
     def finish(self, attempt: Attempt) -> None:
         """All chunks are computed; the rest of the KV lands as soon as it can."""

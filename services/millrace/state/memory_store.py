@@ -31,6 +31,7 @@ class _Entry:
     prompt: npt.NDArray[np.int32] | None  # None once finished
     expires_s: float
     decode_id: str = ""
+    kv_tokens: int = 0
     journal: dict[int, list[int]] = field(default_factory=dict)
 
 
@@ -80,6 +81,7 @@ class MemoryStore:
             if entry is not None and entry.prompt is not None:
                 entry.state = update.state
                 entry.decode_id = update.decode_id or entry.decode_id
+                entry.kv_tokens = update.kv_tokens
 
     async def append_tokens(self, entries: Sequence[JournalEntry]) -> None:
         for addition in entries:
@@ -101,6 +103,7 @@ class MemoryStore:
             decode_id=entry.decode_id,
             spec=entry.spec,
             prompt_tokens=entry.prompt_tokens,
+            kv_tokens=entry.kv_tokens,
         )
 
     async def finish(self, request_id: str, state: str) -> None:

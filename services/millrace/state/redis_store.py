@@ -41,7 +41,7 @@ CONNECT_TIMEOUT_S = 5.0
 ANSWER_TIMEOUT_S = 10.0
 RETRY_DELAYS_S = (0.05, 0.25)  # of calls that may be made twice
 
-# A record's fields: state, decode_id, spec, prompt_tokens, and `final` once its state is.
+# A record's fields: state, decode_id, kv_tokens, spec, prompt_tokens; `final` once its state is.
 _CREATE = Script("""
 if redis.call('EXISTS', KEYS[1]) == 1 then return 0 end
 redis.call('HSET', KEYS[1], 'state', ARGV[1], 'spec', ARGV[2], 'prompt_tokens', ARGV[3])
@@ -52,7 +52,7 @@ return 1
 _SET_STATE = Script("""
 local seen = redis.call('HMGET', KEYS[1], 'state', 'final')
 if not seen[1] or seen[2] then return 0 end
-redis.call('HSET', KEYS[1], 'state', ARGV[1])
+redis.call('HSET', KEYS[1], 'state', ARGV[1], 'kv_tokens', ARGV[3])
 if ARGV[2] ~= '' then redis.call('HSET', KEYS[1], 'decode_id', ARGV[2]) end
 return 1
 """)
@@ -146,7 +146,7 @@ class RedisStore:
             ScriptCall(
                 _SET_STATE,
                 (request_keys(self._prefix, update.request_id).record,),
-                (update.state, update.decode_id),
+                (update.state, update.decode_id, update.kv_tokens),
             )
             for update in updates
         ]
@@ -167,8 +167,9 @@ class RedisStore:
 
     async def get(self, request_id: str) -> RequestRecord | None:
         key = request_keys(self._prefix, request_id).record
-        state, decode_id, spec, prompt_tokens = await self._again(
-            lambda: self._client.hmget(key, ("state", "decode_id", "spec", "prompt_tokens"))
+        fields = ("state", "decode_id", "spec", "prompt_tokens", "kv_tokens")
+        state, decode_id, spec, prompt_tokens, kv_tokens = await self._again(
+            lambda: self._client.hmget(key, fields)
         )
         if state is None:
             return None
@@ -178,6 +179,7 @@ class RedisStore:
             decode_id=_bytes(decode_id).decode(),
             spec=_bytes(spec),
             prompt_tokens=int(_bytes(prompt_tokens)),
+            kv_tokens=int(_bytes(kv_tokens) or 0),
         )
 
     async def finish(self, request_id: str, state: str) -> None:

@@ -28,12 +28,14 @@ class StoreError(MillraceError):
 class StateUpdate:
     """A request's new state (a value of core.request.RequestState), and where it decodes.
 
-    An empty `decode_id` leaves the recorded one as it is.
+    An empty `decode_id` leaves the recorded one as it is. The KV of the first `kv_tokens` tokens
+    lies there.
     """
 
     request_id: str
     state: str
     decode_id: str = ""
+    kv_tokens: int = 0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -54,6 +56,7 @@ class RequestRecord:
     decode_id: str
     spec: bytes
     prompt_tokens: int
+    kv_tokens: int = 0  # first tokens whose KV is at `decode_id`
 
 
 class RequestStore(Protocol):
