@@ -150,6 +150,19 @@ def test_a_peer_that_is_gone_ends_the_gift(pair):
     end(node, job)
 
 
+def test_a_receiver_does_not_wait_for_what_can_not_be_written(pair):
+    node, decode = pair
+    job, info = prepare(node)
+    job.link.fetched("decode")
+    outside = Runs.of(0, node.pool.nbytes - 8, 16)
+    gift = decode.giver.give("r", 2, replace(decode.history(info, job.laid), runs=outside))
+    with pytest.raises(TransferError, match="a run leaves the target region"):
+        gift.over.result(5)
+    assert not job.link.history(0)
+    end(node, job)
+    assert job.aborted_by == ["decode gave up"]
+
+
 def test_nothing_to_give_is_still_told(pair):
     node, decode = pair
     job, info = prepare(node)

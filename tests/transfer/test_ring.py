@@ -12,6 +12,7 @@ import pytest
 from millrace.core.config import TransferConfig
 from millrace.core.errors import TransferError
 from millrace.transfer.memory_transport import MemoryHub, MemoryTransport
+from millrace.transfer.ring_messages import RingKind, RingMessage
 from support.ring_nodes import RingNode, chunks_of, pool_layout, random_pause
 
 NAMES = ("a", "b", "c", "d")
@@ -239,6 +240,46 @@ def test_a_silent_member_holds_the_pages_until_it_drains(nodes):
     b.release(jobs["b"])
     with pytest.raises(TransferError, match="attempt 1 was opened before"):
         a.open(jobs["a"], roster)
+
+
+def test_who_gave_up_before_others_opened_is_written_to_by_nobody(nodes):
+    chunks = chunks_of([60], [NAMES[:2]])
+    jobs, roster = nodes.prepare("r", chunks, seed=1)
+    nodes.all["a"].open(jobs["a"], roster)
+
+    async def scenario():
+        compute = asyncio.create_task(asyncio.to_thread(nodes.all["a"].compute, jobs["a"]))
+        await asyncio.sleep(0.02)  # its credit lies at b
+        jobs["a"].link.abort()
+        assert not await compute
+        async with asyncio.timeout(5):
+            await jobs["a"].link.close()
+        nodes.all["a"].release(jobs["a"])
+        nodes.all["b"].open(jobs["b"], roster)
+        compute = asyncio.create_task(asyncio.to_thread(nodes.all["b"].compute, jobs["b"]))
+        await asyncio.sleep(0.05)
+        nodes.all["a"].check_free()
+        jobs["b"].link.abort()
+        assert not await compute and not jobs["b"].link.bytes_sent
+        async with asyncio.timeout(5):
+            await jobs["b"].link.close()
+        nodes.all["b"].release(jobs["b"])
+
+    asyncio.run(scenario())
+
+
+def test_a_word_that_makes_no_sense_ends_the_link(nodes):
+    jobs, roster = nodes.prepare("r", chunks_of([60], [NAMES[:2]]), seed=1)
+    a, b = (nodes.all[name] for name in "ab")
+    a.open(jobs["a"], roster)
+    word = RingMessage(kind=RingKind.BLOCK, request_id="r", attempt=1, chunk=4, number=3)
+    b.transport.notify("a", word.encode()).result()
+    assert not jobs["a"].link.history(0)
+    (reason,) = jobs["a"].aborted_by
+    assert reason.startswith("b: BLOCK 3 of chunk 4")
+    asyncio.run(jobs["a"].link.close())
+    for name, job in jobs.items():
+        nodes.all[name].release(job)
 
 
 def test_a_sender_asks_before_it_writes_when_its_right_has_run_out(nodes):

@@ -229,9 +229,13 @@ class HistoryGiver:
         if self._gifts:
             raise IntegrityError(f"history is still on its way: {sorted(self._gifts)}")
 
-    def _on_over(self, key: tuple[str, int, str], _: Future[None]) -> None:
+    def _on_over(self, key: tuple[str, int, str], over: Future[None]) -> None:
         with self._lock:
             del self._gifts[key]
+        if over.exception() is not None:  # else the receiver would wait for the rest
+            request_id, attempt, peer = key
+            word = RingMessage(kind=RingKind.ABORT, request_id=request_id, attempt=attempt)
+            self._transport.notify(peer, word.encode())
 
     def _on_notification(self, peer: str, payload: bytes) -> None:
         """On the transport's thread."""
