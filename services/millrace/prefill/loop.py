@@ -26,7 +26,7 @@ from millrace.prefill.meeting import Meetings
 from millrace.prefill.metrics import PrefillMetrics
 from millrace.prefill.prompt import fetch_prompt
 from millrace.prefill.turns import OrderedTurn
-from millrace.prefill.work import Work, task_name
+from millrace.prefill.work import Work, task_name, task_names
 from millrace.state.store import StoreError
 from millrace.transfer.send_manager import SendManager, SendSession
 from millrace.wire.kv_peer import KvPeers
@@ -107,6 +107,7 @@ class PrefillRole:
         if kind == "run_prefill":
             job = PrefillJob.of(command.run_prefill, self._id)
             self._jobs[job.request_id] = job
+            self._execution.append(task_names(job))
             self._tasks.spawn(self._serve(job))
         elif kind == "order":
             self._reorder(command.order)
@@ -183,6 +184,7 @@ class PrefillRole:
             self._metrics.exchanged(job.link)
         self._meetings.end(job)
         self._pool.free(job.pages + job.buffers)
+        self._execution.forget(task_names(job))
         del self._jobs[job.request_id]
         self._changed.set()
         self._context.send(request_released(job.request_id, complete=not reason))

@@ -111,3 +111,9 @@ class Work:
 def task_name(request_id: str, chunk: int) -> str:
     """Of the pool's task that computes a chunk of a request."""
     return f"{request_id}/{chunk}"
+
+
+def task_names(job: PrefillJob) -> list[str]:
+    """Of all tasks that the job has at this instance."""
+    mine = (chunk.index for chunk in job.chunks if job.instance_id in chunk.instance_ids)
+    return [task_name(job.request_id, index) for index in mine]
