@@ -31,6 +31,7 @@ def test_json_and_back_is_the_same_profile(name):
         (("tp",), 0, "tp is 0; it must be a whole number of 1 or more"),
         (("layers",), 1.5, "layers is 1.5"),
         (("ring_step_s",), -1, "ring_step_s is -1; it must be 0 or more"),
+        (("measured_sp",), [1], "measured_sp is \\[1\\]; it must be whole numbers of 2 or more"),
         (("sources",), "x", "sources is 'x'; it must be a list"),
         (("errors", "attn"), "x", "attn is 'x'; it must be a finite number"),
         (("kv_transfer_bytes_s",), None, "kv_transfer_bytes_s is None; it must be an object"),
@@ -51,6 +52,11 @@ def test_a_bad_field_is_named(data, path, value, message):
     at[path[-1]] = value
     with pytest.raises(ConfigError, match=message):
         Profile.from_json(data)
+
+
+def test_a_file_from_before_groups_were_measured_is_read(data):
+    assert data.pop("measured_sp") == [2, 4, 8, 16]
+    assert Profile.from_json(data).measured_sp == ()
 
 
 def test_a_profile_must_be_an_object():

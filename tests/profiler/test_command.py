@@ -87,6 +87,7 @@ def test_if_missing_measures_once(monkeypatch: pytest.MonkeyPatch, cache: Path) 
         (("--max-tokens", "-5"), "max_tokens is -5; it must be 1 or more"),
         (("--dtype", "int3"), "engine.dtype is 'int3'; it must be one of"),
         (("--device", "gpux"), "engine.device is 'gpux'; it must be"),
+        (("--sp", "1"), "sp has 1; a group has 2 instances or more"),
         (("--threads", "-1"), "engine.threads is -1; it must be between 0"),
         (("--out", "."), ". can't be written"),
     ],
@@ -100,6 +101,19 @@ def test_bad_input_is_named_in_a_line_and_nothing_is_kept(
     last = error.splitlines()[-1]
     assert last.startswith("millrace: ") and message in last
     assert not cache.exists()
+
+
+@pytest.mark.slow
+def test_groups_are_measured_on_live_instances(cache: Path) -> None:
+    model = model_folder("llama")
+    asked = (model, *QUICK, *SETTINGS, "--sp", "2")
+    status, said, error = profile(*asked)
+    assert status == 0, error
+    found = kept(cache)
+    assert found is not None and found.measured_sp == (2,)
+    assert "sp2" in said and found.errors["sp2"] >= 0.0
+    assert found.prefill.by_sp[2].points
+    assert profile(*asked, "--if-missing")[1].strip() == str(next(cache.iterdir()))
 
 
 def test_ctrl_c_leaves_nothing(

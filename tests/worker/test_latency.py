@@ -8,11 +8,12 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+import torch
 
 from millrace.core.config import EngineConfig
 from millrace.core.errors import ConfigError
 from millrace.engine.assembly import Engine, open_engine, profile_key
-from millrace.profiles import load_profile
+from millrace.profiles import encode, load_profile
 from millrace.profiles.cache import ProfileCache
 from millrace.worker.latency import prefill_latency
 from support.tiny_models import model_folder
@@ -44,7 +45,9 @@ def test_the_cached_profile_of_the_key_is_used(
 ) -> None:
     key = profile_key(engine.folder, config)
     path = ProfileCache(config.profile_cache).store(key, MEASURED)
-    assert prefill_latency(engine, config) == MEASURED.prefill.by_sp[1]
+    found = prefill_latency(engine, config)
+    assert found == MEASURED.prefill.limited(16)  # those that were measured
+    assert "2, 4, 8, 16 measured" in told.text
     assert f"measured profile {path}" in told.text
 
 
@@ -55,7 +58,8 @@ def test_without_one_the_times_are_fitted_briefly(
     key = profile_key(engine.folder, config)
     ProfileCache(config.profile_cache).store(key, MEASURED)
     found = prefill_latency(engine, replace(config, **change))
-    assert found.points == ()
+    assert found.degrees == (1,)
+    assert found.by_sp[1].points == ()
     assert 0.0 < found.chunk_s(100) < 1.0
     assert "a brief fit" in told.text
     engine.pool.check_integrity(expected_used=0)
@@ -66,9 +70,34 @@ def test_a_named_file_is_used_and_a_bad_one_named(
 ) -> None:
     path = ProfileCache(str(tmp_path / "other")).store(profile_key(engine.folder, config), MEASURED)
     named = replace(config, profile=str(path))
-    assert prefill_latency(engine, named) == MEASURED.prefill.by_sp[1]
+    assert prefill_latency(engine, named) == MEASURED.prefill.limited(16)
     assert str(path) in told.text
     with pytest.raises(ConfigError, match=r"none\.json: No such file"):
         prefill_latency(engine, replace(config, profile="none.json"))
     with pytest.raises(ConfigError, match=r"engine\.profile is 'fast'; it must be auto, none or"):
         replace(config, profile="fast")
+
+
+def test_on_devices_of_their_own_groups_that_nobody_measured_are_estimated(
+    engine: Engine, config: EngineConfig, tmp_path: Path, told: pytest.LogCaptureFixture
+) -> None:
+    path = tmp_path / "profile.json"
+    path.write_text(encode(replace(MEASURED, measured_sp=(2,)).to_json()))
+    there = replace(engine, device=torch.device("cuda"))
+    found = prefill_latency(there, replace(config, profile=str(path)))
+    assert found.degrees == (1, 2, 4, 8, 16, 32, 64, 128)
+    assert found.by_sp[2] == MEASURED.prefill.by_sp[2]
+    assert "2 measured; 4, 8, 16, 32, 64, 128 estimated from one instance" in told.text
+    alone_s, ring_s = found.chunk_s(10**6), engine.layout.num_layers * MEASURED.ring_step_s
+    # Compute is divided; every step of the ring is paid in each layer.
+    a = found.by_sp[1].a
+    assert found.chunk_s(10**6, sp=4) == pytest.approx(a + (alone_s - a) / 4 + 3 * ring_s, rel=1e-3)
+
+
+def test_on_cpus_a_group_that_nobody_measured_is_unknown(
+    engine: Engine, config: EngineConfig, tmp_path: Path, told: pytest.LogCaptureFixture
+) -> None:
+    path = tmp_path / "profile.json"
+    path.write_text(encode(replace(MEASURED, measured_sp=()).to_json()))
+    assert prefill_latency(engine, replace(config, profile=str(path))).degrees == (1,)
+    assert "unknown; `millrace profile --sp` measures them" in told.text

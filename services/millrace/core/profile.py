@@ -40,7 +40,8 @@ class Profile:
 
     kv_bytes_per_token: of the whole model, over all TP ranks. kv_transfer_bytes_s: of one worker's
     KV to another, by backend. ring_step_s: what a step of the attention ring costs a layer beyond
-    compute. errors: median relative error on held-out measurements, by table. checks: the same
+    compute. measured_sp: degrees of `prefill` beyond 1 that groups were measured at; the others are
+    modelled. errors: median relative error on held-out measurements, by table. checks: the same
     against measurements of another origin, which nothing was fitted to. sources and assumptions:
     sentences.
     """
@@ -55,6 +56,7 @@ class Profile:
     operators: OperatorModel
     kv_transfer_bytes_s: Mapping[str, float]
     ring_step_s: float
+    measured_sp: tuple[int, ...] = ()
     sources: tuple[str, ...] = ()
     errors: Mapping[str, float] = field(default_factory=lambda: MappingProxyType({}))
     checks: Mapping[str, float] = field(default_factory=lambda: MappingProxyType({}))
@@ -72,6 +74,7 @@ class Profile:
             "kv_bytes_per_token": self.kv_bytes_per_token,
             "kv_transfer_bytes_s": dict(self.kv_transfer_bytes_s),
             "ring_step_s": self.ring_step_s,
+            "measured_sp": list(self.measured_sp),
             "sources": list(self.sources),
             "errors": dict(self.errors),
             "checks": dict(self.checks),
@@ -100,6 +103,7 @@ class Profile:
             operators=_operators(_mapping(top.get("operators"), "operators"), layers),
             kv_transfer_bytes_s=_numbers(top, "kv_transfer_bytes_s"),
             ring_step_s=_number(top, "ring_step_s"),
+            measured_sp=_degrees(top, "measured_sp"),
             sources=_texts(top, "sources"),
             errors=_numbers(top, "errors"),
             checks=_numbers(top, "checks"),
@@ -237,6 +241,14 @@ def _whole(data: Mapping[str, object], name: str) -> int:
     if isinstance(value, bool) or not isinstance(value, int) or value < 1:
         raise ConfigError(f"{name} is {value!r:.60}; it must be a whole number of 1 or more")
     return value
+
+
+def _degrees(data: Mapping[str, object], name: str) -> tuple[int, ...]:
+    """None in a file that was written before groups could be measured."""
+    degrees = _floats(data.get(name, ()), name)
+    if not all(sp >= 2 and sp == int(sp) for sp in degrees):
+        raise ConfigError(f"{name} is {list(degrees)}; it must be whole numbers of 2 or more")
+    return tuple(map(int, degrees))
 
 
 def _text(data: Mapping[str, object], name: str) -> str:

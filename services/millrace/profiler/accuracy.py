@@ -10,6 +10,7 @@ from statistics import median
 from millrace.core.operators import BatchShape
 from millrace.core.profile import Profile
 from millrace.core.sequence_parallel import pass_tokens
+from millrace.profiler.groups import MeasuredGroups
 from millrace.profiler.measure import Decode, Measured, Prefill
 from millrace.profiles.eq_1 import rounded
 
@@ -18,8 +19,8 @@ from millrace.profiles.eq_1 import rounded
 class Compared:
     """One measured time and what the profile says.
 
-    model: prefill (Eq. (1) with its points), or of the operator tables: operators (one prompt),
-    batched (several in one pass), decode.
+    model: prefill (Eq. (1) with its points), sp2 and up (the same of groups), or of the operator
+    tables: operators (one prompt), batched (several in one pass), decode.
     """
 
     model: str
@@ -34,17 +35,28 @@ class Compared:
         return self.predicted_s / self.measured_s - 1.0
 
 
-def compare(profile: Profile, measured: Measured, max_chunk_tokens: int) -> list[Compared]:
+def compare(
+    profile: Profile,
+    measured: Measured,
+    max_chunk_tokens: int,
+    groups: MeasuredGroups | None = None,
+) -> list[Compared]:
     """Every measured case against every model that has something to say of it."""
     operators = profile.operators
     found: list[Compared] = []
 
-    def add(model: str, case: Prefill | Decode, measured_s: float, predicted_s: float) -> None:
+    def add(
+        model: str,
+        case: Prefill | Decode,
+        measured_s: float,
+        predicted_s: float,
+        held_out: frozenset[Prefill] | frozenset[Prefill | Decode] = measured.held_out,
+    ) -> None:
         found.append(
             Compared(
                 model=model,
                 case=case,
-                is_held_out=case in measured.held_out,
+                is_held_out=case in held_out,
                 measured_s=measured_s,
                 predicted_s=predicted_s,
             )
@@ -63,6 +75,11 @@ def compare(profile: Profile, measured: Measured, max_chunk_tokens: int) -> list
     for step, step_s in sorted(measured.decode_s.items()):
         context = step.batch * step.context
         add("decode", step, step_s, operators.decode_step_s(step.batch, context))
+    if groups is not None:
+        for sp, of_sp in groups.seconds.items():
+            for case, taken_s in of_sp.items():
+                predicted_s = profile.prefill.chunk_s(case.tokens, case.history, sp)
+                add(f"sp{sp}", case, taken_s, predicted_s, groups.held_out)
     return found
 
 

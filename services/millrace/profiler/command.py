@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import math
-from collections.abc import Iterator
+import os
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
+import torch
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table
@@ -18,17 +21,25 @@ from millrace.core.errors import ConfigError
 from millrace.core.profile import Profile
 from millrace.engine.assembly import open_engine, profile_key
 from millrace.profiler.accuracy import Compared, compare
+from millrace.profiler.conductor import Conductor, FleetOptions
 from millrace.profiler.fitting import Subject, build_profile
+from millrace.profiler.groups import MeasuredGroups, devices_of, measure_groups
 from millrace.profiler.measure import Measured, measure
 from millrace.profiler.workload import Workload
 from millrace.profiles.cache import ProfileCache, keyed, require_writable, write_whole
+
+#: Of the instances of a group, unless configured: room for the longest prompt, for a ring's buffers
+#: and for decode's tokens.
+KV_PROMPTS = 4
+KV_LEAST_BYTES = 1 << 20
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ProfileOptions:
     """max_tokens: of the longest prompt, 0 for the model's own most; the budget may stop earlier.
     out, report: files to write beside the cache's. if_missing: nothing is done when the cache has
-    the profile.
+    the profile. sp: SP degrees to measure groups of, in half of the budget; the instances are
+    configured by `settings` (`section.field=value`) and the file `config`.
     """
 
     model: str
@@ -37,27 +48,36 @@ class ProfileOptions:
     out: Path | None = None
     report: Path | None = None
     if_missing: bool = False
+    sp: tuple[int, ...] = ()
+    settings: Sequence[str] = ()
+    config: Path | None = None
 
     def __post_init__(self) -> None:
         if not 0.0 < self.budget_s < math.inf:
             raise ConfigError(f"budget_s is {self.budget_s:g}; it must be more than 0 and finite")
         if self.max_tokens < 0:
             raise ConfigError(f"max_tokens is {self.max_tokens}; it must be 1 or more, 0: all")
+        if self.sp and min(self.sp) < 2:
+            raise ConfigError(f"sp has {min(self.sp)}; a group has 2 instances or more")
 
 
 def run(options: ProfileOptions, config: EngineConfig) -> None:
     """Does the command. Raises MillraceError for a model, setting or file that won't do."""
     cache, key = ProfileCache(config.profile_cache), profile_key(options.model, config)
     path = cache.path(key)
-    if options.if_missing and cache.load(key) is not None:
+    kept = cache.load(key) if options.if_missing else None
+    if kept is not None and set(options.sp) <= set(kept.measured_sp):
         print(path)
         return
     for asked in (options.out, options.report, path):
         if asked is not None:
             require_writable(asked)
     measured, subject = _measure(options, config)
-    profile = build_profile(subject, measured)
-    compared = compare(profile, measured, config.max_chunk_tokens)
+    groups = None
+    if options.sp:
+        groups = asyncio.run(_measure_groups(options, config, subject, measured.longest))
+    profile = build_profile(subject, measured, groups)
+    compared = compare(profile, measured, config.max_chunk_tokens, groups)
     cache.store(key, profile)
     if options.out is not None:
         write_whole(options.out, keyed(key, profile))
@@ -86,6 +106,7 @@ def _measure(options: ProfileOptions, config: EngineConfig) -> tuple[Measured, S
             kv_bytes_per_token=engine.layout.bytes_per_token,
             max_chunk_tokens=config.max_chunk_tokens,
             tp=config.tensor_parallel,
+            is_accelerated=engine.device.type != "cpu",
         )
         workload = Workload(
             engine,
@@ -96,11 +117,52 @@ def _measure(options: ProfileOptions, config: EngineConfig) -> tuple[Measured, S
         try:
             task = bar.tasks[0].id
             measured = measure(
-                workload, options.budget_s, lambda share: bar.update(task, completed=share)
+                workload,
+                options.budget_s / 2 if options.sp else options.budget_s,
+                lambda share: bar.update(task, completed=share),
             )
         finally:
             workload.close()
+            engine.close()
     return measured, subject
+
+
+async def _measure_groups(
+    options: ProfileOptions, config: EngineConfig, subject: Subject, longest: int
+) -> MeasuredGroups:
+    """Of live instances, configured as those that will read the profile."""
+    most = max(options.sp)
+    kv_bytes = config.kv_bytes or KV_PROMPTS * longest * subject.kv_bytes_per_token + KV_LEAST_BYTES
+    fleet = FleetOptions(
+        model=options.model,
+        prefill=most,
+        settings=[*options.settings, "engine.profile=none", f"engine.kv_bytes={kv_bytes}"],
+        config=options.config,
+        visible=_devices(most, config.tensor_parallel) if subject.is_accelerated else (),
+    )
+    degrees = ", ".join(map(str, options.sp))
+    with _progress(f"measuring groups of {degrees}") as bar:
+        task = bar.tasks[0].id
+        async with Conductor(fleet) as conductor:
+            return await measure_groups(
+                conductor.run,
+                options.sp,
+                longest=longest,
+                budget_s=options.budget_s / 2,
+                cores=len(os.sched_getaffinity(0)),
+                progress=lambda share: bar.update(task, completed=share),
+            )
+
+
+def _devices(instances: int, ranks: int) -> list[str]:
+    """Of each instance; this process leaves them to it. Raises ConfigError for too few."""
+    torch.cuda.empty_cache()
+    count = torch.cuda.device_count()
+    names = [f"GPU-{torch.cuda.get_device_properties(i).uuid}" for i in range(count)]
+    try:
+        return devices_of(names, instances, ranks)
+    except ValueError as error:
+        raise ConfigError(f"sp has {instances}: {error}") from None
 
 
 @contextmanager

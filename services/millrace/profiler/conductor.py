@@ -32,7 +32,7 @@ from millrace.state.open import open_store
 from millrace.state.private_redis import PrivateRedis
 from millrace.state.store import RequestStore
 from millrace.wire import scheduler_codec as codec
-from millrace.wire.pb import common_pb2, scheduler_pb2, scheduler_pb2_grpc
+from millrace.wire.pb import common_pb2, scheduler_pb2
 from millrace.wire.server import bind, create_server
 
 HOST = "127.0.0.1"
@@ -81,7 +81,7 @@ class _Instance:
         self.outbox.put_nowait(command)
 
 
-class Conductor(scheduler_pb2_grpc.SchedulerServicer):
+class Conductor:
     """async with Conductor(options) as conductor: run = await conductor.run(plan)
 
     Members of a plan are numbers of prefill instances, 0 to N - 1. One prompt at a time.
@@ -226,7 +226,20 @@ class Conductor(scheduler_pb2_grpc.SchedulerServicer):
 
     # -- the scheduler's end
 
-    async def ConnectWorker(
+    def _handlers(
+        self,
+    ) -> grpc.GenericRpcHandler[scheduler_pb2.WorkerMessage, scheduler_pb2.WorkerCommand]:
+        """The one method of `Scheduler` that workers call."""
+        connect = grpc.stream_stream_rpc_method_handler(
+            self._connect,
+            request_deserializer=scheduler_pb2.WorkerMessage.FromString,
+            response_serializer=scheduler_pb2.WorkerCommand.SerializeToString,
+        )
+        return grpc.method_handlers_generic_handler(
+            "millrace.v1.Scheduler", {"ConnectWorker": connect}
+        )
+
+    async def _connect(
         self,
         request_iterator: AsyncIterator[scheduler_pb2.WorkerMessage],
         context: WorkerContext,
@@ -273,7 +286,7 @@ class Conductor(scheduler_pb2_grpc.SchedulerServicer):
             self._services[name] = service
             await service.launch()  # before there is a server: gRPC does not like forks
         server = create_server()
-        scheduler_pb2_grpc.add_SchedulerServicer_to_server(self, server)
+        server.add_generic_rpc_handlers((self._handlers(),))
         bind(server, HOST, port)
         await server.start()
         self._stack.push_async_callback(server.stop, None)

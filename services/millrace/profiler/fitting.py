@@ -22,15 +22,14 @@ from millrace.core.latency import Latency, SpLatency
 from millrace.core.operators import DecodeAttention, OperatorModel, Table
 from millrace.core.profile import Profile
 from millrace.profiler.accuracy import compare, errors
+from millrace.profiler.groups import MeasuredGroups
 from millrace.profiler.measure import Decode, Measured, Prefill
 from millrace.profiler.workload import Timing
 from millrace.profiles import eq_1, load_profile
-from millrace.profiles.calibration import ring
+from millrace.profiles.degrees import REFERENCE, estimated
 from millrace.profiles.eq_1 import rounded
 
 LINEAR = ("qkv_proj", "o_proj", "gate_up_proj", "down_proj")
-#: Where what one machine can't measure comes from: the ring, KV parallelism, rates of links.
-REFERENCE = "llama3-8b-a100-tp1"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -45,12 +44,17 @@ class Subject:
     kv_bytes_per_token: int
     max_chunk_tokens: int
     tp: int = 1
+    is_accelerated: bool = False  # instances compute on devices of their own
 
 
-def build_profile(subject: Subject, measured: Measured) -> Profile:
+def build_profile(
+    subject: Subject, measured: Measured, groups: MeasuredGroups | None = None
+) -> Profile:
     """The profile, with its errors on what was held out."""
     reference = load_profile(REFERENCE)
-    one = prefill_latency(measured)
+    by_sp = {1: prefill_latency(measured)}
+    by_sp |= estimated(by_sp[1], subject.layers) | group_latencies(groups)
+    degrees = () if groups is None else tuple(sorted(groups.seconds))
     found = Profile(
         name=f"{subject.model}-{subject.dtype}-{subject.threads}-threads",
         model=subject.model,
@@ -58,32 +62,56 @@ def build_profile(subject: Subject, measured: Measured) -> Profile:
         tp=subject.tp,
         layers=subject.layers,
         kv_bytes_per_token=subject.kv_bytes_per_token,
-        prefill=_by_degree(one, subject.layers, reference),
+        prefill=SpLatency(by_sp=MappingProxyType(by_sp)),
         operators=operator_model(measured, subject.layers, reference.operators),
         kv_transfer_bytes_s=reference.kv_transfer_bytes_s,
         ring_step_s=reference.ring_step_s,
+        measured_sp=degrees,
         sources=(
             f"measured by `millrace profile` in {measured.spent_s:.1f} s, "
             f"{measured.rounds} times or fewer",
+            *_groups_source(groups),
         ),
         assumptions=(
             f"prompts of more than {measured.longest} tokens by Eq. (1)",
-            f"SP degrees by the ring model, ring_step_s and KV parallelism of {REFERENCE}",
+            f"SP degrees that were not measured by the ring model, ring_step_s and KV parallelism "
+            f"of {REFERENCE}",
+            *_sharing(subject, groups),
             f"kv_transfer_bytes_s of {REFERENCE}; `millrace bench transfer` measures this machine",
             f"a longer prompt goes in equal passes of {subject.max_chunk_tokens} tokens at most",
         ),
     )
-    compared = compare(found, measured, subject.max_chunk_tokens)
+    compared = compare(found, measured, subject.max_chunk_tokens, groups)
     return replace(found, errors=MappingProxyType(errors(compared)))
 
 
 def prefill_latency(measured: Measured) -> Latency:
-    """Eq. (1) of one instance with a point for every prompt length; c from chunks on history."""
+    """Eq. (1) of one instance."""
+    return _latency(
+        {
+            case: timing.seconds
+            for case, timing in measured.prefills.items()
+            if case.batch == 1 and case not in measured.held_out
+        }
+    )
+
+
+def group_latencies(groups: MeasuredGroups | None) -> dict[int, Latency]:
+    """Eq. (1) of every SP degree that was measured."""
+    if groups is None:
+        return {}
+    return {
+        sp: _latency({case: s for case, s in found.items() if case not in groups.held_out})
+        for sp, found in groups.seconds.items()
+    }
+
+
+def _latency(seconds_of: Mapping[Prefill, float]) -> Latency:
+    """Eq. (1) with a point for every prompt length; c from chunks on history."""
     alone: list[tuple[Prefill, float]] = []
     behind: list[tuple[Prefill, float]] = []
-    for case, timing in sorted(measured.prefills.items()):
-        if case.batch == 1 and case not in measured.held_out:
-            (behind if case.history else alone).append((case, timing.seconds))
+    for case, taken_s in sorted(seconds_of.items()):
+        (behind if case.history else alone).append((case, taken_s))
     seconds = rising([seconds for _, seconds in alone])
     points = tuple((case.tokens, rounded(s)) for (case, _), s in zip(alone, seconds, strict=True))
     a, b, d = eq_1.fit(points)
@@ -137,13 +165,30 @@ def rising(values: Sequence[float]) -> list[float]:
     return [mean for mean, count in blocks for _ in range(count)]
 
 
-def _by_degree(one: Latency, layers: int, reference: Profile) -> SpLatency:
-    """The degrees of the shipped profiles, beyond 1 by the ring model."""
-    by_sp = {1: one}
-    for sp in reference.prefill.degrees[1:]:
-        made = ring(one, sp, layers, reference.ring_step_s)
-        by_sp[sp] = replace(made, c=rounded(one.c / sp))
-    return SpLatency(by_sp=MappingProxyType(by_sp))
+def _groups_source(groups: MeasuredGroups | None) -> list[str]:
+    if groups is None:
+        return []
+    return [
+        f"groups of {_listed(sorted(groups.seconds))} measured live in {groups.spent_s:.1f} s, "
+        f"{groups.rounds} times"
+    ]
+
+
+def _sharing(subject: Subject, groups: MeasuredGroups | None) -> list[str]:
+    """What the groups' times are of, where their instances got in each other's way."""
+    if groups is None or subject.is_accelerated:
+        return []
+    crowded = [sp for sp in sorted(groups.seconds) if sp * subject.threads > groups.cores]
+    if not crowded:
+        return []
+    return [
+        f"groups of {_listed(crowded)}: their instances of {subject.threads} threads shared "
+        f"{groups.cores} cores, so the times hold for instances on this one machine"
+    ]
+
+
+def _listed(degrees: Sequence[int]) -> str:
+    return ", ".join(map(str, degrees))
 
 
 def _lm_head(fitted: Mapping[Prefill, Timing], singles: Mapping[int, Timing]) -> Table:

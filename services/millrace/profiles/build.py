@@ -111,6 +111,7 @@ class Builder:
             operators=operators,
             kv_transfer_bytes_s=MappingProxyType(self._transfer(device, tp)),
             ring_step_s=self._ring_step_s,
+            measured_sp=tuple(sp for sp in self._measured(model, device, tp) if sp > 1),
             sources=_sources(model, device, tp),
             assumptions=_assumptions(model, device, tp),
         )
@@ -243,11 +244,8 @@ class Builder:
         return tables
 
     def _prefill(self, model: Model, device: str, tp: int, operators: OperatorModel) -> SpLatency:
-        measured: dict[int, Latency] = {}
-        if (model, device, tp) == (LLAMA3_8B, "a100", 1):
-            for sp, points in self._table_1.items():
-                measured[sp] = latency(*fit(points), points)
-        else:
+        measured = self._measured(model, device, tp)
+        if not measured:
             passes = tuple((m, rounded(validation.prefill_s(operators, m))) for m in FIT_TOKENS)
             measured[1] = latency(*fit(passes), passes)
         step_s = self._ring_step_s
@@ -259,6 +257,12 @@ class Builder:
                 }
             )
         )
+
+    def _measured(self, model: Model, device: str, tp: int) -> dict[int, Latency]:
+        """By SP degree; empty but for the testbed of Table 1."""
+        if (model, device, tp) != (LLAMA3_8B, "a100", 1):
+            return {}
+        return {sp: latency(*fit(points), points) for sp, points in self._table_1.items()}
 
     def _transfer(self, device: str, tp: int) -> dict[str, float]:
         # No H200 was measured; its links are those of H100.

@@ -18,7 +18,7 @@ import grpc
 
 from millrace.core.config import Config
 from millrace.core.errors import MillraceError
-from millrace.core.latency import Latency
+from millrace.core.latency import SpLatency
 from millrace.engine.assembly import Engine, open_engines
 from millrace.state.open import open_store
 from millrace.state.store import RequestStore
@@ -123,7 +123,7 @@ async def serve_role(
     config: Config,
     build: Callable[[WorkerContext], Role],
     engine: Engine,
-    latency: Latency,
+    latency: SpLatency,
     stop: asyncio.Event,
     on_ready: Callable[[int], None] | None = None,
 ) -> None:
@@ -313,7 +313,7 @@ def _register(
     options: WorkerOptions,
     incarnation: common_pb2.Incarnation,
     engine: Engine,
-    latency: Latency,
+    latency: SpLatency,
     port: int,
 ) -> scheduler_pb2.Register:
     return scheduler_pb2.Register(
@@ -324,6 +324,7 @@ def _register(
         kv_pages=engine.layout.num_pages,
         page_tokens=engine.layout.page_tokens,
         max_context_tokens=engine.max_context_tokens,
-        latency=scheduler_codec.latency_message(latency),
+        latency=scheduler_codec.latency_message(latency.by_sp[1]),
+        sp_latency=scheduler_codec.sp_latency_messages(latency),
         node=options.node or platform.node(),
     )

@@ -3,29 +3,59 @@
 from __future__ import annotations
 
 import logging
+from types import MappingProxyType
 
 from millrace.core.config import EngineConfig
-from millrace.core.latency import Latency
+from millrace.core.latency import Latency, SpLatency
+from millrace.core.profile import Profile
 from millrace.engine.assembly import Engine, calibrate, profile_key
 from millrace.profiles import load_profile
 from millrace.profiles.cache import ProfileCache
+from millrace.profiles.degrees import estimated
 
 log = logging.getLogger(__name__)
 
 
-def prefill_latency(engine: Engine, config: EngineConfig) -> Latency:
-    """Eq. (1) of one instance as `engine.profile` says, and logs which it was.
+def prefill_latency(engine: Engine, config: EngineConfig) -> SpLatency:
+    """Eq. (1) of one instance and of groups, as `engine.profile` says, and logs which it was.
 
+    Groups that were measured, always. Those that were not by the ring model, where each instance
+    has a device of its own: on CPUs instances may share cores, and nobody knows which.
     Raises ConfigError for a named profile that can't be read.
     """
+    profile = _profile(engine, config)
+    if profile is None:
+        log.info("prefill times: a brief fit at start; `millrace profile` measures better ones")
+        one, measured = calibrate(engine), {}
+    else:
+        by_sp = profile.prefill.by_sp
+        one, measured = by_sp[1], {sp: by_sp[sp] for sp in profile.measured_sp if sp in by_sp}
+    guessed: dict[int, Latency] = {}
+    if engine.device.type != "cpu":
+        guessed = estimated(one, engine.layout.num_layers)
+        guessed = {sp: latency for sp, latency in guessed.items() if sp not in measured}
+    log.info("%s", _groups(measured, guessed))
+    return SpLatency(by_sp=MappingProxyType({1: one, **guessed, **measured}))
+
+
+def _profile(engine: Engine, config: EngineConfig) -> Profile | None:
     if config.profile.endswith(".json"):
         log.info("prefill times: profile %s", config.profile)
-        return load_profile(config.profile).prefill.by_sp[1]
+        return load_profile(config.profile)
     if config.profile == "auto":
         cache, key = ProfileCache(config.profile_cache), profile_key(engine.folder, config)
         profile = cache.load(key)
         if profile is not None:
             log.info("prefill times: measured profile %s", cache.path(key))
-            return profile.prefill.by_sp[1]
-    log.info("prefill times: a brief fit at start; `millrace profile` measures better ones")
-    return calibrate(engine)
+        return profile
+    return None
+
+
+def _groups(measured: dict[int, Latency], guessed: dict[int, Latency]) -> str:
+    """What is known of groups, for the log."""
+    if not measured and not guessed:
+        return "groups of instances: unknown; `millrace profile --sp` measures them"
+    sources = (("measured", measured), ("estimated from one instance", guessed))
+    return "groups of instances: " + "; ".join(
+        f"{', '.join(map(str, sorted(found)))} {what}" for what, found in sources if found
+    )

@@ -1,0 +1,25 @@
+"""SP degrees that nobody measured: from the times of one instance, by the ring model."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from millrace.core.latency import Latency
+from millrace.profiles import load_profile
+from millrace.profiles.calibration import ring
+from millrace.profiles.eq_1 import rounded
+
+#: Where what one machine can't measure comes from: the ring, KV parallelism, rates of links.
+REFERENCE = "llama3-8b-a100-tp1"
+
+
+def estimated(one: Latency, layers: int) -> dict[int, Latency]:
+    """Degrees 2 to 128 of a model of so many layers on devices of one's own for each instance.
+
+    Compute is divided by the degree; each step of the ring costs what it does in `REFERENCE`.
+    """
+    reference = load_profile(REFERENCE)
+    return {
+        sp: replace(ring(one, sp, layers, reference.ring_step_s), c=rounded(one.c / sp))
+        for sp in reference.prefill.degrees[1:]
+    }
