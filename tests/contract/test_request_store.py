@@ -90,6 +90,18 @@ async def test_slices_that_the_prompt_does_not_have(
         await store.prompt_ids("a", start, stop)
 
 
+async def test_slices_of_a_prompt_come_together(store: RequestStore) -> None:
+    await store.create("a", spec=b"", prompt_ids=IDS)
+    slices = [(2, 4), (0, 1), (3, 5)]
+    found = await store.prompt_slices("a", slices)
+    assert [ids.tolist() for ids in found] == [IDS[a:b].tolist() for a, b in slices]
+    assert await store.prompt_slices("a", []) == []
+    with pytest.raises(StoreError, match="prompt ids"):
+        await store.prompt_slices("a", [(0, 2), (4, 10_000)])
+    with pytest.raises(StoreError, match="no prompt ids in"):
+        await store.prompt_slices("a", [(2, 2)])
+
+
 async def test_strided_prompts_are_stored_in_order(store: RequestStore) -> None:
     await store.create("a", spec=b"", prompt_ids=np.arange(10, dtype=np.int32)[::2])
     np.testing.assert_array_equal(await store.prompt_ids("a"), [0, 2, 4, 6, 8])

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
-
 import numpy as np
 import numpy.typing as npt
 import torch
@@ -28,9 +26,7 @@ async def fetch_prompt(store: RequestStore, job: PrefillJob) -> torch.Tensor:
             )
         return torch.from_numpy(ids).to(torch.int64)
     slices = shards(job)
-    found = await asyncio.gather(
-        *(store.prompt_ids(job.request_id, start, stop) for start, stop in slices)
-    )
+    found = await store.prompt_slices(job.request_id, slices)
     prompt: npt.NDArray[np.int64] = np.zeros(job.prompt_tokens, dtype=np.int64)
     for (start, stop), ids in zip(slices, found, strict=True):
         prompt[start:stop] = ids

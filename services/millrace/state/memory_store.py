@@ -75,6 +75,11 @@ class MemoryStore:
         check_found(request_id, start, stop, ids.size)
         return ids
 
+    async def prompt_slices(
+        self, request_id: str, slices: Sequence[tuple[int, int]]
+    ) -> list[npt.NDArray[np.int32]]:
+        return [await self.prompt_ids(request_id, start, stop) for start, stop in slices]
+
     async def set_states(self, updates: Sequence[StateUpdate]) -> None:
         for update in updates:
             entry = self._find(update.request_id)

@@ -131,15 +131,28 @@ class RedisStore:
     async def prompt_ids(
         self, request_id: str, start: int = 0, stop: int | None = None
     ) -> npt.NDArray[np.int32]:
-        check_slice(request_id, start, stop)
-        key = request_keys(self._prefix, request_id).prompt
-        last_byte = -1 if stop is None else stop * ID_DTYPE.itemsize - 1
-        found = await self._again(
-            lambda: self._client.getrange(key, start * ID_DTYPE.itemsize, last_byte)
-        )
-        ids = np.frombuffer(_bytes(found), dtype=ID_DTYPE).astype(np.int32)
-        check_found(request_id, start, stop, ids.size)
+        (ids,) = await self._slices(request_id, [(start, stop)])
         return ids
+
+    async def prompt_slices(
+        self, request_id: str, slices: Sequence[tuple[int, int]]
+    ) -> list[npt.NDArray[np.int32]]:
+        return await self._slices(request_id, slices)
+
+    async def _slices(
+        self, request_id: str, slices: Sequence[tuple[int, int | None]]
+    ) -> list[npt.NDArray[np.int32]]:
+        key = request_keys(self._prefix, request_id).prompt
+        pipeline = self._client.pipeline(transaction=False)
+        for start, stop in slices:
+            check_slice(request_id, start, stop)
+            last_byte = -1 if stop is None else stop * ID_DTYPE.itemsize - 1
+            pipeline.getrange(key, start * ID_DTYPE.itemsize, last_byte)
+        results = await self._again(pipeline.execute)
+        found = [np.frombuffer(_bytes(one), dtype=ID_DTYPE).astype(np.int32) for one in results]
+        for (start, stop), ids in zip(slices, found, strict=True):
+            check_found(request_id, start, stop, ids.size)
+        return found
 
     async def set_states(self, updates: Sequence[StateUpdate]) -> None:
         calls = [

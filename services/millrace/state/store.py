@@ -79,6 +79,11 @@ class RequestStore(Protocol):
         prompt is shorter than `stop` (or not longer than `start`, without a stop).
         """
 
+    async def prompt_slices(
+        self, request_id: str, slices: Sequence[tuple[int, int]]
+    ) -> list[npt.NDArray[np.int32]]:
+        """The prompt's ids of each [start, stop), in one round trip; otherwise as `prompt_ids`."""
+
     async def set_states(self, updates: Sequence[StateUpdate]) -> None:
         """Sets states in one round trip. Requests that are gone or finished stay as they are."""
 
