@@ -1,0 +1,254 @@
+"""Gangs across execution pools that run: threads, slow links, orders that come late."""
+
+from __future__ import annotations
+
+import heapq
+import random
+import threading
+import time
+from collections.abc import Callable, Generator
+from functools import partial
+from itertools import count
+
+import pytest
+import torch
+
+from millrace.core.gang import GangKey, GangSpec
+from millrace.core.stop_point import StopPoint
+from millrace.engine.execution_pool import Dropped, ExecutionPool, PoolTask
+
+CPU = torch.device("cpu")
+LIMIT_S = 30.0
+
+
+class Links:
+    """Carries payloads between pools, and orders to them: slowly, and in order on each link."""
+
+    def __init__(self, draw: random.Random, slowest_s: float) -> None:
+        self._draw, self._slowest_s = draw, slowest_s
+        self._due: list[tuple[float, int, Callable[[], None]]] = []
+        self._last_s: dict[tuple[str, str], float] = {}
+        self._numbers = count()
+        self._changed = threading.Condition()
+        self._closing = False
+        self._thread = threading.Thread(target=self._run)
+        self._thread.start()
+
+    def carry(self, sender: str, to: str, what: Callable[[], None]) -> None:
+        with self._changed:
+            at_s = time.monotonic() + self._draw.random() ** 3 * self._slowest_s
+            at_s = self._last_s[sender, to] = max(at_s, self._last_s.get((sender, to), 0.0))
+            heapq.heappush(self._due, (at_s, next(self._numbers), what))
+            self._changed.notify()
+
+    def close(self) -> None:
+        with self._changed:
+            self._closing = True
+            self._changed.notify()
+        self._thread.join()
+
+    def _run(self) -> None:
+        while True:
+            with self._changed:
+                if self._closing:
+                    return
+                wait_s = self._due[0][0] - time.monotonic() if self._due else None
+                if wait_s is None or wait_s > 0:
+                    self._changed.wait(wait_s)
+                    continue
+                what = heapq.heappop(self._due)[2]
+            what()
+
+
+class Job:
+    """A task on some pools. Each operator is a ring step: nobody ends it before all began it."""
+
+    def __init__(self, number: int, members: tuple[str, ...], stops: bytes) -> None:
+        self.name, self.members, self.stops = f"j{number}", members, stops
+        self.key = GangKey(self.name, 1, 0)
+        self.begun = dict.fromkeys(members, 0)
+        self.left: dict[str, list[int]] = {member: [] for member in members}
+        self.ends: dict[str, Exception | None] = {}
+        self.cancelled = False
+        self.changed = threading.Condition()
+
+    def steps(self, me: str, fleet: Fleet) -> Generator[StopPoint]:
+        for position in range(1, len(self.stops) + 1):
+            with fleet.computes(me), self.changed:
+                self.begun[me] = position
+                self.changed.notify_all()
+                came = self.changed.wait_for(
+                    lambda position=position: (
+                        self.cancelled or min(self.begun.values()) >= position
+                    ),
+                    LIMIT_S,
+                )
+                assert came, f"{me} waits in operator {position - 1} of {self.name}: {self.begun}"
+            if position < len(self.stops):
+                yield StopPoint(self.stops[position])
+
+    def task(self, me: str, fleet: Fleet) -> PoolTask:
+        spec = GangSpec(
+            key=self.key,
+            members=self.members,
+            me=me,
+            stops=self.stops,
+            last_stop=len(self.stops) - 1,
+        )
+        return PoolTask(
+            name=self.name,
+            steps=self.steps(me, fleet),
+            resumed=lambda: None,
+            suspended=lambda: self.left[me].append(self.begun[me]),
+            ended=lambda error: self.ends.__setitem__(me, error),
+            is_unwanted=lambda: self.cancelled,
+            gang=spec if len(self.members) > 1 else None,
+        )
+
+
+class Fleet:
+    def __init__(self, names: str, draw: random.Random, slowest_s: float = 0.004) -> None:
+        self.links = Links(draw, slowest_s)
+        self._busy = {name: threading.Lock() for name in names}
+        self.pools = {
+            name: ExecutionPool(
+                CPU,
+                most_held=draw.randint(0, 4),
+                send=lambda to, what, me=name: self._send(me, to, what),
+            )
+            for name in names
+        }
+
+    def _send(self, sender: str, to: str, payload: bytes) -> None:
+        self.links.carry(sender, to, lambda: self.pools[to].receive(sender, payload))
+
+    def computes(self, name: str) -> _Alone:
+        return _Alone(self._busy[name])
+
+    def order(self, names: list[str]) -> None:
+        for name, pool in self.pools.items():
+            self.links.carry("scheduler", name, lambda pool=pool: pool.order(names))
+
+    def close(self, jobs: list[Job]) -> None:
+        for job in jobs:
+            with job.changed:
+                job.cancelled = True
+                job.changed.notify_all()
+        for pool in self.pools.values():
+            pool.close()
+        self.links.close()
+
+
+class _Alone:
+    def __init__(self, lock: threading.Lock) -> None:
+        self._lock = lock
+
+    def __enter__(self) -> None:
+        assert self._lock.acquire(blocking=False), "two tasks at once"
+
+    def __exit__(self, *raised: object) -> None:
+        self._lock.release()
+
+
+def wait_for(what: Callable[[], bool], told: Callable[[], object]) -> None:
+    limit_s = time.monotonic() + LIMIT_S
+    while not what():
+        assert time.monotonic() < limit_s, told()
+        time.sleep(0.001)
+
+
+@pytest.mark.parametrize("seed", range(8))
+def test_overlapping_gangs_end_under_preemptions_on_slow_links(seed: int) -> None:
+    draw = random.Random(seed)
+    names = "pqrs"
+    fleet = Fleet(names, draw)
+    for pool in fleet.pools.values():
+        pool.set_granularity(draw.choice(list(StopPoint)[:3]))
+    jobs: list[Job] = []
+    cancelled: set[str] = set()
+    try:
+        for number in range(60):
+            members = tuple(draw.sample(names, draw.randint(1, len(names))))
+            stops = bytes(
+                [StopPoint.PASS, *draw.choices(list(StopPoint)[:3], k=draw.randint(0, 60))]
+            )
+            jobs.append(job := Job(number, members, stops))
+            fleet.order(draw.sample([j.name for j in jobs], len(jobs)))
+            for me in members:
+                submit = partial(fleet.pools[me].submit, job.task(me, fleet))
+                fleet.links.carry("scheduler", me, submit)
+            if draw.random() < 0.15:
+                _cancel(fleet, draw.choice(jobs), cancelled)
+            time.sleep(draw.random() * 0.01)
+        wait_for(
+            lambda: all(len(job.ends) == len(job.members) for job in jobs),
+            lambda: [
+                (j.name, j.members, j.begun, j.ends) for j in jobs if len(j.ends) < len(j.members)
+            ],
+        )
+        for job in jobs:
+            if job.name in cancelled:
+                assert all(e is None or isinstance(e, Dropped) for e in job.ends.values()), job.ends
+                continue
+            assert set(job.ends.values()) == {None}, job.ends
+            assert set(job.begun.values()) == {len(job.stops)}
+            assert len({tuple(left) for left in job.left.values()}) == 1, "stops differ"
+        assert any(len(job.members) > 1 and any(job.left.values()) for job in jobs), "none stopped"
+        for pool in fleet.pools.values():
+            assert pool.held == pool.suspended == 0 and not pool.is_running
+    finally:
+        fleet.close(jobs)
+
+
+def _cancel(fleet: Fleet, job: Job, cancelled: set[str]) -> None:
+    cancelled.add(job.name)
+    with job.changed:
+        job.cancelled = True
+        job.changed.notify_all()
+    for me in job.members:
+        fleet.links.carry("scheduler", me, fleet.pools[me].drop_unwanted)
+
+
+def test_a_pool_waits_for_the_gang_that_is_first_and_is_free_again_when_it_is_dropped() -> None:
+    fleet = Fleet("pq", random.Random(0))
+    gang, solo = Job(0, ("p", "q"), b"\2\0"), Job(1, ("q",), b"\2\0")
+    try:
+        fleet.pools["q"].order([gang.name, solo.name])
+        fleet.pools["q"].submit(gang.task("q", fleet))
+        fleet.pools["q"].submit(solo.task("q", fleet))
+        time.sleep(0.05)
+        assert not solo.ends and not fleet.pools["q"].is_running
+        gang.cancelled = True
+        fleet.pools["q"].drop_unwanted()
+        wait_for(lambda: len(solo.ends) == 1, lambda: solo.begun)
+        assert isinstance(gang.ends["q"], Dropped)
+    finally:
+        fleet.close([gang, solo])
+
+
+def test_close_ends_a_member_that_holds_for_a_leader_that_is_silent() -> None:
+    fleet = Fleet("pq", random.Random(0), slowest_s=0.0)
+    gang, other = Job(0, ("p", "q"), bytes(4000)), Job(1, ("q",), b"\2")
+    for pool in fleet.pools.values():
+        pool.set_granularity(StopPoint.OPERATOR)
+        pool.order([other.name, gang.name])
+    try:
+        for me in gang.members:
+            fleet.pools[me].submit(gang.task(me, fleet))
+        wait_for(lambda: min(gang.begun.values()) > 10, lambda: gang.begun)
+        fleet.links.close()  # from here on nobody hears anything
+        fleet.pools["q"].submit(other.task("q", fleet))
+    finally:
+        started_s = time.monotonic()
+        fleet.close([gang, other])
+        assert time.monotonic() - started_s < 10
+    assert len(gang.ends) == 2 and other.begun["q"] == 0
+
+
+def test_what_is_no_gangs_message_is_refused() -> None:
+    fleet = Fleet("p", random.Random(0))
+    try:
+        with pytest.raises(Exception, match="not a gang's message"):
+            fleet.pools["p"].receive("q", b"\1")
+    finally:
+        fleet.close([])
