@@ -20,6 +20,7 @@ from millrace.transfer.messages import Kind, Message
 from millrace.transfer.receive_manager import ReceiveManager
 from millrace.transfer.runs import Runs
 from millrace.transfer.send_manager import SendManager
+from support.kv_group import LocalPeer
 from support.kv_nodes import Pool, expected_kv, fill, layout, read
 
 CONFIG = TransferConfig(lease_s=1.0, transfer_timeout_s=0.6, handshake_timeout_s=0.5)
@@ -48,26 +49,6 @@ class FaultyTransport(MemoryTransport):
         if what == "twice":
             super().write(peer, runs, notification, **regions)
         return super().write(peer, runs, notification, **regions)
-
-
-class LocalPeer:
-    """The receiver's control side without a wire."""
-
-    def __init__(self, manager: ReceiveManager) -> None:
-        self.manager = manager
-
-    async def handshake(self, ask, *, timeout_s):
-        return await self.manager.handshake(ask, 0.9 * timeout_s)
-
-    async def finish(self, ticket, message, *, timeout_s):
-        refusal = await self.manager.finish(
-            ticket, total_chunks=message, message=message, wait_s=timeout_s
-        )
-        if refusal:
-            raise TransferError(refusal)
-
-    async def abort(self, ticket, *, reason, drained, timeout_s):
-        self.manager.abort(ticket, reason=reason, drained=drained)
 
 
 class World:

@@ -64,7 +64,7 @@ class SendSession:
         self._peer = ""
         self._heard_s = self._progress_s = time.monotonic()
         self._failure: TransferError | None = None
-        self._dropped = False
+        self._dropped = not len(side.starts)  # a member without a token has nobody to speak to
         self._over = False
         self._changed = asyncio.Event()
         self._opening = self._loop.create_task(self._open())
@@ -176,6 +176,8 @@ class SendSession:
 
     async def _open(self) -> None:
         """The handshake, while compute goes on (Tetris figure 7-b)."""
+        if self._dropped:
+            return
         ask = HandshakeAsk(
             ticket=self.ticket,
             layout=self._layout,

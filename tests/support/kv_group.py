@@ -1,0 +1,281 @@
+"""Several prefill-like senders and one decode-like receiver in this process, over memory.
+
+Each request is laid out over a group; every member sends what it would have computed.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import random
+import threading
+import time
+from collections.abc import Callable, Sequence
+
+import numpy as np
+
+from millrace.core.config import TransferConfig
+from millrace.core.errors import TransferError
+from millrace.core.kv_layout import KvLayout
+from millrace.core.request import Chunk
+from millrace.core.sequence_parallel import Layout, Run
+from millrace.core.sequence_parallel import layout as lay_out
+from millrace.transfer.control import ReceiveCallbacks
+from millrace.transfer.memory_transport import MemoryHub, MemoryTransport
+from millrace.transfer.receive_manager import ReceiveManager
+from millrace.transfer.send_manager import SendManager, SendSession
+from support.kv_nodes import Pool
+from support.live_stack import eventually
+
+RECEIVER = ("decode-0", 7)
+MAX_CHUNK_TOKENS = 24
+
+
+class SlowTransport(MemoryTransport):
+    """Its writes take up to `delay_s`, and wait until `gate` is open."""
+
+    delay_s = 0.0
+
+    def __init__(self, name: str, hub: MemoryHub) -> None:
+        super().__init__(name, hub)
+        self.gate = threading.Event()
+        self.gate.set()
+
+    def _write(self, *args, **kwargs) -> None:
+        assert self.gate.wait(20)
+        if self.delay_s:
+            time.sleep(random.uniform(0, self.delay_s))
+        super()._write(*args, **kwargs)
+
+
+class LocalPeer:
+    """The receiver's control side without a wire; nobody hears of who is not `alive`."""
+
+    def __init__(self, manager: ReceiveManager) -> None:
+        self.manager = manager
+        self.alive = True
+
+    def check(self) -> None:
+        if not self.alive:
+            raise TransferError("this process has ended")
+
+    async def handshake(self, ask, *, timeout_s):
+        self.check()
+        return await self.manager.handshake(ask, 0.9 * timeout_s)
+
+    async def finish(self, ticket, message, *, timeout_s):
+        self.check()
+        refusal = await self.manager.finish(
+            ticket, total_chunks=message, message=message, wait_s=timeout_s
+        )
+        if refusal:
+            raise TransferError(refusal)
+
+    async def abort(self, ticket, *, reason, drained, timeout_s):
+        self.check()
+        self.manager.abort(ticket, reason=reason, drained=drained)
+
+    async def send_history(self, ask, *, timeout_s):
+        self.check()
+        await self.manager.send_history(ask, timeout_s)
+
+
+class PagedKv:
+    """A pool, which of its pages are free, and its tokens seen one by one."""
+
+    def __init__(self, made: KvLayout) -> None:
+        self.layout = made
+        self.pool = Pool(made)
+        self.free = set(range(made.num_pages))
+        shape = (made.parts, made.num_layers, made.num_pages, 2, made.part_heads)
+        self._rows = self.pool.array.reshape(*shape, made.page_tokens, made.head_dim)
+
+    def take(self, count: int) -> list[int]:
+        pages = random.sample(sorted(self.free), count)
+        self.free.difference_update(pages)
+        return pages
+
+    def slot(self, pages: Sequence[int], slot: int) -> np.ndarray:
+        """Writable KV of a token, [parts, layers, 2, heads of a part, head_dim]."""
+        page, row = divmod(slot, self.layout.page_tokens)
+        return self._rows[:, :, pages[page], :, :, row]
+
+    def of_token(self, kv: np.ndarray, token: int) -> np.ndarray:
+        """What belongs there, of kv [layers, 2, heads of the model, tokens, head_dim]."""
+        made = self.layout
+        heads = kv[:, :, made.head_start : made.head_end, token]
+        split = heads.reshape(made.num_layers, 2, made.parts, made.part_heads, made.head_dim)
+        return split.transpose(2, 0, 1, 3, 4)
+
+    def fill(self, pages: Sequence[int], runs: Sequence[Run], kv: np.ndarray) -> None:
+        for run in runs:
+            for i in range(run.num_tokens):
+                self.slot(pages, run.slot + i)[:] = self.of_token(kv, run.start_token + i)
+
+    def holds(self, pages: Sequence[int], runs: Sequence[Run], kv: np.ndarray) -> bool:
+        return all(
+            (self.slot(pages, run.slot + i) == self.of_token(kv, run.start_token + i)).all()
+            for run in runs
+            for i in range(run.num_tokens)
+        )
+
+
+class Member(PagedKv):
+    """A prefill instance's sending side."""
+
+    def __init__(
+        self, name: str, hub: MemoryHub, made: KvLayout, config: TransferConfig, peer: LocalPeer
+    ) -> None:
+        super().__init__(made)
+        self.name = name
+        self.peer = peer
+        self.transport = SlowTransport(name, hub)
+        self.sender = SendManager(
+            transport=self.transport,
+            layout=made,
+            storage=self.pool,
+            identity=(name, 5),
+            config=config,
+        )
+
+    async def send(
+        self, request_id: str, laid: Layout, kv: np.ndarray, *, attempt: int = 1, pause_s=0.0
+    ) -> None:
+        """Sends its share, pass by pass. Raises TransferError after giving up."""
+        passes = passes_of(laid, self.name)
+        pages = self.take(laid.pages[self.name])
+        runs = laid.computed(self.name)
+        self.fill(pages, runs, kv)
+        session = await self.sender.open(
+            request_id,
+            peer=self.peer,
+            receiver=RECEIVER,
+            prompt_tokens=kv.shape[3],
+            pages=pages,
+            attempt=attempt,
+            runs=runs,
+        )
+        try:
+            await self._compute(session, passes, pause_s)
+            await session.finish(laid.total_passes() if laid.members[0] == self.name else None)
+        except (TransferError, asyncio.CancelledError) as error:
+            await session.abort(str(error) or "cancelled")
+            raise
+        finally:
+            self.free.update(pages)
+
+    async def _compute(self, session: SendSession, passes, pause_s: float) -> None:
+        for number, runs in passes:
+            for layer in range(self.layout.num_layers):
+                for run in runs:
+                    session.layer_ready(number, layer, run.start_token, run.num_tokens)
+                if pause_s:
+                    await asyncio.sleep(random.uniform(0, pause_s))
+                if session.failure is not None:
+                    raise session.failure
+
+    def die(self) -> None:
+        """As a process ends: nothing of it is written or heard of any more."""
+        self.peer.alive = False
+        self.transport.close()
+
+    async def close(self) -> None:
+        await self.sender.close()
+        self.transport.close()
+
+
+class KvGroup(PagedKv):
+    """The receiver with its pages, and `members` by name. Call `close` at the end."""
+
+    def __init__(
+        self, config: TransferConfig, made: KvLayout, members: dict[str, KvLayout]
+    ) -> None:
+        super().__init__(made)
+        hub = MemoryHub()
+        self.transport = SlowTransport("decode-0", hub)
+        self.events: dict[str, asyncio.Queue[tuple]] = {}
+        self.landed: set[str] = set()
+        self.prefixes: list[tuple[str, int, int]] = []
+        self.on_prefix: Callable[[], None] = lambda: None
+        self.receiver = ReceiveManager(
+            transport=self.transport,
+            layout=made,
+            storage=self.pool,
+            identity=RECEIVER,
+            config=config,
+            callbacks=ReceiveCallbacks(
+                on_first_tokens=lambda i, message: None,
+                on_landed=self._landed,
+                on_prefix=self._prefix_landed,
+                on_failed=lambda i, *failure: self.say(i, "failed", *failure),
+            ),
+        )
+        self.members = {
+            name: Member(name, hub, layout, config, LocalPeer(self.receiver))
+            for name, layout in members.items()
+        }
+
+    def _landed(self, request_id: str) -> None:
+        self.landed.add(request_id)
+        self.say(request_id, "landed")
+
+    def _prefix_landed(self, *prefix) -> None:
+        self.prefixes.append(prefix)
+        self.on_prefix()
+
+    def say(self, request_id: str, *event: object) -> None:
+        self.events.setdefault(request_id, asyncio.Queue()).put_nowait(event)
+
+    async def event(self, request_id: str, timeout_s: float = 15) -> tuple:
+        async with asyncio.timeout(timeout_s):
+            return await self.events.setdefault(request_id, asyncio.Queue()).get()
+
+    def admit(self, request_id: str, tokens: int, attempt: int = 1) -> list[int]:
+        pages = self.take(self.layout.pages_for(tokens))
+        self.receiver.admit(request_id, pages, tokens, attempt)
+        return pages
+
+    def start(
+        self, request_id: str, laid: Layout, kv: np.ndarray, **options
+    ) -> list[asyncio.Task[None]]:
+        """All members of the group send."""
+        return [
+            asyncio.create_task(self.members[name].send(request_id, laid, kv, **options), name=name)
+            for name in laid.members
+        ]
+
+    async def release(self, request_id: str, pages: list[int]) -> None:
+        await self.receiver.release(request_id)
+        self.free.update(pages)
+
+    async def close(self) -> None:
+        """Raises IntegrityError when anything was left behind."""
+        await eventually(lambda: not len(self.receiver._leases))
+        self.receiver.check_integrity()
+        assert len(self.free) == self.layout.num_pages
+        for member in self.members.values():
+            member.sender.check_integrity()
+            await member.close()
+        await self.receiver.close()
+        self.transport.close()
+
+
+def planned(
+    chunks: Sequence[tuple[int, Sequence[str]]], page_tokens: int, start: int = 0
+) -> Layout:
+    """A request of chunks (tokens, group) over members with pages of `page_tokens`."""
+    made = []
+    for index, (tokens, group) in enumerate(chunks):
+        made.append(
+            Chunk(index=index, start_token=start, num_tokens=tokens, instance_ids=tuple(group))
+        )
+        start += tokens
+    return lay_out(made, page_tokens, MAX_CHUNK_TOKENS)
+
+
+def passes_of(laid: Layout, name: str) -> list[tuple[int, tuple[Run, ...]]]:
+    """(number, what the member computes) of each pass."""
+    return [
+        (one.number, one.runs[chunk.group.index(name)] if name in chunk.group else ())
+        for chunk in laid.chunks
+        for one in chunk.passes
+    ]
