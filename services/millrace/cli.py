@@ -251,13 +251,20 @@ def profile(
     if_missing: Annotated[
         bool, typer.Option("--if-missing", help="Only when the cache has no such profile.")
     ] = False,
+    sp: Annotated[
+        str,
+        typer.Option("--sp", metavar="N,...", help="Measure groups of N live instances, too."),
+    ] = "",
     config: ConfigPath = None,
     settings: Settings = [],  # noqa: B006
 ) -> None:
     """Measure a model on this machine, for the scheduler and the simulator."""
     given = {"device": device, "dtype": dtype, "threads": threads}
     chosen = [f"engine.{name}={value}" for name, value in given.items() if value not in ("", None)]
-    tree = _configure(config, [*settings, *chosen], "profile")
+    settings = [*settings, *chosen]
+    tree = _configure(config, settings, "profile")
+    if not all(part.isdecimal() for part in sp.split(",") if sp):
+        raise typer.BadParameter(f"--sp {sp!r}: write whole numbers with commas between")
     with _plain_errors():
         from millrace.profiler.command import ProfileOptions, run
 
@@ -268,6 +275,9 @@ def profile(
             out=out,
             report=json_path,
             if_missing=if_missing,
+            sp=tuple(sorted({int(part) for part in sp.split(",") if part})),
+            settings=settings,
+            config=config,
         )
         run(options, tree.engine)
 
