@@ -313,7 +313,20 @@ async def test_tokens_that_are_not_here_cannot_be_kept(pair: Pair, admitted: boo
     pair.decode.role.on_command(admit)
     failed = await pair.decode.said("request_failed", "r")
     assert failed.retryable and not failed.kept_tokens
-    await pair.decode.said("request_released", "r")
+    released = await pair.decode.said("request_released", "r")
+    assert failed.attempt == released.attempt == 2
+
+
+async def test_an_attempt_that_meets_the_end_of_the_one_before_is_answered_by_its_release(
+    pair: Pair,
+) -> None:
+    request = await pair.admit("r", 60)
+    pair.decode.cancel("r")
+    admit = admit_decode(request)
+    admit.admit_decode.attempt, admit.admit_decode.kept_tokens = 2, 30
+    pair.decode.role.on_command(admit)
+    assert (await pair.decode.said("request_released", "r")).attempt == 2
+    assert pair.decode.kinds("r") == ["request_released"]
 
 
 async def test_a_prompt_that_penalties_need_but_the_store_has_not(pair: Pair) -> None:

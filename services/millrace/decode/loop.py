@@ -136,8 +136,10 @@ class DecodeRole:
     def _admit_attempt(self, admit: scheduler_pb2.AdmitDecode) -> None:
         """A new request, or another attempt at one whose first tokens were kept."""
         request = self._requests.get(admit.request.request_id)
-        if request is not None and not request.ended:
-            self._rewind(request, admit)
+        if request is not None:
+            request.attempt = admit.attempt  # if it has ended, its release answers this too
+            if not request.ended:
+                self._rewind(request, admit)
         elif admit.kept_tokens:
             message = f"none of the {admit.kept_tokens} tokens that were to be kept are here"
             self._refuse(admit, message, "transfer")
@@ -151,14 +153,12 @@ class DecodeRole:
             self._receiver.rewind(request.id, admit.attempt, admit.kept_tokens)
         except TransferError as error:
             self._fail(request, str(error), "transfer")
-        else:
-            request.attempt = admit.attempt
 
     def _refuse(self, admit: scheduler_pb2.AdmitDecode, message: str, reason: str) -> None:
         request_id, attempt = admit.request.request_id, admit.attempt
         self._metrics.failed.labels(reason).inc()
         self._context.send(request_failed(request_id, message, retryable=True, attempt=attempt))
-        self._context.send(request_released(request_id))
+        self._context.send(request_released(request_id, attempt=attempt))
 
     def _admit(self, admit: scheduler_pb2.AdmitDecode) -> None:
         """Reserves the request's pages, or says at once that there are none."""
@@ -335,7 +335,7 @@ class DecodeRole:
             )
             self._context.send(scheduler_pb2.WorkerMessage(request_finished=finished))
         else:
-            self._context.send(request_released(request.id))
+            self._context.send(request_released(request.id, attempt=request.attempt))
         self._emptied.set()
 
     # -- tokens out

@@ -127,11 +127,15 @@ def request_failed(
     )
 
 
-def request_released(request_id: str, *, complete: bool = False) -> scheduler_pb2.WorkerMessage:
+def request_released(
+    request_id: str, *, complete: bool = False, attempt: int = 0
+) -> scheduler_pb2.WorkerMessage:
     """The report that this worker holds nothing of a request any more.
 
-    `complete`: all of its part was done; a prefill instance computed and sent it.
+    `complete`: all of its part was done; a prefill instance computed and sent it. `attempt`: the
+    last that a decode instance was told of.
     """
-    return scheduler_pb2.WorkerMessage(
-        request_released=scheduler_pb2.RequestReleased(request_id=request_id, complete=complete)
+    released = scheduler_pb2.RequestReleased(
+        request_id=request_id, complete=complete, attempt=attempt
     )
+    return scheduler_pb2.WorkerMessage(request_released=released)
