@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 from array import array
+from dataclasses import replace
 
 import pytest
 from hypothesis import given
@@ -154,3 +155,33 @@ def test_the_compiled_planner_follows_every_segment_of_a_model():
         given_inputs = inputs(1, latency=latency)
         plan = Cdsp(given_inputs).plan(tokens, array("d", [0.0]))
         assert plan.ttft_s == model.chunk_s(tokens)
+
+
+@pytest.mark.parametrize("name", ["cdsp", "single_chunk", "esp"])
+def test_history_before_the_first_chunk_counts(name):
+    """The C++ planner has it in its coefficients, the algorithm as written has it as C.
+
+    Its sums are in another order: the last bit may differ, and with it a tie.
+    """
+    draw, same = random.Random(21), 0
+    for _ in range(500):
+        given_inputs, tokens, queue_s, least_sp, _ = random_case(draw)
+        rate = 0.0 if name == "esp" else given_inputs.config.improvement_rate
+        config = replace(given_inputs.config, planner=name, improvement_rate=rate)
+        behind = replace(given_inputs, config=config, history=draw.randint(1, 500_000))
+        plan = PLANNERS[name](behind).plan(tokens, queue_s, least_sp)
+        twin = CdspReference(behind)
+        plan_as_written = twin.plan if name == "cdsp" else twin.plan_single_chunk
+        wanted = plan_as_written(tokens, queue_s, least_sp)
+        assert plan.ttft_s == pytest.approx(wanted.ttft_s, rel=1e-6)
+        assert sum(chunk.num_tokens for chunk in plan.chunks) == tokens
+        same += [c.members for c in plan.chunks] == [c.members for c in wanted.chunks]
+    assert same >= 495
+
+
+@pytest.mark.parametrize("name", ["fixed_sp", "least_queue"])
+def test_history_makes_a_chunk_longer(name):
+    after = replace(inputs(4, planner=name, fixed_sp=2), history=50_000)
+    plan = PLANNERS[name](after).plan(1000, array("d", [1.0] * 4))
+    (chunk,) = plan.chunks
+    assert plan.ttft_s == 1.0 + after.latency.chunk_s(1000, 50_000, len(chunk.members))

@@ -25,6 +25,7 @@ def instance(
     seconds_a_token: float = 1e-3,
     latency: SpLatency | None = None,
     node: str = "",
+    kv_layers: int = 0,
 ) -> events.InstanceJoined:
     """Instance "p..." prefills, "m..." does both, any other decodes."""
     return events.InstanceJoined(
@@ -38,6 +39,7 @@ def instance(
         model_hash=model,
         latency=latency or SpLatency(by_sp={1: Latency(b=seconds_a_token)}),
         node=node,
+        kv_layers=kv_layers,
     )
 
 
@@ -130,9 +132,29 @@ class Bench:
             )
         )
 
-    def released(self, instance_id: str, request_id: str) -> list[effects.Effect]:
+    def released(
+        self, instance_id: str, request_id: str, *, complete: bool = False, attempt: int = 0
+    ) -> list[effects.Effect]:
         return self.step(
-            events.RequestReleased(instance_id=instance_id, generation=1, request_id=request_id)
+            events.RequestReleased(
+                instance_id=instance_id,
+                generation=1,
+                request_id=request_id,
+                complete=complete,
+                attempt=attempt,
+            )
+        )
+
+    def landed(self, request_id: str, tokens: int, attempt: int = 1) -> list[effects.Effect]:
+        """Decode instance "d0" has the KV of the first tokens."""
+        return self.step(
+            events.PrefixLanded(
+                instance_id="d0",
+                generation=1,
+                request_id=request_id,
+                attempt=attempt,
+                tokens=tokens,
+            )
         )
 
     def decoding(self, instance_id: str, request_id: str) -> list[effects.Effect]:
@@ -154,7 +176,13 @@ class Bench:
         )
 
     def failed(
-        self, instance_id: str, request_id: str, *, retryable: bool = True
+        self,
+        instance_id: str,
+        request_id: str,
+        *,
+        retryable: bool = True,
+        attempt: int = 0,
+        kept_tokens: int = 0,
     ) -> list[effects.Effect]:
         return self.step(
             events.RequestFailed(
@@ -163,6 +191,8 @@ class Bench:
                 request_id=request_id,
                 message="out of luck",
                 retryable=retryable,
+                attempt=attempt,
+                kept_tokens=kept_tokens,
             )
         )
 

@@ -267,11 +267,12 @@ class Machine:
         if instance is None:
             return
         request = self._life.served(event.request_id, instance)
+        if request is not None and self._speakers.is_of_earlier(event, request, instance):
+            return
         tokens = min(event.tokens, request.prompt_tokens) if request is not None else 0
         if (
             request is None
             or not isinstance(instance, DecodeInstance)
-            or self._speakers.is_of_earlier(event, request, instance)
             or request.state is RequestState.QUEUED
             or tokens <= request.landed_tokens
         ):
