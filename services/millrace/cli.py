@@ -364,7 +364,17 @@ def show_config(
     print(as_markdown() if markdown else as_toml(), end="")
 
 
-BENCHMARKS = ("decode", "engine", "gateway", "hol", "kernels", "planner", "serve", "transfer")
+BENCHMARKS = (
+    "cdsp",
+    "decode",
+    "engine",
+    "gateway",
+    "hol",
+    "kernels",
+    "planner",
+    "serve",
+    "transfer",
+)
 
 
 def _add_benchmarks(wanted: str) -> None:

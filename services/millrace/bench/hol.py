@@ -20,7 +20,6 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Callable
 from pathlib import Path
 from typing import Annotated
 
@@ -31,7 +30,7 @@ from rich.console import Console
 from millrace.bench.hol_report import draw, print_tables
 from millrace.bench.hol_run import Settings, run
 from millrace.bench.hol_systems import NAMES
-from millrace.bench.options import names
+from millrace.bench.options import names, progress_lines
 from millrace.core.errors import MillraceError
 
 
@@ -103,7 +102,7 @@ def command(  # noqa: PLR0913 - every option of the command line is a parameter
             raise typer.BadParameter(f"{path}: there is no folder {path.parent}")
     console = Console(stderr=True)
     with console.status("starting") as status:
-        progress = status.update if console.is_terminal else _lines(console)
+        progress = status.update if console.is_terminal else progress_lines(console)
         try:
             document = uvloop.run(run(settings, progress))
         except MillraceError as error:
@@ -135,17 +134,3 @@ def _seeds(text: str) -> tuple[int, ...]:
         raise typer.BadParameter(
             f"--seeds {text!r}: write whole numbers with commas between"
         ) from None
-
-
-def _lines(console: Console) -> Callable[[str], None]:
-    """Where there is no terminal: a line whenever something else begins, without its seconds."""
-    last = ""
-
-    def told(what: str) -> None:
-        nonlocal last
-        begun = what.partition(" (")[0]
-        if begun != last:
-            last = begun
-            console.print(begun)
-
-    return told

@@ -1,0 +1,94 @@
+"""`millrace bench cdsp`: prompts on groups of instances, the figures that Tetris stands for.
+
+All in one run on this machine, with the random model of `bench hol` on one thread an instance.
+Prompts on 1 to 4 instances as the paper's Table 1, with communication apart; what cache balancing
+and handshakes cost (section 7.5); the ring's exchange beside bare NIXL writes; CDSP beside
+single-chunk and fixed groups under load, live and simulated with a profile of the same run.
+
+Instances share this machine's cores. A group is at most as much faster as there are cores, and
+beyond them its members wait for each other: there CPU time tells what a group costs, and TTFT
+does not tell what it gains elsewhere.
+"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Annotated
+
+import typer
+import uvloop
+from rich.console import Console
+
+from millrace.bench.cdsp_report import draw, print_tables
+from millrace.bench.cdsp_run import PARTS, Settings, run
+from millrace.bench.options import names, progress_lines
+from millrace.core.errors import MillraceError
+
+
+def command(  # noqa: PLR0913 - every option of the command line is a parameter
+    parts: Annotated[
+        str, typer.Option("--parts", metavar="NAME,...", help="Of " + ", ".join(PARTS) + ".")
+    ] = ",".join(PARTS),
+    threads: Annotated[int, typer.Option("--threads", min=1, help="Of each instance.")] = 1,
+    lengths: Annotated[
+        str, typer.Option("--lengths", metavar="TOKENS,...", help="Prompts of the part sp.")
+    ] = "512,1024,2048,4096",
+    sp: Annotated[
+        str, typer.Option("--sp", metavar="N,...", help="Instances a prompt; 1 is measured too.")
+    ] = "2,3,4",
+    rounds: Annotated[
+        int, typer.Option("--rounds", min=1, help="Of the parts sp and balancing.")
+    ] = 3,
+    instances: Annotated[
+        int,
+        typer.Option("--instances", min=0, help="Under load; 0: as many as have cores, 2 to 4."),
+    ] = 0,
+    requests: Annotated[int, typer.Option("--requests", min=4, help="Of every load.")] = 48,
+    quick: Annotated[
+        bool, typer.Option("--quick", help="A look, no figures to quote: less of everything.")
+    ] = False,
+    json_path: Annotated[
+        Path | None, typer.Option("--json", metavar="PATH", help="Write the report as JSON.")
+    ] = None,
+    plot: Annotated[
+        Path | None,
+        typer.Option("--plot", metavar="PATH", help="PNG: TTFT by degree, balancing, load."),
+    ] = None,
+) -> None:
+    """Sequence-parallel groups: TTFT by degree, what they cost, and CDSP under load."""
+    settings = Settings(
+        parts=tuple(names(parts, PARTS)),
+        threads=threads,
+        lengths=_numbers(lengths, "--lengths"),
+        degrees=tuple(sorted({1, *_numbers(sp, "--sp")})),
+        rounds=rounds,
+        instances=instances,
+        requests=requests,
+    )
+    if quick:
+        settings = settings.quick()
+    for path in (json_path, plot):
+        if path is not None and not path.parent.is_dir():
+            raise typer.BadParameter(f"{path}: there is no folder {path.parent}")
+    console = Console(stderr=True)
+    with console.status("starting") as status:
+        progress = status.update if console.is_terminal else progress_lines(console)
+        try:
+            document = uvloop.run(run(settings, progress))
+        except MillraceError as error:
+            console.print(f"millrace: {error}", markup=False)
+            raise typer.Exit(1) from None
+    print_tables(document, Console())
+    if json_path is not None:
+        json_path.write_text(json.dumps(document, indent=2) + "\n")
+    if plot is not None:
+        draw(document, plot)
+
+
+def _numbers(text: str, option: str) -> tuple[int, ...]:
+    """Ascending whole numbers above 0. Raises BadParameter."""
+    parts = text.split(",")
+    if not all(part.isdecimal() and int(part) for part in parts):
+        raise typer.BadParameter(f"{option} {text!r}: write whole numbers with commas between")
+    return tuple(sorted({int(part) for part in parts}))

@@ -1,0 +1,169 @@
+"""Live groups measured one prompt at a time: SP degrees, cache balancing, handshakes."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, fields
+from statistics import median
+from typing import Any
+
+from millrace.core.planning.plan import PlannedChunk
+from millrace.profiler.conductor import Conductor
+
+#: (instances that hold the history, instances of the chunk after it).
+GROWTHS = ((1, 2), (1, 4), (2, 4))
+
+Told = Callable[[str], None]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Sample:
+    """A prompt on a group, in seconds. Of its leader: compute and what of it were waits.
+
+    ttft_s: from the commands to token one; start_s: until the first chunk began; landing_s: from
+    token one until decode had all K/V. handshake_s: a member's mean. members_s: compute of all
+    members without waits; cpu_s: of all their processes on their cores. ring_bytes: from member to
+    member.
+    """
+
+    ttft_s: float
+    start_s: float
+    landing_s: float
+    compute_s: float
+    ring_wait_s: float
+    history_wait_s: float
+    handshake_s: float
+    members_s: float
+    cpu_s: float
+    ring_bytes: float
+
+
+async def sample(conductor: Conductor, plan: Sequence[PlannedChunk]) -> Sample:
+    """Has a prompt computed as planned."""
+    before = await conductor.costs()
+    run = await conductor.run(plan)
+    spent = [now - then for now, then in zip(await conductor.costs(), before, strict=True)]
+    spent = [spent[member] for member in plan[-1].members]
+    return Sample(
+        ttft_s=run.ttft_s,
+        start_s=run.started_s,
+        landing_s=max(run.landed_s - run.ttft_s, 0.0),
+        compute_s=run.compute_s,
+        ring_wait_s=sum(chunk.ring_wait_s for chunk in run.chunks),
+        history_wait_s=sum(chunk.history_wait_s for chunk in run.chunks),
+        handshake_s=sum(one.handshake_s for one in spent) / len(spent),
+        members_s=sum(one.compute_s - one.ring_wait_s - one.history_wait_s for one in spent),
+        cpu_s=sum(one.cpu_s for one in spent),
+        ring_bytes=sum(one.ring_bytes for one in spent),
+    )
+
+
+def typical(samples: Sequence[Sample]) -> dict[str, float]:
+    """The median of each figure."""
+    return {
+        field.name: median(getattr(one, field.name) for one in samples) for field in fields(Sample)
+    }
+
+
+async def scaling(
+    conductor: Conductor, lengths: Sequence[int], degrees: Sequence[int], rounds: int, told: Told
+) -> list[dict[str, Any]]:
+    """A row for every length and SP degree, which take turns in a new order each round."""
+    cases = [(tokens, sp) for tokens in lengths for sp in degrees]
+    samples: dict[tuple[int, int], list[Sample]] = {case: [] for case in cases}
+    for sp in degrees:
+        await conductor.run([PlannedChunk(min(lengths), tuple(range(sp)))])  # they connect
+    order = random.Random(0)
+    for number in range(rounds):
+        told(f"SP degrees {', '.join(map(str, degrees))}, round {number + 1} of {rounds}")
+        for tokens, sp in order.sample(cases, len(cases)):
+            plan = [PlannedChunk(tokens, tuple(range(sp)))]
+            samples[tokens, sp].append(await sample(conductor, plan))
+    found = {case: typical(of_case) for case, of_case in samples.items()}
+    return [
+        {"tokens": tokens, "sp": sp, **own, **_against_one(own, found.get((tokens, 1)))}
+        for (tokens, sp), own in found.items()
+    ]
+
+
+def _against_one(own: Mapping[str, float], one: Mapping[str, float] | None) -> dict[str, float]:
+    """Of the same prompt on one instance: how much faster, and how much more work over all.
+
+    Work as CPU time counts the exchange's, too; as compute it has what waiting for a core adds,
+    where instances are more than cores.
+    """
+    if one is None:
+        return {}
+    return {
+        "speedup": one["ttft_s"] / own["ttft_s"],
+        "compute_overhead": own["members_s"] / one["members_s"] - 1.0,
+        "cpu_overhead": own["cpu_s"] / one["cpu_s"] - 1.0 if one["cpu_s"] else 0.0,
+    }
+
+
+async def balancing(
+    conductor: Conductor,
+    tokens: int,
+    shares: Sequence[float],
+    growths: Sequence[tuple[int, int]],
+    rounds: int,
+    told: Told,
+) -> list[dict[str, Any]]:
+    """What a chunk of so many tokens on a grown group takes more for the moves before it.
+
+    Tetris section 7.5, figure 14: history of `shares` of the chunk's tokens. The same chunk after
+    the same history without moves: the larger group has computed the history, too.
+    """
+    rows: list[dict[str, Any]] = []
+    told(f"cache balancing before chunks of {tokens} tokens")
+    for share in shares:
+        history = max(1, round(share * tokens))
+        for old, new in growths:
+            pairs = []
+            for _ in range(rounds):
+                moved = await _last_chunk(conductor, history, old, tokens, new)
+                still = await _last_chunk(conductor, history, new, tokens, new)
+                pairs.append((moved, still))
+            rows.append(
+                {
+                    "history": history,
+                    "tokens": tokens,
+                    "from": old,
+                    "to": new,
+                    "moved_s": median(moved["compute_s"] for moved, _ in pairs),
+                    "still_s": median(still["compute_s"] for _, still in pairs),
+                    "overhead": median(m["compute_s"] / s["compute_s"] for m, s in pairs) - 1.0,
+                    "history_wait_s": median(moved["history_wait_s"] for moved, _ in pairs),
+                    "history_wait_share": median(
+                        moved["history_wait_s"] / moved["compute_s"] for moved, _ in pairs
+                    ),
+                }
+            )
+    return rows
+
+
+async def _last_chunk(
+    conductor: Conductor, history: int, old: int, tokens: int, new: int
+) -> dict[str, float]:
+    run = await conductor.run(
+        [PlannedChunk(history, tuple(range(old))), PlannedChunk(tokens, tuple(range(new)))]
+    )
+    last = run.chunks[-1]
+    return {"compute_s": last.compute_s, "history_wait_s": last.history_wait_s}
+
+
+def handshakes(rows: Sequence[Mapping[str, Any]]) -> dict[str, float]:
+    """Of all rows of `scaling`: what the way to decode adds to TTFT, as shares of it.
+
+    handshake: of a member with decode, which runs beside compute; landing: from token one until
+    decode has all K/V (Tetris section 7.5 has 0.6 to 11.8 % for transfers, 2.1 % on average).
+    """
+    handshake = [row["handshake_s"] / row["ttft_s"] for row in rows]
+    landing = [row["landing_s"] / row["ttft_s"] for row in rows]
+    return {
+        "handshake_mean": sum(handshake) / len(handshake),
+        "handshake_most": max(handshake),
+        "landing_mean": sum(landing) / len(landing),
+        "landing_most": max(landing),
+    }
