@@ -176,6 +176,8 @@ class PrefillRole:
             reason = str(error)
             self._report(job, error)
             fallen = error if isinstance(error, RankError) else None
+        if reason and job.link is not None:
+            job.link.abort()  # else closing waits for what will never come
         if job.session is not None:
             await job.session.abort(reason)
             self._metrics.sent(job.session)
