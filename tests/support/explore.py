@@ -10,7 +10,7 @@ from millrace.core.config import SchedulerConfig
 from millrace.core.events import InstanceJoined
 from millrace.core.gang import GangSpec
 from millrace.core.latency import SpLatency
-from millrace.core.planning._cdsp import CdspPlanner
+from millrace.core.planning.single_chunk import SingleChunk
 from millrace.core.priority import Policy
 from support.gang_world import Move, Scenario, World, digest
 
@@ -43,7 +43,7 @@ def snapshot(world: World) -> bytes:
     """Of a world, to be read by `pickle.loads` in this process."""
     written = io.BytesIO()
     pickler = pickle.Pickler(written, protocol=5)
-    pickler.dispatch_table = {CdspPlanner: _anew, **dict.fromkeys(_UNCHANGING, _share)}
+    pickler.dispatch_table = {SingleChunk: _anew, **dict.fromkeys(_UNCHANGING, _share)}
     pickler.dump(world)
     return written.getvalue()
 
