@@ -24,6 +24,7 @@ from millrace.core import effects, events
 from millrace.core.cluster import PrefillInstance
 from millrace.core.config import SchedulerConfig
 from millrace.core.latency import Latency, SpLatency
+from millrace.core.lifecycle import MIN_KEPT_TOKENS
 from millrace.core.machine import Machine
 from millrace.core.planning import PLANNERS
 from millrace.core.priority import POLICIES
@@ -44,6 +45,7 @@ Ref = tuple[str, int]  # request, chunk
 request_ids = st.sampled_from(REQUESTS)
 instance_ids = st.sampled_from(PREFILLS + DECODES)
 reasons = st.sampled_from(["stop", "length", "cancelled"])
+layers = st.sampled_from([0, 4, 4, 4, 8])
 ages = st.integers(0, 2)  # how many lives ago the speaker lived
 
 
@@ -57,7 +59,8 @@ class World(RuleBasedStateMachine):
         self.submitted: Counter[str] = Counter()
         self.ends: Counter[str] = Counter()
         self.placed_at: dict[str, str] = {}
-        self.attempts: Counter[str] = Counter()
+        self.attempt: dict[str, int] = {}  # as decode was told last
+        self.admitted: dict[tuple[str, str], int] = {}  # (decode instance, request) -> attempt
         self.held: dict[str, set[str]] = {}  # instance -> requests that a correct worker holds
         self.queues: dict[str, list[tuple[Ref, ...]]] = {}  # prefill instance -> as it was told
 
@@ -69,6 +72,7 @@ class World(RuleBasedStateMachine):
         planner=st.sampled_from(sorted(PLANNERS)),
         preemption=st.sampled_from(["none", "operator"]),
         batch_tokens=st.sampled_from([0, 40]),
+        kv_layers=layers,
     )
     def begin(
         self,
@@ -79,6 +83,7 @@ class World(RuleBasedStateMachine):
         planner: str,
         preemption: str,
         batch_tokens: int,
+        kv_layers: int,
     ) -> None:
         self.config = SchedulerConfig(
             policy=policy,
@@ -94,7 +99,7 @@ class World(RuleBasedStateMachine):
         )
         self.machine = Machine(self.config)
         for instance_id in ("p0", "p1", "d0", "d1"):
-            self.join(instance_id, 1, 40, "h")
+            self.join(instance_id, 1, 100, "h", kv_layers)
 
     def step(self, event: events.Event) -> None:
         # These change predictions only; what that changes shows in the next round.
@@ -118,8 +123,7 @@ class World(RuleBasedStateMachine):
                 assert r not in self.placed_at
                 self.placed_at[r] = decode_id
             case effects.AdmitDecode(instance_id=i, request_id=r):
-                assert self.placed_at[r] == i
-                self.hold(i, r)
+                self.admit(effect)
             case effects.RunPrefill():
                 self.dispatched(effect)
             case effects.Order():
@@ -127,6 +131,25 @@ class World(RuleBasedStateMachine):
             case effects.CancelOn(instance_id=i, request_id=r):
                 assert i in self.held
                 self.unqueue(i, r)
+
+    def admit(self, effect: effects.AdmitDecode) -> None:
+        """A new attempt has its own number; one that goes on finds its decode instance holding it.
+
+        What decode lets go of on its own is news on its way, so only the machine's word counts.
+        """
+        i, r = effect.instance_id, effect.request_id
+        assert self.placed_at[r] == i
+        assert effect.attempt > self.attempt.get(r, 0)
+        request = self.machine.requests[r]
+        assert effect.kept_tokens == request.kept_tokens < request.prompt_tokens
+        if effect.kept_tokens:
+            assert effect.kept_tokens >= MIN_KEPT_TOKENS and request.resumable
+            assert not self.machine.cluster.instances[i].holdings[r].leaving
+            self.held[i].add(r)
+        else:
+            self.hold(i, r)
+        self.attempt[r] = effect.attempt
+        self.admitted[i, r] = effect.attempt
 
     def recorded(self, effect: effects.Record) -> None:
         r, state = effect.request_id, effect.state
@@ -140,11 +163,12 @@ class World(RuleBasedStateMachine):
 
     def dispatched(self, effect: effects.RunPrefill) -> None:
         i, r = effect.instance_id, effect.request_id
-        self.attempts[r] += i == effect.chunks[0].instance_ids[0]
-        assert self.attempts[r] <= self.config.max_attempts
-        assert effect.decode_id == self.placed_at[r]
-        prompt = self.machine.requests[r].prompt_tokens
-        assert sum(chunk.num_tokens for chunk in effect.chunks) == prompt
+        request = self.machine.requests[r]
+        assert request.attempts <= self.config.max_attempts
+        assert effect.decode_id == self.placed_at[r] and effect.attempt == self.attempt[r]
+        assert effect.chunks[0].start_token == request.kept_tokens
+        tokens = sum(chunk.num_tokens for chunk in effect.chunks)
+        assert tokens == request.prompt_tokens - request.kept_tokens
         self.hold(i, r)
         self.queues[i] += [
             ((r, chunk.index),) for chunk in effect.chunks if i in chunk.instance_ids
@@ -173,7 +197,7 @@ class World(RuleBasedStateMachine):
     def over(self, request_id: str) -> None:
         del self.states[request_id]
         self.placed_at.pop(request_id, None)
-        self.attempts.pop(request_id, None)
+        self.attempt.pop(request_id, None)
         self.ends[request_id] += 1
 
     # ---- instances
@@ -181,10 +205,11 @@ class World(RuleBasedStateMachine):
     @rule(
         instance_id=instance_ids,
         ahead=st.integers(-1, 1),
-        pages=st.integers(8, 40),
+        pages=st.integers(8, 100),
         model=st.sampled_from("hhhhg"),
+        kv_layers=layers,
     )
-    def join(self, instance_id: str, ahead: int, pages: int, model: str) -> None:
+    def join(self, instance_id: str, ahead: int, pages: int, model: str, kv_layers: int) -> None:
         generation = max(self.generation[instance_id] + ahead, 0)
         known = self.machine.cluster.instances.get(instance_id)
         if known is None or generation > known.card.generation:
@@ -198,11 +223,12 @@ class World(RuleBasedStateMachine):
                 role="prefill" if instance_id in PREFILLS else "decode",
                 kv_pages=pages,
                 page_tokens=4,
-                max_context_tokens=120,
+                max_context_tokens=400,
                 max_batch=4,
                 model_hash=model,
                 latency=LATENCY,
                 node=instance_id[-1:] if model == "g" else "n",
+                kv_layers=kv_layers,
             )
         )
 
@@ -239,9 +265,10 @@ class World(RuleBasedStateMachine):
     @rule(
         request_id=request_ids,
         proxy_id=st.sampled_from(PROXIES),
-        prompt_tokens=st.integers(1, 60),
+        prompt_tokens=st.one_of(st.integers(1, 60), st.integers(65, 300)),
         max_new_tokens=st.integers(1, 20),
         choices=st.integers(1, 2),
+        resumable=st.sampled_from([True, True, True, False]),
     )
     def submit(
         self,
@@ -250,6 +277,7 @@ class World(RuleBasedStateMachine):
         prompt_tokens: int,
         max_new_tokens: int,
         choices: int,
+        resumable: bool,
     ) -> None:
         if request_id not in self.states:  # else a double, which must change nothing
             self.states[request_id] = RequestState.QUEUED
@@ -261,6 +289,7 @@ class World(RuleBasedStateMachine):
             max_new_tokens=max_new_tokens,
             choices=choices,
             arrival_s=self.now_s,
+            resumable=resumable,
         )
         self.step(events.Submitted(request=request))
 
@@ -274,6 +303,12 @@ class World(RuleBasedStateMachine):
         live = set(self.machine.requests)
         self.step(events.PolicyChanged(policy=policy))
         assert self.machine.policy == policy and set(self.machine.requests) == live
+
+    @rule(rate=st.one_of(st.none(), st.floats(0, 1)), least=st.floats(0, 1))
+    def rate_changes(self, rate: float | None, least: float) -> None:
+        rows = ((0.0, least), (1.0, 1.0))
+        self.step(events.ImprovementRateChanged(rate=rate, rows=rows))
+        assert rate is None or self.machine.improvement_rate == rate
 
     @rule(proxy_id=st.sampled_from(PROXIES))
     def proxy_leaves(self, proxy_id: str) -> None:
@@ -312,15 +347,59 @@ class World(RuleBasedStateMachine):
             )
         self.step(event)
 
-    @rule(instance_id=instance_ids, age=ages, request_id=request_ids)
-    def release(self, instance_id: str, age: int, request_id: str) -> None:
+    @rule(
+        instance_id=instance_ids,
+        age=ages,
+        request_id=request_ids,
+        complete=st.booleans(),
+        attempts_ago=st.integers(0, 2),
+    )
+    def release(
+        self,
+        instance_id: str,
+        age: int,
+        request_id: str,
+        complete: bool = False,
+        attempts_ago: int = 0,
+    ) -> None:
         generation = self.life(instance_id, age)
-        if self.machine.cluster.current(instance_id, generation):
+        attempt = self.told_of(instance_id, request_id, attempts_ago)
+        if self.machine.cluster.current(instance_id, generation) and (
+            instance_id in PREFILLS or attempts_ago == 0 or attempt == 0
+        ):
             self.held[instance_id].discard(request_id)
             self.unqueue(instance_id, request_id)
         self.step(
             events.RequestReleased(
-                instance_id=instance_id, generation=generation, request_id=request_id
+                instance_id=instance_id,
+                generation=generation,
+                request_id=request_id,
+                complete=complete,
+                attempt=attempt,
+            )
+        )
+
+    def told_of(self, instance_id: str, request_id: str, attempts_ago: int) -> int:
+        """The attempt that a decode instance had last, or one before it; 0: it does not say."""
+        return max(self.admitted.get((instance_id, request_id), 0) - attempts_ago, 0)
+
+    @rule(
+        instance_id=instance_ids,
+        age=ages,
+        request_id=request_ids,
+        attempts_ago=st.integers(0, 2),
+        tokens=st.integers(0, 300),
+    )
+    def prefix_lands(
+        self, instance_id: str, age: int, request_id: str, attempts_ago: int, tokens: int
+    ) -> None:
+        self.step(
+            events.PrefixLanded(
+                instance_id=instance_id,
+                generation=self.life(instance_id, age),
+                request_id=request_id,
+                attempt=self.told_of(instance_id, request_id, attempts_ago),
+                tokens=tokens,
             )
         )
 
@@ -354,8 +433,23 @@ class World(RuleBasedStateMachine):
             )
         )
 
-    @rule(instance_id=instance_ids, age=ages, request_id=request_ids, retryable=st.booleans())
-    def fail(self, instance_id: str, age: int, request_id: str, retryable: bool) -> None:
+    @rule(
+        instance_id=instance_ids,
+        age=ages,
+        request_id=request_ids,
+        retryable=st.booleans(),
+        attempts_ago=st.integers(0, 2),
+        kept_tokens=st.sampled_from([0, 0, 20, 100]),
+    )
+    def fail(
+        self,
+        instance_id: str,
+        age: int,
+        request_id: str,
+        retryable: bool,
+        attempts_ago: int = 0,
+        kept_tokens: int = 0,
+    ) -> None:
         if self.machine.cluster.current(instance_id, self.life(instance_id, age)):
             self.unqueue(instance_id, request_id)
         self.step(
@@ -365,6 +459,8 @@ class World(RuleBasedStateMachine):
                 request_id=request_id,
                 message="out of luck",
                 retryable=retryable,
+                attempt=self.told_of(instance_id, request_id, attempts_ago),
+                kept_tokens=kept_tokens,
             )
         )
 
@@ -389,6 +485,9 @@ class World(RuleBasedStateMachine):
                 self.finish(instance_id, 0, request_id, "stop")
             elif request.state is RequestState.TRANSFERRING:
                 self.decode_starts(instance_id, 0, request_id)
+            elif request.state is RequestState.PREFILLING:
+                tokens = data.draw(st.integers(1, request.prompt_tokens))
+                self.prefix_lands(instance_id, 0, request_id, 0, tokens)
 
     def prefill_goes_on(
         self, instance: PrefillInstance, request_id: str, data: st.DataObject
@@ -437,9 +536,11 @@ class World(RuleBasedStateMachine):
         if not held:
             return
         instance_id, request_id = data.draw(st.sampled_from(held))
-        match data.draw(st.sampled_from(["release", "chunk", "start", "finish", "fail"])):
+        match data.draw(st.sampled_from(["release", "chunk", "start", "finish", "fail", "die"])):
             case "release":
-                self.release(instance_id, 0, request_id)
+                self.release(instance_id, 0, request_id, last)
+            case "die":
+                self.leave(instance_id, 0)
             case "chunk":
                 self.chunk(instance_id, 0, request_id, 1, last, False)
             case "start":
@@ -447,7 +548,41 @@ class World(RuleBasedStateMachine):
             case "finish":
                 self.finish(instance_id, 0, request_id, data.draw(reasons))
             case "fail":
-                self.fail(instance_id, 0, request_id, last)
+                kept_tokens = data.draw(st.sampled_from([0, 100]))
+                self.fail(instance_id, 0, request_id, last, 0, kept_tokens)
+
+    @rule(data=st.data(), request_id=request_ids, prompt_tokens=st.integers(65, 300))
+    def prefill_is_lost(self, data: st.DataObject, request_id: str, prompt_tokens: int) -> None:
+        """Some of a long prompt has landed when a member dies or fails, or decode's transfer."""
+        self.submit(request_id, "x0", prompt_tokens, 5, 1, True)
+        request = self.machine.requests.get(request_id)
+        if request is None or request.state is not RequestState.PREFILLING:
+            return
+        assert request.decode_id is not None
+        tokens = data.draw(st.integers(1, request.prompt_tokens))
+        self.prefix_lands(request.decode_id, 0, request_id, 0, tokens)
+        member = data.draw(st.sampled_from(request.chunks[-1].instance_ids))
+        match data.draw(st.sampled_from(["part", "dies", "fails", "gives up", "decode fails"])):
+            case "part":
+                self.release(member, 0, request_id, True)
+            case "dies":
+                self.leave(member, 0)
+            case "fails":
+                self.fail(member, 0, request_id, True)
+                self.release(member, 0, request_id)
+            case "gives up":
+                self.release(member, 0, request_id)
+            case "decode fails":
+                self.fail(request.decode_id, 0, request_id, True, 0, tokens)
+
+    @rule(instance_id=st.sampled_from(("p0", "p1", "p2")), request_id=request_ids)
+    def a_prefill_comes_back(self, instance_id: str, request_id: str) -> None:
+        """And lets go of what it was told to drop."""
+        if instance_id not in self.machine.cluster.instances:
+            self.join(instance_id, 1, 100, "h", 4)
+        holding = self.machine.cluster.instances[instance_id].holdings.get(request_id)
+        if holding is not None and holding.leaving:
+            self.release(instance_id, 0, request_id)
 
     @rule(seconds=st.floats(0.0, 8.0))
     def time_passes(self, seconds: float) -> None:

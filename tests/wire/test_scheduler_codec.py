@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 import pytest
 
 from millrace.core import effects, events
@@ -10,6 +12,7 @@ from millrace.core.request import Chunk, RequestState
 from millrace.wire import scheduler_codec as codec
 from millrace.wire.pb import common_pb2, scheduler_pb2
 
+LATENCY = Latency(a=1, b=2, c=3, d=4, points=((16, 0.5), (64, 0.5), (100, 2.0)))
 WHO = {"instance_id": "w", "generation": 1 << 63}
 
 
@@ -33,8 +36,16 @@ WHO = {"instance_id": "w", "generation": 1 << 63}
             events.ChunkFinished(**WHO, request_id="r", chunk_index=4, compute_s=0.5, last=True),
         ),
         (
-            {"request_released": scheduler_pb2.RequestReleased(request_id="r")},
-            events.RequestReleased(**WHO, request_id="r"),
+            {
+                "request_released": scheduler_pb2.RequestReleased(
+                    request_id="r", complete=True, attempt=2
+                )
+            },
+            events.RequestReleased(**WHO, request_id="r", complete=True, attempt=2),
+        ),
+        (
+            {"prefix_landed": scheduler_pb2.PrefixLanded(request_id="r", attempt=2, tokens=9)},
+            events.PrefixLanded(**WHO, request_id="r", attempt=2, tokens=9),
         ),
         (
             {"decode_started": scheduler_pb2.DecodeStarted(request_id="r")},
@@ -51,10 +62,12 @@ WHO = {"instance_id": "w", "generation": 1 << 63}
         (
             {
                 "request_failed": scheduler_pb2.RequestFailed(
-                    request_id="r", message="no", retryable=True
+                    request_id="r", message="no", retryable=True, attempt=3, kept_tokens=64
                 )
             },
-            events.RequestFailed(**WHO, request_id="r", message="no", retryable=True),
+            events.RequestFailed(
+                **WHO, request_id="r", message="no", retryable=True, attempt=3, kept_tokens=64
+            ),
         ),
         ({"draining": scheduler_pb2.Draining()}, events.InstanceDraining(**WHO)),
     ],
@@ -84,6 +97,12 @@ def test_a_registration_carries_all_of_its_card():
             max_context_tokens=4,
             max_batch=5,
             latency=scheduler_pb2.LatencyCoefficients(a=1, b=2, c=3, d=4),
+            node="n",
+            kv_layers=6,
+            sp_latency=[
+                scheduler_pb2.SpLatency(sp=2, latency=scheduler_pb2.LatencyCoefficients(b=1)),
+                scheduler_pb2.SpLatency(sp=8, latency=codec.latency_message(LATENCY)),
+            ],
         )
     )
     assert card == events.InstanceJoined(
@@ -95,11 +114,64 @@ def test_a_registration_carries_all_of_its_card():
         max_context_tokens=4,
         max_batch=5,
         model_hash="m",
-        latency=SpLatency(by_sp={1: Latency(a=1, b=2, c=3, d=4)}),
+        latency=SpLatency(
+            by_sp={1: Latency(a=1, b=2, c=3, d=4), 2: Latency(b=1), 8: LATENCY},
+        ),
+        node="n",
+        kv_layers=6,
     )
+    groups = codec.sp_latency_messages(card.latency)
+    assert [(group.sp, group.latency.b) for group in groups] == [(2, 1), (8, LATENCY.b)]
 
 
-LATENCY = Latency(a=1, b=2, c=3, d=4, points=((16, 0.5), (64, 0.5), (100, 2.0)))
+@pytest.mark.parametrize(
+    "groups, message",
+    [
+        ([(1, {"b": 1})], r"sp_latency\[0\].sp is 1; it must be at least 2"),
+        ([(2, {"b": 1}), (2, {"b": 1})], r"sp_latency\[1\].sp is 2; it must be there once"),
+        ([(4, {"c": -1})], r"sp_latency\[0\].latency.c is -1.0; it must be 0 or more"),
+        ([(4, {"d": math.nan})], r"sp_latency\[0\].latency.d is nan; it must be 0 or more"),
+    ],
+)
+def test_times_of_groups_that_make_no_sense_are_named(groups, message):
+    register = scheduler_pb2.Register(
+        incarnation=common_pb2.Incarnation(id="p", generation=7),
+        role="prefill",
+        address="h:1",
+        model_hash="m",
+        kv_pages=2,
+        page_tokens=3,
+        max_context_tokens=4,
+        sp_latency=[
+            scheduler_pb2.SpLatency(sp=sp, latency=scheduler_pb2.LatencyCoefficients(**of))
+            for sp, of in groups
+        ],
+    )
+    with pytest.raises(codec.MessageError, match=message):
+        codec.joined(register)
+
+
+@pytest.mark.parametrize(
+    "wanted, message",
+    [
+        ({}, "neither rate nor rates is given"),
+        ({"rate": -0.1}, "rate is -0.1; it must be between 0 and 1"),
+        ({"rate": math.nan}, "rate is nan; it must be between 0 and 1"),
+        ({"rates": "a"}, "rates is 'a': improvement_rates is 'a'; write it as"),
+        ({"rates": "1:0.1,1:0.2"}, "they must ascend"),
+    ],
+)
+def test_an_improvement_rate_that_makes_no_sense_is_named(wanted, message):
+    with pytest.raises(codec.MessageError, match=message):
+        codec.improvement_rate_changed(scheduler_pb2.SetImprovementRateRequest(**wanted))
+
+
+def test_an_improvement_rate_is_a_number_or_a_table():
+    rate = scheduler_pb2.SetImprovementRateRequest(rate=0.0)
+    assert codec.improvement_rate_changed(rate) == events.ImprovementRateChanged(rate=0.0)
+    table = scheduler_pb2.SetImprovementRateRequest(rates="0.5:0.1,2:0.3")
+    rows = ((0.5, 0.1), (2.0, 0.3))
+    assert codec.improvement_rate_changed(table) == events.ImprovementRateChanged(rows=rows)
 
 
 def test_measured_points_reach_the_scheduler():

@@ -135,6 +135,7 @@ class Lifecycle:
         reporter: Instance | None = None if kept_tokens else instance
         if isinstance(instance, PrefillInstance):
             kept_tokens = request.landed_tokens
+        kept_tokens = min(kept_tokens, request.prompt_tokens - 1)  # token one wants the last
         if request.state not in (RequestState.QUEUED, RequestState.PREFILLING):
             self.fail(request, f"{why} after the first token", reporter)
         elif kept_tokens >= MIN_KEPT_TOKENS and request.resumable:
@@ -144,7 +145,6 @@ class Lifecycle:
 
     def _resume(self, request: Request, why: str, reporter: Instance, kept_tokens: int) -> None:
         """Back to the pool's line, in its old place, to go on behind what decode keeps."""
-        kept_tokens = min(kept_tokens, request.prompt_tokens - 1)  # token one wants its last hidden
         if request.state is RequestState.PREFILLING:
             request.attempts -= kept_tokens >= request.kept_tokens + MIN_KEPT_TOKENS
         if request.attempts >= self.config.max_attempts:
