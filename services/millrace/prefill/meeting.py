@@ -109,8 +109,9 @@ class Meetings:
 
     async def _fetch(self, job: PrefillJob) -> None:
         """Has decode write back what an earlier attempt left there, layer by layer."""
-        assert job.layout is not None and job.link is not None
+        assert job.layout is not None and job.link is not None and job.session is not None
         decode = job.command.decode
+        await job.session.opened()  # it can then be asked whether it still writes
         runs = job.layout.fetched[job.instance_id]
         job.link.fetched(transport_name(decode.incarnation))
         ask = HistoryAsk(

@@ -86,6 +86,10 @@ class SendSession:
             self._called = True
             self._loop.call_soon_threadsafe(self._come_by)
 
+    async def opened(self) -> None:
+        """Returns when the handshake is over, well or not: the receiver is known if it was."""
+        await asyncio.wait([self._opening])
+
     async def finish(self, message: Any | None) -> None:  # noqa: ANN401 - the wire's type
         """Sends `message` once shaken hands, then waits until every write was acknowledged.
 
@@ -93,7 +97,7 @@ class SendSession:
         when the receiver has no more use for the KV. Raises TransferError when it was refused,
         failed, or made no progress for `transfer_timeout_s`; call `abort` then.
         """
-        await asyncio.wait([self._opening])  # a short prompt is computed before the hands met
+        await self.opened()  # a short prompt is computed before the hands met
         if message is not None:
             await self._tell_finish(message)
         while not self._settled:
