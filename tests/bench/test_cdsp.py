@@ -164,6 +164,7 @@ def test_options_that_make_no_sense(arguments, message):
 @pytest.mark.slow
 def test_a_whole_run_and_its_report(monkeypatch, tmp_path):
     monkeypatch.setattr(cdsp_run, "LLAMA_27M", TINY)
+    monkeypatch.setattr(cdsp_run, "PLANNERS", ("cdsp", "fixed_sp"))
     settings = cdsp_run.Settings(
         kv_bytes=1 << 23,
         lengths=(200, 900),
@@ -193,13 +194,13 @@ def test_a_whole_run_and_its_report(monkeypatch, tmp_path):
     assert all(row["compute_s"] > 0 and row["cpu_s"] > 0 for row in document["sp"])
     assert document["profile"]["measured_sp"] == [2]
     (balancing,) = document["balancing"]
-    assert balancing["moved_s"] > 0 and balancing["history_wait_share"] < 1
+    assert balancing["moved_s"] > 0 and balancing["wait_share"] < 1
     (run,) = document["load"]["runs"]
     for side in ("live", "simulated"):
-        assert set(run[side]) == set(cdsp_live.PLANNERS)
+        assert set(run[side]) == {"cdsp", "fixed_sp"}
         assert run[side]["cdsp"]["mean_ratio"] == 1.0
     assert document["ring"][0]["ratio"] > 0
-    assert any(what.startswith("single_chunk: ") for what in said)
+    assert any(what.startswith("fixed_sp: ") for what in said)
 
     console = Console(record=True, width=200, file=io.StringIO())
     cdsp_report.print_tables(document, console)

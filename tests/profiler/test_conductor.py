@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator
+from importlib import resources
 
 import numpy as np
 import pytest
 import pytest_asyncio
 
+from millrace import profiles
 from millrace.core.planning.plan import PlannedChunk
 from millrace.profiler.conductor import Conductor, ConductorError, FleetOptions
 from support.tiny_models import model_folder
@@ -19,7 +21,7 @@ SETTINGS = (
     "engine.threads=1",
     "engine.kv_bytes=8388608",
     "engine.max_chunk_tokens=256",
-    "engine.profile=none",
+    f"engine.profile={resources.files(profiles) / 'llama3-8b-a100-tp1.json'}",
 )
 
 
@@ -49,6 +51,16 @@ async def test_a_plan_of_growing_groups_is_computed_as_planned(conductor: Conduc
     assert all(one.ring_bytes > 0 and one.compute_s > 0 for one in spent)
     assert all(one.handshake_s > 0 for one in spent)
     assert sum(one.sent_bytes for one in spent) % 1400 == 0  # each token's K/V, once
+
+
+@pytest.mark.asyncio(loop_scope="module")
+async def test_an_instance_tells_the_times_of_groups_that_its_profile_has(
+    conductor: Conductor,
+) -> None:
+    assert [group.sp for group in conductor.register.sp_latency] == [2, 4, 8, 16]
+    shipped = profiles.load_profile("llama3-8b-a100-tp1").prefill.by_sp
+    points = conductor.register.sp_latency[1].latency.points
+    assert [(point.tokens, point.seconds) for point in points] == list(shipped[4].points)
 
 
 @pytest.mark.asyncio(loop_scope="module")

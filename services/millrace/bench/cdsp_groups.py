@@ -113,7 +113,8 @@ async def balancing(
     """What a chunk of so many tokens on a grown group takes more for the moves before it.
 
     Tetris section 7.5, figure 14: history of `shares` of the chunk's tokens. The same chunk after
-    the same history without moves: the larger group has computed the history, too.
+    the same history without moves: the larger group has computed the history, too. wait_share: of
+    the chunk, what the member that waited longest stood still for its history.
     """
     rows: list[dict[str, Any]] = []
     told(f"cache balancing before chunks of {tokens} tokens")
@@ -134,9 +135,8 @@ async def balancing(
                     "moved_s": median(moved["compute_s"] for moved, _ in pairs),
                     "still_s": median(still["compute_s"] for _, still in pairs),
                     "overhead": median(m["compute_s"] / s["compute_s"] for m, s in pairs) - 1.0,
-                    "history_wait_s": median(moved["history_wait_s"] for moved, _ in pairs),
-                    "history_wait_share": median(
-                        moved["history_wait_s"] / moved["compute_s"] for moved, _ in pairs
+                    "wait_share": median(
+                        moved["wait_s"] / moved["compute_s"] for moved, _ in pairs
                     ),
                 }
             )
@@ -146,11 +146,15 @@ async def balancing(
 async def _last_chunk(
     conductor: Conductor, history: int, old: int, tokens: int, new: int
 ) -> dict[str, float]:
+    before = await conductor.costs()
     run = await conductor.run(
         [PlannedChunk(history, tuple(range(old))), PlannedChunk(tokens, tuple(range(new)))]
     )
-    last = run.chunks[-1]
-    return {"compute_s": last.compute_s, "history_wait_s": last.history_wait_s}
+    spent = [now - then for now, then in zip(await conductor.costs(), before, strict=True)]
+    return {
+        "compute_s": run.chunks[-1].compute_s,
+        "wait_s": max(one.history_wait_s for one in spent),  # nobody waits in the chunk before
+    }
 
 
 def handshakes(rows: Sequence[Mapping[str, Any]]) -> dict[str, float]:

@@ -1,7 +1,7 @@
 """Live prefill groups that compute prompts as their caller plans them.
 
 N prefill instances and a decode instance, each a process as `millrace up` starts it, whose
-scheduler is this one: it sends the commands of a plan and hears what comes of them.
+scheduler and proxy is this one: it sends the commands of a plan and takes what comes of them.
 """
 
 from __future__ import annotations
@@ -32,11 +32,13 @@ from millrace.state.open import open_store
 from millrace.state.private_redis import PrivateRedis
 from millrace.state.store import RequestStore
 from millrace.wire import scheduler_codec as codec
-from millrace.wire.pb import common_pb2, scheduler_pb2
+from millrace.wire.channel import open_channel
+from millrace.wire.pb import common_pb2, decode_pb2, decode_pb2_grpc, scheduler_pb2
 from millrace.wire.server import bind, create_server
 
 HOST = "127.0.0.1"
 DECODE = "decode-0"
+PROXY = common_pb2.Incarnation(id="conductor", generation=1)
 #: One token is prefill's, the next shows that decode has all K/V.
 OUTPUT_TOKENS = 2
 #: For instances to drop a prompt that has failed.
@@ -141,7 +143,7 @@ class Conductor:
             self._command(spec, chunks)
             with contextlib.suppress(TimeoutError):
                 await asyncio.wait_for(request.over(), self.options.run_timeout_s)
-            if request.holding:
+            if not request.is_over:
                 await self._give_up(request, members)
         finally:
             self._request = None
@@ -165,7 +167,7 @@ class Conductor:
         self._runs += 1
         spec = common_pb2.RequestSpec(
             request_id=f"run-{self._runs}",
-            proxy=common_pb2.Incarnation(id="conductor", generation=1),
+            proxy=PROXY,
             prompt_tokens=tokens,
             sampling=common_pb2.SamplingParams(
                 max_tokens=OUTPUT_TOKENS,
@@ -210,7 +212,7 @@ class Conductor:
     async def _give_up(self, request: Underway, members: Sequence[str]) -> None:
         """Has all drop it, so that the next prompt finds nothing of it. Raises ConductorError."""
         reason = request.failure or (
-            f"{', '.join(sorted(request.holding))} held a prompt for more than "
+            f"{', '.join(sorted(request.holding)) or 'decode'} did not end a prompt within "
             f"{self.options.run_timeout_s:g} s"
         )
         effect = effects.CancelOn(instance_id="", request_id=request.request_id, reason=reason)
@@ -294,6 +296,20 @@ class Conductor:
             service.wait_until_it_serves(self.options.start_timeout_s)
             for service in self._services.values()
         )
+        tokens = asyncio.create_task(self._take_tokens())
+        self._stack.callback(tokens.cancel)
+
+    async def _take_tokens(self) -> None:
+        """What decode sends to the proxy; it gives the requests of one that is not there up."""
+        decode = self._instances[DECODE].register
+        subscription = decode_pb2.TokenSubscription(proxy=PROXY, decode=decode.incarnation)
+        async with open_channel(decode.address) as channel:
+            with contextlib.suppress(grpc.aio.AioRpcError):
+                async for batch in decode_pb2_grpc.DecodeStub(channel).StreamTokens(subscription):
+                    for event in batch.events:
+                        request = self._request
+                        if request is not None and event.request_id == request.request_id:
+                            request.token()
 
     def _service(self, name: str, number: int, scheduler: str, store_url: str) -> Service:
         o = self.options

@@ -56,7 +56,6 @@ class Underway:
                 self.started_s = self.started_s or now_s
             case "chunk_finished":
                 found = message.chunk_finished
-                self.ttft_s = now_s
                 self.chunks.append(
                     ChunkTime(
                         compute_s=found.compute_s,
@@ -71,6 +70,11 @@ class Underway:
             case "request_released" | "request_finished":
                 self.lets_go(instance_id)
 
+    def token(self) -> None:
+        """A token came out of decode."""
+        self.ttft_s = self.ttft_s or time.monotonic() - self.sent_s
+        self.changed.set()
+
     def fail(self, message: str) -> None:
         self.failure = self.failure or message
         self.changed.set()
@@ -79,9 +83,14 @@ class Underway:
         self.holding.discard(instance_id)
         self.changed.set()
 
+    @property
+    def is_over(self) -> bool:
+        """Token one is here, and nobody holds anything of it any more."""
+        return self.ttft_s > 0.0 and not self.holding
+
     async def over(self) -> None:
-        """Returns when nobody holds it any more, or it has failed."""
-        while self.holding and not self.failure:
+        """Returns when it is over, or has failed."""
+        while not self.is_over and not self.failure:
             self.changed.clear()
             await self.changed.wait()
 
