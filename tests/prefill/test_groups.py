@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import random
+from itertools import pairwise
 
 import pytest
 
@@ -18,7 +19,7 @@ def random_plan(rng: random.Random, instances: int, tokens: int) -> Plan:
     cuts = sorted({0, tokens, *(rng.randrange(tokens) for _ in range(rng.randrange(4)))})
     order = rng.sample(range(instances), instances)
     plan, size = [], 1
-    for start, end in zip(cuts, cuts[1:], strict=False):
+    for start, end in pairwise(cuts):
         size = rng.randint(size, instances)
         plan.append((end - start, order[:size]))
     return plan
