@@ -10,6 +10,7 @@ from typing import Any
 
 from millrace.core.planning.plan import PlannedChunk
 from millrace.profiler.conductor import Conductor
+from millrace.profiler.measure import usual
 
 #: (instances that hold the history, instances of the chunk after it).
 GROWTHS = ((1, 2), (1, 4), (2, 4))
@@ -60,9 +61,9 @@ async def sample(conductor: Conductor, plan: Sequence[PlannedChunk]) -> Sample:
 
 
 def typical(samples: Sequence[Sample]) -> dict[str, float]:
-    """The median of each figure."""
+    """Each figure's lower quartile: what else the machine does only adds."""
     return {
-        field.name: median(getattr(one, field.name) for one in samples) for field in fields(Sample)
+        field.name: usual([getattr(one, field.name) for one in samples]) for field in fields(Sample)
     }
 
 
@@ -121,23 +122,22 @@ async def balancing(
     for share in shares:
         history = max(1, round(share * tokens))
         for old, new in growths:
-            pairs = []
+            moved: list[tuple[float, float]] = []
+            still: list[tuple[float, float]] = []
             for _ in range(rounds):
-                moved = await _last_chunk(conductor, history, old, tokens, new)
-                still = await _last_chunk(conductor, history, new, tokens, new)
-                pairs.append((moved, still))
+                for size, found in ((old, moved), (new, still)):
+                    found.append(await _last_chunk(conductor, history, size, tokens, new))
+            moved_s, still_s = (usual([took for took, _ in found]) for found in (moved, still))
             rows.append(
                 {
                     "history": history,
                     "tokens": tokens,
                     "from": old,
                     "to": new,
-                    "moved_s": median(moved["compute_s"] for moved, _ in pairs),
-                    "still_s": median(still["compute_s"] for _, still in pairs),
-                    "overhead": median(m["compute_s"] / s["compute_s"] for m, s in pairs) - 1.0,
-                    "wait_share": median(
-                        moved["wait_s"] / moved["compute_s"] for moved, _ in pairs
-                    ),
+                    "moved_s": moved_s,
+                    "still_s": still_s,
+                    "overhead": moved_s / still_s - 1.0,
+                    "wait_share": median(waited / took for took, waited in moved),
                 }
             )
     return rows
@@ -145,16 +145,15 @@ async def balancing(
 
 async def _last_chunk(
     conductor: Conductor, history: int, old: int, tokens: int, new: int
-) -> dict[str, float]:
+) -> tuple[float, float]:
+    """Seconds of the chunk after the history, and those that a member waited for its history."""
     before = await conductor.costs()
     run = await conductor.run(
         [PlannedChunk(history, tuple(range(old))), PlannedChunk(tokens, tuple(range(new)))]
     )
     spent = [now - then for now, then in zip(await conductor.costs(), before, strict=True)]
-    return {
-        "compute_s": run.chunks[-1].compute_s,
-        "wait_s": max(one.history_wait_s for one in spent),  # nobody waits in the chunk before
-    }
+    waited_s = max(one.history_wait_s for one in spent)  # nobody waits in the chunk before
+    return run.chunks[-1].compute_s, waited_s
 
 
 def handshakes(rows: Sequence[Mapping[str, Any]]) -> dict[str, float]:
