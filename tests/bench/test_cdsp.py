@@ -181,6 +181,7 @@ def test_a_whole_run_and_its_report(monkeypatch, tmp_path):
         short_tokens=20,
         long_tokens=800,
         requests=8,
+        operators_s=0.5,
         profile_s=1.0,
     )
     said = []

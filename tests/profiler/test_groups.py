@@ -78,6 +78,12 @@ def test_the_profile_says_what_was_measured_and_how_far_it_is_off() -> None:
     assert len(groups.held_out) == 3
 
 
+def test_one_instance_as_a_service_counts_for_degree_one() -> None:
+    profile = build_profile(SUBJECT, measured(), of(1, 2))
+    assert profile.measured_sp == (2,)
+    assert profile.prefill.chunk_s(700) == pytest.approx(law_s(700, 0, 1), rel=1e-3)
+
+
 def test_instances_that_shared_cores_are_named() -> None:
     shared = build_profile(SUBJECT, measured(), of(2, 4))
     (said,) = [one for one in shared.assumptions if "shared" in one]

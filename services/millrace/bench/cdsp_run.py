@@ -38,7 +38,7 @@ class Settings:
     """parts: of `PARTS`. threads: of each instance. lengths, degrees: prompts on groups of these
     sizes, `rounds` times each. chunk_tokens, shares: a chunk, and its history as shares of it.
     instances: that serve the load, 0: as many as have cores of their own, 2 to 4; loads: as shares
-    of what they can compute. profile_s: of one instance, and of groups.
+    of what they can compute. operators_s, profile_s: to measure for in this process, and live.
     """
 
     parts: tuple[str, ...] = PARTS
@@ -56,10 +56,11 @@ class Settings:
     instances: int = 0
     loads: tuple[float, ...] = (0.4, 0.7)
     short_tokens: int = 96
-    long_tokens: int = 3072
+    long_tokens: int = 2048
     requests: int = 48
     seed: int = 0
-    profile_s: float = 16.0
+    operators_s: float = 6.0
+    profile_s: float = 20.0
 
     def quick(self) -> Settings:
         """Less of everything: for a look, not for figures to quote."""
@@ -71,6 +72,7 @@ class Settings:
             ring_repeats=2,
             loads=self.loads[-1:],
             requests=min(self.requests, 16),
+            operators_s=min(self.operators_s, 2.0),
             profile_s=min(self.profile_s, 6.0),
         )
 
@@ -170,14 +172,14 @@ def _ring(settings: Settings, told: Told) -> list[dict[str, Any]]:
 
 def _one_instance(model: Path, settings: Settings, told: Told) -> tuple[Subject, Measured]:
     """What `millrace profile` measures of an instance alone."""
-    told("measuring a profile: one instance")
+    told("measuring a profile: operators")
     config = EngineConfig(
         device="cpu", dtype="float32", threads=settings.threads, kv_bytes=settings.kv_bytes
     )
     engine = open_engine(model, config)
     workload = Workload(engine, max_chunk_tokens=config.max_chunk_tokens, max_batch=1)
     try:
-        measured = measure(workload, settings.profile_s)
+        measured = measure(workload, settings.operators_s)
     finally:
         workload.close()
         engine.close()
@@ -206,12 +208,12 @@ async def _groups(
     )
     async with Conductor(fleet, told) as conductor:
         if one is not None:
-            told("measuring a profile: groups")
+            told("measuring a profile: one instance and groups")
             subject, measured = one
             groups = await measure_groups(
                 conductor.run,
-                settings.group_degrees,
-                longest=measured.longest,
+                (1, *settings.group_degrees),
+                longest=settings.long_tokens,
                 budget_s=settings.profile_s,
                 cores=len(os.sched_getaffinity(0)),
             )

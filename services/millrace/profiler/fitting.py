@@ -50,11 +50,14 @@ class Subject:
 def build_profile(
     subject: Subject, measured: Measured, groups: MeasuredGroups | None = None
 ) -> Profile:
-    """The profile, with its errors on what was held out."""
+    """The profile, with its errors on what was held out.
+
+    What `groups` has of one instance is put in place of what was measured without a service.
+    """
     reference = load_profile(REFERENCE)
     by_sp = {1: prefill_latency(measured)}
     by_sp |= estimated(by_sp[1], subject.layers) | group_latencies(groups)
-    degrees = () if groups is None else tuple(sorted(groups.seconds))
+    degrees = () if groups is None else tuple(sorted(groups.seconds.keys() - {1}))
     found = Profile(
         name=f"{subject.model}-{subject.dtype}-{subject.threads}-threads",
         model=subject.model,
