@@ -94,7 +94,7 @@ class Conductor:
     ) -> None:
         self.options = options
         self._told = told
-        self._directory = Path(tempfile.mkdtemp(prefix="millrace-"))
+        self._directory = Path()
         self._stack = contextlib.AsyncExitStack()
         self._services: dict[str, Service] = {}
         self._metrics_ports: dict[str, int] = {}
@@ -272,6 +272,7 @@ class Conductor:
     # -- processes
 
     async def _start(self) -> None:
+        self._directory = Path(tempfile.mkdtemp(prefix="millrace-"))
         self._stack.callback(shutil.rmtree, self._directory, ignore_errors=True)
         redis = PrivateRedis()
         self._stack.push_async_callback(redis.stop)
