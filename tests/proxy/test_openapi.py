@@ -68,6 +68,7 @@ def test_document_describes_every_route(document):
         "/ready",
         "/metrics",
         "/admin/scheduler",
+        "/admin/improvement-rate",
     }
     chat = document["components"]["schemas"]["ChatRequest"]
     assert chat["required"] == ["model", "messages"]
@@ -114,9 +115,16 @@ def test_answers_are_as_documented(url, document):
             headers={"x-millrace-trace": "1"},
         )
         case.call_and_validate(base_url=url)
-    change = schema["/admin/scheduler"]["PUT"]
+    change = schema["/admin/scheduler", "/admin/improvement-rate"]["PUT"]
     for policy, status in (("edf", 200), ("sjf", 400)):
         case = change.Case(body={"policy": policy}, media_type="application/json")
         assert case.call_and_validate(base_url=url).status_code == status
-    for path in ("/v1/models", "/health", "/ready", "/metrics", "/admin/scheduler"):
+    for path in (
+        "/v1/models",
+        "/health",
+        "/ready",
+        "/metrics",
+        "/admin/scheduler",
+        "/admin/improvement-rate",
+    ):
         schema[path]["GET"].Case().call_and_validate(base_url=url)

@@ -19,7 +19,7 @@ from millrace.core.decode_placement import pages_needed
 from millrace.core.events import ImprovementRateChanged, InstanceJoined
 from millrace.core.improvement_rate import live_rate
 from millrace.core.latency import SpLatency
-from millrace.core.pages import pages_of_share
+from millrace.core.pages import Shares
 from millrace.core.planning import PLANNERS, Planner, PlannerInputs, degrees_used
 from millrace.core.planning.one_chunk import quickest_chunk
 from millrace.core.planning.plan import Plan
@@ -178,7 +178,7 @@ class Pool:
         self._after: tuple[int, Planner] | None = None  # the last one made for some history
         self._degrees: tuple[int, ...] = (1,)
         self._latency: SpLatency | None = None
-        self._page = (1, 0)  # tokens and layers of all pages; (1, 0) where they are not alike
+        self._shares = Shares((1,), 1, 0)
         self.smallest_slots = 0  # of the pages that every prefill instance has
         self._smallest_context = 0  # tokens
 
@@ -198,12 +198,7 @@ class Pool:
         That is as one chunk: growing groups take more of their first members.
         """
         self._prepare()
-        page_tokens, kv_layers = self._page
-        tokens, kept = request.prompt_tokens - request.kept_tokens, request.kept_tokens
-        return {
-            sp: pages_of_share(tokens, kept, sp, page_tokens, kv_layers) * page_tokens
-            for sp in self._degrees
-        }
+        return self._shares.of(request.prompt_tokens - request.kept_tokens, request.kept_tokens)
 
     def least_sp(self, shares: dict[int, int]) -> int:
         """The smallest degree whose shares every instance can hold; the largest, if none is."""
@@ -296,13 +291,14 @@ class Pool:
         numbers: dict[str, int] = {}
         nodes = tuple(numbers.setdefault(c.node or c.instance_id, len(numbers)) for c in cards)
         pages = {(card.page_tokens, card.kv_layers) for card in cards}
-        latency, self._page = self.latency, (cards[0].page_tokens, cards[0].kv_layers)
+        latency, page = self.latency, (cards[0].page_tokens, cards[0].kv_layers)
         if len(pages) > 1:  # members give pages to each other: they must be alike
-            latency, self._page = latency.limited(1), (1, 0)
+            latency, page = latency.limited(1), (1, 0)
         inputs = PlannerInputs(latency=latency, nodes=nodes, config=self._config)
         self._inputs = inputs
         self._planner = PLANNERS[self._config.planner](inputs)
         self._degrees = degrees_used(inputs)
+        self._shares = Shares(self._degrees, *page)
         self.smallest_slots = min(card.kv_pages * card.page_tokens for card in cards)
         self._smallest_context = min(card.max_context_tokens for card in cards)
 

@@ -11,6 +11,9 @@ from collections.abc import Sequence
 from millrace.core.request import Chunk
 from millrace.core.sequence_parallel import RING_BUFFERS, pages_taken
 
+#: Lengths of prompts whose shares are remembered: what waits is looked at in every round.
+MAX_REMEMBERED = 4096
+
 
 def pages_of_plan(chunks: Sequence[Chunk], page_tokens: int, kv_layers: int) -> dict[str, int]:
     """Pages that the request takes at each member of its last group, ring buffers included."""
@@ -31,3 +34,26 @@ def pages_of_share(tokens: int, history: int, sp: int, page_tokens: int, kv_laye
     own = (tokens + sp - 1) // sp  # tokens of the first rank
     share = (fetched + sp - 1) // sp + (own + page_tokens - 1) // page_tokens
     return share + (RING_BUFFERS * -(-share // kv_layers) if kv_layers else 0)
+
+
+class Shares:
+    """What a prompt as one chunk takes of each member of a group, for the degrees of a pool."""
+
+    def __init__(self, degrees: Sequence[int], page_tokens: int, kv_layers: int) -> None:
+        self._degrees = degrees
+        self._page_tokens = page_tokens
+        self._kv_layers = kv_layers
+        self._found: dict[tuple[int, int], dict[int, int]] = {}
+
+    def of(self, tokens: int, history: int) -> dict[int, int]:
+        """By SP degree, slots: pages as tokens."""
+        found = self._found.get((tokens, history))
+        if found is None:
+            size, layers = self._page_tokens, self._kv_layers
+            found = {
+                sp: pages_of_share(tokens, history, sp, size, layers) * size for sp in self._degrees
+            }
+            if len(self._found) >= MAX_REMEMBERED:
+                self._found.clear()
+            self._found[tokens, history] = found
+        return found
