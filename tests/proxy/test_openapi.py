@@ -115,7 +115,10 @@ def test_answers_are_as_documented(url, document):
             headers={"x-millrace-trace": "1"},
         )
         case.call_and_validate(base_url=url)
-    change = schema["/admin/scheduler", "/admin/improvement-rate"]["PUT"]
+    rate = schema["/admin/improvement-rate"]["PUT"]
+    case = rate.Case(body={"rate": 0.2}, media_type="application/json")
+    assert case.call_and_validate(base_url=url).status_code == 200
+    change = schema["/admin/scheduler"]["PUT"]
     for policy, status in (("edf", 200), ("sjf", 400)):
         case = change.Case(body={"policy": policy}, media_type="application/json")
         assert case.call_and_validate(base_url=url).status_code == status
