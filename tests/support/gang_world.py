@@ -2,14 +2,13 @@
 
 A `World` is the parts of `gang_node` and all that is on its way between them. `moves` lists what
 could happen next: a word or a command arrives, an instance begins or ends an operator, a request
-arrives, an instance dies. Every operator is a ring step, the worst case: it ends at no member
-before all have begun it.
+arrives, an instance dies, what it said last is lost. Every operator is a ring step, the worst case:
+it ends at no member before all have begun it.
 """
 
 from __future__ import annotations
 
 from collections.abc import Hashable
-from copy import copy
 from typing import Protocol
 
 from millrace.core import effects, events
@@ -95,7 +94,8 @@ class World:
 
     def copy(self) -> World:
         """Of a world whose parts stay as they are."""
-        other = copy(self)
+        other = World.__new__(World)
+        other.__dict__.update(self.__dict__)
         other.nodes, other.links = self.nodes.copy(), self.links.copy()
         other.commands = self.commands.copy()
         other.stops = 0
@@ -119,6 +119,7 @@ class World:
         found += [("command", name) for name in self.commands]
         found += [("compute", name) for name in self.nodes if self.can_compute(name)]
         found += [("arrive", prompt.name) for prompt in self.coming[:1]]
+        found += [("lose", *link) for link in self.links if link[0] not in self.nodes]
         if self.crashes and len(self.nodes) > 1:
             found += [("crash", name) for name in self.mortal if name in self.nodes]
         return found
@@ -130,6 +131,8 @@ class World:
                 if rest:
                     self.links[sender, receiver] = tuple(rest)
                 self._tell(receiver, Hear(sender, payload))
+            case ("lose", *link):
+                del self.links[tuple(link)]
             case ("command", name):
                 command, *rest = self.commands.pop(name)
                 if rest:
@@ -209,10 +212,11 @@ class World:
         """Instances let go of requests of which they have no task left and the scheduler is done
         with them, as far as prefill goes.
         """
-        for name in self.nodes:
-            for request_id, attempt in self.nodes[name].view.idle:
-                if (request_id, attempt) not in self.scheduler.view.computed:
-                    self._tell(name, Release(request_id))
+        computed = self.scheduler.view.computed
+        for name, node in self.nodes.items():
+            for attempt in node.view.idle:
+                if attempt not in computed:
+                    self._tell(name, Release(attempt[0]))
 
     def _crash(self, name: str) -> None:
         self.crashes -= 1
