@@ -13,12 +13,13 @@ demo: setup ## a whole stack on this machine: one long and several short chats, 
 up: setup ## a whole stack on this machine until Ctrl-C
 	$(BIN)/millrace up
 
-# Tests that only compute share the cores. The others start processes or watch the clock: one at a time.
-COMPUTING := $(addprefix tests/,core engine kernels models papers profiles sim)
+# Most tests share the cores. Whole stacks, and what measures, get the machine to themselves.
+SHARING := $(addprefix tests/,contract core decode engine kernels models papers parity prefill profiles scheduler sim \
+	state telemetry transfer wire worker)
 
 test: setup lint ## lint and the whole test suite
-	$(BIN)/python -m pytest -m "not slow and not gpu" -n auto --dist worksteal $(COMPUTING)
-	$(BIN)/python -m pytest -m "not slow and not gpu" $(COMPUTING:%=--ignore=%)
+	$(BIN)/python -m pytest -m "not slow and not gpu" -n auto --dist worksteal $(SHARING)
+	$(BIN)/python -m pytest -m "not slow and not gpu" $(SHARING:%=--ignore=%)
 
 test-slow: setup ## stress that takes minutes
 	$(BIN)/python -m pytest -m slow

@@ -106,7 +106,7 @@ async def test_tokens_are_the_models_and_reach_proxy_and_journal(pair: Pair) -> 
     finished = await pair.decode.said("request_finished", "r")
 
     expected = oracle("llama").greedy(prompt(37), 12)
-    assert pair.decode.kinds("r") == ["decode_started", "request_finished"]
+    assert pair.decode.kinds("r")[-2:] == ["decode_started", "request_finished"]
     assert (finished.reason, finished.generated_tokens) == ("length", 12)
     assert pair.used_pages == 0
     await eventually(lambda: ("r", 0) in pair.ends)

@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import asyncio
 import os
+import random
 import signal
 import time
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import httpx
+import pytest
 
 import millrace.profiles
 from millrace.up import Stack
@@ -107,3 +110,34 @@ async def test_a_member_killed_in_the_ring_costs_no_request() -> None:
         ]
         assert firsts[0] > 0, "it began anew instead of going on"
         await eventually(lambda: stack.services["prefill-2"].restarts == 1, 30)
+
+
+@pytest.mark.slow
+async def test_a_storm_of_prompts_and_deaths_costs_no_request() -> None:
+    """Short and long prompts on groups that change, while one member after another is killed."""
+    settings = [
+        *SETTINGS,
+        *("scheduler.planner=cdsp", "scheduler.improvement_rate=0", "engine.max_chunk_tokens=32"),
+        "scheduler.max_attempts=6",
+    ]
+    rng = random.Random(11)
+    lengths = [rng.choice([20, 90, 400, 1500, 3000]) for _ in range(40)]
+    expected = {n: oracle(MODEL).greedy(prompt(n, seed=n), 3) for n in sorted(set(lengths))}
+    async with (
+        live_stack(served_folder(MODEL), prefill=4, settings=settings) as stack,
+        httpx.AsyncClient(base_url=stack.url, timeout=180) as client,
+    ):
+        running = []
+        for number, tokens in enumerate(lengths):
+            running.append(asyncio.create_task(answered(client, prompt(tokens, seed=tokens), 3)))
+            await asyncio.sleep(rng.random() * 0.3)
+            if number % 10 == 9:
+                victim = f"prefill-{rng.randrange(4)}"
+                before = stack.services[victim].restarts
+                os.kill(member(stack, victim), signal.SIGKILL)
+                back = partial(lambda name, n: stack.services[name].restarts > n, victim, before)
+                await eventually(back, 30)
+        answers = await asyncio.gather(*running)
+        for tokens, answer in zip(lengths, answers, strict=True):
+            assert token_ids(answer) == expected[tokens]
+        assert max(n for answer in answers for n in groups(answer)) > 1
