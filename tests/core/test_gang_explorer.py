@@ -140,7 +140,7 @@ def test_parts_do_again_what_they_did_before() -> None:
     """What is kept of one way is true of all that lead to the same state."""
     for scenario in (Scenario(THREE, crashes=1), Scenario(GROWING, instances=2, crashes=1)):
         atlas = Atlas()
-        for seed in range(50):
+        for seed in range(25):
             draw = random.Random(seed)
             live, kept = World(scenario), World(scenario, atlas.keep)
             while moves := live.moves():
