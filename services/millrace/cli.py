@@ -2,22 +2,14 @@
 
 from __future__ import annotations
 
-import contextlib
 import importlib
-import logging
-import os
 import sys
-from collections.abc import Callable, Coroutine, Iterator
-from dataclasses import replace
 from pathlib import Path
 from typing import Annotated
 
-import orjson
 import typer
-import uvloop
 
-from millrace.core.config import Config, load_config
-from millrace.core.errors import MillraceError
+from millrace.process import configure, plain_errors, run_async, tell
 
 app = typer.Typer(
     name="millrace",
@@ -82,8 +74,8 @@ def scheduler(
     """The scheduler: decides order, placement and the decode instance of every request."""
     from millrace.scheduler.main import serve
 
-    tree = _configure(config, settings, "scheduler")
-    _run(serve(tree, host=host, port=port, on_ready=_tell(ready_fd), record=record))
+    tree = configure(config, settings, "scheduler")
+    run_async(serve(tree, host=host, port=port, on_ready=tell(ready_fd), record=record))
 
 
 @app.command()
@@ -100,14 +92,14 @@ def proxy(
     """The REST gateway: OpenAI's API over HTTP, tokenising and streaming."""
     from millrace.proxy.main import serve
 
-    tree = _configure(config, [f"proxy.host={host}", f"proxy.port={port}", *settings], "proxy")
-    _run(
+    tree = configure(config, [f"proxy.host={host}", f"proxy.port={port}", *settings], "proxy")
+    run_async(
         serve(
             tree,
             model=model,
             model_name=model_name or None,
             scheduler=scheduler,
-            on_ready=_tell(ready_fd),
+            on_ready=tell(ready_fd),
         )
     )
 
@@ -139,7 +131,7 @@ def _worker_command(role: str, module: str, summary: str) -> None:
         serve = importlib.import_module(module).serve
         from millrace.worker.host import WorkerOptions
 
-        tree = _configure(config, settings, instance_id or role)
+        tree = configure(config, settings, instance_id or role)
         options = WorkerOptions(
             model=model,
             model_name=model_name or Path(model).name,
@@ -149,7 +141,7 @@ def _worker_command(role: str, module: str, summary: str) -> None:
             port=port,
             node=node,
         )
-        _run(serve(options, tree, _tell(ready_fd)))
+        run_async(serve(options, tree, tell(ready_fd)))
 
 
 _worker_command(
@@ -207,8 +199,8 @@ def up(
 
     if max_chunk_tokens is not None:
         settings = [*settings, f"engine.max_chunk_tokens={max_chunk_tokens}"]
-    tree = _configure(config, settings, "up")
-    _run(
+    tree = configure(config, settings, "up")
+    run_async(
         run_until_stopped(
             StackOptions(
                 model=model,
@@ -262,10 +254,10 @@ def profile(
     given = {"device": device, "dtype": dtype, "threads": threads}
     chosen = [f"engine.{name}={value}" for name, value in given.items() if value not in ("", None)]
     settings = [*settings, *chosen]
-    tree = _configure(config, settings, "profile")
+    tree = configure(config, settings, "profile")
     if not all(part.isdecimal() for part in sp.split(",") if sp):
         raise typer.BadParameter(f"--sp {sp!r}: write whole numbers with commas between")
-    with _plain_errors():
+    with plain_errors():
         from millrace.profiler.command import ProfileOptions, run
 
         options = ProfileOptions(
@@ -291,8 +283,8 @@ def demo(
     """Starts a stack, sends one long and several short chats, shows waterfalls, stops."""
     from millrace.demo import run
 
-    _configure(None, [], "demo")
-    _run(run(model))
+    configure(None, [], "demo")
+    run_async(run(model))
 
 
 @app.command()
@@ -309,7 +301,7 @@ def chat(
     """Talk to a running gateway in the terminal."""
     from millrace.chat import converse
 
-    _run(
+    run_async(
         converse(
             url,
             message=message,
@@ -334,7 +326,7 @@ def policy(
     """Show how a running scheduler ranks requests, or change it."""
     from millrace.policy import show_or_change
 
-    _run(show_or_change(scheduler, name, json_path))
+    run_async(show_or_change(scheduler, name, json_path))
 
 
 @app.command("improvement-rate")
@@ -351,7 +343,7 @@ def improvement_rate(
     """Show what a larger prefill group must cut the time to first token by, or change it."""
     from millrace.improvement_rate import show_or_change
 
-    _run(show_or_change(scheduler, wanted))
+    run_async(show_or_change(scheduler, wanted))
 
 
 @app.command("config")
@@ -384,71 +376,13 @@ def _add_benchmarks(wanted: str) -> None:
         bench.command(name)(module.command)
 
 
-def _configure(path: Path | None, settings: list[str], service: str) -> Config:
-    """The config tree, and logging set up by it. The only reader of the environment."""
-    from millrace.telemetry.log import setup_logging
-
-    with _plain_errors():
-        tree = _with_cache(load_config(path, [*_environment(), *settings]))
-    setup_logging(tree.telemetry, service)
-    logging.getLogger("httpx").setLevel(logging.WARNING)  # it reports every request
-    return tree
-
-
-def _with_cache(tree: Config) -> Config:
-    """The folder of profiles in the user's cache folder, where no setting names another."""
-    root = os.environ.get("XDG_CACHE_HOME")
-    if tree.engine.profile_cache or not root:
-        return tree
-    folder = str(Path(root, "millrace", "profiles"))
-    return replace(tree, engine=replace(tree.engine, profile_cache=folder))
-
-
-def _environment() -> list[str]:
-    """Settings from MILLRACE_SECTION__FIELD variables, such as MILLRACE_STORE__URL."""
-    return [
-        f"{section.lower()}.{key.lower()}={value}"
-        for name, value in sorted(os.environ.items())
-        if name.startswith("MILLRACE_") and "__" in name
-        for section, key in [name.removeprefix("MILLRACE_").split("__", 1)]
-    ]
-
-
-def _run(work: Coroutine[None, None, None]) -> None:
-    with _plain_errors():
-        uvloop.run(work)
-
-
-@contextlib.contextmanager
-def _plain_errors() -> Iterator[None]:
-    """Ends the process with one clear line for an error that a user can mend."""
-    try:
-        yield
-    except MillraceError as error:
-        print(f"millrace: {error}", file=sys.stderr)
-        raise typer.Exit(1) from None
-    except KeyboardInterrupt:
-        raise typer.Exit(130) from None
-
-
-def _tell(fd: int | None) -> Callable[[int], None]:
-    """Writes the port to `fd` for the process that started this one."""
-
-    def tell(port: int) -> None:
-        if fd is not None:
-            os.write(fd, orjson.dumps({"port": port}) + b"\n")
-            os.close(fd)
-
-    return tell
-
-
 def main() -> None:
     """Entry point: benchmarks and the simulator are imported only when asked for."""
     if "bench" in sys.argv[1:2]:
         _add_benchmarks(next(iter(sys.argv[2:]), ""))
     if "sim" in sys.argv[1:2]:
         importlib.import_module("millrace.sim.command").register(sim)
-    with _plain_errors():
+    with plain_errors():
         app()
 
 

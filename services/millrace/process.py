@@ -1,0 +1,76 @@
+"""How the process of a command begins and ends: settings, logging, the loop, errors in one line."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+import sys
+from collections.abc import Callable, Coroutine, Iterator
+from dataclasses import replace
+from pathlib import Path
+
+import orjson
+import typer
+import uvloop
+
+from millrace.core.config import Config, load_config
+from millrace.core.errors import MillraceError
+
+
+def configure(path: Path | None, settings: list[str], service: str) -> Config:
+    """The config tree, and logging set up by it. The only reader of the environment."""
+    from millrace.telemetry.log import setup_logging
+
+    with plain_errors():
+        tree = _with_cache(load_config(path, [*_environment(), *settings]))
+    setup_logging(tree.telemetry, service)
+    logging.getLogger("httpx").setLevel(logging.WARNING)  # it reports every request
+    return tree
+
+
+def _with_cache(tree: Config) -> Config:
+    """The folder of profiles in the user's cache folder, where no setting names another."""
+    root = os.environ.get("XDG_CACHE_HOME")
+    if tree.engine.profile_cache or not root:
+        return tree
+    folder = str(Path(root, "millrace", "profiles"))
+    return replace(tree, engine=replace(tree.engine, profile_cache=folder))
+
+
+def _environment() -> list[str]:
+    """Settings from MILLRACE_SECTION__FIELD variables, such as MILLRACE_STORE__URL."""
+    return [
+        f"{section.lower()}.{key.lower()}={value}"
+        for name, value in sorted(os.environ.items())
+        if name.startswith("MILLRACE_") and "__" in name
+        for section, key in [name.removeprefix("MILLRACE_").split("__", 1)]
+    ]
+
+
+def run_async(work: Coroutine[None, None, None]) -> None:
+    with plain_errors():
+        uvloop.run(work)
+
+
+@contextlib.contextmanager
+def plain_errors() -> Iterator[None]:
+    """Ends the process with one clear line for an error that a user can mend."""
+    try:
+        yield
+    except MillraceError as error:
+        print(f"millrace: {error}", file=sys.stderr)
+        raise typer.Exit(1) from None
+    except KeyboardInterrupt:
+        raise typer.Exit(130) from None
+
+
+def tell(fd: int | None) -> Callable[[int], None]:
+    """Writes the port to `fd` for the process that started this one."""
+
+    def write(port: int) -> None:
+        if fd is not None:
+            os.write(fd, orjson.dumps({"port": port}) + b"\n")
+            os.close(fd)
+
+    return write
