@@ -150,6 +150,19 @@ async def test_members_may_be_tensor_parallel() -> None:
         await group.released("long", "short")
 
 
+async def test_a_member_that_gives_up_ends_its_group_without_a_word_of_the_scheduler() -> None:
+    async with group_of(3, SETTINGS) as group:
+        await group.ask("r", [(2000, [0, 1, 2])])
+        await group.prefills[0].said("chunk_started", "r")
+        group.prefills[1].cancel("r")
+        for other in (0, 2):
+            failed = await group.prefills[other].said("request_failed", "r")
+            assert failed.retryable
+        await group.released("r")
+        group.decode.cancel("r")
+        assert all(role.engine.pool.used_pages == 0 for role in group.prefills)
+
+
 @pytest.mark.parametrize("members", [[1, 0], [2]])
 async def test_another_attempt_goes_on_from_what_landed_at_decode(members: list[int]) -> None:
     """With a larger group after it, too: what decode wrote back is given on."""

@@ -21,6 +21,7 @@ from millrace.engine.execution_pool import ExecutionPool, StopPoint
 from millrace.engine.parallel.rank_group import RankError
 from millrace.prefill.compute import Entry, PrefillCompute
 from millrace.prefill.gang import GangEntry
+from millrace.prefill.group import GroupError
 from millrace.prefill.job import Cancelled, PrefillJob
 from millrace.prefill.meeting import Meetings
 from millrace.prefill.metrics import PrefillMetrics
@@ -67,7 +68,7 @@ class PrefillRole:
             identity=(context.incarnation.id, context.incarnation.generation),
             config=context.config.transfer,
         )
-        self._meetings = Meetings(context, self._peers, self._sender.region)
+        self._meetings = Meetings(context, self._peers, self._sender.region, self._broken)
         self._execution = ExecutionPool(
             context.engine.device,
             most_held=context.config.engine.max_suspended,
@@ -119,6 +120,10 @@ class PrefillRole:
     def _cancel(self, job: PrefillJob, reason: str) -> None:
         """One that computes looks itself; one that waits in the pool is dropped there."""
         job.cancel(reason)
+        self._execution.drop_unwanted()
+
+    def _broken(self, job: PrefillJob, error: GroupError) -> None:
+        job.fail(error)
         self._execution.drop_unwanted()
 
     def _reorder(self, order: scheduler_pb2.Order) -> None:

@@ -28,8 +28,17 @@ HISTORY_TIMEOUT_S = 30.0
 class Meetings:
     """One per prefill instance. For the event loop, but for `say`, which any thread may call."""
 
-    def __init__(self, context: WorkerContext, peers: KvPeers, region: int) -> None:
-        """`region`: of the KV pool, as the transport counts it."""
+    def __init__(
+        self,
+        context: WorkerContext,
+        peers: KvPeers,
+        region: int,
+        on_broken: Callable[[PrefillJob, GroupError], None],
+    ) -> None:
+        """`region`: of the KV pool, as the transport counts it. `on_broken` is told, on the event
+        loop, when a job's group can't go on.
+        """
+        self._on_broken = on_broken
         self._context = context
         self._layout = context.engine.layout
         self._life = context.incarnation
@@ -61,7 +70,7 @@ class Meetings:
 
         def broke(reason: str) -> None:
             error = GroupError(f"request {job.request_id}: {reason}")
-            self._loop.call_soon_threadsafe(job.fail, error)
+            self._loop.call_soon_threadsafe(self._on_broken, job, error)
 
         job.link = self._ring.open(job.request_id, job.attempt, me, infos, broke)
         for shares in job.layout.chunks:
