@@ -13,7 +13,8 @@ from hypothesis import strategies as st
 from millrace.core.errors import IntegrityError
 from millrace.core.kv_layout import KvLayout
 from millrace.core.kv_transfer import HandshakeAsk, Incarnation, Ticket
-from millrace.transfer.handshake import GRACE_S, Backends, Lease, refusal
+from millrace.transfer.handshake import Backends, Lease, refusal
+from millrace.transfer.writer import GRACE_S
 
 A, B, C = (Incarnation(f"prefill-{n}", 1) for n in range(3))
 DECODE = Incarnation("decode-0", 3)

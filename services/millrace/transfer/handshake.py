@@ -19,11 +19,10 @@ from millrace.core.errors import IntegrityError
 from millrace.core.kv_layout import KvLayout
 from millrace.core.kv_transfer import HandshakeAsk, HistoryAsk, Incarnation
 from millrace.transfer.layout import mismatch
+from millrace.transfer.writer import Writer
 
 #: Staging buffers are cut in slots: some are scattered while the next ones are written.
 SLOTS = 8
-#: After a sender's end is established, writes already on their way land or are lost within this.
-GRACE_S = 1.0
 
 
 def refusal(
@@ -55,52 +54,25 @@ def stale_receiver(meant: Incarnation, actual: Incarnation) -> str:
 
 
 @dataclass(slots=True, kw_only=True, eq=False)
-class Lease:
+class Lease(Writer):
     """One sender's right to write for one attempt at a request, and what is known of its end.
 
-    Times are of the caller's clock. `renewed_s` is when the sender was last told that it may
-    go on; it stops by itself when it hears nothing for `lease_s`.
+    Times are of the caller's clock.
     """
 
     number: int
     request_id: str
     attempt: int
     sender: Incarnation
-    peer: str
     layout: KvLayout
     backend: int | None
     heard_s: float
-    renewed_s: float
     told_s: float
-    drained: bool = False
-    lost_s: float | None = None
-    dead: bool = False
     copies: int = 0
-
-    def lose(self, now_s: float, *, dead: bool) -> None:
-        """The sender is unreachable; with `dead` its process is known to have ended."""
-        if self.lost_s is None:
-            self.lost_s = now_s
-        self.dead = self.dead or dead
 
     def lapsed(self, now_s: float, lease_s: float) -> bool:
         """Whether the sender has been silent for too long."""
         return not self.drained and now_s - self.heard_s > lease_s
-
-    def quiet(self, now_s: float, lease_s: float) -> bool:
-        """Whether no write of this lease can land any more.
-
-        True once the sender said so, or its process is known to be dead, or it is unreachable and
-        its right to write has run out; the last two after a grace for what was on its way. A
-        sender that is only silent may have been stopped in the middle of a write and go on with
-        it later: nothing but its word or its end makes that safe.
-        """
-        if self.drained:
-            return True
-        if self.lost_s is None:
-            return False
-        stopped_s = self.lost_s if self.dead else max(self.lost_s, self.renewed_s + lease_s)
-        return now_s >= stopped_s + GRACE_S
 
 
 @dataclass(slots=True)

@@ -6,45 +6,14 @@ import threading
 import time
 from collections.abc import Iterable, Mapping
 from concurrent.futures import Future
-from dataclasses import dataclass
 from functools import partial
 
-from millrace.transfer.handshake import GRACE_S
 from millrace.transfer.ring_messages import RingMessage
 from millrace.transfer.transport import PeerLostError, Transport
+from millrace.transfer.writer import Writer
 
 #: Who has not answered is asked again this often.
 ASK_AGAIN_S = 1.0
-
-
-@dataclass(slots=True, eq=False)
-class Writer:
-    """A peer that was allowed to write, and what is known of its end. Times are the caller's.
-
-    The rule is that of `handshake.Lease`. `renewed_s` is when it was last told anything: `lease_s`
-    after that it stops by itself.
-    """
-
-    peer: str
-    renewed_s: float
-    drained: bool = False
-    lost_s: float | None = None
-    dead: bool = False
-
-    def lose(self, now_s: float, *, dead: bool) -> None:
-        """It is unreachable; with `dead` its process is known to have ended."""
-        if self.lost_s is None:
-            self.lost_s = now_s
-        self.dead = self.dead or dead
-
-    def quiet(self, now_s: float, lease_s: float) -> bool:
-        """Whether no write of its can land any more."""
-        if self.drained:
-            return True
-        if self.lost_s is None:
-            return False
-        stopped_s = self.lost_s if self.dead else max(self.lost_s, self.renewed_s + lease_s)
-        return now_s >= stopped_s + GRACE_S
 
 
 class Quarantine:
@@ -62,7 +31,9 @@ class Quarantine:
         self._abort = abort.encode()
         self._lease_s = lease_s
         self._lock = threading.Lock()
-        self._writers = {peer: Writer(peer, told_s) for peer, told_s in writers.items()}
+        self._writers = {
+            peer: Writer(peer=peer, renewed_s=told_s) for peer, told_s in writers.items()
+        }
         self._asked_s = time.monotonic()
 
     def tell(self, peers: Iterable[str]) -> None:
