@@ -65,6 +65,7 @@ def test_it_never_falls_and_is_never_negative(latency, tokens, more):
     assert latency.chunk_s(tokens + more) >= latency.chunk_s(tokens) - 1e-9
 
 
+@example(Latency(a=0.0, b=0.0, c=0.0, d=1e-253), 1e-253, 0)  # whose squares are 0
 @given(latencies(), st.floats(0, 200), st.integers(0, 1_000_000))
 def test_tokens_within_is_the_largest_count_that_fits(latency, budget_s, history):
     found = latency.tokens_within(budget_s, history)

@@ -205,5 +205,8 @@ def _root(a: float, b: float, d: float) -> float:
     under = max(b * b - 4.0 * d * a, 0.0)
     # Of the two equal forms, the one that adds numbers of one sign keeps its digits.
     if b >= 0.0:
-        return -2.0 * a / (b + math.sqrt(under)) if a < 0.0 else 0.0
+        slope = b + math.sqrt(under)
+        if a >= 0.0:
+            return 0.0
+        return -2.0 * a / slope if slope > 0.0 else math.inf  # too flat for a double
     return (math.sqrt(under) - b) / (2.0 * d)
