@@ -1,7 +1,7 @@
 """The latency model's shape: exact at points, monotone, and its inverse."""
 
 import pytest
-from hypothesis import assume, given
+from hypothesis import assume, example, given
 from hypothesis import strategies as st
 
 from millrace.core.errors import ConfigError
