@@ -150,6 +150,23 @@ async def test_members_may_be_tensor_parallel() -> None:
         await group.released("long", "short")
 
 
+@pytest.mark.parametrize(
+    ("other", "named"),
+    [
+        ({"max_chunk_tokens": 32}, "engine.max_chunk_tokens of prefill-1 is 32"),
+        ({"max_chunk_tokens": 64, "page_tokens": 8}, "page_tokens of prefill-1 is 8"),
+    ],
+)
+async def test_members_that_differ_are_refused_by_name(other: dict, named: str) -> None:
+    async with group_of(2, SETTINGS, last=config(**other)) as group:
+        await group.ask("r", [(300, [0, 1])])
+        failed = await group.prefills[0].said("request_failed", "r")
+        assert named in failed.message
+        await group.prefills[1].said("request_failed", "r")
+        await group.released("r")
+        group.decode.cancel("r")
+
+
 async def test_a_member_that_gives_up_ends_its_group_without_a_word_of_the_scheduler() -> None:
     async with group_of(3, SETTINGS) as group:
         await group.ask("r", [(2000, [0, 1, 2])])

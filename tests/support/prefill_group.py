@@ -101,12 +101,15 @@ class Group:
 
 @asynccontextmanager
 async def group_of(
-    size: int, settings: Config, model: str = "llama", **roles: Any
+    size: int, settings: Config, model: str = "llama", last: Config | None = None
 ) -> AsyncIterator[Group]:
-    """`size` prefill instances and a decode instance over one store."""
+    """`size` prefill instances, the `last` with settings of its own, and a decode instance."""
     store, hub = GatedStore(), MemoryHub()
-    shared: dict[str, Any] = {"hub": hub, "store": store, "model": model, **roles}
-    prefills = [LiveRole(PrefillRole, settings, name=f"prefill-{i}", **shared) for i in range(size)]
+    shared: dict[str, Any] = {"hub": hub, "store": store, "model": model}
+    each = [*[settings] * (size - 1), last or settings]
+    prefills = [
+        LiveRole(PrefillRole, own, name=f"prefill-{i}", **shared) for i, own in enumerate(each)
+    ]
     decode = LiveRole(DecodeRole, settings, name="decode-0", **shared)
     async with live_roles(*prefills, decode):
         for role in prefills:

@@ -12,18 +12,15 @@ does not tell what it gains elsewhere.
 
 from __future__ import annotations
 
-import json
+from functools import partial
 from pathlib import Path
 from typing import Annotated
 
 import typer
-import uvloop
-from rich.console import Console
 
 from millrace.bench.cdsp_report import draw, print_tables
 from millrace.bench.cdsp_run import PARTS, Settings, run
-from millrace.bench.options import names, progress_lines
-from millrace.core.errors import MillraceError
+from millrace.bench.options import measure, names
 
 
 def command(  # noqa: PLR0913 - every option of the command line is a parameter
@@ -68,22 +65,7 @@ def command(  # noqa: PLR0913 - every option of the command line is a parameter
     )
     if quick:
         settings = settings.quick()
-    for path in (json_path, plot):
-        if path is not None and not path.parent.is_dir():
-            raise typer.BadParameter(f"{path}: there is no folder {path.parent}")
-    console = Console(stderr=True)
-    with console.status("starting") as status:
-        progress = status.update if console.is_terminal else progress_lines(console)
-        try:
-            document = uvloop.run(run(settings, progress))
-        except MillraceError as error:
-            console.print(f"millrace: {error}", markup=False)
-            raise typer.Exit(1) from None
-    print_tables(document, Console())
-    if json_path is not None:
-        json_path.write_text(json.dumps(document, indent=2) + "\n")
-    if plot is not None:
-        draw(document, plot)
+    measure(partial(run, settings), print_tables, draw, json_path, plot)
 
 
 def _numbers(text: str, option: str) -> tuple[int, ...]:

@@ -18,20 +18,17 @@ system's stack, and hold for all. A search begins at the goodput that the simula
 
 from __future__ import annotations
 
-import json
 import math
+from functools import partial
 from pathlib import Path
 from typing import Annotated
 
 import typer
-import uvloop
-from rich.console import Console
 
 from millrace.bench.hol_report import draw, print_tables
 from millrace.bench.hol_run import Settings, run
 from millrace.bench.hol_systems import NAMES
-from millrace.bench.options import names, progress_lines
-from millrace.core.errors import MillraceError
+from millrace.bench.options import measure, names
 
 
 def command(  # noqa: PLR0913 - every option of the command line is a parameter
@@ -97,22 +94,7 @@ def command(  # noqa: PLR0913 - every option of the command line is a parameter
     )
     if quick:
         settings = settings.quick()
-    for path in (json_path, plot):
-        if path is not None and not path.parent.is_dir():
-            raise typer.BadParameter(f"{path}: there is no folder {path.parent}")
-    console = Console(stderr=True)
-    with console.status("starting") as status:
-        progress = status.update if console.is_terminal else progress_lines(console)
-        try:
-            document = uvloop.run(run(settings, progress))
-        except MillraceError as error:
-            console.print(f"millrace: {error}", markup=False)
-            raise typer.Exit(1) from None
-    print_tables(document, Console())
-    if json_path is not None:
-        json_path.write_text(json.dumps(document, indent=2) + "\n")
-    if plot is not None:
-        draw(document, plot)
+    measure(partial(run, settings), print_tables, draw, json_path, plot)
 
 
 def _rates(text: str) -> tuple[float, ...]:

@@ -2,10 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import json
+from collections.abc import Callable, Coroutine, Sequence
+from pathlib import Path
+from typing import Any
 
 import typer
+import uvloop
 from rich.console import Console
+
+from millrace.core.errors import MillraceError
+
+Document = dict[str, Any]
 
 
 def names(text: str, known: Sequence[str]) -> list[str]:
@@ -28,3 +36,32 @@ def progress_lines(console: Console) -> Callable[[str], None]:
             console.print(begun)
 
     return told
+
+
+def measure(
+    run: Callable[[Callable[[str], None]], Coroutine[Any, Any, Document]],
+    print_tables: Callable[[Document, Console], None],
+    draw: Callable[[Document, Path], None],
+    json_path: Path | None,
+    plot: Path | None,
+) -> None:
+    """Runs a benchmark, which is told whom to tell what it is at, and shows and keeps its report.
+
+    Raises BadParameter, before it begins, for a file in no folder.
+    """
+    for path in (json_path, plot):
+        if path is not None and not path.parent.is_dir():
+            raise typer.BadParameter(f"{path}: there is no folder {path.parent}")
+    console = Console(stderr=True)
+    with console.status("starting") as status:
+        progress = status.update if console.is_terminal else progress_lines(console)
+        try:
+            document = uvloop.run(run(progress))
+        except MillraceError as error:
+            console.print(f"millrace: {error}", markup=False)
+            raise typer.Exit(1) from None
+    print_tables(document, Console())
+    if json_path is not None:
+        json_path.write_text(json.dumps(document, indent=2) + "\n")
+    if plot is not None:
+        draw(document, plot)

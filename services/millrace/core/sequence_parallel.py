@@ -5,7 +5,8 @@ come to the same. A chunk is computed in passes. A pass's tokens are interleaved
 a zigzag: 2N shards for N members, of which rank r has the r-th from the front and the r-th from the
 back, so that all have the same attention to compute; rank 0, the leader, has the last token. What
 came before is history, kept in any order, spread evenly over the group page by page: before a
-chunk on a larger group the old members give their last pages to the new ones (cache balancing).
+chunk on a larger group the old members give their last pages to the new ones (cache balancing; an
+old one with less than its share, of chunks of fewer tokens than members, gains nothing).
 What they gave they keep until the request is over, for it may not yet have been sent to decode.
 
 Slots are where a member's tokens lie in its pages, `page_tokens` to a page. A chunk on a group of
@@ -174,6 +175,12 @@ def pass_tokens(tokens: int, members: int, max_chunk_tokens: int) -> list[int]:
 def buffer_of(step: int) -> int:
     """Which of the ring's buffers takes the block of a step (1 and on), in every layer and pass."""
     return (step - 1) % RING_BUFFERS
+
+
+def ring_buffers(pages: Sequence[int]) -> list[Sequence[int]]:
+    """The pages of each of the ring's buffers, of all that a member lends."""
+    each = len(pages) // RING_BUFFERS
+    return [pages[i * each : (i + 1) * each] for i in range(RING_BUFFERS)]
 
 
 def buffer_memory(pages: Sequence[int], kv_layers: int, num_pages: int) -> list[int]:

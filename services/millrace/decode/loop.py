@@ -232,14 +232,11 @@ class DecodeRole:
             return
         log.warning("request %s: %s; %d tokens are kept", request_id, message, kept_tokens)
         self._metrics.failed.labels("transfer").inc()
-        failed = scheduler_pb2.RequestFailed(
-            request_id=request_id,
-            message=message,
-            retryable=True,
-            attempt=attempt,
-            kept_tokens=kept_tokens,
+        self._context.send(
+            request_failed(
+                request_id, message, retryable=True, attempt=attempt, kept_tokens=kept_tokens
+            )
         )
-        self._context.send(scheduler_pb2.WorkerMessage(request_failed=failed))
 
     async def _fetch_prompt(self, request: DecodeRequest) -> None:
         try:

@@ -7,7 +7,8 @@ that a group computes is a `gang.GangEntry`.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Generator, Sequence
+from collections.abc import Callable, Generator, Iterator, Sequence
+from contextlib import contextmanager
 from functools import partial
 
 import torch
@@ -15,7 +16,7 @@ import torch
 from millrace.engine.assembly import Engine
 from millrace.engine.execution_pool import ExecutionPool, PoolTask, StopPoint
 from millrace.engine.logprobs import PositionLogprobs, position_logprobs
-from millrace.engine.model_runner import PrefillTask
+from millrace.engine.model_runner import Boundary, PrefillTask
 from millrace.engine.sampler import Sampler
 from millrace.engine.sampling_spec import SamplingRow
 from millrace.prefill.metrics import PrefillMetrics
@@ -48,6 +49,20 @@ class PrefillCompute:
 
     def close(self) -> None:
         self.publisher.close()
+
+    @contextmanager
+    def one_pass(
+        self, task: PoolTask, boundaries: Generator[Boundary], tokens: int
+    ) -> Iterator[None]:
+        """Around a forward pass of the task, to its end or to where it is dropped."""
+        spent_s = task.spent_s()
+        try:
+            yield
+        finally:
+            boundaries.close()  # here and now: what it frees belongs to this thread
+            self.publisher.flush()  # the pages must not be freed under the device's hands
+        self.metrics.compute_s.observe(task.spent_s() - spent_s)
+        self.metrics.tokens.inc(tokens)
 
     def publish(self, part: Part, layer: int, start: int, tokens: int) -> None:
         """Hands a layer of neighbouring tokens of the part to its transfer."""
@@ -203,20 +218,14 @@ class Entry:
             )
             for part in parts
         ]
-        spent_s = self.task.spent_s()
         boundaries = compute.engine.runner.prefill_batch(tasks)
-        try:
+        with compute.one_pass(self.task, boundaries, sum(part.tokens for part in parts)):
             for boundary in boundaries:
                 self._look_after(parts)
                 if boundary.operator == "attn":
                     for part in parts:
                         compute.publish(part, boundary.layer, part.start, part.tokens)
                 yield StopPoint.after(boundary.operator)
-        finally:
-            boundaries.close()  # here and now: what it frees belongs to this thread
-            compute.publisher.flush()  # the pages must not be freed under the device's hands
-        compute.metrics.compute_s.observe(self.task.spent_s() - spent_s)
-        compute.metrics.tokens.inc(sum(part.tokens for part in parts))
         for part, task in zip(parts, tasks, strict=True):
             part.work.job.end_part(part.name, tokens=part.tokens, history=part.start)
             if part.error is None:

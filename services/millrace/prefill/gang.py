@@ -12,7 +12,7 @@ from collections.abc import Callable, Generator
 import torch
 
 from millrace.core.gang import GangKey, GangSpec
-from millrace.core.sequence_parallel import ChunkShares, Pass
+from millrace.core.sequence_parallel import ChunkShares, Pass, ring_buffers
 from millrace.engine.execution_pool import PoolTask, StopPoint
 from millrace.engine.ring_attention import RingTask, ring_task
 from millrace.prefill.compute import PrefillCompute
@@ -111,9 +111,8 @@ class GangEntry:
     def _run_pass(self, index: int, one: Pass, part: Part) -> Generator[StopPoint]:
         compute, runs = self._compute, one.runs[self._rank]
         task = self._task(index, part)
-        spent_s = self.task.spent_s()
         boundaries = compute.engine.runner.prefill_ring(task)
-        try:
+        with compute.one_pass(self.task, boundaries, sum(run.num_tokens for run in runs)):
             for boundary in boundaries:
                 if (failure := self._work.failure()) is not None:
                     raise failure
@@ -121,11 +120,6 @@ class GangEntry:
                     for run in runs:
                         compute.publish(part, boundary.layer, run.start_token, run.num_tokens)
                 yield StopPoint.after(boundary.operator)
-        finally:
-            boundaries.close()  # here and now: what it frees belongs to this thread
-            compute.publisher.flush()  # the pages must not be freed under the device's hands
-        compute.metrics.compute_s.observe(self.task.spent_s() - spent_s)
-        compute.metrics.tokens.inc(sum(run.num_tokens for run in runs))
         self._end_part(part)
         if task.hidden is not None:
             rows = torch.split(task.hidden, [run.num_tokens for run in runs])
@@ -143,7 +137,7 @@ class GangEntry:
             self._link,
             prompt_ids=self._work.prompt_ids,
             pages=job.pages,
-            buffers=job.ring_buffers(),
+            buffers=ring_buffers(job.buffers),
             layout=self._compute.engine.pool.layout,
             last_layer=is_last or self._wants_logprobs,
         )
@@ -156,8 +150,6 @@ class GangEntry:
         work = self._work
         if part.error is not None:
             raise part.error
-        for layer in range(self._compute.engine.pool.layout.num_layers):
-            self._link.history(layer)  # of one that no attention asked for: it may be given on
         self._link.end()
         self._compute.metrics.waited(self._link.waits)
         self._compute.finished(part, self.task.spent_s(), self._link.waits)

@@ -14,11 +14,9 @@ from dataclasses import dataclass, field
 import grpc
 
 from millrace.core.errors import TransferError
-from millrace.core.kv_layout import KvLayout
 from millrace.prefill.job import PrefillJob
 from millrace.wire.channel import open_channel
 from millrace.wire.pb import common_pb2, gang_pb2, gang_pb2_grpc
-from millrace.wire.transfer_codec import layout_of
 
 #: A member asks anew after this; the scheduler ends a wait that has become pointless.
 WAIT_S = 20.0
@@ -183,28 +181,23 @@ class LeaderClient:
 
 
 def _roster(table: _Table) -> list[gang_pb2.GroupMember]:
-    """All members in the order of the last group. Raises GroupError when they differ."""
+    """All members in the order of the last group.
+
+    Raises GroupError when they cut passes differently. That their pages are alike each sees to for
+    itself (`RingManager.open`).
+    """
     assert table.wanted is not None
     requests = [table.joined[one] for one in table.wanted]
     leader = requests[0]
-    wanted = _comparable(leader)
     for request in requests[1:]:
-        for name, value in _comparable(request).items():
-            if value != wanted[name]:
-                raise GroupError(
-                    f"request {leader.request_id}: {name} of {request.member.incarnation.id} is "
-                    f"{value!r}, that of {leader.member.incarnation.id} {wanted[name]!r}; the "
-                    "members of a group need the same"
-                )
+        if request.max_chunk_tokens != leader.max_chunk_tokens:
+            raise GroupError(
+                f"request {leader.request_id}: engine.max_chunk_tokens of "
+                f"{request.member.incarnation.id} is {request.max_chunk_tokens}, that of "
+                f"{leader.member.incarnation.id} {leader.max_chunk_tokens}; the members of a "
+                "group need the same"
+            )
     return [request.member for request in requests]
-
-
-def _comparable(request: gang_pb2.JoinRequest) -> dict[str, object]:
-    layout: KvLayout = layout_of(request.member.layout)
-    names = ("model_hash", "dtype", "num_layers", "num_kv_heads", "head_dim", "page_tokens")
-    found: dict[str, object] = {name: getattr(layout, name) for name in (*names, "parts")}
-    found["max_chunk_tokens"] = request.max_chunk_tokens
-    return found
 
 
 def _stale(meant: common_pb2.Incarnation, actual: common_pb2.Incarnation) -> str:

@@ -216,10 +216,8 @@ class PrefillRole:
     async def _prepare(self, job: PrefillJob) -> tuple[torch.Tensor, SendSession]:
         """Fetches the prompt, reserves pages and opens the handshake."""
         async with self._prepare_turn.of(job.request_id):
-            try:
-                job.lay_out(self._engine.layout.page_tokens, self._compute.max_chunk_tokens)
-            except ValueError as error:
-                raise ComputeError(f"request {job.request_id}: {error}") from error
+            if job.is_shared:
+                await self._lay_out(job)
             prompt_ids = await fetch_prompt(self._context.store, job)
             await self._reserve(job)
             target = job.command.decode
@@ -233,6 +231,13 @@ class PrefillRole:
                 runs=job.runs(),
             )
         return prompt_ids, job.session
+
+    async def _lay_out(self, job: PrefillJob) -> None:
+        sizes = self._engine.layout.page_tokens, self._compute.max_chunk_tokens
+        try:
+            await asyncio.to_thread(job.lay_out, *sizes)
+        except ValueError as error:
+            raise ComputeError(f"request {job.request_id}: {error}") from error
 
     async def _reserve(self, job: PrefillJob) -> None:
         """Waits until the job's pages are free and takes them, unless others are to go first."""

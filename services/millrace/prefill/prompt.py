@@ -39,10 +39,7 @@ def shards(job: PrefillJob) -> list[tuple[int, int]]:
     more = int(job.sampling.prompt_logprobs >= 0)
     wanted = sorted(
         (run.start_token, min(run.start_token + run.num_tokens + more, job.prompt_tokens))
-        for shares in job.layout.chunks
-        if job.instance_id in shares.group
-        for one in shares.passes
-        for run in one.runs[shares.group.index(job.instance_id)]
+        for run in job.layout.computed(job.instance_id)
     )
     joined: list[tuple[int, int]] = []
     for start, stop in wanted:

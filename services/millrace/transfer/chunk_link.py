@@ -18,6 +18,7 @@ from millrace.core.sequence_parallel import (
     ChunkShares,
     buffer_memory,
     buffer_of,
+    ring_buffers,
 )
 from millrace.transfer.page_runs import page_runs
 from millrace.transfer.ring_flow import RingFlow
@@ -42,8 +43,7 @@ class PeerInfo:
 
     def buffer(self, number: int) -> Offsets:
         """Flat pages of a buffer, in the order in which a block fills them. int64."""
-        each = len(self.buffer_pages) // RING_BUFFERS
-        pages = self.buffer_pages[number * each : (number + 1) * each]
+        pages = ring_buffers(self.buffer_pages)[number]
         memory = buffer_memory(pages, self.layout.num_layers, self.layout.num_pages)
         return np.array(memory, dtype=np.int64)
 

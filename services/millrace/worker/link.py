@@ -117,12 +117,19 @@ class WorkerLink:
 
 
 def request_failed(
-    request_id: str, message: str, *, retryable: bool, attempt: int = 0
+    request_id: str, message: str, *, retryable: bool, attempt: int = 0, kept_tokens: int = 0
 ) -> scheduler_pb2.WorkerMessage:
-    """The report that this worker can't do its part of a request, in one attempt or (0) at all."""
+    """The report that this worker can't do its part of a request, in one attempt or (0) at all.
+
+    `kept_tokens`: of the prompt, whose KV a decode instance keeps for the next attempt.
+    """
     return scheduler_pb2.WorkerMessage(
         request_failed=scheduler_pb2.RequestFailed(
-            request_id=request_id, message=message, retryable=retryable, attempt=attempt
+            request_id=request_id,
+            message=message,
+            retryable=retryable,
+            attempt=attempt,
+            kept_tokens=kept_tokens,
         )
     )
 
