@@ -13,8 +13,8 @@ demo: setup ## a whole stack on this machine: one long and several short chats, 
 up: setup ## a whole stack on this machine until Ctrl-C
 	$(BIN)/millrace up
 
-# Most tests share the cores. Whole stacks, and what measures, get the machine to themselves.
-SHARING := $(addprefix tests/,contract core decode engine kernels models papers parity prefill profiles scheduler sim \
+# Most tests share the cores. Whole stacks, and what watches the clock, get the machine to themselves.
+SHARING := $(addprefix tests/,contract core decode engine kernels models papers parity profiles scheduler sim \
 	state telemetry transfer wire worker)
 
 test: setup lint ## lint and the whole test suite
