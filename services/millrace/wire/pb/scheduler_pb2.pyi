@@ -8,14 +8,22 @@ from typing import ClassVar as _ClassVar, Optional as _Optional, Union as _Union
 DESCRIPTOR: _descriptor.FileDescriptor
 
 class ProxyMessage(_message.Message):
-    __slots__ = ("hello", "submit", "cancel")
+    __slots__ = ("hello", "submit", "cancel", "load")
     HELLO_FIELD_NUMBER: _ClassVar[int]
     SUBMIT_FIELD_NUMBER: _ClassVar[int]
     CANCEL_FIELD_NUMBER: _ClassVar[int]
+    LOAD_FIELD_NUMBER: _ClassVar[int]
     hello: _common_pb2.Incarnation
     submit: SubmitBatch
     cancel: CancelRequest
-    def __init__(self, hello: _Optional[_Union[_common_pb2.Incarnation, _Mapping]] = ..., submit: _Optional[_Union[SubmitBatch, _Mapping]] = ..., cancel: _Optional[_Union[CancelRequest, _Mapping]] = ...) -> None: ...
+    load: ProxyLoad
+    def __init__(self, hello: _Optional[_Union[_common_pb2.Incarnation, _Mapping]] = ..., submit: _Optional[_Union[SubmitBatch, _Mapping]] = ..., cancel: _Optional[_Union[CancelRequest, _Mapping]] = ..., load: _Optional[_Union[ProxyLoad, _Mapping]] = ...) -> None: ...
+
+class ProxyLoad(_message.Message):
+    __slots__ = ("parked_requests",)
+    PARKED_REQUESTS_FIELD_NUMBER: _ClassVar[int]
+    parked_requests: int
+    def __init__(self, parked_requests: _Optional[int] = ...) -> None: ...
 
 class SubmitBatch(_message.Message):
     __slots__ = ("requests",)
@@ -364,17 +372,17 @@ class AdmitDecode(_message.Message):
     def __init__(self, request: _Optional[_Union[_common_pb2.RequestSpec, _Mapping]] = ..., attempt: _Optional[int] = ..., kept_tokens: _Optional[int] = ...) -> None: ...
 
 class Drain(_message.Message):
-    __slots__ = ("timeout_s",)
-    TIMEOUT_S_FIELD_NUMBER: _ClassVar[int]
-    timeout_s: float
-    def __init__(self, timeout_s: _Optional[float] = ...) -> None: ...
+    __slots__ = ("abort",)
+    ABORT_FIELD_NUMBER: _ClassVar[int]
+    abort: bool
+    def __init__(self, abort: _Optional[bool] = ...) -> None: ...
 
 class StatusRequest(_message.Message):
     __slots__ = ()
     def __init__(self) -> None: ...
 
 class InstanceStatus(_message.Message):
-    __slots__ = ("incarnation", "role", "address", "draining", "free_pages", "total_pages", "running", "waiting", "queue_s")
+    __slots__ = ("incarnation", "role", "address", "draining", "free_pages", "total_pages", "running", "waiting", "queue_s", "held_requests")
     INCARNATION_FIELD_NUMBER: _ClassVar[int]
     ROLE_FIELD_NUMBER: _ClassVar[int]
     ADDRESS_FIELD_NUMBER: _ClassVar[int]
@@ -384,6 +392,7 @@ class InstanceStatus(_message.Message):
     RUNNING_FIELD_NUMBER: _ClassVar[int]
     WAITING_FIELD_NUMBER: _ClassVar[int]
     QUEUE_S_FIELD_NUMBER: _ClassVar[int]
+    HELD_REQUESTS_FIELD_NUMBER: _ClassVar[int]
     incarnation: _common_pb2.Incarnation
     role: str
     address: str
@@ -393,7 +402,8 @@ class InstanceStatus(_message.Message):
     running: int
     waiting: int
     queue_s: float
-    def __init__(self, incarnation: _Optional[_Union[_common_pb2.Incarnation, _Mapping]] = ..., role: _Optional[str] = ..., address: _Optional[str] = ..., draining: _Optional[bool] = ..., free_pages: _Optional[int] = ..., total_pages: _Optional[int] = ..., running: _Optional[int] = ..., waiting: _Optional[int] = ..., queue_s: _Optional[float] = ...) -> None: ...
+    held_requests: int
+    def __init__(self, incarnation: _Optional[_Union[_common_pb2.Incarnation, _Mapping]] = ..., role: _Optional[str] = ..., address: _Optional[str] = ..., draining: _Optional[bool] = ..., free_pages: _Optional[int] = ..., total_pages: _Optional[int] = ..., running: _Optional[int] = ..., waiting: _Optional[int] = ..., queue_s: _Optional[float] = ..., held_requests: _Optional[int] = ...) -> None: ...
 
 class StatusReply(_message.Message):
     __slots__ = ("instances", "queued", "prefilling", "decoding", "policy", "preemption", "planner", "policies", "improvement_rate")
@@ -446,3 +456,75 @@ class SetImprovementRateReply(_message.Message):
     before: float
     now: float
     def __init__(self, before: _Optional[float] = ..., now: _Optional[float] = ...) -> None: ...
+
+class LoadRequest(_message.Message):
+    __slots__ = ()
+    def __init__(self) -> None: ...
+
+class LoadReply(_message.Message):
+    __slots__ = ("pools", "parked_requests")
+    POOLS_FIELD_NUMBER: _ClassVar[int]
+    PARKED_REQUESTS_FIELD_NUMBER: _ClassVar[int]
+    pools: _containers.RepeatedCompositeFieldContainer[PoolLoad]
+    parked_requests: int
+    def __init__(self, pools: _Optional[_Iterable[_Union[PoolLoad, _Mapping]]] = ..., parked_requests: _Optional[int] = ...) -> None: ...
+
+class PoolLoad(_message.Message):
+    __slots__ = ("role", "ready", "draining", "active_requests", "backlog_s", "arriving", "ttft_slo_ratio", "kv_utilisation", "tbt_slo_ratio", "contexts")
+    ROLE_FIELD_NUMBER: _ClassVar[int]
+    READY_FIELD_NUMBER: _ClassVar[int]
+    DRAINING_FIELD_NUMBER: _ClassVar[int]
+    ACTIVE_REQUESTS_FIELD_NUMBER: _ClassVar[int]
+    BACKLOG_S_FIELD_NUMBER: _ClassVar[int]
+    ARRIVING_FIELD_NUMBER: _ClassVar[int]
+    TTFT_SLO_RATIO_FIELD_NUMBER: _ClassVar[int]
+    KV_UTILISATION_FIELD_NUMBER: _ClassVar[int]
+    TBT_SLO_RATIO_FIELD_NUMBER: _ClassVar[int]
+    CONTEXTS_FIELD_NUMBER: _ClassVar[int]
+    role: str
+    ready: int
+    draining: int
+    active_requests: int
+    backlog_s: float
+    arriving: float
+    ttft_slo_ratio: float
+    kv_utilisation: float
+    tbt_slo_ratio: float
+    contexts: _containers.RepeatedCompositeFieldContainer[KvContext]
+    def __init__(self, role: _Optional[str] = ..., ready: _Optional[int] = ..., draining: _Optional[int] = ..., active_requests: _Optional[int] = ..., backlog_s: _Optional[float] = ..., arriving: _Optional[float] = ..., ttft_slo_ratio: _Optional[float] = ..., kv_utilisation: _Optional[float] = ..., tbt_slo_ratio: _Optional[float] = ..., contexts: _Optional[_Iterable[_Union[KvContext, _Mapping]]] = ...) -> None: ...
+
+class KvContext(_message.Message):
+    __slots__ = ("tokens", "final_tokens", "growth_tokens_s", "home_tokens")
+    TOKENS_FIELD_NUMBER: _ClassVar[int]
+    FINAL_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    GROWTH_TOKENS_S_FIELD_NUMBER: _ClassVar[int]
+    HOME_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    tokens: int
+    final_tokens: int
+    growth_tokens_s: float
+    home_tokens: int
+    def __init__(self, tokens: _Optional[int] = ..., final_tokens: _Optional[int] = ..., growth_tokens_s: _Optional[float] = ..., home_tokens: _Optional[int] = ...) -> None: ...
+
+class SetCordonRequest(_message.Message):
+    __slots__ = ("instance_id", "cordoned")
+    INSTANCE_ID_FIELD_NUMBER: _ClassVar[int]
+    CORDONED_FIELD_NUMBER: _ClassVar[int]
+    instance_id: str
+    cordoned: bool
+    def __init__(self, instance_id: _Optional[str] = ..., cordoned: _Optional[bool] = ...) -> None: ...
+
+class SetCordonReply(_message.Message):
+    __slots__ = ()
+    def __init__(self) -> None: ...
+
+class EvictRequest(_message.Message):
+    __slots__ = ("instance_id", "abort")
+    INSTANCE_ID_FIELD_NUMBER: _ClassVar[int]
+    ABORT_FIELD_NUMBER: _ClassVar[int]
+    instance_id: str
+    abort: bool
+    def __init__(self, instance_id: _Optional[str] = ..., abort: _Optional[bool] = ...) -> None: ...
+
+class EvictReply(_message.Message):
+    __slots__ = ()
+    def __init__(self) -> None: ...

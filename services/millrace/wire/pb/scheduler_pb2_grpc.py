@@ -61,6 +61,21 @@ class SchedulerStub:
                 request_serializer=scheduler__pb2.SetImprovementRateRequest.SerializeToString,
                 response_deserializer=scheduler__pb2.SetImprovementRateReply.FromString,
                 _registered_method=True)
+        self.GetLoad = channel.unary_unary(
+                '/millrace.v1.Scheduler/GetLoad',
+                request_serializer=scheduler__pb2.LoadRequest.SerializeToString,
+                response_deserializer=scheduler__pb2.LoadReply.FromString,
+                _registered_method=True)
+        self.SetCordon = channel.unary_unary(
+                '/millrace.v1.Scheduler/SetCordon',
+                request_serializer=scheduler__pb2.SetCordonRequest.SerializeToString,
+                response_deserializer=scheduler__pb2.SetCordonReply.FromString,
+                _registered_method=True)
+        self.Evict = channel.unary_unary(
+                '/millrace.v1.Scheduler/Evict',
+                request_serializer=scheduler__pb2.EvictRequest.SerializeToString,
+                response_deserializer=scheduler__pb2.EvictReply.FromString,
+                _registered_method=True)
 
 
 class SchedulerServicer:
@@ -98,6 +113,24 @@ class SchedulerServicer:
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def GetLoad(self, request, context):
+        """Missing associated documentation comment in .proto file."""
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def SetCordon(self, request, context):
+        """Missing associated documentation comment in .proto file."""
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def Evict(self, request, context):
+        """Missing associated documentation comment in .proto file."""
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
 
 def add_SchedulerServicer_to_server(servicer, server):
     rpc_method_handlers = {
@@ -125,6 +158,21 @@ def add_SchedulerServicer_to_server(servicer, server):
                     servicer.SetImprovementRate,
                     request_deserializer=scheduler__pb2.SetImprovementRateRequest.FromString,
                     response_serializer=scheduler__pb2.SetImprovementRateReply.SerializeToString,
+            ),
+            'GetLoad': grpc.unary_unary_rpc_method_handler(
+                    servicer.GetLoad,
+                    request_deserializer=scheduler__pb2.LoadRequest.FromString,
+                    response_serializer=scheduler__pb2.LoadReply.SerializeToString,
+            ),
+            'SetCordon': grpc.unary_unary_rpc_method_handler(
+                    servicer.SetCordon,
+                    request_deserializer=scheduler__pb2.SetCordonRequest.FromString,
+                    response_serializer=scheduler__pb2.SetCordonReply.SerializeToString,
+            ),
+            'Evict': grpc.unary_unary_rpc_method_handler(
+                    servicer.Evict,
+                    request_deserializer=scheduler__pb2.EvictRequest.FromString,
+                    response_serializer=scheduler__pb2.EvictReply.SerializeToString,
             ),
     }
     generic_handler = grpc.method_handlers_generic_handler(
@@ -264,6 +312,87 @@ class Scheduler:
             '/millrace.v1.Scheduler/SetImprovementRate',
             scheduler__pb2.SetImprovementRateRequest.SerializeToString,
             scheduler__pb2.SetImprovementRateReply.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def GetLoad(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/millrace.v1.Scheduler/GetLoad',
+            scheduler__pb2.LoadRequest.SerializeToString,
+            scheduler__pb2.LoadReply.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def SetCordon(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/millrace.v1.Scheduler/SetCordon',
+            scheduler__pb2.SetCordonRequest.SerializeToString,
+            scheduler__pb2.SetCordonReply.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def Evict(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/millrace.v1.Scheduler/Evict',
+            scheduler__pb2.EvictRequest.SerializeToString,
+            scheduler__pb2.EvictReply.FromString,
             options,
             channel_credentials,
             insecure,

@@ -23,6 +23,9 @@ class SchedulerStub:
     GetStatus: _aio.UnaryUnaryMultiCallable[_scheduler_pb2.StatusRequest, _scheduler_pb2.StatusReply]
     SetPolicy: _aio.UnaryUnaryMultiCallable[_scheduler_pb2.SetPolicyRequest, _scheduler_pb2.SetPolicyReply]
     SetImprovementRate: _aio.UnaryUnaryMultiCallable[_scheduler_pb2.SetImprovementRateRequest, _scheduler_pb2.SetImprovementRateReply]
+    GetLoad: _aio.UnaryUnaryMultiCallable[_scheduler_pb2.LoadRequest, _scheduler_pb2.LoadReply]
+    SetCordon: _aio.UnaryUnaryMultiCallable[_scheduler_pb2.SetCordonRequest, _scheduler_pb2.SetCordonReply]
+    Evict: _aio.UnaryUnaryMultiCallable[_scheduler_pb2.EvictRequest, _scheduler_pb2.EvictReply]
 
 class SchedulerServicer(metaclass=_abc_1.ABCMeta):
     """Every peer of the scheduler holds one long-lived two-way stream to it. The end of the stream is the peer's
@@ -63,5 +66,26 @@ class SchedulerServicer(metaclass=_abc_1.ABCMeta):
         request: _scheduler_pb2.SetImprovementRateRequest,
         context: _aio.ServicerContext[_scheduler_pb2.SetImprovementRateRequest, _abc.Awaitable[_scheduler_pb2.SetImprovementRateReply]],
     ) -> _abc.Awaitable[_scheduler_pb2.SetImprovementRateReply]: ...
+
+    @_abc_1.abstractmethod
+    def GetLoad(
+        self,
+        request: _scheduler_pb2.LoadRequest,
+        context: _aio.ServicerContext[_scheduler_pb2.LoadRequest, _abc.Awaitable[_scheduler_pb2.LoadReply]],
+    ) -> _abc.Awaitable[_scheduler_pb2.LoadReply]: ...
+
+    @_abc_1.abstractmethod
+    def SetCordon(
+        self,
+        request: _scheduler_pb2.SetCordonRequest,
+        context: _aio.ServicerContext[_scheduler_pb2.SetCordonRequest, _abc.Awaitable[_scheduler_pb2.SetCordonReply]],
+    ) -> _abc.Awaitable[_scheduler_pb2.SetCordonReply]: ...
+
+    @_abc_1.abstractmethod
+    def Evict(
+        self,
+        request: _scheduler_pb2.EvictRequest,
+        context: _aio.ServicerContext[_scheduler_pb2.EvictRequest, _abc.Awaitable[_scheduler_pb2.EvictReply]],
+    ) -> _abc.Awaitable[_scheduler_pb2.EvictReply]: ...
 
 def add_SchedulerServicer_to_server(servicer: SchedulerServicer, server: _aio.Server) -> None: ...

@@ -170,3 +170,25 @@ class SendHistoryReply(_message.Message):
     REFUSAL_FIELD_NUMBER: _ClassVar[int]
     refusal: str
     def __init__(self, refusal: _Optional[str] = ...) -> None: ...
+
+class ProbeRequest(_message.Message):
+    __slots__ = ("asker", "agent_metadata", "region", "seed")
+    ASKER_FIELD_NUMBER: _ClassVar[int]
+    AGENT_METADATA_FIELD_NUMBER: _ClassVar[int]
+    REGION_FIELD_NUMBER: _ClassVar[int]
+    SEED_FIELD_NUMBER: _ClassVar[int]
+    asker: _common_pb2.Incarnation
+    agent_metadata: bytes
+    region: bytes
+    seed: int
+    def __init__(self, asker: _Optional[_Union[_common_pb2.Incarnation, _Mapping]] = ..., agent_metadata: _Optional[bytes] = ..., region: _Optional[bytes] = ..., seed: _Optional[int] = ...) -> None: ...
+
+class ProbeReply(_message.Message):
+    __slots__ = ("refusal", "agent_metadata", "region")
+    REFUSAL_FIELD_NUMBER: _ClassVar[int]
+    AGENT_METADATA_FIELD_NUMBER: _ClassVar[int]
+    REGION_FIELD_NUMBER: _ClassVar[int]
+    refusal: str
+    agent_metadata: bytes
+    region: bytes
+    def __init__(self, refusal: _Optional[str] = ..., agent_metadata: _Optional[bytes] = ..., region: _Optional[bytes] = ...) -> None: ...

@@ -231,3 +231,81 @@ class KvReceiver:
             timeout,
             metadata,
             _registered_method=True)
+
+
+class TransferProbeStub:
+    """Whether KV can travel between two instances, asked by one that starts. Each writes a pattern into a small buffer of the
+    other over the transport, and checks what came.
+    """
+
+    def __init__(self, channel):
+        """Constructor.
+
+        Args:
+            channel: A grpc.Channel.
+        """
+        self.Probe = channel.unary_unary(
+                '/millrace.v1.TransferProbe/Probe',
+                request_serializer=transfer__pb2.ProbeRequest.SerializeToString,
+                response_deserializer=transfer__pb2.ProbeReply.FromString,
+                _registered_method=True)
+
+
+class TransferProbeServicer:
+    """Whether KV can travel between two instances, asked by one that starts. Each writes a pattern into a small buffer of the
+    other over the transport, and checks what came.
+    """
+
+    def Probe(self, request, context):
+        """Missing associated documentation comment in .proto file."""
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+
+def add_TransferProbeServicer_to_server(servicer, server):
+    rpc_method_handlers = {
+            'Probe': grpc.unary_unary_rpc_method_handler(
+                    servicer.Probe,
+                    request_deserializer=transfer__pb2.ProbeRequest.FromString,
+                    response_serializer=transfer__pb2.ProbeReply.SerializeToString,
+            ),
+    }
+    generic_handler = grpc.method_handlers_generic_handler(
+            'millrace.v1.TransferProbe', rpc_method_handlers)
+    server.add_generic_rpc_handlers((generic_handler,))
+    server.add_registered_method_handlers('millrace.v1.TransferProbe', rpc_method_handlers)
+
+
+ # This class is part of an EXPERIMENTAL API.
+class TransferProbe:
+    """Whether KV can travel between two instances, asked by one that starts. Each writes a pattern into a small buffer of the
+    other over the transport, and checks what came.
+    """
+
+    @staticmethod
+    def Probe(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/millrace.v1.TransferProbe/Probe',
+            transfer__pb2.ProbeRequest.SerializeToString,
+            transfer__pb2.ProbeReply.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)

@@ -59,3 +59,25 @@ class KvReceiverServicer(metaclass=_abc_1.ABCMeta):
         """Of what an earlier attempt left: the receiver writes it back to a member of the group that goes on."""
 
 def add_KvReceiverServicer_to_server(servicer: KvReceiverServicer, server: _aio.Server) -> None: ...
+
+class TransferProbeStub:
+    """Whether KV can travel between two instances, asked by one that starts. Each writes a pattern into a small buffer of the
+    other over the transport, and checks what came.
+    """
+
+    def __init__(self, channel: _aio.Channel) -> None: ...
+    Probe: _aio.UnaryUnaryMultiCallable[_transfer_pb2.ProbeRequest, _transfer_pb2.ProbeReply]
+
+class TransferProbeServicer(metaclass=_abc_1.ABCMeta):
+    """Whether KV can travel between two instances, asked by one that starts. Each writes a pattern into a small buffer of the
+    other over the transport, and checks what came.
+    """
+
+    @_abc_1.abstractmethod
+    def Probe(
+        self,
+        request: _transfer_pb2.ProbeRequest,
+        context: _aio.ServicerContext[_transfer_pb2.ProbeRequest, _abc.Awaitable[_transfer_pb2.ProbeReply]],
+    ) -> _abc.Awaitable[_transfer_pb2.ProbeReply]: ...
+
+def add_TransferProbeServicer_to_server(servicer: TransferProbeServicer, server: _aio.Server) -> None: ...
