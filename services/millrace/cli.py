@@ -9,6 +9,20 @@ from typing import Annotated
 
 import typer
 
+from millrace.command_options import (
+    ConfigPath,
+    DrainTimeout,
+    Host,
+    InstanceId,
+    Model,
+    ModelName,
+    Node,
+    Port,
+    ReadyFd,
+    Revision,
+    SchedulerAddress,
+    Settings,
+)
 from millrace.process import configure, plain_errors, run_async, tell
 
 app = typer.Typer(
@@ -28,33 +42,6 @@ sim = typer.Typer(
     help="Simulate: policies and planners on large clusters, on real traces or synthetic mixes.",
 )
 app.add_typer(sim, name="sim")
-
-Settings = Annotated[
-    list[str],
-    typer.Option("--set", metavar="SECTION.FIELD=VALUE", help="Override one setting; repeatable."),
-]
-ConfigPath = Annotated[
-    Path | None, typer.Option("--config", metavar="FILE", help="TOML file of settings.")
-]
-ReadyFd = Annotated[
-    int | None,
-    typer.Option("--ready-fd", hidden=True, help="File descriptor told when serving."),
-]
-Model = Annotated[
-    str,
-    typer.Option(
-        "--model", metavar="FOLDER|HUB-ID", help="Hugging Face model folder, or a hub id."
-    ),
-]
-ModelName = Annotated[
-    str,
-    typer.Option("--model-name", help="Name clients ask for. Default: the folder's name."),
-]
-SchedulerAddress = Annotated[
-    str, typer.Option("--scheduler", metavar="HOST:PORT", help="The scheduler's address.")
-]
-Host = Annotated[str, typer.Option("--host", help="Address to listen on.")]
-Port = Annotated[int, typer.Option("--port", help="Port to listen on; 0 picks a free one.")]
 
 SHIPPED_MODEL = Path(__file__).resolve().parents[2] / "models" / "millrace-tiny"
 
@@ -112,18 +99,12 @@ def _worker_command(role: str, module: str, summary: str) -> None:
         model: Model,
         model_name: ModelName = "",
         scheduler: SchedulerAddress = "127.0.0.1:7070",
-        instance_id: Annotated[
-            str, typer.Option("--id", help="Name of this instance. Default: drawn at random.")
-        ] = "",
+        instance_id: InstanceId = "",
         host: Host = "127.0.0.1",
         port: Port = 0,
-        node: Annotated[
-            str,
-            typer.Option(
-                envvar="MILLRACE_NODE",
-                help="Where it stands: groups prefer instances of one node. Default: the host.",
-            ),
-        ] = "",
+        node: Node = "",
+        revision: Revision = "",
+        drain_timeout_s: DrainTimeout = 30.0,
         config: ConfigPath = None,
         settings: Settings = [],  # noqa: B006
         ready_fd: ReadyFd = None,
@@ -140,6 +121,8 @@ def _worker_command(role: str, module: str, summary: str) -> None:
             host=host,
             port=port,
             node=node,
+            revision=revision,
+            drain_timeout_s=drain_timeout_s,
         )
         run_async(serve(options, tree, tell(ready_fd)))
 

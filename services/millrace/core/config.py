@@ -91,6 +91,10 @@ class ProxyConfig(_Section):
     submit_timeout_s: float = _setting(
         10.0, _within(0.01), "for the scheduler's answer to a submission"
     )
+    park_timeout_s: float = _setting(
+        0.0, _within(0, 86400), "a request waits this long for instances to start; 0: none waits"
+    )
+    max_parked: int = _setting(1024, _within(1), "requests that wait so; more get 503")
     drain_timeout_s: float = _setting(30.0, _within(0))
 
 
@@ -225,6 +229,34 @@ class TelemetryConfig(_Section):
 
 
 @dataclass(frozen=True, kw_only=True)
+class TlsConfig(_Section):
+    """PEM files, read again when they change. All are given, or none: then nothing is encrypted."""
+
+    ca_file: str = _setting(
+        "", None, "certificates that peers' are signed by; empty, as all three: no TLS"
+    )
+    cert_file: str = _setting(
+        "", None, "this process's certificate, with those between it and the CA's"
+    )
+    key_file: str = _setting("", None, "its private key")
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        files = {f.name: getattr(self, f.name) for f in dataclasses.fields(self)}
+        missing = [name for name, path in files.items() if not path]
+        if 0 < len(missing) < len(files):
+            given = next(name for name in files if name not in missing)
+            raise ConfigError(
+                f"tls.{missing[0]} is ''; it must be the path of a file, as tls.{given} is "
+                f"{files[given]!r}: all three are given or none"
+            )
+
+    @property
+    def enabled(self) -> bool:
+        return bool(self.ca_file)
+
+
+@dataclass(frozen=True, kw_only=True)
 class Config:
     """The whole tree. `slo_classes` maps a class name (`x-millrace-class`) to its objectives."""
 
@@ -234,6 +266,7 @@ class Config:
     transfer: TransferConfig = TransferConfig()
     store: StoreConfig = StoreConfig()
     telemetry: TelemetryConfig = TelemetryConfig()
+    tls: TlsConfig = TlsConfig()
     slo_classes: Mapping[str, Slo] = field(default_factory=lambda: types.MappingProxyType({}))
 
     def __post_init__(self) -> None:

@@ -52,6 +52,7 @@ class WorkerOptions:
     port: int = 0
     drain_timeout_s: float = 30.0
     node: str = ""  # where it stands; empty: the machine's own name
+    revision: str = ""  # of the model
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -1,0 +1,54 @@
+"""Options that several commands of the command line share."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+Settings = Annotated[
+    list[str],
+    typer.Option("--set", metavar="SECTION.FIELD=VALUE", help="Override one setting; repeatable."),
+]
+ConfigPath = Annotated[
+    Path | None, typer.Option("--config", metavar="FILE", help="TOML file of settings.")
+]
+ReadyFd = Annotated[
+    int | None,
+    typer.Option("--ready-fd", hidden=True, help="File descriptor told when serving."),
+]
+Model = Annotated[
+    str,
+    typer.Option(
+        "--model", metavar="FOLDER|HUB-ID", help="Hugging Face model folder, or a hub id."
+    ),
+]
+ModelName = Annotated[
+    str,
+    typer.Option("--model-name", help="Name clients ask for. Default: the folder's name."),
+]
+SchedulerAddress = Annotated[
+    str, typer.Option("--scheduler", metavar="HOST:PORT", help="The scheduler's address.")
+]
+Host = Annotated[str, typer.Option("--host", help="Address to listen on.")]
+Port = Annotated[int, typer.Option("--port", help="Port to listen on; 0 picks a free one.")]
+InstanceId = Annotated[
+    str, typer.Option("--id", help="Name of this instance. Default: drawn at random.")
+]
+Node = Annotated[
+    str,
+    typer.Option(
+        "--node",
+        envvar="MILLRACE_NODE",
+        help="Where it stands: groups prefer instances of one node. Default: the host.",
+    ),
+]
+Revision = Annotated[
+    str,
+    typer.Option("--revision", help="Of the model: instances of two revisions exchange nothing."),
+]
+DrainTimeout = Annotated[
+    float,
+    typer.Option("--drain-timeout-s", min=0.0, help="At shutdown, for its requests to finish."),
+]
