@@ -33,7 +33,7 @@ $(STAMP): pyproject.toml $(CPP)
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "Millrace needs Python 3.11 to 3.13: make PYTHON=python3.11")'
 	@test -x $(BIN)/python || { echo "creating $(VENV)"; $(PYTHON) -m venv $(VENV); }
 	@echo "installing pinned dependencies and building the C++ parts (a few minutes the first time)"
-	$(BIN)/python -m pip install --disable-pip-version-check -e '.[dev]'
+	$(BIN)/python -m pip install --disable-pip-version-check -e '.[engine,operator,local,dev]'
 	@touch $@
 
 lint: setup ## formatting, lint, types, import contracts, committed stubs
