@@ -190,14 +190,16 @@ class LatencyPoint(_message.Message):
     def __init__(self, tokens: _Optional[int] = ..., seconds: _Optional[float] = ...) -> None: ...
 
 class Heartbeat(_message.Message):
-    __slots__ = ("free_pages", "running", "waiting")
+    __slots__ = ("free_pages", "running", "waiting", "tbt_s")
     FREE_PAGES_FIELD_NUMBER: _ClassVar[int]
     RUNNING_FIELD_NUMBER: _ClassVar[int]
     WAITING_FIELD_NUMBER: _ClassVar[int]
+    TBT_S_FIELD_NUMBER: _ClassVar[int]
     free_pages: int
     running: int
     waiting: int
-    def __init__(self, free_pages: _Optional[int] = ..., running: _Optional[int] = ..., waiting: _Optional[int] = ...) -> None: ...
+    tbt_s: float
+    def __init__(self, free_pages: _Optional[int] = ..., running: _Optional[int] = ..., waiting: _Optional[int] = ..., tbt_s: _Optional[float] = ...) -> None: ...
 
 class ChunkStarted(_message.Message):
     __slots__ = ("request_id", "chunk_index")
