@@ -13,8 +13,9 @@ from rich.live import Live
 from rich.table import Table
 
 from millrace.chat import delta_text, served_model, stream_chat
+from millrace.stack import StackOptions
 from millrace.telemetry.trace import Waterfall
-from millrace.up import StackOptions, start_with_progress
+from millrace.up import start_with_progress
 
 QUESTIONS = (
     "Tell me a story about a heron.",

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import httpx
 
-from millrace.up import Stack, StackOptions
+from millrace.stack import Stack, StackOptions
 from support.live_stack import POOL_BYTES, greedy_ids
 from support.served_model import served_folder
 from support.tiny_models import oracle, prompt

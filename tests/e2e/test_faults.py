@@ -10,7 +10,8 @@ import httpx
 import pytest
 import redis.asyncio
 
-from millrace.up import Stack, StackOptions, StartupError
+from millrace.service import StartupError
+from millrace.stack import Stack, StackOptions
 from support.live_stack import eventually, greedy_ids, live_stack
 from support.served_model import served_folder
 from support.tiny_models import oracle, prompt

@@ -15,7 +15,7 @@ import httpx
 import pytest
 
 import millrace.profiles
-from millrace.up import Stack
+from millrace.stack import Stack
 from support.live_stack import eventually, greedy_ids, live_stack
 from support.served_model import served_folder
 from support.tiny_models import oracle, prompt

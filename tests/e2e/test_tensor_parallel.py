@@ -9,7 +9,7 @@ import signal
 import httpx
 import pytest
 
-from millrace.up import Stack, StackOptions
+from millrace.stack import Stack, StackOptions
 from support.live_stack import POOL_BYTES, eventually, greedy_ids
 from support.served_model import served_folder
 from support.tiny_models import oracle, prompt

@@ -15,8 +15,9 @@ from typer.testing import CliRunner
 
 from millrace.core.machine import Machine
 from millrace.core.recorded import RecordingError
+from millrace.service import Service
 from millrace.sim.replay import command, replay
-from millrace.up import Service, Stack, StackOptions
+from millrace.stack import Stack, StackOptions
 from millrace.wire.pb import scheduler_pb2
 from support.live_stack import POOL_BYTES, eventually, greedy_ids
 from support.scheduler_peers import Net, Worker, quick, scheduler, spec

@@ -10,7 +10,7 @@ from typing import Any
 
 import httpx
 
-from millrace.up import Stack, StackOptions
+from millrace.stack import Stack, StackOptions
 
 POOL_BYTES = 64 << 20
 

@@ -24,7 +24,7 @@ from millrace.sim.workload import (
     lognormal,
     plan,
 )
-from millrace.up import Stack, StackOptions
+from millrace.stack import Stack, StackOptions
 
 CDSP = "cdsp"
 PLANNERS = (CDSP, "single_chunk", "fixed_sp")

@@ -41,7 +41,7 @@ from millrace.bench.decode_window import Costs, Sample, Window, costs_of, window
 from millrace.bench.random_model import LLAMA_100M, write_random_llama, write_word_tokenizer
 from millrace.bench.sse_client import Response, SseClient
 from millrace.core.errors import MillraceError
-from millrace.up import Stack, StackOptions
+from millrace.stack import Stack, StackOptions
 
 SAMPLE_EVERY_S = 0.5
 _WARM_UP_TOKENS = 16

@@ -1,0 +1,254 @@
+"""The whole stack on this machine: each service its own process, supervised.
+
+A service that dies by itself is started again. Instances come and go while it runs.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+import shutil
+import sys
+import tempfile
+from collections import Counter
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from millrace.core.config import EngineConfig
+from millrace.core.errors import MillraceError
+from millrace.service import Service, StartupError, all_or_first_error
+from millrace.state.private_redis import PrivateRedis
+
+log = logging.getLogger(__name__)
+
+RESTART_FIRST_S = 0.5
+RESTART_MOST_S = 10.0
+
+
+class UncleanStopError(MillraceError):
+    """A service did not end well when it was asked to: it leaked, crashed or had to be killed."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StackOptions:
+    """What `millrace up` starts; colocated instances, if any, in place of the other two kinds.
+
+    `settings` (`section.field=value`) go to every service, `role_settings` to the instances of one
+    role, over all others. With `profile`, the engine's settings, a model that was never measured
+    here is measured before anything starts.
+    """
+
+    model: str
+    model_name: str = ""
+    prefill: int = 2
+    decode: int = 1
+    colocated: int = 0
+    host: str = "127.0.0.1"
+    port: int = 8080
+    redis: str = ""
+    config: Path | None = None
+    settings: Sequence[str] = ()
+    role_settings: Mapping[str, Sequence[str]] = field(default_factory=dict)
+    threads: int = 0
+    start_timeout_s: float = 600.0
+    profile: EngineConfig | None = None
+
+    @property
+    def compute_threads(self) -> int:
+        """Of each instance."""
+        return self.threads or max(1, len(os.sched_getaffinity(0)) // 2)
+
+    @property
+    def fleet(self) -> dict[str, int]:
+        """Instances by role."""
+        if self.colocated:
+            return {"colocated": self.colocated}
+        return {"prefill": self.prefill, "decode": self.decode}
+
+    @property
+    def common_arguments(self) -> list[str]:
+        """What configures every service alike."""
+        named = [] if self.config is None else ["--config", str(self.config)]
+        return named + _set(*self.settings)
+
+    def engine_settings(self, role: str) -> list[str]:
+        """What further configures the instances of a role."""
+        own = self.role_settings.get(role, ())
+        return _set(f"engine.threads={self.compute_threads}", *own)
+
+
+class Stack:
+    """All processes of one `millrace up`.
+
+    async with Stack(options) as stack:
+        ... stack.url ...
+    """
+
+    def __init__(
+        self, options: StackOptions, progress: Callable[[str], None] = lambda _: None
+    ) -> None:
+        self.options = options
+        self.directory = Path(tempfile.mkdtemp(prefix="millrace-"))
+        self.services: dict[str, Service] = {}
+        self._progress = progress
+        self._redis: PrivateRedis | None = None
+        self._workers: list[str] = []  # arguments of every instance
+        self._made = Counter[str]()  # instances by role, ever: a name is never given twice
+        self._removals: set[asyncio.Task[None]] = set()
+        self._unclean: list[str] = []
+        self._stopping = False
+
+    @property
+    def url(self) -> str:
+        """The gateway's base URL."""
+        return f"http://{self.options.host}:{self.services['proxy'].port}"
+
+    async def __aenter__(self) -> Stack:
+        try:
+            await self._start()
+        except BaseException:
+            await self.stop()
+            raise
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        await self.stop()
+
+    async def _start(self) -> None:
+        o = self.options
+        redis_url = o.redis
+        if not redis_url:
+            self._progress("starting a private Redis")
+            self._redis = PrivateRedis()
+            redis_url = await self._redis.start(self.directory)
+        common = _set(f"store.url={redis_url}") + o.common_arguments
+        self._progress("starting the scheduler")
+        scheduler = self._service("scheduler", ["scheduler", *common, "--port", "0"])
+        await scheduler.start(o.start_timeout_s)
+        scheduler.arguments[scheduler.arguments.index("--port") + 1] = str(scheduler.port)
+        address = f"127.0.0.1:{scheduler.port}"
+        named = ["--model", o.model, *(["--model-name", o.model_name] if o.model_name else [])]
+        peers = self._workers = [*common, *named, "--scheduler", address]
+        workers = [self._instance(role) for role, count in o.fleet.items() for _ in range(count)]
+        proxy = self._service("proxy", ["proxy", *peers, "--host", o.host, "--port", str(o.port)])
+        fleet = ", ".join(f"{count} {role}" for role, count in o.fleet.items())
+        self._progress(f"loading {o.model}: {fleet}")
+        await all_or_first_error(w.start(o.start_timeout_s) for w in [*workers, proxy])
+        proxy.arguments[proxy.arguments.index("--port") + 1] = str(proxy.port)
+        self.keep()
+
+    def supervise(self, service: Service) -> Service:
+        """Takes a service into the stack: `stop` ends it."""
+        self.services[service.name] = service
+        return service
+
+    def keep(self) -> None:
+        """From now on, services that die are started again."""
+        for service in self.services.values():
+            service.keeper = asyncio.create_task(self._keep(service))
+
+    def instances(self, role: str) -> list[str]:
+        """Names of the instances of a role, oldest first, those that start included."""
+        return [name for name in self.services if name.rpartition("-")[0] == role]
+
+    def add(self, role: str) -> str:
+        """Starts one more instance and returns its name at once.
+
+        It is `serving` later, or not among the services any more when it could not start.
+        """
+        service = self._instance(role)
+        service.keeper = asyncio.create_task(self._bring_up(service))
+        return service.name
+
+    def remove(self, name: str) -> None:
+        """Ends an instance for good, in the background: SIGTERM, upon which it drains."""
+        removal = asyncio.create_task(self._remove(self.services.pop(name)))
+        self._removals.add(removal)
+        removal.add_done_callback(self._removals.discard)
+
+    async def _bring_up(self, service: Service) -> None:
+        try:
+            await service.start(self.options.start_timeout_s)
+        except (StartupError, OSError) as error:
+            log.warning("%s could not be started: %s", service.name, error)
+            self.services.pop(service.name, None)
+            return
+        await self._keep(service)
+
+    async def _remove(self, service: Service) -> None:
+        await _end([service])
+        died = service.process is not None and service.process.returncode is not None
+        await service.stop()
+        if not died:  # by itself, which is nothing to complain of at the end
+            self._unclean += _complaints([service])
+
+    def _instance(self, role: str) -> Service:
+        name = f"{role}-{self._made[role]}"
+        self._made[role] += 1
+        arguments = [role, *self._workers, "--id", name, *self.options.engine_settings(role)]
+        return self._service(name, arguments)
+
+    def _service(self, name: str, arguments: list[str]) -> Service:
+        return self.supervise(Service(name, arguments, self.directory / f"{name}.log"))
+
+    async def _keep(self, service: Service) -> None:
+        """Starts a service again when it dies by itself, after a pause that grows."""
+        pause_s = RESTART_FIRST_S
+        while True:
+            if service.process is not None:
+                await service.process.wait()
+            log.warning("%s died (%s); starting it again", service.name, service.last_words())
+            await asyncio.sleep(pause_s)
+            pause_s = min(2 * pause_s, RESTART_MOST_S)
+            service.restarts += 1
+            try:
+                await service.start(self.options.start_timeout_s)
+                pause_s = RESTART_FIRST_S
+            except (StartupError, OSError) as error:
+                log.warning("%s could not be started: %s", service.name, error)
+
+    async def stop(self) -> None:
+        """Proxy first, so that running answers finish; then workers, scheduler and Redis.
+
+        Raises UncleanStopError when a service ended with an error, unless one is under way.
+        """
+        if self._stopping:
+            return
+        self._stopping = True
+        await asyncio.gather(*self._removals)
+        await _end(self.services.values())  # first, so that none starts one behind our back
+        for wave in (("proxy",), ("prefill", "decode", "colocated"), ("scheduler",)):
+            await asyncio.gather(
+                *(s.stop() for n, s in self.services.items() if n.split("-")[0] in wave)
+            )
+        if self._redis is not None:
+            await self._redis.stop()
+        unclean = self._unclean + _complaints(self.services.values())
+        shutil.rmtree(self.directory, ignore_errors=True)
+        if unclean and sys.exception() is None:
+            raise UncleanStopError("; ".join(unclean))
+
+
+async def _end(services: Iterable[Service]) -> None:
+    """Ends their keepers: nobody starts them again."""
+    keepers = [service.keeper for service in services if service.keeper is not None]
+    for keeper in keepers:
+        keeper.cancel()
+    for ended in await asyncio.gather(*keepers, return_exceptions=True):
+        if isinstance(ended, Exception):
+            log.error("a service was no longer watched over", exc_info=ended)
+
+
+def _complaints(services: Iterable[Service]) -> list[str]:
+    """Of those that did not end well."""
+    return [
+        f"{s.name} ended with status {s.process.returncode}: {s.last_words()}"
+        for s in services
+        if s.process is not None and not s.ended_well
+    ]
+
+
+def _set(*settings: str) -> list[str]:
+    return [argument for setting in settings for argument in ("--set", setting)]
