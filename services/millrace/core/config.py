@@ -257,6 +257,24 @@ class TlsConfig(_Section):
 
 
 @dataclass(frozen=True, kw_only=True)
+class ScalingConfig(_Section):
+    """Of `millrace up --autoscale`."""
+
+    interval_s: float = _setting(2.0, _within(0.05), "between two decisions")
+    up_step: int = _setting(2, _within(1), "instances that up_period_s adds to a pool at most")
+    up_period_s: float = _setting(15.0, _within(0))
+    down_window_s: float = _setting(30.0, _within(0), "of less load, before a pool shrinks")
+    down_step: int = _setting(1, _within(1), "instances that down_period_s takes at most")
+    down_period_s: float = _setting(15.0, _within(0))
+    idle_s: float = _setting(
+        120.0, _within(0), "without a request, before a pool that may goes to zero"
+    )
+    drain_timeout_s: float = _setting(
+        60.0, _within(0), "then what an instance still holds goes on elsewhere"
+    )
+
+
+@dataclass(frozen=True, kw_only=True)
 class Config:
     """The whole tree. `slo_classes` maps a class name (`x-millrace-class`) to its objectives."""
 
@@ -267,6 +285,7 @@ class Config:
     store: StoreConfig = StoreConfig()
     telemetry: TelemetryConfig = TelemetryConfig()
     tls: TlsConfig = TlsConfig()
+    scaling: ScalingConfig = ScalingConfig()
     slo_classes: Mapping[str, Slo] = field(default_factory=lambda: types.MappingProxyType({}))
 
     def __post_init__(self) -> None:
