@@ -36,11 +36,16 @@ class Refuse:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Fail:
-    """Tell the proxy that an accepted request is over without its answer."""
+    """Tell the proxy that an accepted request is over without its answer.
+
+    `resumable`: an instance was lost when token one may have been out. The proxy knows which tokens
+    were, and may submit the rest as a new request.
+    """
 
     request_id: str
     proxy_id: str
     message: str
+    resumable: bool = False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -137,7 +137,7 @@ class Lifecycle:
             kept_tokens = request.landed_tokens
         kept_tokens = min(kept_tokens, request.prompt_tokens - 1)  # token one wants the last
         if request.state not in (RequestState.QUEUED, RequestState.PREFILLING):
-            self.fail(request, f"{why} after the first token", reporter)
+            self.fail(request, f"{why} after the first token", reporter, resumable=True)
         elif kept_tokens >= MIN_KEPT_TOKENS and request.resumable:
             self._resume(request, why, instance, kept_tokens)
         else:
@@ -183,8 +183,22 @@ class Lifecycle:
         if request.state is not RequestState.QUEUED:
             request.advance(RequestState.QUEUED)
 
-    def fail(self, request: Request, message: str, reporter: Instance | None = None) -> None:
-        self.effects.append(Fail(request_id=request.id, proxy_id=request.proxy_id, message=message))
+    def fail(
+        self,
+        request: Request,
+        message: str,
+        reporter: Instance | None = None,
+        *,
+        resumable: bool = False,
+    ) -> None:
+        self.effects.append(
+            Fail(
+                request_id=request.id,
+                proxy_id=request.proxy_id,
+                message=message,
+                resumable=resumable,
+            )
+        )
         self.end(request, RequestState.FAILED, message, reporter)
 
     def end(

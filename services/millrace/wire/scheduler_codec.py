@@ -232,7 +232,9 @@ def refused(effect: effects.Refuse) -> scheduler_pb2.ProxyUpdate:
 
 def failed(effect: effects.Fail) -> scheduler_pb2.ProxyUpdate:
     return scheduler_pb2.ProxyUpdate(
-        failed=scheduler_pb2.Failed(request_id=effect.request_id, message=effect.message)
+        failed=scheduler_pb2.Failed(
+            request_id=effect.request_id, message=effect.message, resumable=effect.resumable
+        )
     )
 
 

@@ -78,12 +78,14 @@ class Refused(_message.Message):
     def __init__(self, request_id: _Optional[str] = ..., code: _Optional[str] = ..., message: _Optional[str] = ..., retry_after_s: _Optional[float] = ...) -> None: ...
 
 class Failed(_message.Message):
-    __slots__ = ("request_id", "message")
+    __slots__ = ("request_id", "message", "resumable")
     REQUEST_ID_FIELD_NUMBER: _ClassVar[int]
     MESSAGE_FIELD_NUMBER: _ClassVar[int]
+    RESUMABLE_FIELD_NUMBER: _ClassVar[int]
     request_id: str
     message: str
-    def __init__(self, request_id: _Optional[str] = ..., message: _Optional[str] = ...) -> None: ...
+    resumable: bool
+    def __init__(self, request_id: _Optional[str] = ..., message: _Optional[str] = ..., resumable: _Optional[bool] = ...) -> None: ...
 
 class Fleet(_message.Message):
     __slots__ = ("decode", "prefill_count", "ready")
