@@ -171,24 +171,32 @@ class SendHistoryReply(_message.Message):
     refusal: str
     def __init__(self, refusal: _Optional[str] = ...) -> None: ...
 
-class ProbeRequest(_message.Message):
-    __slots__ = ("asker", "agent_metadata", "region", "seed")
-    ASKER_FIELD_NUMBER: _ClassVar[int]
+class ProbeEndpoint(_message.Message):
+    __slots__ = ("agent_metadata", "seed")
     AGENT_METADATA_FIELD_NUMBER: _ClassVar[int]
-    REGION_FIELD_NUMBER: _ClassVar[int]
     SEED_FIELD_NUMBER: _ClassVar[int]
-    asker: _common_pb2.Incarnation
     agent_metadata: bytes
-    region: bytes
     seed: int
-    def __init__(self, asker: _Optional[_Union[_common_pb2.Incarnation, _Mapping]] = ..., agent_metadata: _Optional[bytes] = ..., region: _Optional[bytes] = ..., seed: _Optional[int] = ...) -> None: ...
+    def __init__(self, agent_metadata: _Optional[bytes] = ..., seed: _Optional[int] = ...) -> None: ...
+
+class ProbeRequest(_message.Message):
+    __slots__ = ("asker", "endpoint")
+    ASKER_FIELD_NUMBER: _ClassVar[int]
+    ENDPOINT_FIELD_NUMBER: _ClassVar[int]
+    asker: _common_pb2.Incarnation
+    endpoint: ProbeEndpoint
+    def __init__(self, asker: _Optional[_Union[_common_pb2.Incarnation, _Mapping]] = ..., endpoint: _Optional[_Union[ProbeEndpoint, _Mapping]] = ...) -> None: ...
 
 class ProbeReply(_message.Message):
-    __slots__ = ("refusal", "agent_metadata", "region")
-    REFUSAL_FIELD_NUMBER: _ClassVar[int]
-    AGENT_METADATA_FIELD_NUMBER: _ClassVar[int]
-    REGION_FIELD_NUMBER: _ClassVar[int]
-    refusal: str
-    agent_metadata: bytes
-    region: bytes
-    def __init__(self, refusal: _Optional[str] = ..., agent_metadata: _Optional[bytes] = ..., region: _Optional[bytes] = ...) -> None: ...
+    __slots__ = ("endpoint", "result")
+    ENDPOINT_FIELD_NUMBER: _ClassVar[int]
+    RESULT_FIELD_NUMBER: _ClassVar[int]
+    endpoint: ProbeEndpoint
+    result: ProbeResult
+    def __init__(self, endpoint: _Optional[_Union[ProbeEndpoint, _Mapping]] = ..., result: _Optional[_Union[ProbeResult, _Mapping]] = ...) -> None: ...
+
+class ProbeResult(_message.Message):
+    __slots__ = ("error",)
+    ERROR_FIELD_NUMBER: _ClassVar[int]
+    error: str
+    def __init__(self, error: _Optional[str] = ...) -> None: ...

@@ -234,8 +234,9 @@ class KvReceiver:
 
 
 class TransferProbeStub:
-    """Whether KV can travel between two instances, asked by one that starts. Each writes a pattern into a small buffer of the
-    other over the transport, and checks what came.
+    """Whether KV can travel between two instances, asked by one that starts. Either side opens an endpoint of the transport for
+    it, with a small buffer where KV lies, writes the pattern that the other wants into the other's buffer and checks its own.
+    The end of the stream frees both; the asker ends it once its own buffer is as it should be.
     """
 
     def __init__(self, channel):
@@ -244,7 +245,7 @@ class TransferProbeStub:
         Args:
             channel: A grpc.Channel.
         """
-        self.Probe = channel.unary_unary(
+        self.Probe = channel.stream_stream(
                 '/millrace.v1.TransferProbe/Probe',
                 request_serializer=transfer__pb2.ProbeRequest.SerializeToString,
                 response_deserializer=transfer__pb2.ProbeReply.FromString,
@@ -252,11 +253,12 @@ class TransferProbeStub:
 
 
 class TransferProbeServicer:
-    """Whether KV can travel between two instances, asked by one that starts. Each writes a pattern into a small buffer of the
-    other over the transport, and checks what came.
+    """Whether KV can travel between two instances, asked by one that starts. Either side opens an endpoint of the transport for
+    it, with a small buffer where KV lies, writes the pattern that the other wants into the other's buffer and checks its own.
+    The end of the stream frees both; the asker ends it once its own buffer is as it should be.
     """
 
-    def Probe(self, request, context):
+    def Probe(self, request_iterator, context):
         """Missing associated documentation comment in .proto file."""
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -265,7 +267,7 @@ class TransferProbeServicer:
 
 def add_TransferProbeServicer_to_server(servicer, server):
     rpc_method_handlers = {
-            'Probe': grpc.unary_unary_rpc_method_handler(
+            'Probe': grpc.stream_stream_rpc_method_handler(
                     servicer.Probe,
                     request_deserializer=transfer__pb2.ProbeRequest.FromString,
                     response_serializer=transfer__pb2.ProbeReply.SerializeToString,
@@ -279,12 +281,13 @@ def add_TransferProbeServicer_to_server(servicer, server):
 
  # This class is part of an EXPERIMENTAL API.
 class TransferProbe:
-    """Whether KV can travel between two instances, asked by one that starts. Each writes a pattern into a small buffer of the
-    other over the transport, and checks what came.
+    """Whether KV can travel between two instances, asked by one that starts. Either side opens an endpoint of the transport for
+    it, with a small buffer where KV lies, writes the pattern that the other wants into the other's buffer and checks its own.
+    The end of the stream frees both; the asker ends it once its own buffer is as it should be.
     """
 
     @staticmethod
-    def Probe(request,
+    def Probe(request_iterator,
             target,
             options=(),
             channel_credentials=None,
@@ -294,8 +297,8 @@ class TransferProbe:
             wait_for_ready=None,
             timeout=None,
             metadata=None):
-        return grpc.experimental.unary_unary(
-            request,
+        return grpc.experimental.stream_stream(
+            request_iterator,
             target,
             '/millrace.v1.TransferProbe/Probe',
             transfer__pb2.ProbeRequest.SerializeToString,

@@ -61,23 +61,25 @@ class KvReceiverServicer(metaclass=_abc_1.ABCMeta):
 def add_KvReceiverServicer_to_server(servicer: KvReceiverServicer, server: _aio.Server) -> None: ...
 
 class TransferProbeStub:
-    """Whether KV can travel between two instances, asked by one that starts. Each writes a pattern into a small buffer of the
-    other over the transport, and checks what came.
+    """Whether KV can travel between two instances, asked by one that starts. Either side opens an endpoint of the transport for
+    it, with a small buffer where KV lies, writes the pattern that the other wants into the other's buffer and checks its own.
+    The end of the stream frees both; the asker ends it once its own buffer is as it should be.
     """
 
     def __init__(self, channel: _aio.Channel) -> None: ...
-    Probe: _aio.UnaryUnaryMultiCallable[_transfer_pb2.ProbeRequest, _transfer_pb2.ProbeReply]
+    Probe: _aio.StreamStreamMultiCallable[_transfer_pb2.ProbeRequest, _transfer_pb2.ProbeReply]
 
 class TransferProbeServicer(metaclass=_abc_1.ABCMeta):
-    """Whether KV can travel between two instances, asked by one that starts. Each writes a pattern into a small buffer of the
-    other over the transport, and checks what came.
+    """Whether KV can travel between two instances, asked by one that starts. Either side opens an endpoint of the transport for
+    it, with a small buffer where KV lies, writes the pattern that the other wants into the other's buffer and checks its own.
+    The end of the stream frees both; the asker ends it once its own buffer is as it should be.
     """
 
     @_abc_1.abstractmethod
     def Probe(
         self,
-        request: _transfer_pb2.ProbeRequest,
-        context: _aio.ServicerContext[_transfer_pb2.ProbeRequest, _abc.Awaitable[_transfer_pb2.ProbeReply]],
-    ) -> _abc.Awaitable[_transfer_pb2.ProbeReply]: ...
+        request_iterator: _abc.AsyncIterator[_transfer_pb2.ProbeRequest],
+        context: _aio.ServicerContext[_abc.AsyncIterator[_transfer_pb2.ProbeRequest], _abc.AsyncIterator[_transfer_pb2.ProbeReply]],
+    ) -> _abc.AsyncIterator[_transfer_pb2.ProbeReply]: ...
 
 def add_TransferProbeServicer_to_server(servicer: TransferProbeServicer, server: _aio.Server) -> None: ...
