@@ -43,7 +43,8 @@ class PrefillInstance:
 
     card: InstanceJoined
     bit: int = 0  # its own bit among the pool's prefill instances
-    draining: bool = False
+    leaving: bool = False  # it said so
+    draining: bool = False  # takes no new work: it is leaving, or cordoned
     running: int = 0  # as its last heartbeat said, like `waiting`
     waiting: int = 0
     holdings: dict[str, Holding] = field(default_factory=dict)
@@ -92,9 +93,11 @@ class DecodeInstance:
     """A decode instance: pages of requests in its batch, and of those on their way to it."""
 
     card: InstanceJoined
+    leaving: bool = False
     draining: bool = False
     running: int = 0
     waiting: int = 0
+    tbt_s: float = 0.0  # as its last heartbeat said; 0: unknown
     holdings: dict[str, Holding] = field(default_factory=dict)
     decoding_pages: int = 0
     virtual_pages: int = 0
@@ -361,20 +364,29 @@ class Cluster:
             taken = pool.board.everyone
             bit = ~taken & (taken + 1)  # the lowest free one
             pool.board.everyone |= bit
-            instance = pool.prefill[card.instance_id] = PrefillInstance(card, bit)
-            pool.changed()
+            instance = PrefillInstance(card, bit)
         else:
-            instance = pool.decode[card.instance_id] = DecodeInstance(card)
-            pool.changed()
+            instance = DecodeInstance(card)
         self.instances[card.instance_id] = instance
+        self.cordon(instance, cordoned=False)
         return instance
 
     def drain(self, instance: Instance) -> None:
-        """No new work for the instance."""
-        instance.draining = True
+        """No new work for the instance ever again."""
+        instance.leaving = True
+        self.cordon(instance, cordoned=True)
+
+    def cordon(self, instance: Instance, *, cordoned: bool) -> None:
+        """No new work for the instance, or some again, unless it is leaving."""
+        instance.draining = cordoned or instance.leaving
         pool = self.pool_of(instance)
-        pool.decode.pop(instance.id, None)
-        pool.prefill.pop(instance.id, None)
+        if instance.draining:
+            pool.decode.pop(instance.id, None)
+            pool.prefill.pop(instance.id, None)
+        elif isinstance(instance, PrefillInstance):
+            pool.prefill[instance.id] = instance
+        else:
+            pool.decode[instance.id] = instance
         pool.changed()
 
     def remove(self, instance: Instance) -> None:

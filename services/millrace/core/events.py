@@ -40,10 +40,22 @@ class InstanceLeft:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class InstanceDraining:
-    """No new work for this instance; what it has may finish."""
+    """The instance says that it leaves: no new work for it ever; what it has may finish."""
 
     instance_id: str
     generation: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class InstanceCordoned:
+    """Whoever sizes the pool wants no new work on the instance; or, lifted, wants it there again.
+
+    What it has may finish. An instance that leaves takes no work again, whatever is lifted.
+    """
+
+    instance_id: str
+    generation: int
+    cordoned: bool
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -55,6 +67,7 @@ class LoadReported:
     free_pages: int
     running: int
     waiting: int
+    tbt_s: float = 0.0  # decode: from token to token of what runs, since the last one; 0: unknown
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -204,6 +217,7 @@ Event = (
     InstanceJoined
     | InstanceLeft
     | InstanceDraining
+    | InstanceCordoned
     | LoadReported
     | Submitted
     | CancelRequested

@@ -77,6 +77,9 @@ def _check_board(model_hash: str, board: Board, members: list[Instance]) -> None
 
 def _check_sums(instance: Instance) -> None:
     name, holdings = instance.id, instance.holdings.values()
+    _same(
+        f"{name}: drains, as one that leaves does", instance.draining or not instance.leaving, True
+    )
     if isinstance(instance, PrefillInstance):
         used = sum(h.pages for h in holdings)
         _same(f"{name}: used pages", instance.used_pages, used)

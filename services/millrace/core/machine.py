@@ -61,6 +61,7 @@ class Machine:
             events.InstanceJoined: self._joined,
             events.InstanceLeft: self._left,
             events.InstanceDraining: self._draining,
+            events.InstanceCordoned: self._cordoned,
             events.LoadReported: self._load,
             events.Submitted: self._submitted,
             events.CancelRequested: self._cancel,
@@ -174,10 +175,41 @@ class Machine:
 
     def _draining(self, event: events.InstanceDraining) -> None:
         instance = self._speakers.current(event)
-        if instance is not None and not instance.draining:
+        if instance is not None and not instance.leaving:
             self.cluster.drain(instance)
-            self._unplace_unserved(self.cluster.pool_of(instance))
-            self._rounds.run()
+            self._make_way(instance)
+
+    def _cordoned(self, event: events.InstanceCordoned) -> None:
+        if (instance := self._speakers.current(event)) is not None:
+            self.cluster.cordon(instance, cordoned=event.cordoned)
+            self._make_way(instance)
+
+    def _make_way(self, instance: Instance) -> None:
+        """What has not begun goes elsewhere, if the instance takes no new work."""
+        self._unplace_unserved(self.cluster.pool_of(instance))
+        if instance.draining:
+            self._unplace_from(instance)
+        self._rounds.run()
+
+    def _unplace_from(self, decode: Instance) -> None:
+        """Moves what waits for prefill to go there: that frees the instance sooner.
+
+        Unless it would only wait elsewhere: no other instance has room for it now.
+        """
+        pool = self.cluster.pool_of(decode)
+        for request in [r for r in pool.line if r.decode_id == decode.id]:
+            waits = request.state is RequestState.QUEUED and not request.kept_tokens
+            if waits and self._has_room(request):
+                self._life.retry(request, f"decode {decode.id} takes no new work")
+                self._rounds.run()  # it takes that room before the next one looks
+
+    def _has_room(self, request: Request) -> bool:
+        return any(
+            decode.could_hold(request) and decode.has_room(request)
+            for pool in self.cluster.ready_pools()
+            if pool.could_prefill(request)
+            for decode in pool.homes()
+        )
 
     def _unplace_unserved(self, pool: Pool) -> None:
         """Without a prefill instance for its model a decode instance is no place to wait at.
@@ -193,6 +225,8 @@ class Machine:
         if (instance := self._speakers.current(event)) is not None:
             instance.running = event.running
             instance.waiting = event.waiting
+            if isinstance(instance, DecodeInstance):
+                instance.tbt_s = event.tbt_s
 
     # ---- what proxies say
 
@@ -201,6 +235,8 @@ class Machine:
         if request.id in self.requests:
             self._speakers.ignored += 1
             return
+        for pool in self.cluster.ready_pools()[:1]:
+            pool.predict(request)  # also of one to refuse: it is load, too
         refused = refusal(request, self.cluster, self.queued, self.queued_s, self.config)
         if refused is not None:
             self._life.effects.append(
@@ -214,7 +250,6 @@ class Machine:
             )
             return
         self.cluster.arrived(self._life.now_s)
-        self.cluster.ready_pools()[0].predict(request)
         request.deadline_s = request.arrival_s + (
             request.slo.ttft_s
             or max(DEADLINE_FACTOR * request.predicted_prefill_s, LEAST_DEADLINE_S)

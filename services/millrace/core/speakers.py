@@ -14,6 +14,7 @@ _OfInstance = (
     _OfHolder
     | events.InstanceLeft
     | events.InstanceDraining
+    | events.InstanceCordoned
     | events.LoadReported
     | events.ChunkStarted
     | events.ChunkFinished

@@ -15,6 +15,8 @@ from typing import Any
 
 from millrace.core import effects, events
 from millrace.core.config import SchedulerConfig
+from millrace.core.load import FleetLoad
+from millrace.core.load_meter import LoadMeter
 from millrace.core.machine import Machine
 from millrace.scheduler.first_tokens import FirstTokens
 from millrace.scheduler.metrics import SchedulerMetrics
@@ -34,7 +36,15 @@ MAX_EVENTS = 16_384
 #: for the answer.
 Subject = Worker | Proxy | common_pb2.RequestSpec | asyncio.Future[Any] | None
 
-_MEMBERSHIP = (events.InstanceJoined, events.InstanceLeft, events.InstanceDraining)
+#: What administrators and the operator change; who asked hears how it was, and is.
+_Change = events.PolicyChanged | events.ImprovementRateChanged | events.InstanceCordoned
+
+_MEMBERSHIP = (
+    events.InstanceJoined,
+    events.InstanceLeft,
+    events.InstanceDraining,
+    events.InstanceCordoned,
+)
 
 
 class SchedulerLoop:
@@ -51,6 +61,7 @@ class SchedulerLoop:
         self.config = config
         self.clock = clock
         self.machine = Machine(config)
+        self._meter = LoadMeter(self.machine, clock())
         self._step = recording.around(self.machine.step) if recording else self.machine.step
         self.workers: dict[str, Worker] = {}
         self.draining = False
@@ -102,15 +113,41 @@ class SchedulerLoop:
 
     async def set_policy(self, event: events.PolicyChanged) -> str:
         """Changes the policy after all that was queued before; returns the one until then."""
-        before: asyncio.Future[str] = asyncio.get_running_loop().create_future()
-        await self.post(event, before)
-        return await before
+        before, _ = await self._change(event)
+        return str(before)
 
     async def set_improvement_rate(
         self, event: events.ImprovementRateChanged
     ) -> tuple[float, float]:
         """Changes the rate after all that was queued before; returns the one until then, and it."""
-        changed: asyncio.Future[tuple[float, float]] = asyncio.get_running_loop().create_future()
+        before, now = await self._change(event)
+        return before, now
+
+    async def set_cordon(self, instance_id: str, *, cordoned: bool) -> bool:
+        """Cordons an instance, or lifts its cordon, after all that was queued before.
+
+        False when it is not registered.
+        """
+        worker = self.workers.get(instance_id)
+        if worker is None:
+            return False
+        _, draining = await self._change(
+            events.InstanceCordoned(
+                instance_id=worker.id, generation=worker.card.generation, cordoned=cordoned
+            )
+        )
+        return draining is not None
+
+    async def evict(self, instance_id: str, *, abort: bool) -> bool:
+        """Cordons an instance and has it end what it holds. False when it is not registered."""
+        if not await self.set_cordon(instance_id, cordoned=True):
+            return False
+        self._command(instance_id, codec.drain(abort=abort))
+        return True
+
+    async def _change(self, event: _Change) -> tuple[Any, Any]:
+        """What `_read` says before and after the event."""
+        changed: asyncio.Future[tuple[Any, Any]] = asyncio.get_running_loop().create_future()
         await self.post(event, changed)
         return await changed
 
@@ -119,6 +156,7 @@ class SchedulerLoop:
         self._now_s = start_s
         wanted = self._step(event, start_s)
         self._metrics.step_s.observe(self.clock() - start_s)
+        self._meter.saw(event, wanted, start_s)
         if isinstance(event, _MEMBERSHIP):
             self._tell_fleet()
         for effect in wanted:
@@ -150,30 +188,36 @@ class SchedulerLoop:
                     return False
                 self._specs[request.id] = subject
                 self._first_tokens.submitted(request)
-            case events.PolicyChanged(), asyncio.Future():
-                self._answer_policy(event.policy, subject)
-            case events.ImprovementRateChanged(), asyncio.Future():
-                self._change_rate(event, subject)
+            case (
+                events.PolicyChanged()
+                | events.ImprovementRateChanged()
+                | events.InstanceCordoned(),
+                asyncio.Future(),
+            ):
+                self._take_change(event, subject)
                 return False  # it was taken
         return True
 
-    def _change_rate(
-        self, event: events.ImprovementRateChanged, waiting: asyncio.Future[tuple[float, float]]
-    ) -> None:
-        before = self.machine.improvement_rate
+    def _take_change(self, event: _Change, waiting: asyncio.Future[tuple[Any, Any]]) -> None:
+        before = self._read(event)
         self._take(event)
-        log.info("improvement rate %g -> %g", before, self.machine.improvement_rate)
+        now = self._read(event)
+        log.info("%s: %s -> %s", event, before, now)
+        if isinstance(event, events.PolicyChanged) and now != before:
+            self._metrics.policy_changed(now)
         if not waiting.cancelled():
-            waiting.set_result((before, self.machine.improvement_rate))
+            waiting.set_result((before, now))
 
-    def _answer_policy(self, policy: str, waiting: asyncio.Future[str]) -> None:
-        """Who waits goes on after the step that follows: nothing between the two waits."""
-        before = self.machine.policy
-        if not waiting.cancelled():
-            waiting.set_result(before)
-        if policy != before:
-            log.info("policy %s -> %s", before, policy)
-            self._metrics.policy_changed(policy)
+    def _read(self, event: _Change) -> str | float | None:
+        """What the event changes; None of an instance whose life is over."""
+        match event:
+            case events.PolicyChanged():
+                return self.machine.policy
+            case events.ImprovementRateChanged():
+                return self.machine.improvement_rate
+            case events.InstanceCordoned():
+                known = self.machine.cluster.current(event.instance_id, event.generation)
+                return None if known is None else known.draining
 
     def _register(self, worker: Worker) -> bool:
         known = self.workers.get(worker.id)
@@ -236,6 +280,11 @@ class SchedulerLoop:
     def status(self) -> scheduler_pb2.StatusReply:
         registers = {worker.id: worker.register for worker in self.workers.values()}
         return codec.status(self.machine, registers, self.clock())
+
+    def load(self) -> FleetLoad:
+        """The signals that autoscaling reads, now."""
+        parked = sum(proxy.parked_requests for proxy in self._proxies.values())
+        return self._meter.load(self.clock(), parked)
 
     # ---- effects
 

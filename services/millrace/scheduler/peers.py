@@ -83,4 +83,5 @@ class Proxy:
     """One connection of a proxy. `key` differs from one connection to the next."""
 
     key: str
+    parked_requests: int = 0  # as it last said
     outbox: Outbox[scheduler_pb2.ProxyUpdate] = field(default_factory=Outbox)

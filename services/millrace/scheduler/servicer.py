@@ -15,6 +15,7 @@ from millrace.core import effects, events
 from millrace.scheduler.loop import SchedulerLoop
 from millrace.scheduler.peers import Outbox, Proxy, Worker
 from millrace.wire import scheduler_codec as codec
+from millrace.wire.load_codec import load_message
 from millrace.wire.pb import common_pb2, scheduler_pb2, scheduler_pb2_grpc
 
 log = logging.getLogger(__name__)
@@ -34,6 +35,15 @@ RateContext = grpc.aio.ServicerContext[
 ]
 StatusContext = grpc.aio.ServicerContext[
     scheduler_pb2.StatusRequest, Awaitable[scheduler_pb2.StatusReply]
+]
+LoadContext = grpc.aio.ServicerContext[
+    scheduler_pb2.LoadRequest, Awaitable[scheduler_pb2.LoadReply]
+]
+CordonContext = grpc.aio.ServicerContext[
+    scheduler_pb2.SetCordonRequest, Awaitable[scheduler_pb2.SetCordonReply]
+]
+EvictContext = grpc.aio.ServicerContext[
+    scheduler_pb2.EvictRequest, Awaitable[scheduler_pb2.EvictReply]
 ]
 
 
@@ -112,6 +122,8 @@ class SchedulerServicer(scheduler_pb2_grpc.SchedulerServicer):
                         await self._submit(spec, proxy)
                 case "cancel":
                     await self._loop.post(codec.cancelled(message.cancel))
+                case "load":
+                    proxy.parked_requests = message.load.parked_requests
                 case kind:
                     raise codec.MessageError(f"a connected proxy said {kind or 'nothing'}")
 
@@ -155,6 +167,25 @@ class SchedulerServicer(scheduler_pb2_grpc.SchedulerServicer):
         before, now = await self._loop.set_improvement_rate(changed)
         return scheduler_pb2.SetImprovementRateReply(before=before, now=now)
 
+    async def GetLoad(
+        self, request: scheduler_pb2.LoadRequest, context: LoadContext
+    ) -> scheduler_pb2.LoadReply:
+        return load_message(self._loop.load())
+
+    async def SetCordon(
+        self, request: scheduler_pb2.SetCordonRequest, context: CordonContext
+    ) -> scheduler_pb2.SetCordonReply:
+        if not await self._loop.set_cordon(request.instance_id, cordoned=request.cordoned):
+            await _unknown(context, request.instance_id)
+        return scheduler_pb2.SetCordonReply()
+
+    async def Evict(
+        self, request: scheduler_pb2.EvictRequest, context: EvictContext
+    ) -> scheduler_pb2.EvictReply:
+        if not await self._loop.evict(request.instance_id, abort=request.abort):
+            await _unknown(context, request.instance_id)
+        return scheduler_pb2.EvictReply()
+
     async def _first(self, messages: AsyncIterator[M]) -> M | None:
         """The stream's first message, None when none comes within a lease."""
         with contextlib.suppress(StopAsyncIteration, TimeoutError):
@@ -190,3 +221,8 @@ def _read_end(reader: asyncio.Task[None], outbox: Outbox[Any]) -> None:
 async def _end(context: grpc.aio.ServicerContext[Any, Any], outbox: Outbox[Any]) -> None:
     if outbox.failure:
         await context.abort(grpc.StatusCode.UNAVAILABLE, outbox.failure)
+
+
+async def _unknown(context: grpc.aio.ServicerContext[Any, Any], instance_id: str) -> None:
+    message = f"no instance {instance_id!r} is registered"
+    await context.abort(grpc.StatusCode.NOT_FOUND, message)

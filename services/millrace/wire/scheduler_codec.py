@@ -294,6 +294,10 @@ def _chunk(chunk: Chunk) -> scheduler_pb2.Chunk:
     )
 
 
+def drain(*, abort: bool) -> scheduler_pb2.WorkerCommand:
+    return scheduler_pb2.WorkerCommand(drain=scheduler_pb2.Drain(abort=abort))
+
+
 def order(effect: effects.Order) -> scheduler_pb2.WorkerCommand:
     return scheduler_pb2.WorkerCommand(
         order=scheduler_pb2.Order(queue=[_entry(refs) for refs in effect.queue])
@@ -353,4 +357,5 @@ def _instance(
         running=instance.running,
         waiting=instance.waiting,
         queue_s=queue_s,
+        held_requests=len(instance.holdings),
     )

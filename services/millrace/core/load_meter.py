@@ -1,0 +1,226 @@
+"""Measures a fleet's load from what its scheduler sees: `LoadMeter.load(now_s) -> FleetLoad`.
+
+Not from a paper. `saw` is told of every step of the machine; what stands in the machine itself is
+read when somebody asks. Rates and ratios are those of the last `window_s` seconds.
+
+- `arriving` counts what was refused as too much, too: it is load that the pool could not take.
+- A TTFT counts when the first token is out, and before that from the moment the objective is
+  missed: a pool that stands still gives no first tokens, and must not look calm for it. So does
+  that of a request that ended without a token after it had missed its objective.
+- A TBT counts when the answer ends, over all of it, and while it runs as the time from token to
+  token that its instance's last heartbeat told: answers of minutes must not be news of the past.
+
+A fleet prefills on instances of one role, prefill or mixed; with both, each role is told the whole.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterable, Iterator
+from itertools import chain
+from typing import Any
+
+from millrace.core.autoscale import Context
+from millrace.core.cluster import DecodeInstance, Instance, PrefillInstance
+from millrace.core.effects import Effect, Record, Refuse
+from millrace.core.events import Event, RequestFinished, Submitted
+from millrace.core.load import FleetLoad, PoolLoad
+from millrace.core.machine import Machine
+from millrace.core.request import Request, RequestState
+
+WINDOW_S = 15.0
+
+#: What arrived is divided by so many seconds at least: one request in the first moment is no rate.
+LEAST_SPAN_S = 5.0
+
+_PREFILLS = frozenset({RequestState.QUEUED, RequestState.PREFILLING, RequestState.TRANSFERRING})
+
+#: A latency over its objective, and the class whose objective it is.
+_Ratio = tuple[str, float]
+
+
+class LoadMeter:
+    """Signals of all pools of one machine. `since_s`: from when on it is told of every step."""
+
+    def __init__(self, machine: Machine, since_s: float, window_s: float = WINDOW_S) -> None:
+        self._machine = machine
+        self._since_s = since_s
+        self._window_s = window_s
+        self._arrived: deque[tuple[float, float]] = deque()  # (when, seconds of one instance)
+        self._ttft: deque[tuple[float, _Ratio]] = deque()
+        self._tbt: deque[tuple[float, _Ratio]] = deque()
+        self._unanswered: dict[str, Request] = {}  # with a TTFT objective that prefill can meet
+        self._paced: dict[str, Request] = {}  # with a TBT objective
+
+    # ---- what is seen
+
+    def saw(self, event: Event, effects: Iterable[Effect], now_s: float) -> None:
+        """A step of the machine, right after it."""
+        if isinstance(event, Submitted):
+            self._submitted(event.request, effects, now_s)
+        for effect in effects:
+            if isinstance(effect, Record):
+                self._recorded(effect, event, now_s)
+
+    def _submitted(self, request: Request, effects: Iterable[Effect], now_s: float) -> None:
+        accepted = self._machine.requests.get(request.id) is request
+        if accepted or any(isinstance(e, Refuse) and e.code == "overloaded" for e in effects):
+            self._arrived.append((now_s, request.predicted_work_s))
+            _forget(self._arrived, now_s - self._window_s)
+        if not accepted:
+            return
+        slo = request.slo
+        if slo.ttft_s is not None and request.predicted_prefill_s <= slo.ttft_s:
+            self._unanswered[request.id] = request
+        if slo.tbt_s is not None:
+            self._paced[request.id] = request
+
+    def _recorded(self, record: Record, event: Event, now_s: float) -> None:
+        request_id = record.request_id
+        waiting = self._unanswered.get(request_id)
+        if waiting is not None and (record.state.is_final or waiting.first_token_s is not None):
+            del self._unanswered[request_id]
+            ratio = _ttft(waiting, now_s)
+            if waiting.first_token_s is not None or ratio[1] > 1.0:
+                self._note(self._ttft, ratio, now_s)
+        if record.state.is_final and (ended := self._paced.pop(request_id, None)) is not None:
+            for ratio in _tbt_of_answer(ended, event, now_s):
+                self._note(self._tbt, ratio, now_s)
+
+    def _note(self, seen: deque[tuple[float, _Ratio]], ratio: _Ratio, now_s: float) -> None:
+        seen.append((now_s, ratio))
+        _forget(seen, now_s - self._window_s)
+
+    # ---- what is asked
+
+    def load(self, now_s: float, parked_requests: int = 0) -> FleetLoad:
+        """The load now; `parked_requests` are what the proxies hold back."""
+        for seen in (self._arrived, self._ttft, self._tbt):
+            _forget(seen, now_s - self._window_s)
+        roles = {"prefill", "decode"} | {one.card.role for one in self._instances()}
+        pools = [*(self._pool(role, now_s) for role in sorted(roles)), self._kvp(now_s)]
+        return FleetLoad(pools={pool.role: pool for pool in pools}, parked_requests=parked_requests)
+
+    def _instances(self) -> Iterable[Instance]:
+        return self._machine.cluster.instances.values()
+
+    def _pool(self, role: str, now_s: float) -> PoolLoad:
+        known = [one for one in self._instances() if one.card.role == role]
+        ready = [one for one in known if not one.draining]
+        prefills, decodes = role != "decode", role != "prefill"
+        requests = self._machine.requests.values()
+        return PoolLoad(
+            role=role,
+            ready=len(ready),
+            draining=len(known) - len(ready),
+            active_requests=sum(decodes or one.state in _PREFILLS for one in requests),
+            backlog_s=self._backlog_s(known, now_s) if prefills else None,
+            arriving=self._arriving(now_s) if prefills else None,
+            ttft_slo_ratio=_worst(self._ttfts(now_s)) if prefills else None,
+            kv_utilisation=_kv_utilisation(ready) if decodes else None,
+            tbt_slo_ratio=_worst(self._tbts()) if decodes else None,
+        )
+
+    def _backlog_s(self, known: Iterable[Instance], now_s: float) -> float:
+        """Predicted seconds of one instance that what waits, and what these hold, still takes.
+
+        A mixed instance orders its own work, and tells of a prefill only that it is done.
+        """
+        mixed = {one.id for one in known if isinstance(one, DecodeInstance)}
+        waiting_s = sum(
+            request.remaining_work_s(now_s)
+            for request in self._machine.requests.values()
+            if request.state is RequestState.QUEUED
+            or (request.state is RequestState.PREFILLING and request.decode_id in mixed)
+        )
+        prefills = (one for one in known if isinstance(one, PrefillInstance))
+        return waiting_s + sum(one.outstanding_s(now_s) for one in prefills)
+
+    def _arriving(self, now_s: float) -> float:
+        span_s = min(self._window_s, max(now_s - self._since_s, LEAST_SPAN_S))
+        return sum(work_s for _, work_s in self._arrived) / span_s
+
+    def _ttfts(self, now_s: float) -> Iterator[_Ratio]:
+        waiting = (_ttft(request, now_s) for request in self._unanswered.values())
+        missed = (ratio for ratio in waiting if ratio[1] > 1.0)
+        return chain((ratio for _, ratio in self._ttft), missed)
+
+    def _tbts(self) -> Iterator[_Ratio]:
+        yield from (ratio for _, ratio in self._tbt)
+        for request in self._paced.values():
+            home = self._machine.cluster.instances.get(request.decode_id or "")
+            decoding = request.state is RequestState.DECODING
+            if decoding and isinstance(home, DecodeInstance) and home.tbt_s:
+                yield _over(request.slo.class_name, home.tbt_s, request.slo.tbt_s)
+
+    def _kvp(self, now_s: float) -> PoolLoad:
+        """Of each request that its decode instance does not hold all of, the context."""
+        requests = self._machine.requests.values()
+        found = (self._context(request, now_s) for request in requests)
+        contexts = tuple(context for context in found if context is not None)
+        return PoolLoad(role="kvp", active_requests=len(contexts), contexts=contexts)
+
+    def _context(self, request: Request, now_s: float) -> Context | None:
+        home = self._machine.cluster.instances.get(request.decode_id or "")
+        if not isinstance(home, DecodeInstance):
+            return None
+        elsewhere = home.pages_for(request) - home.holdings[request.id].pages
+        if elsewhere <= 0:
+            return None
+        final_tokens = request.prompt_tokens + request.max_new_tokens
+        tokens, growth_tokens_s = request.landed_tokens, 0.0
+        if request.first_token_s is not None:
+            growth_tokens_s = 1.0 / home.tbt_s if home.tbt_s else 0.0
+            answered = int((now_s - request.first_token_s) * growth_tokens_s)
+            tokens = min(request.prompt_tokens + answered, final_tokens)
+        elif request.predicted_prefill_s:
+            growth_tokens_s = request.prompt_tokens / request.predicted_prefill_s
+        return Context(
+            tokens=tokens,
+            final_tokens=final_tokens,
+            growth_tokens_s=growth_tokens_s,
+            home_tokens=final_tokens - elsewhere * home.page_tokens,
+        )
+
+
+def _ttft(request: Request, now_s: float) -> _Ratio:
+    """Of one whose first token is not out, what it has waited so far."""
+    until_s = now_s if request.first_token_s is None else request.first_token_s
+    return _over(request.slo.class_name, until_s - request.arrival_s, request.slo.ttft_s)
+
+
+def _tbt_of_answer(request: Request, event: Event, now_s: float) -> list[_Ratio]:
+    """None of an answer whose length nobody told, and of one without a second token."""
+    if not isinstance(event, RequestFinished) or request.first_token_s is None:
+        return []
+    seconds = now_s - request.first_token_s
+    following = event.generated_tokens / request.choices - 1.0
+    if following <= 0.0 or seconds <= 0.0:
+        return []
+    return [_over(request.slo.class_name, seconds / following, request.slo.tbt_s)]
+
+
+def _over(class_name: str, seconds: float, objective_s: float | None) -> _Ratio:
+    assert objective_s  # only requests that have one are followed
+    return class_name, seconds / objective_s
+
+
+def _worst(ratios: Iterable[_Ratio]) -> float | None:
+    """The mean of the class that is worst off; None of no ratios."""
+    classes: dict[str, list[float]] = {}
+    for name, ratio in ratios:
+        classes.setdefault(name, []).append(ratio)
+    return max((sum(found) / len(found) for found in classes.values()), default=None)
+
+
+def _kv_utilisation(ready: Iterable[Instance]) -> float | None:
+    """Share of the pages of decode that requests hold, those on their way included."""
+    decodes = [one for one in ready if isinstance(one, DecodeInstance)]
+    pages = sum(one.card.kv_pages for one in decodes)
+    used = sum(one.decoding_pages + one.virtual_pages for one in decodes)
+    return used / pages if pages else None
+
+
+def _forget(seen: deque[tuple[float, Any]], before_s: float) -> None:
+    while seen and seen[0][0] < before_s:
+        seen.popleft()
