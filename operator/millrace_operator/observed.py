@@ -23,6 +23,7 @@ class Pod:
     uid: str
     ordinal: int
     template: str  # the label millrace.dev/template: which template it was made from
+    revision: str = ""  # the label millrace.dev/revision: of the model that it serves
     ready: bool = False
     terminating: bool = False
     trouble: str = ""  # why it does not start: "Unschedulable: ...", "CrashLoopBackOff: ..."
@@ -44,7 +45,7 @@ class Peer:
     kind: str
     name: str
     revision: str  # of the model that it is to serve
-    replicas: int
+    replicas: int  # spec.replicas
     updated_ready: int  # ready pods of the template that it is to have
 
 

@@ -1,0 +1,356 @@
+"""The spec of a pool: alone, and as a section of a ModelService."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from millrace_operator.schema.fields import (
+    Schema,
+    boolean,
+    choice,
+    decimal,
+    integer,
+    keyed_list,
+    pod_template,
+    record,
+    rule,
+    text,
+)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Direction:
+    """Defaults of scaleUp or scaleDown; `tolerance` None where the pool has no band."""
+
+    window_s: int
+    max_step: int
+    period_s: int
+    tolerance: int | None
+
+    def schema(self, way: str) -> Schema:
+        fields = {
+            "stabilizationWindowSeconds": integer(
+                f"What the signals wish must have held this long before the pool is scaled {way}.",
+                0,
+                3600,
+                default=self.window_s,
+            ),
+            "maxStep": integer(
+                f"Instances that the pool is scaled {way} by at most within periodSeconds.",
+                1,
+                64,
+                default=self.max_step,
+            ),
+            "periodSeconds": integer(
+                "The period that maxStep bounds.", 1, 3600, default=self.period_s
+            ),
+        }
+        if self.tolerance is not None:
+            fields["tolerancePercent"] = integer(
+                f"A signal this close to its target does not scale the pool {way}.",
+                0,
+                50,
+                default=self.tolerance,
+            )
+        return record(f"How fast the pool may be scaled {way}.", fields, default={})
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Kind:
+    """What sets one kind of pool apart from the others."""
+
+    kind: str
+    plural: str
+    short: str
+    role: str
+    doc: str
+    limits: tuple[int, int]  # default minReplicas and maxReplicas
+    zero: bool  # whether it sleeps without requests, by default
+    up: Direction
+    down: Direction
+    targets: dict[str, str]  # default target by signal
+    target_doc: str = ""
+
+
+SLOWLY = Direction(window_s=300, max_step=1, period_s=60, tolerance=20)
+
+PREFILL = Kind(
+    kind="PrefillGroup",
+    plural="prefillgroups",
+    short="pg",
+    role="prefill",
+    doc="Prefill instances of one model, among which sequence-parallel groups are formed.",
+    limits=(1, 8),
+    zero=False,
+    up=Direction(window_s=0, max_step=2, period_s=15, tolerance=10),
+    down=SLOWLY,
+    targets={"backlogSeconds": "4", "utilization": "0.8", "ttftSloRatio": "0.8"},
+    target_doc=(
+        "backlogSeconds: predicted seconds of prefill that wait or run, an instance. utilization: "
+        "predicted seconds of prefill that arrive per second, an instance. ttftSloRatio: time to "
+        "first token over its objective, of the worst class."
+    ),
+)
+DECODE = Kind(
+    kind="DecodePool",
+    plural="decodepools",
+    short="dp",
+    role="decode",
+    doc="Decode instances of one model.",
+    limits=(1, 16),
+    zero=False,
+    up=Direction(window_s=15, max_step=4, period_s=15, tolerance=10),
+    down=SLOWLY,
+    targets={"kvUtilization": "0.8", "tbtSloRatio": "0.9"},
+    target_doc=(
+        "kvUtilization: share of KV slots in use. tbtSloRatio: time between tokens over its "
+        "objective, of the worst class."
+    ),
+)
+KVP = Kind(
+    kind="KVPWorkerPool",
+    plural="kvpworkerpools",
+    short="kvp",
+    role="kvp",
+    doc="Workers that hold shards of the KV cache of long contexts.",
+    limits=(0, 32),
+    zero=True,
+    up=Direction(window_s=0, max_step=4, period_s=15, tolerance=None),
+    down=Direction(window_s=600, max_step=2, period_s=60, tolerance=None),
+    targets={},
+)
+KINDS = (PREFILL, DECODE, KVP)
+
+
+def _metrics(kind: Kind) -> Schema:
+    item = record(
+        "One signal and its target.",
+        {
+            "name": {
+                "type": "string",
+                "description": kind.target_doc,
+                "enum": list(kind.targets),
+            },
+            "target": decimal("What an instance is kept to, as a decimal number in quotes."),
+        },
+        required=("name", "target"),
+        rules=(
+            rule(
+                "self.name == 'backlogSeconds' ? double(self.target) >= 0.001 : "
+                "double(self.target) >= 0.05 && double(self.target) <= 1.0",
+                "target is between 0.05 and 1, that of backlogSeconds at least 0.001",
+            ),
+        ),
+    )
+    return keyed_list(
+        "Signals that the pool follows; the one that asks for most instances counts.",
+        "name",
+        len(kind.targets),
+        item,
+        minItems=1,
+        default=[{"name": name, "target": target} for name, target in kind.targets.items()],
+    )
+
+
+def _autoscaling(kind: Kind) -> Schema:
+    least, most = kind.limits
+    fields = {
+        "mode": choice(
+            "Internal: the operator sets the pool's replicas. External: an HPA, KEDA or a person "
+            "does, through the scale subresource. Off: a person does. In the last two the "
+            "operator only recommends, in the status.",
+            "Internal",
+            "External",
+            "Off",
+            default="Internal",
+        ),
+        "minReplicas": integer("Instances that are kept at least.", 0, 1000, default=least),
+        "maxReplicas": integer("Instances that there are at most.", 1, 1000, default=most),
+        "intervalSeconds": integer("Time between two looks at the signals.", 1, 300, default=5),
+        "metricsStaleSeconds": integer("Signals older than this move nothing.", 5, 600, default=30),
+        "scaleUp": kind.up.schema("up"),
+        "scaleDown": kind.down.schema("down"),
+        "scaleToZero": record(
+            "Whether the pool sleeps, without an instance, while nobody asks for anything.",
+            {
+                "enabled": boolean(
+                    "True: an idle pool goes to zero; the next request waits at the gateway and "
+                    "wakes it.",
+                    default=kind.zero,
+                ),
+                "idleSeconds": integer(
+                    "Time without a request before the pool goes to sleep.", 30, 86400, default=600
+                ),
+            },
+            default={},
+        ),
+    }
+    if kind.targets:
+        fields["metrics"] = _metrics(kind)
+    return record(
+        "How many instances the pool has.",
+        fields,
+        # Spelt out as far as the rules below read it.
+        default={
+            "minReplicas": least,
+            "maxReplicas": most,
+            "scaleToZero": {"enabled": kind.zero},
+        },
+        rules=(
+            rule("self.minReplicas <= self.maxReplicas", "minReplicas must be <= maxReplicas"),
+            rule(
+                "self.minReplicas > 0 || self.scaleToZero.enabled",
+                "minReplicas 0 needs scaleToZero.enabled",
+            ),
+        ),
+    )
+
+
+def _compute() -> dict[str, Schema]:
+    """What an instance computes on, of the pools that run the model."""
+    return {
+        "tensorParallel": {
+            "type": "integer",
+            "description": "GPUs that share one instance's layers.",
+            "enum": [1, 2, 4, 8],
+            "default": 1,
+        },
+        "stages": integer("Pipeline stages of an instance.", 1, 64, default=1),
+    }
+
+
+def _contexts() -> dict[str, Schema]:
+    """What sizes a pool of KVP workers."""
+    return {
+        "tokensPerWorker": integer(
+            "Tokens of one context that a worker holds at most; a longer one is cut.",
+            1024,
+            16_777_216,
+            default=262_144,
+        ),
+        "workerCapacityTokens": integer(
+            "Tokens of all contexts together that a worker's memory holds. 0: tokensPerWorker.",
+            0,
+            1_073_741_824,
+            default=0,
+        ),
+        "maxWorkersPerRequest": integer(
+            "Workers that one context is spread over at most.", 1, 128, default=16
+        ),
+        "warmSpares": integer("Idle workers kept ready beyond the need.", 0, 64, default=1),
+        "growthLeadSeconds": integer(
+            "Workers are started for contexts as long as they will be after this time; about what "
+            "a worker takes to start.",
+            0,
+            600,
+            default=30,
+        ),
+    }
+
+
+def fields(kind: Kind) -> dict[str, Schema]:
+    """What a pool and the section of a ModelService that makes one have in common."""
+    own: dict[str, Schema] = _contexts() if kind is KVP else _compute()
+    if kind is PREFILL:
+        own["topologyKey"] = text(
+            "Node label of the domain (node, rack) in which instances are placed together if "
+            "possible, so that groups exchange keys and values over fast links.",
+            default="kubernetes.io/hostname",
+        )
+    return {
+        **own,
+        "gpuResource": text(
+            "Extended resource that an instance asks for.",
+            minLength=1,
+            default="nvidia.com/gpu",
+        ),
+        "gpus": integer(
+            "Units of gpuResource an instance. 0: it computes on CPUs. Default: "
+            + ("1." if kind is KVP else "tensorParallel times stages."),
+            0,
+            64,
+        ),
+        "autoscaling": _autoscaling(kind),
+        "drain": record(
+            "How an instance leaves the pool: it gets no new work, ends what it holds, and goes.",
+            {
+                "timeoutSeconds": integer(
+                    "Time that it gets to end what it holds.", 0, 86400, default=600
+                ),
+                "onTimeout": choice(
+                    "What happens then. Migrate: what it holds goes on at other instances. Abort: "
+                    "it ends with an error. Wait: the instance stays until it is done.",
+                    "Migrate",
+                    "Abort",
+                    "Wait",
+                    default="Migrate",
+                ),
+            },
+            default={},
+        ),
+        "rollout": record(
+            "How instances are replaced when their template changes.",
+            {
+                "maxSurge": integer(
+                    "1: an extra instance starts before an old one leaves, so that no capacity is "
+                    "lost. 0: an old one leaves first; needs no spare GPU.",
+                    0,
+                    1,
+                    default=1,
+                ),
+            },
+            default={},
+        ),
+        "template": pod_template(f"the {kind.role} instances"),
+    }
+
+
+def rules(kind: Kind) -> tuple[Schema, ...]:
+    """Rules of the fields above together."""
+    if kind is KVP:
+        return (
+            rule(
+                "self.warmSpares <= self.autoscaling.maxReplicas",
+                "warmSpares must be <= autoscaling.maxReplicas",
+            ),
+            rule(
+                "self.maxWorkersPerRequest <= self.autoscaling.maxReplicas",
+                "maxWorkersPerRequest must be <= autoscaling.maxReplicas",
+            ),
+        )
+    return (rule("self.stages == 1", "stages above 1 are not served yet"),)
+
+
+def section(kind: Kind) -> Schema:
+    """The pool as a section of a ModelService."""
+    initial = integer(
+        "Instances at the start; later kubectl scale, an HPA or autoscaling sets the number in "
+        f"the {kind.kind}. Default: autoscaling.minReplicas, at least 1.",
+        0,
+        1000,
+    )
+    return record(kind.doc, {"replicas": initial, **fields(kind)}, rules=rules(kind))
+
+
+def pool_spec(kind: Kind) -> Schema:
+    """The spec of a pool itself."""
+    own: dict[str, Any] = {
+        "serviceRef": record(
+            "The ModelService that the pool belongs to.",
+            {"name": text("Its name, in the same namespace.", longest=63, minLength=1)},
+            required=("name",),
+        ),
+        "replicas": integer(
+            "Instances that the pool has; kubectl scale and an HPA set this.", 0, 1000, default=1
+        ),
+    }
+    return record(
+        "What is wanted.",
+        {**own, **fields(kind)},
+        required=("serviceRef",),
+        rules=(
+            rule("self.serviceRef == oldSelf.serviceRef", "serviceRef is immutable"),
+            *rules(kind),
+        ),
+    )

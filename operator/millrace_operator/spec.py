@@ -1,0 +1,164 @@
+"""What specs mean: a pool's kind and autoscaling, and what a spec leaves to the operator.
+
+The API server has checked types, bounds and enums, and filled in defaults, before anything here
+runs; what it cannot check is an error here, with the field's path and value.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from typing import Any
+
+from millrace.core.autoscale import (
+    AutoscaleConfig,
+    DecodeTargets,
+    Direction,
+    KvpTargets,
+    PrefillTargets,
+    Targets,
+)
+from millrace.core.errors import ConfigError, MillraceError
+from millrace.core.load import PoolLoad
+from millrace_operator.observed import Object
+
+
+class SpecError(MillraceError):
+    """A spec that the API server took and that makes no sense: names field and value."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Defaults:
+    """What the operator's own environment says, for specs that leave it out."""
+
+    images: Mapping[str, str]  # by role: proxy, scheduler, prefill, decode, kvp
+    pull_policy: str = "IfNotPresent"
+    redis_secret: str = ""  # name of a Secret in the ModelService's namespace, key `url`
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PoolKind:
+    """A kind of pool: its role, and its section in a ModelService's spec."""
+
+    kind: str
+    plural: str
+    role: str  # the section's name, too
+
+    def name_in(self, service: str) -> str:
+        """Name of the pool that a ModelService makes of the section."""
+        return f"{service}-{self.role}"
+
+
+KINDS: Mapping[str, PoolKind] = {
+    kind.kind: kind
+    for kind in (
+        PoolKind(kind="PrefillGroup", plural="prefillgroups", role="prefill"),
+        PoolKind(kind="DecodePool", plural="decodepools", role="decode"),
+        PoolKind(kind="KVPWorkerPool", plural="kvpworkerpools", role="kvp"),
+    )
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Signal:
+    """A name of spec.autoscaling.metrics, in the words of `core.autoscale`."""
+
+    target: str  # field of the targets
+    measured: str  # field of PoolLoad and PoolMetrics
+
+
+SIGNALS: Mapping[str, Signal] = {
+    "backlogSeconds": Signal("backlog_s", "backlog_s"),
+    "utilization": Signal("utilisation", "arriving"),
+    "ttftSloRatio": Signal("ttft_slo_ratio", "ttft_slo_ratio"),
+    "kvUtilization": Signal("kv_utilisation", "kv_utilisation"),
+    "tbtSloRatio": Signal("tbt_slo_ratio", "tbt_slo_ratio"),
+}
+
+
+def decimal(path: str, text: str) -> float:
+    """A number given as text. Raises SpecError."""
+    try:
+        return float(text)
+    except ValueError as error:
+        raise SpecError(f"{path} is {text!r}; it must be a decimal number") from error
+
+
+def autoscale_config(pool: Object) -> AutoscaleConfig:
+    """The autoscaler's limits and targets of a pool. Raises SpecError."""
+    given: Mapping[str, Any] = pool["spec"]["autoscaling"]
+    zero = given["scaleToZero"]
+    try:
+        return AutoscaleConfig(
+            targets=(_targets(KINDS[pool["kind"]].role, pool["spec"]),),
+            min_replicas=given["minReplicas"],
+            max_replicas=given["maxReplicas"],
+            up=_direction(given["scaleUp"]),
+            down=_direction(given["scaleDown"]),
+            stale_s=float(given["metricsStaleSeconds"]),
+            scale_to_zero=zero["enabled"],
+            idle_s=float(zero["idleSeconds"]),
+        )
+    except ConfigError as error:
+        raise SpecError(_in_terms_of_the_spec(str(error))) from error
+
+
+def heard(pool: Object, load: PoolLoad) -> PoolLoad:
+    """The load without the signals that the pool's spec does not list: they have no say."""
+    listed = {metric["name"] for metric in pool["spec"]["autoscaling"].get("metrics", ())}
+    unheard: dict[str, Any] = {s.measured: None for n, s in SIGNALS.items() if n not in listed}
+    return replace(load, **unheard)
+
+
+def gpus(spec: Mapping[str, Any]) -> int:
+    """Units of spec.gpuResource that an instance asks for."""
+    given: int | None = spec.get("gpus")
+    if given is not None:
+        return given
+    return int(spec.get("tensorParallel", 1)) * int(spec.get("stages", 1))
+
+
+def _direction(given: Mapping[str, Any]) -> Direction:
+    return Direction(
+        window_s=float(given["stabilizationWindowSeconds"]),
+        max_step=given["maxStep"],
+        period_s=float(given["periodSeconds"]),
+        tolerance=given.get("tolerancePercent", 0) / 100,
+    )
+
+
+def _by_name(spec: Mapping[str, Any]) -> dict[str, float]:
+    """Targets by the field of `PrefillTargets` or `DecodeTargets`."""
+    return {
+        SIGNALS[metric["name"]].target: decimal(
+            f"spec.autoscaling.metrics[{metric['name']}].target", metric["target"]
+        )
+        for metric in spec["autoscaling"]["metrics"]
+    }
+
+
+def _targets(role: str, spec: Mapping[str, Any]) -> Targets:
+    if role == "prefill":
+        return PrefillTargets(**_by_name(spec))
+    if role == "decode":
+        return DecodeTargets(**_by_name(spec))
+    return KvpTargets(
+        tokens_per_worker=spec["tokensPerWorker"],
+        worker_kv_tokens=spec["workerCapacityTokens"],
+        max_workers_per_request=spec["maxWorkersPerRequest"],
+        warm_spares=spec["warmSpares"],
+        lead_s=float(spec["growthLeadSeconds"]),
+    )
+
+
+def _in_terms_of_the_spec(message: str) -> str:
+    """Names the field as the spec does, for core names it as its own config does."""
+    fields = {f"autoscale.targets.{s.target}": f"metrics[{n}].target" for n, s in SIGNALS.items()}
+    fields |= {
+        "autoscale.min_replicas": "minReplicas",
+        "autoscale.max_replicas": "maxReplicas",
+        "autoscale.tolerance": "tolerancePercent / 100",
+    }
+    for ours, theirs in fields.items():
+        message = message.replace(ours, f"spec.autoscaling.{theirs}")
+    return message
