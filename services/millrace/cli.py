@@ -150,12 +150,22 @@ def up(
         str, typer.Option("--model", metavar="FOLDER|HUB-ID", help="Default: the shipped model.")
     ] = str(SHIPPED_MODEL),
     model_name: ModelName = "",
-    prefill: Annotated[int, typer.Option("--prefill", min=1, help="Prefill instances.")] = 2,
-    decode: Annotated[int, typer.Option("--decode", min=1, help="Decode instances.")] = 1,
+    prefill: Annotated[
+        str, typer.Option(metavar="N|LOW:HIGH", help="Default: 2; with --autoscale 1:4.")
+    ] = "",
+    decode: Annotated[
+        str, typer.Option(metavar="N|LOW:HIGH", help="Default: 1; with --autoscale 1:2.")
+    ] = "",
     colocated: Annotated[
         int,
         typer.Option("--colocated", min=0, help="Instances that do both, in place of the others."),
     ] = 0,
+    autoscale: Annotated[
+        bool, typer.Option("--autoscale", help="Scale pools from LOW to HIGH with the load.")
+    ] = False,
+    scale_to_zero: Annotated[
+        bool, typer.Option("--scale-to-zero", help="Idle pools go; the next request waits.")
+    ] = False,
     max_chunk_tokens: Annotated[
         int | None,
         typer.Option("--max-chunk-tokens", min=1, help="As engine.max_chunk_tokens."),
@@ -178,18 +188,27 @@ def up(
     settings: Settings = [],  # noqa: B006
 ) -> None:
     """The whole stack on this machine, until Ctrl-C: proxy, scheduler, prefill, decode, Redis."""
+    from millrace.stack_scaling import PARKING, Scaling, parse_sizes
     from millrace.up import StackOptions, run_until_stopped
 
     if max_chunk_tokens is not None:
         settings = [*settings, f"engine.max_chunk_tokens={max_chunk_tokens}"]
     tree = configure(config, settings, "up")
+    if autoscale and colocated:
+        raise typer.BadParameter("--autoscale is for prefill and decode, not for --colocated")
+    if scale_to_zero and not autoscale:
+        raise typer.BadParameter("--scale-to-zero needs --autoscale")
+    if scale_to_zero and not tree.proxy.park_timeout_s:
+        settings = [*settings, PARKING]
+    with plain_errors():
+        sizes = parse_sizes({"prefill": prefill, "decode": decode}, autoscale=autoscale)
     run_async(
         run_until_stopped(
             StackOptions(
                 model=model,
                 model_name=model_name,
-                prefill=prefill,
-                decode=decode,
+                prefill=sizes["prefill"][0],
+                decode=sizes["decode"][0],
                 colocated=colocated,
                 host=host,
                 port=port,
@@ -198,7 +217,8 @@ def up(
                 config=config,
                 settings=settings,
                 profile=None if no_profile or tree.engine.profile != "auto" else tree.engine,
-            )
+            ),
+            Scaling(sizes=sizes, config=tree.scaling, to_zero=scale_to_zero) if autoscale else None,
         )
     )
 

@@ -1,9 +1,14 @@
-"""`millrace up`: starts the whole stack on this machine, says how to use it, and stops it."""
+"""`millrace up`: starts the whole stack on this machine, says how to use it, and stops it.
+
+With `--autoscale` its pools of instances grow and shrink with the load.
+"""
 
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import signal
+from functools import partial
 from pathlib import Path
 
 from rich.console import Console
@@ -11,9 +16,10 @@ from rich.console import Console
 from millrace.profiler.first_start import profile_first
 from millrace.service import die_with_parent
 from millrace.stack import Stack, StackOptions
+from millrace.stack_scaling import Scaling, autoscaled
 
 
-async def run_until_stopped(options: StackOptions) -> None:
+async def run_until_stopped(options: StackOptions, scaling: Scaling | None = None) -> None:
     """`millrace up`: starts the stack, says how to use it, and stops it at SIGINT or SIGTERM."""
     console = Console(stderr=True)
     stop = asyncio.Event()
@@ -31,7 +37,11 @@ async def run_until_stopped(options: StackOptions) -> None:
     try:
         print(usage(stack.url, options.model_name or Path(options.model).name))
         print(f"Logs: {stack.directory}. Ctrl-C stops everything.", flush=True)
-        await stop.wait()
+        async with contextlib.AsyncExitStack() as around:
+            if scaling is not None:
+                told = partial(console.print, markup=False, highlight=False)
+                await around.enter_async_context(autoscaled(stack, scaling, told))
+            await stop.wait()
         console.print("Stopping: running answers finish first.")
     finally:
         stopping.cancel()
