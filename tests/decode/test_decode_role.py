@@ -17,7 +17,7 @@ from millrace.state.memory_store import MemoryStore
 from millrace.state.store import StoreError
 from millrace.transfer.memory_transport import MemoryHub
 from millrace.wire.channel import open_channel
-from millrace.wire.pb import common_pb2, decode_pb2, decode_pb2_grpc
+from millrace.wire.pb import common_pb2, decode_pb2, decode_pb2_grpc, scheduler_pb2
 from support.live_stack import eventually
 from support.tiny_models import oracle, prompt
 from support.worker_roles import (
@@ -351,18 +351,114 @@ async def test_a_proxy_that_is_gone_frees_its_requests(pair: Pair) -> None:
     await pair.decode.said("request_released", "r")
 
 
-async def test_dropped_streams_end_with_an_error(pair: Pair) -> None:
+async def one_streams_and_one_waits(pair: Pair) -> None:
     await pair.ask("streams", 20, max_tokens=2000)
     await eventually(lambda: len(pair.tokens.get(("streams", 0), [])) > 3)
     await pair.admit("waits", 20)
 
+
+def drain(*, abort: bool) -> scheduler_pb2.WorkerCommand:
+    return scheduler_pb2.WorkerCommand(drain=scheduler_pb2.Drain(abort=abort))
+
+
+@pytest.mark.parametrize("dropped", [True, False])
+async def test_what_streams_when_the_instance_lets_go_of_it_moves(
+    pair: Pair, dropped: bool
+) -> None:
+    await one_streams_and_one_waits(pair)
     async with asyncio.timeout(2):
-        await pair.decode.role.drop_all("the scheduler is gone")
+        if dropped:
+            await pair.decode.role.drop_all("the scheduler is gone")
+        else:
+            pair.decode.role.on_command(drain(abort=False))
+            await pair.decode.role.wait_idle()
 
     assert pair.used_pages == 0
     await eventually(lambda: ("streams", 0) in pair.ends)
-    assert pair.ends == {("streams", 0): "error"}
-    assert pair.errors["streams"] == "the scheduler is gone"
+    assert pair.ends == {("streams", 0): "moved"}
+    expected = oracle("llama").greedy(prompt(20), len(pair.tokens["streams", 0]))
+    assert pair.tokens["streams", 0] == expected
+    assert {"kv_transfer", "first_decode_step"} <= set(pair.spans["streams"])
+    finished = await pair.decode.said("request_finished", "streams")
+    assert finished.reason == "moved"
+    assert pair.decode.kinds("waits") == ["request_released"]
+    assert "request_failed" not in pair.decode.kinds("streams")
+
+
+async def test_what_an_abort_ends_has_failed_for_good(pair: Pair) -> None:
+    await one_streams_and_one_waits(pair)
+    pair.decode.role.on_command(drain(abort=True))
+    for request_id in ("streams", "waits"):
+        failed = await pair.decode.said("request_failed", request_id)
+        assert not failed.retryable
+        await pair.decode.said("request_released", request_id)
+    assert pair.used_pages == 0
+    assert not pair.ends  # the scheduler tells the proxy
+
+
+async def test_an_instance_that_was_emptied_works_on(pair: Pair) -> None:
+    await one_streams_and_one_waits(pair)
+    pair.decode.role.on_command(drain(abort=False))
+    await pair.decode.said("request_finished", "streams")
+    await pair.ask("r", 20)
+    await pair.decode.said("request_finished", "r")
+    await eventually(lambda: ("r", 0) in pair.ends)
+    assert pair.tokens["r", 0] == oracle("llama").greedy(prompt(20), 8)
+
+
+async def test_a_stream_whose_kv_never_comes_moves(pair: Pair) -> None:
+    """Token one is out when the store fails to give the prompt that its penalties need."""
+    reading, go_on = asyncio.Event(), asyncio.Event()
+
+    async def fail(*_: Any) -> Any:
+        reading.set()
+        await go_on.wait()
+        raise StoreError("no server")
+
+    found = pair.decode.role._context.store.prompt_ids
+    request = spec("r", 20, repetition_penalty=1.2)
+    await remember(pair.store, request, prompt(20))
+    pair.store.prompt_ids = fail  # type: ignore[method-assign]
+    pair.decode.role.on_command(admit_decode(request))
+    await reading.wait()
+    pair.store.prompt_ids = found  # type: ignore[method-assign]
+    pair.prefill.role.on_command(run_prefill(request, pair.decode.member))
+    await eventually(lambda: ("r", 0) in pair.tokens)
+    go_on.set()
+    assert (await pair.decode.said("request_finished", "r")).reason == "moved"
+    await eventually(lambda: pair.ends == {("r", 0): "moved"})
+    assert pair.used_pages == 0
+
+
+async def test_a_continuation_goes_on_as_if_nothing_had_happened(pair: Pair) -> None:
+    """Token one of the second life is sampled at prefill; penalties and draws go on."""
+    sampling: dict[str, Any] = {
+        "temperature": 1.1,
+        "seed": 5,
+        "repetition_penalty": 1.3,
+        "frequency_penalty": 0.4,
+    }
+    await pair.ask("whole", 37, max_tokens=24, **sampling)
+    await pair.decode.said("request_finished", "whole")
+    await eventually(lambda: ("whole", 0) in pair.ends)
+    whole = pair.tokens["whole", 0]
+
+    rest = spec("rest", 37 + 9, max_tokens=24 - 9, **sampling)
+    rest.resumed_tokens = 9
+    await remember(pair.store, rest, prompt(37) + whole[:9])
+    pair.decode.role.on_command(admit_decode(rest))
+    pair.prefill.role.on_command(run_prefill(rest, pair.decode.member))
+    await eventually(lambda: ("rest", 0) in pair.ends)
+    assert pair.tokens["rest", 0] == whole[9:]
+    assert pair.ends["rest", 0] == pair.ends["whole", 0] == "length"
+
+
+async def test_the_heartbeat_tells_the_pace_of_what_runs(pair: Pair) -> None:
+    assert pair.decode.role.heartbeat().tbt_s == 0.0
+    await pair.ask("r", 20, max_tokens=200)
+    await pair.decode.said("request_finished", "r")
+    assert 0.0 < pair.decode.role.heartbeat().tbt_s < 1.0
+    assert pair.decode.role.heartbeat().tbt_s == 0.0
 
 
 async def test_a_failing_step_ends_the_role(monkeypatch: pytest.MonkeyPatch) -> None:

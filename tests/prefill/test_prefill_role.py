@@ -13,6 +13,7 @@ from millrace.decode.loop import DecodeRole
 from millrace.prefill.loop import PrefillRole
 from millrace.state.store import StoreError
 from millrace.transfer.memory_transport import MemoryHub
+from millrace.wire.pb import scheduler_pb2
 from support.live_stack import eventually
 from support.prefill_pair import SETTINGS, GatedStore, Pair
 from support.tiny_models import prompt
@@ -280,6 +281,24 @@ async def test_drop_all_leaves_nothing(pair: Pair) -> None:
 
     assert pair.used_pages == 0
     assert not any(kind == "request_failed" for kind, _ in pair.prefill.messages)
+
+
+@pytest.mark.parametrize("abort", [False, True])
+async def test_an_instance_lets_go_of_its_requests_and_works_on(pair: Pair, abort: bool) -> None:
+    for i in range(4):
+        await pair.ask(f"r{i}", 1500)
+    await pair.prefill.said("chunk_started", "r0")
+    drain = scheduler_pb2.Drain(abort=abort)
+    pair.prefill.role.on_command(scheduler_pb2.WorkerCommand(drain=drain))
+    for i in range(4):
+        released = await pair.prefill.said("request_released", f"r{i}")
+        assert not released.complete
+        failed = [m for k, m in pair.prefill.messages if k == "request_failed"]
+        assert len(failed) == 4 * abort
+        assert not any(message.retryable for message in failed)
+    assert pair.used_pages == 0
+    await pair.ask("r", 20)
+    await pair.decode.said("request_finished", "r")
 
 
 async def test_a_defect_in_a_job_ends_the_role() -> None:

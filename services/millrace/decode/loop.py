@@ -20,8 +20,10 @@ from millrace.core.errors import CapacityError, MillraceError, TransferError
 from millrace.decode.journal import Journal
 from millrace.decode.kv_servicer import KvReceiverServicer
 from millrace.decode.metrics import DecodeMetrics
+from millrace.decode.pace import TokenPace
 from millrace.decode.request import DecodeRequest
 from millrace.decode.servicer import DecodeServicer
+from millrace.decode.token_events import first_token_events, step_event
 from millrace.decode.token_streams import Life, TokenStreams, life_of
 from millrace.engine.decode_batch import DecodeBatch, TokenOut
 from millrace.engine.sampler import Sampler
@@ -29,12 +31,15 @@ from millrace.engine.sampling_spec import finish_reason
 from millrace.transfer.control import ReceiveCallbacks
 from millrace.transfer.receive_manager import ReceiveManager
 from millrace.wire.pb import decode_pb2, scheduler_pb2, transfer_pb2
-from millrace.worker.codec import logprobs_message, span
+from millrace.worker.codec import span
 from millrace.worker.host import WorkerContext
 from millrace.worker.link import request_failed, request_released
 from millrace.worker.tasks import Tasks
 
 log = logging.getLogger(__name__)
+
+#: Failures that an answer need not meet at another instance.
+_OF_THIS_PLACE = frozenset({"store", "transfer"})
 
 
 class DecodeRole:
@@ -56,6 +61,7 @@ class DecodeRole:
         self._emptied = asyncio.Event()
         self._tasks = Tasks()
         self._metrics = DecodeMetrics(context.registry)
+        self._pace = TokenPace()
         self._streams = TokenStreams(context.config.scheduler.lease_s, self._proxy_gone)
         self._journal = Journal(context.store, context.config.store.journal_interval_ms / 1e3)
         self._batch = DecodeBatch(self._runner, self._pool, Sampler(), max_batch=self._max_batch)
@@ -88,6 +94,7 @@ class DecodeRole:
             free_pages=self._pool.free_pages,
             running=running,
             waiting=len(self._requests) - running,
+            tbt_s=self._pace.take_s(),
         )
 
     async def wait_idle(self) -> None:
@@ -102,6 +109,8 @@ class DecodeRole:
         elif kind == "cancel" and (request := self._requests.get(command.cancel.request_id)):
             self._metrics.cancelled.inc(not request.ended)
             self._end(request)
+        elif kind == "drain":
+            self._evict(abort=command.drain.abort)
 
     async def run(self) -> None:
         self._tasks.spawn(self._journal.run())
@@ -109,15 +118,9 @@ class DecodeRole:
         await self._tasks.watch()
 
     async def drop_all(self, reason: str) -> None:
-        """Proxies are told of what has begun to stream: nobody else may know of it any more."""
         log.info("dropping %d requests: %s", len(self._requests), reason)
         for request in list(self._requests.values()):
-            if request.streams and not request.ended:
-                event = decode_pb2.TokenEvent(
-                    request_id=request.id, finish_reason="error", error=reason, stop_token_id=-1
-                )
-                self._streams.publish(request.proxy, event)
-            self._end(request)
+            self._move(request)
         await self.wait_idle()
 
     def check_integrity(self) -> None:
@@ -187,17 +190,8 @@ class DecodeRole:
         request.first_token_s = request.clock.now_s()
         request.open_choices = set(range(len(message.first_tokens)))
         request.transfer = next((s for s in message.spans if s.name == "kv_transfer"), None)
-        for choice, first in enumerate(message.first_tokens):
-            event = decode_pb2.TokenEvent(
-                request_id=request_id, choice=choice, token_ids=[first.token_id], stop_token_id=-1
-            )
-            if request.sampling.logprobs >= 0:
-                event.logprobs.append(first.logprobs)
-            if choice == 0:
-                event.spans.extend(s for s in message.spans if s is not request.transfer)
-                event.prompt_logprobs.extend(message.prompt_logprobs)
-                event.cached_tokens = message.cached_tokens
-            self._emit(request, event, finish_reason(request.sampling, 1, first.token_id))
+        for event in first_token_events(request, message):
+            self._emit(request, event, finish_reason(request.sampling, 1, event.token_ids[0]))
         self._try_join(request)
 
     def _landed(self, request_id: str) -> None:
@@ -253,15 +247,43 @@ class DecodeRole:
             self._wake.set()
 
     def _fail(self, request: DecodeRequest, message: str, reason: str) -> None:
-        """Tells the scheduler at once. Before token one another attempt may do better."""
-        if not request.ended:
-            log.warning("request %s: %s", request.id, message)
-            self._metrics.failed.labels(reason).inc()
-            retryable = not request.streams and reason != "proxy"
-            self._context.send(
-                request_failed(request.id, message, retryable=retryable, attempt=request.attempt)
+        """Tells the scheduler at once. Before token one another attempt may do better; after it the
+        answer may go on elsewhere, where the reason is this place's."""
+        if request.ended:
+            return
+        log.warning("request %s: %s", request.id, message)
+        self._metrics.failed.labels(reason).inc()
+        if request.streams and reason in _OF_THIS_PLACE:
+            self._move(request)
+            return
+        retryable = not request.streams and reason not in ("proxy", "evicted")
+        self._context.send(
+            request_failed(request.id, message, retryable=retryable, attempt=request.attempt)
+        )
+        self._end(request)
+
+    def _move(self, request: DecodeRequest) -> None:
+        """Ends the request here, to go on elsewhere: its proxy knows the tokens that are out, and
+        the scheduler tries again what has none."""
+        if request.streams and not request.ended:
+            request.finish_reason = "moved"
+            event = decode_pb2.TokenEvent(
+                request_id=request.id,
+                finish_reason="moved",
+                stop_token_id=-1,
+                spans=request.spans,
             )
-            self._end(request)
+            self._streams.publish(request.proxy, event)
+        self._end(request)
+
+    def _evict(self, *, abort: bool) -> None:
+        """Lets go of every request, to go on elsewhere or to end with an error."""
+        log.info("letting go of %d requests, abort %s", len(self._requests), abort)
+        for request in list(self._requests.values()):
+            if abort:
+                self._fail(request, "the instance had to let go of its requests", "evicted")
+            else:
+                self._move(request)
 
     def _end(self, request: DecodeRequest) -> None:
         """Takes the request out at the next step boundary and frees what it holds."""
@@ -281,7 +303,9 @@ class DecodeRole:
                 step = loop.run_in_executor(self._thread, self._step)
                 self._publish(emitted)  # while the next step computes
                 emitted = await step
+                self._pace.stepped(time.perf_counter())
             else:
+                self._pace.paused()
                 self._publish(emitted)
                 emitted = ()
                 await self._wake.wait()
@@ -345,27 +369,8 @@ class DecodeRole:
             if out.error:
                 self._fail(request, out.error, "logits")
                 continue
-            event = decode_pb2.TokenEvent(
-                request_id=out.request_id,
-                choice=out.choice,
-                token_ids=[out.token_id],
-                stop_token_id=-1,
-            )
-            if (logprobs := logprobs_message(out.logprobs)) is not None:
-                event.logprobs.append(logprobs)
-            if request.first_step_s is not None:
-                now_s = request.clock.now_s()
-                request.spans.append(
-                    span(
-                        "first_decode_step",
-                        self._id,
-                        request.first_step_s,
-                        now_s,
-                        batch=self._batch.size,
-                    )
-                )
-                request.first_step_s = None
-            self._emit(request, event, out.finish_reason)
+            request.stepped(self._id, self._batch.size)
+            self._emit(request, step_event(out), out.finish_reason)
 
     def _emit(self, request: DecodeRequest, event: decode_pb2.TokenEvent, reason: str) -> None:
         request.generated_tokens += len(event.token_ids)

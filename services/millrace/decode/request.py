@@ -12,7 +12,7 @@ from millrace.decode.token_streams import Life, life_of
 from millrace.engine.decode_batch import Sequence
 from millrace.engine.sampling_spec import SamplingSpec
 from millrace.wire.pb import common_pb2
-from millrace.worker.codec import Stopwatch, sampling_spec
+from millrace.worker.codec import Stopwatch, sampling_spec, span
 
 
 @dataclass(slots=True, eq=False)
@@ -47,7 +47,7 @@ class DecodeRequest:
         clock = Stopwatch(spec.arrival_unix_s)
         return DecodeRequest(
             spec=spec,
-            sampling=sampling_spec(spec.sampling),
+            sampling=sampling_spec(spec),
             clock=clock,
             proxy=life_of(spec.proxy),
             pages=pages,
@@ -81,6 +81,15 @@ class DecodeRequest:
         """Whether all it needs to decode is here: the KV, token one, the prompt for penalties."""
         has_prompt = self.prompt_ids is not None or not self.sampling.needs_prompt_ids
         return self.landed and self.streams and has_prompt and not self.ended
+
+    def stepped(self, instance_id: str, batch: int) -> None:
+        """It has had a token of a step; notes the span of its first one."""
+        if self.first_step_s is not None:
+            now_s = self.clock.now_s()
+            self.spans.append(
+                span("first_decode_step", instance_id, self.first_step_s, now_s, batch=batch)
+            )
+            self.first_step_s = None
 
     def sequences(self, page_tokens: int) -> Iterator[Sequence]:
         """The open choices, each with its pages: the prompt's full ones shared, the rest its own.

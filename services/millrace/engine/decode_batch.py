@@ -43,7 +43,7 @@ class Sequence:
     `pages` hold prompt and output in token order: room for `prompt_tokens + max_tokens - 1` at
     least. Pages filled by the prompt alone may be shared with other sequences; the first page that
     output goes to, and all after it, must be the sequence's own. The pages stay the caller's to
-    free. `prompt_ids` (int [prompt_tokens]) are wanted for a repetition penalty only.
+    free. `prompt_ids` (int [prompt_tokens]) are wanted where `spec.needs_prompt_ids`.
     """
 
     request_id: str

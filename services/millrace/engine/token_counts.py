@@ -16,15 +16,24 @@ class TokenCounts:
     is O(1).
     """
 
-    def __init__(self, prompt_ids: npt.NDArray[np.integer] | Sequence[int] | Tensor = ()) -> None:
-        """`prompt_ids` (int [L]) count as seen, with an output count of zero."""
+    def __init__(
+        self,
+        prompt_ids: npt.NDArray[np.integer] | Sequence[int] | Tensor = (),
+        output_tokens: int = 0,
+    ) -> None:
+        """`prompt_ids` (int [L]) count as seen, with an output count of zero; their last
+        `output_tokens` as output."""
         if isinstance(prompt_ids, Tensor):
             prompt_ids = prompt_ids.numpy(force=True)
-        distinct = np.unique(np.asarray(prompt_ids, dtype=np.int64))
+        ids = np.asarray(prompt_ids, dtype=np.int64)
+        seen = len(ids) - output_tokens
+        distinct = np.unique(ids[:seen])
         self._size = len(distinct)
         self._slot_of = {token_id: slot for slot, token_id in enumerate(distinct.tolist())}
         self._ids = np.concatenate((distinct, np.zeros(64, dtype=np.int64)))
         self._output = np.zeros(len(self._ids), dtype=np.float32)
+        for token_id in ids[seen:].tolist():
+            self.add(token_id)
 
     def add(self, token_id: int) -> None:
         """Counts one more `token_id` in the output."""

@@ -15,7 +15,7 @@ import grpc
 
 from millrace.core.errors import TransferError
 from millrace.prefill.job import PrefillJob
-from millrace.wire.channel import open_channel
+from millrace.wire.channel import Channels
 from millrace.wire.pb import common_pb2, gang_pb2, gang_pb2_grpc
 
 #: A member asks anew after this; the scheduler ends a wait that has become pointless.
@@ -142,7 +142,7 @@ class LeaderClient:
     """A member's way to the leaders of its groups, a channel each."""
 
     def __init__(self) -> None:
-        self._channels: dict[str, grpc.aio.Channel] = {}
+        self._channels = Channels()
 
     async def join(self, address: str, own: gang_pb2.JoinRequest) -> list[gang_pb2.GroupMember]:
         """Returns when all have joined. Raises GroupError when they never will."""
@@ -170,14 +170,10 @@ class LeaderClient:
             raise GroupError(reply.refusal)
 
     async def close(self) -> None:
-        for channel in self._channels.values():
-            await channel.close(grace=None)
-        self._channels.clear()
+        await self._channels.close()
 
     def _stub(self, address: str) -> gang_pb2_grpc.PrefillGroupStub:
-        if address not in self._channels:
-            self._channels[address] = open_channel(address)
-        return gang_pb2_grpc.PrefillGroupStub(self._channels[address])
+        return gang_pb2_grpc.PrefillGroupStub(self._channels.to(address))
 
 
 def _roster(table: _Table) -> list[gang_pb2.GroupMember]:

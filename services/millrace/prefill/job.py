@@ -68,7 +68,7 @@ class PrefillJob:
             chunks=chunks,
             instance_id=instance_id,
             clock=clock,
-            sampling=sampling_spec(command.request.sampling),
+            sampling=sampling_spec(command.request),
             received_s=clock.now_s(),
         )
 

@@ -116,11 +116,21 @@ class PrefillRole:
             self._execution.set_granularity(StopPoint.of(command.registered.preemption or "none"))
         elif kind == "cancel" and (found := self._jobs.get(command.cancel.request_id)):
             self._cancel(found, command.cancel.reason or "cancelled")
+        elif kind == "drain":
+            self._evict(abort=command.drain.abort)
 
     def _cancel(self, job: PrefillJob, reason: str) -> None:
         """One that computes looks itself; one that waits in the pool is dropped there."""
         job.cancel(reason)
         self._execution.drop_unwanted()
+
+    def _evict(self, *, abort: bool) -> None:
+        """Lets go of every job: the scheduler has it done elsewhere, or ends it with an error."""
+        reason = "the instance had to let go of its requests"
+        for job in self._jobs.values():
+            if abort:
+                self._context.send(request_failed(job.request_id, reason, retryable=False))
+            self._cancel(job, reason)
 
     def _broken(self, job: PrefillJob, error: GroupError) -> None:
         job.fail(error)

@@ -9,8 +9,9 @@ from millrace.engine.sampling_spec import SamplingSpec
 from millrace.wire.pb import common_pb2
 
 
-def sampling_spec(message: common_pb2.SamplingParams) -> SamplingSpec:
+def sampling_spec(spec: common_pb2.RequestSpec) -> SamplingSpec:
     """The engine's sampling settings of a request."""
+    message = spec.sampling
     return SamplingSpec(
         max_tokens=message.max_tokens,
         min_tokens=message.min_tokens,
@@ -27,6 +28,7 @@ def sampling_spec(message: common_pb2.SamplingParams) -> SamplingSpec:
         n=message.n,
         logprobs=message.logprobs,
         prompt_logprobs=message.prompt_logprobs,
+        resumed_tokens=spec.resumed_tokens,
     )
 
 
