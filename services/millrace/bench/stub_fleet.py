@@ -65,6 +65,7 @@ class StubFleet:
         self.ready = True
         self.policy = "fcfs"
         self.improvement_rate = 0.3
+        self.parked_requests = 0  # as a proxy last said
         self.decode = common_pb2.Incarnation(id="decode-0", generation=1)
         self.scheduler_port = 0
         self.decode_port = 0
@@ -182,11 +183,14 @@ class StubFleet:
 
     async def _read(self, messages: AsyncIterator[scheduler_pb2.ProxyMessage]) -> None:
         async for message in messages:
-            if message.WhichOneof("kind") == "cancel":
-                self.on_cancel(message.cancel)
-            else:
-                for spec in message.submit.requests:
-                    self.on_submit(spec)
+            match message.WhichOneof("kind"):
+                case "cancel":
+                    self.on_cancel(message.cancel)
+                case "load":
+                    self.parked_requests = message.load.parked_requests
+                case _:
+                    for spec in message.submit.requests:
+                        self.on_submit(spec)
 
 
 class _Scheduler(scheduler_pb2_grpc.SchedulerServicer):
@@ -237,6 +241,21 @@ class _Scheduler(scheduler_pb2_grpc.SchedulerServicer):
         now = wanted.rows[0][1] if wanted.rate is None else wanted.rate
         self._fleet.improvement_rate = now
         return scheduler_pb2.SetImprovementRateReply(before=before, now=now)
+
+    async def GetLoad(
+        self, request: scheduler_pb2.LoadRequest, context: Context
+    ) -> scheduler_pb2.LoadReply:
+        return scheduler_pb2.LoadReply(parked_requests=self._fleet.parked_requests)
+
+    async def SetCordon(
+        self, request: scheduler_pb2.SetCordonRequest, context: Context
+    ) -> scheduler_pb2.SetCordonReply:
+        await context.abort(grpc.StatusCode.NOT_FOUND, "this fleet has no workers")
+
+    async def Evict(
+        self, request: scheduler_pb2.EvictRequest, context: Context
+    ) -> scheduler_pb2.EvictReply:
+        await context.abort(grpc.StatusCode.NOT_FOUND, "this fleet has no workers")
 
 
 class _Decode(decode_pb2_grpc.DecodeServicer):

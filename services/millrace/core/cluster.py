@@ -97,7 +97,7 @@ class DecodeInstance:
     draining: bool = False
     running: int = 0
     waiting: int = 0
-    tbt_s: float = 0.0  # as its last heartbeat said; 0: unknown
+    tbt_s: float = 0.0  # as the last heartbeat said that knew; 0: none did
     holdings: dict[str, Holding] = field(default_factory=dict)
     decoding_pages: int = 0
     virtual_pages: int = 0

@@ -67,7 +67,8 @@ class LoadReported:
     free_pages: int
     running: int
     waiting: int
-    tbt_s: float = 0.0  # decode: from token to token of what runs, since the last one; 0: unknown
+    #: Decode: from token to token of what runs, since the last heartbeat; 0: no token followed one.
+    tbt_s: float = 0.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

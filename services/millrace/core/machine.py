@@ -225,7 +225,7 @@ class Machine:
         if (instance := self._speakers.current(event)) is not None:
             instance.running = event.running
             instance.waiting = event.waiting
-            if isinstance(instance, DecodeInstance):
+            if isinstance(instance, DecodeInstance) and event.tbt_s:
                 instance.tbt_s = event.tbt_s
 
     # ---- what proxies say

@@ -204,7 +204,7 @@ class SchedulerLoop:
         now = self._read(event)
         log.info("%s: %s -> %s", event, before, now)
         if isinstance(event, events.PolicyChanged) and now != before:
-            self._metrics.policy_changed(now)
+            self._metrics.policy_changed(self.machine.policy)
         if not waiting.cancelled():
             waiting.set_result((before, now))
 

@@ -116,8 +116,6 @@ class Simulation:
         )
         job = Job(plan, request, self._fleet.isolated_s(plan.input_tokens))
         self._world.jobs[request.id] = job
-        if self._scaling is not None:
-            self._scaling.arrived(plan.input_tokens)
         self._arrive_next()
         if not self._ticking:
             self._ticking = True
@@ -138,7 +136,10 @@ class Simulation:
 
     def _step(self, event: events.Event) -> list[fx.Effect]:
         self._tally.steps += 1
-        return self.machine.step(event, self._clock.now_s)
+        effects = self.machine.step(event, self._clock.now_s)
+        if self._scaling is not None:
+            self._scaling.saw(event, effects)
+        return effects
 
     def _settle(self) -> None:
         """Brings reports to the machine and lets instances go on, until nothing moves."""
@@ -224,8 +225,6 @@ class Simulation:
 
     def _add(self, record: RequestRecord) -> None:
         self._collector.add(record)
-        if self._scaling is not None:
-            self._scaling.ended(record)
         ended = self._tally.finished + self._tally.failed
         if self._progress is not None and ended % PROGRESS_EVERY == 0:
             self._progress(ended, self._clock.now_s)

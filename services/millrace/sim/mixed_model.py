@@ -359,14 +359,6 @@ class MixedPool:
         """Whether it holds nothing, so that a draining one may go."""
         return not (instance.prefills or instance.leaving or instance.batch.members)
 
-    def backlog_s(self) -> float:
-        """Predicted seconds of prefill that all instances have still to compute."""
-        return sum(
-            self._alone_s(prefill.request.prompt_tokens) - self._alone_s(prefill.done)
-            for instance in self.instances.values()
-            for prefill in instance.prefills.values()
-        )
-
     def check_empty(self) -> None:
         """Raises IntegrityError when an instance holds anything."""
         for instance in self.instances.values():

@@ -7,45 +7,23 @@ idle. Instances that still start are given up before any is drained.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Iterable
+from dataclasses import replace
 
 from millrace.core import events
 from millrace.core.autoscale import Autoscaler, PoolMetrics
 from millrace.core.cluster import DecodeInstance, PrefillInstance
+from millrace.core.effects import Effect
+from millrace.core.load import PoolLoad
+from millrace.core.load_meter import LoadMeter
 from millrace.core.machine import Machine
 from millrace.sim.counters import ScaleEvent
 from millrace.sim.fleet import Fleet, role_of
-from millrace.sim.report import RequestRecord
 from millrace.sim.spec import AutoscalePlan
 from millrace.sim.world import World
 
 #: Between two looks at whether a draining instance is idle.
 DRAIN_POLL_S = 1.0
-
-
-@dataclass(slots=True)
-class _Ratio:
-    """Mean of a latency over its objective, since the last look."""
-
-    total: float = 0.0
-    count: int = 0
-
-    def add(self, value: float) -> None:
-        self.total += value
-        self.count += 1
-
-
-class _Observed:
-    """What clients saw since the last look, by class."""
-
-    def __init__(self) -> None:
-        self.ttft: dict[str, _Ratio] = {}
-        self.tbt: dict[str, _Ratio] = {}
-        self.arrived_s = 0.0
-
-    @staticmethod
-    def worst(ratios: dict[str, _Ratio]) -> float | None:
-        return max((ratio.total / ratio.count for ratio in ratios.values()), default=None)
 
 
 class Scaling:
@@ -74,45 +52,24 @@ class Scaling:
             role: sum(role_of(instance_id) == role for instance_id in world.spec.instance_ids)
             for role in self._scalers
         }
-        self._observed = _Observed()
-        # What one instance would take: mixed ones work in stages, prefill ones by themselves.
-        whole_s = world.spec.profile.prefill.chunk_s
-        self._work_s = whole_s if world.spec.prefill else fleet.isolated_s
+        self._meter = LoadMeter(machine, self._clock.now_s, plan.interval_s)
         self._clock.at(plan.interval_s, self._look)
 
     # ---- what is measured
 
-    def arrived(self, tokens: int) -> None:
-        """A request came: its prefill is so much work for one instance."""
-        self._observed.arrived_s += self._work_s(tokens)
+    def saw(self, event: events.Event, effects: Iterable[Effect]) -> None:
+        """A step of the machine, right after it."""
+        self._meter.saw(event, effects, self._clock.now_s)
 
-    def ended(self, record: RequestRecord) -> None:
-        """A request ended."""
-        if record.error:
-            return
-        name, seen = record.class_name, self._observed
-        if record.ttft_slo_s:
-            seen.ttft.setdefault(name, _Ratio()).add(record.ttft_s / record.ttft_slo_s)
-        if record.tbt_slo_s and record.tbt_s is not None:
-            seen.tbt.setdefault(name, _Ratio()).add(record.tbt_s / record.tbt_slo_s)
-
-    def _metrics(self, role: str) -> PoolMetrics:
-        now_s, seen = self._clock.now_s, self._observed
+    def _metrics(self, role: str, load: PoolLoad) -> PoolMetrics:
+        """The machine may not have heard yet of what joins and what drains."""
         known, ready = self._known(role), self._ready(role)
         self._joining.difference_update(self._machine.cluster.instances)
         joining = sum(role_of(instance_id) == role for instance_id in self._joining)
-        prefills, decodes = role != "decode", role != "prefill"
-        return PoolMetrics(
-            sampled_s=now_s,
-            ready=len(ready),
+        return replace(load, ready=len(ready), draining=len(known) - len(ready)).metrics(
+            sampled_s=self._clock.now_s,
+            parked_requests=0,
             starting=len(self._starting[role]) + joining,
-            draining=len(known) - len(ready),
-            active_requests=len(self._world.jobs),
-            backlog_s=self._backlog_s(role) if prefills else None,
-            arriving=seen.arrived_s / self._plan.interval_s if prefills else None,
-            ttft_slo_ratio=seen.worst(seen.ttft) if prefills else None,
-            kv_utilisation=_kv_utilisation(ready) if decodes else None,
-            tbt_slo_ratio=seen.worst(seen.tbt) if decodes else None,
         )
 
     def _known(self, role: str) -> list[PrefillInstance | DecodeInstance]:
@@ -128,25 +85,15 @@ class Scaling:
             if not instance.draining and instance.id not in self._draining
         ]
 
-    def _backlog_s(self, role: str) -> float:
-        """Predicted seconds of prefill not yet computed."""
-        if role == "mixed":
-            return self._fleet.mixed.backlog_s()
-        queued_s, now_s = self._machine.queued_s, self._clock.now_s
-        return queued_s + sum(
-            instance.outstanding_s(now_s)
-            for instance in self._known(role)
-            if isinstance(instance, PrefillInstance)
-        )
-
     # ---- what is done
 
     def _look(self, nothing: None) -> None:
         del nothing
         if self.over:
             return
+        load = self._meter.load(self._clock.now_s)
         for role, scaler in self._scalers.items():
-            metrics = self._metrics(role)
+            metrics = self._metrics(role, load.of(role))
             target = scaler.step(metrics, self._clock.now_s).replicas
             if target != metrics.capacity:
                 self._world.tally.scale_events.append(
@@ -158,7 +105,6 @@ class Scaling:
                 self._start(role)
             for _ in range(target, metrics.capacity):
                 self._shrink(role)
-        self._observed = _Observed()
         self._clock.at(self._clock.now_s + self._plan.interval_s, self._look)
 
     def _start(self, role: str) -> None:
@@ -205,11 +151,3 @@ class Scaling:
                 self._fleet.leave(instance_id)
         if self._draining:
             self._clock.at(self._clock.now_s + DRAIN_POLL_S, self._poll)
-
-
-def _kv_utilisation(ready: list[PrefillInstance | DecodeInstance]) -> float | None:
-    """Share of the pages of decode that requests hold, those on their way included."""
-    decodes = [instance for instance in ready if isinstance(instance, DecodeInstance)]
-    pages = sum(decode.card.kv_pages for decode in decodes)
-    used = sum(decode.decoding_pages + decode.virtual_pages for decode in decodes)
-    return used / pages if pages else None
