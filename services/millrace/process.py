@@ -19,11 +19,18 @@ from millrace.core.errors import MillraceError
 
 
 def configure(path: Path | None, settings: list[str], service: str) -> Config:
-    """The config tree, and logging set up by it. The only reader of the environment."""
+    """The config tree, and the process's logging and TLS set up by it.
+
+    The only reader of the environment.
+    """
     from millrace.telemetry.log import setup_logging
 
     with plain_errors():
         tree = _with_cache(load_config(path, [*_environment(), *settings]))
+        if tree.tls.enabled:
+            from millrace.wire.tls import use_tls
+
+            use_tls(tree.tls)
     setup_logging(tree.telemetry, service)
     logging.getLogger("httpx").setLevel(logging.WARNING)  # it reports every request
     return tree

@@ -71,23 +71,22 @@ class SchedulerLink:
     async def run(self) -> None:
         """Connects, serves and reconnects until it is cancelled."""
         retry_s = RETRY_FIRST_S
-        async with open_channel(self._address) as channel:
-            stub = scheduler_pb2_grpc.SchedulerStub(channel)
-            while True:
-                try:
-                    await self._serve(stub)
-                    reason = "the stream ended"
-                except grpc.aio.AioRpcError as error:
-                    reason = error.details() or str(error.code())
-                except Exception as error:  # a defect must not cut the proxy off for good
-                    log.exception("scheduler %s", self._address)
-                    reason = repr(error)
-                log.warning("scheduler %s: %s; retrying", self._address, reason)
-                if self.connected:
-                    retry_s = RETRY_FIRST_S
-                self._lose()
-                await asyncio.sleep(retry_s * random.uniform(0.7, 1.3))
-                retry_s = min(2 * retry_s, RETRY_MOST_S)
+        while True:
+            try:
+                async with open_channel(self._address) as channel:
+                    await self._serve(scheduler_pb2_grpc.SchedulerStub(channel))
+                reason = "the stream ended"
+            except grpc.aio.AioRpcError as error:
+                reason = error.details() or str(error.code())
+            except Exception as error:  # a defect must not cut the proxy off for good
+                log.exception("scheduler %s", self._address)
+                reason = repr(error)
+            log.warning("scheduler %s: %s; retrying", self._address, reason)
+            if self.connected:
+                retry_s = RETRY_FIRST_S
+            self._lose()
+            await asyncio.sleep(retry_s * random.uniform(0.7, 1.3))
+            retry_s = min(2 * retry_s, RETRY_MOST_S)
 
     async def flushed(self, timeout_s: float) -> None:
         """Returns once what was queued is on its way, the connection is gone or time is up."""

@@ -66,25 +66,24 @@ class TokenLinks:
     async def _run(self, life: Life, address: str) -> None:
         """Serves and reconnects until the instance is known to be gone."""
         retry_s = RETRY_FIRST_S
-        async with open_channel(address) as channel:
-            stub = decode_pb2_grpc.DecodeStub(channel)
-            while True:
-                reason, gone = "the stream ended", False
-                try:
-                    await self._serve(stub, life)
-                except grpc.aio.AioRpcError as error:
-                    reason = error.details() or str(error.code())
-                    gone = error.code() == grpc.StatusCode.FAILED_PRECONDITION
-                except Exception as error:  # a defect must not silence the instance for good
-                    log.exception("decode %s", life[0])
-                    reason = repr(error)
-                log.warning("decode %s at %s: %s", life[0], address, reason)
-                self._events.on_tokens_lost(life)
-                if gone or life not in self._listed:
-                    self._links.pop(life, None)
-                    return
-                await asyncio.sleep(retry_s * random.uniform(0.7, 1.3))
-                retry_s = min(2 * retry_s, RETRY_MOST_S)
+        while True:
+            reason, gone = "the stream ended", False
+            try:
+                async with open_channel(address) as channel:
+                    await self._serve(decode_pb2_grpc.DecodeStub(channel), life)
+            except grpc.aio.AioRpcError as error:
+                reason = error.details() or str(error.code())
+                gone = error.code() == grpc.StatusCode.FAILED_PRECONDITION
+            except Exception as error:  # a defect must not silence the instance for good
+                log.exception("decode %s", life[0])
+                reason = repr(error)
+            log.warning("decode %s at %s: %s", life[0], address, reason)
+            self._events.on_tokens_lost(life)
+            if gone or life not in self._listed:
+                self._links.pop(life, None)
+                return
+            await asyncio.sleep(retry_s * random.uniform(0.7, 1.3))
+            retry_s = min(2 * retry_s, RETRY_MOST_S)
 
     async def _serve(self, stub: decode_pb2_grpc.DecodeStub, life: Life) -> None:
         """Reads one stream to its end. Waits while the instance can't be reached: nothing is lost

@@ -25,6 +25,7 @@ from millrace.core.config import Config
 from millrace.core.errors import MillraceError
 from millrace.proxy.main import Proxy, listen
 from millrace.telemetry.log import setup_logging
+from millrace.wire.tls import use_tls
 
 log = logging.getLogger(__name__)
 
@@ -148,6 +149,7 @@ async def _worker(work: _Work, ready: Connection) -> None:
     assert parent is not None, "workers are children"
     loop.add_reader(parent.sentinel, stop.set)
     try:
+        use_tls(work.config.tls)
         proxy = Proxy(
             work.config, model=work.model, model_name=work.model_name, scheduler=work.scheduler
         )

@@ -1,15 +1,48 @@
-"""gRPC channels to peers: the options of `create_server`, and fast reconnects."""
+"""gRPC channels to peers: the options of `create_server`, TLS as the process's, fast reconnects."""
 
 from __future__ import annotations
 
 import grpc
 
 from millrace.wire.options import MAX_MESSAGE_BYTES, channel_options
+from millrace.wire.tls import SERVER_NAME, process_tls
 
 
 def open_channel(address: str, *, max_message_bytes: int = MAX_MESSAGE_BYTES) -> grpc.aio.Channel:
     """A channel to `address` (host:port). Returns at once; the first call connects.
 
-    A lost connection is tried again after 100 ms, then ever later up to 2 s.
+    A lost connection is tried again after 100 ms, then ever later up to 2 s, with the certificates
+    of now: who serves for long opens a new channel after a loss (or see `Channels`).
     """
-    return grpc.aio.insecure_channel(address, options=channel_options(max_message_bytes))
+    options = channel_options(max_message_bytes)
+    if (tls := process_tls()) is None:
+        return grpc.aio.insecure_channel(address, options=options)
+    named = [*options, ("grpc.ssl_target_name_override", SERVER_NAME)]
+    return grpc.aio.secure_channel(address, tls.channel_credentials(), options=named)
+
+
+class Channels:
+    """A channel a peer, opened when first asked for, and anew once certificates were renewed."""
+
+    def __init__(self) -> None:
+        self._open: dict[str, tuple[grpc.aio.Channel, grpc.ChannelCredentials | None]] = {}
+        self._renewed: list[grpc.aio.Channel] = []
+
+    def to(self, address: str) -> grpc.aio.Channel:
+        """The channel to host:port."""
+        tls = process_tls()
+        credentials = None if tls is None else tls.channel_credentials()
+        if address in self._open:
+            channel, opened_with = self._open[address]
+            if opened_with is credentials:
+                return channel
+            self._renewed.append(channel)  # until `close`: calls may be under way on it
+        channel = open_channel(address)
+        self._open[address] = (channel, credentials)
+        return channel
+
+    async def close(self) -> None:
+        for channel in [*self._renewed, *(channel for channel, _ in self._open.values())]:
+            await channel.close(grace=None)
+        self._renewed.clear()
+        self._open.clear()

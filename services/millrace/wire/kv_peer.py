@@ -13,7 +13,7 @@ from millrace.core.kv_transfer import (
     HistoryAsk,
     Ticket,
 )
-from millrace.wire.channel import open_channel
+from millrace.wire.channel import Channels
 from millrace.wire.pb import transfer_pb2, transfer_pb2_grpc
 from millrace.wire.transfer_codec import (
     ask_message,
@@ -90,16 +90,18 @@ class KvPeers:
     """Peers by address, a channel each, opened when first asked for."""
 
     def __init__(self) -> None:
+        self._channels = Channels()
         self._peers: dict[str, tuple[GrpcKvPeer, grpc.aio.Channel]] = {}
 
     def to(self, address: str) -> GrpcKvPeer:
         """The peer at host:port."""
-        if address not in self._peers:
-            channel = open_channel(address)
-            self._peers[address] = (GrpcKvPeer(address, channel), channel)
-        return self._peers[address][0]
+        channel = self._channels.to(address)
+        peer, opened = self._peers.get(address, (None, None))
+        if peer is None or opened is not channel:
+            peer = GrpcKvPeer(address, channel)
+            self._peers[address] = (peer, channel)
+        return peer
 
     async def close(self) -> None:
-        for _, channel in self._peers.values():
-            await channel.close(grace=None)
         self._peers.clear()
+        await self._channels.close()

@@ -9,7 +9,9 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 from grpc_health.v1.health import aio as health_aio  # type: ignore[attr-defined] # stubs lack it
 
 from millrace.core.errors import MillraceError
+from millrace.wire.address import host_port
 from millrace.wire.options import MAX_MESSAGE_BYTES, server_options
+from millrace.wire.tls import process_tls
 
 
 class BindError(MillraceError):
@@ -54,11 +56,16 @@ def add_health(server: grpc.aio.Server, names: Sequence[str]) -> Health:
 def bind(server: grpc.aio.Server, host: str, port: int) -> int:
     """Listens on `host:port` before `server.start()`; returns the real port (`port` 0: a free one).
 
+    Where the process uses TLS, clients must show a certificate that its CA has signed.
     Raises BindError naming host and port when the address can't be had.
     """
-    address = f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
+    address = host_port(host, port)
+    tls = process_tls()
     try:
-        bound = server.add_insecure_port(address)
+        if tls is None:
+            bound = server.add_insecure_port(address)
+        else:
+            bound = server.add_secure_port(address, tls.server_credentials())
     except RuntimeError as error:
         raise BindError(f"can't listen on {address}: {error}") from error
     if bound == 0:

@@ -56,25 +56,24 @@ class WorkerLink:
     async def run(self) -> None:
         """Connects, serves and reconnects until `close` was called."""
         retry_s = RETRY_FIRST_S
-        async with open_channel(self._address) as channel:
-            stub = scheduler_pb2_grpc.SchedulerStub(channel)
-            while not self._closing:
-                try:
-                    await self._serve_stream(stub)
-                    retry_s = RETRY_FIRST_S
-                except grpc.aio.AioRpcError as error:
-                    log.warning(
-                        "scheduler %s: %s; retrying", self._address, error.details() or error.code()
-                    )
-                was_connected = self.connected.is_set()
-                self.connected.clear()
-                if self._closing:
-                    return
-                if was_connected:
-                    retry_s = RETRY_FIRST_S
-                    await self._on_lost()
-                await asyncio.sleep(retry_s)
-                retry_s = min(2 * retry_s, RETRY_MOST_S)
+        while not self._closing:
+            try:
+                async with open_channel(self._address) as channel:
+                    await self._serve_stream(scheduler_pb2_grpc.SchedulerStub(channel))
+                retry_s = RETRY_FIRST_S
+            except grpc.aio.AioRpcError as error:
+                log.warning(
+                    "scheduler %s: %s; retrying", self._address, error.details() or error.code()
+                )
+            was_connected = self.connected.is_set()
+            self.connected.clear()
+            if self._closing:
+                return
+            if was_connected:
+                retry_s = RETRY_FIRST_S
+                await self._on_lost()
+            await asyncio.sleep(retry_s)
+            retry_s = min(2 * retry_s, RETRY_MOST_S)
 
     def refuse_commands(self) -> None:
         """Commands are dropped from here on, for the end of the stream to answer."""
