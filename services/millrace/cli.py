@@ -325,10 +325,13 @@ def policy(
     json_path: Annotated[
         Path | None, typer.Option("--json", metavar="PATH", help="Write the answer as JSON.")
     ] = None,
+    config: ConfigPath = None,
+    settings: Settings = [],  # noqa: B006
 ) -> None:
     """Show how a running scheduler ranks requests, or change it."""
     from millrace.policy import show_or_change
 
+    configure(config, settings, "policy")
     run_async(show_or_change(scheduler, name, json_path))
 
 
@@ -342,10 +345,13 @@ def improvement_rate(
         ),
     ] = "",
     scheduler: SchedulerAddress = "127.0.0.1:7070",
+    config: ConfigPath = None,
+    settings: Settings = [],  # noqa: B006
 ) -> None:
     """Show what a larger prefill group must cut the time to first token by, or change it."""
     from millrace.improvement_rate import show_or_change
 
+    configure(config, settings, "improvement-rate")
     run_async(show_or_change(scheduler, wanted))
 
 
