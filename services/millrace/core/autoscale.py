@@ -74,7 +74,7 @@ class PoolMetrics:
     #: TTFT over its objective, of the worst class. Requests whose prefill alone takes longer than
     #: their objective are left out: no number of replicas helps them.
     ttft_slo_ratio: float | None = None
-    kv_utilisation: float | None = None  # of ready replicas, 0 to 1
+    kv_utilisation: float | None = None  # of ready replicas; above 1 where requests wait for room
     tbt_slo_ratio: float | None = None
     contexts: tuple[Context, ...] = ()
     quota: int | None = None  # replicas that the GPU quota has room for, those of the pool included

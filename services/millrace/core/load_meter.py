@@ -9,6 +9,9 @@ read when somebody asks. Rates and ratios are those of the last `window_s` secon
   that of a request that ended without a token after it had missed its objective.
 - A TBT counts when the answer ends, over all of it, and while it runs as the time from token to
   token that its instance's last heartbeat told: answers of minutes must not be news of the past.
+- Whoever waits for a decode instance's pages waits for nothing that prefill could do: neither
+  `backlog_s` nor the TTFT counts it, and `kv_utilisation` does, which may then be above 1. So the
+  pool that grows is the one that is short.
 
 A fleet prefills on instances of one role, prefill or mixed; with both, each role is told the whole.
 """
@@ -17,12 +20,12 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Iterable, Iterator
-from itertools import chain
+from dataclasses import dataclass
 from typing import Any
 
 from millrace.core.autoscale import Context
 from millrace.core.cluster import DecodeInstance, Instance, PrefillInstance
-from millrace.core.effects import Effect, Record, Refuse
+from millrace.core.effects import Effect, Place, Record, Refuse
 from millrace.core.events import Event, RequestFinished, Submitted
 from millrace.core.load import FleetLoad, PoolLoad
 from millrace.core.machine import Machine
@@ -39,6 +42,21 @@ _PREFILLS = frozenset({RequestState.QUEUED, RequestState.PREFILLING, RequestStat
 _Ratio = tuple[str, float]
 
 
+@dataclass(slots=True)
+class _Unanswered:
+    """A request with a TTFT objective that its prefill alone can meet."""
+
+    request: Request
+    placed_s: float | None = None  # for the first time
+
+    def ratio(self, now_s: float) -> _Ratio | None:
+        """Of the time since it was placed to the first token, or so far; None before that."""
+        if self.placed_s is None:
+            return None
+        until_s = now_s if self.request.first_token_s is None else self.request.first_token_s
+        return _over(self.request.slo.class_name, until_s - self.placed_s, self.request.slo.ttft_s)
+
+
 class LoadMeter:
     """Signals of all pools of one machine. `since_s`: from when on it is told of every step."""
 
@@ -49,7 +67,7 @@ class LoadMeter:
         self._arrived: deque[tuple[float, float]] = deque()  # (when, seconds of one instance)
         self._ttft: deque[tuple[float, _Ratio]] = deque()
         self._tbt: deque[tuple[float, _Ratio]] = deque()
-        self._unanswered: dict[str, Request] = {}  # with a TTFT objective that prefill can meet
+        self._unanswered: dict[str, _Unanswered] = {}
         self._paced: dict[str, Request] = {}  # with a TBT objective
 
     # ---- what is seen
@@ -61,6 +79,8 @@ class LoadMeter:
         for effect in effects:
             if isinstance(effect, Record):
                 self._recorded(effect, event, now_s)
+            elif isinstance(effect, Place):
+                self._placed(effect, now_s)
 
     def _submitted(self, request: Request, effects: Iterable[Effect], now_s: float) -> None:
         accepted = self._machine.requests.get(request.id) is request
@@ -70,19 +90,26 @@ class LoadMeter:
         if not accepted:
             return
         slo = request.slo
-        if slo.ttft_s is not None and request.predicted_prefill_s <= slo.ttft_s:
-            self._unanswered[request.id] = request
-        if slo.tbt_s is not None:
+        if slo.ttft_s and request.predicted_prefill_s <= slo.ttft_s:
+            self._unanswered[request.id] = _Unanswered(request)
+        if slo.tbt_s:
             self._paced[request.id] = request
+
+    def _placed(self, effect: Place, now_s: float) -> None:
+        waiting = self._unanswered.get(effect.request_id)
+        if waiting is not None and waiting.placed_s is None:
+            waiting.placed_s = now_s
 
     def _recorded(self, record: Record, event: Event, now_s: float) -> None:
         request_id = record.request_id
         waiting = self._unanswered.get(request_id)
-        if waiting is not None and (record.state.is_final or waiting.first_token_s is not None):
-            del self._unanswered[request_id]
-            ratio = _ttft(waiting, now_s)
-            if waiting.first_token_s is not None or ratio[1] > 1.0:
-                self._note(self._ttft, ratio, now_s)
+        if waiting is not None:
+            answered = waiting.request.first_token_s is not None
+            if answered or record.state.is_final:
+                del self._unanswered[request_id]
+                ratio = waiting.ratio(now_s)
+                if ratio is not None and (answered or ratio[1] > 1.0):
+                    self._note(self._ttft, ratio, now_s)
         if record.state.is_final and (ended := self._paced.pop(request_id, None)) is not None:
             for ratio in _tbt_of_answer(ended, event, now_s):
                 self._note(self._tbt, ratio, now_s)
@@ -117,7 +144,7 @@ class LoadMeter:
             backlog_s=self._backlog_s(known, now_s) if prefills else None,
             arriving=self._arriving(now_s) if prefills else None,
             ttft_slo_ratio=_worst(self._ttfts(now_s)) if prefills else None,
-            kv_utilisation=_kv_utilisation(ready) if decodes else None,
+            kv_utilisation=self._kv_utilisation(ready) if decodes else None,
             tbt_slo_ratio=_worst(self._tbts()) if decodes else None,
         )
 
@@ -127,12 +154,15 @@ class LoadMeter:
         A mixed instance orders its own work, and tells of a prefill only that it is done.
         """
         mixed = {one.id for one in known if isinstance(one, DecodeInstance)}
-        waiting_s = sum(
-            request.remaining_work_s(now_s)
-            for request in self._machine.requests.values()
-            if request.state is RequestState.QUEUED
-            or (request.state is RequestState.PREFILLING and request.decode_id in mixed)
-        )
+        served = any(not one.draining for one in known)
+        waiting_s = 0.0
+        for request in self._machine.requests.values():
+            if request.state is RequestState.QUEUED:
+                waits = request.decode_id is not None or not served
+            else:
+                waits = request.state is RequestState.PREFILLING and request.decode_id in mixed
+            if waits:
+                waiting_s += request.remaining_work_s(now_s)
         prefills = (one for one in known if isinstance(one, PrefillInstance))
         return waiting_s + sum(one.outstanding_s(now_s) for one in prefills)
 
@@ -141,9 +171,24 @@ class LoadMeter:
         return sum(work_s for _, work_s in self._arrived) / span_s
 
     def _ttfts(self, now_s: float) -> Iterator[_Ratio]:
-        waiting = (_ttft(request, now_s) for request in self._unanswered.values())
-        missed = (ratio for ratio in waiting if ratio[1] > 1.0)
-        return chain((ratio for _, ratio in self._ttft), missed)
+        yield from (ratio for _, ratio in self._ttft)
+        for waiting in self._unanswered.values():
+            ratio = waiting.ratio(now_s)
+            if ratio is not None and ratio[1] > 1.0:
+                yield ratio
+
+    def _kv_utilisation(self, ready: Iterable[Instance]) -> float | None:
+        """Of the pages of decode, what requests hold, are to hold, and wait for."""
+        decodes = [one for one in ready if isinstance(one, DecodeInstance)]
+        slots = sum(one.card.kv_pages * one.page_tokens for one in decodes)
+        if not slots:
+            return None
+        used = sum((one.decoding_pages + one.virtual_pages) * one.page_tokens for one in decodes)
+        page_tokens = decodes[0].page_tokens
+        for request in self._machine.requests.values():
+            if request.decode_id is None:
+                used += page_tokens * decodes[0].pages_for(request)
+        return used / slots
 
     def _tbts(self) -> Iterator[_Ratio]:
         yield from (ratio for _, ratio in self._tbt)
@@ -183,12 +228,6 @@ class LoadMeter:
         )
 
 
-def _ttft(request: Request, now_s: float) -> _Ratio:
-    """Of one whose first token is not out, what it has waited so far."""
-    until_s = now_s if request.first_token_s is None else request.first_token_s
-    return _over(request.slo.class_name, until_s - request.arrival_s, request.slo.ttft_s)
-
-
 def _tbt_of_answer(request: Request, event: Event, now_s: float) -> list[_Ratio]:
     """None of an answer whose length nobody told, and of one without a second token."""
     if not isinstance(event, RequestFinished) or request.first_token_s is None:
@@ -211,14 +250,6 @@ def _worst(ratios: Iterable[_Ratio]) -> float | None:
     for name, ratio in ratios:
         classes.setdefault(name, []).append(ratio)
     return max((sum(found) / len(found) for found in classes.values()), default=None)
-
-
-def _kv_utilisation(ready: Iterable[Instance]) -> float | None:
-    """Share of the pages of decode that requests hold, those on their way included."""
-    decodes = [one for one in ready if isinstance(one, DecodeInstance)]
-    pages = sum(one.card.kv_pages for one in decodes)
-    used = sum(one.decoding_pages + one.virtual_pages for one in decodes)
-    return used / pages if pages else None
 
 
 def _forget(seen: deque[tuple[float, Any]], before_s: float) -> None:
