@@ -1,0 +1,89 @@
+"""One control plane for all of these tests; a namespace for each."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+
+from support.control_plane import ControlPlane, Unavailable, control_plane
+from support.custom_objects import crds
+from support.kube_api import Api, Object, condition, eventually
+from support.stand_in_nodes import StandInNodes
+
+
+@pytest.fixture(scope="session")
+def plane(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ControlPlane]:
+    """With the chart's CRDs in it."""
+    folder = tmp_path_factory.mktemp("control-plane")
+    try:
+        with control_plane(folder, _install_crds) as running:
+            yield running
+    except Unavailable as reason:
+        pytest.skip(str(reason))
+
+
+@pytest.fixture(scope="session")
+def api(plane: ControlPlane) -> Api:
+    return plane.api
+
+
+@pytest.fixture
+def controllers(plane: ControlPlane) -> None:
+    """For tests of what Kubernetes' own controllers do."""
+    if not plane.controllers:
+        pytest.skip("needs kube-controller-manager beside kube-apiserver")
+
+
+@pytest.fixture
+def namespace(api: Api) -> Iterator[str]:
+    """Takes no pod that Pod Security's `restricted` would not."""
+    made = make_namespace(api)
+    yield made
+    api.delete({"apiVersion": "v1", "kind": "Namespace", "metadata": {"name": made}})
+
+
+@pytest.fixture
+def nodes(plane: ControlPlane, namespace: str) -> Iterator[StandInNodes]:
+    with StandInNodes(plane.api, namespace, controllers=plane.controllers) as running:
+        yield running
+
+
+def make_namespace(api: Api) -> str:
+    restricted = {"pod-security.kubernetes.io/enforce": "restricted"}
+    meta = {"generateName": "millrace-test-", "labels": restricted}
+    body = {"apiVersion": "v1", "kind": "Namespace", "metadata": meta}
+    name = str(api.call("POST", "/api/v1/namespaces", body)["metadata"]["name"])
+    # Pods need it, and the controller manager may not have made it yet, or not be there.
+    api.apply(
+        {
+            "apiVersion": "v1",
+            "kind": "ServiceAccount",
+            "metadata": {"name": "default", "namespace": name},
+        },
+        force=True,
+    )
+    return name
+
+
+def _install_crds(api: Api) -> None:
+    for crd in crds():
+        api.apply(crd, manager="millrace-operator", force=True)
+    for crd in crds():
+        eventually(lambda crd=crd: _established(api, crd), what=crd["metadata"]["name"])
+
+
+def _established(api: Api, crd: Object) -> bool:
+    name = crd["metadata"]["name"]
+    found = api.get(crd["apiVersion"], crd["kind"], "", name)
+    return condition(found, "Established") == "True"
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_makereport(item: pytest.Item) -> Iterator[None]:
+    """Says where the logs of a failed test's servers are."""
+    report = yield
+    plane = getattr(item, "funcargs", {}).get("plane")
+    if report.failed and isinstance(plane, ControlPlane):
+        report.sections.append(("control plane", f"logs: {plane.folder}"))
+    return report

@@ -1,0 +1,195 @@
+"""Plain calls to a Kubernetes API server, as a person with a credential makes them."""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any, TypeVar
+
+from kubernetes import client
+
+Object = dict[str, Any]
+
+APPLY = "application/apply-patch+yaml"
+MERGE = "application/merge-patch+json"
+TABLE = "application/json;as=Table;v=v1;g=meta.k8s.io"
+DISCOVERY = "application/json;g=apidiscovery.k8s.io;v=v2;as=APIGroupDiscoveryList"
+
+WAIT_S = 20.0
+
+T = TypeVar("T")
+
+
+class Refused(Exception):
+    """The API server's answer to a call that it did not carry out."""
+
+    def __init__(self, status: int, message: str) -> None:
+        super().__init__(f"{status}: {message}")
+        self.status = status
+        self.message = message
+
+
+@dataclass(frozen=True, slots=True)
+class Resource:
+    """Where a kind is served."""
+
+    path: str  # of its group and version
+    plural: str
+    namespaced: bool
+    verbs: frozenset[str]
+
+
+class Api:
+    """One user's view of an API server. Calls raise Refused."""
+
+    def __init__(self, configuration: client.Configuration) -> None:
+        configuration.retries = False
+        self.configuration = configuration
+        self._client = client.ApiClient(configuration)
+        self._resources: dict[tuple[str, str], Resource] = {}
+
+    def close(self) -> None:
+        self._client.close()
+
+    def call(
+        self,
+        verb: str,
+        path: str,
+        body: Any = None,
+        *,
+        query: Mapping[str, str] | None = None,
+        content_type: str = "application/json",
+        accept: str = "application/json",
+    ) -> Any:
+        """The decoded answer; plain text where the server speaks no JSON."""
+        request = self._client.param_serialize(
+            verb,
+            path,
+            query_params=list((query or {}).items()),
+            header_params={"Accept": accept, "Content-Type": content_type},
+            body=body,
+            auth_settings=["BearerToken"],
+        )
+        response = self._client.call_api(*request, _request_timeout=WAIT_S)
+        text = response.read().decode()
+        if not 200 <= response.status < 300:
+            try:
+                message = json.loads(text)["message"]
+            except (ValueError, KeyError):
+                message = text
+            raise Refused(response.status, message)
+        return json.loads(text) if text.startswith(("{", "[")) else text
+
+    def resources(self) -> dict[tuple[str, str], Resource]:
+        """By apiVersion and kind: all that is served, as of now."""
+        found = {}
+        for root in ("/api", "/apis"):
+            for group in self.call("GET", root, accept=DISCOVERY)["items"]:
+                name = group["metadata"].get("name", "")
+                for version in group["versions"]:
+                    gv = f"{name}/{version['version']}" if name else version["version"]
+                    for entry in version.get("resources", []):
+                        kind = entry["responseKind"]["kind"]
+                        found[gv, kind] = Resource(
+                            path=f"{root}/{gv}",
+                            plural=entry["resource"],
+                            namespaced=entry["scope"] == "Namespaced",
+                            verbs=frozenset(entry["verbs"]),
+                        )
+        return found
+
+    def path(
+        self,
+        api_version: str,
+        kind: str,
+        namespace: str = "",
+        name: str = "",
+        subresource: str = "",
+    ) -> str:
+        key = (api_version, kind)
+        if key not in self._resources:
+            self._resources = self.resources()
+        resource = self._resources[key]
+        parts = [resource.path]
+        if resource.namespaced and namespace:
+            parts += ["namespaces", namespace]
+        return "/".join([*parts, *filter(None, [resource.plural, name, subresource])])
+
+    def apply(
+        self,
+        manifest: Object,
+        *,
+        manager: str = "tests",
+        force: bool = False,
+        subresource: str = "",
+    ) -> Object:
+        """Server-side apply; unknown and duplicate fields are errors."""
+        query = {"fieldManager": manager, "fieldValidation": "Strict"}
+        if force:
+            query["force"] = "true"
+        path = self.path(*_where(manifest), subresource)
+        return self.call("PATCH", path, manifest, query=query, content_type=APPLY)
+
+    def get(self, api_version: str, kind: str, namespace: str, name: str) -> Object | None:
+        """None when there is none."""
+        try:
+            return self.call("GET", self.path(api_version, kind, namespace, name))
+        except Refused as refused:
+            if refused.status != 404:
+                raise
+            return None
+
+    def list(
+        self, api_version: str, kind: str, namespace: str = "", selector: str = ""
+    ) -> list[Object]:
+        query = {"labelSelector": selector} if selector else {}
+        items = self.call("GET", self.path(api_version, kind, namespace), query=query)["items"]
+        return [{"apiVersion": api_version, "kind": kind, **item} for item in items]
+
+    def merge(
+        self, obj: Object, patch: Object, subresource: str = "", *, manager: str = "tests"
+    ) -> Object:
+        """A merge patch to the object that `obj` names."""
+        path = self.path(*_where(obj), subresource)
+        return self.call("PATCH", path, patch, query={"fieldManager": manager}, content_type=MERGE)
+
+    def delete(self, obj: Object, *, grace_s: int | None = None) -> None:
+        """In the background; gone is fine."""
+        body: Object = {"propagationPolicy": "Background"}
+        if grace_s is not None:
+            body["gracePeriodSeconds"] = grace_s
+        try:
+            self.call("DELETE", self.path(*_where(obj)), body)
+        except Refused as refused:
+            if refused.status != 404:
+                raise
+
+
+def _where(obj: Object) -> tuple[str, str, str, str]:
+    meta = obj["metadata"]
+    return obj["apiVersion"], obj["kind"], meta.get("namespace", ""), meta["name"]
+
+
+def eventually(check: Callable[[], T], timeout_s: float = WAIT_S, *, what: str = "") -> T:
+    """The first true answer of `check`; fails with the last one. Refused counts as not yet."""
+    deadline_s = time.monotonic() + timeout_s
+    while True:
+        try:
+            value: Any = check()
+        except Refused as refused:
+            value, failure = None, refused
+        else:
+            failure = None
+        if value:
+            return value
+        if time.monotonic() > deadline_s:
+            raise AssertionError(f"{what or 'still'} {failure or value!r} after {timeout_s:g} s")
+        time.sleep(0.05)
+
+
+def condition(obj: Object | None, name: str) -> str:
+    """The status of a condition; "" when it is not there."""
+    conditions = (obj or {}).get("status", {}).get("conditions", [])
+    return next((c["status"] for c in conditions if c["type"] == name), "")
