@@ -355,9 +355,7 @@ class Cluster:
 
     def add(self, card: InstanceJoined) -> Instance:
         """A new instance that holds nothing. The id must be free."""
-        pool = self.pools.get(card.model_hash)
-        if pool is None:
-            pool = self.pools[card.model_hash] = Pool(self._config)
+        pool = self.pools.setdefault(card.model_hash, Pool(self._config))
         pool.members += 1
         instance: Instance
         if card.role == "prefill":

@@ -185,23 +185,18 @@ class Machine:
             self._make_way(instance)
 
     def _make_way(self, instance: Instance) -> None:
-        """What has not begun goes elsewhere, if the instance takes no new work."""
-        self._unplace_unserved(self.cluster.pool_of(instance))
-        if instance.draining:
-            self._unplace_from(instance)
-        self._rounds.run()
+        """What waits for prefill to go to an instance that takes no new work goes elsewhere.
 
-    def _unplace_from(self, decode: Instance) -> None:
-        """Moves what waits for prefill to go there: that frees the instance sooner.
-
-        Unless it would only wait elsewhere: no other instance has room for it now.
+        Unless it would only wait there: no other instance has room for it now.
         """
-        pool = self.cluster.pool_of(decode)
-        for request in [r for r in pool.line if r.decode_id == decode.id]:
-            waits = request.state is RequestState.QUEUED and not request.kept_tokens
-            if waits and self._has_room(request):
-                self._life.retry(request, f"decode {decode.id} takes no new work")
+        pool = self.cluster.pool_of(instance)
+        self._unplace_unserved(pool)
+        for request in list(pool.line) if instance.draining else ():
+            waits = request.decode_id == instance.id and not request.kept_tokens
+            if waits and request.state is RequestState.QUEUED and self._has_room(request):
+                self._life.retry(request, f"decode {instance.id} takes no new work")
                 self._rounds.run()  # it takes that room before the next one looks
+        self._rounds.run()
 
     def _has_room(self, request: Request) -> bool:
         return any(

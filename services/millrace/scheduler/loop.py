@@ -71,7 +71,10 @@ class SchedulerLoop:
         self._proxies: dict[str, Proxy] = {}
         self._specs: dict[str, common_pb2.RequestSpec] = {}
         self._recorder = recorder
-        self._metrics = SchedulerMetrics(registry, self.machine, recorder)
+        self._metrics = SchedulerMetrics(registry, self.machine, recorder, self.load)
+        registry.gauge_function(
+            "millrace_scheduler_parked_requests", "held back at the proxies", self._parked
+        )
         self._first_tokens = FirstTokens(registry)
         self._inbox: asyncio.Queue[tuple[events.Event | None, Subject]] = asyncio.Queue()
         self._room = asyncio.Event()
@@ -283,8 +286,10 @@ class SchedulerLoop:
 
     def load(self) -> FleetLoad:
         """The signals that autoscaling reads, now."""
-        parked = sum(proxy.parked_requests for proxy in self._proxies.values())
-        return self._meter.load(self.clock(), parked)
+        return self._meter.load(self.clock(), self._parked())
+
+    def _parked(self) -> int:
+        return sum(proxy.parked_requests for proxy in self._proxies.values())
 
     # ---- effects
 

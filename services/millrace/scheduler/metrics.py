@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Mapping
+
 from millrace.core.effects import Record, Refuse
+from millrace.core.load import FleetLoad
 from millrace.core.machine import Machine
 from millrace.scheduler.recorder import Recorder
 from millrace.telemetry.metrics import Registry
@@ -10,11 +13,29 @@ from millrace.telemetry.metrics import Registry
 #: Seconds of one step of the machine, from a heartbeat to a round over a large fleet.
 STEP_BUCKETS = (*(1e-6, 5e-6, 1e-5, 2.5e-5, 5e-5, 1e-4), *(2.5e-4, 5e-4, 1e-3, 5e-3, 2.5e-2))
 
+#: A pool's signals that are gauges: field of `PoolLoad`, name, documentation.
+_POOL = (
+    ("ready", "ready_instances", "instances that take new work"),
+    ("draining", "draining_instances", "instances that take none"),
+    ("active_requests", "active_requests", "requests placed in the pool, or waiting for it"),
+    ("backlog_s", "backlog_seconds", "predicted prefill not yet computed"),
+    ("arriving", "arriving_instances", "so many would be busy with the prefill that arrives"),
+    ("ttft_slo_ratio", "ttft_slo_ratio", "mean TTFT over its objective, worst class"),
+    ("kv_utilisation", "kv_utilisation_ratio", "KV pages held or waited for, over all"),
+    ("tbt_slo_ratio", "tbt_slo_ratio", "mean TBT over its objective, worst class"),
+)
+
 
 class SchedulerMetrics:
     """Gauges read the machine when they are scraped; counters are told."""
 
-    def __init__(self, registry: Registry, machine: Machine, recorder: Recorder) -> None:
+    def __init__(
+        self,
+        registry: Registry,
+        machine: Machine,
+        recorder: Recorder,
+        load: Callable[[], FleetLoad],
+    ) -> None:
         self.step_s = registry.histogram(
             "millrace_scheduler_step_seconds",
             "time to decide on one event",
@@ -67,6 +88,11 @@ class SchedulerMetrics:
             ("unwritten_requests", "states the store lacks so far", lambda: recorder.buffered),
         ):
             registry.gauge_function(f"millrace_scheduler_{name}", documentation, value)
+        registry.gauges_by(
+            "role",
+            {f"millrace_scheduler_pool_{name}": documentation for _, name, documentation in _POOL},
+            lambda: _signals(load()),
+        )
 
     def ended(self, record: Record) -> None:
         self._ended.labels(record.state.value).inc()
@@ -79,3 +105,10 @@ class SchedulerMetrics:
 
     def refused(self, effect: Refuse) -> None:
         self._refused.labels(effect.code).inc()
+
+
+def _signals(load: FleetLoad) -> Mapping[str, Mapping[str, float | None]]:
+    return {
+        role: {f"millrace_scheduler_pool_{name}": getattr(pool, field) for field, name, _ in _POOL}
+        for role, pool in load.pools.items()
+    }

@@ -8,7 +8,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from http import HTTPStatus
 
 from prometheus_client import (
@@ -18,7 +18,9 @@ from prometheus_client import (
     Histogram,
     ProcessCollector,
 )
+from prometheus_client.core import GaugeMetricFamily
 from prometheus_client.exposition import choose_encoder
+from prometheus_client.registry import Collector
 
 from millrace.core.errors import MillraceError
 
@@ -42,6 +44,9 @@ SECONDS_BUCKETS = (
     *(0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5),
     *(1.0, 2.5, 5.0, 10.0, 25.0, 50.0, 100.0, 250.0),
 )
+
+#: By the label's value, then by name.
+Sample = Callable[[], Mapping[str, Mapping[str, float | None]]]
 
 
 class Registry:
@@ -67,6 +72,15 @@ class Registry:
         """A gauge that asks `value` whenever it is read. Raises ValueError as `gauge` does."""
         self.gauge(name, documentation).set_function(value)
 
+    def gauges_by(self, label: str, documentation: Mapping[str, str], sample: Sample) -> None:
+        """Gauges with one label, by name: one call of `sample` gives all of them, when asked for.
+
+        What it leaves out, or says None of, is not exposed. Raises ValueError as `gauge` does.
+        """
+        for name in documentation:
+            _check(name)
+        self._collectors.register(_Sampled(label, documentation, sample))
+
     def histogram(
         self,
         name: str,
@@ -83,6 +97,31 @@ class Registry:
         """The exposition and its content type, in the format an Accept header prefers."""
         encode, content_type = choose_encoder(accept)
         return encode(self._collectors), content_type
+
+
+class _Sampled(Collector):
+    def __init__(self, label: str, documentation: Mapping[str, str], sample: Sample) -> None:
+        self._label = label
+        self._documentation = documentation
+        self._sample = sample
+
+    def describe(self) -> Iterable[GaugeMetricFamily]:
+        """The names, without asking for a sample."""
+        return self._families().values()
+
+    def collect(self) -> Iterable[GaugeMetricFamily]:
+        families = self._families()
+        for value, gauges in self._sample().items():
+            for name, measured in gauges.items():
+                if measured is not None:
+                    families[name].add_metric([value], measured)
+        return families.values()
+
+    def _families(self) -> dict[str, GaugeMetricFamily]:
+        return {
+            name: GaugeMetricFamily(name, documentation, labels=[self._label])
+            for name, documentation in self._documentation.items()
+        }
 
 
 def _check(name: str) -> None:
