@@ -2,8 +2,8 @@
 
 `KUBEBUILDER_ASSETS` names a folder with `etcd` and `kube-apiserver`, as Kubernetes' own envtest
 has it. `kube-controller-manager` and `kubectl` in it are used too; without the first nothing makes
-pods, collects garbage or runs an HPA. `MILLRACE_TEST_KUBECONFIG` names a kubeconfig of a cluster that
-runs already instead.
+pods, collects garbage or runs an HPA. `MILLRACE_TEST_KUBECONFIG` names a kubeconfig of a running
+cluster instead.
 """
 
 from __future__ import annotations

@@ -8,7 +8,6 @@ are said to have theirs; that is all that the operator looks at.
 
 from __future__ import annotations
 
-import json
 import threading
 import time
 from collections.abc import Callable
@@ -147,7 +146,7 @@ class StandInNodes:
     def _deploy(self, deployment: Object) -> None:
         replicas = deployment["spec"]["replicas"]
         counts = ("replicas", "readyReplicas", "availableReplicas", "updatedReplicas")
-        self._say(deployment, {name: replicas for name in counts})
+        self._say(deployment, dict.fromkeys(counts, replicas))
 
     def _say(self, obj: Object, counts: dict[str, int]) -> None:
         status = {**counts, "observedGeneration": obj["metadata"]["generation"]}
