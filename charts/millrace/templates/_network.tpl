@@ -1,0 +1,39 @@
+{{/* Peers: pods of the release's ModelService. dict "root" . "components" LIST */}}
+{{- define "millrace.peers" -}}
+- podSelector:
+    matchLabels:
+      millrace.dev/service: {{ include "millrace.name" .root }}
+    matchExpressions:
+      - {key: app.kubernetes.io/component, operator: In, values: [{{ join ", " .components }}]}
+{{- end -}}
+
+{{- define "millrace.dnsRule" -}}
+{{- with .Values.networkPolicy.dns -}}
+- ports:
+    {{- range .ports }}
+    - {protocol: UDP, port: {{ . }}}
+    - {protocol: TCP, port: {{ . }}}
+    {{- end }}
+  {{- with .peers }}
+  to: {{- toYaml . | nindent 4 }}
+  {{- end }}
+{{- end -}}
+{{- end -}}
+
+{{/* To the chart's Redis; one elsewhere may have any address and port. */}}
+{{- define "millrace.redisRule" -}}
+{{- if .Values.redis.enabled -}}
+- ports: [{protocol: TCP, port: 6379}]
+  to:
+    - podSelector:
+        matchLabels: {{- include "millrace.selector" (dict "root" . "component" "redis") | nindent 10 }}
+{{- else -}}
+- ports: [{protocol: TCP, port: {{ include "millrace.externalRedisPort" . }}}]
+{{- end -}}
+{{- end -}}
+
+{{/* Of the URL, where the chart knows it. */}}
+{{- define "millrace.externalRedisPort" -}}
+{{- $port := regexFind ":[0-9]+$" (urlParse .Values.externalRedis.url).host | trimPrefix ":" -}}
+{{ $port | default "6379" }}
+{{- end -}}

@@ -1,0 +1,53 @@
+{{/* What is cluster-wide carries the namespace in its name: releases of one name may live in several. */}}
+{{- define "millrace.clusterName" -}}
+{{ include "millrace.name" . }}-operator-{{ .Release.Namespace }}
+{{- end -}}
+
+{{- define "millrace.subjects" -}}
+- kind: ServiceAccount
+  name: {{ include "millrace.serviceAccount" . }}
+  namespace: {{ .Release.Namespace }}
+{{- end -}}
+
+{{/* The operator's rights, each with its use. `patch` is server-side apply, which needs `create` too for
+     what is not there yet. */}}
+{{- define "millrace.rules" -}}
+# Read and watched.
+- apiGroups: [millrace.dev]
+  resources: [modelservices, prefillgroups, decodepools, kvpworkerpools]
+  verbs: [get, list, watch]
+# Pools are made of a ModelService, and removed when it no longer has them.
+- apiGroups: [millrace.dev]
+  resources: [prefillgroups, decodepools, kvpworkerpools]
+  verbs: [create, patch, delete]
+# What it says of them.
+- apiGroups: [millrace.dev]
+  resources: [modelservices/status, prefillgroups/status, decodepools/status, kvpworkerpools/status]
+  verbs: [patch]
+# Autoscaling, the way an HPA does it.
+- apiGroups: [millrace.dev]
+  resources: [prefillgroups/scale, decodepools/scale, kvpworkerpools/scale]
+  verbs: [patch]
+# What pools and services are made of.
+- apiGroups: [apps]
+  resources: [statefulsets, deployments]
+  verbs: [get, list, watch, create, patch, delete]
+- apiGroups: [""]
+  resources: [services, configmaps]
+  verbs: [get, list, watch, create, patch, delete]
+- apiGroups: [policy]
+  resources: [poddisruptionbudgets]
+  verbs: [get, list, watch, create, patch, delete]
+# Which instances are ready; drained ones are deleted so that they come back from the new template.
+- apiGroups: [""]
+  resources: [pods]
+  verbs: [get, list, watch, delete]
+# Room for growth.
+- apiGroups: [""]
+  resources: [resourcequotas]
+  verbs: [list]
+# What people read in `kubectl describe`.
+- apiGroups: [events.k8s.io]
+  resources: [events]
+  verbs: [create]
+{{- end -}}

@@ -1,0 +1,50 @@
+{{/* What a schema can't say, or only unclearly. */}}
+{{- define "millrace.validate" -}}
+{{- $v := .Values -}}
+{{- if include "millrace.serves" . -}}
+{{- if not $v.model.name -}}
+{{- fail "model.name is empty: give the name that clients ask for" -}}
+{{- end -}}
+{{- $mounted := or $v.weights.persistentVolumeClaim $v.weights.hostPath $v.weights.image -}}
+{{- if and $mounted (include "millrace.usesHub" .) -}}
+{{- fail (printf "model.uri is the hub id %q, but weights mounts files at /models: give the path of the model there" $v.model.uri) -}}
+{{- end -}}
+{{- if and $v.weights.hub (not (include "millrace.usesHub" .)) -}}
+{{- fail (printf "weights.hub is for a hub id, but model.uri is the path %q" $v.model.uri) -}}
+{{- end -}}
+{{- if and (hasPrefix "/models" $v.model.uri) (not $mounted) -}}
+{{- fail (printf "model.uri is %q, but weights mounts nothing at /models: give one of persistentVolumeClaim, hostPath, image" $v.model.uri) -}}
+{{- end -}}
+{{- $watched := $v.operator.watchNamespaces -}}
+{{- if and $v.operator.enabled $watched (not (has .Release.Namespace $watched)) -}}
+{{- fail (printf "operator.watchNamespaces lacks %s, where the ModelService is made" .Release.Namespace) -}}
+{{- end -}}
+{{- else if or $v.ingress.enabled $v.httpRoute.enabled -}}
+{{- fail "ingress and httpRoute need a gateway: give model.uri" -}}
+{{- end -}}
+{{- if and $v.httpRoute.enabled (not $v.httpRoute.parentRefs) -}}
+{{- fail "httpRoute.parentRefs is empty: name the Gateway" -}}
+{{- end -}}
+{{- if and (not $v.redis.enabled) (not $v.externalRedis.url) (not $v.externalRedis.existingSecret) -}}
+{{- fail "redis.enabled is false: give externalRedis.url or externalRedis.existingSecret" -}}
+{{- end -}}
+{{- if and $v.redis.enabled (or $v.externalRedis.url $v.externalRedis.existingSecret) -}}
+{{- fail "externalRedis is given, but redis.enabled is true: set it to false" -}}
+{{- end -}}
+{{- if and $v.tls.existingSecret $v.tls.certManager.enabled -}}
+{{- fail "tls takes one of existingSecret and certManager" -}}
+{{- end -}}
+{{- range $role := list "prefill" "decode" "kvp" -}}
+{{- with get $v $role -}}
+{{- if .hugepages -}}
+{{- if not (and .hugepages.size .hugepages.amount) -}}
+{{- fail (printf "%s.hugepages needs size and amount" $role) -}}
+{{- end -}}
+{{- $requests := .resources.requests | default dict -}}
+{{- if not (or $requests.cpu $requests.memory) -}}
+{{- fail (printf "%s.hugepages: Kubernetes wants a request of CPU or memory with it: give %s.resources.requests" $role $role) -}}
+{{- end -}}
+{{- end -}}
+{{- end -}}
+{{- end -}}
+{{- end -}}
