@@ -335,6 +335,22 @@ def policy(
     run_async(show_or_change(scheduler, name, json_path))
 
 
+@app.command()
+def fleet(
+    scheduler: SchedulerAddress = "127.0.0.1:7070",
+    json_path: Annotated[
+        Path | None, typer.Option("--json", metavar="PATH", help="Write the same as JSON.")
+    ] = None,
+    config: ConfigPath = None,
+    settings: Settings = [],  # noqa: B006
+) -> None:
+    """Show a running scheduler's instances, and the signals that its pools scale by."""
+    from millrace.fleet import show
+
+    configure(config, settings, "fleet")
+    run_async(show(scheduler, json_path))
+
+
 @app.command("improvement-rate")
 def improvement_rate(
     wanted: Annotated[

@@ -3,11 +3,8 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
 
-import orjson
-
-from millrace.core.errors import MillraceError
+from millrace.json_file import write_json
 from millrace.wire.scheduler_client import get_settings, set_policy
 
 
@@ -25,11 +22,4 @@ async def show_or_change(address: str, policy: str, json_path: Path | None) -> N
             print(f"{name:<12}{found[name]}")
         print(f"{'to choose':<12}{', '.join(found['policies'])}")
     if json_path is not None:
-        _write(json_path, found)
-
-
-def _write(path: Path, document: dict[str, Any]) -> None:
-    try:
-        path.write_bytes(orjson.dumps(document, option=orjson.OPT_INDENT_2) + b"\n")
-    except OSError as error:
-        raise MillraceError(f"--json {path}: {error}") from error
+        write_json(json_path, found)

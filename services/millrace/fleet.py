@@ -1,0 +1,67 @@
+"""`millrace fleet`: a running scheduler's instances, and the signals that its pools scale by."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import asdict
+from pathlib import Path
+
+from rich.box import SIMPLE_HEAD
+from rich.console import Console
+from rich.table import Table
+
+from millrace.core.load import FleetLoad
+from millrace.json_file import write_json
+from millrace.wire.scheduler_client import InstanceView, get_instances, get_load
+
+#: Column and field of `PoolLoad`; docs/autoscaling.md says what each signal means.
+SIGNALS = (
+    ("backlog s", "backlog_s"),
+    ("arriving", "arriving"),
+    ("TTFT/SLO", "ttft_slo_ratio"),
+    ("KV in use", "kv_utilisation"),
+    ("TBT/SLO", "tbt_slo_ratio"),
+)
+
+
+async def show(address: str, json_path: Path | None) -> None:
+    """Prints both tables. Raises MillraceError without a scheduler and for a bad path."""
+    instances, load = await get_instances(address), await get_load(address)
+    console = Console()
+    console.print(_instances(instances))
+    console.print(_pools(load))
+    console.print(f"{load.parked_requests} requests are parked at the proxies")
+    if json_path is not None:
+        found = {"instances": [asdict(one) for one in instances], **asdict(load)}
+        write_json(json_path, found)
+
+
+def _instances(instances: Iterable[InstanceView]) -> Table:
+    table = _table(("instance", "role", "takes work"), ("running", "waiting", "held", "pages used"))
+    for one in sorted(instances, key=lambda one: (one.role, one.id)):
+        table.add_row(
+            *(one.id, one.role, "no" if one.draining else "yes"),
+            *(str(one.running), str(one.waiting), str(one.held_requests)),
+            f"{one.total_pages - one.free_pages} of {one.total_pages}",
+        )
+    return table
+
+
+def _pools(load: FleetLoad) -> Table:
+    names = (name for name, _ in SIGNALS)
+    table = _table(("pool",), ("ready", "draining", "requests", *names))
+    for pool in load.pools.values():
+        measured = (getattr(pool, field) for _, field in SIGNALS)
+        signals = ("-" if value is None else f"{value:.3g}" for value in measured)
+        counts = (pool.ready, pool.draining, pool.active_requests)
+        table.add_row(pool.role, *map(str, counts), *signals)
+    return table
+
+
+def _table(words: Iterable[str], numbers: Iterable[str]) -> Table:
+    table = Table(box=SIMPLE_HEAD, pad_edge=False)
+    for name in words:
+        table.add_column(name)
+    for name in numbers:
+        table.add_column(name, justify="right")
+    return table
