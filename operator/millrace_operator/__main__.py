@@ -1,0 +1,5 @@
+"""`python -m millrace_operator`."""
+
+from millrace_operator.main import main
+
+main()

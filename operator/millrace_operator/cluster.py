@@ -1,0 +1,333 @@
+"""Observes what is round an object, and carries out what `reconcile` decides.
+
+Both can be repeated: what was done is seen at the next look. Clock readings of the scaler are
+monotonic; what is handed to `reconcile` is in unix seconds.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+import uuid
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from datetime import UTC, datetime
+from functools import partial
+from typing import Any
+
+from millrace.core.errors import MillraceError
+from millrace_operator.actions import (
+    Action,
+    Apply,
+    Cordon,
+    Delete,
+    Evict,
+    Report,
+    SetReplicas,
+    SetStatus,
+)
+from millrace_operator.kube import OPERATOR, RESOURCES, Kube, KubeRefused
+from millrace_operator.load import Schedulers
+from millrace_operator.metrics import OperatorMetrics
+from millrace_operator.naming import (
+    APPLIED,
+    POOL_LABEL,
+    SCHEDULER_PORT,
+    SERVICE_LABEL,
+    scheduler_name,
+)
+from millrace_operator.observed import Instance, Object, ObservedPool, ObservedService, Peer
+from millrace_operator.pod_state import finished, pods_of
+from millrace_operator.queue import Key
+from millrace_operator.quota import room
+from millrace_operator.scaler import Pool, Scaler, View
+from millrace_operator.spec import KINDS, SpecError, autoscale_config, heard
+
+log = logging.getLogger(__name__)
+
+_POOL_CHILDREN = ("StatefulSet", "Service", "PodDisruptionBudget")
+_SERVICE_CHILDREN = ("ConfigMap", "Deployment", "Service", "PodDisruptionBudget")
+
+#: The same Event on the same object is posted again after so long, in seconds.
+EVENT_S = 600.0
+
+
+class NotLeading(MillraceError):
+    """Another operator may act now."""
+
+
+def scheduler_address(namespace: str, service: str) -> str:
+    """Inside the cluster."""
+    return f"{scheduler_name(service)}.{namespace}.svc:{SCHEDULER_PORT}"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Parts:
+    """What the operator acts through."""
+
+    kube: Kube
+    schedulers: Schedulers
+    scaler: Scaler
+    metrics: OperatorMetrics
+    leads: Callable[[], bool]  # asked before every change
+    identity: str  # of this operator, in Events
+    address: Callable[[str, str], str] = scheduler_address  # by namespace and service
+    wall: Callable[[], float] = lambda: datetime.now(UTC).timestamp()
+
+
+class Cluster:
+    """All objects of the operator."""
+
+    def __init__(self, parts: Parts) -> None:
+        self._parts = parts
+        self._kube = parts.kube
+        #: Answers to the last apply, by owner's and child's UID: what differs has drifted.
+        self._applied: dict[str, dict[str, dict[str, Any]]] = {}
+        self._uids: dict[Key, str] = {}
+        self._posted: dict[tuple[str, str, str], float] = {}  # Events, by when
+
+    async def get(self, key: Key) -> dict[str, Any] | None:
+        """The object; None when it is gone or on its way, and then it is forgotten."""
+        obj = await self._kube.get(key.kind, key.namespace, key.name)
+        if obj is None or "deletionTimestamp" in obj["metadata"]:
+            self._forget(key)
+            return None
+        self._uids[key] = obj["metadata"]["uid"]
+        return obj
+
+    def now_s(self) -> float:
+        """Unix seconds."""
+        return self._parts.wall()
+
+    async def observe_service(self, service: Object) -> ObservedService:
+        """Round a ModelService."""
+        namespace, name = service["metadata"]["namespace"], service["metadata"]["name"]
+        selector = f"{SERVICE_LABEL}={name},!{POOL_LABEL}"
+        lists = [self._kube.list(kind, namespace, selector) for kind in _SERVICE_CHILDREN]
+        *children, pools = await asyncio.gather(*lists, self._pools(namespace, name))
+        return ObservedService(
+            live=self._live(service, [*children, pools]), now_s=self._parts.wall()
+        )
+
+    async def observe_pool(self, pool: Object) -> ObservedPool:
+        """Round a pool. Its autoscaler thinks, too."""
+        namespace, name = pool["metadata"]["namespace"], pool["metadata"]["name"]
+        service_name = pool["spec"]["serviceRef"]["name"]
+        selector = f"{POOL_LABEL}={name}"
+        service, pools, quotas, pods, *children = await asyncio.gather(
+            self._kube.get("ModelService", namespace, service_name),
+            self._pools(namespace, service_name),
+            self._kube.list("ResourceQuota", namespace),
+            self._kube.list("Pod", namespace, selector),
+            *(self._kube.list(kind, namespace, selector) for kind in _POOL_CHILDREN),
+        )
+        live = self._live(pool, children)
+        template = live.get(("StatefulSet", name), {}).get("spec", {}).get("template")
+        existing = sum(not finished(pod) for pod in pods)
+        quota = room(quotas, template, existing) if template else None
+        view, error = await self._think(pool, service, quota)
+        now_s = self._parts.wall()
+        metrics = view.metrics if view else None
+        return ObservedPool(
+            service=service,
+            live=live,
+            pods=pods_of(name, pods),
+            instances=await self._instances(namespace, service),
+            peers=tuple(_peer(one) for one in pools if one["metadata"]["name"] != name),
+            metrics=replace(metrics, sampled_s=now_s - view.age_s) if view and metrics else None,
+            recommendation=view.recommendation if view else None,
+            metrics_error=error,
+            now_s=now_s,
+        )
+
+    async def carry_out(self, obj: Object, actions: Sequence[Action]) -> None:
+        """In order; stops at the first that fails.
+
+        Raises KubeError, KubeRefused, SchedulerUnavailable, and NotLeading before any change that
+        this operator has no right to any more.
+        """
+        for action in actions:
+            if not self._parts.leads():
+                raise NotLeading("another operator may lead: nothing is changed")
+            await self._do(obj, action)
+
+    async def _do(self, obj: Object, action: Action) -> None:
+        kind, meta = obj["kind"], obj["metadata"]
+        namespace, name = meta["namespace"], meta["name"]
+        match action:
+            case Apply(manifest=manifest):
+                await self._apply(obj, manifest)
+            case Delete():
+                await self._kube.delete(action.kind, namespace, action.name, action.uid)
+            case SetReplicas(replicas=replicas):
+                await self._kube.scale(kind, namespace, name, replicas)
+                up = replicas > obj["spec"].get("replicas", 0)
+                pool = f"{namespace}/{name}"
+                self._parts.metrics.scalings.labels(kind, pool, "up" if up else "down").inc()
+                log.info("%s %s/%s: %d replicas", kind, namespace, name, replicas)
+            case Cordon():
+                await self._parts.schedulers.cordon(
+                    self._address(obj), action.instance_id, cordoned=action.cordoned
+                )
+            case Evict():
+                await self._parts.schedulers.evict(
+                    self._address(obj), action.instance_id, abort=action.abort
+                )
+            case SetStatus(status=status):
+                if status != obj.get("status"):
+                    await self._kube.patch_status(obj, status)
+            case Report():
+                await self._report(obj, action)
+
+    async def _apply(self, owner: Object, manifest: Mapping[str, Any]) -> None:
+        """Only onto an object of the owner's: a force apply would take anybody's."""
+        meta = manifest["metadata"]
+        where = manifest["kind"], meta.get("namespace", ""), meta["name"]
+        there = await self._kube.get(*where)
+        if there is not None and not _is_child(there, owner):
+            raise KubeRefused(f"{where[0]} {where[2]} exists and is not the operator's", status=409)
+        applied = await self._kube.apply(manifest)
+        children = self._applied.setdefault(owner["metadata"]["uid"], {})
+        children[applied["metadata"]["uid"]] = _asked(applied)
+
+    async def _report(self, obj: Object, report: Report) -> None:
+        """Posts an Event, unless the same one was posted lately."""
+        meta, now_s = obj["metadata"], time.monotonic()
+        event = (meta["uid"], report.reason, report.message)
+        self._posted = {e: at_s for e, at_s in self._posted.items() if now_s - at_s < EVENT_S}
+        if event in self._posted:
+            return
+        self._posted[event] = now_s
+        now = datetime.now(UTC).isoformat(timespec="microseconds").replace("+00:00", "Z")
+        await self._kube.create(
+            {
+                "apiVersion": RESOURCES["Event"].api_version,
+                "kind": "Event",
+                "metadata": {
+                    "name": f"{meta['name']}.{uuid.uuid4().hex[:16]}",
+                    "namespace": meta["namespace"],
+                },
+                "eventTime": now,
+                "type": "Warning" if report.warning else "Normal",
+                "reason": report.reason,
+                "action": "Reconcile",
+                "note": report.message[:1024],
+                "reportingController": f"millrace.dev/{OPERATOR}",
+                "reportingInstance": self._parts.identity,
+                "regarding": {
+                    "apiVersion": obj["apiVersion"],
+                    "kind": obj["kind"],
+                    "name": meta["name"],
+                    "namespace": meta["namespace"],
+                    "uid": meta["uid"],
+                },
+            }
+        )
+
+    async def _pools(self, namespace: str, service: str) -> list[dict[str, Any]]:
+        """All pools of a service, its own and others that refer to it."""
+        lists = await asyncio.gather(*(self._kube.list(kind, namespace) for kind in KINDS))
+        return [
+            pool
+            for pools in lists
+            for pool in pools
+            if pool["spec"]["serviceRef"]["name"] == service
+            and "deletionTimestamp" not in pool["metadata"]
+        ]
+
+    async def _instances(
+        self, namespace: str, service: Object | None
+    ) -> Mapping[str, Instance] | None:
+        if service is None:
+            return None
+        address = self._parts.address(namespace, service["metadata"]["name"])
+        return await self._parts.schedulers.instances(address)
+
+    async def _think(
+        self, pool: Object, service: Object | None, quota: int | None
+    ) -> tuple[View | None, str]:
+        """What the autoscaler says, and why it has nothing fresh to go by."""
+        if service is None:
+            return None, f"there is no ModelService {pool['spec']['serviceRef']['name']}"
+        try:
+            config = autoscale_config(pool)
+        except SpecError as error:
+            return None, str(error)
+        kind, meta = pool["kind"], pool["metadata"]
+        view = await self._parts.scaler.look(
+            Pool(
+                uid=meta["uid"],
+                role=KINDS[kind].role,
+                scheduler=self._address(pool),
+                config=config,
+                interval_s=float(pool["spec"]["autoscaling"]["intervalSeconds"]),
+                wanted=pool["spec"].get("replicas", 1),
+                quota=quota,
+                heard=partial(heard, pool),
+            )
+        )
+        gauge = self._parts.metrics.recommended.labels(kind, f"{meta['namespace']}/{meta['name']}")
+        gauge.set(view.recommendation.replicas)
+        return view, view.error
+
+    def _address(self, pool: Object) -> str:
+        return self._parts.address(
+            pool["metadata"]["namespace"], pool["spec"]["serviceRef"]["name"]
+        )
+
+    def _live(
+        self, owner: Object, lists: Iterable[Iterable[dict[str, Any]]]
+    ) -> dict[tuple[str, str], Object]:
+        """By kind and name. What somebody has changed since has lost the mark of its last apply."""
+        applied = self._applied.get(owner["metadata"]["uid"], {})
+        return {
+            (obj["kind"], obj["metadata"]["name"]): _checked(obj, applied)
+            for objects in lists
+            for obj in objects
+        }
+
+    def _forget(self, key: Key) -> None:
+        uid = self._uids.pop(key, "")
+        self._applied.pop(uid, None)
+        if key.kind in KINDS:
+            self._parts.scaler.forget(uid)
+            self._parts.metrics.forget(key.kind, f"{key.namespace}/{key.name}")
+        else:
+            self._parts.schedulers.forget(self._parts.address(key.namespace, key.name))
+
+
+def _checked(obj: dict[str, Any], applied: Mapping[str, dict[str, Any]]) -> dict[str, Any]:
+    """The object; without the mark of its last apply when it is not as that left it."""
+    meta = obj["metadata"]
+    if APPLIED not in meta.get("annotations", {}) or applied.get(meta["uid"]) == _asked(obj):
+        return obj
+    annotations = {k: v for k, v in meta["annotations"].items() if k != APPLIED}
+    return {**obj, "metadata": {**meta, "annotations": annotations}}
+
+
+def _peer(pool: Object) -> Peer:
+    status = pool.get("status", {})
+    return Peer(
+        kind=pool["kind"],
+        name=pool["metadata"]["name"],
+        revision=status.get("revision", ""),
+        replicas=pool["spec"].get("replicas", 1),
+        updated_ready=status.get("updatedReadyReplicas", 0),
+    )
+
+
+def _is_child(obj: Object, owner: Object) -> bool:
+    """Controlled by the owner; or left behind by one of its name, and its to take over."""
+    meta = obj["metadata"]
+    controllers = [ref for ref in meta.get("ownerReferences", []) if ref.get("controller")]
+    if controllers:
+        return bool(controllers[0]["uid"] == owner["metadata"]["uid"])
+    return bool(meta.get("labels", {}).get("app.kubernetes.io/managed-by") == OPERATOR)
+
+
+def _asked(obj: Object) -> dict[str, Any]:
+    """What was asked for: all but the status and the API server's bookkeeping."""
+    books = ("resourceVersion", "managedFields")
+    meta = {name: value for name, value in obj["metadata"].items() if name not in books}
+    return {name: value for name, value in obj.items() if name != "status"} | {"metadata": meta}

@@ -1,0 +1,73 @@
+"""Brings the cluster's CustomResourceDefinitions to the version of this operator.
+
+Helm installs the files of a chart's `crds/` folder once and never upgrades them; the operator does.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from millrace.core.errors import MillraceError
+from millrace_operator.kube import MILLRACE, RESOURCES, Kube, KubeError
+from millrace_operator.spec import KINDS
+
+log = logging.getLogger(__name__)
+
+#: What the operator can't work without.
+_KINDS = ("ModelService", *KINDS)
+
+RETRY_S = 2.0
+WAIT_S = 60.0
+
+
+def read_crds(folder: Path) -> list[dict[str, Any]]:
+    """The manifests in *.yaml of `folder`. Raises MillraceError when there is none."""
+    manifests = [
+        manifest
+        for path in sorted(folder.glob("*.yaml"))
+        for manifest in yaml.safe_load_all(path.read_text(encoding="utf-8"))
+    ]
+    if not manifests:
+        raise MillraceError(f"no CustomResourceDefinition in {folder}")
+    return manifests
+
+
+async def apply_crds(kube: Kube, manifests: Sequence[Mapping[str, Any]]) -> None:
+    """Server-side apply of all. Raises KubeRefused, or KubeError once it has lasted too long."""
+    for manifest in manifests:
+        await _patiently(partial(kube.apply, manifest))
+    log.info("%d CustomResourceDefinitions are this version's", len(manifests))
+
+
+async def wait_until_served(kube: Kube) -> None:
+    """Raises MillraceError when the API server does not serve the operator's kinds in time."""
+    wanted = {RESOURCES[kind].plural for kind in _KINDS}
+
+    async def ask() -> None:
+        if missing := wanted - await kube.served(MILLRACE):
+            names = ", ".join(sorted(missing))
+            raise KubeError(f"the cluster does not serve {names} of {MILLRACE}")
+
+    await _patiently(ask)
+
+
+async def _patiently(call: Callable[[], Awaitable[object]]) -> None:
+    """Tries again while the API server can't do it, for WAIT_S. Then raises its last KubeError."""
+    clock = asyncio.get_running_loop().time
+    until_s = clock() + WAIT_S
+    while True:
+        try:
+            await call()
+            return
+        except KubeError as error:
+            if clock() + RETRY_S > until_s:
+                raise
+            log.warning("%s", error)
+        await asyncio.sleep(RETRY_S)

@@ -1,0 +1,195 @@
+"""What kopf watches, and which objects a change concerns. Handlers only touch the work queue.
+
+Only `kopf.on.event` is used: kopf's other handlers keep their state in annotations and finalizers,
+and an object with a finalizer can't be deleted while the operator is away. Nothing here writes.
+
+kopf runs in a thread and an event loop of its own, since it ends all tasks that it finds in its
+loop when it stops, and takes the process's signals when it is in the main thread.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any
+
+import kopf
+from kubernetes import client
+
+from millrace_operator.kube import MILLRACE, RESOURCES
+from millrace_operator.naming import COMPONENT_LABEL, POOL_LABEL, SERVICE_LABEL
+from millrace_operator.queue import Key
+from millrace_operator.spec import KINDS
+
+_POOLS = {kind.role: kind.kind for kind in KINDS.values()}  # by component label
+_CHILDREN = ("StatefulSet", "Deployment", "Pod")
+
+#: In seconds. Watches end at the server after a while, so that a dead connection is no news for no
+#: longer; an answer is as slow as the largest list.
+WATCH_S = 300.0
+REQUEST_S = 30.0
+CONNECT_S = 10.0
+
+
+class Touches:
+    """Turns events into touches of a queue."""
+
+    def __init__(self, touch: Callable[[Key], None]) -> None:
+        self._touch = touch
+        self._seen: dict[
+            Key, tuple[object, object]
+        ] = {}  # what of it matters: to itself, to others
+        self._pools: dict[tuple[str, str], set[Key]] = {}  # by (namespace, service)
+
+    def service(self, event: str | None, body: Mapping[str, Any]) -> None:
+        """Of a ModelService. Its pools are built from its spec, too."""
+        key = _key("ModelService", body)
+        if self._changed(key, event, body)[0]:
+            self._touch(key)
+            for pool in self._pools.get((key.namespace, key.name), ()):
+                self._touch(pool)
+
+    def pool(self, kind: str, event: str | None, body: Mapping[str, Any]) -> None:
+        """Of a pool: the service shows its state, and its siblings' rollouts wait for it."""
+        key = _key(kind, body)
+        spec_changed, state_changed = self._changed(key, event, body)
+        name = (body.get("spec") or {}).get("serviceRef", {}).get("name", "")
+        siblings = self._pools.setdefault((key.namespace, name), set())
+        siblings.add(key)
+        if spec_changed:
+            self._touch(key)
+        if spec_changed or state_changed:
+            self._touch(Key("ModelService", key.namespace, name))
+            for sibling in siblings - {key}:
+                self._touch(sibling)
+        if event == "DELETED":
+            siblings.discard(key)
+            if not siblings:
+                del self._pools[key.namespace, name]
+
+    def child(self, body: Mapping[str, Any]) -> None:
+        """Of a StatefulSet, a Deployment or a pod, by its labels."""
+        meta = body.get("metadata", {})
+        labels, namespace = meta.get("labels", {}), meta.get("namespace", "")
+        kind = _POOLS.get(labels.get(COMPONENT_LABEL, ""))
+        if POOL_LABEL in labels and kind:
+            self._touch(Key(kind, namespace, labels[POOL_LABEL]))
+        elif SERVICE_LABEL in labels:
+            self._touch(Key("ModelService", namespace, labels[SERVICE_LABEL]))
+
+    def _changed(self, key: Key, event: str | None, body: Mapping[str, Any]) -> tuple[bool, bool]:
+        """Whether what was asked for, and what others read of its state, is news."""
+        if event == "DELETED":
+            self._seen.pop(key, None)
+            return True, True
+        now = _asked(body), _state(body)
+        before = self._seen.get(key, (None, None))
+        self._seen[key] = now
+        return now[0] != before[0], now[1] != before[1]
+
+
+def _asked(body: Mapping[str, Any]) -> object:
+    meta = body.get("metadata", {})
+    return meta.get("uid"), meta.get("generation"), meta.get("deletionTimestamp")
+
+
+def _state(body: Mapping[str, Any]) -> object:
+    """Counts, revisions and conditions; not the metrics, which change all the time."""
+    status = body.get("status") or {}
+    names = ("replicas", "readyReplicas", "updatedReplicas", "updatedReadyReplicas")
+    conditions = [(entry["type"], entry["status"]) for entry in status.get("conditions", [])]
+    return [status.get(name) for name in (*names, "revision", "template")], conditions
+
+
+def _key(kind: str, body: Mapping[str, Any]) -> Key:
+    return Key(kind, body["metadata"].get("namespace", ""), body["metadata"]["name"])
+
+
+def make_registry(
+    touches: Touches, configuration: Callable[[], client.Configuration]
+) -> kopf.OperatorRegistry:
+    """The handlers. `configuration` is read again whenever the API server asks who is there."""
+    registry = kopf.OperatorRegistry()
+
+    @kopf.on.login(registry=registry)
+    async def login(**_: object) -> kopf.ConnectionInfo:
+        return _connection(configuration())
+
+    @kopf.on.event(MILLRACE, "modelservices", registry=registry)
+    async def service(type: str | None, body: kopf.Body, **_: object) -> None:
+        touches.service(type, body)
+
+    for kind in KINDS:
+
+        @kopf.on.event(MILLRACE, RESOURCES[kind].plural, registry=registry, param=kind)
+        async def pool(type: str | None, body: kopf.Body, param: str, **_: object) -> None:
+            touches.pool(param, type, body)
+
+    for child_kind in _CHILDREN:
+
+        @kopf.on.event(*_selector(child_kind), registry=registry)
+        async def child(body: kopf.Body, **_: object) -> None:
+            touches.child(body)
+
+    return registry
+
+
+def _selector(kind: str) -> tuple[str, str]:
+    return RESOURCES[kind].api_version, RESOURCES[kind].plural
+
+
+def make_settings() -> kopf.OperatorSettings:
+    """Short waits, no Events of kopf's own, and no watch on namespaces or CRDs."""
+    settings = kopf.OperatorSettings()
+    settings.posting.enabled = False
+    settings.scanning.disabled = True
+    settings.process.ultimate_exiting_timeout = None
+    settings.networking.connect_timeout = CONNECT_S
+    settings.networking.request_timeout = REQUEST_S
+    settings.watching.server_timeout = WATCH_S
+    settings.watching.client_timeout = WATCH_S + REQUEST_S
+    settings.watching.connect_timeout = CONNECT_S
+    for kind in _CHILDREN:
+        settings.watching.label_selectors[_selector(kind)] = SERVICE_LABEL
+    return settings
+
+
+async def watch(
+    touches: Touches,
+    configuration: Callable[[], client.Configuration],
+    *,
+    namespaces: Iterable[str],
+    stop: threading.Event,
+) -> None:
+    """Runs kopf until `stop`; in all namespaces when none is named. For a thread of its own.
+
+    Raises what kopf can't get over, such as lacking rights.
+    """
+    # It warns of not getting signals, which is what this thread is for.
+    logging.getLogger("kopf._core.reactor.running").setLevel(logging.ERROR)
+    names = list(namespaces)
+    await kopf.operator(
+        registry=make_registry(touches, configuration),
+        settings=make_settings(),
+        standalone=True,
+        clusterwide=not names,
+        namespaces=names,
+        stop_flag=stop,
+    )
+
+
+def _connection(configuration: client.Configuration) -> kopf.ConnectionInfo:
+    """The `kubernetes` package's settings as kopf takes them."""
+    header = configuration.get_api_key_with_prefix("BearerToken", alias="authorization") or ""
+    return kopf.ConnectionInfo(
+        server=configuration.host,
+        ca_path=configuration.ssl_ca_cert,
+        ca_data=None if configuration.ssl_ca_cert else configuration.ca_cert_data,
+        insecure=not configuration.verify_ssl,
+        username=configuration.username or None,
+        password=configuration.password or None,
+        token=header.removeprefix("Bearer ") or None,
+        certificate_path=configuration.cert_file,
+        private_key_path=configuration.key_file,
+    )

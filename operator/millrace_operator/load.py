@@ -1,0 +1,135 @@
+"""What the schedulers say of their pools: one call an interval for all pools of a service.
+
+Times are those of a monotonic clock, in seconds.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Awaitable, Callable, Mapping
+from dataclasses import dataclass, field
+from typing import TypeVar
+
+from millrace.core.load import FleetLoad
+from millrace.wire.scheduler_client import (
+    SchedulerUnavailable,
+    UnknownInstance,
+    evict,
+    get_instances,
+    get_load,
+    set_cordon,
+)
+from millrace_operator.observed import Instance
+
+#: What instances hold changes by the moment: an answer is good for one round of all pools.
+INSTANCES_FRESH_S = 1.0
+
+#: A scheduler that did not answer is left alone so long, and whoever asks gets its last answer.
+SILENCE_S = 3.0
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Sample:
+    """The last load that a scheduler told, and why there is no newer one ("": it is fresh)."""
+
+    load: FleetLoad | None = None
+    sampled_s: float = -float("inf")
+    error: str = ""
+
+
+@dataclass(slots=True, eq=False)
+class _Scheduler:
+    """What is known of one."""
+
+    lock: asyncio.Lock = field(default_factory=asyncio.Lock)
+    sample: Sample = Sample()
+    instances: Mapping[str, Instance] = field(default_factory=dict)
+    instances_s: float = -float("inf")
+    silent_s: float = -float("inf")  # when it last did not answer
+    error: str = ""
+
+
+class Schedulers:
+    """By address. A scheduler is asked one thing at a time, so that pools share the answers."""
+
+    def __init__(
+        self,
+        *,
+        clock: Callable[[], float] = time.monotonic,
+        on_error: Callable[[], None] = lambda: None,
+    ) -> None:
+        self._clock = clock
+        self._on_error = on_error
+        self._known: dict[str, _Scheduler] = {}
+
+    async def load(self, address: str, *, fresh_s: float) -> Sample:
+        """A sample at most `fresh_s` old, or else the last one, with the error."""
+        known = self._known.setdefault(address, _Scheduler())
+        async with known.lock:
+            if self._clock() - known.sample.sampled_s >= fresh_s:
+                asked_s = self._clock()
+                load = await self._ask(known, lambda: get_load(address))
+                if load is not None:
+                    known.sample = Sample(load=load, sampled_s=asked_s)
+            fresh = self._clock() - known.sample.sampled_s < fresh_s
+            return Sample(
+                load=known.sample.load,
+                sampled_s=known.sample.sampled_s,
+                error="" if fresh else known.error,
+            )
+
+    async def instances(self, address: str) -> Mapping[str, Instance] | None:
+        """By id; None when the scheduler does not answer."""
+        known = self._known.setdefault(address, _Scheduler())
+        async with known.lock:
+            if self._clock() - known.instances_s < INSTANCES_FRESH_S:
+                return known.instances
+            asked_s = self._clock()
+            views = await self._ask(known, lambda: get_instances(address))
+            if views is None:
+                return None
+            known.instances_s = asked_s
+            known.instances = {
+                view.id: Instance(
+                    id=view.id, cordoned=view.draining, held_requests=view.held_requests
+                )
+                for view in views
+            }
+            return known.instances
+
+    async def cordon(self, address: str, instance_id: str, *, cordoned: bool) -> None:
+        """An instance that is gone needs nothing. Raises SchedulerUnavailable."""
+        await self._tell(address, lambda: set_cordon(address, instance_id, cordoned))
+
+    async def evict(self, address: str, instance_id: str, *, abort: bool) -> None:
+        """An instance that is gone needs nothing. Raises SchedulerUnavailable."""
+        await self._tell(address, lambda: evict(address, instance_id, abort=abort))
+
+    def forget(self, address: str) -> None:
+        """Its service is deleted."""
+        self._known.pop(address, None)
+
+    async def _ask(self, known: _Scheduler, call: Callable[[], Awaitable[T]]) -> T | None:
+        if self._clock() - known.silent_s < SILENCE_S:
+            return None
+        try:
+            return await call()
+        except SchedulerUnavailable as error:
+            known.silent_s, known.error = self._clock(), str(error)
+            self._on_error()
+            return None
+
+    async def _tell(self, address: str, call: Callable[[], Awaitable[None]]) -> None:
+        known = self._known.setdefault(address, _Scheduler())
+        async with known.lock:
+            known.instances_s = -float("inf")
+            try:
+                await call()
+            except UnknownInstance:
+                pass
+            except SchedulerUnavailable:
+                self._on_error()
+                raise

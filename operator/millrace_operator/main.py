@@ -1,0 +1,247 @@
+"""Runs the operator: who leads, what the leader does, and how it ends. Reads the environment."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import os
+import signal
+import socket
+import threading
+import uuid
+from collections.abc import Callable, Coroutine, Mapping
+from dataclasses import dataclass, field
+from functools import partial
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+from kubernetes import client
+
+from millrace.core.config import load_config
+from millrace.core.errors import MillraceError
+from millrace.telemetry.log import setup_logging
+from millrace.telemetry.metrics import Registry, serve_metrics
+from millrace.wire.tls import use_tls
+from millrace_operator.cluster import Cluster, Parts, scheduler_address
+from millrace_operator.crds import apply_crds, read_crds, wait_until_served
+from millrace_operator.election import Election, Terms
+from millrace_operator.handlers import Touches, watch
+from millrace_operator.kube import Kube, load_configuration
+from millrace_operator.load import Schedulers
+from millrace_operator.metrics import OperatorMetrics
+from millrace_operator.queue import Pace, WorkQueue
+from millrace_operator.runner import Runner
+from millrace_operator.scaler import Scaler
+from millrace_operator.spec import KINDS, Defaults
+
+log = logging.getLogger(__name__)
+
+TLS = "MILLRACE_TLS__"
+ROLES = ("proxy", "scheduler", *(kind.role for kind in KINDS.values()))
+
+#: A renewal that takes longer is tried again: the lease must outlive several of them. In seconds.
+LEASE_CALL_S = 3.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Options:
+    """What an operator is told."""
+
+    configuration: Callable[[], client.Configuration]  # read again when a token has run out
+    defaults: Defaults
+    namespaces: tuple[str, ...] = ()  # none: all
+    lease_namespace: str = "default"
+    lease_name: str = "millrace-operator"
+    identity: str
+    host: str = "0.0.0.0"
+    metrics_port: int = 9090
+    crds: tuple[Mapping[str, Any], ...] = ()  # applied at the start
+    terms: Terms = field(default_factory=Terms)
+    pace: Pace = field(default_factory=Pace)
+    address: Callable[[str, str], str] = scheduler_address
+
+
+class Operator:
+    """One process's. `run` ends when it is cancelled, or raises what it can't get over."""
+
+    def __init__(self, options: Options) -> None:
+        self._options = options
+        self._registry = Registry()
+        self._metrics = OperatorMetrics(self._registry)
+        self._watching = False
+        on_call = self._metrics.count_call
+        self._kube = Kube(options.configuration(), on_call=on_call)
+        self._lease_kube = Kube(
+            options.configuration(), threads=2, timeout_s=LEASE_CALL_S, on_call=on_call
+        )
+        self.election = Election(
+            self._lease_kube,
+            namespace=options.lease_namespace,
+            name=options.lease_name,
+            identity=options.identity,
+            terms=options.terms,
+        )
+        schedulers = Schedulers(on_error=self._metrics.load_errors.inc)
+        cluster = Cluster(
+            Parts(
+                kube=self._kube,
+                schedulers=schedulers,
+                scaler=Scaler(schedulers),
+                metrics=self._metrics,
+                leads=self.election.may_act,
+                identity=options.identity,
+                address=options.address,
+            )
+        )
+        runner = Runner(cluster, options.defaults, self._metrics)
+        self._queue = WorkQueue(runner.reconcile, pace=options.pace)
+        self._metrics.watch_queue(self._queue.waiting)
+
+    async def run(self) -> None:
+        """Waits for its turn, leads, and lets another lead when it is cancelled.
+
+        Raises LeaseLost, KubeRefused for rights that it lacks, and whatever ends kopf.
+        """
+        options = self._options
+        async with contextlib.AsyncExitStack() as stack:
+            stack.push_async_callback(asyncio.to_thread, self._lease_kube.close)
+            server = await serve_metrics(
+                options.metrics_port, self.ready, registry=self._registry, host=options.host
+            )
+            stack.push_async_callback(server.close)
+            stack.push_async_callback(self.election.release)
+            # What it has begun to write is written before another operator leads.
+            stack.push_async_callback(asyncio.to_thread, self._kube.close)
+            await self.election.acquire()
+            self._metrics.leads(True)
+            await until_one_ends(self.election.hold(), self._work())
+
+    def ready(self) -> bool:
+        """For /ready: leads and watches, or waits in good order."""
+        return self._watching if self.election.leading else self.election.in_order()
+
+    async def _work(self) -> None:
+        await apply_crds(self._kube, self._options.crds)
+        await wait_until_served(self._kube)
+        await until_one_ends(self._queue.run(), self._watch())
+
+    async def _watch(self) -> None:
+        """Runs kopf in a thread until this is cancelled. Raises what ends kopf before that."""
+        loop, stop = asyncio.get_running_loop(), threading.Event()
+        touches = Touches(lambda key: loop.call_soon_threadsafe(self._queue.touch, key))
+        work = partial(
+            watch,
+            touches,
+            self._options.configuration,
+            namespaces=self._options.namespaces,
+            stop=stop,
+        )
+        running = loop.run_in_executor(None, lambda: asyncio.run(work()))
+        self._watching = True
+        try:
+            await asyncio.shield(running)
+        finally:
+            self._watching = False
+            stop.set()
+            await asyncio.wait([running])
+
+
+async def until_one_ends(*works: Coroutine[Any, Any, object]) -> None:
+    """Runs all until one returns or raises, which this does then, once the others are cancelled."""
+    tasks = [asyncio.create_task(work) for work in works]
+    try:
+        done, _ = await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
+        for task in done:
+            await task
+    finally:
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+
+
+async def serve(options: Options) -> None:
+    """Runs an operator until SIGTERM or SIGINT. Raises MillraceError."""
+    stop = asyncio.Event()
+    for number in (signal.SIGTERM, signal.SIGINT):
+        asyncio.get_running_loop().add_signal_handler(number, stop.set)
+    await until_one_ends(Operator(options).run(), stop.wait())
+
+
+def defaults_from(environment: Mapping[str, str]) -> Defaults:
+    """Images and secrets of specs that name none. Raises MillraceError for an image not given."""
+    images = {role: environment.get(f"MILLRACE_IMAGE_{role.upper()}", "") for role in ROLES}
+    missing = [f"MILLRACE_IMAGE_{role.upper()}" for role, image in images.items() if not image]
+    if missing:
+        raise MillraceError(f"the environment lacks {', '.join(missing)}")
+    return Defaults(
+        images=images,
+        pull_policy=environment.get("MILLRACE_IMAGE_PULL_POLICY", "IfNotPresent"),
+        redis_secret=environment.get("MILLRACE_REDIS_SECRET", ""),
+    )
+
+
+def use_settings_of(environment: Mapping[str, str], *, log_format: str, log_level: str) -> None:
+    """TLS towards schedulers, by MILLRACE_TLS__*, and logging. Raises ConfigError."""
+    given = {
+        f"tls.{name.removeprefix(TLS).lower()}": value
+        for name, value in environment.items()
+        if name.startswith(TLS)
+    }
+    given |= {"telemetry.log_format": log_format, "telemetry.log_level": log_level}
+    config = load_config(overrides=[f"{name}={value}" for name, value in given.items()])
+    setup_logging(config.telemetry, "operator")
+    logging.getLogger("kopf").setLevel(logging.WARNING)
+    use_tls(config.tls)
+
+
+app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
+
+
+@app.command()
+def run(
+    namespace: Annotated[
+        list[str],
+        typer.Option(metavar="NAME", help="Look after this namespace only; repeat for several."),
+    ] = [],  # noqa: B006 - typer wants a literal default
+    lease_namespace: Annotated[
+        str, typer.Option(metavar="NAME", help="Of the Lease; default: $POD_NAMESPACE.")
+    ] = "",
+    lease_name: Annotated[
+        str, typer.Option(metavar="NAME", help="Operators of one name take turns.")
+    ] = "millrace-operator",
+    metrics_port: Annotated[
+        int, typer.Option(metavar="PORT", help="Of /metrics, /health and /ready; 0: a free one.")
+    ] = 9090,
+    log_format: Annotated[str, typer.Option(metavar="text|json")] = "json",
+    log_level: Annotated[str, typer.Option(metavar="debug|info|warning|error")] = "info",
+    kubeconfig: Annotated[
+        str, typer.Option(metavar="FILE", help="Default: the pod's service account.")
+    ] = "",
+    context: Annotated[str, typer.Option(metavar="NAME", help="Of the kubeconfig.")] = "",
+) -> None:
+    """The operator: builds, scales and drains what ModelServices and their pools ask for."""
+    environment = os.environ
+    try:
+        use_settings_of(environment, log_format=log_format, log_level=log_level)
+        crds = environment.get("MILLRACE_CRDS", "")
+        pod = environment.get("POD_NAME") or socket.gethostname()
+        options = Options(
+            configuration=partial(load_configuration, kubeconfig, context),
+            defaults=defaults_from(environment),
+            namespaces=tuple(namespace),
+            lease_namespace=lease_namespace or environment.get("POD_NAMESPACE", "default"),
+            lease_name=lease_name,
+            identity=f"{pod}_{uuid.uuid4()}",  # a container that starts again is another one
+            metrics_port=metrics_port,
+            crds=tuple(read_crds(Path(crds))) if crds else (),
+        )
+        asyncio.run(serve(options))
+    except MillraceError as error:
+        log.error("%s", error)
+        raise typer.Exit(1) from None
+
+
+def main() -> None:
+    app()

@@ -1,0 +1,62 @@
+"""The operator's own metrics: what `millrace.telemetry.metrics` serves at /metrics."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from millrace.telemetry.metrics import Registry
+
+
+class OperatorMetrics:
+    """Labels: `kind` of an object; `result` done | error | refused; `pool` as namespace/name."""
+
+    def __init__(self, registry: Registry) -> None:
+        self.reconciles = registry.counter(
+            "millrace_operator_reconcile_rounds_total",
+            "Looks at an object, by their end",
+            ["kind", "result"],
+        )
+        self.reconcile_seconds = registry.histogram(
+            "millrace_operator_reconcile_seconds", "Length of a look at an object", ["kind"]
+        )
+        self.recommended = registry.gauge(
+            "millrace_operator_recommended_instances",
+            "Size of the pool by the autoscaler",
+            ["kind", "pool"],
+        )
+        self.scalings = registry.counter(
+            "millrace_operator_scale_changes_total",
+            "Sizes that the autoscaler has set",
+            ["kind", "pool", "direction"],
+        )
+        self.api_errors = registry.counter(
+            "millrace_operator_api_errors_total",
+            "Answers of the API server other than 2xx and 404; status 0: no answer",
+            ["verb", "status"],
+        )
+        self.load_errors = registry.counter(
+            "millrace_operator_scheduler_errors_total", "Calls that a scheduler did not answer"
+        )
+        self._leading = registry.gauge(
+            "millrace_operator_leader_info", "1 for the operator that acts, 0 for one in waiting"
+        )
+        self._registry = registry
+
+    def leads(self, leads: bool) -> None:
+        self._leading.set(float(leads))
+
+    def count_call(self, verb: str, status: int) -> None:
+        """For `Kube`'s `on_call`."""
+        if status != 404 and not 200 <= status < 300:
+            self.api_errors.labels(verb, str(status)).inc()
+
+    def watch_queue(self, waiting: Callable[[], int]) -> None:
+        self._registry.gauge_function(
+            "millrace_operator_waiting_tasks", "Objects that are due and not looked at yet", waiting
+        )
+
+    def forget(self, kind: str, pool: str) -> None:
+        """The series of a pool that is gone."""
+        self.recommended.remove(kind, pool)
+        for direction in ("up", "down"):
+            self.scalings.remove(kind, pool, direction)

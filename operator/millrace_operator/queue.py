@@ -1,0 +1,163 @@
+"""The level-triggered work queue: which objects to look at, when, and never twice at once.
+
+A touch says that something about an object may have changed, not what; touches that come before it
+is looked at, or while it is, count as one. `reconcile` answers when it wants to look again.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import math
+import random
+from collections.abc import Awaitable, Callable
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from millrace.core.errors import MillraceError
+from millrace_operator.kube import KubeError
+
+log = logging.getLogger(__name__)
+
+
+class Key(NamedTuple):
+    """One object."""
+
+    kind: str
+    namespace: str
+    name: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Pace:
+    """Times in seconds. Waits are spread by up to `jitter` of themselves, so that herds part."""
+
+    gap_s: float = 0.5  # between the end of one look at an object and the next, whatever happens
+    first_retry_s: float = 0.5  # doubles with each failure
+    last_retry_s: float = 60.0
+    #: An event ends a longer wait after a failure: perhaps somebody has mended the cause.
+    event_retry_s: float = 5.0
+    jitter: float = 0.2
+
+
+@dataclass(slots=True, eq=False)
+class _Entry:
+    """What the queue knows of an object."""
+
+    due_s: float | None = None  # None: nothing to do
+    running: bool = False
+    not_before_s: float = 0.0
+    failures: int = 0
+
+
+class WorkQueue:
+    """Runs `reconcile(key)`, at most `workers` at a time and one a key.
+
+    `reconcile` answers with the seconds until it wants to look again; None forgets the key. An
+    exception is logged and tried again, ever later; what KubeError.retry_after_s asks for is kept.
+    """
+
+    def __init__(
+        self,
+        reconcile: Callable[[Key], Awaitable[float | None]],
+        *,
+        workers: int = 8,
+        pace: Pace | None = None,
+        spread: Callable[[], float] = random.random,
+    ) -> None:
+        self._reconcile = reconcile
+        self._workers = asyncio.Semaphore(workers)
+        self._pace = pace or Pace()
+        self._spread = spread
+        self._entries: dict[Key, _Entry] = {}
+        self._changed = asyncio.Event()
+
+    def touch(self, key: Key) -> None:
+        """Look at the object soon."""
+        entry = self._entries.setdefault(key, _Entry())
+        self._wake(entry, max(_now(), entry.not_before_s))
+
+    def waiting(self) -> int:
+        """Objects that are due, and not looked at yet."""
+        now_s = _now()
+        return sum(e.due_s is not None and e.due_s <= now_s for e in self._entries.values())
+
+    async def run(self) -> None:
+        """Until it is cancelled."""
+        async with asyncio.TaskGroup() as group:
+            while True:
+                await self._workers.acquire()
+                key, entry = await self._next_due()
+                entry.due_s, entry.running = None, True
+                group.create_task(self._look(key, entry))
+
+    def _wake(self, entry: _Entry, at_s: float) -> None:
+        if entry.due_s is None or at_s < entry.due_s:
+            entry.due_s = at_s
+            self._changed.set()
+
+    async def _next_due(self) -> tuple[Key, _Entry]:
+        while True:
+            self._changed.clear()
+            due_s, key = min(
+                (
+                    (entry.due_s, key)
+                    for key, entry in self._entries.items()
+                    if entry.due_s is not None and not entry.running
+                ),
+                default=(math.inf, None),
+            )
+            if key is not None and due_s <= _now():
+                return key, self._entries[key]
+            wait_s = None if key is None else due_s - _now()
+            with contextlib.suppress(TimeoutError):  # somebody is due
+                async with asyncio.timeout(wait_s):
+                    await self._changed.wait()
+
+    async def _look(self, key: Key, entry: _Entry) -> None:
+        try:
+            again_s = await self._reconcile(key)
+        except Exception as error:  # one object's trouble must not end the others' work
+            again_s = self._retry_s(entry, error)
+            entry.not_before_s = _now() + self._floor_s(again_s, error)
+            _report(key, error, again_s)
+        else:
+            entry.failures = 0
+            entry.not_before_s = _now() + self._pace.gap_s
+        finally:
+            entry.running = False
+            self._workers.release()
+            self._changed.set()
+        if entry.due_s is not None:  # touched while it was looked at
+            entry.due_s = max(entry.due_s, entry.not_before_s)
+        if again_s is not None:
+            self._wake(entry, _now() + max(again_s * self._spreading(), self._pace.gap_s))
+        elif entry.due_s is None:
+            del self._entries[key]
+
+    def _retry_s(self, entry: _Entry, error: Exception) -> float:
+        entry.failures += 1
+        doubled_s = self._pace.first_retry_s * 2.0 ** min(entry.failures - 1, 30)
+        asked_s = error.retry_after_s if isinstance(error, KubeError) else 0.0
+        return max(min(doubled_s, self._pace.last_retry_s), asked_s)
+
+    def _floor_s(self, retry_s: float, error: Exception) -> float:
+        """How long no event can bring the next try forward."""
+        asked_s = error.retry_after_s if isinstance(error, KubeError) else 0.0
+        return max(min(retry_s, self._pace.event_retry_s), asked_s)
+
+    def _spreading(self) -> float:
+        return 1.0 + self._pace.jitter * self._spread()
+
+
+def _now() -> float:
+    return asyncio.get_running_loop().time()
+
+
+def _report(key: Key, error: Exception, again_s: float) -> None:
+    where = "/".join(key)
+    if isinstance(error, MillraceError):
+        log.warning("%s: %s; next try in %.1f s", where, error, again_s)
+    else:
+        log.error("%s: next try in %.1f s", where, again_s, exc_info=error)

@@ -1,0 +1,393 @@
+"""An API server in memory, as far as the operator sees one: kmock's emulator, made stricter.
+
+On top of kmock: resourceVersion, uid, generation and creationTimestamp; server-side apply with
+managers (what a manager no longer applies goes away), the status and scale subresources, defaults
+of the CRDs' schemas, preconditions, label selectors, watches from a resourceVersion, owner
+references, and the controllers of StatefulSets and Deployments. `Fault`s are injected by the test.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import copy
+import re
+import uuid
+from collections.abc import AsyncIterator, Callable, Iterator, Mapping
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, field
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+import aiohttp.web
+import kmock
+import yaml
+from kmock import KubernetesEmulator, KubernetesError, Request, Server
+from kubernetes import client
+
+from millrace_operator.kube import RESOURCES
+
+CRDS = Path(__file__).parents[2] / "charts/millrace/crds"
+
+Object = dict[str, Any]
+
+
+@dataclass
+class Fault:
+    """The next `times` requests that `matches` accepts fail with `status`."""
+
+    status: int
+    times: int = 1
+    matches: Callable[[Request], bool] = lambda request: request.method == "PATCH"
+    headers: Mapping[str, str] = field(default_factory=dict)
+    hits: int = 0
+
+
+class KubeEmulator(KubernetesEmulator):
+    """`objects` are reached by `find`; pods of StatefulSets start as `ready_pods` says."""
+
+    def __attrs_post_init__(self) -> None:
+        super().__attrs_post_init__()
+        self.faults: list[Fault] = []
+        self.ready_pods: Callable[[str], bool] = lambda name: True
+        self.writes: list[tuple[str, str, str]] = []  # method, path, field manager
+        self._store: dict[tuple[str, str, str], Object] = {}  # by kind, namespace, name
+        self._applied: dict[tuple[str, str], Object] = {}  # by uid, manager and subresource
+        self._events: list[tuple[int, str, Object]] = []
+        self._version = 100
+        self._news = asyncio.Condition()
+        self._schemas = dict(_schemas())
+        for kind, resource in RESOURCES.items():
+            name = kmock.resource(f"{resource.api_version}/{resource.plural}")
+            info = self.resources[name]
+            info.kind, info.namespaced = kind, resource.namespaced
+            info.verbs = {"list", "watch", "get", "patch"}
+        for name in ("v1/events", "v1/namespaces"):  # kopf looks for them
+            self.resources[name].namespaced = name == "v1/events"
+
+    # What tests read and do.
+
+    def find(self, kind: str, name: str, namespace: str = "default") -> Object | None:
+        """The object itself; change it by `edit`."""
+        return self._store.get((kind, namespace, name))
+
+    def all(self, kind: str) -> list[Object]:
+        return [obj for key, obj in sorted(self._store.items()) if key[0] == kind]
+
+    async def make(self, manifest: Object) -> Object:
+        """As `kubectl create` does."""
+        manifest = copy.deepcopy(manifest)
+        manifest["metadata"].setdefault("namespace", "default")
+        return await self._put(self._new(manifest))
+
+    async def edit(self, kind: str, name: str, change: Callable[[Object], object]) -> Object:
+        """As `kubectl edit` does."""
+        obj = copy.deepcopy(self._store[kind, "default", name])
+        change(obj)
+        return await self._put(obj)
+
+    async def pod_ready(self, name: str, *, ready: bool = True) -> None:
+        """The kubelet's word on a pod."""
+        status = "True" if ready else "False"
+        pod = await self.edit(
+            "Pod", name, lambda p: p["status"]["conditions"][0].update(status=status)
+        )
+        owner = pod["metadata"]["ownerReferences"][0]["name"]
+        await self._control(self._store["StatefulSet", "default", owner])
+
+    async def remove(self, kind: str, name: str) -> None:
+        """As `kubectl delete` does."""
+        await self._delete((kind, "default", name))
+
+    async def until(self, true: Callable[[], object], within_s: float = 10.0) -> None:
+        """Until `true()`, looked at whenever an object changes."""
+        try:
+            async with asyncio.timeout(within_s), self._news:
+                await self._news.wait_for(lambda: bool(true()))
+        except TimeoutError:
+            raise AssertionError("it never came to be") from None
+
+    async def news(self) -> None:
+        """Lets `until` look again, for what is not an object."""
+        async with self._news:
+            self._news.notify_all()
+
+    # What the operator sees.
+
+    async def _handle(self, request: Request) -> aiohttp.web.StreamResponse:
+        for fault in self.faults:
+            if fault.times > 0 and fault.matches(request):
+                fault.times -= 1
+                fault.hits += 1
+                await self.news()
+                body = {"kind": "Status", "message": f"injected {fault.status}"}
+                return aiohttp.web.json_response(
+                    body, status=fault.status, headers=dict(fault.headers)
+                )
+        if request.method == "GET" or request.resource is None:
+            return await super()._handle(request)
+        self.writes.append(
+            (str(request.method.value), request.url.path, request.params.get("fieldManager", ""))
+        )
+        return aiohttp.web.json_response(await self._write(request))
+
+    async def _serve_list(self, request: Request) -> Object:
+        self._known(request)
+        chosen = [obj for obj in self.all(self._kind(request)) if _chosen(request, obj)]
+        return {"metadata": {"resourceVersion": str(self._version)}, "items": chosen}
+
+    async def _serve_fetch(self, request: Request) -> Object:
+        key = (self._kind(request), request.namespace or "", request.name or "")
+        return self._get(key)
+
+    async def _serve_watch(self, request: Request) -> AsyncIterator[Any]:
+        yield b""
+        kind, at = self._kind(request), int(request.params.get("resourceVersion") or 0)
+        while True:
+            async with self._news:
+                news = [event for event in self._events if event[0] > at]
+                if not news:
+                    await self._news.wait()
+                    continue
+            for at, kind_of_event, obj in news:
+                if obj["kind"] == kind and _chosen(request, obj):
+                    yield {"type": kind_of_event, "object": obj}
+
+    async def _write(self, request: Request) -> Object:
+        data: Object = copy.deepcopy(request.data or {})
+        kind, name = self._kind(request), request.name or data.get("metadata", {}).get("name", "")
+        key = (kind, request.namespace or "", name)
+        if request.method == "DELETE":
+            uid = data.get("preconditions", {}).get("uid")
+            if uid and self._get(key)["metadata"]["uid"] != uid:
+                raise KubernetesError(status=409, reason="Conflict")
+            return await self._delete(key)
+        if request.method == "POST":
+            if key in self._store:
+                raise KubernetesError(status=409, reason="AlreadyExists")
+            return await self._put(self._new(data))
+        if request.method == "PUT":
+            version = data["metadata"].get("resourceVersion")
+            if version not in (None, self._get(key)["metadata"]["resourceVersion"]):
+                raise KubernetesError(status=409, reason="Conflict")
+            return await self._put(data)
+        return await self._patch(request, key, data)
+
+    async def _patch(self, request: Request, key: tuple[str, str, str], data: Object) -> Object:
+        old = self._store.get(key)
+        apply = "apply-patch" in request.headers.get("Content-Type", "")
+        if old is None:
+            if not apply or request.subresource:
+                raise KubernetesError(status=404, reason="NotFound")
+            new = self._new(data)
+            manager = (new["metadata"]["uid"], request.params["fieldManager"])
+            self._applied[manager] = data
+            return await self._put(new)
+        new = copy.deepcopy(old)
+        if not apply:
+            _merge(new, data)
+            return await self._put(new)
+        uid = data["metadata"].get("uid", old["metadata"]["uid"])
+        if uid != old["metadata"]["uid"]:
+            raise KubernetesError(status=409, reason="Conflict")
+        manager = (uid, f"{request.params['fieldManager']}{request.subresource or ''}")
+        part = ("status",) if request.subresource else tuple(k for k in data if k != "status")
+        data = {name: value for name, value in data.items() if name in part}
+        _drop(new, self._applied.get(manager, {}), data)
+        self._applied[manager] = copy.deepcopy(data)
+        _merge(new, data)
+        return await self._put(new)
+
+    # The store.
+
+    def _kind(self, request: Request) -> str:
+        assert request.resource is not None
+        return self.resources[request.resource].kind or ""
+
+    def _known(self, request: Request) -> None:
+        if request.resource not in self.resources:
+            raise KubernetesError(status=404, reason="NotFound")
+
+    def _get(self, key: tuple[str, str, str]) -> Object:
+        if key not in self._store:
+            raise KubernetesError(status=404, reason="NotFound")
+        return self._store[key]
+
+    def _new(self, manifest: Object) -> Object:
+        now = datetime.now(UTC).isoformat(timespec="seconds").replace("+00:00", "Z")
+        manifest = copy.deepcopy(manifest)
+        if "status" in manifest and manifest["kind"] != "Pod":
+            del manifest["status"]
+        manifest["metadata"] |= {"uid": str(uuid.uuid4()), "creationTimestamp": now}
+        return manifest
+
+    async def _put(self, new: Object) -> Object:
+        """Stores the object if it is another than before, and lets the controllers work."""
+        meta = new["metadata"]
+        key = (new["kind"], meta.get("namespace", ""), meta["name"])
+        old = self._store.get(key)
+        if new["kind"] in self._schemas:
+            _default(new, self._schemas[new["kind"]])
+        if old is not None and _bare(old) == _bare(new):
+            return old
+        new = copy.deepcopy(new)
+        changed = old is None or old.get("spec") != new.get("spec")
+        generation = old["metadata"].get("generation", 0) if old else 0
+        new["metadata"]["generation"] = generation + changed
+        self._store[key] = new
+        await self._tell("MODIFIED" if old else "ADDED", new)
+        await self._control(new)
+        return self._store[key]
+
+    async def _delete(self, key: tuple[str, str, str]) -> Object:
+        obj = self._get(key)
+        del self._store[key]
+        await self._tell("DELETED", obj)
+        uid = obj["metadata"]["uid"]
+        for dependent, other in list(self._store.items()):
+            owners = other["metadata"].get("ownerReferences", [])
+            if any(owner["uid"] == uid for owner in owners) and dependent in self._store:
+                await self._delete(dependent)
+        for owner in obj["metadata"].get("ownerReferences", []):
+            owner_key = (owner["kind"], key[1], owner["name"])
+            if owner_key in self._store:
+                await self._control(self._store[owner_key])
+        return obj
+
+    async def _tell(self, event: str, obj: Object) -> None:
+        self._version += 1
+        obj["metadata"]["resourceVersion"] = str(self._version)
+        async with self._news:
+            self._events.append((self._version, event, copy.deepcopy(obj)))
+            self._news.notify_all()
+
+    # Kubernetes' controllers.
+
+    async def _control(self, obj: Object) -> None:
+        if obj["kind"] == "StatefulSet":
+            await self._stateful_set(obj)
+        elif obj["kind"] == "Deployment":
+            count = obj["spec"].get("replicas", 1)
+            status = {name: count for name in ("replicas", "readyReplicas", "updatedReplicas")}
+            status |= {"availableReplicas": count}
+            status |= {"observedGeneration": obj["metadata"]["generation"]}
+            await self._put({**obj, "status": status})
+
+    async def _stateful_set(self, obj: Object) -> None:
+        name, namespace = obj["metadata"]["name"], obj["metadata"]["namespace"]
+        wanted = {f"{name}-{n}": n for n in range(obj["spec"].get("replicas", 1))}
+        owned = {
+            pod["metadata"]["name"]: pod
+            for pod in self.all("Pod")
+            if pod["metadata"]["ownerReferences"][0]["uid"] == obj["metadata"]["uid"]
+        }
+        for pod_name in owned.keys() - wanted.keys():
+            await self._delete(("Pod", namespace, pod_name))
+        for pod_name in wanted.keys() - owned.keys():
+            await self.make(_pod(pod_name, obj, ready=self.ready_pods(pod_name)))
+        ready = [pod for pod in self.all("Pod") if pod["metadata"]["name"] in wanted]
+        count = sum(_is_ready(pod) for pod in ready)
+        if ("StatefulSet", namespace, name) in self._store:
+            current = self._store["StatefulSet", namespace, name]
+            status = {"replicas": len(wanted), "readyReplicas": count}
+            status |= {"observedGeneration": current["metadata"]["generation"]}
+            await self._put({**current, "status": status})
+
+
+def _pod(name: str, owner: Object, *, ready: bool) -> Object:
+    template = copy.deepcopy(owner["spec"]["template"])
+    reference = {
+        "apiVersion": "apps/v1",
+        "kind": "StatefulSet",
+        "name": owner["metadata"]["name"],
+        "uid": owner["metadata"]["uid"],
+        "controller": True,
+    }
+    meta = {"name": name, "namespace": owner["metadata"]["namespace"]}
+    meta |= {"labels": template["metadata"]["labels"], "ownerReferences": [reference]}
+    conditions = [{"type": "Ready", "status": "True" if ready else "False"}]
+    return {
+        "apiVersion": "v1",
+        "kind": "Pod",
+        "metadata": meta,
+        "spec": template["spec"],
+        "status": {"phase": "Running" if ready else "Pending", "conditions": conditions},
+    }
+
+
+def _is_ready(pod: Object) -> bool:
+    return {"type": "Ready", "status": "True"} in pod["status"]["conditions"]
+
+
+def _bare(obj: Object) -> Object:
+    meta = {k: v for k, v in obj["metadata"].items() if k not in ("resourceVersion", "generation")}
+    return {**obj, "metadata": meta}
+
+
+def _chosen(request: Request, obj: Object) -> bool:
+    meta = obj["metadata"]
+    if request.namespace and meta.get("namespace") != request.namespace:
+        return False
+    labels = meta.get("labels", {})
+    for term in filter(None, request.params.get("labelSelector", "").split(",")):
+        name, equals, value = term.partition("=")
+        if equals:
+            held = labels.get(name) == value
+        else:
+            held = (name.lstrip("!") in labels) is not name.startswith("!")
+        if not held:
+            return False
+    return True
+
+
+def _merge(into: Object, patch: Object) -> None:
+    """JSON merge patch (RFC 7396)."""
+    for name, value in patch.items():
+        if value is None:
+            into.pop(name, None)
+        elif isinstance(value, dict) and isinstance(into.get(name), dict):
+            _merge(into[name], value)
+        else:
+            into[name] = value
+
+
+def _drop(obj: Object, before: Object, now: Object) -> None:
+    """Removes what a manager applied before and does not apply now."""
+    for name, value in before.items():
+        if isinstance(value, dict) and isinstance(obj.get(name), dict):
+            _drop(obj[name], value, now.get(name) or {})
+            if name not in now and not obj[name]:
+                del obj[name]
+        elif name not in now and name not in ("apiVersion", "kind", "name", "namespace"):
+            obj.pop(name, None)
+
+
+def _schemas() -> Iterator[tuple[str, Object]]:
+    for path in sorted(CRDS.glob("*.yaml")):
+        spec = yaml.safe_load(path.read_text())["spec"]
+        yield spec["names"]["kind"], spec["versions"][0]["schema"]["openAPIV3Schema"]
+
+
+def _default(value: Any, schema: Object) -> None:
+    """Structural defaulting: of absent fields, from the outside in."""
+    if isinstance(value, dict):
+        for name, field_schema in schema.get("properties", {}).items():
+            if name not in value and "default" in field_schema:
+                value[name] = copy.deepcopy(field_schema["default"])
+            if name in value:
+                _default(value[name], field_schema)
+    elif isinstance(value, list):
+        for item in value:
+            _default(item, schema.get("items", {}))
+
+
+@asynccontextmanager
+async def kube_emulator() -> AsyncIterator[KubeEmulator]:
+    async with KubeEmulator() as emulator, Server(emulator, hostnames=re.compile("nobody")):
+        yield emulator
+
+
+def configuration_of(emulator: KubeEmulator) -> client.Configuration:
+    configuration = client.Configuration()
+    configuration.host = str(emulator.url).rstrip("/")
+    return configuration
