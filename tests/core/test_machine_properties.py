@@ -63,6 +63,8 @@ class World(RuleBasedStateMachine):
         self.admitted: dict[tuple[str, str], int] = {}  # (decode instance, request) -> attempt
         self.held: dict[str, set[str]] = {}  # instance -> requests that a correct worker holds
         self.queues: dict[str, list[tuple[Ref, ...]]] = {}  # prefill instance -> as it was told
+        self.leaving: set[str] = set()  # instances that said so, and
+        self.cordoned: set[str] = set()  # those that others keep new work from
 
     @initialize(
         tasks_ahead=st.integers(1, 3),
@@ -121,6 +123,7 @@ class World(RuleBasedStateMachine):
             case effects.Place(request_id=r, decode_id=decode_id):
                 assert effect.predicted_ttft_s >= 0.0
                 assert r not in self.placed_at
+                assert decode_id not in self.leaving | self.cordoned
                 self.placed_at[r] = decode_id
             case effects.AdmitDecode(instance_id=i, request_id=r):
                 self.admit(effect)
@@ -165,6 +168,7 @@ class World(RuleBasedStateMachine):
         i, r = effect.instance_id, effect.request_id
         request = self.machine.requests[r]
         assert request.attempts <= self.config.max_attempts
+        assert i not in self.leaving | self.cordoned
         assert effect.decode_id == self.placed_at[r] and effect.attempt == self.attempt[r]
         assert effect.chunks[0].start_token == request.kept_tokens
         tokens = sum(chunk.num_tokens for chunk in effect.chunks)
@@ -216,6 +220,8 @@ class World(RuleBasedStateMachine):
             self.held[instance_id] = set()
             self.queues[instance_id] = []
             self.generation[instance_id] = generation
+            self.leaving.discard(instance_id)
+            self.cordoned.discard(instance_id)
         self.step(
             events.InstanceJoined(
                 instance_id=instance_id,
@@ -239,6 +245,8 @@ class World(RuleBasedStateMachine):
     def leave(self, instance_id: str, age: int) -> None:
         if self.machine.cluster.current(instance_id, self.life(instance_id, age)):
             del self.held[instance_id]
+            self.leaving.discard(instance_id)
+            self.cordoned.discard(instance_id)
         self.step(
             events.InstanceLeft(instance_id=instance_id, generation=self.life(instance_id, age))
         )
@@ -246,7 +254,32 @@ class World(RuleBasedStateMachine):
     @rule(instance_id=instance_ids, age=ages)
     def drain(self, instance_id: str, age: int) -> None:
         generation = self.life(instance_id, age)
+        if self.machine.cluster.current(instance_id, generation):
+            self.leaving.add(instance_id)
         self.step(events.InstanceDraining(instance_id=instance_id, generation=generation))
+
+    @rule(instance_id=instance_ids, age=ages, cordoned=st.booleans())
+    def cordon(self, instance_id: str, age: int, cordoned: bool) -> None:
+        generation = self.life(instance_id, age)
+        if self.machine.cluster.current(instance_id, generation):
+            (self.cordoned.add if cordoned else self.cordoned.discard)(instance_id)
+        self.step(
+            events.InstanceCordoned(
+                instance_id=instance_id, generation=generation, cordoned=cordoned
+            )
+        )
+
+    @rule(data=st.data(), prompt_tokens=st.integers(65, 300))
+    def a_home_is_cordoned(self, data: st.DataObject, prompt_tokens: int) -> None:
+        """While requests wait there for prefill."""
+        for request_id in REQUESTS[:3]:
+            self.submit(request_id, "x0", prompt_tokens, 5, 1, True)
+        homes = sorted(set(self.placed_at.values()))
+        if homes:
+            instance_id = data.draw(st.sampled_from(homes))
+            self.cordon(instance_id, 0, True)
+            if data.draw(st.booleans()):
+                self.cordon(instance_id, 0, False)
 
     @rule(instance_id=instance_ids, age=ages)
     def heartbeat(self, instance_id: str, age: int) -> None:
@@ -606,6 +639,8 @@ class World(RuleBasedStateMachine):
         assert {r.id: r.state for r in self.machine.requests.values()} == self.states
         for r in REQUESTS:
             assert self.submitted[r] == self.ends[r] + (r in self.states)
+        instances = self.machine.cluster.instances.values()
+        assert {i.id for i in instances if i.draining} == self.leaving | self.cordoned
         self.queues_are_as_told()
 
     def queues_are_as_told(self) -> None:
