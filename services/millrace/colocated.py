@@ -11,13 +11,18 @@ from __future__ import annotations
 import asyncio
 import uuid
 from collections.abc import Callable
+from contextlib import AsyncExitStack
 from dataclasses import replace
 
 from millrace.core.config import Config
 from millrace.decode.loop import DecodeRole
 from millrace.prefill.loop import PrefillRole
-from millrace.worker.host import WorkerOptions, open_for, serve_role, stop_event
+from millrace.worker.host import Loaded, Role, WorkerContext, WorkerOptions, open_for, serve_role
 from millrace.worker.latency import prefill_latency
+from millrace.worker.tasks import stop_event
+from millrace.worker.vitals import open_vitals
+
+ROLES: dict[str, Callable[[WorkerContext], Role]] = {"prefill": PrefillRole, "decode": DecodeRole}
 
 
 async def serve(
@@ -31,8 +36,6 @@ async def serve(
     """
     stop = stop_event()
     name = options.instance_id or f"worker-{uuid.uuid4().hex[:8]}"
-    prefill, decode = await asyncio.to_thread(open_for, options.model, config, 2)
-    latency = await asyncio.to_thread(prefill_latency, prefill, config.engine)
     ports: dict[str, int] = {}
 
     def ready(role: str) -> Callable[[int], None]:
@@ -43,23 +46,28 @@ async def serve(
 
         return note
 
-    try:
-        async with asyncio.TaskGroup() as group:
-            for role, build, engine, offset in (
-                ("prefill", PrefillRole, prefill, 0),
-                ("decode", DecodeRole, decode, 1),
-            ):
-                own = replace(
-                    options,
-                    instance_id=f"{name}-{role}",
-                    port=options.port and options.port + offset,
-                )
-                tree = _metrics_beside(config, offset)
-                group.create_task(
-                    serve_role(own, tree, build, engine, latency, stop, ready(role)), name=role
-                )
-    except ExceptionGroup as failed:
-        raise failed.exceptions[0] from None  # the other was ended for it
+    async with AsyncExitStack() as stack:
+        trees = [_metrics_beside(config, offset) for offset in range(2)]
+        vitals = [
+            await stack.enter_async_context(open_vitals(tree.telemetry, options.host))
+            for tree in trees
+        ]
+        engines = await asyncio.to_thread(open_for, options, config, 2)
+        latency = await asyncio.to_thread(prefill_latency, engines[0], config.engine)
+        try:
+            async with asyncio.TaskGroup() as group:
+                for offset, (role, build) in enumerate(ROLES.items()):
+                    own = replace(
+                        options,
+                        instance_id=f"{name}-{role}",
+                        port=options.port and options.port + offset,
+                    )
+                    loaded = Loaded(engine=engines[offset], latency=latency, vitals=vitals[offset])
+                    group.create_task(
+                        serve_role(own, trees[offset], build, loaded, stop, ready(role)), name=role
+                    )
+        except ExceptionGroup as failed:
+            raise failed.exceptions[0] from None  # the other was ended for it
 
 
 def _metrics_beside(config: Config, offset: int) -> Config:

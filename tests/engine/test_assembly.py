@@ -56,7 +56,7 @@ def test_an_unknown_attention_backend_is_no_setting() -> None:
 def test_a_profile_is_kept_by_all_that_its_times_depend_on() -> None:
     folder, config = model_folder("llama"), EngineConfig(device="cpu", threads=1)
     key = profile_key(folder, config)
-    assert key.model_hash == open_engine(folder, config).model_hash
+    assert key.model_hash == open_engine(folder, config).layout.model_hash
     assert key == profile_key(folder, EngineConfig(device="cpu", threads=1, page_tokens=32))
     for other in (
         EngineConfig(device="cpu", threads=2),

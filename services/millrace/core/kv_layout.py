@@ -28,7 +28,8 @@ class KvLayout:
 
     ``num_kv_heads`` counts the whole model's heads; the pool holds
     ``[head_start, head_start + head_count)``, in ``parts`` pools of as many heads each, one behind
-    the other. ``model_hash`` names the weights: KV of different weights must never mix.
+    the other. ``model_hash`` names the weights and, behind an ``@``, the revision of the model that
+    they serve as, if it has one: KV of different ones must never mix.
     """
 
     model_hash: str

@@ -80,6 +80,10 @@ class DecodeRole:
         )
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="decode-compute")
 
+    @property
+    def kv_region(self) -> int:
+        return self._receiver.region
+
     def attach(self, server: grpc.aio.Server) -> None:
         KvReceiverServicer(self._receiver).add_to(server)
         DecodeServicer(self._streams, life_of(self._context.incarnation)).add_to(server)

@@ -37,7 +37,6 @@ class Engine:
     """A loaded model with its memory. `max_context_tokens` counts prompt and output together."""
 
     folder: Path
-    model_hash: str
     device: torch.device
     layout: KvLayout  # of `storage`, all heads
     pool: KvPool  # keeps the book of pages; rank 0's, where there are more
@@ -67,9 +66,11 @@ def open_engines(
     config: EngineConfig,
     count: int,
     progress: Callable[[float], None] | None = None,
+    revision: str = "",
 ) -> list[Engine]:
     """`count` engines over the same weights, each with a pool of its own and an equal share of the
-    memory that one would get. Otherwise as `open_engine`.
+    memory that one would get. Their KV never mixes with that of another `revision` of the model.
+    Otherwise as `open_engine`.
     """
     device = resolve_device(config.device)
     ranks = config.tensor_parallel
@@ -103,6 +104,8 @@ def open_engines(
         whole = ModelConfig.from_folder(folder)
         context = _context(config, whole, folder)
         layout = _layout(loaded, whole, config, device, context, count)
+        if revision:
+            layout = replace(layout, model_hash=f"{layout.model_hash}@{revision}")
         return [_engine(folder, loaded, layout, context, config, group) for _ in range(count)]
     except BaseException:
         if group is not None:
@@ -165,7 +168,6 @@ def _engine(
     rest = rows_backend(model.device, model.dtype)
     return Engine(
         folder=folder,
-        model_hash=model.hash,
         device=model.device,
         layout=layout,
         pool=pool,

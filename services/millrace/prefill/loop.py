@@ -85,6 +85,10 @@ class PrefillRole:
             self._execution,
         )
 
+    @property
+    def kv_region(self) -> int:
+        return self._sender.region
+
     def attach(self, server: grpc.aio.Server) -> None:
         self._meetings.attach(server)
 

@@ -12,7 +12,7 @@ import shutil
 import socket
 import tempfile
 import time
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -46,6 +46,9 @@ GIVE_UP_S = 10.0
 
 WorkerContext = grpc.aio.ServicerContext[
     AsyncIterator[scheduler_pb2.WorkerMessage], AsyncIterator[scheduler_pb2.WorkerCommand]
+]
+StatusContext = grpc.aio.ServicerContext[
+    scheduler_pb2.StatusRequest, Awaitable[scheduler_pb2.StatusReply]
 ]
 
 
@@ -231,15 +234,26 @@ class Conductor:
     def _handlers(
         self,
     ) -> grpc.GenericRpcHandler[scheduler_pb2.WorkerMessage, scheduler_pb2.WorkerCommand]:
-        """The one method of `Scheduler` that workers call."""
+        """What workers call of `Scheduler`: its stream, and its status to find peers to probe."""
         connect = grpc.stream_stream_rpc_method_handler(
             self._connect,
             request_deserializer=scheduler_pb2.WorkerMessage.FromString,
             response_serializer=scheduler_pb2.WorkerCommand.SerializeToString,
         )
-        return grpc.method_handlers_generic_handler(
-            "millrace.v1.Scheduler", {"ConnectWorker": connect}
+        status = grpc.unary_unary_rpc_method_handler(
+            self._status,
+            request_deserializer=scheduler_pb2.StatusRequest.FromString,
+            response_serializer=scheduler_pb2.StatusReply.SerializeToString,
         )
+        return grpc.method_handlers_generic_handler(
+            "millrace.v1.Scheduler", {"ConnectWorker": connect, "GetStatus": status}
+        )
+
+    async def _status(
+        self, request: scheduler_pb2.StatusRequest, context: StatusContext
+    ) -> scheduler_pb2.StatusReply:
+        """No instance to probe: the first passes show whether they reach each other."""
+        return scheduler_pb2.StatusReply()
 
     async def _connect(
         self,

@@ -76,6 +76,11 @@ class ReceiveManager:
         self._inbox = Inbox(transport, TO_RECEIVER, self._read)
         self._ticker = self._loop.create_task(self._tick_forever())
 
+    @property
+    def region(self) -> int:
+        """Of the pool, as the transport counts it."""
+        return self._region
+
     # -- for the owner of the pages
 
     def admit(

@@ -7,10 +7,9 @@ import contextlib
 import logging
 import os
 import platform
-import signal
 import time
 import uuid
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -22,15 +21,19 @@ from millrace.core.latency import SpLatency
 from millrace.engine.assembly import Engine, open_engines
 from millrace.state.open import open_store
 from millrace.state.store import RequestStore
-from millrace.telemetry.metrics import Registry, serve_metrics
+from millrace.telemetry.metrics import Registry
 from millrace.transfer.environment import transport_environment
 from millrace.transfer.nixl_transport import NixlTransport
 from millrace.transfer.transport import Transport
 from millrace.wire import scheduler_codec
+from millrace.wire.address import host_port
 from millrace.wire.pb import common_pb2, scheduler_pb2
 from millrace.wire.server import Health, add_health, bind, create_server
+from millrace.worker.kv_path import KvPath
 from millrace.worker.latency import prefill_latency
 from millrace.worker.link import WorkerLink
+from millrace.worker.tasks import first_of, stop_event
+from millrace.worker.vitals import Vitals, open_vitals
 
 log = logging.getLogger(__name__)
 
@@ -69,10 +72,23 @@ class WorkerContext:
     send_threadsafe: Callable[[scheduler_pb2.WorkerMessage], object]
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Loaded:
+    """What an instance has before it serves."""
+
+    engine: Engine
+    latency: SpLatency
+    vitals: Vitals
+
+
 class Role(Protocol):
     """The part of a worker that differs between prefill and decode instances."""
 
     name: str
+
+    @property
+    def kv_region(self) -> int:
+        """The KV pool, as the transport counts its regions."""
 
     def attach(self, server: grpc.aio.Server) -> None:
         """Adds the role's gRPC services."""
@@ -109,36 +125,39 @@ async def serve_worker(
 ) -> None:
     """Runs one worker until SIGTERM or SIGINT, then drains it.
 
-    on_ready gets the gRPC port once the scheduler has taken the registration. Raises
-    MillraceError for a model that can't be served and settings that can't be met, and whatever
-    ends the role or the link: a worker that can't work must not look alive.
+    on_ready gets the gRPC port once the scheduler has taken the registration: weights are loaded,
+    and KV can travel (`kv_path.py`). Raises MillraceError for a model that can't be served,
+    settings that can't be met and KV that can't leave this process, and whatever ends the role or
+    the link: a worker that can't work must not look alive.
     """
     stop = stop_event()
-    (engine,) = await asyncio.to_thread(open_for, options.model, config, 1)
-    latency = await asyncio.to_thread(prefill_latency, engine, config.engine)
-    await serve_role(options, config, build, engine, latency, stop, on_ready)
+    async with open_vitals(config.telemetry, options.host) as vitals:
+        (engine,) = await asyncio.to_thread(open_for, options, config, 1)
+        latency = await asyncio.to_thread(prefill_latency, engine, config.engine)
+        loaded = Loaded(engine=engine, latency=latency, vitals=vitals)
+        await serve_role(options, config, build, loaded, stop, on_ready)
 
 
 async def serve_role(
     options: WorkerOptions,
     config: Config,
     build: Callable[[WorkerContext], Role],
-    engine: Engine,
-    latency: SpLatency,
+    loaded: Loaded,
     stop: asyncio.Event,
     on_ready: Callable[[int], None] | None = None,
 ) -> None:
     """`serve_worker` of a loaded engine, until `stop`."""
+    engine, registry = loaded.engine, loaded.vitals.registry
     instance_id = options.instance_id or f"worker-{uuid.uuid4().hex[:8]}"
     incarnation = common_pb2.Incarnation(id=instance_id, generation=time.time_ns())
     async with contextlib.AsyncExitStack() as stack:
         stack.callback(engine.close)
-        transport = _open_transport(options.host, incarnation)
+        _set_environment(options.host)
+        transport = NixlTransport(transport_name(incarnation))
         stack.push_async_callback(asyncio.to_thread, transport.close)
         store = open_store(config.store)
         stack.push_async_callback(store.close)
         loop = asyncio.get_running_loop()
-        registry = Registry()
         context = WorkerContext(
             config=config,
             incarnation=incarnation,
@@ -152,11 +171,17 @@ async def serve_role(
         role = build(context)
         stack.push_async_callback(role.close)
         _add_gauges(registry, role, engine)
-        server, health, port = await _start_server(role, options)
+        kv_path = KvPath(
+            incarnation,
+            lambda name: NixlTransport(f"{transport.name}-{name}"),
+            engine.storage.device,
+            registry,
+        )
+        server, health, port = await _start_server(role, kv_path, options)
         stack.push_async_callback(server.stop, grace=1)
 
         def register() -> scheduler_pb2.Register:
-            message = _register(options, incarnation, engine, latency, port)
+            message = _register(options, incarnation, loaded, port)
             role.fill_register(message)
             return message
 
@@ -167,43 +192,49 @@ async def serve_role(
             on_command=role.on_command,
             on_lost=lambda: role.drop_all("the scheduler's stream was lost"),
         )
-        if config.telemetry.metrics_port:
-            metrics = await serve_metrics(
-                config.telemetry.metrics_port,
-                link.connected.is_set,
-                registry=registry,
-                host=options.host,
-            )
-            stack.push_async_callback(metrics.close)
-        tasks = [
-            asyncio.create_task(link.run(), name="the link to the scheduler"),
-            asyncio.create_task(role.run(), name=f"the {role.name} loop"),
-        ]
-        stack.push_async_callback(_end_tasks, link, tasks)
-        await _first([link.connected.wait(), stop.wait()], tasks)
+        tasks = [asyncio.create_task(role.run(), name=f"the {role.name} loop")]
+        stack.push_async_callback(_end_tasks, tasks)
+        await first_of([_prove(kv_path, role, context, options.scheduler), stop.wait()], tasks)
+        if stop.is_set():
+            return
+        tasks.append(asyncio.create_task(link.run(), name="the link to the scheduler"))
+        stack.push_async_callback(_end_link, link, tasks[-1])
+        loaded.vitals.ready = link.connected.is_set
+        await first_of([link.connected.wait(), stop.wait()], tasks)
         await health.set_serving(True)
-        log.info("%s %s serves on %s:%d", role.name, instance_id, options.host, port)
+        log.info("%s %s serves on %s", role.name, instance_id, host_port(options.host, port))
         if on_ready is not None and not stop.is_set():
             on_ready(port)
-        await _first([stop.wait()], tasks)
+        await first_of([stop.wait()], tasks)
         await health.set_serving(False)
-        await _first([_drain(role, link, options.drain_timeout_s)], tasks)
+        await first_of([_drain(role, link, options.drain_timeout_s)], tasks)
         role.check_integrity()
 
 
-async def _start_server(role: Role, options: WorkerOptions) -> tuple[grpc.aio.Server, Health, int]:
+async def _start_server(
+    role: Role, kv_path: KvPath, options: WorkerOptions
+) -> tuple[grpc.aio.Server, Health, int]:
     """The role's gRPC server, its health and the port it listens on."""
     server = create_server()
     role.attach(server)
+    kv_path.add_to(server)
     health = add_health(server, [f"millrace.v1.{role.name.capitalize()}"])
     port = bind(server, options.host, options.port)
     await server.start()
     return server, health, port
 
 
-def open_for(model: str, config: Config, count: int) -> list[Engine]:
+async def _prove(kv_path: KvPath, role: Role, context: WorkerContext, scheduler: str) -> None:
+    """Returns once KV has travelled within this process, and to and from a peer if there is one."""
+    await kv_path.check_own(context.transport, role.kv_region, context.engine.storage)
+    await kv_path.reach_peers(scheduler, role.name)
+
+
+def open_for(options: WorkerOptions, config: Config, count: int) -> list[Engine]:
     """`open_engines`, with its progress and its result in the log."""
-    engines = open_engines(model, config.engine, count, _log_progress())
+    engines = open_engines(
+        options.model, config.engine, count, _log_progress(), revision=options.revision
+    )
     engine = engines[0]
     log.info(
         "loaded %s on %s (%s): %d KV pages of %d tokens; %s",
@@ -217,10 +248,10 @@ def open_for(model: str, config: Config, count: int) -> list[Engine]:
     return engines
 
 
-def _open_transport(host: str, incarnation: common_pb2.Incarnation) -> NixlTransport:
+def _set_environment(host: str) -> None:
+    """What transports read, where the user has set nothing else."""
     for name, value in transport_environment(host).items():
         os.environ.setdefault(name, value)
-    return NixlTransport(transport_name(incarnation))
 
 
 def transport_name(incarnation: common_pb2.Incarnation) -> str:
@@ -256,41 +287,16 @@ def _add_gauges(registry: Registry, role: Role, engine: Engine) -> None:
         )
 
 
-async def _end_tasks(link: WorkerLink, tasks: list[asyncio.Task[None]]) -> None:
-    """Lets the link send what is queued, then ends both loops."""
+async def _end_link(link: WorkerLink, running: asyncio.Task[None]) -> None:
+    """Lets the link send what is queued."""
     link.close()
-    await asyncio.wait(tasks[:1], timeout=LINK_CLOSE_S)
+    await asyncio.wait([running], timeout=LINK_CLOSE_S)
+
+
+async def _end_tasks(tasks: list[asyncio.Task[None]]) -> None:
     for task in tasks:
         task.cancel()
     await asyncio.gather(*tasks, return_exceptions=True)
-
-
-def stop_event() -> asyncio.Event:
-    """An event that SIGTERM and SIGINT set."""
-    stop = asyncio.Event()
-    loop = asyncio.get_running_loop()
-    for number in (signal.SIGTERM, signal.SIGINT):
-        loop.add_signal_handler(number, stop.set)
-    return stop
-
-
-async def _first(waits: Sequence[Awaitable[object]], workers: Sequence[asyncio.Task[None]]) -> None:
-    """Waits for one of `waits`. What it raises is raised here, and first what ended a worker."""
-    waiting = [asyncio.ensure_future(wait) for wait in waits]
-    try:
-        await asyncio.wait([*waiting, *workers], return_when=asyncio.FIRST_COMPLETED)
-    finally:
-        for wait in waiting:
-            wait.cancel()
-        await asyncio.wait(waiting)
-    for worker in workers:
-        if worker.done():
-            if not worker.cancelled():
-                worker.result()
-            raise RuntimeError(f"{worker.get_name()} ended by itself")
-    for wait in waiting:
-        if not wait.cancelled():
-            wait.result()
 
 
 async def _drain(role: Role, link: WorkerLink, timeout_s: float) -> None:
@@ -313,15 +319,15 @@ async def _drain(role: Role, link: WorkerLink, timeout_s: float) -> None:
 def _register(
     options: WorkerOptions,
     incarnation: common_pb2.Incarnation,
-    engine: Engine,
-    latency: SpLatency,
+    loaded: Loaded,
     port: int,
 ) -> scheduler_pb2.Register:
+    engine, latency = loaded.engine, loaded.latency
     return scheduler_pb2.Register(
         incarnation=incarnation,
-        address=f"{options.host}:{port}",
+        address=host_port(options.host, port),
         model=options.model_name,
-        model_hash=engine.model_hash,
+        model_hash=engine.layout.model_hash,
         kv_pages=engine.layout.num_pages,
         page_tokens=engine.layout.page_tokens,
         max_context_tokens=engine.max_context_tokens,

@@ -1,9 +1,10 @@
-"""Background tasks of which none fails unheard."""
+"""Background tasks of which none fails unheard, and waits that they end."""
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Coroutine
+import signal
+from collections.abc import Awaitable, Coroutine, Sequence
 from typing import Any
 
 
@@ -38,3 +39,33 @@ class Tasks:
         if not task.cancelled() and (error := task.exception()) is not None:
             self._error = self._error or error
             self._failed.set()
+
+
+def stop_event() -> asyncio.Event:
+    """An event that SIGTERM and SIGINT set."""
+    stop = asyncio.Event()
+    loop = asyncio.get_running_loop()
+    for number in (signal.SIGTERM, signal.SIGINT):
+        loop.add_signal_handler(number, stop.set)
+    return stop
+
+
+async def first_of(
+    waits: Sequence[Awaitable[object]], workers: Sequence[asyncio.Task[None]]
+) -> None:
+    """Waits for one of `waits`. What it raises is raised here, and first what ended a worker."""
+    waiting = [asyncio.ensure_future(wait) for wait in waits]
+    try:
+        await asyncio.wait([*waiting, *workers], return_when=asyncio.FIRST_COMPLETED)
+    finally:
+        for wait in waiting:
+            wait.cancel()
+        await asyncio.wait(waiting)
+    for worker in workers:
+        if worker.done():
+            if not worker.cancelled():
+                worker.result()
+            raise RuntimeError(f"{worker.get_name()} ended by itself")
+    for wait in waiting:
+        if not wait.cancelled():
+            wait.result()

@@ -1,0 +1,252 @@
+"""Proof that KV can travel, before an instance takes work: by itself, and with its peers.
+
+An instance that starts moves a pattern through its own transport, out of its KV pool and into it,
+and then exchanges patterns with some of the instances that it will exchange KV with. One of them is
+enough: a dead one must not keep a fleet from growing. Where all fail the instance does not
+register; it says whom it asked and what was wrong, and tries again. For others that start every
+instance answers probes at any time.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import logging
+import random
+import time
+from collections.abc import AsyncIterator, Callable, Iterator
+from contextlib import AbstractAsyncContextManager, contextmanager
+
+import grpc
+import torch
+
+from millrace.core.errors import TransferError
+from millrace.telemetry.metrics import Registry
+from millrace.transfer.probe import (
+    PATTERN_BYTES,
+    ProbeEnd,
+    ProbeError,
+    probe_end,
+    probe_loopback,
+)
+from millrace.transfer.transport import Transport
+from millrace.wire.channel import open_channel
+from millrace.wire.pb import common_pb2, transfer_pb2, transfer_pb2_grpc
+from millrace.wire.scheduler_client import InstanceView, SchedulerUnavailable, get_instances
+from millrace.worker.byte_window import ByteWindow
+
+log = logging.getLogger(__name__)
+
+#: For one exchange of patterns.
+EXCHANGE_TIMEOUT_S = 10.0
+#: For all of a probe: the one that is asked may have to answer others first.
+PROBE_TIMEOUT_S = 20.0
+#: Probes that an instance answers at once.
+ANSWERS_AT_ONCE = 4
+#: Asked of each role.
+PEERS_ASKED = 2
+#: After the first success, for the others' outcome to be told.
+OTHERS_S = 1.0
+RETRY_FIRST_S = 1.0
+RETRY_MOST_S = 30.0
+
+ProbeContext = grpc.aio.ServicerContext[
+    AsyncIterator[transfer_pb2.ProbeRequest], AsyncIterator[transfer_pb2.ProbeReply]
+]
+ProbeCall = grpc.aio.StreamStreamCall[transfer_pb2.ProbeRequest, transfer_pb2.ProbeReply]
+
+
+class KvPath(transfer_pb2_grpc.TransferProbeServicer):
+    """Of one instance. `open_transport` makes one more transport, under the name it is given."""
+
+    def __init__(
+        self,
+        incarnation: common_pb2.Incarnation,
+        open_transport: Callable[[str], Transport],
+        device: torch.device,
+        registry: Registry,
+    ) -> None:
+        """`device`: of the KV pool. Probes move its memory, since KV is what has to travel."""
+        self._life = incarnation
+        self._open_transport = open_transport
+        self._device = device
+        self._numbers = itertools.count(1)
+        self._answers = asyncio.Semaphore(ANSWERS_AT_ONCE)
+        self._seconds = registry.histogram(
+            "millrace_transfer_probe_seconds", "a probe of the KV path that passed", ["of"]
+        )
+        self._errors = registry.counter(
+            "millrace_transfer_probe_errors_total", "probes of the KV path that failed", ["of"]
+        )
+
+    def add_to(self, server: grpc.aio.Server) -> None:
+        transfer_pb2_grpc.add_TransferProbeServicer_to_server(self, server)
+
+    async def check_own(self, transport: Transport, region: int, storage: torch.Tensor) -> None:
+        """Moves bytes out of the KV pool and into it. The pool must be unused; it stays as it is.
+
+        `region`: of the pool `storage` at the `transport`. Raises TransferError.
+        """
+        with self._timed("loopback"):
+            await probe_loopback(
+                transport,
+                region,
+                ByteWindow(storage),
+                self._open_another,
+                self._buffer(),
+                EXCHANGE_TIMEOUT_S,
+            )
+
+    async def reach_peers(self, scheduler: str, role: str) -> None:
+        """Returns once a peer has passed a probe, or there is none. Tries until then."""
+        retry_s = RETRY_FIRST_S
+        while True:
+            try:
+                if await self._reach_one(await get_instances(scheduler), role):
+                    return
+            except SchedulerUnavailable as error:
+                log.warning("%s; retrying", error)
+            await asyncio.sleep(retry_s * random.uniform(0.7, 1.3))
+            retry_s = min(2 * retry_s, RETRY_MOST_S)
+
+    async def _reach_one(self, instances: list[InstanceView], role: str) -> bool:
+        asked = chosen_peers(instances, role, self._life.id)
+        if not asked:
+            return True
+        probes = {asyncio.create_task(self._probe(peer.address)): peer for peer in asked}
+        try:
+            failures = await _failures(probes)
+        finally:
+            for probe in probes:
+                probe.cancel()
+            await asyncio.gather(*probes, return_exceptions=True)
+        for failure in failures:
+            log.warning("the KV path to %s", failure)
+        if len(failures) < len(asked):
+            log.info("KV travels to and from %d of %d peers", len(asked) - len(failures), len(asked))
+            return True
+        log.error(
+            "not ready: KV can't travel between %s and any of the %d asked: %s; trying again",
+            self._life.id,
+            len(asked),
+            "; ".join(failures),
+        )
+        return False
+
+    async def _probe(self, address: str) -> None:
+        """Asks the instance at `address`. Raises ProbeError, or TransferError."""
+        over = asyncio.Event()
+
+        async def requests(end: ProbeEnd) -> AsyncIterator[transfer_pb2.ProbeRequest]:
+            yield transfer_pb2.ProbeRequest(asker=self._life, endpoint=_endpoint(end))
+            await over.wait()
+
+        with self._timed("peer"):
+            async with self._end() as end, open_channel(address) as channel:
+                stub = transfer_pb2_grpc.TransferProbeStub(channel)
+                call = stub.Probe(requests(end), timeout=PROBE_TIMEOUT_S)
+                try:
+                    offer = (await _reply(call)).endpoint
+                    await asyncio.gather(
+                        end.exchange(offer.agent_metadata, offer.seed, EXCHANGE_TIMEOUT_S),
+                        _verdict(call),
+                    )
+                    over.set()
+                    await call.code()
+                except grpc.aio.AioRpcError as error:
+                    why = error.details() or "no reason given"
+                    raise ProbeError(f"{error.code().name.lower()}: {why}") from error
+                finally:
+                    over.set()  # grpc leaves the writer of a failed stream waiting
+
+    async def Probe(
+        self, request_iterator: AsyncIterator[transfer_pb2.ProbeRequest], context: ProbeContext
+    ) -> AsyncIterator[transfer_pb2.ProbeReply]:
+        """The other side of `_probe`: ends, with nothing left, when the asker ends its part."""
+        async with asyncio.timeout(PROBE_TIMEOUT_S):
+            request = await anext(request_iterator)
+            async with self._answers, self._end() as end:
+                yield transfer_pb2.ProbeReply(endpoint=_endpoint(end))
+                result = transfer_pb2.ProbeResult()
+                theirs = request.endpoint
+                try:
+                    await end.exchange(theirs.agent_metadata, theirs.seed, EXCHANGE_TIMEOUT_S)
+                except TransferError as error:
+                    log.warning("the KV path from %s, which starts: %s", request.asker.id, error)
+                    result.error = str(error)
+                yield transfer_pb2.ProbeReply(result=result)
+                async for _ in request_iterator:  # our end must last until the asker has checked
+                    pass
+
+    def _end(self) -> AbstractAsyncContextManager[ProbeEnd]:
+        return probe_end(
+            self._open_another, self._buffer(), seed=random.getrandbits(64), size=PATTERN_BYTES
+        )
+
+    def _open_another(self) -> Transport:
+        return self._open_transport(f"probe-{next(self._numbers)}")
+
+    def _buffer(self) -> ByteWindow:
+        return ByteWindow(torch.zeros(2 * PATTERN_BYTES, dtype=torch.uint8, device=self._device))
+
+    @contextmanager
+    def _timed(self, of: str) -> Iterator[None]:
+        start_s = time.monotonic()
+        try:
+            yield
+        except TransferError:
+            self._errors.labels(of).inc()
+            raise
+        self._seconds.labels(of).observe(time.monotonic() - start_s)
+
+
+def chosen_peers(instances: list[InstanceView], role: str, own_id: str) -> list[InstanceView]:
+    """Some of those that an instance of `role` exchanges KV with, drawn by chance.
+
+    Prefill sends to decode, and rings of prefill instances exchange blocks; decode instances have
+    nothing to say to each other. Who leaves, and an earlier life of oneself, is not asked.
+    """
+    roles = ("decode", "prefill") if role == "prefill" else ("prefill",)
+    there = [one for one in instances if not one.draining and one.id != own_id]
+    chosen: list[InstanceView] = []
+    for wanted in roles:
+        alike = [one for one in there if one.role == wanted]
+        chosen += random.sample(alike, min(PEERS_ASKED, len(alike)))
+    return chosen
+
+
+async def _failures(probes: dict[asyncio.Task[None], InstanceView]) -> list[str]:
+    """Waits for the first success and a little longer, or for all; what became of the others."""
+    running: set[asyncio.Task[None]] = set(probes)
+    passed = False
+    while running and not passed:
+        done, running = await asyncio.wait(running, return_when=asyncio.FIRST_COMPLETED)
+        passed = any(probe.exception() is None for probe in done)
+    if running:
+        await asyncio.wait(running, timeout=OTHERS_S)
+    failures = []
+    for probe, peer in probes.items():
+        error = probe.exception() if probe.done() else "no answer so far"
+        if isinstance(error, BaseException) and not isinstance(error, TransferError):
+            raise error
+        if error is not None:
+            failures.append(f"{peer.role} {peer.id} at {peer.address}: {error}")
+    return failures
+
+
+async def _reply(call: ProbeCall) -> transfer_pb2.ProbeReply:
+    """Raises AioRpcError when the stream failed, ProbeError when it ended."""
+    reply = await call.read()
+    if isinstance(reply, transfer_pb2.ProbeReply):
+        return reply
+    raise ProbeError("it ended the probe")
+
+
+async def _verdict(call: ProbeCall) -> None:
+    """Raises ProbeError when the asked one saw something go wrong."""
+    if error := (await _reply(call)).result.error:
+        raise ProbeError(f"there, {error}")
+
+
+def _endpoint(end: ProbeEnd) -> transfer_pb2.ProbeEndpoint:
+    return transfer_pb2.ProbeEndpoint(agent_metadata=end.metadata, seed=end.seed)

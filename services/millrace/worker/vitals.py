@@ -1,0 +1,34 @@
+"""What an instance says of itself from its first moment on, while it still loads its weights."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import AsyncIterator, Callable
+from dataclasses import dataclass, field
+
+from millrace.core.config import TelemetryConfig
+from millrace.telemetry.metrics import Registry, serve_metrics
+
+
+@dataclass(slots=True)
+class Vitals:
+    """Its metrics, and whether it is ready: whoever knows sets `ready`."""
+
+    registry: Registry = field(default_factory=Registry)
+    ready: Callable[[], bool] = lambda: False
+
+
+@contextlib.asynccontextmanager
+async def open_vitals(config: TelemetryConfig, host: str) -> AsyncIterator[Vitals]:
+    """Serves /metrics, /health and /ready on `host`, where `config` names a port.
+
+    Raises MillraceError when it can't listen.
+    """
+    vitals = Vitals()
+    async with contextlib.AsyncExitStack() as stack:
+        if config.metrics_port:
+            server = await serve_metrics(
+                config.metrics_port, lambda: vitals.ready(), registry=vitals.registry, host=host
+            )
+            stack.push_async_callback(server.close)
+        yield vitals
