@@ -25,6 +25,7 @@ class Pod:
     template: str  # the label millrace.dev/template: which template it was made from
     revision: str = ""  # the label millrace.dev/revision: of the model that it serves
     ready: bool = False
+    unready_since_s: float = 0.0  # unix seconds; of one that is not ready
     terminating: bool = False
     trouble: str = ""  # why it does not start: "Unschedulable: ...", "CrashLoopBackOff: ..."
 

@@ -75,6 +75,7 @@ def pool_status() -> Schema:
                 "type": "boolean",
                 "description": "True once drain.timeoutSeconds have passed.",
             },
+            "removed": {"type": "boolean", "description": "True once its pod was told to end."},
         },
         required=("pod", "since"),
     )
@@ -96,7 +97,7 @@ def pool_status() -> Schema:
             ),
             "draining": keyed_list("Instances that are to leave.", "pod", 1000, draining),
             "selector": text("Selects the pool's pods; an HPA reads it.", longest=512),
-            "lastScaleTime": moment("When the number of instances was changed last."),
+            "lastScaleTime": moment("When the operator set spec.replicas last."),
             "lastScaleReason": text("Why.", longest=512),
             "revision": text("Hash of the model's revision that instances are to serve."),
             "template": text("Hash of the pod template that instances are to have."),

@@ -1,0 +1,57 @@
+"""Conditions of a status, as Kubernetes' API conventions ask for them, and its times."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from datetime import UTC, datetime
+from typing import Any
+
+LONGEST_MESSAGE = 1024
+
+
+@dataclass(frozen=True, slots=True)
+class Condition:
+    """What to say; since when is found by comparing."""
+
+    type: str
+    status: bool | None  # None: unknown
+    reason: str  # CamelCase
+    message: str = ""
+
+
+def timestamp(unix_s: float) -> str:
+    """A time of the API: UTC, whole seconds."""
+    return datetime.fromtimestamp(int(unix_s), UTC).strftime("%Y-%m-%dT%H:%M:%SZ")
+
+
+def seconds(time: str) -> float:
+    """Unix seconds of a time of the API."""
+    return datetime.fromisoformat(time.replace("Z", "+00:00")).timestamp()
+
+
+def by_type(status: Mapping[str, Any]) -> dict[str, Mapping[str, Any]]:
+    return {condition["type"]: condition for condition in status.get("conditions", [])}
+
+
+def updated(
+    before: Mapping[str, Any], now: Iterable[Condition], *, generation: int, now_s: float
+) -> list[dict[str, Any]]:
+    """The list for a status whose last one is `before`: a time changes only with its status."""
+    known = by_type(before)
+    found = []
+    for condition in now:
+        status = {True: "True", False: "False", None: "Unknown"}[condition.status]
+        last = known.get(condition.type, {})
+        same = last.get("status") == status
+        found.append(
+            {
+                "type": condition.type,
+                "status": status,
+                "reason": condition.reason,
+                "message": condition.message[:LONGEST_MESSAGE],
+                "lastTransitionTime": last["lastTransitionTime"] if same else timestamp(now_s),
+                "observedGeneration": generation,
+            }
+        )
+    return found

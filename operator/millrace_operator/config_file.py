@@ -1,0 +1,162 @@
+"""config.toml of a ModelService: the settings that its spec gives all services."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Mapping
+from typing import Any
+
+from millrace.core.config import Config, load_config
+from millrace.core.errors import ConfigError
+from millrace_operator.observed import Object
+from millrace_operator.spec import SpecError, decimal
+
+METRICS_PORT = 9090
+FOLDER = "/etc/millrace"
+
+#: Streams that a gateway pod has open end within this long, or go on at another pod.
+GATEWAY_DRAIN_S = 600
+
+#: What the operator itself sets; another value would break what it builds.
+_OWN = {
+    "store.url": "spec.redis",
+    "proxy.admin_token": "spec.gateway.adminTokenSecretRef",
+    "proxy.host": "the operator",
+    "proxy.port": "the operator",
+    "telemetry.metrics_port": "the operator",
+    "engine.tensor_parallel": "spec.prefill.tensorParallel and spec.decode.tensorParallel",
+    "tls.ca_file": "spec.tls",
+    "tls.cert_file": "spec.tls",
+    "tls.key_file": "spec.tls",
+}
+
+#: Sections, or fields of them, that a role reads at its start. Others may change under it.
+_READ = {
+    "proxy": {"proxy", "slo_classes", "store", "telemetry", "tls"},
+    "scheduler": {"scheduler", "store", "telemetry", "tls"},
+    "worker": {"engine", "transfer", "store", "telemetry", "tls", "scheduler.lease_s"},
+}
+
+Table = dict[str, Any]
+
+
+def tables(service: Object) -> dict[str, Table]:
+    """The sections of the file. Raises SpecError for what `millrace` would not take."""
+    spec: Mapping[str, Any] = service["spec"]
+    found: dict[str, Table] = {
+        "proxy": _proxy(spec),
+        "scheduler": _scheduler(spec["scheduling"]),
+        "telemetry": {"metrics_port": METRICS_PORT, "log_format": "json"},
+    }
+    if limit := spec["model"]["maxContextTokens"]:
+        found["engine"] = {"max_context_tokens": limit}
+    if "tls" in spec:
+        files = {"ca_file": "ca.crt", "cert_file": "tls.crt", "key_file": "tls.key"}
+        found["tls"] = {name: f"{FOLDER}/tls/{file}" for name, file in files.items()}
+    for path, value in spec.get("settings", {}).items():
+        section, _, name = path.partition(".")
+        if path in _OWN:
+            raise SpecError(f"spec.settings[{path}] is {value!r}; {_OWN[path]} sets it")
+        found.setdefault(section, {})[name] = value
+    config(found)
+    return found | ({"slo_classes": classes} if (classes := _classes(spec)) else {})
+
+
+def config(given: Mapping[str, Table]) -> Config:
+    """The sections as the services will read them. Raises SpecError."""
+    try:
+        return load_config(
+            overrides=[
+                f"{section}.{name}={value}"
+                for section, table in given.items()
+                if section != "slo_classes"
+                for name, value in table.items()
+            ]
+        )
+    except ConfigError as error:
+        raise SpecError(f"spec.settings: {error}") from error
+
+
+def text(given: Mapping[str, Table]) -> str:
+    """The file."""
+    blocks = []
+    for section, table in given.items():
+        nested = {k: v for k, v in table.items() if isinstance(v, dict)}
+        plain = {k: v for k, v in table.items() if k not in nested}
+        if plain:
+            blocks.append(_block(_key(section), plain))
+        blocks += [_block(f"{_key(section)}.{_key(k)}", v) for k, v in nested.items()]
+    return "\n".join(blocks)
+
+
+def digest_for(role: str, given: Mapping[str, Table]) -> str:
+    """Hash of what a role reads: it changes when its processes have to start again."""
+    read = _READ[role if role in _READ else "worker"]
+    seen = {
+        f"{section}.{name}": value
+        for section, table in given.items()
+        for name, value in table.items()
+        if section in read or f"{section}.{name}" in read
+    }
+    return digest(seen)
+
+
+def digest(value: object) -> str:
+    """A short hash of plain data, whatever the order of its mappings."""
+    canonical = json.dumps(value, sort_keys=True, separators=(",", ":"))
+    return hashlib.sha256(canonical.encode()).hexdigest()[:10]
+
+
+def _proxy(spec: Mapping[str, Any]) -> Table:
+    slo, parking = spec["slo"], spec["gateway"]["parking"]
+    return {
+        "default_ttft_slo_ms": 1000 * decimal("spec.slo.ttftSeconds", slo["ttftSeconds"]),
+        "default_tbt_slo_ms": slo["tbtMilliseconds"],
+        "park_timeout_s": parking["timeoutSeconds"],
+        "max_parked": parking["maxRequests"],
+        "drain_timeout_s": GATEWAY_DRAIN_S,
+    }
+
+
+def _scheduler(scheduling: Mapping[str, Any]) -> Table:
+    return {
+        "policy": scheduling["policy"],
+        "preemption": scheduling["preemption"],
+        "planner": scheduling["planner"],
+        "fixed_sp": scheduling["maxSpDegree"],
+    }
+
+
+def _classes(spec: Mapping[str, Any]) -> Table:
+    return {entry["name"]: _class(entry) for entry in spec.get("sloClasses", [])}
+
+
+def _class(entry: Mapping[str, Any]) -> Table:
+    objectives: Table = {}
+    if "ttftSeconds" in entry:
+        path = f"spec.sloClasses[{entry['name']}].ttftSeconds"
+        objectives["ttft_s"] = decimal(path, entry["ttftSeconds"])
+        if not objectives["ttft_s"]:
+            raise SpecError(f"{path} is {entry['ttftSeconds']!r}; it must be more than 0")
+    if "tbtMilliseconds" in entry:
+        objectives["tbt_s"] = entry["tbtMilliseconds"] / 1000
+    return objectives
+
+
+def _block(name: str, table: Table) -> str:
+    lines = "".join(f"{_key(k)} = {_value(v)}\n" for k, v in table.items())
+    return f"[{name}]\n{lines}"
+
+
+def _value(value: str | int | float) -> str:
+    return _quoted(value) if isinstance(value, str) else repr(value)
+
+
+def _key(name: str) -> str:
+    return name if name.isascii() and name.replace("_", "").isalnum() else _quoted(name)
+
+
+def _quoted(value: str) -> str:
+    """A basic string: TOML's escapes are JSON's, but for DEL, which TOML wants escaped."""
+    return json.dumps(value, ensure_ascii=False).replace("\x7f", "\\u007f")

@@ -1,0 +1,133 @@
+"""How an instance leaves: cordoned at the scheduler, emptied, and only then removed.
+
+An instance that is to leave gets no new work. Its pod goes when the scheduler says that it holds
+nothing. After drain.timeoutSeconds what it holds goes on elsewhere (Migrate), ends with an error
+(Abort), or is waited for (Wait). Since when it drains stands in the pool's status, with the pod's
+UID, so that another pod of that name starts anew.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from millrace_operator.actions import Cordon, Evict
+from millrace_operator.conditions import seconds, timestamp
+from millrace_operator.observed import Instance, Pod
+
+#: What an eviction may take. Then the pod goes: at SIGTERM it drains once more by itself.
+EVICTION_S = 60.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Leaving:
+    """A pod that is to go."""
+
+    pod: Pod
+    since_s: float  # unix seconds
+    reason: str  # ScaleIn | Rollout | Retired
+    timed_out: bool
+    instance: Instance | None  # None: the scheduler does not know it, or does not answer
+    removable: bool  # nothing is lost with it, or its time is over
+    removed: bool = False  # by this pass, or an earlier one
+
+    @property
+    def held(self) -> int:
+        return self.instance.held_requests if self.instance else 0
+
+    def entry(self) -> dict[str, Any]:
+        """Of status.draining."""
+        return {
+            "pod": self.pod.name,
+            "uid": self.pod.uid,
+            "since": timestamp(self.since_s),
+            "reason": self.reason,
+            **({"timedOut": True} if self.timed_out else {}),
+            **({"removed": True} if self.removed else {}),
+        }
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Rules:
+    """How a pool drains, and what is known of those that do."""
+
+    timeout_s: float
+    on_timeout: str  # Migrate | Abort | Wait
+    known: Mapping[tuple[str, str], Mapping[str, Any]]  # (pod, uid) -> entry of status.draining
+    instances: Mapping[str, Instance] | None
+    now_s: float
+
+    @classmethod
+    def of(
+        cls, pool: Mapping[str, Any], instances: Mapping[str, Instance] | None, now_s: float
+    ) -> Rules:
+        entries = pool.get("status", {}).get("draining", [])
+        return cls(
+            timeout_s=float(pool["spec"]["drain"]["timeoutSeconds"]),
+            on_timeout=pool["spec"]["drain"]["onTimeout"],
+            known={(e["pod"], e.get("uid", "")): e for e in entries},
+            instances=instances,
+            now_s=now_s,
+        )
+
+    def drains(self, pod: Pod) -> bool:
+        """Whether it was draining already."""
+        return (pod.name, pod.uid) in self.known
+
+    def leaving(self, pod: Pod, reason: str) -> Leaving:
+        entry = self.known.get((pod.name, pod.uid))
+        since_s = seconds(entry["since"]) if entry else self.now_s
+        waited_s = self.now_s - since_s
+        instance = self.instances.get(pod.name) if self.instances is not None else None
+        return Leaving(
+            pod=pod,
+            since_s=since_s,
+            reason=reason,
+            timed_out=waited_s >= self.timeout_s,
+            instance=instance,
+            removable=self._removable(pod, instance, waited_s),
+        )
+
+    def still(self, pods: Iterable[Pod]) -> list[Leaving]:
+        """Those that drained already, for a pass that changes nothing."""
+        return [
+            self.leaving(pod, self.known[pod.name, pod.uid].get("reason", "ScaleIn"))
+            for pod in pods
+            if self.drains(pod)
+        ]
+
+    def _removable(self, pod: Pod, instance: Instance | None, waited_s: float) -> bool:
+        if instance is not None and not instance.held_requests:
+            # Until the scheduler has cordoned it, work may be on its way.
+            return instance.cordoned or not pod.ready
+        if self.instances is not None and instance is None and not pod.ready:
+            return True  # starting, or lost: without its stream it has dropped what it held
+        if self.on_timeout == "Wait":
+            return False
+        # One that is ready and that the scheduler does not know is only about to register again.
+        grace_s = EVICTION_S if instance is not None else 0.0
+        return waited_s >= self.timeout_s + grace_s
+
+    def evictions(self, leaving: Iterable[Leaving]) -> list[Evict]:
+        """For those whose time is over: repeated until they hold nothing."""
+        if self.on_timeout == "Wait":
+            return []
+        return [
+            Evict(instance_id=one.pod.name, abort=self.on_timeout == "Abort")
+            for one in leaving
+            if one.timed_out and one.held
+        ]
+
+    def cordons(self, leaving: Iterable[Leaving], pods: Iterable[Pod]) -> list[Cordon]:
+        """What the scheduler has to be told. One that ends by itself is left alone."""
+        leave = {one.pod.name for one in leaving}
+        known = self.instances or {}
+        return [
+            Cordon(instance_id=pod.name, cordoned=pod.name in leave)
+            for pod in pods
+            if pod.name in known
+            and not pod.terminating
+            and known[pod.name].cordoned != (pod.name in leave)
+            and (pod.name in leave or pod.ready)
+        ]

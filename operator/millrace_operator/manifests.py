@@ -1,0 +1,233 @@
+"""The objects that a ModelService and a pool are made of, as they are applied."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from millrace_operator import config_file, naming, pods
+from millrace_operator.observed import Object
+from millrace_operator.pods import Context
+from millrace_operator.schema import API_VERSION
+from millrace_operator.spec import KINDS, PoolKind
+
+Manifest = dict[str, Any]
+
+
+def of_service(context: Context) -> list[Manifest]:
+    """Everything of a ModelService, in the order in which it is needed."""
+    found = [
+        _config_map(context),
+        _scheduler_service(context),
+        _scheduler(context),
+        _gateway_service(context),
+        _gateway(context),
+        _gateway_budget(context),
+    ]
+    wanted = [kind for kind in KINDS.values() if kind.role in context.spec]
+    found += [_pool(context, kind) for kind in wanted]
+    return [naming.stamped(manifest) for manifest in found]
+
+
+def of_pool(pool: Object, template: Mapping[str, Any], replicas: int) -> list[Manifest]:
+    """Everything of a pool; `template` is `pods.instance`'s."""
+    found = [_headless(pool), _pool_budget(pool), _stateful_set(pool, template, replicas)]
+    return [naming.stamped(manifest) for manifest in found]
+
+
+def differs(live: Object | None, manifest: Manifest) -> bool:
+    """Whether an object has to be applied: it is not there, or is not what was applied last."""
+    if live is None:
+        return True
+    applied = live["metadata"].get("annotations", {}).get(naming.APPLIED)
+    if applied != manifest["metadata"]["annotations"][naming.APPLIED]:
+        return True
+    # A size that somebody else has set; of pools it is not ours.
+    size = manifest["spec"].get("replicas") if "spec" in manifest else None
+    return size is not None and live["spec"].get("replicas") != size
+
+
+def _metadata(
+    owner: Object, name: str, labels: Mapping[str, str], **more: Mapping[str, str]
+) -> Manifest:
+    return {
+        "name": name,
+        "namespace": owner["metadata"]["namespace"],
+        "labels": dict(labels),
+        **more,
+        "ownerReferences": [naming.owner(owner)],
+    }
+
+
+def _config_map(context: Context) -> Manifest:
+    labels = naming.labels(context.name, "config")
+    return {
+        "apiVersion": "v1",
+        "kind": "ConfigMap",
+        "metadata": _metadata(context.service, naming.config_name(context.name), labels),
+        "data": {"config.toml": config_file.text(context.tables)},
+    }
+
+
+def _network_service(
+    metadata: Manifest, selector: Mapping[str, str], ports: list[Manifest], **more: object
+) -> Manifest:
+    return {
+        "apiVersion": "v1",
+        "kind": "Service",
+        "metadata": metadata,
+        "spec": {"selector": dict(selector), "ports": ports, **more},
+    }
+
+
+def _port(name: str, port: int) -> Manifest:
+    return {"name": name, "port": port, "targetPort": name, "protocol": "TCP"}
+
+
+def _scheduler_service(context: Context) -> Manifest:
+    return _network_service(
+        _metadata(
+            context.service,
+            naming.scheduler_name(context.name),
+            naming.labels(context.name, "scheduler"),
+        ),
+        naming.component_selector(context.name, "scheduler"),
+        [
+            _port("grpc", naming.SCHEDULER_PORT),
+            _port("metrics", config_file.METRICS_PORT),
+        ],
+    )
+
+
+def _gateway_service(context: Context) -> Manifest:
+    return _network_service(
+        _metadata(
+            context.service, naming.gateway_name(context.name), naming.labels(context.name, "proxy")
+        ),
+        naming.component_selector(context.name, "proxy"),
+        [_port("http", context.spec["gateway"]["port"])],
+    )
+
+
+def _deployment(
+    context: Context, component: str, name: str, spec: Mapping[str, object]
+) -> Manifest:
+    return {
+        "apiVersion": "apps/v1",
+        "kind": "Deployment",
+        "metadata": _metadata(context.service, name, naming.labels(context.name, component)),
+        "spec": {
+            "selector": {"matchLabels": naming.component_selector(context.name, component)},
+            "revisionHistoryLimit": 3,
+            **spec,
+        },
+    }
+
+
+def _scheduler(context: Context) -> Manifest:
+    """One pod, never two: it alone holds the order of all requests."""
+    spec = {
+        "replicas": 1,
+        "strategy": {"type": "Recreate"},
+        "template": pods.scheduler(context),
+    }
+    return _deployment(context, "scheduler", naming.scheduler_name(context.name), spec)
+
+
+def _gateway(context: Context) -> Manifest:
+    spec = {
+        "replicas": context.spec["gateway"]["replicas"],
+        "strategy": {
+            "type": "RollingUpdate",
+            "rollingUpdate": {"maxSurge": 1, "maxUnavailable": 0},
+        },
+        "template": pods.gateway(context),
+    }
+    return _deployment(context, "proxy", naming.gateway_name(context.name), spec)
+
+
+def _budget(metadata: Manifest, selector: Mapping[str, str], **limit: int) -> Manifest:
+    """Pods that are not ready may always be evicted: they serve nobody."""
+    return {
+        "apiVersion": "policy/v1",
+        "kind": "PodDisruptionBudget",
+        "metadata": metadata,
+        "spec": {
+            "selector": {"matchLabels": dict(selector)},
+            "unhealthyPodEvictionPolicy": "AlwaysAllow",
+            **limit,
+        },
+    }
+
+
+def _gateway_budget(context: Context) -> Manifest:
+    metadata = _metadata(
+        context.service, naming.gateway_name(context.name), naming.labels(context.name, "proxy")
+    )
+    # A single pod may go, or a node could never be emptied.
+    least = context.spec["gateway"]["replicas"] - 1
+    selector = naming.component_selector(context.name, "proxy")
+    return _budget(metadata, selector, minAvailable=least)
+
+
+def _pool(context: Context, kind: PoolKind) -> Manifest:
+    """A pool without `replicas`: those are the autoscaler's, an HPA's or a person's."""
+    section = dict(context.spec[kind.role])
+    initial = section.pop("replicas", max(section["autoscaling"]["minReplicas"], 1))
+    metadata = _metadata(
+        context.service,
+        kind.name_in(context.name),
+        naming.labels(context.name, kind.role),
+        annotations={naming.INITIAL: str(initial)},
+    )
+    return {
+        "apiVersion": API_VERSION,
+        "kind": kind.kind,
+        "metadata": metadata,
+        "spec": {"serviceRef": {"name": context.name}, **section},
+    }
+
+
+def _pool_metadata(pool: Object) -> Manifest:
+    name, service = pool["metadata"]["name"], pool["spec"]["serviceRef"]["name"]
+    labels = naming.labels(service, KINDS[pool["kind"]].role)
+    return _metadata(pool, name, {**labels, naming.POOL_LABEL: name})
+
+
+def pool_selector(pool: Object) -> dict[str, str]:
+    return {naming.POOL_LABEL: pool["metadata"]["name"]}
+
+
+def _headless(pool: Object) -> Manifest:
+    return _network_service(
+        _pool_metadata(pool),
+        pool_selector(pool),
+        [
+            _port("grpc", naming.WORKER_PORT),
+            _port("metrics", config_file.METRICS_PORT),
+        ],
+        clusterIP="None",
+        publishNotReadyAddresses=True,
+    )
+
+
+def _pool_budget(pool: Object) -> Manifest:
+    return _budget(_pool_metadata(pool), pool_selector(pool), maxUnavailable=1)
+
+
+def _stateful_set(pool: Object, template: Mapping[str, Any], replicas: int) -> Manifest:
+    return {
+        "apiVersion": "apps/v1",
+        "kind": "StatefulSet",
+        "metadata": _pool_metadata(pool),
+        "spec": {
+            "replicas": replicas,
+            "serviceName": pool["metadata"]["name"],
+            "podManagementPolicy": "Parallel",
+            # The operator deletes old pods itself, when they are empty and it is their turn.
+            "updateStrategy": {"type": "OnDelete"},
+            "revisionHistoryLimit": 3,
+            "selector": {"matchLabels": pool_selector(pool)},
+            "template": dict(template),
+        },
+    }

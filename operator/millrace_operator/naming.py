@@ -1,0 +1,73 @@
+"""Names, labels and ports of what the operator makes."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from millrace_operator.config_file import digest
+from millrace_operator.observed import Object
+
+MANAGER = "millrace-operator"
+
+SERVICE_LABEL = "millrace.dev/service"
+POOL_LABEL = "millrace.dev/pool"
+TEMPLATE_LABEL = "millrace.dev/template"  # which template a pod was made from
+REVISION_LABEL = "millrace.dev/revision"  # of the model that it serves
+COMPONENT_LABEL = "app.kubernetes.io/component"
+
+#: Hash of the manifest that was applied last: what differs is applied again, nothing else is.
+APPLIED = "millrace.dev/applied"
+CONFIG = "millrace.dev/config"  # hash of the settings that a pod has read
+INITIAL = "millrace.dev/initial-replicas"  # of a pool that a ModelService makes
+
+SCHEDULER_PORT = 7070
+WORKER_PORT = 7071
+GATEWAY_PORT = 8080
+
+
+def scheduler_name(service: str) -> str:
+    return f"{service}-scheduler"
+
+
+def gateway_name(service: str) -> str:
+    return f"{service}-proxy"
+
+
+def config_name(service: str) -> str:
+    return f"{service}-config"
+
+
+def labels(service: str, component: str) -> dict[str, str]:
+    """On everything of one component."""
+    return {
+        "app.kubernetes.io/name": "millrace",
+        COMPONENT_LABEL: component,
+        "app.kubernetes.io/instance": service,
+        "app.kubernetes.io/part-of": "millrace",
+        "app.kubernetes.io/managed-by": MANAGER,
+        SERVICE_LABEL: service,
+    }
+
+
+def component_selector(service: str, component: str) -> dict[str, str]:
+    return {SERVICE_LABEL: service, COMPONENT_LABEL: component}
+
+
+def owner(of: Object) -> dict[str, Any]:
+    """The reference by which a child goes with its owner."""
+    return {
+        "apiVersion": of["apiVersion"],
+        "kind": of["kind"],
+        "name": of["metadata"]["name"],
+        "uid": of["metadata"]["uid"],
+        "controller": True,
+        "blockOwnerDeletion": False,
+    }
+
+
+def stamped(manifest: Mapping[str, Any]) -> dict[str, Any]:
+    """The manifest with its own hash in the annotation `APPLIED`."""
+    metadata = manifest["metadata"]
+    annotations = {**metadata.get("annotations", {}), APPLIED: digest(manifest)}
+    return {**manifest, "metadata": {**metadata, "annotations": annotations}}

@@ -1,0 +1,335 @@
+"""Pod templates of the scheduler, the gateway and the instances.
+
+Pods meet the pod security level `restricted` as they are (hostPath weights do not); RDMA needs a
+template that adds the capability IPC_LOCK.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from millrace_operator import config_file, naming, templates
+from millrace_operator.config_file import Table, digest, digest_for
+from millrace_operator.observed import Object
+from millrace_operator.spec import KINDS, Defaults, SpecError, gpus
+
+MODELS = "/models"
+CACHE = "/cache"
+
+#: Kubernetes kills a pod that ends later than it may drain by this: it has to say goodbye, too.
+GOODBYE_S = 60
+#: What an instance may take that drains until it is done; Kubernetes wants a number.
+DAY_S = 86400
+#: A gateway pod that is to end serves on this long, until no endpoint list names it.
+LINGER_S = 5
+#: Weights take long to load: half an hour, in steps of 5 s.
+STARTUP_PROBES = 360
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Context:
+    """What all pods of a ModelService share. Raises SpecError when made of a wrong spec."""
+
+    service: Object
+    defaults: Defaults
+    tables: Mapping[str, Table]
+    revision: str  # hash of what makes KV of two instances differ
+
+    @classmethod
+    def of(cls, service: Object, defaults: Defaults) -> Context:
+        tables = config_file.tables(service)
+        return cls(
+            service=service,
+            defaults=defaults,
+            tables=tables,
+            revision=_revision(service["spec"]["model"], tables),
+        )
+
+    @property
+    def spec(self) -> Mapping[str, Any]:
+        spec: Mapping[str, Any] = self.service["spec"]
+        return spec
+
+    @property
+    def name(self) -> str:
+        return str(self.service["metadata"]["name"])
+
+
+def _revision(model: Mapping[str, Any], tables: Mapping[str, Table]) -> str:
+    engine = config_file.config(tables).engine
+    return digest(
+        {
+            "uri": model["uri"],
+            "revision": model["revision"],
+            "dtype": engine.dtype,
+            "page_tokens": engine.page_tokens,
+            "max_context_tokens": engine.max_context_tokens,
+        }
+    )
+
+
+def scheduler(context: Context) -> dict[str, Any]:
+    """The scheduler's pod template."""
+    ports = {"grpc": naming.SCHEDULER_PORT, "metrics": config_file.METRICS_PORT}
+    container = {
+        **_container(context, "scheduler", ports),
+        "args": [
+            *("scheduler", "--host", "0.0.0.0", "--port", str(naming.SCHEDULER_PORT)),
+            *_CONFIG_ARGS,
+        ],
+        "env": _environment(context),
+        **_probes("metrics"),
+    }
+    grace_s = math.ceil(config_file.config(context.tables).scheduler.drain_timeout_s) + GOODBYE_S
+    section = context.spec.get("scheduler", {})
+    return _template(context, "scheduler", _pod(context, container, grace_s), section)
+
+
+def gateway(context: Context) -> dict[str, Any]:
+    """The gateway's pod template."""
+    gateway_spec = context.spec["gateway"]
+    container = {
+        **_container(context, "proxy", {"http": naming.GATEWAY_PORT}),
+        "args": [
+            *("proxy", *_model_args(context)),
+            *("--host", "0.0.0.0", "--port", str(naming.GATEWAY_PORT)),
+            *_CONFIG_ARGS,
+        ],
+        "env": [
+            *_environment(context),
+            *_hub_token(context),
+            *_secret("MILLRACE_PROXY__ADMIN_TOKEN", gateway_spec.get("adminTokenSecretRef")),
+        ],
+        "lifecycle": {"preStop": {"sleep": {"seconds": LINGER_S}}},
+        **_probes("http"),
+    }
+    drain_s = config_file.config(context.tables).proxy.drain_timeout_s
+    grace_s = LINGER_S + math.ceil(drain_s) + GOODBYE_S
+    pod = _with_weights(context, _pod(context, container, grace_s))
+    pod["topologySpreadConstraints"] = [_spread(_selector(context, "proxy"))]
+    return _template(context, "proxy", pod, gateway_spec)
+
+
+def instance(pool: Object, context: Context) -> dict[str, Any]:
+    """The pod template of a pool's instances, with the labels that rollouts go by."""
+    spec, role = pool["spec"], KINDS[pool["kind"]].role
+    drain_s = DAY_S if spec["drain"]["onTimeout"] == "Wait" else spec["drain"]["timeoutSeconds"]
+    ports = {"grpc": naming.WORKER_PORT, "metrics": config_file.METRICS_PORT}
+    container = {
+        **_container(context, role, ports),
+        "args": _instance_args(role, spec, context, drain_s),
+        "env": [*_environment(context), *_hub_token(context), *_parallel(spec)],
+        **_probes("metrics"),
+    }
+    if devices := gpus(spec):
+        container["resources"] = {"limits": {spec["gpuResource"]: str(devices)}}
+    pod = _with_weights(context, _pod(context, container, drain_s + GOODBYE_S))
+    _add_volume(pod, "shm", {"emptyDir": {"medium": "Memory"}}, {"mountPath": "/dev/shm"})
+    name = pool["metadata"]["name"]
+    pod |= _placement(spec, {naming.POOL_LABEL: name})
+    template = _template(context, role, pod, spec, {naming.POOL_LABEL: name})
+    template["metadata"]["labels"][naming.REVISION_LABEL] = context.revision
+    template["metadata"]["labels"][naming.TEMPLATE_LABEL] = digest(template)
+    return template
+
+
+_CONFIG_ARGS = ("--config", f"{config_file.FOLDER}/config.toml")
+
+
+def _model_args(context: Context) -> list[str]:
+    model = context.spec["model"]
+    scheduler_at = f"{naming.scheduler_name(context.name)}:{naming.SCHEDULER_PORT}"
+    return [
+        *("--model", model["uri"], "--model-name", model["name"]),
+        *("--scheduler", scheduler_at),
+    ]
+
+
+def _instance_args(role: str, spec: Mapping[str, Any], context: Context, drain_s: int) -> list[str]:
+    stages = spec.get("stages", 1)
+    return [
+        *(role, *_model_args(context)),
+        *("--id", "$(POD_NAME)", "--host", "$(POD_IP)", "--port", str(naming.WORKER_PORT)),
+        *("--node", "$(NODE_NAME)", "--revision", context.revision),
+        *("--drain-timeout-s", str(drain_s)),
+        *_CONFIG_ARGS,
+        *(("--stages", str(stages)) if stages > 1 else ()),
+    ]
+
+
+def _container(context: Context, role: str, ports: Mapping[str, int]) -> dict[str, Any]:
+    return {
+        "name": "millrace",
+        "image": context.defaults.images.get(role, ""),
+        "imagePullPolicy": context.defaults.pull_policy,
+        "ports": [{"name": n, "containerPort": p, "protocol": "TCP"} for n, p in ports.items()],
+        "securityContext": {
+            "allowPrivilegeEscalation": False,
+            "readOnlyRootFilesystem": True,
+            "capabilities": {"drop": ["ALL"]},
+        },
+        "volumeMounts": [],
+    }
+
+
+def _pod(context: Context, container: dict[str, Any], grace_s: int) -> dict[str, Any]:
+    pod: dict[str, Any] = {
+        "containers": [container],
+        "volumes": [],
+        "enableServiceLinks": False,
+        "automountServiceAccountToken": False,
+        "terminationGracePeriodSeconds": grace_s,
+        "securityContext": {
+            "runAsNonRoot": True,
+            "seccompProfile": {"type": "RuntimeDefault"},
+        },
+    }
+    sources: list[dict[str, Any]] = [
+        {"configMap": {"name": naming.config_name(context.name), "items": [_as("config.toml")]}}
+    ]
+    if "tls" in context.spec:
+        files = [_as(file, f"tls/{file}") for file in ("ca.crt", "tls.crt", "tls.key")]
+        sources.append({"secret": {"name": context.spec["tls"]["secretName"], "items": files}})
+    mount = {"mountPath": config_file.FOLDER, "readOnly": True}
+    _add_volume(pod, "config", {"projected": {"sources": sources}}, mount)
+    _add_volume(pod, "tmp", {"emptyDir": {}}, {"mountPath": "/tmp"})
+    _add_volume(pod, "cache", {"emptyDir": _cache_size(context)}, {"mountPath": CACHE})
+    return pod
+
+
+def _as(key: str, path: str = "") -> dict[str, str]:
+    return {"key": key, "path": path or key}
+
+
+def _cache_size(context: Context) -> dict[str, str]:
+    cache = context.spec.get("weights", {}).get("hub", {}).get("cache", {})
+    return {"sizeLimit": cache["sizeLimit"]} if "sizeLimit" in cache else {}
+
+
+def _add_volume(
+    pod: dict[str, Any], name: str, source: Mapping[str, Any], mount: Mapping[str, Any]
+) -> None:
+    pod["volumes"].append({"name": name, **source})
+    pod["containers"][0]["volumeMounts"].append({"name": name, **mount})
+
+
+def _with_weights(context: Context, pod: dict[str, Any]) -> dict[str, Any]:
+    weights = context.spec.get("weights", {})
+    mount: dict[str, Any] = {"mountPath": MODELS, "readOnly": True}
+    if claim := weights.get("persistentVolumeClaim"):
+        source = {"claimName": claim["claimName"], "readOnly": claim["readOnly"]}
+        if claim["subPath"]:
+            mount["subPath"] = claim["subPath"]
+        _add_volume(pod, "weights", {"persistentVolumeClaim": source}, mount)
+    elif path := weights.get("hostPath"):
+        folder = {"path": path["path"], "type": "Directory"}
+        _add_volume(pod, "weights", {"hostPath": folder}, mount)
+    elif image := weights.get("image"):
+        _add_volume(pod, "weights", {"image": dict(image)}, mount)
+    return pod
+
+
+def _environment(context: Context) -> list[dict[str, Any]]:
+    """Of every pod: who it is, where it may write, and the store."""
+    redis = context.spec.get("redis", {}).get("secretRef")
+    if redis is None and context.defaults.redis_secret:
+        redis = {"name": context.defaults.redis_secret, "key": "url"}
+    if redis is None:
+        raise SpecError("spec.redis is missing; the operator has no Redis server of its own")
+    fields = {
+        "POD_NAME": "metadata.name",
+        "POD_IP": "status.podIP",
+        "NODE_NAME": "spec.nodeName",
+    }
+    return [
+        *({"name": n, "valueFrom": {"fieldRef": {"fieldPath": p}}} for n, p in fields.items()),
+        {"name": "HOME", "value": CACHE},
+        {"name": "XDG_CACHE_HOME", "value": CACHE},
+        {"name": "HF_HOME", "value": f"{CACHE}/huggingface"},
+        *_secret("MILLRACE_STORE__URL", redis),
+    ]
+
+
+def _hub_token(context: Context) -> list[dict[str, Any]]:
+    return _secret("HF_TOKEN", context.spec.get("weights", {}).get("hub", {}).get("secretRef"))
+
+
+def _secret(name: str, ref: Mapping[str, str] | None) -> list[dict[str, Any]]:
+    if ref is None:
+        return []
+    source = {"secretKeyRef": {"name": ref["name"], "key": ref["key"]}}
+    return [{"name": name, "valueFrom": source}]
+
+
+def _parallel(spec: Mapping[str, Any]) -> list[dict[str, Any]]:
+    ranks = spec.get("tensorParallel", 1)
+    return [{"name": "MILLRACE_ENGINE__TENSOR_PARALLEL", "value": str(ranks)}] if ranks > 1 else []
+
+
+def _probes(port: str) -> dict[str, Any]:
+    """By HTTP: Kubernetes' gRPC probes do not speak TLS."""
+
+    def get(path: str, period_s: int, failures: int) -> dict[str, Any]:
+        return {
+            "httpGet": {"path": path, "port": port},
+            "periodSeconds": period_s,
+            "timeoutSeconds": 5,
+            "failureThreshold": failures,
+        }
+
+    return {
+        "startupProbe": get("/health", 5, STARTUP_PROBES),
+        "livenessProbe": get("/health", 10, 6),
+        "readinessProbe": get("/ready", 5, 2),
+    }
+
+
+def _placement(spec: Mapping[str, Any], selector: Mapping[str, str]) -> dict[str, Any]:
+    """Prefill instances close together, for their groups; others spread, against failures."""
+    if "topologyKey" not in spec:
+        return {"topologySpreadConstraints": [_spread(selector)]}
+    term = {
+        "topologyKey": spec["topologyKey"],
+        "labelSelector": {"matchLabels": dict(selector)},
+    }
+    preferred = [{"weight": 50, "podAffinityTerm": term}]
+    return {
+        "affinity": {"podAffinity": {"preferredDuringSchedulingIgnoredDuringExecution": preferred}}
+    }
+
+
+def _spread(selector: Mapping[str, str]) -> dict[str, Any]:
+    return {
+        "maxSkew": 1,
+        "topologyKey": "kubernetes.io/hostname",
+        "whenUnsatisfiable": "ScheduleAnyway",
+        "labelSelector": {"matchLabels": dict(selector)},
+    }
+
+
+def _selector(context: Context, component: str) -> dict[str, str]:
+    return naming.component_selector(context.name, component)
+
+
+def _template(
+    context: Context,
+    component: str,
+    pod: Mapping[str, Any],
+    section: Mapping[str, Any],
+    more: Mapping[str, str] | None = None,
+) -> dict[str, Any]:
+    """The user's template over ours; labels that selectors read stay ours."""
+    read = digest_for(component, context.tables)
+    base = {"metadata": {"labels": {}, "annotations": {naming.CONFIG: read}}, "spec": pod}
+    template = templates.merged(base, section.get("template", {}), "spec.template")
+    own = {**naming.labels(context.name, component), **(more or {})}
+    template["metadata"]["labels"] |= own
+    images = [c.get("image") for c in template["spec"]["containers"] if c["name"] == "millrace"]
+    if not any(images):
+        raise SpecError(
+            f"the container millrace of {component} has no image; name one in its template"
+        )
+    return template

@@ -1,0 +1,209 @@
+"""`reconcile_pool`: from a pool as it is to the pool that is wanted, one pass at a time.
+
+The order of actions makes a pass safe to stop anywhere. Who is wanted again is uncordoned before
+the status forgets that it drained; who is to leave stands in the status, with the time, before the
+scheduler hears of it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+from millrace_operator import manifests, pods
+from millrace_operator.actions import Action, Apply, Delete, Report, SetReplicas, SetStatus
+from millrace_operator.drain import Leaving, Rules
+from millrace_operator.naming import INITIAL, REVISION_LABEL, TEMPLATE_LABEL
+from millrace_operator.observed import Object, ObservedPool, Pod
+from millrace_operator.pods import Context
+from millrace_operator.pool_status import Outcome, Scaled, reports, rolling_out, status
+from millrace_operator.rollout import Rollout
+from millrace_operator.spec import KINDS, Defaults, SpecError, autoscale_config
+
+
+def reconcile_pool(pool: Object, observed: ObservedPool, defaults: Defaults) -> list[Action]:
+    """What to do now for a PrefillGroup, DecodePool or KVPWorkerPool."""
+    service = observed.service
+    if _going(pool) or (service is not None and _going(service)):
+        return []  # its children go with it, and pods drain at SIGTERM
+    if service is None:
+        name = pool["spec"]["serviceRef"]["name"]
+        problem = Report(
+            reason="ServiceNotFound", message=f"there is no ModelService {name}", warning=True
+        )
+        return _only_status(pool, observed, problem=problem)
+    if service["spec"]["paused"]:
+        return _only_status(pool, observed, paused=True)
+    try:
+        plan = Plan.of(pool, observed, service, defaults)
+    except SpecError as error:
+        problem = Report(reason="InvalidSpec", message=str(error), warning=True)
+        return _only_status(pool, observed, problem=problem)
+    return plan.actions()
+
+
+def _going(thing: Object) -> bool:
+    return "deletionTimestamp" in thing["metadata"]
+
+
+def _only_status(
+    pool: Object, observed: ObservedPool, *, problem: Report | None = None, paused: bool = False
+) -> list[Action]:
+    rules = Rules.of(pool, observed.instances, observed.now_s)
+    last = pool.get("status", {})
+    outcome = Outcome(
+        wanted=pool["spec"]["replicas"],
+        template=last.get("template", ""),
+        revision=last.get("revision", ""),
+        leaving=tuple(rules.still(observed.pods)),
+        rollout=None,
+        problem=problem,
+        paused=paused,
+    )
+    return _told(pool, observed, outcome)
+
+
+def _told(pool: Object, observed: ObservedPool, outcome: Outcome) -> list[Action]:
+    """Events, and the status where it says something new."""
+    found: list[Action] = [*reports(pool, observed, outcome)]
+    now = status(pool, observed, outcome)
+    if now != pool.get("status", {}):
+        found.append(SetStatus(status=now))
+    return found
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Plan:
+    """What a pool is to become."""
+
+    pool: Object
+    observed: ObservedPool
+    template: Mapping[str, Any]
+    rollout: Rollout
+    rules: Rules
+    size: int  # of the StatefulSet
+    leaving: Sequence[Leaving]
+    retired: bool
+
+    @classmethod
+    def of(cls, pool: Object, observed: ObservedPool, service: Object, defaults: Defaults) -> Plan:
+        """Raises SpecError."""
+        autoscale_config(pool)
+        context = Context.of(service, defaults)
+        template = pods.instance(pool, context)
+        labels = template["metadata"]["labels"]
+        retired = _retired(pool, service)
+        rollout = Rollout(
+            template=labels[TEMPLATE_LABEL],
+            revision=labels[REVISION_LABEL],
+            replicas=0 if retired else pool["spec"]["replicas"],
+            max_surge=pool["spec"]["rollout"]["maxSurge"],
+            pods=observed.pods,
+            peers=observed.peers,
+            under_way=rolling_out(pool),
+            now_s=observed.now_s,
+        )
+        rules = Rules.of(pool, observed.instances, observed.now_s)
+        leaving = _leaving(observed.pods, rollout, rules, "Retired" if retired else "ScaleIn")
+        live = observed.live.get(("StatefulSet", pool["metadata"]["name"]))
+        size = _size(live, leaving, rollout.size)
+        return cls(
+            pool=pool,
+            observed=observed,
+            template=template,
+            rollout=rollout,
+            rules=rules,
+            size=size,
+            leaving=[
+                replace(
+                    one,
+                    removed=one.removable and (one.pod.ordinal >= size or one.reason == "Rollout"),
+                )
+                for one in leaving
+            ],
+            retired=retired,
+        )
+
+    def actions(self) -> list[Action]:
+        outcome = Outcome(
+            wanted=self.rollout.replicas,
+            template=self.rollout.template,
+            revision=self.rollout.revision,
+            leaving=tuple(self.leaving),
+            rollout=self.rollout,
+            scaled=self._scaled(),
+        )
+        cordons = self.rules.cordons(self.leaving, self.observed.pods)
+        return [
+            *(cordon for cordon in cordons if not cordon.cordoned),
+            *self._applies(),
+            *self._deletions(),
+            *([SetReplicas(replicas=outcome.scaled.replicas)] if outcome.scaled else []),
+            *_told(self.pool, self.observed, outcome),
+            *(cordon for cordon in cordons if cordon.cordoned),
+            *self.rules.evictions(self.leaving),
+        ]
+
+    def _applies(self) -> list[Apply]:
+        wanted = manifests.of_pool(self.pool, self.template, self.size)
+        live = self.observed.live
+        return [
+            Apply(manifest=manifest)
+            for manifest in wanted
+            if manifests.differs(
+                live.get((manifest["kind"], manifest["metadata"]["name"])), manifest
+            )
+        ]
+
+    def _deletions(self) -> list[Delete]:
+        """Old pods that are done, for their successors to start."""
+        return [
+            Delete(api_version="v1", kind="Pod", name=one.pod.name, uid=one.pod.uid)
+            for one in self.leaving
+            if one.removed and one.reason == "Rollout"
+        ]
+
+    def _scaled(self) -> Scaled | None:
+        """The pool's own new size, where it is the operator's to set."""
+        if self.retired:
+            return None
+        wanted: int = self.pool["spec"]["replicas"]
+        initial = self.pool["metadata"].get("annotations", {}).get(INITIAL)
+        if initial is not None and "observedGeneration" not in self.pool.get("status", {}):
+            new = Scaled(replicas=int(initial), reason="the initial size")
+        elif self.pool["spec"]["autoscaling"]["mode"] == "Internal" and (
+            advice := self.observed.recommendation
+        ):
+            new = Scaled(replicas=advice.replicas, reason=advice.reason)
+        else:
+            return None
+        return new if new.replicas != wanted else None
+
+
+def _retired(pool: Object, service: Object) -> bool:
+    """Whether a ModelService made the pool and wants it no more."""
+    owners = pool["metadata"].get("ownerReferences", [])
+    made = any(owner.get("uid") == service["metadata"]["uid"] for owner in owners)
+    return made and KINDS[pool["kind"]].role not in service["spec"]
+
+
+def _leaving(existing: Sequence[Pod], rollout: Rollout, rules: Rules, reason: str) -> list[Leaving]:
+    """Pods beyond the wanted size, for `reason`, and old ones."""
+    surplus = [
+        rules.leaving(pod, reason)
+        for pod in existing
+        if pod.ordinal >= rollout.size and not pod.terminating
+    ]
+    following = rollout.next(rules)
+    old = rollout.broken() + ([] if following is None else [following])
+    return surplus + [rules.leaving(pod, "Rollout") for pod in old]
+
+
+def _size(live: Object | None, leaving: Sequence[Leaving], wanted: int) -> int:
+    """Of the StatefulSet: it removes the highest ordinals, so the highest have to be done."""
+    size: int = live["spec"]["replicas"] if live is not None else 0
+    stays = {one.pod.ordinal for one in leaving if not one.removable}
+    while size > wanted and size - 1 not in stays:
+        size -= 1
+    return max(size, wanted)

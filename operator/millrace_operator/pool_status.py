@@ -1,0 +1,248 @@
+"""The status of a pool, and the Events that tell of what changed in it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from millrace_operator import conditions, manifests
+from millrace_operator.actions import Report
+from millrace_operator.conditions import Condition, seconds, timestamp
+from millrace_operator.drain import Leaving
+from millrace_operator.observed import Object, ObservedPool, Pod
+from millrace_operator.pool_metrics import seen
+from millrace_operator.rollout import Rollout
+
+#: Signals change all the time; on their own they are written no more often than this.
+SIGNALS_S = 30.0
+_SIGNALS = ("metrics", "metricsTime", "recommendationReason")
+
+ROLLING_OUT = "RollingOut"
+_LIMITS = {"step": "Step", "minimum": "MinReplicas", "maximum": "MaxReplicas", "quota": "Quota"}
+_WHY = {
+    "ScaleIn": "it is one too many",
+    "Rollout": "its template is old",
+    "Retired": "the ModelService has no such pool any more",
+}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Scaled:
+    """A new spec.replicas."""
+
+    replicas: int
+    reason: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Outcome:
+    """What a pass made of a pool."""
+
+    wanted: int
+    template: str
+    revision: str
+    leaving: tuple[Leaving, ...]
+    rollout: Rollout | None  # None: nothing was changed
+    problem: Report | None = None  # with the spec
+    paused: bool = False
+    scaled: Scaled | None = None
+
+
+def rolling_out(pool: Object) -> bool:
+    """Whether the last status speaks of a rollout."""
+    last = conditions.by_type(pool.get("status", {})).get("Progressing", {})
+    return last.get("reason") == ROLLING_OUT
+
+
+def status(pool: Object, observed: ObservedPool, outcome: Outcome) -> dict[str, Any]:
+    """The whole status; equal to the last one as long as nothing has changed."""
+    last = pool.get("status", {})
+    there = [pod for pod in observed.pods if not pod.terminating]
+    serving = _serving(observed.pods, outcome)
+    updated = [pod for pod in there if pod.template == outcome.template]
+    generation = pool["metadata"].get("generation", 0)
+    advice = observed.recommendation
+    found: dict[str, Any] = {
+        "observedGeneration": generation,
+        "replicas": len(there),
+        "readyReplicas": len(serving),
+        "updatedReplicas": len(updated),
+        "updatedReadyReplicas": sum(pod.ready for pod in updated),
+        "drainingReplicas": len(outcome.leaving) + len(observed.pods) - len(there),
+        "draining": [one.entry() for one in outcome.leaving],
+        "selector": ",".join(f"{k}={v}" for k, v in manifests.pool_selector(pool).items()),
+        "revision": outcome.revision,
+        "template": outcome.template,
+        **{k: last[k] for k in ("lastScaleTime", "lastScaleReason") if k in last},
+        "conditions": conditions.updated(
+            last,
+            _conditions(pool, observed, outcome, serving),
+            generation=generation,
+            now_s=observed.now_s,
+        ),
+    }
+    if advice is not None:
+        found |= {"desiredReplicas": advice.replicas, "limitedBy": advice.limited_by}
+    if outcome.scaled is not None:
+        found["lastScaleTime"] = timestamp(observed.now_s)
+        found["lastScaleReason"] = outcome.scaled.reason[:512]
+    return found | _signals(pool, observed, found)
+
+
+def _signals(pool: Object, observed: ObservedPool, found: Mapping[str, Any]) -> dict[str, Any]:
+    """What was measured, as of now or as the last status has it."""
+    last = pool.get("status", {})
+    before = {k: last[k] for k in _SIGNALS if k in last}
+    now: dict[str, Any] = {"metrics": seen(pool, observed.metrics)} if observed.metrics else {}
+    if observed.recommendation is not None:
+        now["recommendationReason"] = observed.recommendation.reason[:512]
+    same = all(before.get(k) == v for k, v in now.items())
+    calm = all(last.get(k) == v for k, v in found.items())
+    young = "metricsTime" in before and observed.now_s - seconds(before["metricsTime"]) < SIGNALS_S
+    if same or (calm and young):
+        return before
+    return {**before, **now, "metricsTime": timestamp(observed.now_s)}
+
+
+def _serving(pods: Sequence[Pod], outcome: Outcome) -> list[Pod]:
+    """Instances that take work."""
+    leave = {one.pod.name for one in outcome.leaving}
+    return [p for p in pods if p.ready and not p.terminating and p.name not in leave]
+
+
+def _conditions(
+    pool: Object, observed: ObservedPool, outcome: Outcome, serving: Sequence[Pod]
+) -> list[Condition]:
+    metrics = _metrics_available(observed)
+    return [
+        _available(outcome, serving, observed.pods),
+        _progressing(observed, outcome, len(serving)),
+        metrics,
+        _scaling_active(pool, outcome, metrics),
+        _scaling_limited(observed),
+        _draining(outcome.leaving),
+        _degraded(observed.pods, outcome),
+    ]
+
+
+def _available(outcome: Outcome, serving: Sequence[Pod], pods: Sequence[Pod]) -> Condition:
+    if not outcome.wanted:
+        return Condition("Available", True, "ScaledToZero", "no instance is wanted")
+    ready = f"{len(serving)} of {outcome.wanted} instances take work"
+    if serving:
+        return Condition("Available", True, "InstancesReady", ready)
+    return Condition("Available", False, "NoInstanceReady", _trouble(pods) or ready)
+
+
+def _progressing(observed: ObservedPool, outcome: Outcome, serving: int) -> Condition:
+    if outcome.paused:
+        return Condition("Progressing", False, "Paused", "the ModelService is paused")
+    if outcome.problem is not None:
+        return Condition("Progressing", False, outcome.problem.reason, outcome.problem.message)
+    rollout = outcome.rollout
+    if rollout is not None and rollout.active:
+        done = f"{min(rollout.updated_ready(), outcome.wanted)} of {outcome.wanted} are replaced"
+        waits = rollout.waits_for()
+        return Condition("Progressing", True, ROLLING_OUT, f"{done}; {waits}" if waits else done)
+    if outcome.leaving or len(observed.pods) != outcome.wanted or serving != outcome.wanted:
+        message = f"{serving} of {outcome.wanted} instances take work"
+        return Condition("Progressing", True, "Scaling", message)
+    return Condition("Progressing", False, "Settled", "every instance that is wanted takes work")
+
+
+def _metrics_available(observed: ObservedPool) -> Condition:
+    if observed.metrics is None or observed.metrics_error:
+        message = observed.metrics_error or "no sample yet"
+        return Condition("MetricsAvailable", False, "NoFreshSample", message)
+    return Condition("MetricsAvailable", True, "Fresh", "the scheduler tells the pool's load")
+
+
+def _scaling_active(pool: Object, outcome: Outcome, metrics: Condition) -> Condition:
+    mode = pool["spec"]["autoscaling"]["mode"]
+    if mode != "Internal":
+        who = "an HPA, KEDA or a person sets replicas" if mode == "External" else "it is off"
+        return Condition("ScalingActive", False, f"Mode{mode}", who)
+    if outcome.paused or outcome.problem is not None:
+        reason = "Paused" if outcome.problem is None else outcome.problem.reason
+        return Condition("ScalingActive", False, reason, "nothing is changed")
+    if not metrics.status:
+        return Condition("ScalingActive", False, "MetricsUnavailable", "the size is kept")
+    return Condition("ScalingActive", True, "ModeInternal", "the operator sets replicas")
+
+
+def _scaling_limited(observed: ObservedPool) -> Condition:
+    advice = observed.recommendation
+    if advice is None or not advice.limited:
+        return Condition("ScalingLimited", False, "WithinLimits", "")
+    reason = _LIMITS.get(advice.limited_by, "Limited")
+    message = f"the signals ask for another size; {advice.limited_by} keeps {advice.replicas}"
+    return Condition("ScalingLimited", True, reason, message)
+
+
+def _draining(leaving: Sequence[Leaving]) -> Condition:
+    if not leaving:
+        return Condition("Draining", False, "NoneDrains", "")
+    names = ", ".join(sorted(one.pod.name for one in leaving))
+    return Condition("Draining", True, "InstancesDrain", names)
+
+
+def _degraded(pods: Sequence[Pod], outcome: Outcome) -> Condition:
+    if outcome.problem is not None:
+        return Condition("Degraded", True, outcome.problem.reason, outcome.problem.message)
+    if trouble := _trouble(pods):
+        return Condition("Degraded", True, "InstanceTrouble", trouble)
+    return Condition("Degraded", False, "Healthy", "")
+
+
+def _trouble(pods: Sequence[Pod]) -> str:
+    found = [f"{p.name}: {p.trouble}" for p in pods if p.trouble and not p.terminating]
+    more = f" (and {len(found) - 1} more)" if len(found) > 1 else ""
+    return found[0] + more if found else ""
+
+
+def reports(pool: Object, observed: ObservedPool, outcome: Outcome) -> list[Report]:
+    """Events for what the last status did not say yet."""
+    found = _of_rollout(pool, outcome) + _of_drains(pool, outcome)
+    if (scaled := outcome.scaled) is not None:
+        sizes = f"from {pool['spec']['replicas']} to {scaled.replicas}"
+        found.append(Report(reason="Scaled", message=f"{sizes}: {scaled.reason}"))
+    last = conditions.by_type(pool.get("status", {}))
+    limited = _scaling_limited(observed)
+    if limited.reason == "Quota" and last.get("ScalingLimited", {}).get("reason") != "Quota":
+        found.append(Report(reason="QuotaLimited", message=limited.message, warning=True))
+    problem = outcome.problem
+    if problem is not None and last.get("Degraded", {}).get("message") != problem.message:
+        found.append(problem)
+    return found
+
+
+def _of_rollout(pool: Object, outcome: Outcome) -> list[Report]:
+    rollout = outcome.rollout
+    if rollout is None or rollout.active == rolling_out(pool):
+        return []
+    if rollout.active:
+        message = f"{outcome.wanted} instances get template {rollout.template}"
+        return [Report(reason="RolloutStarted", message=message)]
+    message = f"{outcome.wanted} instances have template {rollout.template}"
+    return [Report(reason="RolloutFinished", message=message)]
+
+
+def _of_drains(pool: Object, outcome: Outcome) -> list[Report]:
+    known = {(e["pod"], e.get("uid")): e for e in pool.get("status", {}).get("draining", [])}
+    found = []
+    for one in outcome.leaving if outcome.rollout is not None else ():
+        entry = known.get((one.pod.name, one.pod.uid))
+        if entry is None:
+            found.append(_report(one, "Draining", f"gets no new work: {_WHY[one.reason]}"))
+        if one.timed_out and one.held and not (entry or {}).get("timedOut"):
+            held = f"still holds {one.held} requests when its time to drain is over"
+            found.append(_report(one, "DrainTimedOut", held, warning=True))
+        if one.removed and not (entry or {}).get("removed"):
+            held = f"still holds {one.held} requests" if one.held else "holds nothing"
+            found.append(_report(one, "Drained", f"{held} and is removed"))
+    return found
+
+
+def _report(one: Leaving, reason: str, what: str, *, warning: bool = False) -> Report:
+    return Report(reason=reason, message=f"{one.pod.name} {what}", warning=warning)

@@ -1,0 +1,180 @@
+"""`reconcile_service`: the children of a ModelService, and its status from theirs."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from millrace_operator import conditions, manifests, naming
+from millrace_operator.actions import Action, Apply, Delete, Report, SetStatus
+from millrace_operator.conditions import Condition
+from millrace_operator.observed import Object, ObservedService
+from millrace_operator.pods import Context
+from millrace_operator.schema import API_VERSION
+from millrace_operator.spec import KINDS, Defaults, PoolKind, SpecError
+
+
+def reconcile_service(
+    service: Object, observed: ObservedService, defaults: Defaults
+) -> list[Action]:
+    """What to do now for a ModelService."""
+    if "deletionTimestamp" in service["metadata"]:
+        return []  # the garbage collector takes the children
+    if service["spec"]["paused"]:
+        return _told(service, observed, revision=_last(service).get("revision", ""))
+    try:
+        context = Context.of(service, defaults)
+        wanted = manifests.of_service(context)
+    except SpecError as error:
+        problem = Report(reason="InvalidSpec", message=str(error), warning=True)
+        revision = _last(service).get("revision", "")
+        return _told(service, observed, revision=revision, problem=problem)
+    changes = [
+        Apply(manifest=manifest)
+        for manifest in wanted
+        if manifests.differs(
+            observed.live.get((manifest["kind"], manifest["metadata"]["name"])), manifest
+        )
+    ]
+    return [
+        *changes,
+        *_retired(service, observed),
+        *_told(service, observed, revision=context.revision),
+    ]
+
+
+def _last(service: Object) -> Mapping[str, Any]:
+    status: Mapping[str, Any] = service.get("status", {})
+    return status
+
+
+def _retired(service: Object, observed: ObservedService) -> list[Delete]:
+    """Pools that the spec names no more, once they are empty: they drain themselves first."""
+    return [
+        Delete(
+            api_version=API_VERSION,
+            kind=kind.kind,
+            name=pool["metadata"]["name"],
+            uid=pool["metadata"]["uid"],
+        )
+        for kind in KINDS.values()
+        if kind.role not in service["spec"] and (pool := _pool(service, observed, kind))
+        if pool.get("status", {}).get("replicas") == 0
+    ]
+
+
+def _pool(service: Object, observed: ObservedService, kind: PoolKind) -> Object | None:
+    return observed.live.get((kind.kind, kind.name_in(service["metadata"]["name"])))
+
+
+def _told(
+    service: Object, observed: ObservedService, *, revision: str, problem: Report | None = None
+) -> list[Action]:
+    last = _last(service)
+    now = _status(service, observed, revision, problem)
+    found: list[Action] = []
+    if problem and conditions.by_type(last).get("Degraded", {}).get("message") != problem.message:
+        found.append(problem)
+    if now != last:
+        found.append(SetStatus(status=now))
+    return found
+
+
+def _status(
+    service: Object, observed: ObservedService, revision: str, problem: Report | None
+) -> dict[str, Any]:
+    name, metadata = service["metadata"]["name"], service["metadata"]
+    generation = metadata.get("generation", 0)
+    pools = {kind.role: _pool(service, observed, kind) for kind in KINDS.values()}
+    states = [
+        _available(service, observed, pools),
+        _progressing(service, pools, problem),
+        _degraded(pools, problem),
+    ]
+    port = service["spec"]["gateway"]["port"]
+    return {
+        "observedGeneration": generation,
+        "phase": _phase(service, pools, *states),
+        "endpoint": f"http://{naming.gateway_name(name)}.{metadata['namespace']}.svc:{port}",
+        **{f"{role}Ready": _ready(pool) for role, pool in pools.items() if pool is not None},
+        "revision": revision,
+        "conditions": conditions.updated(
+            _last(service), states, generation=generation, now_s=observed.now_s
+        ),
+    }
+
+
+def _ready(pool: Object) -> str:
+    return f"{pool.get('status', {}).get('readyReplicas', 0)}/{pool['spec']['replicas']}"
+
+
+def _phase(
+    service: Object,
+    pools: Mapping[str, Object | None],
+    available: Condition,
+    progressing: Condition,
+    degraded: Condition,
+) -> str:
+    if service["spec"]["paused"]:
+        return "Paused"
+    if degraded.status:
+        return "Degraded"
+    if not available.status:
+        return "Pending"
+    if available.reason == "Asleep":
+        return "Idle"
+    return "Scaling" if progressing.status else "Ready"
+
+
+def _available(
+    service: Object, observed: ObservedService, pools: Mapping[str, Object | None]
+) -> Condition:
+    """Whether a request that comes now is answered, if need be after a pool has woken."""
+    name = service["metadata"]["name"]
+    for part, child in (
+        ("scheduler", naming.scheduler_name(name)),
+        ("gateway", naming.gateway_name(name)),
+    ):
+        live = observed.live.get(("Deployment", child), {})
+        if not live.get("status", {}).get("availableReplicas"):
+            return Condition("Available", False, "NotReady", f"the {part} is not ready")
+    serving = {"prefill": pools["prefill"], "decode": pools["decode"]}
+    for role, pool in serving.items():
+        state = _condition(pool, "Available")
+        if state.get("status") != "True":
+            why = state.get("message", "there is no pool yet")
+            return Condition("Available", False, "NotReady", f"{role}: {why}")
+    if any(pool is not None and not pool["spec"]["replicas"] for pool in serving.values()):
+        message = "the next request waits at the gateway and wakes the pools"
+        return Condition("Available", True, "Asleep", message)
+    return Condition("Available", True, "Serving", "requests are answered")
+
+
+def _progressing(
+    service: Object, pools: Mapping[str, Object | None], problem: Report | None
+) -> Condition:
+    if service["spec"]["paused"]:
+        return Condition("Progressing", False, "Paused", "spec.paused is set")
+    if problem is not None:
+        return Condition("Progressing", False, problem.reason, problem.message)
+    for role, pool in pools.items():
+        missing = pool is None and role in service["spec"]
+        state = _condition(pool, "Progressing")
+        if missing or (pool is not None and state.get("status", "True") == "True"):
+            message = f"{role}: {state.get('message', 'starting')}"
+            return Condition("Progressing", True, state.get("reason", "Starting"), message)
+    return Condition("Progressing", False, "Settled", "every pool has its size and its template")
+
+
+def _degraded(pools: Mapping[str, Object | None], problem: Report | None) -> Condition:
+    if problem is not None:
+        return Condition("Degraded", True, problem.reason, problem.message)
+    for role, pool in pools.items():
+        state = _condition(pool, "Degraded")
+        if state.get("status") == "True":
+            return Condition("Degraded", True, state["reason"], f"{role}: {state['message']}")
+    return Condition("Degraded", False, "Healthy", "")
+
+
+def _condition(pool: Object | None, kind: str) -> Mapping[str, Any]:
+    return conditions.by_type((pool or {}).get("status", {})).get(kind, {})
