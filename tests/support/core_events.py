@@ -57,6 +57,8 @@ def request(
     proxy: str = "x",
     arrival_s: float = 0.0,
     ttft_s: float | None = None,
+    tbt_s: float | None = None,
+    slo_class: str = "default",
 ) -> events.Submitted:
     return events.Submitted(
         request=Request(
@@ -66,7 +68,7 @@ def request(
             max_new_tokens=new,
             choices=choices,
             arrival_s=arrival_s,
-            slo=Slo(ttft_s=ttft_s),
+            slo=Slo(ttft_s=ttft_s, tbt_s=tbt_s, class_name=slo_class),
         )
     )
 
@@ -163,7 +165,7 @@ class Bench:
         )
 
     def finished(
-        self, instance_id: str, request_id: str, reason: str = "stop"
+        self, instance_id: str, request_id: str, reason: str = "stop", tokens: int = 5
     ) -> list[effects.Effect]:
         return self.step(
             events.RequestFinished(
@@ -171,7 +173,7 @@ class Bench:
                 generation=1,
                 request_id=request_id,
                 reason=reason,
-                generated_tokens=5,
+                generated_tokens=tokens,
             )
         )
 
@@ -201,6 +203,11 @@ class Bench:
 
     def drains(self, instance_id: str) -> list[effects.Effect]:
         return self.step(events.InstanceDraining(instance_id=instance_id, generation=1))
+
+    def cordon(self, instance_id: str, cordoned: bool = True) -> list[effects.Effect]:
+        return self.step(
+            events.InstanceCordoned(instance_id=instance_id, generation=1, cordoned=cordoned)
+        )
 
     def cancel(self, request_id: str, reason: str = "the client left") -> list[effects.Effect]:
         return self.step(events.CancelRequested(request_id=request_id, reason=reason))
