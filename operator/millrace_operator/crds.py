@@ -1,6 +1,8 @@
 """Brings the cluster's CustomResourceDefinitions to the version of this operator.
 
-Helm installs the files of a chart's `crds/` folder once and never upgrades them; the operator does.
+Helm applies the files of a chart's `crds/` folder when it installs, and never when it upgrades; the
+operator does. It does so in the name of whoever applied them last: under a name of its own, Helm's
+next install of another version would end with a conflict.
 """
 
 from __future__ import annotations
@@ -15,7 +17,7 @@ from typing import Any
 import yaml
 
 from millrace.core.errors import MillraceError
-from millrace_operator.kube import MILLRACE, RESOURCES, Kube, KubeError
+from millrace_operator.kube import MILLRACE, OPERATOR, RESOURCES, Kube, KubeError
 from millrace_operator.spec import KINDS
 
 log = logging.getLogger(__name__)
@@ -42,8 +44,23 @@ def read_crds(folder: Path) -> list[dict[str, Any]]:
 async def apply_crds(kube: Kube, manifests: Sequence[Mapping[str, Any]]) -> None:
     """Server-side apply of all. Raises KubeRefused, or KubeError once it has lasted too long."""
     for manifest in manifests:
-        await _patiently(partial(kube.apply, manifest))
+        await _patiently(partial(_apply, kube, manifest))
     log.info("%d CustomResourceDefinitions are this version's", len(manifests))
+
+
+async def _apply(kube: Kube, manifest: Mapping[str, Any]) -> None:
+    there = await kube.get(manifest["kind"], "", manifest["metadata"]["name"])
+    await kube.apply(manifest, _applier(there) if there else OPERATOR)
+
+
+def _applier(crd: Mapping[str, Any]) -> str:
+    """The field manager of its schema."""
+    owners = (
+        entry["manager"]
+        for entry in crd["metadata"].get("managedFields", ())
+        if "f:versions" in entry["fieldsV1"].get("f:spec", {})
+    )
+    return next(owners, OPERATOR)
 
 
 async def wait_until_served(kube: Kube) -> None:

@@ -160,9 +160,9 @@ class Kube:
             if not token:
                 return [{"apiVersion": resource.api_version, "kind": kind} | item for item in items]
 
-    async def apply(self, manifest: Mapping[str, Any]) -> dict[str, Any]:
+    async def apply(self, manifest: Mapping[str, Any], manager: str = OPERATOR) -> dict[str, Any]:
         """Server-side apply of a whole object with force; answers with the object as it is now."""
-        return _found(await self._apply(manifest, ""))
+        return _found(await self._apply(manifest, "", manager))
 
     async def patch_status(self, obj: Mapping[str, Any], status: Mapping[str, Any]) -> None:
         """Makes `status` the whole of what the operator says; nothing when `obj` is gone."""
@@ -199,12 +199,14 @@ class Kube:
         answer = await self._call("GET", f"/apis/{api_version}") or {}
         return frozenset(entry["name"] for entry in answer.get("resources", []))
 
-    async def _apply(self, manifest: Mapping[str, Any], subresource: str) -> dict[str, Any] | None:
+    async def _apply(
+        self, manifest: Mapping[str, Any], subresource: str, manager: str = OPERATOR
+    ) -> dict[str, Any] | None:
         meta = manifest["metadata"]
         path = RESOURCES[manifest["kind"]].path(
             meta.get("namespace", ""), meta["name"], subresource
         )
-        query = {"fieldManager": OPERATOR, "force": "true"}
+        query = {"fieldManager": manager, "force": "true"}
         return await self._call("PATCH", path, query, manifest, _APPLY)
 
     async def _call(
