@@ -6,10 +6,16 @@ import asyncio
 import contextlib
 import logging
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from millrace.autoscale import Autoscale, Decision, Pool, SchedulerAt
-from millrace.core.autoscale import AutoscaleConfig, DecodeTargets, Direction, PrefillTargets
+from millrace.core.autoscale import (
+    AutoscaleConfig,
+    DecodeTargets,
+    Direction,
+    PrefillTargets,
+    Targets,
+)
 from millrace.core.config import ScalingConfig
 from millrace.core.errors import ConfigError
 from millrace.stack import Stack
@@ -21,7 +27,7 @@ PARKING = "proxy.park_timeout_s=120"
 
 _FIXED_SIZES = {"prefill": "2", "decode": "1"}
 _SCALED_SIZES = {"prefill": "1:4", "decode": "1:2"}
-_TARGETS = {"prefill": PrefillTargets(), "decode": DecodeTargets()}
+_TARGETS: Mapping[str, Targets] = {"prefill": PrefillTargets(), "decode": DecodeTargets()}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -34,13 +40,14 @@ class Scaling:
     sizes: Mapping[str, tuple[int, int]]
     config: ScalingConfig
     to_zero: bool = False
+    targets: Mapping[str, Targets] = field(default_factory=lambda: _TARGETS)
 
     def of(self, role: str) -> AutoscaleConfig:
         """Of one pool."""
         low, high = self.sizes[role]
         c = self.config
         return AutoscaleConfig(
-            targets=(_TARGETS[role],),
+            targets=(self.targets[role],),
             min_replicas=low,
             max_replicas=high,
             up=Direction(max_step=c.up_step, period_s=c.up_period_s),
