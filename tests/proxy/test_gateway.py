@@ -223,10 +223,10 @@ async def test_tokens_may_overtake_their_placement(stack):
     assert response.json()["choices"][0]["message"]["content"] == "Hello there"
 
 
-async def test_placed_again_after_the_first_token_ends_the_stream(stack):
+async def test_placed_again_after_the_first_token_ends_streams_of_several_choices(stack):
     hold = asyncio.Event()
     stack.fleet.script = Script(hold=hold)
-    async with stack.http.stream("POST", CHAT, json=STREAM) as response:
+    async with stack.http.stream("POST", CHAT, json={**STREAM, "n": 2}) as response:
         await until(lambda: bool(stack.fleet.specs))
         await asyncio.sleep(0.05)
         [spec] = stack.fleet.specs
@@ -237,9 +237,9 @@ async def test_placed_again_after_the_first_token_ends_the_stream(stack):
     hold.set()
 
 
-async def test_broken_token_stream_ends_its_streams(stack):
+async def test_broken_token_stream_ends_streams_of_several_choices(stack):
     stack.fleet.script = Script(hold=asyncio.Event())
-    async with stack.http.stream("POST", CHAT, json=STREAM) as response:
+    async with stack.http.stream("POST", CHAT, json={**STREAM, "n": 2}) as response:
         await until(lambda: bool(stack.fleet.specs))
         await asyncio.sleep(0.05)
         await stack.fleet.stop_decode()
@@ -267,14 +267,18 @@ async def test_broken_token_stream_waits_for_a_new_place(stack):
     assert (await asking).json()["choices"][0]["message"]["content"] == "Hello there"
 
 
-async def test_broken_token_stream_without_a_new_place_fails(stack):
+async def test_broken_token_stream_without_a_new_place_is_submitted_anew(stack):
     stack.fleet.script = Script(on_submit=stack.fleet.place)
     asking = asyncio.create_task(stack.http.post(CHAT, json=BODY))
     await asyncio.wait_for(stack.fleet.submitted.wait(), 2)
     await asyncio.sleep(0.05)
     await stack.fleet.stop_decode()
-    assert (await asking).status_code == 500
+    stack.fleet.script = Script()
     await asyncio.wait_for(stack.fleet.cancelled.wait(), 2)
+    await stack.fleet.start_decode()
+    assert (await asking).json()["choices"][0]["message"]["content"] == "Hello there"
+    first, second = stack.fleet.specs
+    assert (second.prompt_tokens, second.resumed_tokens) == (first.prompt_tokens, 0)
 
 
 async def test_lost_scheduler(stack):

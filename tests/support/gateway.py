@@ -70,14 +70,21 @@ class Fleet(StubFleet):
         self.cancels.append(cancel)
         self.cancelled.set()
 
+    def move(self, spec: common_pb2.RequestSpec) -> None:
+        """Its decode instance leaves: the answer may go on elsewhere."""
+        event = decode_pb2.TokenEvent(
+            request_id=spec.request_id, finish_reason="moved", stop_token_id=-1
+        )
+        self.emit(spec.proxy.id, [event])
+
     async def play(self, spec: common_pb2.RequestSpec, script: Script) -> None:
-        """Emits the script's tokens for every choice, one a step."""
+        """Emits the script's tokens for every choice, one a step; of a continuation the rest."""
         ids = script.token_ids
         if ids is None:
             ids = self.tokenizer.encode(script.reply, add_special_tokens=False).ids
         stops = script.finish == "stop" and script.token_ids is None
         ids = [*ids, 1] if stops else ids
-        for position, token_id in enumerate(ids):
+        for position, token_id in list(enumerate(ids))[spec.resumed_tokens :]:
             if script.hold is not None and position == script.hold_after:
                 await script.hold.wait()
             last = position == len(ids) - 1
@@ -107,7 +114,7 @@ def token_event(
     sampling = spec.sampling
     if sampling.logprobs >= 0:
         event.logprobs.append(_logprobs(token_id, sampling.logprobs))
-    if position == 0 and choice == 0:
+    if position == spec.resumed_tokens and choice == 0:
         event.spans.extend(script.spans)
         event.cached_tokens = 3
         if sampling.prompt_logprobs >= 0:

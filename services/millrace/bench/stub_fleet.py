@@ -146,8 +146,10 @@ class StubFleet:
         )
         self._updates[spec.proxy.id].put(scheduler_pb2.ProxyUpdate(refused=refused))
 
-    def fail(self, spec: common_pb2.RequestSpec, message: str) -> None:
-        failed = scheduler_pb2.Failed(request_id=spec.request_id, message=message)
+    def fail(self, spec: common_pb2.RequestSpec, message: str, *, resumable: bool = False) -> None:
+        failed = scheduler_pb2.Failed(
+            request_id=spec.request_id, message=message, resumable=resumable
+        )
         self._updates[spec.proxy.id].put(scheduler_pb2.ProxyUpdate(failed=failed))
 
     def emit(self, proxy_id: str, events: Iterable[decode_pb2.TokenEvent]) -> None:

@@ -94,7 +94,7 @@ class ProxyConfig(_Section):
     park_timeout_s: float = _setting(
         0.0, _within(0, 86400), "a request waits this long for instances to start; 0: none waits"
     )
-    max_parked: int = _setting(1024, _within(1), "requests that wait so; more get 503")
+    max_parked: int = _setting(1024, _within(1), "requests that wait so; more get 429")
     drain_timeout_s: float = _setting(30.0, _within(0))
 
 

@@ -37,7 +37,6 @@ class Submission:
     """One engine request, ready to be submitted."""
 
     generation: Generation
-    spec: common_pb2.RequestSpec
     prompt_ids: TokenArray
 
 
@@ -68,20 +67,18 @@ class Builder:
         submissions = []
         for i, prompt in enumerate(prompts):
             request_id = response_id if len(prompts) == 1 else f"{response_id}-{i}"
-            spec = self._spec(request_id, prompt.ids.size, options, arrival)
             choices = self._choices(i * options.choices, prompt, options)
             generation = Generation(
-                request_id=request_id,
+                spec=self._spec(request_id, prompt.ids.size, options, arrival),
                 sink=reply,
                 choices=choices,
-                prompt_tokens=prompt.ids.size,
                 slo=arrival.slo,
                 detailed=options.sampling.logprobs >= 0 or options.return_token_ids,
                 echo=self._echo(prompt, options) if options.echo else None,
                 arrived_at=arrival.at,
             )
             progress.add(generation)
-            submissions.append(Submission(generation=generation, spec=spec, prompt_ids=prompt.ids))
+            submissions.append(Submission(generation=generation, prompt_ids=prompt.ids))
         return response_id, reply, submissions
 
     def _reply(

@@ -5,10 +5,13 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from millrace.core.request import Slo
+from millrace.proxy.errors import RETRY_AFTER_S, ApiError
 from millrace.proxy.options import Sampling
-from millrace.wire.pb import common_pb2
+from millrace.wire.pb import common_pb2, scheduler_pb2
 
 Life = tuple[str, int]  # id and generation
+
+_REFUSALS = {"overloaded": 429, "unavailable": 503, "too_large": 400, "invalid": 400}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -31,6 +34,13 @@ def life_of(incarnation: common_pb2.Incarnation) -> Life:
 
 def incarnation_of(life: Life) -> common_pb2.Incarnation:
     return common_pb2.Incarnation(id=life[0], generation=life[1])
+
+
+def refusal(refused: scheduler_pb2.Refused) -> ApiError:
+    """What the client hears of the scheduler's refusal."""
+    status = _REFUSALS.get(refused.code, 503)
+    retry_after_s = None if status == 400 else refused.retry_after_s or RETRY_AFTER_S
+    return ApiError(status, refused.message, code=refused.code, retry_after_s=retry_after_s)
 
 
 def sampling_message(

@@ -9,6 +9,8 @@ from millrace.core.errors import MillraceError
 INVALID = "invalid_request_error"
 SERVER = "server_error"
 
+RETRY_AFTER_S = 1.0
+
 #: Longest piece of the client's own input that a message repeats.
 _ECHO_CHARACTERS = 80
 
@@ -69,6 +71,16 @@ class ApiError(MillraceError):
 def bad_field(param: str, message: str, code: str = "invalid_value") -> ApiError:
     """A 400 that names the field `param`."""
     return ApiError(400, f"Invalid '{param}': {message}", param=param, code=code)
+
+
+def unavailable(message: str) -> ApiError:
+    """A 503: it may go better soon."""
+    return ApiError(503, message, code="unavailable", retry_after_s=RETRY_AFTER_S)
+
+
+def overloaded(message: str) -> ApiError:
+    """A 429: there is too much to do."""
+    return ApiError(429, message, code="overloaded", retry_after_s=RETRY_AFTER_S)
 
 
 def shown(value: object) -> str:

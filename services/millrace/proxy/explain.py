@@ -14,9 +14,9 @@ from millrace.telemetry.trace import Waterfall
 def waterfall(generation: Generation, arrival_unix_s: float, proxy_id: str) -> Waterfall:
     """The bars of one request; times are seconds since the arrival of the HTTP request."""
     arrived = generation.arrived_at
-    submitted_s = generation.started_at - arrived
+    started_s, submitted_s = generation.started_at - arrived, generation.submitted_at - arrived
     found = Waterfall(request_id=generation.request_id, arrival_unix_s=arrival_unix_s)
-    found.add([Span(name="proxy", instance_id=proxy_id, start_s=0.0, end_s=submitted_s)])
+    found.add([Span(name="proxy", instance_id=proxy_id, start_s=0.0, end_s=started_s)])
     if generation.placed_at is not None:
         placed_s = generation.placed_at - arrived
         found.add([Span(name="planned", instance_id=proxy_id, start_s=submitted_s, end_s=placed_s)])

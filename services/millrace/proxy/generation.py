@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from array import array
+from dataclasses import replace
 from enum import Enum
 from typing import Protocol
 
@@ -9,9 +11,10 @@ from millrace.core.request import Slo
 from millrace.core.span import Span
 from millrace.proxy.choice import Choice, Piece
 from millrace.proxy.codec import Life, position_logprobs
+from millrace.proxy.continuation import continuation
 from millrace.proxy.echo import Echo
 from millrace.proxy.errors import ApiError
-from millrace.wire.pb import decode_pb2
+from millrace.wire.pb import common_pb2, decode_pb2
 from millrace.wire.trace_codec import spans_from_wire
 
 
@@ -22,6 +25,8 @@ class Stage(Enum):
     PLACED = "placed"  # tokens will come from `decode`
     UNPLACED = "unplaced"  # its decode's stream broke before token one: a new place must come
     STREAMING = "streaming"  # tokens have come
+    MOVING = "moving"  # its instance is gone: its next life is being recorded
+    PARKED = "parked"  # recorded; waits here for a fleet
     ENDED = "ended"
 
 
@@ -45,13 +50,19 @@ class Sink(Protocol):
 
 
 class Generation:
-    """What the proxy holds of one request. Times are the event loop's clock, in seconds."""
+    """What the proxy holds of one request. Times are the event loop's clock, in seconds.
+
+    To the services a request that goes on elsewhere is another one, with a prompt that ends in what
+    was generated so far: `spec` is what they know of it now, `request_id` what the client does.
+    """
 
     __slots__ = (
         "_detailed",
         "_early",
         "_echo",
+        "_moved_at",
         "_open_choices",
+        "_tokens",
         "arrived_at",
         "cached_tokens",
         "choices",
@@ -59,6 +70,10 @@ class Generation:
         "decode",
         "first_token_at",
         "last_token_at",
+        "losses",
+        "moves",
+        "orphaned",
+        "parked_since",
         "placed_at",
         "predicted_ttft_s",
         "prompt_tokens",
@@ -66,28 +81,30 @@ class Generation:
         "sink",
         "slo",
         "spans",
+        "spec",
         "stage",
         "started_at",
+        "submitted_at",
         "waiting_since",
     )
 
     def __init__(
         self,
         *,
-        request_id: str,
+        spec: common_pb2.RequestSpec,
         sink: Sink,
         choices: list[Choice],
-        prompt_tokens: int,
         slo: Slo,
         detailed: bool,
         echo: Echo | None,
         arrived_at: float,
     ) -> None:
         """`detailed`: choices show log probabilities or ids, not plain text alone."""
-        self.request_id = request_id
+        self.request_id = spec.request_id
+        self.spec = spec
         self.sink = sink
         self.choices = choices
-        self.prompt_tokens = prompt_tokens
+        self.prompt_tokens = spec.prompt_tokens
         self.slo = slo
         self._detailed = detailed
         self._echo = echo
@@ -96,7 +113,18 @@ class Generation:
         self.decode: Life | None = None
         #: Events of an instance that its placement on, still on the way, may name.
         self._early: dict[Life, list[decode_pb2.TokenEvent]] = {}
-        self.arrived_at = self.started_at = arrived_at
+        #: Tokens of this life. Only a single choice can go on elsewhere: the others of several
+        #: would have prompts of their own.
+        self._tokens: array[int] | None = array("i") if len(choices) == 1 else None
+        #: How often it went on elsewhere, and how often because an instance was lost.
+        self.moves = 0
+        self.losses = 0
+        #: Since when no token has come for it has no place; None: it has one that gave some.
+        self._moved_at: float | None = None
+        #: It streamed when the scheduler was lost, which has given it up.
+        self.orphaned = False
+        self.parked_since: float | None = None
+        self.arrived_at = self.started_at = self.submitted_at = arrived_at
         #: When the wait that its stage means began; the watch over time-outs reads it.
         self.waiting_since = arrived_at
         self.placed_at: float | None = None
@@ -117,10 +145,61 @@ class Generation:
         """Whether the engine may still be at work on a choice that met a stop string."""
         return any(choice.met_stop_string for choice in self.choices)
 
+    @property
+    def may_move(self) -> bool:
+        """Whether what is left of it can be generated elsewhere."""
+        return self._tokens is not None or self.first_token_at is None
+
+    @property
+    def has_ended(self) -> bool:
+        return self.stage is Stage.ENDED
+
+    @property
+    def has_begun(self) -> bool:
+        """Whether tokens of it, of this life or an earlier one, have come."""
+        return self.first_token_at is not None
+
+    def submit(self, now: float) -> None:
+        """The scheduler gets it."""
+        if self.stage is Stage.PARKED:
+            self._note("parked", self.spec.proxy.id, self.waiting_since, now)
+        self.stage, self.waiting_since = Stage.SUBMITTED, now
+        if not self.has_begun:
+            self.submitted_at = now
+
+    def park(self, now: float) -> None:
+        """It waits until there is a fleet."""
+        self.stage, self.waiting_since = Stage.PARKED, now
+        if self.parked_since is None:
+            self.parked_since = now
+
     def place(self, decode: Life, predicted_ttft_s: float, now: float) -> None:
         self.stage, self.decode = Stage.PLACED, decode
-        self.predicted_ttft_s = predicted_ttft_s
-        self.placed_at = self.waiting_since = now
+        self.waiting_since = now
+        self.predict(predicted_ttft_s)
+        if not self.has_begun:
+            self.placed_at = now
+
+    def predict(self, predicted_ttft_s: float) -> None:
+        """Takes the scheduler's word on token one, unless that came in an earlier life."""
+        if not self.spec.resumed_tokens:
+            self.predicted_ttft_s = predicted_ttft_s
+
+    def move(self, now: float) -> array[int]:
+        """Begins its next life, behind the tokens of this one, which it returns. `may_move`."""
+        tokens = self._tokens or array("i")
+        if self._tokens is not None:
+            self._tokens = array("i")
+        self.moves += 1
+        if self._moved_at is None:
+            self._moved_at = now
+        self.spec = continuation(self.spec, f"{self.request_id}.{self.moves}", len(tokens))
+        self.stage, self.decode = Stage.MOVING, None
+        self._early = {}
+        self.confirmed = self.orphaned = False
+        self.parked_since = None
+        self.waiting_since = now
+        return tokens
 
     def keep(self, decode: Life, event: decode_pb2.TokenEvent) -> None:
         """An event of an instance that is not the request's, or not yet: streams run apart."""
@@ -137,16 +216,18 @@ class Generation:
 
     def take(self, event: decode_pb2.TokenEvent, now: float) -> float | None:
         """Takes one event; returns the gap to the choice's token before, in seconds."""
-        if self.first_token_at is None:
+        if event.spans:
+            self.note(event)
+        if self.stage is not Stage.STREAMING:
             self._begin(event, now)
         self.last_token_at = now
-        if event.spans:
-            self.spans.extend(spans_from_wire(event.spans))
         choice = self.choices[event.choice]
         gap = None if choice.last_token_at is None else now - choice.last_token_at
         choice.last_token_at = now
         if choice.finish_reason is not None:
             return gap  # what the engine made before it heard of the stop string
+        if self._tokens is not None:
+            self._tokens.extend(event.token_ids)
         reason = event.finish_reason
         if self._detailed:
             self.sink.on_piece(choice, self._piece(choice, event))
@@ -161,8 +242,32 @@ class Generation:
                 self.sink.on_done(self)
         return gap
 
+    def note(self, event: decode_pb2.TokenEvent) -> None:
+        """Takes what an event says of where the time went."""
+        for span in spans_from_wire(event.spans):
+            if self._moved_at is not None and span.name == "queued":  # since its arrival, it says
+                moved_s = self._moved_at - self.arrived_at
+                span = replace(span, start_s=min(moved_s, span.end_s))
+            self.spans.append(span)
+
+    def _note(self, name: str, instance_id: str, since: float, now: float) -> None:
+        self.spans.append(
+            Span(
+                name=name,
+                instance_id=instance_id,
+                start_s=since - self.arrived_at,
+                end_s=now - self.arrived_at,
+            )
+        )
+
     def _begin(self, event: decode_pb2.TokenEvent, now: float) -> None:
+        """The first token of this life."""
         self.stage = Stage.STREAMING
+        if self._moved_at is not None:
+            self._note("moved", self.decode[0] if self.decode else "", self._moved_at, now)
+            self._moved_at = None
+        if self.has_begun:
+            return
         self.first_token_at = now
         self.cached_tokens = event.cached_tokens
         if self._echo is not None:

@@ -119,7 +119,7 @@ class Proxy:
         card = read_model_card(model, config.engine.max_context_tokens)
         life: Life = (f"proxy-{uuid.uuid4().hex[:8]}", time.time_ns())
         self.store = open_store(config.store)
-        self.metrics = ProxyMetrics(lambda: self.gateway.inflight)
+        self.metrics = ProxyMetrics(lambda: self.gateway.inflight, lambda: self.gateway.parked)
         self.gateway = Gateway(
             life=life,
             scheduler=scheduler,
@@ -184,7 +184,7 @@ class Proxy:
     async def stop(self) -> None:
         """Stops accepting, lets streams finish, cancels those that outlast the drain's time."""
         assert self._server is not None and self._serving is not None, "start() comes first"
-        self.gateway.draining = True
+        self.gateway.drain()
         self._server.should_exit = True
         await asyncio.wait({self._serving}, timeout=self._config.proxy.drain_timeout_s)
         if not self._serving.done():

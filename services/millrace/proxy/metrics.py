@@ -11,10 +11,20 @@ from millrace.telemetry.metrics import Registry
 class ProxyMetrics:
     """The proxy's metrics. Latencies are seconds since a request's arrival, or between tokens."""
 
-    def __init__(self, inflight: Callable[[], float]) -> None:
+    def __init__(self, inflight: Callable[[], float], parked: Callable[[], float]) -> None:
         self.registry = registry = Registry()
         registry.gauge_function(
             "millrace_proxy_inflight_requests", "Requests submitted and not ended.", inflight
+        )
+        registry.gauge_function(
+            "millrace_proxy_parked_requests",
+            "Of those, requests that wait here until instances are ready.",
+            parked,
+        )
+        self.moved = registry.counter(
+            "millrace_proxy_moved_requests_total",
+            "Requests that went on at another instance, by why they had to.",
+            ("reason",),
         )
         self.requests = registry.counter(
             "millrace_proxy_http_requests_total", "HTTP requests answered.", ("route", "code")

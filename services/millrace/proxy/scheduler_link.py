@@ -1,4 +1,4 @@
-"""The proxy's one stream to the scheduler: submissions and cancellations out, verdicts in."""
+"""The proxy's one stream to the scheduler: submissions, cancellations and load out, verdicts in."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ RETRY_MOST_S = 2.0
 #: Requests of one SubmitBatch: keeps a message far below the wire's bound.
 MAX_BATCH = 256
 
-Item = common_pb2.RequestSpec | scheduler_pb2.CancelRequest
+Item = common_pb2.RequestSpec | scheduler_pb2.CancelRequest | scheduler_pb2.ProxyLoad
 
 
 class SchedulerEvents(Protocol):
@@ -62,6 +62,11 @@ class SchedulerLink:
         """Queues a cancellation, behind the request's submission. Dropped without a connection."""
         if self.connected:
             self._queue(scheduler_pb2.CancelRequest(request_id=request_id, reason=reason))
+
+    def report(self, parked: int) -> None:
+        """Queues word of how many requests wait here. Dropped without a connection."""
+        if self.connected:
+            self._queue(scheduler_pb2.ProxyLoad(parked_requests=parked))
 
     def _queue(self, item: Item) -> None:
         self._outbox.append(item)
@@ -144,7 +149,7 @@ class SchedulerLink:
 
 
 def _messages(items: list[Item]) -> list[scheduler_pb2.ProxyMessage]:
-    """Neighbouring submissions as batches, cancellations between them, in order."""
+    """Neighbouring submissions as batches, all else between them, in order."""
     messages: list[scheduler_pb2.ProxyMessage] = []
     batch: list[common_pb2.RequestSpec] = []
     for item in items:
@@ -157,6 +162,8 @@ def _messages(items: list[Item]) -> list[scheduler_pb2.ProxyMessage]:
             batch = []
         if isinstance(item, scheduler_pb2.CancelRequest):
             messages.append(scheduler_pb2.ProxyMessage(cancel=item))
+        elif isinstance(item, scheduler_pb2.ProxyLoad):
+            messages.append(scheduler_pb2.ProxyMessage(load=item))
     if batch:
         messages.append(_submission(batch))
     return messages

@@ -1,0 +1,384 @@
+"""An answer whose decode instance is gone goes on elsewhere, and its client sees nothing of it."""
+
+from __future__ import annotations
+
+import asyncio
+
+import orjson
+import pytest
+
+from millrace.proxy import gateway as gateway_module
+from millrace.proxy.continuation import continuation
+from millrace.state.store import StoreError
+from millrace.wire.pb import common_pb2
+from support.gateway import MODEL, Script, gateway, until
+
+COMPLETIONS = "/v1/completions"
+TEXT = "Hello there, grüße"
+BODY = {"model": MODEL, "prompt": "hi", "stream": True, "stream_options": {"include_usage": True}}
+TRACED = {"x-millrace-trace": "1"}
+
+
+@pytest.fixture
+async def stack(tmp_path):
+    async with gateway(tmp_path, "proxy.submit_timeout_s=1") as running:
+        yield running
+
+
+class Answer:
+    """A streamed answer as its client has it."""
+
+    def __init__(self, chunks):
+        self.chunks = chunks
+        self.ids = {chunk["id"] for chunk in chunks if "id" in chunk}
+        self.choices = [c for chunk in chunks for c in chunk.get("choices", ())]
+        self.text = "".join(choice["text"] for choice in self.choices)
+        self.usage = chunks[-1].get("usage")
+        self.trace = chunks[-1].get("millrace", {})
+        self.error = chunks[-1].get("error")
+
+    @property
+    def finish_reason(self):
+        return self.choices[-1]["finish_reason"]
+
+    @property
+    def token_ids(self):
+        return [i for choice in self.choices for i in choice.get("token_ids", ())]
+
+    @property
+    def logprobs(self):
+        return [x for c in self.choices if c.get("logprobs") for x in c["logprobs"]["tokens"]]
+
+
+async def ask(stack, body, headers=None):
+    async with stack.http.stream("POST", COMPLETIONS, json=body, headers=headers) as response:
+        assert response.status_code == 200
+        lines = [line async for line in response.aiter_lines()]
+    return Answer([orjson.loads(line[6:]) for line in lines if line[:7] == "data: {"])
+
+
+async def undisturbed(stack, body):
+    stack.fleet.script = Script(reply=TEXT)
+    return await ask(stack, body)
+
+
+async def disturbed(stack, body, disturb, after=5, headers=None):
+    """The answer when `disturb(spec)` happens behind `after` tokens a choice; plays the rest."""
+    held = Script(reply=TEXT, hold=asyncio.Event(), hold_after=after)
+    many = after * body.get("n", 1)
+    stack.fleet.specs.clear()
+    stack.fleet.script = held
+    asking = asyncio.create_task(ask(stack, body, headers))
+    await until(lambda: stack.proxy.gateway.inflight > 0 and tokens_of(stack) == many)
+    stack.fleet.script = Script(reply=TEXT)
+    found = disturb(stack.fleet.specs[0])
+    if found is not None:
+        await found
+    await until(lambda: len(stack.fleet.specs) > 1 or asking.done())
+    held.hold.set()  # the earlier life talks on: nobody listens
+    return await asyncio.wait_for(asking, 5)
+
+
+def tokens_of(stack):
+    return sum(g.completion_tokens for g in stack.proxy.gateway._live.values())
+
+
+async def restart_decode(fleet):
+    await fleet.stop_decode()
+    await fleet.start_decode()
+
+
+DISTURBANCES = {
+    "moved": lambda fleet: fleet.move,
+    "broken": lambda fleet: lambda spec: restart_decode(fleet),
+    "failed": lambda fleet: lambda spec: fleet.fail(spec, "decode died", resumable=True),
+    "placed again": lambda fleet: fleet.place,
+}
+
+
+@pytest.mark.parametrize("kind", list(DISTURBANCES))
+async def test_the_client_sees_one_answer(stack, kind):
+    expected = await undisturbed(stack, BODY)
+    answer = await disturbed(stack, BODY, DISTURBANCES[kind](stack.fleet), headers=TRACED)
+    assert (answer.text, answer.usage) == (expected.text, expected.usage)
+    assert (answer.text, answer.finish_reason) == (TEXT, "stop")
+    first, second = stack.fleet.specs
+    assert answer.ids == {first.request_id}
+    assert second.request_id == f"{first.request_id}.1"
+    spans = [span["name"] for span in answer.trace["spans"]]
+    assert spans.count("moved") == 1
+    assert answer.trace["request_id"] == first.request_id
+    await until(lambda: first.request_id in {c.request_id for c in stack.fleet.cancels})
+
+
+@pytest.mark.parametrize("after", [1, 8, 14, 15, 16, 17, 19])
+async def test_text_stop_strings_ids_and_log_probabilities_cross_the_seam(stack, after):
+    """Behind 14 to 16 tokens the seam is inside a character, or beside it."""
+    body = {**BODY, "logprobs": 2, "return_token_ids": True, "echo": True}
+    for stop in ([], ["re, gr"], ["üß"]):
+        expected = await undisturbed(stack, {**body, "stop": stop})
+        if expected.usage["completion_tokens"] <= after:
+            continue  # it has ended before
+        answer = await disturbed(stack, {**body, "stop": stop}, stack.fleet.move, after)
+        assert answer.text == expected.text
+        assert answer.token_ids == expected.token_ids
+        assert answer.logprobs == expected.logprobs
+        assert answer.usage == expected.usage
+        assert answer.choices[-1] == expected.choices[-1]
+
+
+async def test_the_next_life_has_the_prompt_and_what_was_generated(stack):
+    def move(spec):
+        stack.fleet.script = Script(on_submit=stack.fleet.place)
+        stack.fleet.move(spec)
+
+    body = {**BODY, "max_tokens": 30, "min_tokens": 8, "logprobs": 1, "echo": True}
+    headers = {"x-millrace-ttft-slo-ms": "500", "x-millrace-tbt-slo-ms": "50"}
+    asking = asyncio.create_task(disturbed(stack, body, move, headers=headers))
+    await until(lambda: len(stack.fleet.specs) == 2)
+    first, second = stack.fleet.specs
+    stored = await stack.proxy.store.prompt_ids(second.request_id)
+    assert stored.size == second.prompt_tokens == first.prompt_tokens + 5
+    assert second.resumed_tokens == 5
+    assert (second.sampling.max_tokens, second.sampling.min_tokens) == (25, 3)
+    assert (second.sampling.seed, second.sampling.logprobs) == (first.sampling.seed, 1)
+    assert (first.sampling.prompt_logprobs, second.sampling.prompt_logprobs) == (1, -1)
+    assert (second.slo.ttft_s, second.slo.tbt_s) == (0.0, first.slo.tbt_s)
+    assert second.arrival_unix_s == first.arrival_unix_s
+    await until_finished(stack, first, "cancelled")
+
+    stack.fleet.script = Script(reply=TEXT)
+    stack.fleet.move(second)  # before a token of this life
+    assert (await asking).finish_reason == "stop"
+    third = stack.fleet.specs[2]
+    assert third.request_id == f"{first.request_id}.2"
+    assert (third.resumed_tokens, third.prompt_tokens) == (5, second.prompt_tokens)
+    await until_finished(stack, third, "finished")
+
+
+async def until_finished(stack, spec, state):
+    for _ in range(200):
+        record = await stack.proxy.store.get(spec.request_id)
+        if record is not None and record.state == state:
+            return
+        await asyncio.sleep(0.005)
+    raise AssertionError(f"{spec.request_id} is not {state}: {record}")
+
+
+async def test_a_continuation_is_continued(stack):
+    held = Script(reply=TEXT, hold=asyncio.Event(), hold_after=9)
+
+    def move(spec):
+        stack.fleet.script = held
+        stack.fleet.move(spec)
+
+    asking = asyncio.create_task(disturbed(stack, BODY, move))
+    await until(lambda: tokens_of(stack) == 9)
+    stack.fleet.script = Script(reply=TEXT)
+    stack.fleet.move(stack.fleet.specs[1])
+    assert (await asking).text == TEXT
+    assert [spec.resumed_tokens for spec in stack.fleet.specs] == [0, 5, 9]
+    assert len({s.prompt_tokens + s.sampling.max_tokens for s in stack.fleet.specs}) == 1
+
+
+async def test_prompts_of_one_request_move_each_for_itself(stack):
+    body = {**BODY, "prompt": ["a", "b"]}
+    expected = await undisturbed(stack, body)
+    held = Script(reply=TEXT, hold=asyncio.Event(), hold_after=5)
+    stack.fleet.specs.clear()
+    stack.fleet.script = held
+    asking = asyncio.create_task(ask(stack, body))
+    await until(lambda: tokens_of(stack) == 10)
+    stack.fleet.script = Script(reply=TEXT)
+    [moved] = [spec for spec in stack.fleet.specs if spec.request_id.endswith("-1")]
+    stack.fleet.move(moved)
+    await until(lambda: len(stack.fleet.specs) == 3)
+    held.hold.set()
+    answer = await asking
+    assert stack.fleet.specs[2].request_id == f"{moved.request_id}.1"
+    for index in (0, 1):
+        text = "".join(c["text"] for c in answer.choices if c["index"] == index)
+        assert text == TEXT
+    assert answer.usage == expected.usage
+
+
+async def test_several_choices_end_with_an_error(stack):
+    answer = await disturbed(stack, {**BODY, "n": 2}, stack.fleet.move)
+    assert "was lost" in answer.error["message"]
+
+
+async def test_what_failed_for_good_ends(stack):
+    answer = await disturbed(stack, BODY, lambda spec: stack.fleet.fail(spec, "it took too long"))
+    assert answer.error["message"] == "it took too long"
+    assert len(stack.fleet.specs) == 1
+
+
+async def test_several_choices_without_a_token_are_submitted_anew(stack):
+    def fail_once(spec):
+        stack.fleet.script = Script(reply=TEXT)
+        stack.fleet.fail(spec, "decode died", resumable=True)
+
+    stack.fleet.script = Script(on_submit=fail_once)
+    answer = await ask(stack, {**BODY, "n": 2})
+    assert len(answer.text) == 2 * len(TEXT)
+    assert stack.fleet.specs[1].resumed_tokens == 0
+
+
+async def test_a_request_that_loses_every_instance_ends(stack):
+    stack.fleet.script = Script(
+        on_submit=lambda spec: stack.fleet.fail(spec, "decode died", resumable=True)
+    )
+    response = await stack.http.post(COMPLETIONS, json={"model": MODEL, "prompt": "hi"})
+    assert response.status_code == 500
+    assert len(stack.fleet.specs) == gateway_module.MOST_LOSSES + 1
+
+
+async def test_instances_that_leave_in_turn_have_an_end(stack):
+    def submitted(spec):
+        stack.fleet.place(spec)
+        stack.fleet.move(spec)
+
+    stack.fleet.script = Script(on_submit=submitted)
+    response = await stack.http.post(COMPLETIONS, json={"model": MODEL, "prompt": "hi"})
+    assert response.status_code == 500
+    assert len(stack.fleet.specs) == gateway_module.MOST_MOVES + 1
+
+
+@pytest.mark.parametrize("code", ["unavailable", "overloaded"])
+async def test_a_continuation_waits_for_its_turn(stack, code):
+    refused = []
+
+    def refuse_twice(spec):
+        refused.append(spec)
+        if len(refused) == 2:
+            stack.fleet.script = Script(reply=TEXT)
+        stack.fleet.refuse(spec, code, "not now")
+
+    def move(spec):
+        stack.fleet.script = Script(on_submit=refuse_twice)
+        stack.fleet.move(spec)
+
+    answer = await disturbed(stack, BODY, move)
+    assert answer.text == TEXT
+    assert len({spec.request_id for spec in stack.fleet.specs}) == 2
+
+
+async def test_a_continuation_waits_until_there_is_a_fleet(stack):
+    asking = asyncio.create_task(
+        disturbed(stack, BODY, lambda spec: (stack.fleet.announce(ready=False), None)[1])
+    )
+    await until(lambda: bool(stack.fleet.specs) and not stack.proxy.gateway.ready)
+    stack.fleet.move(stack.fleet.specs[0])
+    await until(lambda: stack.proxy.gateway.parked == 1)
+    await until(lambda: stack.fleet.parked_requests == 1)
+    stack.fleet.announce(ready=True)
+    assert (await asking).text == TEXT
+    await until(lambda: stack.fleet.parked_requests == 0)
+
+
+async def test_a_continuation_does_not_wait_for_ever(stack, monkeypatch):
+    monkeypatch.setattr("millrace.proxy.parking.CONTINUATION_WAIT_S", 0.2)
+
+    held = Script(reply=TEXT, hold=asyncio.Event(), hold_after=3)
+    stack.fleet.script = held
+    asking = asyncio.create_task(ask(stack, BODY))
+    await until(lambda: tokens_of(stack) == 3)
+    stack.fleet.announce(ready=False)
+    await until(lambda: not stack.proxy.gateway.ready)
+    stack.fleet.move(stack.fleet.specs[0])
+    answer = await asking
+    assert "0.2 s" in answer.error["message"]
+    held.hold.set()
+
+
+async def test_streams_go_on_when_the_scheduler_is_back(stack):
+    """The one that was lost has given them up; its workers have dropped them."""
+
+    async def restart(spec):
+        await stack.fleet.stop_scheduler()
+        await until(lambda: not stack.proxy.gateway.ready)
+        await stack.fleet.start_scheduler()
+
+    assert (await disturbed(stack, BODY, restart)).text == TEXT
+
+
+async def test_an_answer_that_moves_while_the_scheduler_is_away_waits_for_it(stack):
+    async def restart(spec):
+        await stack.fleet.stop_scheduler()
+        await until(lambda: not stack.proxy.gateway.ready)
+        stack.fleet.move(spec)
+        await until(lambda: stack.proxy.gateway.parked == 1)
+        await stack.fleet.start_scheduler()
+
+    assert (await disturbed(stack, BODY, restart)).text == TEXT
+    await until(lambda: stack.proxy.gateway.parked == 0)
+
+
+async def test_a_continuation_that_the_scheduler_takes_with_it_moves_again(stack):
+    async def restart(spec):
+        stack.fleet.script = Script(on_submit=stack.fleet.place)
+        stack.fleet.move(spec)
+        await until(lambda: len(stack.fleet.specs) == 2)
+        await stack.fleet.stop_scheduler()
+        stack.fleet.script = Script(reply=TEXT)
+        await stack.fleet.start_scheduler()
+
+    assert (await disturbed(stack, BODY, restart)).text == TEXT
+    assert [s.resumed_tokens for s in stack.fleet.specs] == [0, 5, 5]
+
+
+async def test_a_client_that_leaves_in_between_leaves_nothing(stack):
+    reading, go_on = asyncio.Event(), asyncio.Event()
+    found = stack.proxy.store.prompt_ids
+
+    async def slow(request_id):
+        reading.set()
+        await go_on.wait()
+        return await found(request_id)
+
+    stack.proxy.store.prompt_ids = slow
+    stack.fleet.script = Script(reply=TEXT, hold=asyncio.Event(), hold_after=5)
+    asking = asyncio.create_task(ask(stack, BODY))
+    await until(lambda: tokens_of(stack) == 5)
+    stack.fleet.move(stack.fleet.specs[0])
+    await reading.wait()
+    asking.cancel()
+    await asyncio.gather(asking, return_exceptions=True)
+    await stack.idle()
+    go_on.set()
+    [spec] = stack.fleet.specs
+    await until_finished(stack, spec, "cancelled")
+    assert await stack.proxy.store.get(f"{spec.request_id}.1") is None
+
+
+async def test_without_the_store_nothing_can_go_on(stack):
+    async def fail(request_id):
+        raise StoreError("no server")
+
+    stack.proxy.store.prompt_ids = fail
+    answer = await disturbed(stack, BODY, stack.fleet.move)
+    assert "store" in answer.error["message"]
+
+
+async def test_metrics_count_one_request(stack):
+    await disturbed(stack, BODY, stack.fleet.move)
+    text = (await stack.http.get("/metrics")).text
+    for line in (
+        'millrace_proxy_moved_requests_total{reason="moved"} 1.0',
+        'millrace_proxy_ttft_seconds_count{slo_class="default"} 1.0',
+        'millrace_proxy_e2e_seconds_count{slo_class="default"} 1.0',
+        "millrace_proxy_inflight_requests 0.0",
+        "millrace_proxy_parked_requests 0.0",
+    ):
+        assert line in text
+
+
+def test_what_is_left_of_a_request():
+    spec = common_pb2.RequestSpec(request_id="r", prompt_tokens=10, resumed_tokens=2)
+    spec.sampling.max_tokens, spec.sampling.min_tokens = 9, 3
+    rest = continuation(spec, "r.2", 4)
+    assert (rest.prompt_tokens, rest.resumed_tokens) == (14, 6)
+    assert (rest.sampling.max_tokens, rest.sampling.min_tokens) == (5, 0)
+    again = continuation(spec, "r.2", 0)
+    spec.request_id = "r.2"
+    assert again == spec
