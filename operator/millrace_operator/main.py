@@ -8,7 +8,6 @@ import logging
 import os
 import signal
 import socket
-import threading
 import uuid
 from collections.abc import Callable, Coroutine, Mapping
 from dataclasses import dataclass, field
@@ -128,24 +127,13 @@ class Operator:
         await until_one_ends(self._queue.run(), self._watch())
 
     async def _watch(self) -> None:
-        """Runs kopf in a thread until this is cancelled. Raises what ends kopf before that."""
-        loop, stop = asyncio.get_running_loop(), threading.Event()
+        loop = asyncio.get_running_loop()
         touches = Touches(lambda key: loop.call_soon_threadsafe(self._queue.touch, key))
-        work = partial(
-            watch,
-            touches,
-            self._options.configuration,
-            namespaces=self._options.namespaces,
-            stop=stop,
-        )
-        running = loop.run_in_executor(None, lambda: asyncio.run(work()))
         self._watching = True
         try:
-            await asyncio.shield(running)
+            await watch(touches, self._options.configuration, namespaces=self._options.namespaces)
         finally:
             self._watching = False
-            stop.set()
-            await asyncio.wait([running])
 
 
 async def until_one_ends(*works: Coroutine[Any, Any, object]) -> None:
@@ -200,7 +188,7 @@ app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
 
 
 @app.command()
-def run(
+def run(  # noqa: PLR0913 - a command's options are its arguments
     namespace: Annotated[
         list[str],
         typer.Option(metavar="NAME", help="Look after this namespace only; repeat for several."),
@@ -211,6 +199,14 @@ def run(
     lease_name: Annotated[
         str, typer.Option(metavar="NAME", help="Operators of one name take turns.")
     ] = "millrace-operator",
+    scheduler_address: Annotated[
+        str,
+        typer.Option(
+            metavar="HOST:PORT",
+            help="Of schedulers, with {service} and {namespace}; for an operator that runs where "
+            "the cluster's names are unknown.",
+        ),
+    ] = scheduler_address("{namespace}", "{service}"),
     metrics_port: Annotated[
         int, typer.Option(metavar="PORT", help="Of /metrics, /health and /ready; 0: a free one.")
     ] = 9090,
@@ -236,6 +232,9 @@ def run(
             identity=f"{pod}_{uuid.uuid4()}",  # a container that starts again is another one
             metrics_port=metrics_port,
             crds=tuple(read_crds(Path(crds))) if crds else (),
+            address=lambda namespace, service: scheduler_address.format(
+                namespace=namespace, service=service
+            ),
         )
         asyncio.run(serve(options))
     except MillraceError as error:
