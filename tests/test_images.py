@@ -1,11 +1,18 @@
 """The images: what each kind of process imports, the Dockerfile, what light stages run."""
 
+import contextlib
+import json
+import os
+import re
 import subprocess
 import sys
 import tomllib
+from collections.abc import Iterator
 from importlib import metadata
 from pathlib import Path
+from typing import NamedTuple
 
+import httpx
 import pytest
 from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
@@ -82,3 +89,159 @@ def test_a_process_imports_only_what_its_image_has(extras: tuple[str, ...], modu
     subprocess.run(
         [sys.executable, "-c", IMPORT_WITHOUT, ",".join(absent), modules], check=True, timeout=60
     )
+
+
+# ---- the Dockerfile ----------------------------------------------------------------------------
+
+
+class Stage(NamedTuple):
+    """One FROM and what follows it."""
+
+    base: str
+    lines: list[tuple[str, str]]  # instruction, arguments
+
+    def last(self, instruction: str) -> str | None:
+        found = [arguments for name, arguments in self.lines if name == instruction]
+        return found[-1] if found else None
+
+
+def read_dockerfile() -> tuple[dict[str, str], dict[str, Stage]]:
+    """Global ARGs, and stages by name, in order."""
+    text = (ROOT / "services/Dockerfile").read_text()
+    kept = [line for line in text.splitlines() if not line.lstrip().startswith("#")]
+    arguments: dict[str, str] = {}
+    stages: dict[str, Stage] = {}
+    for line in re.sub(r"\\\n", " ", "\n".join(kept)).splitlines():
+        instruction, _, rest = line.strip().partition(" ")
+        if instruction == "FROM":
+            base, _, name = rest.partition(" AS ")
+            stages[name.strip()] = Stage(base.strip(), [])
+        elif instruction == "ARG" and not stages:
+            name, _, value = rest.partition("=")
+            arguments[name] = value
+        elif instruction:
+            next(reversed(stages.values())).lines.append((instruction, rest.strip()))
+    return arguments, stages
+
+
+ARGUMENTS, STAGES = read_dockerfile()
+ROLES = ("proxy", "scheduler", "operator", "prefill", "decode", "kvp")
+
+
+def inherited(role: str, instruction: str) -> str | None:
+    """What holds in an image: the last in its chain of stages."""
+    stage = STAGES[role]
+    while (found := stage.last(instruction)) is None and stage.base in STAGES:
+        stage = STAGES[stage.base]
+    return found
+
+
+def test_every_role_has_a_target() -> None:
+    assert set(ROLES) <= set(STAGES)
+
+
+def test_bases_are_pinned_and_named_without_a_registry() -> None:
+    assert re.fullmatch(r"python:3\.11\.\d+-slim-bookworm", ARGUMENTS["PYTHON_IMAGE"])
+    bases = {stage.base for stage in STAGES.values()} - set(STAGES)
+    assert bases == {"${PYTHON_IMAGE}"}
+
+
+@pytest.mark.parametrize("role", ROLES)
+def test_images_run_without_root_and_say_how_they_are(role: str) -> None:
+    assert inherited(role, "USER") == "65532:65532"
+    entry = "millrace-operator" if role == "operator" else "millrace"
+    assert inherited(role, "ENTRYPOINT") == f'["{entry}"]'
+    health = inherited(role, "HEALTHCHECK") or ""
+    command = json.loads(health[health.index("[") :])
+    compile(command[2], "HEALTHCHECK", "exec")
+    port = "8080" if role == "proxy" else "9090"
+    assert command[:2] == ["python", "-c"] and f":{port}/health" in command[2]
+    assert port in (inherited(role, "EXPOSE") or "").split()
+
+
+@pytest.mark.parametrize("role", ROLES)
+def test_only_workers_get_the_engine(role: str) -> None:
+    chain = [STAGES[role]]
+    while chain[-1].base in STAGES:
+        chain.append(STAGES[chain[-1].base])
+    copied = {
+        arguments.split()[0].removeprefix("--from=")
+        for stage in chain
+        for instruction, arguments in stage.lines
+        if instruction == "COPY" and arguments.startswith("--from=")
+    }
+    worker = role in ("prefill", "decode", "kvp")
+    expected = "engine" if worker else "operator" if role == "operator" else "light"
+    assert copied == {f"{expected}-packages"}
+    installed = STAGES[f"{expected}-packages"].last("RUN") or ""
+    assert ("millrace[" in installed) == (expected != "light")
+
+
+def test_what_is_copied_is_in_the_context() -> None:
+    """.dockerignore keeps all else out; what it lets in exists."""
+    let_in = {
+        line[1:]
+        for line in (ROOT / ".dockerignore").read_text().splitlines()
+        if line.startswith("!")
+    }
+    copied = {
+        source
+        for stage in STAGES.values()
+        for instruction, arguments in stage.lines
+        if instruction == "COPY" and not arguments.startswith("--from=")
+        for source in arguments.split()[:-1]
+    }
+    assert copied == let_in
+    assert all((ROOT / source).exists() for source in copied)
+
+
+# ---- what the stages of the small images do ----------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def light(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The folder of the programs that the stage light-packages installs, with the operator's."""
+    folder = tmp_path_factory.mktemp("light")
+    pip = [sys.executable, "-m", "pip"]
+    build = ["-C", f"build-dir={folder}/build"]
+    command = [*pip, "wheel", "-q", "--no-deps", "--wheel-dir", str(folder), *build, str(ROOT)]
+    subprocess.run(command, check=True, timeout=900)
+    (wheel,) = folder.glob("*.whl")
+    programs = folder / "venv/bin"
+    venv = [sys.executable, "-m", "venv", "--without-pip", str(folder / "venv")]
+    subprocess.run(venv, check=True, timeout=120)
+    wanted = f"millrace[operator] @ file://{wheel}"
+    install = [*pip, "--python", str(programs / "python"), "install", "-q", wanted]
+    subprocess.run(install, check=True, timeout=900)
+    return programs
+
+
+@contextlib.contextmanager
+def serving(program: Path, *arguments: str) -> Iterator[int]:
+    """A service of the fresh environment; gives its port. It must end well when it is told to."""
+    read_fd, write_fd = os.pipe()
+    command = [str(program), *arguments, "--ready-fd", str(write_fd)]
+    with subprocess.Popen(command, pass_fds=[write_fd], cwd="/") as process:
+        os.close(write_fd)
+        try:
+            with os.fdopen(read_fd, "rb") as ready:
+                yield json.loads(ready.readline())["port"]
+        finally:
+            process.terminate()
+            assert process.wait(30) == 0
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(1800)
+def test_the_small_images_serve_without_torch(light: Path) -> None:
+    absent = "import importlib.util as u; raise SystemExit(u.find_spec('torch') is not None)"
+    subprocess.run([str(light / "python"), "-c", absent], check=True)
+    millrace = light / "millrace"
+    with serving(millrace, "scheduler", "--port", "0") as scheduler:
+        model = ["--model", str(ROOT / "models/millrace-tiny")]
+        at = ["--scheduler", f"127.0.0.1:{scheduler}", "--port", "0"]
+        with serving(millrace, "proxy", *model, *at) as port:
+            answer = httpx.get(f"http://127.0.0.1:{port}/v1/models", timeout=30)
+            assert [card["id"] for card in answer.json()["data"]] == ["millrace-tiny"]
+    operator = [str(light / "millrace-operator"), "--help"]
+    assert b"--" in subprocess.run(operator, check=True, capture_output=True).stdout
