@@ -169,7 +169,7 @@ class Processes:
                 stdout=out,
                 stderr=subprocess.STDOUT,
                 env={**os.environ, **(env or {})},
-                preexec_fn=_die_with_parent,
+                preexec_fn=die_with_parent,
             )
         self._running.append((process, log))
 
@@ -293,7 +293,7 @@ def _memory() -> str | None:
     return str(shared) if os.access(shared, os.W_OK) else None
 
 
-def _die_with_parent() -> None:
+def die_with_parent() -> None:
     ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
 
 

@@ -124,11 +124,14 @@ class Api:
         manager: str = "tests",
         force: bool = False,
         subresource: str = "",
+        dry_run: bool = False,
     ) -> Object:
         """Server-side apply; unknown and duplicate fields are errors."""
         query = {"fieldManager": manager, "fieldValidation": "Strict"}
         if force:
             query["force"] = "true"
+        if dry_run:
+            query["dryRun"] = "All"
         path = self.path(*_where(manifest), subresource)
         return self.call("PATCH", path, manifest, query=query, content_type=APPLY)
 

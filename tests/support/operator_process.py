@@ -1,0 +1,99 @@
+"""The operator as its own process, with the rights, arguments and environment of the chart's pod."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+from types import TracebackType
+
+from support.control_plane import ControlPlane, die_with_parent
+from support.custom_objects import CHART
+from support.kube_api import eventually
+
+END_S = 20.0
+
+
+class OperatorProcess:
+    """Of the release `llm` in a namespace. Leaving the block ends it; then its log must be clean."""
+
+    def __init__(
+        self, plane: ControlPlane, namespace: str, *, name: str = "operator-0", scheduler: str = ""
+    ) -> None:
+        """`scheduler` is the address of the schedulers, whose names are unknown out here."""
+        self._plane, self._namespace, self._name = plane, namespace, name
+        self._scheduler = scheduler
+        self._process: subprocess.Popen[bytes] | None = None
+        self.log = plane.folder / f"{namespace}-{name}.log"
+
+    def __enter__(self) -> OperatorProcess:
+        self.start()
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        if error is not None:
+            self.kill()
+            error.add_note(f"operator's log, {self.log}:\n{self.log.read_text()[-4000:]}")
+        else:
+            self.stop()
+            self.check_log()
+
+    def start(self) -> None:
+        """As the kubelet would, but for the address and what says who it is."""
+        deployment = self._plane.api.get("apps/v1", "Deployment", self._namespace, "llm-operator")
+        assert deployment is not None
+        (container,) = deployment["spec"]["template"]["spec"]["containers"]
+        fields = {"metadata.name": self._name, "metadata.namespace": self._namespace}
+        given = {
+            entry["name"]: entry.get("value") or fields[entry["valueFrom"]["fieldRef"]["fieldPath"]]
+            for entry in container["env"]
+        }
+        if "MILLRACE_CRDS" in given:
+            given["MILLRACE_CRDS"] = str(CHART / "crds")
+        account = deployment["spec"]["template"]["spec"]["serviceAccountName"]
+        kubeconfig = self._plane.service_account(self._namespace, account)
+        command = [sys.executable, "-m", "millrace_operator", *container.get("args", [])]
+        command += [f"--kubeconfig={kubeconfig}", "--metrics-port=0", "--log-format=text"]
+        if self._scheduler:
+            command.append(f"--scheduler-address={self._scheduler}")
+        clean = {k: v for k, v in os.environ.items() if not k.startswith(("MILLRACE_", "KUBE"))}
+        with self.log.open("ab") as out:
+            self._process = subprocess.Popen(
+                command,
+                env=clean | given,
+                stdin=subprocess.DEVNULL,
+                stdout=out,
+                stderr=subprocess.STDOUT,
+                preexec_fn=die_with_parent,
+            )
+
+    def leads(self) -> bool:
+        """Whether it has said so."""
+        return f"{self._name}_" in self.log.read_text() and " leads" in self.log.read_text()
+
+    def wait_until_it_leads(self, timeout_s: float = 30.0) -> None:
+        eventually(self.leads, timeout_s, what=f"{self._name} leads")
+
+    def stop(self) -> None:
+        """By SIGTERM, as the kubelet does; it must end in good order."""
+        assert self._process is not None
+        self._process.send_signal(signal.SIGTERM)
+        assert self._process.wait(END_S) == 0, self.log.read_text()[-4000:]
+
+    def kill(self) -> None:
+        """As a node that dies does."""
+        assert self._process is not None
+        self._process.kill()
+        self._process.wait()
+
+    def check_log(self) -> None:
+        """Nothing was forbidden, and nothing went wrong that the code does not foresee."""
+        text = self.log.read_text()
+        for bad in ("forbidden", "Traceback", " ERROR "):
+            assert bad not in text, text[-4000:]
