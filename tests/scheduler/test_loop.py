@@ -224,3 +224,42 @@ async def test_attainment_by_class_and_predictions_show_in_the_metrics():
             'millrace_scheduler_predicted_ttft_ratio_bucket{le="0.4"} 2.0',
         ):
             assert line in text, text
+
+
+async def test_the_signals_of_pools_are_gauges_where_they_were_measured():
+    clock = Hand()
+    async with running(clock) as (loop, registry):
+        proxy = Proxy(key="x#1", parked_requests=3)
+        loop.post_now(None, proxy)
+        join(loop, "p0"), join(loop, "d0")
+        await submit(loop, "a", proxy)
+        await loop.set_cordon("p0", cordoned=True)
+        clock.now_s += 5.0
+        text = registry.render()[0].decode()
+        for line in (
+            'pool_ready_instances{role="prefill"} 0.0',
+            'pool_draining_instances{role="prefill"} 1.0',
+            'pool_active_requests{role="decode"} 1.0',
+            'pool_backlog_seconds{role="prefill"} 0.1',
+            'pool_arriving_instances{role="prefill"} 0.02',
+            'pool_kv_utilisation_ratio{role="decode"} 0.08',
+            "parked_requests 3.0",
+        ):
+            assert f"\nmillrace_scheduler_{line}\n" in text, text
+        for absent in ("pool_ttft_slo_ratio{", 'pool_kv_utilisation_ratio{role="prefill"}'):
+            assert absent not in text
+
+
+async def test_a_cordon_waits_its_turn():
+    """The instance may be gone by then, or be another life, which is not cordoned."""
+    async with running(Hand()) as (loop, _):
+        worker = join(loop, "d0")
+        await asyncio.sleep(0.01)
+        assert await loop.set_cordon("d0", cordoned=True)
+        gone = InstanceLeft(instance_id="d0", generation=worker.card.generation)
+        loop.post_now(gone, worker)
+        assert not await loop.set_cordon("d0", cordoned=True)
+        assert not await loop.evict("d0", abort=True)
+        join(loop, "d0")
+        await asyncio.sleep(0.01)
+        assert not loop.machine.cluster.instances["d0"].draining

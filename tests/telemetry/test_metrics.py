@@ -178,3 +178,25 @@ async def test_a_taken_port_is_named(
     server, _, _ = endpoint
     with pytest.raises(MillraceError, match=f"127.0.0.1:{server.port}"):
         await serve_metrics(server.port, lambda: True, registry=Registry())
+
+
+def test_gauges_of_one_look_leave_out_what_was_not_measured() -> None:
+    registry = Registry()
+    looks = 0
+
+    def look() -> dict[str, dict[str, float | None]]:
+        nonlocal looks
+        looks += 1
+        return {"a": {"millrace_x_y_seconds": 1.5, "millrace_x_z_ratio": None}, "b": {}}
+
+    names = {"millrace_x_y_seconds": "d", "millrace_x_z_ratio": "e"}
+    registry.gauges_by("pool", names, look)
+    assert looks == 0
+    text = registry.render()[0].decode()
+    assert looks == 1
+    assert samples(text).items() >= {"millrace_x_y_seconds,pool=a": 1.5}.items()
+    assert "millrace_x_z_ratio{" not in text and 'pool="b"' not in text
+    with pytest.raises(ValueError, match="millrace_x_y_seconds"):
+        registry.gauge("millrace_x_y_seconds", "taken")
+    with pytest.raises(ValueError, match="must read"):
+        registry.gauges_by("pool", {"millrace_seconds": "d"}, look)

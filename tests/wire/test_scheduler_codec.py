@@ -20,8 +20,8 @@ WHO = {"instance_id": "w", "generation": 1 << 63}
     "said, event",
     [
         (
-            {"heartbeat": scheduler_pb2.Heartbeat(free_pages=1, running=2, waiting=3)},
-            events.LoadReported(**WHO, free_pages=1, running=2, waiting=3),
+            {"heartbeat": scheduler_pb2.Heartbeat(free_pages=1, running=2, waiting=3, tbt_s=0.5)},
+            events.LoadReported(**WHO, free_pages=1, running=2, waiting=3, tbt_s=0.5),
         ),
         (
             {"chunk_started": scheduler_pb2.ChunkStarted(request_id="r", chunk_index=4)},
