@@ -112,7 +112,7 @@ class Cluster:
 
     async def observe_pool(self, pool: Object) -> ObservedPool:
         """Round a pool. Its autoscaler thinks, too."""
-        namespace, name = pool["metadata"]["namespace"], pool["metadata"]["name"]
+        namespace, name, uid = (pool["metadata"][part] for part in ("namespace", "name", "uid"))
         service_name = pool["spec"]["serviceRef"]["name"]
         selector = f"{POOL_LABEL}={name}"
         service, pools, quotas, pods, *children = await asyncio.gather(
@@ -134,7 +134,7 @@ class Cluster:
             live=live,
             pods=pods_of(name, pods),
             instances=await self._instances(namespace, service),
-            peers=tuple(_peer(one) for one in pools if one["metadata"]["name"] != name),
+            peers=tuple(_peer(one) for one in pools if one["metadata"]["uid"] != uid),
             metrics=replace(metrics, sampled_s=now_s - view.age_s) if view and metrics else None,
             recommendation=view.recommendation if view else None,
             metrics_error=error,

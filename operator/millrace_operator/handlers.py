@@ -9,6 +9,7 @@ loop when it stops, and takes the process's signals when it is in the main threa
 
 from __future__ import annotations
 
+import asyncio
 import logging
 import threading
 from collections.abc import Callable, Iterable, Mapping
@@ -17,6 +18,7 @@ from typing import Any
 import kopf
 from kubernetes import client
 
+from millrace.core.errors import MillraceError
 from millrace_operator.kube import MILLRACE, RESOURCES
 from millrace_operator.naming import COMPONENT_LABEL, POOL_LABEL, SERVICE_LABEL
 from millrace_operator.queue import Key
@@ -27,9 +29,10 @@ _CHILDREN = ("StatefulSet", "Deployment", "Pod")
 
 #: In seconds. Watches end at the server after a while, so that a dead connection is no news for no
 #: longer; an answer is as slow as the largest list.
-WATCH_S = 300.0
+WATCH_S = 300  # the API server takes whole seconds
 REQUEST_S = 30.0
 CONNECT_S = 10.0
+STOP_S = 5.0
 
 
 class Touches:
@@ -37,9 +40,7 @@ class Touches:
 
     def __init__(self, touch: Callable[[Key], None]) -> None:
         self._touch = touch
-        self._seen: dict[
-            Key, tuple[object, object]
-        ] = {}  # what of it matters: to itself, to others
+        self._seen: dict[Key, tuple[object, object]] = {}  # what matters to itself, and to others
         self._pools: dict[tuple[str, str], set[Key]] = {}  # by (namespace, service)
 
     def service(self, event: str | None, body: Mapping[str, Any]) -> None:
@@ -160,23 +161,57 @@ async def watch(
     configuration: Callable[[], client.Configuration],
     *,
     namespaces: Iterable[str],
+) -> None:
+    """Runs kopf in a thread until this is cancelled; in all namespaces when none is named.
+
+    Raises what kopf can't get over before that, such as lacking rights. `touches` are called in
+    that thread.
+    """
+    loop, stop = asyncio.get_running_loop(), threading.Event()
+    ended: asyncio.Future[Exception | None] = loop.create_future()
+
+    async def run() -> None:
+        error = None
+        try:
+            await _run_kopf(touches, configuration, list(namespaces), stop)
+        except Exception as caught:
+            error = caught
+        loop.call_soon_threadsafe(ended.set_result, error)
+
+    # A daemon: what hangs in kopf must not keep the process.
+    thread = threading.Thread(target=lambda: asyncio.run(run()), name="kopf", daemon=True)
+    thread.start()
+    try:
+        error = await asyncio.shield(ended)
+    finally:
+        stop.set()
+        await asyncio.wait([ended], timeout=STOP_S)
+    raise error or MillraceError("kopf has ended")
+
+
+async def _run_kopf(
+    touches: Touches,
+    configuration: Callable[[], client.Configuration],
+    namespaces: list[str],
     stop: threading.Event,
 ) -> None:
-    """Runs kopf until `stop`; in all namespaces when none is named. For a thread of its own.
-
-    Raises what kopf can't get over, such as lacking rights.
-    """
     # It warns of not getting signals, which is what this thread is for.
     logging.getLogger("kopf._core.reactor.running").setLevel(logging.ERROR)
-    names = list(namespaces)
-    await kopf.operator(
+    others = asyncio.all_tasks()
+    tasks = await kopf.spawn_tasks(
         registry=make_registry(touches, configuration),
         settings=make_settings(),
         standalone=True,
-        clusterwide=not names,
-        namespaces=names,
+        clusterwide=not namespaces,
+        namespaces=namespaces,
         stop_flag=stop,
     )
+    ending = asyncio.create_task(kopf.run_tasks(tasks, ignored=others))
+    # Once one of its tasks ends they all should. Some hang when another has failed.
+    failed, _ = await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
+    await asyncio.wait([ending], timeout=STOP_S)
+    for task in failed:
+        task.result()
 
 
 def _connection(configuration: client.Configuration) -> kopf.ConnectionInfo:

@@ -6,6 +6,7 @@ import re
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
+from millrace_operator.conditions import seconds
 from millrace_operator.naming import REVISION_LABEL, TEMPLATE_LABEL
 from millrace_operator.observed import Object, Pod
 
@@ -46,10 +47,8 @@ def _pod(obj: Object, ordinal: int) -> Pod:
     meta, status = obj["metadata"], obj.get("status", {})
     labels = meta.get("labels", {})
     terminating = "deletionTimestamp" in meta
-    ready = any(
-        entry["type"] == "Ready" and entry["status"] == "True"
-        for entry in status.get("conditions", [])
-    )
+    told = next((one for one in status.get("conditions", []) if one["type"] == "Ready"), {})
+    ready = told.get("status") == "True"
     return Pod(
         name=meta["name"],
         uid=meta["uid"],
@@ -57,6 +56,7 @@ def _pod(obj: Object, ordinal: int) -> Pod:
         template=labels.get(TEMPLATE_LABEL, ""),
         revision=labels.get(REVISION_LABEL, ""),
         ready=ready and not terminating and not finished(obj),
+        unready_since_s=seconds(told.get("lastTransitionTime") or meta["creationTimestamp"]),
         terminating=terminating,
         trouble="" if ready or terminating else next(_troubles(status), "")[:_LONGEST],
     )
