@@ -233,7 +233,8 @@ async def test_the_signals_of_pools_are_gauges_where_they_were_measured():
         loop.post_now(None, proxy)
         join(loop, "p0"), join(loop, "d0")
         await submit(loop, "a", proxy)
-        await loop.set_cordon("p0", cordoned=True)
+        await asyncio.sleep(0.01)
+        assert await loop.set_cordon("p0", cordoned=True)
         clock.now_s += 5.0
         text = registry.render()[0].decode()
         for line in (
