@@ -144,7 +144,7 @@ class Election:
         if _holder(lease) in ("", self._identity):
             return True
         duration_s = lease["spec"].get("leaseDurationSeconds", self._terms.lease_s)
-        return self._clock() - self._changed_s > duration_s
+        return bool(self._clock() - self._changed_s > duration_s)
 
     def _record(self, lease: Mapping[str, Any] | None) -> dict[str, Any]:
         """The lease as this candidate's."""

@@ -38,7 +38,7 @@ STOP_S = 5.0
 class Touches:
     """Turns events into touches of a queue."""
 
-    def __init__(self, touch: Callable[[Key], None]) -> None:
+    def __init__(self, touch: Callable[[Key], object]) -> None:
         self._touch = touch
         self._seen: dict[Key, tuple[object, object]] = {}  # what matters to itself, and to others
         self._pools: dict[tuple[str, str], set[Key]] = {}  # by (namespace, service)
@@ -124,7 +124,7 @@ def make_registry(
     for kind in KINDS:
 
         @kopf.on.event(MILLRACE, RESOURCES[kind].plural, registry=registry, param=kind)
-        async def pool(type: str | None, body: kopf.Body, param: str, **_: object) -> None:
+        async def pool(type: str | None, body: kopf.Body, param: str = "", **_: object) -> None:
             touches.pool(param, type, body)
 
     for child_kind in _CHILDREN:

@@ -6,7 +6,7 @@ import re
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
-from millrace_operator.conditions import seconds
+from millrace_operator.conditions import by_type, seconds
 from millrace_operator.naming import REVISION_LABEL, TEMPLATE_LABEL
 from millrace_operator.observed import Object, Pod
 
@@ -47,7 +47,7 @@ def _pod(obj: Object, ordinal: int) -> Pod:
     meta, status = obj["metadata"], obj.get("status", {})
     labels = meta.get("labels", {})
     terminating = "deletionTimestamp" in meta
-    told = next((one for one in status.get("conditions", []) if one["type"] == "Ready"), {})
+    told: Mapping[str, Any] = by_type(status).get("Ready", {})
     ready = told.get("status") == "True"
     return Pod(
         name=meta["name"],
