@@ -238,7 +238,6 @@ async def test_the_signals_of_pools_are_gauges_where_they_were_measured():
         clock.now_s += 5.0
         text = registry.render()[0].decode()
         for line in (
-            'pool_ready_instances{role="prefill"} 0.0',
             'pool_draining_instances{role="prefill"} 1.0',
             'pool_active_requests{role="decode"} 1.0',
             'pool_backlog_seconds{role="prefill"} 0.1',

@@ -15,8 +15,7 @@ STEP_BUCKETS = (*(1e-6, 5e-6, 1e-5, 2.5e-5, 5e-5, 1e-4), *(2.5e-4, 5e-4, 1e-3, 5
 
 #: A pool's signals that are gauges: field of `PoolLoad`, name, documentation.
 _POOL = (
-    ("ready", "ready_instances", "instances that take new work"),
-    ("draining", "draining_instances", "instances that take none"),
+    ("draining", "draining_instances", "instances that take no new work"),
     ("active_requests", "active_requests", "requests placed in the pool, or waiting for it"),
     ("backlog_s", "backlog_seconds", "predicted prefill not yet computed"),
     ("arriving", "arriving_instances", "so many would be busy with the prefill that arrives"),
