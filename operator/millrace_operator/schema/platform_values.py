@@ -96,6 +96,9 @@ def _operator() -> dict[str, Schema]:
                     "Namespaces that it manages; none: all.", text("A namespace.", minLength=1)
                 ),
                 "upgradeCrds": boolean("Whether it brings its CRDs at start.", default=True),
+                "logLevel": choice(
+                    "What it logs.", *("debug", "info", "warning", "error"), default="info"
+                ),
                 **placement(),
             },
         ),

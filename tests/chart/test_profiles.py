@@ -1,0 +1,133 @@
+"""Every profile of the chart: lint, the API's schemas, the CRDs' schemas, the golden snapshot."""
+
+import functools
+from collections.abc import Iterator
+from typing import Any
+
+import helm_python as helm
+import kubernetes_validate
+import kubernetes_validate.utils
+import pytest
+import yaml
+from jsonschema import Draft202012Validator
+
+from support.chart import CHART, GOLDEN, PROFILES, Object, profile, snapshot, values_of
+
+#: The API server that the output is checked for.
+NEWEST = "1.36"
+
+#: A group of Kubernetes' own domain that API servers lack all the same.
+GATEWAY = "gateway.networking.k8s.io"
+
+CRDS = [yaml.safe_load(path.read_text()) for path in sorted((CHART / "crds").glob("*.yaml"))]
+
+
+def closed(schema: Any) -> Any:
+    """The schema so that unknown fields are errors: the API server would drop them silently."""
+    if isinstance(schema, list):
+        return [closed(item) for item in schema]
+    if not isinstance(schema, dict):
+        return schema
+    kept = {name: closed(value) for name, value in schema.items()}
+    if "properties" in schema and not schema.get("x-kubernetes-preserve-unknown-fields"):
+        kept.setdefault("additionalProperties", False)
+    return kept
+
+
+def custom_schema(manifest: Object) -> Object:
+    (crd,) = [crd for crd in CRDS if crd["spec"]["names"]["kind"] == manifest["kind"]]
+    (version,) = crd["spec"]["versions"]
+    schema: Object = closed(version["schema"]["openAPIV3Schema"])
+    schema["properties"]["metadata"] = {"type": "object"}
+    return schema
+
+
+def test_the_profiles_are_those_that_the_documentation_names() -> None:
+    assert set(PROFILES) == {"minimal", "cpu", "gpu", "rdma", "external-redis", "everything"}
+
+
+@pytest.mark.parametrize("name", PROFILES)
+def test_helm_finds_nothing_to_complain_of(name: str) -> None:
+    report = helm.lint(CHART, values_of(name), strict=True, namespace="llm", kube_version="v1.36.0")
+    worth_a_word = [m for m in report["messages"] if "icon" not in m["error"]]
+    assert not worth_a_word and not report["errors"]
+
+
+@pytest.fixture(scope="module", autouse=True)
+def schemas_are_read_once() -> Iterator[None]:
+    """The package reads megabytes of definitions for every object."""
+    with pytest.MonkeyPatch.context() as patch:
+        reader = functools.cache(kubernetes_validate.utils.schema_contents)
+        patch.setattr(kubernetes_validate.utils, "schema_contents", reader)
+        yield
+
+
+def of_kubernetes(manifest: Object) -> bool:
+    """Whether an API server knows the kind by itself."""
+    group = manifest["apiVersion"].rpartition("/")[0]
+    return group in ("", "apps", "policy") or (group.endswith(".k8s.io") and group != GATEWAY)
+
+
+@pytest.mark.parametrize("name", PROFILES)
+def test_the_api_server_would_take_every_object(name: str) -> None:
+    for manifest in profile(name):
+        if manifest["apiVersion"].startswith("millrace.dev/"):
+            Draft202012Validator(custom_schema(manifest)).validate(manifest)
+        elif of_kubernetes(manifest):
+            kubernetes_validate.validate(manifest, NEWEST, strict=True)
+
+
+def test_the_oldest_api_server_knows_all_that_is_used() -> None:
+    with helm.Chart.load(CHART) as chart:
+        oldest = chart.metadata["kubeVersion"].removeprefix(">=").removesuffix(".0-0")
+    for manifest in filter(of_kubernetes, profile("everything")):
+        kubernetes_validate.validate(manifest, oldest, strict=True)
+
+
+@pytest.mark.parametrize("name", PROFILES)
+def test_pod_templates_of_values_are_pod_templates(name: str) -> None:
+    """The CRD takes any object there: a typing error would show only when pods are made."""
+    services = [o for o in profile(name) if o["kind"] == "ModelService"]
+    for part in services[0]["spec"].values() if services else ():
+        if not isinstance(part, dict) or "template" not in part:
+            continue
+        template = part["template"]
+        for container in template["spec"].get("containers", []):
+            assert container["name"] == "millrace"
+        pod = {"apiVersion": "v1", "kind": "Pod", "metadata": {"name": "x"}, **template}
+        pod["spec"] = {"containers": [{"name": "millrace"}], **pod["spec"]}
+        kubernetes_validate.validate(pod, NEWEST, strict=True)
+
+
+@pytest.mark.parametrize("name", PROFILES)
+def test_names_are_told_apart_and_stay_in_the_release(name: str) -> None:
+    found = profile(name)
+    keys = [(o["kind"], o["metadata"].get("namespace"), o["metadata"]["name"]) for o in found]
+    assert len(keys) == len(set(keys))
+    prefix = values_of(name).get("nameOverride", "millrace")
+    assert all(key[2].startswith(prefix) for key in keys)
+
+
+@pytest.mark.parametrize("name", PROFILES)
+def test_images_have_a_version_and_no_registry_of_ours(name: str) -> None:
+    given = str(values_of(name))
+    for manifest in profile(name):
+        pod = (
+            manifest["spec"].get("template", manifest).get("spec", {}) if "spec" in manifest else {}
+        )
+        for container in pod.get("containers", []) if manifest["kind"] != "ModelService" else []:
+            image = container["image"]
+            assert ":" in image.rpartition("/")[2] and not image.endswith(":latest")
+            assert "/" not in image or image.rpartition("/")[0] in given
+
+
+def test_the_minimal_profile_renders_as_it_did() -> None:
+    """When the chart is meant to change: python tests/support/chart.py, and read the difference."""
+    assert snapshot() == GOLDEN.read_text()
+
+
+def test_no_file_of_the_chart_names_a_registry() -> None:
+    for path in CHART.rglob("*"):
+        if path.is_file() and "ci" not in path.parts:
+            text = path.read_text()
+            assert not any(host in text for host in ("docker.io", "ghcr.io", "quay.io", "nvcr.io"))
