@@ -120,10 +120,11 @@ class KvPath(transfer_pb2_grpc.TransferProbeServicer):
             for probe in probes:
                 probe.cancel()
             await asyncio.gather(*probes, return_exceptions=True)
-        for failure in failures:
-            log.warning("the KV path to %s", failure)
-        if len(failures) < len(asked):
-            log.info("KV travels to and from %d of %d peers", len(asked) - len(failures), len(asked))
+        passed = len(asked) - len(failures)
+        if passed:
+            for failure in failures:
+                log.warning("no KV travels to and from %s", failure)
+            log.info("KV travels to and from %d of %d peers", passed, len(asked))
             return True
         log.error(
             "not ready: KV can't travel between %s and any of the %d asked: %s; trying again",
