@@ -20,7 +20,9 @@ TRACED = {"x-millrace-trace": "1"}
 
 
 @pytest.fixture
-async def stack(tmp_path):
+async def stack(tmp_path, monkeypatch):
+    monkeypatch.setattr("millrace.proxy.gateway.WATCH_INTERVAL_S", 0.05)
+    monkeypatch.setattr("millrace.proxy.parking.REPORT_INTERVAL_S", 0.05)
     async with gateway(tmp_path, "proxy.submit_timeout_s=1") as running:
         yield running
 
@@ -328,35 +330,43 @@ async def test_a_continuation_that_the_scheduler_takes_with_it_moves_again(stack
 
 
 async def test_a_client_that_leaves_in_between_leaves_nothing(stack):
-    reading, go_on = asyncio.Event(), asyncio.Event()
-    found = stack.proxy.store.prompt_ids
+    writing, go_on = asyncio.Event(), asyncio.Event()
+    create = stack.proxy.store.create
 
-    async def slow(request_id):
-        reading.set()
+    async def slow(request_id, **record):
+        writing.set()
         await go_on.wait()
-        return await found(request_id)
+        await create(request_id, **record)
 
-    stack.proxy.store.prompt_ids = slow
     stack.fleet.script = Script(reply=TEXT, hold=asyncio.Event(), hold_after=5)
     asking = asyncio.create_task(ask(stack, BODY))
     await until(lambda: tokens_of(stack) == 5)
+    stack.proxy.store.create = slow
     stack.fleet.move(stack.fleet.specs[0])
-    await reading.wait()
+    await writing.wait()
     asking.cancel()
     await asyncio.gather(asking, return_exceptions=True)
     await stack.idle()
     go_on.set()
     [spec] = stack.fleet.specs
     await until_finished(stack, spec, "cancelled")
+    for _ in range(200):
+        if await stack.proxy.store.get(f"{spec.request_id}.1") is None:
+            break
+        await asyncio.sleep(0.005)
     assert await stack.proxy.store.get(f"{spec.request_id}.1") is None
+    assert len(stack.fleet.specs) == 1
 
 
 async def test_without_the_store_nothing_can_go_on(stack):
-    async def fail(request_id):
+    async def fail(request_id, **record):
         raise StoreError("no server")
 
-    stack.proxy.store.prompt_ids = fail
-    answer = await disturbed(stack, BODY, stack.fleet.move)
+    def move(spec):
+        stack.proxy.store.create = fail
+        stack.fleet.move(spec)
+
+    answer = await disturbed(stack, BODY, move)
     assert "store" in answer.error["message"]
 
 

@@ -17,7 +17,7 @@ from millrace.proxy.generation import Generation
 from millrace.proxy.options import Limits, Options
 from millrace.proxy.prompts import EnginePrompt
 from millrace.proxy.reply import Progress, Reply, StreamReply, WholeReply
-from millrace.proxy.tokenizer import TokenArray, Tokenizer
+from millrace.proxy.tokenizer import Tokenizer
 from millrace.wire.pb import common_pb2
 
 
@@ -32,14 +32,6 @@ class Arrival:
     traceparent: str
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Submission:
-    """One engine request, ready to be submitted."""
-
-    generation: Generation
-    prompt_ids: TokenArray
-
-
 class Builder:
     """Builds for one of the two APIs."""
 
@@ -52,8 +44,8 @@ class Builder:
 
     def build(
         self, prompts: Sequence[EnginePrompt], options: Options, arrival: Arrival
-    ) -> tuple[str, Reply, list[Submission]]:
-        """The response's id, its reply and its requests.
+    ) -> tuple[str, Reply, list[Generation]]:
+        """The response's id, its reply and its requests, ready to be submitted.
 
         Raises ApiError (context_length_exceeded) when a prompt leaves no room.
         """
@@ -64,12 +56,13 @@ class Builder:
             else None
         )
         reply = self._reply(response_id, len(prompts) * options.choices, options, arrival, progress)
-        submissions = []
+        generations = []
         for i, prompt in enumerate(prompts):
             request_id = response_id if len(prompts) == 1 else f"{response_id}-{i}"
             choices = self._choices(i * options.choices, prompt, options)
             generation = Generation(
                 spec=self._spec(request_id, prompt.ids.size, options, arrival),
+                prompt_ids=prompt.ids,
                 sink=reply,
                 choices=choices,
                 slo=arrival.slo,
@@ -78,8 +71,8 @@ class Builder:
                 arrived_at=arrival.at,
             )
             progress.add(generation)
-            submissions.append(Submission(generation=generation, prompt_ids=prompt.ids))
-        return response_id, reply, submissions
+            generations.append(generation)
+        return response_id, reply, generations
 
     def _reply(
         self, response_id: str, choices: int, options: Options, arrival: Arrival, progress: Progress

@@ -5,14 +5,10 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from array import array
 from collections.abc import Iterable
-
-import numpy as np
 
 from millrace.core.config import ProxyConfig
 from millrace.core.errors import IntegrityError
-from millrace.proxy.builder import Submission
 from millrace.proxy.codec import Life, life_of, refusal
 from millrace.proxy.errors import ApiError, overloaded, unavailable
 from millrace.proxy.generation import Generation, Stage
@@ -21,7 +17,6 @@ from millrace.proxy.parking import LoadReport, Parking
 from millrace.proxy.records import Records
 from millrace.proxy.scheduler_link import SchedulerLink
 from millrace.proxy.token_links import TokenLinks
-from millrace.proxy.tokenizer import TokenArray
 from millrace.state.store import RequestStore
 from millrace.wire.pb import decode_pb2, scheduler_pb2
 
@@ -135,18 +130,13 @@ class Gateway:
         if self._parking.is_open and not self._fleet_ready:
             self._parking.check_room(requests)
 
-    async def submit(self, submission: Submission) -> None:
+    async def submit(self, generation: Generation) -> None:
         """Records a request in the store and hands it to the scheduler, or parks it.
 
         Raises ApiError (503, 429). The request is the caller's to `leave` then.
         """
-        generation = submission.generation
         self._live[generation.spec.request_id] = generation
-        await self._record(generation, submission.prompt_ids)
-
-    async def _record(self, generation: Generation, prompt_ids: TokenArray) -> None:
-        """Raises ApiError (503, 429)."""
-        await self._records.create(generation.spec, prompt_ids)
+        await self._records.create(generation.spec, generation.prompt_ids)
         if generation.has_ended:
             self._records.delete(generation.spec.request_id)  # the client left meanwhile
             return
@@ -321,7 +311,8 @@ class Gateway:
             return
         self._scheduler.cancel(before, "it goes on elsewhere")
         del self._live[before]
-        tokens = generation.move(time.monotonic())
+        self._records.finish(before, "cancelled")
+        generation.move(time.monotonic())
         self._live[generation.spec.request_id] = generation
         self._metrics.moved.labels(reason).inc()
         log.info(
@@ -331,17 +322,14 @@ class Gateway:
             generation.spec.resumed_tokens,
             error.message,
         )
-        self._records.spawn(self._go_on(generation, before, tokens))
+        self._records.spawn(self._go_on(generation))
 
-    async def _go_on(self, generation: Generation, before: str, tokens: array[int]) -> None:
-        """Submits a request's next life: its prompt is that of the one before and its tokens."""
+    async def _go_on(self, generation: Generation) -> None:
+        """Submits a request's next life."""
+        if generation.has_ended:
+            return  # the client left meanwhile
         try:
-            prompt_ids = await self._records.prompt_ids(before)
-            self._records.finish(before, "cancelled")
-            if generation.has_ended:
-                return  # the client left meanwhile
-            prompt_ids = np.concatenate([prompt_ids, np.frombuffer(tokens, dtype=np.int32)])
-            await self._record(generation, prompt_ids)
+            await self.submit(generation)
         except ApiError as error:
             if not generation.has_ended:
                 self._fail(generation, error, cancel=False)

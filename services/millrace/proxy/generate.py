@@ -77,13 +77,13 @@ class GenerateEndpoint:
         )
         prompts, options = await self._read(body)
         self._gateway.admit(len(prompts))
-        response_id, reply, submissions = self._builder.build(prompts, options, arrival)
+        response_id, reply, generations = self._builder.build(prompts, options, arrival)
         watch = asyncio.create_task(_until_disconnect(receive))
         watch.add_done_callback(lambda _: self._leave(reply))
         request_id = [(b"x-request-id", response_id.encode())]
         try:
-            for submission in submissions:
-                await self._gateway.submit(submission)
+            for generation in generations:
+                await self._gateway.submit(generation)
             if isinstance(reply, StreamReply):
                 return await _send_stream(reply, send, request_id)
             return await _send_whole(reply, send, request_id)

@@ -7,6 +7,8 @@ from dataclasses import replace
 from enum import Enum
 from typing import Protocol
 
+import numpy as np
+
 from millrace.core.request import Slo
 from millrace.core.span import Span
 from millrace.proxy.choice import Choice, Piece
@@ -14,6 +16,7 @@ from millrace.proxy.codec import Life, position_logprobs
 from millrace.proxy.continuation import continuation
 from millrace.proxy.echo import Echo
 from millrace.proxy.errors import ApiError
+from millrace.proxy.tokenizer import TokenArray
 from millrace.wire.pb import common_pb2, decode_pb2
 from millrace.wire.trace_codec import spans_from_wire
 
@@ -76,6 +79,7 @@ class Generation:
         "parked_since",
         "placed_at",
         "predicted_ttft_s",
+        "prompt_ids",
         "prompt_tokens",
         "request_id",
         "sink",
@@ -92,6 +96,7 @@ class Generation:
         self,
         *,
         spec: common_pb2.RequestSpec,
+        prompt_ids: TokenArray,
         sink: Sink,
         choices: list[Choice],
         slo: Slo,
@@ -102,6 +107,9 @@ class Generation:
         """`detailed`: choices show log probabilities or ids, not plain text alone."""
         self.request_id = spec.request_id
         self.spec = spec
+        #: What the services know as its prompt, int32 [tokens]: kept for its next life, since the
+        #: store forgets a request's prompt when its scheduler does.
+        self.prompt_ids = prompt_ids
         self.sink = sink
         self.choices = choices
         self.prompt_tokens = spec.prompt_tokens
@@ -185,21 +193,24 @@ class Generation:
         if not self.spec.resumed_tokens:
             self.predicted_ttft_s = predicted_ttft_s
 
-    def move(self, now: float) -> array[int]:
-        """Begins its next life, behind the tokens of this one, which it returns. `may_move`."""
-        tokens = self._tokens or array("i")
-        if self._tokens is not None:
-            self._tokens = array("i")
+    def move(self, now: float) -> None:
+        """Begins its next life, behind the tokens of this one, which become part of its prompt.
+
+        Only where it `may_move`.
+        """
         self.moves += 1
         if self._moved_at is None:
             self._moved_at = now
-        self.spec = continuation(self.spec, f"{self.request_id}.{self.moves}", len(tokens))
+        tokens = np.array(self._tokens or (), dtype=np.int32)
+        if tokens.size:
+            self.prompt_ids = np.concatenate([self.prompt_ids, tokens])
+            self._tokens = array("i")
+        self.spec = continuation(self.spec, f"{self.request_id}.{self.moves}", tokens.size)
         self.stage, self.decode = Stage.MOVING, None
         self._early = {}
         self.confirmed = self.orphaned = False
         self.parked_since = None
         self.waiting_since = now
-        return tokens
 
     def keep(self, decode: Life, event: decode_pb2.TokenEvent) -> None:
         """An event of an instance that is not the request's, or not yet: streams run apart."""
@@ -269,6 +280,8 @@ class Generation:
         if self.has_begun:
             return
         self.first_token_at = now
+        if not self.may_move:
+            self.prompt_ids = self.prompt_ids[:0].copy()
         self.cached_tokens = event.cached_tokens
         if self._echo is not None:
             piece = self._echo.piece([position_logprobs(p) for p in event.prompt_logprobs])

@@ -8,7 +8,7 @@ from collections.abc import Coroutine
 from typing import Any
 
 from millrace.core.errors import MillraceError
-from millrace.proxy.errors import ApiError, unavailable
+from millrace.proxy.errors import unavailable
 from millrace.proxy.tokenizer import TokenArray
 from millrace.state.store import RequestStore
 from millrace.wire.pb import common_pb2
@@ -34,14 +34,8 @@ class Records:
                 spec.request_id, spec=spec.SerializeToString(), prompt_ids=prompt_ids
             )
         except MillraceError as error:
-            raise _unavailable(spec.request_id, error) from error
-
-    async def prompt_ids(self, request_id: str) -> TokenArray:
-        """int32 [tokens]. Raises ApiError (503)."""
-        try:
-            return await self._store.prompt_ids(request_id)
-        except MillraceError as error:
-            raise _unavailable(request_id, error) from error
+            log.warning("request %s: %s", spec.request_id, error)
+            raise unavailable("The request store does not answer.") from error
 
     def finish(self, request_id: str, state: str) -> None:
         """Writes the final state, a little later."""
@@ -68,11 +62,6 @@ class Records:
         endings, self._endings = self._endings, []
         for request_id, state in endings:
             self.spawn(self._store.finish(request_id, state))
-
-
-def _unavailable(request_id: str, error: MillraceError) -> ApiError:
-    log.warning("request %s: %s", request_id, error)
-    return unavailable("The request store does not answer.")
 
 
 async def _logged(work: Coroutine[Any, Any, None]) -> None:
