@@ -10,16 +10,21 @@ from typing import Annotated
 import typer
 
 from millrace.command_options import (
+    Autoscale,
     ConfigPath,
+    DecodeSizes,
     DrainTimeout,
     Host,
     InstanceId,
     Model,
     ModelName,
+    ModelOrShipped,
     Node,
     Port,
+    PrefillSizes,
     ReadyFd,
     Revision,
+    ScaleToZero,
     SchedulerAddress,
     Settings,
 )
@@ -146,26 +151,16 @@ _worker_command(
 
 @app.command()
 def up(
-    model: Annotated[
-        str, typer.Option("--model", metavar="FOLDER|HUB-ID", help="Default: the shipped model.")
-    ] = str(SHIPPED_MODEL),
+    model: ModelOrShipped = str(SHIPPED_MODEL),
     model_name: ModelName = "",
-    prefill: Annotated[
-        str, typer.Option(metavar="N|LOW:HIGH", help="Default: 2; with --autoscale 1:4.")
-    ] = "",
-    decode: Annotated[
-        str, typer.Option(metavar="N|LOW:HIGH", help="Default: 1; with --autoscale 1:2.")
-    ] = "",
+    prefill: PrefillSizes = "",
+    decode: DecodeSizes = "",
     colocated: Annotated[
         int,
         typer.Option("--colocated", min=0, help="Instances that do both, in place of the others."),
     ] = 0,
-    autoscale: Annotated[
-        bool, typer.Option("--autoscale", help="Scale pools from LOW to HIGH with the load.")
-    ] = False,
-    scale_to_zero: Annotated[
-        bool, typer.Option("--scale-to-zero", help="Idle pools go; the next request waits.")
-    ] = False,
+    autoscale: Autoscale = False,
+    scale_to_zero: ScaleToZero = False,
     max_chunk_tokens: Annotated[
         int | None,
         typer.Option("--max-chunk-tokens", min=1, help="As engine.max_chunk_tokens."),
@@ -194,10 +189,9 @@ def up(
     if max_chunk_tokens is not None:
         settings = [*settings, f"engine.max_chunk_tokens={max_chunk_tokens}"]
     tree = configure(config, settings, "up")
+    autoscale |= scale_to_zero
     if autoscale and colocated:
         raise typer.BadParameter("--autoscale is for prefill and decode, not for --colocated")
-    if scale_to_zero and not autoscale:
-        raise typer.BadParameter("--scale-to-zero needs --autoscale")
     if scale_to_zero and not tree.proxy.park_timeout_s:
         settings = [*settings, PARKING]
     with plain_errors():
@@ -279,9 +273,7 @@ def profile(
 
 @app.command()
 def demo(
-    model: Annotated[
-        str, typer.Option("--model", metavar="FOLDER|HUB-ID", help="Default: the shipped model.")
-    ] = str(SHIPPED_MODEL),
+    model: ModelOrShipped = str(SHIPPED_MODEL),
 ) -> None:
     """Starts a stack, sends one long and several short chats, shows waterfalls, stops."""
     from millrace.demo import run
@@ -382,6 +374,7 @@ def show_config(
 
 
 BENCHMARKS = (
+    "autoscale",
     "cdsp",
     "decode",
     "engine",

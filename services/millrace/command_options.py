@@ -24,6 +24,9 @@ Model = Annotated[
         "--model", metavar="FOLDER|HUB-ID", help="Hugging Face model folder, or a hub id."
     ),
 ]
+ModelOrShipped = Annotated[
+    str, typer.Option("--model", metavar="FOLDER|HUB-ID", help="Default: the shipped model.")
+]
 ModelName = Annotated[
     str,
     typer.Option("--model-name", help="Name clients ask for. Default: the folder's name."),
@@ -51,4 +54,21 @@ Revision = Annotated[
 DrainTimeout = Annotated[
     float,
     typer.Option("--drain-timeout-s", min=0.0, help="At shutdown, for its requests to finish."),
+]
+PrefillSizes = Annotated[
+    str,
+    typer.Option("--prefill", metavar="N|LOW:HIGH", help="Default: 2; with --autoscale 1:4."),
+]
+DecodeSizes = Annotated[
+    str,
+    typer.Option("--decode", metavar="N|LOW:HIGH", help="Default: 1; with --autoscale 1:2."),
+]
+Autoscale = Annotated[
+    bool, typer.Option("--autoscale", help="Scale pools from LOW to HIGH with the load.")
+]
+ScaleToZero = Annotated[
+    bool,
+    typer.Option(
+        "--scale-to-zero", help="Likewise, and idle pools go: the next request waits for them."
+    ),
 ]
