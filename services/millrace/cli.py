@@ -16,10 +16,13 @@ from millrace.command_options import (
     DrainTimeout,
     Host,
     InstanceId,
+    JsonAnswer,
+    MaxChunkTokens,
     Model,
     ModelName,
     ModelOrShipped,
     Node,
+    NoProfile,
     Port,
     PrefillSizes,
     ReadyFd,
@@ -161,10 +164,7 @@ def up(
     ] = 0,
     autoscale: Autoscale = False,
     scale_to_zero: ScaleToZero = False,
-    max_chunk_tokens: Annotated[
-        int | None,
-        typer.Option("--max-chunk-tokens", min=1, help="As engine.max_chunk_tokens."),
-    ] = None,
+    max_chunk_tokens: MaxChunkTokens = None,
     host: Host = "127.0.0.1",
     port: Port = 8080,
     redis: Annotated[
@@ -173,12 +173,7 @@ def up(
     threads: Annotated[
         int, typer.Option("--threads", help="Compute threads an instance; 0: half the cores.")
     ] = 0,
-    no_profile: Annotated[
-        bool,
-        typer.Option(
-            "--no-profile", help="Don't measure the model first when that was never done."
-        ),
-    ] = False,
+    no_profile: NoProfile = False,
     config: ConfigPath = None,
     settings: Settings = [],  # noqa: B006
 ) -> None:
@@ -314,9 +309,7 @@ def policy(
         str, typer.Argument(metavar="[POLICY]", help="Rank by this one from now on.")
     ] = "",
     scheduler: SchedulerAddress = "127.0.0.1:7070",
-    json_path: Annotated[
-        Path | None, typer.Option("--json", metavar="PATH", help="Write the answer as JSON.")
-    ] = None,
+    json_path: JsonAnswer = None,
     config: ConfigPath = None,
     settings: Settings = [],  # noqa: B006
 ) -> None:
@@ -330,9 +323,7 @@ def policy(
 @app.command()
 def fleet(
     scheduler: SchedulerAddress = "127.0.0.1:7070",
-    json_path: Annotated[
-        Path | None, typer.Option("--json", metavar="PATH", help="Write the same as JSON.")
-    ] = None,
+    json_path: JsonAnswer = None,
     config: ConfigPath = None,
     settings: Settings = [],  # noqa: B006
 ) -> None:

@@ -72,3 +72,14 @@ ScaleToZero = Annotated[
         "--scale-to-zero", help="Likewise, and idle pools go: the next request waits for them."
     ),
 ]
+MaxChunkTokens = Annotated[
+    int | None,
+    typer.Option("--max-chunk-tokens", min=1, help="As engine.max_chunk_tokens."),
+]
+NoProfile = Annotated[
+    bool,
+    typer.Option("--no-profile", help="Don't measure the model first when that was never done."),
+]
+JsonAnswer = Annotated[
+    Path | None, typer.Option("--json", metavar="PATH", help="Write the answer as JSON, too.")
+]
