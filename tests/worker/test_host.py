@@ -1,0 +1,175 @@
+"""A whole worker in this process: real engine, NIXL and scheduler; when it is ready, and where."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import socket
+import threading
+from collections.abc import AsyncIterator
+from typing import Any
+
+import httpx
+import pytest
+
+from millrace.core.config import Config, EngineConfig, TelemetryConfig
+from millrace.decode.loop import DecodeRole
+from millrace.prefill.loop import PrefillRole
+from millrace.wire.address import host_port
+from millrace.wire.pb import scheduler_pb2
+from millrace.worker import host as host_module
+from millrace.worker import kv_path as kv_path_module
+from millrace.worker.host import WorkerOptions, serve_worker
+from support.live_stack import eventually
+from support.scheduler_peers import Net, scheduler
+from support.tiny_models import model_folder
+
+WAIT_S = 30.0
+
+
+def free_port(host: str) -> int:
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    with socket.socket(family) as probe:
+        try:
+            probe.bind((host, 0))
+        except OSError:
+            pytest.skip(f"this machine has no {host}")
+        return probe.getsockname()[1]
+
+
+class Worker:
+    """One that runs until the test ends. `ready` is set when the scheduler has taken it."""
+
+    def __init__(self, role: str, net: Net, *, host: str = "127.0.0.1", **options: Any) -> None:
+        self.metrics = f"http://{host_port(host, port := free_port(host))}"
+        self.stop = asyncio.Event()
+        self.port: asyncio.Future[int] = asyncio.get_running_loop().create_future()
+        wanted = WorkerOptions(
+            model=str(model_folder("llama")),
+            model_name="tiny",
+            scheduler=net.address,
+            instance_id=f"{role}-0",
+            host=host,
+            drain_timeout_s=1.0,
+            **options,
+        )
+        config = Config(
+            engine=EngineConfig(device="cpu", dtype="float32", threads=1, kv_bytes=4 << 20),
+            telemetry=TelemetryConfig(metrics_port=port),
+        )
+        build = {"prefill": PrefillRole, "decode": DecodeRole}[role]
+        self.task = asyncio.create_task(serve_worker(wanted, config, build, self.port.set_result))
+
+    async def get(self, path: str) -> int:
+        """The status of a GET; 0 while nobody answers."""
+        async with httpx.AsyncClient(timeout=WAIT_S) as client:
+            try:
+                return (await client.get(f"{self.metrics}{path}")).status_code
+            except httpx.TransportError:
+                return 0
+
+    async def metric(self, name: str) -> float:
+        async with httpx.AsyncClient(timeout=WAIT_S) as client:
+            text = (await client.get(f"{self.metrics}/metrics")).text
+        return float(next(line for line in text.splitlines() if line.startswith(name)).split()[-1])
+
+    async def serving(self) -> Worker:
+        await asyncio.wait(
+            [self.task, self.port], timeout=WAIT_S, return_when=asyncio.FIRST_COMPLETED
+        )
+        if self.task.done():
+            await self.task
+        assert self.port.done()
+        return self
+
+
+@contextlib.asynccontextmanager
+async def worker(role: str, net: Net, monkeypatch: Any, **options: Any) -> AsyncIterator[Worker]:
+    """Ends as SIGTERM would end it; what leaked is raised."""
+    made = Worker(role, net, **options)
+    monkeypatch.setattr(host_module, "stop_event", lambda: made.stop)
+    try:
+        await asyncio.sleep(0)  # it takes the event now
+        yield made
+    finally:
+        made.stop.set()
+        await asyncio.wait_for(made.task, WAIT_S)
+
+
+async def instances(net: Net) -> dict[str, scheduler_pb2.InstanceStatus]:
+    return {one.incarnation.id: one for one in (await net.status()).instances}
+
+
+async def test_health_answers_while_weights_load_and_ready_waits_for_all(monkeypatch) -> None:
+    loads, loaded = threading.Event(), threading.Event()
+    load = host_module.open_for
+
+    def slow(*arguments: Any) -> Any:
+        loads.set()
+        assert loaded.wait(WAIT_S)
+        return load(*arguments)
+
+    monkeypatch.setattr(host_module, "open_for", slow)
+    async with scheduler() as net, worker("decode", net, monkeypatch) as decode:
+        await asyncio.to_thread(loads.wait, WAIT_S)
+        assert (await decode.get("/health"), await decode.get("/ready")) == (200, 503)
+        assert not await instances(net)
+        loaded.set()
+        await decode.serving()
+        assert await decode.get("/ready") == 200
+        assert await decode.metric('millrace_transfer_probe_seconds_count{of="loopback"}') == 1
+        decode.stop.set()
+        await asyncio.wait_for(decode.task, WAIT_S)
+        assert not await instances(net)
+
+
+async def test_it_registers_once_a_peer_passed_its_probe(monkeypatch, caplog) -> None:
+    """Of those that the scheduler lists, one is not there; the next one to come is."""
+    monkeypatch.setattr(kv_path_module, "RETRY_FIRST_S", 0.05)
+    async with scheduler() as net, contextlib.AsyncExitStack() as stack:
+        await net.worker("dead", address="127.0.0.1:1")
+        prefill = await stack.enter_async_context(worker("prefill", net, monkeypatch))
+        await eventually(lambda: "not ready: KV can't travel" in caplog.text, WAIT_S)
+        assert (await prefill.get("/health"), await prefill.get("/ready")) == (200, 503)
+        assert sorted(await instances(net)) == ["dead"]
+        decode = await stack.enter_async_context(worker("decode", net, monkeypatch))
+        await decode.serving()
+        await prefill.serving()
+        assert await prefill.get("/ready") == 200
+        assert await prefill.metric('millrace_transfer_probe_errors_total{of="peer"}') >= 1
+        assert sorted(await instances(net)) == ["dead", "decode-0", "prefill-0"]
+
+
+async def test_one_that_never_got_ready_ends_at_once(monkeypatch, caplog) -> None:
+    async with scheduler() as net:
+        await net.worker("dead", address="127.0.0.1:1")
+        async with worker("prefill", net, monkeypatch):
+            await eventually(lambda: "not ready: KV can't travel" in caplog.text, WAIT_S)
+
+
+async def test_over_ipv6_addresses_have_brackets_and_kv_travels(monkeypatch, caplog) -> None:
+    async with scheduler() as net, worker("decode", net, monkeypatch, host="::1") as decode:
+        await decode.serving()
+        address = (await instances(net))["decode-0"].address
+        assert address == f"[::1]:{decode.port.result()}"
+        with caplog.at_level("INFO"):
+            async with worker("prefill", net, monkeypatch, host="::1") as prefill:
+                await prefill.serving()
+        assert "KV travels to and from 1 of 1 peers" in caplog.text
+
+
+async def test_the_revision_is_part_of_what_names_the_weights(monkeypatch) -> None:
+    seen: list[scheduler_pb2.Register] = []
+    register = host_module._register
+
+    def kept(*arguments: Any) -> scheduler_pb2.Register:
+        seen.append(register(*arguments))
+        return seen[-1]
+
+    monkeypatch.setattr(host_module, "_register", kept)
+    async with scheduler() as net:
+        for revision in ("", "r2"):
+            async with worker("decode", net, monkeypatch, revision=revision) as decode:
+                await decode.serving()
+    plain, revised = (message.model_hash for message in seen)
+    assert plain and revised == f"{plain}@r2"
