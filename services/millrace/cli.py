@@ -31,7 +31,7 @@ from millrace.command_options import (
     SchedulerAddress,
     Settings,
 )
-from millrace.process import configure, plain_errors, run_async, tell
+from millrace.process import configure, leave_forks_alone, plain_errors, run_async, tell
 
 app = typer.Typer(
     name="millrace",
@@ -387,6 +387,7 @@ def _add_benchmarks(wanted: str) -> None:
 
 def main() -> None:
     """Entry point: benchmarks and the simulator are imported only when asked for."""
+    leave_forks_alone()
     if "bench" in sys.argv[1:2]:
         _add_benchmarks(next(iter(sys.argv[2:]), ""))
     if "sim" in sys.argv[1:2]:

@@ -55,6 +55,13 @@ def _environment() -> list[str]:
     ]
 
 
+def leave_forks_alone() -> None:
+    """Before gRPC is imported. Our children run a program at once: what it does round a fork, and
+    says of it each time, is for those that go on with its channels.
+    """
+    os.environ.setdefault("GRPC_ENABLE_FORK_SUPPORT", "0")
+
+
 def run_async(work: Coroutine[None, None, None]) -> None:
     with plain_errors():
         uvloop.run(work)
