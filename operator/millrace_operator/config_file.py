@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Mapping
+from functools import lru_cache
 from typing import Any
 
 from millrace.core.config import Config, load_config
@@ -42,7 +43,7 @@ Table = dict[str, Any]
 
 
 def tables(service: Object) -> dict[str, Table]:
-    """The sections of the file. Raises SpecError for what `millrace` would not take."""
+    """The sections of the file. Raises SpecError; `config` finds what `millrace` would not take."""
     spec: Mapping[str, Any] = service["spec"]
     found: dict[str, Table] = {
         "proxy": _proxy(spec),
@@ -59,23 +60,26 @@ def tables(service: Object) -> dict[str, Table]:
         if path in _OWN:
             raise SpecError(f"spec.settings[{path}] is {value!r}; {_OWN[path]} sets it")
         found.setdefault(section, {})[name] = value
-    config(found)
     return found | ({"slo_classes": classes} if (classes := _classes(spec)) else {})
 
 
 def config(given: Mapping[str, Table]) -> Config:
     """The sections as the services will read them. Raises SpecError."""
+    overrides = tuple(
+        f"{section}.{name}={value}"
+        for section, table in given.items()
+        if section != "slo_classes"
+        for name, value in table.items()
+    )
     try:
-        return load_config(
-            overrides=[
-                f"{section}.{name}={value}"
-                for section, table in given.items()
-                if section != "slo_classes"
-                for name, value in table.items()
-            ]
-        )
+        return _loaded(overrides)
     except ConfigError as error:
         raise SpecError(f"spec.settings: {error}") from error
+
+
+@lru_cache(maxsize=64)  # by far the longest part of a pass, and the same in the next
+def _loaded(overrides: tuple[str, ...]) -> Config:
+    return load_config(overrides=overrides)
 
 
 def text(given: Mapping[str, Table]) -> str:

@@ -5,6 +5,7 @@ Objects of the API are dicts as the API server gives them, defaults filled in.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -25,7 +26,7 @@ class Pod:
     template: str  # the label millrace.dev/template: which template it was made from
     revision: str = ""  # the label millrace.dev/revision: of the model that it serves
     ready: bool = False
-    unready_since_s: float = 0.0  # unix seconds; of one that is not ready
+    unready_since_s: float = math.inf  # unix seconds, of one that is not ready; inf: not known
     terminating: bool = False
     trouble: str = ""  # why it does not start: "Unschedulable: ...", "CrashLoopBackOff: ..."
 
@@ -48,6 +49,7 @@ class Peer:
     revision: str  # of the model that it is to serve
     replicas: int  # spec.replicas
     updated_ready: int  # ready pods of the template that it is to have
+    serving: frozenset[str] = frozenset()  # revisions of the instances that take work
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -11,6 +11,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from millrace.core.config import Config, EngineConfig
 from millrace_operator import config_file, naming, templates
 from millrace_operator.config_file import Table, digest, digest_for
 from millrace_operator.observed import Object
@@ -36,16 +37,19 @@ class Context:
     service: Object
     defaults: Defaults
     tables: Mapping[str, Table]
+    config: Config  # what the services make of the tables
     revision: str  # hash of what makes KV of two instances differ
 
     @classmethod
     def of(cls, service: Object, defaults: Defaults) -> Context:
         tables = config_file.tables(service)
+        config = config_file.config(tables)
         return cls(
             service=service,
             defaults=defaults,
             tables=tables,
-            revision=_revision(service["spec"]["model"], tables),
+            config=config,
+            revision=_revision(service["spec"]["model"], config.engine),
         )
 
     @property
@@ -58,8 +62,7 @@ class Context:
         return str(self.service["metadata"]["name"])
 
 
-def _revision(model: Mapping[str, Any], tables: Mapping[str, Table]) -> str:
-    engine = config_file.config(tables).engine
+def _revision(model: Mapping[str, Any], engine: EngineConfig) -> str:
     return digest(
         {
             "uri": model["uri"],
@@ -83,7 +86,7 @@ def scheduler(context: Context) -> dict[str, Any]:
         "env": _environment(context),
         **_probes("metrics"),
     }
-    grace_s = math.ceil(config_file.config(context.tables).scheduler.drain_timeout_s) + GOODBYE_S
+    grace_s = math.ceil(context.config.scheduler.drain_timeout_s) + GOODBYE_S
     section = context.spec.get("scheduler", {})
     return _template(context, "scheduler", _pod(context, container, grace_s), section)
 
@@ -106,7 +109,7 @@ def gateway(context: Context) -> dict[str, Any]:
         "lifecycle": {"preStop": {"sleep": {"seconds": LINGER_S}}},
         **_probes("http"),
     }
-    drain_s = config_file.config(context.tables).proxy.drain_timeout_s
+    drain_s = context.config.proxy.drain_timeout_s
     grace_s = LINGER_S + math.ceil(drain_s) + GOODBYE_S
     pod = _with_weights(context, _pod(context, container, grace_s))
     pod["topologySpreadConstraints"] = [_spread(_selector(context, "proxy"))]

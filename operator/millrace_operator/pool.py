@@ -84,7 +84,7 @@ class Plan:
     rules: Rules
     size: int  # of the StatefulSet
     leaving: Sequence[Leaving]
-    retired: bool
+    scaled: Scaled | None
 
     @classmethod
     def of(cls, pool: Object, observed: ObservedPool, service: Object, defaults: Defaults) -> Plan:
@@ -94,10 +94,12 @@ class Plan:
         template = pods.instance(pool, context)
         labels = template["metadata"]["labels"]
         retired = _retired(pool, service)
+        scaled = None if retired else _scaled(pool, observed)
+        wanted = scaled.replicas if scaled else pool["spec"]["replicas"]
         rollout = Rollout(
             template=labels[TEMPLATE_LABEL],
             revision=labels[REVISION_LABEL],
-            replicas=0 if retired else pool["spec"]["replicas"],
+            replicas=0 if retired else wanted,
             max_surge=pool["spec"]["rollout"]["maxSurge"],
             pods=observed.pods,
             peers=observed.peers,
@@ -122,7 +124,7 @@ class Plan:
                 )
                 for one in leaving
             ],
-            retired=retired,
+            scaled=scaled,
         )
 
     def actions(self) -> list[Action]:
@@ -132,14 +134,14 @@ class Plan:
             revision=self.rollout.revision,
             leaving=tuple(self.leaving),
             rollout=self.rollout,
-            scaled=self._scaled(),
+            scaled=self.scaled,
         )
         cordons = self.rules.cordons(self.leaving, self.observed.pods)
         return [
+            *([SetReplicas(replicas=self.scaled.replicas)] if self.scaled else []),
             *(cordon for cordon in cordons if not cordon.cordoned),
             *self._applies(),
             *self._deletions(),
-            *([SetReplicas(replicas=outcome.scaled.replicas)] if outcome.scaled else []),
             *_told(self.pool, self.observed, outcome),
             *(cordon for cordon in cordons if cordon.cordoned),
             *self.rules.evictions(self.leaving),
@@ -164,21 +166,18 @@ class Plan:
             if one.removed and one.reason == "Rollout"
         ]
 
-    def _scaled(self) -> Scaled | None:
-        """The pool's own new size, where it is the operator's to set."""
-        if self.retired:
-            return None
-        wanted: int = self.pool["spec"]["replicas"]
-        initial = self.pool["metadata"].get("annotations", {}).get(INITIAL)
-        if initial is not None and "observedGeneration" not in self.pool.get("status", {}):
-            new = Scaled(replicas=int(initial), reason="the initial size")
-        elif self.pool["spec"]["autoscaling"]["mode"] == "Internal" and (
-            advice := self.observed.recommendation
-        ):
-            new = Scaled(replicas=advice.replicas, reason=advice.reason)
-        else:
-            return None
-        return new if new.replicas != wanted else None
+
+def _scaled(pool: Object, observed: ObservedPool) -> Scaled | None:
+    """The pool's own new size, where it is the operator's to set."""
+    initial = pool["metadata"].get("annotations", {}).get(INITIAL)
+    advice = observed.recommendation
+    if initial is not None and "observedGeneration" not in pool.get("status", {}):
+        new = Scaled(replicas=int(initial), reason="the initial size")
+    elif advice is not None and pool["spec"]["autoscaling"]["mode"] == "Internal":
+        new = Scaled(replicas=advice.replicas, reason=advice.reason)
+    else:
+        return None
+    return new if new.replicas != pool["spec"]["replicas"] else None
 
 
 def _retired(pool: Object, service: Object) -> bool:

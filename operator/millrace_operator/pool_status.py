@@ -74,6 +74,7 @@ def status(pool: Object, observed: ObservedPool, outcome: Outcome) -> dict[str, 
         **({"draining": [one.entry() for one in outcome.leaving]} if outcome.leaving else {}),
         "selector": ",".join(f"{k}={v}" for k, v in manifests.pool_selector(pool).items()),
         "revision": outcome.revision,
+        "servingRevisions": sorted({pod.revision for pod in serving})[:16],
         "template": outcome.template,
         **{k: last[k] for k in ("lastScaleTime", "lastScaleReason") if k in last},
         "conditions": conditions.updated(

@@ -1,10 +1,17 @@
 """Replacing instances of an old template, one at a time, without losing capacity.
 
 An extra instance starts first (rollout.maxSurge), so that `replicas` instances serve throughout.
-Then one old instance after the other drains and is deleted; its StatefulSet makes it anew. When
-the model's revision changes, instances of the old and of the new revision exchange no KV, so the
-pools of a service go together: none drains an old instance before every other pool has a new one
-ready, nor while another pool has come less far. Each revision always has prefill and decode.
+Then one old instance after the other drains and is deleted; its StatefulSet makes it anew.
+
+Instances of two revisions of the model exchange no KV. So when the revision changes, the pools of
+a service go together:
+
+- none drains an old instance before every other pool has a new one ready, nor while another pool
+  has come less far, by shares of their instances;
+- none drains the last instance of the last revision that all pools have, not even where a revision
+  follows the other before the first is out.
+
+Without an extra instance each pool's first new one needs an old one's place, and waits for nobody.
 """
 
 from __future__ import annotations
@@ -77,36 +84,50 @@ class Rollout:
 
     def next(self, rules: Rules) -> Pod | None:
         """The old pod that drains now: one that does already goes on."""
-        old = [
-            pod
-            for pod in self.pods
-            if pod.ordinal < self.size and not self._new(pod) and _serves(pod)
-        ]
-        if not old:
-            return None
-        pod = max(old, key=lambda pod: (rules.drains(pod), pod.ordinal))
-        return None if self.blocked(pod) else pod
+        old = sorted(self._old(), key=lambda pod: (rules.drains(pod), pod.ordinal), reverse=True)
+        return next((pod for pod in old if not self._blocked(pod)), None)
 
     def waits_for(self) -> str:
         """Why no old pod drains, or ""."""
-        old = [p for p in self.pods if p.ordinal < self.size and not self._new(p) and _serves(p)]
-        reasons = [self.blocked(pod) for pod in old]
-        return reasons[0] if reasons and all(reasons) else ""
+        reasons = [self._blocked(pod) for pod in self._old()]
+        return reasons[0] if all(reasons) and reasons else ""
 
-    def blocked(self, pod: Pod) -> str:
+    def _old(self) -> list[Pod]:
+        """Old pods that serve; a rollout takes them one by one."""
+        return [pod for pod in self._serving() if not self._new(pod)]
+
+    def _serving(self) -> list[Pod]:
+        return [pod for pod in self.pods if pod.ordinal < self.size and _serves(pod)]
+
+    def _blocked(self, pod: Pod) -> str:
         """Why an old pod has to stay for now, or ""."""
-        others = sum(
-            _serves(other) for other in self.pods if other.ordinal < self.size and other != pod
-        )
+        others = [other for other in self._serving() if other != pod]
         least = self.replicas - (1 - self.max_surge)
-        if others < least:
-            return f"{others} other instances are ready of the {least} that are to serve meanwhile"
-        # Without an extra instance the first new one is an old one's successor.
-        first = not self.max_surge and not self.updated_ready()
-        if pod.revision == self.revision or first:
+        if len(others) < least:
+            return f"{len(others)} others take work of the {least} that have to meanwhile"
+        peers = [peer for peer in self.peers if peer.replicas]
+        if others and self._last_pair(pod, others, peers):
+            return f"the other pools have no other revision than {pod.revision} in common with it"
+        if pod.revision == self.revision or self._no_slot():
             return ""
-        behind = [peer.name for peer in self.peers if peer.replicas and not self._level(peer)]
+        behind = [peer.name for peer in peers if not self._level(peer)]
         return f"{', '.join(behind)} has to come as far first" if behind else ""
+
+    def _last_pair(self, pod: Pod, others: Sequence[Pod], peers: Sequence[Peer]) -> bool:
+        """Whether no revision is left that all pools serve when `pod` leaves."""
+        left = {other.revision for other in others}
+        common = left | {pod.revision}
+        for peer in peers:
+            common &= peer.serving
+        return bool(common) and not common & left
+
+    def _no_slot(self) -> bool:
+        """Whether old pods leave no place for a first new one: nobody has to be waited for then.
+
+        So it is without an extra instance, or where that one is of an earlier, unfinished rollout.
+        """
+        there = [pod for pod in self.pods if pod.ordinal < self.size]
+        return len(there) == self.size and not any(self._new(pod) for pod in there)
 
     def _level(self, peer: Peer) -> bool:
         """Whether the other pool has come as far as this one, by shares of its instances."""

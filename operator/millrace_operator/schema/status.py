@@ -100,6 +100,13 @@ def pool_status() -> Schema:
             "lastScaleTime": moment("When the operator set spec.replicas last."),
             "lastScaleReason": text("Why.", longest=512),
             "revision": text("Hash of the model's revision that instances are to serve."),
+            "servingRevisions": {
+                "type": "array",
+                "description": "Hashes of the revisions of instances that take work.",
+                "maxItems": 16,
+                "x-kubernetes-list-type": "set",
+                "items": text("One hash.", longest=63),
+            },
             "template": text("Hash of the pod template that instances are to have."),
             "metricsTime": moment("When the signals below were measured."),
             "metrics": keyed_list("Signals that were measured.", "name", 8, metric),
