@@ -10,6 +10,7 @@ loop when it stops, and takes the process's signals when it is in the main threa
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 import threading
 from collections.abc import Callable, Iterable, Mapping
@@ -32,7 +33,7 @@ _CHILDREN = ("StatefulSet", "Deployment", "Pod")
 WATCH_S = 300  # the API server takes whole seconds
 REQUEST_S = 30.0
 CONNECT_S = 10.0
-STOP_S = 5.0
+STOP_S = 3.0
 
 
 class Touches:
@@ -176,7 +177,8 @@ async def watch(
             await _run_kopf(touches, configuration, list(namespaces), stop)
         except Exception as caught:
             error = caught
-        loop.call_soon_threadsafe(ended.set_result, error)
+        with contextlib.suppress(RuntimeError):  # the loop did not wait for it
+            loop.call_soon_threadsafe(ended.set_result, error)
 
     # A daemon: what hangs in kopf must not keep the process.
     thread = threading.Thread(target=lambda: asyncio.run(run()), name="kopf", daemon=True)

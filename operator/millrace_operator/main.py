@@ -67,8 +67,8 @@ class Operator:
 
     def __init__(self, options: Options) -> None:
         self._options = options
-        self._registry = Registry()
-        self._metrics = OperatorMetrics(self._registry)
+        self.registry = Registry()
+        self._metrics = OperatorMetrics(self.registry)
         self._watching = False
         on_call = self._metrics.count_call
         self._kube = Kube(options.configuration(), on_call=on_call)
@@ -107,7 +107,7 @@ class Operator:
         async with contextlib.AsyncExitStack() as stack:
             stack.push_async_callback(asyncio.to_thread, self._lease_kube.close)
             server = await serve_metrics(
-                options.metrics_port, self.ready, registry=self._registry, host=options.host
+                options.metrics_port, self.ready, registry=self.registry, host=options.host
             )
             stack.push_async_callback(server.close)
             stack.push_async_callback(self.election.release)

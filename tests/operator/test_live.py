@@ -1,0 +1,326 @@
+"""The operator as it runs: kopf watches an emulated API server, and a real scheduler is asked."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections.abc import AsyncIterator
+from typing import Any
+
+import pytest
+
+from millrace.wire import scheduler_client
+from millrace.wire.pb import scheduler_pb2
+from millrace_operator.election import LeaseLost
+from support.custom_objects import service
+from support.kube_emulator import Fault, KubeEmulator, Object, kube_emulator
+from support.live_operator import ROUNDS, TERMS, hurry, operator, rounds, total
+from support.scheduler_peers import Net, Worker, quick, scheduler, spec
+
+
+@pytest.fixture(autouse=True)
+def short_waits(monkeypatch: pytest.MonkeyPatch) -> None:
+    hurry(monkeypatch)
+
+
+@pytest.fixture
+async def cluster() -> AsyncIterator[KubeEmulator]:
+    async with kube_emulator() as emulator:
+        yield emulator
+
+
+@pytest.fixture
+async def net() -> AsyncIterator[Net]:
+    async with scheduler(quick(lease_s=30.0)) as running:
+        yield running
+
+
+def chat(*, name: str = "chat", mode: str = "Internal", **pools: Object) -> Object:
+    """A ModelService on CPUs, whose pools look at their load every second."""
+    pool: Object = {"gpus": 0, "autoscaling": {"mode": mode, "intervalSeconds": 1}}
+    given = {role: {**pool, **pools.get(role, {})} for role in ("prefill", "decode")}
+    return service(name, redis={"secretRef": {"name": "redis"}}, **given)
+
+
+def condition(obj: Object | None, name: str) -> Object:
+    found = (obj or {}).get("status", {}).get("conditions", [])
+    return next((entry for entry in found if entry["type"] == name), {})
+
+
+def ready(cluster: KubeEmulator, name: str = "chat") -> bool:
+    return condition(cluster.find("ModelService", name), "Available").get("status") == "True"
+
+
+def size(cluster: KubeEmulator, name: str = "chat-decode") -> int | None:
+    found = cluster.find("StatefulSet", name)
+    return found and found["spec"]["replicas"]
+
+
+def draining(cluster: KubeEmulator) -> list[Object]:
+    pool = cluster.find("DecodePool", "chat-decode")
+    return (pool or {}).get("status", {}).get("draining", [])
+
+
+def lease(cluster: KubeEmulator) -> Object:
+    return cluster.find("Lease", "millrace-operator")["spec"]
+
+
+def writes(cluster: KubeEmulator) -> list[tuple[str, str, str]]:
+    """Without the lease's renewals."""
+    return [write for write in cluster.writes if "/leases" not in write[1]]
+
+
+def told(cluster: KubeEmulator) -> tuple[str, str]:
+    """Ready instances of prefill and decode, as `kubectl get ms` shows them."""
+    status = cluster.find("ModelService", "chat")["status"]
+    return status["prefillReady"], status["decodeReady"]
+
+
+async def resize(cluster: KubeEmulator, replicas: int) -> None:
+    """As `kubectl scale` does."""
+    await cluster.edit("DecodePool", "chat-decode", lambda o: o["spec"].update(replicas=replicas))
+
+
+async def workers(net: Net, decodes: int) -> dict[str, Worker]:
+    """One of prefill and some of decode, as the pods would register."""
+    found = {"chat-prefill-0": await net.worker("chat-prefill-0", role="prefill")}
+    for number in range(decodes):
+        name = f"chat-decode-{number}"
+        found[name] = await net.worker(name, role="decode")
+    return found
+
+
+async def holder(net: Net, *request_ids: str) -> None:
+    """Places requests, one after the other."""
+    proxy = await net.proxy()
+    for request_id in request_ids:
+        await proxy.submit(spec(request_id))
+        await proxy.next("placed")
+
+
+async def held(net: Net) -> dict[str, int]:
+    views = await scheduler_client.get_instances(net.address)
+    return {view.id: view.held_requests for view in views}
+
+
+async def test_children_appear_and_follow_the_spec(cluster: KubeEmulator):
+    await cluster.make(chat(mode="Off", decode={"replicas": 2}))
+    async with operator(cluster) as running:
+        await cluster.until(lambda: ready(cluster) and running.ready())
+        await cluster.until(lambda: told(cluster) == ("1/1", "2/2"))
+        await cluster.edit(
+            "ModelService", "chat", lambda o: o["spec"]["gateway"].update(replicas=3)
+        )
+        await cluster.until(
+            lambda: cluster.find("Deployment", "chat-proxy")["spec"]["replicas"] == 3
+        )
+        await resize(cluster, 4)
+        await cluster.until(lambda: size(cluster) == 4)
+
+
+async def test_what_others_change_or_delete_comes_back(cluster: KubeEmulator):
+    def grace(change: int | None = None) -> int:
+        spec = cluster.find("StatefulSet", "chat-decode")["spec"]["template"]["spec"]
+        return spec["terminationGracePeriodSeconds"]
+
+    def meddle(obj: Object) -> None:
+        obj["spec"]["template"]["spec"]["terminationGracePeriodSeconds"] = 1
+
+    await cluster.make(chat())
+    async with operator(cluster):
+        await cluster.until(lambda: ready(cluster))
+        await cluster.remove("PodDisruptionBudget", "chat-prefill")
+        await cluster.edit("StatefulSet", "chat-decode", meddle)
+        await cluster.until(
+            lambda: grace() > 1 and cluster.find("PodDisruptionBudget", "chat-prefill")
+        )
+
+
+async def test_kopf_leaves_no_trace_and_a_deletion_waits_for_nobody(cluster: KubeEmulator):
+    await cluster.make(chat())
+    async with operator(cluster):
+        await cluster.until(lambda: ready(cluster))
+    kinds = ("ModelService", "PrefillGroup", "DecodePool", "StatefulSet", "Deployment", "Pod")
+    for meta in (obj["metadata"] for kind in kinds for obj in cluster.all(kind)):
+        assert "finalizers" not in meta
+        assert not [name for name in meta.get("annotations", {}) if "kopf" in name]
+    assert {manager for _, _, manager in cluster.writes} == {"millrace-operator"}
+    await cluster.remove("ModelService", "chat")  # while no operator runs
+    assert {kind for kind, *_ in cluster.keys()} == {"Lease"}
+
+
+async def test_what_is_deleted_is_not_made_again(cluster: KubeEmulator):
+    await cluster.make(chat())
+    async with operator(cluster) as running:
+        await cluster.until(lambda: size(cluster))
+        await cluster.remove("ModelService", "chat")
+        await cluster.make(chat(name="next"))
+        await cluster.until(lambda: ready(cluster, "next"))
+        await rounds(running, 2)
+        assert not [name for _, _, name in cluster.keys() if name.startswith("chat")]
+
+
+async def test_nothing_is_written_when_nothing_changes(cluster: KubeEmulator):
+    await cluster.make(chat())
+    async with operator(cluster) as running:
+        await cluster.until(lambda: ready(cluster))
+        await rounds(running, 4)
+        before = writes(cluster)
+        await rounds(running, 3)
+        assert writes(cluster) == before
+
+
+async def test_an_instance_leaves_once_it_holds_nothing(cluster: KubeEmulator, net: Net):
+    """Cordoned at the scheduler at once, removed when its last request has ended."""
+    peers = await workers(net, 2)
+    await scheduler_client.set_cordon(net.address, "chat-decode-0", True)
+    await holder(net, "r")
+    await scheduler_client.set_cordon(net.address, "chat-decode-0", False)
+    await cluster.make(chat(mode="Off", decode={"replicas": 2}))
+    async with operator(cluster, scheduler=net.address) as running:
+        await cluster.until(lambda: ready(cluster) and size(cluster) == 2)
+        await resize(cluster, 1)
+        await cluster.until(lambda: draining(cluster))
+        await rounds(running, 6)
+        assert size(cluster) == 2
+        views = await scheduler_client.get_instances(net.address)
+        assert {view.id: view.draining for view in views} == {
+            "chat-prefill-0": False,
+            "chat-decode-0": False,
+            "chat-decode-1": True,
+        }
+        await peers["chat-prefill-0"].computed("r")
+        await peers["chat-prefill-0"].released("r")
+        await peers["chat-decode-1"].decoding("r")
+        await rounds(running, 3)
+        assert size(cluster) == 2
+        await peers["chat-decode-1"].finished("r")
+        await cluster.until(lambda: size(cluster) == 1 and not draining(cluster))
+        assert cluster.find("Pod", "chat-decode-1") is None
+
+
+async def test_a_drain_outlives_the_operator(cluster: KubeEmulator, net: Net):
+    """Since when stands in the status; an operator that comes later goes on, and takes it back."""
+    await workers(net, 2)
+    await scheduler_client.set_cordon(net.address, "chat-decode-0", True)
+    await holder(net, "r")
+    await cluster.make(chat(mode="Off", decode={"replicas": 2}))
+    async with operator(cluster, scheduler=net.address):
+        await cluster.until(lambda: ready(cluster) and size(cluster) == 2)
+        await resize(cluster, 1)
+        await cluster.until(lambda: draining(cluster))
+    before = draining(cluster)
+    async with operator(cluster, scheduler=net.address, identity="b") as running:
+        await rounds(running, 6)
+        assert draining(cluster) == before and size(cluster) == 2
+        await resize(cluster, 2)
+        await cluster.until(lambda: not draining(cluster))
+        await rounds(running, 3)
+        views = await scheduler_client.get_instances(net.address)
+        assert not [view.id for view in views if view.draining]
+
+
+async def test_without_its_scheduler_nothing_leaves(cluster: KubeEmulator):
+    await cluster.make(chat(mode="Off", decode={"replicas": 2}))
+    async with operator(cluster) as running:
+        await cluster.until(lambda: ready(cluster) and size(cluster) == 2)
+        await resize(cluster, 1)
+        await cluster.until(lambda: draining(cluster))
+        await rounds(running, 6)
+        assert size(cluster) == 2
+
+
+async def test_parked_requests_wake_a_pool_that_sleeps(cluster: KubeEmulator, net: Net):
+    zero = {"minReplicas": 0, "intervalSeconds": 1, "scaleToZero": {"enabled": True}}
+    asleep = {"replicas": 0, "autoscaling": zero}
+    cluster.ready_pods = lambda name: False  # the pool's first is gone before it serves
+    await cluster.make(chat(prefill=asleep, decode=asleep))
+    async with operator(cluster, scheduler=net.address) as running:
+        await cluster.until(lambda: size(cluster) == 0)
+        proxy = await net.proxy()
+        parks = scheduler_pb2.ProxyLoad(parked_requests=3)
+        await proxy.call.write(scheduler_pb2.ProxyMessage(load=parks))
+        await cluster.until(lambda: size(cluster) == 1 and size(cluster, "chat-prefill") == 1)
+        pool = cluster.find("DecodePool", "chat-decode")
+        assert "3 parked requests" in pool["status"]["recommendationReason"]
+        scale = "/apis/millrace.dev/v1alpha1/namespaces/default/decodepools/chat-decode/scale"
+        assert ("PATCH", scale, "millrace-autoscaler") in cluster.writes
+        assert total(running, "millrace_operator_scale_changes_total", direction="up") >= 2
+
+
+async def test_errors_are_got_over_without_haste(cluster: KubeEmulator):
+    """Whatever goes wrong is tried again, ever later; who asks for a second gets one."""
+    faults = [
+        Fault(409, times=4),
+        Fault(500, times=4),
+        Fault(429, times=1, headers={"Retry-After": "1"}),
+    ]
+    cluster.faults += faults
+    await cluster.make(chat())
+    started_s = asyncio.get_running_loop().time()
+    async with operator(cluster) as running:
+        await cluster.until(lambda: ready(cluster))
+        assert asyncio.get_running_loop().time() - started_s >= 1.0
+        for fault in faults:
+            assert fault.times == 0
+            name = "millrace_operator_api_errors_total"
+            assert total(running, name, status=str(fault.status)) == fault.hits
+
+
+async def test_what_is_refused_is_told_and_tried_again_slowly(cluster: KubeEmulator):
+    refusal = Fault(422, times=10_000, matches=lambda r: "statefulsets/chat-decode" in r.url.path)
+    cluster.faults.append(refusal)
+    await cluster.make(chat())
+    async with operator(cluster) as running:
+        await cluster.until(lambda: _degraded(cluster, "DecodePool", "chat-decode"))
+        await cluster.until(lambda: _degraded(cluster, "ModelService", "chat"))
+        told = condition(cluster.find("DecodePool", "chat-decode"), "Degraded")
+        assert told["reason"] == "Refused" and "injected 422" in told["message"]
+        await rounds(running, 6)
+        assert refusal.hits < 20
+        cluster.faults.clear()
+        await cluster.until(lambda: ready(cluster))
+        assert not _degraded(cluster, "DecodePool", "chat-decode")
+
+
+def _degraded(cluster: KubeEmulator, kind: str, name: str) -> bool:
+    return condition(cluster.find(kind, name), "Degraded").get("status") == "True"
+
+
+async def test_what_belongs_to_others_is_left_alone(cluster: KubeEmulator):
+    theirs: Any = {"apiVersion": "v1", "kind": "ConfigMap", "metadata": {"name": "chat-config"}}
+    await cluster.make({**theirs, "data": {"mine": "yes"}})
+    await cluster.make(chat())
+    async with operator(cluster):
+        await cluster.until(lambda: _degraded(cluster, "ModelService", "chat"))
+        message = condition(cluster.find("ModelService", "chat"), "Degraded")["message"]
+        assert message == "ConfigMap chat-config exists and is not the operator's"
+        assert cluster.find("ConfigMap", "chat-config")["data"] == {"mine": "yes"}
+
+
+async def test_operators_take_turns(cluster: KubeEmulator):
+    """One that waits touches nothing; it takes over at once when the leader stops."""
+    async with contextlib.AsyncExitStack() as both:
+        async with operator(cluster, identity="a") as first:
+            await cluster.until(lambda: first.election.leading)
+            second = await both.enter_async_context(operator(cluster, identity="b"))
+            await cluster.make(chat())
+            await cluster.until(lambda: ready(cluster) and second.ready())
+            assert not second.election.leading and total(second, ROUNDS) == 0
+            assert lease(cluster)["holderIdentity"] == "a"
+        await cluster.until(lambda: second.election.leading, within_s=TERMS.lease_s / 2)
+        assert lease(cluster)["holderIdentity"] == "b" and lease(cluster)["leaseTransitions"] == 1
+        await cluster.make(chat(name="next"))
+        await cluster.until(lambda: ready(cluster, "next"))
+    assert lease(cluster)["holderIdentity"] == ""
+
+
+async def test_who_loses_the_lease_ends(cluster: KubeEmulator):
+    with pytest.raises(LeaseLost):
+        async with operator(cluster) as running:
+            await cluster.until(lambda: running.election.leading)
+            await cluster.edit(
+                "Lease", "millrace-operator", lambda o: o["spec"].update(holderIdentity="thief")
+            )
+            await running.ended.wait()
+    assert lease(cluster)["holderIdentity"] == "thief"

@@ -1,0 +1,92 @@
+"""A real operator, kopf included, on an emulated API server, with short times."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from typing import Any
+
+import pytest
+from prometheus_client.parser import text_string_to_metric_families
+
+from millrace_operator import crds, load, runner
+from millrace_operator.election import Terms
+from millrace_operator.main import Operator, Options
+from millrace_operator.queue import Pace
+from millrace_operator.spec import Defaults
+from support.kube_emulator import KubeEmulator, configuration_of
+
+TERMS = Terms(lease_s=4.0, renew_s=3.0, retry_s=0.05)
+PACE = Pace(gap_s=0.02, first_retry_s=0.02, last_retry_s=0.5, event_retry_s=0.1)
+ROUNDS = "millrace_operator_reconcile_rounds_total"
+NOBODY = "127.0.0.1:1"
+
+
+def hurry(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Waits that are not options are short, too."""
+    monkeypatch.setattr(runner, "DRAIN_S", 0.05)
+    monkeypatch.setattr(runner, "SERVICE_S", 1.0)
+    monkeypatch.setattr(load, "INSTANCES_FRESH_S", 0.0)
+    monkeypatch.setattr(load, "SILENCE_S", 0.05)
+    monkeypatch.setattr(crds, "RETRY_S", 0.05)
+
+
+class LiveOperator(Operator):
+    """`ended` is set when it has ended by itself."""
+
+    def __init__(self, options: Options) -> None:
+        super().__init__(options)
+        self.ended = asyncio.Event()
+
+    async def run(self) -> None:
+        try:
+            await super().run()
+        finally:
+            self.ended.set()
+
+
+@asynccontextmanager
+async def operator(
+    emulator: KubeEmulator, *, scheduler: str = NOBODY, identity: str = "a", **more: Any
+) -> AsyncIterator[LiveOperator]:
+    """Leaving the block stops it as SIGTERM does; an operator that has failed fails the test."""
+    roles = ("proxy", "scheduler", "prefill", "decode", "kvp")
+    options = Options(
+        configuration=lambda: configuration_of(emulator),
+        defaults=Defaults(images={role: f"millrace-{role}:1" for role in roles}),
+        identity=identity,
+        host="127.0.0.1",
+        metrics_port=0,
+        address=lambda namespace, service: scheduler,
+        terms=TERMS,
+        pace=PACE,
+        **more,
+    )
+    running = LiveOperator(options)
+    task = asyncio.create_task(running.run())
+    try:
+        yield running
+    finally:
+        task.cancel()
+        with contextlib.suppress(asyncio.CancelledError):
+            await task
+
+
+def total(running: Operator, metric: str, **labels: str) -> float:
+    """Sum of a counter's series that have these labels."""
+    return sum(
+        sample.value
+        for family in text_string_to_metric_families(running.registry.render()[0].decode())
+        for sample in family.samples
+        if sample.name == metric and labels.items() <= sample.labels.items()
+    )
+
+
+async def rounds(running: Operator, count: int) -> None:
+    """Until the operator has looked at objects so many times more."""
+    wanted = total(running, ROUNDS) + count
+    async with asyncio.timeout(10.0):
+        while total(running, ROUNDS) < wanted:
+            await asyncio.sleep(0.01)
