@@ -107,3 +107,15 @@ def test_an_override_never_changes_a_files_table_into_something_else(tmp_path):
     path.write_text("scheduler = 3\n")
     with pytest.raises(ConfigError, match="scheduler is 3; it must be a table"):
         load_config(path, ["scheduler.tasks_ahead=2"])
+
+
+@pytest.mark.parametrize(
+    "given, missing", [("ca_file", "cert_file"), ("cert_file", "ca_file"), ("key_file", "ca_file")]
+)
+def test_of_the_three_tls_files_all_are_given_or_none(given, missing):
+    wanted = f"tls.{missing} is ''; it must be the path of a file, as tls.{given} is 'x'"
+    with pytest.raises(ConfigError, match=re.escape(wanted)):
+        load_config(overrides=[f"tls.{given}=x"])
+    assert not Config().tls.enabled
+    three = [f"tls.{name}=x" for name in ("ca_file", "cert_file", "key_file")]
+    assert load_config(overrides=three).tls.enabled
