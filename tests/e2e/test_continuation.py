@@ -1,0 +1,140 @@
+"""An answer survives its decode instance: the client gets what an undisturbed run gives."""
+
+import asyncio
+import signal
+from collections.abc import Callable
+from typing import Any
+
+import httpx
+import orjson
+
+from millrace.stack import Stack
+from millrace.wire.scheduler_client import evict, get_instances, set_cordon
+from support.live_stack import complete, eventually, live_stack
+from support.served_model import served_folder
+from support.tiny_models import prompt
+
+MODEL = "qwen3"
+FAST = ["engine.dtype=float32", "scheduler.heartbeat_s=0.2", "scheduler.lease_s=1.0"]
+TOKENS = 1000
+GREEDY = {"temperature": 0, "logprobs": 1}
+SAMPLED = {
+    "temperature": 1.2,
+    "top_p": 0.95,
+    "repetition_penalty": 1.1,
+    "presence_penalty": 0.3,
+    "frequency_penalty": 0.2,
+}
+
+
+def body(seed: int) -> dict[str, Any]:
+    """Every second one is sampled, with penalties."""
+    return {
+        "prompt": prompt(40 + seed, seed),
+        "max_tokens": TOKENS,
+        "seed": seed,
+        "ignore_eos": True,
+        "return_token_ids": True,
+        **(SAMPLED if seed % 2 else GREEDY),
+    }
+
+
+class Client:
+    """A streamed answer, as it comes."""
+
+    def __init__(self, client: httpx.AsyncClient, body: dict[str, Any]) -> None:
+        self.token_ids: list[int] = []
+        self.error = ""
+        self.moves = 0
+        self._client = client
+        self._body = {"model": "tiny", "stream": True, **body}
+        self.done = asyncio.create_task(self._read())
+
+    async def _read(self) -> None:
+        headers = {"x-millrace-trace": "1"}
+        async with self._client.stream(
+            "POST", "/v1/completions", json=self._body, headers=headers
+        ) as response:
+            assert response.status_code == 200
+            async for line in response.aiter_lines():
+                if line[:7] == "data: {":
+                    self._take(orjson.loads(line[6:]))
+
+    def _take(self, chunk: dict[str, Any]) -> None:
+        self.error = chunk.get("error", {}).get("message", self.error)
+        for choice in chunk.get("choices", ()):
+            self.token_ids += choice.get("token_ids") or []
+        spans = chunk.get("millrace", {}).get("spans", ())
+        self.moves += sum(span["name"] == "moved" for span in spans)
+
+
+async def disturbed(
+    client: httpx.AsyncClient, bodies: list[dict[str, Any]], disturb: Callable[[], Any]
+) -> list[Client]:
+    """All answers at once, disturbed once tokens of each have come."""
+    answers = [Client(client, body) for body in bodies]
+    await eventually(lambda: all(len(answer.token_ids) > 5 for answer in answers), 30)
+    found = disturb()
+    if found is not None:
+        await found
+    await asyncio.gather(*(answer.done for answer in answers))
+    return answers
+
+
+async def undisturbed(client: httpx.AsyncClient, bodies: list[dict[str, Any]]) -> list[list[int]]:
+    answers = await asyncio.gather(*(complete(client, **body) for body in bodies))
+    return [answer["choices"][0]["token_ids"] for answer in answers]
+
+
+def scheduler_of(stack: Stack) -> str:
+    return f"127.0.0.1:{stack.services['scheduler'].port}"
+
+
+async def holds_nothing(stack: Stack, name: str) -> bool:
+    found = {i.id: i for i in await get_instances(scheduler_of(stack))}
+    return name in found and found[name].held_requests == 0
+
+
+async def test_answers_survive_the_death_of_their_decode_instance() -> None:
+    bodies = [body(seed) for seed in range(2)]
+    async with (
+        live_stack(served_folder(MODEL), prefill=1, decode=2, settings=FAST) as stack,
+        httpx.AsyncClient(base_url=stack.url, timeout=60) as client,
+    ):
+        expected = await undisturbed(client, bodies)
+
+        async def kill() -> None:
+            process = stack.services["decode-0"].process
+            assert process is not None
+            process.send_signal(signal.SIGKILL)
+            await process.wait()
+            stack.remove("decode-0")  # for good
+
+        answers = await disturbed(client, bodies, kill)
+        assert [answer.error for answer in answers] == [""] * 2
+        assert [answer.token_ids for answer in answers] == expected
+        assert sum(answer.moves for answer in answers) > 0
+        await eventually(lambda: holds_nothing(stack, "decode-1"))
+
+
+async def test_answers_survive_an_eviction_and_end_with_an_abort() -> None:
+    bodies = [body(seed) for seed in range(2)]
+    async with (
+        live_stack(served_folder(MODEL), prefill=1, decode=2, settings=FAST) as stack,
+        httpx.AsyncClient(base_url=stack.url, timeout=60) as client,
+    ):
+        expected = await undisturbed(client, bodies)
+        address = scheduler_of(stack)
+        answers = await disturbed(client, bodies, lambda: evict(address, "decode-0", abort=False))
+        assert [answer.error for answer in answers] == [""] * 2
+        assert [answer.token_ids for answer in answers] == expected
+        assert sum(answer.moves for answer in answers) > 0
+        await eventually(lambda: holds_nothing(stack, "decode-0"))
+
+        answers = await disturbed(client, bodies, lambda: evict(address, "decode-1", abort=True))
+        assert any("let go of its requests" in answer.error for answer in answers)
+        for answer, whole in zip(answers, expected, strict=True):
+            assert answer.error or answer.token_ids == whole
+        await eventually(lambda: holds_nothing(stack, "decode-1"))
+        await set_cordon(address, "decode-1", cordoned=False)
+        assert await undisturbed(client, bodies[:1]) == expected[:1]
