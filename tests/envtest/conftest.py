@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import asyncio
+from collections.abc import AsyncIterator, Iterator
 
 import pytest
 
 from support.control_plane import ControlPlane, Unavailable, control_plane
 from support.custom_objects import crds
 from support.kube_api import Api, Object, condition, eventually
+from support.operator_process import OperatorProcess
+from support.operator_world import World
+from support.releases import OPERATOR_ONLY, helm_of
+from support.scheduler_peers import quick, scheduler
 from support.stand_in_nodes import StandInNodes
 
 
@@ -36,6 +41,13 @@ def controllers(plane: ControlPlane) -> None:
 
 
 @pytest.fixture
+def audit(plane: ControlPlane) -> None:
+    """For tests that count calls."""
+    if plane.audit is None:
+        pytest.skip("needs the audit log of an API server of its own")
+
+
+@pytest.fixture
 def namespace(api: Api) -> Iterator[str]:
     """Takes no pod that Pod Security's `restricted` would not."""
     made = make_namespace(api)
@@ -47,6 +59,26 @@ def namespace(api: Api) -> Iterator[str]:
 def nodes(plane: ControlPlane, namespace: str) -> Iterator[StandInNodes]:
     with StandInNodes(plane.api, namespace, controllers=plane.controllers) as running:
         yield running
+
+
+@pytest.fixture
+def release(plane: ControlPlane, namespace: str) -> Iterator[None]:
+    """The chart as the release `llm` without a model: the operator's rights and Deployment."""
+    with helm_of(plane, namespace) as (config, chart):
+        config.install(chart, "llm", dict(OPERATOR_ONLY))
+        yield
+        config.uninstall("llm", ignore_not_found=True)
+
+
+@pytest.fixture
+async def world(
+    plane: ControlPlane, namespace: str, nodes: StandInNodes, release: None
+) -> AsyncIterator[World]:
+    """An operator that leads, and a scheduler that it reaches."""
+    async with scheduler(quick(heartbeat_s=0.5, lease_s=30.0)) as net:
+        with OperatorProcess(plane, namespace, scheduler=net.address) as operator:
+            await asyncio.to_thread(operator.wait_until_it_leads)
+            yield World(plane, namespace, nodes, net, operator)
 
 
 def make_namespace(api: Api) -> str:

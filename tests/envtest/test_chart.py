@@ -18,7 +18,7 @@ from support.releases import PENDING, helm_of, objects_of
 
 MINIMAL = yaml.safe_load((CHART / "ci" / "minimal-values.yaml").read_text())
 
-#: Kinds that other projects bring, which `helm install` needs to know: group, version, kind, plural.
+#: Kinds of other projects that Helm has to find: group, version, kind, plural.
 OTHERS = [
     ("monitoring.coreos.com", "v1", "PodMonitor", "podmonitors"),
     ("monitoring.coreos.com", "v1", "PrometheusRule", "prometheusrules"),

@@ -9,6 +9,7 @@ cluster instead.
 from __future__ import annotations
 
 import ctypes
+import json
 import os
 import shutil
 import signal
@@ -34,6 +35,17 @@ KUBECONFIG = "MILLRACE_TEST_KUBECONFIG"
 #: Of the user whom the API server takes for an administrator; good for this server only.
 ADMIN_TOKEN = "admin"
 
+#: What service accounts do, and whether they may.
+AUDIT_POLICY = """\
+apiVersion: audit.k8s.io/v1
+kind: Policy
+omitStages: [RequestReceived]
+rules:
+- level: Metadata
+  userGroups: ["system:serviceaccounts"]
+- level: None
+"""
+
 START_S = 60.0
 PR_SET_PDEATHSIG = 1  # see prctl(2)
 
@@ -52,7 +64,19 @@ class ControlPlane:
         self.folder = folder  # logs, kubeconfigs
         self.controllers = controllers  # whether pods are made and garbage is collected
         self._assets = assets
+        #: A line for each call of a service account; None where the server is somebody else's.
+        self.audit = folder / "audit.log" if assets else None
         self.kubeconfig = self.write_kubeconfig("admin", _user(api.configuration))
+
+    def calls_of(self, namespace: str, service_account: str) -> list[dict[str, Any]]:
+        """What a service account has asked so far, and how it was answered: audit events."""
+        assert self.audit is not None
+        user = f"system:serviceaccount:{namespace}:{service_account}"
+        *lines, _ = self.audit.read_text().split("\n")  # the last may be half written
+        events = [json.loads(line) for line in lines if user in line]
+        return [
+            event for event in events if event["user"]["username"] == user and "objectRef" in event
+        ]
 
     def kubectl(self) -> Path | None:
         """The binary, of the assets or on PATH."""
@@ -194,7 +218,7 @@ class Processes:
 
 
 def _start_server(processes: Processes, assets: Path, folder: Path, data: Path) -> Api:
-    etcd, peer, port = _free_ports(3)
+    etcd, peer, port = free_ports(3)
     url, peer_url = f"http://127.0.0.1:{etcd}", f"http://127.0.0.1:{peer}"
     processes.start(
         assets / "etcd",
@@ -208,10 +232,12 @@ def _start_server(processes: Processes, assets: Path, folder: Path, data: Path) 
         f"--initial-advertise-peer-urls={peer_url}",
         f"--initial-cluster=tests={peer_url}",
     )
-    processes.wait(lambda: _answers(f"{url}/health"), "etcd")
+    processes.wait(lambda: answers(f"{url}/health"), "etcd")
     tokens, certificates = folder / "tokens.csv", folder / "certificates"
     tokens.write_text(f'{ADMIN_TOKEN},admin,admin,"system:masters"\n')
     key = _key(certificates)
+    policy = folder / "audit-policy.yaml"
+    policy.write_text(AUDIT_POLICY)
     processes.start(
         assets / "kube-apiserver",
         f"--etcd-servers={url}",
@@ -223,6 +249,8 @@ def _start_server(processes: Processes, assets: Path, folder: Path, data: Path) 
         "--allow-privileged=true",
         "--authorization-mode=RBAC",
         f"--token-auth-file={tokens}",
+        f"--audit-policy-file={policy}",
+        f"--audit-log-path={folder / 'audit.log'}",
         f"--service-account-issuer=https://127.0.0.1:{port}",
         f"--service-account-signing-key-file={key}",
         f"--service-account-key-file={key}",
@@ -239,7 +267,7 @@ def _start_server(processes: Processes, assets: Path, folder: Path, data: Path) 
 
 
 def _start_controllers(processes: Processes, assets: Path, plane: ControlPlane) -> None:
-    (port,) = _free_ports(1)
+    (port,) = free_ports(1)
     certificates = plane.folder / "certificates"
     processes.start(
         assets / "kube-controller-manager",
@@ -270,7 +298,7 @@ def _ready(api: Api) -> bool:
         raise
 
 
-def _answers(url: str) -> bool:
+def answers(url: str) -> bool:
     try:
         with urllib.request.urlopen(url, timeout=2.0) as response:
             return bool(response.status == 200)
@@ -278,7 +306,7 @@ def _answers(url: str) -> bool:
         return False
 
 
-def _free_ports(count: int) -> list[int]:
+def free_ports(count: int) -> list[int]:
     """Of the kernel's choice; another process may still take one before it is used."""
     sockets = [socket.create_server(("127.0.0.1", 0)) for _ in range(count)]
     ports = [s.getsockname()[1] for s in sockets]

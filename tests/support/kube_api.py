@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import time
 from collections.abc import Callable, Mapping
@@ -190,6 +191,11 @@ def eventually(check: Callable[[], T], timeout_s: float = WAIT_S, *, what: str =
         if time.monotonic() > deadline_s:
             raise AssertionError(f"{what or 'still'} {failure or value!r} after {timeout_s:g} s")
         time.sleep(0.05)
+
+
+async def soon(check: Callable[[], T], timeout_s: float = WAIT_S, *, what: str = "") -> T:
+    """`eventually` for tests with tasks of their own, which go on meanwhile."""
+    return await asyncio.to_thread(eventually, check, timeout_s, what=what)
 
 
 def condition(obj: Object | None, name: str) -> str:

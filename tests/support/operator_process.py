@@ -1,4 +1,4 @@
-"""The operator as its own process, with the rights, arguments and environment of the chart's pod."""
+"""The operator as its own process, with rights, arguments and environment of the chart's pod."""
 
 from __future__ import annotations
 
@@ -8,15 +8,19 @@ import subprocess
 import sys
 from types import TracebackType
 
-from support.control_plane import ControlPlane, die_with_parent
+from support.control_plane import ControlPlane, answers, die_with_parent, free_ports
 from support.custom_objects import CHART
 from support.kube_api import eventually
 
+START_S = 40.0
 END_S = 20.0
 
 
 class OperatorProcess:
-    """Of the release `llm` in a namespace. Leaving the block ends it; then its log must be clean."""
+    """Of the release `llm` in a namespace.
+
+    Leaving the block ends it, if it still runs; its log must be clean then.
+    """
 
     def __init__(
         self, plane: ControlPlane, namespace: str, *, name: str = "operator-0", scheduler: str = ""
@@ -25,6 +29,7 @@ class OperatorProcess:
         self._plane, self._namespace, self._name = plane, namespace, name
         self._scheduler = scheduler
         self._process: subprocess.Popen[bytes] | None = None
+        (self._port,) = free_ports(1)
         self.log = plane.folder / f"{namespace}-{name}.log"
 
     def __enter__(self) -> OperatorProcess:
@@ -40,9 +45,13 @@ class OperatorProcess:
         if error is not None:
             self.kill()
             error.add_note(f"operator's log, {self.log}:\n{self.log.read_text()[-4000:]}")
-        else:
+            return
+        if self.running():
             self.stop()
-            self.check_log()
+        self.check_log()
+
+    def running(self) -> bool:
+        return self._process is not None and self._process.poll() is None
 
     def start(self) -> None:
         """As the kubelet would, but for the address and what says who it is."""
@@ -59,7 +68,8 @@ class OperatorProcess:
         account = deployment["spec"]["template"]["spec"]["serviceAccountName"]
         kubeconfig = self._plane.service_account(self._namespace, account)
         command = [sys.executable, "-m", "millrace_operator", *container.get("args", [])]
-        command += [f"--kubeconfig={kubeconfig}", "--metrics-port=0", "--log-format=text"]
+        command += [f"--kubeconfig={kubeconfig}", f"--metrics-port={self._port}"]
+        command.append("--log-format=text")
         if self._scheduler:
             command.append(f"--scheduler-address={self._scheduler}")
         clean = {k: v for k, v in os.environ.items() if not k.startswith(("MILLRACE_", "KUBE"))}
@@ -73,12 +83,16 @@ class OperatorProcess:
                 preexec_fn=die_with_parent,
             )
 
-    def leads(self) -> bool:
-        """Whether it has said so."""
-        return f"{self._name}_" in self.log.read_text() and " leads" in self.log.read_text()
+    def leads(self) -> int:
+        """How often it has begun to lead."""
+        return self.log.read_text().count(" leads\n")
 
-    def wait_until_it_leads(self, timeout_s: float = 30.0) -> None:
-        eventually(self.leads, timeout_s, what=f"{self._name} leads")
+    def wait_until_it_leads(self, times: int = 1) -> None:
+        eventually(lambda: self.leads() >= times, START_S, what=f"{self._name} does not lead:")
+
+    def ready(self) -> bool:
+        """What the readiness probe is told: it leads and watches, or waits for its turn."""
+        return answers(f"http://127.0.0.1:{self._port}/ready")
 
     def stop(self) -> None:
         """By SIGTERM, as the kubelet does; it must end in good order."""

@@ -11,7 +11,6 @@ import helm_python as helm
 from support.control_plane import ControlPlane
 from support.custom_objects import CHART
 from support.kube_api import Object
-from support.stand_in_nodes import SCHEDULER
 
 #: No node has it: what the chart runs itself stays Pending, on a cluster with real nodes too.
 NOWHERE = {"kubernetes.io/hostname": "nowhere"}
@@ -22,10 +21,11 @@ PENDING: Mapping[str, Any] = {
     "redis": {"nodeSelector": NOWHERE},
 }
 
-#: The pods of a ModelService of the chart go to the stand-in for nodes.
-STAND_IN: Mapping[str, Any] = {
-    part: {"template": {"spec": {"schedulerName": SCHEDULER}}}
-    for part in ("gateway", "scheduler", "prefill", "decode", "kvp")
+#: No model and no Redis: what is left is the operator.
+OPERATOR_ONLY: Mapping[str, Any] = {
+    "operator": {"nodeSelector": NOWHERE},
+    "redis": {"enabled": False},
+    "externalRedis": {"url": "redis://redis.test:6379/0"},
 }
 
 
