@@ -27,6 +27,9 @@ from millrace_operator.kube import RESOURCES, Kube, KubeError
 
 log = logging.getLogger(__name__)
 
+#: Whoever can't give the lease back in so many tries lets it run out.
+RELEASE_TRIES = 3
+
 
 class LeaseLost(MillraceError):
     """Somebody else may lead now: stop at once."""
@@ -102,14 +105,18 @@ class Election:
 
     async def release(self) -> None:
         """Lets another candidate lead at once; does nothing for one that does not lead."""
-        if not self.leading or self._lease is None:
+        if not self.leading:
             return
         self.leading = False
-        spec = {**self._lease["spec"], "holderIdentity": "", "leaseDurationSeconds": 1}
-        try:
-            await self._kube.replace({**self._lease, "spec": spec})
-        except MillraceError as error:  # it runs out by itself
-            log.warning("the lease %s was not released: %s", self._name, error)
+        for _ in range(RELEASE_TRIES):
+            try:
+                lease = await self._kube.get("Lease", self._namespace, self._name)
+                if lease is not None and _holder(lease) == self._identity:
+                    spec = {**lease["spec"], "holderIdentity": "", "leaseDurationSeconds": 1}
+                    await self._kube.replace({**lease, "spec": spec})
+                return
+            except MillraceError as error:  # perhaps the last renewal was still under way
+                log.warning("the lease %s is not released yet: %s", self._name, error)
 
     def _ended(self) -> bool:
         lost = self._lease is not None and _holder(self._lease) != self._identity

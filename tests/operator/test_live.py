@@ -146,7 +146,7 @@ async def test_kopf_leaves_no_trace_and_a_deletion_waits_for_nobody(cluster: Kub
         assert not [name for name in meta.get("annotations", {}) if "kopf" in name]
     assert {manager for _, _, manager in cluster.writes} == {"millrace-operator"}
     await cluster.remove("ModelService", "chat")  # while no operator runs
-    assert {kind for kind, *_ in cluster.keys()} == {"Lease"}
+    assert {kind for kind, *_ in cluster.names()} == {"Lease"}
 
 
 async def test_what_is_deleted_is_not_made_again(cluster: KubeEmulator):
@@ -157,7 +157,7 @@ async def test_what_is_deleted_is_not_made_again(cluster: KubeEmulator):
         await cluster.make(chat(name="next"))
         await cluster.until(lambda: ready(cluster, "next"))
         await rounds(running, 2)
-        assert not [name for _, _, name in cluster.keys() if name.startswith("chat")]
+        assert not [name for _, _, name in cluster.names() if name.startswith("chat")]
 
 
 async def test_nothing_is_written_when_nothing_changes(cluster: KubeEmulator):

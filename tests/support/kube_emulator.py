@@ -72,7 +72,7 @@ class KubeEmulator(KubernetesEmulator):
         """The object itself; change it by `edit`."""
         return self._store.get((kind, namespace, name))
 
-    def keys(self) -> list[tuple[str, str, str]]:
+    def names(self) -> list[tuple[str, str, str]]:
         """Kind, namespace and name of every object."""
         return sorted(self._store)
 
@@ -145,7 +145,12 @@ class KubeEmulator(KubernetesEmulator):
     def _listed(self, request: Request) -> Object:
         self._known(request)
         chosen = [obj for obj in self.all(self._kind(request)) if _chosen(request, obj)]
-        return {"metadata": {"resourceVersion": str(self._version)}, "items": chosen}
+        begin = int(request.params.get("continue") or 0)
+        end = begin + int(request.params.get("limit") or len(chosen))
+        meta = {"resourceVersion": str(self._version)}
+        if end < len(chosen):
+            meta["continue"] = str(end)
+        return {"metadata": meta, "items": chosen[begin:end]}
 
     async def _serve_watch(self, request: Request) -> AsyncIterator[Any]:
         yield b""
@@ -157,9 +162,10 @@ class KubeEmulator(KubernetesEmulator):
                 if not news:
                     await self._news.wait()
                     continue
-            for at, kind_of_event, obj in news:
+            at = news[-1][0]
+            for _, change, obj in news:
                 if obj["kind"] == kind and _chosen(request, obj):
-                    yield {"type": kind_of_event, "object": obj}
+                    yield {"type": change, "object": obj}
 
     async def _write(self, request: Request) -> Object:
         data: Object = copy.deepcopy(request.data or {})
@@ -276,7 +282,7 @@ class KubeEmulator(KubernetesEmulator):
             await self._stateful_set(obj)
         elif obj["kind"] == "Deployment":
             count = obj["spec"].get("replicas", 1)
-            status = {name: count for name in ("replicas", "readyReplicas", "updatedReplicas")}
+            status = dict.fromkeys(("replicas", "readyReplicas", "updatedReplicas"), count)
             status |= {"availableReplicas": count}
             status |= {"observedGeneration": obj["metadata"]["generation"]}
             await self._put({**obj, "status": status})

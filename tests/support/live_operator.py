@@ -88,5 +88,7 @@ async def rounds(running: Operator, count: int) -> None:
     """Until the operator has looked at objects so many times more."""
     wanted = total(running, ROUNDS) + count
     async with asyncio.timeout(10.0):
-        while total(running, ROUNDS) < wanted:
+        while True:
+            if total(running, ROUNDS) >= wanted:
+                return
             await asyncio.sleep(0.01)

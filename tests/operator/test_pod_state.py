@@ -1,0 +1,133 @@
+"""Pods as the API server tells them."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from millrace_operator.observed import Pod
+from millrace_operator.pod_state import finished, pods_of
+
+CREATED, LATER = "2026-01-01T00:00:00Z", "2026-01-01T00:01:00Z"
+CREATED_S, LATER_S = 1767225600.0, 1767225660.0
+
+
+def pod(name: str = "chat-decode-0", **status: Any) -> dict[str, Any]:
+    owner = {"kind": "StatefulSet", "name": "chat-decode", "uid": "s", "controller": True}
+    return {
+        "metadata": {
+            "name": name,
+            "uid": f"uid-{name}",
+            "creationTimestamp": CREATED,
+            "labels": {"millrace.dev/template": "t", "millrace.dev/revision": "r"},
+            "ownerReferences": [owner],
+        },
+        "status": {"phase": "Pending", **status},
+    }
+
+
+def is_ready(status: str) -> list[dict[str, Any]]:
+    return [{"type": "Ready", "status": status, "lastTransitionTime": LATER}]
+
+
+def waits(reason: str, message: str = "", **more: Any) -> list[dict[str, Any]]:
+    return [{"state": {"waiting": {"reason": reason, "message": message}}, **more}]
+
+
+def seen(obj: dict[str, Any]) -> Pod:
+    (found,) = pods_of("chat-decode", [obj])
+    return found
+
+
+def test_a_pod_is_known_by_what_made_it():
+    assert seen(pod(conditions=is_ready("True"))) == Pod(
+        name="chat-decode-0",
+        uid="uid-chat-decode-0",
+        ordinal=0,
+        template="t",
+        revision="r",
+        ready=True,
+        unready_since_s=LATER_S,
+    )
+
+
+def test_others_with_the_same_labels_are_not_instances():
+    copy, stranger = pod("chat-decode-0-debug"), pod("chat-decode-1")
+    stranger["metadata"]["ownerReferences"] = []
+    other = pod("chat-decode-2")
+    other["metadata"]["ownerReferences"][0]["name"] = "chat-decode-canary"
+    odd = pod("chat-decode-01")
+    assert pods_of("chat-decode", [copy, stranger, other, odd]) == ()
+
+
+def test_pods_come_by_ordinal():
+    found = pods_of("chat-decode", [pod(f"chat-decode-{n}") for n in (10, 2, 1)])
+    assert [one.ordinal for one in found] == [1, 2, 10]
+
+
+def test_one_that_goes_is_not_ready_and_in_no_trouble():
+    going = pod(conditions=is_ready("True"), containerStatuses=waits("CrashLoopBackOff"))
+    going["metadata"]["deletionTimestamp"] = LATER
+    assert (seen(going).terminating, seen(going).ready, seen(going).trouble) == (True, False, "")
+
+
+def test_since_when_it_is_not_ready():
+    assert seen(pod()).unready_since_s == CREATED_S
+    assert seen(pod(conditions=is_ready("False"))).unready_since_s == LATER_S
+
+
+@pytest.mark.parametrize(
+    ("status", "trouble"),
+    [
+        ({}, ""),
+        ({"containerStatuses": waits("ContainerCreating")}, ""),
+        ({"containerStatuses": waits("PodInitializing")}, ""),
+        (
+            {"containerStatuses": waits("ImagePullBackOff", "no such image")},
+            "ImagePullBackOff: no such image",
+        ),
+        (
+            {"initContainerStatuses": waits("CrashLoopBackOff", "back-off 5m0s")},
+            "CrashLoopBackOff: back-off 5m0s",
+        ),
+        (
+            {
+                "containerStatuses": waits(
+                    "CrashLoopBackOff",
+                    "back-off 5m0s",
+                    lastState={"terminated": {"exitCode": 137, "reason": "OOMKilled"}},
+                )
+            },
+            "CrashLoopBackOff: exit code 137 (OOMKilled)",
+        ),
+        (
+            {
+                "conditions": [
+                    {
+                        "type": "PodScheduled",
+                        "status": "False",
+                        "reason": "Unschedulable",
+                        "message": "0/3 nodes are available: 3 Insufficient nvidia.com/gpu.",
+                    }
+                ]
+            },
+            "Unschedulable: 0/3 nodes are available: 3 Insufficient nvidia.com/gpu.",
+        ),
+        (
+            {"phase": "Failed", "reason": "Evicted", "message": "low on memory"},
+            "Evicted: low on memory",
+        ),
+        ({"phase": "Failed"}, "Failed"),
+    ],
+)
+def test_trouble_is_told_in_a_line(status: dict[str, Any], trouble: str):
+    assert seen(pod(**status)).trouble == trouble
+
+
+def test_what_has_ended_uses_nothing():
+    assert [finished(pod(phase=phase)) for phase in ("Running", "Failed", "Succeeded")] == [
+        False,
+        True,
+        True,
+    ]
