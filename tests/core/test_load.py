@@ -238,6 +238,19 @@ def test_who_ends_without_a_token_counts_if_it_was_late(at_s, ratio, end):
     assert b.load().ttft_slo_ratio == (None if ratio is None else pytest.approx(ratio))
 
 
+def test_nothing_is_kept_of_requests_that_are_over():
+    b = metered(max_queue_requests=2, tasks_ahead=1)
+    for number in range(5):  # one runs, two wait for decode's pages, two are refused
+        b.submit(f"r{number}", 900, new=60, ttft_s=1.0, tbt_s=0.1)
+    assert sorted(b.machine.requests) == ["r0", "r1", "r2"]
+    b.now_s = 5.0
+    b.cancel("r1")  # no home had room: nothing that prefill is late with
+    b.failed("p0", "r0", retryable=False)
+    assert b.load().ttft_slo_ratio == pytest.approx(5.0)
+    b.cancel("r2")
+    assert not b.meter._unanswered and not b.meter._paced
+
+
 def test_an_objective_that_prefill_alone_misses_counts_for_nobody():
     b = metered("p0", "p1", "d0")
     b.submit("a", 1000, ttft_s=0.9)
