@@ -29,6 +29,15 @@ What a class leaves out is `proxy.default_ttft_slo_ms` and `proxy.default_tbt_sl
 requests without a class; a request's own headers go before both. The class of requests that name
 none is `default`, and may have a table too.
 
+With `tls`, all gRPC between services is mutual TLS: each end shows its certificate, and takes only
+peers whose certificate the CA has signed. Every certificate must be valid for the DNS name
+`millrace.internal`, which is what clients check: instances come and go, and are reached by their
+addresses. Files that were renewed are used for every connection from then on, without a restart.
+Who speaks to a scheduler (`millrace policy`) needs the settings too. HTTP (the proxy's API, `/metrics`)
+and KV between instances are not encrypted by it ([transfer.md](transfer.md#encryption)). A Redis that
+speaks TLS has a URL with `rediss://`; where its certificate, or ours, is from a CA of one's own:
+`rediss://:PASSWORD@HOST:6379/0?ssl_ca_certs=ca.crt&ssl_certfile=tls.crt&ssl_keyfile=tls.key`.
+
 This page is written by `millrace config --markdown`.
 """
 

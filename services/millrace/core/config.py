@@ -225,7 +225,9 @@ class TelemetryConfig(_Section):
     log_level: str = _setting("info", _one_of("debug", "info", "warning", "error"))
     log_format: str = _setting("text", _one_of("text", "json"))
     otlp_endpoint: str = _setting("", None, "empty: traces stay in the process")
-    metrics_port: int = _setting(0, _within(0, 65535), "worker's /metrics and /ready; 0: off")
+    metrics_port: int = _setting(
+        0, _within(0, 65535), "/metrics, /health and /ready of a worker or scheduler; 0: off"
+    )
 
 
 @dataclass(frozen=True, kw_only=True)
