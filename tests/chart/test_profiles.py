@@ -1,20 +1,14 @@
 """Every profile of the chart: lint, the API's schemas, the CRDs' schemas, the golden snapshot."""
 
-import functools
-from collections.abc import Iterator
 from typing import Any
 
 import helm_python as helm
 import kubernetes_validate
-import kubernetes_validate.utils
 import pytest
 import yaml
 from jsonschema import Draft202012Validator
 
-from support.chart import CHART, GOLDEN, PROFILES, Object, profile, snapshot, values_of
-
-#: The API server that the output is checked for.
-NEWEST = "1.36"
+from support.chart import CHART, GOLDEN, NEWEST, PROFILES, Object, profile, snapshot, values_of
 
 #: A group of Kubernetes' own domain that API servers lack all the same.
 GATEWAY = "gateway.networking.k8s.io"
@@ -51,15 +45,6 @@ def test_helm_finds_nothing_to_complain_of(name: str) -> None:
     report = helm.lint(CHART, values_of(name), strict=True, namespace="llm", kube_version="v1.36.0")
     worth_a_word = [m for m in report["messages"] if "icon" not in m["error"]]
     assert not worth_a_word and not report["errors"]
-
-
-@pytest.fixture(scope="module", autouse=True)
-def schemas_are_read_once() -> Iterator[None]:
-    """The package reads megabytes of definitions for every object."""
-    with pytest.MonkeyPatch.context() as patch:
-        reader = functools.cache(kubernetes_validate.utils.schema_contents)
-        patch.setattr(kubernetes_validate.utils, "schema_contents", reader)
-        yield
 
 
 def of_kubernetes(manifest: Object) -> bool:

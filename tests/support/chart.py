@@ -19,6 +19,9 @@ PROFILES = tuple(
     sorted(path.name.removesuffix("-values.yaml") for path in (CHART / "ci").glob("*-values.yaml"))
 )
 
+#: The API server that objects are checked for.
+NEWEST = "1.36"
+
 Object = dict[str, Any]
 
 

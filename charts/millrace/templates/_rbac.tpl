@@ -12,15 +12,15 @@
 {{/* The operator's rights, each with its use. `patch` is server-side apply, which needs `create` too for
      what is not there yet. */}}
 {{- define "millrace.rules" -}}
-# Read and watched.
+# Read, and watched for changes.
 - apiGroups: [millrace.dev]
-  resources: [modelservices, prefillgroups, decodepools, kvpworkerpools]
+  resources: [modelservices]
   verbs: [get, list, watch]
-# Pools are made of a ModelService, and removed when it no longer has them.
+# Pools are made of a ModelService, and removed when it no longer names them.
 - apiGroups: [millrace.dev]
   resources: [prefillgroups, decodepools, kvpworkerpools]
-  verbs: [create, patch, delete]
-# What it says of them.
+  verbs: [get, list, watch, create, patch, delete]
+# What the operator says of them.
 - apiGroups: [millrace.dev]
   resources: [modelservices/status, prefillgroups/status, decodepools/status, kvpworkerpools/status]
   verbs: [patch]
@@ -28,20 +28,20 @@
 - apiGroups: [millrace.dev]
   resources: [prefillgroups/scale, decodepools/scale, kvpworkerpools/scale]
   verbs: [patch]
-# What pools and services are made of.
+# What pools and services are made of. Nothing here is deleted by the operator: it goes with its owner.
 - apiGroups: [apps]
   resources: [statefulsets, deployments]
-  verbs: [get, list, watch, create, patch, delete]
+  verbs: [get, list, watch, create, patch]
 - apiGroups: [""]
   resources: [services, configmaps]
-  verbs: [get, list, watch, create, patch, delete]
+  verbs: [get, list, create, patch]
 - apiGroups: [policy]
   resources: [poddisruptionbudgets]
-  verbs: [get, list, watch, create, patch, delete]
-# Which instances are ready; drained ones are deleted so that they come back from the new template.
+  verbs: [get, list, create, patch]
+# Which instances are ready; drained old ones are deleted, and come back from the new template.
 - apiGroups: [""]
   resources: [pods]
-  verbs: [get, list, watch, delete]
+  verbs: [list, watch, delete]
 # Room for growth.
 - apiGroups: [""]
   resources: [resourcequotas]

@@ -1,0 +1,124 @@
+"""NetworkPolicies admit the arrows of the architecture's picture, and nothing else."""
+
+import pytest
+
+from millrace_operator import naming
+from support.chart import Object, find, objects, profile, values_of
+from support.network import OUTSIDE, Pod, allowed
+
+WORKERS = ("prefill", "decode", "kvp")
+
+#: Any port that NIXL may pick.
+NIXL = 41234
+
+#: The arrows between pods of one release: (from, to): ports. Workers talk on every port.
+ARROWS: dict[tuple[str, str], set[int]] = {
+    ("client", "proxy"): {8080},
+    ("proxy", "scheduler"): {7070},
+    ("proxy", "decode"): {7071},
+    ("proxy", "redis"): {6379},
+    ("scheduler", "redis"): {6379},
+    ("prefill", "redis"): {6379},
+    ("decode", "redis"): {6379},
+    ("operator", "scheduler"): {7070},
+    **{(worker, "scheduler"): {7070} for worker in WORKERS},
+    **{("prometheus", role): {9090} for role in ("scheduler", "operator", *WORKERS)},
+    ("prometheus", "proxy"): {8080},
+    **{(role, "dns"): {53} for role in ("proxy", "scheduler", "operator", *WORKERS)},
+    # Who may reach the gateway: the minimal profile says anybody.
+    **{(role, "proxy"): {8080} for role in ("dns", "monitor")},
+}
+PORTS = {53, 80, 443, 6379, 6443, 7070, 7071, 8080, 9090, NIXL}
+
+
+def pods(name: str, found: list[Object]) -> dict[str, Pod]:
+    """The release's pods, with the labels that they get, and some that are not its own."""
+    roles = ("proxy", "scheduler", *WORKERS)
+    own = {role: Pod(role, "llm", naming.labels(name, role)) for role in roles}
+    for role, kind in (("redis", "StatefulSet"), ("operator", "Deployment")):
+        template = find(found, kind, f"{name}-{role}")["spec"]["template"]
+        own[role] = Pod(role, "llm", template["metadata"]["labels"])
+    others = {
+        "client": Pod("client", "apps", {"app": "shop"}),
+        "monitor": Pod("monitor", "llm", {"app": "monitor"}),
+        "dns": Pod("dns", "kube-system", {"k8s-app": "kube-dns"}),
+        "prometheus": Pod("prometheus", "mon", {"app.kubernetes.io/name": "prometheus"}),
+    }
+    return {**own, **others}
+
+
+def policies(found: list[Object]) -> list[Object]:
+    return [o for o in found if o["kind"] == "NetworkPolicy"]
+
+
+def arrows(found: list[Object], all_pods: dict[str, Pod]) -> dict[tuple[str, str], set[int]]:
+    """All that may connect to or from the release's pods."""
+    of_others = {"client", "monitor", "dns", "prometheus"}
+    open_ports = {
+        (a, b): {port for port in PORTS if allowed(policies(found), source, to, port)}
+        for a, source in all_pods.items()
+        for b, to in all_pods.items()
+        if not {a, b} <= of_others
+    }
+    return {ends: ports for ends, ports in open_ports.items() if ports}
+
+
+def test_a_release_lets_through_the_arrows_of_the_picture_and_no_more() -> None:
+    values = {**values_of("cpu"), "networkPolicy": {"apiServer": {"ports": [443]}}}
+    found = objects(values)
+    expected = {ends: set(ports) for ends, ports in ARROWS.items()}
+    for a in WORKERS:
+        for b in WORKERS:
+            expected[a, b] = set(PORTS)
+    seen = arrows(found, pods("millrace", found))
+    # To whatever serves HTTPS, for the API server's address is not known.
+    for ends in [ends for ends in seen if ends[0] == "operator"]:
+        seen[ends].discard(443)
+    assert {ends: ports for ends, ports in seen.items() if ports} == expected
+
+
+@pytest.mark.parametrize(("profile_name", "may"), [("cpu", False), ("minimal", True)])
+def test_only_what_fetches_models_reaches_the_outside(profile_name: str, may: bool) -> None:
+    found = profile(profile_name)
+    all_pods = pods("millrace", found)
+    for role in ("proxy", "prefill", "decode"):
+        assert allowed(policies(found), all_pods[role], OUTSIDE, 443) == may
+        assert not allowed(policies(found), all_pods[role], OUTSIDE, 80)
+    for role in ("scheduler", "redis"):
+        assert not allowed(policies(found), all_pods[role], OUTSIDE, 443)
+    assert allowed(policies(found), all_pods["operator"], OUTSIDE, 443)
+
+
+def test_clients_can_be_limited_and_further_ways_opened() -> None:
+    found = profile("everything")
+    all_pods = pods("llm", found)
+    front = Pod("nginx", "ingress-nginx", {})
+    assert allowed(policies(found), front, all_pods["proxy"], 8080)
+    assert not allowed(policies(found), all_pods["client"], all_pods["proxy"], 8080)
+    collector = Pod("collector", "observability", {})
+    assert allowed(policies(found), all_pods["prefill"], collector, 4317)
+    researcher = Pod("prefill", "research", naming.labels("other", "prefill"))
+    assert allowed(policies(found), researcher, all_pods["redis"], 6379)
+    assert not allowed(policies(found), all_pods["operator"], OUTSIDE, 443)  # an address is given
+
+
+def test_another_models_pods_in_the_namespace_share_redis_alone() -> None:
+    found = profile("cpu")
+    all_pods = pods("millrace", found)
+    for role in ("proxy", "prefill", "decode"):
+        other = Pod(role, "llm", naming.labels("another", role))
+        assert allowed(policies(found), other, all_pods["redis"], 6379)
+        for target in ("scheduler", "prefill", "decode"):
+            assert not any(allowed(policies(found), other, all_pods[target], p) for p in PORTS)
+
+
+def test_without_policies_there_is_none() -> None:
+    given = {**values_of("minimal"), "networkPolicy": {"enabled": False}}
+    assert not policies(objects(given))
+
+
+def test_an_external_redis_is_reached_by_its_port() -> None:
+    found = profile("external-redis")
+    scheduler = Pod("scheduler", "llm", naming.labels("millrace", "scheduler"))
+    assert allowed(policies(found), scheduler, OUTSIDE, 6380)
+    assert not allowed(policies(found), scheduler, OUTSIDE, 6379)

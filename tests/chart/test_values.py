@@ -1,0 +1,151 @@
+"""values.yaml and its schema: what is said of every value, and what is refused."""
+
+import json
+from collections.abc import Iterator
+from typing import Any
+
+import helm_python as helm
+import pytest
+import yaml
+
+from millrace_operator.schema.values import as_file
+from support.chart import CHART, objects, render, values_of
+from support.custom_objects import merged
+
+MINIMAL = values_of("minimal")
+VALUES = yaml.safe_load((CHART / "values.yaml").read_text())
+SCHEMA = json.loads((CHART / "values.schema.json").read_text())
+
+
+def test_the_schema_is_what_the_code_writes() -> None:
+    """When it is meant to change: python -m millrace_operator.schema.values FILE."""
+    assert (CHART / "values.schema.json").read_text() == as_file()
+
+
+def fields(schema: dict[str, Any], path: str = "") -> Iterator[tuple[str, dict[str, Any]]]:
+    for name, field in schema.get("properties", {}).items():
+        yield f"{path}{name}", field
+        yield from fields(field, f"{path}{name}.")
+
+
+def test_every_value_is_described() -> None:
+    assert not [path for path, field in fields(SCHEMA) if not field.get("description")]
+
+
+def test_values_yaml_shows_every_value() -> None:
+    """As a value, or in a comment where the CRDs have the default."""
+    text = (CHART / "values.yaml").read_text()
+    assert set(VALUES) == set(SCHEMA["properties"]) - {"global"}
+    for section, field in SCHEMA["properties"].items():
+        for name in field.get("properties", {}):
+            assert name in VALUES[section] or f"# {name}: " in text or f"{name}: " in text
+
+
+@pytest.mark.parametrize(
+    ("given", "says"),
+    [
+        ({"modle": {}}, "additional properties 'modle' not allowed"),
+        ({"model": {"name": "a", "uri": "not an id"}}, "/model/uri"),
+        ({"model": {"name": ""}}, "model.name is empty"),
+        ({"prefill": {"gpus": -1}}, "/prefill/gpus"),
+        ({"prefill": {"gpus": "two"}}, "/prefill/gpus"),
+        ({"prefill": {"tensorParallel": 3}}, "/prefill/tensorParallel"),
+        ({"prefill": {"autoscaling": {"mode": "Sometimes"}}}, "/prefill/autoscaling/mode"),
+        ({"prefill": {"autoscaling": {"maxReplica": 4}}}, "'maxReplica' not allowed"),
+        ({"decode": {"drain": {"onTimeout": "Panic"}}}, "/decode/drain/onTimeout"),
+        ({"decode": {"rdma": {"resource": "hca"}}}, "/decode/rdma/resource"),
+        ({"decode": {"resources": {"limits": {"memory": "much"}}}}, "/limits/memory"),
+        ({"prefill": {"hugepages": {"size": "4Ki", "amount": "1Gi"}}}, "/hugepages/size"),
+        ({"prefill": {"hugepages": {"size": "2Mi"}}}, "needs size and amount"),
+        (
+            {"prefill": {"hugepages": {"size": "2Mi", "amount": "1Gi"}}},
+            "give prefill.resources.requests",
+        ),
+        ({"weights": {"hostPath": {"path": "/m"}}}, "/weights"),  # and hub: two of them
+        (
+            {"weights": {"hub": None, "hostPath": {"path": "/m"}}},
+            "give the path of the model there",
+        ),
+        ({"model": {"uri": "/opt/model"}}, "weights.hub is for a hub id"),
+        ({"model": {"uri": "/models/a"}, "weights": {"hub": None}}, "mounts nothing at /models"),
+        ({"settings": {"scheduler.max_queue_requests": 4096}}, "got number, want string"),
+        ({"scheduling": {"policy": "random"}}, "/scheduling/policy"),
+        ({"gateway": {"port": 70000}}, "/gateway/port"),
+        ({"image": {"pullPolicy": "Often"}}, "/image/pullPolicy"),
+        ({"redis": {"image": "redis"}}, "/redis/image"),  # without a version
+        ({"redis": {"enabled": False}}, "give externalRedis.url or externalRedis.existingSecret"),
+        ({"externalRedis": {"url": "redis://r:6379"}}, "redis.enabled is true"),
+        ({"externalRedis": {"url": "http://r"}}, "/externalRedis/url"),
+        (
+            {"tls": {"existingSecret": "t", "certManager": {"enabled": True}}},
+            "one of existingSecret and certManager",
+        ),
+        ({"operator": {"watchNamespaces": ["elsewhere"]}}, "lacks llm"),
+        ({"httpRoute": {"enabled": True}}, "name the Gateway"),
+        ({"monitoring": {"alerts": {"ttftAttainment": 2}}}, "/monitoring/alerts/ttftAttainment"),
+        ({"networkPolicy": {"hub": "perhaps"}}, "/networkPolicy/hub"),
+    ],
+    ids=str,
+)
+def test_nonsense_is_refused_with_a_word_on_it(given: dict[str, Any], says: str) -> None:
+    with pytest.raises(helm.HelmError) as refused:
+        render(merged(MINIMAL, given))
+    assert says in str(refused.value)
+
+
+def test_without_a_model_there_is_no_service_and_no_way_in() -> None:
+    kinds = {manifest["kind"] for manifest in objects({})}
+    assert "Deployment" in kinds and "StatefulSet" in kinds and "ModelService" not in kinds
+    with pytest.raises(helm.HelmRenderError, match="need a gateway"):
+        render({"ingress": {"enabled": True}})
+
+
+def test_the_notes_are_three_commands() -> None:
+    for values in (MINIMAL, {}):
+        notes = render(values)["NOTES.txt"]
+        assert len([line for line in notes.splitlines() if line.startswith("  ")]) == 3
+
+
+def test_the_example_at_the_top_of_values_is_the_minimal_profile() -> None:
+    lines = (CHART / "values.yaml").read_text().splitlines()
+    example = [line.removeprefix("#   ") for line in lines if line.startswith("#   ")][:4]
+    assert yaml.safe_load("\n".join(example)) == MINIMAL
+
+
+@pytest.mark.parametrize("name", ["nodeSelector", "tolerations", "priorityClassName"])
+def test_where_pods_go_reaches_all_of_them(name: str) -> None:
+    value = {"nodeSelector": {"a": "b"}, "tolerations": [{"key": "k"}], "priorityClassName": "p"}
+    parts = ("prefill", "decode", "gateway", "scheduler", "operator", "redis")
+    found = objects(merged(MINIMAL, {part: {name: value[name]} for part in parts}))
+    for manifest in found:
+        if manifest["kind"] == "ModelService":
+            for part in parts[:4]:
+                assert manifest["spec"][part]["template"]["spec"][name] == value[name]
+        elif manifest["kind"] in ("Deployment", "StatefulSet"):
+            assert manifest["spec"]["template"]["spec"][name] == value[name]
+
+
+def test_a_part_spreads_its_own_pods() -> None:
+    constraint = {"maxSkew": 1, "topologyKey": "zone", "whenUnsatisfiable": "DoNotSchedule"}
+    values = merged(MINIMAL, {"decode": {"topologySpreadConstraints": [constraint]}})
+    (service,) = [o for o in objects(values) if o["kind"] == "ModelService"]
+    (made,) = service["spec"]["decode"]["template"]["spec"]["topologySpreadConstraints"]
+    assert made == {
+        **constraint,
+        "labelSelector": {
+            "matchLabels": {
+                "millrace.dev/service": "millrace",
+                "app.kubernetes.io/component": "decode",
+            }
+        },
+    }
+
+
+def test_a_template_of_the_users_goes_over_what_values_make() -> None:
+    given = {"podLabels": {"a": "b"}, "template": {"spec": {"hostIPC": True}}}
+    values = merged(MINIMAL, {"decode": {**given, "resources": {"limits": {"memory": "8Gi"}}}})
+    (service,) = [o for o in objects(values) if o["kind"] == "ModelService"]
+    template = service["spec"]["decode"]["template"]
+    assert template["metadata"]["labels"] == {"a": "b"}
+    assert template["spec"]["hostIPC"] is True
+    assert template["spec"]["containers"][0]["resources"] == {"limits": {"memory": "8Gi"}}
