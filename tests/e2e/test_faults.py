@@ -7,6 +7,7 @@ import signal
 from pathlib import Path
 
 import httpx
+import orjson
 import pytest
 import redis.asyncio
 
@@ -47,12 +48,12 @@ async def test_a_prefill_that_dies_costs_no_request() -> None:
         await eventually(lambda: stack.services["prefill-0"].restarts == 1, 30)
 
 
-async def test_a_decode_that_dies_ends_its_streams_with_an_error() -> None:
+async def test_a_decode_that_dies_ends_streams_of_several_choices_with_an_error() -> None:
     async with (
         live_stack(served_folder(MODEL), settings=FAST) as stack,
         httpx.AsyncClient(base_url=stack.url, timeout=30) as client,
     ):
-        body = {"model": "tiny", "prompt": [9], "max_tokens": 4000, "ignore_eos": True}
+        body = {"model": "tiny", "prompt": [9], "n": 2, "max_tokens": 4000, "ignore_eos": True}
         async with client.stream("POST", "/v1/completions", json={**body, "stream": True}) as s:
             lines = s.aiter_lines()
             await anext(lines)
@@ -64,18 +65,21 @@ async def test_a_decode_that_dies_ends_its_streams_with_an_error() -> None:
         assert await greedy_ids(client, prompt(50), 8) == oracle(MODEL).greedy(prompt(50), 8)
 
 
-async def test_the_fleet_comes_back_after_the_schedulers_death() -> None:
+async def test_the_fleet_and_its_answers_come_back_after_the_schedulers_death() -> None:
     async with (
-        live_stack(served_folder(MODEL), settings=FAST) as stack,
-        httpx.AsyncClient(base_url=stack.url, timeout=30) as client,
+        live_stack(served_folder(MODEL), prefill=1, settings=FAST) as stack,
+        httpx.AsyncClient(base_url=stack.url, timeout=60) as client,
     ):
-        body = {"model": "tiny", "prompt": [9], "max_tokens": 4000, "ignore_eos": True}
-        async with client.stream("POST", "/v1/completions", json={**body, "stream": True}) as s:
+        body = {"prompt": [9], "max_tokens": 2000, "temperature": 0, "ignore_eos": True}
+        body |= {"model": "tiny", "stream": True, "return_token_ids": True}
+        async with client.stream("POST", "/v1/completions", json=body) as s:
             lines = s.aiter_lines()
-            await anext(lines)
+            first = await anext(lines)
             kill(stack, "scheduler")
-            rest = [line async for line in lines]
-        assert any('"error"' in line for line in rest)
+            rest = [first, *[line async for line in lines if line.startswith("data: {")]]
+        chunks = [choice for line in rest for choice in orjson.loads(line[6:])["choices"]]
+        ids = [i for chunk in chunks for i in chunk.get("token_ids") or ()]
+        assert ids == await greedy_ids(client, [9], 2000)
         await eventually(lambda: stack.services["scheduler"].restarts == 1, 30)
         await eventually(lambda: ready(client), 40)
         assert await greedy_ids(client, prompt(50), 8) == oracle(MODEL).greedy(prompt(50), 8)
