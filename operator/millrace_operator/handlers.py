@@ -218,6 +218,7 @@ async def _run_kopf(
 
 def _connection(configuration: client.Configuration) -> kopf.ConnectionInfo:
     """The `kubernetes` package's settings as kopf takes them."""
+    # "Bearer TOKEN", or "bearer TOKEN" from a service account.
     header = configuration.get_api_key_with_prefix("BearerToken", alias="authorization") or ""
     return kopf.ConnectionInfo(
         server=configuration.host,
@@ -226,7 +227,7 @@ def _connection(configuration: client.Configuration) -> kopf.ConnectionInfo:
         insecure=not configuration.verify_ssl,
         username=configuration.username or None,
         password=configuration.password or None,
-        token=header.removeprefix("Bearer ") or None,
+        token=header.split(" ")[-1] or None,
         certificate_path=configuration.cert_file,
         private_key_path=configuration.key_file,
     )

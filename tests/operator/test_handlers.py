@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import subprocess
 import sys
+from pathlib import Path
 from typing import Any
 
 import pytest
 from kubernetes import client
+from kubernetes.config import incluster_config
 
 from millrace_operator.handlers import Touches, make_registry, make_settings
+from millrace_operator.kube import load_configuration
 from millrace_operator.queue import Key
 
 SERVICE = Key("ModelService", "ns", "chat")
@@ -113,6 +116,23 @@ def test_kopf_is_only_asked_to_watch():
     settings = make_settings()
     assert not settings.posting.enabled and settings.scanning.disabled
     assert isinstance(settings.watching.server_timeout, int)  # the API server takes no other
+
+
+async def test_kopf_logs_in_as_the_client_does(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    """With the service account of a pod, and again when its token has been renewed."""
+    token, ca = tmp_path / "token", tmp_path / "ca.crt"
+    ca.write_text("a certificate")
+    monkeypatch.setattr(incluster_config, "SERVICE_TOKEN_FILENAME", str(token))
+    monkeypatch.setattr(incluster_config, "SERVICE_CERT_FILENAME", str(ca))
+    monkeypatch.setenv("KUBERNETES_SERVICE_HOST", "10.0.0.1")
+    monkeypatch.setenv("KUBERNETES_SERVICE_PORT", "443")
+    registry = make_registry(Touches(lambda key: None), load_configuration)
+    (login,) = registry._activities.get_all_handlers()
+    for secret in ("first", "second"):
+        token.write_text(secret)
+        found = await login.fn()
+        assert (found.server, found.ca_path) == ("https://10.0.0.1:443", str(ca))
+        assert found.as_http_headers() == {"Authorization": f"Bearer {secret}"}
 
 
 def test_the_operator_needs_no_torch():
