@@ -125,6 +125,7 @@ def test_a_drain_of_its_own_moves_them_too():
 
 def test_lifting_a_cordon_moves_nothing():
     b = waiting("d0", "d1")
+    assert not homes(b.cordon("d0", False))  # there was none
     b.cordon("d0")
     assert not homes(b.cordon("d0", False))
 
