@@ -307,6 +307,7 @@ def test_prefill_deaths_are_bounded_by_max_attempts():
         found = bench.step(events.InstanceLeft(instance_id="p0", generation=generation))
         bench.released("d0", "a")
     assert of(Fail, found)[0].message == "prefill p0 died; 2 attempts were made"
+    assert not of(Fail, found)[0].resumable
     assert states(found) == ["failed"]
 
 
@@ -335,6 +336,7 @@ def test_after_the_last_chunk_a_death_fails_the_request(dead):
     bench.computed("p0", "a")
     found = bench.died(dead)
     assert "after the first token" in of(Fail, found)[0].message
+    assert of(Fail, found)[0].resumable
     assert cancelled_on(found) == [("d0" if dead == "p0" else "p0", "a")]
 
 
