@@ -56,9 +56,12 @@ def tables(service: Object) -> dict[str, Table]:
         files = {"ca_file": "ca.crt", "cert_file": "tls.crt", "key_file": "tls.key"}
         found["tls"] = {name: f"{FOLDER}/tls/{file}" for name, file in files.items()}
     for path, value in spec.get("settings", {}).items():
-        section, _, name = path.partition(".")
-        if path in _OWN:
-            raise SpecError(f"spec.settings[{path}] is {value!r}; {_OWN[path]} sets it")
+        section, dot, name = path.partition(".")
+        setter = "spec.sloClasses" if section == "slo_classes" else _OWN.get(path)
+        if setter is not None:
+            raise SpecError(f"spec.settings[{path}] is {value!r}; {setter} sets it")
+        if not dot:
+            raise SpecError(f"spec.settings[{path}]: write it as section.field")
         found.setdefault(section, {})[name] = value
     return found | ({"slo_classes": classes} if (classes := _classes(spec)) else {})
 

@@ -70,8 +70,7 @@ def status(pool: Object, observed: ObservedPool, outcome: Outcome) -> dict[str, 
         "updatedReplicas": len(updated),
         "updatedReadyReplicas": sum(pod.ready for pod in updated),
         "drainingReplicas": len(outcome.leaving) + len(observed.pods) - len(there),
-        # An empty list would never be equal: server-side apply keeps none where entries were.
-        **({"draining": [one.entry() for one in outcome.leaving]} if outcome.leaving else {}),
+        "draining": [one.entry() for one in outcome.leaving],
         "selector": ",".join(f"{k}={v}" for k, v in manifests.pool_selector(pool).items()),
         "revision": outcome.revision,
         "servingRevisions": sorted({pod.revision for pod in serving})[:16],
@@ -89,6 +88,8 @@ def status(pool: Object, observed: ObservedPool, outcome: Outcome) -> dict[str, 
     if outcome.scaled is not None:
         found["lastScaleTime"] = timestamp(observed.now_s)
         found["lastScaleReason"] = outcome.scaled.reason[:512]
+    # An empty list would never be equal: server-side apply keeps none where entries were.
+    found = {k: v for k, v in found.items() if v != []}
     return found | _signals(pool, observed, found)
 
 
@@ -96,15 +97,17 @@ def _signals(pool: Object, observed: ObservedPool, found: Mapping[str, Any]) -> 
     """What was measured, as of now or as the last status has it."""
     last = pool.get("status", {})
     before = {k: last[k] for k in _SIGNALS if k in last}
-    now: dict[str, Any] = {"metrics": seen(pool, observed.metrics)} if observed.metrics else {}
+    now = dict(before)
+    if observed.metrics is not None:
+        now["metrics"] = seen(pool, observed.metrics)
     if observed.recommendation is not None:
         now["recommendationReason"] = observed.recommendation.reason[:512]
-    same = all(before.get(k) == v for k, v in now.items())
+    now = {k: v for k, v in now.items() if v != []}
     calm = all(last.get(k) == v for k, v in found.items())
     young = "metricsTime" in before and observed.now_s - seconds(before["metricsTime"]) < SIGNALS_S
-    if same or (calm and young):
+    if now == before or (calm and young):
         return before
-    return {**before, **now, "metricsTime": timestamp(observed.now_s)}
+    return {**now, "metricsTime": timestamp(observed.now_s)}
 
 
 def _serving(pods: Sequence[Pod], outcome: Outcome) -> list[Pod]:

@@ -27,9 +27,8 @@ def defaulted(schema: dict[str, Any], value: Any) -> Any:
     """What structural defaulting makes of a value: defaults of missing fields, from outside in."""
     if isinstance(value, dict):
         fields = schema.get("properties", {})
-        for name, field in fields.items():
-            if name not in value and "default" in field:
-                value[name] = copy.deepcopy(field["default"])
+        missing = {k: f["default"] for k, f in fields.items() if k not in value and "default" in f}
+        value = {**value, **copy.deepcopy(missing)}
         extra = schema.get("additionalProperties", {})
         return {k: defaulted(fields.get(k, extra), v) for k, v in value.items()}
     if isinstance(value, list):

@@ -281,7 +281,7 @@ class FleetWorld:
             self._check_time(pod)
 
     def _check_time(self, pod: Node) -> None:
-        entries = self.pool_of(pod)["status"]["draining"]
+        entries = self.pool_of(pod)["status"].get("draining", [])
         since = {e["pod"]: e["since"] for e in entries if e["uid"] == pod.uid}
         assert pod.name in since, f"{pod.name} has work, and never drained"
         drained_s = self.now_s - seconds(since[pod.name])
@@ -305,7 +305,7 @@ class FleetWorld:
         common = left | {pod.revision}
         for other in self._pools():
             if other is not pool and other["spec"]["replicas"]:
-                common &= set(other["status"]["servingRevisions"])
+                common &= set(other["status"].get("servingRevisions", ()))
         assert not (left and common) or common & left, f"{pod.name} breaks the last pair"
 
     # ---- the cluster

@@ -1,0 +1,300 @@
+"""What the operator applies: every object is valid, and what is in it is what Millrace reads."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import kubernetes_validate
+import pytest
+import typer
+
+from millrace.cli import app
+from millrace.core.config import load_config
+from millrace.core.request import Slo
+from millrace_operator import manifests, pods
+from millrace_operator.config_file import digest_for, tables, text
+from millrace_operator.naming import TEMPLATE_LABEL, owner
+from millrace_operator.pods import Context
+from millrace_operator.spec import Defaults, SpecError
+from support.custom_resources import DEFAULTS, SCHEMAS, defaulted, model_service, pool
+
+EVERYTHING: dict[str, Any] = {
+    "model": {"name": "m", "uri": "/models/m", "revision": "2", "maxContextTokens": 65536},
+    "weights": {"persistentVolumeClaim": {"claimName": "weights", "subPath": "m"}},
+    "sloClasses": [{"name": "chat", "ttftSeconds": "0.5", "tbtMilliseconds": 50}, {"name": "a b"}],
+    "settings": {"engine.max_batch": "32", "proxy.max_inflight": "99"},
+    "scheduling": {"policy": "lars", "planner": "cdsp"},
+    "redis": {"secretRef": {"name": "redis"}},
+    "tls": {"secretName": "certificates"},
+    "gateway": {
+        "replicas": 3,
+        "adminTokenSecretRef": {"name": "admin"},
+        "template": {"spec": {"tolerations": [{"key": "spot", "operator": "Exists"}]}},
+    },
+    "scheduler": {"template": {"spec": {"priorityClassName": "high"}}},
+    "prefill": {"replicas": 3, "tensorParallel": 4},
+    "decode": {"gpus": 0},
+    "kvp": {"gpuResource": "amd.com/gpu"},
+}
+WEIGHTS: dict[str, dict[str, Any]] = {
+    "claim": {"persistentVolumeClaim": {"claimName": "weights"}},
+    "host": {"hostPath": {"path": "/data"}},
+    "image": {"image": {"reference": "registry.example/llama:1"}},
+    "hub": {"hub": {"secretRef": {"name": "hub"}, "cache": {"sizeLimit": "80Gi"}}},
+}
+
+
+def objects(**spec: Any) -> dict[tuple[str, str], dict[str, Any]]:
+    """All of a service and its pools, by kind and name."""
+    context = Context.of(model_service(**spec), DEFAULTS)
+    found = manifests.of_service(context)
+    for manifest in list(found):
+        if manifest["kind"] in SCHEMAS:
+            child = defaulted(SCHEMAS[manifest["kind"]], manifest)
+            child["metadata"]["uid"] = "u"
+            found += manifests.of_pool(child, pods.instance(child, context), 2)
+    return {(m["kind"], m["metadata"]["name"]): m for m in found}
+
+
+def main(manifest: dict[str, Any]) -> dict[str, Any]:
+    return manifest["spec"]["template"]["spec"]["containers"][0]
+
+
+@pytest.mark.parametrize(
+    "spec",
+    [{}, EVERYTHING, *({"weights": w} for w in WEIGHTS.values())],
+    ids=["minimal", "everything", *WEIGHTS],
+)
+def test_every_object_is_valid(spec):
+    found = objects(**spec)
+    for (kind, _), manifest in found.items():
+        if kind in SCHEMAS:
+            continue
+        kubernetes_validate.validate(manifest, kubernetes_validate.latest_version(), strict=True)
+    assert len(found) == (18 if "kvp" in spec else 14)
+
+
+def test_the_services_read_their_file(tmp_path):
+    file = tmp_path / "config.toml"
+    file.write_text(objects(**EVERYTHING)["ConfigMap", "chat-config"]["data"]["config.toml"])
+    config = load_config(file)
+    assert config.slo_classes["chat"] == Slo(ttft_s=0.5, tbt_s=0.05, class_name="chat")
+    assert config.slo_classes["a b"] == Slo(class_name="a b")
+    assert (config.scheduler.policy, config.scheduler.planner) == ("lars", "cdsp")
+    assert (config.engine.max_batch, config.engine.max_context_tokens) == (32, 65536)
+    assert (config.proxy.max_inflight, config.proxy.default_ttft_slo_ms) == (99, 10_000)
+    assert (config.proxy.park_timeout_s, config.proxy.max_parked) == (300, 1024)
+    assert config.telemetry.metrics_port == 9090
+    assert config.tls.key_file == "/etc/millrace/tls/tls.key"
+
+
+def test_the_file_takes_any_text(tmp_path):
+    strange = 'a"b\\c\n\t\x7fé😀]'
+    file = tmp_path / "config.toml"
+    file.write_text(
+        text({"store": {"key_prefix": strange}, "slo_classes": {strange: {"ttft_s": 1.0}}}),
+        encoding="utf-8",
+    )
+    config = load_config(file)
+    assert config.store.key_prefix == strange
+    assert config.slo_classes[strange].ttft_s == 1.0
+
+
+@pytest.mark.parametrize(
+    "kind, name",
+    [
+        ("Deployment", "chat-scheduler"),
+        ("Deployment", "chat-proxy"),
+        ("StatefulSet", "chat-prefill"),
+        ("StatefulSet", "chat-decode"),
+    ],
+)
+def test_the_command_line_is_millraces(kind, name):
+    command, *arguments = main(objects(**EVERYTHING)[kind, name])["args"]
+    given = typer.main.get_command(app).commands[command].make_context(command, arguments).params
+    assert str(given["config"]) == "/etc/millrace/config.toml"
+    if command != "scheduler":
+        assert (given["model"], given["model_name"]) == ("/models/m", "m")
+        assert given["scheduler"] == "chat-scheduler:7070"
+    if command in ("prefill", "decode"):
+        assert (given["instance_id"], given["host"]) == ("$(POD_NAME)", "$(POD_IP)")
+        assert (given["port"], given["drain_timeout_s"]) == (7071, 600)
+
+
+def test_pods_are_restricted():
+    for (kind, _), manifest in objects(**EVERYTHING).items():
+        if kind not in ("Deployment", "StatefulSet"):
+            continue
+        pod = manifest["spec"]["template"]["spec"]
+        assert pod["securityContext"]["runAsNonRoot"]
+        assert pod["securityContext"]["seccompProfile"] == {"type": "RuntimeDefault"}
+        assert not pod["automountServiceAccountToken"]
+        allowed = {"projected", "emptyDir", "persistentVolumeClaim"}
+        assert all(allowed & v.keys() for v in pod["volumes"])
+        for container in pod["containers"]:
+            assert container["securityContext"] == {
+                "allowPrivilegeEscalation": False,
+                "readOnlyRootFilesystem": True,
+                "capabilities": {"drop": ["ALL"]},
+            }
+            mounted = {m["mountPath"] for m in container["volumeMounts"]}
+            assert {"/tmp", "/cache"} <= mounted
+
+
+def test_selectors_read_only_what_never_changes():
+    for (kind, _), manifest in objects(**EVERYTHING).items():
+        if kind in ("Deployment", "StatefulSet"):
+            labels = manifest["spec"]["template"]["metadata"]["labels"]
+            selector = manifest["spec"]["selector"]["matchLabels"]
+            assert selector.items() <= labels.items()
+            assert not {"millrace.dev/template", "millrace.dev/revision"} & selector.keys()
+
+
+def test_devices():
+    found = objects(**EVERYTHING)
+    assert main(found["StatefulSet", "chat-prefill"])["resources"] == {
+        "limits": {"nvidia.com/gpu": "4"}
+    }
+    assert "resources" not in main(found["StatefulSet", "chat-decode"])
+    assert main(found["StatefulSet", "chat-kvp"])["resources"] == {"limits": {"amd.com/gpu": "1"}}
+
+
+def environment(container: dict[str, Any]) -> dict[str, Any]:
+    return {e["name"]: e.get("value", e.get("valueFrom")) for e in container["env"]}
+
+
+def test_secrets_come_as_references():
+    found = objects(
+        **EVERYTHING,
+    )
+    gateway = environment(main(found["Deployment", "chat-proxy"]))
+    redis = {"secretKeyRef": {"name": "redis", "key": "url"}}
+    assert gateway["MILLRACE_STORE__URL"] == redis
+    assert gateway["MILLRACE_PROXY__ADMIN_TOKEN"] == {
+        "secretKeyRef": {"name": "admin", "key": "token"}
+    }
+    prefill = environment(main(found["StatefulSet", "chat-prefill"]))
+    assert prefill["MILLRACE_ENGINE__TENSOR_PARALLEL"] == "4"
+    hub = environment(main(objects(weights=WEIGHTS["hub"])["StatefulSet", "chat-decode"]))
+    assert hub["HF_TOKEN"] == {"secretKeyRef": {"name": "hub", "key": "token"}}
+
+
+@pytest.mark.parametrize("on_timeout, grace_s", [("Migrate", 160), ("Abort", 160), ("Wait", 86460)])
+def test_kubernetes_waits_longer_than_the_instance_drains(on_timeout, grace_s):
+    drain = {"timeoutSeconds": 100, "onTimeout": on_timeout}
+    manifest = objects(decode={"drain": drain})["StatefulSet", "chat-decode"]
+    assert manifest["spec"]["template"]["spec"]["terminationGracePeriodSeconds"] == grace_s
+    arguments = main(manifest)["args"]
+    assert arguments[arguments.index("--drain-timeout-s") + 1] == str(grace_s - 60)
+
+
+def test_budgets():
+    found = objects(gateway={"replicas": 1})
+    assert found["PodDisruptionBudget", "chat-proxy"]["spec"]["minAvailable"] == 0
+    assert found["PodDisruptionBudget", "chat-decode"]["spec"]["maxUnavailable"] == 1
+
+
+def test_a_pool_has_no_replicas_of_the_operators():
+    found = objects(prefill={"replicas": 3})
+    assert "replicas" not in found["PrefillGroup", "chat-prefill"]["spec"]
+    assert found["PrefillGroup", "chat-prefill"]["metadata"]["annotations"] == {
+        "millrace.dev/initial-replicas": "3",
+        "millrace.dev/applied": found["PrefillGroup", "chat-prefill"]["metadata"]["annotations"][
+            "millrace.dev/applied"
+        ],
+    }
+
+
+def test_children_go_with_their_owner():
+    for (kind, name), manifest in objects().items():
+        (reference,) = manifest["metadata"]["ownerReferences"]
+        assert reference["controller"], (kind, name)
+    assert owner(model_service())["blockOwnerDeletion"] is False
+
+
+# ---- what makes pods new
+
+
+def template_of(child: dict[str, Any], **spec: Any) -> str:
+    made = pods.instance(child, Context.of(model_service(**spec), DEFAULTS))
+    return made["metadata"]["labels"][TEMPLATE_LABEL]
+
+
+def revision_of(**spec: Any) -> str:
+    return Context.of(model_service(**spec), DEFAULTS).revision
+
+
+def test_the_template_changes_with_what_a_pod_reads_and_with_nothing_else():
+    child = pool()
+    before = template_of(child)
+    assert template_of(pool(replicas=7)) == before
+    assert template_of(child, slo={"ttftSeconds": "3"}) == before  # the gateway's
+    assert template_of(child, scheduling={"policy": "fcfs"}) == before  # the scheduler's
+    assert template_of(pool(autoscaling={"maxReplicas": 3})) == before
+    assert template_of(child, settings={"engine.max_batch": "3"}) != before
+    assert template_of(pool(template={"spec": {"nodeSelector": {"a": "b"}}})) != before
+    turned = {"nodeSelector": {"b": "2", "a": "1"}}, {"nodeSelector": {"a": "1", "b": "2"}}
+    assert len({template_of(pool(template={"spec": spec})) for spec in turned}) == 1
+
+
+def test_the_revision_changes_with_what_makes_kv():
+    before = revision_of()
+    model = {"name": "chat", "uri": "/models/chat"}
+    assert revision_of(model=model | {"revision": "2"}) != before
+    assert revision_of(model=model | {"uri": "/models/other"}) != before
+    assert revision_of(model=model | {"maxContextTokens": 4096}) != before
+    assert revision_of(settings={"engine.dtype": "bfloat16"}) != before
+    assert revision_of(settings={"engine.max_batch": "3"}) == before
+
+
+@pytest.mark.parametrize(
+    "role, sections",
+    [
+        ("proxy", {"proxy.max_inflight": True, "engine.max_batch": False}),
+        ("scheduler", {"scheduler.max_attempts": True, "proxy.max_inflight": False}),
+        ("decode", {"engine.max_batch": True, "scheduler.max_attempts": False}),
+        ("prefill", {"scheduler.lease_s": True, "telemetry.log_level": True}),
+    ],
+)
+def test_a_role_starts_anew_for_what_it_reads(role, sections):
+    values = {"telemetry.log_level": "debug"}
+    before = digest_for(role, tables(model_service()))
+    for path, read in sections.items():
+        changed = model_service(settings={path: values.get(path, "9")})
+        assert (digest_for(role, tables(changed)) != before) == read, path
+
+
+# ---- what no server can check
+
+
+@pytest.mark.parametrize(
+    "spec, message",
+    [
+        ({"settings": {"engine.max_batch": "none"}}, "engine.max_batch is 'none'"),
+        ({"settings": {"engine.colour": "red"}}, "unknown field engine.colour"),
+        ({"settings": {"colour": "red"}}, "write it as section.field"),
+        ({"settings": {"slo_classes.a": "1"}}, "spec.sloClasses sets it"),
+        ({"settings": {"store.url": "redis://x"}}, r"settings\[store.url\] is 'redis://x'; spec"),
+        (
+            {"sloClasses": [{"name": "c", "ttftSeconds": "0"}]},
+            r"sloClasses\[c\].ttftSeconds is '0'",
+        ),
+        ({"scheduler": {"template": {"spec": []}}}, r"template.spec is \[\]; it must be a mapping"),
+        (
+            {"gateway": {"template": {"spec": {"volumes": "x"}}}},
+            "volumes is 'x'; it must be a list",
+        ),
+        ({"gateway": {"template": {"spec": {"containers": [{}]}}}}, r"containers\[0\] has no name"),
+    ],
+)
+def test_errors_name_the_field(spec, message):
+    with pytest.raises(SpecError, match=message):
+        manifests.of_service(Context.of(model_service(**spec), DEFAULTS))
+
+
+def test_without_redis_or_images_nothing_is_made():
+    with pytest.raises(SpecError, match=r"spec\.redis is missing"):
+        manifests.of_service(Context.of(model_service(), Defaults(images={"scheduler": "x"})))
+    with pytest.raises(SpecError, match="container millrace of scheduler has no image"):
+        defaults = Defaults(images={}, redis_secret="redis")
+        manifests.of_service(Context.of(model_service(), defaults))
