@@ -315,6 +315,15 @@ async def test_operators_take_turns(cluster: KubeEmulator):
     assert lease(cluster)["holderIdentity"] == ""
 
 
+async def test_without_the_right_to_watch_it_ends(cluster: KubeEmulator):
+    """And lets another one lead, that may have it."""
+    cluster.faults.append(Fault(403, times=9, matches=lambda r: "/v1/pods" in r.url.path))
+    with pytest.raises(Exception, match="injected 403"):
+        async with operator(cluster) as running:
+            await running.ended.wait()
+    assert lease(cluster)["holderIdentity"] == ""
+
+
 async def test_who_loses_the_lease_ends(cluster: KubeEmulator):
     with pytest.raises(LeaseLost):
         async with operator(cluster) as running:

@@ -104,7 +104,7 @@ class KubeEmulator(KubernetesEmulator):
         """As `kubectl delete` does."""
         await self._delete((kind, "default", name))
 
-    async def until(self, true: Callable[[], object], within_s: float = 10.0) -> None:
+    async def until(self, true: Callable[[], object], within_s: float = 30.0) -> None:
         """Until `true()`, looked at whenever an object changes."""
         try:
             async with asyncio.timeout(within_s), self._news:

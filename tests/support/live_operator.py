@@ -11,14 +11,14 @@ from typing import Any
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
-from millrace_operator import crds, load, runner
+from millrace_operator import crds, handlers, load, runner
 from millrace_operator.election import Terms
 from millrace_operator.main import Operator, Options
 from millrace_operator.queue import Pace
 from millrace_operator.spec import Defaults
 from support.kube_emulator import KubeEmulator, configuration_of
 
-TERMS = Terms(lease_s=4.0, renew_s=3.0, retry_s=0.05)
+TERMS = Terms(lease_s=30.0, renew_s=20.0, retry_s=0.05)
 PACE = Pace(gap_s=0.02, first_retry_s=0.02, last_retry_s=0.5, event_retry_s=0.1)
 ROUNDS = "millrace_operator_reconcile_rounds_total"
 NOBODY = "127.0.0.1:1"
@@ -31,6 +31,10 @@ def hurry(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(load, "INSTANCES_FRESH_S", 0.0)
     monkeypatch.setattr(load, "SILENCE_S", 0.05)
     monkeypatch.setattr(crds, "RETRY_S", 0.05)
+    settings = handlers.make_settings()
+    settings.networking.error_backoffs = [0.01]
+    monkeypatch.setattr(handlers, "make_settings", lambda: settings)
+    monkeypatch.setattr(handlers, "STOP_S", 0.5)
 
 
 class LiveOperator(Operator):
@@ -87,7 +91,7 @@ def total(running: Operator, metric: str, **labels: str) -> float:
 async def rounds(running: Operator, count: int) -> None:
     """Until the operator has looked at objects so many times more."""
     wanted = total(running, ROUNDS) + count
-    async with asyncio.timeout(10.0):
+    async with asyncio.timeout(30.0):
         while True:
             if total(running, ROUNDS) >= wanted:
                 return
