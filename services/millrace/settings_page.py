@@ -34,7 +34,7 @@ peers whose certificate the CA has signed. Every certificate must be valid for t
 `millrace.internal`, which is what clients check: instances come and go, and are reached by their
 addresses. Files that were renewed are used for every connection from then on, without a restart.
 Who speaks to a scheduler (`millrace policy`) needs the settings too. HTTP (the proxy's API and
-`/metrics`) and KV between instances are not encrypted by it ([transfer.md](transfer.md#encryption)).
+`/metrics`) and KV between instances stay as they are ([transfer.md](transfer.md#encryption)).
 A Redis that speaks TLS has a URL with `rediss://`; with certificates from a CA of one's own:
 `rediss://:PASSWORD@HOST:6379/0?ssl_ca_certs=ca.crt&ssl_certfile=tls.crt&ssl_keyfile=tls.key`.
 
