@@ -94,3 +94,35 @@ async def test_a_stack_says_who_did_not_end_well() -> None:
 
     with pytest.raises(UncleanStopError, match="scheduler ended with status -9"):
         await stack.stop()
+
+
+async def test_a_role_s_instances_are_never_named_twice() -> None:
+    stack = Stack(StackOptions(model="none"))
+    first = stack.add("prefill")  # there is no such model
+    second = stack.add("prefill")
+    assert (first, second) == ("prefill-0", "prefill-1")
+    assert stack.instances("prefill") == [first, second]
+    await eventually(lambda: not stack.instances("prefill"), 60)  # neither could start
+    assert stack.add("prefill") == "prefill-2"
+    assert stack.add("decode") == "decode-0"
+
+    await stack.stop()
+
+    assert not stack.directory.exists()
+
+
+async def test_an_instance_that_is_removed_is_not_started_again() -> None:
+    stack = Stack(StackOptions(model="none"))
+    service = stack.supervise(Service("decode-0", ["scheduler", *QUICK], stack.directory / "log"))
+    await service.start(30)
+    stack.keep()
+    process = service.process
+    assert process is not None
+
+    stack.remove("decode-0")
+    assert stack.instances("decode") == []
+    await eventually(lambda: process.returncode is not None, 30)
+    await stack.stop()
+
+    assert service.process is process
+    assert process.returncode == 0

@@ -174,7 +174,10 @@ class Pool:
         if not view.draining:
             await self._set_cordon(name, cordoned=True)
         elif overdue_s >= 0 and not drain.evicted:
-            self._told(f"{name} still holds {view.held_requests} requests: they go on elsewhere")
+            self._told(
+                f"{name} did not drain in {self._drain_timeout_s:g} s: what it holds "
+                f"({view.held_requests}) goes on elsewhere"
+            )
             await self._scheduler.evict(name)
             drain.evicted = True
         return overdue_s >= EVICTION_S

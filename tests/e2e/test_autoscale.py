@@ -3,17 +3,24 @@
 from __future__ import annotations
 
 import asyncio
+import os
 import random
+import signal
+import time
+from collections import Counter
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
+from dataclasses import replace
+from itertools import cycle
 
 import httpx
+import pytest
 
 from millrace.autoscale import Decision
 from millrace.core.autoscale import DecodeTargets, PrefillTargets
 from millrace.core.config import ScalingConfig
 from millrace.stack import Stack
-from millrace.stack_scaling import Scaling, autoscaled
+from millrace.stack_scaling import PARKING, Scaling, autoscaled
 from millrace.wire.scheduler_client import InstanceView, get_instances
 from support.live_stack import eventually, greedy_ids, live_stack
 from support.served_model import served_folder
@@ -34,6 +41,9 @@ QUICK = ScalingConfig(
 #: Lower than where people would put them: what these tiny models compute is soon done.
 TARGETS = {"prefill": PrefillTargets(backlog_s=0.05), "decode": DecodeTargets()}
 CLIENTS = 8
+STORM_S = 60.0
+#: A request for which no decode instance has room yet hears nothing from the scheduler.
+PATIENT = "proxy.submit_timeout_s=100"
 
 
 class Scaled:
@@ -80,10 +90,10 @@ class Scaled:
 
 
 @asynccontextmanager
-async def scaled_stack(scaling: Scaling, **options: object) -> AsyncIterator[Scaled]:
+async def scaled_stack(scaling: Scaling, *settings: str) -> AsyncIterator[Scaled]:
     async with (
-        live_stack(served_folder(MODEL), prefill=1, settings=SETTINGS, **options) as stack,
-        httpx.AsyncClient(base_url=stack.url, timeout=90) as client,
+        live_stack(served_folder(MODEL), prefill=1, settings=[*SETTINGS, *settings]) as stack,
+        httpx.AsyncClient(base_url=stack.url, timeout=120) as client,
     ):
         found = Scaled(stack, client)
         try:
@@ -93,12 +103,17 @@ async def scaled_stack(scaling: Scaling, **options: object) -> AsyncIterator[Sca
             print("\n".join(found.lines))
 
 
-async def test_decode_follows_the_load_and_no_answer_is_lost() -> None:
-    scaling = Scaling(sizes={"decode": (1, 2)}, config=QUICK)
+@pytest.mark.parametrize(
+    "drain_timeout_s",
+    [pytest.param(30.0, id="in peace"), pytest.param(0.1, id="evicted", marks=pytest.mark.slow)],
+)
+async def test_decode_follows_the_load_and_no_answer_is_lost(drain_timeout_s: float) -> None:
+    config = replace(QUICK, drain_timeout_s=drain_timeout_s)
+    scaling = Scaling(sizes={"decode": (1, 2)}, config=config)
     async with scaled_stack(scaling) as scaled:
         calm = asyncio.Event()
         clients = [asyncio.create_task(scaled.ask_until(calm, seed)) for seed in range(CLIENTS)]
-        await eventually(lambda: scaled.serving("decode") == 2, 60)
+        await eventually(lambda: scaled.serving("decode") == 2, 90)
         assert scaled.largest("decode") == 2
 
         # Less load: one long answer on each instance, of which one is to go.
@@ -108,5 +123,71 @@ async def test_decode_follows_the_load_and_no_answer_is_lost() -> None:
         await eventually(scaled.drains_with_an_answer, 20)
         await asyncio.gather(*answers)
         await eventually(lambda: len(scaled.stack.instances("decode")) == 1, 20)
+        evicted = [line for line in scaled.lines if line.endswith("goes on elsewhere")]
+        assert len(evicted) == (drain_timeout_s < 1)
+        for ids, tokens, answer in scaled.answers[-2:] if evicted else ():
+            assert answer == await greedy_ids(scaled.client, ids, tokens)
         await scaled.ask(prompt(9), 4)
     scaled.check_answers()
+
+
+@pytest.mark.slow
+async def test_an_idle_stack_goes_entirely_and_the_next_request_wakes_it() -> None:
+    sizes = {"prefill": (1, 2), "decode": (1, 2)}
+    scaling = Scaling(sizes=sizes, config=replace(QUICK, idle_s=0.5), to_zero=True)
+    async with scaled_stack(scaling, PARKING) as scaled:
+        services = scaled.stack.services
+        await scaled.ask(prompt(50), 20)
+        await eventually(lambda: set(services) == {"scheduler", "proxy"}, 90)
+
+        await asyncio.gather(*(scaled.ask(prompt(50, seed), 20) for seed in range(3)))
+        assert {"prefill-1", "decode-1"} <= set(services)
+    scaled.check_answers(tokens=20)
+
+
+async def strike_at_random(stack: Stack, rng: random.Random, until_s: float) -> Counter[str]:
+    """Kills instances that serve, or drain; returns how many of each role."""
+    struck: Counter[str] = Counter()
+    while time.monotonic() < until_s:
+        await asyncio.sleep(rng.uniform(3, 6))
+        role = rng.choice(["prefill", "decode"])
+        serving = [name for name in stack.instances(role) if stack.services[name].serving]
+        victim = stack.services[rng.choice(serving)].process if serving else None
+        if victim is not None and victim.returncode is None:
+            struck[role] += 1
+            os.kill(victim.pid, signal.SIGKILL)
+    return struck
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+async def test_a_storm_of_deaths_while_it_scales_loses_nothing() -> None:
+    """Load in waves, so that pools grow and shrink all the time; drains end in evictions."""
+    seed = random.SystemRandom().randrange(1000)
+    rng = random.Random(seed)
+    print(f"seed {seed}")
+    scaling = Scaling(
+        sizes={"prefill": (1, 3), "decode": (1, 3)},
+        config=replace(QUICK, down_window_s=1.0, drain_timeout_s=0.5),
+        targets=TARGETS,
+    )
+    async with scaled_stack(scaling, PARKING, PATIENT) as scaled:
+        until_s = time.monotonic() + STORM_S
+        strikes = asyncio.create_task(strike_at_random(scaled.stack, rng, until_s))
+        for crowd in cycle([CLIENTS, 1, CLIENTS, 3]):
+            if time.monotonic() >= until_s:
+                break
+            calm = asyncio.Event()
+            clients = [
+                asyncio.create_task(scaled.ask_until(calm, rng.randrange(1 << 30)))
+                for _ in range(crowd)
+            ]
+            await asyncio.sleep(rng.uniform(4, 10))
+            calm.set()
+            await asyncio.gather(*clients)
+        print(f"struck: {dict(await strikes)}, {len(scaled.answers)} answers")
+        at_rest = {"prefill": 1, "decode": 1}
+        await eventually(lambda: {r: scaled.serving(r) for r in at_rest} == at_rest, 120)
+        await scaled.ask(prompt(9), 4)
+    assert scaled.largest("decode") > 1
+    scaled.check_answers(sample=12)

@@ -10,6 +10,7 @@ import tempfile
 import time
 from collections.abc import AsyncIterator, Callable, Iterable, Sequence
 from dataclasses import asdict, dataclass, field
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -262,8 +263,7 @@ def check_none_lost(records: Sequence[RequestRecord]) -> None:
 
 def instance_seconds(samples: Sequence[dict[str, Any]]) -> float:
     """Of prefill processes, those that start and drain included: the integral over the samples."""
-    pairs = zip(samples, samples[1:], strict=False)
-    return sum(a["processes"] * (b["at_s"] - a["at_s"]) for a, b in pairs)
+    return sum(a["processes"] * (b["at_s"] - a["at_s"]) for a, b in pairwise(samples))
 
 
 def attainment(
