@@ -26,6 +26,7 @@ from millrace.command_options import (
     Port,
     PrefillSizes,
     ReadyFd,
+    Record,
     Revision,
     ScaleToZero,
     SchedulerAddress,
@@ -61,10 +62,7 @@ def scheduler(
     config: ConfigPath = None,
     settings: Settings = [],  # noqa: B006 - typer wants a literal default
     ready_fd: ReadyFd = None,
-    record: Annotated[
-        Path | None,
-        typer.Option("--record", metavar="FILE", help="Write the run, for `millrace sim replay`."),
-    ] = None,
+    record: Record = None,
 ) -> None:
     """The scheduler: decides order, placement and the decode instance of every request."""
     from millrace.scheduler.main import serve
@@ -178,8 +176,9 @@ def up(
     settings: Settings = [],  # noqa: B006
 ) -> None:
     """The whole stack on this machine, until Ctrl-C: proxy, scheduler, prefill, decode, Redis."""
+    from millrace.stack import StackOptions
     from millrace.stack_scaling import PARKING, Scaling, parse_sizes
-    from millrace.up import StackOptions, run_until_stopped
+    from millrace.up import run_until_stopped
 
     if max_chunk_tokens is not None:
         settings = [*settings, f"engine.max_chunk_tokens={max_chunk_tokens}"]

@@ -34,6 +34,10 @@ ModelName = Annotated[
 SchedulerAddress = Annotated[
     str, typer.Option("--scheduler", metavar="HOST:PORT", help="The scheduler's address.")
 ]
+Record = Annotated[
+    Path | None,
+    typer.Option("--record", metavar="FILE", help="Write the run, for `millrace sim replay`."),
+]
 Host = Annotated[str, typer.Option("--host", help="Address to listen on.")]
 Port = Annotated[int, typer.Option("--port", help="Port to listen on; 0 picks a free one.")]
 InstanceId = Annotated[

@@ -263,7 +263,7 @@ def check_none_lost(records: Sequence[RequestRecord]) -> None:
 
 def instance_seconds(samples: Sequence[dict[str, Any]]) -> float:
     """Of prefill processes, those that start and drain included: the integral over the samples."""
-    return sum(a["processes"] * (b["at_s"] - a["at_s"]) for a, b in pairwise(samples))
+    return sum((a["processes"] * (b["at_s"] - a["at_s"]) for a, b in pairwise(samples)), 0.0)
 
 
 def attainment(
