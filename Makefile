@@ -5,7 +5,7 @@ BIN := $(VENV)/bin
 STAMP := $(VENV)/.millrace-installed
 CPP := $(shell find kernels -name '*.cpp' -o -name '*.hpp' -o -name '*.h' -o -name 'CMakeLists.txt')
 
-.PHONY: demo up test test-slow test-gpu lint typecheck format proto setup clean
+.PHONY: demo up test test-slow test-gpu test-kind kind-on-path lint typecheck format proto setup clean
 
 demo: setup ## a whole stack on this machine: one long and several short chats, then stop
 	$(BIN)/millrace demo
@@ -14,7 +14,7 @@ up: setup ## a whole stack on this machine until Ctrl-C
 	$(BIN)/millrace up
 
 # Most tests share the cores. Whole stacks, and what watches the clock, get the machine to themselves.
-SHARING := $(addprefix tests/,contract core decode engine kernels models papers parity profiles scheduler sim \
+SHARING := $(addprefix tests/,chart contract core decode engine kernels models papers parity profiles scheduler sim \
 	state telemetry transfer wire worker)
 
 test: setup lint ## lint and the whole test suite
@@ -26,6 +26,15 @@ test-slow: setup ## stress that takes minutes
 
 test-gpu: setup ## what needs a CUDA device
 	$(BIN)/python -m pytest -m gpu
+
+KIND := $(abspath $(VENV)/kind.kubeconfig)
+test-kind: kind-on-path setup ## operator and chart on a cluster of kind's, made and deleted here
+	kind create cluster --name millrace-test --kubeconfig $(KIND) --wait 5m
+	MILLRACE_TEST_KUBECONFIG=$(KIND) $(BIN)/python -m pytest tests/envtest; status=$$?; \
+		kind delete cluster --name millrace-test --kubeconfig $(KIND); exit $$status
+
+kind-on-path:
+	@command -v kind >/dev/null || { echo "make test-kind needs kind, and Docker, on PATH"; exit 1; }
 
 setup: $(STAMP)
 

