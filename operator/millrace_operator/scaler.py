@@ -101,17 +101,11 @@ class Scaler:
 
 
 def _metrics(pool: Pool, sample: Sample) -> PoolMetrics:
-    """The sample as the autoscaler takes it; one that was never measured is infinitely old.
-
-    Instances beyond the wanted size (a rollout's surge, one that is not cordoned yet) are not
-    capacity: the pool would keep them.
-    """
+    """The sample as the autoscaler takes it; one that was never measured is infinitely old."""
     told = PoolLoad(role=pool.role) if sample.load is None else sample.load.of(pool.role)
-    load = pool.heard(told)
-    ready = min(load.ready, pool.wanted)
-    return replace(load, ready=ready).metrics(
+    return pool.heard(told).metrics(
         sampled_s=sample.sampled_s if sample.load else -math.inf,
         parked_requests=sample.load.parked_requests if sample.load else 0,
-        starting=pool.wanted - ready,
+        size=pool.wanted,
         quota=pool.quota,
     )

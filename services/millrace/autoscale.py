@@ -15,7 +15,7 @@ import contextlib
 import logging
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Protocol
 
 from millrace.core.autoscale import AutoscaleConfig, Autoscaler, PoolMetrics, Recommendation
@@ -252,12 +252,9 @@ class Autoscale:
         if self._load is None:
             return
         for pool in self.pools:
-            load, size = self._load.of(pool.connector.role), pool.size
-            ready = min(load.ready, size)  # it may not know yet of what drains
-            metrics = replace(load, ready=ready).metrics(
-                sampled_s=self._sampled_s,
-                parked_requests=self._load.parked_requests,
-                starting=size - ready,
+            size = pool.size
+            metrics = self._load.of(pool.connector.role).metrics(
+                sampled_s=self._sampled_s, parked_requests=self._load.parked_requests, size=size
             )
             found = pool.scaler.step(metrics, now_s)
             self._decided(

@@ -98,10 +98,12 @@ def test_parked_requests_are_passed_on():
 
 def test_a_sample_for_the_autoscaler_has_every_signal():
     load = PoolLoad(role="mixed", ready=2, draining=1, active_requests=5, backlog_s=1.0)
-    sample = load.metrics(sampled_s=9.0, parked_requests=4, starting=3, quota=7)
+    sample = load.metrics(sampled_s=9.0, parked_requests=4, size=5, quota=7)
     assert (sample.sampled_s, sample.ready, sample.starting, sample.draining) == (9.0, 2, 3, 1)
     assert (sample.active_requests, sample.parked_requests, sample.quota) == (5, 4, 7)
     assert (sample.backlog_s, sample.arriving, sample.kv_utilisation) == (1.0, None, None)
+    surplus = load.metrics(sampled_s=9.0, parked_requests=0, size=1)
+    assert (surplus.ready, surplus.starting, surplus.capacity) == (1, 0, 1)
 
 
 # ---- prefill's work

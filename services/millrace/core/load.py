@@ -27,13 +27,18 @@ class PoolLoad:
     contexts: tuple[Context, ...] = ()
 
     def metrics(
-        self, *, sampled_s: float, parked_requests: int, starting: int, quota: int | None = None
+        self, *, sampled_s: float, parked_requests: int, size: int, quota: int | None = None
     ) -> PoolMetrics:
-        """A sample for `Autoscaler.step`, taken at `sampled_s` by the clock of its `now_s`."""
+        """A sample for `Autoscaler.step`, taken at `sampled_s` by the clock of its `now_s`.
+
+        `size`: instances that were asked for and not told to go. Those of them that are not ready
+        start; ready ones beyond it (not cordoned yet, or a rollout's surge) are no capacity.
+        """
+        ready = min(self.ready, size)
         return PoolMetrics(
             sampled_s=sampled_s,
-            ready=self.ready,
-            starting=starting,
+            ready=ready,
+            starting=size - ready,
             draining=self.draining,
             active_requests=self.active_requests,
             parked_requests=parked_requests,

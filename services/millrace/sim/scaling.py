@@ -69,7 +69,7 @@ class Scaling:
         return replace(load, ready=len(ready), draining=len(known) - len(ready)).metrics(
             sampled_s=self._clock.now_s,
             parked_requests=0,
-            starting=len(self._starting[role]) + joining,
+            size=len(ready) + len(self._starting[role]) + joining,
         )
 
     def _known(self, role: str) -> list[PrefillInstance | DecodeInstance]:
