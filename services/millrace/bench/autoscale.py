@@ -28,7 +28,7 @@ def command(  # noqa: PLR0913 - every option of the command line is a parameter
     calm: Annotated[
         float, typer.Option("--calm", min=0.01, help="Load of one instance's capacity.")
     ] = 0.3,
-    peak: Annotated[float, typer.Option("--peak", min=0.01, help="Likewise.")] = 1.3,
+    peak: Annotated[float, typer.Option("--peak", min=0.01, help="Likewise.")] = 1.4,
     calm_s: Annotated[
         float, typer.Option("--calm-s", min=1.0, help="Seconds of the first calm.")
     ] = 15.0,

@@ -62,7 +62,7 @@ class Settings:
     prompt_tokens: int = 768
     output_tokens: int = 8
     threads: int = 1
-    kv_bytes: int = 1 << 28
+    kv_bytes: int = 1 << 30  # room at decode for all that waits: what is scaled is prefill
     seed: int = 0
     scaling: ScalingConfig = field(
         default_factory=lambda: ScalingConfig(
