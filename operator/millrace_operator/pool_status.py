@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
+from millrace.core.autoscale import Recommendation
 from millrace_operator import conditions, manifests
 from millrace_operator.actions import Report
 from millrace_operator.conditions import Condition, seconds, timestamp
@@ -62,7 +63,7 @@ def status(pool: Object, observed: ObservedPool, outcome: Outcome) -> dict[str, 
     serving = _serving(observed.pods, outcome)
     updated = [pod for pod in there if pod.template == outcome.template]
     generation = pool["metadata"].get("generation", 0)
-    advice = observed.recommendation
+    advice = _advice(pool, observed)
     found: dict[str, Any] = {
         "observedGeneration": generation,
         "replicas": len(there),
@@ -125,7 +126,7 @@ def _conditions(
         _progressing(observed, outcome, len(serving)),
         metrics,
         _scaling_active(pool, outcome, metrics),
-        _scaling_limited(observed),
+        _scaling_limited(_advice(pool, observed)),
         _draining(outcome.leaving),
         _degraded(observed.pods, outcome),
     ]
@@ -176,8 +177,16 @@ def _scaling_active(pool: Object, outcome: Outcome, metrics: Condition) -> Condi
     return Condition("ScalingActive", True, "ModeInternal", "the operator sets replicas")
 
 
-def _scaling_limited(observed: ObservedPool) -> Condition:
-    advice = observed.recommendation
+def _advice(pool: Object, observed: ObservedPool) -> Recommendation | None:
+    """The recommendation, without the steps where nobody takes them: it would come and go."""
+    advice, limits = observed.recommendation, pool["spec"]["autoscaling"]
+    if advice is None or limits["mode"] == "Internal" or advice.limited_by != "step":
+        return advice
+    size = min(max(advice.wished, limits["minReplicas"]), limits["maxReplicas"])
+    return replace(advice, replicas=size, limited=False, limited_by="")
+
+
+def _scaling_limited(advice: Recommendation | None) -> Condition:
     if advice is None or not advice.limited:
         return Condition("ScalingLimited", False, "WithinLimits", "")
     reason = _LIMITS.get(advice.limited_by, "Limited")
@@ -213,7 +222,7 @@ def reports(pool: Object, observed: ObservedPool, outcome: Outcome) -> list[Repo
         sizes = f"from {pool['spec']['replicas']} to {scaled.replicas}"
         found.append(Report(reason="Scaled", message=f"{sizes}: {scaled.reason}"))
     last = conditions.by_type(pool.get("status", {}))
-    limited = _scaling_limited(observed)
+    limited = _scaling_limited(_advice(pool, observed))
     if limited.reason == "Quota" and last.get("ScalingLimited", {}).get("reason") != "Quota":
         found.append(Report(reason="QuotaLimited", message=limited.message, warning=True))
     problem = outcome.problem

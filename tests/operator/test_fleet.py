@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from random import Random
 
+import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -51,14 +52,28 @@ def whole(world: FleetWorld) -> None:
     assert world.service["status"]["phase"] == "Ready"
 
 
-@settings(max_examples=25, deadline=None)
-@given(
+WEATHERS = (
     st.integers(0, 2**32),
     st.lists(st.tuples(WEATHER, st.integers(0, 12)), max_size=20),
     st.sampled_from(["Migrate", "Abort", "Wait"]),
     st.sampled_from([0, 1]),
 )
+
+
+@settings(max_examples=6, deadline=None)
+@given(*WEATHERS)
 def test_any_weather(seed, weather, on_timeout, surge):
+    live_through(seed, weather, on_timeout, surge)
+
+
+@pytest.mark.slow
+@settings(max_examples=300, deadline=None)
+@given(*WEATHERS)
+def test_much_weather(seed, weather, on_timeout, surge):
+    live_through(seed, weather, on_timeout, surge)
+
+
+def live_through(seed: int, weather: list, on_timeout: str, surge: int) -> None:
     world = FleetWorld(Random(seed), on_timeout=on_timeout, surge=surge)
     for event, calm_ticks in weather:
         happen(world, event)
@@ -67,3 +82,53 @@ def test_any_weather(seed, weather, on_timeout, surge):
     world.silent_until_s = 0.0
     world.settle()
     whole(world)
+
+
+@settings(max_examples=4, deadline=None)
+@given(
+    st.integers(0, 2**32),
+    st.tuples(st.integers(1, 4), st.integers(1, 4)),
+    st.lists(st.tuples(st.sampled_from(["revision", "template"]), st.integers(1, 15)), max_size=3),
+)
+def test_a_rollout_takes_nothing_from_those_who_ask(seed, sizes, changes):
+    """Without failures, whatever is changed meanwhile: as many serve as are wanted, in pairs."""
+    world = FleetWorld(Random(seed), mode="External", sizes=sizes)
+    world.settle()
+    for number, (what, ticks) in enumerate([*changes, ("revision", 400)]):
+        happen(world, (what, number + 10))
+        for _ in range(ticks):
+            world.tick()
+            serving = {role: world.serving(role) for role in ("prefill", "decode")}
+            assert all(
+                len(pods) >= size for pods, size in zip(serving.values(), sizes, strict=True)
+            )
+            prefill, decode = ({pod.revision for pod in pods} for pods in serving.values())
+            assert prefill & decode
+            if ticks == 400 and rolled_out(world):
+                break
+    world.settle()
+    whole(world)
+
+
+def rolled_out(world: FleetWorld) -> bool:
+    return all(world.progressing(role) == "Settled" for role in ("prefill", "decode"))
+
+
+@settings(max_examples=6, deadline=None)
+@given(
+    st.integers(0, 2**32),
+    st.lists(st.tuples(POOL, st.integers(0, 5), st.integers(0, 30)), min_size=1, max_size=8),
+)
+def test_a_person_scales(seed, sizes):
+    """To any size, at any time: it comes, and nothing that works is cut short."""
+    world = FleetWorld(Random(seed), mode="Off", on_timeout="Wait")
+    for pool, size, ticks in sizes:
+        world.tick()
+        thing = next(p for p in world.pools() if p["metadata"]["name"] == pool)
+        thing["spec"]["replicas"] = size
+        for _ in range(ticks):
+            world.tick()
+    world.settle()
+    for pool in world.pools():
+        pods = [pod for pod in world.pods if pod.pool == pool["metadata"]["name"]]
+        assert len(pods) == pool["spec"]["replicas"]

@@ -165,6 +165,18 @@ def test_otherwise_it_only_recommends(mode):
     assert scene.condition("ScalingActive") == ("False", f"Mode{mode}")
 
 
+def test_steps_that_nobody_takes_do_not_show():
+    """Followed, a recommendation would wait for the next step; here it would come and go."""
+    scene = Scene(autoscaling={"mode": "External"})
+    scene.see(recommendation=advice(5, wished=9))
+    scene.carry_out()
+    assert scene.pool["status"]["desiredReplicas"] == 5
+    scene.see(recommendation=advice(5, wished=20, limited=True, limited_by="step"))
+    scene.carry_out()
+    assert scene.pool["status"]["desiredReplicas"] == 16  # autoscaling.maxReplicas
+    assert scene.condition("ScalingLimited") == ("False", "WithinLimits")
+
+
 def test_limits_show():
     scene = Scene()
     scene.see(recommendation=advice(3, limited=True, limited_by="quota"))

@@ -124,7 +124,7 @@ class FleetWorld:
         """Time passes; the operator does what it finds right, or dies after so many actions."""
         self._pass_time()
         done: list[Action] = []
-        for thing in [self.service, *self._pools()]:
+        for thing in [self.service, *self.pools()]:
             for action in self._decide(thing):
                 if stop_after is not None and len(done) >= stop_after:
                     self.autoscalers.clear()
@@ -133,11 +133,11 @@ class FleetWorld:
                 done.append(action)
         return done
 
-    def _pools(self) -> list[dict[str, Any]]:
+    def pools(self) -> list[dict[str, Any]]:
         return [thing for (kind, _), thing in self.live.items() if kind in KINDS]
 
     def pool(self, role: str) -> dict[str, Any]:
-        return next(p for p in self._pools() if KINDS[p["kind"]].role == role)
+        return next(p for p in self.pools() if KINDS[p["kind"]].role == role)
 
     def _decide(self, thing: dict[str, Any]) -> list[Action]:
         if thing["kind"] == "ModelService":
@@ -161,7 +161,7 @@ class FleetWorld:
                     updated_ready=other.get("status", {}).get("updatedReadyReplicas", 0),
                     serving=frozenset(other.get("status", {}).get("servingRevisions", ())),
                 )
-                for other in self._pools()
+                for other in self.pools()
                 if other is not thing
             ),
             metrics=metrics,
@@ -288,7 +288,7 @@ class FleetWorld:
         assert drained_s >= DRAIN_S, f"{pod.name} has work, and drains for {drained_s} s only"
 
     def pool_of(self, pod: Node) -> dict[str, Any]:
-        return next(p for p in self._pools() if p["metadata"]["name"] == pod.pool)
+        return next(p for p in self.pools() if p["metadata"]["name"] == pod.pool)
 
     def _check_capacity(self, pod: Node) -> None:
         """A rollout takes no capacity: enough others serve when an instance is taken out."""
@@ -303,7 +303,7 @@ class FleetWorld:
         """Some revision stays with all pools, as far as their statuses tell, if one was."""
         left = {p.revision for p in self._of(pod.pool) if p.serves and p is not pod}
         common = left | {pod.revision}
-        for other in self._pools():
+        for other in self.pools():
             if other is not pool and other["spec"]["replicas"]:
                 common &= set(other["status"].get("servingRevisions", ()))
         assert not (left and common) or common & left, f"{pod.name} breaks the last pair"
