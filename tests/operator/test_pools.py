@@ -5,113 +5,18 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
-import jsonschema
 import pytest
 
-from millrace.core.autoscale import PoolMetrics, Recommendation
 from millrace_operator.actions import (
-    Apply,
     Cordon,
-    Delete,
     Evict,
-    Report,
     SetReplicas,
-    SetStatus,
 )
 from millrace_operator.conditions import by_type, timestamp
-from millrace_operator.observed import Instance, ObservedPool, Peer, Pod
+from millrace_operator.observed import ObservedPool
 from millrace_operator.reconcile import reconcile_pool
-from support.custom_resources import DEFAULTS, SCHEMAS, model_service, pool
-
-NOW_S = 10_000.0
-NAME = "chat-decode"
-CALM = PoolMetrics(sampled_s=NOW_S, ready=3, active_requests=4, kv_utilisation=0.512)
-
-
-def advice(replicas: int, **more: Any) -> Recommendation:
-    return Recommendation(replicas=replicas, reason="KV in use", **more)
-
-
-class Scene:
-    """A pool of `size` ready instances that hold nothing, as an earlier pass left it."""
-
-    def __init__(self, size: int = 3, **spec: Any) -> None:
-        self.pool = pool(replicas=size, **spec)
-        self.service = model_service()
-        self.observed = ObservedPool(
-            service=self.service, metrics=CALM, recommendation=advice(size), now_s=NOW_S
-        )
-        for action in self.look():
-            if isinstance(action, Apply):
-                manifest = dict(action.manifest)
-                self.observed.live[manifest["kind"], NAME] = manifest  # type: ignore[index]
-            if isinstance(action, SetStatus):
-                self.pool["status"] = dict(action.status)
-        labels = self.template["metadata"]["labels"]
-        pods = tuple(
-            Pod(
-                name=f"{NAME}-{n}",
-                uid=f"u{n}",
-                ordinal=n,
-                template=labels["millrace.dev/template"],
-                revision=labels["millrace.dev/revision"],
-                ready=True,
-            )
-            for n in range(size)
-        )
-        self.see(pods=pods, instances={p.name: held(p, 0) for p in pods})
-        self.carry_out()
-
-    @property
-    def template(self) -> dict[str, Any]:
-        return self.observed.live["StatefulSet", NAME]["spec"]["template"]
-
-    def see(self, **what: Any) -> None:
-        self.observed = replace(self.observed, **what)
-
-    def look(self) -> list[Any]:
-        return reconcile_pool(self.pool, self.observed, DEFAULTS)
-
-    def carry_out(self) -> list[Any]:
-        """What a pass does, with the status and the cordons carried out."""
-        actions = self.look()
-        for action in actions:
-            if isinstance(action, SetStatus):
-                self.pool["status"] = dict(action.status)
-                jsonschema.validate(self.pool, SCHEMAS[self.pool["kind"]])
-            if isinstance(action, Cordon):
-                known = self.observed.instances[action.instance_id]
-                self.knows(action.instance_id, replace(known, cordoned=action.cordoned))
-        return actions
-
-    def knows(self, name: str, instance: Instance) -> None:
-        self.see(instances={**(self.observed.instances or {}), name: instance})
-
-    def pod(self, ordinal: int, **what: Any) -> None:
-        pods = [replace(p, **what) if p.ordinal == ordinal else p for p in self.observed.pods]
-        self.see(pods=tuple(pods))
-
-    def condition(self, kind: str) -> tuple[str, str]:
-        found = by_type(self.pool["status"])[kind]
-        return found["status"], found["reason"]
-
-
-def held(pod: Pod, requests: int, *, cordoned: bool = False) -> Instance:
-    return Instance(id=pod.name, cordoned=cordoned, held_requests=requests)
-
-
-def kinds(actions: list[Any]) -> list[str]:
-    return [type(action).__name__ for action in actions]
-
-
-def size(actions: list[Any]) -> int | None:
-    """That a StatefulSet is given."""
-    found = [a.manifest for a in actions if isinstance(a, Apply)]
-    return next((m["spec"]["replicas"] for m in found if m["kind"] == "StatefulSet"), None)
-
-
-def reasons(actions: list[Any]) -> list[str]:
-    return [action.reason for action in actions if isinstance(action, Report)]
+from support.custom_resources import DEFAULTS, model_service, pool
+from support.pool_scene import CALM, NAME, NOW_S, Scene, advice, held, kinds, reasons, size
 
 
 def test_a_calm_pool_is_left_alone():
@@ -316,102 +221,6 @@ def test_zero():
     assert size(scene.carry_out()) == 0
     scene.see(pods=())
     assert scene.condition("Available") == ("True", "ScaledToZero")
-
-
-# ---- rollouts
-
-
-def old(scene: Scene, *, revision: str = "") -> None:
-    """All pods are of an earlier template."""
-    for pod in scene.observed.pods:
-        scene.pod(pod.ordinal, template="old", revision=revision or pod.revision)
-
-
-def new_pod(scene: Scene, ordinal: int, *, ready: bool = True) -> None:
-    labels = scene.template["metadata"]["labels"]
-    made = Pod(
-        name=f"{NAME}-{ordinal}",
-        uid=f"new{ordinal}",
-        ordinal=ordinal,
-        template=labels["millrace.dev/template"],
-        revision=labels["millrace.dev/revision"],
-        ready=ready,
-    )
-    others = [p for p in scene.observed.pods if p.ordinal != ordinal]
-    scene.see(pods=tuple(sorted([*others, made], key=lambda p: p.ordinal)))
-    scene.knows(made.name, held(made, 0))
-
-
-def test_a_rollout_surges_replaces_one_by_one_and_ends():
-    scene = Scene(2)
-    old(scene)
-    actions = scene.carry_out()
-    assert size(actions) == 3
-    assert reasons(actions) == ["RolloutStarted"]
-    scene.observed.live["StatefulSet", NAME]["spec"]["replicas"] = 3
-    new_pod(scene, 2, ready=False)
-    assert not any(isinstance(a, Cordon) for a in scene.carry_out())
-    new_pod(scene, 2)
-    for ordinal in (1, 0):
-        cordons = [a for a in scene.carry_out() if isinstance(a, Cordon)]
-        assert cordons == [Cordon(instance_id=f"{NAME}-{ordinal}", cordoned=True)]
-        (delete,) = [a for a in scene.carry_out() if isinstance(a, Delete)]
-        assert delete == Delete(
-            api_version="v1", kind="Pod", name=f"{NAME}-{ordinal}", uid=f"u{ordinal}"
-        )
-        new_pod(scene, ordinal, ready=False)
-        scene.carry_out()
-        assert scene.condition("Progressing") == ("True", "RollingOut")
-        new_pod(scene, ordinal)
-    actions = scene.carry_out()
-    assert reasons(actions) == ["RolloutFinished", "Draining"]
-    assert size(scene.carry_out()) == 2
-
-
-def test_without_surge_an_old_one_goes_first():
-    scene = Scene(2, rollout={"maxSurge": 0})
-    old(scene)
-    actions = scene.carry_out()
-    assert size(actions) is None
-    assert [a.instance_id for a in actions if isinstance(a, Cordon)] == [f"{NAME}-1"]
-
-
-def test_an_old_one_that_never_started_is_replaced_at_once():
-    scene = Scene(2)
-    old(scene)
-    scene.pod(0, ready=False, trouble="ImagePullBackOff: no such image")
-    known = dict(scene.observed.instances)
-    del known[f"{NAME}-0"]
-    scene.see(instances=known)
-    deletes = [a.name for a in scene.carry_out() if isinstance(a, Delete)]
-    assert deletes == [f"{NAME}-0"]
-
-
-@pytest.mark.parametrize(
-    "peer, goes",
-    [
-        ({"revision": "other"}, False),  # has not heard of the change
-        ({"updated_ready": 0}, False),
-        ({"updated_ready": 1}, True),  # a third each
-        ({"updated_ready": 1, "replicas": 6}, False),  # only a sixth
-        ({"updated_ready": 0, "replicas": 0}, True),  # sleeps
-    ],
-)
-def test_a_new_revision_comes_in_pairs(peer, goes):
-    scene = Scene(3)
-    revision = scene.observed.pods[0].revision
-    old(scene, revision="r1")
-    scene.carry_out()
-    scene.observed.live["StatefulSet", NAME]["spec"]["replicas"] = 4
-    new_pod(scene, 3)
-    known = {"revision": revision, "replicas": 3, "updated_ready": 1, **peer}
-    both = frozenset({"r1", revision})
-    scene.see(peers=(Peer(kind="PrefillGroup", name="chat-prefill", serving=both, **known),))
-    actions = scene.carry_out()
-    assert any(isinstance(a, Cordon) for a in actions) == goes
-    if not goes:
-        message = by_type(scene.pool["status"])["Progressing"]["message"]
-        assert message == "1 of 3 are replaced; chat-prefill has to come as far first"
 
 
 # ---- what stops everything

@@ -1,0 +1,106 @@
+"""New templates and new revisions, pass by pass."""
+
+from __future__ import annotations
+
+import pytest
+
+from millrace_operator.actions import (
+    Cordon,
+    Delete,
+)
+from millrace_operator.conditions import by_type
+from millrace_operator.observed import Peer, Pod
+from support.pool_scene import NAME, Scene, held, reasons, size
+
+
+def old(scene: Scene, *, revision: str = "") -> None:
+    """All pods are of an earlier template."""
+    for pod in scene.observed.pods:
+        scene.pod(pod.ordinal, template="old", revision=revision or pod.revision)
+
+
+def new_pod(scene: Scene, ordinal: int, *, ready: bool = True) -> None:
+    labels = scene.template["metadata"]["labels"]
+    made = Pod(
+        name=f"{NAME}-{ordinal}",
+        uid=f"new{ordinal}",
+        ordinal=ordinal,
+        template=labels["millrace.dev/template"],
+        revision=labels["millrace.dev/revision"],
+        ready=ready,
+    )
+    others = [p for p in scene.observed.pods if p.ordinal != ordinal]
+    scene.see(pods=tuple(sorted([*others, made], key=lambda p: p.ordinal)))
+    scene.knows(made.name, held(made, 0))
+
+
+def test_a_rollout_surges_replaces_one_by_one_and_ends():
+    scene = Scene(2)
+    old(scene)
+    actions = scene.carry_out()
+    assert size(actions) == 3
+    assert reasons(actions) == ["RolloutStarted"]
+    scene.observed.live["StatefulSet", NAME]["spec"]["replicas"] = 3
+    new_pod(scene, 2, ready=False)
+    assert not any(isinstance(a, Cordon) for a in scene.carry_out())
+    new_pod(scene, 2)
+    for ordinal in (1, 0):
+        cordons = [a for a in scene.carry_out() if isinstance(a, Cordon)]
+        assert cordons == [Cordon(instance_id=f"{NAME}-{ordinal}", cordoned=True)]
+        (delete,) = [a for a in scene.carry_out() if isinstance(a, Delete)]
+        assert delete == Delete(
+            api_version="v1", kind="Pod", name=f"{NAME}-{ordinal}", uid=f"u{ordinal}"
+        )
+        new_pod(scene, ordinal, ready=False)
+        scene.carry_out()
+        assert scene.condition("Progressing") == ("True", "RollingOut")
+        new_pod(scene, ordinal)
+    actions = scene.carry_out()
+    assert reasons(actions) == ["RolloutFinished", "Draining"]
+    assert size(scene.carry_out()) == 2
+
+
+def test_without_surge_an_old_one_goes_first():
+    scene = Scene(2, rollout={"maxSurge": 0})
+    old(scene)
+    actions = scene.carry_out()
+    assert size(actions) is None
+    assert [a.instance_id for a in actions if isinstance(a, Cordon)] == [f"{NAME}-1"]
+
+
+def test_an_old_one_that_never_started_is_replaced_at_once():
+    scene = Scene(2)
+    old(scene)
+    scene.pod(0, ready=False, trouble="ImagePullBackOff: no such image")
+    known = dict(scene.observed.instances)
+    del known[f"{NAME}-0"]
+    scene.see(instances=known)
+    deletes = [a.name for a in scene.carry_out() if isinstance(a, Delete)]
+    assert deletes == [f"{NAME}-0"]
+
+
+@pytest.mark.parametrize(
+    "peer, goes",
+    [
+        ({"revision": "other"}, False),  # has not heard of the change
+        ({"updated_ready": 0}, False),
+        ({"updated_ready": 1}, True),  # a third each
+        ({"updated_ready": 1, "replicas": 6}, False),  # only a sixth
+        ({"updated_ready": 0, "replicas": 0}, True),  # sleeps
+    ],
+)
+def test_a_new_revision_comes_in_pairs(peer, goes):
+    scene = Scene(3)
+    revision = scene.observed.pods[0].revision
+    old(scene, revision="r1")
+    scene.carry_out()
+    scene.observed.live["StatefulSet", NAME]["spec"]["replicas"] = 4
+    new_pod(scene, 3)
+    known = {"revision": revision, "replicas": 3, "updated_ready": 1, **peer}
+    both = frozenset({"r1", revision})
+    scene.see(peers=(Peer(kind="PrefillGroup", name="chat-prefill", serving=both, **known),))
+    actions = scene.carry_out()
+    assert any(isinstance(a, Cordon) for a in actions) == goes
+    if not goes:
+        message = by_type(scene.pool["status"])["Progressing"]["message"]
+        assert message == "1 of 3 are replaced; chat-prefill has to come as far first"

@@ -1,0 +1,110 @@
+"""A pool and what is observed round it, one pass of the operator at a time."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import jsonschema
+
+from millrace.core.autoscale import PoolMetrics, Recommendation
+from millrace_operator.actions import (
+    Apply,
+    Cordon,
+    Report,
+    SetStatus,
+)
+from millrace_operator.conditions import by_type
+from millrace_operator.observed import Instance, ObservedPool, Pod
+from millrace_operator.reconcile import reconcile_pool
+from support.custom_resources import DEFAULTS, SCHEMAS, model_service, pool
+
+NOW_S = 10_000.0
+NAME = "chat-decode"
+CALM = PoolMetrics(sampled_s=NOW_S, ready=3, active_requests=4, kv_utilisation=0.512)
+
+
+def advice(replicas: int, **more: Any) -> Recommendation:
+    return Recommendation(replicas=replicas, reason="KV in use", **more)
+
+
+class Scene:
+    """A pool of `size` ready instances that hold nothing, as an earlier pass left it."""
+
+    def __init__(self, size: int = 3, **spec: Any) -> None:
+        self.pool = pool(replicas=size, **spec)
+        self.service = model_service()
+        self.observed = ObservedPool(
+            service=self.service, metrics=CALM, recommendation=advice(size), now_s=NOW_S
+        )
+        for action in self.look():
+            if isinstance(action, Apply):
+                manifest = dict(action.manifest)
+                self.observed.live[manifest["kind"], NAME] = manifest  # type: ignore[index]
+            if isinstance(action, SetStatus):
+                self.pool["status"] = dict(action.status)
+        labels = self.template["metadata"]["labels"]
+        pods = tuple(
+            Pod(
+                name=f"{NAME}-{n}",
+                uid=f"u{n}",
+                ordinal=n,
+                template=labels["millrace.dev/template"],
+                revision=labels["millrace.dev/revision"],
+                ready=True,
+            )
+            for n in range(size)
+        )
+        self.see(pods=pods, instances={p.name: held(p, 0) for p in pods})
+        self.carry_out()
+
+    @property
+    def template(self) -> dict[str, Any]:
+        return self.observed.live["StatefulSet", NAME]["spec"]["template"]
+
+    def see(self, **what: Any) -> None:
+        self.observed = replace(self.observed, **what)
+
+    def look(self) -> list[Any]:
+        return reconcile_pool(self.pool, self.observed, DEFAULTS)
+
+    def carry_out(self) -> list[Any]:
+        """What a pass does, with the status and the cordons carried out."""
+        actions = self.look()
+        for action in actions:
+            if isinstance(action, SetStatus):
+                self.pool["status"] = dict(action.status)
+                jsonschema.validate(self.pool, SCHEMAS[self.pool["kind"]])
+            if isinstance(action, Cordon):
+                known = self.observed.instances[action.instance_id]
+                self.knows(action.instance_id, replace(known, cordoned=action.cordoned))
+        return actions
+
+    def knows(self, name: str, instance: Instance) -> None:
+        self.see(instances={**(self.observed.instances or {}), name: instance})
+
+    def pod(self, ordinal: int, **what: Any) -> None:
+        pods = [replace(p, **what) if p.ordinal == ordinal else p for p in self.observed.pods]
+        self.see(pods=tuple(pods))
+
+    def condition(self, kind: str) -> tuple[str, str]:
+        found = by_type(self.pool["status"])[kind]
+        return found["status"], found["reason"]
+
+
+def held(pod: Pod, requests: int, *, cordoned: bool = False) -> Instance:
+    return Instance(id=pod.name, cordoned=cordoned, held_requests=requests)
+
+
+def kinds(actions: list[Any]) -> list[str]:
+    return [type(action).__name__ for action in actions]
+
+
+def size(actions: list[Any]) -> int | None:
+    """That a StatefulSet is given."""
+    found = [a.manifest for a in actions if isinstance(a, Apply)]
+    return next((m["spec"]["replicas"] for m in found if m["kind"] == "StatefulSet"), None)
+
+
+def reasons(actions: list[Any]) -> list[str]:
+    return [action.reason for action in actions if isinstance(action, Report)]
