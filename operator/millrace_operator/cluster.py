@@ -192,7 +192,7 @@ class Cluster:
         children[applied["metadata"]["uid"]] = _asked(applied)
 
     async def _report(self, obj: Object, report: Report) -> None:
-        """Posts an Event, unless the same one was posted lately."""
+        """Posts an Event, unless the same one was posted lately. What fails is only logged."""
         meta, now_s = obj["metadata"], time.monotonic()
         event = (meta["uid"], report.reason, report.message)
         self._posted = {e: at_s for e, at_s in self._posted.items() if now_s - at_s < EVENT_S}
@@ -200,30 +200,27 @@ class Cluster:
             return
         self._posted[event] = now_s
         now = datetime.now(UTC).isoformat(timespec="microseconds").replace("+00:00", "Z")
-        await self._kube.create(
-            {
-                "apiVersion": RESOURCES["Event"].api_version,
-                "kind": "Event",
-                "metadata": {
-                    "name": f"{meta['name']}.{uuid.uuid4().hex[:16]}",
-                    "namespace": meta["namespace"],
-                },
-                "eventTime": now,
-                "type": "Warning" if report.warning else "Normal",
-                "reason": report.reason,
-                "action": "Reconcile",
-                "note": report.message[:1024],
-                "reportingController": f"millrace.dev/{OPERATOR}",
-                "reportingInstance": self._parts.identity,
-                "regarding": {
-                    "apiVersion": obj["apiVersion"],
-                    "kind": obj["kind"],
-                    "name": meta["name"],
-                    "namespace": meta["namespace"],
-                    "uid": meta["uid"],
-                },
-            }
-        )
+        about = {name: meta[name] for name in ("name", "namespace", "uid")}
+        manifest = {
+            "apiVersion": RESOURCES["Event"].api_version,
+            "kind": "Event",
+            "metadata": {
+                "name": f"{meta['name']}.{uuid.uuid4().hex[:16]}",
+                "namespace": meta["namespace"],
+            },
+            "eventTime": now,
+            "type": "Warning" if report.warning else "Normal",
+            "reason": report.reason,
+            "action": "Reconcile",
+            "note": report.message[:1024],
+            "reportingController": f"millrace.dev/{OPERATOR}",
+            "reportingInstance": self._parts.identity,
+            "regarding": {"apiVersion": obj["apiVersion"], "kind": obj["kind"], **about},
+        }
+        try:
+            await self._kube.create(manifest)
+        except MillraceError as error:
+            log.warning("an Event was not posted: %s", error)
 
     async def _pools(self, namespace: str, service: str) -> list[dict[str, Any]]:
         """All pools of a service, its own and others that refer to it."""
@@ -314,6 +311,7 @@ def _peer(pool: Object) -> Peer:
         revision=status.get("revision", ""),
         replicas=pool["spec"].get("replicas", 1),
         updated_ready=status.get("updatedReadyReplicas", 0),
+        serving=frozenset(status.get("servingRevisions", ())),
     )
 
 

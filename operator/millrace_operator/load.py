@@ -26,7 +26,7 @@ from millrace_operator.observed import Instance
 INSTANCES_FRESH_S = 1.0
 
 #: A scheduler that did not answer is left alone so long, and whoever asks gets its last answer.
-SILENCE_S = 3.0
+SILENCE_S = 5.0
 
 T = TypeVar("T")
 

@@ -62,7 +62,7 @@ class WorkQueue:
         self,
         reconcile: Callable[[Key], Awaitable[float | None]],
         *,
-        workers: int = 8,
+        workers: int = 16,
         pace: Pace | None = None,
         spread: Callable[[], float] = random.random,
     ) -> None:

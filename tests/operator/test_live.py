@@ -76,6 +76,11 @@ def told(cluster: KubeEmulator) -> tuple[str, str]:
     return status["prefillReady"], status["decodeReady"]
 
 
+def why(cluster: KubeEmulator) -> str:
+    """What the decode pool was scaled for last."""
+    return cluster.find("DecodePool", "chat-decode")["status"]["lastScaleReason"]
+
+
 async def resize(cluster: KubeEmulator, replicas: int) -> None:
     """As `kubectl scale` does."""
     await cluster.edit("DecodePool", "chat-decode", lambda o: o["spec"].update(replicas=replicas))
@@ -233,7 +238,6 @@ async def test_without_its_scheduler_nothing_leaves(cluster: KubeEmulator):
 async def test_parked_requests_wake_a_pool_that_sleeps(cluster: KubeEmulator, net: Net):
     zero = {"minReplicas": 0, "intervalSeconds": 1, "scaleToZero": {"enabled": True}}
     asleep = {"replicas": 0, "autoscaling": zero}
-    cluster.ready_pods = lambda name: False  # the pool's first is gone before it serves
     await cluster.make(chat(prefill=asleep, decode=asleep))
     async with operator(cluster, scheduler=net.address) as running:
         await cluster.until(lambda: size(cluster) == 0)
@@ -241,8 +245,7 @@ async def test_parked_requests_wake_a_pool_that_sleeps(cluster: KubeEmulator, ne
         parks = scheduler_pb2.ProxyLoad(parked_requests=3)
         await proxy.call.write(scheduler_pb2.ProxyMessage(load=parks))
         await cluster.until(lambda: size(cluster) == 1 and size(cluster, "chat-prefill") == 1)
-        pool = cluster.find("DecodePool", "chat-decode")
-        assert "3 parked requests" in pool["status"]["recommendationReason"]
+        await cluster.until(lambda: why(cluster) == "3 parked requests")
         scale = "/apis/millrace.dev/v1alpha1/namespaces/default/decodepools/chat-decode/scale"
         assert ("PATCH", scale, "millrace-autoscaler") in cluster.writes
         assert total(running, "millrace_operator_scale_changes_total", direction="up") >= 2

@@ -30,6 +30,9 @@ from millrace_operator.kube import RESOURCES
 
 CRDS = Path(__file__).parents[2] / "charts/millrace/crds"
 
+CONFLICT = KubernetesError(status=409, reason="Conflict")
+NOT_FOUND = KubernetesError(status=404, reason="NotFound")
+
 Object = dict[str, Any]
 
 
@@ -91,15 +94,6 @@ class KubeEmulator(KubernetesEmulator):
         change(obj)
         return await self._put(obj)
 
-    async def pod_ready(self, name: str, *, ready: bool = True) -> None:
-        """The kubelet's word on a pod."""
-        status = "True" if ready else "False"
-        pod = await self.edit(
-            "Pod", name, lambda p: p["status"]["conditions"][0].update(status=status)
-        )
-        owner = pod["metadata"]["ownerReferences"][0]["name"]
-        await self._control(self._store["StatefulSet", "default", owner])
-
     async def remove(self, kind: str, name: str) -> None:
         """As `kubectl delete` does."""
         await self._delete((kind, "default", name))
@@ -133,17 +127,16 @@ class KubeEmulator(KubernetesEmulator):
         if request.action == kmock.action.LIST and not discovery:
             return aiohttp.web.json_response(self._listed(request))  # kmock's own way is slow
         if request.action == kmock.action.FETCH:
-            key = (self._kind(request), request.namespace or "", request.name or "")
-            return aiohttp.web.json_response(self._get(key))
+            return aiohttp.web.json_response(self._get(self._key(request)))
         if request.method == "GET" or discovery:
             return await super()._handle(request)
-        self.writes.append(
-            (str(request.method.value), request.url.path, request.params.get("fieldManager", ""))
-        )
+        manager = request.params.get("fieldManager", "")
+        self.writes.append((str(request.method.value), request.url.path, manager))
         return aiohttp.web.json_response(await self._write(request))
 
     def _listed(self, request: Request) -> Object:
-        self._known(request)
+        if request.resource not in self.resources:
+            raise NOT_FOUND
         chosen = [obj for obj in self.all(self._kind(request)) if _chosen(request, obj)]
         begin = int(request.params.get("continue") or 0)
         end = begin + int(request.params.get("limit") or len(chosen))
@@ -169,21 +162,20 @@ class KubeEmulator(KubernetesEmulator):
 
     async def _write(self, request: Request) -> Object:
         data: Object = copy.deepcopy(request.data or {})
-        kind, name = self._kind(request), request.name or data.get("metadata", {}).get("name", "")
-        key = (kind, request.namespace or "", name)
+        key = self._key(request)
         if request.method == "DELETE":
             uid = data.get("preconditions", {}).get("uid")
-            if uid and self._get(key)["metadata"]["uid"] != uid:
-                raise KubernetesError(status=409, reason="Conflict")
+            if uid not in (None, self._get(key)["metadata"]["uid"]):
+                raise CONFLICT
             return await self._delete(key)
         if request.method == "POST":
             if key in self._store:
-                raise KubernetesError(status=409, reason="AlreadyExists")
+                raise CONFLICT
             return await self._put(self._new(data))
         if request.method == "PUT":
             version = data["metadata"].get("resourceVersion")
             if version not in (None, self._get(key)["metadata"]["resourceVersion"]):
-                raise KubernetesError(status=409, reason="Conflict")
+                raise CONFLICT
             return await self._put(data)
         return await self._patch(request, key, data)
 
@@ -192,7 +184,7 @@ class KubeEmulator(KubernetesEmulator):
         apply = "apply-patch" in request.headers.get("Content-Type", "")
         if old is None:
             if not apply or request.subresource:
-                raise KubernetesError(status=404, reason="NotFound")
+                raise NOT_FOUND
             new = self._new(data)
             manager = (new["metadata"]["uid"], request.params["fieldManager"])
             self._applied[manager] = data
@@ -203,7 +195,7 @@ class KubeEmulator(KubernetesEmulator):
             return await self._put(new)
         uid = data["metadata"].get("uid", old["metadata"]["uid"])
         if uid != old["metadata"]["uid"]:
-            raise KubernetesError(status=409, reason="Conflict")
+            raise CONFLICT
         manager = (uid, f"{request.params['fieldManager']}{request.subresource or ''}")
         part = ("status",) if request.subresource else tuple(k for k in data if k != "status")
         data = {name: value for name, value in data.items() if name in part}
@@ -218,13 +210,13 @@ class KubeEmulator(KubernetesEmulator):
         assert request.resource is not None
         return self.resources[request.resource].kind or ""
 
-    def _known(self, request: Request) -> None:
-        if request.resource not in self.resources:
-            raise KubernetesError(status=404, reason="NotFound")
+    def _key(self, request: Request) -> tuple[str, str, str]:
+        name = request.name or (request.data or {}).get("metadata", {}).get("name", "")
+        return self._kind(request), request.namespace or "", name
 
     def _get(self, key: tuple[str, str, str]) -> Object:
         if key not in self._store:
-            raise KubernetesError(status=404, reason="NotFound")
+            raise NOT_FOUND
         return self._store[key]
 
     def _new(self, manifest: Object) -> Object:
@@ -282,29 +274,26 @@ class KubeEmulator(KubernetesEmulator):
             await self._stateful_set(obj)
         elif obj["kind"] == "Deployment":
             count = obj["spec"].get("replicas", 1)
-            status = dict.fromkeys(("replicas", "readyReplicas", "updatedReplicas"), count)
-            status |= {"availableReplicas": count}
-            status |= {"observedGeneration": obj["metadata"]["generation"]}
+            status = {"replicas": count, "readyReplicas": count, "availableReplicas": count}
             await self._put({**obj, "status": status})
 
     async def _stateful_set(self, obj: Object) -> None:
         name, namespace = obj["metadata"]["name"], obj["metadata"]["namespace"]
-        wanted = {f"{name}-{n}": n for n in range(obj["spec"].get("replicas", 1))}
+        wanted = {f"{name}-{n}" for n in range(obj["spec"].get("replicas", 1))}
         owned = {
             pod["metadata"]["name"]: pod
             for pod in self.all("Pod")
             if pod["metadata"]["ownerReferences"][0]["uid"] == obj["metadata"]["uid"]
         }
-        for pod_name in owned.keys() - wanted.keys():
+        for pod_name in owned.keys() - wanted:
             await self._delete(("Pod", namespace, pod_name))
-        for pod_name in wanted.keys() - owned.keys():
+        for pod_name in wanted - owned.keys():
             await self.make(_pod(pod_name, obj, ready=self.ready_pods(pod_name)))
         ready = [pod for pod in self.all("Pod") if pod["metadata"]["name"] in wanted]
         count = sum(_is_ready(pod) for pod in ready)
         if ("StatefulSet", namespace, name) in self._store:
             current = self._store["StatefulSet", namespace, name]
             status = {"replicas": len(wanted), "readyReplicas": count}
-            status |= {"observedGeneration": current["metadata"]["generation"]}
             await self._put({**current, "status": status})
 
 
