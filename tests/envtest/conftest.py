@@ -4,15 +4,17 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator, Iterator
+from typing import Any
 
 import pytest
+import yaml
 
 from support.control_plane import ControlPlane, Unavailable, control_plane
 from support.custom_objects import crds
 from support.kube_api import Api, Object, condition, eventually
 from support.operator_process import OperatorProcess
 from support.operator_world import World
-from support.releases import OPERATOR_ONLY, helm_of
+from support.releases import OPERATOR_ONLY, PENDING, helm_of
 from support.scheduler_peers import quick, scheduler
 from support.stand_in_nodes import StandInNodes
 
@@ -62,10 +64,16 @@ def nodes(plane: ControlPlane, namespace: str) -> Iterator[StandInNodes]:
 
 
 @pytest.fixture
-def release(plane: ControlPlane, namespace: str) -> Iterator[None]:
+def operator_values(namespace: str) -> dict[str, Any]:
+    """Values of `release`: an operator that leaves other tests' leavings alone."""
+    return {"operator": {**PENDING["operator"], "watchNamespaces": [namespace]}}
+
+
+@pytest.fixture
+def release(plane: ControlPlane, namespace: str, operator_values: dict[str, Any]) -> Iterator[None]:
     """The chart as the release `llm` without a model: the operator's rights and Deployment."""
     with helm_of(plane, namespace) as (config, chart):
-        config.install(chart, "llm", dict(OPERATOR_ONLY))
+        config.install(chart, "llm", {**OPERATOR_ONLY, **operator_values})
         yield
         config.uninstall("llm", ignore_not_found=True)
 
@@ -113,9 +121,13 @@ def _established(api: Api, crd: Object) -> bool:
 
 @pytest.hookimpl(wrapper=True)
 def pytest_runtest_makereport(item: pytest.Item) -> Iterator[None]:
-    """Says where the logs of a failed test's servers are."""
+    """Says where the logs of a failed test's servers are, and what the operator did."""
     report = yield
-    plane = getattr(item, "funcargs", {}).get("plane")
-    if report.failed and isinstance(plane, ControlPlane):
-        report.sections.append(("control plane", f"logs: {plane.folder}"))
+    given = getattr(item, "funcargs", {})
+    if report.failed and isinstance(given.get("plane"), ControlPlane):
+        report.sections.append(("control plane", f"logs: {given['plane'].folder}"))
+    if report.failed and isinstance(given.get("world"), World):
+        world = given["world"]
+        report.sections.append(("operator", world.operator.log.read_text()[-4000:]))
+        report.sections.append(("objects", yaml.safe_dump(world.states())))
     return report

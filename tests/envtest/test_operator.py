@@ -13,7 +13,7 @@ import pytest
 from millrace.wire.scheduler_client import get_instances
 from support.custom_objects import VERSION
 from support.kube_api import WAIT_S, Object, condition, soon
-from support.operator_world import World
+from support.operator_world import World, answer
 from support.scheduler_peers import spec
 
 CHILDREN = {
@@ -70,32 +70,26 @@ async def test_a_service_gets_its_children_and_then_peace(world: World) -> None:
     assert "finalizers" not in service["metadata"]
 
 
-async def test_an_operator_with_nothing_to_do_writes_nothing(world: World, audit: None) -> None:
+async def test_an_operator_with_nothing_to_do_writes_nothing(audit: None, world: World) -> None:
     await world.serve()
     await at_rest(world)
 
 
 async def at_rest(world: World) -> None:
-    """The operator goes on looking, and has nothing to write."""
-    looks_before, writes_before = await soon(lambda: calls(world))
-
-    def looked_on() -> bool:
-        looks, _ = calls(world)
-        return looks > looks_before + 60  # some rounds
-
-    await soon(looked_on, 40.0)
-    assert calls(world)[1] == writes_before
+    """The operator goes on looking, and has nothing to write for some rounds."""
+    await soon(lambda: looks_since_write(world) > 60, 40.0, what="at rest")
 
 
-def calls(world: World) -> tuple[int, list[str]]:
-    """How often the operator has read so far, and what it has written (but for its lease)."""
-    made = [
-        call
+def looks_since_write(world: World) -> int:
+    """How often the operator has read since it last wrote (but for its lease)."""
+    verbs = [
+        call["verb"]
         for call in world.plane.calls_of(world.namespace, "llm-operator")
         if call["objectRef"].get("resource") != "leases"
     ]
-    writes = [call["requestURI"] for call in made if call["verb"] not in ("get", "list", "watch")]
-    return len(made) - len(writes), writes
+    return next(
+        (at for at, verb in enumerate(reversed(verbs)) if verb not in ("get", "list", "watch")), 0
+    )
 
 
 async def test_what_somebody_spoils_is_mended(world: World) -> None:
@@ -125,7 +119,7 @@ async def test_a_person_scales_and_gitops_does_not_undo_it(world: World) -> None
     assert world.service()["status"]["prefillReady"] == "3/3"
 
 
-async def test_an_hpa_drives_a_pool(world: World, controllers: None) -> None:
+async def test_an_hpa_drives_a_pool(controllers: None, world: World) -> None:
     external = {"autoscaling": {"mode": "External", "intervalSeconds": 1}}
     await world.serve(prefill=external)
     hpa = {
@@ -181,10 +175,7 @@ async def test_scale_in_waits_for_what_an_instance_holds(world: World) -> None:
             await asyncio.sleep(0.05)
     assert stateful_set(world, "chat-decode")["spec"]["replicas"] == 2
     assert "deletionTimestamp" not in world.pods("DecodePool")["chat-decode-1"]["metadata"]
-    await prefill.computed("r")
-    await prefill.released("r")
-    await leaving.decoding("r")
-    await leaving.finished("r")
+    await answer("r", prefill, leaving)
     await soon(lambda: world.pods("DecodePool").keys() == {"chat-decode-0"}, what="pods")
     await world.settled()
     assert "draining" not in world.pool("DecodePool")["status"]
@@ -203,6 +194,31 @@ async def test_a_drain_that_takes_too_long_evicts(
         pass
     assert command.drain.abort == abort
     assert "chat-decode-1" in world.pods("DecodePool")
-    await leaving.finished("r")
-    await prefill.released("r")
+    await answer("r", prefill, leaving)
     await soon(lambda: world.pods("DecodePool").keys() == {"chat-decode-0"}, what="pods")
+
+
+async def test_load_that_the_scheduler_tells_scales_a_pool_up(world: World) -> None:
+    internal = {
+        "mode": "Internal",
+        "intervalSeconds": 1,
+        "metrics": [{"name": "backlogSeconds", "target": "1"}],
+    }
+    await world.serve(prefill={"autoscaling": internal})
+    await world.worker("chat-prefill-0", kv_pages=10_000)
+    await world.worker("chat-decode-0", kv_pages=10_000)
+    proxy = await world.net.proxy()
+    for name in ("a", "b", "c"):
+        await proxy.submit(spec(name, prompt_tokens=4000))  # 4 s each, as the worker says
+        await proxy.next("placed")
+    # Ten times what an instance is kept to; two instances are added at a time.
+    await soon(lambda: world.pool("PrefillGroup")["spec"]["replicas"] >= 3, what="replicas")
+    await soon(lambda: len(world.pods("PrefillGroup")) >= 3, what="pods")
+
+    def told() -> bool:
+        events = world.api.list("events.k8s.io/v1", "Event", world.namespace)
+        notes = [event["note"] for event in events if event.get("reason") == "Scaled"]
+        why = world.pool("PrefillGroup")["status"].get("lastScaleReason", "")
+        return "backlog" in why and any("backlog" in note for note in notes)
+
+    await soon(told, what="told")

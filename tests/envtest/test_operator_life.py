@@ -8,7 +8,7 @@ from support.control_plane import ControlPlane
 from support.custom_objects import VERSION, crds, service
 from support.kube_api import Api, condition, soon
 from support.operator_process import START_S, OperatorProcess
-from support.operator_world import World
+from support.operator_world import World, answer
 from support.releases import objects_of
 from support.scheduler_peers import spec
 
@@ -18,14 +18,14 @@ async def nothing_left(world: World) -> None:
     await soon(lambda: not objects_of(world.plane, "chat", world.namespace), 60.0, what="left over")
 
 
-async def test_a_deleted_service_takes_everything_along(world: World, controllers: None) -> None:
+async def test_a_deleted_service_takes_everything_along(controllers: None, world: World) -> None:
     await world.serve()
     assert len(objects_of(world.plane, "chat", world.namespace)) > 15
     world.api.delete(world.service())
     await nothing_left(world)
 
 
-async def test_deletion_does_not_need_the_operator(world: World, controllers: None) -> None:
+async def test_deletion_does_not_need_the_operator(controllers: None, world: World) -> None:
     await world.serve()
     world.operator.stop()
     world.api.delete(world.service())
@@ -48,8 +48,7 @@ async def test_a_drain_goes_on_after_the_operator_died(world: World) -> None:
     world.operator.start()
     await asyncio.to_thread(world.operator.wait_until_it_leads, 2)
     assert world.pool("DecodePool")["status"]["draining"] == before
-    await prefill.released("r")
-    await leaving.finished("r")
+    await answer("r", prefill, leaving)
     await soon(lambda: world.pods("DecodePool").keys() == {"chat-decode-0"}, what="pods")
     await world.settled()
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from support.kube_api import Object, condition, soon
-from support.operator_world import World
+from support.operator_world import World, answer
 from support.scheduler_peers import spec
 
 TEMPLATE, REVISION = "millrace.dev/template", "millrace.dev/revision"
@@ -79,8 +79,7 @@ async def test_a_pod_that_is_at_work_is_replaced_when_it_is_done(world: World) -
         (entry,) = world.pool("DecodePool")["status"]["draining"]
         assert (entry["pod"], entry["reason"]) == ("chat-decode-0", "Rollout")
         assert world.pods("DecodePool")["chat-decode-0"]["metadata"]["uid"] == uid
-        await workers["chat-prefill-0"].released("r")
-        await busy.finished("r")
+        await answer("r", workers["chat-prefill-0"], busy)
         await world.settled()
     (pod,) = world.pods("DecodePool").values()
     assert pod["metadata"]["uid"] != uid

@@ -64,7 +64,7 @@ def test_whoever_applies_replicas_over_a_scaler_hears_of_the_conflict(
 
 
 def test_an_hpa_reads_and_sets_the_scale(
-    api: Api, namespace: str, external: Object, controllers: None
+    controllers: None, api: Api, namespace: str, external: Object
 ) -> None:
     hpa = {
         "apiVersion": "autoscaling/v2",

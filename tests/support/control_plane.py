@@ -8,18 +8,17 @@ cluster instead.
 
 from __future__ import annotations
 
-import ctypes
 import json
 import os
 import shutil
-import signal
 import socket
 import subprocess
+import sys
 import tempfile
 import time
 import urllib.request
 from base64 import b64encode
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -47,7 +46,12 @@ rules:
 """
 
 START_S = 60.0
-PR_SET_PDEATHSIG = 1  # see prctl(2)
+
+# PR_SET_PDEATHSIG, SIGKILL: see prctl(2). By a fresh interpreter, which then becomes the command:
+# code between fork and exec deadlocks in a process with threads.
+_BECOME = (
+    "import ctypes, os, sys; ctypes.CDLL(None).prctl(1, 9); os.execv(sys.argv[1], sys.argv[1:])"
+)
 
 
 class Unavailable(Exception):
@@ -188,12 +192,11 @@ class Processes:
         log = self._folder / f"{Path(command[0]).name}.log"
         with log.open("ab") as out:
             process = subprocess.Popen(
-                [str(part) for part in command],
+                tied(command),
                 stdin=subprocess.DEVNULL,
                 stdout=out,
                 stderr=subprocess.STDOUT,
                 env={**os.environ, **(env or {})},
-                preexec_fn=die_with_parent,
             )
         self._running.append((process, log))
 
@@ -321,8 +324,9 @@ def _memory() -> str | None:
     return str(shared) if os.access(shared, os.W_OK) else None
 
 
-def die_with_parent() -> None:
-    ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+def tied(command: Sequence[str | Path]) -> list[str]:
+    """The command as a child that dies with the thread that starts it."""
+    return [sys.executable, "-ISc", _BECOME, *map(str, command)]
 
 
 def _configuration(kubeconfig: Path) -> client.Configuration:

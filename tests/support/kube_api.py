@@ -18,7 +18,8 @@ MERGE = "application/merge-patch+json"
 TABLE = "application/json;as=Table;v=v1;g=meta.k8s.io"
 DISCOVERY = "application/json;g=apidiscovery.k8s.io;v=v2;as=APIGroupDiscoveryList"
 
-WAIT_S = 20.0
+#: Of one call, and for what takes a moment on a machine that does nothing else. In seconds.
+WAIT_S = 30.0
 
 T = TypeVar("T")
 

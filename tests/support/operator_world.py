@@ -9,7 +9,7 @@ from contextlib import asynccontextmanager
 from typing import Any
 
 from support.control_plane import ControlPlane
-from support.custom_objects import VERSION, merged, service
+from support.custom_objects import POOLS, VERSION, merged, service
 from support.kube_api import MERGE, Object, condition, soon
 from support.operator_process import OperatorProcess
 from support.scheduler_peers import Net, Worker
@@ -63,7 +63,7 @@ class World:
             seen = found["status"]["observedGeneration"] == found["metadata"]["generation"]
             return seen and condition(found, "Progressing") == "False"
 
-        await soon(quiet, 60.0, what="settled")
+        await soon(quiet, 90.0, what="settled")
 
     def service(self) -> Object:
         found = self.api.get(VERSION, "ModelService", self.namespace, "chat")
@@ -85,6 +85,12 @@ class World:
         selector = f"millrace.dev/pool={POOL_OF[kind]}"
         found = self.api.list("v1", "Pod", self.namespace, selector)
         return {pod["metadata"]["name"]: pod for pod in found}
+
+    def states(self) -> dict[str, Any]:
+        """Statuses of the service and its pools, for a failed test."""
+        kinds = ("ModelService", *POOLS)
+        found = [obj for kind in kinds for obj in self.api.list(VERSION, kind, self.namespace)]
+        return {f"{obj['kind']}/{obj['metadata']['name']}": obj.get("status") for obj in found}
 
     def drop_lease(self) -> None:
         """What a dead leader leaves behind; without it the next need not wait."""
@@ -131,3 +137,11 @@ class World:
             for name, pod in pods.items()
             if condition(pod, "Ready") == "True" and "deletionTimestamp" not in pod["metadata"]
         }
+
+
+async def answer(request_id: str, prefill: Worker, decode: Worker) -> None:
+    """What both instances say of a request from its prompt to its last token."""
+    await prefill.computed(request_id)
+    await prefill.released(request_id)
+    await decode.decoding(request_id)
+    await decode.finished(request_id)
