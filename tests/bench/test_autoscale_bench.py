@@ -60,8 +60,8 @@ def test_a_lost_request_ends_the_run():
 
 
 def test_attainment_and_instance_seconds():
-    found = [record(0.0, 0.5), record(1.0, 2.0), record(6.0, 0.5)]
-    assert autoscale_run.attainment(found, CLASSES) == [(2.5, 0.5), (7.5, 1.0)]
+    found = [record(0.0, 0.5), record(1.0, 2.0), record(16.0, 0.5)]
+    assert autoscale_run.attainment(found, CLASSES) == [(5.0, 0.5), (15.0, 1.0)]
     samples = [{"at_s": at_s, "processes": n} for at_s, n in ((0, 1), (10, 2), (20, 1), (25, 1))]
     assert autoscale_run.instance_seconds(samples) == 10 + 20 + 5
 

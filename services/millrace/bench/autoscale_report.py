@@ -32,8 +32,8 @@ def print_tables(document: Document, console: Console) -> None:
         found = system["results"]
         table.add_row(
             system["name"],
-            *(f"{100 * found['classes'][name]['ttft_attainment']:.0f}" for name in phases),
-            f"{100 * found['total']['ttft_attainment']:.0f}",
+            *(_attained(found["classes"][name]) for name in phases),
+            _attained(found["total"]),
             f"{found['total']['ttft_ms']['p99'] / 1e3:.2f}",
             f"{system['instance_s']:.0f}",
             f"{system['instance_s'] / most_s:.2f}",
@@ -43,6 +43,10 @@ def print_tables(document: Document, console: Console) -> None:
         for line in system["lines"]:
             console.print(f"  {line}", markup=False, highlight=False)
     console.print(f"None of {document['requests']} requests a system was lost.")
+
+
+def _attained(found: Document) -> str:
+    return f"{100 * found['ttft_attainment']:.0f}" if found["requests"] else ""
 
 
 def draw(document: Document, path: Path) -> None:

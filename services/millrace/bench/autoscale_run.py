@@ -29,8 +29,8 @@ from millrace.stack_scaling import Scaling, autoscaled
 from millrace.wire.scheduler_client import SchedulerUnavailable, get_load
 
 _ALONE = 8  # prompts alone, for what one instance does
-_SAMPLE_S = 0.5
-_BIN_S = 5.0  # of attainment over time
+_SAMPLE_S = 1.0
+_BIN_S = 10.0  # of attainment and load over time
 _TOKEN_IDS = (0, LLAMA_27M["vocab_size"] - 1)
 
 Told = Callable[[str], None]
@@ -219,7 +219,7 @@ async def _system(
 async def _sampled(
     stack: Stack, begun_s: float, samples: list[dict[str, Any]]
 ) -> AsyncIterator[None]:
-    """Notes the prefill pool's size and load every half second until the end of the block."""
+    """Notes the prefill pool's size and load every second until the end of the block."""
     task = asyncio.create_task(_sample(stack, begun_s, samples))
     try:
         yield
