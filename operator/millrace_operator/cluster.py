@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import math
 import time
 import uuid
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -52,6 +53,10 @@ _SERVICE_CHILDREN = ("ConfigMap", "Deployment", "Service", "PodDisruptionBudget"
 #: The same Event on the same object is posted again after so long, in seconds.
 EVENT_S = 600.0
 
+#: A pool is looked at once an interval for its load's sake. What is round it is read again when
+#: something there changes, and at least so often, in seconds: not all of it is watched.
+READ_AGAIN_S = 30.0
+
 
 class NotLeading(MillraceError):
     """Another operator may act now."""
@@ -76,6 +81,18 @@ class Parts:
     wall: Callable[[], float] = lambda: datetime.now(UTC).timestamp()
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Round:
+    """What the API server said of the objects round a pool."""
+
+    service: Object | None
+    pools: list[dict[str, Any]]  # of the same service
+    quotas: list[dict[str, Any]]
+    pods: list[dict[str, Any]]
+    children: list[list[dict[str, Any]]]
+    read_s: float
+
+
 class Cluster:
     """All objects of the operator."""
 
@@ -85,6 +102,7 @@ class Cluster:
         #: Answers to the last apply, by owner's and child's UID: what differs has drifted.
         self._applied: dict[str, dict[str, dict[str, Any]]] = {}
         self._uids: dict[Key, str] = {}
+        self._rounds: dict[Key, _Round] = {}
         self._posted: dict[tuple[str, str, str], float] = {}  # Events, by when
 
     async def get(self, key: Key) -> dict[str, Any] | None:
@@ -113,8 +131,42 @@ class Cluster:
     async def observe_pool(self, pool: Object) -> ObservedPool:
         """Round a pool. Its autoscaler thinks, too."""
         namespace, name, uid = (pool["metadata"][part] for part in ("namespace", "name", "uid"))
+        found = await self._round(pool)
+        live = self._live(pool, found.children)
+        template = live.get(("StatefulSet", name), {}).get("spec", {}).get("template")
+        existing = sum(not finished(pod) for pod in found.pods)
+        quota = room(found.quotas, template, existing) if template else None
+        view, error = await self._think(pool, found.service, quota)
+        now_s = self._parts.wall()
+        metrics = view.metrics if view else None
+        return ObservedPool(
+            service=found.service,
+            live=live,
+            pods=pods_of(name, found.pods),
+            instances=await self._instances(namespace, found.service),
+            peers=tuple(_peer(one) for one in found.pools if one["metadata"]["uid"] != uid),
+            metrics=replace(metrics, sampled_s=now_s - view.age_s) if view and metrics else None,
+            recommendation=view.recommendation if view else None,
+            metrics_error=error,
+            now_s=now_s,
+        )
+
+    def changed(self, key: Key) -> None:
+        """Something round the object is news: it is read again."""
+        self._rounds.pop(key, None)
+
+    async def _round(self, pool: Object) -> _Round:
+        namespace, name = pool["metadata"]["namespace"], pool["metadata"]["name"]
+        key = Key(pool["kind"], namespace, name)
+        now_s = time.monotonic()
+        known = self._rounds.get(key)
+        if known is not None and now_s - known.read_s < READ_AGAIN_S:
+            return known
         service_name = pool["spec"]["serviceRef"]["name"]
         selector = f"{POOL_LABEL}={name}"
+        reading = self._rounds[key] = _Round(
+            service=None, pools=[], quotas=[], pods=[], children=[], read_s=-math.inf
+        )
         service, pools, quotas, pods, *children = await asyncio.gather(
             self._kube.get("ModelService", namespace, service_name),
             self._pools(namespace, service_name),
@@ -122,24 +174,17 @@ class Cluster:
             self._kube.list("Pod", namespace, selector),
             *(self._kube.list(kind, namespace, selector) for kind in _POOL_CHILDREN),
         )
-        live = self._live(pool, children)
-        template = live.get(("StatefulSet", name), {}).get("spec", {}).get("template")
-        existing = sum(not finished(pod) for pod in pods)
-        quota = room(quotas, template, existing) if template else None
-        view, error = await self._think(pool, service, quota)
-        now_s = self._parts.wall()
-        metrics = view.metrics if view else None
-        return ObservedPool(
+        found = _Round(
             service=service,
-            live=live,
-            pods=pods_of(name, pods),
-            instances=await self._instances(namespace, service),
-            peers=tuple(_peer(one) for one in pools if one["metadata"]["uid"] != uid),
-            metrics=replace(metrics, sampled_s=now_s - view.age_s) if view and metrics else None,
-            recommendation=view.recommendation if view else None,
-            metrics_error=error,
-            now_s=now_s,
+            pools=pools,
+            quotas=quotas,
+            pods=pods,
+            children=children,
+            read_s=now_s,
         )
+        if self._rounds.get(key) is reading:  # nothing was news meanwhile
+            self._rounds[key] = found
+        return found
 
     async def carry_out(self, obj: Object, actions: Sequence[Action]) -> None:
         """In order; stops at the first that fails.
@@ -147,6 +192,9 @@ class Cluster:
         Raises KubeError, KubeRefused, SchedulerUnavailable, and NotLeading before any change that
         this operator has no right to any more.
         """
+        if any(isinstance(action, Apply | Delete) for action in actions):
+            meta = obj["metadata"]
+            self.changed(Key(obj["kind"], meta["namespace"], meta["name"]))
         for action in actions:
             if not self._parts.leads():
                 raise NotLeading("another operator may lead: nothing is changed")
@@ -285,6 +333,7 @@ class Cluster:
         }
 
     def _forget(self, key: Key) -> None:
+        self.changed(key)
         uid = self._uids.pop(key, "")
         self._applied.pop(uid, None)
         if key.kind in KINDS:

@@ -30,7 +30,7 @@ from millrace_operator.handlers import Touches, watch
 from millrace_operator.kube import Kube, load_configuration
 from millrace_operator.load import Schedulers
 from millrace_operator.metrics import OperatorMetrics
-from millrace_operator.queue import Pace, WorkQueue
+from millrace_operator.queue import Key, Pace, WorkQueue
 from millrace_operator.runner import Runner
 from millrace_operator.scaler import Scaler
 from millrace_operator.spec import KINDS, Defaults
@@ -83,7 +83,7 @@ class Operator:
             terms=options.terms,
         )
         schedulers = Schedulers(on_error=self._metrics.load_errors.inc)
-        cluster = Cluster(
+        self._cluster = Cluster(
             Parts(
                 kube=self._kube,
                 schedulers=schedulers,
@@ -94,7 +94,7 @@ class Operator:
                 address=options.address,
             )
         )
-        runner = Runner(cluster, options.defaults, self._metrics)
+        runner = Runner(self._cluster, options.defaults, self._metrics)
         self._queue = WorkQueue(runner.reconcile, pace=options.pace)
         self._metrics.watch_queue(self._queue.waiting)
 
@@ -128,12 +128,16 @@ class Operator:
 
     async def _watch(self) -> None:
         loop = asyncio.get_running_loop()
-        touches = Touches(lambda key: loop.call_soon_threadsafe(self._queue.touch, key))
+        touches = Touches(lambda key: loop.call_soon_threadsafe(self._touch, key))
         self._watching = True
         try:
             await watch(touches, self._options.configuration, namespaces=self._options.namespaces)
         finally:
             self._watching = False
+
+    def _touch(self, key: Key) -> None:
+        self._cluster.changed(key)
+        self._queue.touch(key)
 
 
 async def until_one_ends(*works: Coroutine[Any, Any, object]) -> None:

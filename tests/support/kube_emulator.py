@@ -13,6 +13,7 @@ import copy
 import functools
 import re
 import uuid
+from collections import Counter
 from collections.abc import AsyncIterator, Callable, Mapping
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
@@ -55,6 +56,7 @@ class KubeEmulator(KubernetesEmulator):
         self.faults: list[Fault] = []
         self.ready_pods: Callable[[str], bool] = lambda name: True
         self.writes: list[tuple[str, str, str]] = []  # method, path, field manager
+        self.lists: Counter[str] = Counter()  # by kind, watches not counted
         self._store: dict[tuple[str, str, str], Object] = {}  # by kind, namespace, name
         self._applied: dict[tuple[str, str], Object] = {}  # by uid, manager and subresource
         self._events: list[tuple[int, str, Object]] = []
@@ -125,6 +127,7 @@ class KubeEmulator(KubernetesEmulator):
                 )
         discovery = request.resource is None or request.resource.plural is None
         if request.action == kmock.action.LIST and not discovery:
+            self.lists[self._kind(request)] += 1
             return aiohttp.web.json_response(self._listed(request))  # kmock's own way is slow
         if request.action == kmock.action.FETCH:
             return aiohttp.web.json_response(self._get(self._key(request)))
