@@ -118,6 +118,14 @@ def test_moved_requests_keep_their_turn():
     assert [run.request_id for run in of(RunPrefill, b.all)] == ["first", "r0", "r1"]
 
 
+def test_however_many_move_one_round_decides_who_computes():
+    """A round ranks the whole line: one for each would keep the scheduler busy for seconds."""
+    b = waiting("d0", "d1", count=20, pages=1000)
+    rounds = b.machine.rounds
+    assert len(homes(b.cordon("d0"))) == 10
+    assert b.machine.rounds == rounds + 1
+
+
 def test_a_drain_of_its_own_moves_them_too():
     b = waiting("d0", "d1")
     assert homes(b.drains("d0")) == {"r1": "d1"}

@@ -195,7 +195,7 @@ class Machine:
             waits = request.decode_id == instance.id and not request.kept_tokens
             if waits and request.state is RequestState.QUEUED and self._has_room(request):
                 self._life.retry(request, f"decode {instance.id} takes no new work")
-                self._rounds.run()  # it takes that room before the next one looks
+                self._rounds.place()  # it takes that room before the next one looks
         self._rounds.run()
 
     def _has_room(self, request: Request) -> bool:

@@ -57,9 +57,13 @@ class Rounds:
 
     def run(self) -> None:
         """Places and dispatches all that has room now."""
+        self.place()
+        self.dispatch()
+
+    def place(self) -> None:
+        """The first half alone, for what must be placed before more is decided."""
         if self._life.unplaced:
             self._place_waiting()
-        self.dispatch()
 
     def room_made(self, instance: Instance) -> None:
         """Pages came free: whoever waited for them goes on. Nobody runs in another order for it."""
