@@ -92,13 +92,14 @@ class DecodeRole:
         register.role = self.name
         register.max_batch = self._max_batch
 
-    def heartbeat(self) -> scheduler_pb2.Heartbeat:
+    def counts(self) -> tuple[int, int]:
         running = sum(r.joined for r in self._requests.values())
+        return running, len(self._requests) - running
+
+    def heartbeat(self) -> scheduler_pb2.Heartbeat:
+        (running, waiting), tbt_s = self.counts(), self._pace.take_s()
         return scheduler_pb2.Heartbeat(
-            free_pages=self._pool.free_pages,
-            running=running,
-            waiting=len(self._requests) - running,
-            tbt_s=self._pace.take_s(),
+            free_pages=self._pool.free_pages, running=running, waiting=waiting, tbt_s=tbt_s
         )
 
     async def wait_idle(self) -> None:

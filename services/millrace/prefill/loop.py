@@ -96,10 +96,14 @@ class PrefillRole:
         register.role = self.name
         register.kv_layers = self._engine.layout.num_layers
 
-    def heartbeat(self) -> scheduler_pb2.Heartbeat:
+    def counts(self) -> tuple[int, int]:
         running = min(int(self._execution.is_running), len(self._jobs))  # its last may be gone
+        return running, len(self._jobs) - running
+
+    def heartbeat(self) -> scheduler_pb2.Heartbeat:
+        running, waiting = self.counts()
         return scheduler_pb2.Heartbeat(
-            free_pages=self._pool.free_pages, running=running, waiting=len(self._jobs) - running
+            free_pages=self._pool.free_pages, running=running, waiting=waiting
         )
 
     async def wait_idle(self) -> None:

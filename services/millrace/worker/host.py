@@ -96,7 +96,11 @@ class Role(Protocol):
     def on_command(self, command: scheduler_pb2.WorkerCommand) -> None:
         """Takes one command of the scheduler; returns at once."""
 
-    def heartbeat(self) -> scheduler_pb2.Heartbeat: ...
+    def counts(self) -> tuple[int, int]:
+        """Requests in compute or in the batch, and those that wait."""
+
+    def heartbeat(self) -> scheduler_pb2.Heartbeat:
+        """What is told next; it may tell of the time since the last one, so each is sent."""
 
     def fill_register(self, register: scheduler_pb2.Register) -> None:
         """Adds what only this role knows."""
@@ -279,11 +283,11 @@ def _add_gauges(registry: Registry, role: Role, engine: Engine) -> None:
     registry.gauge_function(
         "millrace_kv_used_pages", "KV pages held by requests", lambda: engine.pool.used_pages
     )
-    for state in ("running", "waiting"):
+    for index, state in enumerate(("running", "waiting")):
         registry.gauge_function(
             f"millrace_{role.name}_{state}_requests",
             f"requests {state} at this instance",
-            lambda state=state: getattr(role.heartbeat(), state),  # type: ignore[misc]
+            lambda index=index: role.counts()[index],  # type: ignore[misc]
         )
 
 
