@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import logging
 import shutil
@@ -126,6 +127,47 @@ async def test_renewed_files_are_taken_without_a_restart(ours, stranger, caplog)
         assert await check(before)  # who is connected stays
         assert await check(after) and await is_let_in(address)
         await channels.close()
+
+
+async def test_however_often_certificates_are_renewed_few_channels_stay_open(
+    ours, authority
+) -> None:
+    channels = Channels()
+    async with serving() as address:
+        opened = []
+        for _ in range(4):
+            opened.append(channels.to(address))
+            await check(opened[-1])
+            authority.issue(Path(ours.ca_file).parent)
+        channels.to(address)
+        await asyncio.sleep(0)  # those that are closed are closed in a task of their own
+        assert await check(opened[-1])  # calls may be under way
+        for channel in opened[:-1]:
+            with pytest.raises(grpc.aio.UsageError):
+                await check(channel)
+        await channels.close()
+
+
+async def test_a_file_that_goes_while_it_is_read_is_waited_for(ours, monkeypatch, caplog) -> None:
+    """Between its bytes, which are read first, and the check, which opens it anew."""
+    read, key = Path.read_bytes, Path(ours.key_file)
+    kept = key.read_bytes()
+
+    def read_and_remove(path: Path) -> bytes:
+        content = read(path)
+        if path == key:
+            key.unlink()
+        return content
+
+    tls = Tls(ours)
+    good = tls.channel_credentials()
+    key.write_bytes(kept + b"\n")
+    monkeypatch.setattr(Path, "read_bytes", read_and_remove)
+    assert tls.channel_credentials() is good
+    assert "the last good certificates stay in use" in caplog.text
+    monkeypatch.undo()
+    key.write_bytes(kept)
+    assert tls.channel_credentials() is not good
 
 
 async def test_half_renewed_files_wait_for_the_other_half(

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import asyncio
+
 import grpc
 
 from millrace.wire.options import MAX_MESSAGE_BYTES, channel_options
@@ -26,7 +28,9 @@ class Channels:
 
     def __init__(self) -> None:
         self._open: dict[str, tuple[grpc.aio.Channel, grpc.ChannelCredentials | None]] = {}
-        self._renewed: list[grpc.aio.Channel] = []
+        #: The ones before: calls may be under way on them, until certificates are renewed again.
+        self._earlier: dict[str, grpc.aio.Channel] = {}
+        self._closing: set[asyncio.Task[None]] = set()
 
     def to(self, address: str) -> grpc.aio.Channel:
         """The channel to host:port."""
@@ -36,13 +40,21 @@ class Channels:
             channel, opened_with = self._open[address]
             if opened_with is credentials:
                 return channel
-            self._renewed.append(channel)  # until `close`: calls may be under way on it
+            if address in self._earlier:
+                self._end(self._earlier[address])
+            self._earlier[address] = channel
         channel = open_channel(address)
         self._open[address] = (channel, credentials)
         return channel
 
     async def close(self) -> None:
-        for channel in [*self._renewed, *(channel for channel, _ in self._open.values())]:
-            await channel.close(grace=None)
-        self._renewed.clear()
+        for channel in [*self._earlier.values(), *(channel for channel, _ in self._open.values())]:
+            self._end(channel)
+        self._earlier.clear()
         self._open.clear()
+        await asyncio.gather(*self._closing)
+
+    def _end(self, channel: grpc.aio.Channel) -> None:
+        closing = asyncio.create_task(channel.close(grace=None))
+        self._closing.add(closing)
+        closing.add_done_callback(self._closing.discard)

@@ -137,12 +137,12 @@ def _check(config: TlsConfig) -> None:
     for context in (client, server):
         try:
             context.load_verify_locations(config.ca_file)
-        except ssl.SSLError as error:
+        except OSError as error:  # an SSLError is one; else the file is gone by now
             raise _unfit("ca_file", config.ca_file, "it holds no certificate in PEM") from error
         try:
             context.load_cert_chain(config.cert_file, config.key_file, password=b"")
-        except ssl.SSLError as error:
-            if error.reason == "KEY_VALUES_MISMATCH":
+        except OSError as error:
+            if isinstance(error, ssl.SSLError) and error.reason == "KEY_VALUES_MISMATCH":
                 why = f"it is not the key of tls.cert_file {config.cert_file!r}"
                 raise _unfit("key_file", config.key_file, why) from error
             why = f"with tls.key_file {config.key_file!r} it is no certificate and key in PEM"
