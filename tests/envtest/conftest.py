@@ -16,7 +16,7 @@ from support.operator_process import OperatorProcess
 from support.operator_world import World
 from support.releases import OPERATOR_ONLY, PENDING, helm_of
 from support.scheduler_peers import quick, scheduler
-from support.stand_in_nodes import StandInNodes
+from support.stand_in_nodes import StandInNodes, remove_node
 
 
 @pytest.fixture(scope="session")
@@ -26,6 +26,8 @@ def plane(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ControlPlane]:
     try:
         with control_plane(folder, _install_crds) as running:
             yield running
+            # Without its Node, a cluster that stays removes what was bound to it.
+            remove_node(running.api)
     except Unavailable as reason:
         pytest.skip(str(reason))
 

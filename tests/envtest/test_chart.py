@@ -13,8 +13,10 @@ import yaml
 
 from support.control_plane import ControlPlane
 from support.custom_objects import CHART, VERSION, crds, merged
-from support.kube_api import Api, Object, eventually
+from support.kube_api import Api, Object, condition, eventually
+from support.operator_process import OperatorProcess
 from support.releases import PENDING, helm_of, objects_of
+from support.stand_in_nodes import StandInNodes, pod_template
 
 MINIMAL = yaml.safe_load((CHART / "ci" / "minimal-values.yaml").read_text())
 
@@ -89,6 +91,30 @@ def test_a_release_lives_and_leaves_nothing_but_the_crds(
     assert left <= {"Pod", "ReplicaSet", "ControllerRevision", "PersistentVolumeClaim"}
     for crd in crds():
         assert api.get(crd["apiVersion"], crd["kind"], "", crd["metadata"]["name"]) is not None
+
+
+def test_uninstalling_takes_a_running_service_along(
+    controllers: None,
+    plane: ControlPlane,
+    namespace: str,
+    nodes: StandInNodes,
+    release: tuple[helm.Config, helm.Chart],
+) -> None:
+    """The operator loses its rights meanwhile, wherever it stands: nothing waits for it."""
+    config, chart = release
+    parts = ("gateway", "scheduler", "prefill", "decode")
+    config.install(chart, "llm", values(**{part: {"template": pod_template()} for part in parts}))
+    operator = OperatorProcess(plane, namespace)
+    operator.start()
+    try:
+        eventually(
+            lambda: condition(model_service(plane.api, namespace), "Available") == "True",
+            what=f"Available; {operator.log}:",
+        )
+        config.uninstall("llm")
+        eventually(lambda: not objects_of(plane, "llm", namespace), 60, what="left over")
+    finally:
+        operator.kill()
 
 
 def test_an_upgrade_keeps_what_others_own(

@@ -77,7 +77,7 @@ async def test_an_operator_with_nothing_to_do_writes_nothing(audit: None, world:
 
 async def at_rest(world: World) -> None:
     """The operator goes on looking, and has nothing to write for some rounds."""
-    await soon(lambda: looks_since_write(world) > 60, 40.0, what="at rest")
+    await soon(lambda: looks_since_write(world) > 12, 60.0, what="at rest")
 
 
 def looks_since_write(world: World) -> int:

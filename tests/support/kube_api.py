@@ -191,7 +191,7 @@ def eventually(check: Callable[[], T], timeout_s: float = WAIT_S, *, what: str =
             return value
         if time.monotonic() > deadline_s:
             raise AssertionError(f"{what or 'still'} {failure or value!r} after {timeout_s:g} s")
-        time.sleep(0.05)
+        time.sleep(0.1)
 
 
 async def soon(check: Callable[[], T], timeout_s: float = WAIT_S, *, what: str = "") -> T:

@@ -22,7 +22,7 @@ NODE = "stand-in"
 #: No scheduler of a real cluster takes pods of this name.
 SCHEDULER = "stand-in"
 
-LOOK_S = 0.05
+LOOK_S = 0.1
 HEARTBEAT_S = 10.0
 
 
@@ -203,6 +203,10 @@ def _running(pod: Object, ready: bool) -> Object:
             for container in containers
         ],
     }
+
+
+def remove_node(api: Api) -> None:
+    api.delete({"apiVersion": "v1", "kind": "Node", "metadata": {"name": NODE}})
 
 
 def _heartbeat(api: Api) -> None:
