@@ -148,7 +148,7 @@ async def test_however_often_certificates_are_renewed_few_channels_stay_open(
         await channels.close()
 
 
-async def test_a_file_that_goes_while_it_is_read_is_waited_for(ours, monkeypatch, caplog) -> None:
+def test_a_file_that_goes_while_it_is_read_is_waited_for(ours, monkeypatch, caplog) -> None:
     """Between its bytes, which are read first, and the check, which opens it anew."""
     read, key = Path.read_bytes, Path(ours.key_file)
     kept = key.read_bytes()
