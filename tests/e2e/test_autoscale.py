@@ -42,8 +42,6 @@ QUICK = ScalingConfig(
 TARGETS = {"prefill": PrefillTargets(backlog_s=0.05), "decode": DecodeTargets()}
 CLIENTS = 8
 STORM_S = 60.0
-#: A request for which no decode instance has room yet hears nothing from the scheduler.
-PATIENT = "proxy.submit_timeout_s=100"
 
 
 class Scaled:
@@ -171,7 +169,7 @@ async def test_a_storm_of_deaths_while_it_scales_loses_nothing() -> None:
         config=replace(QUICK, down_window_s=1.0, drain_timeout_s=0.5),
         targets=TARGETS,
     )
-    async with scaled_stack(scaling, PARKING, PATIENT) as scaled:
+    async with scaled_stack(scaling, PARKING) as scaled:
         until_s = time.monotonic() + STORM_S
         strikes = asyncio.create_task(strike_at_random(scaled.stack, rng, until_s))
         for crowd in cycle([CLIENTS, 1, CLIENTS, 3]):

@@ -97,6 +97,19 @@ async def test_refusals(stack, code, status, retry, body):
     assert response.headers.get("retry-after") == retry
 
 
+async def test_a_request_that_waits_for_room_is_not_given_up(stack):
+    """The scheduler has answered: it is not silent, however long the wait for a place."""
+
+    def submitted(spec):
+        stack.fleet.queue(spec)
+        asyncio.get_running_loop().call_later(1.7, stack.fleet.place, spec)
+        asyncio.get_running_loop().call_later(1.7, stack.fleet.play_later, spec)
+
+    stack.fleet.script = Script(on_submit=submitted)
+    response = await stack.http.post(CHAT, json=BODY)
+    assert response.status_code == 200 and not stack.fleet.cancels
+
+
 async def test_too_many_at_once(stack):
     stack.fleet.script = Script(hold=asyncio.Event(), hold_after=0)
     asking = [asyncio.create_task(stack.http.post(CHAT, json=BODY)) for _ in range(3)]

@@ -52,6 +52,21 @@ async def test_a_request_is_placed_dispatched_and_finished():
         assert [i.free_pages for i in (await net.status()).instances] == [100, 100]
 
 
+async def test_a_request_without_a_place_is_said_to_wait():
+    async with scheduler() as net:
+        prefill = await net.worker("p0", kv_pages=1000)
+        decode = await net.worker("d0", kv_pages=10)
+        proxy = await net.proxy()
+        await proxy.submit(spec("first"), spec("second"))
+        assert (await proxy.next("placed")).request_id == "first"
+        assert (await proxy.next("queued")).request_id == "second"
+        await prefill.computed("first")
+        await prefill.released("first")
+        await decode.decoding("first")
+        await decode.finished("first")
+        assert (await proxy.next("placed")).request_id == "second"
+
+
 async def _counts(net, wanted: tuple[int, int, int]) -> bool:
     status = await net.status()
     return (status.queued, status.prefilling, status.decoding) == wanted

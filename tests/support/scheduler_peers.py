@@ -202,14 +202,14 @@ class Worker(Peer):
 
 class Proxy(Peer):
     async def next(self, kind: str) -> object:
-        """The next update of a kind; Fleet updates between are passed over."""
+        """The next update of a kind; that the fleet changed or a request waits is passed over."""
         while True:
             update = await self.read()
             assert isinstance(update, scheduler_pb2.ProxyUpdate), update
             found = update.WhichOneof("kind")
             if found == kind:
                 return getattr(update, kind)
-            assert found == "fleet", update
+            assert found in ("fleet", "queued"), update
 
     async def submit(self, *specs: common_pb2.RequestSpec) -> None:
         batch = scheduler_pb2.SubmitBatch(requests=specs)

@@ -138,6 +138,11 @@ class StubFleet:
         )
         self._updates[spec.proxy.id].put(scheduler_pb2.ProxyUpdate(placed=placed))
 
+    def queue(self, spec: common_pb2.RequestSpec) -> None:
+        """Says that a request has to wait for a place."""
+        queued = scheduler_pb2.Queued(request_id=spec.request_id)
+        self._updates[spec.proxy.id].put(scheduler_pb2.ProxyUpdate(queued=queued))
+
     def refuse(
         self, spec: common_pb2.RequestSpec, code: str, message: str, retry_after_s: float = 0.0
     ) -> None:

@@ -171,6 +171,10 @@ class Gateway:
 
     # -- what the scheduler says
 
+    def on_queued(self, queued: scheduler_pb2.Queued) -> None:
+        if (generation := self._live.get(queued.request_id)) is not None:
+            generation.queue()
+
     def on_placed(self, placed: scheduler_pb2.Placed) -> None:
         generation = self._live.get(placed.request_id)
         if generation is None:

@@ -25,6 +25,7 @@ class Stage(Enum):
     """How far a request has come, as its proxy sees it."""
 
     SUBMITTED = "submitted"  # the scheduler has not answered yet
+    QUEUED = "queued"  # the scheduler has it, and no decode instance has room yet
     PLACED = "placed"  # tokens will come from `decode`
     UNPLACED = "unplaced"  # its decode's stream broke before token one: a new place must come
     STREAMING = "streaming"  # tokens have come
@@ -181,6 +182,11 @@ class Generation:
         if self.parked_since is None:
             self.parked_since = now
 
+    def queue(self) -> None:
+        """It has no place, any more or yet, and the scheduler's next word will take its time."""
+        if self.stage in (Stage.SUBMITTED, Stage.PLACED, Stage.UNPLACED):
+            self.stage, self.decode = Stage.QUEUED, None
+
     def place(self, decode: Life, predicted_ttft_s: float, now: float) -> None:
         self.stage, self.decode = Stage.PLACED, decode
         self.waiting_since = now
@@ -237,13 +243,14 @@ class Generation:
         choice.last_token_at = now
         if choice.finish_reason is not None:
             return gap  # what the engine made before it heard of the stop string
+        token_ids = event.token_ids[:]  # a list: each look at protobuf's own container costs more
         if self._tokens is not None:
-            self._tokens.extend(event.token_ids)
+            self._tokens.fromlist(token_ids)
         reason = event.finish_reason
         if self._detailed:
             self.sink.on_piece(choice, self._piece(choice, event))
         else:
-            text = choice.feed(event.token_ids, reason, event.stop_token_id if reason else -1)
+            text = choice.feed(token_ids, reason, event.stop_token_id if reason else -1)
             if text or choice.finish_reason is not None:
                 self.sink.on_text(choice, text)
         if choice.finish_reason is not None:

@@ -28,6 +28,8 @@ Item = common_pb2.RequestSpec | scheduler_pb2.CancelRequest | scheduler_pb2.Prox
 class SchedulerEvents(Protocol):
     """Who hears what the scheduler says. Called on the event loop; must not wait."""
 
+    def on_queued(self, queued: scheduler_pb2.Queued) -> None: ...
+
     def on_placed(self, placed: scheduler_pb2.Placed) -> None: ...
 
     def on_refused(self, refused: scheduler_pb2.Refused) -> None: ...
@@ -130,6 +132,8 @@ class SchedulerLink:
     def _receive(self, update: scheduler_pb2.ProxyUpdate) -> None:
         events = self._events
         match update.WhichOneof("kind"):
+            case "queued":
+                events.on_queued(update.queued)
             case "placed":
                 events.on_placed(update.placed)
             case "refused":

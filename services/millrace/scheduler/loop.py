@@ -18,6 +18,7 @@ from millrace.core.config import SchedulerConfig
 from millrace.core.load import FleetLoad
 from millrace.core.load_meter import LoadMeter
 from millrace.core.machine import Machine
+from millrace.core.request import RequestState
 from millrace.scheduler.first_tokens import FirstTokens
 from millrace.scheduler.metrics import SchedulerMetrics
 from millrace.scheduler.peers import Proxy, Worker
@@ -164,6 +165,8 @@ class SchedulerLoop:
             self._tell_fleet()
         for effect in wanted:
             self._carry[type(effect)](effect)
+        if isinstance(event, events.Submitted):
+            self._tell_if_queued(event.request.id)
         if self.machine.requests:
             self.idle.clear()
         else:
@@ -328,10 +331,18 @@ class SchedulerLoop:
 
     def _record(self, effect: effects.Record) -> None:
         self._recorder.put(effect)
+        if effect.state is RequestState.QUEUED:
+            self._tell_if_queued(effect.request_id)
         self._first_tokens.recorded(effect)
         if effect.state.is_final:
             del self._specs[effect.request_id]
             self._metrics.ended(effect)
+
+    def _tell_if_queued(self, request_id: str) -> None:
+        """Its proxy must not take the wait for a decode instance's room for silence."""
+        request = self.machine.requests.get(request_id)
+        if request is not None and request.decode_id is None:
+            self._update(request.proxy_id, codec.queued(request_id))
 
     def _update(self, key: str, update: scheduler_pb2.ProxyUpdate) -> None:
         if (proxy := self._proxies.get(key)) is not None:

@@ -230,6 +230,10 @@ def refused(effect: effects.Refuse) -> scheduler_pb2.ProxyUpdate:
     )
 
 
+def queued(request_id: str) -> scheduler_pb2.ProxyUpdate:
+    return scheduler_pb2.ProxyUpdate(queued=scheduler_pb2.Queued(request_id=request_id))
+
+
 def failed(effect: effects.Fail) -> scheduler_pb2.ProxyUpdate:
     return scheduler_pb2.ProxyUpdate(
         failed=scheduler_pb2.Failed(

@@ -40,16 +40,18 @@ class CancelRequest(_message.Message):
     def __init__(self, request_id: _Optional[str] = ..., reason: _Optional[str] = ...) -> None: ...
 
 class ProxyUpdate(_message.Message):
-    __slots__ = ("placed", "refused", "failed", "fleet")
+    __slots__ = ("placed", "refused", "failed", "fleet", "queued")
     PLACED_FIELD_NUMBER: _ClassVar[int]
     REFUSED_FIELD_NUMBER: _ClassVar[int]
     FAILED_FIELD_NUMBER: _ClassVar[int]
     FLEET_FIELD_NUMBER: _ClassVar[int]
+    QUEUED_FIELD_NUMBER: _ClassVar[int]
     placed: Placed
     refused: Refused
     failed: Failed
     fleet: Fleet
-    def __init__(self, placed: _Optional[_Union[Placed, _Mapping]] = ..., refused: _Optional[_Union[Refused, _Mapping]] = ..., failed: _Optional[_Union[Failed, _Mapping]] = ..., fleet: _Optional[_Union[Fleet, _Mapping]] = ...) -> None: ...
+    queued: Queued
+    def __init__(self, placed: _Optional[_Union[Placed, _Mapping]] = ..., refused: _Optional[_Union[Refused, _Mapping]] = ..., failed: _Optional[_Union[Failed, _Mapping]] = ..., fleet: _Optional[_Union[Fleet, _Mapping]] = ..., queued: _Optional[_Union[Queued, _Mapping]] = ...) -> None: ...
 
 class Placed(_message.Message):
     __slots__ = ("request_id", "decode", "decode_address", "predicted_ttft_s", "lease_s")
@@ -64,6 +66,12 @@ class Placed(_message.Message):
     predicted_ttft_s: float
     lease_s: float
     def __init__(self, request_id: _Optional[str] = ..., decode: _Optional[_Union[_common_pb2.Incarnation, _Mapping]] = ..., decode_address: _Optional[str] = ..., predicted_ttft_s: _Optional[float] = ..., lease_s: _Optional[float] = ...) -> None: ...
+
+class Queued(_message.Message):
+    __slots__ = ("request_id",)
+    REQUEST_ID_FIELD_NUMBER: _ClassVar[int]
+    request_id: str
+    def __init__(self, request_id: _Optional[str] = ...) -> None: ...
 
 class Refused(_message.Message):
     __slots__ = ("request_id", "code", "message", "retry_after_s")
