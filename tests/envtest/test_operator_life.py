@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 
 from support.control_plane import ControlPlane
-from support.custom_objects import VERSION, crds, service
+from support.custom_objects import crds, service
 from support.kube_api import Api, condition, soon
 from support.operator_process import START_S, OperatorProcess
 from support.operator_world import World, answer
@@ -101,5 +101,5 @@ async def test_the_operator_brings_its_crds_and_helm_may_follow(
         await soon(upgraded)
         api.apply(older, manager="helm")  # no conflict
         api.apply(ours, manager="helm")
-    api.apply(service("chat", namespace))
-    assert api.get(VERSION, "ModelService", namespace, "chat") is not None
+        api.apply(service("chat", namespace))
+        await soon(lambda: api.get("v1", "ConfigMap", namespace, "chat-config"))
