@@ -263,3 +263,20 @@ async def test_a_cordon_waits_its_turn():
         join(loop, "d0")
         await asyncio.sleep(0.01)
         assert not loop.machine.cluster.instances["d0"].draining
+
+
+async def test_an_instance_that_leaves_as_it_is_evicted_is_not_told():
+    """Its end, and even its next life, may come between the cordon and the word to let go."""
+    for comes_back in (False, True):
+        async with running(Hand()) as (loop, _):
+            worker = join(loop, "d0")
+            await asyncio.sleep(0)
+            evicting = asyncio.create_task(loop.evict("d0", abort=False))
+            await asyncio.sleep(0)  # the cordon is queued
+            left = InstanceLeft(instance_id="d0", generation=worker.card.generation)
+            loop.post_now(left, worker)
+            successor = join(loop, "d0") if comes_back else None
+            assert not await evicting
+            if successor is not None:
+                told = [command.WhichOneof("kind") for command in await successor.outbox.take()]
+                assert told == ["registered"]

@@ -144,8 +144,10 @@ class SchedulerLoop:
 
     async def evict(self, instance_id: str, *, abort: bool) -> bool:
         """Cordons an instance and has it end what it holds. False when it is not registered."""
-        if not await self.set_cordon(instance_id, cordoned=True):
-            return False
+        worker = self.workers.get(instance_id)
+        cordoned = await self.set_cordon(instance_id, cordoned=True)
+        if not cordoned or self.workers.get(instance_id) is not worker:
+            return False  # its life was over before it could be told
         self._command(instance_id, codec.drain(abort=abort))
         return True
 
