@@ -65,7 +65,10 @@ class Api:
         content_type: str = "application/json",
         accept: str = "application/json",
     ) -> Any:
-        """The decoded answer; plain text where the server speaks no JSON."""
+        """The decoded answer; plain text where the server speaks no JSON.
+
+        "Too many requests", which a changed CRD causes for a moment, is tried again.
+        """
         request = self._client.param_serialize(
             verb,
             path,
@@ -74,8 +77,13 @@ class Api:
             body=body,
             auth_settings=["BearerToken"],
         )
-        response = self._client.call_api(*request, _request_timeout=WAIT_S)
-        text = response.read().decode()
+        deadline_s = time.monotonic() + WAIT_S
+        while True:
+            response = self._client.call_api(*request, _request_timeout=WAIT_S)
+            text = response.read().decode()
+            if response.status != 429 or time.monotonic() > deadline_s:
+                break
+            time.sleep(0.1)
         if not 200 <= response.status < 300:
             try:
                 message = json.loads(text)["message"]
