@@ -346,5 +346,5 @@ def _user(configuration: client.Configuration) -> dict[str, Any]:
             ).decode(),
             "client-key-data": b64encode(Path(configuration.key_file).read_bytes()).decode(),
         }
-    token = configuration.api_key["authorization"].removeprefix("Bearer ")
-    return {"token": token}
+    header = configuration.get_api_key_with_prefix("BearerToken", alias="authorization") or ""
+    return {"token": header.split()[-1]}
