@@ -133,7 +133,7 @@ def test_another_seed_gives_other_noise():
     assert first.records != second.records
 
 
-@settings(max_examples=25, suppress_health_check=list(HealthCheck))
+@settings(max_examples=25, deadline=None, suppress_health_check=list(HealthCheck))
 @given(
     preemption=st.sampled_from(["none", "chunk", "layer", "operator"]),
     policy=st.sampled_from(["fcfs", "edf", "s_edf", "lrs"]),
