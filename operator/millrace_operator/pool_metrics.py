@@ -10,8 +10,12 @@ from millrace_operator.observed import Object
 from millrace_operator.spec import SIGNALS
 
 
+#: Of a signal, which would fade for hours in the status of an idle pool.
+LEAST = 0.005
+
+
 def seen(pool: Object, metrics: PoolMetrics) -> list[dict[str, Any]]:
-    """Signals with their targets, of the spec's order; two digits, for less is noise."""
+    """Signals with their targets, in the spec's order."""
     if "metrics" not in pool["spec"]["autoscaling"]:
         return _contexts(metrics)
     measured = _measured(metrics)
@@ -46,4 +50,5 @@ def _contexts(metrics: PoolMetrics) -> list[dict[str, Any]]:
 
 
 def _rounded(value: float) -> str:
-    return f"{float(f'{value:.2g}'):.15g}"
+    """Two digits: less is noise. What fades away is written down as nothing in the end."""
+    return "0" if value < LEAST else f"{float(f'{value:.2g}'):.15g}"

@@ -102,6 +102,15 @@ def test_signals_alone_are_written_every_half_minute():
     assert scene.pool["status"]["metrics"][0]["value"] == "0.6"
 
 
+def test_a_signal_that_fades_away_is_written_once_as_nothing():
+    scene = Scene()
+    scene.see(metrics=replace(CALM, kv_utilisation=1e-3), now_s=NOW_S + 60)
+    assert kinds(scene.carry_out()) == ["SetStatus"]
+    assert scene.pool["status"]["metrics"][0]["value"] == "0"
+    scene.see(metrics=replace(CALM, kv_utilisation=1e-9), now_s=NOW_S + 120)
+    assert scene.look() == []
+
+
 def test_no_metrics():
     scene = Scene()
     scene.see(metrics_error="the scheduler does not answer")

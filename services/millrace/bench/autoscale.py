@@ -31,11 +31,11 @@ def command(  # noqa: PLR0913 - every option of the command line is a parameter
     peak: Annotated[float, typer.Option("--peak", min=0.01, help="Likewise.")] = 1.4,
     calm_s: Annotated[
         float, typer.Option("--calm-s", min=1.0, help="Seconds of the first calm.")
-    ] = 15.0,
-    peak_s: Annotated[float, typer.Option("--peak-s", min=1.0)] = 40.0,
+    ] = 10.0,
+    peak_s: Annotated[float, typer.Option("--peak-s", min=1.0)] = 35.0,
     after_s: Annotated[
         float, typer.Option("--after-s", min=1.0, help="Seconds of the second calm.")
-    ] = 30.0,
+    ] = 60.0,
     most: Annotated[int, typer.Option("--most", min=2, help="Prefill instances at most.")] = 2,
     slo: Annotated[
         float, typer.Option("--slo", min=1.0, help="TTFT objective, in TTFTs of a prompt alone.")
