@@ -9,7 +9,6 @@ from millrace.core.autoscale import PoolMetrics
 from millrace_operator.observed import Object
 from millrace_operator.spec import SIGNALS
 
-
 #: Of a signal, which would fade for hours in the status of an idle pool.
 LEAST = 0.005
 
