@@ -14,8 +14,8 @@ up: setup ## a whole stack on this machine until Ctrl-C
 	$(BIN)/millrace up
 
 # Most tests share the cores. Whole stacks, and what watches the clock, get the machine to themselves.
-SHARING := $(addprefix tests/,chart contract core decode engine kernels models papers parity profiles scheduler sim \
-	state telemetry transfer wire worker)
+SHARING := $(addprefix tests/,chart contract core decode engine kernels models operator papers parity profiles proxy \
+	scheduler sim state telemetry transfer wire worker)
 
 test: setup lint ## lint and the whole test suite
 	$(BIN)/python -m pytest -m "not slow and not gpu" -n auto --dist worksteal $(SHARING)
@@ -42,7 +42,7 @@ $(STAMP): pyproject.toml $(CPP)
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "Millrace needs Python 3.11 to 3.13: make PYTHON=python3.11")'
 	@test -x $(BIN)/python || { echo "creating $(VENV)"; $(PYTHON) -m venv $(VENV); }
 	@echo "installing pinned dependencies and building the C++ parts (a few minutes the first time)"
-	$(BIN)/python -m pip install --disable-pip-version-check -e '.[engine,operator,local,dev]'
+	$(BIN)/python -m pip install --disable-pip-version-check --no-compile -e '.[engine,operator,local,dev]'
 	@touch $@
 
 lint: setup ## formatting, lint, types, import contracts, committed stubs

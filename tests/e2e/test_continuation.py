@@ -7,6 +7,7 @@ from typing import Any
 
 import httpx
 import orjson
+import pytest
 
 from millrace.stack import Stack
 from millrace.wire.scheduler_client import evict, get_instances, set_cordon
@@ -117,6 +118,7 @@ async def test_answers_survive_the_death_of_their_decode_instance() -> None:
         await eventually(lambda: holds_nothing(stack, "decode-1"))
 
 
+@pytest.mark.slow
 async def test_answers_survive_an_eviction_and_end_with_an_abort() -> None:
     bodies = [body(seed) for seed in range(2)]
     async with (

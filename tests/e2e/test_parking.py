@@ -3,6 +3,7 @@
 import asyncio
 
 import httpx
+import pytest
 
 from millrace.wire.scheduler_client import get_load
 from support.live_stack import eventually, greedy_ids, live_stack
@@ -12,6 +13,7 @@ from support.tiny_models import oracle, prompt
 MODEL = "qwen3"
 
 
+@pytest.mark.slow
 async def test_a_request_waits_for_the_only_prefill_instance() -> None:
     settings = ["engine.dtype=float32", "proxy.park_timeout_s=60"]
     async with (

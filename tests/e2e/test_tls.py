@@ -65,6 +65,7 @@ async def answers(stack: Stack, seed: int) -> None:
         assert await greedy_ids(client, ids, 8) == oracle("llama").greedy(ids, 8)
 
 
+@pytest.mark.slow
 async def test_tokens_stream_and_whoever_shows_no_certificate_is_refused(
     stack: Stack, files: Path
 ) -> None:
