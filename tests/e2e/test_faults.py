@@ -127,6 +127,7 @@ async def test_drain_finishes_what_runs() -> None:
             assert answer == oracle(MODEL).greedy(prompt(20, seed), 600)
 
 
+@pytest.mark.slow
 async def test_buffered_transfers_give_the_same_tokens() -> None:
     settings = ["engine.dtype=float32", "transfer.buffer_bytes=65536", "transfer.backends=2"]
     ids = [prompt(length, length) for length in (3, 200, 1500)]

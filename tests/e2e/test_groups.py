@@ -63,6 +63,7 @@ def member(stack: Stack, name: str) -> int:
     return process.pid
 
 
+@pytest.mark.slow
 async def test_groups_answer_as_one_would() -> None:
     settings = [*SETTINGS, "scheduler.planner=cdsp", "scheduler.improvement_rate=0"]
     lengths = [2900, 40, 1600, 25]

@@ -68,6 +68,7 @@ async def test_short_ones_pass_a_long_one(policy: str) -> None:
         assert long_s < 3 * alone_s + 2
 
 
+@pytest.mark.slow
 async def test_all_policies_serve_a_mix_with_preemption_and_batches() -> None:
     """The instance takes what any policy orders, one after another in one stack."""
     settings = [

@@ -11,6 +11,7 @@ import pytest
 
 from millrace.wire import scheduler_client
 from millrace.wire.pb import scheduler_pb2
+from millrace_operator import cluster as around
 from millrace_operator.election import LeaseLost
 from support.custom_objects import service
 from support.kube_emulator import Fault, KubeEmulator, Object, kube_emulator
@@ -123,7 +124,11 @@ async def test_children_appear_and_follow_the_spec(cluster: KubeEmulator):
         await cluster.until(lambda: size(cluster) == 4)
 
 
-async def test_what_others_change_or_delete_comes_back(cluster: KubeEmulator):
+async def test_what_others_change_or_delete_comes_back(
+    cluster: KubeEmulator, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setattr(around, "READ_AGAIN_S", 0.5)  # budgets are not watched
+
     def grace(change: int | None = None) -> int:
         spec = cluster.find("StatefulSet", "chat-decode")["spec"]["template"]["spec"]
         return spec["terminationGracePeriodSeconds"]
