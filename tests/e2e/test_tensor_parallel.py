@@ -53,6 +53,7 @@ async def test_any_degree_into_any_other_gives_the_oracles_tokens(
         assert answer == oracle("llama").greedy(ids, 6)
 
 
+@pytest.mark.slow
 async def test_an_instance_that_lost_a_rank_is_started_again() -> None:
     async with (
         Stack(options(2, 1)) as stack,
