@@ -41,13 +41,12 @@ class Rollout:
 
     @property
     def surge(self) -> int:
-        """Extra instances now: while an old one is left, and until all new ones are ready."""
-        old = any(not self._new(pod) for pod in self._wanted())
-        unfinished = self.under_way and len(self._wanted_ready()) < self.replicas
-        return self.max_surge if self.replicas and (old or unfinished) else 0
+        """Extra instances now."""
+        return self.max_surge if self.active else 0
 
     @property
     def active(self) -> bool:
+        """While an old instance is left, and until all new ones are ready."""
         if not self.replicas:
             return False
         old = any(not self._new(pod) for pod in self._wanted())
