@@ -24,7 +24,6 @@ class Delete:
     With `uid`, only that very object.
     """
 
-    api_version: str
     kind: str
     name: str
     uid: str = ""

@@ -144,7 +144,7 @@ class Cluster:
             live=live,
             pods=pods_of(name, found.pods),
             instances=await self._instances(namespace, found.service),
-            peers=tuple(_peer(one) for one in found.pools if one["metadata"]["uid"] != uid),
+            peers=tuple(Peer.of(one) for one in found.pools if one["metadata"]["uid"] != uid),
             metrics=replace(metrics, sampled_s=now_s - view.age_s) if view and metrics else None,
             recommendation=view.recommendation if view else None,
             metrics_error=error,
@@ -350,18 +350,6 @@ def _checked(obj: dict[str, Any], applied: Mapping[str, dict[str, Any]]) -> dict
         return obj
     annotations = {k: v for k, v in meta["annotations"].items() if k != APPLIED}
     return {**obj, "metadata": {**meta, "annotations": annotations}}
-
-
-def _peer(pool: Object) -> Peer:
-    status = pool.get("status", {})
-    return Peer(
-        kind=pool["kind"],
-        name=pool["metadata"]["name"],
-        revision=status.get("revision", ""),
-        replicas=pool["spec"].get("replicas", 1),
-        updated_ready=status.get("updatedReadyReplicas", 0),
-        serving=frozenset(status.get("servingRevisions", ())),
-    )
 
 
 def _is_child(obj: Object, owner: Object) -> bool:

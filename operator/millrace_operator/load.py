@@ -93,9 +93,7 @@ class Schedulers:
                 return None
             known.instances_s = asked_s
             known.instances = {
-                view.id: Instance(
-                    id=view.id, cordoned=view.draining, held_requests=view.held_requests
-                )
+                view.id: Instance(cordoned=view.draining, held_requests=view.held_requests)
                 for view in views
             }
             return known.instances

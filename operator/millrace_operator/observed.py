@@ -35,21 +35,30 @@ class Pod:
 class Instance:
     """What the scheduler says of an instance."""
 
-    id: str
     cordoned: bool
     held_requests: int  # in compute, in the batch, or with a lease on its pages
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Peer:
-    """The other pools of the service, as their status says: rollouts go on in pairs."""
+    """Another pool of the service, as its status says: rollouts go on in pairs."""
 
-    kind: str
     name: str
     revision: str  # of the model that it is to serve
     replicas: int  # spec.replicas
     updated_ready: int  # ready pods of the template that it is to have
     serving: frozenset[str] = frozenset()  # revisions of the instances that take work
+
+    @classmethod
+    def of(cls, pool: Object) -> Peer:
+        status = pool.get("status", {})
+        return cls(
+            name=pool["metadata"]["name"],
+            revision=status.get("revision", ""),
+            replicas=pool["spec"].get("replicas", 1),
+            updated_ready=status.get("updatedReadyReplicas", 0),
+            serving=frozenset(status.get("servingRevisions", ())),
+        )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -161,7 +161,7 @@ class Plan:
     def _deletions(self) -> list[Delete]:
         """Old pods that are done, for their successors to start."""
         return [
-            Delete(api_version="v1", kind="Pod", name=one.pod.name, uid=one.pod.uid)
+            Delete(kind="Pod", name=one.pod.name, uid=one.pod.uid)
             for one in self.leaving
             if one.removed and one.reason == "Rollout"
         ]

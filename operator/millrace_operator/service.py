@@ -10,7 +10,6 @@ from millrace_operator.actions import Action, Apply, Delete, Report, SetStatus
 from millrace_operator.conditions import Condition
 from millrace_operator.observed import Object, ObservedService
 from millrace_operator.pods import Context
-from millrace_operator.schema import API_VERSION
 from millrace_operator.spec import KINDS, Defaults, PoolKind, SpecError
 
 
@@ -51,12 +50,7 @@ def _last(service: Object) -> Mapping[str, Any]:
 def _retired(service: Object, observed: ObservedService) -> list[Delete]:
     """Pools that the spec names no more, once they are empty: they drain themselves first."""
     return [
-        Delete(
-            api_version=API_VERSION,
-            kind=kind.kind,
-            name=pool["metadata"]["name"],
-            uid=pool["metadata"]["uid"],
-        )
+        Delete(kind=kind.kind, name=pool["metadata"]["name"], uid=pool["metadata"]["uid"])
         for kind in KINDS.values()
         if kind.role not in service["spec"] and (pool := _pool(service, observed, kind))
         if pool.get("status", {}).get("replicas") == 0

@@ -125,7 +125,7 @@ def test_no_metrics():
 def draining(requests: int = 2, **spec: Any) -> Scene:
     """One of three is one too many, and holds requests."""
     scene = Scene(**spec)
-    scene.knows(f"{NAME}-2", held(scene.observed.pods[2], requests))
+    scene.knows(f"{NAME}-2", held(requests))
     scene.pool["spec"]["replicas"] = 2
     scene.see(recommendation=advice(2))
     return scene
@@ -141,7 +141,7 @@ def test_scale_in_cordons_first():
     ]
     assert scene.condition("Draining") == ("True", "InstancesDrain")
     assert scene.look() == []
-    scene.knows(f"{NAME}-2", held(scene.observed.pods[2], 0, cordoned=True))
+    scene.knows(f"{NAME}-2", held(0, cordoned=True))
     actions = scene.carry_out()
     assert size(actions) == 2
     assert reasons(actions) == ["Drained"]
@@ -170,7 +170,7 @@ def test_the_highest_ordinal_that_still_works_keeps_those_below():
     scene.see(recommendation=advice(1))
     scene.carry_out()
     assert size(scene.look()) is None  # of 1 and 2, both cordoned, 1 is empty and 2 is not
-    scene.knows(f"{NAME}-2", held(scene.observed.pods[2], 0, cordoned=True))
+    scene.knows(f"{NAME}-2", held(0, cordoned=True))
     assert size(scene.look()) == 1
 
 

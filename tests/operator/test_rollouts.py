@@ -31,7 +31,7 @@ def new_pod(scene: Scene, ordinal: int, *, ready: bool = True) -> None:
     )
     others = [p for p in scene.observed.pods if p.ordinal != ordinal]
     scene.see(pods=tuple(sorted([*others, made], key=lambda p: p.ordinal)))
-    scene.knows(made.name, held(made, 0))
+    scene.knows(made.name, held(0))
 
 
 def test_a_rollout_surges_replaces_one_by_one_and_ends():
@@ -48,9 +48,7 @@ def test_a_rollout_surges_replaces_one_by_one_and_ends():
         cordons = [a for a in scene.carry_out() if isinstance(a, Cordon)]
         assert cordons == [Cordon(instance_id=f"{NAME}-{ordinal}", cordoned=True)]
         (delete,) = [a for a in scene.carry_out() if isinstance(a, Delete)]
-        assert delete == Delete(
-            api_version="v1", kind="Pod", name=f"{NAME}-{ordinal}", uid=f"u{ordinal}"
-        )
+        assert delete == Delete(kind="Pod", name=f"{NAME}-{ordinal}", uid=f"u{ordinal}")
         new_pod(scene, ordinal, ready=False)
         scene.carry_out()
         assert scene.condition("Progressing") == ("True", "RollingOut")
@@ -98,7 +96,7 @@ def test_a_new_revision_comes_in_pairs(peer, goes):
     new_pod(scene, 3)
     known = {"revision": revision, "replicas": 3, "updated_ready": 1, **peer}
     both = frozenset({"r1", revision})
-    scene.see(peers=(Peer(kind="PrefillGroup", name="chat-prefill", serving=both, **known),))
+    scene.see(peers=(Peer(name="chat-prefill", serving=both, **known),))
     actions = scene.carry_out()
     assert any(isinstance(a, Cordon) for a in actions) == goes
     if not goes:

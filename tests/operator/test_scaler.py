@@ -187,7 +187,7 @@ async def test_a_silent_scheduler_is_left_alone_for_a_while(world: World):
 
 
 async def test_instances_are_asked_anew_after_a_change(world: World):
-    expected = {"d-0": Instance(id="d-0", cordoned=True, held_requests=3)}
+    expected = {"d-0": Instance(cordoned=True, held_requests=3)}
     assert await world.schedulers.instances(ADDRESS) == expected
     assert await world.schedulers.instances(ADDRESS) == expected
     await world.schedulers.cordon(ADDRESS, "d-0", cordoned=True)

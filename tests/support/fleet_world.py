@@ -152,18 +152,7 @@ class FleetWorld:
             live={k: v for k, v in self.live.items() if k[1] == name},
             pods=tuple(pod.seen() for pod in self._of(name)),
             instances=self._instances(name),
-            peers=tuple(
-                Peer(
-                    kind=other["kind"],
-                    name=other["metadata"]["name"],
-                    revision=other.get("status", {}).get("revision", ""),
-                    replicas=other["spec"]["replicas"],
-                    updated_ready=other.get("status", {}).get("updatedReadyReplicas", 0),
-                    serving=frozenset(other.get("status", {}).get("servingRevisions", ())),
-                )
-                for other in self.pools()
-                if other is not thing
-            ),
+            peers=tuple(Peer.of(other) for other in self.pools() if other is not thing),
             metrics=metrics,
             recommendation=self.autoscalers[name].step(metrics, self.now_s),
             now_s=self.now_s,
@@ -195,7 +184,7 @@ class FleetWorld:
         if self.now_s < self.silent_until_s:
             return None
         return {
-            pod.name: Instance(id=pod.name, cordoned=pod.cordoned, held_requests=len(pod.requests))
+            pod.name: Instance(cordoned=pod.cordoned, held_requests=len(pod.requests))
             for pod in self._of(pool)
             if pod.ready
         }

@@ -55,7 +55,7 @@ class Scene:
             )
             for n in range(size)
         )
-        self.see(pods=pods, instances={p.name: held(p, 0) for p in pods})
+        self.see(pods=pods, instances={p.name: held(0) for p in pods})
         self.carry_out()
 
     @property
@@ -92,8 +92,8 @@ class Scene:
         return found["status"], found["reason"]
 
 
-def held(pod: Pod, requests: int, *, cordoned: bool = False) -> Instance:
-    return Instance(id=pod.name, cordoned=cordoned, held_requests=requests)
+def held(requests: int, *, cordoned: bool = False) -> Instance:
+    return Instance(cordoned=cordoned, held_requests=requests)
 
 
 def kinds(actions: list[Any]) -> list[str]:
