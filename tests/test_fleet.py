@@ -2,25 +2,11 @@
 
 from __future__ import annotations
 
-import asyncio
 import json
-import os
-import sys
 
 from millrace.wire.scheduler_client import set_cordon
+from support.command import millrace
 from support.scheduler_peers import scheduler, spec
-
-
-async def fleet(*arguments: str) -> tuple[int | None, str]:
-    """Exit status and output of the command."""
-    process = await asyncio.create_subprocess_exec(
-        *(sys.executable, "-m", "millrace.cli", "fleet", *arguments),
-        stdout=asyncio.subprocess.PIPE,
-        stderr=asyncio.subprocess.STDOUT,
-        env={**os.environ, "COLUMNS": "120"},
-    )
-    output, _ = await asyncio.wait_for(process.communicate(), 30)
-    return process.returncode, output.decode()
 
 
 async def test_it_shows_instances_and_signals_and_writes_both_as_json(tmp_path) -> None:
@@ -32,7 +18,7 @@ async def test_it_shows_instances_and_signals_and_writes_both_as_json(tmp_path) 
         await proxy.submit(spec("r", 100))
         await proxy.next("placed")
         await set_cordon(net.address, "p1", True)
-        status, shown = await fleet("--scheduler", net.address, "--json", str(path))
+        status, shown = await millrace("fleet", "--scheduler", net.address, "--json", str(path))
     assert status == 0
     rows = {line.split()[0]: line.split()[1:] for line in shown.splitlines() if line.strip()}
     assert rows["d0"] == ["decode", "yes", "1", "0", "1", "8", "of", "100"]
@@ -54,6 +40,6 @@ async def test_it_shows_instances_and_signals_and_writes_both_as_json(tmp_path) 
 async def test_without_a_scheduler_it_says_so_in_one_line() -> None:
     async with scheduler() as net:
         address = net.address
-    status, said = await fleet("--scheduler", address)
+    status, said = await millrace("fleet", "--scheduler", address)
     assert status == 1 and said.startswith(f"millrace: no scheduler at {address}: ")
     assert said.count("\n") == 1

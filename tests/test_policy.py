@@ -2,34 +2,21 @@
 
 from __future__ import annotations
 
-import asyncio
 import json
-import os
-import sys
 
 from millrace.core.priority import POLICIES
+from support.command import millrace
 from support.scheduler_peers import scheduler
-
-
-async def policy(*arguments: str, command: str = "policy") -> tuple[int | None, str]:
-    """Exit status and output of the command."""
-    process = await asyncio.create_subprocess_exec(
-        *(sys.executable, "-m", "millrace.cli", command, *arguments),
-        stdout=asyncio.subprocess.PIPE,
-        stderr=asyncio.subprocess.STDOUT,
-        env={**os.environ, "COLUMNS": "120"},
-    )
-    output, _ = await asyncio.wait_for(process.communicate(), 30)
-    return process.returncode, output.decode()
 
 
 async def test_it_shows_and_changes_the_policy_and_writes_both_as_json(tmp_path) -> None:
     path = tmp_path / "answer.json"
     async with scheduler() as net:
         address = ("--scheduler", net.address)
-        assert await policy("s_edf", *address, "--json", str(path)) == (0, "millrace -> s_edf\n")
+        done = await millrace("policy", "s_edf", *address, "--json", str(path))
+        assert done == (0, "millrace -> s_edf\n")
         assert json.loads(path.read_text()) == {"policy": "s_edf", "before": "millrace"}
-        status, shown = await policy(*address, "--json", str(path))
+        status, shown = await millrace("policy", *address, "--json", str(path))
         assert (status, shown.split()[:6]) == (
             0,
             ["policy", "s_edf", "preemption", "operator", "planner", "least_queue"],
@@ -47,11 +34,11 @@ async def test_what_goes_wrong_is_said_in_one_line(tmp_path) -> None:
     async with scheduler() as net:
         address = ("--scheduler", net.address)
         told = f"millrace: policy is 'sjf'; it must be one of {', '.join(POLICIES)}\n"
-        assert await policy("sjf", *address) == (1, told)
-        status, said = await policy(*address, "--json", str(tmp_path))
+        assert await millrace("policy", "sjf", *address) == (1, told)
+        status, said = await millrace("policy", *address, "--json", str(tmp_path))
         assert status == 1 and said.splitlines()[-1].startswith(f"millrace: --json {tmp_path}: ")
         assert (await net.status()).policy == "millrace"
-    status, said = await policy("edf", *address)
+    status, said = await millrace("policy", "edf", *address)
     assert status == 1 and said.startswith(f"millrace: no scheduler at {net.address}: ")
     assert said.count("\n") == 1
 
@@ -60,8 +47,7 @@ async def test_the_improvement_rate_has_a_command_of_its_own() -> None:
     async with scheduler() as net:
 
         async def rate(*arguments: str) -> tuple[int | None, str]:
-            address = ("--scheduler", net.address)
-            return await policy(*arguments, *address, command="improvement-rate")
+            return await millrace("improvement-rate", *arguments, "--scheduler", net.address)
 
         assert await rate("0.05") == (0, "0.3 -> 0.05\n")
         assert await rate() == (0, "0.05\n")

@@ -1,33 +1,17 @@
 """The commands a new user types, with the model that ships."""
 
 import asyncio
-import os
 import re
 import signal
-import sys
 
 import httpx
 
-
-async def command(*arguments: str) -> asyncio.subprocess.Process:
-    return await asyncio.create_subprocess_exec(
-        sys.executable,
-        "-m",
-        "millrace.cli",
-        *arguments,
-        stdin=asyncio.subprocess.DEVNULL,
-        stdout=asyncio.subprocess.PIPE,
-        stderr=asyncio.subprocess.STDOUT,
-        env={**os.environ, "COLUMNS": "120", "PYTHONUNBUFFERED": "1"},
-    )
+from support.command import millrace, start
 
 
 async def test_the_demo_answers_explains_and_ends_clean() -> None:
-    process = await command("demo")
-    output, _ = await asyncio.wait_for(process.communicate(), 120)
-    text = output.decode()
-
-    assert process.returncode == 0, text
+    status, text = await millrace("demo", timeout_s=120)
+    assert status == 0, text
     assert text.count("time to first token") == 5
     assert text.count("first_decode_step") == 5
     assert "chunk 2" in text  # the long document takes several passes
@@ -35,7 +19,7 @@ async def test_the_demo_answers_explains_and_ends_clean() -> None:
 
 
 async def test_up_says_what_to_try_and_ends_clean_at_ctrl_c() -> None:
-    process = await command("up", "--port", "0", "--prefill", "1", "--no-profile")
+    process = await start("up", "--port", "0", "--prefill", "1", "--no-profile")
     assert process.stdout is not None
     seen = ""
     try:
@@ -51,25 +35,22 @@ async def test_up_says_what_to_try_and_ends_clean_at_ctrl_c() -> None:
             answer = await client.post("/v1/chat/completions", content=body[1], headers=headers)
             assert answer.status_code == 200
             assert answer.text.rstrip().endswith("data: [DONE]")
-            chat = await command("chat", "Who are you?", "--url", url.group(), "--trace")
-            said, _ = await asyncio.wait_for(chat.communicate(), 30)
-            assert chat.returncode == 0
-            assert "kv_transfer" in said.decode()
+            status, said = await millrace("chat", "Who are you?", "--url", url.group(), "--trace")
+            assert status == 0
+            assert "kv_transfer" in said
     finally:
         process.send_signal(signal.SIGINT)
     assert await asyncio.wait_for(process.wait(), 30) == 0
 
 
 async def test_chat_without_a_gateway_says_so_in_one_line() -> None:
-    process = await command("chat", "hello", "--url", "http://127.0.0.1:9")
-    output, _ = await asyncio.wait_for(process.communicate(), 30)
-    assert process.returncode == 1
-    assert output.decode().count("\n") == 1
-    assert "no gateway at http://127.0.0.1:9" in output.decode()
+    status, said = await millrace("chat", "hello", "--url", "http://127.0.0.1:9")
+    assert status == 1
+    assert said.count("\n") == 1
+    assert "no gateway at http://127.0.0.1:9" in said
 
 
 async def test_a_setting_out_of_range_is_named() -> None:
-    process = await command("up", "--set", "engine.page_tokens=0")
-    output, _ = await asyncio.wait_for(process.communicate(), 30)
-    assert process.returncode == 1
-    assert b"engine.page_tokens is 0; it must be between 1 and 1024" in output
+    status, said = await millrace("up", "--set", "engine.page_tokens=0")
+    assert status == 1
+    assert "engine.page_tokens is 0; it must be between 1 and 1024" in said

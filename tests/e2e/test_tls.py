@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import os
-import sys
 from collections.abc import AsyncIterator
 from pathlib import Path
 
@@ -17,6 +15,7 @@ from millrace.stack import Stack
 from millrace.wire.scheduler_client import SchedulerUnavailable, get_settings
 from millrace.wire.tls import use_tls
 from support.certificates import Authority, needs_openssl, tls_config, tls_settings
+from support.command import millrace
 from support.live_stack import greedy_ids, live_stack
 from support.served_model import served_folder
 from support.tiny_models import oracle, prompt
@@ -48,14 +47,9 @@ async def policy(stack: Stack, config: TlsConfig) -> str:
         f"MILLRACE_TLS__{name.upper()}": getattr(config, name)
         for name in ("ca_file", "cert_file", "key_file")
     }
-    process = await asyncio.create_subprocess_exec(
-        *(sys.executable, "-m", "millrace.cli", "policy", "--scheduler", scheduler(stack)),
-        stdout=asyncio.subprocess.PIPE,
-        stderr=asyncio.subprocess.STDOUT,
-        env={**os.environ, **named},
-    )
-    output, _ = await asyncio.wait_for(process.communicate(), 60)
-    return output.decode()
+    arguments = ("policy", "--scheduler", scheduler(stack))
+    _, output = await millrace(*arguments, environment=named, timeout_s=60)
+    return output
 
 
 async def answers(stack: Stack, seed: int) -> None:

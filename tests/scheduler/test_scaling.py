@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
-import time
-
 import pytest
 
 from millrace.core.load import FleetLoad
@@ -12,15 +9,7 @@ from millrace.sim.replay import replay
 from millrace.wire import scheduler_client as client
 from millrace.wire.pb import scheduler_pb2
 from millrace.wire.scheduler_client import InstanceView, SchedulerUnavailable, UnknownInstance
-from support.scheduler_peers import WAIT_S, Net, Proxy, quick, scheduler, spec
-
-
-async def until(holds, what: str) -> None:
-    """Polls an awaitable condition; fails with `what` after WAIT_S."""
-    deadline_s = time.monotonic() + WAIT_S
-    while not await holds():
-        assert time.monotonic() < deadline_s, what
-        await asyncio.sleep(0.01)
+from support.scheduler_peers import Net, Proxy, quick, scheduler, spec, until
 
 
 async def held(net: Net) -> dict[str, int]:

@@ -13,15 +13,7 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 from millrace.core.config import SchedulerConfig
 from millrace.core.priority import POLICIES
 from millrace.wire.pb import scheduler_pb2
-from support.scheduler_peers import WAIT_S, quick, register, scheduler, spec
-
-
-async def until(condition, what: str) -> None:
-    """Polls an awaitable condition; fails with `what` after WAIT_S."""
-    deadline_s = time.monotonic() + WAIT_S
-    while not await condition():
-        assert time.monotonic() < deadline_s, what
-        await asyncio.sleep(0.01)
+from support.scheduler_peers import WAIT_S, quick, register, scheduler, spec, until
 
 
 async def test_a_request_is_placed_dispatched_and_finished():

@@ -5,7 +5,8 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import signal
-from collections.abc import AsyncIterator
+import time
+from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
 from pathlib import Path
 
@@ -23,6 +24,14 @@ def quick(**scheduler: object) -> Config:
     """Settings with short times, so that tests of silence are short."""
     defaults = {"heartbeat_s": 0.05, "lease_s": 0.4, "drain_timeout_s": 0.2}
     return Config(scheduler=SchedulerConfig(**{**defaults, **scheduler}))
+
+
+async def until(condition: Callable[[], Awaitable[bool]], what: str) -> None:
+    """Polls an awaitable condition; fails with `what` after WAIT_S."""
+    deadline_s = time.monotonic() + WAIT_S
+    while not await condition():
+        assert time.monotonic() < deadline_s, what
+        await asyncio.sleep(0.01)
 
 
 @asynccontextmanager

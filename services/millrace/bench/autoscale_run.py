@@ -15,11 +15,10 @@ from pathlib import Path
 from typing import Any
 
 from millrace.autoscale import Decision
-from millrace.bench.hol_run import LLAMA_27M
 from millrace.bench.load_test import ServeOptions
 from millrace.bench.load_test import run as send
 from millrace.bench.machine_limits import describe_machine
-from millrace.bench.random_model import write_random_llama, write_word_tokenizer
+from millrace.bench.random_model import LLAMA_27M, write_random_model
 from millrace.bench.report import RequestRecord, summarise
 from millrace.core.config import ScalingConfig
 from millrace.core.errors import MillraceError
@@ -92,7 +91,7 @@ async def run(settings: Settings, told: Told = lambda what: None) -> dict[str, A
     """Measures and returns the document. Raises MillraceError, also when a request is lost."""
     begun_s = time.perf_counter()
     with tempfile.TemporaryDirectory() as folder:
-        model = _model(Path(folder))
+        model = str(write_random_model(Path(folder), LLAMA_27M))
         served: Served | None = None
         systems = []
         for name, sizes in settings.systems().items():
@@ -116,14 +115,6 @@ async def run(settings: Settings, told: Told = lambda what: None) -> dict[str, A
         "systems": systems,
         "took_s": time.perf_counter() - begun_s,
     }
-
-
-def _model(folder: Path) -> str:
-    folder = folder / "random-llama"
-    folder.mkdir()
-    write_random_llama(folder, LLAMA_27M)
-    write_word_tokenizer(folder, LLAMA_27M["vocab_size"])
-    return str(folder)
 
 
 def _stack_options(model: str, settings: Settings, prefill: int) -> StackOptions:

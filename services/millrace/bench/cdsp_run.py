@@ -14,9 +14,8 @@ from typing import Any
 
 from millrace.bench import cdsp_groups, cdsp_live, ring
 from millrace.bench.cdsp_live import CDSP, PLANNERS, Mix, Served
-from millrace.bench.hol_run import LLAMA_27M
 from millrace.bench.machine_limits import describe_machine
-from millrace.bench.random_model import write_random_llama, write_word_tokenizer
+from millrace.bench.random_model import LLAMA_27M, write_random_model
 from millrace.core.config import EngineConfig
 from millrace.core.errors import ConfigError
 from millrace.core.profile import Profile
@@ -121,7 +120,7 @@ async def run(settings: Settings, told: Told = lambda what: None) -> dict[str, A
         "machine": describe_machine(),
     }
     with tempfile.TemporaryDirectory() as folder:
-        model = _model(Path(folder))
+        model = write_random_model(Path(folder), LLAMA_27M)
         if "ring" in settings.parts:
             document["ring"] = await asyncio.to_thread(_ring, settings, told)
         one = _one_instance(model, settings, told) if "load" in settings.parts else None
@@ -141,14 +140,6 @@ def _token_bytes(config: Mapping[str, Any]) -> int:
     """K/V of a token in float32, all layers."""
     head_dim = config["hidden_size"] // config["num_attention_heads"]
     return int(8 * config["num_hidden_layers"] * config["num_key_value_heads"] * head_dim)
-
-
-def _model(folder: Path) -> Path:
-    folder = folder / "random-llama"
-    folder.mkdir()
-    write_random_llama(folder, LLAMA_27M)
-    write_word_tokenizer(folder, LLAMA_27M["vocab_size"])
-    return folder
 
 
 def _engine_settings(settings: Settings) -> list[str]:

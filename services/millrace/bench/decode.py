@@ -38,7 +38,7 @@ from rich.table import Table
 
 from millrace.bench.bare_decode import BareDecode
 from millrace.bench.decode_window import Costs, Sample, Window, costs_of, window_of
-from millrace.bench.random_model import LLAMA_100M, write_random_llama, write_word_tokenizer
+from millrace.bench.random_model import LLAMA_100M, write_random_model
 from millrace.bench.sse_client import Response, SseClient
 from millrace.core.errors import MillraceError
 from millrace.stack import Stack, StackOptions
@@ -91,10 +91,7 @@ async def run(
     threads = settings.threads or max(1, len(os.sched_getaffinity(0)) // 2)
     metrics_port = _free_port()
     with tempfile.TemporaryDirectory() as name:
-        folder = Path(name) / "random-llama"
-        folder.mkdir()
-        write_random_llama(folder, settings.model)
-        write_word_tokenizer(folder, settings.model["vocab_size"])
+        folder = write_random_model(Path(name), settings.model)
         options = StackOptions(
             model=str(folder),
             prefill=1,

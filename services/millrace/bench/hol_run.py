@@ -27,22 +27,11 @@ from millrace.bench.hol_traffic import (
     objectives,
 )
 from millrace.bench.machine_limits import describe_machine
-from millrace.bench.random_model import write_random_llama, write_word_tokenizer
+from millrace.bench.random_model import LLAMA_27M, write_random_model
 from millrace.core.config import EngineConfig
 from millrace.core.errors import ConfigError
 from millrace.core.profile import Profile
 from millrace.engine.assembly import Engine, open_engine
-
-LLAMA_27M: Mapping[str, Any] = {
-    "vocab_size": 4096,
-    "hidden_size": 384,
-    "intermediate_size": 1024,
-    "num_hidden_layers": 16,
-    "num_attention_heads": 6,
-    "num_key_value_heads": 2,
-    "max_position_embeddings": 16_384,
-    "tie_word_embeddings": True,
-}
 
 _LONG_MULTIPLE = 12.8  # objective of the long prompt over its isolated TTFT: a file's
 _SIM_TOLERANCE, _SIM_STEP, _SIM_RUNS = 0.03, 2.0, 40
@@ -156,11 +145,7 @@ def _model(model: str, folder: Path) -> tuple[Path | str, tuple[int, int] | None
     """The model and the ids that prompts are drawn from, None to ask the server."""
     if model:
         return model, None
-    folder = folder / "random-llama"
-    folder.mkdir()
-    write_random_llama(folder, LLAMA_27M)
-    write_word_tokenizer(folder, LLAMA_27M["vocab_size"])
-    return folder, (0, LLAMA_27M["vocab_size"] - 1)
+    return write_random_model(folder, LLAMA_27M), (0, LLAMA_27M["vocab_size"] - 1)
 
 
 def _in_process(

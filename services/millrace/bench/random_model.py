@@ -23,7 +23,28 @@ LLAMA_100M = {
 }
 """A Llama of about 100 million parameters, as config.json has it."""
 
+LLAMA_27M = {
+    "vocab_size": 4096,
+    "hidden_size": 384,
+    "intermediate_size": 1024,
+    "num_hidden_layers": 16,
+    "num_attention_heads": 6,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 16_384,
+    "tie_word_embeddings": True,
+}
+"""One of 27 million: small enough that whole stacks of it share a machine."""
+
 _STANDARD_DEVIATION = 0.02
+
+
+def write_random_model(folder: Path, config: Mapping[str, Any]) -> Path:
+    """Writes weights and a tokenizer to a new folder `random-llama` in `folder`; returns it."""
+    folder = folder / "random-llama"
+    folder.mkdir()
+    write_random_llama(folder, config)
+    write_word_tokenizer(folder, config["vocab_size"])
+    return folder
 
 
 def write_random_llama(folder: Path, config: Mapping[str, Any], dtype: str = "float32") -> int:

@@ -230,8 +230,8 @@ class Machine:
         if request.id in self.requests:
             self._speakers.ignored += 1
             return
-        for pool in self.cluster.ready_pools()[:1]:
-            pool.predict(request)  # also of one to refuse: it is load, too
+        if ready := self.cluster.ready_pools():
+            ready[0].predict(request)  # also of one to refuse: it is load, too
         refused = refusal(request, self.cluster, self.queued, self.queued_s, self.config)
         if refused is not None:
             self._life.effects.append(

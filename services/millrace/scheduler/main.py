@@ -17,6 +17,7 @@ from millrace.scheduler.recording import Recording
 from millrace.scheduler.servicer import SchedulerServicer
 from millrace.state.open import open_store
 from millrace.telemetry.metrics import Registry, serve_metrics
+from millrace.wire.address import host_port
 from millrace.wire.server import add_health, bind, create_server
 
 log = logging.getLogger(__name__)
@@ -70,7 +71,7 @@ async def serve(
         await server.start()
         stack.push_async_callback(server.stop, CLOSE_S)
         await health.set_serving(True)
-        log.info("the scheduler serves on %s:%d", host, bound)
+        log.info("the scheduler serves on %s", host_port(host, bound))
         if on_ready is not None:
             on_ready(bound)
         stopped: asyncio.Future[Any] = asyncio.ensure_future(stop.wait())

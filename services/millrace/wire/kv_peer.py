@@ -91,17 +91,10 @@ class KvPeers:
 
     def __init__(self) -> None:
         self._channels = Channels()
-        self._peers: dict[str, tuple[GrpcKvPeer, grpc.aio.Channel]] = {}
 
     def to(self, address: str) -> GrpcKvPeer:
         """The peer at host:port."""
-        channel = self._channels.to(address)
-        peer, opened = self._peers.get(address, (None, None))
-        if peer is None or opened is not channel:
-            peer = GrpcKvPeer(address, channel)
-            self._peers[address] = (peer, channel)
-        return peer
+        return GrpcKvPeer(address, self._channels.to(address))
 
     async def close(self) -> None:
-        self._peers.clear()
         await self._channels.close()
