@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from millrace.core.board import YIELDING_WEIGHT, Board, Task, masks
-from millrace.core.cluster import PrefillInstance
+from millrace.core.instances import PrefillInstance
 from millrace.core.request import Chunk, Request
 from support.core_events import instance, queues
 from support.prefill_fleet import Work, Workers

@@ -21,8 +21,8 @@ from hypothesis.stateful import (
 )
 
 from millrace.core import effects, events
-from millrace.core.cluster import PrefillInstance
 from millrace.core.config import SchedulerConfig
+from millrace.core.instances import PrefillInstance
 from millrace.core.latency import Latency, SpLatency
 from millrace.core.lifecycle import MIN_KEPT_TOKENS
 from millrace.core.machine import Machine

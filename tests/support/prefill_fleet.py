@@ -12,7 +12,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from millrace.core import effects, events
-from millrace.core.cluster import PrefillInstance
+from millrace.core.instances import PrefillInstance
 from millrace.core.planning.plan import Plan, PlannedChunk
 from support.core_events import Bench, request
 

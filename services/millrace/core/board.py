@@ -26,7 +26,7 @@ from millrace.core.priority import PriorityKey
 from millrace.core.request import Chunk, Request
 
 if TYPE_CHECKING:
-    from millrace.core.cluster import PrefillInstance
+    from millrace.core.instances import PrefillInstance
 
 #: (policy's key, order of submission, chunk's index): a total order of tasks.
 Rank = tuple[PriorityKey, int, int]

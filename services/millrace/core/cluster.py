@@ -1,23 +1,17 @@
-"""The instances as the scheduler knows them, and what each holds.
-
-Every page and task slot that a request occupies stands in a `Holding` at the instance; sums are
-kept beside them. A holding outlives its request: it goes when the instance says that the pages
-are free, or when the instance dies. Leases are the driver's matter: it turns silence into
-`InstanceLeft`.
-"""
+"""All instances, and the pools of those that can work together."""
 
 from __future__ import annotations
 
 from array import array
 from collections.abc import Iterator
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 
-from millrace.core.board import Board, Task
+from millrace.core.board import Board
 from millrace.core.config import SchedulerConfig
 from millrace.core.correction import Corrections
-from millrace.core.decode_placement import pages_needed
 from millrace.core.events import ImprovementRateChanged, InstanceJoined
 from millrace.core.improvement_rate import live_rate
+from millrace.core.instances import DecodeInstance, Instance, PrefillInstance
 from millrace.core.latency import SpLatency
 from millrace.core.pages import Shares
 from millrace.core.planning import PLANNERS, Planner, PlannerInputs, degrees_used
@@ -25,140 +19,6 @@ from millrace.core.planning.one_chunk import quickest_chunk
 from millrace.core.planning.plan import Plan
 from millrace.core.request import Request
 from millrace.core.waiting_line import WaitingLine
-
-
-@dataclass(slots=True, kw_only=True, eq=False)
-class Holding:
-    """What one attempt of a request occupies at one instance."""
-
-    pages: int
-    sequences: int = 1  # decode: choices, which join the batch together
-    leaving: bool = False  # nobody waits for this attempt any more; the pages are not yet free
-    decoding: bool = False  # decode: in the batch
-
-
-@dataclass(slots=True, eq=False)
-class PrefillInstance:
-    """A prefill instance: pages of prompts, and the tasks it holds, the first one to run first."""
-
-    card: InstanceJoined
-    bit: int = 0  # its own bit among the pool's prefill instances
-    leaving: bool = False  # it said so
-    draining: bool = False  # takes no new work: it is leaving, or cordoned
-    running: int = 0  # as its last heartbeat said, like `waiting`
-    waiting: int = 0
-    holdings: dict[str, Holding] = field(default_factory=dict)
-    used_pages: int = 0
-    queue: list[Task] = field(default_factory=list)
-
-    @property
-    def id(self) -> str:
-        return self.card.instance_id
-
-    @property
-    def free_pages(self) -> int:
-        return self.card.kv_pages - self.used_pages
-
-    @property
-    def free_slots(self) -> int:
-        """Of the free pages, as tokens."""
-        return self.free_pages * self.card.page_tokens
-
-    def could_hold(self, request: Request, slots: int) -> bool:
-        """Whether so many slots fit once others left, and no earlier attempt is still here."""
-        return slots <= self.card.kv_pages * self.card.page_tokens and self.takes(request)
-
-    def takes(self, request: Request) -> bool:
-        """Whether the prompt is within its context, and no earlier attempt is still here."""
-        return (
-            request.prompt_tokens <= self.card.max_context_tokens
-            and request.id not in self.holdings
-        )
-
-    def outstanding_s(self, now_s: float) -> float:
-        """Predicted seconds of all tasks; of a running one what remains, at least 0."""
-        return sum(task.remaining_s(now_s) for task in self.queue)
-
-    def hold(self, request: Request, pages: int) -> None:
-        self.holdings[request.id] = Holding(pages=pages)
-        self.used_pages += pages
-
-    def release(self, request_id: str) -> None:
-        """Frees the request's pages."""
-        self.used_pages -= self.holdings.pop(request_id).pages
-
-
-@dataclass(slots=True, eq=False)
-class DecodeInstance:
-    """A decode instance: pages of requests in its batch, and of those on their way to it."""
-
-    card: InstanceJoined
-    leaving: bool = False
-    draining: bool = False
-    running: int = 0
-    waiting: int = 0
-    tbt_s: float = 0.0  # as the last heartbeat said that knew; 0: none did
-    holdings: dict[str, Holding] = field(default_factory=dict)
-    decoding_pages: int = 0
-    virtual_pages: int = 0
-    batch_size: int = 0  # sequences
-
-    @property
-    def id(self) -> str:
-        return self.card.instance_id
-
-    @property
-    def page_tokens(self) -> int:
-        return self.card.page_tokens
-
-    @property
-    def free_pages(self) -> int:
-        """Pages that no decoding request holds; those on their way are `virtual_pages`."""
-        return self.card.kv_pages - self.decoding_pages
-
-    def pages_for(self, request: Request) -> int:
-        return pages_needed(
-            request.prompt_tokens, request.max_new_tokens, request.choices, self.card.page_tokens
-        )
-
-    def could_hold(self, request: Request) -> bool:
-        """Whether the request fits once others left, and no earlier attempt of it is still here."""
-        return (
-            self.pages_for(request) <= self.card.kv_pages
-            and request.prompt_tokens + request.max_new_tokens <= self.card.max_context_tokens
-            and request.choices <= self.card.max_batch
-            and request.id not in self.holdings
-        )
-
-    def has_room(self, request: Request) -> bool:
-        """Whether the pages of a request that it could hold are free now."""
-        return self.pages_for(request) <= (
-            self.card.kv_pages - self.decoding_pages - self.virtual_pages
-        )
-
-    def hold(self, request: Request) -> None:
-        pages = self.pages_for(request)
-        self.holdings[request.id] = Holding(pages=pages, sequences=request.choices)
-        self.virtual_pages += pages
-
-    def start(self, request_id: str) -> None:
-        """The request's cache has landed: its usage is no longer virtual."""
-        holding = self.holdings[request_id]
-        holding.decoding = True
-        self.virtual_pages -= holding.pages
-        self.decoding_pages += holding.pages
-        self.batch_size += holding.sequences
-
-    def release(self, request_id: str) -> None:
-        holding = self.holdings.pop(request_id)
-        if holding.decoding:
-            self.decoding_pages -= holding.pages
-            self.batch_size -= holding.sequences
-        else:
-            self.virtual_pages -= holding.pages
-
-
-Instance = PrefillInstance | DecodeInstance
 
 
 class Pool:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from millrace.core import events
 from millrace.core.board import Task
-from millrace.core.cluster import DecodeInstance
+from millrace.core.instances import DecodeInstance
 from millrace.core.lifecycle import Lifecycle
 from millrace.core.request import Request
 from millrace.core.rounds import Rounds

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from millrace.core.kvp import Shard
 from millrace.core.request import Chunk, RequestState
 
 
@@ -53,13 +54,16 @@ class AdmitDecode:
     """Tell the decode instance to reserve for the request. Comes before `RunPrefill`.
 
     With `kept_tokens` it holds the request already: it keeps the KV of so many first tokens, which
-    earlier attempts left, and expects the rest anew. No two of these have the same `attempt`.
+    earlier attempts or other requests left, and expects the rest anew. No two of these have the
+    same `attempt`. With `shards`, by position, it holds the first and the instances named in the
+    others hold those for it.
     """
 
     instance_id: str
     request_id: str
     attempt: int = 1
     kept_tokens: int = 0
+    shards: tuple[Shard, ...] = ()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -67,7 +71,8 @@ class RunPrefill:
     """Send a request's plan to an instance of it, behind what the instance already holds.
 
     Every instance named in `chunks` gets one; it queues those chunks that name it, each as an entry
-    of its own (see `Order`). Chunks that begin behind token 0 go on from what decode keeps.
+    of its own (see `Order`). Chunks that begin behind token 0 go on from what decode keeps. With
+    `shards` the KV goes to those that hold them, else all of it to decode.
     """
 
     instance_id: str
@@ -75,6 +80,7 @@ class RunPrefill:
     chunks: tuple[Chunk, ...]
     decode_id: str
     attempt: int = 1
+    shards: tuple[Shard, ...] = ()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -5,8 +5,9 @@ from __future__ import annotations
 import math
 
 from millrace.core.board import Board
-from millrace.core.cluster import Cluster, DecodeInstance, Instance, PrefillInstance
+from millrace.core.cluster import Cluster
 from millrace.core.errors import IntegrityError
+from millrace.core.instances import DecodeInstance, Instance, PrefillInstance
 from millrace.core.lifecycle import Lifecycle
 from millrace.core.pages import pages_of_plan
 from millrace.core.request import Request, RequestState

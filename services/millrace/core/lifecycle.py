@@ -11,16 +11,10 @@ from collections.abc import Iterator, Sequence
 from itertools import count
 
 from millrace.core.board import Board
-from millrace.core.cluster import (
-    Cluster,
-    DecodeInstance,
-    Holding,
-    Instance,
-    Pool,
-    PrefillInstance,
-)
+from millrace.core.cluster import Cluster, Pool
 from millrace.core.config import SchedulerConfig
 from millrace.core.effects import AdmitDecode, CancelOn, Effect, Fail, Record
+from millrace.core.instances import DecodeInstance, Holding, Instance, PrefillInstance
 from millrace.core.priority import POLICIES, PriorityKey
 from millrace.core.request import Request, RequestState
 from millrace.core.waiting_line import WaitingLine

@@ -24,9 +24,9 @@ from dataclasses import dataclass
 from typing import Any
 
 from millrace.core.autoscale import Context
-from millrace.core.cluster import DecodeInstance, Instance, PrefillInstance
 from millrace.core.effects import Effect, Place, Record, Refuse
 from millrace.core.events import Event, RequestFinished, Submitted
+from millrace.core.instances import DecodeInstance, Instance, PrefillInstance
 from millrace.core.load import FleetLoad, PoolLoad
 from millrace.core.machine import Machine
 from millrace.core.request import Request, RequestState

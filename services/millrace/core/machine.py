@@ -32,10 +32,11 @@ from typing import Any
 
 from millrace.core import events, integrity
 from millrace.core.admission import refusal
-from millrace.core.cluster import Cluster, DecodeInstance, Instance, Pool, PrefillInstance
+from millrace.core.cluster import Cluster, Pool
 from millrace.core.computing import Computing
 from millrace.core.config import SchedulerConfig
 from millrace.core.effects import Effect, Refuse
+from millrace.core.instances import DecodeInstance, Instance, PrefillInstance
 from millrace.core.lifecycle import Lifecycle, still_needs
 from millrace.core.request import TRANSITIONS, Request, RequestState
 from millrace.core.rounds import Rounds

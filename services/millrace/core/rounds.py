@@ -13,9 +13,10 @@ from itertools import islice
 
 from millrace.core.batching import batch
 from millrace.core.board import Rank, Task, masks
-from millrace.core.cluster import DecodeInstance, Instance, Pool, PrefillInstance
+from millrace.core.cluster import Pool
 from millrace.core.decode_placement import freest
 from millrace.core.effects import Place, RunPrefill
+from millrace.core.instances import DecodeInstance, Instance, PrefillInstance
 from millrace.core.lifecycle import Lifecycle
 from millrace.core.pages import pages_of_plan
 from millrace.core.planning.plan import Plan

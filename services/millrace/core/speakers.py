@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from millrace.core import events
-from millrace.core.cluster import Cluster, DecodeInstance, Instance
+from millrace.core.cluster import Cluster
+from millrace.core.instances import DecodeInstance, Instance
 from millrace.core.request import Request
 
 _OfHolder = (

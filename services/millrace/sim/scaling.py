@@ -12,8 +12,8 @@ from dataclasses import replace
 
 from millrace.core import events
 from millrace.core.autoscale import Autoscaler, PoolMetrics
-from millrace.core.cluster import DecodeInstance, PrefillInstance
 from millrace.core.effects import Effect
+from millrace.core.instances import DecodeInstance, PrefillInstance
 from millrace.core.load import PoolLoad
 from millrace.core.load_meter import LoadMeter
 from millrace.core.machine import Machine

@@ -9,10 +9,11 @@ from dataclasses import fields
 from typing import Any
 
 from millrace.core import effects, events
-from millrace.core.cluster import Cluster, Instance, PrefillInstance
+from millrace.core.cluster import Cluster
 from millrace.core.config import SchedulerConfig
 from millrace.core.errors import ConfigError, MillraceError
 from millrace.core.improvement_rate import parse_rates
+from millrace.core.instances import Instance, PrefillInstance
 from millrace.core.latency import Latency, SpLatency
 from millrace.core.machine import Machine
 from millrace.core.priority import POLICIES

@@ -66,7 +66,7 @@ class SamplingParams(_message.Message):
     def __init__(self, max_tokens: _Optional[int] = ..., min_tokens: _Optional[int] = ..., temperature: _Optional[float] = ..., top_p: _Optional[float] = ..., top_k: _Optional[int] = ..., min_p: _Optional[float] = ..., repetition_penalty: _Optional[float] = ..., presence_penalty: _Optional[float] = ..., frequency_penalty: _Optional[float] = ..., logit_bias: _Optional[_Mapping[int, float]] = ..., seed: _Optional[int] = ..., stop_token_ids: _Optional[_Iterable[int]] = ..., n: _Optional[int] = ..., logprobs: _Optional[int] = ..., prompt_logprobs: _Optional[int] = ...) -> None: ...
 
 class RequestSpec(_message.Message):
-    __slots__ = ("request_id", "proxy", "model", "prompt_tokens", "sampling", "slo", "arrival_unix_s", "traceparent", "resumed_tokens")
+    __slots__ = ("request_id", "proxy", "model", "prompt_tokens", "sampling", "slo", "arrival_unix_s", "traceparent", "resumed_tokens", "prefix_hashes")
     REQUEST_ID_FIELD_NUMBER: _ClassVar[int]
     PROXY_FIELD_NUMBER: _ClassVar[int]
     MODEL_FIELD_NUMBER: _ClassVar[int]
@@ -76,6 +76,7 @@ class RequestSpec(_message.Message):
     ARRIVAL_UNIX_S_FIELD_NUMBER: _ClassVar[int]
     TRACEPARENT_FIELD_NUMBER: _ClassVar[int]
     RESUMED_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    PREFIX_HASHES_FIELD_NUMBER: _ClassVar[int]
     request_id: str
     proxy: Incarnation
     model: str
@@ -85,7 +86,8 @@ class RequestSpec(_message.Message):
     arrival_unix_s: float
     traceparent: str
     resumed_tokens: int
-    def __init__(self, request_id: _Optional[str] = ..., proxy: _Optional[_Union[Incarnation, _Mapping]] = ..., model: _Optional[str] = ..., prompt_tokens: _Optional[int] = ..., sampling: _Optional[_Union[SamplingParams, _Mapping]] = ..., slo: _Optional[_Union[Slo, _Mapping]] = ..., arrival_unix_s: _Optional[float] = ..., traceparent: _Optional[str] = ..., resumed_tokens: _Optional[int] = ...) -> None: ...
+    prefix_hashes: _containers.RepeatedScalarFieldContainer[int]
+    def __init__(self, request_id: _Optional[str] = ..., proxy: _Optional[_Union[Incarnation, _Mapping]] = ..., model: _Optional[str] = ..., prompt_tokens: _Optional[int] = ..., sampling: _Optional[_Union[SamplingParams, _Mapping]] = ..., slo: _Optional[_Union[Slo, _Mapping]] = ..., arrival_unix_s: _Optional[float] = ..., traceparent: _Optional[str] = ..., resumed_tokens: _Optional[int] = ..., prefix_hashes: _Optional[_Iterable[int]] = ...) -> None: ...
 
 class Span(_message.Message):
     __slots__ = ("name", "instance_id", "start_s", "end_s", "attributes")

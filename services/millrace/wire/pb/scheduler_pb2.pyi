@@ -140,7 +140,7 @@ class WorkerMessage(_message.Message):
     def __init__(self, register: _Optional[_Union[Register, _Mapping]] = ..., heartbeat: _Optional[_Union[Heartbeat, _Mapping]] = ..., chunk_started: _Optional[_Union[ChunkStarted, _Mapping]] = ..., chunk_finished: _Optional[_Union[ChunkFinished, _Mapping]] = ..., request_released: _Optional[_Union[RequestReleased, _Mapping]] = ..., decode_started: _Optional[_Union[DecodeStarted, _Mapping]] = ..., request_finished: _Optional[_Union[RequestFinished, _Mapping]] = ..., request_failed: _Optional[_Union[RequestFailed, _Mapping]] = ..., draining: _Optional[_Union[Draining, _Mapping]] = ..., chunk_suspended: _Optional[_Union[ChunkSuspended, _Mapping]] = ..., prefix_landed: _Optional[_Union[PrefixLanded, _Mapping]] = ...) -> None: ...
 
 class Register(_message.Message):
-    __slots__ = ("incarnation", "role", "address", "model", "model_hash", "kv_pages", "page_tokens", "max_context_tokens", "max_batch", "latency", "node", "kv_layers", "sp_latency")
+    __slots__ = ("incarnation", "role", "address", "model", "model_hash", "kv_pages", "page_tokens", "max_context_tokens", "max_batch", "latency", "node", "kv_layers", "sp_latency", "decode_step", "block_tokens")
     INCARNATION_FIELD_NUMBER: _ClassVar[int]
     ROLE_FIELD_NUMBER: _ClassVar[int]
     ADDRESS_FIELD_NUMBER: _ClassVar[int]
@@ -154,6 +154,8 @@ class Register(_message.Message):
     NODE_FIELD_NUMBER: _ClassVar[int]
     KV_LAYERS_FIELD_NUMBER: _ClassVar[int]
     SP_LATENCY_FIELD_NUMBER: _ClassVar[int]
+    DECODE_STEP_FIELD_NUMBER: _ClassVar[int]
+    BLOCK_TOKENS_FIELD_NUMBER: _ClassVar[int]
     incarnation: _common_pb2.Incarnation
     role: str
     address: str
@@ -167,7 +169,19 @@ class Register(_message.Message):
     node: str
     kv_layers: int
     sp_latency: _containers.RepeatedCompositeFieldContainer[SpLatency]
-    def __init__(self, incarnation: _Optional[_Union[_common_pb2.Incarnation, _Mapping]] = ..., role: _Optional[str] = ..., address: _Optional[str] = ..., model: _Optional[str] = ..., model_hash: _Optional[str] = ..., kv_pages: _Optional[int] = ..., page_tokens: _Optional[int] = ..., max_context_tokens: _Optional[int] = ..., max_batch: _Optional[int] = ..., latency: _Optional[_Union[LatencyCoefficients, _Mapping]] = ..., node: _Optional[str] = ..., kv_layers: _Optional[int] = ..., sp_latency: _Optional[_Iterable[_Union[SpLatency, _Mapping]]] = ...) -> None: ...
+    decode_step: DecodeStepTime
+    block_tokens: int
+    def __init__(self, incarnation: _Optional[_Union[_common_pb2.Incarnation, _Mapping]] = ..., role: _Optional[str] = ..., address: _Optional[str] = ..., model: _Optional[str] = ..., model_hash: _Optional[str] = ..., kv_pages: _Optional[int] = ..., page_tokens: _Optional[int] = ..., max_context_tokens: _Optional[int] = ..., max_batch: _Optional[int] = ..., latency: _Optional[_Union[LatencyCoefficients, _Mapping]] = ..., node: _Optional[str] = ..., kv_layers: _Optional[int] = ..., sp_latency: _Optional[_Iterable[_Union[SpLatency, _Mapping]]] = ..., decode_step: _Optional[_Union[DecodeStepTime, _Mapping]] = ..., block_tokens: _Optional[int] = ...) -> None: ...
+
+class DecodeStepTime(_message.Message):
+    __slots__ = ("base_s", "per_sequence_s", "per_context_token_s")
+    BASE_S_FIELD_NUMBER: _ClassVar[int]
+    PER_SEQUENCE_S_FIELD_NUMBER: _ClassVar[int]
+    PER_CONTEXT_TOKEN_S_FIELD_NUMBER: _ClassVar[int]
+    base_s: float
+    per_sequence_s: float
+    per_context_token_s: float
+    def __init__(self, base_s: _Optional[float] = ..., per_sequence_s: _Optional[float] = ..., per_context_token_s: _Optional[float] = ...) -> None: ...
 
 class SpLatency(_message.Message):
     __slots__ = ("sp", "latency")
@@ -200,16 +214,28 @@ class LatencyPoint(_message.Message):
     def __init__(self, tokens: _Optional[int] = ..., seconds: _Optional[float] = ...) -> None: ...
 
 class Heartbeat(_message.Message):
-    __slots__ = ("free_pages", "running", "waiting", "tbt_s")
+    __slots__ = ("free_pages", "running", "waiting", "tbt_s", "cached")
     FREE_PAGES_FIELD_NUMBER: _ClassVar[int]
     RUNNING_FIELD_NUMBER: _ClassVar[int]
     WAITING_FIELD_NUMBER: _ClassVar[int]
     TBT_S_FIELD_NUMBER: _ClassVar[int]
+    CACHED_FIELD_NUMBER: _ClassVar[int]
     free_pages: int
     running: int
     waiting: int
     tbt_s: float
-    def __init__(self, free_pages: _Optional[int] = ..., running: _Optional[int] = ..., waiting: _Optional[int] = ..., tbt_s: _Optional[float] = ...) -> None: ...
+    cached: CachedBlocks
+    def __init__(self, free_pages: _Optional[int] = ..., running: _Optional[int] = ..., waiting: _Optional[int] = ..., tbt_s: _Optional[float] = ..., cached: _Optional[_Union[CachedBlocks, _Mapping]] = ...) -> None: ...
+
+class CachedBlocks(_message.Message):
+    __slots__ = ("whole", "added", "removed")
+    WHOLE_FIELD_NUMBER: _ClassVar[int]
+    ADDED_FIELD_NUMBER: _ClassVar[int]
+    REMOVED_FIELD_NUMBER: _ClassVar[int]
+    whole: bool
+    added: _containers.RepeatedScalarFieldContainer[int]
+    removed: _containers.RepeatedScalarFieldContainer[int]
+    def __init__(self, whole: _Optional[bool] = ..., added: _Optional[_Iterable[int]] = ..., removed: _Optional[_Iterable[int]] = ...) -> None: ...
 
 class ChunkStarted(_message.Message):
     __slots__ = ("request_id", "chunk_index")
@@ -340,18 +366,30 @@ class Chunk(_message.Message):
     def __init__(self, index: _Optional[int] = ..., start_token: _Optional[int] = ..., num_tokens: _Optional[int] = ..., instance_ids: _Optional[_Iterable[str]] = ...) -> None: ...
 
 class RunPrefill(_message.Message):
-    __slots__ = ("request", "chunks", "decode", "attempt", "group")
+    __slots__ = ("request", "chunks", "decode", "attempt", "group", "shards")
     REQUEST_FIELD_NUMBER: _ClassVar[int]
     CHUNKS_FIELD_NUMBER: _ClassVar[int]
     DECODE_FIELD_NUMBER: _ClassVar[int]
     ATTEMPT_FIELD_NUMBER: _ClassVar[int]
     GROUP_FIELD_NUMBER: _ClassVar[int]
+    SHARDS_FIELD_NUMBER: _ClassVar[int]
     request: _common_pb2.RequestSpec
     chunks: _containers.RepeatedCompositeFieldContainer[Chunk]
     decode: Member
     attempt: int
     group: _containers.RepeatedCompositeFieldContainer[Member]
-    def __init__(self, request: _Optional[_Union[_common_pb2.RequestSpec, _Mapping]] = ..., chunks: _Optional[_Iterable[_Union[Chunk, _Mapping]]] = ..., decode: _Optional[_Union[Member, _Mapping]] = ..., attempt: _Optional[int] = ..., group: _Optional[_Iterable[_Union[Member, _Mapping]]] = ...) -> None: ...
+    shards: _containers.RepeatedCompositeFieldContainer[KvShard]
+    def __init__(self, request: _Optional[_Union[_common_pb2.RequestSpec, _Mapping]] = ..., chunks: _Optional[_Iterable[_Union[Chunk, _Mapping]]] = ..., decode: _Optional[_Union[Member, _Mapping]] = ..., attempt: _Optional[int] = ..., group: _Optional[_Iterable[_Union[Member, _Mapping]]] = ..., shards: _Optional[_Iterable[_Union[KvShard, _Mapping]]] = ...) -> None: ...
+
+class KvShard(_message.Message):
+    __slots__ = ("holder", "start_token", "end_token")
+    HOLDER_FIELD_NUMBER: _ClassVar[int]
+    START_TOKEN_FIELD_NUMBER: _ClassVar[int]
+    END_TOKEN_FIELD_NUMBER: _ClassVar[int]
+    holder: Member
+    start_token: int
+    end_token: int
+    def __init__(self, holder: _Optional[_Union[Member, _Mapping]] = ..., start_token: _Optional[int] = ..., end_token: _Optional[int] = ...) -> None: ...
 
 class Order(_message.Message):
     __slots__ = ("queue",)
@@ -374,14 +412,16 @@ class ChunkRef(_message.Message):
     def __init__(self, request_id: _Optional[str] = ..., chunk_index: _Optional[int] = ...) -> None: ...
 
 class AdmitDecode(_message.Message):
-    __slots__ = ("request", "attempt", "kept_tokens")
+    __slots__ = ("request", "attempt", "kept_tokens", "shards")
     REQUEST_FIELD_NUMBER: _ClassVar[int]
     ATTEMPT_FIELD_NUMBER: _ClassVar[int]
     KEPT_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    SHARDS_FIELD_NUMBER: _ClassVar[int]
     request: _common_pb2.RequestSpec
     attempt: int
     kept_tokens: int
-    def __init__(self, request: _Optional[_Union[_common_pb2.RequestSpec, _Mapping]] = ..., attempt: _Optional[int] = ..., kept_tokens: _Optional[int] = ...) -> None: ...
+    shards: _containers.RepeatedCompositeFieldContainer[KvShard]
+    def __init__(self, request: _Optional[_Union[_common_pb2.RequestSpec, _Mapping]] = ..., attempt: _Optional[int] = ..., kept_tokens: _Optional[int] = ..., shards: _Optional[_Iterable[_Union[KvShard, _Mapping]]] = ...) -> None: ...
 
 class Drain(_message.Message):
     __slots__ = ("abort",)

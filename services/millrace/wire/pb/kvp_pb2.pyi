@@ -1,0 +1,80 @@
+from millrace.wire.pb import common_pb2 as _common_pb2
+from millrace.wire.pb import transfer_pb2 as _transfer_pb2
+from google.protobuf import descriptor as _descriptor
+from google.protobuf import message as _message
+from collections.abc import Mapping as _Mapping
+from typing import ClassVar as _ClassVar, Optional as _Optional, Union as _Union
+
+DESCRIPTOR: _descriptor.FileDescriptor
+
+class HoldRequest(_message.Message):
+    __slots__ = ("request_id", "attempt", "owner", "holder", "layout", "start_token", "end_token", "prompt_tokens")
+    REQUEST_ID_FIELD_NUMBER: _ClassVar[int]
+    ATTEMPT_FIELD_NUMBER: _ClassVar[int]
+    OWNER_FIELD_NUMBER: _ClassVar[int]
+    HOLDER_FIELD_NUMBER: _ClassVar[int]
+    LAYOUT_FIELD_NUMBER: _ClassVar[int]
+    START_TOKEN_FIELD_NUMBER: _ClassVar[int]
+    END_TOKEN_FIELD_NUMBER: _ClassVar[int]
+    PROMPT_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    request_id: str
+    attempt: int
+    owner: _common_pb2.Incarnation
+    holder: _common_pb2.Incarnation
+    layout: _transfer_pb2.KvLayout
+    start_token: int
+    end_token: int
+    prompt_tokens: int
+    def __init__(self, request_id: _Optional[str] = ..., attempt: _Optional[int] = ..., owner: _Optional[_Union[_common_pb2.Incarnation, _Mapping]] = ..., holder: _Optional[_Union[_common_pb2.Incarnation, _Mapping]] = ..., layout: _Optional[_Union[_transfer_pb2.KvLayout, _Mapping]] = ..., start_token: _Optional[int] = ..., end_token: _Optional[int] = ..., prompt_tokens: _Optional[int] = ...) -> None: ...
+
+class HoldNews(_message.Message):
+    __slots__ = ("opened", "landed", "failed")
+    OPENED_FIELD_NUMBER: _ClassVar[int]
+    LANDED_FIELD_NUMBER: _ClassVar[int]
+    FAILED_FIELD_NUMBER: _ClassVar[int]
+    opened: Opened
+    landed: Landed
+    failed: str
+    def __init__(self, opened: _Optional[_Union[Opened, _Mapping]] = ..., landed: _Optional[_Union[Landed, _Mapping]] = ..., failed: _Optional[str] = ...) -> None: ...
+
+class Opened(_message.Message):
+    __slots__ = ("shard",)
+    SHARD_FIELD_NUMBER: _ClassVar[int]
+    shard: int
+    def __init__(self, shard: _Optional[int] = ...) -> None: ...
+
+class Landed(_message.Message):
+    __slots__ = ()
+    def __init__(self) -> None: ...
+
+class AttachRequest(_message.Message):
+    __slots__ = ("owner", "holder", "layout", "max_rows", "agent_metadata", "region", "offset")
+    OWNER_FIELD_NUMBER: _ClassVar[int]
+    HOLDER_FIELD_NUMBER: _ClassVar[int]
+    LAYOUT_FIELD_NUMBER: _ClassVar[int]
+    MAX_ROWS_FIELD_NUMBER: _ClassVar[int]
+    AGENT_METADATA_FIELD_NUMBER: _ClassVar[int]
+    REGION_FIELD_NUMBER: _ClassVar[int]
+    OFFSET_FIELD_NUMBER: _ClassVar[int]
+    owner: _common_pb2.Incarnation
+    holder: _common_pb2.Incarnation
+    layout: _transfer_pb2.KvLayout
+    max_rows: int
+    agent_metadata: bytes
+    region: int
+    offset: int
+    def __init__(self, owner: _Optional[_Union[_common_pb2.Incarnation, _Mapping]] = ..., holder: _Optional[_Union[_common_pb2.Incarnation, _Mapping]] = ..., layout: _Optional[_Union[_transfer_pb2.KvLayout, _Mapping]] = ..., max_rows: _Optional[int] = ..., agent_metadata: _Optional[bytes] = ..., region: _Optional[int] = ..., offset: _Optional[int] = ...) -> None: ...
+
+class AttachNews(_message.Message):
+    __slots__ = ("refusal", "slot", "agent_metadata", "region", "offset")
+    REFUSAL_FIELD_NUMBER: _ClassVar[int]
+    SLOT_FIELD_NUMBER: _ClassVar[int]
+    AGENT_METADATA_FIELD_NUMBER: _ClassVar[int]
+    REGION_FIELD_NUMBER: _ClassVar[int]
+    OFFSET_FIELD_NUMBER: _ClassVar[int]
+    refusal: str
+    slot: int
+    agent_metadata: bytes
+    region: int
+    offset: int
+    def __init__(self, refusal: _Optional[str] = ..., slot: _Optional[int] = ..., agent_metadata: _Optional[bytes] = ..., region: _Optional[int] = ..., offset: _Optional[int] = ...) -> None: ...
