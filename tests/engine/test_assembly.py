@@ -8,6 +8,7 @@ from millrace.core.errors import ConfigError
 from millrace.engine.assembly import (
     available_bytes,
     open_engine,
+    open_kv_only,
     pool_bytes,
     profile_key,
     resolve_device,
@@ -24,6 +25,23 @@ def test_a_configured_pool_is_taken_as_it_is() -> None:
 def test_a_pool_holds_one_context_at_least_and_a_share_of_memory_otherwise() -> None:
     assert pool_bytes(EngineConfig(), CPU, 1 << 50) == 1 << 50
     assert pool_bytes(EngineConfig(), CPU, 0) <= available_bytes()
+
+
+def test_a_pool_without_weights_is_laid_out_and_named_as_those_beside_them() -> None:
+    config = EngineConfig(device="cpu", dtype="float32", threads=1, kv_bytes=4 << 20)
+    with_weights = open_engine(model_folder("llama"), config)
+    alone = open_kv_only(model_folder("llama"), config)
+    assert alone.layout == with_weights.layout
+    assert alone.max_context_tokens == with_weights.max_context_tokens
+    revised = open_kv_only(model_folder("llama"), config, "r2").layout
+    assert revised.model_hash == f"{alone.layout.model_hash}@r2"
+
+
+def test_the_context_is_the_models_whatever_one_pool_holds() -> None:
+    config = EngineConfig(device="cpu", dtype="float32", threads=1, kv_bytes=1 << 16)
+    engine = open_engine(model_folder("llama"), config)
+    assert engine.pool_context_tokens == engine.layout.num_pages * config.page_tokens
+    assert engine.max_context_tokens > engine.pool_context_tokens
 
 
 def test_an_unusable_device_is_named() -> None:

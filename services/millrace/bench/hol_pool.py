@@ -60,7 +60,7 @@ class LongPrefill:
     """One prompt as the pool runs it: passes of at most `chunk_tokens`, in pages of its own."""
 
     def __init__(self, engine: Engine, tokens: int, chunk_tokens: int) -> None:
-        """`tokens`: no more than `engine.max_context_tokens`."""
+        """`tokens`: no more than `engine.pool_context_tokens`."""
         self._engine = engine
         self._ids = torch.zeros(tokens, dtype=torch.int64, device=engine.device)
         self._pages = engine.pool.allocate(engine.layout.pages_for(tokens))

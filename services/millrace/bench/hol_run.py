@@ -111,7 +111,7 @@ async def run(settings: Settings, told: Told = lambda what: None) -> dict[str, A
                 max_chunk_tokens=WHOLE_TOKENS,
             ),
         )
-        most_tokens = engine.max_context_tokens - 1  # one to generate
+        most_tokens = engine.pool_context_tokens - 1  # one to generate
         for option, tokens in (
             ("--long-tokens", settings.long_tokens),
             (f"--scale {settings.scale:g}: a long file", blocking_tokens),

@@ -33,17 +33,35 @@ CALIBRATION_BUDGET_S = 0.5
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Engine:
-    """A loaded model with its memory. `max_context_tokens` counts prompt and output together."""
+class KvMemory:
+    """A pool of KV pages for a model, with or without its weights beside it.
+
+    `max_context_tokens` counts prompt and output together. It is the model's: the KV of one request
+    may lie in several pools.
+    """
 
     folder: Path
     device: torch.device
     layout: KvLayout  # of `storage`, all heads
     pool: KvPool  # keeps the book of pages; rank 0's, where there are more
     storage: torch.Tensor  # the KV of all ranks that this process can read, for transfers
-    runner: ModelRunner | GroupRunner
     backends: str  # which computes what, for the log
     max_context_tokens: int
+
+    @property
+    def pool_context_tokens(self) -> int:
+        """The longest context that lies in this pool alone."""
+        return min(self.max_context_tokens, self.layout.num_pages * self.layout.page_tokens)
+
+    def close(self) -> None:
+        """The memory goes with its last user."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Engine(KvMemory):
+    """A loaded model with its memory."""
+
+    runner: ModelRunner | GroupRunner
 
     def close(self) -> None:
         """Ends the other ranks, if there are any."""
@@ -103,14 +121,50 @@ def open_engines(
             )
         whole = ModelConfig.from_folder(folder)
         context = _context(config, whole, folder)
-        layout = _layout(loaded, whole, config, device, context, count)
-        if revision:
-            layout = replace(layout, model_hash=f"{layout.model_hash}@{revision}")
+        one_page = _one_page(
+            whole,
+            config,
+            model_hash=_revised(loaded.hash, revision),
+            dtype=loaded.dtype,
+            parts=min(ranks, whole.num_kv_heads),
+        )
+        size = pool_bytes(config, device, context * one_page.bytes_per_token)
+        layout = _sized(one_page, size // count)
         return [_engine(folder, loaded, layout, context, config, group) for _ in range(count)]
     except BaseException:
         if group is not None:
             group.close()
         raise
+
+
+def open_kv_only(model: str | Path, config: EngineConfig, revision: str = "") -> KvMemory:
+    """The KV pool of a model whose weights stay where they are, for attention over others' KV.
+
+    Its pages are in one part, whatever `tensor_parallel` says of those that have the weights.
+    Reads config.json, and of the weights what names them. Raises as `open_engine` does.
+    """
+    device = resolve_device(config.device)
+    torch.set_num_threads(config.threads or len(os.sched_getaffinity(0)))
+    folder = resolve_model(model)
+    whole = ModelConfig.from_folder(folder)
+    one_page = _one_page(
+        whole,
+        config,
+        model_hash=_revised(model_hash(folder, load_format=config.load_format), revision),
+        dtype=getattr(torch, whole.dtype if config.dtype == "auto" else config.dtype),
+        parts=1,
+    )
+    layout = _sized(one_page, pool_bytes(config, device, one_page.pool_bytes))
+    pool = KvPool(layout, device=device)
+    return KvMemory(
+        folder=folder,
+        device=device,
+        layout=layout,
+        pool=pool,
+        storage=pool.storage,
+        backends=describe_backends(),
+        max_context_tokens=_context(config, whole, folder),
+    )
 
 
 def _context(config: EngineConfig, model: ModelConfig, folder: Path) -> int:
@@ -123,18 +177,17 @@ def _context(config: EngineConfig, model: ModelConfig, folder: Path) -> int:
     return context
 
 
-def _layout(
-    loaded: Model,
-    whole: ModelConfig,
-    config: EngineConfig,
-    device: torch.device,
-    context: int,
-    count: int,
+def _revised(model_hash: str, revision: str) -> str:
+    return f"{model_hash}@{revision}" if revision else model_hash
+
+
+def _one_page(
+    whole: ModelConfig, config: EngineConfig, *, model_hash: str, dtype: torch.dtype, parts: int
 ) -> KvLayout:
-    """Of each of `count` instances: all heads of the whole model, in a part for each rank's."""
-    one_page = KvLayout(
-        model_hash=loaded.hash,
-        dtype=str(loaded.dtype).removeprefix("torch."),
+    """All heads of the whole model, in a part for each rank's."""
+    return KvLayout(
+        model_hash=model_hash,
+        dtype=str(dtype).removeprefix("torch."),
         num_layers=whole.num_layers,
         num_kv_heads=whole.num_kv_heads,
         head_dim=whole.head_dim,
@@ -142,9 +195,8 @@ def _layout(
         head_start=0,
         head_count=whole.num_kv_heads,
         num_pages=1,
-        parts=min(config.tensor_parallel, whole.num_kv_heads),
+        parts=parts,
     )
-    return _sized(one_page, pool_bytes(config, device, context * one_page.bytes_per_token) // count)
 
 
 def _engine(
@@ -174,7 +226,7 @@ def _engine(
         storage=storage,
         runner=runner,
         backends=f"attention {attention}, linears and sampling {rest}; {describe_backends()}",
-        max_context_tokens=min(context, layout.num_pages * layout.page_tokens),
+        max_context_tokens=context,
     )
 
 
@@ -218,15 +270,16 @@ def processor_name(device: torch.device) -> str:
     return platform.machine()
 
 
-def pool_bytes(config: EngineConfig, device: torch.device, context_bytes: int) -> int:
-    """Bytes for the KV pool: as configured, else a share of what is free, one context at least."""
+def pool_bytes(config: EngineConfig, device: torch.device, least_bytes: int) -> int:
+    """Bytes for the KV pool: as configured, else a share of what is free; on a CPU at least so
+    many, one context where there are weights."""
     if config.kv_bytes:
         return config.kv_bytes
     if device.type == "cuda":
         free, _ = torch.cuda.mem_get_info(device)
         return int(free * CUDA_POOL_SHARE)
     share = min(int(available_bytes() * CPU_POOL_SHARE), CPU_POOL_MOST_BYTES)
-    return max(share, context_bytes)
+    return max(share, least_bytes)
 
 
 def available_bytes() -> int:
@@ -261,7 +314,8 @@ def calibrate(engine: Engine) -> Latency:
     Lengths double until the budget is spent. The quadratic term comes from the attention FLOPs
     that the longest runs show above the linear trend; c = 2 d by FLOP counting (PAPERS: CDSP).
     """
-    limit = min(1024, engine.max_context_tokens, engine.pool.free_pages * engine.layout.page_tokens)
+    free_tokens = engine.pool.free_pages * engine.layout.page_tokens
+    limit = min(1024, engine.max_context_tokens, free_tokens)
     pages = engine.pool.allocate(engine.layout.pages_for(limit))
     points: list[tuple[int, float]] = []
     try:

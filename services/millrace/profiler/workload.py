@@ -65,7 +65,7 @@ class Workload:
         self.max_batch = max_batch
         self._engine = engine
         layout = engine.layout
-        room = engine.max_context_tokens - 1  # a prompt needs room for an answer
+        room = engine.pool_context_tokens - 1  # a prompt needs room for an answer
         self.max_tokens = max_tokens or room
         if not 1 <= self.max_tokens <= room:
             raise ConfigError(
