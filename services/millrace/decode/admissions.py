@@ -1,0 +1,181 @@
+"""A request's way into the batch and out of memory: admission, landing of its KV, release."""
+
+from __future__ import annotations
+
+import logging
+
+from millrace.core.errors import CapacityError, MillraceError, TransferError
+from millrace.decode.answers import Answers
+from millrace.decode.book import RequestBook
+from millrace.decode.metrics import DecodeMetrics
+from millrace.decode.request import DecodeRequest
+from millrace.decode.request_pages import RequestPages
+from millrace.transfer.control import ReceiveCallbacks
+from millrace.transfer.receive_manager import ReceiveManager
+from millrace.wire.pb import scheduler_pb2, transfer_pb2
+from millrace.worker.codec import span
+from millrace.worker.host import WorkerContext
+from millrace.worker.link import request_failed, request_released
+from millrace.worker.tasks import Tasks
+
+log = logging.getLogger(__name__)
+
+
+class Admissions:
+    """Owns the receiver of KV."""
+
+    def __init__(
+        self,
+        context: WorkerContext,
+        book: RequestBook,
+        answers: Answers,
+        metrics: DecodeMetrics,
+        tasks: Tasks,
+    ) -> None:
+        self._id = context.incarnation.id
+        self._send = context.send
+        self._store = context.store
+        self._page_tokens = context.engine.layout.page_tokens
+        self._pages = RequestPages(context)
+        self._book = book
+        self._answers = answers
+        self._metrics = metrics
+        self._tasks = tasks
+        self.receiver = ReceiveManager(
+            transport=context.transport,
+            layout=context.engine.layout,
+            storage=context.engine.storage,
+            identity=(context.incarnation.id, context.incarnation.generation),
+            config=context.config.transfer,
+            callbacks=ReceiveCallbacks(
+                on_first_tokens=self._first_tokens,
+                on_landed=self._landed,
+                on_prefix=self._prefix_landed,
+                on_failed=self._receive_failed,
+            ),
+        )
+
+    # -- in
+
+    def admit(self, admit: scheduler_pb2.AdmitDecode) -> None:
+        """A new request, or another attempt at one whose first tokens were kept."""
+        request = self._book.get(admit.request.request_id)
+        if request is not None:
+            request.attempt = admit.attempt  # if it has ended, its release answers this too
+            if not request.ended:
+                self._rewind(request, admit)
+        elif admit.kept_tokens:
+            message = f"none of the {admit.kept_tokens} tokens that were to be kept are here"
+            self._refuse(admit, message, "transfer")
+        else:
+            self._admit_new(admit)
+
+    def _admit_new(self, admit: scheduler_pb2.AdmitDecode) -> None:
+        """Reserves the request's pages, or says at once that there are none."""
+        try:
+            pages = self._pages.reserve(admit.request)
+        except CapacityError as error:
+            self._refuse(admit, str(error), "capacity")
+            return
+        request = DecodeRequest.of(admit.request, pages, admit.attempt or 1)
+        self._book.add(request)
+        prompt_pages = -(-request.prompt_tokens // self._page_tokens)
+        self.receiver.admit(
+            request.id, pages[:prompt_pages], request.prompt_tokens, request.attempt
+        )
+        if request.sampling.needs_prompt_ids:
+            self._tasks.spawn(self._fetch_prompt(request))
+
+    def _rewind(self, request: DecodeRequest, admit: scheduler_pb2.AdmitDecode) -> None:
+        try:
+            if request.streams:
+                raise TransferError(f"request {request.id} has begun to stream")
+            self.receiver.rewind(request.id, admit.attempt, admit.kept_tokens)
+        except TransferError as error:
+            self._answers.fail(request, str(error), "transfer")
+
+    def _refuse(self, admit: scheduler_pb2.AdmitDecode, message: str, reason: str) -> None:
+        request_id, attempt = admit.request.request_id, admit.attempt
+        self._metrics.failed.labels(reason).inc()
+        self._send(request_failed(request_id, message, retryable=True, attempt=attempt))
+        self._send(request_released(request_id, attempt=attempt))
+
+    async def _fetch_prompt(self, request: DecodeRequest) -> None:
+        try:
+            request.prompt_ids = await self._store.prompt_ids(request.id)
+        except MillraceError as error:
+            self._answers.fail(request, str(error), "store")
+        else:
+            self._book.join_if_ready(request)
+
+    # -- what the receiver tells
+
+    def _first_tokens(self, request_id: str, message: transfer_pb2.FinishPrefillRequest) -> None:
+        request = self._book.live(request_id)
+        if request is None:
+            return
+        request.first_token_ids = [t.token_id for t in message.first_tokens]
+        request.first_token_s = request.clock.now_s()
+        request.open_choices = set(range(len(message.first_tokens)))
+        request.transfer = next((s for s in message.spans if s.name == "kv_transfer"), None)
+        self._answers.first_tokens(request, message)
+        self._book.join_if_ready(request)
+
+    def _landed(self, request_id: str) -> None:
+        request = self._book.live(request_id)
+        if request is None:
+            return
+        request.landed = True
+        now_s = request.clock.now_s()
+        if request.transfer is not None:
+            request.transfer.end_s = max(now_s, request.transfer.start_s)
+            request.spans.append(request.transfer)
+        else:
+            request.spans.append(span("kv_transfer", self._id, request.admitted_s, now_s))
+        self._book.join_if_ready(request)
+
+    def _prefix_landed(self, request_id: str, attempt: int, tokens: int) -> None:
+        request = self._book.get(request_id)
+        if request is None or not request.may_go_on:
+            return
+        landed = scheduler_pb2.PrefixLanded(request_id=request_id, attempt=attempt, tokens=tokens)
+        self._send(scheduler_pb2.WorkerMessage(prefix_landed=landed))
+
+    def _receive_failed(
+        self, request_id: str, message: str, attempt: int, kept_tokens: int
+    ) -> None:
+        """With a prefix to go on from the scheduler decides: another attempt, or a cancel."""
+        request = self._book.live(request_id)
+        if request is None:
+            return
+        if not kept_tokens or not request.may_go_on:
+            self._answers.fail(request, message, "transfer")
+            return
+        log.warning("request %s: %s; %d tokens are kept", request_id, message, kept_tokens)
+        self._metrics.failed.labels("transfer").inc()
+        self._send(
+            request_failed(
+                request_id, message, retryable=True, attempt=attempt, kept_tokens=kept_tokens
+            )
+        )
+
+    # -- out
+
+    def release(self, request: DecodeRequest) -> None:
+        """Of a request that is in no batch: frees what it holds, then tells the scheduler."""
+        self._tasks.spawn(self._release(request))
+
+    async def _release(self, request: DecodeRequest) -> None:
+        """Frees the pages once no write can reach them any more."""
+        await self.receiver.release(request.id)
+        self._pages.free(request)
+        self._book.remove(request)
+        if request.finish_reason:
+            finished = scheduler_pb2.RequestFinished(
+                request_id=request.id,
+                reason=request.finish_reason,
+                generated_tokens=request.generated_tokens,
+            )
+            self._send(scheduler_pb2.WorkerMessage(request_finished=finished))
+        else:
+            self._send(request_released(request.id, attempt=request.attempt))
