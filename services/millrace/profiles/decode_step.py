@@ -1,0 +1,47 @@
+"""The fit of a decode step's seconds: base + per_sequence n + per_context_token C.
+
+n are the sequences of the batch, C their context tokens in total: Mnemosyne section 4.4 takes
+decode attention as linear in the context (T_d^attn(n) of Eq. (9)), and weights are read once a
+step, whatever the batch. What a decode instance registers with, so that the scheduler can tell
+what a step will take with one request more.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+
+from millrace.core.operators import OperatorModel
+from millrace.profiles.eq_1 import rounded
+
+
+def fit(steps: Sequence[tuple[int, int, float]]) -> tuple[float, float, float]:
+    """(base_s, per_sequence_s, per_context_token_s), none below 0.
+
+    steps: (sequences, their context tokens in total, seconds), one or more. Least squares on
+    relative error; a term that would be negative is left out.
+    """
+    seconds = np.array([step[2] for step in steps])
+    basis = np.array([(1.0, sequences, context) for sequences, context, _ in steps])
+    basis /= seconds[:, None]
+    keep = [0, 1, 2]
+    while True:
+        found = np.linalg.lstsq(basis[:, keep], np.ones(len(steps)), rcond=None)[0]
+        if (found >= 0).all():
+            break
+        keep.pop(int(found.argmin()))
+    terms = dict(zip(keep, map(rounded, found.tolist()), strict=True))
+    return terms.get(0, 0.0), terms.get(1, 0.0), terms.get(2, 0.0)
+
+
+def of_profile(operators: OperatorModel) -> tuple[float, float, float]:
+    """`fit` to the steps that a profile's tables hold."""
+    decode = operators.decode_attn
+    return fit(
+        [
+            (batch, round(context), operators.decode_step_s(batch, round(context)))
+            for batch, table in zip(decode.batches, decode.tables, strict=True)
+            for context in table.xs
+        ]
+    )
