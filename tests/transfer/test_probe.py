@@ -301,8 +301,12 @@ def view(name: str, role: str, *, draining: bool = False) -> InstanceView:
 
 
 def test_peers_are_those_that_kv_is_exchanged_with() -> None:
-    fleet = [view(f"{role[0]}{i}", role) for role in ("prefill", "decode") for i in range(5)]
-    for role, wanted in (("prefill", {"prefill": 2, "decode": 2}), ("decode", {"prefill": 2})):
+    fleet = [view(f"{role[0]}{i}", role) for role in ("prefill", "decode", "kvp") for i in range(5)]
+    for role, wanted in (
+        ("prefill", {"prefill": 2, "decode": 2, "kvp": 2}),
+        ("decode", {"prefill": 2, "kvp": 2}),
+        ("kvp", {"prefill": 2, "decode": 2}),
+    ):
         roles = [peer.role for peer in chosen_peers(fleet, role, "p0")]
         assert {name: roles.count(name) for name in {*roles}} == wanted
     assert chosen_peers([view("p0", "prefill")], "prefill", "p0") == []

@@ -1,4 +1,4 @@
-"""What every worker process does beside its role: engine, transport, store, servers, drain."""
+"""What every worker process does beside its role: memory, transport, store, servers, drain."""
 
 from __future__ import annotations
 
@@ -10,7 +10,8 @@ import platform
 import time
 import uuid
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
+from functools import partial
 from typing import Protocol
 
 import grpc
@@ -18,7 +19,7 @@ import grpc
 from millrace.core.config import Config
 from millrace.core.errors import MillraceError
 from millrace.core.latency import SpLatency
-from millrace.engine.assembly import Engine, open_engines
+from millrace.engine.assembly import Engine, KvMemory, open_engines
 from millrace.state.open import open_store
 from millrace.state.store import RequestStore
 from millrace.telemetry.metrics import Registry
@@ -59,12 +60,11 @@ class WorkerOptions:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class WorkerContext:
-    """What a role is built from. `send` is for the event loop, `send_threadsafe` for others."""
+class HostContext:
+    """What any role is built from. `send` is for the event loop, `send_threadsafe` for others."""
 
     config: Config
     incarnation: common_pb2.Incarnation
-    engine: Engine
     transport: Transport
     store: RequestStore
     registry: Registry
@@ -73,8 +73,20 @@ class WorkerContext:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class WorkerContext(HostContext):
+    """What a role that runs the model is built from."""
+
+    engine: Engine
+
+    @staticmethod
+    def of(host: HostContext, engine: Engine) -> WorkerContext:
+        told = {field.name: getattr(host, field.name) for field in fields(HostContext)}
+        return WorkerContext(engine=engine, **told)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Loaded:
-    """What an instance has before it serves."""
+    """What an instance with a model has before it serves."""
 
     engine: Engine
     latency: SpLatency
@@ -82,7 +94,7 @@ class Loaded:
 
 
 class Role(Protocol):
-    """The part of a worker that differs between prefill and decode instances."""
+    """The part of a worker that differs from kind to kind."""
 
     name: str
 
@@ -121,6 +133,16 @@ class Role(Protocol):
         """Stops all work, done or not."""
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Instance:
+    """Any kind of worker, before it serves. `fill_register` adds what its memory does not say."""
+
+    memory: KvMemory
+    vitals: Vitals
+    build: Callable[[HostContext], Role]
+    fill_register: Callable[[scheduler_pb2.Register], None] = lambda _: None
+
+
 async def serve_worker(
     options: WorkerOptions,
     config: Config,
@@ -151,41 +173,59 @@ async def serve_role(
     on_ready: Callable[[int], None] | None = None,
 ) -> None:
     """`serve_worker` of a loaded engine, until `stop`."""
-    engine, registry = loaded.engine, loaded.vitals.registry
+    instance = Instance(
+        memory=loaded.engine,
+        vitals=loaded.vitals,
+        build=lambda host: build(WorkerContext.of(host, loaded.engine)),
+        fill_register=partial(_fill_latency, loaded.latency),
+    )
+    await serve_instance(options, config, instance, stop, on_ready)
+
+
+async def serve_instance(
+    options: WorkerOptions,
+    config: Config,
+    instance: Instance,
+    stop: asyncio.Event,
+    on_ready: Callable[[int], None] | None = None,
+) -> None:
+    """`serve_worker` of an instance whose memory is there, until `stop`."""
+    memory, registry = instance.memory, instance.vitals.registry
     instance_id = options.instance_id or f"worker-{uuid.uuid4().hex[:8]}"
     incarnation = common_pb2.Incarnation(id=instance_id, generation=time.time_ns())
     async with contextlib.AsyncExitStack() as stack:
-        stack.callback(engine.close)
+        stack.callback(memory.close)
         _set_environment(options.host)
         transport = NixlTransport(transport_name(incarnation))
         stack.push_async_callback(asyncio.to_thread, transport.close)
         store = open_store(config.store)
         stack.push_async_callback(store.close)
         loop = asyncio.get_running_loop()
-        context = WorkerContext(
-            config=config,
-            incarnation=incarnation,
-            engine=engine,
-            transport=transport,
-            store=store,
-            registry=registry,
-            send=lambda message: link.send(message),
-            send_threadsafe=lambda message: loop.call_soon_threadsafe(link.send, message),
+        role = instance.build(
+            HostContext(
+                config=config,
+                incarnation=incarnation,
+                transport=transport,
+                store=store,
+                registry=registry,
+                send=lambda message: link.send(message),
+                send_threadsafe=lambda message: loop.call_soon_threadsafe(link.send, message),
+            )
         )
-        role = build(context)
         stack.push_async_callback(role.close)
-        _add_gauges(registry, role, engine)
+        _add_gauges(registry, role, memory)
         kv_path = KvPath(
             incarnation,
             lambda name: NixlTransport(f"{transport.name}-{name}"),
-            engine.storage.device,
+            memory.storage.device,
             registry,
         )
         server, health, port = await _start_server(role, kv_path, options)
         stack.push_async_callback(server.stop, grace=1)
 
         def register() -> scheduler_pb2.Register:
-            message = _register(options, incarnation, loaded, port)
+            message = _register(options, incarnation, memory, port)
+            instance.fill_register(message)
             role.fill_register(message)
             return message
 
@@ -198,12 +238,13 @@ async def serve_role(
         )
         tasks = [asyncio.create_task(role.run(), name=f"the {role.name} loop")]
         stack.push_async_callback(_end_tasks, tasks)
-        await first_of([_prove(kv_path, role, context, options.scheduler), stop.wait()], tasks)
+        proof = _prove(kv_path, role, transport, memory, options.scheduler)
+        await first_of([proof, stop.wait()], tasks)
         if stop.is_set():
             return
         tasks.append(asyncio.create_task(link.run(), name="the link to the scheduler"))
         stack.push_async_callback(_end_link, link, tasks[-1])
-        loaded.vitals.ready = link.connected.is_set
+        instance.vitals.ready = link.connected.is_set
         await first_of([link.connected.wait(), stop.wait()], tasks)
         await health.set_serving(True)
         log.info("%s %s serves on %s", role.name, instance_id, host_port(options.host, port))
@@ -228,9 +269,11 @@ async def _start_server(
     return server, health, port
 
 
-async def _prove(kv_path: KvPath, role: Role, context: WorkerContext, scheduler: str) -> None:
+async def _prove(
+    kv_path: KvPath, role: Role, transport: Transport, memory: KvMemory, scheduler: str
+) -> None:
     """Returns once KV has travelled within this process, and to and from a peer if there is one."""
-    await kv_path.check_own(context.transport, role.kv_region, context.engine.storage)
+    await kv_path.check_own(transport, role.kv_region, memory.storage)
     await kv_path.reach_peers(scheduler, role.name)
 
 
@@ -239,17 +282,22 @@ def open_for(options: WorkerOptions, config: Config, count: int) -> list[Engine]
     engines = open_engines(
         options.model, config.engine, count, _log_progress(), revision=options.revision
     )
-    engine = engines[0]
-    log.info(
-        "loaded %s on %s (%s): %d KV pages of %d tokens; %s",
-        engine.folder.name,
-        engine.device,
-        engine.layout.dtype,
-        engine.layout.num_pages,
-        engine.layout.page_tokens,
-        engine.backends,
-    )
+    log_memory("loaded", engines[0])
     return engines
+
+
+def log_memory(done: str, memory: KvMemory) -> None:
+    """What was opened, in one line of the log; `done` is its first word."""
+    log.info(
+        "%s %s on %s (%s): %d KV pages of %d tokens; %s",
+        done,
+        memory.folder.name,
+        memory.device,
+        memory.layout.dtype,
+        memory.layout.num_pages,
+        memory.layout.page_tokens,
+        memory.backends,
+    )
 
 
 def _set_environment(host: str) -> None:
@@ -276,12 +324,12 @@ def _log_progress() -> Callable[[float], None]:
     return progress
 
 
-def _add_gauges(registry: Registry, role: Role, engine: Engine) -> None:
+def _add_gauges(registry: Registry, role: Role, memory: KvMemory) -> None:
     registry.gauge_function(
-        "millrace_kv_free_pages", "KV pages nobody holds", lambda: engine.pool.free_pages
+        "millrace_kv_free_pages", "KV pages nobody holds", lambda: memory.pool.free_pages
     )
     registry.gauge_function(
-        "millrace_kv_used_pages", "KV pages held by requests", lambda: engine.pool.used_pages
+        "millrace_kv_used_pages", "KV pages held by requests", lambda: memory.pool.used_pages
     )
     for index, state in enumerate(("running", "waiting")):
         registry.gauge_function(
@@ -323,19 +371,21 @@ async def _drain(role: Role, link: WorkerLink, timeout_s: float) -> None:
 def _register(
     options: WorkerOptions,
     incarnation: common_pb2.Incarnation,
-    loaded: Loaded,
+    memory: KvMemory,
     port: int,
 ) -> scheduler_pb2.Register:
-    engine, latency = loaded.engine, loaded.latency
     return scheduler_pb2.Register(
         incarnation=incarnation,
         address=host_port(options.host, port),
         model=options.model_name,
-        model_hash=engine.layout.model_hash,
-        kv_pages=engine.layout.num_pages,
-        page_tokens=engine.layout.page_tokens,
-        max_context_tokens=engine.max_context_tokens,
-        latency=scheduler_codec.latency_message(latency.by_sp[1]),
-        sp_latency=scheduler_codec.sp_latency_messages(latency),
+        model_hash=memory.layout.model_hash,
+        kv_pages=memory.layout.num_pages,
+        page_tokens=memory.layout.page_tokens,
+        max_context_tokens=memory.max_context_tokens,
         node=options.node or platform.node(),
     )
+
+
+def _fill_latency(latency: SpLatency, register: scheduler_pb2.Register) -> None:
+    register.latency.CopyFrom(scheduler_codec.latency_message(latency.by_sp[1]))
+    register.sp_latency.extend(scheduler_codec.sp_latency_messages(latency))

@@ -50,6 +50,15 @@ OTHERS_S = 1.0
 RETRY_FIRST_S = 1.0
 RETRY_MOST_S = 30.0
 
+#: Whom an instance exchanges KV with, by role. Prefill sends to those that decode and hold shards,
+#: and rings of prefill instances exchange blocks; those that decode send queries to KVP workers.
+_EXCHANGES = {
+    "prefill": ("decode", "prefill", "kvp"),
+    "decode": ("prefill", "kvp"),
+    "kvp": ("prefill", "decode", "mixed"),
+    "mixed": ("kvp",),
+}
+
 ProbeContext = grpc.aio.ServicerContext[
     AsyncIterator[transfer_pb2.ProbeRequest], AsyncIterator[transfer_pb2.ProbeReply]
 ]
@@ -204,13 +213,11 @@ class KvPath(transfer_pb2_grpc.TransferProbeServicer):
 def chosen_peers(instances: list[InstanceView], role: str, own_id: str) -> list[InstanceView]:
     """Some of those that an instance of `role` exchanges KV with, drawn by chance.
 
-    Prefill sends to decode, and rings of prefill instances exchange blocks; decode instances have
-    nothing to say to each other. Who leaves, and an earlier life of oneself, is not asked.
+    Who leaves, and an earlier life of oneself, is not asked.
     """
-    roles = ("decode", "prefill") if role == "prefill" else ("prefill",)
     there = [one for one in instances if not one.draining and one.id != own_id]
     chosen: list[InstanceView] = []
-    for wanted in roles:
+    for wanted in _EXCHANGES.get(role, ()):
         alike = [one for one in there if one.role == wanted]
         chosen += random.sample(alike, min(PEERS_ASKED, len(alike)))
     return chosen
