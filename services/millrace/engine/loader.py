@@ -24,6 +24,7 @@ from millrace.engine.models.weights import (
     outer_specs,
 )
 from millrace.engine.parallel.sharding import WHOLE, KvHeads, Shard
+from millrace.engine.parallel.stage import ALONE, Stage
 
 _HUB_ID = re.compile(r"[\w.-]+/[\w.-]+")
 _HUB_FILES = ["*.json", "model*.safetensors", "*.jinja", "tokenizer*"]
@@ -34,13 +35,16 @@ _ALIGNED = 64  # elements: a weight starts on a cache line
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Model:
-    """A model, or a rank's part of one, ready to run: its shape, its weights, where they are.
+    """A model, or a rank's or a stage's part of one, ready to run: its shape, its weights, where
+    they are.
 
-    ``config`` has the heads and widths that are here; ``kv_heads`` says which of the model's.
+    ``config`` has the heads, widths and layers that are here; ``kv_heads`` says which of the
+    model's heads, ``layers`` which of its layers.
     """
 
     config: ModelConfig
     kv_heads: KvHeads
+    layers: range
     weights: ModelWeights
     device: torch.device
     dtype: torch.dtype
@@ -82,20 +86,27 @@ def load_model(
     seed: int = 0,
     progress: Callable[[float], None] | None = None,
     shard: Shard = WHOLE,
+    stage: Stage = ALONE,
 ) -> Model:
     """Loads a model; arguments as in `EngineConfig`. `progress` gets the share done, 0 to 1.
 
     With ``load_format="dummy"`` only config.json is needed and `seed` fixes the weights, the same
-    in every process and on every device. Of a rank's `shard` nothing else is read or kept. Raises
-    ModelError in one line, and ConfigError for a model that can't be split so.
+    in every process and on every device. Of a rank's `shard` or a `stage` nothing else is read or
+    kept. Raises ModelError in one line, and ConfigError for a model that can't be split so.
     """
     folder = resolve_model(model)
     config = ModelConfig.from_folder(folder)
     shard.check(config)
+    stage.check(config)
+    layers_held = stage.layers(config.num_layers)
     target = _device(device)
     torch_dtype: torch.dtype = getattr(torch, config.dtype if dtype == "auto" else dtype)
     specs = [outer_specs(config), *(layer_specs(config, i) for i in range(config.num_layers))]
-    pieces = [_pieces(group, config, shard) for group in specs]
+    wanted = [stage.is_first, *(i in layers_held for i in range(config.num_layers))]
+    pieces = [
+        _pieces(group, config, shard if is_wanted else None)
+        for group, is_wanted in zip(specs, wanted, strict=True)
+    ]
     held = [piece for group in pieces for piece, _ in group.values() if piece is not None]
     total = sum(piece.elements for piece in held)
     rooms = _rooms(held, torch_dtype, target)
@@ -119,12 +130,14 @@ def load_model(
     source: _CheckpointSource | RandomWeights
     source = RandomWeights(seed) if load_format == "dummy" else _CheckpointSource(folder)
     outer = build(pieces[0])
-    layers = tuple(LayerWeights(**build(group)) for group in pieces[1:])
-    if "lm_head" not in outer:
+    built = [build(group) for group in pieces[1:]]
+    layers = tuple(LayerWeights(**weights) for weights in built if weights)
+    if stage.is_first and "lm_head" not in outer:
         tied, rows = outer["embedding"], slice(*shard.vocabulary(config.vocab_size))
         outer["lm_head"] = tied if shard.size == 1 else tied[rows]
     return Model(
-        config=shard.config(config),
+        config=shard.config(stage.config(config)),
+        layers=layers_held,
         kv_heads=shard.kv_heads(config.num_kv_heads),
         weights=ModelWeights(layers=layers, **outer),
         device=target,
@@ -161,10 +174,13 @@ def model_hash(folder: str | Path, *, load_format: str = "auto", seed: int = 0) 
 
 
 _Pieces = dict[str, tuple[WeightSpec | None, WeightSpec]]
-"""What a rank holds of each weight (None: nothing), and the weight."""
+"""What is held of each weight (None: nothing), and the weight."""
 
 
-def _pieces(group: dict[str, WeightSpec], config: ModelConfig, shard: Shard) -> _Pieces:
+def _pieces(group: dict[str, WeightSpec], config: ModelConfig, shard: Shard | None) -> _Pieces:
+    """`shard`: None of what another stage has."""
+    if shard is None:
+        return {name: (None, spec) for name, spec in group.items()}
     return {name: (shard.piece(config, name, spec), spec) for name, spec in group.items()}
 
 
@@ -180,7 +196,7 @@ class _CheckpointSource:
             weight[part.index].copy_(tensor[part.source])
 
     def skip(self, spec: WeightSpec) -> None:
-        """Nothing is read of a weight that another rank has."""
+        """Nothing is read of a weight that another rank or stage has."""
 
 
 def _rooms(

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Generator, Sequence
 from dataclasses import dataclass
-from itertools import accumulate
 from typing import Final
 
 import torch
@@ -13,13 +12,16 @@ from torch import Tensor
 from millrace.core.errors import ModelError
 from millrace.engine.kv_pool import KvPool
 from millrace.engine.loader import Model
-from millrace.engine.operators import Activations, Head, Operator, build_operators, whole
+from millrace.engine.mixed_pass import DecodeRows, RaggedTables, mixed_tables, prompt_tables
+from millrace.engine.operators import Activations, Head, Operator, build_operators, required, whole
 from millrace.engine.parallel.communicator import Communicator, SplitHead
+from millrace.engine.prefill_task import PrefillTask as PrefillTask
+from millrace.engine.prefill_task import check_tasks, hand_out
 from millrace.engine.recorded_step import RecordedStep, is_whole
 from millrace.engine.ring_attention import KvBlock, RingAttention, RingTask
 from millrace.engine.rope import Rotary
 from millrace.engine.scratch import Scratch
-from millrace.engine.step_tables import indptr_of, one_each, page_table_of, slots_of
+from millrace.engine.step_tables import indptr_of, one_each, slots_of
 from millrace_kernels import api as kernels
 from millrace_kernels.plan import AttentionPlan, Backend
 
@@ -36,31 +38,6 @@ class Boundary:
 
     layer: int
     operator: str
-
-
-@dataclass(slots=True, kw_only=True, eq=False)
-class PrefillTask:
-    """One chunk of one prompt.
-
-    ``token_ids``: int64 [L] of this chunk, L at least 1; ``history_tokens`` of the prompt came
-    before it and lie in ``pages`` (all pages of the request, in order) already. After the last
-    operator ``logits`` is float32 [vocab] of the chunk's last position when ``want_logits``, and
-    ``hidden`` [L, hidden_size] of every position, for `ModelRunner.project`, when
-    ``want_prompt_logprobs`` (logits of a whole chunk would not fit beside a large vocabulary).
-    """
-
-    token_ids: Tensor
-    history_tokens: int
-    pages: Sequence[int]
-    want_logits: bool = True
-    want_prompt_logprobs: bool = False
-    logits: Tensor | None = None
-    hidden: Tensor | None = None
-
-    @property
-    def kv_tokens(self) -> int:
-        """Tokens of KV once this chunk has run."""
-        return self.history_tokens + len(self.token_ids)
 
 
 class ModelRunner:
@@ -85,7 +62,7 @@ class ModelRunner:
         _check_layout(model, pool)
         config = model.config
         kv_layers = [pool.layer(i) for i in range(config.num_layers)]
-        head = kernels.prepare_linear(model.weights.lm_head)
+        head = kernels.prepare_linear(required(model.weights.lm_head))
         self._lm_head: Head = head if ranks is None else SplitHead(head, ranks, config.vocab_size)
         reduce = whole if ranks is None else ranks.all_reduce
         self.operators = build_operators(config, model.weights, kv_layers, self._lm_head, reduce)
@@ -120,8 +97,10 @@ class ModelRunner:
         What nobody asked for is not computed: without logits the pass ends at the last layer's
         ``attn``. Raises ValueError when a task has no tokens or too few pages.
         """
-        _check_tasks(tasks, self.pool.layout.page_tokens)
-        state = self._prefill_state(tasks)
+        check_tasks(tasks, self.pool.layout.page_tokens)
+        tables = prompt_tables(tasks, self.pool.layout.page_tokens)
+        is_cut = not any(task.want_prompt_logprobs for task in tasks)
+        state = self._ragged_state(tables, is_cut=is_cut)
         wanted = any(task.want_logits or task.want_prompt_logprobs for task in tasks)
         return self._run(state, tasks, self.operators if wanted else self._kv_only())
 
@@ -198,13 +177,38 @@ class ModelRunner:
         if self._records and is_whole(calls, names, state, embedded):
             if len(self._recorded) == _MOST_RECORDED:
                 del self._recorded[next(iter(self._recorded))]  # the oldest
-            embedding = self.model.weights.embedding
+            embedding = required(self.model.weights.embedding)
             self._recorded[size] = RecordedStep(state, calls, embedding, page_table, kv_lens)
             if state.scratch is self._decode_scratch:
                 self._decode_scratch = Scratch(self.model.dtype)  # the old one is the step's now
         else:
             state.give_all()  # lm_head, the last to read it, takes nothing
         return state
+
+    def mixed(
+        self, decodes: DecodeRows, page_table: Tensor, tasks: Sequence[PrefillTask]
+    ) -> Tensor:
+        """A decode step of b sequences and at least one chunk, in one pass.
+
+        page_table: int32 [b + chunks, max_pages] on the host, the decodes' rows first. Returns
+        float32 [b, vocab] on the model's device; the tasks get theirs. Raises ValueError as
+        `prefill_batch` does.
+        """
+        page_tokens, size = self.pool.layout.page_tokens, len(decodes)
+        check_tasks(tasks, page_tokens)
+        tables = mixed_tables(decodes, page_table, tasks, page_tokens)
+        keeps_all = any(task.want_prompt_logprobs for task in tasks)
+        state = self._ragged_state(tables, is_cut=not keeps_all)
+        wanted = keeps_all or len(tables.rows) > 0
+        try:
+            for operator in self.operators if wanted else self._kv_only():
+                operator.run(state)
+        finally:
+            state.give_all()
+        if not wanted:
+            return torch.empty(0, self.model.config.vocab_size, device=self.model.device)
+        hand_out(tasks, iter(state.logits[size:]), state.hidden, size)
+        return state.logits[:size]
 
     @property
     def operator_names(self) -> tuple[str, ...]:
@@ -239,7 +243,7 @@ class ModelRunner:
             for operator in operators:
                 operator.run(state)
                 if operator.name == "lm_head":
-                    _hand_out(state, tasks)
+                    hand_out(tasks, iter(state.logits), state.hidden)
                 yield self._boundaries[operator]
         finally:
             state.give_all()
@@ -258,32 +262,27 @@ class ModelRunner:
         ends = [i for i, op in enumerate(self.operators) if op.name == "attn"]
         return self.operators[: ends[-1] + 1]
 
-    def _prefill_state(self, tasks: Sequence[PrefillTask]) -> Activations:
+    def _ragged_state(self, tables: RaggedTables, *, is_cut: bool) -> Activations:
+        """`is_cut`: the last layer computes the wanted rows alone."""
         device = self.model.device
-        positions = torch.cat([torch.arange(task.history_tokens, task.kv_tokens) for task in tasks])
-        table = page_table_of([task.pages for task in tasks])
-        lengths = [len(task.token_ids) for task in tasks]
-        owners = torch.repeat_interleave(torch.tensor(lengths))
-        slots = slots_of(table, owners, positions, self.pool.layout.page_tokens)
-        kv_lens = torch.tensor([task.kv_tokens for task in tasks], dtype=torch.int32)
-        cos, sin = self._rotary(positions.to(device))
+        rows = len(tables.token_ids)
+        cos, sin = self._rotary(tables.positions.to(device))
         state = Activations(
-            num_tokens=sum(lengths),
-            token_ids=torch.cat([task.token_ids for task in tasks]).to(device),
-            slots=slots.to(device),
+            num_tokens=rows,
+            token_ids=tables.token_ids.to(device),
+            slots=tables.slots.to(device),
             cos=cos,
             sin=sin,
-            lse=self._room_for_lse(sum(lengths)),
-            plans=self._plans(indptr_of(lengths), kv_lens, table),
+            lse=self._room_for_lse(rows),
+            plans=self._plans(tables.indptr, tables.kv_lens, tables.page_table),
             scratch=self._prefill_scratch,
         )
-        wanted = [int(task.want_logits) for task in tasks]
-        ends = zip(accumulate(lengths), wanted, strict=True)
-        rows = [end - 1 for end, is_wanted in ends if is_wanted]
-        state.rows = torch.tensor(rows, dtype=torch.int64, device=device)
-        if not any(task.want_prompt_logprobs for task in tasks):
+        state.rows = tables.rows.to(device)
+        if is_cut:
             window = self.model.config.sliding_windows[-1]
-            state.last_plan = self._plan(indptr_of(wanted), kv_lens, table, window)
+            state.last_plan = self._plan(
+                tables.wanted_indptr, tables.kv_lens, tables.page_table, window
+            )
         return state
 
     def _ring_state(self, task: RingTask, ring: RingAttention) -> Activations:
@@ -342,32 +341,6 @@ class ModelRunner:
             sliding_window=window,
             backend=self._backend if kv_positions is None else self._ring_backend,
         )
-
-
-def _hand_out(state: Activations, tasks: Sequence[PrefillTask | RingTask]) -> None:
-    """Gives every task the rows it asked for."""
-    logits = iter(state.logits)
-    end = 0
-    for task in tasks:
-        start, end = end, end + len(task.token_ids)
-        if task.want_logits:
-            task.logits = next(logits)
-        if task.want_prompt_logprobs and state.hidden is not None:
-            task.hidden = state.hidden[start:end]
-
-
-def _check_tasks(tasks: Sequence[PrefillTask], page_tokens: int) -> None:
-    if not tasks:
-        raise ValueError("prefill_batch needs at least one task")
-    for task in tasks:
-        if task.token_ids.dtype != torch.int64 or task.token_ids.dim() != 1:
-            raise ValueError("PrefillTask.token_ids must be int64 with one dimension")
-        if not len(task.token_ids) or task.history_tokens < 0:
-            raise ValueError("a PrefillTask needs at least one token and no negative history")
-        if len(task.pages) * page_tokens < task.kv_tokens:
-            raise ValueError(
-                f"{len(task.pages)} pages of {page_tokens} tokens can't hold {task.kv_tokens}"
-            )
 
 
 def _check_layout(model: Model, pool: KvPool) -> None:

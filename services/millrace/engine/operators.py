@@ -102,6 +102,12 @@ class Operator:
     run: Run
 
 
+def required(value: _T | None) -> _T:
+    """What the model's config, its stage or the operator before saw to."""
+    assert value is not None
+    return value
+
+
 def whole(x: Tensor) -> None:
     """The `Reduce` of a model on one rank."""
 
@@ -110,24 +116,26 @@ def build_operators(
     config: ModelConfig,
     weights: ModelWeights,
     kv_layers: list[Tensor],
-    head: Head,
+    head: Head | None,
     reduce: Reduce = whole,
 ) -> tuple[Operator, ...]:
-    """The whole model in order.
+    """The whole model in order; of a stage without embedding its layers alone.
 
     ``kv_layers[i]``: [pages, 2, k, page_tokens, d] of layer i; ``head``: lm_head, made ready.
     ``reduce`` ends the operators whose sums are split between ranks: o_proj, down_proj, experts.
     """
-    operators = [Operator(-1, "embed", _embed(weights.embedding))]
+    operators = []
+    if weights.embedding is not None:
+        operators.append(Operator(-1, "embed", _embed(weights.embedding)))
     for i, layer in enumerate(weights.layers):
         attn = _attn(config, layer, kv_layers[i], i)
         operators.append(Operator(i, "qkv_proj", _qkv_proj(config, layer)))
         operators.append(Operator(i, "attn", attn))
         operators.append(Operator(i, "o_proj", _o_proj(layer, reduce)))
         operators.extend(Operator(i, name, run) for name, run in _mlp(config, layer, i, reduce))
-    operators.append(
-        Operator(config.num_layers, "lm_head", _lm_head(config, weights.final_norm, head))
-    )
+    if head is not None:
+        lm_head = _lm_head(config, required(weights.final_norm), head)
+        operators.append(Operator(config.num_layers, "lm_head", lm_head))
     return tuple(operators)
 
 
@@ -181,7 +189,7 @@ def _attn(config: ModelConfig, layer: LayerWeights, kv_layer: Tensor, index: int
         is_cut = is_last and state.is_cut
         if is_cut:
             # Nothing reads the other rows of the last layer.
-            rows, residual = _required(state.rows), _required(state.residual)
+            rows, residual = required(state.rows), required(state.residual)
             q_nhd, state.residual = q_nhd[rows], residual[rows]
             state.rows = None
             state.give(residual)
@@ -190,7 +198,7 @@ def _attn(config: ModelConfig, layer: LayerWeights, kv_layer: Tensor, index: int
         attended = state.take(width)
         out_nhd = None if attended is None else attended.view(-1, heads, head_dim)
         if state.ring is None:
-            plan = _required(state.last_plan) if is_cut else state.plans[window]
+            plan = required(state.last_plan) if is_cut else state.plans[window]
             lse_nh = state.lse[: len(q_nhd)]
             out_nhd, _ = kernels.run_attention(
                 plan, q_nhd, kv_layer, scale=scale, out=out_nhd, lse_out=lse_nh
@@ -229,7 +237,7 @@ def _mlp(
 
 
 def _gate_up_proj(config: ModelConfig, layer: LayerWeights) -> Run:
-    project = kernels.prepare_linear(_required(layer.gate_up), layer.gate_up_bias)
+    project = kernels.prepare_linear(required(layer.gate_up), layer.gate_up_bias)
     norm, eps = layer.post_norm, config.norm_eps
     width = project.out_features
 
@@ -245,7 +253,7 @@ def _gate_up_proj(config: ModelConfig, layer: LayerWeights) -> Run:
 
 
 def _down_proj(layer: LayerWeights, reduce: Reduce) -> Run:
-    project = kernels.prepare_linear(_required(layer.down), layer.down_bias)
+    project = kernels.prepare_linear(required(layer.down), layer.down_bias)
     width = project.out_features
 
     def down_proj(state: Activations) -> None:
@@ -258,12 +266,12 @@ def _down_proj(layer: LayerWeights, reduce: Reduce) -> Run:
 
 
 def _gate(config: ModelConfig, layer: LayerWeights) -> Run:
-    router = kernels.prepare_linear(_required(layer.router))
+    router = kernels.prepare_linear(required(layer.router))
     norm, eps, moe = layer.post_norm, config.norm_eps, config.moe
     assert moe is not None  # the layer is an MoE layer
 
     def gate(state: Activations) -> None:
-        residual = _required(state.residual)
+        residual = required(state.residual)
         normed, state.residual = kernels.add_rms_norm(state.x, residual, norm, eps)
         state.routing = run_router(normed, router, moe)
         del state.x
@@ -272,9 +280,7 @@ def _gate(config: ModelConfig, layer: LayerWeights) -> Run:
 
 
 def _experts(layer: LayerWeights, reduce: Reduce) -> Run:
-    mixture = kernels.prepare_experts(
-        _required(layer.experts_gate_up), _required(layer.experts_down)
-    )
+    mixture = kernels.prepare_experts(required(layer.experts_gate_up), required(layer.experts_down))
 
     def experts(state: Activations) -> None:
         routing = state.routing
@@ -292,14 +298,9 @@ def _lm_head(config: ModelConfig, final_norm: Tensor, head: Head) -> Run:
         if state.rows is None:  # every row there is wanted
             logits, _ = head.after_norm(state.x, state.residual, final_norm, eps)
         else:
-            residual = _required(state.residual)
+            residual = required(state.residual)
             state.hidden, _ = kernels.add_rms_norm(state.x, residual, final_norm, eps)
             logits = head(state.hidden[state.rows])
         state.logits = logits.float()
 
     return lm_head
-
-
-def _required(value: _T | None) -> _T:
-    assert value is not None  # the model's config or the operator before saw to it
-    return value

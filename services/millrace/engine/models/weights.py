@@ -75,12 +75,15 @@ class LayerWeights:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModelWeights:
-    """All weights. With tied embeddings ``lm_head`` is ``embedding``."""
+    """All weights. With tied embeddings ``lm_head`` is ``embedding``.
 
-    embedding: torch.Tensor  # [vocab, H]
+    Of a stage its layers; what is outside them is None but at the first.
+    """
+
+    embedding: torch.Tensor | None = None  # [vocab, H]
     layers: tuple[LayerWeights, ...]
-    final_norm: torch.Tensor  # [H]
-    lm_head: torch.Tensor  # [vocab, H]
+    final_norm: torch.Tensor | None = None  # [H]
+    lm_head: torch.Tensor | None = None  # [vocab, H]
 
     @property
     def num_bytes(self) -> int:
@@ -89,9 +92,8 @@ class ModelWeights:
         if self.lm_head is not self.embedding:
             tensors.append(self.lm_head)
         for layer in self.layers:
-            held = (getattr(layer, f.name) for f in fields(layer))
-            tensors.extend(t for t in held if t is not None)
-        return sum(t.numel() * t.element_size() for t in tensors)
+            tensors.extend(getattr(layer, f.name) for f in fields(layer))
+        return sum(t.numel() * t.element_size() for t in tensors if t is not None)
 
 
 def outer_specs(config: ModelConfig) -> dict[str, WeightSpec]:
