@@ -11,6 +11,9 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
+Pages = Sequence[int] | npt.NDArray[np.int32]
+"""Of one sequence, in token order."""
+
 
 def slots_of(page_table: Tensor, rows: Tensor, positions: Tensor, page_tokens: int) -> Tensor:
     """int64 [n]: where the K/V of each position of a row of the page table lies in the pool.
@@ -23,7 +26,7 @@ def slots_of(page_table: Tensor, rows: Tensor, positions: Tensor, page_tokens: i
     return torch.from_numpy(position + moved * page_tokens)
 
 
-def page_table_of(pages: Sequence[Sequence[int]]) -> Tensor:
+def page_table_of(pages: Sequence[Pages]) -> Tensor:
     """int32 [sequences, most pages], padded with 0, which nobody reads."""
     table = torch.zeros(len(pages), max(map(len, pages)), dtype=torch.int32)
     for row, of_one in enumerate(pages):
