@@ -5,6 +5,7 @@ import torch
 
 from millrace.core.errors import ModelError
 from millrace.engine.loader import load_model
+from millrace.engine.mixed_pass import prompt_tables
 from millrace.engine.model_runner import Boundary, ModelRunner, PrefillTask
 from support.tiny_engine import Request, decode, make_pool, make_runner, prefill
 from support.tiny_models import model_folder, prompt
@@ -99,7 +100,7 @@ def test_a_pass_keeps_only_what_a_later_operator_reads() -> None:
         "gate_up_proj": {"residual", "gate_up"},
         "down_proj": {"residual", "x"},
     }
-    state = runner._prefill_state([task])
+    state = runner._ragged_state(prompt_tables([task], page_tokens=16), is_cut=True)
     for operator in runner.operators[:-1]:
         operator.run(state)
         held = {
