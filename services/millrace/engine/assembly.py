@@ -41,6 +41,7 @@ class KvMemory:
     """
 
     folder: Path
+    shape: ModelConfig  # of the whole model
     device: torch.device
     layout: KvLayout  # of `storage`, all heads
     pool: KvPool  # keeps the book of pages; rank 0's, where there are more
@@ -130,7 +131,7 @@ def open_engines(
         )
         size = pool_bytes(config, device, context * one_page.bytes_per_token)
         layout = _sized(one_page, size // count)
-        return [_engine(folder, loaded, layout, context, config, group) for _ in range(count)]
+        return [_engine(folder, whole, loaded, layout, config, group) for _ in range(count)]
     except BaseException:
         if group is not None:
             group.close()
@@ -158,6 +159,7 @@ def open_kv_only(model: str | Path, config: EngineConfig, revision: str = "") ->
     pool = KvPool(layout, device=device)
     return KvMemory(
         folder=folder,
+        shape=whole,
         device=device,
         layout=layout,
         pool=pool,
@@ -201,9 +203,9 @@ def _one_page(
 
 def _engine(
     folder: Path,
+    whole: ModelConfig,
     model: Model,
     layout: KvLayout,
-    context: int,
     config: EngineConfig,
     group: RankGroup | None,
 ) -> Engine:
@@ -220,13 +222,14 @@ def _engine(
     rest = rows_backend(model.device, model.dtype)
     return Engine(
         folder=folder,
+        shape=whole,
         device=model.device,
         layout=layout,
         pool=pool,
         storage=storage,
         runner=runner,
         backends=f"attention {attention}, linears and sampling {rest}; {describe_backends()}",
-        max_context_tokens=context,
+        max_context_tokens=_context(config, whole, folder),
     )
 
 
