@@ -1,0 +1,245 @@
+"""Activations from one stage of a pipeline to the next (SPP, Mnemosyne section 4.3).
+
+Both ends have the same few slots, each with room for the rows of a pass. A pass's rows are written
+out of a slot of the sender into the same slot of the receiver, its description goes along in the
+notification; the slot is used again once the receiver has said that it has taken the rows. So the
+sender runs ahead of the receiver by as many passes as there are slots, and no further.
+"""
+
+from __future__ import annotations
+
+import logging
+import struct
+import threading
+import time
+from collections.abc import Callable
+from concurrent.futures import Future
+from dataclasses import dataclass
+
+from millrace.core.errors import IntegrityError, TransferError
+from millrace.transfer.memory import Memory, TensorLike
+from millrace.transfer.runs import Runs
+from millrace.transfer.transport import Transport
+
+log = logging.getLogger(__name__)
+
+#: First bytes of notifications: to the end that receives rows, and to the one that sends them.
+ROWS_CHANNEL, CREDIT_CHANNEL = 7, 8
+
+#: Passes that the sender may be ahead.
+SLOTS = 4
+
+# channel u8, slot u8, rows u32, pass number u64, link u64
+_HEADER = struct.Struct("<BBIQQ")
+_LOOK_S = 0.05  # between two looks whether the peer is dead
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Inlet:
+    """Where a sender's rows go: what `ActivationReceiver.inlet` tells it, over the control plane.
+
+    `link` is a number that the receiver never uses twice in its life.
+    """
+
+    agent_metadata: bytes
+    region: int
+    slot_bytes: int
+    link: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Arrival:
+    """A pass's rows lie in a slot. `take` ends its use of it, once they were read or copied."""
+
+    number: int  # of the link's passes, from 0 on
+    slot: int
+    rows: int
+    about: bytes  # what the sender said of the pass
+    take: Callable[[], None]
+
+
+class ActivationSender:
+    """The earlier stage's end. `reserve` and `send` are for one thread, the computing one."""
+
+    def __init__(self, transport: Transport, storage: TensorLike, row_bytes: int) -> None:
+        """storage: [SLOTS, most rows, ...], contiguous, which stays the caller's; a row has
+        `row_bytes`."""
+        self._transport = transport
+        self._region = transport.register(Memory.of_tensor(storage))
+        self._slot_bytes = storage.numel() * storage.element_size() // SLOTS
+        self._row_bytes = row_bytes
+        self._changed = threading.Condition()
+        self._free: list[int] = []
+        self._inlet: Inlet | None = None
+        self._peer = ""
+        self._number = 0
+        self._error: TransferError | None = None
+        transport.subscribe(CREDIT_CHANNEL, self._credited)
+
+    def open(self, inlet: Inlet, peer: str) -> None:
+        """Sends to `peer`, to which the transport is connected, from now on; all slots are free.
+
+        Raises TransferError when its slots are smaller than ours.
+        """
+        if inlet.slot_bytes < self._slot_bytes:
+            raise TransferError(
+                f"{peer} takes {inlet.slot_bytes} bytes of activations a pass, of which there "
+                f"may be {self._slot_bytes}"
+            )
+        with self._changed:
+            self._inlet, self._peer = inlet, peer
+            self._free = list(range(SLOTS))
+            self._number, self._error = 0, None
+
+    def close(self, reason: str) -> None:
+        """Nothing is sent any more: who waits for a slot, or asks for one, gets TransferError."""
+        with self._changed:
+            self._error = self._error or TransferError(reason)
+            self._changed.notify_all()
+
+    def reserve(self, timeout_s: float) -> int:
+        """A slot to write rows into; waits while the receiver is behind.
+
+        Raises TransferError when it is dead, has taken nothing for `timeout_s`, or is not there.
+        """
+        deadline_s = time.monotonic() + timeout_s
+        with self._changed:
+            while True:
+                if self._error is not None:
+                    raise self._error
+                if self._inlet is None:
+                    raise TransferError("no stage is there to take activations")
+                if self._free:
+                    return self._free.pop()
+                if self._transport.is_dead(self._peer):
+                    raise TransferError(f"{self._peer} is gone")
+                left_s = deadline_s - time.monotonic()
+                if left_s <= 0:
+                    raise TransferError(
+                        f"{self._peer} has taken no activations for {timeout_s:g} s"
+                    )
+                self._changed.wait(min(left_s, _LOOK_S))
+
+    def send(self, slot: int, rows: int, about: bytes) -> None:
+        """Sends the first rows of a reserved slot, which is the receiver's until it took them.
+
+        A write that fails is told by the next `reserve`.
+        """
+        inlet = self._inlet
+        if inlet is None or rows * self._row_bytes > self._slot_bytes:
+            raise TransferError(f"{rows} rows of {self._row_bytes} bytes have nowhere to go")
+        header = _HEADER.pack(ROWS_CHANNEL, slot, rows, self._number, inlet.link)
+        self._number += 1
+        own, theirs = slot * self._slot_bytes, slot * inlet.slot_bytes
+        if not rows:
+            self._transport.notify(self._peer, header + about).add_done_callback(self._written)
+            return
+        self._transport.write(
+            self._peer,
+            Runs.of(own, theirs, rows * self._row_bytes),
+            header + about,
+            region=self._region,
+            peer_region=inlet.region,
+        ).add_done_callback(self._written)
+
+    def give_back(self, slot: int) -> None:
+        """A reserved slot is not used after all."""
+        with self._changed:
+            self._free.append(slot)
+
+    def check_integrity(self) -> None:
+        """Raises IntegrityError when a slot is lost or in use: call it when idle."""
+        with self._changed:
+            if self._inlet is not None and sorted(self._free) != list(range(SLOTS)):
+                raise IntegrityError(f"of {SLOTS} slots for activations {self._free} are free")
+
+    def _written(self, write: Future[None]) -> None:
+        if not write.cancelled() and (error := write.exception()) is not None:
+            self.close(f"{self._peer} did not get activations: {error}")
+
+    def _credited(self, peer: str, payload: bytes) -> None:
+        """On the transport's thread."""
+        _, slot, _, _, link = _HEADER.unpack_from(payload)
+        with self._changed:
+            inlet = self._inlet
+            if inlet is None or link != inlet.link or peer != self._peer or slot in self._free:
+                log.debug("a stale credit of %s", peer)
+                return
+            self._free.append(slot)
+            self._changed.notify_all()
+
+
+class ActivationReceiver:
+    """The later stage's end. `on_arrival` is called on the transport's thread, pass by pass in the
+    order of sending, and returns at once."""
+
+    def __init__(
+        self,
+        transport: Transport,
+        storage: TensorLike,
+        on_arrival: Callable[[Arrival], None],
+    ) -> None:
+        """storage: [SLOTS, most rows, ...], contiguous; it stays the caller's."""
+        self._transport = transport
+        self._region = transport.register(Memory.of_tensor(storage))
+        self._slot_bytes = storage.numel() * storage.element_size() // SLOTS
+        self._on_arrival = on_arrival
+        self._lock = threading.Lock()
+        self._links = 0
+        self._peer = ""
+        self._next = 0
+        self._taken: set[int] = set()  # slots with rows that were not taken
+        self._early: dict[int, Arrival] = {}  # by number: one before them is still to come
+        transport.subscribe(ROWS_CHANNEL, self._arrived)
+
+    def inlet(self, metadata: bytes, peer: str) -> Inlet:
+        """A new link, from the transport named `peer`; what still comes of an earlier one is
+        dropped. `metadata`: of this transport."""
+        with self._lock:
+            self._links += 1
+            self._peer = peer
+            self._next = 0
+            self._taken.clear()
+            self._early.clear()
+            return Inlet(
+                agent_metadata=metadata,
+                region=self._region,
+                slot_bytes=self._slot_bytes,
+                link=self._links,
+            )
+
+    def check_integrity(self) -> None:
+        """Raises IntegrityError when rows lie in a slot: call it when idle."""
+        with self._lock:
+            if self._taken:
+                raise IntegrityError(f"activations in slots {sorted(self._taken)} were not taken")
+
+    def _arrived(self, peer: str, payload: bytes) -> None:
+        _, slot, rows, number, link = _HEADER.unpack_from(payload)
+        arrival = Arrival(
+            number=number,
+            slot=slot,
+            rows=rows,
+            about=payload[_HEADER.size :],
+            take=lambda: self._take(peer, slot, link),
+        )
+        with self._lock:
+            is_ours = link == self._links and peer == self._peer
+            if not is_ours or number < self._next or slot >= SLOTS or slot in self._taken:
+                log.warning("dropped pass %d of link %d from %s", number, link, peer)
+                return
+            self._taken.add(slot)
+            self._early[number] = arrival  # writes may overtake each other
+            ready = []
+            while (following := self._early.pop(self._next, None)) is not None:
+                ready.append(following)
+                self._next += 1
+        for following in ready:
+            self._on_arrival(following)
+
+    def _take(self, peer: str, slot: int, link: int) -> None:
+        with self._lock:
+            if link != self._links or slot not in self._taken:
+                return
+            self._taken.discard(slot)
+        self._transport.notify(peer, _HEADER.pack(CREDIT_CHANNEL, slot, 0, 0, link))

@@ -1,0 +1,146 @@
+"""Activations between stages: in order, whole, no further ahead than there are slots."""
+
+from __future__ import annotations
+
+import itertools
+import queue
+import threading
+
+import pytest
+import torch
+
+from millrace.core.errors import IntegrityError, TransferError
+from millrace.transfer.activations import (
+    SLOTS,
+    ActivationReceiver,
+    ActivationSender,
+    Arrival,
+)
+from millrace.transfer.memory_transport import MemoryHub, MemoryTransport
+from millrace.transfer.nixl_transport import NixlTransport
+
+ROWS, HIDDEN = 8, 6
+WAIT_S = 20
+_numbers = itertools.count()
+
+
+class Pair:
+    """Two ends that are connected, their slots, and what has arrived."""
+
+    def __init__(self, kind: str, receiver_rows: int = ROWS) -> None:
+        hub = MemoryHub()
+        names = [f"stage-{next(_numbers)}" for _ in range(2)]
+        self.ends = [
+            MemoryTransport(name, hub) if kind == "memory" else NixlTransport(name)
+            for name in names
+        ]
+        self.out = torch.zeros(SLOTS, ROWS, HIDDEN)
+        self.into = torch.zeros(SLOTS, receiver_rows, HIDDEN)
+        self.arrivals: queue.Queue[Arrival] = queue.Queue()
+        self.sender = ActivationSender(self.ends[0], self.out, 4 * HIDDEN)
+        self.receiver = ActivationReceiver(self.ends[1], self.into, self.arrivals.put)
+        self.listening = [end.listening() for end in self.ends]
+        for one in self.listening:
+            one.__enter__()
+
+    def open(self) -> None:
+        metadata = [end.metadata() for end in self.ends]
+        peer = self.ends[0].connect(metadata[1]).result(WAIT_S)
+        self.ends[1].connect(metadata[0]).result(WAIT_S)
+        self.sender.open(self.receiver.inlet(metadata[1], self.ends[0].name), peer)
+
+    def send(self, value: float, rows: int = ROWS) -> None:
+        slot = self.sender.reserve(WAIT_S)
+        self.out[slot, :rows] = value
+        self.sender.send(slot, rows, f"{value}".encode())
+
+    def next(self) -> Arrival:
+        return self.arrivals.get(timeout=WAIT_S)
+
+    def close(self) -> None:
+        for one in self.listening:
+            one.__exit__(None, None, None)
+        for end in self.ends:
+            end.close()
+
+
+@pytest.fixture(params=["memory", "nixl"])
+def pair(request):
+    found = Pair(request.param)
+    found.open()
+    yield found
+    found.close()
+
+
+def test_passes_arrive_whole_and_in_order(pair) -> None:
+    def passes() -> None:
+        for value in range(1, 41):
+            pair.send(float(value), rows=value % (ROWS + 1))
+
+    thread = threading.Thread(target=passes)
+    thread.start()
+    for value in range(1, 41):
+        arrival = pair.next()
+        rows = value % (ROWS + 1)
+        assert (arrival.number, arrival.rows) == (value - 1, rows)
+        assert arrival.about == f"{float(value)}".encode()
+        assert torch.equal(pair.into[arrival.slot, :rows], torch.full((rows, HIDDEN), float(value)))
+        arrival.take()
+    thread.join(WAIT_S)
+    pair.receiver.check_integrity()
+    for _ in range(SLOTS):  # all credits come back
+        pair.sender.give_back(pair.sender.reserve(WAIT_S))
+
+
+def test_the_sender_waits_for_slots_and_no_longer_than_it_may(pair) -> None:
+    for value in range(SLOTS):
+        pair.send(float(value))
+    with pytest.raises(TransferError, match=r"has taken no activations for 0\.2 s"):
+        pair.sender.reserve(0.2)
+    with pytest.raises(IntegrityError, match="slots for activations"):
+        pair.sender.check_integrity()
+    first = pair.next()
+    with pytest.raises(IntegrityError, match="were not taken"):
+        pair.receiver.check_integrity()
+    first.take()
+    assert pair.sender.reserve(WAIT_S) == first.slot
+
+
+def test_a_new_link_begins_anew_and_drops_what_the_old_one_left(pair) -> None:
+    pair.send(1.0)
+    old = pair.next()
+    pair.open()
+    old.take()  # of the link before: frees nothing of this one
+    pair.sender.check_integrity()
+    pair.send(2.0)
+    arrival = pair.next()
+    assert (arrival.number, arrival.about) == (0, b"2.0")
+
+
+def test_a_closed_sender_says_why() -> None:
+    pair = Pair("memory")
+    with pytest.raises(TransferError, match="no stage is there"):
+        pair.sender.reserve(0.1)
+    pair.open()
+    pair.sender.close("stage 2 died")
+    with pytest.raises(TransferError, match="stage 2 died"):
+        pair.sender.reserve(0.1)
+    pair.close()
+
+
+def test_a_dead_receiver_is_noticed() -> None:
+    pair = Pair("memory")
+    pair.open()
+    for value in range(SLOTS):
+        pair.send(float(value))
+    pair.ends[1].close()
+    with pytest.raises(TransferError, match="is gone"):
+        pair.sender.reserve(WAIT_S)
+    pair.close()
+
+
+def test_smaller_slots_at_the_receiver_are_refused() -> None:
+    pair = Pair("memory", receiver_rows=ROWS - 1)
+    with pytest.raises(TransferError, match="bytes of activations a pass"):
+        pair.open()
+    pair.close()
