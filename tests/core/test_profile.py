@@ -59,6 +59,18 @@ def test_a_file_from_before_groups_were_measured_is_read(data):
     assert Profile.from_json(data).measured_sp == ()
 
 
+def test_mixed_batches_are_predicted_from_mixed_passes_where_these_were_measured(data):
+    without = Profile.from_json(data)
+    assert without.mixed is None and without.mixed_batches == without.operators
+    data["mixed"] = {**data["operators"], "overhead_s": 0.5}
+    found = Profile.from_json(data)
+    assert found.mixed_batches.overhead_s == 0.5 and found.operators == without.operators
+    assert Profile.from_json(json.loads(json.dumps(found.to_json()))) == found
+    data["mixed"]["attn"] = [[1, 2]]
+    with pytest.raises(ConfigError, match=r"mixed\.attn: a table has 1 rows"):
+        Profile.from_json(data)
+
+
 def test_a_profile_must_be_an_object():
     with pytest.raises(ConfigError, match="profile is \\[\\]; it must be an object"):
         Profile.from_json([])

@@ -40,10 +40,11 @@ class Profile:
 
     kv_bytes_per_token: of the whole model, over all TP ranks. kv_transfer_bytes_s: of one worker's
     KV to another, by backend. ring_step_s: what a step of the attention ring costs a layer beyond
-    compute. measured_sp: degrees of `prefill` beyond 1 that groups were measured at; the others are
-    modelled. errors: median relative error on held-out measurements, by table. checks: the same
-    against measurements of another origin, which nothing was fitted to. sources and assumptions:
-    sentences.
+    compute. mixed: `operators` for passes that hold decodes and chunks at once, where such were
+    measured: `operators` has decodes from steps of their own. measured_sp: degrees of `prefill`
+    beyond 1 that groups were measured at; the others are modelled. errors: median relative error
+    on held-out measurements, by table. checks: the same against measurements of another origin,
+    which nothing was fitted to. sources and assumptions: sentences.
     """
 
     name: str
@@ -56,11 +57,17 @@ class Profile:
     operators: OperatorModel
     kv_transfer_bytes_s: Mapping[str, float]
     ring_step_s: float
+    mixed: OperatorModel | None = None
     measured_sp: tuple[int, ...] = ()
     sources: tuple[str, ...] = ()
     errors: Mapping[str, float] = field(default_factory=lambda: MappingProxyType({}))
     checks: Mapping[str, float] = field(default_factory=lambda: MappingProxyType({}))
     assumptions: tuple[str, ...] = ()
+
+    @property
+    def mixed_batches(self) -> OperatorModel:
+        """Predicts passes of decodes and chunks at once: of such where they were measured."""
+        return self.operators if self.mixed is None else self.mixed
 
     def to_json(self) -> dict[str, object]:
         """Plain dicts, lists, numbers and strings; `from_json` reads them back equal."""
@@ -83,6 +90,7 @@ class Profile:
                 str(sp): _latency_json(self.prefill.by_sp[sp]) for sp in self.prefill.degrees
             },
             "operators": _operators_json(self.operators),
+            **({} if self.mixed is None else {"mixed": _operators_json(self.mixed)}),
         }
 
     @classmethod
@@ -100,7 +108,8 @@ class Profile:
             layers=layers,
             kv_bytes_per_token=_whole(top, "kv_bytes_per_token"),
             prefill=_sp_latency(_mapping(top.get("prefill"), "prefill")),
-            operators=_operators(_mapping(top.get("operators"), "operators"), layers),
+            operators=_operators(top.get("operators"), "operators", layers),
+            mixed=_operators(top["mixed"], "mixed", layers) if "mixed" in top else None,
             kv_transfer_bytes_s=_numbers(top, "kv_transfer_bytes_s"),
             ring_step_s=_number(top, "ring_step_s"),
             measured_sp=_degrees(top, "measured_sp"),
@@ -161,16 +170,15 @@ def _latency(data: object) -> Latency:
     )
 
 
-def _operators(data: Mapping[str, object], layers: int) -> OperatorModel:
-    tables = {
-        name: _named(f"operators.{name}", partial(_table, data.get(name))) for name in _TABLES
-    }
+def _operators(value: object, where: str, layers: int) -> OperatorModel:
+    data = _mapping(value, where)
+    tables = {name: _named(f"{where}.{name}", partial(_table, data.get(name))) for name in _TABLES}
     constants = {name: _number(data, name) for name in _CONSTANTS}
-    decode = _mapping(data.get("decode_attn"), "operators.decode_attn")
-    batches = _floats(decode.get("batches"), "operators.decode_attn.batches")
-    rows = _list(decode.get("tables"), "operators.decode_attn.tables")
+    decode = _mapping(data.get("decode_attn"), f"{where}.decode_attn")
+    batches = _floats(decode.get("batches"), f"{where}.decode_attn.batches")
+    rows = _list(decode.get("tables"), f"{where}.decode_attn.tables")
     decode_attn = _named(
-        "operators.decode_attn",
+        f"{where}.decode_attn",
         lambda: DecodeAttention(
             batches=tuple(int(batch) for batch in batches),
             tables=tuple(_table(row) for row in rows),
