@@ -16,7 +16,6 @@ import numpy as np
 from millrace.core.config import TransferConfig
 from millrace.core.errors import TransferError
 from millrace.core.kv_layout import KvLayout
-from millrace.decode.kv_servicer import KvReceiverServicer
 from millrace.transfer.control import ReceiveCallbacks
 from millrace.transfer.nixl_transport import NixlTransport
 from millrace.transfer.receive_manager import ReceiveManager
@@ -24,6 +23,7 @@ from millrace.transfer.send_manager import SendManager, SendSession
 from millrace.wire.kv_peer import KvPeers
 from millrace.wire.pb import transfer_pb2
 from millrace.wire.server import bind, create_server
+from millrace.worker.kv_servicer import KvReceiverServicer
 from support.transfer_peers import ChildPipe
 
 _numbers = itertools.count(1)

@@ -16,13 +16,13 @@ from millrace.bench.transfer_bare import BareReceiver
 from millrace.core.config import TransferConfig
 from millrace.core.errors import TransferError
 from millrace.core.kv_layout import KvLayout
-from millrace.decode.kv_servicer import KvReceiverServicer
 from millrace.engine.kv_pool import KvPool
 from millrace.transfer.control import ReceiveCallbacks
 from millrace.transfer.memory import Memory
 from millrace.transfer.nixl_transport import NixlTransport
 from millrace.transfer.receive_manager import ReceiveManager
 from millrace.wire.server import bind, create_server
+from millrace.worker.kv_servicer import KvReceiverServicer
 
 MIB = 1 << 20
 #: Staging of each backend of the buffered receiver: a slot holds 1 MiB, 256 tokens of a layer.

@@ -18,7 +18,6 @@ import grpc
 from millrace.decode.admissions import Admissions
 from millrace.decode.answers import Answers
 from millrace.decode.book import RequestBook
-from millrace.decode.kv_servicer import KvReceiverServicer
 from millrace.decode.metrics import DecodeMetrics
 from millrace.decode.pace import TokenPace
 from millrace.decode.running import Running
@@ -27,6 +26,7 @@ from millrace.decode.token_streams import life_of
 from millrace.engine.decode_batch import TokenOut
 from millrace.wire.pb import scheduler_pb2
 from millrace.worker.host import WorkerContext
+from millrace.worker.kv_servicer import KvReceiverServicer
 from millrace.worker.tasks import Tasks
 
 log = logging.getLogger(__name__)
