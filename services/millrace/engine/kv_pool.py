@@ -7,13 +7,19 @@ that several sequences may read one page; a writer that shares a page copies it 
 Free pages are kept as extents (runs of neighbouring numbers) in three indexes: by start, by end,
 and sorted by length. Allocation takes the smallest extent that fits whole (best fit), so that a
 request's pages are one run wherever possible and its KV moves in few descriptors.
+
+A keeper (the prefix cache) may hold a reference of its own to pages whose content others may want
+again. Pages that nobody else holds are idle: they count as free, and are taken from the keeper when
+the free ones do not suffice.
 """
 
 from __future__ import annotations
 
 from bisect import bisect_left, insort
+from collections import Counter
 from collections.abc import Iterable, Sequence
 from itertools import pairwise
+from typing import Protocol
 
 import torch
 
@@ -89,6 +95,16 @@ class PageExtents:
         del self._by_length[bisect_left(self._by_length, (length, start))]
 
 
+class PageKeeper(Protocol):
+    """Who holds pages for their content, until they are wanted."""
+
+    def idle(self, pages: Sequence[int]) -> None:
+        """The last one beside the keeper has let go of these."""
+
+    def evict(self, count: int) -> None:
+        """Gives up at least `count` idle pages (`KvPool.give_up`); there are as many."""
+
+
 class KvPool:
     """Pages of one rank. Not thread-safe: one thread allocates and frees."""
 
@@ -124,6 +140,9 @@ class KvPool:
         self._layers = tuple(storage.unbind(0))
         self._free = PageExtents(layout.num_pages)
         self._references = [0] * layout.num_pages
+        self._kept = bytearray(layout.num_pages)  # 1: one of the references is the keeper's
+        self._idle_pages = 0
+        self._keeper: PageKeeper | None = None
 
     @property
     def num_pages(self) -> int:
@@ -131,13 +150,18 @@ class KvPool:
 
     @property
     def free_pages(self) -> int:
-        """Pages nobody holds."""
-        return self._free.num_pages
+        """Pages that can be allocated: nobody holds them, or the keeper alone."""
+        return self._free.num_pages + self._idle_pages
+
+    @property
+    def idle_pages(self) -> int:
+        """Pages that the keeper alone holds."""
+        return self._idle_pages
 
     @property
     def used_pages(self) -> int:
-        """Pages with at least one holder."""
-        return self.num_pages - self._free.num_pages
+        """Pages with at least one holder beside the keeper."""
+        return self.num_pages - self.free_pages
 
     def layer(self, index: int) -> torch.Tensor:
         """View ``[num_pages, 2, head_count, page_tokens, head_dim]`` of one layer."""
@@ -154,8 +178,10 @@ class KvPool:
         """
         if count < 0:
             raise ValueError(f"allocate({count}): a count can't be negative")
-        if count > self._free.num_pages:
-            raise CapacityError(f"{count} KV pages wanted, {self._free.num_pages} are free")
+        if count > self.free_pages:
+            raise CapacityError(f"{count} KV pages wanted, {self.free_pages} are free")
+        if count > self._free.num_pages and self._keeper is not None:
+            self._keeper.evict(count - self._free.num_pages)
         pages = self._free.take(count)
         for page in pages:
             self._references[page] = 1
@@ -166,6 +192,7 @@ class KvPool:
         held = list(pages)
         self._require_held(held)
         for page in held:
+            self._idle_pages -= self._is_idle(page)
             self._references[page] += 1
 
     def free(self, pages: Iterable[int]) -> None:
@@ -175,16 +202,57 @@ class KvPool:
         """
         dropped = sorted(pages)
         self._require_held(dropped)
-        for page, following in pairwise(dropped):
-            if page == following and self._references[page] < dropped.count(page):
+        for page, count in Counter(dropped).items():
+            if self._references[page] - self._kept[page] < count:
                 raise IntegrityError(f"KV page {page} is freed more often than it is held")
-        released = []
+        released: list[int] = []
+        idle: list[int] = []
         for page in dropped:
             self._references[page] -= 1
             if self._references[page] == 0:
                 released.append(page)
-        for start, length in page_runs(released):
-            self._free.add_run(start, length)
+            elif self._is_idle(page):
+                idle.append(page)
+        self._release(released)
+        if idle and self._keeper is not None:
+            self._idle_pages += len(idle)
+            self._keeper.idle(idle)
+
+    # -- for the keeper
+
+    def serve(self, keeper: PageKeeper) -> None:
+        """From here on `keeper` may keep pages; a pool has one at most."""
+        if self._keeper is not None:
+            raise ValueError("the pool has a keeper already")
+        self._keeper = keeper
+
+    def keep(self, pages: Sequence[int]) -> None:
+        """The keeper's reference to each page, which somebody holds and it does not keep yet.
+
+        Raises IntegrityError, and keeps nothing, for other pages.
+        """
+        self._require_held(pages)
+        if kept := [page for page in pages if self._kept[page]]:
+            raise IntegrityError(f"KV page {kept[0]} is kept already")
+        for page in pages:
+            self._references[page] += 1
+            self._kept[page] = 1
+
+    def give_up(self, pages: Iterable[int]) -> None:
+        """Drops the keeper's reference; pages that were idle are free."""
+        released = []
+        for page in sorted(pages):
+            if not self._kept[page]:
+                raise IntegrityError(f"KV page {page} is not kept")
+            idle = self._is_idle(page)
+            self._idle_pages -= idle
+            self._kept[page] = 0
+            self._references[page] -= 1
+            if idle:
+                released.append(page)
+        self._release(released)
+
+    # -- both
 
     def copy_page(self, source: int, target: int) -> None:
         """Copies a page's K and V of all layers: the copy of copy on write."""
@@ -201,10 +269,20 @@ class KvPool:
         if free != unheld:
             odd = sorted(set(free) ^ set(unheld))[:8]
             raise IntegrityError(f"KV pages neither held nor free, or both: {odd}")
+        idle = sum(self._is_idle(page) for page in range(self.num_pages))
+        if idle != self._idle_pages:
+            raise IntegrityError(f"{idle} KV pages are idle, {self._idle_pages} are counted")
         if expected_used is not None and self.used_pages != expected_used:
             raise IntegrityError(
                 f"{self.used_pages} KV pages are in use, {expected_used} should be"
             )
+
+    def _is_idle(self, page: int) -> bool:
+        return self._references[page] == self._kept[page] == 1
+
+    def _release(self, pages: Iterable[int]) -> None:
+        for start, length in page_runs(pages):
+            self._free.add_run(start, length)
 
     def _require_held(self, pages: Sequence[int]) -> None:
         for page in pages:
