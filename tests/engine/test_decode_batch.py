@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from dataclasses import replace
 
 import pytest
 import torch
@@ -96,8 +97,10 @@ class Bench:
         self.outputs: dict[tuple[str, int], list[int]] = {}
         self.reasons: dict[tuple[str, int], str] = {}
 
-    def join(self, name, prompt, first, spec, choice=0):
-        pages = self.pool.allocate(-(-(len(prompt) + spec.max_tokens) // PAGE))
+    def join(self, name, prompt, first, spec, choice=0, room=None):
+        """With room for as many tokens of output, else for all that it may come to."""
+        room = spec.max_tokens if room is None else room
+        pages = self.pool.allocate(-(-(len(prompt) + room) // PAGE))
         self.model.prefill(prompt, pages)
         self.add(name, choice, pages, prompt, first, spec)
 
@@ -127,8 +130,23 @@ class Bench:
                 self.reasons[key] = out.finish_reason
         return outs
 
+    def grow(self):
+        for name, choice in self.batch.lacking():
+            self.batch.grow(name, choice, self.pool.allocate(1))
+
+    def swap(self, paused):
+        """Its KV lies in other pages afterwards."""
+        pages = list(paused.sequence.pages)
+        kept = self.pool.storage[:, pages].clone()
+        self.pool.storage[:, pages] = 0
+        self.pool.free(pages)
+        pages = self.pool.allocate(len(pages))[::-1]
+        self.pool.storage[:, pages] = kept
+        return replace(paused, sequence=replace(paused.sequence, pages=pages))
+
     def drain(self):
         while self.batch.size:
+            self.grow()
             self.step()
 
 
@@ -261,8 +279,8 @@ def test_what_add_refuses():
         bench.join("b", [1], 1, greedy(1))
     with pytest.raises(ValueError, match="finished by its first token"):
         bench.join("b", [1], 1, greedy(5, stop_token_ids=(1,)))
-    with pytest.raises(ValueError, match="room for 10 tokens; its pages hold 8"):
-        bench.add("b", 0, [0, 1], [1] * 5, 1, greedy(6))
+    with pytest.raises(ValueError, match="room for 9 tokens; its pages hold 8"):
+        bench.add("b", 0, [0, 1], [1] * 8, 1, greedy(6))
     bench.join("b", [1], 1, greedy(6))
     with pytest.raises(CapacityError, match="full"):
         bench.join("c", [1], 1, greedy(6))
@@ -283,29 +301,81 @@ def test_integrity_finds_a_page_with_two_writers():
 def test_integrity_finds_a_damaged_page_table():
     bench = Bench()
     bench.join("a", [1], 1, greedy(8))
-    bench.batch._page_table[0, 1] += 1
+    bench.batch.page_table.put(0, [page + 1 for page in bench.batch.page_table.row(0, 2)])
     with pytest.raises(IntegrityError, match="page table"):
         bench.batch.check_integrity()
 
 
+def test_growth_by_the_page():
+    bench = Bench(num_pages=8)
+    bench.join("a", prompt_of(1, 6), 2, greedy(20), room=1)
+    assert bench.batch.lacking() == []
+    assert bench.batch.lacking(2) == []
+    assert bench.batch.lacking(3) == [("a", 0)]
+    bench.drain()
+    assert bench.outputs["a", 0] == reference(prompt_of(1, 6), 2, greedy(20))
+    assert bench.pool.used_pages == 7  # 6 tokens of prompt and 19 that were fed
+
+
+def test_a_sequence_wants_no_pages_beyond_its_end():
+    bench = Bench()
+    bench.join("a", prompt_of(1, 6), 2, greedy(3), room=2)  # the third one is never fed
+    assert bench.batch.lacking(100) == []
+
+
+@pytest.mark.parametrize("spec", SPECS)
+def test_a_paused_sequence_goes_on_as_if_it_never_had_been(spec):
+    bench = Bench()
+    prompt = prompt_of(3, 9)
+    bench.join("a", prompt, 2, spec)
+    bench.join("b", prompt, 1, greedy(40))
+    for _ in range(30):
+        bench.step()
+        paused = bench.batch.pause("a")
+        bench.batch.check_integrity()
+        bench.step()
+        for one in paused:
+            bench.batch.resume(bench.swap(one))
+    assert bench.outputs["a", 0] == reference(prompt, 2, spec)
+
+
 class Churn(RuleBasedStateMachine):
-    """Any order of joins, cancels and steps gives every sequence the tokens it gets alone."""
+    """Any order of joins, growth, pauses, cancels and steps gives every sequence the tokens it gets
+    alone."""
 
     def __init__(self):
         super().__init__()
         self.bench = Bench(num_pages=120, max_batch=4)
         self.jobs = {}
+        self.paused = []
 
     @precondition(lambda self: self.bench.batch.size < 4)
-    @rule(length=integers(1, 40), spec=sampled_from(SPECS), seed=integers(0, 99))
-    def join(self, length, spec, seed):
+    @rule(
+        length=integers(1, 40),
+        spec=sampled_from(SPECS),
+        seed=integers(0, 99),
+        room=sampled_from((None, 1, 5)),
+    )
+    def join(self, length, spec, seed, room):
         name = f"r{len(self.jobs)}"
         prompt, first = prompt_of(seed, length), first_of(spec, seed)
         pages = -(-(length + spec.max_tokens) // PAGE)
         if self.bench.pool.free_pages < pages:
             return
         self.jobs[name] = (prompt, first, spec)
-        self.bench.join(name, prompt, first, spec)
+        self.bench.join(name, prompt, first, spec, room=room)
+
+    @rule(pick=integers(0, 3))
+    def pause(self, pick):
+        live = sorted(self.bench.batch._slots)
+        if live:
+            self.paused += self.bench.batch.pause(live[pick % len(live)])
+
+    @precondition(lambda self: self.paused and self.bench.batch.size < 4)
+    @rule(pick=integers(0, 7))
+    def resume(self, pick):
+        paused = self.paused.pop(pick % len(self.paused))
+        self.bench.batch.resume(self.bench.swap(paused))
 
     @rule(pick=integers(0, 3))
     def cancel(self, pick):
@@ -316,7 +386,9 @@ class Churn(RuleBasedStateMachine):
     @rule(count=integers(1, 4))
     def step(self, count):
         for _ in range(count):
-            self.bench.step()
+            if self.bench.pool.free_pages >= len(self.bench.batch.lacking()):
+                self.bench.grow()
+                self.bench.step()
 
     @invariant()
     def consistent(self):

@@ -1,27 +1,26 @@
 """The continuous batch of a decode instance: sequences join and leave between any two steps.
 
-The arrays that a step feeds to the model persist from step to step. A sequence's pages for its
-whole life are handed in when it joins, so its row of the page table is written once and the batch
-never allocates; a leaving sequence's row is filled by the last one. Rows are a dense prefix.
+The arrays that a step feeds to the model persist from step to step. The batch never allocates: a
+sequence comes with pages, and may be given more as it grows. A leaving sequence's row is filled by
+the last one. Rows are a dense prefix.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Final, NamedTuple, Protocol
+from typing import NamedTuple, Protocol
 
 import numpy as np
-import numpy.typing as npt
 import torch
 from torch import Tensor
 
 from millrace.core.errors import CapacityError, IntegrityError
 from millrace.engine.kv_pool import KvPool
 from millrace.engine.logprobs import PositionLogprobs
+from millrace.engine.mixed_pass import DecodeRows
+from millrace.engine.page_table import PageTable
 from millrace.engine.sampler import Sampled, Sampler
 from millrace.engine.sampling_spec import PromptIds, SamplingRow, SamplingSpec, finish_reason
-
-_FIRST_WIDTH: Final = 16  # pages a row of the table holds before it is first widened
 
 
 class DecodeRunner(Protocol):
@@ -40,10 +39,11 @@ class DecodeRunner(Protocol):
 class Sequence:
     """One choice of a request, with its prompt's KV in place.
 
-    `pages` hold prompt and output in token order: room for `prompt_tokens + max_tokens - 1` at
-    least. Pages filled by the prompt alone may be shared with other sequences; the first page that
-    output goes to, and all after it, must be the sequence's own. The pages stay the caller's to
-    free. `prompt_ids` (int [prompt_tokens]) are wanted where `spec.needs_prompt_ids`.
+    `pages` hold prompt and output in token order: room for one token of output at least, and for
+    `prompt_tokens + max_tokens - 1` tokens where nobody calls `DecodeBatch.grow`. Pages filled by
+    the prompt alone may be shared with other sequences; the first page that output goes to, and all
+    after it, must be the sequence's own. The pages stay the caller's to free. `prompt_ids` (int
+    [prompt_tokens]) are wanted where `spec.needs_prompt_ids`.
     """
 
     request_id: str
@@ -53,6 +53,20 @@ class Sequence:
     first_token_id: int
     spec: SamplingSpec
     prompt_ids: PromptIds = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class PausedSequence:
+    """A sequence between two steps, out of the batch: all that its next token depends on but KV."""
+
+    sequence: Sequence
+    row: SamplingRow
+    token_id: int  # to be fed next
+
+    @property
+    def kv_tokens(self) -> int:
+        """Whose KV its pages hold."""
+        return self.sequence.prompt_tokens + self.row.output_position - 1
 
 
 class TokenOut(NamedTuple):
@@ -83,7 +97,9 @@ class DecodeBatch:
         self._token_ids = np.zeros(max_batch, dtype=np.int64)
         self._positions = np.zeros(max_batch, dtype=np.int64)  # of the token to feed
         self._kv_lens = np.zeros(max_batch, dtype=np.int32)  # with the token to feed
-        self._page_table = self._new_table(_FIRST_WIDTH)
+        self._ends = np.zeros(max_batch, dtype=np.int64)  # KV lengths that they may come to
+        self._room = np.zeros(max_batch, dtype=np.int64)  # tokens that their pages hold
+        self.page_table = PageTable(max_batch, pool.storage.device)  # rows from `size` on are free
 
     @property
     def size(self) -> int:
@@ -93,21 +109,55 @@ class DecodeBatch:
         """Takes a sequence in; the next step feeds its first token.
 
         Raises CapacityError when the batch is full, and ValueError for a sequence that is in it
-        already, is finished by its first token, or has too few pages.
+        already, is finished by its first token, or has no room for the next one.
         """
-        self._check_new(sequence)
-        spec, slot = sequence.spec, self.size
-        row = SamplingRow.first(spec, sequence.choice, sequence.prompt_ids)
+        if finish_reason(sequence.spec, 1, sequence.first_token_id):
+            name = f"{sequence.request_id}/{sequence.choice}"
+            raise ValueError(f"{name} is finished by its first token, {sequence.first_token_id}")
+        row = SamplingRow.first(sequence.spec, sequence.choice, sequence.prompt_ids)
         row.append(sequence.first_token_id)
-        if len(sequence.pages) > self._page_table.shape[1]:
-            self._widen(len(sequence.pages))
-        self._page_table[slot, : len(sequence.pages)] = sequence.pages
-        self._token_ids[slot] = sequence.first_token_id
-        self._positions[slot] = sequence.prompt_tokens
-        self._kv_lens[slot] = sequence.prompt_tokens + 1
+        self.resume(PausedSequence(sequence=sequence, row=row, token_id=sequence.first_token_id))
+
+    def pause(self, request_id: str) -> list[PausedSequence]:
+        """Takes out all choices of a request, if any are in, for `resume` to go on with."""
+        paused = []
+        for choice in list(self._slots.get(request_id, ())):
+            slot = self._slots[request_id][choice]
+            sequence, row = self._sequences[slot], self._rows[slot]
+            token_id = int(self._token_ids[slot])
+            paused.append(PausedSequence(sequence=sequence, row=row, token_id=token_id))
+            self._drop(slot)
+        return paused
+
+    def resume(self, paused: PausedSequence) -> None:
+        """Takes a sequence in as it was: its tokens are those it would have had in the batch.
+
+        Its pages may be others by now, with the same KV. Raises CapacityError and ValueError as
+        `add` does.
+        """
+        sequence, slot = paused.sequence, self.size
+        self._check_new(paused)
+        self._token_ids[slot] = paused.token_id
+        self._positions[slot] = paused.kv_tokens
+        self._kv_lens[slot] = paused.kv_tokens + 1
+        self._ends[slot] = sequence.prompt_tokens + sequence.spec.max_tokens - 1
         self._sequences.append(sequence)
-        self._rows.append(row)
+        self._rows.append(paused.row)
         self._slots.setdefault(sequence.request_id, {})[sequence.choice] = slot
+        self._write_pages(slot)
+
+    def lacking(self, steps: int = 1) -> list[tuple[str, int]]:
+        """(request id, choice) of the sequences whose pages won't last so many steps."""
+        size = self.size
+        wanted = np.minimum(self._kv_lens[:size] + (steps - 1), self._ends[:size])
+        slots = np.flatnonzero(wanted > self._room[:size]).tolist()
+        return [(self._sequences[slot].request_id, self._sequences[slot].choice) for slot in slots]
+
+    def grow(self, request_id: str, choice: int, pages: list[int]) -> None:
+        """Gives a sequence more pages, its own, behind those it has."""
+        slot = self._slots[request_id][choice]
+        self._sequences[slot].pages.extend(pages)
+        self._write_pages(slot)
 
     def remove(self, request_id: str) -> int:
         """Takes out all choices of a request, if any are in. Returns how many."""
@@ -118,15 +168,28 @@ class DecodeBatch:
 
     @torch.inference_mode()
     def step(self) -> list[TokenOut]:
-        """One more token for every sequence, in no particular order; finished ones leave.
+        """One more token for every sequence, in no particular order; finished ones leave. None may
+        be `lacking` pages.
 
         A sequence whose logits are not finite leaves with finish reason "error", the others go on.
         """
+        if self.size == 0:
+            return []
+        rows, table = self.rows(), self.page_table.first(self.size)
+        return self.take(self._runner.decode(rows.token_ids, rows.positions, table, rows.kv_lens))
+
+    def rows(self) -> DecodeRows:
+        """What the next pass is fed, of all sequences; views that change when it is `take`n."""
+        arrays = (self._token_ids, self._positions, self._kv_lens)
+        token_ids, positions, kv_lens = (torch.from_numpy(array[: self.size]) for array in arrays)
+        return DecodeRows(token_ids=token_ids, positions=positions, kv_lens=kv_lens)
+
+    @torch.inference_mode()
+    def take(self, logits: Tensor) -> list[TokenOut]:
+        """The rest of a `step`, from float32 [size, vocab] of a pass that was fed `rows`."""
         size = self.size
         if size == 0:
             return []
-        tables = (self._token_ids, self._positions, self._page_table, self._kv_lens)
-        logits = self._runner.decode(*(torch.from_numpy(table[:size]) for table in tables))
         sampled = self._sampler.sample(logits, self._rows)
         self._token_ids[:size] = sampled.token_ids
         self._positions[:size] += 1
@@ -148,7 +211,7 @@ class DecodeBatch:
             name = f"decode batch: {sequence.request_id}/{sequence.choice}"
             if self._slots[sequence.request_id].get(sequence.choice) != slot:
                 raise IntegrityError(f"{name} is in slot {slot}, the index says otherwise")
-            if self._page_table[slot, : len(sequence.pages)].tolist() != sequence.pages:
+            if self.page_table.row(slot, len(sequence.pages)) != sequence.pages:
                 raise IntegrityError(f"{name}: its row of the page table is not its pages")
             fed = sequence.prompt_tokens + self._rows[slot].output_position
             if (self._positions[slot], self._kv_lens[slot]) != (fed - 1, fed):
@@ -166,18 +229,21 @@ class DecodeBatch:
                     others = sorted(self._sequences[s].request_id for s in holders[page])
                     raise IntegrityError(f"decode batch: page {page}, written to, is in {others}")
 
-    def _check_new(self, sequence: Sequence) -> None:
+    def _check_new(self, paused: PausedSequence) -> None:
+        sequence = paused.sequence
         name = f"{sequence.request_id}/{sequence.choice}"
         if self.size == self._max_batch:
             raise CapacityError(f"{name}: the decode batch is full ({self._max_batch} sequences)")
         if sequence.choice in self._slots.get(sequence.request_id, ()):
             raise ValueError(f"{name} is in the decode batch already")
-        if finish_reason(sequence.spec, 1, sequence.first_token_id):
-            raise ValueError(f"{name} is finished by its first token, {sequence.first_token_id}")
-        slots = len(sequence.pages) * self._page_tokens
-        needed = sequence.prompt_tokens + sequence.spec.max_tokens - 1
+        slots, needed = len(sequence.pages) * self._page_tokens, paused.kv_tokens + 1
         if slots < needed:
             raise ValueError(f"{name} needs room for {needed} tokens; its pages hold {slots}")
+
+    def _write_pages(self, slot: int) -> None:
+        pages = self._sequences[slot].pages
+        self.page_table.put(slot, pages)
+        self._room[slot] = len(pages) * self._page_tokens
 
     def _take(self, slot: int, sampled: Sampled) -> TokenOut:
         sequence, row = self._sequences[slot], self._rows[slot]
@@ -210,15 +276,6 @@ class DecodeBatch:
         end = self.size  # the slot `last` had
         self._sequences[slot], self._rows[slot] = last, last_row
         self._slots[last.request_id][last.choice] = slot
-        for array in (self._token_ids, self._positions, self._kv_lens):
+        for array in (self._token_ids, self._positions, self._kv_lens, self._ends, self._room):
             array[slot] = array[end]
-        width = len(last.pages)
-        self._page_table[slot, :width] = self._page_table[end, :width]
-
-    def _new_table(self, width: int) -> npt.NDArray[np.int32]:
-        return np.zeros((self._max_batch, width), dtype=np.int32)
-
-    def _widen(self, pages: int) -> None:
-        narrow = self._page_table
-        self._page_table = self._new_table(max(pages, 2 * narrow.shape[1]))
-        self._page_table[:, : narrow.shape[1]] = narrow
+        self.page_table.move(end, slot, len(last.pages))
