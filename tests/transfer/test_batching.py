@@ -87,7 +87,7 @@ def test_all_that_is_ready_is_written_once(ours, theirs, cuts, buffer_bytes, slo
             assert ends[part.chunk] <= tokens[0] < sum(tokens) <= ends[part.chunk + 1]
             seen[part.layer, tokens[0] : sum(tokens)] += 1
             if buffer_bytes:
-                runs = layer_runs(source, packed(sender, receiver, *tokens), *tokens)
+                runs = layer_runs(source, packed(sender, target, *tokens), *tokens)
                 runs = runs.shifted(part.layer * sender.layer_bytes, at)
             else:
                 runs = at_layer(layer_runs(source, target, *tokens), sender, receiver, part.layer)
@@ -135,5 +135,5 @@ def test_pages_that_cannot_hold_the_prompt_are_refused():
     grant = HandshakeGrant(
         lease=1, layout=layout(16), pages=[1], agent_metadata=b"", region=0, lease_s=1.0
     )
-    with pytest.raises(ValueError, match="can't hold a prompt of 150 tokens"):
+    with pytest.raises(ValueError, match="can't hold 150 tokens"):
         queue.open(grant)

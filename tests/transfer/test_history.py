@@ -175,7 +175,7 @@ def test_nothing_to_give_is_still_told(pair):
 
 
 def test_arrivals_are_counted_by_giver_chunk_and_layer():
-    arrivals = LayerArrivals(2)
+    arrivals = LayerArrivals(range(2))
     assert arrivals.has(0) and not arrivals.awaited()
     arrivals.expect("a", 1)
     arrivals.expect("b", 1)

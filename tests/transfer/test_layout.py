@@ -140,10 +140,10 @@ def test_through_a_staging_slot_the_bytes_are_the_same(drawn):
     sender, receiver, start, count = drawn
     if shared_heads(sender.layout, receiver.layout) is None:
         with pytest.raises(ValueError, match="no common heads"):
-            packed(sender.layout, receiver.layout, start, count)
+            packed(sender.layout, receiver, start, count)
         return
     source = np.arange(1, sender.layout.pool_bytes // 2 + 1, dtype=np.uint16)
-    slot = packed(sender.layout, receiver.layout, start, count)
+    slot = packed(sender.layout, receiver, start, count)
     staged = np.zeros(slot.layout.pool_bytes // 2, dtype=np.uint16)
     size = receiver.layout.pool_bytes // 2
     target, expected = np.zeros(size, dtype=np.uint16), np.zeros(size, dtype=np.uint16)
@@ -192,7 +192,7 @@ def test_a_million_tokens_take_no_seconds():
     [
         ({"model_hash": "n"}, "model_hash differs: the sender has 'n', the receiver 'm'"),
         ({"dtype": "float32"}, "dtype differs: the sender has 'float32'"),
-        ({"num_layers": 9}, "num_layers differs: the sender has 9, the receiver 2"),
+        ({"model_layers": 9}, "model_layers differs: the sender has 9, the receiver 2"),
         ({"page_tokens": 9, "num_pages": 50}, ""),
     ],
 )

@@ -166,7 +166,7 @@ def iter_events(node):
     ("changed", "pattern"),
     [
         ({"model_hash": "model-b"}, "model_hash differs.*'model-b'.*'model-a'"),
-        ({"num_layers": 4}, "num_layers differs.*4.*3"),
+        ({"model_layers": 4}, "model_layers differs.*4.*3"),
         ({"head_dim": 16}, "head_dim differs.*16.*8"),
         ({"head_start": 2, "head_count": 2}, r"no common heads.*2\.\.3.*0\.\.1"),
     ],

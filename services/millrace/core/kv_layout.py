@@ -28,8 +28,11 @@ class KvLayout:
 
     ``num_kv_heads`` counts the whole model's heads; the pool holds
     ``[head_start, head_start + head_count)``, in ``parts`` pools of as many heads each, one behind
-    the other. ``model_hash`` names the weights and, behind an ``@``, the revision of the model that
-    they serve as, if it has one: KV of different ones must never mix.
+    the other. Of the model's ``model_layers`` it holds
+    ``[layer_start, layer_start + num_layers)``: all of them, but at a stage of a pipeline. Layers
+    are counted as the model counts them wherever they are named; ``model_layers`` 0 stands for
+    ``num_layers`` and becomes that. ``model_hash`` names the weights and, behind an ``@``, the
+    revision of the model that they serve as, if it has one: KV of different ones must never mix.
     """
 
     model_hash: str
@@ -42,8 +45,12 @@ class KvLayout:
     head_count: int
     num_pages: int
     parts: int = 1
+    layer_start: int = 0
+    model_layers: int = 0
 
     def __post_init__(self) -> None:
+        if not self.model_layers:
+            object.__setattr__(self, "model_layers", self.num_layers)
         self.validate()
 
     def validate(self) -> None:
@@ -55,6 +62,11 @@ class KvLayout:
         for name in _COUNTS:
             if (value := getattr(self, name)) < 1:
                 raise ConfigError(f"kv_layout.{name} is {value!r}; it must be at least 1")
+        if self.layer_start < 0 or self.layer_end > self.model_layers:
+            raise ConfigError(
+                f"kv_layout.layer_start..layer_end is {self.layer_start}..{self.layer_end}; it "
+                f"must lie within the model's {self.model_layers} layers"
+            )
         if self.head_start < 0 or self.head_end > self.num_kv_heads:
             raise ConfigError(
                 f"kv_layout.head_start..head_end is {self.head_start}..{self.head_end}; it must "
@@ -69,6 +81,16 @@ class KvLayout:
     def head_end(self) -> int:
         """One past the last head of this rank."""
         return self.head_start + self.head_count
+
+    @property
+    def layer_end(self) -> int:
+        """One past the last layer of this pool."""
+        return self.layer_start + self.num_layers
+
+    @property
+    def layers(self) -> range:
+        """The model's layers that are here."""
+        return range(self.layer_start, self.layer_end)
 
     @property
     def element_bytes(self) -> int:
@@ -94,6 +116,10 @@ class KvLayout:
         """Bytes of one layer of a part."""
         return self.num_pages * self.page_bytes
 
+    def layer_offset(self, layer: int) -> int:
+        """Bytes from a part's beginning to the model's `layer`, which must be here."""
+        return (layer - self.layer_start) * self.layer_bytes
+
     @property
     def part_bytes(self) -> int:
         """Bytes from one part to the next."""
@@ -106,7 +132,7 @@ class KvLayout:
 
     @property
     def bytes_per_token(self) -> int:
-        """Bytes of one token over all layers, K and V of all heads."""
+        """Bytes of one token over all layers that are here, K and V of all heads."""
         return self.num_layers * 2 * self.head_count * self.row_bytes
 
     def pages_for(self, tokens: int) -> int:

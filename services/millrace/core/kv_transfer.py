@@ -42,6 +42,8 @@ class Ticket:
 class HandshakeAsk:
     """A sender asks to transfer tokens ``[start_token, start_token + num_tokens)`` of a request.
 
+    They are all that belong at this receiver, whichever of them this sender has: the whole prompt,
+    or a shard of it.
     `agent_metadata` is the sender's transport, so that the receiver can answer over it.
     """
 
@@ -56,7 +58,7 @@ class HandshakeAsk:
 class HandshakeGrant:
     """The receiver's yes. `lease` is a number it never uses twice in its life.
 
-    `pages` are the receiver's of the whole prompt, in token order; data goes to the transport's
+    `pages` are the receiver's of all tokens that were asked for, in order; data goes to the transport's
     `region`. With `buffered` that is the staging region, and data goes, packed, to
     ``[buffer_offset, buffer_offset + buffer_bytes)`` of it. The sender may write as long as it
     heard from the receiver within `lease_s`.

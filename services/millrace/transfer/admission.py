@@ -26,6 +26,10 @@ class AdmissionState(Enum):
 class Admission:
     """Pure bookkeeping: times are passed in, nothing is sent from here.
 
+    Of a prompt that is spread over several receivers a shard is expected, `[start_token,
+    end_token)`. Nothing is gone on from a part of a prompt: it has no prefix to speak of, and
+    another attempt at it begins anew.
+
     The leases of earlier attempts stay until they are quiet, for they may still write to the pages;
     what they say is not accounted for.
     """
@@ -37,13 +41,32 @@ class Admission:
         pages: list[int],
         prompt_tokens: int,
         attempt: int = 1,
+        *,
+        shard: tuple[int, int] | None = None,
+        kept_tokens: int = 0,
     ) -> None:
-        """Raises ValueError when the pages don't hold the prompt."""
+        """`shard`: [start, end) of the prompt, whose tokens `pages` hold in order; None: all of it,
+        of which the first `kept_tokens` lie there already.
+
+        Raises ValueError when the pages don't hold the tokens, or these can't be.
+        """
+        self.is_spread = shard is not None
+        self.start_token, self.end_token = shard or (0, prompt_tokens)
+        if not 0 <= self.start_token < self.end_token <= prompt_tokens:
+            raise ValueError(
+                f"tokens {self.start_token}..{self.end_token - 1} are none of a prompt of "
+                f"{prompt_tokens}"
+            )
+        if kept_tokens and (self.is_spread or not 0 < kept_tokens < prompt_tokens):
+            raise ValueError(
+                f"{kept_tokens} tokens can't be kept of {prompt_tokens}, nor any of a shard"
+            )
         self.request_id = request_id
         self.attempt = attempt
         self.first_ask_s: float | None = None  # the place of all attempts in the backends' order
         self._number = next(_admissions)
-        self.side = Side.of(layout, pages, prompt_tokens)
+        num_tokens = self.end_token - self.start_token
+        self.side = Side.of(layout, pages, num_tokens, self.start_token)
         self.prompt_tokens = prompt_tokens
         self.state = AdmissionState.OPEN
         self.failure = ""
@@ -52,8 +75,9 @@ class Admission:
         self.progress_s = 0.0
         self._total_chunks: int | None = None
         self._pass_ends: dict[int, int] = {}  # as far as parts of each pass have come
-        self._told_tokens = 0
-        self._coverage = Coverage(layout, prompt_tokens)
+        self._told_tokens = kept_tokens
+        self._coverage = Coverage(layout, num_tokens, self.start_token)
+        self._coverage.keep(kept_tokens)
 
     @property
     def claim(self) -> str:
@@ -65,8 +89,8 @@ class Admission:
 
     @property
     def prefix_tokens(self) -> int:
-        """How many first tokens lie in the pages, whole."""
-        return self._coverage.prefix_tokens
+        """How many first tokens lie in the pages, whole; 0 of a shard."""
+        return 0 if self.is_spread else self._coverage.prefix_tokens
 
     @property
     def kept_tokens(self) -> int:
@@ -76,6 +100,16 @@ class Admission:
     def awaits(self, attempt: int) -> bool:
         """Whether what senders of an attempt write is accounted for."""
         return self.state is AdmissionState.OPEN and attempt == self.attempt
+
+    def mismatch(self, start_token: int, num_tokens: int) -> str:
+        """Why a sender with tokens for here can't be meant; empty when it can. Names both."""
+        meant = (start_token, start_token + num_tokens)
+        if meant == (self.start_token, self.end_token):
+            return ""
+        return (
+            f"other tokens belong here: the sender means {meant[0]}..{meant[1] - 1}, the receiver "
+            f"expects {self.start_token}..{self.end_token - 1} of {self.prompt_tokens}"
+        )
 
     def counts(self, lease: Lease) -> bool:
         """Whether a lease is of the attempt at hand and its sender has more to send."""
@@ -119,11 +153,18 @@ class Admission:
 
     @property
     def complete(self) -> bool:
-        """Whether every (layer, head, token) of every announced chunk has landed exactly once."""
+        """Whether every (layer, head, token) of every announced chunk has landed exactly once.
+
+        Of a shard: of every one that reaches into it. These follow each other, as their tokens do.
+        """
+        if self._total_chunks is None or not (self._pass_ends and self._coverage.complete):
+            return False
+        first, last = min(self._pass_ends), max(self._pass_ends)
         return (
-            self._total_chunks is not None
-            and self._coverage.complete
-            and self._pass_ends.keys() == set(range(self._total_chunks))
+            len(self._pass_ends) == last - first + 1
+            and last < self._total_chunks
+            and (first == 0 or self.start_token > 0)
+            and (last == self._total_chunks - 1 or self.end_token < self.prompt_tokens)
         )
 
     def finish(self, total_chunks: int, now_s: float) -> None:

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from itertools import groupby
 
 from millrace.core.kv_transfer import HandshakeGrant
-from millrace.transfer.layout import Side, layer_runs, layer_token_bytes, packed
+from millrace.transfer.layout import Side, layer_runs, layer_token_bytes, packed, shared_layers
 from millrace.transfer.messages import MAX_PARTS, Part
 from millrace.transfer.runs import Runs
 from millrace.transfer.staging import slot_bytes, slot_offset, slot_tokens
@@ -46,13 +46,16 @@ class Batch:
 class PartQueue:
     """Of one request and one grant. `add` alone may be called from another thread."""
 
-    def __init__(self, side: Side, prompt_tokens: int) -> None:
+    def __init__(self, side: Side, num_tokens: int, start_token: int = 0) -> None:
+        """To a receiver where tokens ``[start_token, start_token + num_tokens)`` belong."""
         self._side = side
-        self._prompt_tokens = prompt_tokens
+        self._num_tokens = num_tokens
+        self._start_token = start_token
         self._ready: deque[Ready] = deque()
         self._parts: deque[Part] = deque()
         self._grant: HandshakeGrant | None = None
         self._target: Side
+        self._layers: range  # that both sides hold
         self._token_bytes: int
         self._runs: dict[tuple[int, int], Runs] = {}
 
@@ -63,13 +66,18 @@ class PartQueue:
         self._ready.append(ready)
 
     def open(self, grant: HandshakeGrant) -> None:
-        """Where to write. Raises ValueError when the grant's pages can't hold the prompt."""
-        self._target = Side.of(grant.layout, grant.pages, self._prompt_tokens)
+        """Where to write. Raises ValueError when the grant's pages can't hold the tokens."""
+        self._target = Side.of(grant.layout, grant.pages, self._num_tokens, self._start_token)
+        self._layers = shared_layers(self._side.layout.layers, grant.layout.layers)
         self._token_bytes = layer_token_bytes(self._side.layout, grant.layout)
         self._grant = grant
 
     def take(self, slot: int) -> Batch | None:
-        """The next write, into `slot` where the grant is buffered; None while nothing is ready."""
+        """The next write, into `slot` where the grant is buffered; None while nothing is ready.
+
+        Layers that the receiver has not are passed over. Raises ValueError for what is not the
+        sender's.
+        """
         if (grant := self._grant) is None:
             return None
         room = slot_bytes(grant.buffer_bytes) if grant.buffered else MAX_WRITE_BYTES
@@ -92,14 +100,23 @@ class PartQueue:
         return self._parts[0] if self._parts else None
 
     def _cut(self, ready: Ready, grant: HandshakeGrant) -> Iterator[Part]:
-        """Cuts a layer of a chunk where both sides' pages end, if pages are small enough."""
+        """Cuts a layer of a chunk where both sides' pages end, if pages are small enough.
+
+        Nothing of a layer that is not the receiver's. Raises ValueError for one that is not ours.
+        """
+        if ready.layer not in self._layers:
+            if ready.layer not in self._side.layout.layers:
+                raise ValueError(f"layer {ready.layer} does not lie in this pool")
+            return
         step = math.lcm(self._side.layout.page_tokens, grant.layout.page_tokens)
         most = max(1, MAX_WRITE_BYTES // self._token_bytes)
         if grant.buffered:
             step = grant.layout.page_tokens
             most = min(most, slot_tokens(grant.buffer_bytes, self._token_bytes))
         stride = most - most % step or most
-        at, end = ready.start_token, ready.start_token + ready.num_tokens
+        first = self._start_token  # of the receiver's pages, which are counted from there
+        at = ready.start_token - first
+        end = at + ready.num_tokens
         while at < end:
             until = min(end, at - at % stride + stride)
             if grant.buffered and until == end and (whole := end - end % step) > at:
@@ -107,7 +124,7 @@ class PartQueue:
             if grant.buffered and at % step and (whole := at - at % step + step) < until:
                 until = whole
             count = until - at
-            yield Part(ready.chunk, ready.layer, at, count, count * self._token_bytes)
+            yield Part(ready.chunk, ready.layer, first + at, count, count * self._token_bytes)
             at = until
 
     def _runs_of(self, parts: Sequence[Part], grant: HandshakeGrant, slot: int) -> Runs:
@@ -119,20 +136,21 @@ class PartQueue:
         for tokens, group in groupby(parts, key=lambda part: (part.start_token, part.num_tokens)):
             same = list(group)
             layers = [part.layer for part in same]
-            targets = [layer * grant.layout.layer_bytes for layer in layers]
+            targets = [grant.layout.layer_offset(layer) for layer in layers]
             if grant.buffered:
                 targets = list(range(at, at + len(same) * same[0].nbytes, same[0].nbytes))
                 at += len(same) * same[0].nbytes
-            sources = [layer * sender.layer_bytes for layer in layers]
+            sources = [sender.layer_offset(layer) for layer in layers]
             pieces.append(self._tokens_runs(tokens, grant).repeated(sources, targets))
         return Runs.joined(pieces)
 
     def _tokens_runs(self, tokens: tuple[int, int], grant: HandshakeGrant) -> Runs:
-        """Those of layer 0, to the pages or to a slot's beginning. Kept: all layers need them."""
+        """As `layer_runs`, to the pages or to a slot's beginning. Kept: all layers need them."""
         if tokens not in self._runs:
             if len(self._runs) >= MAX_KEPT_RUNS:
                 self._runs.clear()
-            sender = self._side.layout
-            target = packed(sender, grant.layout, *tokens) if grant.buffered else self._target
+            target = self._target
+            if grant.buffered:
+                target = packed(self._side.layout, target, *tokens)
             self._runs[tokens] = layer_runs(self._side, target, *tokens)
         return self._runs[tokens]

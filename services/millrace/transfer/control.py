@@ -6,6 +6,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Protocol
 
+from millrace.core.errors import TransferError
 from millrace.core.kv_transfer import HandshakeAsk, HandshakeGrant, HistoryAsk, Ticket
 from millrace.transfer.transport import Transport
 
@@ -52,6 +53,47 @@ class Outlet:
     transport: Transport
     region: int
     metadata: bytes
+
+
+class Sending(Protocol):
+    """A prompt's KV on its way, to one receiver or spread over several. Over once `finish` or
+    `abort` has returned."""
+
+    @property
+    def failure(self) -> TransferError | None:
+        """Why nothing more can be sent; None while it can. `finish` raises it."""
+
+    @property
+    def timings(self) -> SendTimings:
+        """As far as it has come."""
+
+    @property
+    def receiver_ids(self) -> tuple[str, ...]:
+        """Where the KV goes, in the order of the tokens."""
+
+    def layer_ready(self, chunk_index: int, layer: int, start_token: int, num_tokens: int) -> None:
+        """A layer of a chunk lies in its pages: send it. From any thread; returns at once.
+
+        On a device the caller makes sure that the kernels that wrote it have ended. `layer` is the
+        model's.
+        """
+
+    async def opened(self) -> None:
+        """Returns when the handshakes are over, well or not."""
+
+    async def finish(self, message: Any | None) -> None:  # noqa: ANN401 - the wire's type
+        """Sends `message` once shaken hands, then waits until every write was acknowledged.
+
+        None of a member that is not the leader of its group: it has nothing to say. Returns too
+        when a receiver has no more use for the KV. Raises TransferError when it was refused,
+        failed, or made no progress for `transfer_timeout_s`; call `abort` then.
+        """
+
+    async def abort(self, reason: str) -> None:
+        """Gives up. Returns when nothing of the request is in flight: its pages may be freed.
+
+        A peer that was stopped in the middle of a write holds this up until it goes on or dies.
+        """
 
 
 @dataclass(slots=True)

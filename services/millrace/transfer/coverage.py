@@ -1,4 +1,4 @@
-"""Accounting of what arrived: every (layer, head, token) of a prompt exactly once."""
+"""Accounting of what arrived: every (layer, head, token) of a range exactly once."""
 
 from __future__ import annotations
 
@@ -12,26 +12,28 @@ class CoverageError(Exception):
 
 
 class Coverage:
-    """Union of the parts of one request that have landed.
+    """Union of the parts of one request that have landed, of the layers and heads of `layout`.
 
     A part is a rectangle of heads x tokens of one layer. Neighbouring token ranges of the same
     heads are joined, so that a chunked prompt needs a few intervals a layer, not one a part.
     """
 
-    def __init__(self, layout: KvLayout, prompt_tokens: int) -> None:
+    def __init__(self, layout: KvLayout, num_tokens: int, start_token: int = 0) -> None:
+        """Of tokens ``[start_token, start_token + num_tokens)``."""
         self._layout = layout
-        self._prompt_tokens = prompt_tokens
-        # layer -> (first head, heads) -> ascending disjoint [start, end) of tokens
+        self._start = start_token
+        self._end = start_token + num_tokens
+        # layer of the pool -> (first head, heads) -> ascending disjoint [start, end) of tokens
         self._landed: list[dict[tuple[int, int], list[tuple[int, int]]]] = [
             {} for _ in range(layout.num_layers)
         ]
-        self._missing = layout.num_layers * layout.head_count * prompt_tokens
-        self._prefixes = [0] * layout.num_layers
+        self._missing = self._cells(num_tokens)
+        self._prefixes = [start_token] * layout.num_layers  # where each layer's first gap begins
 
     @property
     def prefix_tokens(self) -> int:
-        """How many first tokens have landed in all layers and heads."""
-        return min(self._prefixes)
+        """How many first tokens of the range have landed in all layers and heads."""
+        return min(self._prefixes) - self._start
 
     @property
     def complete(self) -> bool:
@@ -46,43 +48,48 @@ class Coverage:
         first, number = heads
         end = start + count
         if not (
-            0 <= layer < self._layout.num_layers
+            layer in self._layout.layers
             and self._layout.head_start <= first < first + number <= self._layout.head_end
-            and 0 <= start < end <= self._prompt_tokens
+            and self._start <= start < end <= self._end
         ):
             raise CoverageError(f"{_part(layer, heads, start, end)} lies outside the request")
-        for (other, others), ranges in self._landed[layer].items():
+        at_layer = layer - self._layout.layer_start
+        landed = self._landed[at_layer]
+        for (other, others), ranges in landed.items():
             if other < first + number and first < other + others:
                 at = bisect_left(ranges, (end,))
                 if at and ranges[at - 1][1] > start:
                     raise CoverageError(f"{_part(layer, heads, start, end)} arrived twice")
-        _insert(self._landed[layer].setdefault(heads, []), start, end)
+        _insert(landed.setdefault(heads, []), start, end)
         self._missing -= number * count
-        if start <= self._prefixes[layer] < end:
-            self._prefixes[layer] = self._prefix(layer)
+        if start <= self._prefixes[at_layer] < end:
+            self._prefixes[at_layer] = self._prefix(landed)
 
     def keep(self, tokens: int) -> None:
-        """The first `tokens` stay, which must have landed; all others are expected anew."""
+        """The first `tokens` of the range are here; all others are expected anew."""
+        end = self._start + tokens
         whole = (self._layout.head_start, self._layout.head_count)
         for layer in range(self._layout.num_layers):
-            self._landed[layer] = {whole: [(0, tokens)]} if tokens else {}
-            self._prefixes[layer] = tokens
-        rest = self._prompt_tokens - tokens
-        self._missing = self._layout.num_layers * self._layout.head_count * rest
+            self._landed[layer] = {whole: [(self._start, end)]} if tokens else {}
+            self._prefixes[layer] = end
+        self._missing = self._cells(self._end - end)
 
     def missing(self) -> str:
         """Says what has not landed yet: how much, and the first gap."""
-        total = self._layout.num_layers * self._layout.head_count * self._prompt_tokens
+        num_tokens = self._end - self._start
+        total = self._cells(num_tokens)
         share = 100 * self._missing / total if total else 0.0
-        for layer, landed in enumerate(self._landed):
+        for layer, landed in zip(self._layout.layers, self._landed, strict=True):
             tokens = sum(n * (e - s) for (_, n), ranges in landed.items() for s, e in ranges)
-            if tokens < self._layout.head_count * self._prompt_tokens:
+            if tokens < self._layout.head_count * num_tokens:
                 return f"{share:.1f} % of its KV is missing, first in layer {layer}"
         return "nothing is missing"
 
-    def _prefix(self, layer: int) -> int:
-        """First tokens of a layer that have landed in all heads."""
-        landed = self._landed[layer]
+    def _cells(self, tokens: int) -> int:
+        return self._layout.num_layers * self._layout.head_count * tokens
+
+    def _prefix(self, landed: dict[tuple[int, int], list[tuple[int, int]]]) -> int:
+        """Where the first gap of a layer begins, over all heads."""
         edges = {self._layout.head_start, *(h for first, n in landed for h in (first, first + n))}
         prefixes = []
         for head in edges - {self._layout.head_end}:  # heads between two edges are all alike
@@ -92,7 +99,7 @@ class Coverage:
                 if first <= head < first + n
                 for r in found
             )
-            at = 0
+            at = self._start
             for start, end in ranges:
                 if start != at:
                     break

@@ -78,7 +78,7 @@ class GroupLink:
         self._asked: set[str] = set()  # peers that were asked whether we may still write
         self._chunks: dict[int, ChunkLink] = {}
         self._opened: set[tuple[str, int]] = set()  # peers whose buffers are open for a chunk
-        self._arrivals = LayerArrivals(me.layout.num_layers)
+        self._arrivals = LayerArrivals(me.layout.layers)
         self._wanted: set[tuple[str, int]] = set()  # peers that want what we give for a chunk
         self._to_give: dict[tuple[str, int], History] = {}
         self._gifts: dict[Gift, None] = {}

@@ -15,6 +15,7 @@ from functools import partial
 
 from millrace.core.errors import IntegrityError, TransferError
 from millrace.core.kv_layout import KvLayout
+from millrace.transfer.layout import at_layer
 from millrace.transfer.recent import Recent
 from millrace.transfer.ring_messages import KEPT, RING_CHANNEL, RingKind, RingMessage
 from millrace.transfer.runs import Runs
@@ -27,8 +28,9 @@ MAX_IN_FLIGHT = 2
 class LayerArrivals:
     """Which layers of what others give have arrived. Pure."""
 
-    def __init__(self, num_layers: int) -> None:
-        self._num_layers = num_layers
+    def __init__(self, layers: range) -> None:
+        """`layers`: of the model, those that are here."""
+        self._layers = layers
         self._missing: dict[tuple[str, int], set[int]] = {}  # by giver and chunk
 
     def expect(self, giver: str, chunk: int) -> None:
@@ -38,7 +40,7 @@ class LayerArrivals:
         """
         if (giver, chunk) in self._missing:
             raise ValueError(f"{giver} is asked for the history of chunk {chunk} already")
-        self._missing[giver, chunk] = set(range(self._num_layers))
+        self._missing[giver, chunk] = set(self._layers)
 
     def arrived(self, giver: str, chunk: int, layer: int) -> None:
         """Raises ValueError for what was not asked for, or came before."""
@@ -60,9 +62,9 @@ class LayerArrivals:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class History:
-    """What a giver writes: `runs` of layer 0 from `region` of `layout` to that of the peer.
+    """What a giver writes: all layers of the peer, from `region` of `layout` to that of the peer.
 
-    The runs of other layers are these, shifted by the layers' bytes on each side.
+    `runs` are those of `transfer.layout.layer_runs`; each layer's are these, shifted.
     """
 
     peer: str  # the transport's name
@@ -89,8 +91,8 @@ class Gift:
         lease_s: float,
         heard_s: float,
     ) -> None:
-        """`message`: the one of layer 0; `number` counts on. `heard_s`: when the peer was last
-        heard of, of time.monotonic."""
+        """`message`: of every layer; `number` says which of the model's. `heard_s`: when the peer
+        was last heard of, of time.monotonic."""
         self.bytes_sent = 0
         self.peer = history.peer
         self.key = message.key
@@ -103,7 +105,7 @@ class Gift:
         self._lock = threading.Lock()
         self._heard_s = heard_s
         self._asked = False
-        self._layer = 0
+        self._layer = history.peer_layout.layer_start
         self._writes: set[Future[None]] = set()
         self._stopped = self._told = False
         self._failure: TransferError | None = None
@@ -144,7 +146,7 @@ class Gift:
 
     @property
     def _has_more(self) -> bool:
-        return not self._stopped and self._layer < self._history.layout.num_layers
+        return not self._stopped and self._layer < self._history.peer_layout.layer_end
 
     def _may_write(self) -> bool:
         if time.monotonic() - self._heard_s <= self._lease_s:
@@ -162,9 +164,7 @@ class Gift:
             return self._transport.notify(self.peer, payload)
         return self._transport.write(
             self.peer,
-            history.runs.shifted(
-                layer * history.layout.layer_bytes, layer * history.peer_layout.layer_bytes
-            ),
+            at_layer(history.runs, history.layout, history.peer_layout, layer),
             payload,
             region=history.region,
             peer_region=history.peer_region,

@@ -11,7 +11,7 @@ from millrace.core.errors import TransferError
 from millrace.core.kv_transfer import HandshakeRefused, HistoryAsk
 from millrace.transfer.admission import Admission
 from millrace.transfer.history import Gift, History, HistoryGiver
-from millrace.transfer.layout import Side, layer_runs
+from millrace.transfer.layout import Side, layer_runs, shared_layers
 from millrace.transfer.runs import Runs
 from millrace.transfer.transport import Transport
 
@@ -42,6 +42,12 @@ class HistoryDesk:
             target = Side.of_runs(ask.layout, ask.pages, ask.runs)
         except ValueError as error:
             raise HandshakeRefused(f"request {request_id}: {error}") from error
+        ours, theirs = admission.side.layout.layers, ask.layout.layers
+        if shared_layers(ours, theirs) != theirs:
+            raise HandshakeRefused(
+                f"request {request_id}: {ask.ticket.sender.id} asks for layers "
+                f"{theirs.start}..{theirs.stop - 1}, {ours.start}..{ours.stop - 1} are here"
+            )
         wanted = max((run.start_token + run.num_tokens for run in ask.runs), default=0)
         if wanted > admission.prefix_tokens:
             raise HandshakeRefused(
@@ -91,7 +97,7 @@ class HistoryDesk:
 
 
 def _runs(source: Side, target: Side) -> Runs:
-    """Those of layer 0, of all tokens that the target has a place for."""
+    """Those of `layer_runs`, of all tokens that the target has a place for."""
     return Runs.joined(
         [
             layer_runs(source, target, int(start), int(end - start))

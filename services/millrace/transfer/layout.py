@@ -1,7 +1,7 @@
 """Where a token range's K and V lie at the sender and where they belong at the receiver.
 
-Both sides may differ in page size, page order and the heads they hold. Nothing assumes whole
-pages: a piece ends where either side's page ends, and neighbours are joined afterwards.
+Both sides may differ in page size, page order and the heads and layers they hold. Nothing assumes
+whole pages: a piece ends where either side's page ends, and neighbours are joined afterwards.
 """
 
 from __future__ import annotations
@@ -32,18 +32,17 @@ class Side:
     slots: npt.NDArray[np.int64]
 
     @staticmethod
-    def of(layout: KvLayout, pages: Sequence[int], prompt_tokens: int) -> Side:
-        """All tokens of a prompt, in order.
+    def of(layout: KvLayout, pages: Sequence[int], num_tokens: int, start_token: int = 0) -> Side:
+        """Neighbouring tokens in order, from the first slot on: a prompt, or a shard of one.
 
-        Raises ValueError when the pages don't hold the prompt or aren't the pool's.
+        Raises ValueError when the pages don't hold the tokens or aren't the pool's.
         """
         array = _pool_pages(layout, pages)
-        if len(array) < layout.pages_for(prompt_tokens):
+        if len(array) < layout.pages_for(num_tokens):
             raise ValueError(
-                f"{len(array)} pages of {layout.page_tokens} tokens can't hold a prompt of "
-                f"{prompt_tokens} tokens"
+                f"{len(array)} pages of {layout.page_tokens} tokens can't hold {num_tokens} tokens"
             )
-        return Side(layout, array, *_one_run(0, prompt_tokens))
+        return Side(layout, array, *_one_run(start_token, num_tokens))
 
     @staticmethod
     def of_runs(layout: KvLayout, pages: Sequence[int], runs: Sequence[Run]) -> Side:
@@ -66,6 +65,10 @@ class Side:
                 f"a run is empty, or leaves the {len(array)} pages of {layout.page_tokens} tokens"
             )
         return Side(layout, array, starts, starts + counts, slots)
+
+    def has_any(self, start: int, end: int) -> bool:
+        """Whether a token of ``[start, end)`` lies here."""
+        return bool(((self.starts < end) & (start < self.ends)).any())
 
     def rows(self, tokens: Offsets) -> tuple[Offsets, Offsets]:
         """(byte offset of each token's page, the token's row in it). int64 [tokens] both.
@@ -98,7 +101,7 @@ class Side:
 
 def mismatch(sender: KvLayout, receiver: KvLayout) -> str:
     """Why KV of `sender` can't live at `receiver`; empty when it can. Names both values."""
-    for name in ("model_hash", "dtype", "num_layers", "num_kv_heads", "head_dim"):
+    for name in ("model_hash", "dtype", "model_layers", "num_kv_heads", "head_dim"):
         ours, theirs = getattr(receiver, name), getattr(sender, name)
         if ours != theirs:
             return f"{name} differs: the sender has {theirs!r}, the receiver {ours!r}"
@@ -107,7 +110,17 @@ def mismatch(sender: KvLayout, receiver: KvLayout) -> str:
             f"no common heads: the sender has {sender.head_start}..{sender.head_end - 1}, the "
             f"receiver {receiver.head_start}..{receiver.head_end - 1}"
         )
+    if not shared_layers(sender.layers, receiver.layers):
+        return (
+            f"no common layers: the sender has {sender.layer_start}..{sender.layer_end - 1}, the "
+            f"receiver {receiver.layer_start}..{receiver.layer_end - 1}"
+        )
     return ""
+
+
+def shared_layers(one: range, other: range) -> range:
+    """The layers that are in both; empty when there are none."""
+    return range(max(one.start, other.start), min(one.stop, other.stop))
 
 
 def shared_heads(one: KvLayout, other: KvLayout) -> tuple[int, int] | None:
@@ -118,10 +131,11 @@ def shared_heads(one: KvLayout, other: KvLayout) -> tuple[int, int] | None:
 
 
 def layer_runs(sender: Side, receiver: Side, start_token: int, num_tokens: int) -> Runs:
-    """Runs of layer 0 that carry tokens ``[start_token, start_token + num_tokens)``.
+    """Runs that carry tokens ``[start_token, start_token + num_tokens)`` of a layer.
 
-    Of the heads that both sides hold; coalesced. Offsets count from each pool's start; a later
-    layer's are `at_layer` of these. Needs no loop over tokens: 1M tokens take tens of
+    From the first layer at the sender to the first at the receiver, whichever these are; those of
+    a layer that both have are `at_layer` of these. Of the heads that both sides hold; coalesced.
+    Offsets count from each pool's start. Needs no loop over tokens: 1M tokens take tens of
     milliseconds.
     """
     heads = shared_heads(sender.layout, receiver.layout)
@@ -139,21 +153,22 @@ def layer_runs(sender: Side, receiver: Side, start_token: int, num_tokens: int) 
 
 
 def at_layer(runs: Runs, sender: KvLayout, receiver: KvLayout, layer: int) -> Runs:
-    """The runs of `layer`, given those of layer 0."""
-    return runs.shifted(layer * sender.layer_bytes, layer * receiver.layer_bytes)
+    """The runs of the model's `layer`, given those of `layer_runs`."""
+    return runs.shifted(sender.layer_offset(layer), receiver.layer_offset(layer))
 
 
-def packed(sender: KvLayout, receiver: KvLayout, start_token: int, num_tokens: int) -> Side:
+def packed(sender: KvLayout, receiver: Side, start_token: int, num_tokens: int) -> Side:
     """A piece of a staging slot that holds just this token range of one layer, tightly.
 
-    Whole pages of the receiver lie in it as they will in the pool, so that they move in one piece;
-    any other range is a single page of its own size.
+    Whole pages of the receiver, which has neighbouring tokens in order, lie in it as they will in
+    the pool, so that they move in one piece; any other range is a single page of its own size.
     """
-    heads = shared_heads(sender, receiver)
+    heads = shared_heads(sender, receiver.layout)
     if heads is None:
-        raise ValueError(mismatch(sender, receiver))
-    whole = start_token % receiver.page_tokens == num_tokens % receiver.page_tokens == 0
-    page_tokens = receiver.page_tokens if whole else num_tokens
+        raise ValueError(mismatch(sender, receiver.layout))
+    page = receiver.layout.page_tokens
+    whole = (start_token - int(receiver.starts[0])) % page == num_tokens % page == 0
+    page_tokens = page if whole else num_tokens
     layout = KvLayout(
         model_hash=sender.model_hash,
         dtype=sender.dtype,

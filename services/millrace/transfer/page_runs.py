@@ -13,7 +13,7 @@ from millrace.transfer.runs import Offsets, Runs
 
 _ALIKE = (
     *("model_hash", "dtype", "num_layers", "num_kv_heads", "head_dim", "page_tokens"),
-    *("head_start", "head_count", "parts"),
+    *("head_start", "head_count", "parts", "layer_start", "model_layers"),
 )
 
 

@@ -84,14 +84,33 @@ class ReceiveManager:
     # -- for the owner of the pages
 
     def admit(
-        self, request_id: str, pages: Sequence[int], prompt_tokens: int, attempt: int = 1
+        self,
+        request_id: str,
+        pages: Sequence[int],
+        prompt_tokens: int,
+        attempt: int = 1,
+        *,
+        shard: tuple[int, int] | None = None,
+        kept_tokens: int = 0,
     ) -> None:
         """Expects a request's prompt in `pages`, in token order.
+
+        With `shard` just the tokens [start, end) of it, which `pages` then hold: the prompt is
+        spread over several receivers, and every one of them lands for itself. With `kept_tokens`
+        the first ones lie in `pages` already, and only the others are to come.
 
         Raises TransferError if it is admitted already, or the pages can't hold it.
         """
         try:
-            admission = Admission(request_id, self._layout, list(pages), prompt_tokens, attempt)
+            admission = Admission(
+                request_id,
+                self._layout,
+                list(pages),
+                prompt_tokens,
+                attempt,
+                shard=shard,
+                kept_tokens=kept_tokens,
+            )
         except ValueError as error:
             raise TransferError(f"request {request_id}: {error}") from error
         self._active.add(admission)
@@ -150,6 +169,8 @@ class ReceiveManager:
         deadline_s = self._loop.time() + wait_s
         ticket = ask.ticket
         admission = await self._expected(ask, deadline_s)
+        if reason := admission.mismatch(ask.start_token, ask.num_tokens):
+            raise HandshakeRefused(f"request {ticket.request_id}: {reason}")
         admission.senders.add(ticket.sender)
         peer = await outcome(self._transport.connect(ask.agent_metadata))
         lease = self._leases.standing(admission, ticket)

@@ -1,12 +1,14 @@
-"""The sending half of a KV transfer: one manager per prefill instance, one session per request."""
+"""The sending half of a KV transfer: one manager per prefill instance, a session a receiver."""
 
 from __future__ import annotations
 
 import asyncio
 import logging
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack
+from dataclasses import dataclass
+from typing import Any
 
 from millrace.core.config import TransferConfig
 from millrace.core.errors import IntegrityError, TransferError
@@ -15,17 +17,32 @@ from millrace.core.kv_transfer import Incarnation, Ticket
 from millrace.core.sequence_parallel import Run
 from millrace.transfer.control import KvPeer, Outlet
 from millrace.transfer.inbox import Inbox
-from millrace.transfer.layout import Side
+from millrace.transfer.layout import Side, shared_layers
 from millrace.transfer.memory import Memory, TensorLike
 from millrace.transfer.messages import TO_SENDER, Kind, Message
 from millrace.transfer.send_session import SendSession
+from millrace.transfer.spread_session import SpreadSession
 from millrace.transfer.transport import Transport
 
-__all__ = ["SendManager", "SendSession"]
+__all__ = ["SendManager", "SendSession", "SpreadSession", "Target"]
 
 log = logging.getLogger(__name__)
 
 TICK_S = 0.1
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Target:
+    """A receiver, and the tokens [start_token, end_token) of the prompt that belong there.
+
+    `layers` are those that it has, of the model; None where only its answer tells.
+    """
+
+    peer: KvPeer
+    receiver: tuple[str, int]
+    start_token: int
+    end_token: int
+    layers: range | None = None
 
 
 class SendManager:
@@ -48,7 +65,8 @@ class SendManager:
         region = transport.register(Memory.of_tensor(storage))
         # Metadata is asked for once: it may wait for the transport's thread.
         self._outlet = Outlet(transport, region, transport.metadata())
-        self._sessions: dict[tuple[str, int], SendSession] = {}  # by request and attempt
+        # by request, attempt and receiver
+        self._sessions: dict[tuple[str, int, Incarnation], SendSession] = {}
         self._listening: ExitStack | None = None
         self._inbox = Inbox(transport, TO_SENDER, self._read)
         self._ticker = self._loop.create_task(self._tick_forever())
@@ -75,30 +93,83 @@ class SendManager:
         of it. A session of an earlier attempt may still drain meanwhile. Raises TransferError if
         the attempt has a session already or the pages can't hold the tokens.
         """
-        if (request_id, attempt) in self._sessions:
+        target = Target(peer=peer, receiver=receiver, start_token=0, end_token=prompt_tokens)
+        self._check_new(request_id, attempt, (target,))
+        side = self._side(request_id, pages, prompt_tokens, runs)
+        return self._begin(request_id, attempt, side, target, speaks=bool(len(side.starts)))
+
+    async def open_spread(
+        self,
+        request_id: str,
+        targets: Sequence[Target],
+        *,
+        prompt_tokens: int,
+        pages: Sequence[int],
+        attempt: int = 1,
+        runs: Sequence[Run] | None = None,
+        without_tokens: Callable[[Any], Any] | None,
+    ) -> SpreadSession:
+        """As `open`, of a prompt whose tokens belong at several receivers, the first one its home.
+
+        `without_tokens` makes of the message of `finish`, which is the home's, what the others get;
+        None at a member that does not lead its group. A receiver with which this instance has
+        neither a token nor a layer in common gets no session, but that the leader speaks to all
+        with which it shares a layer. Raises TransferError, too, when two targets are one receiver,
+        or have tokens that are not the prompt's.
+        """
+        self._check_new(request_id, attempt, targets)
+        for one in targets:
+            if not 0 <= one.start_token < one.end_token <= prompt_tokens:
+                raise TransferError(
+                    f"request {request_id}: tokens {one.start_token}..{one.end_token - 1} for "
+                    f"{one.receiver[0]} are none of a prompt of {prompt_tokens}"
+                )
+        side = self._side(request_id, pages, prompt_tokens, runs)
+        shares = [
+            (one.start_token, one.end_token, self._begin(request_id, attempt, side, one))
+            for one in targets
+            if (one.layers is None or shared_layers(one.layers, self._layout.layers))
+            and (without_tokens is not None or side.has_any(one.start_token, one.end_token))
+        ]
+        return SpreadSession(shares, Incarnation(*targets[0].receiver), without_tokens)
+
+    def _check_new(self, request_id: str, attempt: int, targets: Sequence[Target]) -> None:
+        receivers = {Incarnation(*one.receiver) for one in targets}
+        if any((request_id, attempt, receiver) in self._sessions for receiver in receivers):
             raise TransferError(f"request {request_id} is being sent already")
+        if len(receivers) < len(targets):
+            raise TransferError(f"request {request_id}: two of its shards are at one receiver")
+
+    def _side(
+        self, request_id: str, pages: Sequence[int], prompt_tokens: int, runs: Sequence[Run] | None
+    ) -> Side:
         try:
             if runs is None:
-                side = Side.of(self._layout, pages, prompt_tokens)
-            else:
-                side = Side.of_runs(self._layout, pages, runs)
+                return Side.of(self._layout, pages, prompt_tokens)
+            return Side.of_runs(self._layout, pages, runs)
         except ValueError as error:
             raise TransferError(f"request {request_id}: {error}") from error
+
+    def _begin(
+        self, request_id: str, attempt: int, side: Side, target: Target, *, speaks: bool = True
+    ) -> SendSession:
+        ticket = Ticket(
+            request_id=request_id,
+            sender=self._identity,
+            receiver=Incarnation(*target.receiver),
+            attempt=attempt,
+        )
         session = SendSession(
-            ticket=Ticket(
-                request_id=request_id,
-                sender=self._identity,
-                receiver=Incarnation(*receiver),
-                attempt=attempt,
-            ),
+            ticket=ticket,
             side=side,
-            prompt_tokens=prompt_tokens,
-            peer=peer,
+            tokens=(target.start_token, target.end_token),
+            speaks=speaks,
+            peer=target.peer,
             outlet=self._outlet,
             config=self._config,
             on_over=self._on_over,
         )
-        self._sessions[request_id, attempt] = session
+        self._sessions[request_id, attempt, ticket.receiver] = session
         if self._listening is None:
             self._listening = ExitStack()
             self._listening.enter_context(self._transport.listening())
@@ -117,7 +188,8 @@ class SendManager:
             self._listening.close()
 
     def _on_over(self, session: SendSession) -> None:
-        del self._sessions[session.ticket.request_id, session.ticket.attempt]
+        ticket = session.ticket
+        del self._sessions[ticket.request_id, ticket.attempt, ticket.receiver]
         if not self._sessions and self._listening is not None:
             self._listening.close()
             self._listening = None
@@ -129,8 +201,8 @@ class SendManager:
                 session.tick(time.monotonic())
 
     def _read(self, peer: str, message: Message) -> None:
-        sessions = [s for (name, _), s in self._sessions.items() if name == message.request_id]
-        if any(session.take(message) for session in sessions):
+        sessions = [s for (name, *_), s in self._sessions.items() if name == message.request_id]
+        if any(session.take(peer, message) for session in sessions):
             return
         # A lease that no session holds: nothing is in flight under it, nor ever will be.
         answer = Message(

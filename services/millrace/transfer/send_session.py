@@ -32,14 +32,19 @@ ABORT_TIMEOUT_S = 5.0
 
 
 class SendSession:
-    """Made by `SendManager.open`. Over once `finish` or `abort` has returned."""
+    """To one receiver; made by `SendManager`. A `Sending`.
+
+    Sends what `side` has of the tokens [start, end) that belong at the receiver, and of the layers
+    that it has. One that `speaks` not has nothing to send and nothing to say.
+    """
 
     def __init__(
         self,
         *,
         ticket: Ticket,
         side: Side,
-        prompt_tokens: int,
+        tokens: tuple[int, int],
+        speaks: bool,
         peer: KvPeer,
         outlet: Outlet,
         config: TransferConfig,
@@ -48,14 +53,14 @@ class SendSession:
         self.ticket = ticket
         self.timings = SendTimings(time.monotonic())
         self._layout = side.layout
-        self._prompt_tokens = prompt_tokens
+        self._tokens = tokens
         self._control = peer
         self._outlet = outlet
         self._transport = outlet.transport
         self._config = config
         self._on_over = on_over
         self._loop = asyncio.get_running_loop()
-        self._queue = PartQueue(side, prompt_tokens)
+        self._queue = PartQueue(side, tokens[1] - tokens[0], tokens[0])
         self._called = False  # whether the loop is about to come by for what is queued
         self._writes: dict[Future[None], int] = {}
         self._done: deque[Future[None]] = deque()
@@ -64,39 +69,31 @@ class SendSession:
         self._peer = ""
         self._heard_s = self._progress_s = time.monotonic()
         self._failure: TransferError | None = None
-        self._dropped = not len(side.starts)  # a member without a token has nobody to speak to
+        self._dropped = not speaks
         self._over = False
         self._changed = asyncio.Event()
         self._opening = self._loop.create_task(self._open())
 
     @property
     def failure(self) -> TransferError | None:
-        """Why nothing more can be sent; None while it can. `finish` raises it."""
         return self._failure
 
-    # -- for prefill
+    @property
+    def receiver_ids(self) -> tuple[str, ...]:
+        return (self.ticket.receiver.id,)
+
+    # -- for prefill, as `Sending` says
 
     def layer_ready(self, chunk_index: int, layer: int, start_token: int, num_tokens: int) -> None:
-        """A layer of a chunk lies in its pages: send it. From any thread; returns at once.
-
-        On a device the caller makes sure that the kernels that wrote it have ended.
-        """
         self._queue.add(Ready(chunk_index, layer, start_token, num_tokens))
         if not self._called:
             self._called = True
             self._loop.call_soon_threadsafe(self._come_by)
 
     async def opened(self) -> None:
-        """Returns when the handshake is over, well or not: the receiver is known if it was."""
         await asyncio.wait([self._opening])
 
     async def finish(self, message: Any | None) -> None:  # noqa: ANN401 - the wire's type
-        """Sends `message` once shaken hands, then waits until every write was acknowledged.
-
-        None of a member that is not the leader of its group: it has nothing to say. Returns too
-        when the receiver has no more use for the KV. Raises TransferError when it was refused,
-        failed, or made no progress for `transfer_timeout_s`; call `abort` then.
-        """
         await self.opened()  # a short prompt is computed before the hands met
         if message is not None:
             await self._tell_finish(message)
@@ -109,10 +106,6 @@ class SendSession:
         await self._end()
 
     async def abort(self, reason: str) -> None:
-        """Gives up. Returns when nothing of the request is in flight: its pages may be freed.
-
-        A peer that was stopped in the middle of a write holds this up until it goes on or dies.
-        """
         if self._over:
             return
         self.fail(self._error(reason))
@@ -127,11 +120,11 @@ class SendSession:
 
     # -- for the manager
 
-    def take(self, message: Message) -> bool:
-        """A notification of the receiver. False if it speaks of a lease that is not this one's."""
+    def take(self, peer: str, message: Message) -> bool:
+        """A notification of a receiver. False if it speaks of a lease that is not this one's."""
         if self._grant is None:
             return True  # the grant itself has not arrived yet
-        if message.lease != self._grant.lease:
+        if (peer, message.lease) != (self._peer, self._grant.lease):
             return False
         self._heard_s = time.monotonic()
         if message.kind is Kind.SLOT_FREE:
@@ -185,8 +178,8 @@ class SendSession:
         ask = HandshakeAsk(
             ticket=self.ticket,
             layout=self._layout,
-            start_token=0,
-            num_tokens=self._prompt_tokens,
+            start_token=self._tokens[0],
+            num_tokens=self._tokens[1] - self._tokens[0],
             agent_metadata=self._outlet.metadata,
         )
         try:
@@ -238,8 +231,9 @@ class SendSession:
             except ValueError as error:  # tokens that are not the sender's
                 self.fail(self._error(str(error)))
                 return
-            if batch is None:
-                raise AssertionError("the queue holds something but hands nothing out")
+            if batch is None:  # layers that are not the receiver's
+                self._free_slots.add(slot)
+                break
             self._post(batch, slot, self._grant)
         if self._failure is not None or self._dropped:
             self._queue.clear()

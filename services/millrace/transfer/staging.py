@@ -60,15 +60,15 @@ class Staging:
     ) -> None:
         for part in parts:
             runs = _runs_of(sender, receiver, part.start_token, part.num_tokens)
-            runs = runs.shifted(offset, part.layer * receiver.layout.layer_bytes)
+            runs = runs.shifted(offset, receiver.layout.layer_offset(part.layer))
             copy_on_host(self._memory, self._pool, runs)
             offset += part.nbytes
 
 
 @lru_cache(maxsize=16)
 def _runs_of(sender: KvLayout, receiver: Side, start_token: int, num_tokens: int) -> Runs:
-    """From a slot's beginning to layer 0. Kept: all layers of a chunk need the same."""
-    slot = packed(sender, receiver.layout, start_token, num_tokens)
+    """From a slot's beginning to the first layer. Kept: all layers of a chunk need the same."""
+    slot = packed(sender, receiver, start_token, num_tokens)
     return layer_runs(slot, receiver, start_token, num_tokens)
 
 

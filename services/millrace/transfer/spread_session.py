@@ -1,0 +1,89 @@
+"""A prompt's sending to several receivers, each of which holds a shard of its tokens (KVP)."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from millrace.core.errors import TransferError
+from millrace.core.kv_transfer import Incarnation
+from millrace.transfer.control import SendTimings
+from millrace.transfer.send_session import SendSession
+
+
+class SpreadSession:
+    """One `SendSession` a receiver, as one; made by `SendManager.open_spread`. A `Sending`.
+
+    All or nothing: what fails one of them fails the whole. They send side by side, and none waits
+    for another.
+    """
+
+    def __init__(
+        self,
+        shares: Sequence[tuple[int, int, SendSession]],
+        home: Incarnation,
+        without_tokens: Callable[[Any], Any] | None,
+    ) -> None:
+        """`shares`: (first token, one past the last, session) of each receiver that this instance
+        has something for."""
+        self._shares = shares
+        self._sessions = [session for _, _, session in shares]
+        self._home = home
+        self._without_tokens = without_tokens
+        self._opened_s = time.monotonic()
+
+    @property
+    def failure(self) -> TransferError | None:
+        return next((s.failure for s in self._sessions if s.failure is not None), None)
+
+    @property
+    def receiver_ids(self) -> tuple[str, ...]:
+        return tuple(s.ticket.receiver.id for s in self._sessions)
+
+    @property
+    def timings(self) -> SendTimings:
+        """Of all: granted when the last one was, written from the first write to the last."""
+        every = [session.timings for session in self._sessions]
+        granted = [one.granted_s for one in every]
+        return SendTimings(
+            opened_s=min((one.opened_s for one in every), default=self._opened_s),
+            granted_s=max(granted, default=0.0) if all(granted) else 0.0,
+            first_write_s=min((t for one in every if (t := one.first_write_s)), default=0.0),
+            last_write_s=max((one.last_write_s for one in every), default=0.0),
+            bytes=sum(one.bytes for one in every),
+            writes=sum(one.writes for one in every),
+        )
+
+    def layer_ready(self, chunk_index: int, layer: int, start_token: int, num_tokens: int) -> None:
+        end_token = start_token + num_tokens
+        for first, end, session in self._shares:
+            start, stop = max(first, start_token), min(end, end_token)
+            if start < stop:
+                session.layer_ready(chunk_index, layer, start, stop - start)
+
+    async def opened(self) -> None:
+        await asyncio.gather(*(session.opened() for session in self._sessions))
+
+    async def finish(self, message: Any | None) -> None:  # noqa: ANN401 - the wire's type
+        """The home gets `message`, each of the others what `without_tokens` makes of it."""
+        finishing = [
+            asyncio.create_task(session.finish(self._message(session, message)))
+            for session in self._sessions
+        ]
+        try:
+            await asyncio.gather(*finishing)
+        finally:  # after a failure the others' receivers need not be waited for
+            for one in finishing:
+                one.cancel()
+            await asyncio.gather(*finishing, return_exceptions=True)
+
+    async def abort(self, reason: str) -> None:
+        await asyncio.gather(*(session.abort(reason) for session in self._sessions))
+
+    def _message(self, session: SendSession, message: Any | None) -> Any | None:  # noqa: ANN401 - as above
+        is_home = session.ticket.receiver == self._home
+        if message is None or self._without_tokens is None or is_home:
+            return message
+        return self._without_tokens(message)
