@@ -24,7 +24,7 @@ from millrace.transfer.transport import Transport, outcome
 PATTERN_BYTES = 256 << 10
 
 #: First byte of a probe's notification, by which a transport tells its subscribers apart.
-CHANNEL = 5
+CHANNEL = 9
 
 
 class ProbeError(TransferError):
