@@ -12,7 +12,7 @@ recently used of them evicted when it runs short. Of one sequence the last block
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
 from millrace.core.errors import IntegrityError
@@ -45,8 +45,10 @@ class PrefixCache:
     Every call costs a few dictionary steps a block it names, and as many a page.
     """
 
-    def __init__(self, pool: KvPool, block_tokens: int) -> None:
-        """`block_tokens`: whole pages; 0: nothing is kept.
+    def __init__(
+        self, pool: KvPool, block_tokens: int, evicted: Callable[[int], object] = int
+    ) -> None:
+        """`block_tokens`: whole pages; 0: nothing is kept. `evicted` is told how many pages were.
 
         Raises ValueError when a block would end inside a page.
         """
@@ -62,7 +64,7 @@ class PrefixCache:
         self._whole = True
         self._added: dict[int, None] = {}  # not told yet
         self._removed: dict[int, None] = {}
-        self.evicted_blocks = 0
+        self._evicted = evicted
         pool.serve(self)
 
     def __len__(self) -> int:
@@ -162,6 +164,7 @@ class PrefixCache:
             _, block = self._idle.popitem(last=False)
             pages += self._forget(block)
         self._pool.give_up(pages)
+        self._evicted(len(pages))
 
     def _touch(self, name: int, fresh: set[int]) -> None:
         """What idles before a block that was used goes after it: it may be another request's
@@ -178,7 +181,6 @@ class PrefixCache:
         _change(block.hash, undone=self._removed, done=self._added)
 
     def _forget(self, block: _Block) -> list[int]:
-        self.evicted_blocks += 1
         del self._blocks[block.hash]
         del self._at[block.pages[0]]
         _change(block.hash, undone=self._added, done=self._removed)

@@ -110,6 +110,14 @@ class PrefillCompute:
             started = scheduler_pb2.ChunkStarted(request_id=job.request_id, chunk_index=part.chunk)
             self._report(scheduler_pb2.WorkerMessage(chunk_started=started))
 
+    def passed_over(self, work: Work) -> None:
+        """The chunks before the first one to compute were cached."""
+        for chunk in range(work.first_chunk):
+            finished = scheduler_pb2.ChunkFinished(
+                request_id=work.job.request_id, chunk_index=chunk
+            )
+            self._report(scheduler_pb2.WorkerMessage(chunk_finished=finished))
+
     def suspended(self, part: Part, compute_s: float) -> None:
         """The chunk was left for another."""
         job = part.work.job

@@ -14,8 +14,8 @@ from millrace.core.request import Chunk
 from millrace.core.sequence_parallel import RING_BUFFERS, Layout, Run, layout
 from millrace.engine.sampling_spec import SamplingSpec
 from millrace.prefill.metrics import PrefillMetrics
+from millrace.transfer.control import Sending
 from millrace.transfer.ring import GroupLink
-from millrace.transfer.send_manager import SendSession
 from millrace.wire.pb import common_pb2, scheduler_pb2
 from millrace.worker.codec import Stopwatch, sampling_spec, span
 
@@ -40,8 +40,9 @@ class PrefillJob:
     received_s: float
     layout: Layout | None = None
     pages: list[int] = field(default_factory=list)
+    cached_tokens: int = 0  # first ones whose KV was in the prefix cache
     buffers: list[int] = field(default_factory=list)  # pages lent to the ring
-    session: SendSession | None = None
+    session: Sending | None = None
     link: GroupLink | None = None
     group_failure: MillraceError | None = None  # why the group can't go on
     cancelled: str = ""  # the reason; set from the event loop, read by the compute thread
@@ -107,7 +108,7 @@ class PrefillJob:
         self.layout = layout(self.chunks, page_tokens, max_chunk_tokens)
 
     def pages_needed(self, kv: KvLayout) -> tuple[int, int]:
-        """Pages of its own, and those lent to the ring."""
+        """Pages of its part of the prompt, and those lent to the ring."""
         if self.layout is None:
             return kv.pages_for(self.prompt_tokens), 0
         buffers = RING_BUFFERS * self.layout.buffer_pages(kv.num_layers)
@@ -162,6 +163,11 @@ class PrefillJob:
         return Cancelled() if self.cancelled else self.group_failure
 
     # -- its way through the execution pool, as spans
+
+    def found(self, cached_tokens: int) -> None:
+        """So many first tokens need not be computed."""
+        now_s, self.cached_tokens = self.clock.now_s(), cached_tokens
+        self.spans.append(span("cached", self.instance_id, now_s, now_s, tokens=cached_tokens))
 
     def go_on(self, metrics: PrefillMetrics) -> None:
         """It begins to compute, or goes on after a suspension."""

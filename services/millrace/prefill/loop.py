@@ -25,16 +25,20 @@ from millrace.prefill.group import GroupError
 from millrace.prefill.job import Cancelled, PrefillJob
 from millrace.prefill.meeting import Meetings
 from millrace.prefill.metrics import PrefillMetrics
+from millrace.prefill.prefix import PromptPrefixes
 from millrace.prefill.prompt import fetch_prompt
+from millrace.prefill.sending import open_session, transfer_spans
 from millrace.prefill.turns import OrderedTurn
 from millrace.prefill.work import Work, task_name, task_names
 from millrace.state.store import StoreError
-from millrace.transfer.send_manager import SendManager, SendSession
+from millrace.transfer.control import Sending
+from millrace.transfer.send_manager import SendManager
 from millrace.wire.kv_peer import KvPeers
 from millrace.wire.pb import common_pb2, scheduler_pb2, transfer_pb2
-from millrace.worker.codec import logprobs_message, span
+from millrace.worker.codec import logprobs_message
 from millrace.worker.host import WorkerContext
 from millrace.worker.link import request_failed, request_released
+from millrace.worker.prefix import cached_blocks
 from millrace.worker.tasks import Tasks
 
 log = logging.getLogger(__name__)
@@ -68,6 +72,7 @@ class PrefillRole:
             identity=(context.incarnation.id, context.incarnation.generation),
             config=context.config.transfer,
         )
+        self._prefixes = PromptPrefixes(context, self._metrics)
         self._meetings = Meetings(context, self._peers, self._sender.region, self._broken)
         self._execution = ExecutionPool(
             context.engine.device,
@@ -95,6 +100,8 @@ class PrefillRole:
     def fill_register(self, register: scheduler_pb2.Register) -> None:
         register.role = self.name
         register.kv_layers = self._engine.layout.num_layers
+        register.block_tokens = self._prefixes.cache.block_tokens
+        self._prefixes.cache.tell_all()
 
     def counts(self) -> tuple[int, int]:
         running = min(int(self._execution.is_running), len(self._jobs))  # its last may be gone
@@ -103,7 +110,10 @@ class PrefillRole:
     def heartbeat(self) -> scheduler_pb2.Heartbeat:
         running, waiting = self.counts()
         return scheduler_pb2.Heartbeat(
-            free_pages=self._pool.free_pages, running=running, waiting=waiting
+            free_pages=self._pool.free_pages,
+            running=running,
+            waiting=waiting,
+            cached=cached_blocks(self._prefixes.cache),
         )
 
     async def wait_idle(self) -> None:
@@ -172,6 +182,7 @@ class PrefillRole:
 
     def check_integrity(self) -> None:
         self._pool.check_integrity(expected_used=0)
+        self._prefixes.cache.check_integrity()
         self._sender.check_integrity()
         self._meetings.check_integrity()
 
@@ -223,6 +234,7 @@ class PrefillRole:
             if job.layout is not None:
                 await self._meetings.meet(job)
         work = await self._run_compute(job, prompt_ids)
+        self._prefixes.keep(job)
         with job.cancellable():
             if job.leads:
                 logprobs = await self._meetings.collect(job, work.prompt_logprobs)
@@ -231,23 +243,15 @@ class PrefillRole:
                 await self._meetings.hand_in(job, work.prompt_logprobs)
                 await session.finish(None)
 
-    async def _prepare(self, job: PrefillJob) -> tuple[torch.Tensor, SendSession]:
+    async def _prepare(self, job: PrefillJob) -> tuple[torch.Tensor, Sending]:
         """Fetches the prompt, reserves pages and opens the handshake."""
         async with self._prepare_turn.of(job.request_id):
             if job.is_shared:
                 await self._lay_out(job)
             prompt_ids = await fetch_prompt(self._context.store, job)
             await self._reserve(job)
-            target = job.command.decode
-            job.session = await self._sender.open(
-                job.request_id,
-                peer=self._peers.to(target.address),
-                receiver=(target.incarnation.id, target.incarnation.generation),
-                prompt_tokens=job.prompt_tokens,
-                pages=job.pages,
-                attempt=job.attempt,
-                runs=job.runs(),
-            )
+            job.session = await open_session(self._sender, self._peers, job)
+            self._prefixes.hand_over(job)
         return prompt_ids, job.session
 
     async def _lay_out(self, job: PrefillJob) -> None:
@@ -266,12 +270,17 @@ class PrefillRole:
                 f"request {job.request_id} needs {needed} KV pages; there are "
                 f"{self._pool.num_pages}"
             )
-        while self._pool.free_pages < needed:
+        blocks = self._prefixes.wanted(job)
+        cached = self._prefixes.cache.take(blocks)
+        while self._pool.free_pages < needed - len(cached):
+            self._pool.free(cached)
             self._changed.clear()
             await self._changed.wait()
             await self._prepare_turn.give_way(job.request_id)
-        taken = self._pool.allocate(needed)
+            cached = self._prefixes.cache.take(blocks)
+        taken = cached + self._pool.allocate(needed - len(cached))
         job.pages, job.buffers = taken[:own], taken[own:]
+        self._prefixes.found(job, cached)
 
     async def _run_compute(self, job: PrefillJob, prompt_ids: torch.Tensor) -> Work:
         """Has the pool compute the job. Not interrupted: the pool tells its end."""
@@ -283,6 +292,8 @@ class PrefillRole:
 
         work = Work(job, prompt_ids, self._compute.max_chunk_tokens, tell)
         try:
+            if job.layout is None:
+                self._compute.passed_over(work)
             self._submit(work, work.first_chunk)
             await done
         except (Cancelled, MillraceError):
@@ -321,7 +332,7 @@ class PrefillRole:
     def _finish_message(
         self,
         job: PrefillJob,
-        session: SendSession,
+        session: Sending,
         work: Work,
         logprobs: list[common_pb2.PositionLogprobs],
     ) -> transfer_pb2.FinishPrefillRequest:
@@ -332,32 +343,11 @@ class PrefillRole:
                 transfer_pb2.FirstToken(token_id=token, logprobs=logprobs_message(found))
                 for token, found in zip(outcome.token_ids, outcome.logprobs, strict=True)
             ],
-            spans=[*job.spans, *self._transfer_spans(job, session)],
+            spans=[*job.spans, *transfer_spans(job, session)],
             prompt_logprobs=logprobs,
             total_chunks=work.passes,
+            cached_tokens=job.cached_tokens,
         )
-
-    def _transfer_spans(self, job: PrefillJob, session: SendSession) -> list[common_pb2.Span]:
-        """The handshake, and the transfer as far as it has come: decode knows when it ended.
-
-        What has not happened yet happens from now on.
-        """
-        now_s, timings = job.clock.now_s(), session.timings
-        granted_s, first_write_s = (
-            job.since_monotonic_s(t) if t else now_s
-            for t in (timings.granted_s, timings.first_write_s)
-        )
-        opened_s = job.since_monotonic_s(timings.opened_s)
-        return [
-            span("kv_handshake", self._id, opened_s, granted_s),
-            span(
-                "kv_transfer",
-                self._id,
-                first_write_s,
-                now_s,
-                to=session.ticket.receiver.id,
-            ),
-        ]
 
 
 def _resolve(done: asyncio.Future[None], error: Exception | None) -> None:

@@ -5,8 +5,8 @@ from __future__ import annotations
 from millrace.engine.execution_pool import ExecutionPool
 from millrace.telemetry.metrics import Registry
 from millrace.transfer.chunk_link import Waits
+from millrace.transfer.control import Sending
 from millrace.transfer.ring import GroupLink
-from millrace.transfer.send_manager import SendSession
 
 
 class PrefillMetrics:
@@ -22,6 +22,9 @@ class PrefillMetrics:
         )
         self.tokens = registry.counter(
             "millrace_prefill_computed_tokens_total", "prompt tokens computed"
+        )
+        self.cached_tokens = registry.counter(
+            "millrace_prefill_cached_tokens_total", "prompt tokens whose KV was cached"
         )
         self.wait_s = registry.histogram(
             "millrace_prefill_wait_seconds", "from the command to the start of its compute"
@@ -86,7 +89,7 @@ class PrefillMetrics:
         """Takes note of a link that is over."""
         self._ring_bytes.inc(link.bytes_sent)
 
-    def sent(self, session: SendSession) -> None:
+    def sent(self, session: Sending) -> None:
         """Takes note of a session that is over, well or not."""
         timings = session.timings
         if timings.granted_s:

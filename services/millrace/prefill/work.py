@@ -42,6 +42,9 @@ class Part:
 class Work:
     """What an instance has to compute of a job.
 
+    Tokens whose KV was cached are no part of it. To the receiver of the KV they are pass 0, and
+    the first pass that is computed is number 1 then.
+
     ``outcome`` comes of the last pass, at the request's leader. ``prompt_logprobs``: of what this
     instance has computed, where they were asked for, in any order.
     """
@@ -63,6 +66,7 @@ class Work:
         self.first_chunk = 0
         if job.layout is None:
             self._add_alone(max_chunk_tokens)
+            self.first_chunk = self.parts[0].chunk
         else:
             self.first_chunk = job.layout.first_chunk(job.instance_id)
             self.parts = [
@@ -101,11 +105,16 @@ class Work:
         return None if self.job.session is None else self.job.session.failure
 
     def _add_alone(self, max_chunk_tokens: int) -> None:
+        cached = self.job.cached_tokens
+        number = 1 if cached else 0
         for index, chunk in enumerate(self.job.chunks):
-            start = chunk.start_token
-            for tokens in pass_tokens(chunk.num_tokens, 1, max_chunk_tokens):
-                self.parts.append(Part(self, len(self.parts), index, start, tokens))
+            start, end = max(chunk.start_token, cached), chunk.start_token + chunk.num_tokens
+            if start >= end:
+                continue  # all of it was cached
+            for tokens in pass_tokens(end - start, 1, max_chunk_tokens):
+                self.parts.append(Part(self, number, index, start, tokens))
                 start += tokens
+                number += 1
 
 
 def task_name(request_id: str, chunk: int) -> str:

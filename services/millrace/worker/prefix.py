@@ -1,0 +1,46 @@
+"""Between a request's blocks, as its proxy names them, and an instance's prefix cache."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from millrace.core.config import EngineConfig
+from millrace.engine.kv_pool import KvPool
+from millrace.engine.prefix_cache import PrefixCache
+from millrace.telemetry.metrics import Registry
+from millrace.wire.pb import common_pb2, scheduler_pb2
+
+
+def open_prefix_cache(pool: KvPool, config: EngineConfig, registry: Registry) -> PrefixCache:
+    """The pool's cache, which keeps nothing where the settings say so."""
+    evicted = registry.counter(
+        "millrace_kv_evicted_pages_total", "KV pages of the prefix cache that requests took"
+    )
+    block_tokens = config.block_tokens if config.prefix_cache == "on" else 0
+    cache = PrefixCache(pool, block_tokens, evicted=evicted.inc)
+    registry.gauge_function(
+        "millrace_kv_cached_pages",
+        "KV pages kept for prompts that begin alike, held by requests or not",
+        lambda: cache.pages,
+    )
+    return cache
+
+
+def takes_part(spec: common_pb2.RequestSpec, cache: PrefixCache) -> bool:
+    """Whether KV of the request is kept for others. Blocks of another size are none here."""
+    return 0 < cache.block_tokens == spec.prefix_block_tokens
+
+
+def prompt_blocks(spec: common_pb2.RequestSpec, cache: PrefixCache) -> Sequence[int]:
+    """Hashes of the prompt's whole blocks; none where the request takes no part."""
+    if not takes_part(spec, cache):
+        return ()
+    return spec.prefix_hashes[: spec.prompt_tokens // cache.block_tokens]
+
+
+def cached_blocks(cache: PrefixCache) -> scheduler_pb2.CachedBlocks | None:
+    """What a heartbeat says of the cache; None: nothing has changed."""
+    news = cache.news()
+    if not (news.whole or news.added or news.removed):
+        return None
+    return scheduler_pb2.CachedBlocks(whole=news.whole, added=news.added, removed=news.removed)
