@@ -30,13 +30,15 @@ class PageTable:
     def __init__(self, rows: int, device: torch.device | str = "cpu") -> None:
         """`device`: where attention reads it; on the host that is the table itself."""
         self._device = torch.device(device)
+        self._is_host = self._device.type == "cpu"
         self._host: Entries = np.zeros((rows, _FIRST_WIDTH), dtype=np.int32)
         self._copy: Tensor | None = None  # on another device
         self._changed: list[npt.NDArray[np.int64]] = []  # flat indices that the copy lacks
 
     @property
     def width(self) -> int:
-        return self._host.shape[1]
+        width: int = self._host.shape[1]
+        return width
 
     def put(self, row: int, pages: Pages) -> int:
         """Makes a row begin with these pages. Returns how many entries that changed."""
@@ -66,10 +68,10 @@ class PageTable:
 
     def on_device(self, rows: int) -> Tensor:
         """The first rows where attention reads them, brought up to date in one transfer."""
-        if self._device.type == "cpu":
+        if self._is_host:
             return self.first(rows)
         if self._copy is None:
-            self._copy = torch.from_numpy(self._host).to(self._device)
+            self._copy = torch.from_numpy(self._host).to(self._device, copy=True)
         elif self._changed:
             index = np.unique(np.concatenate(self._changed))
             delta = torch.from_numpy(np.stack((index, self._host.reshape(-1)[index])))

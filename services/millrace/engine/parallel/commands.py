@@ -10,7 +10,9 @@ import numpy.typing as npt
 import torch
 
 from millrace.core.kv_layout import KvLayout
+from millrace.engine.mixed_pass import DecodeRows
 from millrace.engine.model_runner import PrefillTask
+from millrace.engine.page_table import TableDelta
 from millrace.engine.parallel.communicator import Communicator
 from millrace.engine.parallel.shared_link import SharedLink
 from millrace.engine.ring_attention import KvBlock, RingTask
@@ -58,7 +60,7 @@ class Task:
         return PrefillTask(
             token_ids=torch.from_numpy(self.token_ids),
             history_tokens=self.history_tokens,
-            pages=self.pages.tolist(),
+            pages=self.pages,
             want_logits=self.want_logits,
             want_prompt_logprobs=self.want_prompt_logprobs,
         )
@@ -115,12 +117,24 @@ class Run:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Decode:
-    """A decode step: arguments as of `ModelRunner.decode`. No table: it is as before."""
+    """A decode step, and chunks in the same pass where there are `tasks`: arguments as of
+    `ModelRunner.decode` and `mixed`. Of the page table goes what it did not hold before; it has the
+    tasks' pages, behind the decodes'.
+    """
 
     token_ids: npt.NDArray[np.int64]
     positions: npt.NDArray[np.int64]
-    page_table: npt.NDArray[np.int32] | None
+    page_table: TableDelta
     kv_lens: npt.NDArray[np.int32]
+    tasks: Sequence[Task] = ()
+
+    @property
+    def rows(self) -> DecodeRows:
+        return DecodeRows(
+            token_ids=torch.from_numpy(self.token_ids),
+            positions=torch.from_numpy(self.positions),
+            kv_lens=torch.from_numpy(self.kv_lens),
+        )
 
 
 @dataclass(frozen=True, slots=True)

@@ -7,7 +7,7 @@ import signal
 import threading
 from collections.abc import Iterator, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from multiprocessing import parent_process
 from multiprocessing.connection import Connection
 from multiprocessing.reduction import recv_handle
@@ -19,6 +19,7 @@ from millrace.engine.execution_pool import RunAhead
 from millrace.engine.kv_pool import KvPool
 from millrace.engine.loader import Model, load_model
 from millrace.engine.model_runner import Boundary, ModelRunner
+from millrace.engine.page_table import TableMirror
 from millrace.engine.parallel.commands import (
     Command,
     CopyPage,
@@ -95,7 +96,7 @@ class Follower:
         self._passes: dict[int, _Pass] = {}
         self._model: Model | None = None
         self._runner: ModelRunner | None = None
-        self._page_table = torch.empty(0)
+        self._page_table = TableMirror()  # rank 0's
 
     def obey(self, order: Order) -> int:
         """Carries an order out. Returns what `Done` says."""
@@ -180,14 +181,13 @@ class Follower:
         return self._counter.enter(self._shard.rank, current.operators)
 
     def _decode(self, command: Decode) -> None:
-        if command.page_table is not None:
-            self._page_table = torch.from_numpy(command.page_table)
-        self._running.decode(
-            torch.from_numpy(command.token_ids),
-            torch.from_numpy(command.positions),
-            self._page_table,
-            torch.from_numpy(command.kv_lens),
-        )
+        rows, table = command.rows, self._page_table.apply(command.page_table)
+        if not command.tasks:
+            self._running.decode(rows.token_ids, rows.positions, table, rows.kv_lens)
+            return
+        pages = table[len(rows) :].numpy()
+        tasks = [replace(t, pages=p) for t, p in zip(command.tasks, pages, strict=True)]
+        self._running.mixed(rows, table, [task.unpacked() for task in tasks])
 
     def _project(self, command: Project) -> None:
         model = self._running.model

@@ -18,15 +18,16 @@ from pathlib import Path
 from typing import Final
 
 import numpy as np
-import numpy.typing as npt
 from torch import Tensor
 
 from millrace.core.errors import IntegrityError
 from millrace.core.kv_layout import KvLayout
 from millrace.engine.kv_pool import KvPool
 from millrace.engine.loader import Model, load_model, resolve_model
+from millrace.engine.mixed_pass import DecodeRows
 from millrace.engine.model_config import ModelConfig
 from millrace.engine.model_runner import Boundary, ModelRunner, PrefillTask
+from millrace.engine.page_table import TableMirror
 from millrace.engine.parallel.commands import (
     Command,
     CopyPage,
@@ -43,6 +44,7 @@ from millrace.engine.parallel.rank_group import RankError, RankGroup
 from millrace.engine.parallel.sharding import Shard
 from millrace.engine.parallel.shared_link import SharedLink
 from millrace.engine.parallel.shared_pool import mapped, new_memory
+from millrace.engine.prefill_task import check_tasks
 from millrace.engine.ring_attention import RingTask
 from millrace_kernels.plan import Backend
 
@@ -135,7 +137,7 @@ class GroupRunner:
         self._operators = 0  # of the last command, behind rank 0
         self._running: _Pass | None = None  # that all ranks are in the middle of
         self._dropped: list[int] = []
-        self._page_table: npt.NDArray[np.int32] | None = None  # that the others have
+        self._page_table = TableMirror()  # that the others have
         self.pool, self.storage = self._open(layout, attention_backend)
         self._runner = ModelRunner(model, self.pool, attention_backend, group.ranks)
         self._numbers = count()
@@ -176,20 +178,33 @@ class GroupRunner:
         self, token_ids: Tensor, positions: Tensor, page_table: Tensor, kv_lens: Tensor
     ) -> Tensor:
         """`ModelRunner.decode`."""
-        table = page_table.numpy()
-        is_known = self._page_table is not None and np.array_equal(self._page_table, table)
-        if not is_known:
-            self._page_table = table.copy()
-        self._tell(
-            Decode(
-                token_ids=token_ids.numpy(),
-                positions=positions.numpy(),
-                page_table=None if is_known else table,
-                kv_lens=kv_lens.numpy(),
-            )
-        )
+        rows = DecodeRows(token_ids=token_ids, positions=positions, kv_lens=kv_lens)
+        self._tell_rows(rows, page_table, ())
         with self._watched():
             return self._runner.decode(token_ids, positions, page_table, kv_lens)
+
+    def mixed(
+        self, decodes: DecodeRows, page_table: Tensor, tasks: Sequence[PrefillTask]
+    ) -> Tensor:
+        """`ModelRunner.mixed`."""
+        check_tasks(tasks, self.pool.layout.page_tokens)  # before the others hear of it
+        self._tell_rows(decodes, page_table, tasks)
+        with self._watched():
+            return self._runner.mixed(decodes, page_table, tasks)
+
+    def _tell_rows(
+        self, decodes: DecodeRows, page_table: Tensor, tasks: Sequence[PrefillTask]
+    ) -> None:
+        no_pages = np.empty(0, dtype=np.int32)  # the table has them
+        self._tell(
+            Decode(
+                token_ids=decodes.token_ids.numpy(),
+                positions=decodes.positions.numpy(),
+                page_table=self._page_table.delta(page_table.numpy()),
+                kv_lens=decodes.kv_lens.numpy(),
+                tasks=[replace(Task.of(task), pages=no_pages) for task in tasks],
+            )
+        )
 
     @property
     def operator_names(self) -> tuple[str, ...]:

@@ -1,0 +1,68 @@
+"""Page tables: what stays, and that only changes travel."""
+
+from __future__ import annotations
+
+import random
+
+import numpy as np
+import torch
+
+from millrace.engine.page_table import PageTable, TableMirror
+
+
+def test_rows_hold_their_pages_and_widen() -> None:
+    table = PageTable(3)
+    assert table.put(0, [5, 6, 7]) == 3
+    assert table.put(0, [5, 9, 7]) == 1
+    assert table.put(1, list(range(100, 140))) == 40
+    table.move(1, 2, 40)
+    assert table.row(0, 3) == [5, 9, 7] and table.row(2, 40) == list(range(100, 140))
+    assert table.first(2).shape == (2, table.width) and table.width >= 40
+
+
+def test_what_is_the_same_already_is_not_written() -> None:
+    table = PageTable(2)
+    pages = np.arange(12, dtype=np.int32)
+    assert table.put(1, pages) == 11  # page 0 is there
+    assert table.put(1, pages) == 0
+
+
+def test_the_table_stays_where_it_is_until_it_widens() -> None:
+    table = PageTable(2)
+    place = table.first(2).data_ptr()
+    table.put(0, [1, 2])
+    assert table.on_device(2).data_ptr() == table.first(2).data_ptr() == place
+
+
+def test_another_devices_copy_follows_by_deltas() -> None:
+    chance = random.Random(1)
+    table = PageTable(4)
+    table._is_host = False  # as if attention read elsewhere
+    for _ in range(60):
+        row = chance.randrange(4)
+        table.put(row, [chance.randrange(90) for _ in range(chance.randint(0, 30))])
+        if chance.random() < 0.3:
+            table.move(row, chance.randrange(4), 3)
+        if chance.random() < 0.5:
+            assert torch.equal(table.on_device(3), table.first(3))
+            assert table.on_device(3).data_ptr() != table.first(3).data_ptr()
+
+
+def test_the_other_side_of_a_wire_has_the_same_table() -> None:
+    chance = np.random.default_rng(2)
+    here, there = TableMirror(), TableMirror()
+    for _ in range(80):
+        shape = chance.integers(1, 6), chance.integers(1, 9)
+        table = chance.integers(0, 3, shape).astype(np.int32)
+        assert np.array_equal(there.apply(here.delta(table)).numpy(), table)
+
+
+def test_what_is_known_does_not_go_over_the_wire_again() -> None:
+    mirror = TableMirror()
+    table = np.arange(24, dtype=np.int32).reshape(3, 8)
+    mirror.delta(table)
+    assert len(mirror.delta(table).index) == 0
+    more = np.concatenate((table, table[:1]))
+    more[1, 2] = 99
+    delta = mirror.delta(more)
+    assert delta.index.tolist() == [10, *range(25, 32)]
