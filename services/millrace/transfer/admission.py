@@ -67,6 +67,8 @@ class Admission:
         self._number = next(_admissions)
         num_tokens = self.end_token - self.start_token
         self.side = Side.of(layout, pages, num_tokens, self.start_token)
+        #: Those that something is written to: what lies there already, others may read as well.
+        self.own_pages = pages[kept_tokens // layout.page_tokens :]
         self.prompt_tokens = prompt_tokens
         self.state = AdmissionState.OPEN
         self.failure = ""

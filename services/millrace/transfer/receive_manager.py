@@ -238,7 +238,7 @@ class ReceiveManager:
         admissions = [*self._active, *self._quarantine]
         if not admissions:
             self._history.check_integrity()
-        pages = [page for a in admissions for page in a.side.pages.tolist()]
+        pages = [page for a in admissions for page in a.own_pages]
         if len(set(pages)) != len(pages):
             raise IntegrityError("two requests receive into one page")
         idle = not admissions and not len(self._leases)
