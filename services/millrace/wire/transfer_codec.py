@@ -50,6 +50,8 @@ def layout_message(layout: KvLayout) -> transfer_pb2.KvLayout:
         head_count=layout.head_count,
         num_pages=layout.num_pages,
         parts=layout.parts,
+        layer_start=layout.layer_start,
+        model_layers=layout.model_layers,
     )
 
 
@@ -67,6 +69,8 @@ def layout_of(message: transfer_pb2.KvLayout) -> KvLayout:
             head_count=message.head_count,
             num_pages=message.num_pages,
             parts=message.parts or 1,
+            layer_start=message.layer_start,
+            model_layers=message.model_layers,
         )
     except ConfigError as error:
         raise TransferError(f"a peer sent a bad KV layout: {error}") from error

@@ -8,7 +8,7 @@ from typing import ClassVar as _ClassVar, Optional as _Optional, Union as _Union
 DESCRIPTOR: _descriptor.FileDescriptor
 
 class KvLayout(_message.Message):
-    __slots__ = ("model_hash", "dtype", "num_layers", "num_kv_heads", "head_dim", "page_tokens", "head_start", "head_count", "num_pages", "parts")
+    __slots__ = ("model_hash", "dtype", "num_layers", "num_kv_heads", "head_dim", "page_tokens", "head_start", "head_count", "num_pages", "parts", "layer_start", "model_layers")
     MODEL_HASH_FIELD_NUMBER: _ClassVar[int]
     DTYPE_FIELD_NUMBER: _ClassVar[int]
     NUM_LAYERS_FIELD_NUMBER: _ClassVar[int]
@@ -19,6 +19,8 @@ class KvLayout(_message.Message):
     HEAD_COUNT_FIELD_NUMBER: _ClassVar[int]
     NUM_PAGES_FIELD_NUMBER: _ClassVar[int]
     PARTS_FIELD_NUMBER: _ClassVar[int]
+    LAYER_START_FIELD_NUMBER: _ClassVar[int]
+    MODEL_LAYERS_FIELD_NUMBER: _ClassVar[int]
     model_hash: str
     dtype: str
     num_layers: int
@@ -29,7 +31,9 @@ class KvLayout(_message.Message):
     head_count: int
     num_pages: int
     parts: int
-    def __init__(self, model_hash: _Optional[str] = ..., dtype: _Optional[str] = ..., num_layers: _Optional[int] = ..., num_kv_heads: _Optional[int] = ..., head_dim: _Optional[int] = ..., page_tokens: _Optional[int] = ..., head_start: _Optional[int] = ..., head_count: _Optional[int] = ..., num_pages: _Optional[int] = ..., parts: _Optional[int] = ...) -> None: ...
+    layer_start: int
+    model_layers: int
+    def __init__(self, model_hash: _Optional[str] = ..., dtype: _Optional[str] = ..., num_layers: _Optional[int] = ..., num_kv_heads: _Optional[int] = ..., head_dim: _Optional[int] = ..., page_tokens: _Optional[int] = ..., head_start: _Optional[int] = ..., head_count: _Optional[int] = ..., num_pages: _Optional[int] = ..., parts: _Optional[int] = ..., layer_start: _Optional[int] = ..., model_layers: _Optional[int] = ...) -> None: ...
 
 class HandshakeRequest(_message.Message):
     __slots__ = ("request_id", "sender", "receiver", "layout", "chunk_index", "start_token", "num_tokens", "agent_metadata", "attempt")
