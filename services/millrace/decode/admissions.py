@@ -8,6 +8,7 @@ from millrace.core.errors import CapacityError, MillraceError, TransferError
 from millrace.decode.answers import Answers
 from millrace.decode.book import RequestBook
 from millrace.decode.metrics import DecodeMetrics
+from millrace.decode.prefix import RequestPrefixes
 from millrace.decode.request import DecodeRequest
 from millrace.decode.request_pages import RequestPages
 from millrace.transfer.control import ReceiveCallbacks
@@ -37,6 +38,7 @@ class Admissions:
         self._store = context.store
         self._page_tokens = context.engine.layout.page_tokens
         self._pages = RequestPages(context)
+        self.prefixes = RequestPrefixes(context, metrics, tasks)
         self._book = book
         self._answers = answers
         self._metrics = metrics
@@ -64,24 +66,32 @@ class Admissions:
             request.attempt = admit.attempt  # if it has ended, its release answers this too
             if not request.ended:
                 self._rewind(request, admit)
-        elif admit.kept_tokens:
-            message = f"none of the {admit.kept_tokens} tokens that were to be kept are here"
-            self._refuse(admit, message, "transfer")
         else:
             self._admit_new(admit)
 
     def _admit_new(self, admit: scheduler_pb2.AdmitDecode) -> None:
-        """Reserves the request's pages, or says at once that there are none."""
+        """Reserves the request's pages, or says at once that there are none.
+
+        With tokens to be kept, which no earlier attempt has left, these are the prefix cache's.
+        """
         try:
-            pages = self._pages.reserve(admit.request)
+            pages = self._pages.reserve(admit.request, self.prefixes.take(admit))
+        except TransferError as error:
+            self._refuse(admit, str(error), "transfer")
+            return
         except CapacityError as error:
             self._refuse(admit, str(error), "capacity")
             return
         request = DecodeRequest.of(admit.request, pages, admit.attempt or 1)
+        request.cached_tokens = admit.kept_tokens
         self._book.add(request)
         prompt_pages = -(-request.prompt_tokens // self._page_tokens)
         self.receiver.admit(
-            request.id, pages[:prompt_pages], request.prompt_tokens, request.attempt
+            request.id,
+            pages.of_choice(0)[:prompt_pages],
+            request.prompt_tokens,
+            request.attempt,
+            kept_tokens=request.cached_tokens,
         )
         if request.sampling.needs_prompt_ids:
             self._tasks.spawn(self._fetch_prompt(request))
@@ -168,7 +178,8 @@ class Admissions:
     async def _release(self, request: DecodeRequest) -> None:
         """Frees the pages once no write can reach them any more."""
         await self.receiver.release(request.id)
-        self._pages.free(request)
+        self.prefixes.keep(request)
+        self._pages.release(request)
         self._book.remove(request)
         if request.finish_reason:
             finished = scheduler_pb2.RequestFinished(

@@ -50,6 +50,7 @@ class Answers:
             if request is None:
                 continue
             if out.error:
+                request.is_sound = False
                 self.fail(request, out.error, "logits")
                 continue
             request.stepped(self._id, batch)
@@ -57,6 +58,8 @@ class Answers:
 
     def _emit(self, request: DecodeRequest, event: decode_pb2.TokenEvent, reason: str) -> None:
         request.generated_tokens += len(event.token_ids)
+        if event.choice == 0:
+            request.answer_ids.extend(event.token_ids)
         self._metrics.tokens.inc(len(event.token_ids))
         if reason:
             event.finish_reason = reason

@@ -27,6 +27,7 @@ from millrace.engine.decode_batch import TokenOut
 from millrace.wire.pb import scheduler_pb2
 from millrace.worker.host import WorkerContext
 from millrace.worker.kv_servicer import KvReceiverServicer
+from millrace.worker.prefix import cached_blocks
 from millrace.worker.tasks import Tasks
 
 log = logging.getLogger(__name__)
@@ -46,6 +47,7 @@ class DecodeRole:
         metrics = DecodeMetrics(context.registry)
         self._answers = Answers(context, self._book, metrics)
         self._admissions = Admissions(context, self._book, self._answers, metrics, self._tasks)
+        self._prefix_cache = self._admissions.prefixes.cache
         self._running = Running(context, self._book, self._admissions, metrics)
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="decode-compute")
 
@@ -61,6 +63,8 @@ class DecodeRole:
     def fill_register(self, register: scheduler_pb2.Register) -> None:
         register.role = self.name
         register.max_batch = self._context.config.engine.max_batch
+        register.block_tokens = self._prefix_cache.block_tokens
+        self._prefix_cache.tell_all()
 
     def counts(self) -> tuple[int, int]:
         return self._book.counts()
@@ -68,7 +72,11 @@ class DecodeRole:
     def heartbeat(self) -> scheduler_pb2.Heartbeat:
         (running, waiting), tbt_s = self.counts(), self._pace.take_s()
         return scheduler_pb2.Heartbeat(
-            free_pages=self._pool.free_pages, running=running, waiting=waiting, tbt_s=tbt_s
+            free_pages=self._pool.free_pages,
+            running=running,
+            waiting=waiting,
+            tbt_s=tbt_s,
+            cached=cached_blocks(self._prefix_cache),
         )
 
     def on_command(self, command: scheduler_pb2.WorkerCommand) -> None:
@@ -114,6 +122,7 @@ class DecodeRole:
 
     def check_integrity(self) -> None:
         self._pool.check_integrity(expected_used=0)
+        self._prefix_cache.check_integrity()
         self._admissions.receiver.check_integrity()
         self._running.batch.check_integrity()
 

@@ -21,6 +21,9 @@ class DecodeMetrics:
             "millrace_decode_generated_tokens_total",
             "tokens emitted, first ones included",
         )
+        self.cached_tokens = registry.counter(
+            "millrace_decode_cached_tokens_total", "prompt tokens whose KV was cached here"
+        )
         self.join_s = registry.histogram(
             "millrace_decode_join_seconds", "from a request's first token to its joining the batch"
         )

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from array import array
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 
 import numpy as np
 import numpy.typing as npt
 
+from millrace.decode.held_pages import HeldPages
 from millrace.decode.token_streams import Life, life_of
 from millrace.engine.decode_batch import Sequence
 from millrace.engine.sampling_spec import SamplingSpec
@@ -17,16 +19,13 @@ from millrace.worker.codec import Stopwatch, sampling_spec, span
 
 @dataclass(slots=True, eq=False)
 class DecodeRequest:
-    """What the instance holds for a request, from its admission to its release.
-
-    `pages` are all pages reserved for it; the first ones hold the prompt, in token order.
-    """
+    """What the instance holds for a request, from its admission to its release."""
 
     spec: common_pb2.RequestSpec
     sampling: SamplingSpec
     clock: Stopwatch
     proxy: Life
-    pages: list[int]
+    pages: HeldPages
     admitted_s: float
     attempt: int = 1
     first_token_ids: list[int] = field(default_factory=list)
@@ -34,6 +33,10 @@ class DecodeRequest:
     transfer: common_pb2.Span | None = None  # under way, as the sender began it
     spans: list[common_pb2.Span] = field(default_factory=list)
     prompt_ids: npt.NDArray[np.int32] | None = None
+    prompt_tail: npt.NDArray[np.int32] | None = None  # behind its last whole block
+    cached_tokens: int = 0  # first ones whose KV was here at its admission
+    answer_ids: array[int] = field(default_factory=lambda: array("i"))  # of choice 0
+    is_sound: bool = True  # what is computed of it may be of use to others
     landed: bool = False
     joined: bool = False
     ended: bool = False
@@ -43,7 +46,7 @@ class DecodeRequest:
     first_step_s: float | None = None
 
     @staticmethod
-    def of(spec: common_pb2.RequestSpec, pages: list[int], attempt: int = 1) -> DecodeRequest:
+    def of(spec: common_pb2.RequestSpec, pages: HeldPages, attempt: int = 1) -> DecodeRequest:
         clock = Stopwatch(spec.arrival_unix_s)
         return DecodeRequest(
             spec=spec,
@@ -91,20 +94,14 @@ class DecodeRequest:
             )
             self.first_step_s = None
 
-    def sequences(self, page_tokens: int) -> Iterator[Sequence]:
-        """The open choices, each with its pages: the prompt's full ones shared, the rest its own.
-
-        The prompt's last, partly filled page is choice 0's; the others' copies are for the caller
-        to make, from `pages[prompt_tokens // page_tokens]`.
-        """
-        shared = self.prompt_tokens // page_tokens
-        own = (len(self.pages) - shared) // self.sampling.n
+    def sequences(self) -> Iterator[Sequence]:
+        """The open choices, each with its pages. The copies of the prompt's partly filled page are
+        for the caller to make."""
         for choice in sorted(self.open_choices):
-            first = shared + choice * own
             yield Sequence(
                 request_id=self.id,
                 choice=choice,
-                pages=self.pages[:shared] + self.pages[first : first + own],
+                pages=self.pages.of_choice(choice),
                 prompt_tokens=self.prompt_tokens,
                 first_token_id=self.first_token_ids[choice],
                 spec=self.sampling,

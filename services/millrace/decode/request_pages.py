@@ -1,9 +1,12 @@
-"""The pages of a request's KV: reserved at its admission, freed at its release."""
+"""The pages of a request's KV: reserved at admission, more as it grows, freed at its release."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from millrace.core.decode_placement import pages_needed
 from millrace.core.errors import CapacityError
+from millrace.decode.held_pages import HeldPages
 from millrace.decode.request import DecodeRequest
 from millrace.wire.pb import common_pb2
 from millrace.worker.host import WorkerContext
@@ -13,19 +16,54 @@ class RequestPages:
     """Used from the event loop only. No other part of an instance allocates or frees."""
 
     def __init__(self, context: WorkerContext) -> None:
+        scheduler = context.config.scheduler
         self._pool = context.engine.pool
         self._page_tokens = context.engine.layout.page_tokens
         self._max_batch = context.config.engine.max_batch
+        self.may_grow = scheduler.decode_reserve == "grow"
+        self._headroom_tokens = scheduler.decode_headroom_tokens
 
-    def reserve(self, spec: common_pb2.RequestSpec) -> list[int]:
-        """Pages for a request; its prompt's come first. Raises CapacityError, and takes none."""
-        n = spec.sampling.n
+    @property
+    def free(self) -> int:
+        """Pages that can be had now."""
+        return self._pool.free_pages
+
+    def reserve(self, spec: common_pb2.RequestSpec, cached: Sequence[int]) -> HeldPages:
+        """Pages for a new request: of its whole life, or with `scheduler.decode_reserve` grow of
+        its prompt and the headroom. The prompt's first are `cached`, already held.
+
+        Raises CapacityError, and takes none: `cached` are held no more.
+        """
+        try:
+            return self._reserve(spec, cached)
+        except CapacityError:
+            self._pool.free(cached)
+            raise
+
+    def _reserve(self, spec: common_pb2.RequestSpec, cached: Sequence[int]) -> HeldPages:
+        n, prompt, most = spec.sampling.n, spec.prompt_tokens, spec.sampling.max_tokens
         if n > self._max_batch:
             raise CapacityError(f"{n} choices wanted, the batch holds {self._max_batch}")
-        return self._pool.allocate(
-            pages_needed(spec.prompt_tokens, spec.sampling.max_tokens, n, self._page_tokens)
-        )
+        if self.may_grow:
+            whole = pages_needed(prompt, most, n, self._page_tokens)
+            if whole > self._pool.num_pages:
+                raise CapacityError(
+                    f"{whole} KV pages may be wanted in all, the pool has {self._pool.num_pages}"
+                )
+            most = min(most, self._headroom_tokens)
+        needed = pages_needed(prompt, most, n, self._page_tokens)
+        shared = prompt // self._page_tokens
+        own = (needed - shared) // n
+        pages = [*cached, *self._pool.allocate(needed - len(cached))]
+        return HeldPages.of(pages, shared, dict.fromkeys(range(n), own))
 
-    def free(self, request: DecodeRequest) -> None:
+    def grow(self, request: DecodeRequest, choice: int, count: int) -> list[int]:
+        """More pages behind those that a choice has. Raises CapacityError, and takes none."""
+        pages = self._pool.allocate(count)
+        request.pages.own[choice].extend(pages)
+        return pages
+
+    def release(self, request: DecodeRequest) -> None:
         """Of a request that runs no more, and whose pages no write can reach."""
-        self._pool.free(request.pages)
+        self._pool.free(request.pages.all())
+        request.pages = HeldPages()

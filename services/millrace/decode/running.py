@@ -65,11 +65,13 @@ class Running:
             joining.popleft()
 
     def _join(self, request: DecodeRequest) -> None:
-        partial = request.prompt_tokens // self._page_tokens  # index of the last prompt page
-        for sequence in request.sequences(self._page_tokens):
-            if sequence.choice and request.prompt_tokens % self._page_tokens:
-                self._runner.copy_page(request.pages[partial], sequence.pages[partial])
+        is_partial = request.prompt_tokens % self._page_tokens > 0
+        for sequence in request.sequences():
+            if sequence.choice and is_partial:
+                own = request.pages.own
+                self._runner.copy_page(own[0][0], own[sequence.choice][0])
             self.batch.add(sequence)
+        self._admissions.prefixes.joined(request)
         request.first_step_s = request.clock.now_s()
         self._metrics.join_s.observe(request.first_step_s - request.first_token_s)
         started = scheduler_pb2.DecodeStarted(request_id=request.id)

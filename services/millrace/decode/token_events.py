@@ -23,7 +23,7 @@ def first_token_events(
         if choice == 0:
             event.spans.extend(s for s in message.spans if s is not request.transfer)
             event.prompt_logprobs.extend(message.prompt_logprobs)
-            event.cached_tokens = message.cached_tokens
+            event.cached_tokens = message.cached_tokens or request.cached_tokens
         yield event
 
 
