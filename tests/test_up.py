@@ -126,3 +126,9 @@ async def test_an_instance_that_is_removed_is_not_started_again() -> None:
 
     assert service.process is process
     assert process.returncode == 0
+
+
+def test_kvp_workers_stand_beside_whatever_computes() -> None:
+    assert StackOptions(model="m").fleet == {"prefill": 2, "decode": 1}
+    assert StackOptions(model="m", kvp=2).fleet == {"prefill": 2, "decode": 1, "kvp": 2}
+    assert StackOptions(model="m", colocated=1, kvp=1).fleet == {"colocated": 1, "kvp": 1}

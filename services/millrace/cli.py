@@ -13,26 +13,24 @@ from millrace.command_options import (
     Autoscale,
     ConfigPath,
     DecodeSizes,
-    DrainTimeout,
     Host,
-    InstanceId,
     JsonAnswer,
+    KvpSize,
     MaxChunkTokens,
     Model,
     ModelName,
     ModelOrShipped,
-    Node,
     NoProfile,
     Port,
     PrefillSizes,
     ReadyFd,
     Record,
-    Revision,
     ScaleToZero,
     SchedulerAddress,
     Settings,
 )
 from millrace.process import configure, leave_forks_alone, plain_errors, run_async, tell
+from millrace.worker_commands import register
 
 app = typer.Typer(
     name="millrace",
@@ -97,57 +95,7 @@ def proxy(
     )
 
 
-def _worker_command(role: str, module: str, summary: str) -> None:
-    """Adds the command of a kind of worker: they take the same options."""
-
-    @app.command(role, help=summary)
-    def command(
-        model: Model,
-        model_name: ModelName = "",
-        scheduler: SchedulerAddress = "127.0.0.1:7070",
-        instance_id: InstanceId = "",
-        host: Host = "127.0.0.1",
-        port: Port = 0,
-        node: Node = "",
-        revision: Revision = "",
-        drain_timeout_s: DrainTimeout = 30.0,
-        config: ConfigPath = None,
-        settings: Settings = [],  # noqa: B006
-        ready_fd: ReadyFd = None,
-    ) -> None:
-        serve = importlib.import_module(module).serve
-        from millrace.worker.host import WorkerOptions
-
-        tree = configure(config, settings, instance_id or role)
-        options = WorkerOptions(
-            model=model,
-            model_name=model_name or Path(model).name,
-            scheduler=scheduler,
-            instance_id=instance_id,
-            host=host,
-            port=port,
-            node=node,
-            revision=revision,
-            drain_timeout_s=drain_timeout_s,
-        )
-        run_async(serve(options, tree, tell(ready_fd)))
-
-
-_worker_command(
-    "prefill",
-    "millrace.prefill.main",
-    "A prefill instance: computes prompts and pushes their KV to decode.",
-)
-_worker_command(
-    "decode",
-    "millrace.decode.main",
-    "A decode instance: receives KV and generates tokens in batches.",
-)
-_worker_command(
-    "colocated",
-    "millrace.colocated",
-    "A prefill and a decode instance in one process, over the same weights.",
-)
+register(app)
 
 
 @app.command()
@@ -160,6 +108,7 @@ def up(
         int,
         typer.Option("--colocated", min=0, help="Instances that do both, in place of the others."),
     ] = 0,
+    kvp: KvpSize = 0,
     autoscale: Autoscale = False,
     scale_to_zero: ScaleToZero = False,
     max_chunk_tokens: MaxChunkTokens = None,
@@ -198,6 +147,7 @@ def up(
                 prefill=sizes["prefill"][0],
                 decode=sizes["decode"][0],
                 colocated=colocated,
+                kvp=kvp,
                 host=host,
                 port=port,
                 redis=redis,

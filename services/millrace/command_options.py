@@ -67,6 +67,10 @@ DecodeSizes = Annotated[
     str,
     typer.Option("--decode", metavar="N|LOW:HIGH", help="Default: 1; with --autoscale 1:2."),
 ]
+KvpSize = Annotated[
+    int,
+    typer.Option("--kvp", min=0, help="KVP workers, which hold parts of long requests' KV."),
+]
 Autoscale = Annotated[
     bool, typer.Option("--autoscale", help="Scale pools from LOW to HIGH with the load.")
 ]

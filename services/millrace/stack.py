@@ -23,6 +23,9 @@ from millrace.state.private_redis import PrivateRedis
 
 log = logging.getLogger(__name__)
 
+#: Services by the order in which they stop.
+_WAVES = (("proxy",), ("prefill", "decode", "colocated"), ("kvp",), ("scheduler",))
+
 RESTART_FIRST_S = 0.5
 RESTART_MOST_S = 10.0
 
@@ -33,7 +36,7 @@ class UncleanStopError(MillraceError):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StackOptions:
-    """What `millrace up` starts; colocated instances, if any, in place of the other two kinds.
+    """What `millrace up` starts; colocated instances, if any, in place of prefill and decode.
 
     `settings` (`section.field=value`) go to every service, `role_settings` to the instances of one
     role, over all others. With `profile`, the engine's settings, a model that was never measured
@@ -45,6 +48,7 @@ class StackOptions:
     prefill: int = 2
     decode: int = 1
     colocated: int = 0
+    kvp: int = 0
     host: str = "127.0.0.1"
     port: int = 8080
     redis: str = ""
@@ -63,9 +67,10 @@ class StackOptions:
     @property
     def fleet(self) -> dict[str, int]:
         """Instances by role."""
+        fleet = {"prefill": self.prefill, "decode": self.decode}
         if self.colocated:
-            return {"colocated": self.colocated}
-        return {"prefill": self.prefill, "decode": self.decode}
+            fleet = {"colocated": self.colocated}
+        return {**fleet, "kvp": self.kvp} if self.kvp else fleet
 
     @property
     def common_arguments(self) -> list[str]:
@@ -210,7 +215,8 @@ class Stack:
                 log.warning("%s could not be started: %s", service.name, error)
 
     async def stop(self) -> None:
-        """Proxy first, so that running answers finish; then workers, scheduler and Redis.
+        """Proxy first, so that running answers finish; then workers, those that hold KV for others
+        last, scheduler and Redis.
 
         Raises UncleanStopError when a service ended with an error, unless one is under way.
         """
@@ -219,7 +225,7 @@ class Stack:
         self._stopping = True
         await asyncio.gather(*self._removals)
         await _end(self.services.values())  # first, so that none starts one behind our back
-        for wave in (("proxy",), ("prefill", "decode", "colocated"), ("scheduler",)):
+        for wave in _WAVES:
             await asyncio.gather(
                 *(s.stop() for n, s in self.services.items() if n.split("-")[0] in wave)
             )

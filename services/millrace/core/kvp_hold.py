@@ -57,3 +57,8 @@ class HoldAsk:
     @property
     def num_tokens(self) -> int:
         return self.end_token - self.start_token
+
+    @property
+    def landing_tokens(self) -> int:
+        """Of these the first ones, which are of the prompt."""
+        return max(0, min(self.end_token, self.prompt_tokens) - self.start_token)

@@ -34,7 +34,7 @@ UNITS = frozenset(
         *("seconds", "bytes", "tokens", "ratio", "info"),
         *("requests", "chunks", "steps", "sequences", "pages", "tasks", "messages"),
         *("instances", "connections", "transfers", "errors", "retries", "changes"),
-        *("rounds", "commands"),
+        *("rounds", "commands", "shards"),
     }
 )
 _NAME = re.compile(r"millrace(_[a-z][a-z0-9]*){2,}_(?P<unit>[a-z]+)")

@@ -1,0 +1,29 @@
+"""`millrace kvp`: wires a KVP worker together."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+
+from millrace.core.config import Config
+from millrace.engine.assembly import open_kv_only
+from millrace.kvp.role import KvpRole
+from millrace.worker.host import Instance, WorkerOptions, log_memory, serve_instance
+from millrace.worker.tasks import stop_event
+from millrace.worker.vitals import open_vitals
+
+
+async def serve(
+    options: WorkerOptions, config: Config, on_ready: Callable[[int], None] | None = None
+) -> None:
+    """Runs until SIGTERM or SIGINT, then lets the requests that have shards here finish."""
+    stop = stop_event()
+    async with open_vitals(config.telemetry, options.host) as vitals:
+        memory = await asyncio.to_thread(
+            open_kv_only, options.model, config.engine, options.revision
+        )
+        log_memory("a KV pool alone for", memory)
+        instance = Instance(
+            memory=memory, vitals=vitals, build=lambda context: KvpRole(context, memory)
+        )
+        await serve_instance(options, config, instance, stop, on_ready)

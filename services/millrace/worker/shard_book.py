@@ -1,0 +1,107 @@
+"""The shards that an instance holds for others: what each has, and whether its KV has come."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+from millrace.core.kv_transfer import Incarnation
+from millrace.core.kvp_hold import HoldAsk
+from millrace.transfer.control import ReceiveCallbacks
+
+
+@dataclass(slots=True, eq=False)
+class HeldShard:
+    """One shard, from the moment its pages are taken until they are free again.
+
+    `landed` is done once its part of the prompt is here, `lost` with the reason why it can't be
+    held any longer; `ended` says that its owner, or this instance, has let go of it.
+    """
+
+    ask: HoldAsk
+    pages: list[int]
+    number: int
+    landed: asyncio.Future[None] = field(default_factory=lambda: _future())
+    lost: asyncio.Future[str] = field(default_factory=lambda: _future())
+    ended: bool = False
+
+    def land(self) -> None:
+        if not self.landed.done():
+            self.landed.set_result(None)
+
+    def lose(self, why: str) -> None:
+        if not self.lost.done():
+            self.lost.set_result(why)
+
+
+class ShardBook:
+    """By request: an instance holds one shard of a request at most. For the event loop only."""
+
+    def __init__(self) -> None:
+        self._shards: dict[str, HeldShard] = {}
+        self._emptied = asyncio.Event()
+
+    def __len__(self) -> int:
+        return len(self._shards)
+
+    def __iter__(self) -> Iterator[HeldShard]:
+        """Of those that are held now; they may go meanwhile."""
+        return iter(list(self._shards.values()))
+
+    def get(self, request_id: str) -> HeldShard | None:
+        return self._shards.get(request_id)
+
+    def of(self, owner: Incarnation) -> list[HeldShard]:
+        return [shard for shard in self if shard.ask.owner == owner]
+
+    def add(self, shard: HeldShard) -> None:
+        self._shards[shard.ask.request_id] = shard
+
+    def remove(self, shard: HeldShard) -> None:
+        """Nothing of it is held any more."""
+        del self._shards[shard.ask.request_id]
+        self._emptied.set()
+
+    def counts(self) -> tuple[int, int]:
+        """Shards whose prompt has landed, and those that wait for it."""
+        landed = sum(shard.landed.done() for shard in self._shards.values())
+        return landed, len(self._shards) - landed
+
+    async def wait_idle(self) -> None:
+        """Returns when no shard is held."""
+        while self._shards:
+            self._emptied.clear()
+            await self._emptied.wait()
+
+    def beside(self, own: ReceiveCallbacks) -> ReceiveCallbacks:
+        """What a receiver tells of shards comes here, all else to `own`."""
+
+        def first_tokens(request_id: str, message: Any) -> None:  # noqa: ANN401 - the wire's type
+            if request_id not in self._shards:  # a shard's says no more than that all is sent
+                own.on_first_tokens(request_id, message)
+
+        def landed(request_id: str) -> None:
+            if (shard := self._shards.get(request_id)) is None:
+                own.on_landed(request_id)
+            else:
+                shard.land()
+
+        def prefix(request_id: str, attempt: int, tokens: int) -> None:
+            if request_id not in self._shards:
+                own.on_prefix(request_id, attempt, tokens)
+
+        def failed(request_id: str, message: str, attempt: int, kept_tokens: int) -> None:
+            if (shard := self._shards.get(request_id)) is None:
+                own.on_failed(request_id, message, attempt, kept_tokens)
+            else:
+                shard.lose(message)
+
+        return ReceiveCallbacks(
+            on_first_tokens=first_tokens, on_landed=landed, on_prefix=prefix, on_failed=failed
+        )
+
+
+def _future() -> asyncio.Future[Any]:
+    return asyncio.get_running_loop().create_future()
