@@ -100,7 +100,8 @@ def test_a_pass_keeps_only_what_a_later_operator_reads() -> None:
         "gate_up_proj": {"residual", "gate_up"},
         "down_proj": {"residual", "x"},
     }
-    state = runner._ragged_state(prompt_tables([task], page_tokens=16), is_cut=True)
+    tables = prompt_tables([task], page_tokens=16)
+    state = runner.states.ragged(tables, None, is_cut=True)
     for operator in runner.operators[:-1]:
         operator.run(state)
         held = {

@@ -5,6 +5,7 @@ import torch
 
 from millrace.engine import scratch as scratch_module
 from millrace.engine.host_memory import host_zeros
+from millrace.engine.mixed_pass import prompt_tables
 from millrace.engine.model_runner import ModelRunner
 from millrace.engine.scratch import Scratch
 from support.tiny_engine import Request, decode, make_runner, prefill
@@ -88,7 +89,8 @@ def test_a_step_after_another_takes_no_new_memory(taken: list[tuple[int, ...]]) 
 
 def suspended(runner: ModelRunner, tokens: int, operator: str) -> int:
     """Bytes that a pass holds after `operator` of its second layer."""
-    state = runner._prefill_state([Request(runner, prompt(tokens)).task(0, tokens)])
+    tables = prompt_tables([Request(runner, prompt(tokens)).task(0, tokens)], page_tokens=16)
+    state = runner.states.ragged(tables, runner._prefill_scratch, is_cut=True)
     for step in runner.operators:
         step.run(state)
         if (step.layer, step.name) == (1, operator):

@@ -12,18 +12,25 @@ from torch import Tensor
 from millrace.core.errors import ModelError
 from millrace.engine.kv_pool import KvPool
 from millrace.engine.loader import Model
-from millrace.engine.mixed_pass import DecodeRows, RaggedTables, mixed_tables, prompt_tables
+from millrace.engine.mixed_pass import (
+    NO_DECODES,
+    DecodeRows,
+    RaggedTables,
+    hand_out_lost,
+    mixed_tables,
+    prompt_tables,
+)
 from millrace.engine.operators import Activations, Head, Operator, build_operators, required, whole
 from millrace.engine.parallel.communicator import Communicator, SplitHead
+from millrace.engine.pass_states import PassStates
 from millrace.engine.prefill_task import PrefillTask as PrefillTask
 from millrace.engine.prefill_task import check_tasks, hand_out
 from millrace.engine.recorded_step import RecordedStep, is_whole
-from millrace.engine.ring_attention import KvBlock, RingAttention, RingTask
-from millrace.engine.rope import Rotary
+from millrace.engine.remote_attention import Remote, RemoteAttention
+from millrace.engine.ring_attention import RingAttention, RingTask
 from millrace.engine.scratch import Scratch
-from millrace.engine.step_tables import indptr_of, one_each, slots_of
 from millrace_kernels import api as kernels
-from millrace_kernels.plan import AttentionPlan, Backend
+from millrace_kernels.plan import Backend
 
 _MOST_RECORDED: Final = 16
 """Batch sizes whose decode step is kept recorded."""
@@ -56,10 +63,10 @@ class ModelRunner:
         """
         self.model = model
         self.pool = pool
-        self._backend = attention_backend
-        is_ordered = attention_backend == Backend.FLASHINFER  # takes K/V in order alone
-        self._ring_backend = Backend.AUTO if is_ordered else attention_backend
-        _check_layout(model, pool)
+        self.remote: Remote | None = None
+        """The way to the holders of spread requests: the caller's to set, between passes."""
+        check_layout(model, pool)
+        self.states = PassStates(model, pool.layout, attention_backend)
         config = model.config
         kv_layers = [pool.layer(i) for i in range(config.num_layers)]
         head = kernels.prepare_linear(required(model.weights.lm_head))
@@ -69,21 +76,14 @@ class ModelRunner:
         self._records = ranks is None  # collectives leave no native calls to make again
         self._boundaries = {op: Boundary(op.layer, op.name) for op in self.operators}
         self._recorded: dict[int, RecordedStep] = {}  # by sequences of a step
-        self._windows = tuple(dict.fromkeys(config.sliding_windows))
-        self._rotary = Rotary(config.rope, config.head_dim, model.device)
         # On other devices torch's allocator keeps memory itself.
         is_host = model.device.type == "cpu"
         self._prefill_scratch = Scratch(model.dtype) if is_host else None
         self._decode_scratch = Scratch(model.dtype) if is_host else None
 
     def attention_backend(self) -> Backend:
-        """Who computes the attention of a decode step.
-
-        Raises ValueError when the backend asked for can't, for this model on this device.
-        """
-        page = torch.zeros(1, 1, dtype=torch.int32)
-        plans = self._plans(one_each(1), torch.ones(1, dtype=torch.int32), page)
-        return plans[self._windows[0]].backend
+        """`PassStates.attention_backend`."""
+        return self.states.attention_backend()
 
     def prefill(self, task: PrefillTask) -> Generator[Boundary]:
         """`prefill_batch` of one task."""
@@ -98,11 +98,12 @@ class ModelRunner:
         ``attn``. Raises ValueError when a task has no tokens or too few pages.
         """
         check_tasks(tasks, self.pool.layout.page_tokens)
-        tables = prompt_tables(tasks, self.pool.layout.page_tokens)
+        tables = prompt_tables(tasks, self.pool.layout.page_tokens, self.remote)
         is_cut = not any(task.want_prompt_logprobs for task in tasks)
-        state = self._ragged_state(tables, is_cut=is_cut)
+        state = self.states.ragged(tables, self._prefill_scratch, is_cut=is_cut)
         wanted = any(task.want_logits or task.want_prompt_logprobs for task in tasks)
-        return self._run(state, tasks, self.operators if wanted else self._kv_only())
+        steps = self._run(state, tasks, self.operators if wanted else self._kv_only())
+        return self._run_remote(self._attend_remotely(state, tables), tasks, steps)
 
     def prefill_ring(self, task: RingTask) -> Generator[Boundary]:
         """A member's part of a pass of a group, as `prefill_batch`; see `ring_attention`.
@@ -116,12 +117,12 @@ class ModelRunner:
         ring = RingAttention(
             task,
             self.pool.storage.flatten(0, 1),
-            self._plan_block,
+            self.states.plan_block,
             self.model.config.sliding_windows,
         )
         if not len(task.token_ids):
             return self._serve(ring, operators)
-        return self._run(self._ring_state(task, ring), [task], operators)
+        return self._run(self.states.ring(task, ring, self._prefill_scratch), [task], operators)
 
     def decode(
         self, token_ids: Tensor, positions: Tensor, page_table: Tensor, kv_lens: Tensor
@@ -133,42 +134,26 @@ class ModelRunner:
         new token included. Returns float32 [b, vocab] on the model's device.
         """
         size = len(token_ids)
-        slots = slots_of(
-            page_table, one_each(size)[:-1], positions, self.pool.layout.page_tokens
-        ).to(self.model.device)
-        cos, sin = self._rotary(positions.to(self.model.device))
-        token_ids = token_ids.to(self.model.device)
         recorded = self._recorded.get(size)
         if recorded is not None and recorded.fits(page_table, kv_lens):
-            state = recorded.run(token_ids, slots, cos, sin)
+            device = self.model.device
+            slots = self.states.slots(positions, page_table)
+            cos, sin = self.states.rotary(positions.to(device))
+            state = recorded.run(token_ids.to(device), slots, cos, sin)
         else:
-            state = self._decode_anew(token_ids, slots, cos, sin, page_table, kv_lens)
+            state = self._decode_anew(token_ids, positions, page_table, kv_lens)
         self.operators[-1].run(state)
         return state.logits
 
     def _decode_anew(
-        self,
-        token_ids: Tensor,
-        slots: Tensor,
-        cos: Tensor,
-        sin: Tensor,
-        page_table: Tensor,
-        kv_lens: Tensor,
+        self, token_ids: Tensor, positions: Tensor, page_table: Tensor, kv_lens: Tensor
     ) -> Activations:
         """A decode step up to lm_head, operator by operator; recorded where that can be."""
         size, operators = len(token_ids), self.operators[:-1]
         outdated = self._recorded.pop(size, None)
+        scratch = self._decode_scratch if outdated is None else outdated.scratch()
         with kernels.record() as calls:
-            state = Activations(
-                num_tokens=size,
-                token_ids=token_ids,
-                slots=slots,
-                cos=cos,
-                sin=sin,
-                lse=self._room_for_lse(size),
-                plans=self._plans(one_each(size), kv_lens, page_table),
-                scratch=self._decode_scratch if outdated is None else outdated.scratch(),
-            )
+            state = self.states.decode(token_ids, positions, page_table, kv_lens, scratch)
             operators[0].run(state)
             embedded = state.x
             for operator in operators[1:]:
@@ -188,23 +173,27 @@ class ModelRunner:
     def mixed(
         self, decodes: DecodeRows, page_table: Tensor, tasks: Sequence[PrefillTask]
     ) -> Tensor:
-        """A decode step of b sequences and at least one chunk, in one pass.
+        """A decode step of b sequences and chunks in one pass: at least one row.
 
         page_table: int32 [b + chunks, max_pages] on the host, the decodes' rows first. Returns
         float32 [b, vocab] on the model's device; the tasks get theirs. Raises ValueError as
         `prefill_batch` does.
         """
         page_tokens, size = self.pool.layout.page_tokens, len(decodes)
-        check_tasks(tasks, page_tokens)
-        tables = mixed_tables(decodes, page_table, tasks, page_tokens)
+        if tasks or not size:
+            check_tasks(tasks, page_tokens)
+        tables = mixed_tables(decodes, page_table, tasks, page_tokens, self.remote)
         keeps_all = any(task.want_prompt_logprobs for task in tasks)
-        state = self._ragged_state(tables, is_cut=not keeps_all)
+        state = self.states.ragged(tables, self._prefill_scratch, is_cut=not keeps_all)
+        remote = self._attend_remotely(state, tables)
         wanted = keeps_all or len(tables.rows) > 0
         try:
             for operator in self.operators if wanted else self._kv_only():
                 operator.run(state)
         finally:
             state.give_all()
+        if remote is not None:
+            hand_out_lost(remote.end(), decodes, tasks)
         if not wanted:
             return torch.empty(0, self.model.config.vocab_size, device=self.model.device)
         hand_out(tasks, iter(state.logits[size:]), state.hidden, size)
@@ -248,6 +237,24 @@ class ModelRunner:
         finally:
             state.give_all()
 
+    def _attend_remotely(self, state: Activations, tables: RaggedTables) -> RemoteAttention | None:
+        """Begins the holders' part of a pass, where there is one."""
+        if tables.remote and self.remote is not None:
+            state.remote = RemoteAttention(self.remote.link, tables.remote, tables.slots)
+        return state.remote
+
+    def _run_remote(
+        self,
+        remote: RemoteAttention | None,
+        tasks: Sequence[PrefillTask],
+        steps: Generator[Boundary],
+    ) -> Generator[Boundary]:
+        try:
+            yield from steps
+        finally:
+            if remote is not None:
+                hand_out_lost(remote.end(), NO_DECODES, tasks)
+
     def _serve(self, ring: RingAttention, operators: tuple[Operator, ...]) -> Generator[Boundary]:
         """A pass without tokens."""
         config = self.model.config
@@ -262,88 +269,9 @@ class ModelRunner:
         ends = [i for i, op in enumerate(self.operators) if op.name == "attn"]
         return self.operators[: ends[-1] + 1]
 
-    def _ragged_state(self, tables: RaggedTables, *, is_cut: bool) -> Activations:
-        """`is_cut`: the last layer computes the wanted rows alone."""
-        device = self.model.device
-        rows = len(tables.token_ids)
-        cos, sin = self._rotary(tables.positions.to(device))
-        state = Activations(
-            num_tokens=rows,
-            token_ids=tables.token_ids.to(device),
-            slots=tables.slots.to(device),
-            cos=cos,
-            sin=sin,
-            lse=self._room_for_lse(rows),
-            plans=self._plans(tables.indptr, tables.kv_lens, tables.page_table),
-            scratch=self._prefill_scratch,
-        )
-        state.rows = tables.rows.to(device)
-        if is_cut:
-            window = self.model.config.sliding_windows[-1]
-            state.last_plan = self._plan(
-                tables.wanted_indptr, tables.kv_lens, tables.page_table, window
-            )
-        return state
 
-    def _ring_state(self, task: RingTask, ring: RingAttention) -> Activations:
-        device = self.model.device
-        cos, sin = self._rotary(task.positions.to(device))
-        rows = [len(task.token_ids) - 1] if task.want_logits else []
-        return Activations(
-            num_tokens=len(task.token_ids),
-            token_ids=task.token_ids.to(device),
-            slots=task.slots.to(device),
-            cos=cos,
-            sin=sin,
-            lse=self._room_for_lse(0),
-            plans={},
-            ring=ring,
-            rows=torch.tensor(rows, dtype=torch.int64, device=device),
-            scratch=self._prefill_scratch,
-        )
-
-    def _room_for_lse(self, tokens: int) -> Tensor:
-        heads = self.model.config.num_heads
-        return torch.empty(tokens, heads, dtype=torch.float32, device=self.model.device)
-
-    def _plans(
-        self, indptr: Tensor, kv_lens: Tensor, table: Tensor
-    ) -> dict[int | None, AttentionPlan]:
-        return {w: self._plan(indptr, kv_lens, table, w) for w in self._windows}
-
-    def _plan_block(self, rows: Tensor, block: KvBlock, window: int | None) -> AttentionPlan:
-        slots = torch.tensor([len(block.positions)], dtype=torch.int32)
-        table = block.pages[None]
-        return self._plan(indptr_of([len(rows)]), slots, table, window, rows, block.positions)
-
-    def _plan(
-        self,
-        indptr: Tensor,
-        kv_lens: Tensor,
-        table: Tensor,
-        window: int | None,
-        q_positions: Tensor | None = None,
-        kv_positions: Tensor | None = None,
-    ) -> AttentionPlan:
-        config, layout = self.model.config, self.pool.layout
-        return kernels.plan_attention(
-            q_indptr=indptr,
-            kv_lens=kv_lens,
-            page_table=table,
-            page_tokens=layout.page_tokens,
-            num_q_heads=config.num_heads,
-            num_kv_heads=config.num_kv_heads,
-            head_dim=config.head_dim,
-            dtype=self.model.dtype,
-            device=self.model.device,
-            q_positions=q_positions,
-            kv_positions=kv_positions,
-            sliding_window=window,
-            backend=self._backend if kv_positions is None else self._ring_backend,
-        )
-
-
-def _check_layout(model: Model, pool: KvPool) -> None:
+def check_layout(model: Model, pool: KvPool) -> None:
+    """Raises ModelError when the pool was made for another model, dtype, heads or layers."""
     config, layout = model.config, pool.layout
     wanted = {
         "num_layers": config.num_layers,
