@@ -49,7 +49,9 @@ def test_it_measures_keeps_writes_and_is_read_by_the_simulator(tmp_path: Path, c
     assert list(cache.iterdir()) == [ProfileCache(str(cache)).path(profile_key(model, ENGINE))]
     assert "held-out points" in said and "prefill" in said
     points = json.loads(report.read_text())["points"]
-    assert {"prefill", "operators", "decode", "batched"} <= {point["model"] for point in points}
+    assert {"prefill", "operators", "decode", "batched", "mixed"} <= {
+        point["model"] for point in points
+    }
 
     import typer
 

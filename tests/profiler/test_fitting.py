@@ -3,21 +3,25 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from itertools import pairwise
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from millrace.core.operators import BatchShape
 from millrace.core.profile import Profile
 from millrace.profiler.accuracy import compare, errors
-from millrace.profiler.fitting import build_profile, prefill_latency, rising
-from millrace.profiler.measure import Decode, Measured, Prefill, usual
+from millrace.profiler.fitting import build_profile, prefill_latency
+from millrace.profiler.measure import Decode, Measured, Mixed, Prefill, usual
+from millrace.profiler.tables import rising
 from support.known_law import CHUNK, LENGTHS, SUBJECT, measured, prefill
 
 UNSEEN = (
     *(Prefill(40), Prefill(100), Prefill(300), Prefill(700), Prefill(60, 300), Prefill(300, 600)),
     *(Decode(3, 500), Decode(1, 600), Decode(20, 200), Decode(64, 512)),
+    *(Mixed(100, 300, 5, 600), Mixed(400, 0, 30, 200), Mixed(40, 900, 2, 100)),
 )
 
 
@@ -30,6 +34,25 @@ def test_what_was_measured_and_what_was_not_is_predicted() -> None:
     assert profile.errors["prefill"] < 0.02
     assert profile.errors["operators"] < 0.02
     assert profile.errors["decode"] < 0.02
+    assert profile.errors["mixed"] < 0.02
+    assert profile.errors["decode_step"] < 0.02
+
+
+def test_without_passes_of_decodes_nothing_is_said_of_mixed_ones() -> None:
+    profile = build_profile(SUBJECT, replace(measured(UNSEEN), rows={}))
+    assert profile.mixed is None
+
+
+def test_histories_beyond_the_longest_prompt_tell_of_mixed_passes_alone() -> None:
+    plain = measured(UNSEEN)
+    dear = Prefill(64, 8192)
+    beyond = {dear: prefill(dear, slower=3.0)}
+    profile = build_profile(SUBJECT, replace(plain, prefills={**plain.prefills, **beyond}))
+    without = build_profile(SUBJECT, plain)
+    assert (profile.prefill, profile.operators) == (without.prefill, without.operators)
+    assert profile.mixed is not None and without.mixed is not None
+    chunk = BatchShape(prefills=((64, 8192),))
+    assert profile.mixed.pass_s(chunk) > 2.0 * without.mixed.pass_s(chunk)
 
 
 def test_measured_prompts_are_met_exactly_and_held_out_ones_are_no_points() -> None:

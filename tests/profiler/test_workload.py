@@ -9,7 +9,7 @@ import pytest
 from millrace.core.config import EngineConfig
 from millrace.core.errors import ConfigError
 from millrace.engine.assembly import Engine, open_engine
-from millrace.profiler.measure import Decode, Prefill, measure
+from millrace.profiler.measure import Decode, Mixed, Prefill, measure
 from millrace.profiler.workload import Workload
 from support.tiny_models import model_folder
 
@@ -73,6 +73,31 @@ def test_decode_steps_have_pages_of_their_own_or_no_room(engine: Engine) -> None
     workload.close()
 
 
+def test_a_mixed_pass_has_pages_of_its_own_for_each_of_its_sequences(
+    engine: Engine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    seen = []
+    mixed = engine.runner.mixed
+
+    def spy(decodes, page_table, tasks):
+        pages = [row[row > 0].tolist() for row in page_table]
+        seen.append((decodes.kv_lens.tolist(), [t.kv_tokens for t in tasks], pages))
+        return mixed(decodes, page_table, tasks)
+
+    monkeypatch.setattr(engine.runner, "mixed", spy)
+    workload = load(engine)
+    assert workload.mixed_s([(30, 70), (9, 0)], [50, 1]) > 0.0
+    rows = workload.decode_rows(4, 90)
+    workload.close()
+
+    ((kv_lens, chunks, pages),) = seen
+    assert (kv_lens, chunks) == ([50, 1], [100, 9])
+    held = [page for row in pages for page in row]
+    assert len(held) == len(set(held))
+    assert rows.operators.keys() == OPERATORS
+    assert sum(rows.operators.values()) == pytest.approx(rows.seconds, rel=0.2)
+
+
 @pytest.mark.parametrize("tokens", [-1, 4096, 1 << 20])
 def test_more_than_the_model_holds_is_refused(engine: Engine, tokens: int) -> None:
     with pytest.raises(ConfigError, match=rf"max_tokens is {tokens}; it must be 1 to \d+"):
@@ -93,7 +118,11 @@ def test_a_budget_covers_lengths_histories_batches_and_steps(engine: Engine) -> 
     assert max(step.batch for step in measured.decode_s) <= 8
     assert any(isinstance(case, Prefill) for case in measured.held_out)
     assert any(isinstance(case, Decode) for case in measured.held_out)
-    assert all(c.batch > 1 or c.tokens + c.history <= measured.longest for c in cases)
+    prompts = set(measured.prompts)
+    assert all(c.batch > 1 or c.tokens + c.history <= measured.longest for c in prompts)
+    assert {row.batch for row in measured.rows} == {1, 4}  # no more than an instance's batch
+    assert {case for case in measured.held_out if isinstance(case, Mixed)} == set(measured.mixed_s)
+    assert measured.mixed_s
     assert shares == sorted(shares) and shares[-1] == 1.0
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from millrace.profiler.fitting import Subject
-from millrace.profiler.measure import Decode, Measured, Prefill
+from millrace.profiler.measure import Case, Decode, Measured, Mixed, Prefill, Rows
 from millrace.profiler.workload import Timing
 
 LAYERS = 4
@@ -42,7 +42,29 @@ def step_s(case: Decode) -> float:
     return 200e-6 + 50e-6 * case.batch + 5e-9 * case.batch * case.context
 
 
-def measured(held_out: tuple[Prefill | Decode, ...] = ()) -> Measured:
+def rows(case: Rows) -> Timing:
+    """As a pass of as many tokens, but that each reads its context: 5 ns a token."""
+    linear_s = 20e-6 * case.batch
+    operators = {
+        "embed": 1e-3,
+        "qkv_proj": 0.3 * linear_s,
+        "attn": 5e-9 * case.batch * case.context,
+        "o_proj": 0.1 * linear_s,
+        "gate_up_proj": 0.4 * linear_s,
+        "down_proj": 0.2 * linear_s,
+        "lm_head": 30e-6 * case.batch,
+        "sample": 20e-6 * case.batch,
+    }
+    return Timing(seconds=sum(operators.values()), operators=operators, passes=1)
+
+
+def mixed_s(case: Mixed) -> float:
+    """The two together, which share the pass."""
+    chunk = prefill(Prefill(case.tokens, case.history))
+    return chunk.seconds + rows(Rows(case.decodes, case.context)).seconds - 1e-3
+
+
+def measured(held_out: tuple[Case, ...] = ()) -> Measured:
     cases = [Prefill(tokens) for tokens in LENGTHS]
     cases += [Prefill(t, h) for t in (32, 128, 256, 512) for h in (256, 512) if t + h <= 1024]
     cases += [Prefill(48, 0, 2), Prefill(48, 0, 8)]
@@ -56,4 +78,6 @@ def measured(held_out: tuple[Prefill | Decode, ...] = ()) -> Measured:
         longest=1024,
         rounds=1,
         spent_s=1.0,
+        rows={case: rows(case) for case in (Rows(b, c) for b in (1, 8, 64) for c in (128, 1024))},
+        mixed_s={case: mixed_s(case) for case in held_out if isinstance(case, Mixed)},
     )

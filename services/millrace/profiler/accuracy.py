@@ -11,7 +11,8 @@ from millrace.core.operators import BatchShape
 from millrace.core.profile import Profile
 from millrace.core.sequence_parallel import pass_tokens
 from millrace.profiler.groups import MeasuredGroups
-from millrace.profiler.measure import Decode, Measured, Prefill
+from millrace.profiler.measure import Case, Measured, Prefill
+from millrace.profiles import decode_step
 from millrace.profiles.eq_1 import rounded
 
 
@@ -20,11 +21,12 @@ class Compared:
     """One measured time and what the profile says.
 
     model: prefill (Eq. (1) with its points), sp2 and up (the same of groups), or of the operator
-    tables: operators (one prompt), batched (several in one pass), decode.
+    tables: operators (one prompt), batched (several in one pass), decode, mixed (a chunk beside
+    decodes); or decode_step, the straight line that a decode instance registers.
     """
 
     model: str
-    case: Prefill | Decode
+    case: Case
     is_held_out: bool
     measured_s: float
     predicted_s: float
@@ -47,10 +49,10 @@ def compare(
 
     def add(
         model: str,
-        case: Prefill | Decode,
+        case: Case,
         measured_s: float,
         predicted_s: float,
-        held_out: frozenset[Prefill] | frozenset[Prefill | Decode] = measured.held_out,
+        held_out: frozenset[Prefill] | frozenset[Case] = measured.held_out,
     ) -> None:
         found.append(
             Compared(
@@ -72,9 +74,14 @@ def compare(
         starts = accumulate(parts, initial=case.history)
         shapes = [BatchShape(prefills=(part,)) for part in zip(parts, starts, strict=False)]
         add("operators", case, timing.seconds, sum(map(operators.pass_s, shapes)))
+    base_s, per_sequence_s, per_context_token_s = decode_step.of_profile(operators)
     for step, step_s in sorted(measured.decode_s.items()):
         context = step.batch * step.context
         add("decode", step, step_s, operators.decode_step_s(step.batch, context))
+        straight_s = base_s + per_sequence_s * step.batch + per_context_token_s * context
+        add("decode_step", step, step_s, straight_s)
+    for batch, pass_s in sorted(measured.mixed_s.items()):
+        add("mixed", batch, pass_s, profile.mixed_batches.pass_s(batch.shape))
     if groups is not None:
         for sp, of_sp in groups.seconds.items():
             for case, taken_s in of_sp.items():

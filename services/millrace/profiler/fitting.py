@@ -24,12 +24,12 @@ from millrace.core.profile import Profile
 from millrace.profiler.accuracy import compare, errors
 from millrace.profiler.groups import MeasuredGroups
 from millrace.profiler.measure import Decode, Measured, Prefill
+from millrace.profiler.mixed_fit import LINEAR, mixed_model
+from millrace.profiler.tables import over_squares, rising, table_of
 from millrace.profiler.workload import Timing
 from millrace.profiles import eq_1, load_profile
 from millrace.profiles.degrees import REFERENCE, estimated
 from millrace.profiles.eq_1 import rounded
-
-LINEAR = ("qkv_proj", "o_proj", "gate_up_proj", "down_proj")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -69,6 +69,7 @@ def build_profile(
         operators=operator_model(measured, subject.layers, reference.operators),
         kv_transfer_bytes_s=reference.kv_transfer_bytes_s,
         ring_step_s=reference.ring_step_s,
+        mixed=mixed_model(measured, subject.layers, reference.operators),
         measured_sp=degrees,
         sources=(
             f"measured by `millrace profile` in {measured.spent_s:.1f} s, "
@@ -93,7 +94,7 @@ def prefill_latency(measured: Measured) -> Latency:
     return _latency(
         {
             case: timing.seconds
-            for case, timing in measured.prefills.items()
+            for case, timing in measured.prompts.items()
             if case.batch == 1 and case not in measured.held_out
         }
     )
@@ -130,7 +131,7 @@ def _latency(seconds_of: Mapping[Prefill, float]) -> Latency:
 
 def operator_model(measured: Measured, layers: int, reference: OperatorModel) -> OperatorModel:
     """The tables; KV parallelism is the `reference`'s."""
-    fitted = {c: t for c, t in sorted(measured.prefills.items()) if c not in measured.held_out}
+    fitted = {c: t for c, t in sorted(measured.prompts.items()) if c not in measured.held_out}
     singles = {
         c.tokens: t for c, t in fitted.items() if c.batch == 1 and not c.history and t.passes == 1
     }
@@ -154,18 +155,6 @@ def operator_model(measured: Measured, layers: int, reference: OperatorModel) ->
         kvp_message_s=reference.kvp_message_s,
         kvp_token_s=reference.kvp_token_s,
     )
-
-
-def rising(values: Sequence[float]) -> list[float]:
-    """The least-squares fit that never falls (pool adjacent violators)."""
-    blocks: list[tuple[float, int]] = []
-    for value in values:
-        mean, count = value, 1
-        while blocks and blocks[-1][0] > mean:
-            other, more = blocks.pop()
-            mean, count = (mean * count + other * more) / (count + more), count + more
-        blocks.append((mean, count))
-    return [mean for mean, count in blocks for _ in range(count)]
 
 
 def _groups_source(groups: MeasuredGroups | None) -> list[str]:
@@ -200,7 +189,7 @@ def _lm_head(fitted: Mapping[Prefill, Timing], singles: Mapping[int, Timing]) ->
     for case, timing in fitted.items():
         if case.batch > 1:
             points[case.batch] = timing.operators["lm_head"]
-    return _table(points, is_rising=True)
+    return table_of(points, is_rising=True)
 
 
 def _linear(
@@ -208,7 +197,7 @@ def _linear(
 ) -> Mapping[str, Table]:
     """Seconds of a layer over the tokens of a pass, by operator."""
     as_prefill = {
-        name: _table({tokens: t.operators[name] / layers for tokens, t in singles.items()})
+        name: table_of({tokens: t.operators[name] / layers for tokens, t in singles.items()})
         for name in LINEAR
     }
     least_s: dict[int, float] = {}  # of a batch, on the least context
@@ -218,10 +207,10 @@ def _linear(
     for batch, step_s in least_s.items():
         whole_s = layers * _sum_at(as_prefill, batch)
         shares[batch] = min(max(step_s - lm_head.at(batch), 0.0) / whole_s, 1.0)
-    share = _table(shares)
+    share = table_of(shares)
     grid = singles.keys() | least_s.keys()
     return {
-        name: _table({x: table.at(x) * min(share.at(x), 1.0) for x in grid})
+        name: table_of({x: table.at(x) * min(share.at(x), 1.0) for x in grid})
         for name, table in as_prefill.items()
     }
 
@@ -230,15 +219,12 @@ def _attn(
     singles: Mapping[int, Timing], linear: Mapping[str, Table], lm_head: Table, layers: int
 ) -> Table:
     """Over squared tokens, with a last slope that is not level if any is not."""
-    tokens = sorted(singles)
-    rest_s = [
-        max(singles[count].seconds - lm_head.at(1), 0.0) / layers - _sum_at(linear, count)
-        for count in tokens
-    ]
-    points = dict(zip(tokens, rising([max(s, 0.0) for s in rest_s]), strict=True))
-    while len(points) > 1 and points[tokens[-2]] == points[tokens[-1]]:
-        del points[tokens.pop(-2)]
-    return _table({count * count: seconds for count, seconds in points.items()})
+    return over_squares(
+        {
+            count: max(timing.seconds - lm_head.at(1), 0.0) / layers - _sum_at(linear, count)
+            for count, timing in singles.items()
+        }
+    )
 
 
 def _history_factor(
@@ -251,7 +237,7 @@ def _history_factor(
             more_s = (timing.operators["attn"] - alone.operators["attn"]) / layers
             factor = max(more_s, 0.0) / (pair_s * case.tokens * case.history)
             by_tokens.setdefault(case.tokens, []).append(factor)
-    return _table({t: median(factors) for t, factors in by_tokens.items()} or {1: 1.0})
+    return table_of({t: median(factors) for t, factors in by_tokens.items()} or {1: 1.0})
 
 
 def _decode_attn(
@@ -263,17 +249,9 @@ def _decode_attn(
         row = rows.setdefault(case.batch, {})
         row[case.batch * case.context] = max(step_s - rest_s, 0.0) / layers
     return DecodeAttention(
-        batches=tuple(rows), tables=tuple(_table(row, is_rising=True) for row in rows.values())
+        batches=tuple(rows), tables=tuple(table_of(row, is_rising=True) for row in rows.values())
     )
 
 
 def _sum_at(tables: Mapping[str, Table], tokens: float) -> float:
     return sum(table.at(tokens) for table in tables.values())
-
-
-def _table(points: Mapping[int, float], *, is_rising: bool = False) -> Table:
-    xs = sorted(points)
-    ys = [points[x] for x in xs]
-    if is_rising:
-        ys = rising(ys)
-    return Table(xs=tuple(float(x) for x in xs), ys=tuple(rounded(y) for y in ys))

@@ -11,9 +11,10 @@ from __future__ import annotations
 import random
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Final
 
+from millrace.core.operators import BatchShape
 from millrace.profiler.workload import Timing, Workload
 
 #: Of the budget: what one prefill of the longest prompt may take (the first round takes some eight
@@ -38,6 +39,19 @@ HELD_OUT: Final = (
     (0.04, 0.8),
 )
 HELD_OUT_DECODE: Final = ((1, 0.5), (3, 0.3), (12, 0.6), (48, 0.2))  # (batch, context as a share)
+#: Decodes as rows of a mixed pass, and chunks on histories beyond the longest prompt's, which cost
+#: as many (query, key) pairs as that prompt.
+ROWS: Final = (1, 4, 16, 64)
+LONG_HISTORY_CHUNKS: Final = (32, 128)
+#: (chunk, its history, decodes, their contexts), shares of the longest prompt but for the decodes.
+HELD_OUT_MIXED: Final = (
+    (0.5, 0.0, 8, 0.3),
+    (0.25, 0.5, 16, 0.2),
+    (0.12, 0.8, 4, 0.6),
+    (0.06, 0.3, 32, 0.1),
+    (0.75, 0.2, 2, 0.5),
+    (0.03, 0.9, 12, 0.4),
+)
 
 
 @dataclass(frozen=True, slots=True, order=True)
@@ -57,16 +71,58 @@ class Decode:
     context: int
 
 
+@dataclass(frozen=True, slots=True, order=True)
+class Rows:
+    """`batch` decodes on `context` tokens each, as rows of a mixed pass."""
+
+    batch: int
+    context: int
+
+
+@dataclass(frozen=True, slots=True, order=True)
+class Mixed:
+    """A chunk of `tokens` on `history` beside `decodes` on `context` tokens each, in one pass."""
+
+    tokens: int
+    history: int
+    decodes: int
+    context: int
+
+    @property
+    def shape(self) -> BatchShape:
+        return BatchShape(
+            prefills=((self.tokens, self.history),),
+            decodes=self.decodes,
+            decode_context_tokens=self.decodes * self.context,
+        )
+
+
+Case = Prefill | Decode | Rows | Mixed
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Measured:
-    """Typical times of every case. `held_out`: those that nothing is to be fitted to."""
+    """Typical times of every case. `held_out`: those that nothing is to be fitted to.
+
+    prefills: also chunks on histories beyond the `longest` prompt; `prompts` are the others.
+    """
 
     prefills: Mapping[Prefill, Timing]
     decode_s: Mapping[Decode, float]
-    held_out: frozenset[Prefill | Decode]
+    held_out: frozenset[Case]
     longest: int
     rounds: int
     spent_s: float
+    rows: Mapping[Rows, Timing] = field(default_factory=dict)
+    mixed_s: Mapping[Mixed, float] = field(default_factory=dict)
+
+    @property
+    def prompts(self) -> Mapping[Prefill, Timing]:
+        return {
+            case: timing
+            for case, timing in self.prefills.items()
+            if case.tokens + case.history <= self.longest
+        }
 
 
 def measure(
@@ -87,8 +143,7 @@ def measure(
     fitted = dict.fromkeys(_fitted(workload, longest))
     held_out = frozenset(_held_out(workload, longest)) - fitted.keys()
     cases = [*fitted, *sorted(held_out, key=repr)]
-    timings: dict[Prefill, list[Timing]] = {c: [] for c in cases if isinstance(c, Prefill)}
-    steps_s: dict[Decode, list[float]] = {c: [] for c in cases if isinstance(c, Decode)}
+    timings: dict[Case, list[Timing]] = {case: [] for case in cases}
     order = random.Random(0)
     rounds, due = 0, cases
     spent_on = dict.fromkeys(cases, 0.0)
@@ -96,10 +151,7 @@ def measure(
         order.shuffle(due)
         for case in due:
             start_case_s = spent_s()
-            if isinstance(case, Prefill):
-                timings[case].append(workload.prefill(case.tokens, case.history, case.batch))
-            else:
-                steps_s[case].append(workload.decode_step_s(case.batch, case.context))
+            timings[case].append(_timed(workload, case))
             spent_on[case] += spent_s() - start_case_s
         rounds += 1
         after = {case: spent_on[case] * (rounds + 1) / rounds for case in due}
@@ -109,9 +161,12 @@ def measure(
             break
     total_s = spent_s()
     progress(1.0)
+    found = {case: typical(taken) for case, taken in timings.items()}
     return Measured(
-        prefills={case: typical(found) for case, found in timings.items()},
-        decode_s={case: usual(found) for case, found in steps_s.items()},
+        prefills={case: t for case, t in found.items() if isinstance(case, Prefill)},
+        decode_s={case: t.seconds for case, t in found.items() if isinstance(case, Decode)},
+        rows={case: t for case, t in found.items() if isinstance(case, Rows)},
+        mixed_s={case: t.seconds for case, t in found.items() if isinstance(case, Mixed)},
         held_out=held_out,
         longest=longest,
         rounds=rounds,
@@ -119,12 +174,26 @@ def measure(
     )
 
 
+def _timed(workload: Workload, case: Case) -> Timing:
+    """Decode steps and mixed passes are not timed by operators."""
+    match case:
+        case Prefill(tokens, history, batch):
+            return workload.prefill(tokens, history, batch)
+        case Rows(batch, context):
+            return workload.decode_rows(batch, context)
+        case Decode(batch, context):
+            seconds = workload.decode_step_s(batch, context)
+        case Mixed(tokens, history, decodes, context):
+            seconds = workload.mixed_s([(tokens, history)], [context] * decodes)
+    return Timing(seconds=seconds, operators={}, passes=1)
+
+
 def typical(timings: Sequence[Timing]) -> Timing:
     """`usual` seconds, divided over the operators as their own usual seconds say."""
     seconds = usual([timing.seconds for timing in timings])
     names = timings[0].operators
     parts = {name: usual([timing.operators[name] for timing in timings]) for name in names}
-    scale = seconds / sum(parts.values())
+    scale = seconds / (sum(parts.values()) or 1.0)
     return Timing(
         seconds=seconds,
         operators={name: part * scale for name, part in parts.items()},
@@ -153,7 +222,7 @@ def _longest(workload: Workload, limit_s: float, spent_s: Callable[[], float]) -
         length = following
 
 
-def _fitted(workload: Workload, longest: int) -> Iterable[Prefill | Decode]:
+def _fitted(workload: Workload, longest: int) -> Iterable[Case]:
     for tokens in _lengths(min(LEAST_TOKENS, workload.max_chunk_tokens, longest), longest):
         yield Prefill(tokens)
     for tokens in (longest >> 1, longest >> 2, longest >> 3, longest >> 5, longest >> 7):
@@ -165,9 +234,11 @@ def _fitted(workload: Workload, longest: int) -> Iterable[Prefill | Decode]:
     for batch in DECODE_BATCHES:
         for context in (longest // 8, longest):
             yield from _step(workload, batch, context)
+    yield from _rows(workload, longest)
+    yield from _long_histories(workload, longest)
 
 
-def _held_out(workload: Workload, longest: int) -> Iterable[Prefill | Decode]:
+def _held_out(workload: Workload, longest: int) -> Iterable[Case]:
     for share, history_share in HELD_OUT:
         tokens = round(share * longest)
         if tokens >= LEAST_TOKENS:
@@ -176,6 +247,30 @@ def _held_out(workload: Workload, longest: int) -> Iterable[Prefill | Decode]:
         yield from _together(workload, batch, longest)
     for batch, share in HELD_OUT_DECODE:
         yield from _step(workload, batch, round(share * longest))
+    for chunk_share, history_share, decodes, context_share in HELD_OUT_MIXED:
+        tokens = min(round(chunk_share * longest), workload.max_chunk_tokens)
+        case = Mixed(
+            tokens, round(history_share * longest), decodes, max(round(context_share * longest), 1)
+        )
+        lengths = [case.tokens + case.history, *[case.context] * decodes]
+        if tokens and decodes <= workload.max_batch and workload.has_room_for(lengths):
+            yield case
+
+
+def _rows(workload: Workload, longest: int) -> Iterable[Rows]:
+    for batch in ROWS:
+        for context in (longest // 8, longest):
+            context = max(context, LEAST_TOKENS)
+            if batch <= workload.max_batch and workload.has_room_for([context] * batch):
+                yield Rows(batch, context)
+
+
+def _long_histories(workload: Workload, longest: int) -> Iterable[Prefill]:
+    room = min(workload.max_tokens, workload.kv_tokens)
+    for tokens in LONG_HISTORY_CHUNKS:
+        history = min(longest * longest // (2 * tokens), room - tokens)
+        if tokens <= workload.max_chunk_tokens and tokens + history > longest:
+            yield Prefill(tokens, history)
 
 
 def _together(workload: Workload, batch: int, longest: int) -> Iterable[Prefill]:

@@ -22,9 +22,11 @@ from millrace.engine.assembly import Engine
 from millrace.engine.decode_batch import DecodeBatch
 from millrace.engine.decode_batch import Sequence as Decoding
 from millrace.engine.kv_pool import page_runs
-from millrace.engine.model_runner import PrefillTask
+from millrace.engine.mixed_pass import DecodeRows
+from millrace.engine.prefill_task import PrefillTask
 from millrace.engine.sampler import Sampler
 from millrace.engine.sampling_spec import SamplingRow, SamplingSpec
+from millrace.engine.step_tables import page_table_of
 
 #: On the host, memory that was never written reads as one page of zeros, faster than any cache; so
 #: the pages are written once, and at most this much of them.
@@ -113,11 +115,55 @@ class Workload:
                 clock.ended(boundary.operator)
             start += length
         for task in tasks:
-            assert task.logits is not None  # the last pass wants them
-            spec = SamplingSpec(max_tokens=1)
-            self._sampler.sample(task.logits.expand(1, -1), [SamplingRow.first(spec)])
+            self._sample(_logits(task)[None])
         clock.ended(SAMPLE)
         return clock.read(len(parts))
+
+    @torch.inference_mode()
+    def decode_rows(self, batch: int, context: int) -> Timing:
+        """`batch` decodes on `context` tokens each as a mixed pass computes them: a row each of a
+        ragged batch, operator by operator.
+        """
+        clock = _OperatorClock(self._engine.device)
+        tasks = [
+            PrefillTask(
+                token_ids=self._ids(1).to(self._engine.device),
+                history_tokens=context - 1,
+                pages=pages,
+            )
+            for pages in self._shares(context, batch)
+        ]
+        for boundary in self._engine.runner.prefill_batch(tasks):
+            clock.ended(boundary.operator)
+        self._sample(torch.stack([_logits(task) for task in tasks]))
+        clock.ended(SAMPLE)
+        return clock.read(1)
+
+    @torch.inference_mode()
+    def mixed_s(self, chunks: Sequence[tuple[int, int]], contexts: Sequence[int]) -> float:
+        """Seconds of a pass of chunks (tokens, history) beside decodes of these contexts, one
+        chunk and one decode at least; with the sampling of the decodes' tokens.
+        """
+        lengths = [*contexts, *(tokens + history for tokens, history in chunks)]
+        pages = list(self._apart(lengths))
+        decodes = DecodeRows(
+            token_ids=self._ids(len(contexts)),
+            positions=torch.tensor(contexts) - 1,
+            kv_lens=torch.tensor(contexts, dtype=torch.int32),
+        )
+        tasks = [
+            PrefillTask(
+                token_ids=self._ids(tokens).to(self._engine.device),
+                history_tokens=history,
+                pages=own,
+                want_logits=False,
+            )
+            for (tokens, history), own in zip(chunks, pages[len(contexts) :], strict=True)
+        ]
+        table = page_table_of(pages)
+        start_s = time.perf_counter()
+        self._sample(self._engine.runner.mixed(decodes, table, tasks))
+        return time.perf_counter() - start_s  # token ids came to the host, so a device has finished
 
     def decode_step_s(self, batch: int, context: int) -> float:
         """Median seconds of a step of `batch` sequences on `context` tokens each, with sampling."""
@@ -145,18 +191,37 @@ class Workload:
         return median(seconds[WARM_STEPS:])
 
     def has_room(self, batch: int, tokens: int) -> bool:
-        """Whether `batch` sequences of `tokens` each have pages of their own."""
-        tokens += WARM_STEPS + DECODE_STEPS
-        return batch * self._engine.layout.pages_for(tokens) <= len(self._pages)
+        """Whether `batch` sequences of `tokens` each can decode on pages of their own."""
+        return self.has_room_for([tokens + WARM_STEPS + DECODE_STEPS] * batch)
+
+    def has_room_for(self, lengths: Sequence[int]) -> bool:
+        """Whether sequences of these lengths have pages of their own."""
+        return sum(map(self._engine.layout.pages_for, lengths)) <= len(self._pages)
 
     def _ids(self, tokens: int) -> torch.Tensor:
         return torch.randint(self._vocab, (tokens,), generator=self._random)
 
+    def _sample(self, logits: torch.Tensor) -> None:
+        """Draws a token of each row, [n, vocab]."""
+        spec = SamplingSpec(max_tokens=1)
+        self._sampler.sample(logits, [SamplingRow.first(spec) for _ in range(len(logits))])
+
+    def _apart(self, lengths: Sequence[int]) -> Iterator[Sequence[int]]:
+        """Pages for sequences of these lengths, none shared."""
+        start = 0
+        for length in lengths:
+            end = start + self._engine.layout.pages_for(length)
+            yield self._pages[start:end]
+            start = end
+
     def _shares(self, tokens: int, batch: int) -> Iterator[Sequence[int]]:
         """Pages for `tokens` tokens of each of `batch` sequences, none shared."""
-        count = self._engine.layout.pages_for(tokens)
-        for start in range(0, batch * count, count):
-            yield self._pages[start : start + count]
+        return self._apart([tokens] * batch)
+
+
+def _logits(task: PrefillTask) -> torch.Tensor:
+    assert task.logits is not None  # the pass wants them
+    return task.logits
 
 
 class _OperatorClock:

@@ -1,0 +1,38 @@
+"""Tables from measured points."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+from millrace.core.operators import Table
+from millrace.profiles.eq_1 import rounded
+
+
+def table_of(points: Mapping[int, float], *, is_rising: bool = False) -> Table:
+    """Through all points, or, where times can only rise, the closest that does (`rising`)."""
+    xs = sorted(points)
+    ys = [points[x] for x in xs]
+    if is_rising:
+        ys = rising(ys)
+    return Table(xs=tuple(float(x) for x in xs), ys=tuple(rounded(y) for y in ys))
+
+
+def over_squares(points: Mapping[int, float]) -> Table:
+    """Over the squares of the xs; rising, with a last slope that is not level if any is not."""
+    xs = sorted(points)
+    found = dict(zip(xs, rising([max(points[x], 0.0) for x in xs]), strict=True))
+    while len(found) > 1 and found[xs[-2]] == found[xs[-1]]:
+        del found[xs.pop(-2)]
+    return table_of({x * x: seconds for x, seconds in found.items()})
+
+
+def rising(values: Sequence[float]) -> list[float]:
+    """The least-squares fit that never falls (pool adjacent violators)."""
+    blocks: list[tuple[float, int]] = []
+    for value in values:
+        mean, count = value, 1
+        while blocks and blocks[-1][0] > mean:
+            other, more = blocks.pop()
+            mean, count = (mean * count + other * more) / (count + more), count + more
+        blocks.append((mean, count))
+    return [mean for mean, count in blocks for _ in range(count)]
