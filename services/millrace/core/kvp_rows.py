@@ -8,9 +8,9 @@ table says once, with the first layer, which rows these are.
 from __future__ import annotations
 
 import struct
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
-from typing import Final
+from typing import Final, NamedTuple
 
 from millrace.core.errors import ConfigError, TransferError
 
@@ -95,18 +95,19 @@ def remote_rows(
 
 
 def pieces_of(rows: Iterable[RemoteRows], max_rows: int) -> list[list[RemoteRows]]:
-    """One holder's rows in pieces of at most `max_rows`, in order."""
+    """One holder's rows in pieces of at most `max_rows`, in order; no row is twice in one."""
     pieces: list[list[RemoteRows]] = []
-    room = 0
+    room = end = 0
     for entry in rows:
         rest = entry
         while rest.num_rows:
-            if not room:
+            if not room or rest.first_row < end:
                 pieces.append([])
                 room = max_rows
             now, rest = rest.cut(min(room, rest.num_rows))
             pieces[-1].append(now)
             room -= now.num_rows
+            end = now.first_row + now.num_rows
     return pieces
 
 
@@ -132,16 +133,31 @@ def unpack_table(table: bytes | memoryview, max_rows: int) -> list[TableEntry]:
     """Raises TransferError for bytes that are no table of at most so many rows."""
     if len(table) % _ENTRY.size:
         raise TransferError(f"{len(table)} bytes are no row table")
-    entries = [TableEntry(*fields) for fields in _unpacked(table)]
+    entries = [TableEntry(*fields) for fields in _ENTRY.iter_unpack(table)]
     if any(entry.num_rows < 1 or entry.new_rows > entry.num_rows for entry in entries):
-        raise TransferError("a row table has an entry without rows, or with more new rows than rows")
+        raise TransferError("an entry of a row table has no rows, or more new ones than rows")
     if (rows := sum(entry.num_rows for entry in entries)) > max_rows:
         raise TransferError(f"a row table has {rows} rows; the exchange has room for {max_rows}")
     return entries
 
 
-def _unpacked(table: bytes | memoryview) -> Iterator[tuple[int, int, int, int]]:
-    return _ENTRY.iter_unpack(table)
+class Request(NamedTuple):
+    """One layer of a piece of a pass, to its holder. With `entries` its row table goes along."""
+
+    piece: int
+    layer: int
+    rows: int
+    new_rows: int
+    entries: int = 0
+
+
+class Reply(NamedTuple):
+    """A holder's answer: its partial results lie there. `missing`: entries of the piece whose shard
+    is gone at the holder; `lost`: why there is no answer, nor will be."""
+
+    holder: str
+    missing: tuple[int, ...] = ()
+    lost: str = ""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -15,16 +15,17 @@ import torch
 from torch import Tensor
 
 from millrace.core.errors import CapacityError, IntegrityError
+from millrace.core.kvp_rows import RemoteShard
 from millrace.engine.kv_pool import KvPool
 from millrace.engine.logprobs import PositionLogprobs
-from millrace.engine.mixed_pass import DecodeRows
+from millrace.engine.mixed_pass import DecodeRows, MixedRunner
 from millrace.engine.page_table import PageTable
 from millrace.engine.sampler import Sampled, Sampler
 from millrace.engine.sampling_spec import PromptIds, SamplingRow, SamplingSpec, finish_reason
 
 
-class DecodeRunner(Protocol):
-    """What a step needs of `ModelRunner`."""
+class DecodeRunner(MixedRunner, Protocol):
+    """What a step needs of `ModelRunner`; `mixed` where holders have some of the K/V."""
 
     def decode(
         self, token_ids: Tensor, positions: Tensor, page_table: Tensor, kv_lens: Tensor
@@ -44,6 +45,9 @@ class Sequence:
     the prompt alone may be shared with other sequences; the first page that output goes to, and all
     after it, must be the sequence's own. The pages stay the caller's to free. `prompt_ids` (int
     [prompt_tokens]) are wanted where `spec.needs_prompt_ids`.
+
+    With `shards` the K/V of the tokens from the first of them on is kept by holders, the prompt's
+    as well as the output's; `pages` hold what is before it.
     """
 
     request_id: str
@@ -53,6 +57,13 @@ class Sequence:
     first_token_id: int
     spec: SamplingSpec
     prompt_ids: PromptIds = None
+    shards: tuple[RemoteShard, ...] = ()
+
+    @property
+    def own_end(self) -> int:
+        """The most tokens that `pages` ever hold."""
+        life = self.prompt_tokens + self.spec.max_tokens - 1
+        return min(life, self.shards[0].start_token) if self.shards else life
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -65,7 +76,7 @@ class PausedSequence:
 
     @property
     def kv_tokens(self) -> int:
-        """Whose KV its pages hold."""
+        """Whose KV its pages and shards hold."""
         return self.sequence.prompt_tokens + self.row.output_position - 1
 
 
@@ -74,9 +85,9 @@ class TokenOut(NamedTuple):
 
     request_id: str
     choice: int
-    token_id: int  # -1 with finish reason "error"
+    token_id: int  # -1 with finish reasons "error" and "lost"
     logprobs: PositionLogprobs | None = None
-    finish_reason: str = ""  # "": goes on; stop | length | error
+    finish_reason: str = ""  # "": goes on; stop | length | error | lost: KV at a holder is gone
     stop_token_id: int = -1
     error: str = ""
 
@@ -96,9 +107,11 @@ class DecodeBatch:
         self._slots: dict[str, dict[int, int]] = {}  # request id -> choice -> slot
         self._token_ids = np.zeros(max_batch, dtype=np.int64)
         self._positions = np.zeros(max_batch, dtype=np.int64)  # of the token to feed
-        self._kv_lens = np.zeros(max_batch, dtype=np.int32)  # with the token to feed
+        self._kv_lens = np.zeros(max_batch, dtype=np.int32)  # in pages, with the token to feed
         self._ends = np.zeros(max_batch, dtype=np.int64)  # KV lengths that they may come to
         self._room = np.zeros(max_batch, dtype=np.int64)  # tokens that their pages hold
+        self._spread = 0  # sequences with shards
+        self._lost: dict[int, str] = {}  # rows of the step at hand, and why
         self.page_table = PageTable(max_batch, pool.storage.device)  # rows from `size` on are free
 
     @property
@@ -139,8 +152,9 @@ class DecodeBatch:
         self._check_new(paused)
         self._token_ids[slot] = paused.token_id
         self._positions[slot] = paused.kv_tokens
-        self._kv_lens[slot] = paused.kv_tokens + 1
-        self._ends[slot] = sequence.prompt_tokens + sequence.spec.max_tokens - 1
+        self._ends[slot] = sequence.own_end
+        self._kv_lens[slot] = min(paused.kv_tokens + 1, sequence.own_end)
+        self._spread += bool(sequence.shards)
         self._sequences.append(sequence)
         self._rows.append(paused.row)
         self._slots.setdefault(sequence.request_id, {})[sequence.choice] = slot
@@ -171,18 +185,31 @@ class DecodeBatch:
         """One more token for every sequence, in no particular order; finished ones leave. None may
         be `lacking` pages.
 
-        A sequence whose logits are not finite leaves with finish reason "error", the others go on.
+        A sequence whose logits are not finite leaves with finish reason "error", one that has lost
+        a holder with "lost", the others go on.
         """
         if self.size == 0:
             return []
         rows, table = self.rows(), self.page_table.first(self.size)
+        if rows.shards:
+            return self.take(self._runner.mixed(rows, table, ()))
         return self.take(self._runner.decode(rows.token_ids, rows.positions, table, rows.kv_lens))
 
     def rows(self) -> DecodeRows:
         """What the next pass is fed, of all sequences; views that change when it is `take`n."""
         arrays = (self._token_ids, self._positions, self._kv_lens)
         token_ids, positions, kv_lens = (torch.from_numpy(array[: self.size]) for array in arrays)
-        return DecodeRows(token_ids=token_ids, positions=positions, kv_lens=kv_lens)
+        if not self._spread:
+            return DecodeRows(token_ids=token_ids, positions=positions, kv_lens=kv_lens)
+        self._lost = {}
+        past = torch.nonzero(positions >= kv_lens).flatten().tolist()
+        return DecodeRows(
+            token_ids=token_ids,
+            positions=positions,
+            kv_lens=kv_lens,
+            shards={slot: self._sequences[slot].shards for slot in past},
+            lost=self._lost,
+        )
 
     @torch.inference_mode()
     def take(self, logits: Tensor) -> list[TokenOut]:
@@ -194,6 +221,8 @@ class DecodeBatch:
         self._token_ids[:size] = sampled.token_ids
         self._positions[:size] += 1
         self._kv_lens[:size] += 1
+        if self._spread:
+            np.minimum(self._kv_lens[:size], self._ends[:size], out=self._kv_lens[:size])
         outs = [self._take(slot, sampled) for slot in range(size)]
         for slot in reversed(range(size)):  # from the end: a drop moves none that is still to drop
             if outs[slot].finish_reason:
@@ -214,8 +243,11 @@ class DecodeBatch:
             if self.page_table.row(slot, len(sequence.pages)) != sequence.pages:
                 raise IntegrityError(f"{name}: its row of the page table is not its pages")
             fed = sequence.prompt_tokens + self._rows[slot].output_position
-            if (self._positions[slot], self._kv_lens[slot]) != (fed - 1, fed):
+            in_pages = min(fed, sequence.own_end)
+            if (self._positions[slot], self._kv_lens[slot]) != (fed - 1, in_pages):
                 raise IntegrityError(f"{name}: position or KV length is not {fed} tokens' worth")
+        if self._spread != sum(bool(sequence.shards) for sequence in self._sequences):
+            raise IntegrityError(f"decode batch: {self._spread} sequences should have shards")
         self._check_writers()
 
     def _check_writers(self) -> None:
@@ -236,9 +268,11 @@ class DecodeBatch:
             raise CapacityError(f"{name}: the decode batch is full ({self._max_batch} sequences)")
         if sequence.choice in self._slots.get(sequence.request_id, ()):
             raise ValueError(f"{name} is in the decode batch already")
-        slots, needed = len(sequence.pages) * self._page_tokens, paused.kv_tokens + 1
+        slots = len(sequence.pages) * self._page_tokens
+        needed = min(paused.kv_tokens + 1, sequence.own_end)
         if slots < needed:
             raise ValueError(f"{name} needs room for {needed} tokens; its pages hold {slots}")
+        _check_shards(name, sequence)
 
     def _write_pages(self, slot: int) -> None:
         pages = self._sequences[slot].pages
@@ -248,6 +282,14 @@ class DecodeBatch:
     def _take(self, slot: int, sampled: Sampled) -> TokenOut:
         sequence, row = self._sequences[slot], self._rows[slot]
         token_id = sampled.token_ids[slot]
+        if slot in self._lost:
+            return TokenOut(
+                sequence.request_id,
+                sequence.choice,
+                -1,
+                finish_reason="lost",
+                error=self._lost[slot],
+            )
         if slot in sampled.errors:
             reason = "error"
         else:
@@ -270,6 +312,7 @@ class DecodeBatch:
         del choices[gone.choice]
         if not choices:
             del self._slots[gone.request_id]
+        self._spread -= bool(gone.shards)
         last, last_row = self._sequences.pop(), self._rows.pop()
         if last is gone:
             return
@@ -279,3 +322,15 @@ class DecodeBatch:
         for array in (self._token_ids, self._positions, self._kv_lens, self._ends, self._room):
             array[slot] = array[end]
         self.page_table.move(end, slot, len(last.pages))
+
+
+def _check_shards(name: str, sequence: Sequence) -> None:
+    """Raises ValueError when its shards leave a gap, or end before its life does."""
+    end = sequence.shards[0].start_token if sequence.shards else 0
+    for shard in sequence.shards:
+        if shard.start_token != end or shard.end_token <= end:
+            raise ValueError(f"{name}: a shard begins at token {shard.start_token}, not at {end}")
+        end = shard.end_token
+    life = sequence.prompt_tokens + sequence.spec.max_tokens - 1
+    if sequence.shards and end < life:
+        raise ValueError(f"{name}: its shards end at token {end}, its life at {life}")

@@ -10,8 +10,8 @@ wanted.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Protocol
 
 import numpy as np
@@ -19,7 +19,9 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
+from millrace.core.kvp_rows import RemoteRows, RemoteShard, remote_rows
 from millrace.engine.prefill_task import PrefillTask
+from millrace.engine.remote_attention import Remote, slots_with_spill
 from millrace.engine.step_tables import page_table_of, slots_of
 
 
@@ -29,7 +31,11 @@ class DecodeRows:
 
     token_ids: Tensor  # int64 [b]
     positions: Tensor  # int64 [b]
-    kv_lens: Tensor  # int32 [b], the new token included
+    kv_lens: Tensor  # int32 [b], the new token included, as far as its K/V is in the pages
+    shards: Mapping[int, Sequence[RemoteShard]] = field(default_factory=dict)
+    """By row, of those whose new token is past the K/V in their pages: holders have the rest."""
+    lost: dict[int, str] = field(default_factory=dict)
+    """Filled by the pass: rows whose logits are wrong because a holder was lost, and why."""
 
     def __len__(self) -> int:
         return len(self.token_ids)
@@ -56,6 +62,7 @@ class RaggedTables:
     page_table: Tensor  # int32 [B, max_pages]
     rows: Tensor  # int64 [r]
     wanted_indptr: Tensor  # int32 [B + 1]: as `indptr`, of the rows that are wanted alone
+    remote: Sequence[RemoteRows] = ()  # what holders do in the pass
 
 
 NO_DECODES = DecodeRows(
@@ -65,18 +72,25 @@ NO_DECODES = DecodeRows(
 )
 
 
-def prompt_tables(tasks: Sequence[PrefillTask], page_tokens: int) -> RaggedTables:
+def prompt_tables(
+    tasks: Sequence[PrefillTask], page_tokens: int, remote: Remote | None = None
+) -> RaggedTables:
     """Of a pass over chunks alone."""
     table = page_table_of([task.pages for task in tasks])
-    return mixed_tables(NO_DECODES, table, tasks, page_tokens)
+    return mixed_tables(NO_DECODES, table, tasks, page_tokens, remote)
 
 
 def mixed_tables(
-    decodes: DecodeRows, page_table: Tensor, tasks: Sequence[PrefillTask], page_tokens: int
+    decodes: DecodeRows,
+    page_table: Tensor,
+    tasks: Sequence[PrefillTask],
+    page_tokens: int,
+    remote: Remote | None = None,
 ) -> RaggedTables:
     """Decodes first, then the chunks. page_table: int32 [B, max_pages], in that order.
 
-    What it does for the decodes takes no Python for each of them.
+    What it does for the decodes takes no Python for each of them, but for spread ones. Raises
+    ValueError when there are some and no `remote`, or too little room in its spill pages.
     """
     size = len(decodes)
     lengths = np.array([len(task.token_ids) for task in tasks], dtype=np.int64)
@@ -88,17 +102,61 @@ def mixed_tables(
         [decodes.positions] + [torch.arange(task.history_tokens, task.kv_tokens) for task in tasks]
     )
     owners = torch.from_numpy(np.repeat(np.arange(len(all_lengths)), all_lengths))
-    chunk_kv_lens = torch.tensor([task.kv_tokens for task in tasks], dtype=torch.int32)
+    chunk_kv_lens = torch.tensor([task.own_tokens for task in tasks], dtype=torch.int32)
+    kv_lens = torch.cat((decodes.kv_lens, chunk_kv_lens))
+    rows: list[RemoteRows] = []
+    if decodes.shards or any(task.is_spread for task in tasks):
+        if remote is None:
+            raise ValueError("a pass has rows of spread requests, the runner no way to holders")
+        rows = _remote_rows(decodes, tasks, remote.reach)
+        slots = slots_with_spill(
+            page_table, owners, positions, kv_lens, page_tokens, remote.spill_pages
+        )
+    else:
+        slots = slots_of(page_table, owners, positions, page_tokens)
     return RaggedTables(
         token_ids=torch.cat([decodes.token_ids, *(task.token_ids.cpu() for task in tasks)]),
         positions=positions,
-        slots=slots_of(page_table, owners, positions, page_tokens),
+        slots=slots,
         indptr=_indptr(ends),
-        kv_lens=torch.cat((decodes.kv_lens, chunk_kv_lens)),
+        kv_lens=kv_lens,
         page_table=page_table,
         rows=torch.from_numpy(ends[chosen] - 1),
         wanted_indptr=_indptr(np.cumsum(chosen)),
+        remote=rows,
     )
+
+
+def hand_out_lost(
+    lost: Mapping[int, str], decodes: DecodeRows, tasks: Sequence[PrefillTask]
+) -> None:
+    """Tells a pass's decodes and chunks which rows are wrong, and why."""
+    decodes.lost.update((row, why) for row, why in lost.items() if row < len(decodes))
+    end = len(decodes)
+    for task in tasks:
+        begin, end = end, end + len(task.token_ids)
+        task.lost = next((lost[row] for row in range(begin, end) if row in lost), "")
+
+
+def _remote_rows(
+    decodes: DecodeRows, tasks: Sequence[PrefillTask], reach: int | None
+) -> list[RemoteRows]:
+    rows: list[RemoteRows] = []
+    for row in sorted(decodes.shards):
+        position = int(decodes.positions[row])
+        shards = decodes.shards[row]
+        rows += remote_rows(shards, first_row=row, first_position=position, num_rows=1, reach=reach)
+    first = len(decodes)
+    for task in tasks:
+        rows += remote_rows(
+            task.shards,
+            first_row=first,
+            first_position=task.history_tokens,
+            num_rows=len(task.token_ids),
+            reach=reach,
+        )
+        first += len(task.token_ids)
+    return rows
 
 
 def _indptr(ends: npt.NDArray[np.integer]) -> Tensor:

@@ -23,6 +23,7 @@ from torch import Tensor
 from millrace.engine.model_config import ModelConfig
 from millrace.engine.models.moe import Routing, run_router
 from millrace.engine.models.weights import LayerWeights, ModelWeights
+from millrace.engine.remote_attention import RemoteAttention
 from millrace.engine.ring_attention import RingAttention
 from millrace.engine.scratch import Scratch
 from millrace_kernels import api as kernels
@@ -43,6 +44,7 @@ class Activations:
     lse: Tensor  # float32 [n, h], of the layer at hand; nobody reads it
     plans: dict[int | None, AttentionPlan]  # by sliding window
     ring: RingAttention | None = None  # attends in place of `plans`, over a group's K/V
+    remote: RemoteAttention | None = None  # takes what other instances hold in, beside `plans`
     rows: Tensor | None = None  # int64 [r]; None: every row there is
     last_plan: AttentionPlan | None = None  # the last layer's, when it computes `rows` alone
     scratch: Scratch | None = None  # None: operators get memory of their own
@@ -200,9 +202,12 @@ def _attn(config: ModelConfig, layer: LayerWeights, kv_layer: Tensor, index: int
         if state.ring is None:
             plan = required(state.last_plan) if is_cut else state.plans[window]
             lse_nh = state.lse[: len(q_nhd)]
-            out_nhd, _ = kernels.run_attention(
-                plan, q_nhd, kv_layer, scale=scale, out=out_nhd, lse_out=lse_nh
-            )
+            if state.remote is None:
+                out_nhd, _ = kernels.run_attention(
+                    plan, q_nhd, kv_layer, scale=scale, out=out_nhd, lse_out=lse_nh
+                )
+            else:
+                out_nhd = state.remote.run(index, plan, q_nhd, kv_layer, scale, out_nhd, lse_nh)
         else:
             out_nhd = state.ring.run(index, q_nhd, kv_layer, scale, out_nhd)
         state.attended = out_nhd.view(-1, width) if attended is None else attended

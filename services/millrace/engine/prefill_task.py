@@ -8,6 +8,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from millrace.core.kvp_rows import RemoteShard
 from millrace.engine.ring_attention import RingTask
 from millrace.engine.step_tables import Pages
 
@@ -21,6 +22,9 @@ class PrefillTask:
     operator ``logits`` is float32 [vocab] of the chunk's last position when ``want_logits``, and
     ``hidden`` [L, hidden_size] of every position, for `ModelRunner.project`, when
     ``want_prompt_logprobs`` (logits of a whole chunk would not fit beside a large vocabulary).
+
+    With ``shards`` the K/V from the first of them on lies at holders, and ``pages`` hold what is
+    before it. ``lost`` says afterwards why a shard was: then logits and hidden are wrong.
     """
 
     token_ids: Tensor
@@ -28,6 +32,8 @@ class PrefillTask:
     pages: Pages
     want_logits: bool = True
     want_prompt_logprobs: bool = False
+    shards: Sequence[RemoteShard] = ()
+    lost: str = ""
     logits: Tensor | None = None
     hidden: Tensor | None = None
 
@@ -35,6 +41,16 @@ class PrefillTask:
     def kv_tokens(self) -> int:
         """Tokens of KV once this chunk has run."""
         return self.history_tokens + len(self.token_ids)
+
+    @property
+    def own_tokens(self) -> int:
+        """Those of `kv_tokens` that lie in `pages`."""
+        return min(self.kv_tokens, self.shards[0].start_token) if self.shards else self.kv_tokens
+
+    @property
+    def is_spread(self) -> bool:
+        """Whether rows of the chunk need holders."""
+        return self.own_tokens < self.kv_tokens
 
 
 def hand_out(
@@ -66,7 +82,7 @@ def check_tasks(tasks: Sequence[PrefillTask], page_tokens: int) -> None:
             raise ValueError("PrefillTask.token_ids must be int64 with one dimension")
         if not len(task.token_ids) or task.history_tokens < 0:
             raise ValueError("a PrefillTask needs at least one token and no negative history")
-        if len(task.pages) * page_tokens < task.kv_tokens:
+        if len(task.pages) * page_tokens < task.own_tokens:
             raise ValueError(
-                f"{len(task.pages)} pages of {page_tokens} tokens can't hold {task.kv_tokens}"
+                f"{len(task.pages)} pages of {page_tokens} tokens can't hold {task.own_tokens}"
             )

@@ -11,14 +11,28 @@ Shape letters: n rows of the pass, r rows of a partial, h q heads, k kv heads, d
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import NamedTuple, Protocol
 
+import numpy as np
+import torch
 from torch import Tensor
 
-from millrace.core.kvp_rows import RemoteRows, RemoteShard, remote_rows
+from millrace.core.kvp_rows import RemoteRows, RemoteShard
+from millrace.engine.step_tables import slots_of
+from millrace_kernels import api as kernels
+from millrace_kernels.plan import AttentionPlan
 
-__all__ = ["Partial", "Remote", "RemoteLink", "RemotePass", "RemoteRows", "RemoteShard"]
+__all__ = [
+    "Partial",
+    "Remote",
+    "RemoteAttention",
+    "RemoteLink",
+    "RemoteRows",
+    "RemoteShard",
+    "reach_of",
+    "slots_with_spill",
+]
 
 
 class Partial(NamedTuple):
@@ -62,28 +76,89 @@ class Remote:
 
     spill_pages: pages of the home's pool where the K/V of holders' tokens lies until it is sent,
     at least as many slots as a pass has tokens past the home's own shards. The caller's to take
-    and to free; they may change between passes.
+    and to free; they may change between passes. `reach`: `reach_of` the model.
     """
 
     link: RemoteLink
     spill_pages: Sequence[int]
+    reach: int | None = None
 
 
-@dataclass(slots=True, eq=False)
-class RemotePass:
-    """The remote rows of one pass; filled by whoever makes it up, read by the runner.
+def reach_of(windows: Sequence[int | None]) -> int | None:
+    """How far back any layer sees, by the layers' sliding windows; None: to the beginning."""
+    widest = 0
+    for window in windows:
+        if window is None:
+            return None
+        widest = max(widest, window)
+    return widest
 
-    `lost`: afterwards, each row that a lost shard has made wrong, and why.
+
+class RemoteAttention:
+    """The attention of one pass with remote rows, layer after layer."""
+
+    def __init__(self, link: RemoteLink, rows: Sequence[RemoteRows], slots: Tensor) -> None:
+        """slots: int64 [n], on the host."""
+        self._link = link
+        link.begin(rows, slots)
+
+    def run(
+        self,
+        layer: int,
+        plan: AttentionPlan,
+        q_nhd: Tensor,
+        kv_layer: Tensor,
+        scale: float,
+        out: Tensor | None,
+        lse: Tensor,
+    ) -> Tensor:
+        """Attention of q [n, h, d], whose K/V is in its pages, over the pass's own part by `plan`
+        and the holders'. lse: float32 [n, h], written. Returns out [n, h, d] of q's dtype."""
+        out = torch.empty_like(q_nhd) if out is None else out
+        self._link.send(layer, q_nhd, kv_layer)
+        is_wide = out.dtype is torch.float32
+        total = out if is_wide else torch.empty_like(out, dtype=torch.float32)
+        kernels.run_attention(plan, q_nhd, kv_layer, scale=scale, out=total, lse_out=lse)
+        for rows, part, part_lse in self._link.partials(layer):
+            if isinstance(rows, slice):
+                kernels.merge_attention_(total[rows], lse[rows], part, part_lse)
+            else:
+                own, own_lse = total[rows], lse[rows]
+                kernels.merge_attention_(own, own_lse, part, part_lse)
+                total[rows], lse[rows] = own, own_lse
+        return total if is_wide else out.copy_(total)
+
+    def end(self) -> dict[int, str]:
+        """Each row of the pass that a lost shard has made wrong, and why."""
+        lost: dict[int, str] = {}
+        for entry, why in self._link.end().items():
+            lost |= dict.fromkeys(range(entry.first_row, entry.first_row + entry.num_rows), why)
+        return lost
+
+
+def slots_with_spill(
+    page_table: Tensor,
+    owners: Tensor,
+    positions: Tensor,
+    kv_lens: Tensor,
+    page_tokens: int,
+    spill_pages: Sequence[int],
+) -> Tensor:
+    """`step_tables.slots_of`, with a spill slot for every position past its sequence's `kv_lens`.
+
+    Raises ValueError when there are too few spill pages.
     """
-
-    remote: Remote
-    rows: list[RemoteRows] = field(default_factory=list)
-    lost: dict[int, str] = field(default_factory=dict)
-
-    def add(
-        self, shards: Sequence[RemoteShard], first_row: int, first_position: int, num_rows: int = 1
-    ) -> None:
-        """Rows of a request with these shards, whose home holds what is before the first."""
-        self.rows += remote_rows(
-            shards, first_row=first_row, first_position=first_position, num_rows=num_rows
+    position = positions.numpy()
+    spilt = position >= kv_lens.numpy()[owners.numpy()]
+    near = torch.from_numpy(np.where(spilt, 0, position))
+    slots = slots_of(page_table, owners, near, page_tokens)
+    needed = int(spilt.sum())
+    if needed > len(spill_pages) * page_tokens:
+        raise ValueError(
+            f"{needed} tokens of a pass belong to holders; {len(spill_pages)} spill pages have "
+            f"room for {len(spill_pages) * page_tokens}"
         )
+    number = np.arange(needed)
+    pages = np.asarray(spill_pages, dtype=np.int64)
+    slots.numpy()[spilt] = pages[number // page_tokens] * page_tokens + number % page_tokens
+    return slots

@@ -1,0 +1,48 @@
+"""An exchange's memory as tensors: where a piece's q, K/V and partial results lie."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from millrace.core.kvp_rows import ExchangeShape
+from millrace.engine.host_memory import host_zeros
+
+
+def exchange_memory(nbytes: int) -> Tensor:
+    """uint8 [nbytes] on the host, for `KvpExchange` or `KvpDesk`: taken where it is touched."""
+    return host_zeros((nbytes,), torch.uint8)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class PieceViews:
+    """Shape letters: r rows, m new rows, h q heads, k kv heads, d head_dim."""
+
+    q: Tensor  # [r, h, d]
+    kv: Tensor  # [m, 2, k, d]
+    out: Tensor  # float32 [r, h, d]
+    lse: Tensor  # float32 [r, h]
+
+    @staticmethod
+    def of(
+        memory: Tensor,
+        shape: ExchangeShape,
+        dtype: torch.dtype,
+        at: tuple[int, int],
+        rows: int,
+        new_rows: int,
+    ) -> PieceViews:
+        """memory: uint8, as an `ExchangeShape` says; ``at``: of the pair's request and reply."""
+        heads, kv_heads, head_dim = shape.num_q_heads, shape.num_kv_heads, shape.head_dim
+        q_at = at[0] + shape.queries_at
+        kv_at = q_at + shape.sent_bytes(rows, 0)
+        lse_at = at[1] + rows * heads * head_dim * 4
+        ends = (q_at + shape.sent_bytes(rows, new_rows), at[1] + shape.returned_bytes(rows))
+        return PieceViews(
+            memory[q_at:kv_at].view(dtype).view(rows, heads, head_dim),
+            memory[kv_at : ends[0]].view(dtype).view(new_rows, 2, kv_heads, head_dim),
+            memory[at[1] : lse_at].view(torch.float32).view(rows, heads, head_dim),
+            memory[lse_at : ends[1]].view(torch.float32).view(rows, heads),
+        )

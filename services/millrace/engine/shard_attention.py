@@ -1,0 +1,224 @@
+"""What a holder computes for the homes of its shards: attention over the pages it holds.
+
+A piece of a pass is rows of several shards. Its table comes with its first layer, and is planned
+once; then each layer's q and new K/V lie in the exchange's memory, where the partial results go
+too. Positions count from the shard's first token: a row further on sees all that lies here.
+
+Shape letters: r rows and m new rows of a piece, h q heads, k kv heads, d head_dim.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import Tensor
+
+from millrace.core.errors import TransferError
+from millrace.core.kvp_rows import ExchangeShape, TableEntry, unpack_table
+from millrace.engine.exchange_views import PieceViews
+from millrace.engine.kv_pool import KvPool
+from millrace.engine.step_tables import indptr_of, page_table_of
+from millrace_kernels import api as kernels
+from millrace_kernels.plan import AttentionPlan
+
+
+@dataclass(slots=True, eq=False)
+class _Shard:
+    pages: npt.NDArray[np.int32]
+    start_token: int
+    end_token: int
+    kv_tokens: int = 0  # that lie here, from start_token on
+
+
+@dataclass(slots=True, eq=False)
+class _Piece:
+    entries: list[TableEntry]
+    missing: tuple[int, ...]  # entries whose shard is gone
+    views: PieceViews
+    new: tuple[Tensor, Tensor] | None  # page and offset of each new row that is kept, int64
+    kept: Tensor | None  # int64: which of the new rows they are; None: all
+    tables: tuple[Tensor, Tensor, Tensor, Tensor]  # indptr, kv_lens, pages, positions
+    plans: dict[int | None, AttentionPlan] = field(default_factory=dict)  # by sliding window
+
+
+class ShardAttention:
+    """Over one pool. `open` and `landed` come from any thread, the rest from one."""
+
+    def __init__(
+        self,
+        pool: KvPool,
+        shape: ExchangeShape,
+        memory: Tensor,
+        windows: Sequence[int | None],
+        backend: str = "auto",
+    ) -> None:
+        """memory: uint8, the desk's; ``windows[i]``: layer i's sliding window.
+
+        Raises ValueError when the pool doesn't hold the heads that the shape tells of.
+        """
+        layout = pool.layout
+        if (layout.head_count, layout.head_dim) != (shape.num_kv_heads, shape.head_dim):
+            raise ValueError(
+                f"the pool has {layout.head_count} heads of {layout.head_dim}, the exchange "
+                f"{shape.num_kv_heads} of {shape.head_dim}"
+            )
+        self._pool = pool
+        self._shape = shape
+        self._memory = memory
+        self._windows = tuple(windows)
+        self._backend = backend
+        self._dtype = pool.storage.dtype
+        self._shards: dict[int, _Shard] = {}
+        self._pieces: dict[int, dict[int, _Piece]] = {}  # by slot, then number
+
+    def open(self, shard: int, pages: Sequence[int], start_token: int, end_token: int) -> None:
+        """A shard of tokens [start_token, end_token). Raises ValueError for too few pages."""
+        needed = self._pool.layout.pages_for(end_token - start_token)
+        if end_token <= start_token or len(pages) < needed:
+            raise ValueError(
+                f"shard of tokens {start_token} to {end_token}: it needs {needed} pages and has "
+                f"{len(pages)}"
+            )
+        self._shards[shard] = _Shard(np.array(pages, dtype=np.int32), start_token, end_token)
+
+    def landed(self, shard: int, end_token: int) -> None:
+        """The K/V up to `end_token` lies in the shard's pages."""
+        kept = self._shards[shard]
+        kept.kv_tokens = max(0, min(end_token, kept.end_token) - kept.start_token)
+
+    def close(self, shard: int) -> None:
+        """Nothing reads or writes its pages after this. Harmless when there is none."""
+        self._shards.pop(shard, None)
+        for pieces in self._pieces.values():
+            for number, piece in pieces.items():
+                if any(entry.shard == shard for entry in piece.entries):
+                    pieces[number] = self._plan(piece.entries, piece.views)
+
+    def begin(self, slot: int, piece: int, at: tuple[int, int], entries: int) -> None:
+        """A piece of an owner's pass, whose table lies in the memory; ``at``: of request and reply.
+
+        Raises TransferError for a table that makes no sense.
+        """
+        table = self._memory[at[0] : at[0] + entries * self._shape.entry_bytes].numpy().tobytes()
+        read = unpack_table(table, self._shape.max_rows)
+        views = PieceViews.of(
+            self._memory,
+            self._shape,
+            self._dtype,
+            at,
+            sum(entry.num_rows for entry in read),
+            sum(entry.new_rows for entry in read),
+        )
+        self._pieces.setdefault(slot, {})[piece] = self._plan(read, views)
+
+    @torch.inference_mode()
+    def layer(self, slot: int, piece: int, layer: int) -> Sequence[int]:
+        """Keeps a layer's new K/V, and attends: out and lse lie in the memory. Returns the entries
+        whose shard is gone, for which both say that nothing was seen.
+
+        Raises TransferError for a piece or layer that there is not.
+        """
+        now = self._pieces.get(slot, {}).get(piece)
+        if now is None or not 0 <= layer < len(self._windows):
+            raise TransferError(f"piece {piece} was never begun, or has no layer {layer}")
+        views, kv_layer = now.views, self._pool.layer(layer)
+        if now.new is not None:
+            kv = views.kv if now.kept is None else views.kv[now.kept]
+            pages, offsets = now.new
+            kv_layer[pages, :, :, offsets] = kv.to(kv_layer.device)
+        q_nhd = views.q.to(kv_layer.device)
+        plan = self._plan_of(now, self._windows[layer])
+        scale = self._shape.head_dim**-0.5
+        if kv_layer.device.type == "cpu":
+            kernels.run_attention(
+                plan, q_nhd, kv_layer, scale=scale, out=views.out, lse_out=views.lse
+            )
+        else:
+            wide = torch.empty(q_nhd.shape, dtype=torch.float32, device=kv_layer.device)
+            out, lse = kernels.run_attention(plan, q_nhd, kv_layer, scale=scale, out=wide)
+            views.out.copy_(out)
+            views.lse.copy_(lse)
+        return now.missing
+
+    def forget(self, slot: int) -> None:
+        """An owner's pass is over."""
+        self._pieces.pop(slot, None)
+
+    def _plan(self, entries: list[TableEntry], views: PieceViews) -> _Piece:
+        """What is to be done in each layer; takes note of what the shards hold from now on."""
+        shards = [self._shards.get(entry.shard) for entry in entries]
+        kept, pages, offsets, before = [], [], [], 0
+        for entry, shard in zip(entries, shards, strict=True):
+            if shard is not None and entry.new_rows:
+                first = self._grow(entry, shard)
+                kept.append(np.arange(before, before + entry.new_rows))
+                slots = np.arange(first, first + entry.new_rows)
+                pages.append(shard.pages[slots // self._pool.layout.page_tokens])
+                offsets.append(slots % self._pool.layout.page_tokens)
+            before += entry.new_rows
+        rows = np.concatenate(kept) if kept else np.empty(0)
+        return _Piece(
+            entries=entries,
+            missing=tuple(i for i, shard in enumerate(shards) if shard is None),
+            views=views,
+            new=(_indices(pages), _indices(offsets)) if kept else None,
+            kept=None if len(rows) == before else torch.from_numpy(rows),
+            tables=_tables(entries, shards),
+        )
+
+    def _grow(self, entry: TableEntry, shard: _Shard) -> int:
+        """Where an entry's new rows begin in its shard."""
+        first = entry.first_position - shard.start_token
+        end = first + entry.new_rows
+        if not 0 <= first <= shard.kv_tokens or end > shard.end_token - shard.start_token:
+            raise TransferError(
+                f"shard {entry.shard}, of tokens {shard.start_token} to {shard.end_token}, holds "
+                f"{shard.kv_tokens}; {entry.new_rows} come at {entry.first_position}"
+            )
+        shard.kv_tokens = max(shard.kv_tokens, end)
+        return first
+
+    def _plan_of(self, piece: _Piece, window: int | None) -> AttentionPlan:
+        plan = piece.plans.get(window)
+        if plan is None:
+            indptr, kv_lens, pages, positions = piece.tables
+            plan = piece.plans[window] = kernels.plan_attention(
+                q_indptr=indptr,
+                kv_lens=kv_lens,
+                page_table=pages,
+                page_tokens=self._pool.layout.page_tokens,
+                num_q_heads=self._shape.num_q_heads,
+                num_kv_heads=self._shape.num_kv_heads,
+                head_dim=self._shape.head_dim,
+                dtype=self._dtype,
+                device=self._pool.storage.device,
+                q_positions=positions,
+                sliding_window=window,
+                backend=self._backend,
+            )
+        return plan
+
+
+def _tables(
+    entries: Sequence[TableEntry], shards: Sequence[_Shard | None]
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """q_indptr, kv_lens, page_table and q_positions of a piece."""
+    positions = [
+        np.arange(entry.first_position, entry.first_position + entry.num_rows, dtype=np.int32)
+        - (0 if shard is None else shard.start_token)
+        for entry, shard in zip(entries, shards, strict=True)
+    ]
+    return (
+        indptr_of([entry.num_rows for entry in entries]),
+        torch.tensor([0 if s is None else s.kv_tokens for s in shards], dtype=torch.int32),
+        page_table_of([[0] if s is None else s.pages for s in shards]),
+        torch.from_numpy(np.concatenate(positions, dtype=np.int32)),
+    )
+
+
+def _indices(parts: Sequence[npt.NDArray[np.integer]]) -> Tensor:
+    return torch.from_numpy(np.concatenate(parts).astype(np.int64))

@@ -1,0 +1,90 @@
+"""The notifications between a long request's home and a holder of its shards: a fixed header."""
+
+from __future__ import annotations
+
+import struct
+from collections.abc import Sequence
+from enum import IntEnum
+from typing import NamedTuple
+
+from millrace.core.errors import TransferError
+
+#: First bytes of notifications, by which a transport tells its subscribers apart.
+TO_HOLDER = 5
+TO_OWNER = 6
+
+# channel u8, kind u8, layer u16, slot u32, pass u64, piece u32, rows u32, new rows u32, entries u32
+_HEADER = struct.Struct("<BBHIQIIII")
+
+
+class KvpKind(IntEnum):
+    """What a notification says."""
+
+    LAYER = 1  # to the holder: q and new K/V of a piece lie there; with entries, its row table too
+    BYE = 2  # to the holder: no write of mine is in flight, and none will follow; say GONE
+    PARTIAL = 3  # to the owner: a piece's partial results lie there
+    FAILED = 4  # to the owner: there are none, for the reason behind the header
+    GONE = 5  # to the owner: no write of mine is in flight, and none will follow
+
+    @property
+    def channel(self) -> int:
+        return TO_HOLDER if self <= KvpKind.BYE else TO_OWNER
+
+
+class KvpMessage(NamedTuple):
+    """One notification of a pair. `slot` is the pair's number at the holder, `number` the pass's at
+    the owner; `body` of PARTIAL: u32 of each table entry whose shard is gone; of FAILED: why.
+    """
+
+    kind: KvpKind
+    slot: int
+    number: int = 0
+    piece: int = 0
+    layer: int = 0
+    rows: int = 0
+    new_rows: int = 0
+    entries: int = 0
+    body: bytes = b""
+
+    def encode(self) -> bytes:
+        header = _HEADER.pack(
+            self.kind.channel,
+            self.kind,
+            self.layer,
+            self.slot,
+            self.number,
+            self.piece,
+            self.rows,
+            self.new_rows,
+            self.entries,
+        )
+        return header + self.body
+
+    @staticmethod
+    def decode(payload: bytes) -> KvpMessage:
+        """Raises TransferError for bytes that `encode` can't have made."""
+        try:
+            channel, kind, layer, slot, number, piece, rows, new_rows, entries = (
+                _HEADER.unpack_from(payload)
+            )
+            body = payload[_HEADER.size :]
+            message = KvpMessage(
+                KvpKind(kind), slot, number, piece, layer, rows, new_rows, entries, body
+            )
+            if message.kind.channel != channel:
+                raise ValueError(f"kind {kind} on channel {channel}")
+            return message
+        except (struct.error, ValueError) as error:
+            raise TransferError(f"not a notification of an exchange: {error}") from error
+
+    def missing(self) -> tuple[int, ...]:
+        """Of a PARTIAL: the entries of the piece's table whose shard is gone."""
+        try:
+            return struct.unpack(f"<{len(self.body) // 4}I", self.body)
+        except struct.error as error:
+            raise TransferError(f"not a notification of an exchange: {error}") from error
+
+
+def missing_body(entries: Sequence[int]) -> bytes:
+    """`KvpMessage.missing`, packed."""
+    return struct.pack(f"<{len(entries)}I", *entries)
