@@ -76,8 +76,11 @@ def test_plain_decode_beside_mixed_ones_gets_nothing_while_nobody_prefills_for_i
     bench = Bench(instance("m0"), instance("d0", pages=1000))  # d0 is the freer one
     found = bench.submit("a")
     assert [e.instance_id for e in of(RunPrefill, found)] == ["m0"]
-    refused = of(Refuse, bench.submit("large", 1700, 10))  # d0 alone could hold it
-    assert [e.code for e in refused] == ["too_large"]
+    (admitted,) = of(AdmitDecode, bench.submit("large", 1700, 10))  # d0 alone could hold it
+    assert [shard.worker_id for shard in admitted.shards] == ["m0", "d0"]
+    config = SchedulerConfig(max_kvp_degree=1)
+    bench = Bench(instance("m0"), instance("d0", pages=1000), config=config)
+    assert [e.code for e in of(Refuse, bench.submit("large", 1700, 10))] == ["too_large"]
     bench.step(instance("p0"))
     assert [e.instance_id for e in of(RunPrefill, bench.submit("b"))] == ["p0"]
 

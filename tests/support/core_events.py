@@ -27,11 +27,11 @@ def instance(
     node: str = "",
     kv_layers: int = 0,
 ) -> events.InstanceJoined:
-    """Instance "p..." prefills, "m..." does both, any other decodes."""
+    """Instance "p..." prefills, "m..." does both, "k..." holds shards, any other decodes."""
     return events.InstanceJoined(
         instance_id=instance_id,
         generation=generation,
-        role={"p": "prefill", "m": "mixed"}.get(instance_id[0], "decode"),
+        role={"p": "prefill", "m": "mixed", "k": "kvp"}.get(instance_id[0], "decode"),
         kv_pages=pages,
         page_tokens=page_tokens,
         max_context_tokens=context,

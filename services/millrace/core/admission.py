@@ -68,13 +68,20 @@ def _unavailable(cluster: Cluster, config: SchedulerConfig) -> Refusal:
 
 
 def _too_large(request: Request, pools: list[Pool]) -> Refusal:
-    pages = max(d.card.kv_pages * d.page_tokens for pool in pools for d in pool.decode.values())
-    context = max(d.card.max_context_tokens for pool in pools for d in pool.decode.values())
+    decodes = [one for pool in pools for one in pool.decode.values()]
+    slots = max(one.card.kv_pages * one.page_tokens for one in decodes)
+    context = max(one.card.max_context_tokens for one in decodes)
+    spread = max(pool.spreading.most_tokens() for pool in pools)
+    notes = [
+        f"the largest decode instance has room for {slots} tokens and a context of {context}",
+        f"all instances together hold {spread} of one request",
+    ]
+    if request.choices > 1:
+        notes[1] += ", if it has one choice"
     return Refusal(
         code="too_large",
         message=(
             f"{request.prompt_tokens} prompt tokens and {request.choices} x "
-            f"{request.max_new_tokens} new ones fit in no pair of instances; the largest decode "
-            f"instance has room for {pages} tokens and a context of {context}"
+            f"{request.max_new_tokens} new ones fit in no pair of instances; {'; '.join(notes)}"
         ),
     )

@@ -11,26 +11,29 @@ from millrace.core.config import SchedulerConfig
 from millrace.core.correction import Corrections
 from millrace.core.events import ImprovementRateChanged, InstanceJoined
 from millrace.core.improvement_rate import live_rate
-from millrace.core.instances import DecodeInstance, Instance, PrefillInstance
+from millrace.core.instances import DecodeInstance, Instance, KvpInstance, PrefillInstance
 from millrace.core.latency import SpLatency
 from millrace.core.pages import Shares
 from millrace.core.planning import PLANNERS, Planner, PlannerInputs, degrees_used
 from millrace.core.planning.one_chunk import quickest_chunk
 from millrace.core.planning.plan import Plan
 from millrace.core.request import Request
+from millrace.core.spreading import Spreading
 from millrace.core.waiting_line import WaitingLine
 
 
 class Pool:
     """Instances of one model hash; only those within a pool are ever paired.
 
-    `prefill` and `decode` hold the instances that take new work, `members` counts draining ones
-    too. An instance of role "mixed" is among `decode` and prefills what it is given itself.
+    `prefill`, `decode` and `kvp` hold the instances that take new work, `members` counts draining
+    ones too. An instance of role "mixed" is among `decode` and prefills what it is given itself.
     """
 
     def __init__(self, config: SchedulerConfig) -> None:
         self.prefill: dict[str, PrefillInstance] = {}
         self.decode: dict[str, DecodeInstance] = {}
+        self.kvp: dict[str, KvpInstance] = {}
+        self.spreading = Spreading(config, self.decode, self.kvp)
         self.members = 0
         self.lacks_pages = False  # in the last round an instance lacked the pages for a request
         self.line = WaitingLine()  # placed, waiting to be sent to prefill instances
@@ -99,10 +102,23 @@ class Pool:
     def configure(self, config: SchedulerConfig) -> None:
         """From now on plans are made by these settings of planners."""
         self._config = config
-        self.changed()
+        self._plan_anew()
 
-    def changed(self) -> None:
-        """The instances that take new work are others now."""
+    def changed(self, instance: Instance) -> None:
+        """The instance takes new work now, or no more."""
+        if instance.draining:
+            self.prefill.pop(instance.id, None)
+            self.decode.pop(instance.id, None)
+            self.kvp.pop(instance.id, None)
+        elif isinstance(instance, PrefillInstance):
+            self.prefill[instance.id] = instance
+        elif isinstance(instance, DecodeInstance):
+            self.decode[instance.id] = instance
+        else:
+            self.kvp[instance.id] = instance
+        self._plan_anew()
+
+    def _plan_anew(self) -> None:
         self._inputs = self._planner = self._after = self._latency = None
         self._degrees = (1,)
 
@@ -138,7 +154,10 @@ class Pool:
         )
 
     def could_decode(self, request: Request) -> bool:
-        return any(d.could_hold(request) for d in self.homes())
+        homes = self.homes()
+        if self.spreading.wanted(request, homes):
+            return self.spreading.could_hold(request, homes)
+        return any(d.could_hold(request) for d in homes)
 
     def homes(self) -> list[DecodeInstance]:
         """Where requests can be placed: with nobody to prefill for the others, mixed ones only."""
@@ -223,6 +242,8 @@ class Cluster:
             bit = ~taken & (taken + 1)  # the lowest free one
             pool.board.everyone |= bit
             instance = PrefillInstance(card, bit)
+        elif card.role == "kvp":
+            instance = KvpInstance(card)
         else:
             instance = DecodeInstance(card)
         self.instances[card.instance_id] = instance
@@ -237,15 +258,7 @@ class Cluster:
     def cordon(self, instance: Instance, *, cordoned: bool) -> None:
         """No new work for the instance, or some again, unless it is leaving."""
         instance.draining = cordoned or instance.leaving
-        pool = self.pool_of(instance)
-        if instance.draining:
-            pool.decode.pop(instance.id, None)
-            pool.prefill.pop(instance.id, None)
-        elif isinstance(instance, PrefillInstance):
-            pool.prefill[instance.id] = instance
-        else:
-            pool.decode[instance.id] = instance
-        pool.changed()
+        self.pool_of(instance).changed(instance)
 
     def remove(self, instance: Instance) -> None:
         """Forgets the instance and all that it holds; its tasks follow their requests."""

@@ -18,7 +18,7 @@ class InstanceJoined:
 
     instance_id: str
     generation: int
-    role: str  # "prefill" | "decode" | "mixed" (both, packing its own batches)
+    role: str  # "prefill" | "decode" | "mixed" (both, packing its own batches) | "kvp"
     kv_pages: int
     page_tokens: int
     max_context_tokens: int
@@ -133,7 +133,7 @@ class RequestReleased:
     """The instance holds no page of the request any more.
 
     `complete`, of a prefill instance: all of its part was computed and sent. `attempt`, of a decode
-    instance: the last one that it was told of; 0 says nothing of attempts.
+    instance or a holder: the last one that it was told of; 0 says nothing of attempts.
     """
 
     instance_id: str

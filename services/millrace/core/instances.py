@@ -24,6 +24,7 @@ class Holding:
     sequences: int = 1  # decode: choices, which join the batch together
     leaving: bool = False  # nobody waits for this attempt any more; the pages are not yet free
     decoding: bool = False  # decode: in the batch
+    is_shard: bool = False  # decode: of a request whose home is another instance
 
 
 @dataclass(slots=True, eq=False)
@@ -78,8 +79,44 @@ class PrefillInstance:
 
 
 @dataclass(slots=True, eq=False)
+class KvpInstance:
+    """A KVP worker: shards of requests whose homes are others (see `spreading`)."""
+
+    card: InstanceJoined
+    leaving: bool = False
+    draining: bool = False
+    running: int = 0
+    waiting: int = 0
+    holdings: dict[str, Holding] = field(default_factory=dict)
+    used_pages: int = 0
+
+    @property
+    def id(self) -> str:
+        return self.card.instance_id
+
+    @property
+    def page_tokens(self) -> int:
+        return self.card.page_tokens
+
+    @property
+    def open_pages(self) -> int:
+        """Pages that nothing holds and nothing has reserved."""
+        return self.card.kv_pages - self.used_pages
+
+    def hold_shard(self, request_id: str, pages: int) -> None:
+        self.holdings[request_id] = Holding(pages=pages, sequences=0, is_shard=True)
+        self.used_pages += pages
+
+    def release(self, request_id: str) -> None:
+        self.used_pages -= self.holdings.pop(request_id).pages
+
+
+@dataclass(slots=True, eq=False)
 class DecodeInstance:
-    """A decode instance: pages of requests in its batch, and of those on their way to it."""
+    """A decode instance: pages of requests in its batch, and of those on their way to it.
+
+    And of shards of requests whose homes are others.
+    """
 
     card: InstanceJoined
     leaving: bool = False
@@ -90,6 +127,7 @@ class DecodeInstance:
     holdings: dict[str, Holding] = field(default_factory=dict)
     decoding_pages: int = 0
     virtual_pages: int = 0
+    shard_pages: int = 0
     batch_size: int = 0  # sequences
 
     @property
@@ -102,33 +140,47 @@ class DecodeInstance:
 
     @property
     def free_pages(self) -> int:
-        """Pages that no decoding request holds; those on their way are `virtual_pages`."""
-        return self.card.kv_pages - self.decoding_pages
+        """Pages that no decoding request and no shard holds; those on their way do not count."""
+        return self.card.kv_pages - self.decoding_pages - self.shard_pages
+
+    @property
+    def open_pages(self) -> int:
+        """Pages that nothing holds and nothing has reserved."""
+        return self.card.kv_pages - self.decoding_pages - self.shard_pages - self.virtual_pages
 
     def pages_for(self, request: Request) -> int:
+        """Pages of all that the request may come to, if it is held here alone."""
         return pages_needed(
             request.prompt_tokens, request.max_new_tokens, request.choices, self.card.page_tokens
         )
 
+    def is_large_enough(self, request: Request) -> bool:
+        """Whether all of the request fits here once others left."""
+        return self.pages_for(request) <= self.card.kv_pages and self.could_run(request)
+
+    def could_run(self, request: Request) -> bool:
+        """Whether the request is within the context and the batch, wherever its KV is."""
+        return (
+            request.prompt_tokens + request.max_new_tokens <= self.card.max_context_tokens
+            and request.choices <= self.card.max_batch
+        )
+
     def could_hold(self, request: Request) -> bool:
         """Whether the request fits once others left, and no earlier attempt of it is still here."""
-        return (
-            self.pages_for(request) <= self.card.kv_pages
-            and request.prompt_tokens + request.max_new_tokens <= self.card.max_context_tokens
-            and request.choices <= self.card.max_batch
-            and request.id not in self.holdings
-        )
+        return self.is_large_enough(request) and request.id not in self.holdings
 
     def has_room(self, request: Request) -> bool:
         """Whether the pages of a request that it could hold are free now."""
-        return self.pages_for(request) <= (
-            self.card.kv_pages - self.decoding_pages - self.virtual_pages
-        )
+        return self.pages_for(request) <= self.open_pages
 
-    def hold(self, request: Request) -> None:
-        pages = self.pages_for(request)
+    def hold(self, request: Request, pages: int) -> None:
+        """Reserves for a request whose home this is."""
         self.holdings[request.id] = Holding(pages=pages, sequences=request.choices)
         self.virtual_pages += pages
+
+    def hold_shard(self, request_id: str, pages: int) -> None:
+        self.holdings[request_id] = Holding(pages=pages, sequences=0, is_shard=True)
+        self.shard_pages += pages
 
     def start(self, request_id: str) -> None:
         """The request's cache has landed: its usage is no longer virtual."""
@@ -140,11 +192,14 @@ class DecodeInstance:
 
     def release(self, request_id: str) -> None:
         holding = self.holdings.pop(request_id)
-        if holding.decoding:
+        if holding.is_shard:
+            self.shard_pages -= holding.pages
+        elif holding.decoding:
             self.decoding_pages -= holding.pages
             self.batch_size -= holding.sequences
         else:
             self.virtual_pages -= holding.pages
 
 
-Instance = PrefillInstance | DecodeInstance
+Holder = KvpInstance | DecodeInstance
+Instance = PrefillInstance | DecodeInstance | KvpInstance

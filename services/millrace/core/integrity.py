@@ -7,7 +7,7 @@ import math
 from millrace.core.board import Board
 from millrace.core.cluster import Cluster
 from millrace.core.errors import IntegrityError
-from millrace.core.instances import DecodeInstance, Instance, PrefillInstance
+from millrace.core.instances import DecodeInstance, Instance, KvpInstance, PrefillInstance
 from millrace.core.lifecycle import Lifecycle
 from millrace.core.pages import pages_of_plan
 from millrace.core.request import Request, RequestState
@@ -51,7 +51,9 @@ def _check_pools(cluster: Cluster) -> None:
         prefill = {i: one for i, one in taking.items() if isinstance(one, PrefillInstance)}
         decode = {i: one for i, one in taking.items() if isinstance(one, DecodeInstance)}
         _same(f"prefill of pool {model_hash}", kept.prefill, prefill)
+        kvp = {i: one for i, one in taking.items() if isinstance(one, KvpInstance)}
         _same(f"decode of pool {model_hash}", kept.decode, decode)
+        _same(f"kvp of pool {model_hash}", kept.kvp, kvp)
         _check_board(model_hash, kept.board, of_pool)
 
 
@@ -81,19 +83,22 @@ def _check_sums(instance: Instance) -> None:
     _same(
         f"{name}: drains, as one that leaves does", instance.draining or not instance.leaving, True
     )
-    if isinstance(instance, PrefillInstance):
-        used = sum(h.pages for h in holdings)
+    used = sum(h.pages for h in holdings)
+    if isinstance(instance, DecodeInstance):
+        batch = [h for h in holdings if h.decoding]
+        decoding, shards = (
+            sum(h.pages for h in some) for some in (batch, [h for h in holdings if h.is_shard])
+        )
+        _same(f"{name}: pages of shards", instance.shard_pages, shards)
+        _same(f"{name}: virtual pages", instance.virtual_pages, used - decoding - shards)
+        _same(f"{name}: decoding pages", instance.decoding_pages, decoding)
+        _same(f"{name}: batch size", instance.batch_size, sum(h.sequences for h in batch))
+    else:
         _same(f"{name}: used pages", instance.used_pages, used)
+    if isinstance(instance, PrefillInstance):
         tasks = [request.id for task in instance.queue for request in task.requests]
         if not set(tasks) <= instance.holdings.keys():
             raise IntegrityError(f"{name}: tasks {tasks} are not all held")
-    else:
-        batch = [h for h in holdings if h.decoding]
-        virtual = sum(h.pages for h in holdings if not h.decoding)
-        used = virtual + sum(h.pages for h in batch)
-        _same(f"{name}: virtual pages", instance.virtual_pages, virtual)
-        _same(f"{name}: decoding pages", instance.decoding_pages, used - virtual)
-        _same(f"{name}: batch size", instance.batch_size, sum(h.sequences for h in batch))
     if used > instance.card.kv_pages:
         raise IntegrityError(f"{name}: {used} of {instance.card.kv_pages} pages are given away")
 
@@ -110,9 +115,32 @@ def _check_holdings(instance: Instance, life: Lifecycle) -> None:
             card = instance.card
             taken = pages_of_plan(request.chunks, card.page_tokens, card.kv_layers)
             pages = taken[instance.id]
+        elif request.shards:
+            pages = _shard_pages(request, instance)
         else:
+            assert isinstance(instance, DecodeInstance)  # a KVP worker holds nothing else
             pages = instance.pages_for(request)
         _same(f"{instance.id}: pages of {request_id}", holding.pages, pages)
+
+
+def _shard_pages(request: Request, holder: Instance) -> int:
+    (shard,) = (one for one in request.shards if one.worker_id == holder.id)
+    return -(-shard.num_tokens // holder.card.page_tokens)
+
+
+def _check_shards(request: Request, life: Lifecycle) -> None:
+    """They are all of its life, end to end, and held; holders may have let go since token one."""
+    ends = [0, *(shard.end_token for shard in request.shards)]
+    starts = [*(shard.start_token for shard in request.shards), ends[-1]]
+    _same(f"{request.id}: where its shards begin", starts, ends)
+    _same(f"{request.id}: home of its shards", request.shards[0].worker_id, request.decode_id)
+    tokens = request.prompt_tokens + request.max_new_tokens
+    _same(f"{request.id}: tokens of its shards", ends[-1], tokens)
+    if request.state in (RequestState.QUEUED, RequestState.PREFILLING):
+        for holder_id in request.holders:
+            holder = life.cluster.instances.get(holder_id)
+            if holder is None or life.served(request.id, holder) is not request:
+                raise IntegrityError(f"{request.id}: has a shard at {holder_id}, which lacks it")
 
 
 def _check_request(request: Request, life: Lifecycle) -> None:
@@ -125,6 +153,8 @@ def _check_request(request: Request, life: Lifecycle) -> None:
         decodes = request.state is RequestState.DECODING
         _same(f"{request.id}: in the batch", decode.holdings[request.id].decoding, decodes)
     _check_prefix(request)
+    if request.shards:
+        _check_shards(request, life)
     if request.state is RequestState.QUEUED:
         _same(f"{request.id}: chunks", request.chunks, ())
         pool = life.cluster.pool_of(decode) if decode is not None else None
@@ -173,4 +203,4 @@ def _check_line(name: str, line: WaitingLine) -> None:
 def _named(request: Request) -> set[str]:
     """Instances that the request's current attempt goes through."""
     ids = {instance_id for chunk in request.chunks for instance_id in chunk.instance_ids}
-    return ids | ({request.decode_id} if request.decode_id is not None else set())
+    return ids.union(request.holders)

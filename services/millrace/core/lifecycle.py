@@ -14,7 +14,7 @@ from millrace.core.board import Board
 from millrace.core.cluster import Cluster, Pool
 from millrace.core.config import SchedulerConfig
 from millrace.core.effects import AdmitDecode, CancelOn, Effect, Fail, Record
-from millrace.core.instances import DecodeInstance, Holding, Instance, PrefillInstance
+from millrace.core.instances import Holding, Instance, PrefillInstance
 from millrace.core.priority import POLICIES, PriorityKey
 from millrace.core.request import Request, RequestState
 from millrace.core.waiting_line import WaitingLine
@@ -110,6 +110,7 @@ class Lifecycle:
                 request_id=request.id,
                 attempt=request.attempt,
                 kept_tokens=request.kept_tokens,
+                shards=request.shards,
             )
         )
 
@@ -130,9 +131,10 @@ class Lifecycle:
         if isinstance(instance, PrefillInstance):
             kept_tokens = request.landed_tokens
         kept_tokens = min(kept_tokens, request.prompt_tokens - 1)  # token one wants the last
+        resumable = request.resumable and not request.shards  # what is spread begins anew
         if request.state not in (RequestState.QUEUED, RequestState.PREFILLING):
             self.fail(request, f"{why} after the first token", reporter, resumable=True)
-        elif kept_tokens >= MIN_KEPT_TOKENS and request.resumable:
+        elif kept_tokens >= MIN_KEPT_TOKENS and resumable:
             self._resume(request, why, instance, kept_tokens)
         else:
             self.retry(request, why, reporter)
@@ -164,6 +166,7 @@ class Lifecycle:
         self._withdraw(request, why, reporter)
         self._forget_plan(request)
         request.decode_id = None
+        request.shards = ()
         request.kept_tokens = request.landed_tokens = 0
         self.record(request)
         self.enqueue(request, self.unplaced)
@@ -260,8 +263,7 @@ class Lifecycle:
 
     def _instances_of(self, request: Request) -> Iterator[Instance]:
         ids = dict.fromkeys(i for chunk in request.chunks for i in chunk.instance_ids)
-        if request.decode_id is not None:
-            ids[request.decode_id] = None
+        ids.update(dict.fromkeys(request.holders))
         return (self.cluster.instances[i] for i in ids if i in self.cluster.instances)
 
     # ---- time
@@ -286,4 +288,4 @@ def still_needs(request: Request, instance: Instance) -> bool:
 
     A prefill instance is done with a request once its cache has landed: the request decodes.
     """
-    return isinstance(instance, DecodeInstance) or request.state is not RequestState.DECODING
+    return not isinstance(instance, PrefillInstance) or request.state is not RequestState.DECODING

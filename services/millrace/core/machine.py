@@ -1,16 +1,18 @@
 """Decides everything: `step(event, now_s) -> effects`. No clock, no randomness, no I/O.
 
 A request's way. Submitted, it waits until a decode instance has the pages of its whole life free
-(Tetris section 5.2 picks which); placed, it waits in its pool's line, planned anew in every round,
-until the group of its first chunk has task slots and all its instances the prompt's pages; then it
-is sent, and its chunks stand on the pool's `board`, which says who runs. What it occupies stands in
-holdings at the instances (`cluster`), which outlive it:
+(Tetris section 5.2 picks which), or several have them together (`spreading`); placed, it waits in
+its pool's line, planned anew in every round, until the group of its first chunk has task slots and
+all its instances the prompt's pages; then it is sent, and its chunks stand on the pool's `board`,
+which says who runs. What it occupies stands in holdings at the instances (`cluster`), which outlive
+it:
 
 - a prefill's task slot is freed by the chunk's ChunkFinished, or when the request ends or is sent
   elsewhere;
 - a prefill's pages are freed by RequestReleased: of a group's members but the leader while others
   still compute, if the member says that its part is `complete`;
-- a decode's pages are freed by RequestFinished (of any reason) or RequestReleased;
+- a decode's pages are freed by RequestFinished (of any reason) or RequestReleased; those of the
+  shards that others hold for it by their RequestReleased;
 - all of it by the instance's death, or `release_timeout_s` after the request let go of it.
 
 So a worker that reports RequestFailed reports RequestReleased too, once the pages are free. A
@@ -38,7 +40,8 @@ from millrace.core.config import SchedulerConfig
 from millrace.core.effects import Effect, Refuse
 from millrace.core.instances import DecodeInstance, Instance, PrefillInstance
 from millrace.core.lifecycle import Lifecycle, still_needs
-from millrace.core.request import TRANSITIONS, Request, RequestState
+from millrace.core.reports import Reports
+from millrace.core.request import Request, RequestState
 from millrace.core.rounds import Rounds
 from millrace.core.speakers import Speakers
 
@@ -58,6 +61,7 @@ class Machine:
         self._rounds = Rounds(self._life)
         self._speakers = Speakers(self.cluster)
         computing = Computing(self._life, self._rounds, self._speakers)
+        reports = Reports(self._life, self._rounds, self._speakers)
         self._handlers: dict[type, Callable[[Any], None]] = {
             events.InstanceJoined: self._joined,
             events.InstanceLeft: self._left,
@@ -70,11 +74,11 @@ class Machine:
             events.ChunkStarted: computing.started,
             events.ChunkFinished: computing.finished,
             events.ChunkSuspended: computing.suspended,
-            events.RequestReleased: self._released,
-            events.PrefixLanded: self._prefix_landed,
-            events.DecodeStarted: self._decode_started,
-            events.RequestFinished: self._finished,
-            events.RequestFailed: self._failed,
+            events.RequestReleased: reports.released,
+            events.PrefixLanded: reports.prefix_landed,
+            events.DecodeStarted: reports.decode_started,
+            events.RequestFinished: reports.finished,
+            events.RequestFailed: reports.failed,
             events.PolicyChanged: self._policy_changed,
             events.ImprovementRateChanged: self._rate_changed,
             events.Tick: self._tick,
@@ -193,19 +197,12 @@ class Machine:
         pool = self.cluster.pool_of(instance)
         self._unplace_unserved(pool)
         for request in list(pool.line) if instance.draining else ():
-            waits = request.decode_id == instance.id and not request.kept_tokens
-            if waits and request.state is RequestState.QUEUED and self._has_room(request):
-                self._life.retry(request, f"decode {instance.id} takes no new work")
+            waits = instance.id in request.holders and not request.kept_tokens
+            queued = waits and request.state is RequestState.QUEUED
+            if queued and self._rounds.has_room(request):
+                self._life.retry(request, f"{instance.card.role} {instance.id} takes no new work")
                 self._rounds.place()  # it takes that room before the next one looks
         self._rounds.run()
-
-    def _has_room(self, request: Request) -> bool:
-        return any(
-            decode.could_hold(request) and decode.has_room(request)
-            for pool in self.cluster.ready_pools()
-            if pool.could_prefill(request)
-            for decode in pool.homes()
-        )
 
     def _unplace_unserved(self, pool: Pool) -> None:
         """Without a prefill instance for its model a decode instance is no place to wait at.
@@ -269,104 +266,7 @@ class Machine:
             self._life.end(self.requests[request_id], RequestState.CANCELLED, "its proxy left")
         self._rounds.run()
 
-    # ---- what workers say
-
-    def _released(self, event: events.RequestReleased) -> None:
-        instance = self._speakers.holder(event)
-        if instance is None:
-            return
-        request = self._life.served(event.request_id, instance)
-        if request is not None and self._speakers.is_of_earlier(event, request, instance):
-            return
-        instance.release(event.request_id)
-        if request is not None and _did_its_part(event, request, instance):
-            self._life.did_part(request, instance)
-            self._rounds.run()
-            return
-        # A prefill instance that let go of a computed request has sent all of its cache.
-        computed = request is not None and request.state is not RequestState.PREFILLING
-        if request is not None and not (computed and isinstance(instance, PrefillInstance)):
-            self._life.lost(request, instance, f"{instance.card.role} {instance.id} gave up")
-            self._rounds.run()
-        elif request is not None and self._life.drop_tasks(request):
-            self._rounds.run()  # decode had its cache before prefill said that it was done
-        else:
-            self._rounds.room_made(instance)
-
-    def _prefix_landed(self, event: events.PrefixLanded) -> None:
-        instance = self._speakers.holder(event)
-        if instance is None:
-            return
-        request = self._life.served(event.request_id, instance)
-        if request is not None and self._speakers.is_of_earlier(event, request, instance):
-            return
-        tokens = min(event.tokens, request.prompt_tokens) if request is not None else 0
-        if (
-            request is None
-            or not isinstance(instance, DecodeInstance)
-            or request.state is RequestState.QUEUED
-            or tokens <= request.landed_tokens
-        ):
-            self._speakers.ignored += 1
-            return
-        request.landed_tokens = tokens
-        self._life.record(request)
-
-    def _decode_started(self, event: events.DecodeStarted) -> None:
-        instance = self._speakers.current(event)
-        request = None
-        if isinstance(instance, DecodeInstance):
-            request = self._life.served(event.request_id, instance)
-        if (
-            request is None
-            or RequestState.DECODING not in TRANSITIONS[request.state]
-            or _never_computed(request)
-        ):
-            self._speakers.ignored += instance is not None
-            return
-        assert isinstance(instance, DecodeInstance)  # or it would serve no request here
-        instance.start(request.id)
-        if request.state is RequestState.QUEUED:  # all had landed before the death of prefill
-            self._life.unqueue(request)
-        request.landed_tokens = request.prompt_tokens
-        self._life.advance(request, RequestState.DECODING)
-
-    def _finished(self, event: events.RequestFinished) -> None:
-        instance = self._speakers.holder(event)
-        if not isinstance(instance, DecodeInstance):
-            self._speakers.ignored += instance is not None
-            return
-        request = self._life.served(event.request_id, instance)
-        instance.release(event.request_id)
-        computing = event.request_id in self._life.board_of  # prefill's news may be late
-        if request is not None:
-            if event.reason != "cancelled" and not _never_computed(request):
-                self._life.end(request, RequestState.FINISHED, None)
-            else:
-                self._life.lost(request, instance, f"decode {instance.id} gave up")
-                computing = True
-        if request is not None and computing:
-            self._rounds.run()
-        else:
-            self._rounds.room_made(instance)
-
-    def _failed(self, event: events.RequestFailed) -> None:
-        instance = self._speakers.holder(event)
-        if instance is None:
-            return
-        request = self._life.served(event.request_id, instance)
-        if request is not None and self._speakers.is_of_earlier(event, request, instance):
-            return
-        if request is not None and still_needs(request, instance):
-            why = f"{instance.card.role} {instance.id}: {event.message}"
-            kept = event.kept_tokens if isinstance(instance, DecodeInstance) else 0
-            if event.retryable:
-                self._life.lost(request, instance, why, kept)
-            else:
-                self._life.fail(request, why, None if kept else instance)
-        elif request is not None:
-            self._life.drop_tasks(request)
-        self._rounds.run()
+    # ---- settings and time
 
     def _policy_changed(self, event: events.PolicyChanged) -> None:
         self._life.change_policy(event.policy)
@@ -380,18 +280,3 @@ class Machine:
         del event  # the time is all it says
         self._life.expire()
         self._rounds.run()
-
-
-def _did_its_part(event: events.RequestReleased, request: Request, instance: Instance) -> bool:
-    """Whether a member lets go of a request that others of its group still compute."""
-    return (
-        isinstance(instance, PrefillInstance)
-        and event.complete
-        and request.state is RequestState.PREFILLING
-        and instance.id != request.chunks[0].instance_ids[0]
-    )
-
-
-def _never_computed(request: Request) -> bool:
-    """Whether decode can't have all of the prompt's KV: no attempt was begun."""
-    return request.state is RequestState.QUEUED and not request.kept_tokens

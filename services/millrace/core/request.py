@@ -7,6 +7,8 @@ from dataclasses import dataclass, field
 from enum import Enum
 from types import MappingProxyType
 
+from millrace.core.kvp import Shard
+
 
 class RequestState(Enum):
     """Where a request is in its life, as the scheduler sees it."""
@@ -90,6 +92,7 @@ class Request:
     chunks: tuple[Chunk, ...] = ()
     chunks_done: int = 0
     decode_id: str | None = None
+    shards: tuple[Shard, ...] = ()  # where its KV is, the first at `decode_id`; none: all there
     resumable: bool = True  # an attempt may go on behind what earlier ones left at decode
     attempt: int = 0  # number of the last one that decode was told of
     attempts: int = 0  # sent to prefill, without those that left decode more than they found
@@ -105,6 +108,13 @@ class Request:
     deadline_s: float = math.inf  # of token one, by the same clock as `arrival_s`
     executed_s: float = 0.0  # predicted seconds of prefill that stretches already ended have done
     running_since_s: float | None = None  # since when a chunk of it has been computing
+
+    @property
+    def holders(self) -> tuple[str, ...]:
+        """Instances that keep its KV to its end: the home, and who holds shards for it."""
+        if self.shards:
+            return tuple(shard.worker_id for shard in self.shards)
+        return () if self.decode_id is None else (self.decode_id,)
 
     def remaining_s(self, now_s: float) -> float:
         """Predicted seconds of prefill still to compute: work already executed counts as done."""

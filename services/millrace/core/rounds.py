@@ -14,18 +14,13 @@ from itertools import islice
 from millrace.core.batching import batch
 from millrace.core.board import Rank, Task, masks
 from millrace.core.cluster import Pool
-from millrace.core.decode_placement import freest
-from millrace.core.effects import Place, RunPrefill
-from millrace.core.instances import DecodeInstance, Instance, PrefillInstance
+from millrace.core.effects import RunPrefill
+from millrace.core.instances import Instance, PrefillInstance
 from millrace.core.lifecycle import Lifecycle
 from millrace.core.pages import pages_of_plan
+from millrace.core.placement import Placement
 from millrace.core.planning.plan import Plan
 from millrace.core.request import Chunk, Request, RequestState
-
-#: So many requests at the head may wait for a decode instance's pages while later ones go ahead.
-#: Each keeps one instance's pages to itself until it fits, so that smaller ones pass it on other
-#: instances only: a large request is never starved, and does not stop the whole fleet either.
-MAX_WAITING = 4
 
 #: With preemption, so many requests at the head of the line may be passed by later ones.
 MAX_PASSED = 8
@@ -55,6 +50,7 @@ class Rounds:
         self._life = life
         self._cluster = life.cluster
         self._config = life.config
+        self._placement = Placement(life, self._send)
 
     def run(self) -> None:
         """Places and dispatches all that has room now."""
@@ -64,7 +60,11 @@ class Rounds:
     def place(self) -> None:
         """The first half alone, for what must be placed before more is decided."""
         if self._life.unplaced:
-            self._place_waiting()
+            self._placement.place()
+
+    def has_room(self, request: Request) -> bool:
+        """Whether a decode instance that takes new work has room for the request now."""
+        return self._placement.has_room(request)
 
     def room_made(self, instance: Instance) -> None:
         """Pages came free: whoever waited for them goes on. Nobody runs in another order for it."""
@@ -89,74 +89,6 @@ class Rounds:
         orders = pool.board.orders()
         self.commands += len(orders)
         self._life.effects += orders
-
-    # ---- decode
-
-    def _place_waiting(self) -> None:
-        unplaced = self._life.unplaced
-        if not self._life.policy.static and len(unplaced) > 1:
-            self._life.rerank_unplaced()
-        pools = self._cluster.ready_pools()
-        reserved: set[str] = set()
-        index = waiting = 0
-        while pools and index < len(unplaced) and waiting < MAX_WAITING:
-            request = unplaced[index]
-            fitting = [
-                decode
-                for pool in pools
-                if pool.could_prefill(request)
-                for decode in pool.homes()
-                if decode.could_hold(request)
-            ]
-            free = [decode for decode in fitting if decode.id not in reserved]
-            best = freest(decode for decode in free if decode.has_room(request))
-            if best is not None:
-                self._place(request, best)
-                continue
-            if free:
-                reserved.add(max(free, key=lambda d: (d.free_pages - d.virtual_pages, d.id)).id)
-            # What fits nowhere (its instance died, or still holds an earlier attempt) blocks none.
-            waiting += bool(fitting)
-            index += 1
-
-    def _place(self, request: Request, decode: DecodeInstance) -> None:
-        life, pool = self._life, self._cluster.pool_of(decode)
-        life.unqueue(request)
-        decode.hold(request)
-        request.decode_id = decode.id
-        request.attempt += 1
-        if request.attempt > 1 or len(self._cluster.pools) > 1:
-            pool.predict(request)  # by the pool that it goes to: it may be another one now
-        life.effects.append(
-            Place(
-                request_id=request.id,
-                proxy_id=request.proxy_id,
-                decode_id=decode.id,
-                predicted_ttft_s=self._predicted_ttft_s(request, pool),
-            )
-        )
-        life.admit(request)
-        life.record(request)
-        if decode.card.role != "mixed":
-            life.enqueue(request, pool.line)
-        else:
-            whole = Chunk(
-                index=0, start_token=0, num_tokens=request.prompt_tokens, instance_ids=(decode.id,)
-            )
-            self._send(request, (whole,), {})
-
-    def _predicted_ttft_s(self, request: Request, pool: Pool) -> float:
-        """Work ahead plus the request's own.
-
-        With nobody in the pool's line it goes to the instance with the least work; else the work
-        of the line and of all instances is taken to be shared evenly.
-        """
-        if not pool.line and any(not prefill.queue for prefill in pool.prefill.values()):
-            return request.predicted_prefill_s
-        now_s = self._life.now_s
-        ahead_s = [prefill.outstanding_s(now_s) for prefill in pool.prefill.values()] or [0.0]
-        wait_s = (sum(ahead_s) + pool.line.work_s) / len(ahead_s) if pool.line else min(ahead_s)
-        return wait_s + request.predicted_prefill_s
 
     # ---- prefill
 
@@ -347,6 +279,7 @@ class Rounds:
                     chunks=chunks,
                     decode_id=request.decode_id,
                     attempt=request.attempt,
+                    shards=request.shards,
                 )
             )
         self._life.advance(request, RequestState.PREFILLING)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from millrace.core import events
 from millrace.core.cluster import Cluster
-from millrace.core.instances import DecodeInstance, Instance
+from millrace.core.instances import Instance, PrefillInstance
 from millrace.core.request import Request
 
 _OfHolder = (
@@ -46,7 +46,8 @@ class Speakers:
         return None
 
     def is_of_earlier(self, event: _OfAttempt, request: Request, instance: Instance) -> bool:
-        """Whether decode speaks of an earlier attempt than the one that it is being told of."""
-        earlier = isinstance(instance, DecodeInstance) and 0 < event.attempt < request.attempt
+        """Whether a holder speaks of an earlier attempt than the one that it is being told of."""
+        holds = not isinstance(instance, PrefillInstance)
+        earlier = holds and 0 < event.attempt < request.attempt
         self.ignored += earlier
         return earlier

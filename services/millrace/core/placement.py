@@ -1,0 +1,167 @@
+"""Where requests are placed: at the decode instance that is their home, or spread from there.
+
+The freest instance that has room (`decode_placement`), the best request of the line first. What
+one instance may not or can not hold is spread (`spreading`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection
+from dataclasses import dataclass
+
+from millrace.core.cluster import Pool
+from millrace.core.decode_placement import freest
+from millrace.core.effects import Place
+from millrace.core.instances import DecodeInstance, PrefillInstance
+from millrace.core.kvp import Shard
+from millrace.core.lifecycle import Lifecycle
+from millrace.core.request import Chunk, Request
+
+#: So many requests at the head may wait for decode instances' pages while later ones go ahead.
+#: Each keeps one instance's pages to itself until it fits (those of all its holders, if it is to be
+#: spread), so that smaller ones pass it on other instances only: a large request is never starved,
+#: and does not stop the whole fleet either.
+MAX_WAITING = 4
+
+#: Sends a placed request its chunks, with the pages that they take at prefill instances.
+Send = Callable[[Request, tuple[Chunk, ...], dict[str, int]], None]
+
+
+@dataclass(slots=True)
+class _Fitting:
+    """Where a request fits once others left: at these alone, or spread over these pools."""
+
+    whole: list[DecodeInstance]
+    spread: list[Pool]
+
+
+@dataclass(frozen=True, slots=True)
+class _Spot:
+    """Where a request has room now."""
+
+    home: DecodeInstance
+    shards: tuple[Shard, ...] = ()
+
+
+class Placement:
+    """Places the requests of the line `unplaced`."""
+
+    def __init__(self, life: Lifecycle, send: Send) -> None:
+        self._life = life
+        self._cluster = life.cluster
+        self._send = send
+
+    def place(self) -> None:
+        """All that has room now."""
+        unplaced = self._life.unplaced
+        if not self._life.policy.static and len(unplaced) > 1:
+            self._life.rerank_unplaced()
+        pools = self._cluster.ready_pools()
+        reserved: set[str] = set()
+        index = waiting = 0
+        while pools and index < len(unplaced) and waiting < MAX_WAITING:
+            request = unplaced[index]
+            fitting = _fitting(request, pools)
+            spot = self._spot(request, fitting, reserved)
+            if spot is not None:
+                self._place(request, spot)
+                continue
+            reserved.update(_kept(request, fitting, reserved))
+            # What fits nowhere (its instance died, or still holds an earlier attempt) blocks none.
+            waiting += bool(fitting.whole or fitting.spread)
+            index += 1
+
+    def has_room(self, request: Request) -> bool:
+        """Whether the request has room anywhere now."""
+        fitting = _fitting(request, self._cluster.ready_pools())
+        return self._spot(request, fitting, ()) is not None
+
+    def _spot(self, request: Request, fitting: _Fitting, reserved: Collection[str]) -> _Spot | None:
+        home = freest(
+            one for one in fitting.whole if one.id not in reserved and one.has_room(request)
+        )
+        if home is not None:
+            return _Spot(home)
+        for pool in fitting.spread:
+            shards = pool.spreading.find(request, pool.homes(), reserved)
+            if shards:
+                return _Spot(pool.decode[shards[0].worker_id], shards)
+        return None
+
+    def _place(self, request: Request, spot: _Spot) -> None:
+        life, home = self._life, spot.home
+        pool = self._cluster.pool_of(home)
+        life.unqueue(request)
+        self._hold(request, spot)
+        request.decode_id = home.id
+        request.shards = spot.shards
+        request.attempt += 1
+        if request.attempt > 1 or len(self._cluster.pools) > 1:
+            pool.predict(request)  # by the pool that it goes to: it may be another one now
+        life.effects.append(
+            Place(
+                request_id=request.id,
+                proxy_id=request.proxy_id,
+                decode_id=home.id,
+                predicted_ttft_s=self._predicted_ttft_s(request, pool),
+            )
+        )
+        life.admit(request)
+        life.record(request)
+        if home.card.role != "mixed":
+            life.enqueue(request, pool.line)
+        else:
+            whole = Chunk(
+                index=0, start_token=0, num_tokens=request.prompt_tokens, instance_ids=(home.id,)
+            )
+            self._send(request, (whole,), {})
+
+    def _hold(self, request: Request, spot: _Spot) -> None:
+        home = spot.home
+        if not spot.shards:
+            home.hold(request, home.pages_for(request))
+        for shard in spot.shards:
+            holder = self._cluster.instances[shard.worker_id]
+            assert not isinstance(holder, PrefillInstance)  # those hold no shards
+            pages = -(-shard.num_tokens // holder.page_tokens)
+            if holder is home:
+                home.hold(request, pages)
+            else:
+                holder.hold_shard(request.id, pages)
+
+    def _predicted_ttft_s(self, request: Request, pool: Pool) -> float:
+        """Work ahead plus the request's own.
+
+        With nobody in the pool's line it goes to the instance with the least work; else the work
+        of the line and of all instances is taken to be shared evenly.
+        """
+        if not pool.line and any(not prefill.queue for prefill in pool.prefill.values()):
+            return request.predicted_prefill_s
+        now_s = self._life.now_s
+        ahead_s = [prefill.outstanding_s(now_s) for prefill in pool.prefill.values()] or [0.0]
+        wait_s = (sum(ahead_s) + pool.line.work_s) / len(ahead_s) if pool.line else min(ahead_s)
+        return wait_s + request.predicted_prefill_s
+
+
+def _fitting(request: Request, pools: list[Pool]) -> _Fitting:
+    found = _Fitting([], [])
+    for pool in pools:
+        if not pool.could_prefill(request):
+            continue
+        homes = pool.homes()
+        if not pool.spreading.wanted(request, homes):
+            found.whole += [one for one in homes if one.could_hold(request)]
+        elif pool.spreading.could_hold(request, homes):
+            found.spread.append(pool)
+    return found
+
+
+def _kept(request: Request, fitting: _Fitting, reserved: Collection[str]) -> tuple[str, ...]:
+    """Instances whose pages the request keeps to itself while it waits."""
+    free = [one for one in fitting.whole if one.id not in reserved]
+    if free:
+        return (max(free, key=lambda one: (one.open_pages, one.id)).id,)
+    for pool in fitting.spread:
+        if kept := pool.spreading.kept(request, pool.homes(), reserved):
+            return kept
+    return ()
