@@ -61,7 +61,7 @@ class Builder:
             request_id = response_id if len(prompts) == 1 else f"{response_id}-{i}"
             choices = self._choices(i * options.choices, prompt, options)
             generation = Generation(
-                spec=self._spec(request_id, prompt.ids.size, options, arrival),
+                spec=self._spec(request_id, prompt, options, arrival),
                 prompt_ids=prompt.ids,
                 sink=reply,
                 choices=choices,
@@ -104,9 +104,9 @@ class Builder:
         )
 
     def _spec(
-        self, request_id: str, prompt_tokens: int, options: Options, arrival: Arrival
+        self, request_id: str, prompt: EnginePrompt, options: Options, arrival: Arrival
     ) -> common_pb2.RequestSpec:
-        prompt_field = "messages" if self._chat else "prompt"
+        prompt_field, prompt_tokens = "messages" if self._chat else "prompt", prompt.ids.size
         return common_pb2.RequestSpec(
             request_id=request_id,
             proxy=incarnation_of(self._life),
@@ -116,9 +116,12 @@ class Builder:
                 options.sampling,
                 max_tokens=options.new_tokens(prompt_tokens, self._limits, prompt_field),
                 choices=options.choices,
-                prompt_logprobs=options.sampling.logprobs if options.echo else -1,
+                prompt_logprobs=options.prompt_logprobs,
             ),
             slo=slo_message(arrival.slo),
             arrival_unix_s=arrival.unix_s,
             traceparent=arrival.traceparent,
+            prefix_hashes=prompt.blocks.hashes,
+            prefix_block_tokens=prompt.blocks.block_tokens,
+            prefix_root=prompt.blocks.root,
         )

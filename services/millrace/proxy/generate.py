@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from millrace.core.config import Config
 from millrace.proxy.builder import Arrival, Builder
@@ -22,6 +22,7 @@ from millrace.proxy.http import (
 from millrace.proxy.metrics import ProxyMetrics
 from millrace.proxy.objectives import Objectives, traceparent, wants_trace
 from millrace.proxy.options import Limits, Options
+from millrace.proxy.prefix import PromptHasher
 from millrace.proxy.prompts import EnginePrompt, PromptReader
 from millrace.proxy.reply import Reply, StreamReply, WholeReply
 from millrace.proxy.tokenizer import Tokenizer
@@ -60,6 +61,7 @@ class GenerateEndpoint:
         self._services = services
         self._gateway = services.gateway
         self._chat = chat
+        self._hasher = PromptHasher(services.config.engine)
         self._builder = Builder(
             services.limits, services.tokenizer, services.gateway.life, chat=chat
         )
@@ -96,9 +98,14 @@ class GenerateEndpoint:
         services = self._services
         if self._chat:
             chat = services.bodies.read_chat(body)
-            return [await services.prompts.read_chat(chat.conversation)], chat.options
-        completion = services.bodies.read_completion(body)
-        return await services.prompts.read_completion(completion), completion.options
+            options = chat.options
+            prompts = [await services.prompts.read_chat(chat.conversation)]
+        else:
+            completion = services.bodies.read_completion(body)
+            options = completion.options
+            prompts = await services.prompts.read_completion(completion)
+        hasher = self._hasher
+        return [replace(p, blocks=await hasher.blocks(p.ids, options)) for p in prompts], options
 
     def _leave(self, reply: Reply) -> None:
         """Cancels what is unfinished: the client is gone, or the answer has failed."""

@@ -16,6 +16,7 @@ from millrace.proxy.codec import Life, position_logprobs
 from millrace.proxy.continuation import continuation
 from millrace.proxy.echo import Echo
 from millrace.proxy.errors import ApiError
+from millrace.proxy.prefix import add_blocks
 from millrace.proxy.tokenizer import TokenArray
 from millrace.wire.pb import common_pb2, decode_pb2
 from millrace.wire.trace_codec import spans_from_wire
@@ -212,6 +213,7 @@ class Generation:
             self.prompt_ids = np.concatenate([self.prompt_ids, tokens])
             self._tokens = array("i")
         self.spec = continuation(self.spec, f"{self.request_id}.{self.moves}", tokens.size)
+        add_blocks(self.spec, self.prompt_ids)
         self.stage, self.decode = Stage.MOVING, None
         self._early = {}
         self.confirmed = self.orphaned = False

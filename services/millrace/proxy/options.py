@@ -66,7 +66,14 @@ class Options:
     skip_special_tokens: bool = True
     return_token_ids: bool = False
     echo: bool = False
+    cache_prompt: bool = True
+    cache_salt: str = ""
     max_tokens_field: str = "max_tokens"
+
+    @property
+    def prompt_logprobs(self) -> int:
+        """Of the prompt's own tokens, as `Sampling.logprobs` counts."""
+        return self.sampling.logprobs if self.echo else -1
 
     def new_tokens(self, prompt_tokens: int, limits: Limits, prompt_field: str) -> int:
         """Tokens to generate at most after a prompt of `prompt_tokens`, read from `prompt_field`.
@@ -115,6 +122,8 @@ def read_options(checked: Mapping[str, Any], limits: Limits, logprobs: int) -> O
         skip_special_tokens=get("skip_special_tokens", True),
         return_token_ids=get("return_token_ids", False),
         echo=get("echo", False),
+        cache_prompt=get("cache_prompt", True),
+        cache_salt=get("cache_salt", ""),
         max_tokens_field=field_name,
     )
 

@@ -9,6 +9,7 @@ import numpy as np
 from millrace.proxy.chat_template import ChatTemplate
 from millrace.proxy.errors import ApiError, bad_field
 from millrace.proxy.options import Limits
+from millrace.proxy.prefix import NO_BLOCKS, PromptBlocks
 from millrace.proxy.tokenizer import TokenArray, Tokenizer
 from millrace.proxy.validation import CompletionRequest, Conversation, Prompt
 
@@ -19,6 +20,7 @@ class EnginePrompt:
 
     ids: TokenArray
     text: str = ""
+    blocks: PromptBlocks = NO_BLOCKS
 
 
 class PromptReader:

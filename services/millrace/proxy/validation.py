@@ -246,6 +246,10 @@ def _shared_fields(limits: Limits) -> dict[str, Kind]:
         "skip_special_tokens": Boolean("Default: true."),
         "add_special_tokens": Boolean("What the tokenizer adds, such as a first token."),
         "return_token_ids": Boolean("Add token_ids to every choice or chunk."),
+        "cache_prompt": Boolean(
+            "Default: true. Begin behind what earlier prompts share with this one; keep its KV."
+        ),
+        "cache_salt": String(0, 256, "Prompts of other salts share nothing with this one."),
         "stream": Boolean("Answer as server-sent events."),
         "stream_options": Object(
             {"include_usage": Boolean(), "include_obfuscation": Boolean("Ignored.")}
