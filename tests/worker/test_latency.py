@@ -1,4 +1,4 @@
-"""Where a worker's prefill times come from, and that it says so."""
+"""Where a worker's times come from, and that it says so."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from millrace.core.errors import ConfigError
 from millrace.engine.assembly import Engine, open_engine, profile_key
 from millrace.profiles import encode, load_profile
 from millrace.profiles.cache import ProfileCache
-from millrace.worker.latency import prefill_latency
+from millrace.worker.latency import decode_step, prefill_latency
 from support.tiny_models import model_folder
 
 NAME = "llama3-8b-a100-tp1"
@@ -49,6 +49,10 @@ def test_the_cached_profile_of_the_key_is_used(
     assert found == MEASURED.prefill.limited(16)  # those that were measured
     assert "2, 4, 8, 16 measured" in told.text
     assert f"measured profile {path}" in told.text
+    base_s, per_sequence_s, per_context_token_s = decode_step(engine, config) or (0.0, 0.0, 0.0)
+    step_s = base_s + 8 * per_sequence_s + 8192 * per_context_token_s
+    assert step_s == pytest.approx(MEASURED.operators.decode_step_s(8, 8192), rel=0.2)
+    assert decode_step(engine, replace(config, profile="none")) is None
 
 
 @pytest.mark.parametrize("change", [{"profile": "none"}, {"max_chunk_tokens": 99}, {"threads": 3}])

@@ -1,4 +1,4 @@
-"""Where a worker's prefill times come from: a measured profile, else a brief fit at start."""
+"""Where a worker's times come from: a measured profile, else a brief fit at start."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ from millrace.core.profile import Profile
 from millrace.engine.assembly import Engine, calibrate, profile_key
 from millrace.profiles import load_profile
 from millrace.profiles.cache import ProfileCache
+from millrace.profiles.decode_step import of_profile as step_of_profile
 from millrace.profiles.degrees import estimated
 
 log = logging.getLogger(__name__)
@@ -23,7 +24,7 @@ def prefill_latency(engine: Engine, config: EngineConfig) -> SpLatency:
     has a device of its own: on CPUs instances may share cores, and nobody knows which.
     Raises ConfigError for a named profile that can't be read.
     """
-    profile = _profile(engine, config)
+    profile = profile_of(engine, config)
     if profile is None:
         log.info("prefill times: a brief fit at start; `millrace profile` measures better ones")
         one, measured = calibrate(engine), {}
@@ -38,15 +39,28 @@ def prefill_latency(engine: Engine, config: EngineConfig) -> SpLatency:
     return SpLatency(by_sp=MappingProxyType({1: one, **guessed, **measured}))
 
 
-def _profile(engine: Engine, config: EngineConfig) -> Profile | None:
+def decode_step(engine: Engine, config: EngineConfig) -> tuple[float, float, float] | None:
+    """`profiles.decode_step.fit` to the profile's steps; None where there is no profile.
+
+    Raises ConfigError for a named profile that can't be read.
+    """
+    profile = profile_of(engine, config)
+    return None if profile is None else step_of_profile(profile.operators)
+
+
+def profile_of(engine: Engine, config: EngineConfig) -> Profile | None:
+    """What `engine.profile` says: a file's, the cache's if it has one, or none; logs which.
+
+    Raises ConfigError for a named profile that can't be read.
+    """
     if config.profile.endswith(".json"):
-        log.info("prefill times: profile %s", config.profile)
+        log.info("times: profile %s", config.profile)
         return load_profile(config.profile)
     if config.profile == "auto":
         cache, key = ProfileCache(config.profile_cache), profile_key(engine.folder, config)
         profile = cache.load(key)
         if profile is not None:
-            log.info("prefill times: measured profile %s", cache.path(key))
+            log.info("times: measured profile %s", cache.path(key))
         return profile
     return None
 
