@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from millrace.core.errors import TransferError
 from millrace.prefill.job import PrefillJob
-from millrace.transfer.control import Sending
-from millrace.transfer.send_manager import SendManager, Target
+from millrace.transfer.control import Sending, Target
+from millrace.transfer.send_manager import SendManager
 from millrace.wire.kv_peer import KvPeers
 from millrace.wire.pb import common_pb2, scheduler_pb2, transfer_pb2
 from millrace.worker.codec import span
@@ -16,12 +16,11 @@ async def open_session(sender: SendManager, peers: KvPeers, job: PrefillJob) -> 
     if job.command.shards:
         return await sender.open_spread(
             job.request_id,
-            targets(job.command, peers),
+            targets(job.command, peers, leads=job.leads),
             prompt_tokens=job.prompt_tokens,
             pages=job.pages,
             attempt=job.attempt,
             runs=job.runs(),
-            without_tokens=_without_tokens if job.leads else None,
         )
     decode = job.command.decode
     return await sender.open(
@@ -35,9 +34,11 @@ async def open_session(sender: SendManager, peers: KvPeers, job: PrefillJob) -> 
     )
 
 
-def targets(command: scheduler_pb2.RunPrefill, peers: KvPeers) -> list[Target]:
+def targets(command: scheduler_pb2.RunPrefill, peers: KvPeers, *, leads: bool) -> list[Target]:
     """Who gets which tokens of a prompt that is spread, the home first.
 
+    The home gets the message of the end as it is, the others without tokens; who `leads` not tells
+    nobody.
     Shards that begin behind the prompt get none. Raises TransferError for shards that are not the
     prompt in one piece, or whose first is not at the home.
     """
@@ -59,6 +60,7 @@ def targets(command: scheduler_pb2.RunPrefill, peers: KvPeers) -> list[Target]:
                 receiver=(life.id, life.generation),
                 start_token=shard.start_token,
                 end_token=min(at, prompt_tokens),
+                word=(_without_tokens if found else _as_it_is) if leads else None,
             )
         )
     if at < prompt_tokens:
@@ -88,6 +90,10 @@ def transfer_spans(job: PrefillJob, session: Sending) -> list[common_pb2.Span]:
         span("kv_handshake", job.instance_id, opened_s, granted_s),
         span("kv_transfer", job.instance_id, first_write_s, now_s, to=to),
     ]
+
+
+def _as_it_is(message: transfer_pb2.FinishPrefillRequest) -> transfer_pb2.FinishPrefillRequest:
+    return message
 
 
 def _without_tokens(

@@ -55,6 +55,22 @@ class Outlet:
     metadata: bytes
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Target:
+    """A receiver of a prompt's KV, and the tokens [start_token, end_token) that belong there.
+
+    It has the model's `layers`; None where only its answer tells. `word` makes of the message of
+    `Sending.finish` what this receiver is told of the end; None where another sender tells it.
+    """
+
+    peer: KvPeer
+    receiver: tuple[str, int]
+    start_token: int
+    end_token: int
+    layers: range | None = None
+    word: Callable[[Any], Any] | None = None
+
+
 class Sending(Protocol):
     """A prompt's KV on its way, to one receiver or spread over several. Over once `finish` or
     `abort` has returned."""

@@ -5,17 +5,15 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass
-from typing import Any
 
 from millrace.core.config import TransferConfig
 from millrace.core.errors import IntegrityError, TransferError
 from millrace.core.kv_layout import KvLayout
 from millrace.core.kv_transfer import Incarnation, Ticket
 from millrace.core.sequence_parallel import Run
-from millrace.transfer.control import KvPeer, Outlet
+from millrace.transfer.control import KvPeer, Outlet, Target
 from millrace.transfer.inbox import Inbox
 from millrace.transfer.layout import Side, shared_layers
 from millrace.transfer.memory import Memory, TensorLike
@@ -24,25 +22,11 @@ from millrace.transfer.send_session import SendSession
 from millrace.transfer.spread_session import SpreadSession
 from millrace.transfer.transport import Transport
 
-__all__ = ["SendManager", "SendSession", "SpreadSession", "Target"]
+__all__ = ["SendManager", "SendSession", "SpreadSession"]
 
 log = logging.getLogger(__name__)
 
 TICK_S = 0.1
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Target:
-    """A receiver, and the tokens [start_token, end_token) of the prompt that belong there.
-
-    `layers` are those that it has, of the model; None where only its answer tells.
-    """
-
-    peer: KvPeer
-    receiver: tuple[str, int]
-    start_token: int
-    end_token: int
-    layers: range | None = None
 
 
 class SendManager:
@@ -107,15 +91,12 @@ class SendManager:
         pages: Sequence[int],
         attempt: int = 1,
         runs: Sequence[Run] | None = None,
-        without_tokens: Callable[[Any], Any] | None,
     ) -> SpreadSession:
-        """As `open`, of a prompt whose tokens belong at several receivers, the first one its home.
+        """As `open`, of a prompt whose tokens belong at several receivers.
 
-        `without_tokens` makes of the message of `finish`, which is the home's, what the others get;
-        None at a member that does not lead its group. A receiver with which this instance has
-        neither a token nor a layer in common gets no session, but that the leader speaks to all
-        with which it shares a layer. Raises TransferError, too, when two targets are one receiver,
-        or have tokens that are not the prompt's.
+        One with which this instance shares no layer gets no session, nor one for which it has no
+        token and no word. Raises TransferError, too, when two targets are one receiver, or have
+        tokens that are not the prompt's.
         """
         self._check_new(request_id, attempt, targets)
         for one in targets:
@@ -126,12 +107,12 @@ class SendManager:
                 )
         side = self._side(request_id, pages, prompt_tokens, runs)
         shares = [
-            (one.start_token, one.end_token, self._begin(request_id, attempt, side, one))
+            (one, self._begin(request_id, attempt, side, one))
             for one in targets
             if (one.layers is None or shared_layers(one.layers, self._layout.layers))
-            and (without_tokens is not None or side.has_any(one.start_token, one.end_token))
+            and (one.word is not None or side.has_any(one.start_token, one.end_token))
         ]
-        return SpreadSession(shares, Incarnation(*targets[0].receiver), without_tokens)
+        return SpreadSession(shares)
 
     def _check_new(self, request_id: str, attempt: int, targets: Sequence[Target]) -> None:
         receivers = {Incarnation(*one.receiver) for one in targets}

@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 from millrace.core.errors import TransferError
-from millrace.core.kv_transfer import Incarnation
-from millrace.transfer.control import SendTimings
+from millrace.transfer.control import SendTimings, Target
 from millrace.transfer.send_session import SendSession
 
 
@@ -20,18 +19,10 @@ class SpreadSession:
     for another.
     """
 
-    def __init__(
-        self,
-        shares: Sequence[tuple[int, int, SendSession]],
-        home: Incarnation,
-        without_tokens: Callable[[Any], Any] | None,
-    ) -> None:
-        """`shares`: (first token, one past the last, session) of each receiver that this instance
-        has something for."""
+    def __init__(self, shares: Sequence[tuple[Target, SendSession]]) -> None:
+        """`shares`: the receivers that this instance has something for."""
         self._shares = shares
-        self._sessions = [session for _, _, session in shares]
-        self._home = home
-        self._without_tokens = without_tokens
+        self._sessions = [session for _, session in shares]
         self._opened_s = time.monotonic()
 
     @property
@@ -58,8 +49,9 @@ class SpreadSession:
 
     def layer_ready(self, chunk_index: int, layer: int, start_token: int, num_tokens: int) -> None:
         end_token = start_token + num_tokens
-        for first, end, session in self._shares:
-            start, stop = max(first, start_token), min(end, end_token)
+        for target, session in self._shares:
+            start = max(target.start_token, start_token)
+            stop = min(target.end_token, end_token)
             if start < stop:
                 session.layer_ready(chunk_index, layer, start, stop - start)
 
@@ -67,10 +59,10 @@ class SpreadSession:
         await asyncio.gather(*(session.opened() for session in self._sessions))
 
     async def finish(self, message: Any | None) -> None:  # noqa: ANN401 - the wire's type
-        """The home gets `message`, each of the others what `without_tokens` makes of it."""
+        """Every receiver gets its `Target.word` of the message."""
         finishing = [
-            asyncio.create_task(session.finish(self._message(session, message)))
-            for session in self._sessions
+            asyncio.create_task(session.finish(_word(target, message)))
+            for target, session in self._shares
         ]
         try:
             await asyncio.gather(*finishing)
@@ -82,8 +74,6 @@ class SpreadSession:
     async def abort(self, reason: str) -> None:
         await asyncio.gather(*(session.abort(reason) for session in self._sessions))
 
-    def _message(self, session: SendSession, message: Any | None) -> Any | None:  # noqa: ANN401 - as above
-        is_home = session.ticket.receiver == self._home
-        if message is None or self._without_tokens is None or is_home:
-            return message
-        return self._without_tokens(message)
+
+def _word(target: Target, message: Any | None) -> Any | None:  # noqa: ANN401 - as above
+    return None if message is None or target.word is None else target.word(message)
