@@ -15,17 +15,14 @@ import torch
 
 from millrace.engine.assembly import Engine
 from millrace.engine.execution_pool import ExecutionPool, PoolTask, StopPoint
-from millrace.engine.logprobs import PositionLogprobs, position_logprobs
 from millrace.engine.model_runner import Boundary, PrefillTask
 from millrace.engine.sampler import Sampler
-from millrace.engine.sampling_spec import SamplingRow
+from millrace.prefill.first_tokens import SamplingError, prompt_logprobs, sample_first
 from millrace.prefill.metrics import PrefillMetrics
 from millrace.prefill.publish import LayerPublisher
-from millrace.prefill.work import Part, PrefillOutcome, Work, task_name
+from millrace.prefill.work import Part, Work, task_name
 from millrace.transfer.chunk_link import Waits
 from millrace.wire.pb import scheduler_pb2
-
-LOGPROB_BLOCK_TOKENS = 256
 
 
 class PrefillCompute:
@@ -73,32 +70,22 @@ class PrefillCompute:
             )
 
     def add_prompt_logprobs(self, work: Work, start: int, hidden: torch.Tensor) -> None:
-        """Log probabilities of the prompt's own tokens, in blocks of bounded memory.
+        """Log probabilities of the prompt's own tokens.
 
         hidden: [L, hidden_size] of the positions from `start` on; each says the likeliness of the
         next id.
         """
         top = work.job.sampling.prompt_logprobs
-        found: list[PositionLogprobs] = []
-        for first in range(0, len(hidden), LOGPROB_BLOCK_TOKENS):
-            rows = hidden[first : first + LOGPROB_BLOCK_TOKENS]
-            after = start + first + 1
-            targets = work.prompt_ids[after : after + len(rows)].tolist()
-            logits = self.engine.runner.project(rows[: len(targets)])
-            found += position_logprobs(logits, targets, [top] * len(targets))
-        work.prompt_logprobs.append((start, found))
+        run = prompt_logprobs(self.engine.runner, top, work.prompt_ids, start, hidden)
+        work.prompt_logprobs.append(run)
 
     def sample(self, part: Part, logits: torch.Tensor) -> None:
         """Token one of every choice, from float32 [vocab]; the part's error where none comes."""
         work = part.work
-        spec = work.job.sampling
-        seen = work.prompt_ids.numpy() if spec.needs_prompt_ids else None
-        rows = [SamplingRow.first(spec, choice, seen) for choice in range(spec.n)]
-        sampled = self._sampler.sample(logits.expand(spec.n, -1), rows)
-        if sampled.errors:  # of this prompt: the others of its batch go on
-            part.error = RuntimeError(next(iter(sampled.errors.values())))
-        else:
-            work.outcome = PrefillOutcome(sampled.token_ids, sampled.logprobs)
+        try:
+            work.outcome = sample_first(self._sampler, work.job.sampling, work.prompt_ids, logits)
+        except SamplingError as error:  # of this prompt: the others of its batch go on
+            part.error = error
 
     # -- what the scheduler is told
 

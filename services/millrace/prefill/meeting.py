@@ -11,9 +11,9 @@ import grpc
 from millrace.core import gang
 from millrace.core.errors import IntegrityError, TransferError
 from millrace.core.kv_transfer import HistoryAsk, Incarnation, Ticket
+from millrace.prefill.first_tokens import LogprobsRun
 from millrace.prefill.group import GroupDesk, GroupError, LeaderClient
 from millrace.prefill.job import PrefillJob
-from millrace.prefill.work import LogprobsRun
 from millrace.transfer.ring import PeerInfo, RingManager
 from millrace.transfer.transport import outcome
 from millrace.wire.kv_peer import KvPeers

@@ -18,19 +18,23 @@ async def fetch_prompt(store: RequestStore, job: PrefillJob) -> torch.Tensor:
     """
     needs_all = job.layout is None or (job.leads and job.sampling.needs_prompt_ids)
     if needs_all:
-        ids = await store.prompt_ids(job.request_id)
-        if len(ids) != job.prompt_tokens:
-            raise StoreError(
-                f"request {job.request_id}: the store has {len(ids)} of "
-                f"{job.prompt_tokens} prompt ids"
-            )
-        return torch.from_numpy(ids).to(torch.int64)
+        return await fetch_whole(store, job.request_id, job.prompt_tokens)
     slices = shards(job)
     found = await store.prompt_slices(job.request_id, slices)
     prompt: npt.NDArray[np.int64] = np.zeros(job.prompt_tokens, dtype=np.int64)
     for (start, stop), ids in zip(slices, found, strict=True):
         prompt[start:stop] = ids
     return torch.from_numpy(prompt)
+
+
+async def fetch_whole(store: RequestStore, request_id: str, prompt_tokens: int) -> torch.Tensor:
+    """int64 [prompt_tokens] on the CPU. Raises StoreError, also when there are more or fewer."""
+    ids = await store.prompt_ids(request_id)
+    if len(ids) != prompt_tokens:
+        raise StoreError(
+            f"request {request_id}: the store has {len(ids)} of {prompt_tokens} prompt ids"
+        )
+    return torch.from_numpy(ids).to(torch.int64)
 
 
 def shards(job: PrefillJob) -> list[tuple[int, int]]:

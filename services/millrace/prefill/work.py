@@ -8,19 +8,8 @@ from dataclasses import dataclass
 import torch
 
 from millrace.core.sequence_parallel import ChunkShares, pass_tokens
-from millrace.engine.logprobs import PositionLogprobs
+from millrace.prefill.first_tokens import LogprobsRun, PrefillOutcome
 from millrace.prefill.job import PrefillJob
-
-#: Log probabilities of neighbouring positions, and the first of these.
-LogprobsRun = tuple[int, list[PositionLogprobs]]
-
-
-@dataclass(slots=True)
-class PrefillOutcome:
-    """Token one of each choice with its log-probabilities."""
-
-    token_ids: list[int]
-    logprobs: list[PositionLogprobs | None]
 
 
 @dataclass(slots=True, eq=False)
