@@ -100,9 +100,10 @@ class PagedKv:
         return self._rows[:, :, pages[page], :, :, row]
 
     def of_token(self, kv: np.ndarray, token: int) -> np.ndarray:
-        """What belongs there, of kv [layers, 2, heads of the model, tokens, head_dim]."""
+        """What belongs there, of kv [layers of the model, 2, heads of the model, tokens, head_dim]."""
         made = self.layout
-        heads = kv[:, :, made.head_start : made.head_end, token]
+        layers = slice(made.layer_start, made.layer_end)
+        heads = kv[layers, :, made.head_start : made.head_end, token]
         split = heads.reshape(made.num_layers, 2, made.parts, made.part_heads, made.head_dim)
         return split.transpose(2, 0, 1, 3, 4)
 

@@ -36,6 +36,8 @@ def layout(
     heads: tuple[int, int] = (0, 4),
     model_hash: str = "model-a",
     layers: int = 3,
+    layer_start: int = 0,
+    model_layers: int = 0,
 ) -> KvLayout:
     """A small pool: 4 heads of the model, of which `heads` = (first, count) are here."""
     return KvLayout(
@@ -48,6 +50,8 @@ def layout(
         head_start=heads[0],
         head_count=heads[1],
         num_pages=pages,
+        layer_start=layer_start,
+        model_layers=model_layers,
     )
 
 

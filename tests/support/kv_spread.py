@@ -1,0 +1,186 @@
+"""Any number of senders and of receivers of one prompt, in this process, over memory.
+
+A sender has some layers, heads and tokens of the prompt, a receiver some others; pages are of any
+size on both sides.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import dataclasses
+from collections.abc import AsyncIterator, Sequence
+from contextlib import asynccontextmanager
+from dataclasses import dataclass
+
+import numpy as np
+
+from millrace.core.config import TransferConfig
+from millrace.core.errors import TransferError
+from millrace.core.kv_layout import KvLayout
+from millrace.core.sequence_parallel import Run
+from millrace.transfer.control import ReceiveCallbacks, Target
+from millrace.transfer.layout import shared_heads
+from millrace.transfer.memory_transport import MemoryHub
+from millrace.transfer.receive_manager import ReceiveManager
+from millrace.transfer.send_manager import SendManager, SpreadSession
+from support.kv_group import LocalPeer, PagedKv, SlowTransport
+from support.live_stack import eventually
+
+CONFIG = TransferConfig(lease_s=1.0, transfer_timeout_s=2.0, handshake_timeout_s=1.0)
+
+
+@dataclass(frozen=True)
+class End:
+    """What `finish` says: the passes there were, and token one for the home."""
+
+    passes: int
+    token: int | None = None
+
+
+def without_token(end: End) -> End:
+    return dataclasses.replace(end, token=None)
+
+
+class _Peer(LocalPeer):
+    """Its finish carries an `End`."""
+
+    async def finish(self, ticket, message, *, timeout_s):
+        self.check()
+        refusal = await self.manager.finish(
+            ticket, total_chunks=message.passes, message=message, wait_s=timeout_s
+        )
+        if refusal:
+            raise TransferError(refusal)
+
+
+class Receiver(PagedKv):
+    """`events` is what its callbacks heard."""
+
+    def __init__(
+        self, name: str, hub: MemoryHub, made: KvLayout, config: TransferConfig = CONFIG
+    ) -> None:
+        super().__init__(made)
+        self.identity = (name, 7)
+        self.transport = SlowTransport(name, hub)
+        self.events: asyncio.Queue[tuple] = asyncio.Queue()
+        self.manager = ReceiveManager(
+            transport=self.transport,
+            layout=made,
+            storage=self.pool,
+            identity=self.identity,
+            config=config,
+            callbacks=ReceiveCallbacks(
+                on_first_tokens=lambda i, end: self.events.put_nowait(("finished", end.token)),
+                on_landed=lambda i: self.events.put_nowait(("landed",)),
+                on_prefix=lambda i, attempt, tokens: self.events.put_nowait(("prefix", tokens)),
+                on_failed=lambda i, *failure: self.events.put_nowait(("failed", *failure)),
+            ),
+        )
+        self.peer = _Peer(self.manager)
+        self.shard = (0, 0)
+        self.pages: list[int] = []
+
+    def admit(self, tokens: int, shard: tuple[int, int], attempt: int = 1) -> None:
+        """Expects the shard of request r, a prompt of `tokens`."""
+        self.shard = shard
+        self.pages = self.take(self.layout.pages_for(shard[1] - shard[0]))
+        self.manager.admit("r", self.pages, tokens, attempt, shard=shard)
+
+    def target(self, *, word=None, **changed: object) -> Target:
+        made = Target(
+            peer=self.peer,
+            receiver=self.identity,
+            start_token=self.shard[0],
+            end_token=self.shard[1],
+            layers=self.layout.layers,
+            word=word,
+        )
+        return dataclasses.replace(made, **changed)
+
+    def has(self, kv: np.ndarray) -> bool:
+        """Whether its shard lies in its pages as in kv of the whole prompt and model."""
+        start, end = self.shard
+        return self.holds(self.pages, [Run(start, end - start, 0)], kv)
+
+    async def event(self, timeout_s: float = 10) -> tuple:
+        async with asyncio.timeout(timeout_s):
+            return await self.events.get()
+
+    async def outcome(self) -> tuple:
+        """The first that is neither a finish nor a prefix."""
+        while (event := await self.event())[0] not in ("landed", "failed"):
+            pass
+        return event
+
+    async def release(self) -> None:
+        await self.manager.release("r")
+        self.free.update(self.pages)
+        self.pages = []
+
+    async def close(self) -> None:
+        """Raises IntegrityError when anything was left behind."""
+        if self.pages:
+            await self.release()
+        await eventually(lambda: not len(self.manager._leases))
+        self.manager.check_integrity()
+        await self.manager.close()
+        self.transport.close()
+
+
+class Sender(PagedKv):
+    """Of `runs` of the prompt, in any order of its slots; None: all of it."""
+
+    def __init__(
+        self, name: str, hub: MemoryHub, made: KvLayout, config: TransferConfig = CONFIG
+    ) -> None:
+        super().__init__(made)
+        self.transport = SlowTransport(name, hub)
+        self.manager = SendManager(
+            transport=self.transport,
+            layout=made,
+            storage=self.pool,
+            identity=(name, 5),
+            config=config,
+        )
+
+    async def open(
+        self,
+        targets: Sequence[Target],
+        kv: np.ndarray,
+        runs: Sequence[Run] | None = None,
+        attempt: int = 1,
+    ) -> SpreadSession:
+        tokens = kv.shape[3]
+        whole = [Run(0, tokens, 0)] if runs is None else list(runs)
+        slots = max((run.slot + run.num_tokens for run in whole), default=0)
+        pages = self.take(self.layout.pages_for(slots))
+        self.fill(pages, whole, kv)
+        return await self.manager.open_spread(
+            "r", targets, prompt_tokens=tokens, pages=pages, attempt=attempt, runs=runs
+        )
+
+    async def close(self) -> None:
+        self.manager.check_integrity()
+        await self.manager.close()
+        self.transport.close()
+
+
+def meets(sender: Sender, receiver: Receiver) -> bool:
+    """Whether they have a layer and a head in common."""
+    layers = set(sender.layout.layers) & set(receiver.layout.layers)
+    return bool(layers) and shared_heads(sender.layout, receiver.layout) is not None
+
+
+@asynccontextmanager
+async def spread(
+    senders: Sequence[KvLayout],
+    receivers: Sequence[KvLayout],
+    config: TransferConfig = CONFIG,
+) -> AsyncIterator[tuple[list[Sender], list[Receiver]]]:
+    """All of them at work; at the end nothing may be left behind."""
+    hub = MemoryHub()
+    sending = [Sender(f"prefill-{i}", hub, made, config) for i, made in enumerate(senders)]
+    receiving = [Receiver(f"holder-{i}", hub, made, config) for i, made in enumerate(receivers)]
+    yield sending, receiving
+    for node in (*sending, *receiving):
+        await node.close()
