@@ -87,10 +87,12 @@ def test_a_mixed_pass_has_pages_of_its_own_for_each_of_its_sequences(
     monkeypatch.setattr(engine.runner, "mixed", spy)
     workload = load(engine)
     assert workload.mixed_s([(30, 70), (9, 0)], [50, 1]) > 0.0
+    assert workload.mixed_s([(30, 70)], []) > 0.0
     rows = workload.decode_rows(4, 90)
     workload.close()
 
-    ((kv_lens, chunks, pages),) = seen
+    (kv_lens, chunks, pages), alone = seen
+    assert alone[:2] == ([], [100])
     assert (kv_lens, chunks) == ([50, 1], [100, 9])
     held = [page for row in pages for page in row]
     assert len(held) == len(set(held))

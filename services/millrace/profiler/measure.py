@@ -42,7 +42,7 @@ HELD_OUT_DECODE: Final = ((1, 0.5), (3, 0.3), (12, 0.6), (48, 0.2))  # (batch, c
 #: Decodes as rows of a mixed pass, and chunks on histories beyond the longest prompt's, which cost
 #: as many (query, key) pairs as that prompt.
 ROWS: Final = (1, 4, 16, 64)
-LONG_HISTORY_CHUNKS: Final = (32, 128)
+LONG_HISTORY_CHUNKS: Final = (32, 128, 512)
 #: (chunk, its history, decodes, their contexts), shares of the longest prompt but for the decodes.
 HELD_OUT_MIXED: Final = (
     (0.5, 0.0, 8, 0.3),

@@ -141,14 +141,15 @@ class Workload:
 
     @torch.inference_mode()
     def mixed_s(self, chunks: Sequence[tuple[int, int]], contexts: Sequence[int]) -> float:
-        """Seconds of a pass of chunks (tokens, history) beside decodes of these contexts, one
-        chunk and one decode at least; with the sampling of the decodes' tokens.
+        """Seconds of a pass of chunks (tokens, history), one at least, beside decodes of these
+        contexts, with the sampling of the decodes' tokens. The chunks end in the middle of a
+        prompt: no token of them is wanted.
         """
         lengths = [*contexts, *(tokens + history for tokens, history in chunks)]
         pages = list(self._apart(lengths))
         decodes = DecodeRows(
             token_ids=self._ids(len(contexts)),
-            positions=torch.tensor(contexts) - 1,
+            positions=torch.tensor(contexts, dtype=torch.int64) - 1,
             kv_lens=torch.tensor(contexts, dtype=torch.int32),
         )
         tasks = [
@@ -161,9 +162,13 @@ class Workload:
             for (tokens, history), own in zip(chunks, pages[len(contexts) :], strict=True)
         ]
         table = page_table_of(pages)
+        _settle(self._engine.device)
         start_s = time.perf_counter()
-        self._sample(self._engine.runner.mixed(decodes, table, tasks))
-        return time.perf_counter() - start_s  # token ids came to the host, so a device has finished
+        logits = self._engine.runner.mixed(decodes, table, tasks)
+        if contexts:
+            self._sample(logits)
+        _settle(self._engine.device)
+        return time.perf_counter() - start_s
 
     def decode_step_s(self, batch: int, context: int) -> float:
         """Median seconds of a step of `batch` sequences on `context` tokens each, with sampling."""
@@ -224,13 +229,19 @@ def _logits(task: PrefillTask) -> torch.Tensor:
     return task.logits
 
 
+def _settle(device: torch.device) -> None:
+    """Waits until the device has done all it was given."""
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+
+
 class _OperatorClock:
     """When each operator ended; on a GPU by events, so that nothing waits for it in between."""
 
     def __init__(self, device: torch.device) -> None:
-        self._device = device if device.type == "cuda" else None
+        self._device = device
         self._ends: list[tuple[str, Any]] = []  # seconds, or a CUDA event
-        self._settle()
+        _settle(self._device)
         self._start_s = time.perf_counter()
         self._start = self._now()
 
@@ -238,7 +249,7 @@ class _OperatorClock:
         self._ends.append((operator, self._now()))
 
     def read(self, num_passes: int) -> Timing:
-        self._settle()
+        _settle(self._device)
         seconds = time.perf_counter() - self._start_s
         operators: dict[str, float] = defaultdict(float)
         before = self._start
@@ -247,18 +258,14 @@ class _OperatorClock:
             before = end
         return Timing(seconds=seconds, operators=dict(operators), passes=num_passes)
 
-    def _settle(self) -> None:
-        if self._device is not None:
-            torch.cuda.synchronize(self._device)
-
     def _now(self) -> Any:  # noqa: ANN401 - a number or an event
-        if self._device is None:
+        if self._device.type != "cuda":
             return time.perf_counter()
         event = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call] # torch
         event.record(torch.cuda.current_stream(self._device))
         return event
 
     def _between(self, start: Any, end: Any) -> float:  # noqa: ANN401
-        if self._device is None:
+        if self._device.type != "cuda":
             return float(end - start)
         return float(start.elapsed_time(end)) * 1e-3
