@@ -1,0 +1,206 @@
+"""A prefill instance keeps the KV of prompts, and computes only what it has not."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+
+import pytest_asyncio
+
+from millrace.wire.pb import scheduler_pb2
+from support.live_stack import eventually
+from support.prefix_pair import Listener, PrefixPair, prefix_pair, with_blocks
+from support.tiny_models import oracle, prompt
+from support.worker_roles import admit_decode, remember, run_prefill, spec
+
+
+@pytest_asyncio.fixture
+async def pair() -> AsyncIterator[PrefixPair]:
+    async with prefix_pair() as made:
+        yield made
+
+
+async def test_a_prompt_that_came_before_is_computed_from_its_last_block_on(
+    pair: PrefixPair,
+) -> None:
+    ids = prompt(300)
+    expected = oracle("llama").greedy(ids, 8)
+    assert await pair.answer("first", ids) == expected
+    assert await pair.answer("again", ids) == expected
+
+    assert (pair.cached["first"], pair.cached["again"]) == (0, 256)
+    assert pair.computed("first") == [(0, 150), (150, 150)]
+    assert pair.computed("again") == [(256, 44)]
+    assert pair.spans["again"]["cached"].attributes["tokens"] == "256"
+    assert "cached" not in pair.spans["first"]
+    text = pair.prefill.registry.render()[0].decode()
+    assert "millrace_prefill_cached_tokens_total 256.0" in text
+    assert "millrace_prefill_computed_tokens_total 344.0" in text
+    assert "millrace_kv_cached_pages 16.0" in text
+
+
+async def test_the_last_token_is_computed_even_if_all_blocks_are_there(pair: PrefixPair) -> None:
+    ids = prompt(256)
+    expected = oracle("llama").greedy(ids, 8)
+    assert await pair.answer("first", ids) == expected
+    assert await pair.answer("again", ids) == expected
+    assert pair.computed("again") == [(192, 64)]
+
+
+async def test_prompts_that_part_ways_share_what_they_have_in_common(pair: PrefixPair) -> None:
+    ids = prompt(200)
+    await pair.answer("one", ids)
+    other = ids[:150] + prompt(150, seed=2)
+    assert await pair.answer("other", other) == oracle("llama").greedy(other, 8)
+    assert pair.cached["other"] == 128
+
+
+async def test_sampled_answers_are_those_without_a_cache(pair: PrefixPair) -> None:
+    sampling = {
+        **{"n": 2, "temperature": 1.2, "top_p": 0.9, "seed": 7, "max_tokens": 12, "logprobs": 2},
+        **{"repetition_penalty": 1.3, "presence_penalty": 0.4},
+    }
+    ids = prompt(170)
+    await pair.answer("first", ids, **sampling)
+    await pair.answer("again", ids, **sampling)
+    await eventually(lambda: {("first", 1), ("again", 1)} <= pair.ended)
+    assert pair.cached["again"] == 128
+    for choice in range(2):
+        assert pair.tokens["again", choice] == pair.tokens["first", choice]
+
+
+async def test_chunks_that_are_cached_are_over_at_once(pair: PrefixPair) -> None:
+    """The scheduler waits for the end of each."""
+    ids = prompt(300)
+    await pair.answer("first", ids)
+    request = await pair.request("r", ids)
+    run = run_prefill(request, pair.decode.member)
+    del run.run_prefill.chunks[:]
+    for index, (start, tokens) in enumerate([(0, 100), (100, 100), (200, 100)]):
+        run.run_prefill.chunks.add(index=index, start_token=start, num_tokens=tokens)
+    pair.decode.role.on_command(admit_decode(request))
+    pair.prefill.role.on_command(run)
+    await pair.over("r")
+
+    finished = [
+        (m.chunk_index, m.last, m.compute_s > 0)
+        for kind, m in pair.prefill.messages
+        if kind == "chunk_finished" and m.request_id == "r"
+    ]
+    assert finished == [(0, False, False), (1, False, False), (2, True, True)]
+    assert pair.computed("r") == [(256, 44)]
+    assert pair.tokens["r", 0] == pair.tokens["first", 0]
+
+
+async def test_who_asks_for_the_prompts_logprobs_gets_all_of_them(pair: PrefixPair) -> None:
+    ids = prompt(200)
+    await pair.answer("first", ids)
+    await pair.answer("echo", ids, prompt_logprobs=0)
+    assert pair.cached["echo"] == 0
+    assert pair.computed("echo") == [(0, 200)]
+
+
+async def test_nothing_is_shared_without_need(pair: PrefixPair) -> None:
+    """Other salts, other block sizes, and requests that take no part."""
+    ids = prompt(200)
+    await pair.answer("first", ids)
+    others = {
+        "salted": with_blocks(spec("salted", 200), ids, salt="tenant"),
+        "sized": with_blocks(spec("sized", 200), ids, block=32),
+        "alone": spec("alone", 200),
+    }
+    for name, request in others.items():
+        await remember(pair.store, request, ids)
+        pair.send(request)
+        await pair.over(name)
+        assert pair.cached[name] == 0, name
+        assert pair.tokens[name, 0] == pair.tokens["first", 0]
+    assert len(pair.prefill.role._prefixes.cache) == 6  # three each of first and salted
+
+
+async def test_a_cancelled_prompt_leaves_nothing(pair: PrefixPair) -> None:
+    request = await pair.request("r", prompt(600))
+    with pair.prefill.held_before_the_last_chunk():
+        pair.send(request)
+        await eventually(lambda: pair.prefill.kinds("r"))
+        pair.prefill.cancel("r")
+    await pair.prefill.said("request_released", "r")
+    pair.decode.cancel("r")
+    assert not len(pair.prefill.role._prefixes.cache)
+
+
+async def test_a_cancelled_prompt_that_was_cached_frees_what_it_shared(pair: PrefixPair) -> None:
+    ids = prompt(300)
+    await pair.answer("first", ids)
+    request = await pair.request("r", ids)
+    with pair.prefill.held_before_the_last_chunk():
+        pair.send(request)
+        await eventually(lambda: pair.prefill.kinds("r"))
+        assert pair.prefill.engine.pool.used_pages == 19
+        pair.prefill.cancel("r")
+    await pair.prefill.said("request_released", "r")
+    pair.decode.cancel("r")
+    assert pair.prefill.engine.pool.used_pages == 0
+    assert await pair.answer("again", ids) == pair.tokens["first", 0]
+    assert pair.cached["again"] == 256
+
+
+async def test_requests_take_the_pages_that_idle(pair: PrefixPair) -> None:
+    pool = pair.prefill.engine.pool
+    held = pool.allocate(pool.free_pages - 25)
+    ids = {seed: prompt(300, seed) for seed in range(3)}
+    for seed, prompt_ids in ids.items():
+        answer = await pair.answer(f"r{seed}", prompt_ids)
+        assert answer == oracle("llama").greedy(prompt_ids, 8)
+    assert pool.idle_pages > 0
+    assert await pair.answer("last", ids[2]) == pair.tokens["r2", 0]
+    assert pair.cached["last"] == 256
+    assert await pair.answer("gone", ids[0]) == pair.tokens["r0", 0]
+    assert pair.cached["gone"] == 0
+    pool.free(held)
+
+
+async def test_requests_that_wait_for_pages_share_in_the_end(pair: PrefixPair) -> None:
+    ids = prompt(300)
+    await pair.answer("first", ids)
+    pool = pair.prefill.engine.pool
+    held = pool.allocate(pool.free_pages - 2)  # the cache has been pushed out for the most part
+    pair.send(await pair.request("r", ids))
+    await asyncio.sleep(0.05)
+    assert not pair.prefill.kinds("r")
+    pool.free(held)
+    pair.prefill.role._changed.set()
+    await pair.over("r")
+    assert pair.tokens["r", 0] == pair.tokens["first", 0]
+
+
+async def test_the_scheduler_hears_what_is_there(pair: PrefixPair) -> None:
+    listener = Listener(pair.prefill)
+    assert listener.register().block_tokens == 64
+    assert listener.hear() == set()
+    ids = prompt(200)
+    await pair.answer("first", ids)
+    blocks = (await pair.request("other", ids)).prefix_hashes
+    assert listener.hear() == set(blocks)
+    assert not pair.prefill.role.heartbeat().HasField("cached")
+    pool = pair.prefill.engine.pool
+    pool.free(pool.allocate(pool.free_pages))
+    assert listener.hear() == set()
+    await pair.answer("again", ids)
+    listener.hear()
+    again = Listener(pair.prefill)  # another scheduler
+    again.register()
+    assert again.hear() == listener.blocks == set(blocks)
+
+
+async def test_a_cache_that_is_off_keeps_nothing() -> None:
+    async with prefix_pair(prefix_cache="off") as pair:
+        listener = Listener(pair.prefill)
+        assert listener.register() == scheduler_pb2.Register(
+            role="prefill", kv_layers=3, block_tokens=0
+        )
+        ids = prompt(200)
+        for name in ("first", "again"):
+            await pair.answer(name, ids)
+        assert pair.cached["again"] == 0
+        assert not listener.hear()
