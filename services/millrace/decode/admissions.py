@@ -11,12 +11,14 @@ from millrace.decode.metrics import DecodeMetrics
 from millrace.decode.prefix import RequestPrefixes
 from millrace.decode.request import DecodeRequest
 from millrace.decode.request_pages import RequestPages
+from millrace.decode.shards import SpreadRequests
 from millrace.transfer.control import ReceiveCallbacks
 from millrace.transfer.receive_manager import ReceiveManager
 from millrace.wire.pb import scheduler_pb2, transfer_pb2
 from millrace.worker.codec import span
 from millrace.worker.host import WorkerContext
 from millrace.worker.link import request_failed, request_released
+from millrace.worker.shard_book import ShardBook
 from millrace.worker.tasks import Tasks
 
 log = logging.getLogger(__name__)
@@ -32,7 +34,9 @@ class Admissions:
         answers: Answers,
         metrics: DecodeMetrics,
         tasks: Tasks,
+        hosted: ShardBook,
     ) -> None:
+        """`hosted`: shards of others' requests, whose KV comes by the same receiver."""
         self._id = context.incarnation.id
         self._send = context.send
         self._store = context.store
@@ -49,13 +53,16 @@ class Admissions:
             storage=context.engine.storage,
             identity=(context.incarnation.id, context.incarnation.generation),
             config=context.config.transfer,
-            callbacks=ReceiveCallbacks(
-                on_first_tokens=self._first_tokens,
-                on_landed=self._landed,
-                on_prefix=self._prefix_landed,
-                on_failed=self._receive_failed,
+            callbacks=hosted.beside(
+                ReceiveCallbacks(
+                    on_first_tokens=self._first_tokens,
+                    on_landed=self._landed,
+                    on_prefix=self._prefix_landed,
+                    on_failed=self._receive_failed,
+                )
             ),
         )
+        self.spread = SpreadRequests(context, book.join_if_ready, self._shard_lost)
 
     # -- in
 
@@ -74,6 +81,9 @@ class Admissions:
 
         With tokens to be kept, which no earlier attempt has left, these are the prefix cache's.
         """
+        if len(admit.shards) > 1:
+            self._admit_spread(admit)
+            return
         try:
             pages = self._pages.reserve(admit.request, self.prefixes.take(admit))
         except TransferError as error:
@@ -93,6 +103,34 @@ class Admissions:
             request.attempt,
             kept_tokens=request.cached_tokens,
         )
+        self._fetch_if_needed(request)
+
+    def _admit_spread(self, admit: scheduler_pb2.AdmitDecode) -> None:
+        """Reserves pages for the first shard, and has the holders of the others reserve theirs."""
+        own, *others = admit.shards
+        if why := self.spread.refusal(admit.request):
+            self._refuse(admit, why, "capacity")
+            return
+        try:
+            pages = self._pages.reserve_shard(admit.request, own.end_token)
+        except CapacityError as error:
+            self._refuse(admit, str(error), "capacity")
+            return
+        request = DecodeRequest.of(admit.request, pages, admit.attempt or 1)
+        request.is_spread = True
+        self._book.add(request)
+        end = min(own.end_token, request.prompt_tokens)
+        self.receiver.admit(
+            request.id,
+            pages.of_choice(0)[: -(-end // self._page_tokens)],
+            request.prompt_tokens,
+            request.attempt,
+            shard=(0, end),
+        )
+        self.spread.open(request, others)
+        self._fetch_if_needed(request)
+
+    def _fetch_if_needed(self, request: DecodeRequest) -> None:
         if request.sampling.needs_prompt_ids:
             self._tasks.spawn(self._fetch_prompt(request))
 
@@ -169,6 +207,9 @@ class Admissions:
             )
         )
 
+    def _shard_lost(self, request: DecodeRequest, why: str) -> None:
+        self._answers.fail(request, why, "transfer")
+
     # -- out
 
     def release(self, request: DecodeRequest) -> None:
@@ -177,6 +218,7 @@ class Admissions:
 
     async def _release(self, request: DecodeRequest) -> None:
         """Frees the pages once no write can reach them any more."""
+        await self.spread.close(request)
         await self.receiver.release(request.id)
         self.prefixes.keep(request)
         self._pages.release(request)

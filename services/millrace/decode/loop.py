@@ -27,7 +27,10 @@ from millrace.engine.decode_batch import TokenOut
 from millrace.wire.pb import scheduler_pb2
 from millrace.worker.host import WorkerContext
 from millrace.worker.kv_servicer import KvReceiverServicer
+from millrace.worker.kvp_servicer import KvpServicer
 from millrace.worker.prefix import cached_blocks
+from millrace.worker.shard_book import ShardBook
+from millrace.worker.shard_host import ShardHost
 from millrace.worker.tasks import Tasks
 
 log = logging.getLogger(__name__)
@@ -46,7 +49,11 @@ class DecodeRole:
         self._book = RequestBook()
         metrics = DecodeMetrics(context.registry)
         self._answers = Answers(context, self._book, metrics)
-        self._admissions = Admissions(context, self._book, self._answers, metrics, self._tasks)
+        hosted = self._hosted = ShardBook()
+        self._admissions = Admissions(
+            context, self._book, self._answers, metrics, self._tasks, hosted
+        )
+        self._host = ShardHost(context, context.engine, hosted, self._admissions.receiver)
         self._prefix_cache = self._admissions.prefixes.cache
         self._running = Running(context, self._book, self._admissions, metrics)
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="decode-compute")
@@ -59,10 +66,12 @@ class DecodeRole:
         life = life_of(self._context.incarnation)
         KvReceiverServicer(self._admissions.receiver).add_to(server)
         DecodeServicer(self._answers.streams, life).add_to(server)
+        KvpServicer(self._host).add_to(server)
 
     def fill_register(self, register: scheduler_pb2.Register) -> None:
         register.role = self.name
         register.max_batch = self._context.config.engine.max_batch
+        register.kv_pages -= len(self._admissions.spread.spill_pages)
         register.block_tokens = self._prefix_cache.block_tokens
         self._prefix_cache.tell_all()
 
@@ -83,12 +92,20 @@ class DecodeRole:
         kind = command.WhichOneof("kind")
         if kind == "admit_decode":
             self._admissions.admit(command.admit_decode)
-        elif kind == "cancel" and (request := self._book.get(command.cancel.request_id)):
-            self._answers.cancel(request)
+        elif kind == "cancel":
+            self._cancel(command.cancel.request_id)
         elif kind == "drain":
             self._answers.evict(abort=command.drain.abort)
+            self._host.lose_all("its holder had to let go of it")
+
+    def _cancel(self, request_id: str) -> None:
+        if (request := self._book.get(request_id)) is not None:
+            self._answers.cancel(request)
+        else:
+            self._host.forget(request_id)
 
     async def run(self) -> None:
+        self._tasks.spawn(self._host.run())
         self._tasks.spawn(self._answers.journal.run())
         self._tasks.spawn(self._step_forever())
         await self._tasks.watch()
@@ -112,22 +129,28 @@ class DecodeRole:
             wake.clear()
 
     async def wait_idle(self) -> None:
-        await self._book.wait_idle()
+        while len(self._book) or len(self._hosted):
+            await asyncio.gather(self._book.wait_idle(), self._hosted.wait_idle())
 
     async def drop_all(self, reason: str) -> None:
         log.info("dropping %d requests: %s", len(self._book), reason)
         for request in self._book:
             self._answers.move(request)
+        self._host.lose_all(reason)
         await self.wait_idle()
 
     def check_integrity(self) -> None:
-        self._pool.check_integrity(expected_used=0)
+        self._pool.check_integrity(expected_used=len(self._admissions.spread.spill_pages))
         self._prefix_cache.check_integrity()
         self._admissions.receiver.check_integrity()
         self._running.batch.check_integrity()
+        self._admissions.spread.check_integrity()
+        self._host.check_integrity()
 
     async def close(self) -> None:
         await self._tasks.cancel()
         await asyncio.to_thread(self._thread.shutdown, wait=True)
         await self._answers.journal.flush()
+        await self._admissions.spread.close_all()
+        await self._host.close()
         await self._admissions.receiver.close()

@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 import numpy as np
 import numpy.typing as npt
 
+from millrace.core.kvp_rows import RemoteShard
 from millrace.decode.held_pages import HeldPages
 from millrace.decode.token_streams import Life, life_of
 from millrace.engine.decode_batch import Sequence
@@ -37,6 +38,8 @@ class DecodeRequest:
     cached_tokens: int = 0  # first ones whose KV was here at its admission
     answer_ids: array[int] = field(default_factory=lambda: array("i"))  # of choice 0
     is_sound: bool = True  # what is computed of it may be of use to others
+    is_spread: bool = False  # others hold the KV behind that of its pages
+    shards: tuple[RemoteShard, ...] = ()  # these, once their parts of the prompt have landed
     landed: bool = False
     joined: bool = False
     ended: bool = False
@@ -44,6 +47,7 @@ class DecodeRequest:
     generated_tokens: int = 0
     finish_reason: str = ""
     first_step_s: float | None = None
+    away_since_s: float | None = None  # preempted: out of the batch since then
 
     @staticmethod
     def of(spec: common_pb2.RequestSpec, pages: HeldPages, attempt: int = 1) -> DecodeRequest:
@@ -83,7 +87,8 @@ class DecodeRequest:
     def can_join(self) -> bool:
         """Whether all it needs to decode is here: the KV, token one, the prompt for penalties."""
         has_prompt = self.prompt_ids is not None or not self.sampling.needs_prompt_ids
-        return self.landed and self.streams and has_prompt and not self.ended
+        has_kv = self.landed and (bool(self.shards) or not self.is_spread)
+        return has_kv and self.streams and has_prompt and not self.ended
 
     def stepped(self, instance_id: str, batch: int) -> None:
         """It has had a token of a step; notes the span of its first one."""

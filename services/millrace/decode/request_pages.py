@@ -40,6 +40,16 @@ class RequestPages:
             self._pool.free(cached)
             raise
 
+    def reserve_shard(self, spec: common_pb2.RequestSpec, end_token: int) -> HeldPages:
+        """Pages for the first tokens of a spread request, up to `end_token` of its whole life.
+
+        Raises CapacityError, and takes none.
+        """
+        tokens = min(end_token, spec.prompt_tokens + spec.sampling.max_tokens - 1)
+        pages = self._pool.allocate(-(-tokens // self._page_tokens))
+        shared = min(tokens, spec.prompt_tokens) // self._page_tokens
+        return HeldPages.of(pages, shared, {0: len(pages) - shared})
+
     def _reserve(self, spec: common_pb2.RequestSpec, cached: Sequence[int]) -> HeldPages:
         n, prompt, most = spec.sampling.n, spec.prompt_tokens, spec.sampling.max_tokens
         if n > self._max_batch:

@@ -39,11 +39,16 @@ OWNERS: Final = 32
 
 
 def exchange_shape(memory: KvMemory) -> ExchangeShape:
-    """Of what travels between owners and holders of this model."""
+    """Of what travels between owners and holders of this model, as far as the pool has its heads.
+
+    Tensor-parallel instances, whose pools have not all of them, take no part in it so far.
+    """
+    layout = memory.pool.layout
+    share = memory.shape.num_kv_heads // layout.head_count
     return ExchangeShape(
-        num_q_heads=memory.shape.num_heads,
-        num_kv_heads=memory.shape.num_kv_heads,
-        head_dim=memory.shape.head_dim,
+        num_q_heads=max(1, memory.shape.num_heads // share),
+        num_kv_heads=layout.head_count,
+        head_dim=layout.head_dim,
         element_bytes=memory.layout.element_bytes,
         max_rows=MAX_ROWS,
     )
@@ -55,7 +60,6 @@ class ShardHost:
     def __init__(
         self, context: HostContext, memory: KvMemory, book: ShardBook, receiver: ReceiveManager
     ) -> None:
-        """Raises ValueError where the pool has not all heads of the model."""
         self._life = Incarnation(context.incarnation.id, context.incarnation.generation)
         self._layout = memory.layout
         self._pool = memory.pool
@@ -204,3 +208,5 @@ class ShardHost:
             raise TransferError(stale)
         if differs := mismatch(ask.layout, self._layout):
             raise TransferError(differs)
+        if self._layout.parts > 1:
+            raise TransferError("a tensor-parallel instance holds no shards for others")

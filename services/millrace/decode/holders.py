@@ -1,0 +1,130 @@
+"""The instances that hold shards of this one's requests: a place at each, while one is needed."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from dataclasses import dataclass
+
+from millrace.core.errors import CapacityError, TransferError
+from millrace.core.kv_layout import KvLayout
+from millrace.core.kv_transfer import Incarnation
+from millrace.core.kvp_hold import AttachAsk
+from millrace.transfer.kvp_exchange import KvpExchange
+from millrace.wire.kvp_peer import Attachment, GrpcKvpPeer, KvpPeers
+
+
+@dataclass(slots=True, eq=False)
+class _Holder:
+    """`opened` is done once it is attached, with nothing, or with the reason why it is not."""
+
+    opened: asyncio.Future[str]
+    task: asyncio.Task[None]
+    users: int = 0
+    lost: str = ""
+
+
+class Holders:
+    """Each is attached when the first shard wants it, until the last one has let go of it.
+
+    The exchange knows a holder's life by its name, as `str` gives it.
+    """
+
+    def __init__(
+        self,
+        exchange: KvpExchange,
+        *,
+        life: Incarnation,
+        layout: KvLayout,
+        metadata: bytes,
+        timeout_s: float,
+    ) -> None:
+        """life, layout: this instance's; metadata: of its transport, the exchange included."""
+        self._exchange = exchange
+        self._life = life
+        self._layout = layout
+        self._metadata = metadata
+        self._timeout_s = timeout_s
+        self._peers = KvpPeers()
+        self._holders: dict[Incarnation, _Holder] = {}
+
+    @asynccontextmanager
+    async def attached(self, life: Incarnation, address: str) -> AsyncIterator[GrpcKvpPeer]:
+        """The holder, to which passes may send rows meanwhile. Raises TransferError."""
+        peer = self._peers.to(address)
+        holder = self._holders.get(life)
+        if holder is None:
+            opened: asyncio.Future[str] = asyncio.get_running_loop().create_future()
+            task = asyncio.create_task(self._stay(life, peer, opened))
+            holder = self._holders[life] = _Holder(opened, task)
+        holder.users += 1
+        try:
+            if why := await asyncio.shield(holder.opened) or holder.lost:
+                raise TransferError(why)
+            yield peer
+        finally:
+            holder.users -= 1
+            if not holder.users:
+                del self._holders[life]
+                holder.task.cancel()
+
+    async def close(self) -> None:
+        """Ends all, used or not."""
+        tasks = [holder.task for holder in self._holders.values()]
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+        await self._peers.close()
+
+    async def _stay(
+        self, life: Incarnation, peer: GrpcKvpPeer, opened: asyncio.Future[str]
+    ) -> None:
+        """Attached until it is cancelled."""
+        try:
+            attachment = await self._attach(life, peer)
+        except (TransferError, CapacityError) as error:
+            opened.set_result(str(error))
+            return
+        try:
+            opened.set_result("")
+            holder, why = self._holders[life], await attachment.lost()
+            holder.lost = why
+            self._exchange.lose(str(life), why)
+            await asyncio.get_running_loop().create_future()
+        finally:
+            attachment.close()
+            self._exchange.detach(str(life))
+
+    async def _attach(self, life: Incarnation, peer: GrpcKvpPeer) -> Attachment:
+        offer = self._exchange.offer()
+        try:
+            attachment = await peer.attach(
+                AttachAsk(
+                    owner=self._life,
+                    holder=life,
+                    layout=self._layout,
+                    max_rows=self._exchange.shape.max_rows,
+                    agent_metadata=self._metadata,
+                    region=offer.region,
+                    offset=offer.offset,
+                ),
+                timeout_s=self._timeout_s,
+            )
+        except BaseException:
+            self._exchange.withdraw(offer)  # nothing is sent back to who has sent nothing
+            raise
+        grant = attachment.grant
+        try:
+            await self._exchange.attach(
+                str(life),
+                offer,
+                metadata=grant.agent_metadata,
+                slot=grant.slot,
+                region=grant.region,
+                offset=grant.offset,
+            )
+        except BaseException:
+            attachment.close()
+            raise
+        return attachment

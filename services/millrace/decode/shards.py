@@ -1,0 +1,187 @@
+"""Requests whose KV is spread: the shards that others hold, from admission to release (KVP).
+
+Each shard is a stream to its holder (`wire/kvp_peer.py`): opened when the request is admitted, it
+says when the shard's part of the prompt has landed, and its end is the end of the lease, from
+whichever side. A shard that is lost costs its request, and no other.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+
+from millrace.core.errors import TransferError
+from millrace.core.kv_transfer import Incarnation
+from millrace.core.kvp_hold import HoldAsk
+from millrace.core.kvp_rows import RemoteShard
+from millrace.decode.holders import Holders
+from millrace.decode.request import DecodeRequest
+from millrace.engine.exchange_link import ExchangeLink
+from millrace.engine.exchange_views import exchange_memory
+from millrace.engine.model_runner import ModelRunner
+from millrace.engine.remote_attention import Remote, reach_of
+from millrace.transfer.kvp_exchange import KvpExchange
+from millrace.transfer.memory import Memory
+from millrace.wire.pb import common_pb2, scheduler_pb2
+from millrace.worker.host import WorkerContext
+from millrace.worker.shard_host import exchange_shape
+
+log = logging.getLogger(__name__)
+
+#: Holders of one instance's requests at once. Memory is taken for those that there are.
+MOST_HOLDERS = 32
+
+
+@dataclass(slots=True, eq=False)
+class _Spread:
+    """What others hold of one request. `landed` are the shards whose part of the prompt is there,
+    by their number in the request."""
+
+    request: DecodeRequest
+    landed: dict[int, RemoteShard] = field(default_factory=dict)
+    tasks: list[asyncio.Task[None]] = field(default_factory=list)
+
+
+class SpreadRequests:
+    """Of one instance: opens and ends shards elsewhere. For the event loop only.
+
+    `on_landed` says that all of a request's shards have, which are `DecodeRequest.shards` then;
+    `on_lost` that one of them is gone, and why. `spill_pages` are of the pool, for good: K/V of
+    tokens that are a holder's lies there for as long as its layer's pass.
+    """
+
+    def __init__(
+        self,
+        context: WorkerContext,
+        on_landed: Callable[[DecodeRequest], None],
+        on_lost: Callable[[DecodeRequest, str], None],
+    ) -> None:
+        engine, transport = context.engine, context.transport
+        self._life = Incarnation(context.incarnation.id, context.incarnation.generation)
+        self._layout = engine.layout
+        self._on_landed = on_landed
+        self._on_lost = on_lost
+        self._timeout_s = context.config.transfer.handshake_timeout_s
+        self._spread: dict[str, _Spread] = {}
+        shape = exchange_shape(engine)
+        memory = exchange_memory(KvpExchange.memory_bytes(shape, MOST_HOLDERS))
+        loop = asyncio.get_running_loop()
+
+        def told_of_loss(holder: str, why: str) -> None:
+            loop.call_soon_threadsafe(self._holder_lost, holder, why)
+
+        self._exchange = KvpExchange(
+            transport,
+            Memory.of_tensor(memory),
+            shape,
+            holders=MOST_HOLDERS,
+            timeout_s=context.config.scheduler.lease_s,
+            lease_s=context.config.transfer.lease_s,
+            on_lost=told_of_loss,
+        )
+        self._holders = Holders(
+            self._exchange,
+            life=self._life,
+            layout=engine.layout,
+            metadata=transport.metadata(),
+            timeout_s=self._timeout_s,
+        )
+        self.spill_pages: list[int] = []
+        if isinstance(engine.runner, ModelRunner):
+            tokens = context.config.engine.max_batch  # one a sequence and pass
+            self.spill_pages = engine.pool.allocate(engine.layout.pages_for(tokens))
+            dtype, page_tokens = engine.pool.storage.dtype, engine.layout.page_tokens
+            link = ExchangeLink(self._exchange, memory, dtype, page_tokens)
+            reach = reach_of(engine.shape.sliding_windows)
+            engine.runner.remote = Remote(link, self.spill_pages, reach)
+
+    def refusal(self, spec: common_pb2.RequestSpec) -> str:
+        """Why a request can't be spread from here; empty when it can."""
+        if not self.spill_pages:
+            return "a tensor-parallel instance can't be the home of a spread request"
+        if spec.sampling.n > 1:
+            return f"{spec.sampling.n} choices can't be spread over instances"
+        return ""
+
+    def open(self, request: DecodeRequest, shards: Sequence[scheduler_pb2.KvShard]) -> None:
+        """`shards`: those that others hold. All of them open at once."""
+        spread = self._spread[request.id] = _Spread(request)
+        spread.tasks = [
+            asyncio.create_task(self._keep(spread, index, shard))
+            for index, shard in enumerate(shards)
+        ]
+
+    async def close(self, request: DecodeRequest) -> None:
+        """Lets go of what others hold of a request, if anything. No pass may need it any more."""
+        spread = self._spread.pop(request.id, None)
+        if spread is not None:
+            for task in spread.tasks:
+                task.cancel()
+            await asyncio.gather(*spread.tasks, return_exceptions=True)
+
+    def check_integrity(self) -> None:
+        """Raises IntegrityError when an instance without requests is attached anywhere."""
+        self._exchange.check_integrity(idle=not self._spread)
+
+    async def close_all(self) -> None:
+        for spread in list(self._spread.values()):
+            await self.close(spread.request)
+        await self._holders.close()
+
+    # -- one shard
+
+    async def _keep(self, spread: _Spread, index: int, shard: scheduler_pb2.KvShard) -> None:
+        """Until it is lost, or cancelled."""
+        life = shard.holder.incarnation
+        holder = Incarnation(life.id, life.generation)
+        try:
+            async with self._holders.attached(holder, shard.holder.address) as peer:
+                ask = self._ask(spread.request, holder, shard)
+                held = await peer.hold(ask, timeout_s=self._timeout_s)
+                try:
+                    await held.landed()
+                    landed = RemoteShard(
+                        holder=str(holder),
+                        shard=held.number,
+                        start_token=shard.start_token,
+                        end_token=shard.end_token,
+                    )
+                    self._landed(spread, index, landed)
+                    why = await held.lost()
+                finally:
+                    held.close()
+        except TransferError as error:
+            why = str(error)
+        self._lose(spread, f"a shard at {holder.id} is lost: {why}")
+
+    def _ask(
+        self, request: DecodeRequest, holder: Incarnation, shard: scheduler_pb2.KvShard
+    ) -> HoldAsk:
+        return HoldAsk(
+            request_id=request.id,
+            attempt=request.attempt,
+            owner=self._life,
+            holder=holder,
+            layout=self._layout,
+            start_token=shard.start_token,
+            end_token=shard.end_token,
+            prompt_tokens=request.prompt_tokens,
+        )
+
+    def _landed(self, spread: _Spread, number: int, landed: RemoteShard) -> None:
+        spread.landed[number] = landed
+        if len(spread.landed) == len(spread.tasks):
+            spread.request.shards = tuple(shard for _, shard in sorted(spread.landed.items()))
+            self._on_landed(spread.request)
+
+    def _lose(self, spread: _Spread, why: str) -> None:
+        if self._spread.get(spread.request.id) is spread:
+            self._on_lost(spread.request, why)
+
+    def _holder_lost(self, holder: str, why: str) -> None:
+        """A pass, or the transport, has found that a holder is gone."""
+        for spread in list(self._spread.values()):
+            if any(shard.holder == holder for shard in spread.landed.values()):
+                self._lose(spread, why)
