@@ -1,0 +1,97 @@
+"""Receivers of KV alone, beside live prefill roles: they keep what comes, and say so."""
+
+from __future__ import annotations
+
+import asyncio
+import dataclasses
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+
+import numpy as np
+
+from millrace.core.config import TransferConfig
+from millrace.core.kv_layout import KvLayout
+from millrace.transfer.control import ReceiveCallbacks
+from millrace.transfer.memory_transport import MemoryHub, MemoryTransport
+from millrace.transfer.receive_manager import ReceiveManager
+from millrace.wire.pb import common_pb2, scheduler_pb2, transfer_pb2
+from millrace.wire.server import bind, create_server
+from millrace.worker.kv_servicer import KvReceiverServicer
+from support.kv_nodes import Pool, read
+
+
+class Holder:
+    """Of `made`'s pages. `finished` has the end of each request, as it was told here."""
+
+    def __init__(self, name: str, hub: MemoryHub, made: KvLayout, config: TransferConfig) -> None:
+        self.layout = made
+        self.pool = Pool(made)
+        self.life = common_pb2.Incarnation(id=name, generation=7)
+        self.transport = MemoryTransport(name, hub)
+        self.finished: dict[str, transfer_pb2.FinishPrefillRequest] = {}
+        self._ended: dict[str, asyncio.Future[str]] = {}
+        self._shards: dict[str, tuple[list[int], int]] = {}
+        self._next_page = 0
+        self.manager = ReceiveManager(
+            transport=self.transport,
+            layout=made,
+            storage=self.pool,
+            identity=(name, 7),
+            config=config,
+            callbacks=ReceiveCallbacks(
+                on_first_tokens=self.finished.__setitem__,
+                on_landed=lambda i: self._ended[i].set_result("landed"),
+                on_prefix=lambda i, attempt, tokens: None,
+                on_failed=lambda i, message, attempt, kept: self._ended[i].set_result(message),
+            ),
+        )
+        self.server = create_server()
+        KvReceiverServicer(self.manager).add_to(self.server)
+        self.address = f"127.0.0.1:{bind(self.server, '127.0.0.1', 0)}"
+
+    @property
+    def member(self) -> scheduler_pb2.Member:
+        return scheduler_pb2.Member(incarnation=self.life, address=self.address)
+
+    def admit(self, request_id: str, tokens: int, shard: tuple[int, int] | None = None) -> None:
+        count = shard[1] - shard[0] if shard else tokens
+        first, self._next_page = self._next_page, self._next_page + self.layout.pages_for(count)
+        pages = list(range(first, self._next_page))
+        self._ended[request_id] = asyncio.get_running_loop().create_future()
+        self._shards[request_id] = pages, count
+        self.manager.admit(request_id, pages, tokens, shard=shard)
+
+    async def kv(self, request_id: str) -> np.ndarray:
+        """What has landed, float32 [layers, 2, heads, tokens here, head_dim]."""
+        async with asyncio.timeout(20):
+            assert await self._ended[request_id] == "landed"
+        return read(self.pool, self.layout, *self._shards[request_id])
+
+    async def failed(self, request_id: str) -> str:
+        async with asyncio.timeout(20):
+            return await self._ended[request_id]
+
+    async def close(self) -> None:
+        for request_id in self._shards:
+            await self.manager.release(request_id)
+        self.manager.check_integrity()
+        await self.server.stop(grace=None)
+        await self.manager.close()
+        self.transport.close()
+
+
+@asynccontextmanager
+async def holders(
+    count: int, hub: MemoryHub, made: KvLayout, config: TransferConfig
+) -> AsyncIterator[list[Holder]]:
+    """`count` of them, with pages of other sizes each; at the end nothing may be left behind."""
+    found = []
+    for number in range(count):
+        own = dataclasses.replace(made, page_tokens=8 + 5 * number, num_pages=400)
+        found.append(Holder(f"holder-{number}", hub, own, config))
+        await found[-1].server.start()
+    try:
+        yield found
+    finally:
+        for holder in found:
+            await holder.close()
