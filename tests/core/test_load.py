@@ -413,13 +413,15 @@ def test_a_mixed_pool_has_the_signals_of_both():
 
 
 def test_contexts_are_those_that_a_home_holds_but_a_part_of():
-    """A placement over several workers has the home hold fewer pages than the request needs."""
-    b = metered()
-    b.submit("a", 1000, new=120)  # 70 pages
-    assert b.load("kvp").contexts == ()
+    b = metered(max_kv_tokens_per_worker=320)
+    for name in ("k0", "k1", "k2"):
+        b.step(instance(name))
+    b.submit("short", 100)
+    kvp = b.load("kvp")
+    assert (kvp.ready, kvp.draining, kvp.contexts) == (3, 0, ())
+    b.cancel("short")
+    b.submit("a", 1000, new=120)
     home = b.machine.cluster.instances["d0"]
-    home.holdings["a"].pages -= 50
-    home.virtual_pages -= 50
     b.machine.requests["a"].landed_tokens = 300
 
     def contexts():
@@ -445,6 +447,29 @@ def test_contexts_are_those_that_a_home_holds_but_a_part_of():
     assert (contexts().tokens, contexts().growth_tokens_s) == (1040, pytest.approx(20.0))
     b.now_s = 60.0
     assert contexts().tokens == 1120
+
+
+def test_what_waits_for_workers_is_as_long_as_it_will_get():
+    b = metered(max_kv_tokens_per_worker=320)
+    b.step(instance("k0", pages=40))
+    b.submit("a", 600, 40)
+    b.submit("b", 601, 39)  # a has half of k0: the other half would do
+    b.submit("c", 602, 38)  # nothing left
+    by_tokens = sorted((context.tokens, context.home_tokens) for context in b.load("kvp").contexts)
+    assert by_tokens == [(0, 320), (0, 320), (640, 320)]
+    # Of c only what its home will hold is a matter of the decode pool.
+    assert b.load("decode").kv_utilisation == pytest.approx(3 * 320 / 1600)
+    b.cordon("k0")
+    assert (b.load("kvp").ready, b.load("kvp").draining) == (0, 1)
+
+
+def test_what_decode_instances_hold_of_each_other_needs_no_kvp_worker():
+    b = metered(max_kv_tokens_per_worker=320)
+    b.step(instance("d1"))
+    b.submit("a", 600, 40)
+    assert b.machine.requests["a"].holders == ("d0", "d1")
+    assert b.load("kvp").contexts == ()
+    assert b.load("decode").kv_utilisation == pytest.approx(640 / 3200)
 
 
 # ---- who may read it

@@ -32,6 +32,7 @@ from millrace.core.request import TRANSITIONS, Request, RequestState
 
 PREFILLS = ("p0", "p1", "p2")
 DECODES = ("d0", "d1", "d2")
+KVPS = ("k0", "k1")
 REQUESTS = tuple(f"r{i}" for i in range(12))
 PROXIES = ("x0", "x1")
 LATENCY = SpLatency(
@@ -43,7 +44,7 @@ RELEASE_S = 20.0
 Ref = tuple[str, int]  # request, chunk
 
 request_ids = st.sampled_from(REQUESTS)
-instance_ids = st.sampled_from(PREFILLS + DECODES)
+instance_ids = st.sampled_from(PREFILLS + DECODES + KVPS)
 reasons = st.sampled_from(["stop", "length", "cancelled"])
 layers = st.sampled_from([0, 4, 4, 4, 8])
 ages = st.integers(0, 2)  # how many lives ago the speaker lived
@@ -75,6 +76,9 @@ class World(RuleBasedStateMachine):
         preemption=st.sampled_from(["none", "operator"]),
         batch_tokens=st.sampled_from([0, 40]),
         kv_layers=layers,
+        most=st.sampled_from([0, 0, 80, 160]),
+        degree=st.sampled_from([0, 0, 2]),
+        roles=st.tuples(*[st.sampled_from(["decode", "decode", "mixed"])] * len(DECODES)),
     )
     def begin(
         self,
@@ -86,8 +90,15 @@ class World(RuleBasedStateMachine):
         preemption: str,
         batch_tokens: int,
         kv_layers: int,
+        most: int,
+        degree: int,
+        roles: tuple[str, ...],
     ) -> None:
+        self.roles = dict.fromkeys(PREFILLS, "prefill") | dict.fromkeys(KVPS, "kvp")
+        self.roles |= dict(zip(DECODES, roles, strict=True))
         self.config = SchedulerConfig(
+            max_kv_tokens_per_worker=most,
+            max_kvp_degree=degree,
             policy=policy,
             planner=planner,
             preemption=preemption,
@@ -100,7 +111,7 @@ class World(RuleBasedStateMachine):
             release_timeout_s=RELEASE_S,
         )
         self.machine = Machine(self.config)
-        for instance_id in ("p0", "p1", "d0", "d1"):
+        for instance_id in ("p0", "p1", "d0", "d1", "k0"):
             self.join(instance_id, 1, 100, "h", kv_layers)
 
     def step(self, event: events.Event) -> None:
@@ -145,7 +156,11 @@ class World(RuleBasedStateMachine):
         assert effect.attempt > self.attempt.get(r, 0)
         request = self.machine.requests[r]
         assert effect.kept_tokens == request.kept_tokens < request.prompt_tokens
+        assert effect.shards == request.shards
+        if effect.shards:
+            self.spread(effect)
         if effect.kept_tokens:
+            assert not effect.shards
             assert effect.kept_tokens >= MIN_KEPT_TOKENS and request.resumable
             assert not self.machine.cluster.instances[i].holdings[r].leaving
             self.held[i].add(r)
@@ -153,6 +168,19 @@ class World(RuleBasedStateMachine):
             self.hold(i, r)
         self.attempt[r] = effect.attempt
         self.admitted[i, r] = effect.attempt
+
+    def spread(self, effect: effects.AdmitDecode) -> None:
+        """Every shard is at another instance that takes work, and within the limits."""
+        holders = [shard.worker_id for shard in effect.shards]
+        assert holders[0] == effect.instance_id and len(set(holders)) == len(holders)
+        assert not set(holders) & (self.leaving | self.cordoned | set(PREFILLS))
+        most, degree = self.config.max_kv_tokens_per_worker, self.config.max_kvp_degree
+        assert all(shard.num_tokens <= (most or 400) for shard in effect.shards)
+        assert not degree or len(holders) <= degree
+        assert self.machine.requests[effect.request_id].choices == 1
+        for holder in holders[1:]:
+            self.hold(holder, effect.request_id)
+            self.admitted[holder, effect.request_id] = effect.attempt
 
     def recorded(self, effect: effects.Record) -> None:
         r, state = effect.request_id, effect.state
@@ -173,6 +201,9 @@ class World(RuleBasedStateMachine):
         assert effect.chunks[0].start_token == request.kept_tokens
         tokens = sum(chunk.num_tokens for chunk in effect.chunks)
         assert tokens == request.prompt_tokens - request.kept_tokens
+        assert effect.shards == request.shards
+        if i == effect.decode_id:
+            return  # it holds the request already, and orders its own work
         self.hold(i, r)
         self.queues[i] += [
             ((r, chunk.index),) for chunk in effect.chunks if i in chunk.instance_ids
@@ -226,7 +257,7 @@ class World(RuleBasedStateMachine):
             events.InstanceJoined(
                 instance_id=instance_id,
                 generation=generation,
-                role="prefill" if instance_id in PREFILLS else "decode",
+                role=self.roles[instance_id],
                 kv_pages=pages,
                 page_tokens=4,
                 max_context_tokens=400,
@@ -454,7 +485,9 @@ class World(RuleBasedStateMachine):
     )
     def finish(self, instance_id: str, age: int, request_id: str, reason: str) -> None:
         generation = self.life(instance_id, age)
-        if instance_id in DECODES and self.machine.cluster.current(instance_id, generation):
+        known = self.machine.cluster.current(instance_id, generation)
+        holding = known.holdings.get(request_id) if known is not None else None
+        if instance_id in DECODES and holding is not None and not holding.is_shard:
             self.held[instance_id].discard(request_id)
         self.step(
             events.RequestFinished(
@@ -514,6 +547,9 @@ class World(RuleBasedStateMachine):
             request = machine.requests.get(request_id)
             if isinstance(instance, PrefillInstance):
                 self.prefill_goes_on(instance, request_id, data)
+            elif instance.holdings[request_id].is_shard:
+                if request is None or request_id not in self.placed_at:
+                    self.release(instance_id, 0, request_id)
             elif request is None or request.state is RequestState.DECODING:
                 self.finish(instance_id, 0, request_id, "stop")
             elif request.state is RequestState.TRANSFERRING:
@@ -521,6 +557,8 @@ class World(RuleBasedStateMachine):
             elif request.state is RequestState.PREFILLING:
                 tokens = data.draw(st.integers(1, request.prompt_tokens))
                 self.prefix_lands(instance_id, 0, request_id, 0, tokens)
+                if self.roles[instance_id] == "mixed":
+                    self.chunk(instance_id, 0, request_id, 0, True, False)
 
     def prefill_goes_on(
         self, instance: PrefillInstance, request_id: str, data: st.DataObject
@@ -608,6 +646,47 @@ class World(RuleBasedStateMachine):
             case "decode fails":
                 self.fail(request.decode_id, 0, request_id, True, 0, tokens)
 
+    @rule(
+        data=st.data(),
+        request_id=request_ids,
+        prompt_tokens=st.integers(65, 300),
+        progress=st.integers(0, 4),
+    )
+    def a_holder_is_lost(
+        self, data: st.DataObject, request_id: str, prompt_tokens: int, progress: int
+    ) -> None:
+        """Of a request that is spread, at any moment of its life."""
+        self.submit(request_id, "x0", prompt_tokens, 20, 1, True)
+        request = self.machine.requests.get(request_id)
+        if request is None or not request.shards:
+            return
+        home, *holders = request.holders
+        for _ in range(progress):
+            self.goes_on(request, data)
+        holder = data.draw(st.sampled_from(holders))
+        match data.draw(st.sampled_from(["dies", "gives up", "fails", "cordoned", "finish"])):
+            case "dies":
+                self.leave(holder, 0)
+            case "gives up":
+                self.release(holder, 0, request_id)
+            case "fails":
+                self.fail(holder, 0, request_id, data.draw(st.booleans()))
+            case "cordoned":
+                self.cordon(holder, 0, True)
+            case "finish":
+                self.finish(home, 0, request_id, "stop")
+
+    def goes_on(self, request: Request, data: st.DataObject) -> None:
+        """The next word of whom the request is with."""
+        if request.state is RequestState.PREFILLING:
+            leader = self.machine.cluster.instances[request.chunks[0].instance_ids[0]]
+            if isinstance(leader, PrefillInstance):
+                self.prefill_goes_on(leader, request.id, data)
+            else:
+                self.chunk(leader.id, 0, request.id, 0, True, False)
+        elif request.state is RequestState.TRANSFERRING:
+            self.decode_starts(request.holders[0], 0, request.id)
+
     @rule(instance_id=st.sampled_from(("p0", "p1", "p2")), request_id=request_ids)
     def a_prefill_comes_back(self, instance_id: str, request_id: str) -> None:
         """And lets go of what it was told to drop."""
@@ -686,7 +765,7 @@ class World(RuleBasedStateMachine):
         self.machine.check_integrity()
         assert self.machine.queued == 0 and self.machine.queued_s == 0.0
         for instance in self.machine.cluster.instances.values():
-            assert not instance.holdings and instance.free_pages == instance.card.kv_pages
+            assert not instance.holdings
         assert self.submitted == self.ends
 
 

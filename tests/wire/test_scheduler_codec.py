@@ -7,6 +7,7 @@ import math
 import pytest
 
 from millrace.core import effects, events
+from millrace.core.kvp import Shard
 from millrace.core.latency import Latency, SpLatency
 from millrace.core.request import Chunk, RequestState
 from millrace.wire import scheduler_codec as codec
@@ -248,3 +249,49 @@ def test_chunks_reach_the_wire_as_planned():
     assert [(c.index, c.start_token, c.num_tokens, list(c.instance_ids)) for c in sent.chunks] == [
         (1, 8, 9, ["p0", "p1"])
     ]
+
+
+SHARDS = (
+    Shard(worker_id="d", start_token=0, end_token=32),
+    Shard(worker_id="k", start_token=32, end_token=48),
+)
+HOLDERS = [scheduler_pb2.Member(address="h:4"), scheduler_pb2.Member(address="h:5")]
+
+
+@pytest.mark.parametrize("whom", ["decode", "prefill"])
+def test_shards_reach_the_wire_with_who_holds_them(whom):
+    spec = common_pb2.RequestSpec(request_id="r")
+    if whom == "decode":
+        admit = effects.AdmitDecode(instance_id="d", request_id="r", shards=SHARDS)
+        sent = codec.admit_decode(admit, spec, HOLDERS).admit_decode.shards
+    else:
+        chunk = Chunk(index=0, start_token=0, num_tokens=9, instance_ids=("p",))
+        run = effects.RunPrefill(
+            instance_id="p", request_id="r", chunks=(chunk,), decode_id="d", shards=SHARDS
+        )
+        sent = codec.run_prefill(run, spec, HOLDERS[0], [], HOLDERS).run_prefill.shards
+    assert [(s.holder.address, s.start_token, s.end_token) for s in sent] == [
+        ("h:4", 0, 32),
+        ("h:5", 32, 48),
+    ]
+
+
+@pytest.mark.parametrize("role, needs_batch", [("prefill", 0), ("kvp", 0), ("mixed", 1)])
+def test_only_who_decodes_has_a_batch(role, needs_batch):
+    message = scheduler_pb2.Register(
+        incarnation=common_pb2.Incarnation(id="i", generation=1),
+        role=role,
+        address="h:1",
+        model_hash="m",
+        kv_pages=2,
+        page_tokens=3,
+        max_context_tokens=4,
+    )
+    if needs_batch:
+        with pytest.raises(codec.MessageError, match="max_batch is 0; it must be at least 1"):
+            codec.joined(message)
+        message.max_batch = 1
+    assert codec.joined(message).role == role
+    message.role = "spare"
+    with pytest.raises(codec.MessageError, match="prefill or decode or mixed or kvp"):
+        codec.joined(message)

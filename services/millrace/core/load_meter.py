@@ -26,7 +26,7 @@ from typing import Any
 from millrace.core.autoscale import Context
 from millrace.core.effects import Effect, Place, Record, Refuse
 from millrace.core.events import Event, RequestFinished, Submitted
-from millrace.core.instances import DecodeInstance, Instance, PrefillInstance
+from millrace.core.instances import DecodeInstance, Instance, KvpInstance, PrefillInstance
 from millrace.core.load import FleetLoad, PoolLoad
 from millrace.core.machine import Machine
 from millrace.core.request import Request, RequestState
@@ -124,7 +124,7 @@ class LoadMeter:
         """The load now; `parked_requests` are what the proxies hold back."""
         for seen in (self._arrived, self._ttft, self._tbt):
             _forget(seen, now_s - self._window_s)
-        roles = {"prefill", "decode"} | {one.card.role for one in self._instances()}
+        roles = {"prefill", "decode"} | {one.card.role for one in self._instances()} - {"kvp"}
         pools = [*(self._pool(role, now_s) for role in sorted(roles)), self._kvp(now_s)]
         return FleetLoad(pools={pool.role: pool for pool in pools}, parked_requests=parked_requests)
 
@@ -183,11 +183,14 @@ class LoadMeter:
         slots = sum(one.card.kv_pages * one.page_tokens for one in decodes)
         if not slots:
             return None
-        used = sum((one.decoding_pages + one.virtual_pages) * one.page_tokens for one in decodes)
+        used = slots - sum(one.open_pages * one.page_tokens for one in decodes)
         page_tokens = decodes[0].page_tokens
+        helped = any(isinstance(one, KvpInstance) for one in self._instances())
         for request in self._machine.requests.values():
             if request.decode_id is None:
-                used += page_tokens * decodes[0].pages_for(request)
+                at_home = self._waits_to_spread(request) if helped else None
+                pages = decodes[0].pages_for(request)
+                used += page_tokens * pages if at_home is None else at_home
         return used / slots
 
     def _tbts(self) -> Iterator[_Ratio]:
@@ -199,20 +202,37 @@ class LoadMeter:
                 yield _over(request.slo.class_name, home.tbt_s, request.slo.tbt_s)
 
     def _kvp(self, now_s: float) -> PoolLoad:
-        """Of each request that its decode instance does not hold all of, the context."""
+        """Of each request that is spread, or will be, the context."""
+        known = [one for one in self._instances() if isinstance(one, KvpInstance)]
+        ready = sum(not one.draining for one in known)
         requests = self._machine.requests.values()
         found = (self._context(request, now_s) for request in requests)
         contexts = tuple(context for context in found if context is not None)
-        return PoolLoad(role="kvp", active_requests=len(contexts), contexts=contexts)
+        return PoolLoad(
+            role="kvp",
+            ready=ready,
+            draining=len(known) - ready,
+            active_requests=len(contexts),
+            contexts=contexts,
+        )
 
     def _context(self, request: Request, now_s: float) -> Context | None:
-        home = self._machine.cluster.instances.get(request.decode_id or "")
-        if not isinstance(home, DecodeInstance):
-            return None
-        elsewhere = home.pages_for(request) - home.holdings[request.id].pages
-        if elsewhere <= 0:
-            return None
+        """None of a request that needs no KVP worker: decode instances hold all of it."""
         final_tokens = request.prompt_tokens + request.max_new_tokens
+        if request.decode_id is None:
+            at_home = self._waits_to_spread(request)
+            if at_home is None:
+                return None
+            return Context(tokens=final_tokens, final_tokens=final_tokens, home_tokens=at_home)
+        instances = self._machine.cluster.instances
+        elsewhere = sum(
+            shard.num_tokens
+            for shard in request.shards
+            if isinstance(instances.get(shard.worker_id), KvpInstance)
+        )
+        home = instances[request.decode_id]
+        if not elsewhere or not isinstance(home, DecodeInstance):
+            return None
         tokens, growth_tokens_s = request.landed_tokens, 0.0
         if request.first_token_s is not None:
             growth_tokens_s = 1.0 / home.tbt_s if home.tbt_s else 0.0
@@ -224,8 +244,21 @@ class LoadMeter:
             tokens=tokens,
             final_tokens=final_tokens,
             growth_tokens_s=growth_tokens_s,
-            home_tokens=final_tokens - elsewhere * home.page_tokens,
+            home_tokens=final_tokens - elsewhere,
         )
+
+    def _waits_to_spread(self, request: Request) -> int | None:
+        """Of an unplaced request that will be spread, the tokens that a home would hold at most.
+
+        None of one that will not.
+        """
+        found = None
+        for pool in self._machine.cluster.ready_pools():
+            homes = pool.homes()
+            if not pool.spreading.wanted(request, homes):
+                return None
+            found = max(found or 0, pool.spreading.longest_shard(homes))
+        return found
 
 
 def _tbt_of_answer(request: Request, event: Event, now_s: float) -> list[_Ratio]:

@@ -74,6 +74,10 @@ class Spreading:
         found = self._reserved(request, homes, reserved, empty=False)
         return () if found is None else found.shards
 
+    def longest_shard(self, homes: Iterable[DecodeInstance]) -> int:
+        """Tokens of the first shard at most, at a home that is empty."""
+        return max(self._shard_tokens(self._room(one, empty=True)) for one in homes)
+
     def most_tokens(self) -> int:
         """The longest life that could be spread over the pool, were it empty."""
         homes = [self._room(one, empty=True) for one in self._decode.values()]

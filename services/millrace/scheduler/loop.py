@@ -10,11 +10,12 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 from millrace.core import effects, events
 from millrace.core.config import SchedulerConfig
+from millrace.core.kvp import Shard
 from millrace.core.load import FleetLoad
 from millrace.core.load_meter import LoadMeter
 from millrace.core.machine import Machine
@@ -26,6 +27,7 @@ from millrace.scheduler.recorder import Recorder
 from millrace.scheduler.recording import Recording
 from millrace.telemetry.metrics import Registry
 from millrace.wire import scheduler_codec as codec
+from millrace.wire import status_codec
 from millrace.wire.pb import common_pb2, scheduler_pb2
 
 log = logging.getLogger(__name__)
@@ -252,7 +254,7 @@ class SchedulerLoop:
         members = (
             codec.member(worker.register)
             for worker in self.workers.values()
-            if worker.card.role == "decode"
+            if worker.card.role in ("decode", "mixed")
         )
         return codec.fleet(self.machine.cluster, members)
 
@@ -287,7 +289,7 @@ class SchedulerLoop:
 
     def status(self) -> scheduler_pb2.StatusReply:
         registers = {worker.id: worker.register for worker in self.workers.values()}
-        return codec.status(self.machine, registers, self.clock())
+        return status_codec.status(self.machine, registers, self.clock())
 
     def load(self) -> FleetLoad:
         """The signals that autoscaling reads, now."""
@@ -316,14 +318,18 @@ class SchedulerLoop:
 
     def _admit(self, effect: effects.AdmitDecode) -> None:
         spec = self._specs[effect.request_id]
-        self._command(effect.instance_id, codec.admit_decode(effect, spec))
+        holders = self._holders(effect.shards)
+        self._command(effect.instance_id, codec.admit_decode(effect, spec, holders))
 
     def _prefill(self, effect: effects.RunPrefill) -> None:
         decode = codec.member(self.workers[effect.decode_id].register)
         ids = effect.chunks[-1].instance_ids
         group = [codec.member(self.workers[instance_id].register) for instance_id in ids]
-        spec = self._specs[effect.request_id]
-        self._command(effect.instance_id, codec.run_prefill(effect, spec, decode, group))
+        spec, holders = self._specs[effect.request_id], self._holders(effect.shards)
+        self._command(effect.instance_id, codec.run_prefill(effect, spec, decode, group, holders))
+
+    def _holders(self, shards: Iterable[Shard]) -> list[scheduler_pb2.Member]:
+        return [codec.member(self.workers[shard.worker_id].register) for shard in shards]
 
     def _order(self, effect: effects.Order) -> None:
         self._command(effect.instance_id, codec.order(effect))

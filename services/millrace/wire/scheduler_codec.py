@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from collections import Counter
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import fields
 from typing import Any
@@ -13,14 +12,16 @@ from millrace.core.cluster import Cluster
 from millrace.core.config import SchedulerConfig
 from millrace.core.errors import ConfigError, MillraceError
 from millrace.core.improvement_rate import parse_rates
-from millrace.core.instances import Instance, PrefillInstance
+from millrace.core.kvp import Shard
 from millrace.core.latency import Latency, SpLatency
-from millrace.core.machine import Machine
 from millrace.core.priority import POLICIES
-from millrace.core.request import Chunk, Request, RequestState, Slo
+from millrace.core.request import Chunk, Request, Slo
 from millrace.wire.pb import common_pb2, scheduler_pb2
 
-ROLES = ("prefill", "decode")
+ROLES = ("prefill", "decode", "mixed", "kvp")
+
+#: Those that run a batch.
+_DECODES = ("decode", "mixed")
 
 
 class MessageError(MillraceError):
@@ -39,7 +40,7 @@ def joined(message: scheduler_pb2.Register) -> events.InstanceJoined:
     for name in ("kv_pages", "page_tokens", "max_context_tokens"):
         value = getattr(message, name)
         _require(name, value, value >= 1, "at least 1")
-    if message.role == "decode":
+    if message.role in _DECODES:
         _require("max_batch", message.max_batch, message.max_batch >= 1, "at least 1")
     return events.InstanceJoined(
         instance_id=message.incarnation.id,
@@ -248,7 +249,7 @@ def fleet(cluster: Cluster, decode: Iterable[scheduler_pb2.Member]) -> scheduler
     return scheduler_pb2.ProxyUpdate(
         fleet=scheduler_pb2.Fleet(
             decode=decode,
-            prefill_count=sum(len(pool.prefill) for pool in cluster.pools.values()),
+            prefill_count=sum(pool.prefillers for pool in cluster.pools.values()),
             ready=bool(cluster.ready_pools()),
         )
     )
@@ -263,11 +264,17 @@ def registered(config: SchedulerConfig) -> scheduler_pb2.WorkerCommand:
 
 
 def admit_decode(
-    effect: effects.AdmitDecode, spec: common_pb2.RequestSpec
+    effect: effects.AdmitDecode,
+    spec: common_pb2.RequestSpec,
+    holders: Iterable[scheduler_pb2.Member] = (),
 ) -> scheduler_pb2.WorkerCommand:
+    """`holders`: of the shards, in their order."""
     return scheduler_pb2.WorkerCommand(
         admit_decode=scheduler_pb2.AdmitDecode(
-            request=spec, attempt=effect.attempt, kept_tokens=effect.kept_tokens
+            request=spec,
+            attempt=effect.attempt,
+            kept_tokens=effect.kept_tokens,
+            shards=_shards(effect.shards, holders),
         )
     )
 
@@ -277,8 +284,9 @@ def run_prefill(
     spec: common_pb2.RequestSpec,
     decode: scheduler_pb2.Member,
     group: Iterable[scheduler_pb2.Member],
+    holders: Iterable[scheduler_pb2.Member] = (),
 ) -> scheduler_pb2.WorkerCommand:
-    """`group`: every instance of the chunks, in the order of the last one."""
+    """`group`: every instance of the chunks, in the order of the last one; `holders` as above."""
     return scheduler_pb2.WorkerCommand(
         run_prefill=scheduler_pb2.RunPrefill(
             request=spec,
@@ -286,8 +294,20 @@ def run_prefill(
             decode=decode,
             attempt=effect.attempt,
             group=group,
+            shards=_shards(effect.shards, holders),
         )
     )
+
+
+def _shards(
+    shards: Iterable[Shard], holders: Iterable[scheduler_pb2.Member]
+) -> list[scheduler_pb2.KvShard]:
+    return [
+        scheduler_pb2.KvShard(
+            holder=holder, start_token=shard.start_token, end_token=shard.end_token
+        )
+        for shard, holder in zip(shards, holders, strict=True)
+    ]
 
 
 def _chunk(chunk: Chunk) -> scheduler_pb2.Chunk:
@@ -321,46 +341,4 @@ def _entry(refs: Iterable[effects.ChunkRef]) -> scheduler_pb2.QueueEntry:
 def cancel(effect: effects.CancelOn) -> scheduler_pb2.WorkerCommand:
     return scheduler_pb2.WorkerCommand(
         cancel=scheduler_pb2.CancelRequest(request_id=effect.request_id, reason=effect.reason)
-    )
-
-
-def status(
-    machine: Machine, registers: Mapping[str, scheduler_pb2.Register], now_s: float
-) -> scheduler_pb2.StatusReply:
-    """The fleet as the scheduler sees it, and how it decides. `registers` by instance id."""
-    states = Counter(request.state for request in machine.requests.values())
-    return scheduler_pb2.StatusReply(
-        instances=[
-            _instance(instance, registers[instance.id], now_s)
-            for instance in machine.cluster.instances.values()
-        ],
-        queued=states[RequestState.QUEUED],
-        prefilling=states[RequestState.PREFILLING] + states[RequestState.TRANSFERRING],
-        decoding=states[RequestState.DECODING],
-        policy=machine.policy,
-        preemption=machine.config.preemption,
-        planner=machine.config.planner,
-        policies=POLICIES,
-        improvement_rate=machine.improvement_rate,
-    )
-
-
-def _instance(
-    instance: Instance, register: scheduler_pb2.Register, now_s: float
-) -> scheduler_pb2.InstanceStatus:
-    if isinstance(instance, PrefillInstance):
-        free_pages, queue_s = instance.free_pages, instance.outstanding_s(now_s)
-    else:
-        free_pages, queue_s = instance.free_pages - instance.virtual_pages, 0.0
-    return scheduler_pb2.InstanceStatus(
-        incarnation=register.incarnation,
-        role=register.role,
-        address=register.address,
-        draining=instance.draining,
-        free_pages=free_pages,
-        total_pages=instance.card.kv_pages,
-        running=instance.running,
-        waiting=instance.waiting,
-        queue_s=queue_s,
-        held_requests=len(instance.holdings),
     )
