@@ -129,6 +129,7 @@ def _stack_options(model: str, settings: Settings, prefill: int) -> StackOptions
             "engine.dtype=float32",
             "engine.profile=none",
             f"engine.kv_bytes={settings.kv_bytes}",
+            "engine.prefix_cache=off",  # it measures instances that compute
         ],
     )
 

@@ -148,6 +148,7 @@ def _engine_settings(settings: Settings) -> list[str]:
         "engine.dtype=float32",
         f"engine.threads={settings.threads}",
         f"engine.kv_bytes={settings.kv_bytes}",
+        "engine.prefix_cache=off",  # every rate sends the same prompts
     ]
 
 

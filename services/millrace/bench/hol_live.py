@@ -68,6 +68,7 @@ class LiveSystem:
             f"engine.dtype={served.dtype}",
             f"engine.kv_bytes={served.kv_bytes}",
             f"engine.profile={served.profile}",
+            "engine.prefix_cache=off",  # every rate sends the same prompts
             f"transfer.backends={BACKENDS}",
             *system.settings,
         ]
