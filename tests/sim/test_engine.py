@@ -192,6 +192,16 @@ def test_a_round_follows_arrivals_and_completions_only():
     assert run.counters.rounds <= 2 * 300
 
 
+@pytest.mark.parametrize("fails", [False, True])
+def test_what_fits_no_decode_instance_is_spread_and_its_pages_come_back(fails):
+    """The second could not be placed while a holder kept pages of the first."""
+    failures = (Failure(instance_id="d0", at_s=2.02, down_s=0.1),) if fails else ()
+    spec = toy_spec(decode=2, decode_kv_tokens=1024, failures=failures)
+    run = Run(spec, [planned(i, 2.0 * i, 1500, 20) for i in range(2)])
+    assert [record.error for record in run.records.values()] == ["", ""]
+    assert run.records[1].ttft_s < 5.0
+
+
 def test_what_fits_nowhere_is_refused_and_counted_as_failed():
     run = Run(toy_spec(decode_kv_tokens=1600), [planned(0, 0.0, 5000), planned(1, 0.0, 500)])
     assert run.records[0].error == "too_large"

@@ -141,6 +141,7 @@ class Fleet:
         for instance, effect, job in commands:
             if not instance.alive:
                 continue
+            self._note_shards(instance, effect)
             if isinstance(instance, PrefillInstance):
                 self._tell_prefill(instance, effect, job)
             elif isinstance(instance, MixedInstance):
@@ -150,6 +151,15 @@ class Fleet:
                     self.decode.admit(instance, job)
             elif isinstance(effect, fx.CancelOn):
                 self.decode.cancel(instance, effect.request_id)
+
+    def _note_shards(self, instance: Instance, effect: ToInstance) -> None:
+        """Holders' pages are the scheduler's matter; the model has the home read all of the KV."""
+        if isinstance(effect, fx.CancelOn):
+            self._world.let_go(instance.id, effect.request_id)
+        elif isinstance(effect, fx.AdmitDecode) and effect.shards:
+            self._world.holders[effect.request_id] = {
+                shard.worker_id: self._generations[shard.worker_id] for shard in effect.shards[1:]
+            }
 
     def _tell_prefill(self, instance: PrefillInstance, effect: ToInstance, job: Job | None) -> None:
         if isinstance(effect, fx.RunPrefill):

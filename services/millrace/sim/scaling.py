@@ -13,7 +13,7 @@ from dataclasses import replace
 from millrace.core import events
 from millrace.core.autoscale import Autoscaler, PoolMetrics
 from millrace.core.effects import Effect
-from millrace.core.instances import DecodeInstance, PrefillInstance
+from millrace.core.instances import Instance
 from millrace.core.load import PoolLoad
 from millrace.core.load_meter import LoadMeter
 from millrace.core.machine import Machine
@@ -72,12 +72,12 @@ class Scaling:
             size=len(ready) + len(self._starting[role]) + joining,
         )
 
-    def _known(self, role: str) -> list[PrefillInstance | DecodeInstance]:
+    def _known(self, role: str) -> list[Instance]:
         """The pool's instances as the scheduler knows them."""
         instances = self._machine.cluster.instances.values()
         return [instance for instance in instances if instance.card.role == role]
 
-    def _ready(self, role: str) -> list[PrefillInstance | DecodeInstance]:
+    def _ready(self, role: str) -> list[Instance]:
         """Those of them that go on taking work."""
         return [
             instance

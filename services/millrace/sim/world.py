@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from random import Random
 
-from millrace.core.events import Event, RequestFinished
+from millrace.core.events import Event, RequestFinished, RequestReleased
 from millrace.sim.batch import Sequence
 from millrace.sim.clock import Clock
 from millrace.sim.counters import Tally
@@ -26,6 +26,7 @@ class World:
         "_spare_workers",
         "clock",
         "finished",
+        "holders",
         "jobs",
         "outbox",
         "rng",
@@ -43,6 +44,8 @@ class World:
         self.jobs: dict[str, Job] = {}
         self.outbox: list[Event] = []
         self.finished: Callable[[Job], None] = _nobody
+        #: Of requests that the scheduler spread: who holds shards for the home, with their lives.
+        self.holders: dict[str, dict[str, int]] = {}
         self._spare_workers = spec.kvp
 
     def noise(self) -> float:
@@ -77,6 +80,20 @@ class World:
                 reason="length",
                 generated_tokens=job.plan.output_tokens,
             )
+        )
+        for holder_id in list(self.holders.get(job.id, ())):
+            self.let_go(holder_id, job.id)
+
+    def let_go(self, holder_id: str, request_id: str) -> None:
+        """The instance drops the shard that it holds of the request, if it does."""
+        held = self.holders.get(request_id, {})
+        generation = held.pop(holder_id, None)
+        if generation is None:
+            return
+        if not held:
+            del self.holders[request_id]
+        self.outbox.append(
+            RequestReleased(instance_id=holder_id, generation=generation, request_id=request_id)
         )
 
     def left_batch(self, instance_id: str, sequence: Sequence) -> None:
