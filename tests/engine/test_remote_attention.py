@@ -1,0 +1,102 @@
+"""A long request's home and holders compute what one instance alone does."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+from torch.testing import assert_close
+
+from millrace.engine.decode_batch import DecodeBatch, TokenOut
+from millrace.engine.loader import load_model
+from millrace.engine.model_runner import ModelRunner
+from millrace.engine.sampler import Sampler
+from support.kvp_world import Long, World, prefill_long, random_cuts, sequence_of, world
+from support.tiny_engine import Request, decode, greedy, make_pool, prefill
+from support.tiny_models import model_folder, prompt
+
+NAMES = ("llama", "qwen3", "mistral-window", "qwen2-yarn-window", "mixtral")
+
+
+def alone(made: World) -> ModelRunner:
+    model = made.runner.model
+    return ModelRunner(model, make_pool(model, page_tokens=made.page_tokens, num_pages=128))
+
+
+def run_batch(batch: DecodeBatch) -> dict[str, list[TokenOut]]:
+    outs: dict[str, list[TokenOut]] = {}
+    while batch.size:
+        for out in batch.step():
+            outs.setdefault(out.request_id, []).append(out)
+        batch.check_integrity()
+    return outs
+
+
+@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("holders", [1, 2])
+def test_chunks_over_shards_give_the_logits_of_one_instance(name: str, holders: int) -> None:
+    rng = random.Random(f"{name} {holders}")
+    tokens = prompt(rng.randrange(70, 140), seed=holders)
+    with world(load_model(model_folder(name), device="cpu"), holders, max_rows=9) as made:
+        expected = prefill(alone(made), Request(alone(made), tokens))
+        ends = [8 * rng.randrange(1, 6)]
+        for _ in range(holders):
+            ends.append(ends[-1] + 8 * rng.randrange(1, 5))
+        ends[-1] = max(ends[-1], len(tokens))
+        request = Long(made, tokens, ends)
+        found = prefill_long(made.runner, request, random_cuts(rng, len(tokens), 3))
+        assert_close(found, expected, rtol=1e-4, atol=1e-4)
+
+
+def test_bfloat16_agrees_within_its_rounding() -> None:
+    tokens = prompt(120)
+    model = load_model(model_folder("qwen3"), device="cpu", dtype="bfloat16")
+    with world(model, 2) as made:
+        runner = alone(made)
+        expected = prefill(runner, Request(runner, tokens))
+        found = prefill_long(made.runner, Long(made, tokens, (40, 80, 120)), (35, 70, 90))
+        assert (found - expected).abs().max() < 0.05 * expected.abs().max()
+
+
+@pytest.mark.parametrize(("name", "holders"), [("llama", 1), ("qwen3-layer-types", 2)])
+def test_a_batch_of_long_and_short_sequences_grows_over_boundaries(name: str, holders: int) -> None:
+    """Some shards begin with what is generated; some sequences have theirs all at home yet."""
+    rng = random.Random(name)
+    steps, page = 30, 8
+    lengths = [rng.randrange(20, 60) for _ in range(5)]
+    prompts = [prompt(length, seed=i) for i, length in enumerate(lengths)]
+    with world(load_model(model_folder(name), device="cpu"), holders) as made:
+        runner = alone(made)
+        expected = greedy(runner, [Request(runner, p, steps) for p in prompts], steps)
+        batch = DecodeBatch(made.runner, made.runner.pool, Sampler(), max_batch=8)
+        for i, tokens in enumerate(prompts):
+            needed = len(tokens) + steps
+            ends = [page * rng.randrange(1, 8) for _ in range(holders + 1)] if i else []
+            ends = sorted({*ends, page * -(-needed // page)})[: holders + 1] if i else [needed]
+            ends[-1] = max(ends[-1], page * -(-needed // page))
+            request = Long(made, tokens, ends)
+            first = int(
+                prefill_long(made.runner, request, random_cuts(rng, len(tokens), 2)).argmax()
+            )
+            assert first == expected[i][0]
+            batch.add(sequence_of(request, str(i), first, steps))
+        outs = run_batch(batch)
+        for i, answer in enumerate(expected):
+            assert [out.token_id for out in outs[str(i)]] == answer[1:]
+
+
+def test_a_step_past_the_boundary_has_the_logits_of_one_instance() -> None:
+    tokens = prompt(61)
+    with world(load_model(model_folder("mistral-window"), device="cpu"), 2) as made:
+        runner = alone(made)
+        single, request = Request(runner, tokens, 30), Long(made, tokens, (32, 64, 96))
+        prefill(runner, single)
+        prefill_long(made.runner, request, (50,))
+        for token in prompt(20, seed=4):
+            single.tokens.append(token)
+            request.tokens.append(token)
+            n = len(request.tokens)
+            task = request.task(n - 1, n)
+            for _ in made.runner.prefill(task):
+                pass
+            assert_close(task.logits, decode(runner, [single])[0], rtol=1e-4, atol=1e-4)

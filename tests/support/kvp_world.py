@@ -1,0 +1,255 @@
+"""A home and the holders of its long requests in one process, with their transports and pools."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from itertools import pairwise
+
+import torch
+from torch import Tensor
+
+from millrace.core.kvp_rows import ExchangeShape, RemoteShard
+from millrace.engine.decode_batch import Sequence as DecodeSequence
+from millrace.engine.exchange_link import ExchangeLink
+from millrace.engine.exchange_views import exchange_memory
+from millrace.engine.loader import Model
+from millrace.engine.model_runner import ModelRunner, PrefillTask
+from millrace.engine.remote_attention import Remote, reach_of
+from millrace.engine.sampling_spec import SamplingSpec
+from millrace.engine.shard_attention import ShardAttention
+from millrace.transfer.kvp_desk import KvpDesk
+from millrace.transfer.kvp_exchange import KvpExchange
+from millrace.transfer.memory import Memory
+from millrace.transfer.memory_transport import MemoryHub, MemoryTransport
+from millrace.transfer.transport import Transport
+from support.tiny_engine import make_pool
+
+
+def shape_of(model: Model, max_rows: int) -> ExchangeShape:
+    return ExchangeShape(
+        num_q_heads=model.config.num_heads,
+        num_kv_heads=model.config.num_kv_heads,
+        head_dim=model.config.head_dim,
+        element_bytes=model.dtype.itemsize,
+        max_rows=max_rows,
+    )
+
+
+class Holder:
+    """Pages and a desk; its K/V of prompts comes by the exchange too."""
+
+    def __init__(
+        self,
+        name: str,
+        model: Model,
+        transport: Transport,
+        *,
+        page_tokens: int,
+        max_rows: int,
+        num_pages: int = 64,
+        lease_s: float = 1.0,
+    ) -> None:
+        self.name = name
+        self.transport = transport
+        self.pool = make_pool(model, page_tokens=page_tokens, num_pages=num_pages)
+        shape = shape_of(model, max_rows)
+        self.memory = exchange_memory(KvpDesk.memory_bytes(shape, 2))
+        self.attention = ShardAttention(self.pool, shape, self.memory, model.config.sliding_windows)
+        self.desk = KvpDesk(
+            transport,
+            Memory.of_tensor(self.memory),
+            shape,
+            self.attention,
+            owners=2,
+            lease_s=lease_s,
+        )
+        self.pages: dict[int, list[int]] = {}
+
+    def open(self, start_token: int, end_token: int) -> int:
+        pages = self.pool.allocate(self.pool.layout.pages_for(end_token - start_token))
+        shard = self.desk.open_shard(pages, start_token, end_token)
+        self.pages[shard] = pages
+        return shard
+
+    def close_shard(self, shard: int) -> None:
+        self.desk.close_shard(shard).result(5)
+        self.pool.free(self.pages.pop(shard))
+
+    def check(self) -> None:
+        self.desk.check_integrity(idle=False)
+        self.pool.check_integrity(sum(map(len, self.pages.values())))
+
+    def close(self) -> None:
+        self.desk.close()
+        self.transport.close()
+
+
+class Home:
+    """A runner with a way to holders."""
+
+    def __init__(
+        self,
+        model: Model,
+        transport: Transport,
+        *,
+        page_tokens: int,
+        max_rows: int,
+        spill_pages: int = 16,
+        num_pages: int = 96,
+        timeout_s: float = 20.0,
+    ) -> None:
+        self.transport = transport
+        self.runner = ModelRunner(
+            model, make_pool(model, page_tokens=page_tokens, num_pages=num_pages)
+        )
+        shape = shape_of(model, max_rows)
+        memory = exchange_memory(KvpExchange.memory_bytes(shape, 3))
+        self.lost: dict[str, str] = {}
+        self.exchange = KvpExchange(
+            transport,
+            Memory.of_tensor(memory),
+            shape,
+            holders=3,
+            timeout_s=timeout_s,
+            lease_s=1.0,
+            on_lost=self.lost.__setitem__,
+        )
+        link = ExchangeLink(self.exchange, memory, model.dtype, page_tokens)
+        pages = self.runner.pool.allocate(spill_pages)
+        self.runner.remote = Remote(link, pages, reach_of(model.config.sliding_windows))
+
+    async def attach(self, holder: Holder) -> int:
+        offer = self.exchange.offer()
+        seat = await holder.desk.attach(
+            metadata=self.transport.metadata(), region=offer.region, offset=offer.offset
+        )
+        await self.exchange.attach(
+            holder.name,
+            offer,
+            metadata=holder.transport.metadata(),
+            slot=seat.slot,
+            region=seat.region,
+            offset=seat.offset,
+        )
+        return seat.slot
+
+
+class World:
+    """One home, `count` holders, all attached."""
+
+    def __init__(
+        self,
+        model: Model,
+        count: int,
+        *,
+        page_tokens: int = 8,
+        max_rows: int = 16,
+        timeout_s: float = 20.0,
+    ) -> None:
+        hub = MemoryHub()
+        sizes = {"page_tokens": page_tokens, "max_rows": max_rows}
+        self.page_tokens = page_tokens
+        self.home = Home(model, MemoryTransport("home", hub), timeout_s=timeout_s, **sizes)
+        self.holders = [
+            Holder(f"holder-{i}", model, MemoryTransport(f"holder-{i}", hub), **sizes)
+            for i in range(count)
+        ]
+        self.slots = [asyncio.run(self.home.attach(holder)) for holder in self.holders]
+
+    @property
+    def runner(self) -> ModelRunner:
+        return self.home.runner
+
+    def spread(
+        self, ends: Sequence[int], holders: Sequence[Holder] = ()
+    ) -> tuple[RemoteShard, ...]:
+        """Shards at the holders, in order: from ends[0] to ends[1], and so on."""
+        return tuple(
+            RemoteShard(
+                holder=holder.name,
+                shard=holder.open(start, end),
+                start_token=start,
+                end_token=end,
+            )
+            for holder, start, end in zip(holders or self.holders, ends, ends[1:], strict=False)
+        )
+
+    def check(self) -> None:
+        self.home.exchange.check_integrity(idle=False)
+        for holder in self.holders:
+            holder.check()
+
+    def close(self) -> None:
+        for holder in self.holders:
+            self.home.exchange.detach(holder.name)
+        for holder in self.holders:
+            holder.close()
+        self.home.transport.close()
+
+
+@contextmanager
+def world(model: Model, count: int, **sizes: float) -> Iterator[World]:
+    made = World(model, count, **sizes)  # type: ignore[arg-type]
+    try:
+        yield made
+        made.check()
+    finally:
+        made.close()
+
+
+class Long:
+    """A spread request: its tokens, its pages at home, its shards."""
+
+    def __init__(
+        self,
+        made: World,
+        tokens: Sequence[int],
+        ends: Sequence[int],
+        holders: Sequence[Holder] = (),
+    ) -> None:
+        """ends: of the home's shard, and of each holder's; none: the world's, in order."""
+        self.tokens = list(tokens)
+        self.pages = made.runner.pool.allocate(made.runner.pool.layout.pages_for(ends[0]))
+        self.shards = made.spread(ends, holders)
+
+    def task(self, start: int, stop: int, *, want_logits: bool = True) -> PrefillTask:
+        return PrefillTask(
+            token_ids=torch.tensor(self.tokens[start:stop]),
+            history_tokens=start,
+            pages=self.pages,
+            want_logits=want_logits,
+            shards=self.shards,
+        )
+
+
+def sequence_of(request: Long, request_id: str, first: int, tokens: int) -> DecodeSequence:
+    """A greedy one, whose prompt is in place; `first`: its first of so many tokens."""
+    return DecodeSequence(
+        request_id=request_id,
+        choice=0,
+        pages=request.pages,
+        prompt_tokens=len(request.tokens),
+        first_token_id=first,
+        spec=SamplingSpec(max_tokens=tokens, temperature=0.0),
+        shards=request.shards,
+    )
+
+
+def prefill_long(runner: ModelRunner, request: Long, cuts: Sequence[int]) -> Tensor:
+    """Logits float32 [vocab] of the last position, chunk by chunk between `cuts`."""
+    bounds = [0, *cuts, len(request.tokens)]
+    task = None
+    for start, stop in pairwise(bounds):
+        task = request.task(start, stop, want_logits=stop == bounds[-1])
+        for _ in runner.prefill(task):
+            pass
+        assert not task.lost
+    assert task is not None and task.logits is not None
+    return task.logits
+
+
+def random_cuts(rng: random.Random, length: int, count: int) -> list[int]:
+    return sorted(rng.sample(range(1, length), count))
