@@ -15,7 +15,7 @@ from statistics import median
 
 from millrace.core.operators import DecodeAttention, OperatorModel, Table
 from millrace.profiler.measure import Measured, Prefill, Rows
-from millrace.profiler.tables import over_squares, table_of
+from millrace.profiler.tables import over_squares, rising, table_of
 from millrace.profiler.workload import AROUND, SAMPLE, Timing
 
 LINEAR = ("qkv_proj", "o_proj", "gate_up_proj", "down_proj")
@@ -83,6 +83,7 @@ def _by(points: Iterable[tuple[int, float]]) -> Table:
 
 
 def _history_factor(chunks: Mapping[Prefill, Timing], attn: Table, layers: int) -> Table:
+    """Falls as chunks grow, for the K/V that is read serves more rows."""
     pair_s = 2.0 * attn.slopes[-1]
     if not pair_s:
         return Table(xs=(1.0,), ys=(1.0,))
@@ -92,7 +93,11 @@ def _history_factor(chunks: Mapping[Prefill, Timing], attn: Table, layers: int) 
             more_s = timing.operators["attn"] / layers - attn.at(case.tokens * case.tokens)
             factor = max(more_s, 0.0) / (pair_s * case.tokens * case.history)
             factors.setdefault(case.tokens, []).append(factor)
-    return table_of({tokens: median(found) for tokens, found in factors.items()} or {1: 1.0})
+    if not factors:
+        return Table(xs=(1.0,), ys=(1.0,))
+    longest_first = sorted(factors, reverse=True)
+    values = rising([median(factors[tokens]) for tokens in longest_first])
+    return table_of(dict(zip(longest_first, values, strict=True)))
 
 
 def _decode_attn(rows: Mapping[Rows, Timing], layers: int) -> DecodeAttention:
