@@ -11,6 +11,8 @@ import typer
 
 from millrace.command_options import (
     Autoscale,
+    ColocatedRole,
+    Colocation,
     ConfigPath,
     DecodeSizes,
     Host,
@@ -108,6 +110,7 @@ def up(
         int,
         typer.Option("--colocated", min=0, help="Instances that do both, in place of the others."),
     ] = 0,
+    role: ColocatedRole = Colocation.PAIR,
     kvp: KvpSize = 0,
     autoscale: Autoscale = False,
     scale_to_zero: ScaleToZero = False,
@@ -147,6 +150,7 @@ def up(
                 prefill=sizes["prefill"][0],
                 decode=sizes["decode"][0],
                 colocated=colocated,
+                colocation=role,
                 kvp=kvp,
                 host=host,
                 port=port,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from enum import StrEnum
 from pathlib import Path
 from typing import Annotated
 
@@ -66,6 +67,23 @@ PrefillSizes = Annotated[
 DecodeSizes = Annotated[
     str,
     typer.Option("--decode", metavar="N|LOW:HIGH", help="Default: 1; with --autoscale 1:2."),
+]
+
+
+class Colocation(StrEnum):
+    """How prefill and decode share a process."""
+
+    PAIR = "pair"
+    MIXED = "mixed"
+
+
+ColocatedRole = Annotated[
+    Colocation,
+    typer.Option(
+        "--role",
+        help="pair: an instance of each, over the same weights; mixed: one whose batches hold "
+        "answers and chunks of prompts together.",
+    ),
 ]
 KvpSize = Annotated[
     int,

@@ -48,6 +48,7 @@ class StackOptions:
     prefill: int = 2
     decode: int = 1
     colocated: int = 0
+    colocation: str = "pair"  # their --role
     kvp: int = 0
     host: str = "127.0.0.1"
     port: int = 8080
@@ -193,6 +194,8 @@ class Stack:
         name = f"{role}-{self._made[role]}"
         self._made[role] += 1
         arguments = [role, *self._workers, "--id", name, *self.options.engine_settings(role)]
+        if role == "colocated":
+            arguments += ["--role", self.options.colocation]
         return self._service(name, arguments)
 
     def _service(self, name: str, arguments: list[str]) -> Service:

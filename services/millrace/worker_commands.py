@@ -8,6 +8,8 @@ from pathlib import Path
 import typer
 
 from millrace.command_options import (
+    ColocatedRole,
+    Colocation,
     ConfigPath,
     DrainTimeout,
     Host,
@@ -33,10 +35,6 @@ _KINDS = {
         "millrace.decode.main",
         "A decode instance: receives KV and generates tokens in batches.",
     ),
-    "colocated": (
-        "millrace.colocated",
-        "A prefill and a decode instance in one process, over the same weights.",
-    ),
     "kvp": (
         "millrace.kvp.main",
         "A KVP worker: holds parts of long requests' KV and attends over them; loads no weights.",
@@ -48,6 +46,7 @@ def register(app: typer.Typer) -> None:
     """Adds them all."""
     for role, (module, summary) in _KINDS.items():
         _add(app, role, module, summary)
+    app.command("colocated")(_colocated)
 
 
 def _add(app: typer.Typer, role: str, module: str, summary: str) -> None:
@@ -84,3 +83,37 @@ def _add(app: typer.Typer, role: str, module: str, summary: str) -> None:
             drain_timeout_s=drain_timeout_s,
         )
         run_async(serve(options, tree, tell(ready_fd)))
+
+
+def _colocated(
+    model: Model,
+    model_name: ModelName = "",
+    role: ColocatedRole = Colocation.PAIR,
+    scheduler: SchedulerAddress = "127.0.0.1:7070",
+    instance_id: InstanceId = "",
+    host: Host = "127.0.0.1",
+    port: Port = 0,
+    node: Node = "",
+    revision: Revision = "",
+    drain_timeout_s: DrainTimeout = 30.0,
+    config: ConfigPath = None,
+    settings: Settings = [],  # noqa: B006
+    ready_fd: ReadyFd = None,
+) -> None:
+    """Prefill and decode in one process: as a pair of instances, or one that mixes its batches."""
+    from millrace.colocated.main import serve
+    from millrace.worker.host import WorkerOptions
+
+    tree = configure(config, settings, instance_id or "colocated")
+    options = WorkerOptions(
+        model=model,
+        model_name=model_name or Path(model).name,
+        scheduler=scheduler,
+        instance_id=instance_id,
+        host=host,
+        port=port,
+        node=node,
+        revision=revision,
+        drain_timeout_s=drain_timeout_s,
+    )
+    run_async(serve(options, tree, tell(ready_fd), role=role))

@@ -21,6 +21,8 @@ log = logging.getLogger(__name__)
 
 #: Failures that an answer need not meet at another instance.
 _OF_THIS_PLACE = frozenset({"store", "transfer"})
+#: Failures that another attempt would meet, too, or that nobody wants one after.
+_FINAL = frozenset({"compute", "evicted", "proxy"})
 
 
 class Answers:
@@ -86,7 +88,7 @@ class Answers:
         if request.streams and reason in _OF_THIS_PLACE:
             self.move(request)
             return
-        retryable = not request.streams and reason not in ("proxy", "evicted")
+        retryable = not request.streams and reason not in _FINAL
         self._send(
             request_failed(request.id, message, retryable=retryable, attempt=request.attempt)
         )

@@ -1,4 +1,4 @@
-"""`millrace colocated`: a prefill and a decode instance in one process, over the same weights.
+"""`millrace colocated --role pair`: a prefill and a decode instance in one process, same weights.
 
 FlowPrefill section 6.5 (PD-colocation): both share a device and its memory, each with its own pool
 of KV pages and its own compute thread. To the scheduler they are two instances like any other, so

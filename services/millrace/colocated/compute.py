@@ -1,0 +1,110 @@
+"""What the compute thread does: one iteration, decodes and shares of prompts in one pass."""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import torch
+
+from millrace.colocated.packing import Share
+from millrace.engine.assembly import Engine
+from millrace.engine.decode_batch import DecodeBatch, TokenOut
+from millrace.engine.parallel.rank_group import RankError
+from millrace.engine.prefill_task import PrefillTask
+from millrace.engine.sampler import Sampler
+from millrace.prefill.first_tokens import (
+    PrefillOutcome,
+    SamplingError,
+    prompt_logprobs,
+    sample_first,
+)
+
+log = logging.getLogger(__name__)
+
+
+@dataclass(slots=True)
+class Iteration:
+    """What came of one: a token of every decode, token one of the prompts that are through.
+
+    errors: why nothing can come of a prompt, by the request's id.
+    """
+
+    seconds: float = 0.0
+    tokens: list[TokenOut] = field(default_factory=list)
+    first_tokens: dict[str, PrefillOutcome] = field(default_factory=dict)
+    errors: dict[str, str] = field(default_factory=dict)
+
+
+class MixedCompute:
+    """`run` is the compute thread's; the batch changes only while none runs."""
+
+    def __init__(self, engine: Engine, max_batch: int) -> None:
+        self._runner = engine.runner
+        self._device = engine.device
+        self._sampler = Sampler()
+        self.batch = DecodeBatch(engine.runner, engine.pool, Sampler(), max_batch=max_batch)
+
+    @torch.inference_mode()
+    def run(self, shares: Sequence[Share]) -> Iteration:
+        """One iteration. Where its pass fails, its prompts do, and the decodes go on.
+
+        Raises RankError when ranks are lost, and whatever ends a pass of decodes alone.
+        """
+        begun_s = time.perf_counter()
+        result = Iteration()
+        tasks = [self._task(share) for share in shares]
+        if tasks:
+            try:
+                self._pass(shares, tasks, result)
+            except RankError:
+                raise
+            except Exception as error:  # what a prompt can do to a pass is for its request to hear
+                log.exception("an iteration with %d prompts failed", len(shares))
+                why = f"prefill failed: {error}"
+                result.errors = {share.prompt.request.id: why for share in shares}
+        else:
+            result.tokens = self.batch.step()
+        result.seconds = time.perf_counter() - begun_s
+        return result
+
+    def _task(self, share: Share) -> PrefillTask:
+        prompt = share.prompt
+        return PrefillTask(
+            token_ids=prompt.ids[prompt.done : prompt.done + share.tokens],
+            history_tokens=prompt.done,
+            pages=prompt.pages,
+            want_logits=share.is_last,
+            want_prompt_logprobs=prompt.request.sampling.prompt_logprobs >= 0,
+        )
+
+    def _pass(
+        self, shares: Sequence[Share], tasks: Sequence[PrefillTask], result: Iteration
+    ) -> None:
+        batch = self.batch
+        for row, task in enumerate(tasks, start=batch.size):
+            batch.page_table.put(row, task.pages)
+        table = batch.page_table.first(batch.size + len(tasks))
+        logits = self._runner.mixed(batch.rows(), table, tasks)
+        result.tokens = batch.take(logits)
+        for share, task in zip(shares, tasks, strict=True):
+            self._conclude(share, task, result)
+        if self._device.type == "cuda" and not (result.tokens or result.first_tokens):
+            torch.cuda.current_stream(self._device).synchronize()  # nothing came to the host yet
+
+    def _conclude(self, share: Share, task: PrefillTask, result: Iteration) -> None:
+        prompt, sampling = share.prompt, share.prompt.request.sampling
+        if task.hidden is not None:
+            top, start = sampling.prompt_logprobs, task.history_tokens
+            run = prompt_logprobs(self._runner, top, prompt.ids, start, task.hidden)
+            prompt.logprobs.append(run)
+        if task.logits is None:
+            return
+        name = prompt.request.id
+        try:
+            found = sample_first(self._sampler, sampling, prompt.ids, task.logits)
+            result.first_tokens[name] = found
+        except SamplingError as error:
+            result.errors[name] = str(error)

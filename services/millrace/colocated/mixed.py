@@ -1,0 +1,206 @@
+"""`millrace colocated --role mixed`: prefill and decode in the same batches (Medha section 4.3).
+
+The event loop owns every request and all pages; the compute thread runs one iteration after the
+other: a token of each answer and, packed beside them, chunks of prompts. What changes waits for the
+moment between two iterations. To the scheduler it is one instance, which it places requests at as
+at decode and which prefills them itself: nothing of a request's KV ever travels.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+
+import grpc
+
+from millrace.colocated.admissions import MixedAdmissions
+from millrace.colocated.calibration import mixed_batches
+from millrace.colocated.compute import Iteration, MixedCompute
+from millrace.colocated.metrics import MixedMetrics
+from millrace.colocated.packing import IterationPacker, Plan, packing_config
+from millrace.colocated.predictor import Predictor
+from millrace.colocated.prompts import Prompts
+from millrace.core.config import Config
+from millrace.core.operators import OperatorModel
+from millrace.decode.answers import Answers
+from millrace.decode.book import RequestBook
+from millrace.decode.metrics import DecodeMetrics
+from millrace.decode.pace import TokenPace
+from millrace.decode.servicer import DecodeServicer
+from millrace.decode.token_streams import life_of
+from millrace.profiles import decode_step
+from millrace.transfer.memory import Memory
+from millrace.wire.pb import scheduler_pb2
+from millrace.worker.codec import Stopwatch
+from millrace.worker.host import Loaded, WorkerContext, WorkerOptions, open_for, serve_role
+from millrace.worker.latency import prefill_latency
+from millrace.worker.prefix import cached_blocks
+from millrace.worker.tasks import Tasks, stop_event
+from millrace.worker.vitals import open_vitals
+
+log = logging.getLogger(__name__)
+
+
+class MixedRole:
+    """Everything an instance holds for its requests is in `_book`."""
+
+    name = "mixed"
+
+    def __init__(self, context: WorkerContext, operators: OperatorModel) -> None:
+        """`operators` predict iterations. Raises ConfigError for contradictory settings."""
+        self._context = context
+        self._pool = context.engine.pool
+        self._operators = operators
+        self._region = context.transport.register(Memory.of_tensor(context.engine.storage))
+        self._tasks = Tasks()
+        self._pace = TokenPace()
+        self._book = RequestBook()
+        self._metrics = MixedMetrics(context.registry)
+        self._predictor = Predictor(operators)
+        self._packer = IterationPacker(operators, self._predictor, context.config)
+        decode_metrics = DecodeMetrics(context.registry)
+        self._answers = Answers(context, self._book, decode_metrics)
+        self._prompts = Prompts(context, self._book, self._answers, self._packer, self._tasks)
+        self._compute = MixedCompute(context.engine, context.config.engine.max_batch)
+        self._admissions = MixedAdmissions(
+            context, self._book, self._compute.batch, decode_metrics, self._tasks
+        )
+        self._clock = Stopwatch(0.0)  # seconds since the epoch
+        self._thread = ThreadPoolExecutor(1, thread_name_prefix="mixed-compute")
+
+    @property
+    def kv_region(self) -> int:
+        return self._region
+
+    def attach(self, server: grpc.aio.Server) -> None:
+        life = life_of(self._context.incarnation)
+        DecodeServicer(self._answers.streams, life).add_to(server)
+
+    def fill_register(self, register: scheduler_pb2.Register) -> None:
+        register.role = self.name
+        register.max_batch = self._context.config.engine.max_batch
+        base_s, per_sequence_s, per_context_token_s = decode_step.of_profile(self._operators)
+        register.decode_step.base_s = base_s
+        register.decode_step.per_sequence_s = per_sequence_s
+        register.decode_step.per_context_token_s = per_context_token_s
+        register.block_tokens = self._admissions.prefix_cache.block_tokens
+        self._admissions.prefix_cache.tell_all()
+
+    def counts(self) -> tuple[int, int]:
+        running = self._book.counts()[0] + self._prompts.begun
+        return running, len(self._book) - running
+
+    def heartbeat(self) -> scheduler_pb2.Heartbeat:
+        (running, waiting), tbt_s = self.counts(), self._pace.take_s()
+        return scheduler_pb2.Heartbeat(
+            free_pages=self._pool.free_pages,
+            running=running,
+            waiting=waiting,
+            tbt_s=tbt_s,
+            cached=cached_blocks(self._admissions.prefix_cache),
+        )
+
+    def on_command(self, command: scheduler_pb2.WorkerCommand) -> None:
+        kind = command.WhichOneof("kind")
+        if kind == "admit_decode":
+            self._admissions.admit(command.admit_decode)
+        elif kind == "run_prefill":
+            self._prompts.expect(command.run_prefill.request.request_id)
+        elif kind == "cancel" and (request := self._book.get(command.cancel.request_id)):
+            self._answers.cancel(request)
+        elif kind == "drain":
+            self._answers.evict(abort=command.drain.abort)
+
+    async def run(self) -> None:
+        self._tasks.spawn(self._answers.journal.run())
+        self._tasks.spawn(self._iterate_forever())
+        await self._tasks.watch()
+
+    async def _iterate_forever(self) -> None:
+        loop = asyncio.get_running_loop()
+        wake, last = self._book.wake, Iteration()
+        while True:
+            self._let_out()
+            self._admissions.let_in()
+            plan = self._plan()
+            decodes = plan.shape.decodes
+            if decodes or plan.shares:
+                self._prompts.begin(plan)
+                iteration = loop.run_in_executor(self._thread, self._compute.run, plan.shares)
+                self._answers.step_tokens(last.tokens, decodes)  # while the next one computes
+                last = await iteration
+                self._take(plan, last)
+            else:
+                self._pace.paused()
+                self._answers.step_tokens(last.tokens, 0)
+                last = Iteration()
+                await wake.wait()
+            wake.clear()
+
+    def _plan(self) -> Plan:
+        rows = self._compute.batch.rows()
+        return self._packer.pack(
+            self._prompts.waiting(),
+            self._clock.now_s(),
+            decodes=len(rows),
+            context_tokens=int(rows.kv_lens.sum()),
+            tbt_s=self._tightest_tbt_s(),
+        )
+
+    def _tightest_tbt_s(self) -> float | None:
+        """Of the answers that run."""
+        objectives = [r.spec.slo.tbt_s for r in self._book if r.joined and r.spec.slo.tbt_s]
+        return min(objectives, default=None)
+
+    def _take(self, plan: Plan, iteration: Iteration) -> None:
+        self._predictor.observe(plan.shape, iteration.seconds)
+        self._metrics.iterated(plan, iteration.seconds)
+        if plan.shape.decodes:
+            self._pace.stepped(time.perf_counter())
+        for request in self._prompts.take(plan, iteration):
+            self._admissions.keep_prefix(request)
+
+    def _let_out(self) -> None:
+        for request in self._book.leaving:
+            self._prompts.drop(request.id)
+            self._admissions.release(request)
+        self._book.leaving.clear()
+
+    async def wait_idle(self) -> None:
+        await self._book.wait_idle()
+
+    async def drop_all(self, reason: str) -> None:
+        log.info("dropping %d requests: %s", len(self._book), reason)
+        for request in self._book:
+            self._answers.move(request)
+        await self.wait_idle()
+
+    def check_integrity(self) -> None:
+        self._pool.check_integrity(expected_used=0)
+        self._admissions.prefix_cache.check_integrity()
+        self._compute.batch.check_integrity()
+        self._prompts.check_integrity()
+
+    async def close(self) -> None:
+        await self._tasks.cancel()
+        await asyncio.to_thread(self._thread.shutdown, wait=True)
+        await self._answers.journal.flush()
+
+
+async def serve(
+    options: WorkerOptions, config: Config, on_ready: Callable[[int], None] | None = None
+) -> None:
+    """Runs until SIGTERM or SIGINT, then finishes what it has. Raises as `serve_worker` does."""
+    packing_config(config)  # before the weights are loaded
+    stop = stop_event()
+    async with open_vitals(config.telemetry, options.host) as vitals:
+        (engine,) = await asyncio.to_thread(open_for, options, config, 1)
+        latency = await asyncio.to_thread(prefill_latency, engine, config.engine)
+        operators = await asyncio.to_thread(mixed_batches, engine, config.engine)
+        loaded = Loaded(engine=engine, latency=latency, vitals=vitals)
+        await serve_role(
+            options, config, lambda context: MixedRole(context, operators), loaded, stop, on_ready
+        )

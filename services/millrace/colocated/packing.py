@@ -1,0 +1,218 @@
+"""Which chunks the next iteration takes: Medha's packer with this instance's settings and clock.
+
+Prompts wait in the order of the configured policy, which sees them as the scheduler sees requests:
+by deadline, and by the work that is left as Medha's Algorithm 3 tells it under adaptive chunking.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+from typing import Final
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from millrace.colocated.predictor import Predictor
+from millrace.colocated.stretches import Stretches
+from millrace.core.config import Config
+from millrace.core.errors import ConfigError
+from millrace.core.machine import DEADLINE_FACTOR, LEAST_DEADLINE_S
+from millrace.core.operators import BatchShape, OperatorModel
+from millrace.core.packing import Packer, PackingConfig
+from millrace.core.prefill_times import ChunkLimits, PrefillTimes
+from millrace.core.priority import POLICIES
+from millrace.core.priority.lars import relative_slack
+from millrace.core.request import Request, Slo
+from millrace.decode.request import DecodeRequest
+from millrace.prefill.first_tokens import LogprobsRun
+
+_GRANULARITY: Final = 256  # tokens between entries of Algorithm 3's table
+
+
+@dataclass(slots=True, eq=False, kw_only=True)
+class Prompt:
+    """A prompt that the instance computes.
+
+    `standing` is what the policy sees of it; its times are in seconds since the epoch.
+    """
+
+    request: DecodeRequest
+    ids: torch.Tensor  # int64 [prompt_tokens] on the CPU
+    pages: npt.NDArray[np.int32]  # of choice 0, which holds all of the prompt
+    standing: Request
+    stretches: Stretches
+    done: int = 0  # tokens whose KV is there
+    compute_s: float = 0.0  # of the iterations that it took part in
+    logprobs: list[LogprobsRun] = field(default_factory=list)
+
+    @property
+    def prompt_tokens(self) -> int:
+        return self.request.prompt_tokens
+
+
+@dataclass(frozen=True, slots=True)
+class Share:
+    """A prompt's part of an iteration."""
+
+    prompt: Prompt
+    tokens: int
+
+    @property
+    def is_last(self) -> bool:
+        return self.prompt.done + self.tokens == self.prompt.prompt_tokens
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Plan:
+    """What an iteration computes beside its decodes, and what was foreseen of it.
+
+    shape: decodes included. yielded: the share of t_target that a long prefill left to others.
+    """
+
+    shares: list[Share]
+    shape: BatchShape
+    t_target_s: float
+    predicted_s: float
+    yielded: float
+
+
+def packing_config(config: Config) -> PackingConfig:
+    """The settings of section mixed as the packer has them. Raises ConfigError."""
+    mixed, engine = config.mixed, config.engine
+    step = mixed.chunk_step_tokens
+    most = engine.max_chunk_tokens // step * step
+    if most < mixed.min_chunk_tokens:
+        raise ConfigError(
+            f"engine.max_chunk_tokens is {engine.max_chunk_tokens}; it must hold a chunk of "
+            f"mixed.min_chunk_tokens ({mixed.min_chunk_tokens}) in steps of "
+            f"mixed.chunk_step_tokens ({step})"
+        )
+    return PackingConfig(
+        t_target_s=mixed.t_target_ms / 1e3,
+        rho_max=mixed.max_yield,
+        min_chunk_tokens=mixed.min_chunk_tokens,
+        max_chunk_tokens=most,
+        granularity=step,
+        long_kv_tokens=mixed.long_kv_tokens,
+        max_batch=engine.max_batch,
+        adaptive=mixed.chunking == "adaptive",
+        fixed_chunk_tokens=min(mixed.static_chunk_tokens, engine.max_chunk_tokens),
+        multi_prefill=mixed.multi_prefill == "on",
+    )
+
+
+class IterationPacker:
+    """Ranks the prompts and packs an iteration."""
+
+    def __init__(self, operators: OperatorModel, predictor: Predictor, config: Config) -> None:
+        """Raises ConfigError for settings that contradict each other."""
+        self._predictor = predictor
+        self._config = packing_config(config)
+        self._packer = Packer(predictor, self._config)
+        self._most_tokens = config.engine.max_chunk_tokens
+        self._policy = POLICIES[config.scheduler.policy]
+        self._times = PrefillTimes(
+            operators,
+            target_s=self._config.t_target_s,
+            granularity=_GRANULARITY,
+            limits=_limits(self._config),
+        )
+
+    def standing(self, request: DecodeRequest, order: int) -> Request:
+        """How a prompt that came as the `order`th stands before any of it is computed."""
+        spec = request.spec
+        predicted_s = self._times.total_s(request.prompt_tokens) * self._predictor.factor
+        allowed_s = spec.slo.ttft_s or max(DEADLINE_FACTOR * predicted_s, LEAST_DEADLINE_S)
+        return Request(
+            id=request.id,
+            proxy_id=spec.proxy.id,
+            prompt_tokens=request.prompt_tokens,
+            max_new_tokens=spec.sampling.max_tokens,
+            choices=spec.sampling.n,
+            slo=Slo(ttft_s=spec.slo.ttft_s or None, tbt_s=spec.slo.tbt_s or None),
+            arrival_s=spec.arrival_unix_s,
+            order=order,
+            predicted_prefill_s=predicted_s,
+            predicted_work_s=predicted_s,
+            deadline_s=spec.arrival_unix_s + allowed_s,
+        )
+
+    def advance(self, prompt: Prompt, tokens: int) -> None:
+        """So many more tokens of the prompt are computed."""
+        prompt.done += tokens
+        total, standing = prompt.prompt_tokens, prompt.standing
+        left = self._times.remaining_s(total, prompt.done) / self._times.total_s(total)
+        standing.executed_s = standing.predicted_prefill_s * (1.0 - left)
+
+    def pack(
+        self,
+        prompts: Sequence[Prompt],
+        now_s: float,
+        *,
+        decodes: int = 0,
+        context_tokens: int = 0,
+        tbt_s: float | None = None,
+    ) -> Plan:
+        """The next iteration beside `decodes` of `context_tokens` in all.
+
+        tbt_s: the tightest objective of what decodes, which is t_target then. now_s: since the
+        epoch.
+        """
+        yielded = 0.0
+
+        def slack(standing: Request) -> float:
+            nonlocal yielded
+            rho = relative_slack(standing, now_s)
+            yielded = max(yielded, min(self._config.rho_max, max(0.0, rho)))
+            return rho
+
+        packer = self._packer_for(tbt_s)
+        by_id = {prompt.request.id: prompt for prompt in prompts}
+        packed = packer.pack(
+            decodes,
+            context_tokens,
+            [(prompt.standing, prompt.done) for prompt in self._ranked(prompts, now_s)],
+            slack,
+        )
+        shares = self._within_pass([Share(by_id[one.id], tokens) for one, tokens in packed])
+        shape = BatchShape(
+            prefills=tuple((share.tokens, share.prompt.done) for share in shares),
+            decodes=decodes,
+            decode_context_tokens=context_tokens,
+        )
+        return Plan(
+            shares=shares,
+            shape=shape,
+            t_target_s=self._config.t_target_s if tbt_s is None else tbt_s,
+            predicted_s=self._predictor.pass_s(shape),
+            yielded=yielded,
+        )
+
+    def _ranked(self, prompts: Sequence[Prompt], now_s: float) -> list[Prompt]:
+        keys = self._policy.keys([prompt.standing for prompt in prompts], now_s, 1)
+        order = sorted(range(len(prompts)), key=lambda i: (keys[i], prompts[i].standing.order))
+        return [prompts[i] for i in order]
+
+    def _within_pass(self, shares: list[Share]) -> list[Share]:
+        """As much of them as a pass may hold: `engine.max_chunk_tokens` in all."""
+        room, fitting = self._most_tokens, []
+        for share in shares:
+            tokens = min(share.tokens, room)
+            if tokens:
+                fitting.append(Share(share.prompt, tokens))
+                room -= tokens
+        return fitting
+
+    def _packer_for(self, tbt_s: float | None) -> Packer:
+        if tbt_s is None or tbt_s == self._config.t_target_s:
+            return self._packer
+        return Packer(self._predictor, replace(self._config, t_target_s=tbt_s))
+
+
+def _limits(config: PackingConfig) -> ChunkLimits:
+    if config.adaptive:
+        least, most, step = config.min_chunk_tokens, config.max_chunk_tokens, config.granularity
+        return ChunkLimits(least=least, most=most, step=step)
+    return ChunkLimits(least=config.fixed_chunk_tokens, most=config.fixed_chunk_tokens, step=1)

@@ -1,0 +1,159 @@
+"""The prompts that a mixed instance computes: fetched, in line, through, or failed."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterator
+from itertools import count
+
+import numpy as np
+
+from millrace.colocated.compute import Iteration
+from millrace.colocated.packing import IterationPacker, Plan, Prompt, Share
+from millrace.colocated.stretches import Stretches
+from millrace.core.errors import IntegrityError
+from millrace.decode.answers import Answers
+from millrace.decode.book import RequestBook
+from millrace.decode.request import DecodeRequest
+from millrace.prefill.first_tokens import PrefillOutcome
+from millrace.prefill.prompt import fetch_whole
+from millrace.state.store import StoreError
+from millrace.wire.pb import common_pb2, scheduler_pb2, transfer_pb2
+from millrace.worker.codec import logprobs_message
+from millrace.worker.host import WorkerContext
+from millrace.worker.tasks import Tasks
+
+log = logging.getLogger(__name__)
+
+
+class Prompts:
+    """Used from the event loop only."""
+
+    def __init__(
+        self,
+        context: WorkerContext,
+        book: RequestBook,
+        answers: Answers,
+        packer: IterationPacker,
+        tasks: Tasks,
+    ) -> None:
+        self._id = context.incarnation.id
+        self._send = context.send
+        self._store = context.store
+        self._book = book
+        self._answers = answers
+        self._packer = packer
+        self._tasks = tasks
+        self._orders = count()
+        self._prompts: dict[str, Prompt] = {}
+
+    @property
+    def begun(self) -> int:
+        """Prompts of which something is computed, and not all."""
+        return sum(prompt.stretches.has_begun for prompt in self._prompts.values())
+
+    def waiting(self) -> list[Prompt]:
+        """All that there is something to compute of."""
+        return list(self._prompts.values())
+
+    def expect(self, request_id: str) -> None:
+        """The prompt is to be computed. Nothing happens where its request was not admitted."""
+        request = self._book.live(request_id)
+        if request is not None:
+            self._tasks.spawn(self._fetch(request, next(self._orders)))
+
+    async def _fetch(self, request: DecodeRequest, order: int) -> None:
+        stretches = Stretches(request.clock, self._id)
+        try:
+            ids = await fetch_whole(self._store, request.id, request.prompt_tokens)
+        except StoreError as error:
+            self._answers.fail(request, str(error), "store")
+            return
+        if request.ended:
+            return
+        request.prompt_ids = ids.numpy().astype(np.int32)
+        prompt = Prompt(
+            request=request,
+            ids=ids,
+            pages=np.array(request.pages.of_choice(0), dtype=np.int32),
+            standing=self._packer.standing(request, order),
+            stretches=stretches,
+        )
+        self._prompts[request.id] = prompt
+        if request.cached_tokens:
+            self._packer.advance(prompt, request.cached_tokens)
+        self._book.wake.set()
+
+    def drop(self, request_id: str) -> None:
+        """Its request has ended."""
+        self._prompts.pop(request_id, None)
+
+    def check_integrity(self) -> None:
+        """Raises IntegrityError when an idle instance has a prompt."""
+        if self._prompts:
+            raise IntegrityError(f"prompts of ended requests: {sorted(self._prompts)}")
+
+    # -- around an iteration
+
+    def begin(self, plan: Plan) -> None:
+        """It computes these shares; the others wait."""
+        packed = {share.prompt.request.id for share in plan.shares}
+        for name, prompt in self._prompts.items():
+            if name not in packed:
+                prompt.stretches.leave()
+        for share in plan.shares:
+            prompt = share.prompt
+            if not prompt.stretches.has_begun:
+                started = scheduler_pb2.ChunkStarted(request_id=prompt.request.id)
+                self._send(scheduler_pb2.WorkerMessage(chunk_started=started))
+            prompt.stretches.takes_part(prompt.done)
+
+    def take(self, plan: Plan, iteration: Iteration) -> Iterator[DecodeRequest]:
+        """What has come of the shares. Yields the requests that have their first tokens now."""
+        for share in plan.shares:
+            prompt = share.prompt
+            request = prompt.request
+            is_last = share.is_last
+            self._packer.advance(prompt, share.tokens)
+            prompt.compute_s += iteration.seconds
+            prompt.stretches.computed(share.tokens)
+            if request.ended:
+                continue
+            if (error := iteration.errors.get(request.id)) is not None:
+                self._answers.fail(request, error, "compute")
+            elif is_last:
+                self._through(share, iteration.first_tokens[request.id])
+                yield request
+
+    def _through(self, share: Share, outcome: PrefillOutcome) -> None:
+        """The prompt is computed: its first tokens go out, and it joins the batch if it goes on."""
+        prompt, request = share.prompt, share.prompt.request
+        del self._prompts[request.id]
+        prompt.stretches.leave()
+        finished = scheduler_pb2.ChunkFinished(
+            request_id=request.id, compute_s=prompt.compute_s, last=True
+        )
+        self._send(scheduler_pb2.WorkerMessage(chunk_finished=finished))
+        request.first_token_ids = outcome.token_ids
+        request.first_token_s = request.clock.now_s()
+        request.open_choices = set(range(len(outcome.token_ids)))
+        request.landed = True
+        self._answers.first_tokens(request, _first_tokens(prompt, outcome))
+        self._book.join_if_ready(request)
+
+
+def _first_tokens(prompt: Prompt, outcome: PrefillOutcome) -> transfer_pb2.FinishPrefillRequest:
+    """As a prefill instance would tell them."""
+    message = transfer_pb2.FinishPrefillRequest(
+        first_tokens=[
+            transfer_pb2.FirstToken(token_id=token, logprobs=logprobs_message(found))
+            for token, found in zip(outcome.token_ids, outcome.logprobs, strict=True)
+        ],
+        spans=prompt.stretches.spans,
+        cached_tokens=prompt.request.cached_tokens,
+    )
+    if prompt.request.sampling.prompt_logprobs >= 0:
+        found = [one for _, run in prompt.logprobs for one in run]
+        message.prompt_logprobs.append(common_pb2.PositionLogprobs())
+        message.prompt_logprobs.extend(m for one in found if (m := logprobs_message(one)))
+    return message
