@@ -45,13 +45,13 @@ def test_without_passes_of_decodes_nothing_is_said_of_mixed_ones() -> None:
 
 def test_histories_beyond_the_longest_prompt_tell_of_mixed_passes_alone() -> None:
     plain = measured(UNSEEN)
-    dear = Prefill(64, 8192)
+    dear = Prefill(16, 8192)
     beyond = {dear: prefill(dear, slower=3.0)}
     profile = build_profile(SUBJECT, replace(plain, prefills={**plain.prefills, **beyond}))
     without = build_profile(SUBJECT, plain)
     assert (profile.prefill, profile.operators) == (without.prefill, without.operators)
     assert profile.mixed is not None and without.mixed is not None
-    chunk = BatchShape(prefills=((64, 8192),))
+    chunk = BatchShape(prefills=((16, 8192),))
     assert profile.mixed.pass_s(chunk) > 2.0 * without.mixed.pass_s(chunk)
 
 
