@@ -33,6 +33,12 @@ def most_rows(dtype: torch.dtype) -> int:
     return cpu_backend.ALL_ROWS if native == "avx2" else _SKINNY_ROWS
 
 
+def most_assignments() -> int:
+    """Rows of x times experts of each up to which C++ runs experts rather than torch, whose calls
+    for each expert are many and small: always, where the processor's vectors are used."""
+    return _SKINNY_ROWS if _cpu.instruction_set() == "portable" else cpu_backend.ALL_ROWS
+
+
 def _shape(*tensors: Tensor) -> str:
     return ", ".join(f"{tensor.dtype} {tuple(tensor.shape)}" for tensor in tensors)
 

@@ -148,7 +148,7 @@ def _native_experts(gate_up: Tensor, down: Tensor) -> tuple[NativeExperts | None
     if backend is Backend.TORCH or not down.numel():
         return None, 0
     if backend is Backend.CPU:
-        return cpu_linear.CpuExperts(gate_up, down), cpu_linear.most_rows(down.dtype)
+        return cpu_linear.CpuExperts(gate_up, down), cpu_linear.most_assignments()
     from millrace_kernels.triton_backend.moe import TritonExperts
 
     return TritonExperts(gate_up, down), dispatch.ALL_ROWS

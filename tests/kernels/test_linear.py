@@ -184,7 +184,9 @@ def test_the_choice_of_rows_follows_what_the_processor_can_do(monkeypatch):
     assert most_rows("avx2", False, torch.bfloat16)
     assert most_rows("avx512_bf16", False, torch.bfloat16)
     assert not most_rows("avx512_bf16", True, torch.bfloat16)
+    assert cpu_linear.most_assignments() == cpu_backend.ALL_ROWS
     assert not most_rows("portable", False, torch.bfloat16)
+    assert cpu_linear.most_assignments() == 8
 
 
 def test_a_linear_of_nothing_gives_nothing():
