@@ -5,13 +5,26 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncIterator
 
+import numpy as np
 import pytest_asyncio
 
+from millrace.prefill.loop import PrefillRole
+from millrace.state.memory_store import MemoryStore
+from millrace.transfer.memory_transport import MemoryHub
 from millrace.wire.pb import scheduler_pb2
+from support.kv_holders import Holder, holders
 from support.live_stack import eventually
 from support.prefix_pair import Listener, PrefixPair, prefix_pair, with_blocks
 from support.tiny_models import oracle, prompt
-from support.worker_roles import admit_decode, remember, run_prefill, spec
+from support.worker_roles import (
+    LiveRole,
+    admit_decode,
+    config,
+    live_roles,
+    remember,
+    run_prefill,
+    spec,
+)
 
 
 @pytest_asyncio.fixture
@@ -204,3 +217,34 @@ async def test_a_cache_that_is_off_keeps_nothing() -> None:
             await pair.answer(name, ids)
         assert pair.cached["again"] == 0
         assert not listener.hear()
+
+
+async def test_cached_tokens_go_to_every_holder_of_a_spread_prompt() -> None:
+    settings = config(max_chunk_tokens=64)
+    store, hub, ids = MemoryStore(settings.store), MemoryHub(), prompt(500)
+    prefill = LiveRole(PrefillRole, settings, name="prefill-0", hub=hub, store=store)
+    made = prefill.engine.layout
+    async with holders(2, hub, made, settings.transfer) as (home, other), live_roles(prefill):
+
+        async def compute(name: str, *shards: tuple[Holder, int, int]) -> np.ndarray:
+            request = with_blocks(spec(name, 500), ids)
+            await remember(store, request, ids)
+            run = run_prefill(request, home.member)
+            for holder, start, end in shards:
+                holder.admit(name, 500, (start, end))
+                run.run_prefill.shards.add(
+                    holder=holder.member, start_token=start, end_token=end + 100 * (end == 500)
+                )
+            if not shards:
+                home.admit(name, 500)
+            prefill.role.on_command(run)
+            held = [holder for holder, *_ in shards] or [home]
+            return np.concatenate([await holder.kv(name) for holder in held], axis=3)
+
+        whole = await compute("whole")
+        spread = await compute("spread", (home, 0, 130), (other, 130, 500))
+        assert [home.finished[name].cached_tokens for name in ("whole", "spread")] == [0, 448]
+        assert (spread[..., :448, :] == whole[..., :448, :]).all()
+        assert np.allclose(spread, whole, atol=1e-5)
+        assert home.finished["spread"].first_tokens == home.finished["whole"].first_tokens
+        await prefill.said("request_released", "spread")
