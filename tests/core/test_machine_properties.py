@@ -22,13 +22,14 @@ from hypothesis.stateful import (
 
 from millrace.core import effects, events
 from millrace.core.config import SchedulerConfig
+from millrace.core.decode_step import DecodeStepTime
 from millrace.core.instances import PrefillInstance
 from millrace.core.latency import Latency, SpLatency
 from millrace.core.lifecycle import MIN_KEPT_TOKENS
 from millrace.core.machine import Machine
 from millrace.core.planning import PLANNERS
 from millrace.core.priority import POLICIES
-from millrace.core.request import TRANSITIONS, Request, RequestState
+from millrace.core.request import TRANSITIONS, Request, RequestState, Slo
 
 PREFILLS = ("p0", "p1", "p2")
 DECODES = ("d0", "d1", "d2")
@@ -38,6 +39,7 @@ PROXIES = ("x0", "x1")
 LATENCY = SpLatency(
     by_sp={sp: Latency(a=0.02 * sp, b=0.02 / sp, c=2e-4 / sp, d=1e-4 / sp) for sp in (1, 2, 4)}
 )
+STEP = DecodeStepTime(base_s=0.01, per_sequence_s=0.01, per_context_token_s=1e-4)
 TIMEOUT_S = 50.0
 RELEASE_S = 20.0
 
@@ -78,6 +80,7 @@ class World(RuleBasedStateMachine):
         kv_layers=layers,
         most=st.sampled_from([0, 0, 80, 160]),
         degree=st.sampled_from([0, 0, 2]),
+        reserve=st.sampled_from(["whole", "grow"]),
         roles=st.tuples(*[st.sampled_from(["decode", "decode", "mixed"])] * len(DECODES)),
     )
     def begin(
@@ -92,6 +95,7 @@ class World(RuleBasedStateMachine):
         kv_layers: int,
         most: int,
         degree: int,
+        reserve: str,
         roles: tuple[str, ...],
     ) -> None:
         self.roles = dict.fromkeys(PREFILLS, "prefill") | dict.fromkeys(KVPS, "kvp")
@@ -99,6 +103,8 @@ class World(RuleBasedStateMachine):
         self.config = SchedulerConfig(
             max_kv_tokens_per_worker=most,
             max_kvp_degree=degree,
+            decode_reserve=reserve,
+            decode_headroom_tokens=6,
             policy=policy,
             planner=planner,
             preemption=preemption,
@@ -264,6 +270,7 @@ class World(RuleBasedStateMachine):
                 max_batch=4,
                 model_hash=model,
                 latency=LATENCY,
+                decode_step=STEP if instance_id in DECODES[:2] else None,
                 node=instance_id[-1:] if model == "g" else "n",
                 kv_layers=kv_layers,
             )
@@ -312,13 +319,13 @@ class World(RuleBasedStateMachine):
             if data.draw(st.booleans()):
                 self.cordon(instance_id, 0, False)
 
-    @rule(instance_id=instance_ids, age=ages)
-    def heartbeat(self, instance_id: str, age: int) -> None:
+    @rule(instance_id=instance_ids, age=ages, free_pages=st.integers(0, 100))
+    def heartbeat(self, instance_id: str, age: int, free_pages: int) -> None:
         self.step(
             events.LoadReported(
                 instance_id=instance_id,
                 generation=self.life(instance_id, age),
-                free_pages=3,
+                free_pages=free_pages,
                 running=1,
                 waiting=2,
             )
@@ -333,6 +340,7 @@ class World(RuleBasedStateMachine):
         max_new_tokens=st.integers(1, 20),
         choices=st.integers(1, 2),
         resumable=st.sampled_from([True, True, True, False]),
+        tbt_s=st.sampled_from([None, None, 0.03, 0.06]),
     )
     def submit(
         self,
@@ -342,6 +350,7 @@ class World(RuleBasedStateMachine):
         max_new_tokens: int,
         choices: int,
         resumable: bool,
+        tbt_s: float | None = None,
     ) -> None:
         if request_id not in self.states:  # else a double, which must change nothing
             self.states[request_id] = RequestState.QUEUED
@@ -354,6 +363,7 @@ class World(RuleBasedStateMachine):
             choices=choices,
             arrival_s=self.now_s,
             resumable=resumable,
+            slo=Slo(tbt_s=tbt_s),
         )
         self.step(events.Submitted(request=request))
 

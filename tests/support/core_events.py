@@ -6,6 +6,7 @@ from typing import TypeVar
 
 from millrace.core import effects, events
 from millrace.core.config import SchedulerConfig
+from millrace.core.decode_step import DecodeStepTime
 from millrace.core.latency import Latency, SpLatency
 from millrace.core.machine import Machine
 from millrace.core.request import Request, Slo
@@ -26,6 +27,7 @@ def instance(
     latency: SpLatency | None = None,
     node: str = "",
     kv_layers: int = 0,
+    decode_step: DecodeStepTime | None = None,
 ) -> events.InstanceJoined:
     """Instance "p..." prefills, "m..." does both, "k..." holds shards, any other decodes."""
     return events.InstanceJoined(
@@ -40,6 +42,7 @@ def instance(
         latency=latency or SpLatency(by_sp={1: Latency(b=seconds_a_token)}),
         node=node,
         kv_layers=kv_layers,
+        decode_step=decode_step,
     )
 
 
@@ -203,6 +206,16 @@ class Bench:
 
     def drains(self, instance_id: str) -> list[effects.Effect]:
         return self.step(events.InstanceDraining(instance_id=instance_id, generation=1))
+
+    def heartbeat(self, instance_id: str, free_pages: int = 100, **fields) -> list[effects.Effect]:
+        return self.step(
+            events.LoadReported(
+                instance_id=instance_id,
+                generation=1,
+                free_pages=free_pages,
+                **{"running": 1, "waiting": 0, **fields},
+            )
+        )
 
     def cordon(self, instance_id: str, cordoned: bool = True) -> list[effects.Effect]:
         return self.step(

@@ -7,6 +7,7 @@ import math
 import pytest
 
 from millrace.core import effects, events
+from millrace.core.decode_step import DecodeStepTime
 from millrace.core.kvp import Shard
 from millrace.core.latency import Latency, SpLatency
 from millrace.core.request import Chunk, RequestState
@@ -100,6 +101,9 @@ def test_a_registration_carries_all_of_its_card():
             latency=scheduler_pb2.LatencyCoefficients(a=1, b=2, c=3, d=4),
             node="n",
             kv_layers=6,
+            decode_step=scheduler_pb2.DecodeStepTime(
+                base_s=0.5, per_sequence_s=0.25, per_context_token_s=0.125
+            ),
             sp_latency=[
                 scheduler_pb2.SpLatency(sp=2, latency=scheduler_pb2.LatencyCoefficients(b=1)),
                 scheduler_pb2.SpLatency(sp=8, latency=codec.latency_message(LATENCY)),
@@ -120,6 +124,7 @@ def test_a_registration_carries_all_of_its_card():
         ),
         node="n",
         kv_layers=6,
+        decode_step=DecodeStepTime.of((0.5, 0.25, 0.125)),
     )
     groups = codec.sp_latency_messages(card.latency)
     assert [(group.sp, group.latency.b) for group in groups] == [(2, 1), (8, LATENCY.b)]
@@ -294,4 +299,20 @@ def test_only_who_decodes_has_a_batch(role, needs_batch):
     assert codec.joined(message).role == role
     message.role = "spare"
     with pytest.raises(codec.MessageError, match="prefill or decode or mixed or kvp"):
+        codec.joined(message)
+
+
+def test_a_step_time_that_makes_no_sense_is_named():
+    message = scheduler_pb2.Register(
+        incarnation=common_pb2.Incarnation(id="i", generation=1),
+        role="decode",
+        address="h:1",
+        model_hash="m",
+        kv_pages=2,
+        page_tokens=3,
+        max_context_tokens=4,
+        max_batch=1,
+        decode_step=scheduler_pb2.DecodeStepTime(per_sequence_s=-1.0),
+    )
+    with pytest.raises(codec.MessageError, match=r"decode_step.per_sequence_s is -1.0; it must"):
         codec.joined(message)

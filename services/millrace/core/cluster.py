@@ -192,6 +192,8 @@ class Cluster:
         self.instances: dict[str, Instance] = {}
         self.pools: dict[str, Pool] = {}
         self.corrections = Corrections()
+        grows = config.decode_reserve == "grow"
+        self._headroom_tokens = config.decode_headroom_tokens if grows else None
         self._live_rate = live_rate(config.improvement_rate, config.improvement_rates)
         self._config = replace(config, improvement_rate=self._live_rate.at(0.0))
 
@@ -245,7 +247,7 @@ class Cluster:
         elif card.role == "kvp":
             instance = KvpInstance(card)
         else:
-            instance = DecodeInstance(card)
+            instance = DecodeInstance(card, self._headroom_tokens)
         self.instances[card.instance_id] = instance
         self.cordon(instance, cordoned=False)
         return instance

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
+from millrace.core.decode_step import DecodeStepTime
 from millrace.core.latency import SpLatency
 from millrace.core.request import Request
 
@@ -28,6 +29,7 @@ class InstanceJoined:
     node: str = ""  # instances of one node are close to each other; empty: a node of its own
     #: Layers that a page holds, from which a ring's buffers follow; 0: buffers are not counted.
     kv_layers: int = 0
+    decode_step: DecodeStepTime | None = None  # of its batches; None: not known
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -8,11 +8,13 @@ are free, or when the instance dies. Leases are the driver's matter: it turns si
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, field
 
 from millrace.core.board import Task
 from millrace.core.decode_placement import pages_needed
-from millrace.core.events import InstanceJoined
+from millrace.core.events import InstanceJoined, LoadReported
+from millrace.core.kvp import Shard
 from millrace.core.request import Request
 
 
@@ -25,6 +27,8 @@ class Holding:
     leaving: bool = False  # nobody waits for this attempt any more; the pages are not yet free
     decoding: bool = False  # decode: in the batch
     is_shard: bool = False  # decode: of a request whose home is another instance
+    context_tokens: int = 0  # decode: that the pages are for, read in every step
+    tbt_s: float = math.inf  # decode: the request's objective
 
 
 @dataclass(slots=True, eq=False)
@@ -65,6 +69,11 @@ class PrefillInstance:
             and request.id not in self.holdings
         )
 
+    def heard(self, event: LoadReported) -> None:
+        """A heartbeat."""
+        self.running = event.running
+        self.waiting = event.waiting
+
     def outstanding_s(self, now_s: float) -> float:
         """Predicted seconds of all tasks; of a running one what remains, at least 0."""
         return sum(task.remaining_s(now_s) for task in self.queue)
@@ -103,7 +112,13 @@ class KvpInstance:
         """Pages that nothing holds and nothing has reserved."""
         return self.card.kv_pages - self.used_pages
 
-    def hold_shard(self, request_id: str, pages: int) -> None:
+    def heard(self, event: LoadReported) -> None:
+        """A heartbeat."""
+        self.running = event.running
+        self.waiting = event.waiting
+
+    def hold_shard(self, request_id: str, shard: Shard) -> None:
+        pages = pages_of(shard, self.page_tokens)
         self.holdings[request_id] = Holding(pages=pages, sequences=0, is_shard=True)
         self.used_pages += pages
 
@@ -119,6 +134,7 @@ class DecodeInstance:
     """
 
     card: InstanceJoined
+    headroom_tokens: int | None = None  # of an answer, that pages are booked for; None: all of it
     leaving: bool = False
     draining: bool = False
     running: int = 0
@@ -129,6 +145,11 @@ class DecodeInstance:
     virtual_pages: int = 0
     shard_pages: int = 0
     batch_size: int = 0  # sequences
+    sequences: int = 0  # in the batch or on their way to it
+    context_tokens: int = 0  # of all holdings
+    tightest_tbt_s: float = math.inf  # of all holdings
+    #: By its last heartbeat and what was booked and freed since; where answers grow it counts, too.
+    told_free_pages: int | None = None
 
     @property
     def id(self) -> str:
@@ -141,18 +162,43 @@ class DecodeInstance:
     @property
     def free_pages(self) -> int:
         """Pages that no decoding request and no shard holds; those on their way do not count."""
-        return self.card.kv_pages - self.decoding_pages - self.shard_pages
+        return self.open_pages + self.virtual_pages
 
     @property
     def open_pages(self) -> int:
         """Pages that nothing holds and nothing has reserved."""
-        return self.card.kv_pages - self.decoding_pages - self.shard_pages - self.virtual_pages
+        booked = self.decoding_pages + self.shard_pages + self.virtual_pages
+        unbooked = self.card.kv_pages - booked
+        told = self.told_free_pages
+        return unbooked if told is None or unbooked < told else max(told, 0)
+
+    def heard(self, event: LoadReported) -> None:
+        """A heartbeat. Where answers grow, pages are taken that nobody booked."""
+        self.running = event.running
+        self.waiting = event.waiting
+        self.tbt_s = event.tbt_s or self.tbt_s
+        if self.headroom_tokens is not None:
+            self.told_free_pages = event.free_pages
 
     def pages_for(self, request: Request) -> int:
         """Pages of all that the request may come to, if it is held here alone."""
         return pages_needed(
             request.prompt_tokens, request.max_new_tokens, request.choices, self.card.page_tokens
         )
+
+    def booked_for(self, request: Request) -> int:
+        """Those of them that are booked."""
+        return pages_needed(
+            request.prompt_tokens,
+            self._new_tokens(request),
+            request.choices,
+            self.card.page_tokens,
+        )
+
+    def _new_tokens(self, request: Request) -> int:
+        """Of each choice, those that pages are booked for."""
+        headroom, tokens = self.headroom_tokens, request.max_new_tokens
+        return tokens if headroom is None or tokens < headroom else headroom
 
     def is_large_enough(self, request: Request) -> bool:
         """Whether all of the request fits here once others left."""
@@ -170,17 +216,58 @@ class DecodeInstance:
         return self.is_large_enough(request) and request.id not in self.holdings
 
     def has_room(self, request: Request) -> bool:
-        """Whether the pages of a request that it could hold are free now."""
-        return self.pages_for(request) <= self.open_pages
+        """Whether a request that it could hold has pages, and a pace that holds, now."""
+        if self.booked_for(request) > self.open_pages:
+            return False
+        tokens = request.choices * (request.prompt_tokens + self._new_tokens(request))
+        return self.keeps_pace(tokens, request.choices, request.slo.tbt_s)
 
-    def hold(self, request: Request, pages: int) -> None:
-        """Reserves for a request whose home this is."""
-        self.holdings[request.id] = Holding(pages=pages, sequences=request.choices)
+    def keeps_pace(
+        self, context_tokens: int, sequences: int = 0, tbt_s: float | None = None
+    ) -> bool:
+        """Whether steps with so much more in the batch stay within all TBT objectives and `tbt_s`.
+
+        A batch that is empty takes whatever comes: nobody else could do better by it.
+        """
+        step, tightest_s = self.card.decode_step, self.tightest_tbt_s
+        if tbt_s is not None and tbt_s < tightest_s:
+            tightest_s = tbt_s
+        if step is None or not self.sequences or tightest_s == math.inf:
+            return True
+        sequences, context_tokens = self.sequences + sequences, self.context_tokens + context_tokens
+        return step.seconds(sequences, context_tokens) <= tightest_s
+
+    def hold(self, request: Request, shard: Shard | None = None) -> None:
+        """Reserves for a request whose home this is: for all of it, or its first shard."""
+        if shard is None:
+            pages = self.booked_for(request)
+            tokens = request.choices * (request.prompt_tokens + self._new_tokens(request))
+        else:
+            pages, tokens = pages_of(shard, self.page_tokens), shard.num_tokens
+        holding = Holding(
+            pages=pages,
+            sequences=request.choices,
+            context_tokens=tokens,
+            tbt_s=request.slo.tbt_s or math.inf,
+        )
         self.virtual_pages += pages
+        self.tightest_tbt_s = min(self.tightest_tbt_s, holding.tbt_s)
+        self._take(request.id, holding)
 
-    def hold_shard(self, request_id: str, pages: int) -> None:
-        self.holdings[request_id] = Holding(pages=pages, sequences=0, is_shard=True)
+    def hold_shard(self, request_id: str, shard: Shard) -> None:
+        pages = pages_of(shard, self.page_tokens)
         self.shard_pages += pages
+        self._take(
+            request_id,
+            Holding(pages=pages, sequences=0, is_shard=True, context_tokens=shard.num_tokens),
+        )
+
+    def _take(self, request_id: str, holding: Holding) -> None:
+        self.holdings[request_id] = holding
+        self.sequences += holding.sequences
+        self.context_tokens += holding.context_tokens
+        if self.told_free_pages is not None:
+            self.told_free_pages -= holding.pages
 
     def start(self, request_id: str) -> None:
         """The request's cache has landed: its usage is no longer virtual."""
@@ -199,6 +286,18 @@ class DecodeInstance:
             self.batch_size -= holding.sequences
         else:
             self.virtual_pages -= holding.pages
+        self.sequences -= holding.sequences
+        self.context_tokens -= holding.context_tokens
+        if self.told_free_pages is not None:
+            self.told_free_pages += holding.pages
+        if holding.tbt_s <= self.tightest_tbt_s < math.inf:
+            left = (other.tbt_s for other in self.holdings.values())
+            self.tightest_tbt_s = min(left, default=math.inf)
+
+
+def pages_of(shard: Shard, page_tokens: int) -> int:
+    """Pages that a shard takes of its holder."""
+    return -(-shard.num_tokens // page_tokens)
 
 
 Holder = KvpInstance | DecodeInstance

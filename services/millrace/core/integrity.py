@@ -7,7 +7,13 @@ import math
 from millrace.core.board import Board
 from millrace.core.cluster import Cluster
 from millrace.core.errors import IntegrityError
-from millrace.core.instances import DecodeInstance, Instance, KvpInstance, PrefillInstance
+from millrace.core.instances import (
+    DecodeInstance,
+    Instance,
+    KvpInstance,
+    PrefillInstance,
+    pages_of,
+)
 from millrace.core.lifecycle import Lifecycle
 from millrace.core.pages import pages_of_plan
 from millrace.core.request import Request, RequestState
@@ -93,6 +99,11 @@ def _check_sums(instance: Instance) -> None:
         _same(f"{name}: virtual pages", instance.virtual_pages, used - decoding - shards)
         _same(f"{name}: decoding pages", instance.decoding_pages, decoding)
         _same(f"{name}: batch size", instance.batch_size, sum(h.sequences for h in batch))
+        _same(f"{name}: sequences", instance.sequences, sum(h.sequences for h in holdings))
+        tokens = sum(h.context_tokens for h in holdings)
+        _same(f"{name}: context tokens", instance.context_tokens, tokens)
+        tightest_s = min((h.tbt_s for h in holdings), default=math.inf)
+        _same(f"{name}: tightest TBT objective", instance.tightest_tbt_s, tightest_s)
     else:
         _same(f"{name}: used pages", instance.used_pages, used)
     if isinstance(instance, PrefillInstance):
@@ -116,16 +127,12 @@ def _check_holdings(instance: Instance, life: Lifecycle) -> None:
             taken = pages_of_plan(request.chunks, card.page_tokens, card.kv_layers)
             pages = taken[instance.id]
         elif request.shards:
-            pages = _shard_pages(request, instance)
+            (shard,) = (one for one in request.shards if one.worker_id == instance.id)
+            pages = pages_of(shard, instance.card.page_tokens)
         else:
             assert isinstance(instance, DecodeInstance)  # a KVP worker holds nothing else
-            pages = instance.pages_for(request)
+            pages = instance.booked_for(request)
         _same(f"{instance.id}: pages of {request_id}", holding.pages, pages)
-
-
-def _shard_pages(request: Request, holder: Instance) -> int:
-    (shard,) = (one for one in request.shards if one.worker_id == holder.id)
-    return -(-shard.num_tokens // holder.card.page_tokens)
 
 
 def _check_shards(request: Request, life: Lifecycle) -> None:

@@ -189,7 +189,7 @@ class LoadMeter:
         for request in self._machine.requests.values():
             if request.decode_id is None:
                 at_home = self._waits_to_spread(request) if helped else None
-                pages = decodes[0].pages_for(request)
+                pages = decodes[0].booked_for(request)
                 used += page_tokens * pages if at_home is None else at_home
         return used / slots
 

@@ -216,10 +216,9 @@ class Machine:
 
     def _load(self, event: events.LoadReported) -> None:
         if (instance := self._speakers.current(event)) is not None:
-            instance.running = event.running
-            instance.waiting = event.waiting
-            if isinstance(instance, DecodeInstance) and event.tbt_s:
-                instance.tbt_s = event.tbt_s
+            instance.heard(event)
+            if isinstance(instance, DecodeInstance) and instance.told_free_pages is not None:
+                self._rounds.room_made(instance)  # there may be more than it was believed to have
 
     # ---- what proxies say
 

@@ -117,17 +117,11 @@ class Placement:
             self._send(request, (whole,), {})
 
     def _hold(self, request: Request, spot: _Spot) -> None:
-        home = spot.home
-        if not spot.shards:
-            home.hold(request, home.pages_for(request))
-        for shard in spot.shards:
+        spot.home.hold(request, *spot.shards[:1])
+        for shard in spot.shards[1:]:
             holder = self._cluster.instances[shard.worker_id]
             assert not isinstance(holder, PrefillInstance)  # those hold no shards
-            pages = -(-shard.num_tokens // holder.page_tokens)
-            if holder is home:
-                home.hold(request, pages)
-            else:
-                holder.hold_shard(request.id, pages)
+            holder.hold_shard(request.id, shard)
 
     def _predicted_ttft_s(self, request: Request, pool: Pool) -> float:
         """Work ahead plus the request's own.

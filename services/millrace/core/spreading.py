@@ -103,12 +103,16 @@ class Spreading:
             return None
         tokens = request.prompt_tokens + request.max_new_tokens
         found = None
+        others = [
+            one
+            for one in self._decode.values()
+            if one is not home and (empty or self._keeps_pace(one, request))
+        ]
         rooms = [self._room(home, empty=empty)]
-        for more in (self._kvp, self._decode):
+        more: Iterable[Holder]
+        for more in (self._kvp.values(), others):
             rooms += [
-                self._room(one, empty=empty)
-                for one in more.values()
-                if one is not home and _is_open(one, request, reserved)
+                self._room(one, empty=empty) for one in more if _is_open(one, request, reserved)
             ]
             most = max(self._most, *(room.page_tokens for room in rooms))
             found = reserve(tokens, rooms, most, home=home.id, max_workers=self._max_workers)
@@ -124,7 +128,13 @@ class Spreading:
         *,
         empty: bool,
     ) -> DecodeInstance | None:
-        able = (one for one in homes if one.could_run(request) and _is_open(one, request, reserved))
+        able = (
+            one
+            for one in homes
+            if one.could_run(request)
+            and _is_open(one, request, reserved)
+            and (empty or self._keeps_pace(one, request, request.choices, request.slo.tbt_s))
+        )
         return min(
             able,
             key=lambda one: (
@@ -138,6 +148,14 @@ class Spreading:
             ),
             default=None,
         )
+
+    def _keeps_pace(
+        self, one: DecodeInstance, request: Request, sequences: int = 0, tbt_s: float | None = None
+    ) -> bool:
+        """With a shard as long as there is room for. That of a home comes with its sequence."""
+        tokens = request.prompt_tokens + request.max_new_tokens
+        shard = min(self._shard_tokens(self._room(one, empty=False)), tokens)
+        return one.keeps_pace(shard, sequences, tbt_s)
 
     def _shard_tokens(self, room: _Room) -> int:
         return shard_tokens(room, max(self._most, room.page_tokens))

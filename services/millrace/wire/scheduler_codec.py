@@ -10,6 +10,7 @@ from typing import Any
 from millrace.core import effects, events
 from millrace.core.cluster import Cluster
 from millrace.core.config import SchedulerConfig
+from millrace.core.decode_step import DecodeStepTime
 from millrace.core.errors import ConfigError, MillraceError
 from millrace.core.improvement_rate import parse_rates
 from millrace.core.kvp import Shard
@@ -54,7 +55,16 @@ def joined(message: scheduler_pb2.Register) -> events.InstanceJoined:
         latency=_sp_latency(message),
         node=message.node,
         kv_layers=message.kv_layers,
+        decode_step=_decode_step(message) if message.HasField("decode_step") else None,
     )
+
+
+def _decode_step(message: scheduler_pb2.Register) -> DecodeStepTime:
+    step = message.decode_step
+    for name in ("base_s", "per_sequence_s", "per_context_token_s"):
+        value = getattr(step, name)
+        _require(f"decode_step.{name}", value, 0 <= value < math.inf, "0 or more, and finite")
+    return DecodeStepTime.of((step.base_s, step.per_sequence_s, step.per_context_token_s))
 
 
 def _sp_latency(message: scheduler_pb2.Register) -> SpLatency:
