@@ -26,7 +26,7 @@ from millrace.transfer.send_manager import SendManager, SpreadSession
 from support.kv_group import LocalPeer, PagedKv, SlowTransport
 from support.live_stack import eventually
 
-CONFIG = TransferConfig(lease_s=1.0, transfer_timeout_s=2.0, handshake_timeout_s=1.0)
+CONFIG = TransferConfig(lease_s=2.0, transfer_timeout_s=5.0, handshake_timeout_s=2.0)
 
 
 @dataclass(frozen=True)
@@ -80,11 +80,11 @@ class Receiver(PagedKv):
         self.shard = (0, 0)
         self.pages: list[int] = []
 
-    def admit(self, tokens: int, shard: tuple[int, int], attempt: int = 1) -> None:
-        """Expects the shard of request r, a prompt of `tokens`."""
-        self.shard = shard
-        self.pages = self.take(self.layout.pages_for(shard[1] - shard[0]))
-        self.manager.admit("r", self.pages, tokens, attempt, shard=shard)
+    def admit(self, tokens: int, shard: tuple[int, int] | None, **options: int) -> None:
+        """Expects the shard of request r, a prompt of `tokens`; None: all of it."""
+        self.shard = shard or (0, tokens)
+        self.pages = self.take(self.layout.pages_for(self.shard[1] - self.shard[0]))
+        self.manager.admit("r", self.pages, tokens, shard=shard, **options)
 
     def target(self, *, word=None, **changed: object) -> Target:
         made = Target(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import random
 
 import pytest
@@ -31,12 +32,24 @@ parts = st.tuples(
 )  # fmt: skip
 
 
+#: First layer and first token of what is expected: all layers and tokens, or a stage's and a shard.
+places = st.sampled_from([(0, 0), (5, 0), (0, 70), (5, 70)])
+
+
+def placed(at: tuple[int, int]) -> Coverage:
+    layout = dataclasses.replace(LAYOUT, layer_start=at[0], model_layers=at[0] + 3)
+    return Coverage(layout, TOKENS, at[1])
+
+
 @settings(max_examples=200, deadline=None)
-@given(st.lists(parts, max_size=25))
-def test_a_part_counts_if_it_is_new_and_inside(drawn):
-    coverage, landed = Coverage(LAYOUT, TOKENS), set()
-    everything = {(n, h, t) for n in range(2) for h in range(1, 5) for t in range(TOKENS)}
+@given(st.lists(parts, max_size=25), places)
+def test_a_part_counts_if_it_is_new_and_inside(drawn, at):
+    coverage, landed = placed(at), set()
+    everything = {
+        (n + at[0], h, t + at[1]) for n in range(2) for h in range(1, 5) for t in range(TOKENS)
+    }
     for layer, (head, heads), start, count in drawn:
+        layer, start = layer + at[0], start + at[1]
         cells = {
             (layer, h, t) for h in range(head, head + heads) for t in range(start, start + count)
         }
@@ -50,12 +63,12 @@ def test_a_part_counts_if_it_is_new_and_inside(drawn):
 
 
 @settings(max_examples=200, deadline=None)
-@given(st.lists(parts, max_size=40), st.integers(0, TOKENS))
-def test_the_prefix_is_what_every_layer_and_head_has(drawn, wanted):
-    coverage, landed = Coverage(LAYOUT, TOKENS), set()
+@given(st.lists(parts, max_size=40), st.integers(0, TOKENS), places)
+def test_the_prefix_is_what_every_layer_and_head_has(drawn, wanted, at):
+    coverage, landed = placed(at), set()
     for layer, (head, heads), start, count in drawn:
         with contextlib.suppress(CoverageError):
-            coverage.add(layer, (head, heads), start, count)
+            coverage.add(layer + at[0], (head, heads), start + at[1], count)
             landed |= {
                 (layer, h, t)
                 for h in range(head, head + heads)
@@ -71,12 +84,18 @@ def test_the_prefix_is_what_every_layer_and_head_has(drawn, wanted):
     assert coverage.prefix_tokens == keep
     if keep < TOKENS:
         assert not coverage.complete
-        for layer in range(2):
-            coverage.add(layer, (1, 4), keep, TOKENS - keep)  # all of the rest is expected anew
+        for layer in range(at[0], at[0] + 2):  # all of the rest is expected anew
+            coverage.add(layer, (1, 4), at[1] + keep, TOKENS - keep)
     assert coverage.complete and coverage.prefix_tokens == TOKENS
     if keep:
         with pytest.raises(CoverageError, match="arrived twice"):
-            coverage.add(0, (1, 1), keep - 1, 1)
+            coverage.add(at[0], (1, 1), at[1] + keep - 1, 1)
+
+
+def test_what_is_missing_of_a_stage_is_said_as_the_model_counts():
+    coverage = placed((5, 70))
+    coverage.add(5, (1, 4), 70, TOKENS)
+    assert coverage.missing() == "50.0 % of its KV is missing, first in layer 6"
 
 
 def test_any_order_of_all_parts_completes():

@@ -22,6 +22,7 @@ from millrace.transfer.layout import (
     mismatch,
     packed,
     shared_heads,
+    shared_layers,
 )
 from millrace.transfer.memory import Memory, copy_on_host
 
@@ -201,6 +202,14 @@ def test_mismatch_names_both_values(change, pattern):
     assert pattern in found and bool(found) == bool(pattern)
 
 
+def test_layers_may_differ_if_they_overlap():
+    first, last = (dataclasses.replace(BASE, num_layers=1, layer_start=start) for start in (0, 1))
+    assert mismatch(first, BASE) == mismatch(BASE, last) == ""
+    assert mismatch(first, last) == "no common layers: the sender has 0..0, the receiver 1..1"
+    assert list(shared_layers(range(1, 5), range(3, 9))) == [3, 4]
+    assert not shared_layers(range(5, 9), range(1, 3))
+
+
 def test_disjoint_heads_do_not_match():
     low, high = (dataclasses.replace(BASE, head_start=start, head_count=2) for start in (0, 2))
     assert mismatch(low, high) == ("no common heads: the sender has 0..1, the receiver 2..3")
@@ -249,6 +258,9 @@ def test_tokens_that_do_not_lie_here_are_refused():
         ({"num_pages": 0}, "kv_layout.num_pages is 0"),
         ({"parts": 0}, "kv_layout.parts is 0"),
         ({"parts": 3}, "kv_layout.parts is 3; it must divide the 4 heads"),
+        ({"layer_start": 1}, r"kv_layout.layer_start\.\.layer_end is 1\.\.3; it must lie within"),
+        ({"layer_start": -1}, r"kv_layout.layer_start\.\.layer_end is -1\.\.1"),
+        ({"num_layers": 3}, r"is 0\.\.3; it must lie within the model's 2 layers"),
         ({"head_start": 3, "head_count": 2}, r"kv_layout.head_start\.\.head_end is 3\.\.5"),
     ],
 )
@@ -262,4 +274,7 @@ def test_sizes():
     assert BASE.page_bytes == 2 * 4 * 4 * 6
     assert BASE.bytes_per_token * BASE.page_tokens == BASE.page_bytes * BASE.num_layers
     assert BASE.pool_bytes == BASE.page_bytes * 2
+    assert BASE.model_layers == 2 and BASE.layer_offset(1) == BASE.layer_bytes
+    stage = dataclasses.replace(BASE, layer_start=7, model_layers=9)
+    assert list(stage.layers) == [7, 8] and stage.layer_offset(8) == BASE.layer_bytes
     assert [BASE.pages_for(n) for n in (0, 1, 4, 5)] == [0, 1, 1, 2]

@@ -12,8 +12,9 @@ from hypothesis import strategies as st
 
 from millrace.core.errors import TransferError
 from millrace.core.kv_layout import KvLayout
-from millrace.core.kv_transfer import HandshakeRefused
+from millrace.core.kv_transfer import HandshakeRefused, HistoryAsk, Incarnation, Ticket
 from millrace.core.sequence_parallel import Run, zigzag
+from millrace.transfer.ring_messages import RING_CHANNEL, RingMessage
 from support.kv_nodes import expected_kv, layout
 from support.kv_spread import CONFIG, End, meets, spread, without_token
 from support.live_stack import eventually
@@ -140,7 +141,7 @@ TOKENS, SHARDS = 50, ((0, 16), (16, 35), (35, 50))
 async def opened(sender, receivers, kv, **options):
     """All shards admitted, and the session to them."""
     for receiver, shard in zip(receivers, SHARDS, strict=True):
-        receiver.admit(TOKENS, shard, options.get("attempt", 1))
+        receiver.admit(TOKENS, shard)
     words = [lambda end: end, without_token, without_token]
     targets = [r.target(word=w) for r, w in zip(receivers, words, strict=True)]
     return await sender.open(targets, kv, **options)
@@ -184,7 +185,7 @@ async def test_nothing_is_told_of_prefixes_of_a_shard_and_nothing_is_kept() -> N
 
 @pytest.mark.parametrize(("missing", "lands"), [((0, 0, 16), "1 2"), ((1, 35, 15), "0 1")])
 async def test_a_shard_that_lacks_something_never_lands(missing, lands) -> None:
-    config = dataclasses.replace(CONFIG, transfer_timeout_s=0.4)
+    config = dataclasses.replace(CONFIG, transfer_timeout_s=0.6)
     kv = expected_kv(pool(), 1, TOKENS)
     async with spread([pool()], [pool()] * 3, config) as ((sender,), receivers):
         session = await opened(sender, receivers, kv)
@@ -206,7 +207,7 @@ async def test_a_shard_that_lacks_something_never_lands(missing, lands) -> None:
     ids=["last missing", "first missing", "gap", "more than announced"],
 )
 async def test_the_passes_of_a_shard_must_be_those_that_were_announced(numbers, total) -> None:
-    config = dataclasses.replace(CONFIG, transfer_timeout_s=0.4)
+    config = dataclasses.replace(CONFIG, transfer_timeout_s=0.6)
     kv = expected_kv(pool(), 1, TOKENS)
     async with spread([pool()], [pool()], config) as ((sender,), (receiver,)):
         receiver.admit(TOKENS, (0, TOKENS))
@@ -251,7 +252,7 @@ async def test_what_one_holder_refuses_fails_the_whole() -> None:
 
 
 async def test_a_holder_that_dies_fails_the_whole_and_frees_the_others() -> None:
-    config = dataclasses.replace(CONFIG, transfer_timeout_s=0.4)
+    config = dataclasses.replace(CONFIG, transfer_timeout_s=0.6)
     kv = expected_kv(pool(), 1, TOKENS)
     async with spread([pool()], [pool()] * 3, config) as ((sender,), receivers):
         session = await opened(sender, receivers, kv)
@@ -283,9 +284,11 @@ async def test_a_holder_that_has_no_use_for_it_holds_nobody_up() -> None:
 
 
 async def test_a_holder_without_a_backend_lets_the_others_go_on() -> None:
-    """The one at hand is another request's; when that is over the shard lands."""
+    """The one at hand is another request's; when that is over the shard lands. What the others say
+    of their slots, which they give back many times, gets through meanwhile."""
     kv = expected_kv(pool(), 1, TOKENS)
-    async with spread([pool(pages=128)], [pool()] * 3, BUFFERED) as ((sender,), receivers):
+    config = dataclasses.replace(BUFFERED, buffer_bytes=4096)
+    async with spread([pool(pages=128)], [pool()] * 3, config) as ((sender,), receivers):
         busy = receivers[1]
         blocking = busy.take(1)
         busy.manager.admit("other", blocking, 5)
@@ -424,8 +427,7 @@ async def test_shards_that_cannot_be(options, pattern) -> None:
 async def test_what_is_kept_from_the_beginning_need_not_come() -> None:
     kv = expected_kv(pool(), 1, TOKENS)
     async with spread([pool()], [pool()]) as ((sender,), (receiver,)):
-        receiver.shard, receiver.pages = (0, TOKENS), receiver.take(4)
-        receiver.manager.admit("r", receiver.pages, TOKENS, kept_tokens=16)
+        receiver.admit(TOKENS, None, kept_tokens=16)
         receiver.fill(receiver.pages, [Run(0, 16, 0)], kv)
         session = await sender.open([receiver.target(word=lambda end: end)], kv, [Run(16, 34, 0)])
         for number, (start, count) in enumerate(((16, 14), (30, 20))):
@@ -433,3 +435,53 @@ async def test_what_is_kept_from_the_beginning_need_not_come() -> None:
                 session.layer_ready(number, layer, start, count)
         await session.finish(End(2, 11))
         assert (await receiver.outcome()) == ("landed",) and receiver.has(kv)
+
+
+@pytest.mark.parametrize("theirs", [(0, 4), (1, 4), (1, 3)])
+async def test_a_stage_gets_the_history_of_its_own_layers(theirs) -> None:
+    kv = expected_kv(pool(), 1, TOKENS)
+    stages = [pool(), pool((1, 3), page_tokens=4)]
+    async with spread(stages, [pool(theirs)]) as ((sender, asker), (receiver,)):
+        ask, arrived = await asked_for(sender, asker, receiver, kv)
+        await receiver.peer.send_history(ask, timeout_s=1)
+        await eventually(lambda: len(arrived) == 2)
+        assert arrived == [1, 2]
+        assert asker.holds(ask.pages, ask.runs, kv)
+
+
+async def test_history_of_layers_that_are_elsewhere_is_refused_with_both_named() -> None:
+    kv = expected_kv(pool(), 1, TOKENS)
+    async with spread([pool(), pool((1, 3))], [pool((2, 4))]) as ((sender, asker), (receiver,)):
+        ask, _ = await asked_for(sender, asker, receiver, kv)
+        with pytest.raises(HandshakeRefused, match=r"asks for layers 1\.\.2, 2\.\.3 are here"):
+            await receiver.peer.send_history(ask, timeout_s=1)
+
+
+async def asked_for(sender, asker, receiver, kv) -> tuple[HistoryAsk, list[int]]:
+    """A first attempt ended after 30 tokens; what the second one's member asks for, and which
+    layers' notifications it gets."""
+    receiver.admit(TOKENS, None)
+    session = await sender.open([receiver.target()], kv)
+    for layer in receiver.layout.layers:
+        session.layer_ready(0, layer, 0, 30)
+    assert await receiver.event() == ("prefix", 30)
+    await session.abort("the test wants it")
+    assert (await receiver.event())[0] == "failed"
+    receiver.manager.rewind("r", 2, 30)
+    arrived: list[int] = []
+    asker.transport.subscribe(
+        RING_CHANNEL, lambda _, payload: arrived.append(RingMessage.decode(payload).number)
+    )
+    ask = HistoryAsk(
+        ticket=Ticket(
+            request_id="r",
+            sender=Incarnation("prefill-1", 5),
+            receiver=Incarnation(*receiver.identity),
+            attempt=2,
+        ),
+        layout=asker.layout,
+        pages=asker.take(asker.layout.pages_for(20)),
+        runs=[Run(7, 20, 0)],
+        agent_metadata=asker.transport.metadata(),
+    )
+    return ask, arrived

@@ -148,8 +148,8 @@ class ChunkLink:
         """This member's block of the layer will lie in its pages once the device gets here."""
         if self._of_pass is None:
             raise ValueError(f"layer {layer} is published before a pass has begun")
-        runs = self._of_pass
-        own = runs.own.shifted(layer * self.me.layout.layer_bytes, 0) if layer else runs.own
+        runs, offset = self._of_pass, self.me.layout.layer_offset(layer)
+        own = runs.own.shifted(offset, 0) if offset else runs.own
         self._after_device(partial(self._ready, self._layers, _Layer(own, runs.forwarded)))
         self._layers += 1
 

@@ -183,7 +183,9 @@ class SendManager:
 
     def _read(self, peer: str, message: Message) -> None:
         sessions = [s for (name, *_), s in self._sessions.items() if name == message.request_id]
-        if any(session.take(peer, message) for session in sessions):
+        # All are asked: one that has no grant yet can't tell whether it is meant.
+        taken = [session.take(peer, message) for session in sessions]
+        if any(taken):
             return
         # A lease that no session holds: nothing is in flight under it, nor ever will be.
         answer = Message(

@@ -59,8 +59,8 @@ class SpreadSession:
         await asyncio.gather(*(session.opened() for session in self._sessions))
 
     async def finish(self, message: Any | None) -> None:  # noqa: ANN401 - the wire's type
-        """Every receiver gets its `Target.word` of the message, once all have shaken hands: that one
-        refuses is known before the home has token one."""
+        """Every receiver gets its `Target.word` of the message, once all have shaken hands: whether
+        one refuses is known before the home has token one."""
         await self.opened()
         if (failure := self.failure) is not None:
             raise failure
