@@ -29,15 +29,12 @@ class MixedMetrics:
             "millrace_mixed_chunk_tokens", "prompt tokens of an iteration", buckets=TOKEN_BUCKETS
         )
         self._chunks = registry.counter(
-            "millrace_mixed_chunks_total", "parts of prompts, one each iteration and prompt"
+            "millrace_mixed_prompt_chunks_total", "parts of prompts, one each iteration and prompt"
         )
         self._yielded = registry.histogram(
             "millrace_mixed_yield_ratio",
             "share of t_target that a long prefill left to short ones behind it",
             buckets=SHARE_BUCKETS,
-        )
-        self.failed_prompts = registry.counter(
-            "millrace_mixed_failed_prompts_total", "prompts whose computation failed"
         )
 
     def iterated(self, plan: Plan, seconds: float) -> None:

@@ -1,0 +1,153 @@
+"""A mixed instance in this process: real engine and gRPC, no scheduler, a given predictor."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+from millrace.colocated.mixed import MixedRole
+from millrace.colocated.packing import Plan
+from millrace.core.config import Config
+from millrace.core.operators import DecodeAttention, OperatorModel, Table
+from millrace.core.sections import MixedConfig
+from millrace.state.memory_store import MemoryStore
+from millrace.transfer.memory_transport import MemoryHub
+from millrace.wire.channel import open_channel
+from millrace.wire.pb import common_pb2, decode_pb2, decode_pb2_grpc
+from support.live_stack import eventually
+from support.tiny_models import prompt
+from support.worker_roles import (
+    PROXY,
+    LiveRole,
+    admit_decode,
+    config,
+    live_roles,
+    remember,
+    run_prefill,
+    spec,
+)
+
+
+def operators(
+    token_s: float = 1e-5, pair_s: float = 1e-9, overhead_s: float = 1e-4
+) -> OperatorModel:
+    """Each token costs `token_s`, each token that another attends to `pair_s`."""
+    nothing = Table(xs=(1.0,), ys=(0.0,))
+    return OperatorModel(
+        layers=1,
+        qkv_proj=Table(xs=(0.0, 1.0), ys=(0.0, token_s)),
+        o_proj=nothing,
+        gate_up_proj=nothing,
+        down_proj=nothing,
+        attn=Table(xs=(0.0, 2.0), ys=(0.0, pair_s)),
+        history_factor=Table(xs=(1.0,), ys=(1.0,)),
+        kv_read_s=0.0,
+        decode_attn=DecodeAttention(batches=(1,), tables=(Table(xs=(0.0, 1.0), ys=(0.0, pair_s)),)),
+        lm_head=nothing,
+        overhead_s=overhead_s,
+        kvp_message_s=0.0,
+        kvp_token_s=0.0,
+    )
+
+
+def mixed_config(mixed: dict[str, Any] | None = None, **engine: Any) -> Config:
+    """`worker_roles.config` with fields of section mixed."""
+    return replace(config(**engine), mixed=MixedConfig(**(mixed or {})))
+
+
+@dataclass
+class Mixed:
+    """The instance, its proxy and its scheduler. `plans` are the iterations' so far."""
+
+    store: MemoryStore
+    live: LiveRole
+    tokens: dict[tuple[str, int], list[int]] = field(default_factory=dict)
+    ends: dict[tuple[str, int], str] = field(default_factory=dict)
+    events: list[decode_pb2.TokenEvent] = field(default_factory=list)
+    plans: list[Plan] = field(default_factory=list)
+
+    async def ask(
+        self,
+        request_id: str,
+        tokens: int,
+        *,
+        ids: list[int] | None = None,
+        slo: common_pb2.Slo | None = None,
+        **sampling: Any,
+    ) -> None:
+        """Has a request admitted and its prompt computed."""
+        await self.submit(spec(request_id, tokens, **sampling), ids or prompt(tokens), slo)
+
+    async def submit(
+        self, request: common_pb2.RequestSpec, ids: list[int], slo: common_pb2.Slo | None = None
+    ) -> None:
+        if slo is not None:
+            request.slo.CopyFrom(slo)
+        await remember(self.store, request, ids)
+        self.live.role.on_command(admit_decode(request))
+        self.live.role.on_command(run_prefill(request, self.live.member))
+
+    async def answer(self, request_id: str) -> list[int]:
+        """All tokens of choice 0, once the proxy has its end."""
+        await eventually(lambda: (request_id, 0) in self.ends, 30)
+        return self.tokens[request_id, 0]
+
+    def spans(self, request_id: str) -> list[common_pb2.Span]:
+        mine = [event for event in self.events if event.request_id == request_id]
+        return [span for event in mine for span in event.spans]
+
+    @property
+    def used_pages(self) -> int:
+        return self.live.engine.pool.used_pages
+
+    async def read_tokens(self) -> None:
+        async with open_channel(self.live.address) as channel:
+            stream = decode_pb2_grpc.DecodeStub(channel).StreamTokens(
+                decode_pb2.TokenSubscription(proxy=PROXY, decode=self.live.incarnation)
+            )
+            async for batch in stream:
+                for event in batch.events:
+                    self._take(event)
+
+    def _take(self, event: decode_pb2.TokenEvent) -> None:
+        key = (event.request_id, event.choice)
+        self.events.append(event)
+        self.tokens.setdefault(key, []).extend(event.token_ids)
+        if event.finish_reason:
+            self.ends[key] = event.finish_reason
+
+
+@asynccontextmanager
+async def mixed_instance(
+    settings: Config, model: OperatorModel | None = None, name: str = "llama"
+) -> AsyncIterator[Mixed]:
+    """Runs one; at the end nothing of it may be left."""
+    predicted = model or operators()
+    store = MemoryStore(settings.store)
+    live = LiveRole(
+        lambda context: MixedRole(context, predicted),
+        settings,
+        name="mixed-0",
+        hub=MemoryHub(),
+        store=store,
+        model=name,
+    )
+    async with live_roles(live):
+        mixed = Mixed(store, live)
+        packer = live.role._packer
+        pack = packer.pack
+
+        def noted(*args: Any, **told: Any) -> Plan:
+            plan = pack(*args, **told)
+            if plan.shape.decodes or plan.shares:
+                mixed.plans.append(plan)
+            return plan
+
+        packer.pack = noted
+        reader = asyncio.create_task(mixed.read_tokens())
+        yield mixed
+        reader.cancel()
+        await asyncio.gather(reader, return_exceptions=True)
