@@ -19,6 +19,12 @@ async def pair() -> AsyncIterator[PrefixPair]:
         yield made
 
 
+def used_pages(pair: PrefixPair) -> int:
+    """Of requests at decode, beside what the instance takes for itself."""
+    role = pair.decode.role
+    return pair.decode.engine.pool.used_pages - len(role._admissions.spread.spill_pages)
+
+
 def forget(pair: PrefixPair) -> None:
     """Prefill's own cache is pushed out."""
     pool = pair.prefill.engine.pool
@@ -82,7 +88,7 @@ async def test_several_requests_share_pages_at_once(pair: PrefixPair) -> None:
     expected = await pair.answer("first", ids, max_tokens=40)
     for i in range(3):
         pair.send(await pair.request(f"r{i}", ids, max_tokens=40), kept=192)
-    assert pair.decode.engine.pool.used_pages == 12 + 3 * 3
+    assert used_pages(pair) == 12 + 3 * 3
     pair.decode.role._admissions.receiver.check_integrity()
     for i in range(3):
         await pair.over(f"r{i}")
@@ -103,7 +109,7 @@ async def test_what_is_not_there_cannot_be_kept(pair: PrefixPair, kept: int) -> 
     assert pair.decode.kinds("r") == ["request_failed", "request_released"]
     failed = await pair.decode.said("request_failed", "r")
     assert failed.retryable and not failed.kept_tokens
-    assert pool.used_pages == 0
+    assert used_pages(pair) == 0
 
 
 async def test_no_room_for_the_rest_gives_back_what_was_taken(pair: PrefixPair) -> None:
@@ -118,7 +124,7 @@ async def test_no_room_for_the_rest_gives_back_what_was_taken(pair: PrefixPair) 
     admit.admit_decode.kept_tokens = 192
     pair.decode.role.on_command(admit)
     assert pair.decode.kinds("r") == ["request_failed", "request_released"]
-    assert pool.used_pages == len(held)
+    assert used_pages(pair) == len(held)
     pool.free(held)
     assert await pair.answer("again", ids, kept=192) == pair.tokens["first", 0]
 
@@ -160,7 +166,7 @@ async def test_an_attempt_that_fails_behind_cached_tokens_is_gone_on_from(
     await pair.prefill.said("request_released", "r")
     pair.decode.cancel("r")
     await pair.decode.said("request_released", "r")
-    assert pair.decode.engine.pool.used_pages == 0
+    assert used_pages(pair) == 0
     assert await pair.answer("again", ids, kept=256) == pair.tokens["first", 0]
 
 
@@ -172,3 +178,16 @@ async def test_the_scheduler_hears_what_is_there(pair: PrefixPair) -> None:
     await pair.answer("first", ids)
     blocks = (await pair.request("other", ids)).prefix_hashes
     assert listener.hear() == set(blocks)
+
+
+@pytest.mark.slow
+async def test_ranks_share_the_book_of_cached_pages() -> None:
+    """A page number names the same page of every rank."""
+    async with prefix_pair(tensor_parallel=2) as pair:
+        ids = prompt(300)
+        first = await pair.answer("first", ids, max_tokens=30)
+        assert first == oracle("llama").greedy(ids, 30)
+        assert await pair.answer("again", ids, max_tokens=30) == first
+        assert pair.cached["again"] == 256
+        turn = ids + first
+        assert await pair.answer("turn", turn, kept=320) == oracle("llama").greedy(turn, 8)
