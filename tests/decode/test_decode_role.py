@@ -86,7 +86,9 @@ class Pair:
 
     @property
     def used_pages(self) -> int:
-        return self.decode.engine.pool.used_pages
+        """Beside what the instance takes for itself."""
+        spill = self.decode.role._admissions.spread.spill_pages
+        return self.decode.engine.pool.used_pages - len(spill)
 
 
 @pytest_asyncio.fixture

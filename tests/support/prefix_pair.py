@@ -125,7 +125,7 @@ class Listener:
         self.blocks: set[int] = set()
 
     def register(self) -> scheduler_pb2.Register:
-        register = scheduler_pb2.Register()
+        register = scheduler_pb2.Register(kv_pages=self._role.engine.pool.num_pages)
         self._role.role.fill_register(register)
         return register
 

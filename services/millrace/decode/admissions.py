@@ -7,6 +7,7 @@ import logging
 from millrace.core.errors import CapacityError, MillraceError, TransferError
 from millrace.decode.answers import Answers
 from millrace.decode.book import RequestBook
+from millrace.decode.held_pages import HeldPages
 from millrace.decode.metrics import DecodeMetrics
 from millrace.decode.prefix import RequestPrefixes
 from millrace.decode.request import DecodeRequest
@@ -41,7 +42,8 @@ class Admissions:
         self._send = context.send
         self._store = context.store
         self._page_tokens = context.engine.layout.page_tokens
-        self._pages = RequestPages(context)
+        self.pages = RequestPages(context)
+        self._waiting: dict[str, scheduler_pb2.AdmitDecode] = {}
         self.prefixes = RequestPrefixes(context, metrics, tasks)
         self._book = book
         self._answers = answers
@@ -77,7 +79,8 @@ class Admissions:
             self._admit_new(admit)
 
     def _admit_new(self, admit: scheduler_pb2.AdmitDecode) -> None:
-        """Reserves the request's pages, or says at once that there are none.
+        """Reserves the request's pages, or says at once that there are none; in a memory that
+        others grow in it waits for them.
 
         With tokens to be kept, which no earlier attempt has left, these are the prefix cache's.
         """
@@ -85,25 +88,54 @@ class Admissions:
             self._admit_spread(admit)
             return
         try:
-            pages = self._pages.reserve(admit.request, self.prefixes.take(admit))
+            self.pages.check(admit.request)
+            request = DecodeRequest.of(admit.request, HeldPages(), admit.attempt or 1)
+            if not self.pages.may_grow:
+                self._take_pages(request, admit)
         except TransferError as error:
             self._refuse(admit, str(error), "transfer")
             return
         except CapacityError as error:
             self._refuse(admit, str(error), "capacity")
             return
-        request = DecodeRequest.of(admit.request, pages, admit.attempt or 1)
-        request.cached_tokens = admit.kept_tokens
         self._book.add(request)
+        if self.pages.may_grow:
+            self._waiting[request.id] = admit
+            self._book.wake.set()
+        else:
+            self._expect(request)
+
+    def _take_pages(self, request: DecodeRequest, admit: scheduler_pb2.AdmitDecode) -> None:
+        """Raises TransferError and CapacityError, and takes nothing."""
+        request.pages = self.pages.reserve(request.spec, self.prefixes.take(admit))
+        request.cached_tokens = admit.kept_tokens
+
+    def _expect(self, request: DecodeRequest) -> None:
+        """Lets the prompt's KV come."""
         prompt_pages = -(-request.prompt_tokens // self._page_tokens)
         self.receiver.admit(
             request.id,
-            pages.of_choice(0)[:prompt_pages],
+            request.pages.of_choice(0)[:prompt_pages],
             request.prompt_tokens,
             request.attempt,
             kept_tokens=request.cached_tokens,
         )
         self._fetch_if_needed(request)
+
+    # -- in, where pages have to be waited for
+
+    def waiting(self) -> list[DecodeRequest]:
+        """Requests without pages, whose senders wait."""
+        return [r for r in map(self._book.live, self._waiting) if r is not None]
+
+    def let_in(self, request: DecodeRequest) -> None:
+        """Reserves a waiting request's pages, of which there are enough."""
+        try:
+            self._take_pages(request, self._waiting.pop(request.id))
+        except TransferError as error:
+            self._answers.fail(request, str(error), "transfer")
+        else:
+            self._expect(request)
 
     def _admit_spread(self, admit: scheduler_pb2.AdmitDecode) -> None:
         """Reserves pages for the first shard, and has the holders of the others reserve theirs."""
@@ -112,7 +144,7 @@ class Admissions:
             self._refuse(admit, why, "capacity")
             return
         try:
-            pages = self._pages.reserve_shard(admit.request, own.end_token)
+            pages = self.pages.reserve_shard(admit.request, own.end_token)
         except CapacityError as error:
             self._refuse(admit, str(error), "capacity")
             return
@@ -214,6 +246,7 @@ class Admissions:
 
     def release(self, request: DecodeRequest) -> None:
         """Of a request that is in no batch: frees what it holds, then tells the scheduler."""
+        self._waiting.pop(request.id, None)
         self._tasks.spawn(self._release(request))
 
     async def _release(self, request: DecodeRequest) -> None:
@@ -221,7 +254,7 @@ class Admissions:
         await self.spread.close(request)
         await self.receiver.release(request.id)
         self.prefixes.keep(request)
-        self._pages.release(request)
+        self.pages.release(request)
         self._book.remove(request)
         if request.finish_reason:
             finished = scheduler_pb2.RequestFinished(

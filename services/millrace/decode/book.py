@@ -39,9 +39,10 @@ class RequestBook:
         self._requests[request.id] = request
 
     def remove(self, request: DecodeRequest) -> None:
-        """Nothing of it is held any more."""
+        """Nothing of it is held any more: what it held is for others."""
         del self._requests[request.id]
         self._emptied.set()
+        self.wake.set()
 
     def counts(self) -> tuple[int, int]:
         """Requests that have joined the batch, and those on their way."""

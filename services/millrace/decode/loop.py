@@ -55,7 +55,9 @@ class DecodeRole:
         )
         self._host = ShardHost(context, context.engine, hosted, self._admissions.receiver)
         self._prefix_cache = self._admissions.prefixes.cache
-        self._running = Running(context, self._book, self._admissions, metrics)
+        self._running = Running(
+            context, self._book, self._admissions, self._answers, metrics, self._tasks
+        )
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="decode-compute")
 
     @property
@@ -81,7 +83,7 @@ class DecodeRole:
     def heartbeat(self) -> scheduler_pb2.Heartbeat:
         (running, waiting), tbt_s = self.counts(), self._pace.take_s()
         return scheduler_pb2.Heartbeat(
-            free_pages=self._pool.free_pages,
+            free_pages=max(0, self._pool.free_pages - self._running.owed_pages),
             running=running,
             waiting=waiting,
             tbt_s=tbt_s,
@@ -143,13 +145,14 @@ class DecodeRole:
         self._pool.check_integrity(expected_used=len(self._admissions.spread.spill_pages))
         self._prefix_cache.check_integrity()
         self._admissions.receiver.check_integrity()
-        self._running.batch.check_integrity()
+        self._running.check_integrity()
         self._admissions.spread.check_integrity()
         self._host.check_integrity()
 
     async def close(self) -> None:
         await self._tasks.cancel()
         await asyncio.to_thread(self._thread.shutdown, wait=True)
+        await asyncio.to_thread(self._running.close)
         await self._answers.journal.flush()
         await self._admissions.spread.close_all()
         await self._host.close()

@@ -13,4 +13,4 @@ async def serve(
     options: WorkerOptions, config: Config, on_ready: Callable[[int], None] | None = None
 ) -> None:
     """Runs until SIGTERM or SIGINT, then finishes what it has."""
-    await serve_worker(options, config, DecodeRole, on_ready)
+    await serve_worker(options, config, DecodeRole, on_ready, decodes=True)

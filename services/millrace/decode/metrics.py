@@ -35,3 +35,16 @@ class DecodeMetrics:
         self.cancelled = registry.counter(
             "millrace_decode_cancelled_requests_total", "requests given up on command"
         )
+        self.preempted = registry.counter(
+            "millrace_decode_preempted_requests_total",
+            "requests taken out of the batch for want of memory; wait: their KV stays",
+            ["by"],
+        )
+        self.resumed = registry.counter(
+            "millrace_decode_resumed_requests_total", "preempted requests back in the batch"
+        )
+        self.swapped_bytes = registry.counter(
+            "millrace_decode_swapped_bytes_total",
+            "KV copied to host memory and back",
+            ["direction"],
+        )

@@ -70,6 +70,8 @@ class RequestPrefixes:
         """Keeps what the request leaves, which runs no more, before its pages are freed."""
         if not (request.landed and request.is_sound and takes_part(request.spec, self.cache)):
             return
+        if 0 not in request.pages.own:  # preempted: its KV is in host memory, or was
+            return
         blocks = list(prompt_blocks(request.spec, self.cache))
         blocks += self._answer_blocks(request, blocks)
         pages = [*request.pages.shared, *request.pages.own.get(0, ())]  # none, if it was put aside

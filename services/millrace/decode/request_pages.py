@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 from millrace.core.decode_placement import pages_needed
 from millrace.core.errors import CapacityError
@@ -18,7 +18,7 @@ class RequestPages:
     def __init__(self, context: WorkerContext) -> None:
         scheduler = context.config.scheduler
         self._pool = context.engine.pool
-        self._page_tokens = context.engine.layout.page_tokens
+        self.page_tokens = context.engine.layout.page_tokens
         self._max_batch = context.config.engine.max_batch
         self.may_grow = scheduler.decode_reserve == "grow"
         self._headroom_tokens = scheduler.decode_headroom_tokens
@@ -27,6 +27,22 @@ class RequestPages:
     def free(self) -> int:
         """Pages that can be had now."""
         return self._pool.free_pages
+
+    def check(self, spec: common_pb2.RequestSpec) -> None:
+        """Raises CapacityError for a request that does not fit even where there is no other."""
+        n = spec.sampling.n
+        if n > self._max_batch:
+            raise CapacityError(f"{n} choices wanted, the batch holds {self._max_batch}")
+        whole = self._needed(spec, spec.sampling.max_tokens)
+        if whole > self._pool.num_pages:
+            raise CapacityError(
+                f"{whole} KV pages may be wanted in all, the pool has {self._pool.num_pages}"
+            )
+
+    def wanted(self, spec: common_pb2.RequestSpec) -> int:
+        """Pages that `reserve` takes."""
+        most = spec.sampling.max_tokens
+        return self._needed(spec, min(most, self._headroom_tokens) if self.may_grow else most)
 
     def reserve(self, spec: common_pb2.RequestSpec, cached: Sequence[int]) -> HeldPages:
         """Pages for a new request: of its whole life, or with `scheduler.decode_reserve` grow of
@@ -46,26 +62,20 @@ class RequestPages:
         Raises CapacityError, and takes none.
         """
         tokens = min(end_token, spec.prompt_tokens + spec.sampling.max_tokens - 1)
-        pages = self._pool.allocate(-(-tokens // self._page_tokens))
-        shared = min(tokens, spec.prompt_tokens) // self._page_tokens
+        pages = self._pool.allocate(-(-tokens // self.page_tokens))
+        shared = min(tokens, spec.prompt_tokens) // self.page_tokens
         return HeldPages.of(pages, shared, {0: len(pages) - shared})
 
     def _reserve(self, spec: common_pb2.RequestSpec, cached: Sequence[int]) -> HeldPages:
-        n, prompt, most = spec.sampling.n, spec.prompt_tokens, spec.sampling.max_tokens
-        if n > self._max_batch:
-            raise CapacityError(f"{n} choices wanted, the batch holds {self._max_batch}")
-        if self.may_grow:
-            whole = pages_needed(prompt, most, n, self._page_tokens)
-            if whole > self._pool.num_pages:
-                raise CapacityError(
-                    f"{whole} KV pages may be wanted in all, the pool has {self._pool.num_pages}"
-                )
-            most = min(most, self._headroom_tokens)
-        needed = pages_needed(prompt, most, n, self._page_tokens)
-        shared = prompt // self._page_tokens
-        own = (needed - shared) // n
+        self.check(spec)
+        needed, n = self.wanted(spec), spec.sampling.n
+        shared = spec.prompt_tokens // self.page_tokens
         pages = [*cached, *self._pool.allocate(needed - len(cached))]
-        return HeldPages.of(pages, shared, dict.fromkeys(range(n), own))
+        return HeldPages.of(pages, shared, dict.fromkeys(range(n), (needed - shared) // n))
+
+    def allocate(self, shared: int, own: Mapping[int, int]) -> HeldPages:
+        """So many pages for the choices to share, and for each. Raises CapacityError."""
+        return HeldPages.of(self._pool.allocate(shared + sum(own.values())), shared, own)
 
     def grow(self, request: DecodeRequest, choice: int, count: int) -> list[int]:
         """More pages behind those that a choice has. Raises CapacityError, and takes none."""
@@ -77,3 +87,6 @@ class RequestPages:
         """Of a request that runs no more, and whose pages no write can reach."""
         self._pool.free(request.pages.all())
         request.pages = HeldPages()
+
+    def _needed(self, spec: common_pb2.RequestSpec, new_tokens: int) -> int:
+        return pages_needed(spec.prompt_tokens, new_tokens, spec.sampling.n, self.page_tokens)

@@ -5,13 +5,19 @@ from __future__ import annotations
 import time
 
 from millrace.decode.admissions import Admissions
+from millrace.decode.answers import Answers
 from millrace.decode.book import RequestBook
 from millrace.decode.metrics import DecodeMetrics
+from millrace.decode.preemption import Preemption
+from millrace.decode.priority import in_danger
 from millrace.decode.request import DecodeRequest
+from millrace.decode.swapping import Preempted, Swapper
 from millrace.engine.decode_batch import DecodeBatch, TokenOut
 from millrace.engine.sampler import Sampler
+from millrace.engine.swap import KvSwap
 from millrace.wire.pb import scheduler_pb2
 from millrace.worker.host import WorkerContext
+from millrace.worker.tasks import Tasks
 
 
 class Running:
@@ -22,17 +28,37 @@ class Running:
         context: WorkerContext,
         book: RequestBook,
         admissions: Admissions,
+        answers: Answers,
         metrics: DecodeMetrics,
+        tasks: Tasks,
     ) -> None:
+        engine, config = context.engine, context.config.engine
         self._send = context.send
-        self._runner = context.engine.runner
-        self._page_tokens = context.engine.layout.page_tokens
-        self._max_batch = context.config.engine.max_batch
+        self._runner = engine.runner
+        self._page_tokens = engine.layout.page_tokens
+        self._max_batch = config.max_batch
         self._book = book
         self._admissions = admissions
         self._metrics = metrics
-        self.batch = DecodeBatch(
-            self._runner, context.engine.pool, Sampler(), max_batch=self._max_batch
+        self._step_time = context.decode_step
+        self.batch = DecodeBatch(self._runner, engine.pool, Sampler(), max_batch=self._max_batch)
+        self._swapper = Swapper(
+            KvSwap(engine.storage, engine.layout, config.swap_bytes),
+            admissions.pages,
+            tasks,
+            metrics,
+            vacate=admissions.receiver.release,
+            wake=book.wake.set,
+        )
+        self._preemption = Preemption(
+            instance_id=context.incarnation.id,
+            book=book,
+            batch=self.batch,
+            pages=admissions.pages,
+            swapper=self._swapper,
+            waiting=admissions,
+            metrics=metrics,
+            move=answers.move,
         )
 
     def step(self) -> list[TokenOut]:
@@ -44,25 +70,78 @@ class Running:
         return outs
 
     def apply_changes(self) -> None:
-        """Lets out who has ended, and in who is ready, as far as the batch has room."""
+        """Gives pages to who grows, lets out who has ended, and in who is ready, as far as there is
+        room."""
+        if self._admissions.pages.may_grow:
+            self._preemption.make_room()
         self._let_out()
         self._let_in()
 
+    @property
+    def owed_pages(self) -> int:
+        """Free pages that requests here will take before any new one."""
+        return self._preemption.owed_pages
+
+    def check_integrity(self) -> None:
+        """Raises IntegrityError for what the batch or host memory hold of a request in error."""
+        self.batch.check_integrity()
+        self._preemption.check_integrity()
+
+    def close(self) -> None:
+        """Ends copies to and from host memory."""
+        self._swapper.close()
+
     def _let_out(self) -> None:
-        for request in self._book.leaving:
+        leaving, self._book.leaving = self._book.leaving, []
+        for request in leaving:
+            if not self._preemption.let_go(request):
+                self._book.leaving.append(request)  # until the copy that reads its pages has ended
+                continue
             self.batch.remove(request.id)
             self._admissions.release(request)
-        self._book.leaving.clear()
 
     def _let_in(self) -> None:
-        joining = self._book.joining
-        while joining:
-            request = joining[0]
-            if not request.ended:
-                if self.batch.size + len(request.open_choices) > self._max_batch:
-                    break
-                self._join(request)
-            joining.popleft()
+        """In order of priority; nobody passes by one that has to wait."""
+        joining, ready = self._book.joining, self._preemption.ready()
+        if not joining and not ready:
+            return
+        back = {preempted.request.id: preempted for preempted in ready}
+        line = [request for request in joining if not request.ended]
+        line += [preempted.request for preempted in ready]
+        line.sort(key=self._preemption.priority)
+        while line and self._has_place(line[0]):
+            request = line.pop(0)
+            self._enter(request, back.get(request.id))
+        joining.clear()
+        joining.extend(request for request in line if request.id not in back)
+
+    def _enter(self, request: DecodeRequest, preempted: Preempted | None) -> None:
+        if preempted is not None:
+            self._preemption.back(preempted)
+        if preempted is None or not preempted.sequences:
+            self._join(request)
+        else:
+            for paused in preempted.sequences:
+                self.batch.resume(paused)
+
+    def _has_place(self, request: DecodeRequest) -> bool:
+        """Whether the batch has room for it, and it breaks no objective that it could respect.
+
+        A request that can wait does, where the step with it would take longer than the tightest TBT
+        objective of what runs.
+        """
+        size, more = self.batch.size, len(request.open_choices)
+        if size + more > self._max_batch:
+            return False
+        if not size or self._step_time is None or in_danger(request, self._preemption.mean_away_s):
+            return True
+        running = (self._book.get(request_id) for request_id in self.batch.requests())
+        tightest_s = min((r.spec.slo.tbt_s for r in running if r and r.spec.slo.tbt_s), default=0.0)
+        if not tightest_s:
+            return True
+        tokens = request.prompt_tokens * more + request.generated_tokens
+        step_s = self._step_time.seconds(size + more, self.batch.context_tokens + tokens)
+        return step_s <= tightest_s
 
     def _join(self, request: DecodeRequest) -> None:
         is_partial = request.prompt_tokens % self._page_tokens > 0

@@ -118,6 +118,15 @@ class DecodeBatch:
     def size(self) -> int:
         return len(self._sequences)
 
+    @property
+    def context_tokens(self) -> int:
+        """Of all sequences, the next ones to feed included."""
+        return int(self._kv_lens[: self.size].sum())
+
+    def requests(self) -> list[str]:
+        """Ids of the requests that have a sequence in it."""
+        return list(self._slots)
+
     def add(self, sequence: Sequence) -> None:
         """Takes a sequence in; the next step feeds its first token.
 

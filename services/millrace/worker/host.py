@@ -17,6 +17,7 @@ from typing import Protocol
 import grpc
 
 from millrace.core.config import Config
+from millrace.core.decode_step import DecodeStepTime
 from millrace.core.errors import MillraceError
 from millrace.core.latency import SpLatency
 from millrace.engine.assembly import Engine, KvMemory, open_engines
@@ -31,7 +32,7 @@ from millrace.wire.address import host_port
 from millrace.wire.pb import common_pb2, scheduler_pb2
 from millrace.wire.server import Health, add_health, bind, create_server
 from millrace.worker.kv_path import KvPath
-from millrace.worker.latency import prefill_latency
+from millrace.worker.latency import decode_step, prefill_latency
 from millrace.worker.link import WorkerLink
 from millrace.worker.tasks import first_of, stop_event
 from millrace.worker.vitals import Vitals, open_vitals
@@ -77,11 +78,14 @@ class WorkerContext(HostContext):
     """What a role that runs the model is built from."""
 
     engine: Engine
+    decode_step: DecodeStepTime | None = None  # of batches that it runs; None: not known
 
     @staticmethod
-    def of(host: HostContext, engine: Engine) -> WorkerContext:
+    def of(
+        host: HostContext, engine: Engine, decode_step: DecodeStepTime | None = None
+    ) -> WorkerContext:
         told = {field.name: getattr(host, field.name) for field in fields(HostContext)}
-        return WorkerContext(engine=engine, **told)
+        return WorkerContext(engine=engine, decode_step=decode_step, **told)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -91,6 +95,7 @@ class Loaded:
     engine: Engine
     latency: SpLatency
     vitals: Vitals
+    decode_step: DecodeStepTime | None = None
 
 
 class Role(Protocol):
@@ -148,6 +153,7 @@ async def serve_worker(
     config: Config,
     build: Callable[[WorkerContext], Role],
     on_ready: Callable[[int], None] | None = None,
+    decodes: bool = False,
 ) -> None:
     """Runs one worker until SIGTERM or SIGINT, then drains it.
 
@@ -160,7 +166,8 @@ async def serve_worker(
     async with open_vitals(config.telemetry, options.host) as vitals:
         (engine,) = await asyncio.to_thread(open_for, options, config, 1)
         latency = await asyncio.to_thread(prefill_latency, engine, config.engine)
-        loaded = Loaded(engine=engine, latency=latency, vitals=vitals)
+        step = await asyncio.to_thread(decode_step, engine, config.engine) if decodes else None
+        loaded = Loaded(engine=engine, latency=latency, vitals=vitals, decode_step=step)
         await serve_role(options, config, build, loaded, stop, on_ready)
 
 
@@ -176,7 +183,7 @@ async def serve_role(
     instance = Instance(
         memory=loaded.engine,
         vitals=loaded.vitals,
-        build=lambda host: build(WorkerContext.of(host, loaded.engine)),
+        build=lambda host: build(WorkerContext.of(host, loaded.engine, loaded.decode_step)),
         fill_register=partial(_fill_latency, loaded.latency),
     )
     await serve_instance(options, config, instance, stop, on_ready)

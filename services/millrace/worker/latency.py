@@ -6,12 +6,14 @@ import logging
 from types import MappingProxyType
 
 from millrace.core.config import EngineConfig
+from millrace.core.decode_step import DecodeStepTime
 from millrace.core.latency import Latency, SpLatency
 from millrace.core.profile import Profile
 from millrace.engine.assembly import Engine, calibrate, profile_key
+from millrace.engine.calibration import calibrate_decode
 from millrace.profiles import load_profile
 from millrace.profiles.cache import ProfileCache
-from millrace.profiles.decode_step import of_profile as step_of_profile
+from millrace.profiles.decode_step import fit, of_profile
 from millrace.profiles.degrees import estimated
 
 log = logging.getLogger(__name__)
@@ -39,13 +41,19 @@ def prefill_latency(engine: Engine, config: EngineConfig) -> SpLatency:
     return SpLatency(by_sp=MappingProxyType({1: one, **guessed, **measured}))
 
 
-def decode_step(engine: Engine, config: EngineConfig) -> tuple[float, float, float] | None:
-    """`profiles.decode_step.fit` to the profile's steps; None where there is no profile.
+def decode_step(engine: Engine, config: EngineConfig) -> DecodeStepTime:
+    """Of a step of one instance's batches, as `engine.profile` says.
 
     Raises ConfigError for a named profile that can't be read.
     """
     profile = profile_of(engine, config)
-    return None if profile is None else step_of_profile(profile.operators)
+    if profile is None:
+        terms = fit(calibrate_decode(engine, config.max_batch))
+    else:
+        terms = of_profile(profile.operators)
+    step = DecodeStepTime.of(terms)
+    log.info("%s", step)
+    return step
 
 
 def profile_of(engine: Engine, config: EngineConfig) -> Profile | None:
