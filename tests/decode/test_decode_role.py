@@ -4,7 +4,6 @@ a request at whatever stage.
 
 import asyncio
 from collections.abc import AsyncIterator
-from dataclasses import dataclass, field
 from typing import Any
 
 import pytest
@@ -16,13 +15,12 @@ from millrace.prefill.loop import PrefillRole
 from millrace.state.memory_store import MemoryStore
 from millrace.state.store import StoreError
 from millrace.transfer.memory_transport import MemoryHub
-from millrace.wire.channel import open_channel
-from millrace.wire.pb import common_pb2, decode_pb2, decode_pb2_grpc, scheduler_pb2
+from millrace.wire.pb import common_pb2, scheduler_pb2
 from millrace.worker.host import _add_gauges
+from support.decode_pair import Pair, live_pair
 from support.live_stack import eventually
 from support.tiny_models import oracle, prompt
 from support.worker_roles import (
-    PROXY,
     LiveRole,
     admit_decode,
     config,
@@ -35,73 +33,10 @@ from support.worker_roles import (
 SETTINGS = config(max_chunk_tokens=512, max_batch=4)
 
 
-class BrokenStore(MemoryStore):
-    """Raises `error`, if there is one, where decode reads a prompt."""
-
-    error: StoreError | None = None
-
-    async def prompt_ids(self, request_id: str, start: int = 0, stop: int | None = None) -> Any:
-        if self.error is not None:
-            raise self.error
-        return await super().prompt_ids(request_id, start, stop)
-
-
-@dataclass
-class Pair:
-    store: BrokenStore
-    prefill: LiveRole
-    decode: LiveRole
-    tokens: dict[tuple[str, int], list[int]] = field(default_factory=dict)
-    ends: dict[tuple[str, int], str] = field(default_factory=dict)
-    errors: dict[str, str] = field(default_factory=dict)
-    spans: dict[str, list[str]] = field(default_factory=dict)
-
-    async def admit(self, request_id: str, tokens: int, **sampling: Any) -> Any:
-        request = spec(request_id, tokens, **sampling)
-        await remember(self.store, request, prompt(tokens))
-        self.decode.role.on_command(admit_decode(request))
-        return request
-
-    async def ask(self, request_id: str, tokens: int, **sampling: Any) -> None:
-        request = await self.admit(request_id, tokens, **sampling)
-        self.prefill.role.on_command(run_prefill(request, self.decode.member))
-
-    async def read_tokens(self) -> None:
-        """Plays the proxy."""
-        async with open_channel(self.decode.address) as channel:
-            stream = decode_pb2_grpc.DecodeStub(channel).StreamTokens(
-                decode_pb2.TokenSubscription(proxy=PROXY, decode=self.decode.incarnation)
-            )
-            async for batch in stream:
-                for event in batch.events:
-                    self.take(event)
-
-    def take(self, event: decode_pb2.TokenEvent) -> None:
-        key = (event.request_id, event.choice)
-        self.tokens.setdefault(key, []).extend(event.token_ids)
-        self.spans.setdefault(event.request_id, []).extend(s.name for s in event.spans)
-        if event.finish_reason:
-            self.ends[key] = event.finish_reason
-            self.errors[event.request_id] = event.error
-
-    @property
-    def used_pages(self) -> int:
-        """Beside what the instance takes for itself."""
-        spill = self.decode.role._admissions.spread.spill_pages
-        return self.decode.engine.pool.used_pages - len(spill)
-
-
 @pytest_asyncio.fixture
 async def pair() -> AsyncIterator[Pair]:
-    store, hub = BrokenStore(SETTINGS.store), MemoryHub()
-    prefill = LiveRole(PrefillRole, SETTINGS, name="prefill-0", hub=hub, store=store)
-    decode = LiveRole(DecodeRole, SETTINGS, name="decode-0", hub=hub, store=store)
-    async with live_roles(prefill, decode):
-        made = Pair(store, prefill, decode)
-        reader = asyncio.create_task(made.read_tokens())
+    async with live_pair(SETTINGS, SETTINGS) as made:
         yield made
-        reader.cancel()
-        await asyncio.gather(reader, return_exceptions=True)
 
 
 async def test_tokens_are_the_models_and_reach_proxy_and_journal(pair: Pair) -> None:

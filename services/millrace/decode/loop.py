@@ -25,6 +25,7 @@ from millrace.decode.servicer import DecodeServicer
 from millrace.decode.token_streams import life_of
 from millrace.engine.decode_batch import TokenOut
 from millrace.wire.pb import scheduler_pb2
+from millrace.worker.codec import decode_step_message
 from millrace.worker.host import WorkerContext
 from millrace.worker.kv_servicer import KvReceiverServicer
 from millrace.worker.kvp_servicer import KvpServicer
@@ -74,6 +75,8 @@ class DecodeRole:
         register.role = self.name
         register.max_batch = self._context.config.engine.max_batch
         register.kv_pages -= len(self._admissions.spread.spill_pages)
+        if (step := self._context.decode_step) is not None:
+            register.decode_step.CopyFrom(decode_step_message(step))
         register.block_tokens = self._prefix_cache.block_tokens
         self._prefix_cache.tell_all()
 

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import time
 
+from millrace.core.decode_step import DecodeStepTime
 from millrace.engine.logprobs import PositionLogprobs
 from millrace.engine.sampling_spec import SamplingSpec
-from millrace.wire.pb import common_pb2
+from millrace.wire.pb import common_pb2, scheduler_pb2
 
 
 def sampling_spec(spec: common_pb2.RequestSpec) -> SamplingSpec:
@@ -39,6 +40,14 @@ def logprobs_message(found: PositionLogprobs | None) -> common_pb2.PositionLogpr
     return common_pb2.PositionLogprobs(
         chosen=common_pb2.TokenLogprob(token_id=found.chosen[0], logprob=found.chosen[1]),
         top=[common_pb2.TokenLogprob(token_id=i, logprob=p) for i, p in found.top],
+    )
+
+
+def decode_step_message(step: DecodeStepTime) -> scheduler_pb2.DecodeStepTime:
+    return scheduler_pb2.DecodeStepTime(
+        base_s=step.base_s,
+        per_sequence_s=step.per_sequence_s,
+        per_context_token_s=step.per_context_token_s,
     )
 
 

@@ -1,0 +1,98 @@
+"""Answers that grow in a memory too small for them: every one ends with the tokens that it has
+alone, whoever had to give way meanwhile.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from millrace.core.config import Config
+from millrace.proxy.continuation import continuation
+from support.decode_pair import Pair, live_pair
+from support.live_stack import eventually
+from support.tiny_models import oracle, prompt
+from support.worker_roles import admit_decode, config, remember, run_prefill
+
+PAGE_BYTES = 3 * 2 * 2 * 16 * 12 * 4  # of the tiny model, 16 tokens
+PAGES = 20
+
+
+def settings(
+    pages: int = PAGES, swap_pages: int = 0, max_batch: int = 8, **scheduler: Any
+) -> Config:
+    """Of a decode instance. A page more is there than requests can have: it is its own."""
+    tree = config(
+        max_batch=max_batch,
+        kv_bytes=(pages + 1) * PAGE_BYTES,
+        swap_bytes=swap_pages * PAGE_BYTES,
+        prefix_cache="off",
+    )
+    chosen = {"decode_reserve": "grow", "decode_headroom_tokens": 8, "lease_s": 30, **scheduler}
+    return replace(tree, scheduler=replace(tree.scheduler, **chosen))
+
+
+class Asker:
+    """Asks, and goes on with what moves, as a proxy does. Afterwards nobody holds anything."""
+
+    def __init__(self, pair: Pair) -> None:
+        self.pair = pair
+        self.lives: dict[str, int] = {}
+
+    async def answer(self, name: str, tokens: int, **sampling: Any) -> list[int]:
+        """Of choice 0."""
+        ids, life = prompt(tokens), name
+        request = await self.pair.admit(name, tokens, **sampling)
+        found: list[int] = []
+        while True:
+            self.pair.prefill.role.on_command(run_prefill(request, self.pair.decode.member))
+            await eventually(lambda life=life: (life, 0) in self.pair.ends, 60)
+            found += self.pair.tokens[life, 0]
+            if self.pair.ends[life, 0] != "moved":
+                return found
+            self.lives[name] = self.lives.get(name, 1) + 1
+            life = f"{name}-{self.lives[name]}"
+            request = continuation(request, life, len(self.pair.tokens[request.request_id, 0]))
+            await remember(self.pair.store, request, ids + found)
+            self.pair.decode.role.on_command(admit_decode(request))
+
+    def count(self, name: str, **labels: str) -> float:
+        wanted = "".join(f'{{{k}="{v}"}}' for k, v in labels.items())
+        text = self.pair.decode.registry.render()[0].decode()
+        lines = [line for line in text.splitlines() if line.startswith(f"{name}{wanted} ")]
+        return sum(float(line.split()[-1]) for line in lines)
+
+    def preempted(self, by: str) -> float:
+        return self.count("millrace_decode_preempted_requests_total", by=by)
+
+
+@asynccontextmanager
+async def asking(decode: Config) -> AsyncIterator[Asker]:
+    async with live_pair(config(max_chunk_tokens=512), decode) as pair:
+        yield Asker(pair)
+        await pair.decode.role.wait_idle()
+        pair.decode.role.check_integrity()
+
+
+WORK = [(40, 150), (25, 100), (60, 120), (33, 90), (48, 140), (20, 160)]
+
+
+@pytest.mark.parametrize("swap_pages", [200, 12, 0], ids=["swap", "both", "recompute"])
+async def test_answers_longer_than_memory_end_with_the_right_tokens(swap_pages: int) -> None:
+    async with asking(settings(swap_pages=swap_pages)) as asker:
+        found = await asyncio.gather(
+            *(
+                asker.answer(f"r{i}", tokens, max_tokens=most)
+                for i, (tokens, most) in enumerate(WORK)
+            )
+        )
+        for (tokens, most), got in zip(WORK, found, strict=True):
+            assert got == oracle("llama").greedy(prompt(tokens), most)
+        assert (asker.preempted("swap") > 0) == (swap_pages > 0)
+        assert (asker.preempted("recompute") > 0) == (swap_pages < 200)
+        assert bool(asker.lives) == (swap_pages < 200)
