@@ -34,7 +34,10 @@ _OWN = {
 
 #: Sections, or fields of them, that a role reads at its start. Others may change under it.
 _READ = {
-    "proxy": {"proxy", "slo_classes", "store", "telemetry", "tls"},
+    "proxy": {
+        *("proxy", "slo_classes", "store", "telemetry", "tls"),
+        *("engine.prefix_cache", "engine.prefix_block_tokens", "engine.page_tokens"),
+    },
     "scheduler": {"scheduler", "store", "telemetry", "tls"},
     "worker": {"engine", "transfer", "store", "telemetry", "tls", "scheduler.lease_s"},
 }
@@ -47,7 +50,7 @@ def tables(service: Object) -> dict[str, Table]:
     spec: Mapping[str, Any] = service["spec"]
     found: dict[str, Table] = {
         "proxy": _proxy(spec),
-        "scheduler": _scheduler(spec["scheduling"]),
+        "scheduler": _scheduler(spec["scheduling"]) | _spreading(spec.get("kvp")),
         "telemetry": {"metrics_port": METRICS_PORT, "log_format": "json"},
     }
     if limit := spec["model"]["maxContextTokens"]:
@@ -132,6 +135,16 @@ def _scheduler(scheduling: Mapping[str, Any]) -> Table:
         "preemption": scheduling["preemption"],
         "planner": scheduling["planner"],
         "fixed_sp": scheduling["maxSpDegree"],
+    }
+
+
+def _spreading(kvp: Mapping[str, Any] | None) -> Table:
+    """The decode instance that is a request's home holds a part of it, as each KVP worker does."""
+    if kvp is None:
+        return {}
+    return {
+        "max_kv_tokens_per_worker": kvp["tokensPerWorker"],
+        "max_kvp_degree": kvp["maxWorkersPerRequest"] + 1,
     }
 
 

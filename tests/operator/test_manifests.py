@@ -81,6 +81,8 @@ def test_the_services_read_their_file(tmp_path):
     assert config.slo_classes["chat"] == Slo(ttft_s=0.5, tbt_s=0.05, class_name="chat")
     assert config.slo_classes["a b"] == Slo(class_name="a b")
     assert (config.scheduler.policy, config.scheduler.planner) == ("lars", "cdsp")
+    assert config.scheduler.max_kv_tokens_per_worker == 262_144
+    assert config.scheduler.max_kvp_degree == 17  # the request's home, too
     assert (config.engine.max_batch, config.engine.max_context_tokens) == (32, 65536)
     assert (config.proxy.max_inflight, config.proxy.default_ttft_slo_ms) == (99, 10_000)
     assert (config.proxy.park_timeout_s, config.proxy.max_parked) == (300, 1024)
