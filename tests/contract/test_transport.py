@@ -265,6 +265,39 @@ def _serve(pipe: ChildPipe) -> None:
                 pipe.say(int(end.bytes[request[0] : request[1]].sum()))
 
 
+def test_urgent_writes_and_answers_waited_for_with_progress(make):
+    """Each end answers the other's write by the thread that waits for it; none is lost or twice."""
+    ends = [make(), make()]
+    names = [
+        ends[1 - i].transport.connect(end.transport.metadata()).result(WAIT_S)
+        for i, end in enumerate(ends)
+    ]
+    heard: list[list[bytes]] = [[], []]
+
+    def play(i: int) -> None:
+        end, peer = ends[i], names[1 - i]
+        for number in range(100):
+            end.bytes[number] = number
+            if i == 0 or heard[i]:
+                payload = b"\x07%d" % number
+                end.transport.write(peer, Runs.of(number, 0, 1), payload, urgent=True)
+            while end.inbox.empty():
+                if not end.transport.progress():
+                    break
+            heard[i].append(end.inbox.get(timeout=WAIT_S)[1])
+        if i == 1:
+            end.transport.write(peer, Runs.of(99, 0, 1), b"\x0799", urgent=True)
+
+    players = [threading.Thread(target=play, args=(i,)) for i in range(2)]
+    with ends[0].transport.listening(), ends[1].transport.listening():
+        for player in players:
+            player.start()
+        for player in players:
+            player.join(WAIT_S)
+    numbers = [b"\x07%d" % number for number in range(100)]
+    assert heard == [numbers[1:] + numbers[-1:], numbers]
+
+
 @pytest.fixture
 def child():
     made = Child(_serve)

@@ -20,6 +20,7 @@ from typing import Protocol
 
 from millrace.core.errors import IntegrityError, MillraceError, TransferError
 from millrace.core.kvp_rows import ExchangeShape
+from millrace.transfer.attentive import next_of
 from millrace.transfer.kvp_messages import TO_HOLDER, KvpKind, KvpMessage, missing_body
 from millrace.transfer.kvp_places import Places
 from millrace.transfer.memory import Memory
@@ -185,7 +186,10 @@ class KvpDesk:
     # -- the thread
 
     def _serve(self) -> None:
-        while (work := self._works.get()) is not None:
+        while True:
+            work = next_of(self._works, self._transport, None)
+            if work is None:
+                return
             try:
                 work()
             except Exception:
@@ -211,6 +215,7 @@ class KvpDesk:
             told,
             region=self._region,
             peer_region=owner.region,
+            urgent=True,
         )
 
     def _attend(self, owner: _Owner, message: KvpMessage) -> Sequence[int]:

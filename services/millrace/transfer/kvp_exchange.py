@@ -17,11 +17,12 @@ from concurrent.futures import Future
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 from functools import partial
-from queue import Empty, SimpleQueue
+from queue import SimpleQueue
 from typing import Final, NamedTuple
 
 from millrace.core.errors import IntegrityError, TransferError
 from millrace.core.kvp_rows import ExchangeShape, Reply, Request
+from millrace.transfer.attentive import next_of
 from millrace.transfer.kvp_messages import TO_OWNER, KvpKind, KvpMessage
 from millrace.transfer.kvp_places import Places
 from millrace.transfer.memory import Memory
@@ -215,17 +216,18 @@ class KvpExchange:
             message.encode(),
             region=self._region,
             peer_region=pair.region,
+            urgent=True,
         )
         pair.write.add_done_callback(partial(self._on_written, pair))
 
     def wait(self) -> Reply | None:
         """The next answer of any holder; None when none is to come."""
         while self._outstanding:
-            try:
-                pair, message = self._events.get(timeout=LOOK_S)
-            except Empty:
+            event = next_of(self._events, self._transport, LOOK_S)
+            if event is None:
                 self._look()
                 continue
+            pair, message = event
             if pair.waiting is None or (message is None and not pair.lost):
                 continue
             if message is not None:

@@ -75,7 +75,14 @@ class MemoryTransport:
         return self._submit(self._connect, metadata)
 
     def write(
-        self, peer: str, runs: Runs, notification: bytes, *, region: int = 0, peer_region: int = 0
+        self,
+        peer: str,
+        runs: Runs,
+        notification: bytes,
+        *,
+        region: int = 0,
+        peer_region: int = 0,
+        urgent: bool = False,
     ) -> Future[None]:
         return self._submit(self._write, peer, runs, notification, (region, peer_region))
 
@@ -91,6 +98,10 @@ class MemoryTransport:
     def listening(self) -> Iterator[None]:
         """Writes need no help of their target here."""
         yield
+
+    def progress(self) -> bool:
+        """Its thread keeps the order of what this end writes."""
+        return False
 
     def is_dead(self, peer: str) -> bool:
         if peer not in self._peers:

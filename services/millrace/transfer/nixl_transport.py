@@ -1,9 +1,10 @@
 """The real transport: NIXL over UCX.
 
-One thread owns the agent and does everything with it: NIXL's own progress thread would burn a
-core, and a post may copy all its bytes inside the call. The thread polls only while something is
-outstanding or someone listens, every 50 to 500 microseconds depending on what comes in; else it
-sleeps on its queue and looks once a second, so that lost connections are noticed.
+One thread does everything with the agent: NIXL's own progress thread would burn a core, and a post
+may copy all its bytes inside the call. It polls only while something is outstanding or someone
+listens, every 50 to 500 microseconds depending on what comes in; else it sleeps on its queue and
+looks once a second, so that lost connections are noticed. `progress` and urgent writes do its work
+on the thread of somebody who waits for an answer, who is spared the way there and back.
 
 UCX and NIXL read the environment when the agent is made: see `environment.py`.
 """
@@ -18,6 +19,7 @@ from collections.abc import Callable, Iterator
 from concurrent.futures import Future
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, TypeVar
 
 import numpy as np
@@ -61,11 +63,12 @@ class NixlTransport:
         self._commands: deque[tuple[Future[Any], Callable[[], Any]]] = deque()
         self._wake = threading.Event()
         self._lock = threading.Lock()
+        self._turn = threading.Lock()  # held by whoever does something with the agent
         self._listeners = 0
         self._closed = False
         self._handlers: dict[int, Handler] = {}
         self._names: dict[bytes, str] = {}  # of connected peers by metadata; written by the thread
-        # below: the thread's own
+        # below: of whoever has the turn
         self._regions: list[Memory] = []
         self._registered: list[Any] = []
         self._peers: dict[str, bytes] = {}
@@ -98,13 +101,19 @@ class NixlTransport:
         return known
 
     def write(
-        self, peer: str, runs: Runs, notification: bytes, *, region: int = 0, peer_region: int = 0
+        self,
+        peer: str,
+        runs: Runs,
+        notification: bytes,
+        *,
+        region: int = 0,
+        peer_region: int = 0,
+        urgent: bool = False,
     ) -> Future[None]:
         future: Future[None] = Future()
-        self._enqueue(
-            future,
-            lambda: self._post(future, peer, runs, notification, (region, peer_region)),
-        )
+        post = partial(self._post, future, peer, runs, notification, (region, peer_region))
+        if not (urgent and self._post_now(post)):
+            self._enqueue(future, post)
         return future
 
     def notify(self, peer: str, payload: bytes) -> Future[None]:
@@ -125,6 +134,15 @@ class NixlTransport:
         finally:
             with self._lock:
                 self._listeners -= 1
+
+    def progress(self) -> bool:
+        if self._turn.acquire(blocking=False):
+            try:
+                if not self._closed:
+                    self._work()
+            finally:
+                self._turn.release()
+        return True
 
     def is_dead(self, peer: str) -> bool:
         known = self._known.get(peer)
@@ -163,14 +181,31 @@ class NixlTransport:
                 return
         future.set_exception(PeerLostError(f"transport {self._name} is closed"))
 
-    # -- the thread
+    def _post_now(self, post: Callable[[], None]) -> bool:
+        """Posts a write on the calling thread. False where others come first."""
+        if self._commands or not self._turn.acquire(blocking=False):
+            return False
+        try:
+            if self._closed:
+                return False
+            post()
+        finally:
+            self._turn.release()
+        self._wake.set()  # its end is to be seen by the thread where nobody makes progress
+        return True
+
+    # -- whoever has the turn, and the thread
+
+    def _work(self) -> int:
+        return self._run_commands() + self._check_writes() + self._take_notifications()
 
     def _run(self) -> None:
         pause_s, last_s = POLL_FIRST_S, time.monotonic()
         try:
             while not self._closed:
                 self._wake.clear()
-                worked = self._run_commands() + self._check_writes() + self._take_notifications()
+                with self._turn:
+                    worked = self._work()
                 now_s = time.monotonic()
                 if worked:
                     last_s, pause_s = now_s, POLL_FIRST_S
@@ -186,7 +221,8 @@ class NixlTransport:
             with self._lock:
                 self._closed = True
         finally:
-            self._shut()
+            with self._turn:
+                self._shut()
 
     def _run_commands(self) -> int:
         """Up to the first that posts a write: that may have copied all its bytes, and its end is

@@ -1,8 +1,8 @@
 """Moves bytes between processes: one-sided writes with a notification, and notifications alone.
 
 General enough for all that Millrace moves between pods. Methods may be called from any thread and
-return at once; a future's callbacks run on the transport's own thread and must be short. From
-asyncio, await `outcome` of a future.
+return at once; a future's callbacks and handlers run on the transport's own thread, or on one that
+makes `progress` in its place, and must be short. From asyncio, await `outcome` of a future.
 """
 
 from __future__ import annotations
@@ -66,13 +66,21 @@ class Transport(Protocol):
         """
 
     def write(
-        self, peer: str, runs: Runs, notification: bytes, *, region: int = 0, peer_region: int = 0
+        self,
+        peer: str,
+        runs: Runs,
+        notification: bytes,
+        *,
+        region: int = 0,
+        peer_region: int = 0,
+        urgent: bool = False,
     ) -> Future[None]:
         """Writes runs of our `region` to the peer's; it gets `notification` after the last byte.
 
         Done once the peer's memory holds the bytes. Raises PeerLostError, or TransferError for an
         unknown peer or runs that leave a region. Cancelling works until the write is posted; a
-        future that runs can't be cancelled, and says when our memory is no longer read.
+        future that runs can't be cancelled, and says when our memory is no longer read. `urgent`:
+        few bytes that somebody waits for; the calling thread posts them itself where it can.
         """
 
     def notify(self, peer: str, payload: bytes) -> Future[None]:
@@ -85,6 +93,13 @@ class Transport(Protocol):
         """While open, incoming data and notifications are waited for actively.
 
         A peer's writes may make no progress until this side listens.
+        """
+
+    def progress(self) -> bool:
+        """Does the transport's work, as far as there is any, on the calling thread.
+
+        For one that waits for a peer's answer, between two looks for it: the way over the
+        transport's own thread takes longer. False: that thread alone can do it.
         """
 
     def is_dead(self, peer: str) -> bool:
