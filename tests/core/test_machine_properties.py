@@ -42,6 +42,7 @@ LATENCY = SpLatency(
 STEP = DecodeStepTime(base_s=0.01, per_sequence_s=0.01, per_context_token_s=1e-4)
 TIMEOUT_S = 50.0
 RELEASE_S = 20.0
+BLOCK_TOKENS = 16
 
 Ref = tuple[str, int]  # request, chunk
 
@@ -50,6 +51,10 @@ instance_ids = st.sampled_from(PREFILLS + DECODES + KVPS)
 reasons = st.sampled_from(["stop", "length", "cancelled"])
 layers = st.sampled_from([0, 4, 4, 4, 8])
 ages = st.integers(0, 2)  # how many lives ago the speaker lived
+
+
+def prefix(family: int, blocks: int) -> tuple[int, ...]:
+    return tuple(100 * (family + 1) + index for index in range(blocks))
 
 
 class World(RuleBasedStateMachine):
@@ -66,6 +71,7 @@ class World(RuleBasedStateMachine):
         self.admitted: dict[tuple[str, str], int] = {}  # (decode instance, request) -> attempt
         self.held: dict[str, set[str]] = {}  # instance -> requests that a correct worker holds
         self.queues: dict[str, list[tuple[Ref, ...]]] = {}  # prefill instance -> as it was told
+        self.cached: dict[str, set[int]] = {}  # instance -> blocks that it told of
         self.leaving: set[str] = set()  # instances that said so, and
         self.cordoned: set[str] = set()  # those that others keep new work from
 
@@ -168,6 +174,12 @@ class World(RuleBasedStateMachine):
         if effect.kept_tokens:
             assert not effect.shards
             assert effect.kept_tokens >= MIN_KEPT_TOKENS and request.resumable
+        if effect.kept_tokens and effect.attempt == 1:  # out of its prefix cache
+            blocks, rest = divmod(effect.kept_tokens, BLOCK_TOKENS)
+            assert not rest and request.choices == 1
+            assert self.cached[i] >= set(request.prefix_hashes[:blocks])
+            self.hold(i, r)
+        elif effect.kept_tokens:
             assert not self.machine.cluster.instances[i].holdings[r].leaving
             self.held[i].add(r)
         else:
@@ -255,6 +267,7 @@ class World(RuleBasedStateMachine):
         known = self.machine.cluster.instances.get(instance_id)
         if known is None or generation > known.card.generation:
             self.held[instance_id] = set()
+            self.cached[instance_id] = set()
             self.queues[instance_id] = []
             self.generation[instance_id] = generation
             self.leaving.discard(instance_id)
@@ -270,6 +283,7 @@ class World(RuleBasedStateMachine):
                 max_batch=4,
                 model_hash=model,
                 latency=LATENCY,
+                block_tokens=BLOCK_TOKENS,
                 decode_step=STEP if instance_id in DECODES[:2] else None,
                 node=instance_id[-1:] if model == "g" else "n",
                 kv_layers=kv_layers,
@@ -331,6 +345,33 @@ class World(RuleBasedStateMachine):
             )
         )
 
+    @rule(
+        instance_id=instance_ids,
+        age=ages,
+        family=st.integers(0, 1),
+        blocks=st.integers(0, 20),
+        whole=st.booleans(),
+    )
+    def tells_of_its_cache(
+        self, instance_id: str, age: int, family: int, blocks: int, whole: bool
+    ) -> None:
+        """It has so many first blocks of a family of prompts, and may have dropped another's."""
+        added = prefix(family, blocks)
+        removed = () if whole else prefix(1 - family, 20)
+        if self.machine.cluster.current(instance_id, self.life(instance_id, age)):
+            self.cached[instance_id] -= set(removed)
+            self.cached[instance_id] = (set() if whole else self.cached[instance_id]) | set(added)
+        self.step(
+            events.LoadReported(
+                instance_id=instance_id,
+                generation=self.life(instance_id, age),
+                free_pages=100,
+                running=0,
+                waiting=0,
+                cached=events.CachedBlocks(whole=whole, added=added, removed=removed),
+            )
+        )
+
     # ---- proxies
 
     @rule(
@@ -341,6 +382,7 @@ class World(RuleBasedStateMachine):
         choices=st.integers(1, 2),
         resumable=st.sampled_from([True, True, True, False]),
         tbt_s=st.sampled_from([None, None, 0.03, 0.06]),
+        family=st.integers(0, 2),
     )
     def submit(
         self,
@@ -351,6 +393,7 @@ class World(RuleBasedStateMachine):
         choices: int,
         resumable: bool,
         tbt_s: float | None = None,
+        family: int = 0,
     ) -> None:
         if request_id not in self.states:  # else a double, which must change nothing
             self.states[request_id] = RequestState.QUEUED
@@ -364,8 +407,19 @@ class World(RuleBasedStateMachine):
             arrival_s=self.now_s,
             resumable=resumable,
             slo=Slo(tbt_s=tbt_s),
+            prefix_hashes=prefix(family, prompt_tokens // BLOCK_TOKENS) if family < 2 else (),
         )
         self.step(events.Submitted(request=request))
+
+    @rule(
+        instance_id=st.sampled_from(PREFILLS + DECODES),
+        request_id=request_ids,
+        prompt_tokens=st.integers(65, 300),
+    )
+    def a_prompt_begins_alike(self, instance_id: str, request_id: str, prompt_tokens: int) -> None:
+        """An instance has all of its blocks."""
+        self.tells_of_its_cache(instance_id, 0, 0, 20, True)
+        self.submit(request_id, "x0", prompt_tokens, 5, 1, True)
 
     @rule(request_id=request_ids, reason=st.sampled_from(["stop", "the client left"]))
     def cancel(self, request_id: str, reason: str) -> None:

@@ -28,6 +28,7 @@ def instance(
     node: str = "",
     kv_layers: int = 0,
     decode_step: DecodeStepTime | None = None,
+    block_tokens: int = 0,
 ) -> events.InstanceJoined:
     """Instance "p..." prefills, "m..." does both, "k..." holds shards, any other decodes."""
     return events.InstanceJoined(
@@ -43,6 +44,7 @@ def instance(
         node=node,
         kv_layers=kv_layers,
         decode_step=decode_step,
+        block_tokens=block_tokens,
     )
 
 
@@ -62,6 +64,8 @@ def request(
     ttft_s: float | None = None,
     tbt_s: float | None = None,
     slo_class: str = "default",
+    prefix: tuple[int, ...] = (),
+    resumable: bool = True,
 ) -> events.Submitted:
     return events.Submitted(
         request=Request(
@@ -72,6 +76,8 @@ def request(
             choices=choices,
             arrival_s=arrival_s,
             slo=Slo(ttft_s=ttft_s, tbt_s=tbt_s, class_name=slo_class),
+            prefix_hashes=prefix,
+            resumable=resumable,
         )
     )
 

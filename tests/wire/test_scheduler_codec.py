@@ -26,6 +26,22 @@ WHO = {"instance_id": "w", "generation": 1 << 63}
             events.LoadReported(**WHO, free_pages=1, running=2, waiting=3, tbt_s=0.5),
         ),
         (
+            {
+                "heartbeat": scheduler_pb2.Heartbeat(
+                    cached=scheduler_pb2.CachedBlocks(
+                        whole=True, added=[(1 << 64) - 1], removed=[2]
+                    )
+                )
+            },
+            events.LoadReported(
+                **WHO,
+                free_pages=0,
+                running=0,
+                waiting=0,
+                cached=events.CachedBlocks(whole=True, added=((1 << 64) - 1,), removed=(2,)),
+            ),
+        ),
+        (
             {"chunk_started": scheduler_pb2.ChunkStarted(request_id="r", chunk_index=4)},
             events.ChunkStarted(**WHO, request_id="r", chunk_index=4),
         ),
@@ -101,6 +117,7 @@ def test_a_registration_carries_all_of_its_card():
             latency=scheduler_pb2.LatencyCoefficients(a=1, b=2, c=3, d=4),
             node="n",
             kv_layers=6,
+            block_tokens=9,
             decode_step=scheduler_pb2.DecodeStepTime(
                 base_s=0.5, per_sequence_s=0.25, per_context_token_s=0.125
             ),
@@ -125,6 +142,7 @@ def test_a_registration_carries_all_of_its_card():
         node="n",
         kv_layers=6,
         decode_step=DecodeStepTime.of((0.5, 0.25, 0.125)),
+        block_tokens=9,
     )
     groups = codec.sp_latency_messages(card.latency)
     assert [(group.sp, group.latency.b) for group in groups] == [(2, 1), (8, LATENCY.b)]
@@ -204,11 +222,13 @@ def test_a_spec_becomes_a_request_of_the_schedulers_time():
         sampling=common_pb2.SamplingParams(max_tokens=20, n=3),
         slo=common_pb2.Slo(ttft_s=0.5, class_name="chat"),
         arrival_unix_s=1e9,
+        prefix_hashes=[(1 << 64) - 1, 7],
     )
     made = codec.request(spec, proxy_id="x#1", now_s=12.5)
     assert (made.id, made.proxy_id, made.arrival_s) == ("r", "x#1", 12.5)
     assert (made.prompt_tokens, made.max_new_tokens, made.choices) == (10, 20, 3)
     assert (made.slo.ttft_s, made.slo.tbt_s, made.slo.class_name) == (0.5, None, "chat")
+    assert made.prefix_hashes == ((1 << 64) - 1, 7)
     assert made.state is RequestState.QUEUED
 
 
@@ -299,6 +319,21 @@ def test_only_who_decodes_has_a_batch(role, needs_batch):
     assert codec.joined(message).role == role
     message.role = "spare"
     with pytest.raises(codec.MessageError, match="prefill or decode or mixed or kvp"):
+        codec.joined(message)
+
+
+def test_blocks_of_a_cache_end_with_pages():
+    message = scheduler_pb2.Register(
+        incarnation=common_pb2.Incarnation(id="i", generation=1),
+        role="prefill",
+        address="h:1",
+        model_hash="m",
+        kv_pages=2,
+        page_tokens=3,
+        max_context_tokens=4,
+        block_tokens=7,
+    )
+    with pytest.raises(codec.MessageError, match="block_tokens is 7; it must be a multiple of pa"):
         codec.joined(message)
 
 

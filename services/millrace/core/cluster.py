@@ -124,12 +124,17 @@ class Pool:
 
     def predict(self, request: Request) -> None:
         """Notes what the rest of the request's prefill takes, alone on the idle pool."""
-        self._prepare()
-        latency, degrees, kept = self.latency, self._degrees, request.kept_tokens
+        kept = request.kept_tokens
+        request.predicted_prefill_s = self.rest_s(request, kept)
+        least = self._degrees[0]
         tokens = request.prompt_tokens - kept
-        request.predicted_prefill_s = min(latency.chunk_s(tokens, kept, sp) for sp in degrees)
-        least = degrees[0]
-        request.predicted_work_s = least * latency.chunk_s(tokens, kept, least)
+        request.predicted_work_s = least * self.latency.chunk_s(tokens, kept, least)
+
+    def rest_s(self, request: Request, kept: int) -> float:
+        """Seconds that what follows `kept` first tokens takes, alone on the idle pool."""
+        self._prepare()
+        latency, tokens = self.latency, request.prompt_tokens - kept
+        return min(latency.chunk_s(tokens, kept, sp) for sp in self._degrees)
 
     @property
     def latency(self) -> SpLatency:
@@ -247,7 +252,8 @@ class Cluster:
         elif card.role == "kvp":
             instance = KvpInstance(card)
         else:
-            instance = DecodeInstance(card, self._headroom_tokens)
+            is_mixed = card.role == "mixed"  # it books whole lives
+            instance = DecodeInstance(card, None if is_mixed else self._headroom_tokens)
         self.instances[card.instance_id] = instance
         self.cordon(instance, cordoned=False)
         return instance

@@ -54,7 +54,8 @@ class AdmitDecode:
     """Tell the decode instance to reserve for the request. Comes before `RunPrefill`.
 
     With `kept_tokens` it holds the request already: it keeps the KV of so many first tokens, which
-    earlier attempts or other requests left, and expects the rest anew. No two of these have the
+    earlier attempts left, and expects the rest anew. In a first attempt it takes them out of its
+    prefix cache. No two of these have the
     same `attempt`. With `shards`, by position, it holds the first and the instances named in the
     others hold those for it.
     """

@@ -30,6 +30,7 @@ class InstanceJoined:
     #: Layers that a page holds, from which a ring's buffers follow; 0: buffers are not counted.
     kv_layers: int = 0
     decode_step: DecodeStepTime | None = None  # of its batches; None: not known
+    block_tokens: int = 0  # of its prefix cache; 0: it keeps none
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -61,6 +62,18 @@ class InstanceCordoned:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class CachedBlocks:
+    """What changed in an instance's prefix cache, as hashes of blocks (`prefix`).
+
+    `whole`: what was `added` is all that there is.
+    """
+
+    whole: bool = False
+    added: tuple[int, ...] = ()
+    removed: tuple[int, ...] = ()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class LoadReported:
     """A heartbeat."""
 
@@ -71,6 +84,7 @@ class LoadReported:
     waiting: int
     #: Decode: from token to token of what runs, since the last heartbeat; 0: no token followed one.
     tbt_s: float = 0.0
+    cached: CachedBlocks | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

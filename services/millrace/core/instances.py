@@ -12,6 +12,7 @@ import math
 from dataclasses import dataclass, field
 
 from millrace.core.board import Task
+from millrace.core.cached_prefixes import CachedPrefixes
 from millrace.core.decode_placement import pages_needed
 from millrace.core.events import InstanceJoined, LoadReported
 from millrace.core.kvp import Shard
@@ -44,6 +45,10 @@ class PrefillInstance:
     holdings: dict[str, Holding] = field(default_factory=dict)
     used_pages: int = 0
     queue: list[Task] = field(default_factory=list)
+    prefixes: CachedPrefixes = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.prefixes = CachedPrefixes(self.card)
 
     @property
     def id(self) -> str:
@@ -73,6 +78,8 @@ class PrefillInstance:
         """A heartbeat."""
         self.running = event.running
         self.waiting = event.waiting
+        if event.cached is not None:
+            self.prefixes.heard(event.cached)
 
     def outstanding_s(self, now_s: float) -> float:
         """Predicted seconds of all tasks; of a running one what remains, at least 0."""
@@ -150,6 +157,10 @@ class DecodeInstance:
     tightest_tbt_s: float = math.inf  # of all holdings
     #: By its last heartbeat and what was booked and freed since; where answers grow it counts, too.
     told_free_pages: int | None = None
+    prefixes: CachedPrefixes = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.prefixes = CachedPrefixes(self.card)
 
     @property
     def id(self) -> str:
@@ -179,6 +190,8 @@ class DecodeInstance:
         self.tbt_s = event.tbt_s or self.tbt_s
         if self.headroom_tokens is not None:
             self.told_free_pages = event.free_pages
+        if event.cached is not None:
+            self.prefixes.heard(event.cached)
 
     def pages_for(self, request: Request) -> int:
         """Pages of all that the request may come to, if it is held here alone."""

@@ -197,7 +197,7 @@ class Machine:
         pool = self.cluster.pool_of(instance)
         self._unplace_unserved(pool)
         for request in list(pool.line) if instance.draining else ():
-            waits = instance.id in request.holders and not request.kept_tokens
+            waits = instance.id in request.holders and not request.goes_on
             queued = waits and request.state is RequestState.QUEUED
             if queued and self._rounds.has_room(request):
                 self._life.retry(request, f"{instance.card.role} {instance.id} takes no new work")
@@ -211,7 +211,7 @@ class Machine:
         """
         if not (pool.is_ready and pool.prefill):
             for request in list(pool.line):
-                if not request.kept_tokens:
+                if not request.goes_on:
                     self._life.retry(request, "no prefill instance serves this model now")
 
     def _load(self, event: events.LoadReported) -> None:

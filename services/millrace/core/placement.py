@@ -1,7 +1,8 @@
 """Where requests are placed: at the decode instance that is their home, or spread from there.
 
-The freest instance that has room (`decode_placement`), the best request of the line first. What
-one instance may not or can not hold is spread (`spreading`).
+The freest instance that has room (`decode_placement`), the best request of the line first; or the
+one that has most of the prompt in its prefix cache, if that saves much of the prefill. What one
+instance may not or can not hold is spread (`spreading`).
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ from millrace.core.decode_placement import freest
 from millrace.core.effects import Place
 from millrace.core.instances import DecodeInstance, PrefillInstance
 from millrace.core.kvp import Shard
-from millrace.core.lifecycle import Lifecycle
+from millrace.core.lifecycle import MIN_KEPT_TOKENS, Lifecycle
 from millrace.core.request import Chunk, Request
 
 #: So many requests at the head may wait for decode instances' pages while later ones go ahead.
@@ -22,6 +23,9 @@ from millrace.core.request import Chunk, Request
 #: spread), so that smaller ones pass it on other instances only: a large request is never starved,
 #: and does not stop the whole fleet either.
 MAX_WAITING = 4
+
+#: A prefix cache decides where a request is placed from this share of its prefill on.
+LEAST_SAVING = 0.1
 
 #: Sends a placed request its chunks, with the pages that they take at prefill instances.
 Send = Callable[[Request, tuple[Chunk, ...], dict[str, int]], None]
@@ -41,6 +45,7 @@ class _Spot:
 
     home: DecodeInstance
     shards: tuple[Shard, ...] = ()
+    kept_tokens: int = 0  # that the home takes out of its prefix cache
 
 
 class Placement:
@@ -77,16 +82,48 @@ class Placement:
         return self._spot(request, fitting, ()) is not None
 
     def _spot(self, request: Request, fitting: _Fitting, reserved: Collection[str]) -> _Spot | None:
-        home = freest(
-            one for one in fitting.whole if one.id not in reserved and one.has_room(request)
-        )
-        if home is not None:
-            return _Spot(home)
+        able = (one for one in fitting.whole if one.id not in reserved and one.has_room(request))
+        if request.prefix_hashes and not request.attempt:
+            spot = self._keeper(request, list(able))
+        else:
+            home = freest(able)
+            spot = None if home is None else _Spot(home)
+        if spot is not None:
+            return spot
         for pool in fitting.spread:
             shards = pool.spreading.find(request, pool.homes(), reserved)
             if shards:
                 return _Spot(pool.decode[shards[0].worker_id], shards)
         return None
+
+    def _keeper(self, request: Request, able: list[DecodeInstance]) -> _Spot | None:
+        """The instance whose prefix cache saves most, or the freest where none saves much."""
+        best = home = freest(able)
+        if best is None or home is None:
+            return None
+        if request.choices > 1 or not request.resumable:  # nothing is kept for such
+            return _Spot(home)
+        kept = {one.id: self._kept_tokens(request, one) for one in able}
+        most = max(kept.values())
+        if most > kept[home.id]:
+            best = freest(one for one in able if kept[one.id] == most) or home
+            pool = self._cluster.pool_of(best)
+            saved_s = pool.rest_s(request, kept[home.id]) - pool.rest_s(request, most)
+            if saved_s < LEAST_SAVING * pool.rest_s(request, 0):
+                best = home
+        return _Spot(best, kept_tokens=kept[best.id])
+
+    def _kept_tokens(self, request: Request, one: DecodeInstance) -> int:
+        """Worth keeping: more than a prefill instance has, whose cache spares the way back."""
+        tokens = one.prefixes.tokens(request.prefix_hashes, request.prompt_tokens)
+        if tokens < MIN_KEPT_TOKENS or one.sequences >= one.card.max_batch:
+            return 0
+        if one.card.role == "mixed":
+            return tokens
+        hashes, length = request.prefix_hashes, request.prompt_tokens
+        prefills = self._cluster.pool_of(one).prefill.values()
+        others = max((other.prefixes.tokens(hashes, length) for other in prefills), default=0)
+        return tokens if tokens > others else 0
 
     def _place(self, request: Request, spot: _Spot) -> None:
         life, home = self._life, spot.home
@@ -95,8 +132,9 @@ class Placement:
         self._hold(request, spot)
         request.decode_id = home.id
         request.shards = spot.shards
+        request.kept_tokens = request.landed_tokens = spot.kept_tokens
         request.attempt += 1
-        if request.attempt > 1 or len(self._cluster.pools) > 1:
+        if request.attempt > 1 or spot.kept_tokens or len(self._cluster.pools) > 1:
             pool.predict(request)  # by the pool that it goes to: it may be another one now
         life.effects.append(
             Place(
@@ -111,8 +149,12 @@ class Placement:
         if home.card.role != "mixed":
             life.enqueue(request, pool.line)
         else:
+            kept = spot.kept_tokens
             whole = Chunk(
-                index=0, start_token=0, num_tokens=request.prompt_tokens, instance_ids=(home.id,)
+                index=0,
+                start_token=kept,
+                num_tokens=request.prompt_tokens - kept,
+                instance_ids=(home.id,),
             )
             self._send(request, (whole,), {})
 

@@ -144,4 +144,4 @@ def _is_spared(request: Request, instance: Instance) -> bool:
 
 def _never_computed(request: Request) -> bool:
     """Whether decode can't have all of the prompt's KV: no attempt was begun."""
-    return request.state is RequestState.QUEUED and not request.kept_tokens
+    return request.state is RequestState.QUEUED and not request.goes_on

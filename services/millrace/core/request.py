@@ -93,6 +93,7 @@ class Request:
     chunks_done: int = 0
     decode_id: str | None = None
     shards: tuple[Shard, ...] = ()  # where its KV is, the first at `decode_id`; none: all there
+    prefix_hashes: tuple[int, ...] = ()  # of the prompt's whole blocks (`prefix`); none: not shared
     resumable: bool = True  # an attempt may go on behind what earlier ones left at decode
     attempt: int = 0  # number of the last one that decode was told of
     attempts: int = 0  # sent to prefill, without those that left decode more than they found
@@ -108,6 +109,11 @@ class Request:
     deadline_s: float = math.inf  # of token one, by the same clock as `arrival_s`
     executed_s: float = 0.0  # predicted seconds of prefill that stretches already ended have done
     running_since_s: float | None = None  # since when a chunk of it has been computing
+
+    @property
+    def goes_on(self) -> bool:
+        """Whether decode keeps what earlier attempts left, and not what is in its prefix cache."""
+        return self.kept_tokens > 0 and self.attempt > 1
 
     @property
     def holders(self) -> tuple[str, ...]:

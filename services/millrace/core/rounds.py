@@ -8,7 +8,7 @@ instances, and orders a preemption or a resumption where something else than wha
 from __future__ import annotations
 
 from array import array
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import islice
 
 from millrace.core.batching import batch
@@ -19,7 +19,7 @@ from millrace.core.instances import Instance, PrefillInstance
 from millrace.core.lifecycle import Lifecycle
 from millrace.core.pages import pages_of_plan
 from millrace.core.placement import Placement
-from millrace.core.planning.plan import Plan
+from millrace.core.planning.plan import Plan, PlannedChunk
 from millrace.core.request import Chunk, Request, RequestState
 
 #: With preemption, so many requests at the head of the line may be passed by later ones.
@@ -39,6 +39,7 @@ class _Planned:
     chunks: tuple[Chunk, ...]
     pages: dict[str, int]
     plan: Plan
+    cached_tokens: int = 0  # of the first chunk, that its one instance has in its prefix cache
 
 
 class Rounds:
@@ -162,6 +163,7 @@ class Rounds:
                 and found.pages[instances[member].id] <= instances[member].free_pages
                 for member in members
             ):
+                found = self._from_cache(request, pool, queue_s, found.plan.ttft_s) or found
                 first = found.plan.chunks[0].members
                 return found if all(slots[member] for member in first) else None
             if attempt == 1:
@@ -174,6 +176,29 @@ class Rounds:
                     queue_s[index] = NO_ROOM_S
                     pool.lacks_pages = True
         return None
+
+    def _from_cache(
+        self, request: Request, pool: Pool, queue_s: array[float], ends_s: float
+    ) -> _Planned | None:
+        """One chunk at the instance that has the prompt's first tokens, if it ends before `ends_s`.
+
+        Only what is behind them is computed, as a chunk with that history: C of Eq. (1).
+        """
+        if not request.prefix_hashes or request.kept_tokens or not request.resumable:
+            return None
+        found = None
+        for index, one in enumerate(pool.prefill.values()):
+            cached = one.prefixes.tokens(request.prefix_hashes, request.prompt_tokens)
+            if not cached or queue_s[index] >= NO_ROOM_S:
+                continue
+            alone_s = pool.latency.chunk_s(request.prompt_tokens - cached, cached, 1)
+            if queue_s[index] + alone_s < ends_s:
+                chunk = PlannedChunk(request.prompt_tokens, (index,))
+                planned = _planned(request, pool, Plan((chunk,), queue_s[index] + alone_s))
+                if planned.pages[one.id] <= one.free_pages:
+                    ends_s = planned.plan.ttft_s
+                    found = replace(planned, cached_tokens=cached)
+        return found
 
     def _planned(
         self,
@@ -200,7 +225,8 @@ class Rounds:
         for chunk in chunks:
             members = tuple(pool.prefill[instance_id] for instance_id in chunk.instance_ids)
             tokens = chunk.num_tokens + sum(r.prompt_tokens for r in together)
-            modelled_s = pool.latency.chunk_s(tokens, chunk.start_token, len(members))
+            history = chunk.start_token + planned.cached_tokens
+            modelled_s = pool.latency.chunk_s(tokens - planned.cached_tokens, history, len(members))
             slowest = max(self._cluster.corrections.factor(m.id) for m in members)
             tasks.append(
                 Task(
@@ -237,7 +263,7 @@ class Rounds:
         Whole prompts on one instance only: a group's pass is laid out for one prompt.
         """
         budget, chunks = self._config.batch_tokens, planned.chunks
-        if head.prompt_tokens >= budget or head.kept_tokens:
+        if head.prompt_tokens >= budget or head.kept_tokens or planned.cached_tokens:
             return []
         if len(chunks) > 1 or len(chunks[0].instance_ids) > 1:
             return []

@@ -43,6 +43,8 @@ def joined(message: scheduler_pb2.Register) -> events.InstanceJoined:
         _require(name, value, value >= 1, "at least 1")
     if message.role in _DECODES:
         _require("max_batch", message.max_batch, message.max_batch >= 1, "at least 1")
+    in_pages = message.block_tokens % message.page_tokens == 0
+    _require("block_tokens", message.block_tokens, in_pages, "a multiple of page_tokens")
     return events.InstanceJoined(
         instance_id=message.incarnation.id,
         generation=message.incarnation.generation,
@@ -56,6 +58,7 @@ def joined(message: scheduler_pb2.Register) -> events.InstanceJoined:
         node=message.node,
         kv_layers=message.kv_layers,
         decode_step=_decode_step(message) if message.HasField("decode_step") else None,
+        block_tokens=message.block_tokens,
     )
 
 
@@ -132,6 +135,7 @@ def request(spec: common_pb2.RequestSpec, *, proxy_id: str, now_s: float) -> Req
             class_name=spec.slo.class_name or "default",
         ),
         arrival_s=now_s,
+        prefix_hashes=tuple(spec.prefix_hashes),
         resumable=spec.sampling.prompt_logprobs < 0,  # only one attempt sees all of the prompt
     )
 
@@ -191,8 +195,28 @@ def _says(event: type) -> Callable[[Any, str, int], events.Event]:
     return build
 
 
+def _load(
+    message: scheduler_pb2.Heartbeat, instance_id: str, generation: int
+) -> events.LoadReported:
+    cached = None
+    if message.HasField("cached"):
+        told = message.cached
+        cached = events.CachedBlocks(
+            whole=told.whole, added=tuple(told.added), removed=tuple(told.removed)
+        )
+    return events.LoadReported(
+        instance_id=instance_id,
+        generation=generation,
+        free_pages=message.free_pages,
+        running=message.running,
+        waiting=message.waiting,
+        tbt_s=message.tbt_s,
+        cached=cached,
+    )
+
+
 _FROM_WORKER: Mapping[str, Callable[[Any, str, int], events.Event]] = {
-    "heartbeat": _says(events.LoadReported),
+    "heartbeat": _load,
     "chunk_started": _says(events.ChunkStarted),
     "chunk_finished": _says(events.ChunkFinished),
     "chunk_suspended": _says(events.ChunkSuspended),
