@@ -24,6 +24,7 @@ from millrace.colocated.packing import IterationPacker, Plan, packing_config
 from millrace.colocated.predictor import Predictor
 from millrace.colocated.prompts import Prompts
 from millrace.core.config import Config
+from millrace.core.decode_step import DecodeStepTime
 from millrace.core.operators import OperatorModel
 from millrace.decode.answers import Answers
 from millrace.decode.book import RequestBook
@@ -34,7 +35,7 @@ from millrace.decode.token_streams import life_of
 from millrace.profiles import decode_step
 from millrace.transfer.memory import Memory
 from millrace.wire.pb import scheduler_pb2
-from millrace.worker.codec import Stopwatch
+from millrace.worker.codec import Stopwatch, decode_step_message
 from millrace.worker.host import Loaded, WorkerContext, WorkerOptions, open_for, serve_role
 from millrace.worker.latency import prefill_latency
 from millrace.worker.prefix import cached_blocks
@@ -82,10 +83,8 @@ class MixedRole:
     def fill_register(self, register: scheduler_pb2.Register) -> None:
         register.role = self.name
         register.max_batch = self._context.config.engine.max_batch
-        base_s, per_sequence_s, per_context_token_s = decode_step.of_profile(self._operators)
-        register.decode_step.base_s = base_s
-        register.decode_step.per_sequence_s = per_sequence_s
-        register.decode_step.per_context_token_s = per_context_token_s
+        step = DecodeStepTime.of(decode_step.of_profile(self._operators))
+        register.decode_step.CopyFrom(decode_step_message(step))
         register.block_tokens = self._admissions.prefix_cache.block_tokens
         self._admissions.prefix_cache.tell_all()
 
