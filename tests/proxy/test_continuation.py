@@ -10,6 +10,7 @@ import pytest
 from millrace.proxy import gateway as gateway_module
 from millrace.proxy.continuation import continuation
 from millrace.state.store import StoreError
+from millrace.wire.moves import PREEMPTED
 from millrace.wire.pb import common_pb2
 from support.gateway import MODEL, Script, gateway, until
 
@@ -244,6 +245,22 @@ async def test_instances_that_leave_in_turn_have_an_end(stack):
     response = await stack.http.post(COMPLETIONS, json={"model": MODEL, "prompt": "hi"})
     assert response.status_code == 500
     assert len(stack.fleet.specs) == gateway_module.MOST_MOVES + 1
+
+
+async def test_an_answer_may_make_way_as_often_as_it_takes(stack):
+    lives = gateway_module.MOST_MOVES + 4
+
+    def submitted(spec):
+        stack.fleet.place(spec)
+        if len(stack.fleet.specs) < lives:
+            stack.fleet.move(spec, PREEMPTED)
+        else:
+            stack.fleet.play_later(spec)
+
+    stack.fleet.script = Script(reply=TEXT, on_submit=submitted)
+    response = await stack.http.post(COMPLETIONS, json={"model": MODEL, "prompt": "hi"})
+    assert response.json()["choices"][0]["text"] == TEXT
+    assert len(stack.fleet.specs) == lives
 
 
 @pytest.mark.parametrize("code", ["unavailable", "overloaded"])

@@ -70,10 +70,10 @@ class Fleet(StubFleet):
         self.cancels.append(cancel)
         self.cancelled.set()
 
-    def move(self, spec: common_pb2.RequestSpec) -> None:
-        """Its decode instance leaves: the answer may go on elsewhere."""
+    def move(self, spec: common_pb2.RequestSpec, why: str = "") -> None:
+        """Its decode instance leaves, or has no room: the answer may go on elsewhere."""
         event = decode_pb2.TokenEvent(
-            request_id=spec.request_id, finish_reason="moved", stop_token_id=-1
+            request_id=spec.request_id, finish_reason="moved", error=why, stop_token_id=-1
         )
         self.emit(spec.proxy.id, [event])
 

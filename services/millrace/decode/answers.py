@@ -13,6 +13,7 @@ from millrace.decode.token_events import first_token_events, step_event
 from millrace.decode.token_streams import Life, TokenStreams
 from millrace.engine.decode_batch import TokenOut
 from millrace.engine.sampling_spec import finish_reason
+from millrace.wire.moves import PREEMPTED
 from millrace.wire.pb import decode_pb2, transfer_pb2
 from millrace.worker.host import WorkerContext
 from millrace.worker.link import request_failed
@@ -50,6 +51,9 @@ class Answers:
         for out in outs:
             request = self._book.live(out.request_id)
             if request is None:
+                continue
+            if out.finish_reason == "lost":
+                self.fail(request, out.error, "transfer")
                 continue
             if out.error:
                 request.is_sound = False
@@ -97,11 +101,19 @@ class Answers:
     def move(self, request: DecodeRequest) -> None:
         """Ends the request here, to go on elsewhere: its proxy knows the tokens that are out, and
         the scheduler tries again what has none."""
+        self._move(request, "")
+
+    def preempt(self, request: DecodeRequest) -> None:
+        """`move` for the sake of others: it may come back here, and be preempted anew."""
+        self._move(request, PREEMPTED)
+
+    def _move(self, request: DecodeRequest, error: str) -> None:
         if request.streams and not request.ended:
             request.finish_reason = "moved"
             event = decode_pb2.TokenEvent(
                 request_id=request.id,
                 finish_reason="moved",
+                error=error,
                 stop_token_id=-1,
                 spans=request.spans,
             )

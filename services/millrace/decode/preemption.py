@@ -4,8 +4,11 @@ With `scheduler.decode_reserve` grow a request is admitted with pages for its pr
 headroom, and gets more as it is generated. When there are none left, the request that goes last by
 `priority_of` gives up its place: its KV is copied to host memory, or where that is full the request
 moves and its KV is computed anew (vLLM's swap and recompute; Kwon et al., SOSP 2023, section 4.5).
-All choices of a request leave together, and a request gives way to those of higher priority alone,
-so that the first one always gets on. One that finds nobody to give way waits in its pages.
+A request gives way to those of higher priority alone, so that the first one always gets on. One
+that finds nobody to give way waits in its pages.
+
+Requests of several choices can't move, and spread ones are of several instances: both have all
+their pages from the beginning. The choices of one leave together, for host memory alone.
 
 Pages that come free go to those that run, then to who was preempted and who waits to be admitted,
 in order of priority: nobody passes one by who waits for more.
@@ -209,15 +212,19 @@ class Preemption:
         for victim in sorted(lower, key=self.priority, reverse=True):
             if coming >= pages:
                 break
-            coming += len(victim.pages)
-            self._preempt(victim)
+            pages_of_victim = len(victim.pages)
+            if self._preempt(victim):
+                coming += pages_of_victim
         return coming
 
     def _victims(self) -> Iterator[DecodeRequest]:
-        """Requests whose KV is here, whole, and can be elsewhere."""
+        """Requests whose KV is here, whole, and can be elsewhere: those of several choices could
+        not move."""
         for request in self._book:
-            stays = request.ended or request.is_spread or self._is_leaving(request)
-            if request.joined and not stays:
+            if request.ended or request.is_spread or self._is_leaving(request):
+                continue
+            may_leave = request.sampling.n == 1 or len(request.pages) <= self._swapper.free_pages
+            if request.joined and may_leave:
                 yield request
 
     def _is_leaving(self, request: DecodeRequest) -> bool:
@@ -225,16 +232,20 @@ class Preemption:
         preempted = self._away.get(request.id)
         return preempted is not None and preempted.place is not Place.PAGES
 
-    def _preempt(self, request: DecodeRequest) -> None:
+    def _preempt(self, request: DecodeRequest) -> bool:
+        """False: it can't leave after all, and goes on where it is."""
         preempted = self._pause(request)
         if self._swapper.begin_out(preempted):
             self._metrics.preempted.labels("swap").inc()
-            return
+            return True
+        if request.sampling.n > 1:
+            return False
         del self._away[request.id]
         if request.away_since_s is not None:
             self._note(request, request.away_since_s, "recompute")
         self._metrics.preempted.labels("recompute").inc()
         self._move(request)
+        return True
 
     def _pause(self, request: DecodeRequest) -> Preempted:
         """Takes a request out of the batch, or out of the line for it, with its pages."""
@@ -243,7 +254,8 @@ class Preemption:
             sequences = self._batch.pause(request.id)
             if not sequences:
                 self._book.joining.remove(request)
-            preempted = Preempted(request, sequences, self._pages.page_tokens)
+            grows = self._pages.grows(request.spec)
+            preempted = Preempted(request, sequences, self._pages.page_tokens, grows)
             self._away[request.id] = preempted
             request.away_since_s = request.clock.now_s()
         return preempted

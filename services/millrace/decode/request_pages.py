@@ -39,14 +39,21 @@ class RequestPages:
                 f"{whole} KV pages may be wanted in all, the pool has {self._pool.num_pages}"
             )
 
+    def grows(self, spec: common_pb2.RequestSpec) -> bool:
+        """Whether a request is admitted with less than it may come to.
+
+        One of several choices is not: it could not move, were it in the way of others.
+        """
+        return self.may_grow and spec.sampling.n == 1
+
     def wanted(self, spec: common_pb2.RequestSpec) -> int:
         """Pages that `reserve` takes."""
         most = spec.sampling.max_tokens
-        return self._needed(spec, min(most, self._headroom_tokens) if self.may_grow else most)
+        return self._needed(spec, min(most, self._headroom_tokens) if self.grows(spec) else most)
 
     def reserve(self, spec: common_pb2.RequestSpec, cached: Sequence[int]) -> HeldPages:
-        """Pages for a new request: of its whole life, or with `scheduler.decode_reserve` grow of
-        its prompt and the headroom. The prompt's first are `cached`, already held.
+        """Pages for a new request: of its whole life, or if it `grows` of its prompt and the
+        headroom. The prompt's first are `cached`, already held.
 
         Raises CapacityError, and takes none: `cached` are held no more.
         """

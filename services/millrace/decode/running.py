@@ -58,7 +58,7 @@ class Running:
             swapper=self._swapper,
             waiting=admissions,
             metrics=metrics,
-            move=answers.move,
+            move=answers.preempt,
         )
 
     def step(self) -> list[TokenOut]:

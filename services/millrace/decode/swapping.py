@@ -34,6 +34,7 @@ class Preempted:
     request: DecodeRequest
     sequences: list[PausedSequence]  # none: it had yet to join
     page_tokens: int
+    grows: bool
     place: Place = Place.PAGES
     slots: list[int] = field(default_factory=list)  # in host memory; one a page that holds KV
     was_swapped: bool = False
@@ -47,29 +48,39 @@ class Preempted:
         return self.request.prompt_tokens // self.page_tokens
 
     def kv_pages(self) -> dict[int, int]:
-        """Pages of its own that each choice's KV is in, beside the shared ones."""
-        if not self.sequences:  # the others' copies of the prompt's last page are yet to be made
-            return {0: -(-self.request.prompt_tokens // self.page_tokens) - self.shared_pages}
+        """Pages of its own that each choice's KV is in, beside the shared ones.
+
+        Of a request that had yet to join these are choice 0's: the others' copies of the prompt's
+        last page are yet to be made.
+        """
         return self._own_pages(0)
 
     def lacking(self) -> dict[int, int]:
-        """Pages that choices want beside those they hold, to be fed one token."""
+        """`wanted_pages`, beside those that it holds."""
         held = self.request.pages.own
         wanted = {c: n - len(held.get(c, ())) for c, n in self.wanted_pages().items()}
         return {choice: count for choice, count in wanted.items() if count > 0}
 
     def wanted_pages(self) -> dict[int, int]:
-        """Pages of its own that each choice needs to be fed one token."""
-        if self.sequences:
+        """Pages of its own that each choice needs: to be fed one token, or all that it may come to.
+
+        All where the request does not grow.
+        """
+        if self.grows:
             return self._own_pages(1)
-        count = -(-(self.request.prompt_tokens + 1) // self.page_tokens) - self.shared_pages
-        return dict.fromkeys(range(self.request.sampling.n), count)
+        whole = self.request.prompt_tokens + self.request.sampling.max_tokens
+        count = -(-whole // self.page_tokens) - self.shared_pages
+        choices = [p.sequence.choice for p in self.sequences] or range(self.request.sampling.n)
+        return dict.fromkeys(choices, count)
 
     def _own_pages(self, more_tokens: int) -> dict[int, int]:
+        if not self.sequences:
+            tokens = {0: self.request.prompt_tokens}
+        else:
+            tokens = {paused.sequence.choice: paused.kv_tokens for paused in self.sequences}
         return {
-            paused.sequence.choice: -(-(paused.kv_tokens + more_tokens) // self.page_tokens)
-            - self.shared_pages
-            for paused in self.sequences
+            choice: -(-(count + more_tokens) // self.page_tokens) - self.shared_pages
+            for choice, count in tokens.items()
         }
 
     def move_in(self) -> None:
@@ -109,6 +120,11 @@ class Swapper:
         self._vacate = vacate
         self._wake = wake
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="decode-swap")
+
+    @property
+    def free_pages(self) -> int:
+        """Of host memory."""
+        return self._swap.free_pages
 
     def begin_out(self, preempted: Preempted) -> bool:
         """Begins to copy its KV to the host; the pages come free at the end. False: no room."""

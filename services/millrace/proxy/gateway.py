@@ -18,6 +18,7 @@ from millrace.proxy.records import Records
 from millrace.proxy.scheduler_link import SchedulerLink
 from millrace.proxy.token_links import TokenLinks
 from millrace.state.store import RequestStore
+from millrace.wire.moves import PREEMPTED
 from millrace.wire.pb import decode_pb2, scheduler_pb2
 
 log = logging.getLogger(__name__)
@@ -29,6 +30,7 @@ ORPHAN_SILENCE_S = 30.0
 #: to be what ends them.
 MOST_LOSSES = 3
 #: And so often in all: where it finds a place while a pool is replaced, it may have to leave again.
+#: But for want of memory as often as may be: each life brings a token at least.
 MOST_MOVES = 16
 
 _LOST = "The instance that generated this answer was lost."
@@ -272,7 +274,10 @@ class Gateway:
         """An instance says that it will not finish the answer."""
         if event.finish_reason == "moved":
             generation.note(event)
-            self._move(generation, ApiError(500, _LOST, code="failed"), "moved")
+            preempted = event.error == PREEMPTED
+            generation.preemptions += preempted
+            reason = PREEMPTED if preempted else "moved"
+            self._move(generation, ApiError(500, _LOST, code="failed"), reason)
         else:
             message = event.error or "The request was cancelled by the server."
             self._fail(generation, ApiError(500, message, code="failed"), cancel=True)
@@ -310,7 +315,8 @@ class Gateway:
     def _move(self, generation: Generation, error: ApiError, reason: str) -> None:
         """Has what is left generated elsewhere; ends with `error` what can't be."""
         before = generation.spec.request_id
-        if not generation.may_move or generation.moves >= MOST_MOVES:
+        moves = generation.moves - generation.preemptions
+        if not generation.may_move or moves >= MOST_MOVES:
             self._fail(generation, error, cancel=True)
             return
         self._scheduler.cancel(before, "it goes on elsewhere")

@@ -81,6 +81,7 @@ class Generation:
         "parked_since",
         "placed_at",
         "predicted_ttft_s",
+        "preemptions",
         "prompt_ids",
         "prompt_tokens",
         "request_id",
@@ -126,9 +127,11 @@ class Generation:
         #: Tokens of this life. Only a single choice can go on elsewhere: the others of several
         #: would have prompts of their own.
         self._tokens: array[int] | None = array("i") if len(choices) == 1 else None
-        #: How often it went on elsewhere, and how often because an instance was lost.
+        #: How often it went on elsewhere; of these, how often because an instance was lost, and for
+        #: want of memory.
         self.moves = 0
         self.losses = 0
+        self.preemptions = 0
         #: Since when no token has come for it has no place; None: it has one that gave some.
         self._moved_at: float | None = None
         #: It streamed when the scheduler was lost, which has given it up.
