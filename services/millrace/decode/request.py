@@ -111,4 +111,5 @@ class DecodeRequest:
                 first_token_id=self.first_token_ids[choice],
                 spec=self.sampling,
                 prompt_ids=self.prompt_ids,
+                shards=self.shards,
             )

@@ -24,6 +24,7 @@ from millrace.engine.model_runner import ModelRunner
 from millrace.engine.remote_attention import Remote, reach_of
 from millrace.transfer.kvp_exchange import KvpExchange
 from millrace.transfer.memory import Memory
+from millrace.wire.kvp_peer import GrpcKvpPeer
 from millrace.wire.pb import common_pb2, scheduler_pb2
 from millrace.worker.host import WorkerContext
 from millrace.worker.shard_host import exchange_shape
@@ -133,28 +134,45 @@ class SpreadRequests:
     # -- one shard
 
     async def _keep(self, spread: _Spread, index: int, shard: scheduler_pb2.KvShard) -> None:
-        """Until it is lost, or cancelled."""
+        """Until cancelled; lost or not, the holder stays attached for passes that are under way."""
         life = shard.holder.incarnation
         holder = Incarnation(life.id, life.generation)
         try:
             async with self._holders.attached(holder, shard.holder.address) as peer:
-                ask = self._ask(spread.request, holder, shard)
-                held = await peer.hold(ask, timeout_s=self._timeout_s)
-                try:
-                    await held.landed()
-                    landed = RemoteShard(
-                        holder=str(holder),
-                        shard=held.number,
-                        start_token=shard.start_token,
-                        end_token=shard.end_token,
-                    )
-                    self._landed(spread, index, landed)
-                    why = await held.lost()
-                finally:
-                    held.close()
+                why = await self._hold(spread, index, holder, peer, shard)
+                self._lose(spread, f"a shard at {holder.id} is lost: {why}")
+                await asyncio.get_running_loop().create_future()
         except TransferError as error:
-            why = str(error)
-        self._lose(spread, f"a shard at {holder.id} is lost: {why}")
+            self._lose(spread, f"no shard at {holder.id}: {error}")
+
+    async def _hold(
+        self,
+        spread: _Spread,
+        index: int,
+        holder: Incarnation,
+        peer: GrpcKvpPeer,
+        shard: scheduler_pb2.KvShard,
+    ) -> str:
+        """Holds the shard until it is lost; says why."""
+        try:
+            ask = self._ask(spread.request, holder, shard)
+            held = await peer.hold(ask, timeout_s=self._timeout_s)
+        except TransferError as error:
+            return str(error)
+        try:
+            await held.landed()
+            landed = RemoteShard(
+                holder=str(holder),
+                shard=held.number,
+                start_token=shard.start_token,
+                end_token=shard.end_token,
+            )
+            self._landed(spread, index, landed)
+            return await held.lost()
+        except TransferError as error:
+            return str(error)
+        finally:
+            held.close()
 
     def _ask(
         self, request: DecodeRequest, holder: Incarnation, shard: scheduler_pb2.KvShard

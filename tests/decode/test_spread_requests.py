@@ -1,0 +1,199 @@
+"""A request whose KV is spread over its home and holders: role against role, a test schedules.
+
+Tokens are the model's, and whatever ends a request, a holder or the home: nothing is left.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Sequence
+from contextlib import asynccontextmanager
+from typing import Any
+
+import pytest_asyncio
+
+from millrace.decode.loop import DecodeRole
+from millrace.kvp.role import KvpRole
+from millrace.prefill.loop import PrefillRole
+from millrace.transfer.memory_transport import MemoryHub
+from millrace.wire.pb import scheduler_pb2
+from millrace.worker.host import WorkerContext
+from support.decode_pair import BrokenStore, Pair
+from support.live_stack import eventually
+from support.tiny_models import oracle, prompt
+from support.worker_roles import LiveRole, config, live_roles, remember, run_prefill, spec
+
+SETTINGS = config(max_batch=4, max_chunk_tokens=64)
+PAGE = SETTINGS.engine.page_tokens
+
+
+def kvp_role(context: WorkerContext) -> KvpRole:
+    return KvpRole(context, context.engine)
+
+
+class Spread:
+    """A pair, and those that may hold shards for its decode instance."""
+
+    def __init__(self, pair: Pair, holders: Sequence[LiveRole]) -> None:
+        self.pair = pair
+        self.holders = holders
+
+    @property
+    def used_pages(self) -> list[int]:
+        """Of each holder, but for what it takes for itself."""
+        return [
+            len([p for p in range(h.engine.pool.num_pages) if h.engine.pool.references(p)])
+            - (len(h.role._admissions.spread.spill_pages) if h.role.name == "decode" else 0)
+            for h in self.holders
+        ]
+
+    def shards(self, *ends: int) -> list[scheduler_pb2.KvShard]:
+        """The home's up to the first end, each holder's up to the next."""
+        starts = (0, *ends)
+        members = [self.pair.decode.member, *(holder.member for holder in self.holders)]
+        return [
+            scheduler_pb2.KvShard(holder=member, start_token=start, end_token=end)
+            for member, start, end in zip(members, starts, ends, strict=False)
+        ]
+
+    async def admit(self, request_id: str, tokens: int, *ends: int, **sampling: Any) -> Any:
+        request = spec(request_id, tokens, **sampling)
+        await remember(self.pair.store, request, prompt(tokens))
+        admit = scheduler_pb2.AdmitDecode(request=request, attempt=1, shards=self.shards(*ends))
+        self.pair.decode.role.on_command(scheduler_pb2.WorkerCommand(admit_decode=admit))
+        return request
+
+    async def ask(self, request_id: str, tokens: int, *ends: int, **sampling: Any) -> None:
+        request = await self.admit(request_id, tokens, *ends, **sampling)
+        command = run_prefill(request, self.pair.decode.member)
+        command.run_prefill.attempt = 1
+        command.run_prefill.shards.extend(self.shards(*ends))
+        self.pair.prefill.role.on_command(command)
+
+    async def answered(self, request_id: str, tokens: int, new: int) -> None:
+        """It ends as long as it was to be, with the model's own tokens."""
+        await self.pair.decode.said("request_finished", request_id)
+        await eventually(lambda: (request_id, 0) in self.pair.ends)
+        assert self.pair.tokens[request_id, 0] == oracle("llama").greedy(prompt(tokens), new)
+
+    async def all_freed(self, request_id: str) -> None:
+        for holder in self.holders:
+            await holder.said("request_released", request_id)
+        assert self.used_pages == [0] * len(self.holders)
+
+
+@asynccontextmanager
+async def spread(*builds: Any) -> AsyncIterator[Spread]:
+    store, hub = BrokenStore(SETTINGS.store), MemoryHub()
+    prefill = LiveRole(PrefillRole, SETTINGS, name="prefill-0", hub=hub, store=store)
+    decode = LiveRole(DecodeRole, SETTINGS, name="decode-0", hub=hub, store=store)
+    holders = [
+        LiveRole(build, SETTINGS, name=f"holder-{i}", hub=hub, store=store)
+        for i, build in enumerate(builds)
+    ]
+    async with live_roles(prefill, decode, *holders):
+        pair = Pair(store, prefill, decode)
+        reader = asyncio.create_task(pair.read_tokens())
+        yield Spread(pair, holders)
+        reader.cancel()
+        await asyncio.gather(reader, return_exceptions=True)
+
+
+@pytest_asyncio.fixture
+async def scene() -> AsyncIterator[Spread]:
+    async with spread(kvp_role, kvp_role) as made:
+        yield made
+
+
+async def test_tokens_are_the_models_over_a_home_and_two_kvp_workers(scene: Spread) -> None:
+    tokens, new = 5 * PAGE + 3, 2 * PAGE
+    await scene.ask("r", tokens, 2 * PAGE, 4 * PAGE, tokens + new, max_tokens=new)
+    await scene.answered("r", tokens, new)
+    await scene.all_freed("r")
+
+
+async def test_shards_behind_the_prompt_take_what_is_generated(scene: Spread) -> None:
+    tokens, new = PAGE + 5, 3 * PAGE
+    await scene.ask("r", tokens, 2 * PAGE, 3 * PAGE, tokens + new, max_tokens=new)
+    await scene.answered("r", tokens, new)
+    await scene.all_freed("r")
+
+
+async def test_whole_and_spread_requests_share_steps(scene: Spread) -> None:
+    await scene.pair.ask("whole", 21, max_tokens=40)
+    await scene.ask("one", 70, 2 * PAGE, 4 * PAGE, 8 * PAGE, max_tokens=24)
+    await scene.ask("two", 50, PAGE, 2 * PAGE, 6 * PAGE, max_tokens=30)
+    await scene.answered("one", 70, 24)
+    await scene.answered("two", 50, 30)
+    await scene.answered("whole", 21, 40)
+    await scene.all_freed("one")
+    await scene.all_freed("two")
+
+
+async def test_decode_instances_hold_shards_for_each_other() -> None:
+    async with spread(DecodeRole, kvp_role) as scene:
+        await scene.ask("r", 70, 2 * PAGE, 4 * PAGE, 8 * PAGE, max_tokens=24)
+        await scene.answered("r", 70, 24)
+        await scene.all_freed("r")
+
+
+async def test_a_holder_without_room_fails_the_request_before_it_begins(scene: Spread) -> None:
+    holder = scene.holders[1]
+    taken = holder.engine.pool.allocate(holder.engine.pool.free_pages)
+    await scene.admit("r", 70, 2 * PAGE, 4 * PAGE, 8 * PAGE)
+    failed = await scene.pair.decode.said("request_failed", "r")
+    assert failed.retryable
+    assert "holder-1" in failed.message and "KV pages wanted, 0 are free" in failed.message
+    await scene.pair.decode.said("request_released", "r")
+    await scene.holders[0].said("request_released", "r")
+    holder.engine.pool.free(taken)
+    assert scene.used_pages == [0, 0]
+
+
+async def test_a_cancelled_request_is_let_go_of_by_all(scene: Spread) -> None:
+    await scene.admit("waits", 70, 2 * PAGE, 4 * PAGE, 8 * PAGE)
+    await eventually(lambda: all(scene.used_pages))
+    scene.pair.decode.cancel("waits")
+    await scene.all_freed("waits")
+    await scene.ask("runs", 70, 2 * PAGE, 4 * PAGE, 30 * PAGE, max_tokens=400)
+    await scene.pair.decode.said("decode_started", "runs")
+    scene.pair.decode.cancel("runs")
+    await scene.all_freed("runs")
+
+
+async def test_an_answer_whose_holder_goes_moves(scene: Spread) -> None:
+    await scene.ask("r", 70, 2 * PAGE, 4 * PAGE, 30 * PAGE, max_tokens=400)
+    await scene.pair.ask("whole", 21, max_tokens=40)
+    await scene.pair.decode.said("decode_started", "r")
+    drain = scheduler_pb2.WorkerCommand(drain=scheduler_pb2.Drain())
+    scene.holders[0].role.on_command(drain)
+    finished = await scene.pair.decode.said("request_finished", "r")
+    assert finished.reason == "moved"
+    got = scene.pair.tokens["r", 0]
+    assert got == oracle("llama").greedy(prompt(70), len(got))
+    await scene.answered("whole", 21, 40)
+    await scene.all_freed("r")
+
+
+async def test_a_holder_that_vanishes_costs_its_requests_alone() -> None:
+    async with spread(kvp_role, kvp_role) as scene:
+        await scene.ask("r", 70, 2 * PAGE, 4 * PAGE, 30 * PAGE, max_tokens=400)
+        await scene.pair.ask("whole", 21, max_tokens=40)
+        await scene.pair.decode.said("decode_started", "r")
+        await scene.holders[0].server.stop(grace=None)
+        finished = await scene.pair.decode.said("request_finished", "r")
+        assert finished.reason == "moved"
+        await scene.answered("whole", 21, 40)
+        await scene.all_freed("r")
+
+
+async def test_the_scheduler_hears_when_a_cancelled_shard_is_free(scene: Spread) -> None:
+    holder = scene.holders[0]
+    holder.cancel("unknown")
+    await holder.said("request_released", "unknown")
+    await scene.admit("r", 70, 2 * PAGE, 4 * PAGE, 8 * PAGE)
+    await eventually(lambda: all(scene.used_pages))
+    holder.cancel("r")
+    failed = await scene.pair.decode.said("request_failed", "r")
+    assert failed.retryable and "the scheduler has cancelled it" in failed.message
+    await scene.all_freed("r")
