@@ -82,6 +82,15 @@ def test_a_holder_that_dies_in_the_middle_of_a_pass(scene, layers):
     assert scene.made.home.exchange.holders()["holder-1"] == ""
 
 
+def test_those_that_are_left_need_no_holder(scene):
+    """What a step has lost is nothing to the next one, whoever has the slot by then."""
+    scene.batch.remove("1")
+    at_layer(scene.made.holders[0], 4, scene.made.holders[0].transport.close)
+    found = scene.run()
+    assert found["0"] == [scene.expected[0][1], -1]
+    assert found["2"] == scene.expected[2][1:]
+
+
 def test_a_holder_that_does_not_answer_in_time_and_its_late_partial(scene):
     """What comes late is of a pass that is over: it changes nothing, nor does it find its place."""
     made, holder, go_on = scene.made, scene.made.holders[0], threading.Event()

@@ -208,9 +208,9 @@ class DecodeBatch:
         """What the next pass is fed, of all sequences; views that change when it is `take`n."""
         arrays = (self._token_ids, self._positions, self._kv_lens)
         token_ids, positions, kv_lens = (torch.from_numpy(array[: self.size]) for array in arrays)
+        self._lost = {}
         if not self._spread:
             return DecodeRows(token_ids=token_ids, positions=positions, kv_lens=kv_lens)
-        self._lost = {}
         past = torch.nonzero(positions >= kv_lens).flatten().tolist()
         return DecodeRows(
             token_ids=token_ids,

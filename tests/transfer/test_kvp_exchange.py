@@ -1,0 +1,240 @@
+"""The exchange and the desk by their bytes: who may write where, and what is dropped."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+
+import numpy as np
+import pytest
+
+from millrace.core.errors import CapacityError, IntegrityError, TransferError
+from millrace.core.kvp_rows import ExchangeShape, Request
+from millrace.transfer.kvp_desk import KvpDesk
+from millrace.transfer.kvp_exchange import KvpExchange
+from millrace.transfer.kvp_messages import KvpKind, KvpMessage, missing_body
+from millrace.transfer.memory import Memory
+from millrace.transfer.memory_transport import MemoryHub, MemoryTransport
+
+SHAPE = ExchangeShape(num_q_heads=2, num_kv_heads=1, head_dim=4, element_bytes=4, max_rows=4)
+LEASE_S = 0.2
+
+
+class Echo:
+    """Computes nothing: the first bytes of a request come back as the first of the reply."""
+
+    def __init__(self, memory: np.ndarray) -> None:
+        self.memory = memory
+        self.seen: list[tuple[int, int, int]] = []
+        self.at: dict[int, tuple[int, int]] = {}
+        self.missing: tuple[int, ...] = ()
+
+    def open(self, shard, pages, start_token, end_token) -> None:
+        """Nothing is kept."""
+
+    def landed(self, shard, end_token) -> None:
+        """Nor here."""
+
+    def close(self, shard) -> None:
+        """Nor here."""
+
+    def begin(self, slot, piece, at, entries) -> None:
+        self.at[slot] = at
+
+    def layer(self, slot, piece, layer):
+        self.seen.append((slot, piece, layer))
+        if layer == 99:
+            raise ValueError("there is no layer 99")
+        source, target = self.at[slot]
+        source += SHAPE.queries_at
+        self.memory[target : target + 4] = self.memory[source : source + 4]
+        return self.missing
+
+    def forget(self, slot) -> None:
+        self.at.pop(slot, None)
+
+
+class Ends:
+    """An owner and a holder."""
+
+    def __init__(self, places: int = 2) -> None:
+        hub = MemoryHub()
+        self.owner, self.holder = MemoryTransport("owner", hub), MemoryTransport("holder", hub)
+        self.sent = np.zeros(KvpExchange.memory_bytes(SHAPE, places), dtype=np.uint8)
+        inbox = np.zeros(KvpDesk.memory_bytes(SHAPE, places), dtype=np.uint8)
+        self.lost: list[tuple[str, str]] = []
+        self.exchange = KvpExchange(
+            self.owner,
+            Memory.of_array(self.sent),
+            SHAPE,
+            holders=places,
+            timeout_s=0.5,
+            lease_s=LEASE_S,
+            on_lost=lambda holder, why: self.lost.append((holder, why)),
+        )
+        self.echo = Echo(inbox)
+        self.desk = KvpDesk(
+            self.holder,
+            Memory.of_array(inbox),
+            SHAPE,
+            self.echo,
+            owners=places,
+            lease_s=LEASE_S,
+        )
+
+    def attach(self) -> int:
+        offer = self.exchange.offer()
+
+        async def both() -> int:
+            seat = await self.desk.attach(
+                metadata=self.owner.metadata(), region=offer.region, offset=offer.offset
+            )
+            await self.exchange.attach(
+                "h",
+                offer,
+                metadata=self.holder.metadata(),
+                slot=seat.slot,
+                region=seat.region,
+                offset=seat.offset,
+            )
+            return seat.slot
+
+        return asyncio.run(both())
+
+    def ask(self, layer: int, word: int, *, entries: int = 0):
+        request, reply = self.exchange.at("h")
+        at = request + SHAPE.queries_at
+        self.sent[at : at + 4] = word
+        self.exchange.post("h", Request(0, layer, 1, 0, entries))
+        return self.exchange.wait(), int(self.sent[reply])
+
+    def settle(self) -> None:
+        """Until both sides have said goodbye."""
+        deadline_s = time.monotonic() + 5
+        while time.monotonic() < deadline_s:
+            try:
+                self.exchange.check_integrity(idle=True)
+                self.desk.check_integrity(idle=True)
+                return
+            except IntegrityError:
+                time.sleep(0.01)
+        raise AssertionError("a place is still lent")
+
+
+@pytest.fixture
+def ends():
+    made = Ends()
+    yield made
+    made.desk.close()
+    made.owner.close()
+    made.holder.close()
+
+
+@pytest.mark.parametrize(
+    "message",
+    [
+        KvpMessage(KvpKind.LAYER, 3, 2**40, 5, 31, 7, 2, 1),
+        KvpMessage(KvpKind.PARTIAL, 3, 9, body=missing_body((0, 5))),
+        KvpMessage(KvpKind.FAILED, 1, body=b"schade"),
+    ],
+)
+def test_messages_come_as_they_went(message):
+    assert KvpMessage.decode(message.encode()) == message
+
+
+@pytest.mark.parametrize("payload", [b"", b"\x05\x01", KvpMessage(KvpKind.BYE, 1).encode()[:9]])
+def test_what_is_no_message_is_refused(payload):
+    with pytest.raises(TransferError, match="not a notification of an exchange"):
+        KvpMessage.decode(payload)
+
+
+def test_each_layer_has_its_answer(ends):
+    ends.attach()
+    ends.exchange.begin()
+    for layer in range(3):
+        reply, word = ends.ask(layer, 40 + layer, entries=int(not layer))
+        assert (reply.holder, reply.missing, reply.lost, word) == ("h", (), "", 40 + layer)
+    assert ends.exchange.wait() is None
+    ends.echo.missing = (0,)
+    assert ends.ask(3, 1)[0].missing == (0,)
+
+
+def test_a_request_that_can_t_be_served_loses_the_holder(ends):
+    ends.attach()
+    ends.exchange.begin()
+    ends.ask(0, 1, entries=1)
+    reply, _ = ends.ask(99, 1)
+    assert reply.lost == "there is no layer 99"
+    assert ends.lost == [("h", "there is no layer 99")]
+    assert ends.ask(1, 1)[0].lost == "there is no layer 99"
+
+
+def test_answers_to_what_is_not_waited_for_are_dropped(ends):
+    slot = ends.attach()
+    ends.exchange.begin()
+    ends.exchange.begin()
+    late = KvpMessage(KvpKind.PARTIAL, slot, 1, 0, 0)
+    ends.holder.notify("owner", late.encode()).result(5)
+    of_another = KvpMessage(KvpKind.FAILED, slot + 1, 2, 0, 0)
+    ends.holder.notify("owner", of_another.encode()).result(5)
+    reply, word = ends.ask(0, 7, entries=1)
+    assert (reply.lost, word) == ("", 7)
+
+
+def test_a_place_is_lent_again_once_its_peer_has_said_goodbye(ends):
+    slots = []
+    for _ in range(5):
+        slots.append(ends.attach())
+        ends.exchange.detach("h")
+        ends.settle()
+    assert len(set(slots)) == 5
+
+
+def test_a_place_waits_for_a_peer_that_may_still_write(ends):
+    """Nobody serves the desk's notifications: the owner's two places stay taken."""
+    ends.attach()
+    ends.holder._handlers.clear()
+    ends.exchange.detach("h")
+    ends.attach()
+    ends.exchange.detach("h")
+    with pytest.raises(CapacityError, match="2 by peers that may still write"):
+        ends.exchange.offer()
+    ends.holder.close()  # its process has ended; what was on its way lands within the grace
+    time.sleep(0.05)
+    with pytest.raises(CapacityError):
+        ends.exchange.offer()
+    time.sleep(1.1)
+    ends.exchange.withdraw(ends.exchange.offer())
+
+
+def test_the_holder_may_end_the_exchange(ends):
+    slot = ends.attach()
+    ends.exchange.begin()
+    ends.desk.detach(slot)
+    deadline_s = time.monotonic() + 5
+    while not ends.exchange.holders()["h"] and time.monotonic() < deadline_s:
+        time.sleep(0.01)
+    reply, _ = ends.ask(0, 1, entries=1)
+    assert reply.lost == "h ended the exchange"
+    ends.exchange.detach("h")
+    ends.settle()
+
+
+def test_misuse_is_refused(ends):
+    with pytest.raises(TransferError, match="not attached"):
+        ends.exchange.post("h", Request(0, 0, 1, 0))
+    ends.attach()
+    offer = ends.exchange.offer()
+    with pytest.raises(TransferError, match="has h already"):
+        asyncio.run(
+            ends.exchange.attach(
+                "h", offer, metadata=ends.holder.metadata(), slot=9, region=0, offset=0
+            )
+        )
+    ends.exchange.begin()
+    ends.exchange.post("h", Request(0, 0, 1, 0, 1))
+    with pytest.raises(TransferError, match="has not answered"):
+        ends.exchange.post("h", Request(0, 1, 1, 0))
+    small = np.zeros(8, dtype=np.uint8)
+    with pytest.raises(ValueError, match="can't hold an exchange"):
+        KvpExchange(ends.owner, Memory.of_array(small), SHAPE, holders=1, timeout_s=1, lease_s=1)
