@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -11,6 +11,10 @@ from torch import Tensor
 from millrace.core.kvp_rows import RemoteShard
 from millrace.engine.ring_attention import RingTask
 from millrace.engine.step_tables import Pages
+
+
+def _nothing(layer: int) -> None:
+    """All layers of a model that is not staged are told of by its boundaries."""
 
 
 @dataclass(slots=True, kw_only=True, eq=False)
@@ -25,6 +29,10 @@ class PrefillTask:
 
     With ``shards`` the K/V from the first of them on lies at holders, and ``pages`` hold what is
     before it. ``lost`` says afterwards why a shard was: then logits and hidden are wrong.
+
+    Of a staged model ``name`` is what `PipelineRunner.order` calls it, and ``on_layer`` is told, on
+    another thread, when the KV of a later stage's layer (counted over the whole model) is in its
+    pages.
     """
 
     token_ids: Tensor
@@ -34,6 +42,8 @@ class PrefillTask:
     want_prompt_logprobs: bool = False
     shards: Sequence[RemoteShard] = ()
     lost: str = ""
+    name: str = ""
+    on_layer: Callable[[int], None] = _nothing
     logits: Tensor | None = None
     hidden: Tensor | None = None
 

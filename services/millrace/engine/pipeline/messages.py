@@ -1,0 +1,156 @@
+"""What the first stage tells the others, and what they answer, over a pipe to each.
+
+Rows go from stage to stage by another way (`Rows`); a pass is named by its number in both.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from millrace.core.kv_layout import KvLayout
+from millrace.core.kvp_rows import RemoteRows
+from millrace.engine.mixed_pass import RaggedTables
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Load:
+    """Read your layers of a model; arguments as of `load_model`."""
+
+    folder: str
+    dtype: str
+    load_format: str
+    seed: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Open:
+    """Make a pool over your layers of the instance's. Its memory follows, as a file descriptor."""
+
+    layout: KvLayout  # of all layers
+    attention_backend: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Pass:
+    """Rows of this number will be handed on to you. `name`: what `Ranks` calls it.
+
+    Fields as of `RaggedTables`, `is_cut` and `kv_only` as of `StagePasses.run`. `tells`: each of
+    its layers is to be answered with `LayerDone`.
+    """
+
+    number: int
+    name: str
+    positions: npt.NDArray[np.int64]
+    slots: npt.NDArray[np.int64]
+    indptr: npt.NDArray[np.int32]
+    kv_lens: npt.NDArray[np.int32]
+    page_table: npt.NDArray[np.int32]
+    rows: npt.NDArray[np.int64]
+    wanted_indptr: npt.NDArray[np.int32]
+    remote: tuple[RemoteRows, ...]
+    is_cut: bool
+    kv_only: bool
+    tells: bool
+
+    @classmethod
+    def of(
+        cls,
+        number: int,
+        name: str,
+        tables: RaggedTables,
+        *,
+        is_cut: bool,
+        kv_only: bool,
+        tells: bool,
+    ) -> Pass:
+        return cls(
+            number=number,
+            name=name,
+            positions=tables.positions.numpy(),
+            slots=tables.slots.numpy(),
+            indptr=tables.indptr.numpy(),
+            kv_lens=tables.kv_lens.numpy(),
+            page_table=tables.page_table.numpy(),
+            rows=tables.rows.numpy(),
+            wanted_indptr=tables.wanted_indptr.numpy(),
+            remote=tuple(tables.remote),
+            is_cut=is_cut,
+            kv_only=kv_only,
+            tells=tells,
+        )
+
+    @property
+    def num_rows(self) -> int:
+        return len(self.positions)
+
+    def tables(self) -> RaggedTables:
+        """Without token ids, which only the first stage needs."""
+        return RaggedTables(
+            token_ids=torch.empty(len(self.positions), dtype=torch.int64),
+            positions=torch.from_numpy(self.positions),
+            slots=torch.from_numpy(self.slots),
+            indptr=torch.from_numpy(self.indptr),
+            kv_lens=torch.from_numpy(self.kv_lens),
+            page_table=torch.from_numpy(self.page_table),
+            rows=torch.from_numpy(self.rows),
+            wanted_indptr=torch.from_numpy(self.wanted_indptr),
+            remote=self.remote,
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class Ranks:
+    """The order of passes by name from now on; those of other names come last, but "" first."""
+
+    names: tuple[str, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Drop:
+    """Give the pass up. With `comes` its rows are here or on their way; else they never come."""
+
+    number: int
+    comes: bool
+
+
+@dataclass(frozen=True, slots=True)
+class Done:
+    """`Load` or `Open` was carried out."""
+
+
+@dataclass(frozen=True, slots=True)
+class LayerDone:
+    """The KV of a layer of the model lies in its pages."""
+
+    number: int
+    layer: int
+
+
+@dataclass(frozen=True, slots=True)
+class Through:
+    """The pass has ended at the last stage, with nothing to hand on."""
+
+    number: int
+
+
+@dataclass(frozen=True, slots=True)
+class Dropped:
+    """The answer to `Drop`: whether the pass was handed on before it."""
+
+    number: int
+    handed_on: bool
+
+
+@dataclass(frozen=True, slots=True)
+class Fallen:
+    """A stage's last word."""
+
+    error: str
+
+
+Command = Load | Open | Pass | Ranks | Drop
+Answer = Done | LayerDone | Through | Dropped | Fallen

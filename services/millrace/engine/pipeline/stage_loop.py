@@ -1,0 +1,185 @@
+"""A later stage at work: of the passes whose rows have come it runs the first in the order.
+
+Chunk i + 1 enters a stage as soon as the stage before is done with it (Mnemosyne section 4.3, the
+dense schedule). A pass that comes to be first takes the place of the one that runs at its next
+operator, as in the execution pool (FlowPrefill section 5.1): what waits in a pipeline's later
+stages holds up what is urgent no longer than in its first.
+"""
+
+from __future__ import annotations
+
+import sys
+import threading
+from collections import deque
+from collections.abc import Callable, Generator
+from dataclasses import dataclass
+from typing import Final
+
+from torch import Tensor
+
+from millrace.engine.model_runner import Boundary
+from millrace.engine.pipeline.messages import (
+    Answer,
+    Drop,
+    Dropped,
+    LayerDone,
+    Pass,
+    Ranks,
+    Through,
+)
+from millrace.engine.pipeline.passes import StagePasses
+from millrace.engine.pipeline.rows import Handed, RowsOut
+
+_LAST: Final = sys.maxsize
+
+
+@dataclass(slots=True, eq=False)
+class _Entry:
+    """A pass at this stage: what was told of it, and its rows, in either order."""
+
+    what: Pass | None = None
+    handed: Handed | None = None
+    steps: Generator[Boundary] | None = None
+    is_unwanted: bool = False  # only its rows are still to come
+
+    @property
+    def is_ready(self) -> bool:
+        return self.what is not None and (self.handed is not None or self.steps is not None)
+
+
+class StageLoop:
+    """`tell` and `hand` may be called on any threads; `run` is the computing one."""
+
+    def __init__(self, passes: StagePasses, out: RowsOut, answer: Callable[[Answer], None]) -> None:
+        """`out`: to the next stage, or from the last one back to the first."""
+        self._passes = passes
+        self._out = out
+        self._answer = answer
+        self._changed = threading.Condition()
+        self._entries: dict[int, _Entry] = {}
+        self._ranks: dict[str, int] = {"": -1}
+        self._drops: deque[Drop] = deque()
+        self._look = False  # something was said or has come
+        self._closing = False
+
+    def tell(self, command: Pass | Ranks | Drop) -> None:
+        with self._changed:
+            match command:
+                case Pass():
+                    self._entries.setdefault(command.number, _Entry()).what = command
+                case Ranks():
+                    self._ranks = {"": -1} | {name: i for i, name in enumerate(command.names)}
+                case Drop():
+                    self._drops.append(command)
+            self._notice()
+
+    def hand(self, handed: Handed) -> None:
+        """Rows have come."""
+        with self._changed:
+            entry = self._entries.setdefault(handed.number, _Entry())
+            if not entry.is_unwanted:
+                entry.handed = handed
+                self._notice()
+                return
+            del self._entries[handed.number]
+        handed.take()
+
+    def close(self) -> None:
+        """`run` returns at the next operator."""
+        with self._changed:
+            self._closing = True
+            self._notice()
+
+    def _notice(self) -> None:
+        self._look = True
+        self._changed.notify()
+
+    # -- on the computing thread
+
+    def run(self) -> None:
+        """Computes until `close`. Raises what a pass raises: the stage is of no use any more."""
+        while (number := self._await_ready()) is not None:
+            self._advance(number)
+        for entry in self._entries.values():
+            if entry.steps is not None:
+                entry.steps.close()
+
+    def _await_ready(self) -> int | None:
+        while True:
+            self._end_dropped()
+            with self._changed:
+                if self._closing:
+                    return None
+                self._look = bool(self._drops)
+                if (number := self._first()) is not None:
+                    return number
+                if not self._look:
+                    self._changed.wait()
+
+    def _first(self) -> int | None:
+        """The first pass that is ready, by rank and number."""
+        ready = (
+            (self._ranks.get(entry.what.name, _LAST), number)
+            for number, entry in self._entries.items()
+            if entry.what is not None and entry.is_ready
+        )
+        return min(ready, default=(0, None))[1]
+
+    def _advance(self, number: int) -> None:
+        """Runs the pass to its end, or to where another comes to be first."""
+        entry = self._entries[number]
+        what = entry.what
+        assert what is not None  # it is ready
+        if entry.steps is None:
+            entry.steps = self._begin(what, entry)
+        for boundary in entry.steps:
+            if what.tells and boundary.operator == "attn":
+                self._answer(LayerDone(number, boundary.layer))
+            if self._look and not self._goes_on(number):
+                return
+        with self._changed:
+            del self._entries[number]
+        if self._passes.stage.is_last and what.kv_only:
+            self._answer(Through(number))
+
+    def _goes_on(self, number: int) -> bool:
+        with self._changed:
+            if self._closing or self._drops:
+                return False
+            self._look = False
+            return self._first() == number
+
+    def _begin(self, what: Pass, entry: _Entry) -> Generator[Boundary]:
+        handed = entry.handed
+        assert handed is not None  # it is ready
+
+        def fetch(memory: Tensor) -> None:
+            memory.copy_(handed.x)
+            entry.handed = None
+            handed.take()
+
+        def hand_on(x: Tensor, residual: Tensor) -> None:
+            self._out.send(what.number, (x, residual))
+
+        return self._passes.run(
+            what.tables(), is_cut=what.is_cut, kv_only=what.kv_only, fetch=fetch, hand_on=hand_on
+        )
+
+    def _end_dropped(self) -> None:
+        while self._drops:
+            drop = self._drops.popleft()
+            self._answer(Dropped(drop.number, handed_on=not self._drop(drop)))
+
+    def _drop(self, drop: Drop) -> bool:
+        """False when the pass has left the stage."""
+        with self._changed:
+            entry = self._entries.pop(drop.number, None)
+            if entry is None:
+                return False
+            if drop.comes and entry.handed is None and entry.steps is None:
+                self._entries[drop.number] = _Entry(is_unwanted=True)
+        if entry.steps is not None:
+            entry.steps.close()
+        if entry.handed is not None:  # rows that nobody read
+            entry.handed.take()
+        return True

@@ -1,0 +1,267 @@
+"""A staged model gives what the whole one gives, whatever is where in its pipeline."""
+
+from __future__ import annotations
+
+import random
+import threading
+import time
+from collections.abc import Iterator
+from itertools import pairwise
+from pathlib import Path
+
+import pytest
+import torch
+
+from millrace.bench.random_model import write_random_llama
+from millrace.engine.awaited import Awaited
+from millrace.engine.mixed_pass import DecodeRows
+from millrace.engine.model_runner import Boundary, PrefillTask
+from millrace.engine.pipeline.runner import StageError
+from millrace.engine.step_tables import page_table_of
+from support.staged import Staged
+from support.tiny_engine import Request, decode, make_runner, prefill
+from support.tiny_models import model_folder, prompt
+
+FIVE_LAYERS = {
+    "vocab_size": 320,
+    "hidden_size": 48,
+    "intermediate_size": 80,
+    "num_hidden_layers": 5,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 2048,
+    "tie_word_embeddings": True,
+}
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory) -> Path:
+    folder = tmp_path_factory.mktemp("five-layers")
+    write_random_llama(folder, FIVE_LAYERS)
+    return folder
+
+
+@pytest.fixture
+def staged() -> Iterator[list[Staged]]:
+    made: list[Staged] = []
+    yield made
+    for one in made:
+        one.close()
+
+
+def settled(one: Staged) -> None:
+    """Checks that nothing is left, once what is behind has come through."""
+    deadline_s = time.monotonic() + 20
+    while not one.is_empty and time.monotonic() < deadline_s:
+        time.sleep(0.01)
+    assert one.is_empty
+
+
+@pytest.mark.parametrize("count", [1, 2, 4])
+def test_prefill_in_chunks_and_decode_give_the_whole_models_logits(folder, count, staged) -> None:
+    whole = make_runner(folder)
+    one = Staged(folder, count) if count > 1 else None
+    runner = whole if one is None else one.runner
+    if one is not None:
+        staged.append(one)
+    theirs, ours = (Request(r, prompt(90), room=8) for r in (make_runner(folder), runner))
+    wanted = make_runner(folder)
+    theirs = Request(wanted, prompt(90), room=8)
+    cuts = (17, 33, 70)
+    assert torch.equal(prefill(runner, ours, cuts), prefill(wanted, theirs, cuts))
+    for _ in range(6):
+        for request in (ours, theirs):
+            request.tokens.append(5 + len(request.tokens) % 7)
+        assert torch.equal(decode(runner, [ours]), decode(wanted, [theirs]))
+    kv = (r.pool.storage[:, q.pages] for r, q in ((runner, ours), (wanted, theirs)))
+    assert torch.equal(*kv)
+    if one is not None:
+        settled(one)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("name", ["qwen2-yarn-window", "qwen3-moe", "llama3-rope-tied"])
+def test_every_family_is_staged(name, dtype, staged) -> None:
+    wanted = make_runner(model_folder(name), dtype=dtype)
+    one = Staged(model_folder(name), 3, dtype=dtype)
+    staged.append(one)
+    requests = [Request(one.runner, prompt(40), room=3), Request(wanted, prompt(40), room=3)]
+    found = prefill(one.runner, requests[0], (9,)), prefill(wanted, requests[1], (9,))
+    torch.testing.assert_close(*found, rtol=0, atol=0)
+    for request in requests:
+        request.tokens.append(11)
+    logits = [decode(r, [q]) for r, q in zip((one.runner, wanted), requests, strict=True)]
+    if dtype == "float32":
+        assert torch.equal(*logits)
+    else:  # the sum that is handed on is rounded where the whole model rounds it, too
+        torch.testing.assert_close(*logits, rtol=0.02, atol=0.02)
+    settled(one)
+
+
+def test_prompt_logprobs_want_every_row_of_the_last_stage(folder, staged) -> None:
+    wanted, one = make_runner(folder), Staged(folder, 3)
+    staged.append(one)
+    found = []
+    for runner in (one.runner, wanted):
+        task = Request(runner, prompt(30)).task(0, 30)
+        task.want_prompt_logprobs = True
+        for _ in runner.prefill(task):
+            pass
+        assert task.hidden is not None and task.logits is not None
+        found.append((runner.project(task.hidden), task.logits))
+    assert torch.equal(found[0][0], found[1][0]) and torch.equal(found[0][1], found[1][1])
+
+
+def test_random_batches_of_decodes_and_chunks_are_the_whole_models(folder, staged) -> None:
+    wanted, one = make_runner(folder, num_pages=200), Staged(folder, 4, num_pages=200)
+    staged.append(one)
+    rng = random.Random(5)
+    pairs = [
+        (
+            Request(one.runner, prompt(n, seed=n), room=30),
+            Request(wanted, prompt(n, seed=n), room=30),
+        )
+        for n in (40, 7, 65)
+    ]
+    done = [0, 0, 0]
+    while min(end - len(p[0].tokens) for end, p in zip(done, pairs, strict=True)) < 0:
+        ready = [i for i, p in enumerate(pairs) if done[i] >= len(p[0].tokens) - 1]
+        waiting = [i for i in range(3) if i not in ready]
+        chunks = {i: min(rng.randint(1, 20), len(pairs[i][0].tokens) - done[i]) for i in waiting}
+        logits = []
+        for side, runner in enumerate((one.runner, wanted)):
+            requests = [p[side] for p in pairs]
+            tasks = [requests[i].task(done[i], done[i] + n) for i, n in chunks.items()]
+            rows = DecodeRows(
+                token_ids=torch.tensor([requests[i].tokens[-1] for i in ready], dtype=torch.int64),
+                positions=torch.tensor([done[i] for i in ready], dtype=torch.int64),
+                kv_lens=torch.tensor([done[i] + 1 for i in ready], dtype=torch.int32),
+            )
+            table = page_table_of([requests[i].pages for i in (*ready, *chunks)])
+            decoded = runner.mixed(rows, table, tasks)
+            logits.append([*decoded, *(task.logits for task in tasks)])
+        for ours, theirs in zip(*logits, strict=True):
+            assert torch.equal(ours, theirs)
+        for i, n in chunks.items():
+            done[i] += n
+        for row, i in enumerate(ready):
+            done[i] += 1
+            if len(pairs[i][0].tokens) < 80:
+                for request in pairs[i]:
+                    request.tokens.append(int(logits[1][row].argmax()))
+    settled(one)
+
+
+def test_the_next_chunk_enters_as_one_leaves_the_first_stage(folder, staged) -> None:
+    """While the later stages stand still, the first takes in as many as there are slots."""
+    one = Staged(folder, 2)
+    staged.append(one)
+    gate, held = threading.Event(), threading.Event()
+    original = one.rows[0].on_rows
+
+    def stall(handed) -> None:
+        held.set()
+        threading.Thread(target=lambda: (gate.wait(30), original(handed)), daemon=True).start()
+
+    one.rows[0].on_rows = stall
+    request = Request(one.runner, prompt(48))
+    layers: list[int] = []
+    for start, stop in pairwise((0, 16, 32)):
+        task = request.task(start, stop, want_logits=False)
+        task.on_layer = layers.append
+        for _ in one.runner.prefill(task):  # ends here, with its later layers still to come
+            pass
+    assert held.is_set() and not layers and one.runner.check_integrity() == 2
+    gate.set()
+    last = request.task(32, 48)
+    last.on_layer = layers.append
+    for _ in one.runner.prefill(last):
+        pass
+    assert layers == [2, 3, 4] * 3  # before the last one's logits, all layers of all chunks
+    settled(one)
+
+
+def test_what_waits_in_a_later_stage_yields_to_what_is_first_in_the_order(folder, staged) -> None:
+    one = Staged(folder, 2)
+    staged.append(one)
+    steps: list[str] = []
+    passes = one.loops[0]._passes
+    begun = threading.Event()
+    go_on = threading.Event()
+
+    original = passes.run
+
+    def slow(tables, **arguments):
+        name = "long" if len(tables.positions) > 20 else "short"
+        for boundary in original(tables, **arguments):
+            steps.append(name)
+            if name == "long" and not begun.is_set():
+                begun.set()
+                assert go_on.wait(30)
+            yield boundary
+
+    passes.run = slow
+    one.runner.order(["long/0"])
+    long, short = (Request(one.runner, prompt(n)) for n in (60, 10))
+    task = long.task(0, 60, want_logits=False)
+    task.name = "long/0"
+    for _ in one.runner.prefill(task):
+        pass
+    assert begun.wait(30)
+    urgent = short.task(0, 10)
+    urgent.name = "short/0"
+    one.runner.order(["short/0", "long/0"])
+    boundaries = one.runner.prefill(urgent)
+    for boundary in boundaries:
+        if isinstance(boundary, Awaited):
+            go_on.set()
+    assert urgent.logits is not None
+    settled(one)
+    assert steps[0] == "long" and steps[1] == "short"
+    assert steps.index("short") + steps.count("short") < len(steps)  # the long one ends later
+    assert steps[-1] == "long"
+
+
+@pytest.mark.parametrize("at", ["first stage", "handed on", "through"])
+def test_a_pass_that_is_given_up_leaves_nothing_anywhere(folder, staged, at) -> None:
+    one = Staged(folder, 3)
+    staged.append(one)
+    request = Request(one.runner, prompt(40), room=1)
+    boundaries = one.runner.prefill(request.task(0, 40))
+    for boundary in boundaries:
+        if at == "first stage" or isinstance(boundary, Awaited):
+            if at == "through":
+                assert boundary.wait(30)
+            break
+    boundaries.close()
+    settled(one)
+    wanted = make_runner(folder)
+    assert torch.equal(prefill(one.runner, request), prefill(wanted, Request(wanted, prompt(40))))
+    settled(one)
+
+
+def test_a_stage_that_falls_is_named_to_whoever_waits_and_ever_after(folder, staged) -> None:
+    one = Staged(folder, 2)
+    staged.append(one)
+
+    def broken(*_: object, **__: object):
+        raise RuntimeError("out of luck")
+
+    one.loops[0]._passes.run = broken
+    request = Request(one.runner, prompt(10))
+    with pytest.raises(StageError, match="out of luck"):
+        prefill(one.runner, request)
+    with pytest.raises(StageError, match="out of luck"):
+        next(one.runner.prefill(request.task(0, 10)))
+
+
+def test_boundaries_name_layers_of_the_whole_model(folder, staged) -> None:
+    one = Staged(folder, 2)
+    staged.append(one)
+    layers: list[int] = []
+    task: PrefillTask = Request(one.runner, prompt(5)).task(0, 5)
+    task.on_layer = layers.append
+    seen = [b for b in one.runner.prefill(task) if isinstance(b, Boundary)]
+    assert seen[0] == Boundary(-1, "embed")
+    assert [b.layer for b in seen if b.operator == "attn"] == [0, 1]
+    assert layers == [2, 3, 4]
