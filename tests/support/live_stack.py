@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
@@ -17,7 +17,13 @@ POOL_BYTES = 64 << 20
 
 @asynccontextmanager
 async def live_stack(
-    model: Path | str, *, prefill: int = 2, decode: int = 1, settings: Sequence[str] = ()
+    model: Path | str,
+    *,
+    prefill: int = 2,
+    decode: int = 1,
+    kvp: int = 0,
+    settings: Sequence[str] = (),
+    role_settings: Mapping[str, Sequence[str]] | None = None,
 ) -> AsyncIterator[Stack]:
     """Starts the stack on free ports. Stopping raises when any process ended with an error."""
     options = StackOptions(
@@ -25,10 +31,12 @@ async def live_stack(
         model_name="tiny",
         prefill=prefill,
         decode=decode,
+        kvp=kvp,
         port=0,
         threads=1,
         start_timeout_s=90,
         settings=[f"engine.kv_bytes={POOL_BYTES}", *settings],
+        role_settings=role_settings or {},
     )
     async with Stack(options) as stack:
         yield stack

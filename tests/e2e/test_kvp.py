@@ -1,0 +1,103 @@
+"""Contexts larger than any one instance's memory, served by KVP workers: a whole stack's tokens."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+
+import httpx
+import orjson
+
+from millrace.stack import Stack
+from millrace.wire.scheduler_client import get_instances
+from support.live_stack import eventually, greedy_ids, live_stack
+from support.served_model import served_folder
+from support.tiny_models import oracle, prompt
+
+MODEL = "llama"
+PAGE_BYTES = 9216  # 16 tokens in float32
+SETTINGS = [
+    "engine.dtype=float32",
+    "engine.max_batch=16",
+    "scheduler.heartbeat_s=0.2",
+    "scheduler.lease_s=2.0",
+]
+#: A decode instance holds 36 pages of requests (and one for what it sends on), a worker 64.
+ROLES = {
+    "decode": [f"engine.kv_bytes={37 * PAGE_BYTES}"],
+    "kvp": [f"engine.kv_bytes={64 * PAGE_BYTES}"],
+}
+
+
+@asynccontextmanager
+async def stack_of(kvp: int, decode: int = 1) -> AsyncIterator[tuple[Stack, httpx.AsyncClient]]:
+    """Its end raises what any process found left of a request."""
+    async with (
+        live_stack(
+            served_folder(MODEL),
+            prefill=1,
+            decode=decode,
+            kvp=kvp,
+            settings=SETTINGS,
+            role_settings=ROLES,
+        ) as stack,
+        httpx.AsyncClient(base_url=stack.url, timeout=60) as client,
+    ):
+        yield stack, client
+
+
+async def streamed_ids(
+    client: httpx.AsyncClient, ids: list[int], tokens: int, begun: asyncio.Event
+) -> list[int]:
+    """The greedy continuation, as it comes; `begun` is set when some of it has."""
+    body = {"model": "tiny", "prompt": ids, "max_tokens": tokens, "temperature": 0}
+    body |= {"ignore_eos": True, "stream": True, "return_token_ids": True}
+    got: list[int] = []
+    async with client.stream("POST", "/v1/completions", json=body) as response:
+        assert response.status_code == 200, await response.aread()
+        async for line in response.aiter_lines():
+            if line.startswith("data: {"):
+                chunk = orjson.loads(line.removeprefix("data: "))
+                assert "error" not in chunk, chunk
+                got += chunk["choices"][0].get("token_ids") or []
+                if len(got) >= 8:
+                    begun.set()
+    return got
+
+
+async def holder_of_shards(stack: Stack) -> str:
+    """A KVP worker that holds something, which its last heartbeats have to tell first."""
+    address, found = f"127.0.0.1:{stack.services['scheduler'].port}", ""
+
+    async def there_is_one() -> bool:
+        nonlocal found
+        for one in await get_instances(address):
+            if one.role == "kvp" and one.held_requests:
+                found = one.id
+        return bool(found)
+
+    await eventually(there_is_one)
+    return found
+
+
+async def test_long_contexts_spread_and_a_lost_worker_costs_no_answer() -> None:
+    short = [prompt(length, seed) for seed, length in enumerate((5, 40, 200))]
+    long = [prompt(900, 8), prompt(1700, 9)]  # over two and three instances
+    lasting = prompt(800, 10)
+    expected = [oracle(MODEL).greedy(p, 24) for p in [*short, *long]]
+    async with stack_of(kvp=2) as (stack, client):
+        answers = await asyncio.gather(*(greedy_ids(client, p, 24) for p in [*short, *long]))
+        assert answers == expected
+
+        begun = asyncio.Event()
+        answer = asyncio.create_task(streamed_ids(client, lasting, 200, begun))
+        await asyncio.wait_for(begun.wait(), 30)
+        holder = await holder_of_shards(stack)
+        process = stack.services[holder].process
+        assert process is not None
+        os.kill(process.pid, signal.SIGKILL)
+        assert await answer == oracle(MODEL).greedy(lasting, 200)
+        await eventually(lambda: stack.services[holder].restarts == 1, 30)
