@@ -64,7 +64,12 @@ class Admissions:
                 )
             ),
         )
-        self.spread = SpreadRequests(context, book.join_if_ready, self._shard_lost)
+        self.spread = SpreadRequests(
+            context,
+            book.join_if_ready,
+            self._shard_lost,
+            pass_tokens=context.config.engine.max_batch,  # one a sequence
+        )
 
     # -- in
 
@@ -108,7 +113,7 @@ class Admissions:
     def _take_pages(self, request: DecodeRequest, admit: scheduler_pb2.AdmitDecode) -> None:
         """Raises TransferError and CapacityError, and takes nothing."""
         request.pages = self.pages.reserve(request.spec, self.prefixes.take(admit))
-        request.cached_tokens = admit.kept_tokens
+        self.prefixes.found(request, admit.kept_tokens)
 
     def _expect(self, request: DecodeRequest) -> None:
         """Lets the prompt's KV come."""
@@ -159,7 +164,7 @@ class Admissions:
             request.attempt,
             shard=(0, end),
         )
-        self.spread.open(request, others)
+        self.spread.open(request, others, request.prompt_tokens)
         self._fetch_if_needed(request)
 
     def _fetch_if_needed(self, request: DecodeRequest) -> None:

@@ -26,6 +26,7 @@ from millrace.transfer.kvp_exchange import KvpExchange
 from millrace.transfer.memory import Memory
 from millrace.wire.kvp_peer import GrpcKvpPeer
 from millrace.wire.pb import common_pb2, scheduler_pb2
+from millrace.worker.codec import span
 from millrace.worker.host import WorkerContext
 from millrace.worker.shard_host import exchange_shape
 
@@ -37,10 +38,11 @@ MOST_HOLDERS = 32
 
 @dataclass(slots=True, eq=False)
 class _Spread:
-    """What others hold of one request. `landed` are the shards whose part of the prompt is there,
-    by their number in the request."""
+    """What others hold of one request. `landed` are the shards that have what is sent to them, by
+    their number in the request."""
 
     request: DecodeRequest
+    sent_tokens: int
     landed: dict[int, RemoteShard] = field(default_factory=dict)
     tasks: list[asyncio.Task[None]] = field(default_factory=list)
 
@@ -58,7 +60,9 @@ class SpreadRequests:
         context: WorkerContext,
         on_landed: Callable[[DecodeRequest], None],
         on_lost: Callable[[DecodeRequest, str], None],
+        pass_tokens: int,
     ) -> None:
+        """`pass_tokens`: of spread requests that a pass computes at most."""
         engine, transport = context.engine, context.transport
         self._life = Incarnation(context.incarnation.id, context.incarnation.generation)
         self._layout = engine.layout
@@ -89,10 +93,14 @@ class SpreadRequests:
             metadata=transport.metadata(),
             timeout_s=self._timeout_s,
         )
+        context.registry.gauge_function(
+            "millrace_decode_spread_requests",
+            "requests at home here whose KV others hold, too",
+            lambda: len(self._spread),
+        )
         self.spill_pages: list[int] = []
         if isinstance(engine.runner, ModelRunner):
-            tokens = context.config.engine.max_batch  # one a sequence and pass
-            self.spill_pages = engine.pool.allocate(engine.layout.pages_for(tokens))
+            self.spill_pages = engine.pool.allocate(engine.layout.pages_for(pass_tokens))
             dtype, page_tokens = engine.pool.storage.dtype, engine.layout.page_tokens
             link = ExchangeLink(self._exchange, memory, dtype, page_tokens)
             reach = reach_of(engine.shape.sliding_windows)
@@ -106,9 +114,12 @@ class SpreadRequests:
             return f"{spec.sampling.n} choices can't be spread over instances"
         return ""
 
-    def open(self, request: DecodeRequest, shards: Sequence[scheduler_pb2.KvShard]) -> None:
-        """`shards`: those that others hold. All of them open at once."""
-        spread = self._spread[request.id] = _Spread(request)
+    def open(
+        self, request: DecodeRequest, shards: Sequence[scheduler_pb2.KvShard], sent_tokens: int
+    ) -> None:
+        """`shards`: those that others hold. All of them open at once. The KV of the first
+        `sent_tokens` is sent there by prefill instances, the rest by the passes from here."""
+        spread = self._spread[request.id] = _Spread(request, sent_tokens)
         spread.tasks = [
             asyncio.create_task(self._keep(spread, index, shard))
             for index, shard in enumerate(shards)
@@ -155,7 +166,7 @@ class SpreadRequests:
     ) -> str:
         """Holds the shard until it is lost; says why."""
         try:
-            ask = self._ask(spread.request, holder, shard)
+            ask = self._ask(spread, holder, shard)
             held = await peer.hold(ask, timeout_s=self._timeout_s)
         except TransferError as error:
             return str(error)
@@ -174,25 +185,33 @@ class SpreadRequests:
         finally:
             held.close()
 
-    def _ask(
-        self, request: DecodeRequest, holder: Incarnation, shard: scheduler_pb2.KvShard
-    ) -> HoldAsk:
+    def _ask(self, spread: _Spread, holder: Incarnation, shard: scheduler_pb2.KvShard) -> HoldAsk:
         return HoldAsk(
-            request_id=request.id,
-            attempt=request.attempt,
+            request_id=spread.request.id,
+            attempt=spread.request.attempt,
             owner=self._life,
             holder=holder,
             layout=self._layout,
             start_token=shard.start_token,
             end_token=shard.end_token,
-            prompt_tokens=request.prompt_tokens,
+            prompt_tokens=spread.sent_tokens,
         )
 
     def _landed(self, spread: _Spread, number: int, landed: RemoteShard) -> None:
         spread.landed[number] = landed
         if len(spread.landed) == len(spread.tasks):
-            spread.request.shards = tuple(shard for _, shard in sorted(spread.landed.items()))
-            self._on_landed(spread.request)
+            request = spread.request
+            request.shards = tuple(shard for _, shard in sorted(spread.landed.items()))
+            request.spans.append(
+                span(
+                    "kvp_shards",
+                    self._life.id,
+                    request.admitted_s,
+                    request.clock.now_s(),
+                    instances=1 + len(request.shards),
+                )
+            )
+            self._on_landed(request)
 
     def _lose(self, spread: _Spread, why: str) -> None:
         if self._spread.get(spread.request.id) is spread:

@@ -3,18 +3,16 @@
 from __future__ import annotations
 
 import logging
-from typing import Any
 
 import grpc
 
 from millrace.engine.assembly import KvMemory
-from millrace.transfer.control import ReceiveCallbacks
 from millrace.transfer.receive_manager import ReceiveManager
 from millrace.wire.pb import scheduler_pb2
 from millrace.worker.host import HostContext
 from millrace.worker.kv_servicer import KvReceiverServicer
 from millrace.worker.kvp_servicer import KvpServicer
-from millrace.worker.shard_book import ShardBook
+from millrace.worker.shard_book import NOBODY, ShardBook
 from millrace.worker.shard_host import ShardHost
 
 log = logging.getLogger(__name__)
@@ -34,7 +32,7 @@ class KvpRole:
             storage=memory.storage,
             identity=(context.incarnation.id, context.incarnation.generation),
             config=context.config.transfer,
-            callbacks=self._book.beside(_NOBODY),
+            callbacks=self._book.beside(NOBODY),
         )
         self._shards = ShardHost(context, memory, self._book, self._receiver)
 
@@ -84,12 +82,3 @@ class KvpRole:
     async def close(self) -> None:
         await self._shards.close()
         await self._receiver.close()
-
-
-def _ignore(*_: Any) -> None:  # noqa: ANN401 - any callback's
-    """Of a request that is held no longer."""
-
-
-_NOBODY = ReceiveCallbacks(
-    on_first_tokens=_ignore, on_landed=_ignore, on_prefix=_ignore, on_failed=_ignore
-)

@@ -105,3 +105,13 @@ class ShardBook:
 
 def _future() -> asyncio.Future[Any]:
     return asyncio.get_running_loop().create_future()
+
+
+def _ignore(*_: Any) -> None:  # noqa: ANN401 - any callback's
+    """Of a request that is held no longer."""
+
+
+#: What a receiver has to tell where all that it receives is of shards.
+NOBODY = ReceiveCallbacks(
+    on_first_tokens=_ignore, on_landed=_ignore, on_prefix=_ignore, on_failed=_ignore
+)
