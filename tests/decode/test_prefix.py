@@ -39,6 +39,8 @@ async def test_a_request_begins_with_what_an_earlier_one_left(pair: PrefixPair) 
     assert await pair.answer("again", ids, kept=256) == expected
     assert pair.cached["again"] == 256
     assert pair.computed("again") == [(256, 44)]
+    cached = pair.spans["again"]["cached"]
+    assert (cached.instance_id, cached.attributes["tokens"]) == ("decode-0", "256")
     text = pair.decode.registry.render()[0].decode()
     assert "millrace_decode_cached_tokens_total 256.0" in text
 

@@ -11,7 +11,6 @@ import pytest_asyncio
 from millrace.prefill.loop import PrefillRole
 from millrace.state.memory_store import MemoryStore
 from millrace.transfer.memory_transport import MemoryHub
-from millrace.wire.pb import scheduler_pb2
 from support.kv_holders import Holder, holders
 from support.live_stack import eventually
 from support.prefix_pair import Listener, PrefixPair, prefix_pair, with_blocks
@@ -209,9 +208,7 @@ async def test_the_scheduler_hears_what_is_there(pair: PrefixPair) -> None:
 async def test_a_cache_that_is_off_keeps_nothing() -> None:
     async with prefix_pair(prefix_cache="off") as pair:
         listener = Listener(pair.prefill)
-        assert listener.register() == scheduler_pb2.Register(
-            role="prefill", kv_layers=3, block_tokens=0
-        )
+        assert listener.register().block_tokens == 0
         ids = prompt(200)
         for name in ("first", "again"):
             await pair.answer(name, ids)

@@ -42,7 +42,8 @@ class Admissions:
         self._send = context.send
         self._store = context.store
         self._page_tokens = context.engine.layout.page_tokens
-        self.pages = RequestPages(context)
+        grows = context.config.scheduler.decode_reserve == "grow"
+        self.pages = RequestPages(context, may_grow=grows)
         self._waiting: dict[str, scheduler_pb2.AdmitDecode] = {}
         self.prefixes = RequestPrefixes(context, metrics, tasks)
         self._book = book

@@ -16,6 +16,7 @@ from millrace.core.prefix import block_hashes
 from millrace.decode.metrics import DecodeMetrics
 from millrace.decode.request import DecodeRequest
 from millrace.wire.pb import scheduler_pb2
+from millrace.worker.codec import span
 from millrace.worker.host import WorkerContext
 from millrace.worker.prefix import open_prefix_cache, prompt_blocks, takes_part
 from millrace.worker.tasks import Tasks
@@ -29,6 +30,7 @@ class RequestPrefixes:
     def __init__(self, context: WorkerContext, metrics: DecodeMetrics, tasks: Tasks) -> None:
         engine = context.engine
         self.cache = open_prefix_cache(engine.pool, context.config.engine, context.registry)
+        self._id = context.incarnation.id
         self._page_tokens = engine.layout.page_tokens
         self._store = context.store
         self._metrics = metrics
@@ -47,8 +49,15 @@ class RequestPrefixes:
         found = self.cache.holds(wanted) * self.cache.block_tokens
         if found != tokens:
             raise TransferError(f"{found} of the {tokens} tokens that were to be kept are here")
-        self._metrics.cached_tokens.inc(tokens)
         return self.cache.take(wanted)
+
+    def found(self, request: DecodeRequest, cached_tokens: int) -> None:
+        """The request begins with so many first tokens."""
+        request.cached_tokens = cached_tokens
+        if cached_tokens:
+            self._metrics.cached_tokens.inc(cached_tokens)
+            now_s = request.clock.now_s()
+            request.spans.append(span("cached", self._id, now_s, now_s, tokens=cached_tokens))
 
     def joined(self, request: DecodeRequest) -> None:
         """Reads what hashing the answer takes, while it is generated: the ids of the prompt's last
