@@ -1,0 +1,294 @@
+"""Requests that grow in a small pool, step by step, over the hashing model; nothing is received.
+
+Everything of a decode instance between admission and release is real but what brings a prompt's KV.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from dataclasses import dataclass
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+
+from millrace.core.config import Config, EngineConfig, SchedulerConfig
+from millrace.core.decode_step import DecodeStepTime
+from millrace.core.kv_layout import KvLayout
+from millrace.decode.book import RequestBook
+from millrace.decode.held_pages import HeldPages
+from millrace.decode.metrics import DecodeMetrics
+from millrace.decode.request import DecodeRequest
+from millrace.decode.request_pages import RequestPages
+from millrace.decode.running import Running
+from millrace.engine.kv_pool import KvPool
+from millrace.engine.sampling_spec import SamplingSpec, finish_reason
+from millrace.telemetry.metrics import Registry
+from millrace.wire.pb import common_pb2
+from millrace.worker.tasks import Tasks
+from support.hashing_model import PAGE, HashingModel, reference
+
+PAGE_BYTES = 4 * 2 * PAGE
+
+
+@dataclass
+class Job:
+    """A request as its client knows it, over all its lives."""
+
+    prompt: list[int]
+    spec: SamplingSpec
+    arrival_unix_s: float
+    tbt_s: float
+    expected: list[list[int]]  # by choice
+    got: list[list[int]]
+    lives: int = 1
+    cancelled: bool = False
+
+    @property
+    def is_done(self) -> bool:
+        return self.cancelled or self.got == self.expected
+
+
+class _Model(HashingModel):
+    def copy_page(self, source: int, target: int) -> None:
+        self.pool.copy_page(source, target)
+
+
+class Landings:
+    """In the place of `Admissions`: a let-in request's KV is there once `land` is called."""
+
+    def __init__(self, pages: RequestPages, book: RequestBook, tasks: Tasks) -> None:
+        self.pages = pages
+        self.prefixes = SimpleNamespace(joined=lambda request: None)
+        self.receiver = SimpleNamespace(release=self._quiet)
+        self.in_transit: list[DecodeRequest] = []
+        self._book = book
+        self._tasks = tasks
+        self._waiting: dict[str, DecodeRequest] = {}
+
+    def admit(self, request: DecodeRequest) -> None:
+        self.pages.check(request.spec)
+        self._book.add(request)
+        self._waiting[request.id] = request
+
+    def waiting(self) -> list[DecodeRequest]:
+        return [request for request in self._waiting.values() if not request.ended]
+
+    def let_in(self, request: DecodeRequest) -> None:
+        request.pages = self.pages.reserve(request.spec, [])
+        self.in_transit.append(self._waiting.pop(request.id))
+
+    def release(self, request: DecodeRequest) -> None:
+        self._waiting.pop(request.id, None)
+        if request in self.in_transit:
+            self.in_transit.remove(request)
+        self._tasks.spawn(self._release(request))
+
+    async def _quiet(self, request_id: str) -> None:
+        await asyncio.sleep(0)
+
+    async def _release(self, request: DecodeRequest) -> None:
+        await asyncio.sleep(0)
+        self.pages.release(request)
+        self._book.remove(request)
+
+
+class GrowingRequests:
+    """An instance with `pages` of memory, and `swap_pages` on the host."""
+
+    def __init__(
+        self,
+        *,
+        pages: int,
+        swap_pages: int,
+        headroom_tokens: int = 3,
+        max_batch: int = 4,
+        step: DecodeStepTime | None = None,
+        reserve: str = "grow",
+    ) -> None:
+        layout = KvLayout(
+            model_hash="t",
+            dtype="float32",
+            num_layers=1,
+            num_kv_heads=1,
+            head_dim=1,
+            page_tokens=PAGE,
+            head_start=0,
+            head_count=1,
+            num_pages=pages,
+        )
+        self.pool = KvPool(layout)
+        self.model = _Model(self.pool)
+        config = Config(
+            engine=EngineConfig(max_batch=max_batch, swap_bytes=swap_pages * PAGE_BYTES),
+            scheduler=SchedulerConfig(
+                decode_reserve=reserve, decode_headroom_tokens=headroom_tokens
+            ),
+        )
+        context: Any = SimpleNamespace(
+            engine=SimpleNamespace(
+                pool=self.pool, layout=layout, storage=self.pool.storage, runner=self.model
+            ),
+            config=config,
+            incarnation=SimpleNamespace(id="decode-0"),
+            send=lambda message: None,
+            decode_step=step,
+        )
+        self.tasks = Tasks()
+        self.book = RequestBook()
+        self.metrics = DecodeMetrics(Registry())
+        self.landings = Landings(RequestPages(context), self.book, self.tasks)
+        answers: Any = SimpleNamespace(preempt=self._preempted)
+        landings: Any = self.landings
+        self.running = Running(context, self.book, landings, answers, self.metrics, self.tasks)
+        self.jobs: dict[str, Job] = {}
+        self.joined: list[str] = []
+        self._job_of: dict[str, Job] = {}
+        self._born_s = time.time()
+
+    # -- events
+
+    def ask(
+        self, prompt: list[int], spec: SamplingSpec, *, tbt_s: float = 0.0, arrives_s: float = 0.0
+    ) -> str:
+        """Raises CapacityError for what can't ever fit."""
+        name = f"r{len(self.jobs)}"
+        firsts = [[first] for first in _firsts(spec)]
+        expected = [reference(prompt, f[0], spec, c) for c, f in enumerate(firsts)]
+        arrival = self._born_s + (arrives_s or 1e-4 * len(self.jobs))
+        job = Job(prompt, spec, arrival, tbt_s, expected, [[] for _ in firsts])
+        self._live(name, job)
+        self.jobs[name] = job
+        return name
+
+    def land(self, pick: int = 0) -> None:
+        """All KV of a request that is on its way is there."""
+        if not self.landings.in_transit:
+            return
+        request = self.landings.in_transit.pop(pick % len(self.landings.in_transit))
+        if request.ended:
+            return
+        job = self._job_of[request.id]
+        prompt = job.prompt + (job.got[0] if request.spec.resumed_tokens else [])
+        self.model.prefill(prompt, request.pages.of_choice(0))
+        request.first_token_ids = [e[len(g)] for e, g in zip(job.expected, job.got, strict=True)]
+        request.first_token_s = request.clock.now_s()
+        request.open_choices = set(range(request.sampling.n))
+        request.landed = True
+        for choice, token in enumerate(request.first_token_ids):
+            self._emit(request, choice, token, finish_reason(request.sampling, 1, token))
+        self.book.join_if_ready(request)
+
+    def step(self) -> None:
+        """What happens between two steps, and a step."""
+        before = set(self.running.batch.requests())
+        self.running.apply_changes()
+        self.joined += [r for r in self.running.batch.requests() if r not in before]
+        self.check()
+        assert not self.running.batch.lacking()
+        for out in self.running.batch.step():
+            request = self.book.live(out.request_id)
+            assert request is not None
+            self._emit(request, out.choice, out.token_id, out.finish_reason)
+
+    def cancel(self, name: str) -> None:
+        """Wherever it is."""
+        self.jobs[name].cancelled = True
+        for request in self.book:
+            if self._job_of[request.id] is self.jobs[name]:
+                self.book.leave(request)
+
+    async def turn(self) -> None:
+        """Tasks get on a little."""
+        await asyncio.sleep(0)
+
+    async def settle(self) -> None:
+        """Nothing is copied, nothing on its way out."""
+        for _ in range(20_000):
+            if not self._is_busy:
+                return
+            await asyncio.sleep(0.0005)
+        raise AssertionError("copies have no end")
+
+    async def drain(self, rounds: int = 3000) -> None:
+        """Until nobody is left, without any more to come."""
+        for _ in range(rounds):
+            if not len(self.book):
+                return
+            self.land()
+            self.step()
+            await self.settle()
+        raise AssertionError(f"{len(self.book)} requests are left")
+
+    def check(self) -> None:
+        """Raises IntegrityError for anything out of order."""
+        held = sum(len(request.pages) for request in self.book)
+        self.pool.check_integrity(expected_used=held)
+        self.running.check_integrity()
+
+    async def close(self) -> None:
+        await self.tasks.cancel()
+        self.running.close()
+
+    # -- within
+
+    @property
+    def away(self) -> dict[str, Any]:
+        return self.running._preemption._away
+
+    @property
+    def _is_busy(self) -> bool:
+        copying = any(one.is_copying for one in self.away.values())
+        return copying or any(r.ended and r not in self.book.leaving for r in self.book)
+
+    def _live(self, name: str, job: Job) -> None:
+        """A life of a request: the first, or one that goes on behind what it got."""
+        done = len(job.got[0])
+        sampling = common_pb2.SamplingParams(
+            max_tokens=job.spec.max_tokens - done,
+            temperature=job.spec.temperature,
+            top_p=job.spec.top_p,
+            top_k=job.spec.top_k,
+            repetition_penalty=job.spec.repetition_penalty,
+            frequency_penalty=job.spec.frequency_penalty,
+            seed=job.spec.seed,
+            stop_token_ids=job.spec.stop_token_ids,
+            n=job.spec.n,
+            logprobs=-1,
+            prompt_logprobs=-1,
+        )
+        spec = common_pb2.RequestSpec(
+            request_id=name,
+            prompt_tokens=len(job.prompt) + done,
+            resumed_tokens=done,
+            sampling=sampling,
+            arrival_unix_s=job.arrival_unix_s,
+            slo=common_pb2.Slo(tbt_s=job.tbt_s),
+        )
+        request = DecodeRequest.of(spec, HeldPages())
+        request.prompt_ids = np.array(job.prompt + job.got[0][:done], dtype=np.int32)
+        self._job_of[name] = job
+        self.landings.admit(request)
+
+    def _emit(self, request: DecodeRequest, choice: int, token: int, reason: str) -> None:
+        job = self._job_of[request.id]
+        job.got[choice].append(token)
+        assert job.got[choice] == job.expected[choice][: len(job.got[choice])]
+        request.generated_tokens += 1
+        if reason:
+            request.open_choices.discard(choice)
+        if not request.open_choices:
+            self.book.leave(request)
+
+    def _preempted(self, request: DecodeRequest) -> None:
+        self.book.leave(request)
+        job = self._job_of[request.id]
+        assert job.spec.n == 1
+        job.lives += 1
+        self._live(f"{request.id}+", job)
+
+
+def _firsts(spec: SamplingSpec) -> list[int]:
+    barred = set(spec.stop_token_ids)
+    return [token for token in range(2, 2 + spec.n + len(barred)) if token not in barred][: spec.n]
