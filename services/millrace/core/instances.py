@@ -151,6 +151,7 @@ class DecodeInstance:
     decoding_pages: int = 0
     virtual_pages: int = 0
     shard_pages: int = 0
+    booked_pages: int = 0  # all of these
     batch_size: int = 0  # sequences
     sequences: int = 0  # in the batch or on their way to it
     context_tokens: int = 0  # of all holdings
@@ -173,13 +174,14 @@ class DecodeInstance:
     @property
     def free_pages(self) -> int:
         """Pages that no decoding request and no shard holds; those on their way do not count."""
-        return self.open_pages + self.virtual_pages
+        if self.told_free_pages is not None:
+            return self.open_pages + self.virtual_pages
+        return self.card.kv_pages - self.decoding_pages - self.shard_pages
 
     @property
     def open_pages(self) -> int:
         """Pages that nothing holds and nothing has reserved."""
-        booked = self.decoding_pages + self.shard_pages + self.virtual_pages
-        unbooked = self.card.kv_pages - booked
+        unbooked = self.card.kv_pages - self.booked_pages
         told = self.told_free_pages
         return unbooked if told is None or unbooked < told else max(told, 0)
 
@@ -215,7 +217,13 @@ class DecodeInstance:
 
     def is_large_enough(self, request: Request) -> bool:
         """Whether all of the request fits here once others left."""
-        return self.pages_for(request) <= self.card.kv_pages and self.could_run(request)
+        card = self.card  # as `could_run` and `pages_for`, written out: looked at for every arrival
+        prompt, new, choices = request.prompt_tokens, request.max_new_tokens, request.choices
+        return (
+            pages_needed(prompt, new, choices, card.page_tokens) <= card.kv_pages
+            and prompt + new <= card.max_context_tokens
+            and choices <= card.max_batch
+        )
 
     def could_run(self, request: Request) -> bool:
         """Whether the request is within the context and the batch, wherever its KV is."""
@@ -230,8 +238,15 @@ class DecodeInstance:
 
     def has_room(self, request: Request) -> bool:
         """Whether a request that it could hold has pages, and a pace that holds, now."""
-        if self.booked_for(request) > self.open_pages:
-            return False
+        card = self.card
+        if self.headroom_tokens is not None:
+            fits = self.booked_for(request) <= self.open_pages
+        else:  # likewise written out
+            prompt, new, choices = request.prompt_tokens, request.max_new_tokens, request.choices
+            pages = pages_needed(prompt, new, choices, card.page_tokens)
+            fits = pages <= card.kv_pages - self.booked_pages
+        if card.decode_step is None or not fits:
+            return fits
         tokens = request.choices * (request.prompt_tokens + self._new_tokens(request))
         return self.keeps_pace(tokens, request.choices, request.slo.tbt_s)
 
@@ -257,14 +272,13 @@ class DecodeInstance:
             tokens = request.choices * (request.prompt_tokens + self._new_tokens(request))
         else:
             pages, tokens = pages_of(shard, self.page_tokens), shard.num_tokens
-        holding = Holding(
-            pages=pages,
-            sequences=request.choices,
-            context_tokens=tokens,
-            tbt_s=request.slo.tbt_s or math.inf,
-        )
+        tbt_s = request.slo.tbt_s or math.inf
+        if tbt_s < self.tightest_tbt_s:
+            self.tightest_tbt_s = tbt_s
         self.virtual_pages += pages
-        self.tightest_tbt_s = min(self.tightest_tbt_s, holding.tbt_s)
+        holding = Holding(
+            pages=pages, sequences=request.choices, context_tokens=tokens, tbt_s=tbt_s
+        )
         self._take(request.id, holding)
 
     def hold_shard(self, request_id: str, shard: Shard) -> None:
@@ -277,6 +291,7 @@ class DecodeInstance:
 
     def _take(self, request_id: str, holding: Holding) -> None:
         self.holdings[request_id] = holding
+        self.booked_pages += holding.pages
         self.sequences += holding.sequences
         self.context_tokens += holding.context_tokens
         if self.told_free_pages is not None:
@@ -299,6 +314,7 @@ class DecodeInstance:
             self.batch_size -= holding.sequences
         else:
             self.virtual_pages -= holding.pages
+        self.booked_pages -= holding.pages
         self.sequences -= holding.sequences
         self.context_tokens -= holding.context_tokens
         if self.told_free_pages is not None:

@@ -99,6 +99,7 @@ def _check_sums(instance: Instance) -> None:
         _same(f"{name}: virtual pages", instance.virtual_pages, used - decoding - shards)
         _same(f"{name}: decoding pages", instance.decoding_pages, decoding)
         _same(f"{name}: batch size", instance.batch_size, sum(h.sequences for h in batch))
+        _same(f"{name}: booked pages", instance.booked_pages, used)
         _same(f"{name}: sequences", instance.sequences, sum(h.sequences for h in holdings))
         tokens = sum(h.context_tokens for h in holdings)
         _same(f"{name}: context tokens", instance.context_tokens, tokens)

@@ -8,7 +8,7 @@ instance may not or can not hold is spread (`spreading`).
 from __future__ import annotations
 
 from collections.abc import Callable, Collection
-from dataclasses import dataclass
+from typing import NamedTuple
 
 from millrace.core.cluster import Pool
 from millrace.core.decode_placement import freest
@@ -31,16 +31,14 @@ LEAST_SAVING = 0.1
 Send = Callable[[Request, tuple[Chunk, ...], dict[str, int]], None]
 
 
-@dataclass(slots=True)
-class _Fitting:
+class _Fitting(NamedTuple):
     """Where a request fits once others left: at these alone, or spread over these pools."""
 
     whole: list[DecodeInstance]
     spread: list[Pool]
 
 
-@dataclass(frozen=True, slots=True)
-class _Spot:
+class _Spot(NamedTuple):
     """Where a request has room now."""
 
     home: DecodeInstance
@@ -82,7 +80,10 @@ class Placement:
         return self._spot(request, fitting, ()) is not None
 
     def _spot(self, request: Request, fitting: _Fitting, reserved: Collection[str]) -> _Spot | None:
-        able = (one for one in fitting.whole if one.id not in reserved and one.has_room(request))
+        open_to = fitting.whole
+        if reserved:
+            open_to = [one for one in open_to if one.id not in reserved]
+        able = (one for one in open_to if one.has_room(request))
         if request.prefix_hashes and not request.attempt:
             spot = self._keeper(request, list(able))
         else:
@@ -180,16 +181,17 @@ class Placement:
 
 
 def _fitting(request: Request, pools: list[Pool]) -> _Fitting:
-    found = _Fitting([], [])
+    whole: list[DecodeInstance] = []
+    spread: list[Pool] = []
     for pool in pools:
         if not pool.could_prefill(request):
             continue
         homes = pool.homes()
         if not pool.spreading.wanted(request, homes):
-            found.whole += [one for one in homes if one.could_hold(request)]
+            whole += [one for one in homes if one.could_hold(request)]
         elif pool.spreading.could_hold(request, homes):
-            found.spread.append(pool)
-    return found
+            spread.append(pool)
+    return _Fitting(whole, spread)
 
 
 def _kept(request: Request, fitting: _Fitting, reserved: Collection[str]) -> tuple[str, ...]:

@@ -163,7 +163,7 @@ class Rounds:
                 and found.pages[instances[member].id] <= instances[member].free_pages
                 for member in members
             ):
-                found = self._from_cache(request, pool, queue_s, found.plan.ttft_s) or found
+                found = self._quickest(request, pool, queue_s, found)
                 first = found.plan.chunks[0].members
                 return found if all(slots[member] for member in first) else None
             if attempt == 1:
@@ -177,26 +177,24 @@ class Rounds:
                     pool.lacks_pages = True
         return None
 
-    def _from_cache(
-        self, request: Request, pool: Pool, queue_s: array[float], ends_s: float
-    ) -> _Planned | None:
-        """One chunk at the instance that has the prompt's first tokens, if it ends before `ends_s`.
+    def _quickest(
+        self, request: Request, pool: Pool, queue_s: array[float], found: _Planned
+    ) -> _Planned:
+        """`found`, or one chunk at an instance that has the prompt's first tokens and ends before.
 
         Only what is behind them is computed, as a chunk with that history: C of Eq. (1).
         """
         if not request.prefix_hashes or request.kept_tokens or not request.resumable:
-            return None
-        found = None
+            return found
         for index, one in enumerate(pool.prefill.values()):
             cached = one.prefixes.tokens(request.prefix_hashes, request.prompt_tokens)
             if not cached or queue_s[index] >= NO_ROOM_S:
                 continue
             alone_s = pool.latency.chunk_s(request.prompt_tokens - cached, cached, 1)
-            if queue_s[index] + alone_s < ends_s:
+            if queue_s[index] + alone_s < found.plan.ttft_s:
                 chunk = PlannedChunk(request.prompt_tokens, (index,))
                 planned = _planned(request, pool, Plan((chunk,), queue_s[index] + alone_s))
                 if planned.pages[one.id] <= one.free_pages:
-                    ends_s = planned.plan.ttft_s
                     found = replace(planned, cached_tokens=cached)
         return found
 
