@@ -44,6 +44,14 @@ def test_whole_lives_are_booked_by_default():
     assert not places(bench.submit("b", 100, 28))  # what is told makes no difference
 
 
+@pytest.mark.parametrize("home, choices", [("m0", 1), ("d0", 2)])
+def test_mixed_instances_and_several_choices_book_whole_lives(home, choices):
+    bench = fleet(home, pages=100)
+    bench.submit("a", 96, 96, choices=choices)
+    instances = bench.machine.cluster.instances
+    assert instances[home].holdings["a"].pages == 6 + 6 * choices
+
+
 def test_more_answers_run_at_once_than_could_all_grow_to_their_end():
     bench = fleet("d0")
     assert all(places(bench.submit(name, 100, 200)) for name in "ab")

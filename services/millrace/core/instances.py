@@ -211,9 +211,14 @@ class DecodeInstance:
         )
 
     def _new_tokens(self, request: Request) -> int:
-        """Of each choice, those that pages are booked for."""
+        """Of each choice, those that pages are booked for: all, if there are several.
+
+        Those could not go on elsewhere, were they in the way of others.
+        """
         headroom, tokens = self.headroom_tokens, request.max_new_tokens
-        return tokens if headroom is None or tokens < headroom else headroom
+        if headroom is None or tokens < headroom or request.choices > 1:
+            return tokens
+        return headroom
 
     def is_large_enough(self, request: Request) -> bool:
         """Whether all of the request fits here once others left."""
