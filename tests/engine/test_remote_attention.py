@@ -100,3 +100,55 @@ def test_a_step_past_the_boundary_has_the_logits_of_one_instance() -> None:
             for _ in made.runner.prefill(task):
                 pass
             assert_close(task.logits, decode(runner, [single])[0], rtol=1e-4, atol=1e-4)
+
+
+def test_chunks_and_decodes_of_long_and_short_requests_in_one_pass() -> None:
+    """Two sequences decode, two prompts come in chunks; one of either kind is spread."""
+    rng, steps = random.Random(5), 9
+    prompts = [prompt(length, seed=length) for length in (45, 38, 70, 33)]
+    with world(load_model(model_folder("qwen3-layer-types"), device="cpu"), 2, max_rows=7) as made:
+        runner = alone(made)
+        expected = greedy(runner, [Request(runner, p, steps) for p in prompts], steps)
+        requests = [
+            Long(made, tokens, ends)
+            for tokens, ends in zip(
+                prompts, [(24, 48, 80), (80,), (16, 40, 80), (80,)], strict=True
+            )
+        ]
+        batch = DecodeBatch(made.runner, made.runner.pool, Sampler(), max_batch=4)
+        for i in (0, 1):
+            first = int(prefill_long(made.runner, requests[i], ()).argmax())
+            batch.add(sequence_of(requests[i], str(i), first, steps))
+        found: dict[str, list[int]] = {str(i): [] for i in range(4)}
+        cuts = {i: [0, *random_cuts(rng, len(prompts[i]), 3), len(prompts[i])] for i in (2, 3)}
+        for number in range(4):
+            tasks = [requests[i].task(*cuts[i][number : number + 2]) for i in (2, 3)]
+            for row, task in enumerate(tasks, start=batch.size):
+                batch.page_table.put(row, task.pages)
+            table = batch.page_table.first(batch.size + 2)
+            for out in batch.take(made.runner.mixed(batch.rows(), table, tasks)):
+                found[out.request_id].append(out.token_id)
+        for i, task in zip((2, 3), tasks, strict=True):
+            assert task.logits is not None and not task.lost
+            assert int(task.logits.argmax()) == expected[i][0]
+            batch.add(sequence_of(requests[i], str(i), expected[i][0], steps))
+        for name, outs in run_batch(batch).items():
+            found[name] += [out.token_id for out in outs]
+        assert found == {str(i): answer[1:] for i, answer in enumerate(expected)}
+
+
+def test_hidden_states_of_every_position_are_there_where_they_are_wanted() -> None:
+    tokens = prompt(50)
+    with world(load_model(model_folder("llama"), device="cpu"), 2) as made:
+        runner = alone(made)
+        found = []
+        for on, task in (
+            (runner, Request(runner, tokens).task(0, 50)),
+            (made.runner, Long(made, tokens, (16, 32, 56)).task(0, 50)),
+        ):
+            task.want_prompt_logprobs = True
+            for _ in on.prefill(task):
+                pass
+            assert task.hidden is not None and task.logits is not None
+            found.append((task.hidden, task.logits))
+        assert_close(found[1], found[0], rtol=1e-4, atol=1e-4)

@@ -220,9 +220,20 @@ def test_the_holder_may_end_the_exchange(ends):
     ends.settle()
 
 
+def test_a_holder_that_is_let_go_and_attached_anew_is_lost_to_the_pass_at_hand(ends):
+    ends.attach()
+    ends.exchange.begin()
+    ends.ask(0, 5, entries=1)
+    ends.exchange.detach("h")
+    ends.attach()
+    ends.exchange.post("h", Request(0, 1, 1, 0))
+    assert ends.exchange.wait().lost == "h was let go"
+    ends.exchange.begin()
+    assert ends.ask(0, 6, entries=1) == (("h", (), ""), 6)
+
+
 def test_misuse_is_refused(ends):
-    with pytest.raises(TransferError, match="not attached"):
-        ends.exchange.post("h", Request(0, 0, 1, 0))
+    assert ends.exchange.at("h") is None
     ends.attach()
     offer = ends.exchange.offer()
     with pytest.raises(TransferError, match="has h already"):
@@ -232,6 +243,7 @@ def test_misuse_is_refused(ends):
             )
         )
     ends.exchange.begin()
+    assert ends.exchange.at("h") == (0, SHAPE.request_bytes)
     ends.exchange.post("h", Request(0, 0, 1, 0, 1))
     with pytest.raises(TransferError, match="has not answered"):
         ends.exchange.post("h", Request(0, 1, 1, 0))

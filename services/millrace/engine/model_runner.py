@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from millrace.core.errors import ModelError
+from millrace.engine.awaited import Awaited
 from millrace.engine.kv_pool import KvPool
 from millrace.engine.loader import Model
 from millrace.engine.mixed_pass import (
@@ -40,11 +41,13 @@ _MOST_RECORDED: Final = 16
 class Boundary:
     """A point between two operators, named by the operator that has just run.
 
-    ``layer`` is -1 after ``embed`` and `num_layers` after ``lm_head``.
+    ``layer`` is -1 after ``embed`` and `num_layers` after ``lm_head``. With `awaited` nothing can
+    be done before that is ready: the pass is in later stages of a pipeline.
     """
 
     layer: int
     operator: str
+    awaited: Awaited | None = None
 
 
 class ModelRunner:
@@ -103,7 +106,8 @@ class ModelRunner:
         state = self.states.ragged(tables, self._prefill_scratch, is_cut=is_cut)
         wanted = any(task.want_logits or task.want_prompt_logprobs for task in tasks)
         steps = self._run(state, tasks, self.operators if wanted else self._kv_only())
-        return self._run_remote(self._attend_remotely(state, tables), tasks, steps)
+        remote = self._attend_remotely(state, tables)
+        return steps if remote is None else self._run_remote(remote, tasks, steps)
 
     def prefill_ring(self, task: RingTask) -> Generator[Boundary]:
         """A member's part of a pass of a group, as `prefill_batch`; see `ring_attention`.
@@ -244,16 +248,12 @@ class ModelRunner:
         return state.remote
 
     def _run_remote(
-        self,
-        remote: RemoteAttention | None,
-        tasks: Sequence[PrefillTask],
-        steps: Generator[Boundary],
+        self, remote: RemoteAttention, tasks: Sequence[PrefillTask], steps: Generator[Boundary]
     ) -> Generator[Boundary]:
         try:
             yield from steps
         finally:
-            if remote is not None:
-                hand_out_lost(remote.end(), NO_DECODES, tasks)
+            hand_out_lost(remote.end(), NO_DECODES, tasks)
 
     def _serve(self, ring: RingAttention, operators: tuple[Operator, ...]) -> Generator[Boundary]:
         """A pass without tokens."""

@@ -47,6 +47,7 @@ class Activations:
     remote: RemoteAttention | None = None  # takes what other instances hold in, beside `plans`
     rows: Tensor | None = None  # int64 [r]; None: every row there is
     last_plan: AttentionPlan | None = None  # the last layer's, when it computes `rows` alone
+    keeps_rows: bool = False  # the last layer's attention is of all, what follows of `rows` alone
     scratch: Scratch | None = None  # None: operators get memory of their own
 
     x: Tensor = field(init=False)  # [n, H], not yet added to the residual
@@ -213,8 +214,20 @@ def _attn(config: ModelConfig, layer: LayerWeights, kv_layer: Tensor, index: int
         state.attended = out_nhd.view(-1, width) if attended is None else attended
         state.give(qkv)
         del state.qkv
+        if is_last and state.keeps_rows:
+            _keep_rows(state)
 
     return attn
+
+
+def _keep_rows(state: Activations) -> None:
+    """Nothing reads the other rows any more."""
+    rows, residual, attended = required(state.rows), required(state.residual), state.attended
+    state.attended, state.residual = attended[rows], residual[rows]
+    state.rows = None
+    state.give(residual)
+    state.give(attended)
+    state.scratch = None
 
 
 def _o_proj(layer: LayerWeights, reduce: Reduce) -> Run:

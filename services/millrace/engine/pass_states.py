@@ -67,7 +67,7 @@ class PassStates:
 
     def ragged(self, tables: RaggedTables, scratch: Scratch | None, *, is_cut: bool) -> Activations:
         """Of prefill or of a mixed pass; `is_cut`: the last layer computes the wanted rows alone,
-        but where holders attend for some of them."""
+        behind its attention at least."""
         device = self._model.device
         positions = tables.positions.to(torch.int32) if tables.remote else None
         rows = len(tables.token_ids)
@@ -83,6 +83,7 @@ class PassStates:
             scratch=scratch,
         )
         state.rows = tables.rows.to(device)
+        state.keeps_rows = is_cut and bool(tables.remote)
         if is_cut and not tables.remote:
             window = self._model.config.sliding_windows[-1]
             state.last_plan = self._plan(

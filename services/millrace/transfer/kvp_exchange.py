@@ -93,10 +93,12 @@ class KvpExchange:
         self._lock = threading.Lock()
         self._pairs: dict[str, _Pair] = {}
         self._by_slot: dict[tuple[str, int], _Pair] = {}
+        self._listening = ExitStack()
         self._events: SimpleQueue[tuple[_Pair, KvpMessage | None]] = SimpleQueue()
+        # below: the compute thread's
+        self._of_pass: dict[str, _Pair] = {}  # as it began
         self._number = 0  # of the pass
         self._outstanding = 0  # answers
-        self._listening = ExitStack()
         transport.subscribe(TO_OWNER, self._on_notification)
 
     @staticmethod
@@ -180,24 +182,26 @@ class KvpExchange:
         """A new pass. What an earlier one left unanswered is waited for, or lost."""
         while self.wait() is not None:
             pass
+        self._of_pass = {}
         self._number += 1
 
     def at(self, holder: str) -> tuple[int, int] | None:
-        """Where requests to a holder are to lie in this end's memory, as an `ExchangeShape` says,
-        and where its partial results come. None: there is no such holder."""
+        """Takes a holder into the pass: where requests to it are to lie in this end's memory, as an
+        `ExchangeShape` says, and where its partial results come. None: there is no such holder."""
         with self._lock:
             pair = self._pairs.get(holder)
         if pair is None:
             return None
+        self._of_pass[holder] = pair
         at = pair.place * (self.shape.request_bytes + self.shape.reply_bytes)
         return at, at + self.shape.request_bytes
 
     def post(self, holder: str, request: Request) -> None:
-        """Sends what lies at the holder's place; its answer, or its loss, is waited for next."""
-        with self._lock:
-            pair = self._pairs.get(holder)
-        if pair is None:
-            raise TransferError(f"{holder} is not attached to the exchange")
+        """Sends what lies at the holder's place; its answer, or its loss, is waited for next.
+
+        Raises TransferError for a holder that has not answered yet.
+        """
+        pair = self._of_pass[holder]
         if pair.waiting is not None:
             raise TransferError(f"{holder} has not answered to what it was sent before")
         piece, layer, rows, new_rows, entries = request
@@ -277,9 +281,9 @@ class KvpExchange:
     def _look(self) -> None:
         """Notices holders that have ended, and deadlines that have passed."""
         now_s = time.monotonic()
-        with self._lock:
-            waited = [pair for pair in self._pairs.values() if pair.waiting is not None]
-        for pair in waited:
+        for pair in self._of_pass.values():
+            if pair.waiting is None:
+                continue
             if self._transport.is_dead(pair.peer):
                 self._lose(pair, f"{pair.holder} has ended")
             elif now_s - pair.posted_s > self._timeout_s:
