@@ -244,14 +244,6 @@ async def test_without_room_a_request_is_refused_for_another_attempt() -> None:
         assert mixed.live.kinds("many")[-1] == "request_released"
 
 
-async def test_a_spread_request_is_refused_for_good() -> None:
-    async with mixed_instance(mixed_config()) as mixed:
-        command = admit_decode(spec("r", 10))
-        command.admit_decode.shards.add(end_token=8)
-        mixed.live.role.on_command(command)
-        assert not (await mixed.live.said("request_failed", "r")).retryable
-
-
 async def test_a_prompt_that_is_not_in_the_store_fails_for_another_attempt() -> None:
     async with mixed_instance(mixed_config()) as mixed:
         request = spec("r", 10)

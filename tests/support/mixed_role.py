@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -16,7 +16,8 @@ from millrace.core.sections import MixedConfig
 from millrace.state.memory_store import MemoryStore
 from millrace.transfer.memory_transport import MemoryHub
 from millrace.wire.channel import open_channel
-from millrace.wire.pb import common_pb2, decode_pb2, decode_pb2_grpc
+from millrace.wire.pb import common_pb2, decode_pb2, decode_pb2_grpc, scheduler_pb2
+from millrace.worker.host import Role, WorkerContext
 from support.live_stack import eventually
 from support.tiny_models import prompt
 from support.worker_roles import (
@@ -64,6 +65,7 @@ class Mixed:
 
     store: MemoryStore
     live: LiveRole
+    holders: list[LiveRole]
     tokens: dict[tuple[str, int], list[int]] = field(default_factory=dict)
     ends: dict[tuple[str, int], str] = field(default_factory=dict)
     events: list[decode_pb2.TokenEvent] = field(default_factory=list)
@@ -90,6 +92,19 @@ class Mixed:
         self.live.role.on_command(admit_decode(request))
         self.live.role.on_command(run_prefill(request, self.live.member))
 
+    async def ask_spread(self, request_id: str, tokens: int, *ends: int, **sampling: Any) -> None:
+        """The instance's shard is up to the first end, each holder's up to the next."""
+        request = spec(request_id, tokens, **sampling)
+        await remember(self.store, request, prompt(tokens))
+        members = [self.live.member, *(holder.member for holder in self.holders)]
+        shards = [
+            scheduler_pb2.KvShard(holder=member, start_token=start, end_token=end)
+            for member, start, end in zip(members, (0, *ends), ends, strict=False)
+        ]
+        admit = scheduler_pb2.AdmitDecode(request=request, attempt=1, shards=shards)
+        self.live.role.on_command(scheduler_pb2.WorkerCommand(admit_decode=admit))
+        self.live.role.on_command(run_prefill(request, self.live.member))
+
     async def answer(self, request_id: str) -> list[int]:
         """All tokens of choice 0, once the proxy has its end."""
         await eventually(lambda: (request_id, 0) in self.ends, 30)
@@ -101,7 +116,8 @@ class Mixed:
 
     @property
     def used_pages(self) -> int:
-        return self.live.engine.pool.used_pages
+        """Of requests."""
+        return self.live.engine.pool.used_pages - len(self.live.role._admissions.spread.spill_pages)
 
     async def read_tokens(self) -> None:
         async with open_channel(self.live.address) as channel:
@@ -122,21 +138,23 @@ class Mixed:
 
 @asynccontextmanager
 async def mixed_instance(
-    settings: Config, model: OperatorModel | None = None, name: str = "llama"
+    settings: Config,
+    model: OperatorModel | None = None,
+    name: str = "llama",
+    holders: Sequence[Callable[[WorkerContext], Role]] = (),
 ) -> AsyncIterator[Mixed]:
-    """Runs one; at the end nothing of it may be left."""
+    """Runs one, and `holders` of shards beside it; at the end nothing may be left of any."""
     predicted = model or operators()
-    store = MemoryStore(settings.store)
-    live = LiveRole(
-        lambda context: MixedRole(context, predicted),
-        settings,
-        name="mixed-0",
-        hub=MemoryHub(),
-        store=store,
-        model=name,
-    )
-    async with live_roles(live):
-        mixed = Mixed(store, live)
+    store, hub = MemoryStore(settings.store), MemoryHub()
+
+    def role(name: str, build: Callable[[WorkerContext], Role]) -> LiveRole:
+        return LiveRole(build, settings, name=name, hub=hub, store=store, model=model_name)
+
+    model_name = name
+    live = role("mixed-0", lambda context: MixedRole(context, predicted))
+    others = [role(f"holder-{number}", build) for number, build in enumerate(holders)]
+    async with live_roles(live, *others):
+        mixed = Mixed(store, live, others)
         packer = live.role._packer
         pack = packer.pack
 

@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable
+from typing import Final
 
-from millrace.core.decode_placement import pages_needed
 from millrace.core.errors import CapacityError
 from millrace.decode.book import RequestBook
-from millrace.decode.held_pages import HeldPages
 from millrace.decode.metrics import DecodeMetrics
 from millrace.decode.prefix import RequestPrefixes
 from millrace.decode.request import DecodeRequest
+from millrace.decode.request_pages import RequestPages
+from millrace.decode.shards import SpreadRequests
 from millrace.engine.decode_batch import DecodeBatch
 from millrace.engine.prefix_cache import PrefixCache
 from millrace.wire.pb import common_pb2, scheduler_pb2
@@ -18,6 +19,11 @@ from millrace.worker.host import WorkerContext
 from millrace.worker.link import request_failed, request_released
 from millrace.worker.prefix import prompt_blocks
 from millrace.worker.tasks import Tasks
+
+#: Tokens of spread prompts that a pass computes at most, and of the pool's room that they spill
+#: into, one part in so many.
+_MOST_SPREAD_TOKENS: Final = 512
+_SPILL_PART: Final = 8
 
 
 class MixedAdmissions:
@@ -27,19 +33,29 @@ class MixedAdmissions:
         self,
         context: WorkerContext,
         book: RequestBook,
-        batch: DecodeBatch,
         metrics: DecodeMetrics,
         tasks: Tasks,
+        on_lost: Callable[[DecodeRequest, str], None],
     ) -> None:
+        """`on_lost` hears of requests that have lost KV which others held, and why."""
+        engine = context.engine
         self._send = context.send
-        self._pool = context.engine.pool
-        self._runner = context.engine.runner
-        self._page_tokens = context.engine.layout.page_tokens
+        self._runner = engine.runner
+        self._page_tokens = engine.layout.page_tokens
         self._max_batch = context.config.engine.max_batch
+        self._pages = RequestPages(context, may_grow=False)
         self._book = book
-        self._batch = batch
         self._metrics = metrics
+        self._tasks = tasks
         self._prefixes = RequestPrefixes(context, metrics, tasks)
+        room = engine.pool.num_pages * self._page_tokens // _SPILL_PART
+        self.most_spread_tokens = max(1, min(_MOST_SPREAD_TOKENS, room))
+        self.spread = SpreadRequests(
+            context,
+            self._shards_opened,
+            on_lost,
+            pass_tokens=self._max_batch + self.most_spread_tokens,
+        )
 
     @property
     def prefix_cache(self) -> PrefixCache:
@@ -56,64 +72,71 @@ class MixedAdmissions:
         if request is not None:  # that has ended: its release answers this too
             request.attempt = admit.attempt
             return
-        if admit.shards:
-            self._refuse(admit, "a mixed instance spreads no request over others", retryable=False)
-            return
-        cached = self._cached(admit.request)
         try:
-            pages = self._reserve(admit.request, cached)
+            if len(admit.shards) > 1:
+                self._admit_spread(admit)
+            else:
+                self._admit_whole(admit)
         except CapacityError as error:
-            self._pool.free(cached)
-            self._refuse(admit, str(error), retryable=True)
-            return
+            self._refuse(admit, str(error))
+
+    def _admit_whole(self, admit: scheduler_pb2.AdmitDecode) -> None:
+        cached = self._cached(admit.request)
+        pages = self._pages.reserve(admit.request, cached)
         request = DecodeRequest.of(admit.request, pages, admit.attempt or 1)
         request.cached_tokens = len(cached) * self._page_tokens
         self._metrics.cached_tokens.inc(request.cached_tokens)
         self._book.add(request)
+
+    def _admit_spread(self, admit: scheduler_pb2.AdmitDecode) -> None:
+        """Reserves pages for the first shard, and has the holders of the others reserve theirs."""
+        own, *others = admit.shards
+        if why := self.spread.refusal(admit.request):
+            raise CapacityError(why)
+        pages = self._pages.reserve_shard(admit.request, own.end_token)
+        request = DecodeRequest.of(admit.request, pages, admit.attempt or 1)
+        request.is_spread = True
+        self._book.add(request)
+        self.spread.open(request, others, sent_tokens=0)
+
+    def _shards_opened(self, request: DecodeRequest) -> None:
+        """The prompt can be computed, its KV be kept."""
+        del request
+        self._book.wake.set()
 
     def _cached(self, spec: common_pb2.RequestSpec) -> list[int]:
         """Pages of the prompt's first blocks, now held; the last token is computed in any case."""
         cache = self.prefix_cache
         if not cache.block_tokens:
             return []
-        return cache.take(
-            prompt_blocks(spec, cache)[: (spec.prompt_tokens - 1) // cache.block_tokens]
-        )
+        most = (spec.prompt_tokens - 1) // cache.block_tokens
+        return cache.take(prompt_blocks(spec, cache)[:most])
 
-    def _reserve(self, spec: common_pb2.RequestSpec, cached: Sequence[int]) -> HeldPages:
-        n, prompt = spec.sampling.n, spec.prompt_tokens
-        if n > self._max_batch:
-            raise CapacityError(f"{n} choices wanted, the batch holds {self._max_batch}")
-        needed = pages_needed(prompt, spec.sampling.max_tokens, n, self._page_tokens)
-        pages = [*cached, *self._pool.allocate(needed - len(cached))]
-        shared = prompt // self._page_tokens
-        return HeldPages.of(pages, shared, dict.fromkeys(range(n), (needed - shared) // n))
-
-    def _refuse(self, admit: scheduler_pb2.AdmitDecode, why: str, *, retryable: bool) -> None:
+    def _refuse(self, admit: scheduler_pb2.AdmitDecode, why: str) -> None:
         request_id, attempt = admit.request.request_id, admit.attempt
         self._metrics.failed.labels("capacity").inc()
-        self._send(request_failed(request_id, why, retryable=retryable, attempt=attempt))
+        self._send(request_failed(request_id, why, retryable=True, attempt=attempt))
         self._send(request_released(request_id, attempt=attempt))
 
     # -- the batch
 
-    def let_in(self) -> None:
+    def let_in(self, batch: DecodeBatch) -> None:
         """Who has its first tokens joins, as far as the batch has room."""
         joining = self._book.joining
         while joining:
             request = joining[0]
             if not request.ended:
-                if self._batch.size + len(request.open_choices) > self._max_batch:
+                if batch.size + len(request.open_choices) > self._max_batch:
                     break
-                self._join(request)
+                self._join(request, batch)
             joining.popleft()
 
-    def _join(self, request: DecodeRequest) -> None:
+    def _join(self, request: DecodeRequest, batch: DecodeBatch) -> None:
         own = request.pages.own
         for sequence in request.sequences():
             if sequence.choice and request.prompt_tokens % self._page_tokens:
                 self._runner.copy_page(own[0][0], own[sequence.choice][0])
-            self._batch.add(sequence)
+            batch.add(sequence)
         request.first_step_s = request.clock.now_s()
         self._metrics.join_s.observe(request.first_step_s - request.first_token_s)
         started = scheduler_pb2.DecodeStarted(request_id=request.id)
@@ -127,11 +150,19 @@ class MixedAdmissions:
             self._prefixes.keep(request)
 
     def release(self, request: DecodeRequest) -> None:
-        """Frees what an ended request holds, and tells the scheduler."""
-        self._batch.remove(request.id)
+        """Of a request that is in no batch: frees what it holds, then tells the scheduler."""
+        if request.is_spread:
+            self._tasks.spawn(self._release_spread(request))
+        else:
+            self._release(request)
+
+    async def _release_spread(self, request: DecodeRequest) -> None:
+        await self.spread.close(request)
+        self._release(request)
+
+    def _release(self, request: DecodeRequest) -> None:
         self._prefixes.keep(request)
-        self._pool.free(request.pages.all())
-        request.pages = HeldPages()
+        self._pages.release(request)
         self._book.remove(request)
         if request.finish_reason:
             finished = scheduler_pb2.RequestFinished(

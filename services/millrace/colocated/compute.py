@@ -29,13 +29,15 @@ log = logging.getLogger(__name__)
 class Iteration:
     """What came of one: a token of every decode, token one of the prompts that are through.
 
-    errors: why nothing can come of a prompt, by the request's id.
+    errors: why nothing can come of a prompt, by the request's id; lost: why nothing can come of it
+    here, where KV that another instance holds is gone.
     """
 
     seconds: float = 0.0
     tokens: list[TokenOut] = field(default_factory=list)
     first_tokens: dict[str, PrefillOutcome] = field(default_factory=dict)
     errors: dict[str, str] = field(default_factory=dict)
+    lost: dict[str, str] = field(default_factory=dict)
 
 
 class MixedCompute:
@@ -78,6 +80,7 @@ class MixedCompute:
             pages=prompt.pages,
             want_logits=share.is_last,
             want_prompt_logprobs=prompt.request.sampling.prompt_logprobs >= 0,
+            shards=prompt.request.shards,
         )
 
     def _pass(
@@ -96,13 +99,16 @@ class MixedCompute:
 
     def _conclude(self, share: Share, task: PrefillTask, result: Iteration) -> None:
         prompt, sampling = share.prompt, share.prompt.request.sampling
+        name = prompt.request.id
+        if task.lost:
+            result.lost[name] = task.lost
+            return
         if task.hidden is not None:
             top, start = sampling.prompt_logprobs, task.history_tokens
             run = prompt_logprobs(self._runner, top, prompt.ids, start, task.hidden)
             prompt.logprobs.append(run)
         if task.logits is None:
             return
-        name = prompt.request.id
         try:
             found = sample_first(self._sampler, sampling, prompt.ids, task.logits)
             result.first_tokens[name] = found

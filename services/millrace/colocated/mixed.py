@@ -30,15 +30,20 @@ from millrace.decode.answers import Answers
 from millrace.decode.book import RequestBook
 from millrace.decode.metrics import DecodeMetrics
 from millrace.decode.pace import TokenPace
+from millrace.decode.request import DecodeRequest
 from millrace.decode.servicer import DecodeServicer
 from millrace.decode.token_streams import life_of
 from millrace.profiles import decode_step
-from millrace.transfer.memory import Memory
+from millrace.transfer.receive_manager import ReceiveManager
 from millrace.wire.pb import scheduler_pb2
 from millrace.worker.codec import Stopwatch, decode_step_message
 from millrace.worker.host import Loaded, WorkerContext, WorkerOptions, open_for, serve_role
+from millrace.worker.kv_servicer import KvReceiverServicer
+from millrace.worker.kvp_servicer import KvpServicer
 from millrace.worker.latency import prefill_latency
 from millrace.worker.prefix import cached_blocks
+from millrace.worker.shard_book import NOBODY, ShardBook
+from millrace.worker.shard_host import ShardHost
 from millrace.worker.tasks import Tasks, stop_event
 from millrace.worker.vitals import open_vitals
 
@@ -55,36 +60,50 @@ class MixedRole:
         self._context = context
         self._pool = context.engine.pool
         self._operators = operators
-        self._region = context.transport.register(Memory.of_tensor(context.engine.storage))
         self._tasks = Tasks()
         self._pace = TokenPace()
         self._book = RequestBook()
         self._metrics = MixedMetrics(context.registry)
         self._predictor = Predictor(operators)
-        self._packer = IterationPacker(operators, self._predictor, context.config)
         decode_metrics = DecodeMetrics(context.registry)
         self._answers = Answers(context, self._book, decode_metrics)
+        self._admissions = MixedAdmissions(
+            context, self._book, decode_metrics, self._tasks, self._shard_lost
+        )
+        self._packer = IterationPacker(
+            operators, self._predictor, context.config, self._admissions.most_spread_tokens
+        )
         self._prompts = Prompts(context, self._book, self._answers, self._packer, self._tasks)
         self._compute = MixedCompute(context.engine, context.config.engine.max_batch)
-        self._admissions = MixedAdmissions(
-            context, self._book, self._compute.batch, decode_metrics, self._tasks
+        self._hosted = ShardBook()
+        self._receiver = ReceiveManager(
+            transport=context.transport,
+            layout=context.engine.layout,
+            storage=context.engine.storage,
+            identity=(context.incarnation.id, context.incarnation.generation),
+            config=context.config.transfer,
+            callbacks=self._hosted.beside(NOBODY),
         )
+        self._host = ShardHost(context, context.engine, self._hosted, self._receiver)
         self._clock = Stopwatch(0.0)  # seconds since the epoch
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="mixed-compute")
 
     @property
     def kv_region(self) -> int:
-        return self._region
+        return self._receiver.region
 
     def attach(self, server: grpc.aio.Server) -> None:
         life = life_of(self._context.incarnation)
         DecodeServicer(self._answers.streams, life).add_to(server)
+        KvReceiverServicer(self._receiver).add_to(server)
+        KvpServicer(self._host).add_to(server)
 
     def fill_register(self, register: scheduler_pb2.Register) -> None:
         register.role = self.name
         register.max_batch = self._context.config.engine.max_batch
         step = DecodeStepTime.of(decode_step.of_profile(self._operators))
         register.decode_step.CopyFrom(decode_step_message(step))
+        register.kv_pages -= len(self._admissions.spread.spill_pages)
         register.block_tokens = self._admissions.prefix_cache.block_tokens
         self._admissions.prefix_cache.tell_all()
 
@@ -108,12 +127,23 @@ class MixedRole:
             self._admissions.admit(command.admit_decode)
         elif kind == "run_prefill":
             self._prompts.expect(command.run_prefill.request.request_id)
-        elif kind == "cancel" and (request := self._book.get(command.cancel.request_id)):
-            self._answers.cancel(request)
+        elif kind == "cancel":
+            self._cancel(command.cancel.request_id)
         elif kind == "drain":
             self._answers.evict(abort=command.drain.abort)
+            self._host.lose_all("its holder had to let go of it")
+
+    def _cancel(self, request_id: str) -> None:
+        if (request := self._book.get(request_id)) is not None:
+            self._answers.cancel(request)
+        else:
+            self._host.forget(request_id)
+
+    def _shard_lost(self, request: DecodeRequest, why: str) -> None:
+        self._answers.fail(request, why, "transfer")
 
     async def run(self) -> None:
+        self._tasks.spawn(self._host.run())
         self._tasks.spawn(self._answers.journal.run())
         self._tasks.spawn(self._iterate_forever())
         await self._tasks.watch()
@@ -123,7 +153,7 @@ class MixedRole:
         wake, last = self._book.wake, Iteration()
         while True:
             self._let_out()
-            self._admissions.let_in()
+            self._admissions.let_in(self._compute.batch)
             plan = self._plan()
             decodes = plan.shape.decodes
             if decodes or plan.shares:
@@ -165,20 +195,26 @@ class MixedRole:
     def _let_out(self) -> None:
         for request in self._book.leaving:
             self._prompts.drop(request.id)
+            self._compute.batch.remove(request.id)
             self._admissions.release(request)
         self._book.leaving.clear()
 
     async def wait_idle(self) -> None:
-        await self._book.wait_idle()
+        while len(self._book) or len(self._hosted):
+            await asyncio.gather(self._book.wait_idle(), self._hosted.wait_idle())
 
     async def drop_all(self, reason: str) -> None:
         log.info("dropping %d requests: %s", len(self._book), reason)
         for request in self._book:
             self._answers.move(request)
+        self._host.lose_all(reason)
         await self.wait_idle()
 
     def check_integrity(self) -> None:
-        self._pool.check_integrity(expected_used=0)
+        self._pool.check_integrity(expected_used=len(self._admissions.spread.spill_pages))
+        self._receiver.check_integrity()
+        self._host.check_integrity()
+        self._admissions.spread.check_integrity()
         self._admissions.prefix_cache.check_integrity()
         self._compute.batch.check_integrity()
         self._prompts.check_integrity()
@@ -187,6 +223,9 @@ class MixedRole:
         await self._tasks.cancel()
         await asyncio.to_thread(self._thread.shutdown, wait=True)
         await self._answers.journal.flush()
+        await self._admissions.spread.close_all()
+        await self._host.close()
+        await self._receiver.close()
 
 
 async def serve(

@@ -106,12 +106,22 @@ def packing_config(config: Config) -> PackingConfig:
 class IterationPacker:
     """Ranks the prompts and packs an iteration."""
 
-    def __init__(self, operators: OperatorModel, predictor: Predictor, config: Config) -> None:
-        """Raises ConfigError for settings that contradict each other."""
+    def __init__(
+        self,
+        operators: OperatorModel,
+        predictor: Predictor,
+        config: Config,
+        most_spread_tokens: int,
+    ) -> None:
+        """`most_spread_tokens`: of prompts whose KV is spread, in one iteration.
+
+        Raises ConfigError for settings that contradict each other.
+        """
         self._predictor = predictor
         self._config = packing_config(config)
         self._packer = Packer(predictor, self._config)
         self._most_tokens = config.engine.max_chunk_tokens
+        self._most_spread_tokens = most_spread_tokens
         self._policy = POLICIES[config.scheduler.policy]
         self._times = PrefillTimes(
             operators,
@@ -196,13 +206,16 @@ class IterationPacker:
         return [prompts[i] for i in order]
 
     def _within_pass(self, shares: list[Share]) -> list[Share]:
-        """As much of them as a pass may hold: `engine.max_chunk_tokens` in all."""
-        room, fitting = self._most_tokens, []
+        """As much of them as a pass may hold."""
+        room, spread_room = self._most_tokens, self._most_spread_tokens
+        fitting: list[Share] = []
         for share in shares:
-            tokens = min(share.tokens, room)
+            is_spread = share.prompt.request.is_spread
+            tokens = min(share.tokens, room, spread_room if is_spread else room)
             if tokens:
                 fitting.append(Share(share.prompt, tokens))
                 room -= tokens
+                spread_room -= tokens if is_spread else 0
         return fitting
 
     def _packer_for(self, tbt_s: float | None) -> Packer:

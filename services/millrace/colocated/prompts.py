@@ -53,8 +53,8 @@ class Prompts:
         return sum(prompt.stretches.has_begun for prompt in self._prompts.values())
 
     def waiting(self) -> list[Prompt]:
-        """All that there is something to compute of."""
-        return list(self._prompts.values())
+        """All that can be computed now: the shards of spread ones must be held."""
+        return [p for p in self._prompts.values() if p.request.shards or not p.request.is_spread]
 
     def expect(self, request_id: str) -> None:
         """The prompt is to be computed. Nothing happens where its request was not admitted."""
@@ -81,6 +81,7 @@ class Prompts:
         )
         self._prompts[request.id] = prompt
         if request.cached_tokens:
+            stretches.found(request.cached_tokens)
             self._packer.advance(prompt, request.cached_tokens)
         self._book.wake.set()
 
@@ -121,6 +122,8 @@ class Prompts:
                 continue
             if (error := iteration.errors.get(request.id)) is not None:
                 self._answers.fail(request, error, "compute")
+            elif (why := iteration.lost.get(request.id)) is not None:
+                self._answers.fail(request, why, "transfer")
             elif is_last:
                 self._through(share, iteration.first_tokens[request.id])
                 yield request

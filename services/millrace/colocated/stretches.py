@@ -27,6 +27,11 @@ class Stretches:
     def has_begun(self) -> bool:
         return self._count > 0
 
+    def found(self, cached_tokens: int) -> None:
+        """So many first tokens need not be computed."""
+        now_s = self._clock.now_s()
+        self.spans.append(span("cached", self._id, now_s, now_s, tokens=cached_tokens))
+
     def takes_part(self, history: int) -> None:
         """The next iteration has a chunk of it, behind `history` tokens."""
         if self._since_s is not None:

@@ -15,13 +15,13 @@ from millrace.worker.host import WorkerContext
 class RequestPages:
     """Used from the event loop only. No other part of an instance allocates or frees."""
 
-    def __init__(self, context: WorkerContext) -> None:
-        scheduler = context.config.scheduler
+    def __init__(self, context: WorkerContext, *, may_grow: bool) -> None:
+        """`may_grow`: requests are admitted with pages for part of their answers."""
         self._pool = context.engine.pool
         self.page_tokens = context.engine.layout.page_tokens
         self._max_batch = context.config.engine.max_batch
-        self.may_grow = scheduler.decode_reserve == "grow"
-        self._headroom_tokens = scheduler.decode_headroom_tokens
+        self.may_grow = may_grow
+        self._headroom_tokens = context.config.scheduler.decode_headroom_tokens
 
     @property
     def free(self) -> int:

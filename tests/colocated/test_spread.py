@@ -1,0 +1,102 @@
+"""Requests whose KV is spread from a mixed instance: computed there, kept elsewhere too.
+
+Chunks of a prompt hand their K/V to the holders with the pass that computes it.
+"""
+
+from __future__ import annotations
+
+import pytest
+
+from millrace.colocated.mixed import MixedRole
+from millrace.kvp.role import KvpRole
+from millrace.worker.host import WorkerContext
+from support.live_stack import eventually
+from support.mixed_role import Mixed, mixed_config, mixed_instance, operators
+from support.tiny_models import oracle, prompt
+
+SETTINGS = mixed_config(
+    {"min_chunk_tokens": 8, "chunk_step_tokens": 8, "t_target_ms": 0.5},
+    max_batch=4,
+    max_chunk_tokens=64,
+)
+PAGE = SETTINGS.engine.page_tokens
+
+
+def kvp(context: WorkerContext) -> KvpRole:
+    return KvpRole(context, context.engine)
+
+
+def another(context: WorkerContext) -> MixedRole:
+    return MixedRole(context, operators())
+
+
+async def freed(mixed: Mixed, request_id: str) -> None:
+    for holder in mixed.holders:
+        await holder.said("request_released", request_id)
+    await eventually(lambda: mixed.used_pages == 0)
+
+
+@pytest.mark.parametrize("name", ["llama", "mistral-window"])
+async def test_tokens_are_the_models_beside_requests_that_are_whole(name: str) -> None:
+    async with mixed_instance(SETTINGS, name=name, holders=[kvp, kvp]) as mixed:
+        tokens, new = 9 * PAGE + 3, 2 * PAGE
+        await mixed.ask("whole", 90, max_tokens=40)
+        await mixed.ask_spread("r", tokens, 2 * PAGE, 6 * PAGE, tokens + new, max_tokens=new)
+        await mixed.ask("later", 50, max_tokens=20)
+        assert await mixed.answer("r") == oracle(name).greedy(prompt(tokens), new)
+        assert await mixed.answer("whole") == oracle(name).greedy(prompt(90), 40)
+        assert await mixed.answer("later") == oracle(name).greedy(prompt(50), 20)
+        await freed(mixed, "r")
+        assert any(
+            share.prompt.request.is_spread and plan.shape.decodes
+            for plan in mixed.plans
+            for share in plan.shares
+        )
+
+
+async def test_mixed_instances_hold_shards_for_each_other() -> None:
+    async with mixed_instance(SETTINGS, holders=[another]) as mixed:
+        await mixed.ask_spread("r", 100, 3 * PAGE, 8 * PAGE, max_tokens=20)
+        assert await mixed.answer("r") == oracle("llama").greedy(prompt(100), 20)
+        await freed(mixed, "r")
+
+
+async def test_prompt_logprobs_and_penalties_of_spread_prompts() -> None:
+    async with mixed_instance(SETTINGS, holders=[kvp]) as mixed:
+        sampling = {"max_tokens": 6, "repetition_penalty": 2.0, "prompt_logprobs": 0}
+        await mixed.ask("whole", 70, **sampling)
+        await mixed.ask_spread("r", 70, 2 * PAGE, 5 * PAGE, **sampling)
+        assert await mixed.answer("r") == await mixed.answer("whole")
+        told = [
+            [round(one.chosen.logprob, 3) for one in event.prompt_logprobs]
+            for event in mixed.events
+            if event.prompt_logprobs
+        ]
+        assert len(told) == 2 and told[0] == told[1]
+        await freed(mixed, "r")
+
+
+@pytest.mark.parametrize("after_token_one", [False, True])
+async def test_a_lost_holder_costs_its_request_alone(after_token_one: bool) -> None:
+    async with mixed_instance(SETTINGS, holders=[kvp]) as mixed:
+        await mixed.ask("whole", 30, max_tokens=300)
+        await mixed.ask_spread("r", 600, 2 * PAGE, 60 * PAGE, max_tokens=300)
+        if after_token_one:
+            await mixed.live.said("decode_started", "r")
+        else:
+            await mixed.live.said("chunk_started", "r")
+        mixed.holders[0].role._shards.lose_all("the test wants it")
+        if after_token_one:
+            await eventually(lambda: mixed.ends.get(("r", 0)) == "moved")
+        else:
+            assert (await mixed.live.said("request_failed", "r")).retryable
+        assert await mixed.answer("whole") == oracle("llama").greedy(prompt(30), 300)
+        await freed(mixed, "r")
+
+
+async def test_a_cancelled_one_lets_its_holders_go() -> None:
+    async with mixed_instance(SETTINGS, holders=[kvp, kvp]) as mixed:
+        await mixed.ask_spread("r", 300, 2 * PAGE, 6 * PAGE, 40 * PAGE, max_tokens=200)
+        await mixed.live.said("chunk_started", "r")
+        mixed.live.cancel("r")
+        await freed(mixed, "r")
