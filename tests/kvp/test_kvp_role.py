@@ -1,0 +1,148 @@
+"""A KVP worker by itself: whose shards it takes, and that streams are leases."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import pytest
+import pytest_asyncio
+
+from millrace.core.errors import TransferError
+from millrace.core.kv_transfer import Incarnation
+from millrace.core.kvp_hold import AttachAsk, HoldAsk
+from millrace.kvp.role import KvpRole
+from millrace.state.memory_store import MemoryStore
+from millrace.transfer.memory import Memory
+from millrace.transfer.memory_transport import MemoryHub, MemoryTransport
+from millrace.wire.kvp_peer import Attachment, GrpcKvpPeer, KvpPeers
+from millrace.worker.host import WorkerContext
+from millrace.worker.shard_host import MAX_ROWS
+from support.live_stack import eventually
+from support.worker_roles import LiveRole, config, live_roles
+
+OWNER = Incarnation("decode-0", 3)
+
+
+def kvp_role(context: WorkerContext) -> KvpRole:
+    return KvpRole(context, context.engine)
+
+
+class Scene:
+    """A worker, and an owner whose memory nothing is ever written to."""
+
+    def __init__(self, worker: LiveRole, peer: GrpcKvpPeer, transport: MemoryTransport) -> None:
+        self.worker = worker
+        self.peer = peer
+        life = worker.incarnation
+        self.attach_ask = AttachAsk(
+            owner=OWNER,
+            holder=Incarnation(life.id, life.generation),
+            layout=worker.engine.layout,
+            max_rows=MAX_ROWS,
+            agent_metadata=transport.metadata(),
+            region=0,
+            offset=0,
+        )
+        self.hold_ask = HoldAsk(
+            request_id="r",
+            attempt=1,
+            owner=OWNER,
+            holder=self.attach_ask.holder,
+            layout=worker.engine.layout,
+            start_token=32,
+            end_token=100,
+            prompt_tokens=20,
+        )
+
+    async def attach(self, **changes: Any) -> Attachment:
+        return await self.peer.attach(replace(self.attach_ask, **changes), timeout_s=5)
+
+    async def hold(self, **changes: Any) -> Any:
+        return await self.peer.hold(replace(self.hold_ask, **changes), timeout_s=5)
+
+    @property
+    def used_pages(self) -> int:
+        return self.worker.engine.pool.used_pages
+
+
+@asynccontextmanager
+async def _scene() -> AsyncIterator[Scene]:
+    settings, hub, peers = config(), MemoryHub(), KvpPeers()
+    worker = LiveRole(kvp_role, settings, name="kvp-0", hub=hub, store=MemoryStore(settings.store))
+    owner = MemoryTransport("decode-0-3", hub)
+    memory = np.zeros(1 << 20, dtype=np.uint8)
+    owner.register(Memory.of_array(memory))
+    async with live_roles(worker):
+        try:
+            yield Scene(worker, peers.to(worker.address), owner)
+        finally:
+            await peers.close()
+            owner.close()
+
+
+@pytest_asyncio.fixture
+async def scene() -> AsyncIterator[Scene]:
+    async with _scene() as made:
+        yield made
+
+
+async def test_a_shard_lasts_as_long_as_its_stream(scene: Scene) -> None:
+    attachment = await scene.attach()
+    shard = await scene.hold()
+    await shard.landed()  # it begins behind the prompt
+    assert scene.used_pages == -(-68 // scene.worker.engine.layout.page_tokens)
+    assert scene.worker.role.counts() == (1, 0)
+    shard.close()
+    await scene.worker.said("request_released", "r")
+    assert scene.used_pages == 0
+    again = await scene.hold()
+    assert again.number != shard.number
+    attachment.close()
+
+
+async def test_all_an_owner_has_goes_with_its_place(scene: Scene) -> None:
+    attachment = await scene.attach()
+    for name in ("a", "b"):
+        await scene.hold(request_id=name)
+    attachment.close()
+    for name in ("a", "b"):
+        await scene.worker.said("request_released", name)
+    await eventually(lambda: not scene.worker.role.counts()[0])
+    with pytest.raises(TransferError, match="without being attached"):
+        await scene.hold()
+    (await scene.attach()).close()
+
+
+async def test_what_is_not_meant_or_does_not_fit_is_refused(scene: Scene) -> None:
+    other_life = Incarnation("kvp-0", 1)
+    other_model = replace(scene.worker.engine.layout, model_hash="another")
+    for changes, why in (
+        ({"holder": other_life}, "stale receiver"),
+        ({"layout": other_model}, "model_hash differs"),
+        ({"max_rows": 7}, "a piece has 7 rows there"),
+    ):
+        with pytest.raises(TransferError, match=why):
+            await scene.attach(**changes)
+    attachment = await scene.attach()
+    with pytest.raises(TransferError, match="KV pages wanted"):
+        await scene.hold(end_token=10_000_000)
+    held = await scene.hold()
+    with pytest.raises(TransferError, match="has a shard here already"):
+        await scene.hold()
+    held.close()
+    attachment.close()
+    await scene.worker.said("request_released", "r")
+
+
+async def test_a_worker_that_leaves_tells_the_owners(scene: Scene) -> None:
+    attachment = await scene.attach()
+    held = await scene.hold()
+    await held.landed()
+    await scene.worker.role.drop_all("it is shutting down")
+    assert "it is shutting down" in await held.lost()
+    assert scene.used_pages == 0
+    attachment.close()

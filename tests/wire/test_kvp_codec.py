@@ -1,0 +1,59 @@
+"""What homes and holders agree on, to protobuf and back."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from millrace.core.errors import TransferError
+from millrace.core.kv_transfer import Incarnation
+from millrace.core.kvp_hold import AttachAsk, AttachGrant, HoldAsk
+from millrace.wire import kvp_codec
+from millrace.wire.pb import kvp_pb2
+from support.kv_nodes import layout
+
+ATTACH = AttachAsk(
+    owner=Incarnation("d0", 2**60),
+    holder=Incarnation("k0", 7),
+    layout=layout(),
+    max_rows=128,
+    agent_metadata=b"meta",
+    region=3,
+    offset=2**40,
+)
+HOLD = HoldAsk(
+    request_id="r",
+    attempt=2,
+    owner=Incarnation("d0", 5),
+    holder=Incarnation("k0", 7),
+    layout=layout(),
+    start_token=32,
+    end_token=100,
+    prompt_tokens=50,
+)
+
+
+def test_asks_and_grants_come_back_as_they_were() -> None:
+    grant = AttachGrant(slot=9, agent_metadata=b"theirs", region=1, offset=4096)
+    assert kvp_codec.attach_of(kvp_codec.attach_message(ATTACH)) == ATTACH
+    assert kvp_codec.hold_of(kvp_codec.hold_message(HOLD)) == HOLD
+    assert kvp_codec.grant_of(kvp_codec.grant_message(grant)) == grant
+
+
+def test_asks_that_can_t_be_are_named() -> None:
+    message = kvp_codec.attach_message(replace(ATTACH, max_rows=0))
+    with pytest.raises(TransferError, match="max_rows is 0"):
+        kvp_codec.attach_of(message)
+    for start, end in ((0, 10), (10, 10)):
+        message = kvp_codec.hold_message(replace(HOLD, start_token=start, end_token=end))
+        with pytest.raises(TransferError, match=rf"tokens \[{start}, {end}\)"):
+            kvp_codec.hold_of(message)
+    with pytest.raises(TransferError, match="bad KV layout"):
+        kvp_codec.hold_of(kvp_pb2.HoldRequest(start_token=1, end_token=2))
+
+
+@pytest.mark.parametrize("start, landing", [(32, 18), (50, 0), (90, 0)])
+def test_what_lands_of_a_shard_is_its_part_of_the_prompt(start: int, landing: int) -> None:
+    shard = replace(HOLD, start_token=start)
+    assert (shard.num_tokens, shard.landing_tokens) == (100 - start, landing)
