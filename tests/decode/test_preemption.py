@@ -102,7 +102,7 @@ async def test_one_that_finds_nobody_to_give_way_waits_in_its_pages() -> None:
 async def test_choices_leave_together_and_hold_all_their_pages() -> None:
     """They do not grow. Their KV makes way for one that does, and came before them."""
     sampled = SamplingSpec(max_tokens=9, temperature=1.0, seed=4, n=3)
-    async with growing(pages=16, swap_pages=50) as instance:
+    async with growing(pages=13, swap_pages=50) as instance:
         instance.ask(prompt_of(1, 6), greedy(40))
         instance.ask(prompt_of(2, 7), sampled)
         await until(instance, runs(instance, "r0", "r1"))

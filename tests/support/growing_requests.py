@@ -138,7 +138,9 @@ class GrowingRequests:
         self.tasks = Tasks()
         self.book = RequestBook()
         self.metrics = DecodeMetrics(Registry())
-        self.landings = Landings(RequestPages(context), self.book, self.tasks)
+        self.landings = Landings(
+            RequestPages(context, may_grow=reserve == "grow"), self.book, self.tasks
+        )
         answers: Any = SimpleNamespace(preempt=self._preempted)
         landings: Any = self.landings
         self.running = Running(context, self.book, landings, answers, self.metrics, self.tasks)
