@@ -325,6 +325,7 @@ BENCHMARKS = (
     "gateway",
     "hol",
     "kernels",
+    "long",
     "planner",
     "serve",
     "transfer",

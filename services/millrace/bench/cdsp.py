@@ -20,7 +20,7 @@ import typer
 
 from millrace.bench.cdsp_report import draw, print_tables
 from millrace.bench.cdsp_run import PARTS, Settings, run
-from millrace.bench.options import measure, names
+from millrace.bench.options import measure, names, numbers
 
 
 def command(  # noqa: PLR0913 - every option of the command line is a parameter
@@ -57,8 +57,8 @@ def command(  # noqa: PLR0913 - every option of the command line is a parameter
     settings = Settings(
         parts=tuple(names(parts, PARTS)),
         threads=threads,
-        lengths=_numbers(lengths, "--lengths"),
-        degrees=tuple(sorted({1, *_numbers(sp, "--sp")})),
+        lengths=numbers(lengths, "--lengths"),
+        degrees=tuple(sorted({1, *numbers(sp, "--sp")})),
         rounds=rounds,
         instances=instances,
         requests=requests,
@@ -66,11 +66,3 @@ def command(  # noqa: PLR0913 - every option of the command line is a parameter
     if quick:
         settings = settings.quick()
     measure(partial(run, settings), print_tables, draw, json_path, plot)
-
-
-def _numbers(text: str, option: str) -> tuple[int, ...]:
-    """Ascending whole numbers above 0. Raises BadParameter."""
-    parts = text.split(",")
-    if not all(part.isdecimal() and int(part) for part in parts):
-        raise typer.BadParameter(f"{option} {text!r}: write whole numbers with commas between")
-    return tuple(sorted({int(part) for part in parts}))

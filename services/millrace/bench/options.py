@@ -24,6 +24,14 @@ def names(text: str, known: Sequence[str]) -> list[str]:
     return list(dict.fromkeys(found))
 
 
+def numbers(text: str, option: str) -> tuple[int, ...]:
+    """Ascending whole numbers above 0. Raises BadParameter."""
+    parts = text.split(",")
+    if not all(part.isdecimal() and int(part) for part in parts):
+        raise typer.BadParameter(f"{option} {text!r}: write whole numbers with commas between")
+    return tuple(sorted({int(part) for part in parts}))
+
+
 def progress_lines(console: Console) -> Callable[[str], None]:
     """Where there is no terminal: a line whenever something else begins, without its seconds."""
     last = ""

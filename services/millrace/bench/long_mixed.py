@@ -1,0 +1,263 @@
+"""Mixed batches of one engine: how far predictions are off, chunks sized by them, decodes beside.
+
+Passes are `ModelRunner.mixed` with sampling, as an instance of the mixed role runs them, on pages
+that hold whatever they hold: times depend on how much there is, not on what.
+"""
+
+from __future__ import annotations
+
+import math
+import random
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from statistics import median, quantiles
+from typing import Any
+
+from millrace.core.operators import BatchShape, OperatorModel
+from millrace.core.packing import Packer, PackingConfig
+from millrace.profiler.measure import Measured, usual
+from millrace.profiler.workload import Workload
+
+Told = Callable[[str], None]
+Document = dict[str, Any]
+
+#: Of a way's iterations that the document keeps, about.
+POINTS = 64
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Batch:
+    """What one pass holds: chunks (tokens, history), and decodes by their contexts."""
+
+    chunks: tuple[tuple[int, int], ...]
+    contexts: tuple[int, ...]
+
+    @property
+    def shape(self) -> BatchShape:
+        return BatchShape(
+            prefills=self.chunks,
+            decodes=len(self.contexts),
+            decode_context_tokens=sum(self.contexts),
+        )
+
+
+# ---- predictor
+
+
+def random_batches(
+    count: int, *, most_tokens: int, most_history: int, most_decodes: int, seed: int = 0
+) -> list[Batch]:
+    """One chunk, or two in a quarter of them, beside up to `most_decodes` decodes; lengths are
+    spread evenly over their logarithm, three in ten chunks have no history.
+    """
+    draw = random.Random(seed)
+
+    def length(least: int, most: int) -> int:
+        return round(least * math.exp(draw.random() * math.log(most / least)))
+
+    def chunk() -> tuple[int, int]:
+        history = 0 if draw.random() < 0.3 else length(32, most_history)
+        return length(16, most_tokens), history
+
+    return [
+        Batch(
+            chunks=tuple(chunk() for _ in range(1 + (draw.random() < 0.25))),
+            contexts=tuple(length(16, 2048) for _ in range(draw.randint(0, most_decodes))),
+        )
+        for _ in range(count)
+    ]
+
+
+def predictor(
+    workload: Workload,
+    model: OperatorModel,
+    measured: Measured,
+    batches: Sequence[Batch],
+    rounds: int,
+    told: Told,
+) -> Document:
+    """Every batch `rounds` times, all once before any again; predictions are made beforehand."""
+    fitting = [
+        batch
+        for batch in batches
+        if workload.has_room_for([*batch.contexts, *map(sum, batch.chunks)])
+    ]
+    taken_s: list[list[float]] = [[] for _ in fitting]
+    for number in range(rounds):
+        told(f"predictor: random mixed batches (round {number + 1} of {rounds})")
+        for batch, times in zip(fitting, taken_s, strict=True):
+            times.append(workload.mixed_s(batch.chunks, batch.contexts))
+    points: list[Document] = []
+    for batch, times in zip(fitting, taken_s, strict=True):
+        measured_s, predicted_s = usual(times), model.pass_s(batch.shape)
+        points.append(
+            {
+                "chunks": batch.chunks,
+                "decodes": len(batch.contexts),
+                "context_tokens": sum(batch.contexts),
+                "measured_s": measured_s,
+                "predicted_s": predicted_s,
+                "error": predicted_s / measured_s - 1.0,
+                # What no predictor can know.
+                "spread": median(abs(taken / measured_s - 1.0) for taken in times),
+            }
+        )
+    errors = [abs(point["error"]) for point in points]
+    return {
+        "batches": len(points),
+        "fitted_in_s": measured.spent_s,
+        "median_error": median(errors),
+        "p90_error": _percentile(errors, 90),
+        "spread": median(point["spread"] for point in points),
+        "points": points,
+    }
+
+
+# ---- chunking
+
+
+@dataclass(slots=True, eq=False)
+class Prompt:
+    """A long prompt under one way of chunking, as the packer sees it."""
+
+    name: str
+    packer: Packer
+    prompt_tokens: int
+    done: int = 0
+
+
+def chunking(
+    workload: Workload,
+    model: OperatorModel,
+    *,
+    prompt_tokens: int,
+    static: Sequence[int],
+    contexts: Sequence[int],
+    t_target_s: float,
+    told: Told,
+) -> Document:
+    """A long prompt in adaptive and in static chunks beside the same decodes (Mnemosyne Figure 8).
+
+    t_target_s: 0 takes what the smallest static chunk is predicted to need at the prompt's end.
+    The ways take turns, whoever is furthest behind, so that a slow spell of the machine falls on
+    all of them.
+    """
+    shape = {"decodes": len(contexts), "decode_context_tokens": sum(contexts)}
+    last = ((min(static), prompt_tokens - min(static)),)
+    t_target_s = t_target_s or model.pass_s(BatchShape(prefills=last, **shape))
+    most = workload.max_chunk_tokens
+    adaptive = Packer(model, PackingConfig(t_target_s=t_target_s, max_chunk_tokens=most))
+    prompts = [
+        Prompt("adaptive", adaptive, prompt_tokens),
+        *(
+            Prompt(f"static {tokens}", _static(model, tokens + len(contexts)), prompt_tokens)
+            for tokens in static
+        ),
+    ]
+    iterations: dict[str, list[tuple[int, int, float]]] = {one.name: [] for one in prompts}
+    while running := [one for one in prompts if one.done < prompt_tokens]:
+        now = min(running, key=lambda one: one.done)
+        told(f"chunking: a prompt of {prompt_tokens} tokens ({now.done} done)")
+        ((_, tokens),) = now.packer.pack(len(contexts), sum(contexts), [(now, now.done)], _no_slack)
+        taken_s = workload.mixed_s([(tokens, now.done)], contexts)
+        iterations[now.name].append((now.done, tokens, taken_s))
+        now.done += tokens
+    ways = {name: _way(found, t_target_s) for name, found in iterations.items()}
+    whole_s = ways["adaptive"]["total_s"]
+    for way in ways.values():
+        way["over_adaptive"] = way["total_s"] / whole_s
+    return {
+        "prompt_tokens": prompt_tokens,
+        "decodes": len(contexts),
+        "context_tokens": sum(contexts),
+        "t_target_s": t_target_s,
+        "ways": ways,
+    }
+
+
+def _static(model: OperatorModel, budget: int) -> Packer:
+    return Packer(model, PackingConfig(t_target_s=1.0, adaptive=False, fixed_chunk_tokens=budget))
+
+
+def _no_slack(prompt: Prompt) -> float:
+    return 0.0
+
+
+def _way(found: Sequence[tuple[int, int, float]], t_target_s: float) -> Document:
+    """Time between tokens of the decodes is an iteration's time: its percentiles, its growth from
+    the prompt's first eighth to its last, and the whole prefill's.
+    """
+    seconds = [taken_s for _, _, taken_s in found]
+    end = found[-1][0] + found[-1][1]
+    first = [s for done, _, s in found if done < end / 8]
+    final = [s for done, tokens, s in found[:-1] if done + tokens > 7 * end / 8] or seconds[-1:]
+    return {
+        "iterations": len(found),
+        "total_s": sum(seconds),
+        "p50_s": median(seconds),
+        "p99_s": _percentile(seconds, 99),
+        "growth": median(final) / median(first),
+        "p99_over_target": _percentile(seconds, 99) / t_target_s,
+        "points": found[:: max(1, len(found) // POINTS)],
+    }
+
+
+# ---- batching
+
+
+def batching(
+    workload: Workload,
+    *,
+    chunk_tokens: int,
+    histories: Sequence[int],
+    contexts: Sequence[int],
+    rounds: int,
+    told: Told,
+) -> Document:
+    """An iteration of `chunk_tokens` with and without decodes in it (Mnemosyne Figure 22).
+
+    same_tokens: the decodes' tokens are of the budget, the chunk has as many fewer; same_chunk:
+    they come on top. `whole` sums the iterations over the histories, as a prefill goes through
+    them.
+    """
+    rows = []
+    for history in histories:
+        told(f"batching: decodes beside a prefill (history of {history})")
+        taken_s: dict[str, list[float]] = {"alone": [], "same_tokens": [], "same_chunk": []}
+        for order in _turns(rounds):
+            for kind in order:
+                beside = () if kind == "alone" else contexts
+                tokens = chunk_tokens - (len(contexts) if kind == "same_tokens" else 0)
+                taken_s[kind].append(workload.mixed_s([(tokens, history)], beside))
+        rows.append({"history": history} | {kind: usual(found) for kind, found in taken_s.items()})
+    whole = {
+        kind: sum(row[kind] for row in rows) / sum(row["alone"] for row in rows)
+        for kind in ("same_tokens", "same_chunk")
+    }
+    return {
+        "chunk_tokens": chunk_tokens,
+        "decodes": len(contexts),
+        "context_tokens": sum(contexts),
+        "rows": rows,
+        "whole": whole,
+    }
+
+
+def _turns(rounds: int) -> Iterator[Sequence[str]]:
+    """Each kind is first, second and third equally often."""
+    order = ["alone", "same_tokens", "same_chunk"]
+    for number in range(rounds):
+        first = number % len(order)
+        yield order[first:] + order[:first]
+
+
+def _percentile(values: Sequence[float], percent: int) -> float:
+    if len(values) == 1:
+        return values[0]
+    return quantiles(values, n=100, method="inclusive")[percent - 1]
+
+
+def histories_of(prompt_tokens: int, chunk_tokens: int, count: int) -> list[int]:
+    """Evenly over a prompt, from its begin to its last chunk."""
+    last = max(prompt_tokens - chunk_tokens, 0)
+    return [math.floor(last * number / (count - 1)) for number in range(count)]
