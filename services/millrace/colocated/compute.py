@@ -12,7 +12,7 @@ import torch
 from millrace.colocated.packing import Share
 from millrace.engine.assembly import Engine
 from millrace.engine.decode_batch import DecodeBatch, TokenOut
-from millrace.engine.parallel.rank_group import RankError
+from millrace.engine.fallen import EngineFallen
 from millrace.engine.prefill_task import PrefillTask
 from millrace.engine.sampler import Sampler
 from millrace.prefill.first_tokens import (
@@ -53,7 +53,7 @@ class MixedCompute:
     def run(self, shares: Sequence[Share]) -> Iteration:
         """One iteration. Where its pass fails, its prompts do, and the decodes go on.
 
-        Raises RankError when ranks are lost, and whatever ends a pass of decodes alone.
+        Raises EngineFallen when ranks are lost, and whatever ends a pass of decodes alone.
         """
         begun_s = time.perf_counter()
         result = Iteration()
@@ -61,7 +61,7 @@ class MixedCompute:
         if tasks:
             try:
                 self._pass(shares, tasks, result)
-            except RankError:
+            except EngineFallen:
                 raise
             except Exception as error:  # what a prompt can do to a pass is for its request to hear
                 log.exception("an iteration with %d prompts failed", len(shares))

@@ -65,10 +65,10 @@ class MixedRole:
         self._book = RequestBook()
         self._metrics = MixedMetrics(context.registry)
         self._predictor = Predictor(operators)
-        decode_metrics = DecodeMetrics(context.registry)
-        self._answers = Answers(context, self._book, decode_metrics)
+        metrics = self._decode_metrics = DecodeMetrics(context.registry)
+        self._answers = Answers(context, self._book, metrics)
         self._admissions = MixedAdmissions(
-            context, self._book, decode_metrics, self._tasks, self._shard_lost
+            context, self._book, metrics, self._tasks, self._shard_lost
         )
         self._packer = IterationPacker(
             operators, self._predictor, context.config, self._admissions.most_spread_tokens
@@ -104,6 +104,7 @@ class MixedRole:
         step = DecodeStepTime.of(decode_step.of_profile(self._operators))
         register.decode_step.CopyFrom(decode_step_message(step))
         register.kv_pages -= len(self._admissions.spread.spill_pages)
+        register.whole_only = not self._admissions.spread.spill_pages
         register.block_tokens = self._admissions.prefix_cache.block_tokens
         self._admissions.prefix_cache.tell_all()
 
@@ -189,6 +190,8 @@ class MixedRole:
         self._metrics.iterated(plan, iteration.seconds)
         if plan.shape.decodes:
             self._pace.stepped(time.perf_counter())
+            self._decode_metrics.batch.observe(plan.shape.decodes)
+            self._decode_metrics.step_s.observe(iteration.seconds)
         for request in self._prompts.take(plan, iteration):
             self._admissions.keep_prefix(request)
 
