@@ -112,7 +112,7 @@ class KvpDesk:
         place = self._places.take()
         try:
             peer = await outcome(self._transport.connect(metadata))
-        except TransferError:
+        except BaseException:  # cancelled, too
             self._places.give(place)
             raise
         owner = _Owner(peer=peer, slot=next(self._slots), place=place, region=region, offset=offset)

@@ -143,7 +143,7 @@ class KvpExchange:
                 if not self._pairs:
                     self._listening.enter_context(self._transport.listening())
                 self._pairs[holder] = self._by_slot[peer, slot] = pair
-        except TransferError:
+        except BaseException:  # cancelled, too
             self._places.give(offer.place)
             raise
 
