@@ -196,6 +196,15 @@ def test_what_is_evicted_comes_back_as_one_run() -> None:
     assert len(page_runs(pool.allocate(10))) == 1
 
 
+def test_two_blocks_of_one_name_are_one() -> None:
+    pool = make_pool()
+    cache = PrefixCache(pool, BLOCK)
+    computed(pool, cache, [1, 2, 1])
+    cache.check_integrity()
+    pool.check_integrity(expected_used=0)
+    assert len(cache) == 2
+
+
 def test_blocks_are_whole_pages_and_need_theirs() -> None:
     pool = make_pool()
     with pytest.raises(ValueError, match="a block of 3 tokens ends in a page of 2"):

@@ -202,16 +202,17 @@ class KvPool:
         """
         dropped = sorted(pages)
         self._require_held(dropped)
+        references, kept = self._references, self._kept
         for page, count in Counter(dropped).items():
-            if self._references[page] - self._kept[page] < count:
+            if references[page] - kept[page] < count:
                 raise IntegrityError(f"KV page {page} is freed more often than it is held")
         released: list[int] = []
         idle: list[int] = []
         for page in dropped:
-            self._references[page] -= 1
-            if self._references[page] == 0:
+            references[page] = left = references[page] - 1
+            if left == 0:
                 released.append(page)
-            elif self._is_idle(page):
+            elif left == kept[page]:
                 idle.append(page)
         self._release(released)
         if idle and self._keeper is not None:
@@ -285,8 +286,9 @@ class KvPool:
             self._free.add_run(start, length)
 
     def _require_held(self, pages: Sequence[int]) -> None:
+        references, num_pages = self._references, len(self._references)
         for page in pages:
-            if not 0 <= page < self.num_pages or self._references[page] == 0:
+            if not 0 <= page < num_pages or references[page] == 0:
                 raise IntegrityError(f"KV page {page} is not held by anyone")
 
 

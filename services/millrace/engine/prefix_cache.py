@@ -14,6 +14,7 @@ from __future__ import annotations
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 
 from millrace.core.errors import IntegrityError
 from millrace.engine.kv_pool import KvPool
@@ -103,15 +104,19 @@ class PrefixCache:
         The caller holds these pages, and goes on holding them. Blocks that are there already stay
         as they are. Raises IntegrityError for pages that nobody holds.
         """
-        before = 0
-        for place, name in enumerate(hashes):
-            if name not in self._blocks:
-                first = place * self._block_pages
-                own = list(pages[first : first + self._block_pages])
-                if len(own) < self._block_pages:
-                    raise IntegrityError(f"{len(hashes)} blocks don't fit {len(pages)} pages")
-                self._add(_Block(name, before, place, own))
-            before = name
+        each = self._block_pages
+        if len(pages) < len(hashes) * each:
+            raise IntegrityError(f"{len(hashes)} blocks don't fit {len(pages)} pages")
+        fresh: dict[int, _Block] = {}
+        for place, (before, name) in enumerate(pairwise((0, *hashes))):
+            if name not in self._blocks and name not in fresh:
+                own = list(pages[place * each : (place + 1) * each])
+                fresh[name] = _Block(name, before, place, own)
+        self._pool.keep([page for block in fresh.values() for page in block.pages])
+        for block in fresh.values():
+            self._blocks[block.hash] = block
+            self._at[block.pages[0]] = block
+            _change(block.hash, undone=self._removed, done=self._added)
         for name in reversed(hashes):
             if name in self._idle:  # as if it had been taken
                 self._idle.move_to_end(name)
@@ -173,12 +178,6 @@ class PrefixCache:
             fresh.add(name)
             self._idle.move_to_end(name)
             name = self._idle[name].before
-
-    def _add(self, block: _Block) -> None:
-        self._pool.keep(block.pages)
-        self._blocks[block.hash] = block
-        self._at[block.pages[0]] = block
-        _change(block.hash, undone=self._removed, done=self._added)
 
     def _forget(self, block: _Block) -> list[int]:
         del self._blocks[block.hash]
