@@ -29,6 +29,7 @@ def instance(
     kv_layers: int = 0,
     decode_step: DecodeStepTime | None = None,
     block_tokens: int = 0,
+    whole_only: bool = False,
 ) -> events.InstanceJoined:
     """Instance "p..." prefills, "m..." does both, "k..." holds shards, any other decodes."""
     return events.InstanceJoined(
@@ -45,6 +46,7 @@ def instance(
         kv_layers=kv_layers,
         decode_step=decode_step,
         block_tokens=block_tokens,
+        whole_only=whole_only,
     )
 
 

@@ -72,11 +72,10 @@ def _too_large(request: Request, pools: list[Pool]) -> Refusal:
     slots = max(one.card.kv_pages * one.page_tokens for one in decodes)
     context = max(one.card.max_context_tokens for one in decodes)
     spread = max(pool.spreading.most_tokens() for pool in pools)
-    notes = [
-        f"the largest decode instance has room for {slots} tokens and a context of {context}",
-        f"all instances together hold {spread} of one request",
-    ]
-    if request.choices > 1:
+    notes = [f"the largest decode instance has room for {slots} tokens and a context of {context}"]
+    if spread:
+        notes.append(f"all instances together hold {spread} of one request")
+    if spread and request.choices > 1:
         notes[1] += ", if it has one choice"
     return Refusal(
         code="too_large",

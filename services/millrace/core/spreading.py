@@ -76,12 +76,15 @@ class Spreading:
 
     def longest_shard(self, homes: Iterable[DecodeInstance]) -> int:
         """Tokens of the first shard at most, at a home that is empty."""
-        return max(self._shard_tokens(self._room(one, empty=True)) for one in homes)
+        rooms = [self._room(one, empty=True) for one in homes if not one.card.whole_only]
+        return max((self._shard_tokens(room) for room in rooms), default=0)
 
     def most_tokens(self) -> int:
         """The longest life that could be spread over the pool, were it empty."""
-        homes = [self._room(one, empty=True) for one in self._decode.values()]
-        rooms = homes + [self._room(one, empty=True) for one in self._kvp.values()]
+        homes = [one for one in self._decode.values() if not one.card.whole_only]
+        if not homes:
+            return 0
+        rooms = [self._room(one, empty=True) for one in (*homes, *self._kvp.values())]
         most = sorted((self._shard_tokens(room) for room in rooms), reverse=True)
         return sum(most[: self._max_workers])
 
@@ -166,5 +169,5 @@ class Spreading:
 
 
 def _is_open(one: Holder, request: Request, reserved: Collection[str]) -> bool:
-    """Whether nobody waits for it, and no earlier attempt of the request is still there."""
-    return one.id not in reserved and request.id not in one.holdings
+    """Whether it holds shards, nobody waits for it, and no earlier attempt is still there."""
+    return not (one.card.whole_only or one.id in reserved or request.id in one.holdings)
