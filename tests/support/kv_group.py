@@ -100,7 +100,7 @@ class PagedKv:
         return self._rows[:, :, pages[page], :, :, row]
 
     def of_token(self, kv: np.ndarray, token: int) -> np.ndarray:
-        """What belongs there, of kv [layers of the model, 2, heads of the model, tokens, head_dim]."""
+        """What belongs there, of kv [layers, 2, heads, tokens, head_dim] of the whole model."""
         made = self.layout
         layers = slice(made.layer_start, made.layer_end)
         heads = kv[layers, :, made.head_start : made.head_end, token]

@@ -14,6 +14,8 @@ from millrace.core.errors import TransferError
 from millrace.core.kv_layout import KvLayout
 from millrace.core.kv_transfer import HandshakeRefused, HistoryAsk, Incarnation, Ticket
 from millrace.core.sequence_parallel import Run, zigzag
+from millrace.transfer.control import Target
+from millrace.transfer.handshake import Fences
 from millrace.transfer.ring_messages import RING_CHANNEL, RingMessage
 from support.kv_nodes import expected_kv, layout
 from support.kv_spread import CONFIG, End, meets, spread, without_token
@@ -111,7 +113,7 @@ async def land(split: Split) -> None:
                 if member == 0 and i not in told:  # the first stage's leader to meet it
                     told.add(i)
                     word = without_token if i else lambda end: end
-                targets.append(receiver.target(word=word))
+                targets.append(receiver.target(word=word, is_home=not i))
             runs = [run for _, part in work[member] for run in part]
             session = await sender.open(targets, kv, runs)
             for index, part in work[member]:
@@ -142,9 +144,14 @@ async def opened(sender, receivers, kv, **options):
     """All shards admitted, and the session to them."""
     for receiver, shard in zip(receivers, SHARDS, strict=True):
         receiver.admit(TOKENS, shard)
-    words = [lambda end: end, without_token, without_token]
-    targets = [r.target(word=w) for r, w in zip(receivers, words, strict=True)]
-    return await sender.open(targets, kv, **options)
+    return await sender.open(told(receivers), kv, **options)
+
+
+def told(receivers) -> list[Target]:
+    """The first one is the home."""
+    first, *others = receivers
+    home = first.target(word=lambda end: end, is_home=True)
+    return [home, *(receiver.target(word=without_token) for receiver in others)]
 
 
 def ready(session, first=0, end=2) -> None:
@@ -238,17 +245,17 @@ async def test_what_one_holder_refuses_fails_the_whole() -> None:
     kv = expected_kv(pool(), 1, TOKENS)
     async with spread([pool()], [pool()] * 3) as ((sender,), receivers):
         session = await opened(sender, receivers, kv)
-        other = dataclasses.replace(receivers[1].manager._layout, model_hash="model-b")
-        receivers[1].manager._layout = other
+        other = dataclasses.replace(pool(), model_hash="model-b")
+        receivers[1].manager._fences = Fences(Incarnation("holder-1", 7), other)
         ready(session, end=1)
         await eventually(lambda: session.failure is not None)
         assert "model_hash differs" in str(session.failure)
         with pytest.raises(TransferError, match="model_hash differs"):
             await session.finish(End(2, 11))
         await session.abort("refused")
-        for receiver in (receivers[0], receivers[2]):  # of which nobody was told of an end
-            why = "prefill-0 gave the transfer up: refused"
-            assert await receiver.event() == ("failed", why, 1, 0)
+        why = "prefill-0 gave the transfer up: refused"
+        assert await receivers[0].event() == ("failed", why, 1, 0)  # and no token one before
+        assert (await receivers[2].outcome())[:2] == ("failed", why)
 
 
 async def test_a_holder_that_dies_fails_the_whole_and_frees_the_others() -> None:
@@ -321,11 +328,9 @@ async def test_an_attempt_that_is_over_is_fenced_off_at_every_shard() -> None:
         await eventually(lambda: all(s._writes for s in late.manager._sessions.values()))
         for receiver in receivers:
             receiver.manager.rewind("r", 2, 0)
-        words = [lambda end: end, without_token, without_token]
-        targets = [r.target(word=w) for r, w in zip(receivers, words, strict=True)]
         late.transport.gate.set()  # its writes land, and are of no account
         await eventually(lambda: all(not s._writes for s in late.manager._sessions.values()))
-        session = await sender.open(targets, kv, attempt=2)
+        session = await sender.open(told(receivers), kv, attempt=2)
         ready(session)
         await session.finish(End(2, 12))
         for receiver in receivers:

@@ -58,8 +58,8 @@ class HandshakeAsk:
 class HandshakeGrant:
     """The receiver's yes. `lease` is a number it never uses twice in its life.
 
-    `pages` are the receiver's of all tokens that were asked for, in order; data goes to the transport's
-    `region`. With `buffered` that is the staging region, and data goes, packed, to
+    `pages` are the receiver's of all tokens that were asked for, in order; data goes to the
+    transport's `region`. With `buffered` that is the staging region, and data goes, packed, to
     ``[buffer_offset, buffer_offset + buffer_bytes)`` of it. The sender may write as long as it
     heard from the receiver within `lease_s`.
     """

@@ -61,6 +61,7 @@ def targets(command: scheduler_pb2.RunPrefill, peers: KvPeers, *, leads: bool) -
                 start_token=shard.start_token,
                 end_token=min(at, prompt_tokens),
                 word=(_without_tokens if found else _as_it_is) if leads else None,
+                is_home=not found,
             )
         )
     if at < prompt_tokens:

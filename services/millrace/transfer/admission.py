@@ -41,7 +41,6 @@ class Admission:
         pages: list[int],
         prompt_tokens: int,
         attempt: int = 1,
-        *,
         shard: tuple[int, int] | None = None,
         kept_tokens: int = 0,
     ) -> None:
@@ -168,6 +167,12 @@ class Admission:
             and (first == 0 or self.start_token > 0)
             and (last == self._total_chunks - 1 or self.end_token < self.prompt_tokens)
         )
+
+    def finish_refusal(self, sender: Incarnation) -> str:
+        """Why a sender can't report the end; empty when it can."""
+        if sender not in self.senders:
+            return f"{sender} has not shaken hands"
+        return "prefill has finished already" if self.finished else ""
 
     def finish(self, total_chunks: int, now_s: float) -> None:
         """Prefill says how many chunks there are; from here on progress has a deadline."""

@@ -60,7 +60,8 @@ class Target:
     """A receiver of a prompt's KV, and the tokens [start_token, end_token) that belong there.
 
     It has the model's `layers`; None where only its answer tells. `word` makes of the message of
-    `Sending.finish` what this receiver is told of the end; None where another sender tells it.
+    `Sending.finish` what this receiver is told of the end; None where another sender tells it. The
+    home is told token one.
     """
 
     peer: KvPeer
@@ -69,6 +70,7 @@ class Target:
     end_token: int
     layers: range | None = None
     word: Callable[[Any], Any] | None = None
+    is_home: bool = False
 
 
 class Sending(Protocol):

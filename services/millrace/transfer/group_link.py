@@ -291,14 +291,15 @@ class GroupLink:
 
     def _send_blocks(self, chunk: ChunkLink) -> list[Future[None]]:
         posted = []
-        while self._may_write(chunk.next.peer) and (block := chunk.next_send()) is not None:
+        peer = chunk.next.peer
+        while self._may_write(peer) and (block := chunk.next_send()) is not None:
             number, runs = block
             payload = self._message(RingKind.BLOCK, chunk.index, number).encode()
             if len(runs):
-                regions = {"region": self._me.region, "peer_region": chunk.next.region}
-                write = self._transport.write(chunk.next.peer, runs, payload, **regions)
+                here, there = self._me.region, chunk.next.region
+                write = self._transport.write(peer, runs, payload, region=here, peer_region=there)
             else:
-                write = self._transport.notify(chunk.next.peer, payload)
+                write = self._transport.notify(peer, payload)
             self._writes[write] = _Block(chunk, number, runs.total_bytes)
             posted.append(write)
         return posted

@@ -17,7 +17,7 @@ from dataclasses import dataclass
 
 from millrace.core.errors import IntegrityError
 from millrace.core.kv_layout import KvLayout
-from millrace.core.kv_transfer import HandshakeAsk, HistoryAsk, Incarnation
+from millrace.core.kv_transfer import HandshakeAsk, HandshakeRefused, HistoryAsk, Incarnation
 from millrace.transfer.layout import mismatch
 from millrace.transfer.writer import Writer
 
@@ -44,6 +44,22 @@ def refusal(
             f"stale sender: {ticket.sender} was replaced by generation {newest[ticket.sender.id]}"
         )
     return mismatch(ask.layout, layout)
+
+
+class Fences:
+    """At a receiver: which lives of which senders may speak to it."""
+
+    def __init__(self, receiver: Incarnation, layout: KvLayout) -> None:
+        self._receiver = receiver
+        self._layout = layout
+        self._newest: dict[str, int] = {}
+
+    def check(self, ask: HandshakeAsk | HistoryAsk) -> None:
+        """Raises HandshakeRefused; else earlier lives of the sender are stale from here on."""
+        reason = refusal(ask, receiver=self._receiver, layout=self._layout, newest=self._newest)
+        if reason:
+            raise HandshakeRefused(f"request {ask.ticket.request_id}: {reason}")
+        self._newest[ask.ticket.sender.id] = ask.ticket.sender.generation
 
 
 def stale_receiver(meant: Incarnation, actual: Incarnation) -> str:

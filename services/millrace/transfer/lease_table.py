@@ -88,6 +88,11 @@ class LeaseTable:
             None,
         )
 
+    def drained(self, admission: Admission, ticket: Ticket) -> None:
+        """The ticket's sender writes no more for its attempt."""
+        if (lease := self.standing(admission, ticket)) is not None:
+            lease.drained = True
+
     def of_message(self, peer: str, message: Message) -> tuple[Lease, Admission] | None:
         """Whom a notification speaks of; None for a stale one."""
         held = self._leases.get(message.lease)

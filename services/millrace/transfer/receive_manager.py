@@ -27,7 +27,7 @@ from millrace.transfer.admission import Admission, AdmissionState
 from millrace.transfer.buffers import Buffers
 from millrace.transfer.control import ReceiveCallbacks
 from millrace.transfer.coverage import CoverageError
-from millrace.transfer.handshake import Lease, refusal, stale_receiver
+from millrace.transfer.handshake import Fences, Lease, stale_receiver
 from millrace.transfer.history_desk import HistoryDesk
 from millrace.transfer.inbox import Inbox
 from millrace.transfer.lease_table import LeaseTable
@@ -72,7 +72,7 @@ class ReceiveManager:
         self._quarantine: dict[Admission, asyncio.Future[None]] = {}
         self._leases = LeaseTable(transport, self._identity, config.lease_s, self._on_lost)
         self._history = HistoryDesk(transport, self._region, config.lease_s, self._settle)
-        self._newest: dict[str, int] = {}
+        self._fences = Fences(self._identity, layout)
         self._inbox = Inbox(transport, TO_RECEIVER, self._read)
         self._ticker = self._loop.create_task(self._tick_forever())
 
@@ -95,21 +95,13 @@ class ReceiveManager:
     ) -> None:
         """Expects a request's prompt in `pages`, in token order.
 
-        With `shard` just the tokens [start, end) of it, which `pages` then hold: the prompt is
-        spread over several receivers, and every one of them lands for itself. With `kept_tokens`
-        the first ones lie in `pages` already, and only the others are to come.
-
-        Raises TransferError if it is admitted already, or the pages can't hold it.
+        With `shard` just its tokens [start, end), which `pages` then hold: each of many receivers
+        lands for itself. The first `kept_tokens` lie in `pages` already. Raises TransferError if it
+        is admitted already, or the pages can't hold it.
         """
         try:
             admission = Admission(
-                request_id,
-                self._layout,
-                list(pages),
-                prompt_tokens,
-                attempt,
-                shard=shard,
-                kept_tokens=kept_tokens,
+                request_id, self._layout, list(pages), prompt_tokens, attempt, shard, kept_tokens
             )
         except ValueError as error:
             raise TransferError(f"request {request_id}: {error}") from error
@@ -195,10 +187,8 @@ class ReceiveManager:
             admission = await self._active.wait_for(ticket, self._loop.time() + wait_s)
         except HandshakeRefused as error:
             return str(error)
-        if ticket.sender not in admission.senders:
-            return f"request {ticket.request_id}: {ticket.sender} has not shaken hands"
-        if admission.finished:
-            return f"request {ticket.request_id}: prefill has finished already"
+        if reason := admission.finish_refusal(ticket.sender):
+            return f"request {ticket.request_id}: {reason}"
         admission.finish(total_chunks, time.monotonic())
         self._tell.on_first_tokens(ticket.request_id, message)
         self._land_if_complete(admission)
@@ -215,8 +205,7 @@ class ReceiveManager:
             if current.attempt == ticket.attempt and ticket.sender in current.senders:
                 self._fail(current, f"{ticket.sender.id} gave the transfer up: {reason}")
         for admission in admissions if drained else ():
-            if (lease := self._leases.standing(admission, ticket)) is not None:
-                lease.drained = True
+            self._leases.drained(admission, ticket)
         self._settle()
 
     async def send_history(self, ask: HistoryAsk, wait_s: float) -> None:
@@ -283,11 +272,7 @@ class ReceiveManager:
     async def _expected(self, ask: HandshakeAsk | HistoryAsk, deadline_s: float) -> Admission:
         """The admission that a sender means. Raises HandshakeRefused."""
         sender = ask.ticket.sender
-        if reason := refusal(
-            ask, receiver=self._identity, layout=self._layout, newest=self._newest
-        ):
-            raise HandshakeRefused(f"request {ask.ticket.request_id}: {reason}")
-        self._newest[sender.id] = sender.generation
+        self._fences.check(ask)
         self._leases.lose_lives(sender.id, before=sender.generation)
         return await self._active.wait_for(ask.ticket, deadline_s)
 

@@ -72,7 +72,9 @@ class SendSession:
         self._dropped = not speaks
         self._over = False
         self._changed = asyncio.Event()
+        self._answered = asyncio.Event()
         self._opening = self._loop.create_task(self._open())
+        self._opening.add_done_callback(lambda _: self._answered.set())
 
     @property
     def failure(self) -> TransferError | None:
@@ -89,6 +91,13 @@ class SendSession:
         if not self._called:
             self._called = True
             self._loop.call_soon_threadsafe(self._come_by)
+
+    async def answered(self) -> None:
+        """Returns when the receiver has granted, refused or queued the handshake, or is not there.
+
+        So it ends within `handshake_timeout_s`, whoever waits for whom.
+        """
+        await self._answered.wait()
 
     async def opened(self) -> None:
         await asyncio.wait([self._opening])
@@ -205,6 +214,7 @@ class SendSession:
                     ask, timeout_s=self._config.handshake_timeout_s
                 )
             except HandshakeQueued as queued:
+                self._answered.set()
                 log.debug("%s; asking again", queued)
 
     def _come_by(self) -> None:

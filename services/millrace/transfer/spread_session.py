@@ -59,13 +59,15 @@ class SpreadSession:
         await asyncio.gather(*(session.opened() for session in self._sessions))
 
     async def finish(self, message: Any | None) -> None:  # noqa: ANN401 - the wire's type
-        """Every receiver gets its `Target.word` of the message, once all have shaken hands: whether
-        one refuses is known before the home has token one."""
-        await self.opened()
+        """Every receiver gets its `Target.word` of the message.
+
+        The home, once all have answered the handshake: whether one refuses is known before token
+        one is out. It does not wait for those that have queued it, which may wait for the home.
+        """
         if (failure := self.failure) is not None:
             raise failure
         finishing = [
-            asyncio.create_task(session.finish(_word(target, message)))
+            asyncio.create_task(self._finish(target, session, message))
             for target, session in self._shares
         ]
         try:
@@ -78,6 +80,12 @@ class SpreadSession:
     async def abort(self, reason: str) -> None:
         await asyncio.gather(*(session.abort(reason) for session in self._sessions))
 
-
-def _word(target: Target, message: Any | None) -> Any | None:  # noqa: ANN401 - as above
-    return None if message is None or target.word is None else target.word(message)
+    async def _finish(self, target: Target, session: SendSession, message: Any | None) -> None:  # noqa: ANN401 - as above
+        if message is None or target.word is None:
+            await session.finish(None)
+            return
+        if target.is_home:
+            await asyncio.gather(*(other.answered() for other in self._sessions))
+            if (failure := self.failure) is not None:
+                raise failure
+        await session.finish(target.word(message))
