@@ -84,7 +84,8 @@ class Spreading:
         homes = [one for one in self._decode.values() if not one.card.whole_only]
         if not homes:
             return 0
-        rooms = [self._room(one, empty=True) for one in (*homes, *self._kvp.values())]
+        holders: list[Holder] = [*homes, *self._kvp.values()]
+        rooms = [self._room(one, empty=True) for one in holders]
         most = sorted((self._shard_tokens(room) for room in rooms), reverse=True)
         return sum(most[: self._max_workers])
 
