@@ -109,7 +109,7 @@ class SpreadRequests:
     def refusal(self, spec: common_pb2.RequestSpec) -> str:
         """Why a request can't be spread from here; empty when it can."""
         if not self.spill_pages:
-            return "a tensor-parallel instance can't be the home of a spread request"
+            return "an instance of several ranks can't be the home of a spread request"
         if spec.sampling.n > 1:
             return f"{spec.sampling.n} choices can't be spread over instances"
         return ""

@@ -41,7 +41,7 @@ OWNERS: Final = 32
 def exchange_shape(memory: KvMemory) -> ExchangeShape:
     """Of what travels between owners and holders of this model, as far as the pool has its heads.
 
-    Tensor-parallel instances, whose pools have not all of them, take no part in it so far.
+    Instances of several ranks, whose pools have not all of the model, take no part in it so far.
     """
     layout = memory.pool.layout
     share = memory.shape.num_kv_heads // layout.head_count
@@ -208,5 +208,5 @@ class ShardHost:
             raise TransferError(stale)
         if differs := mismatch(ask.layout, self._layout):
             raise TransferError(differs)
-        if self._layout.parts > 1:
-            raise TransferError("a tensor-parallel instance holds no shards for others")
+        if self._pool.layout != self._layout:
+            raise TransferError("an instance of several ranks holds no shards for others")
