@@ -9,8 +9,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from millrace.core.errors import CapacityError, ConfigError, IntegrityError
-from millrace.core.kvp import KvpPool, Shard, degree, reserve
+from millrace.core.config import SchedulerConfig
+from millrace.core.errors import ConfigError, IntegrityError
+from millrace.core.kvp import Shard, degree, reserve
+from support.core_events import Bench, instance
 
 
 @dataclass
@@ -104,72 +106,76 @@ def test_outside_the_reservation_nothing_has_an_owner():
         found.growth(10, 21)
 
 
-# ---- the pool
+# ---- the fleet
 
 
-def pool(*pages: int, most: int = 64, max_workers: int | None = None) -> KvpPool:
-    made = KvpPool(most, max_workers)
-    for i, count in enumerate(pages):
-        made.join(f"w{i}", count, 16)
-    return made
+def fleet(*pages: int, most: int = 64, kvp: int = 0) -> Bench:
+    """Decode instances of so many pages of 16 tokens, the last `kvp` of them KVP workers."""
+    homes = len(pages) - kvp
+    config = SchedulerConfig(
+        max_kv_tokens_per_worker=most, policy="fcfs", tasks_ahead=64, max_queue_requests=64
+    )
+    names = [f"d{i}" if i < homes else f"k{i}" for i in range(len(pages))]
+    cards = [instance(name, pages=count) for name, count in zip(names, pages, strict=True)]
+    return Bench(instance("p0", pages=10_000), *cards, config=config)
+
+
+def free(bench: Bench) -> dict[str, int]:
+    pool = bench.machine.cluster.pools["h"]
+    return {one.id: one.open_pages for one in (*pool.decode.values(), *pool.kvp.values())}
+
+
+def end(bench: Bench, request_id: str) -> None:
+    """All that correct instances say of a placed request, to its end."""
+    request = bench.machine.requests[request_id]
+    home, *holders = request.holders
+    bench.computed("p0", request_id)
+    bench.released("p0", request_id)
+    bench.decoding(home, request_id)
+    bench.finished(home, request_id)
+    for holder in holders:
+        bench.released(holder, request_id, attempt=request.attempt)
 
 
 def test_growing_as_one_goes_deadlocks_where_reserving_does_not():
     """Two workers of four pages, two requests of six pages that grow in turns."""
-    free, held = {"w0": 4, "w1": 4}, {"a": 0, "b": 0}
+    left, held = {"w0": 4, "w1": 4}, {"a": 0, "b": 0}
     for request_id in ("a", "b") * 4:  # page by page, as the papers do
-        worker = max(free, key=lambda w: free[w])
-        free[worker] -= 1
+        worker = max(left, key=lambda w: left[w])
+        left[worker] -= 1
         held[request_id] += 1
-    assert sum(free.values()) == 0 and held == {"a": 4, "b": 4}  # neither can go on
-    reserving = pool(4, 4)
-    assert reserving.admit("a", 96) is not None
-    assert reserving.admit("b", 96) is None
-    assert [w.free_pages for w in reserving.workers.values()] == [0, 2]  # b holds nothing
-    reserving.release("a")
-    assert reserving.admit("b", 96) is not None
+    assert sum(left.values()) == 0 and held == {"a": 4, "b": 4}  # neither can go on
+    bench = fleet(4, 4)
+    bench.submit("a", 80, 16)
+    bench.submit("b", 80, 16)
+    assert free(bench) == {"d0": 0, "d1": 2}  # b holds nothing
+    assert bench.machine.requests["b"].decode_id is None
+    end(bench, "a")
+    assert bench.machine.requests["b"].holders == ("d0", "d1")
 
 
 def test_short_requests_run_on_the_same_workers():
     """Mnemosyne 4.4: each replica batches short requests while it serves the long one."""
-    both = pool(8, 8)
-    assert both.admit("long", 100).worker_ids == ("w0", "w1")
-    assert [w.free_pages for w in both.workers.values()] == [4, 5]
-    assert both.hold("short", "w0", 64) and not both.hold("late", "w0", 1)
-    assert both.admit("next", 65) is None  # w0 is full, and w1 takes 64 of a request at most
-    assert both.admit("next", 64).worker_ids == ("w1",)
-    both.release("long")
-    assert [w.free_pages for w in both.workers.values()] == [4, 4]
-    both.check_integrity()
-
-
-def test_a_worker_that_leaves_takes_its_requests_along():
-    three = pool(4, 4, 4)
-    three.admit("long", 128)
-    three.hold("short", "w2", 16)
-    assert three.leave("w1") == ("long",)
-    assert {w.id: w.free_pages for w in three.workers.values()} == {"w0": 4, "w2": 3}
-    three.check_integrity()
-
-
-def test_nothing_is_reserved_twice():
-    one = pool(8)
-    one.admit("a", 16)
-    with pytest.raises(CapacityError, match="request a holds pages already"):
-        one.admit("a", 16)
-    with pytest.raises(CapacityError, match="request a holds pages already"):
-        one.hold("a", "w0", 16)
+    bench = fleet(8, 8)
+    bench.submit("long", 90, 10)
+    assert free(bench) == {"d0": 4, "d1": 5}
+    for name in ("short", "next"):
+        bench.submit(name, 54, 10)
+    assert [bench.machine.requests[r].holders for r in ("short", "next")] == [("d1",), ("d0",)]
+    end(bench, "long")
+    assert free(bench) == {"d0": 4, "d1": 4}
 
 
 def test_integrity_finds_a_leak_and_a_lost_page():
-    leaky = pool(8)
-    leaky.admit("a", 32)
-    leaky.workers["w0"].used_pages += 1
-    with pytest.raises(IntegrityError, match="3 of 8 pages are in use"):
-        leaky.check_integrity()
-    leaky.workers["w0"].used_pages = leaky.workers["w0"].held["a"] = 1
-    with pytest.raises(IntegrityError, match="a holds 1 pages there"):
-        leaky.check_integrity()
+    bench = fleet(4, 4)
+    bench.submit("a", 80, 16)
+    holder = bench.machine.cluster.instances["d1"]
+    holder.shard_pages += 1
+    with pytest.raises(IntegrityError, match="d1: pages of shards: kept 3, counted 2"):
+        bench.machine.check_integrity()
+    holder.shard_pages = holder.booked_pages = holder.holdings["a"].pages = 1
+    with pytest.raises(IntegrityError, match="d1: pages of a: kept 1, counted 2"):
+        bench.machine.check_integrity()
 
 
 # ---- properties
@@ -234,62 +240,21 @@ def test_growth_is_monotone_and_adds_up(workers, tokens, data):
     assert position == tokens
 
 
-@settings(deadline=None)  # thousands of tokens, one by one
+@settings(deadline=None)
 @given(
-    st.lists(st.integers(0, 8), min_size=1, max_size=4),
-    st.lists(st.integers(1, 300), max_size=20),
-    st.randoms(use_true_random=False),
+    pages=st.lists(st.integers(1, 8), min_size=1, max_size=5),
+    kvp=st.integers(0, 3),
+    wishes=st.lists(st.integers(2, 300), max_size=12),
+    random=st.randoms(use_true_random=False),
 )
-def test_admitted_requests_always_grow_to_their_end(pages, wishes, random):
-    """Requests come, grow token by token in any order and end; what waits gets in by and by."""
-    shared = pool(*pages)
-    waiting = {f"r{i}": tokens for i, tokens in enumerate(wishes)}
-    grown: dict[str, int] = {}
-    written = dict.fromkeys(shared.workers, 0)  # pages that hold a token
-    while waiting or grown:
-        for request_id in _admit(shared, waiting):
-            del waiting[request_id]
-            grown[request_id] = 0
-        if not grown:  # an idle fleet refuses only what it could never hold
-            assert all(sum(min(p, 4) for p in pages) * 16 < tokens for tokens in waiting.values())
-            return
-        request_id = random.choice(sorted(grown))
-        if grown[request_id] == shared.reservations[request_id].tokens:
-            for shard_ in shared.reservations[request_id].shards:
-                written[shard_.worker_id] -= -(-shard_.num_tokens // 16)
-            shared.release(request_id)
-            del grown[request_id]
-            continue
-        (piece,) = shared.reservations[request_id].growth(grown[request_id], grown[request_id] + 1)
-        written[piece.worker_id] += piece.start_token % 16 == 0  # shards begin at page boundaries
-        assert written[piece.worker_id] <= shared.workers[piece.worker_id].kv_pages
-        grown[request_id] += 1
-
-
-def _admit(shared: KvpPool, waiting: dict[str, int]) -> list[str]:
-    """Admits what fits, in order; who is refused has changed nothing."""
-    admitted = []
-    for request_id, tokens in waiting.items():
-        before = {w.id: dict(w.held) for w in shared.workers.values()}
-        if shared.admit(request_id, tokens) is not None:
-            admitted.append(request_id)
-        else:
-            assert before == {w.id: w.held for w in shared.workers.values()}
-        shared.check_integrity()
-    return admitted
-
-
-@given(st.lists(st.tuples(st.sampled_from(["admit", "hold", "release"]), st.integers(1, 120))))
-def test_the_books_balance_whatever_comes(steps):
-    shared = pool(3, 5, most=48)
-    for number, (kind, tokens) in enumerate(steps):
-        if kind == "admit":
-            shared.admit(f"r{number}", tokens)
-        elif kind == "hold":
-            shared.hold(f"r{number}", f"w{tokens % 2}", tokens)
-        else:
-            shared.release(f"r{tokens % (number + 1)}")
-        shared.check_integrity()
-    for number in range(len(steps)):
-        shared.release(f"r{number}")
-    assert [w.free_pages for w in shared.workers.values()] == [3, 5]
+def test_what_is_accepted_gets_to_its_end(pages, kvp, wishes, random):
+    """Requests come all at once and end in any order; what waits gets in by and by."""
+    bench = fleet(*pages, kvp=min(kvp, len(pages) - 1))
+    could = sum(min(count, 4) for count in pages) * 16
+    for number, tokens in enumerate(wishes):
+        bench.submit(f"r{number}", tokens - 1, 1)
+        assert (f"r{number}" in bench.machine.requests) == (tokens <= could)
+    while bench.machine.requests:
+        placed = [r for r in bench.machine.requests.values() if r.decode_id is not None]
+        end(bench, random.choice(sorted(r.id for r in placed)))
+    assert list(free(bench).values()) == pages and not bench.machine.release_timeouts

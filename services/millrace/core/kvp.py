@@ -25,11 +25,11 @@ the longest and leaves it to the home worker to hold what the choices do not sha
 from __future__ import annotations
 
 from bisect import bisect_right
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Protocol
 
-from millrace.core.errors import CapacityError, ConfigError, IntegrityError
+from millrace.core.errors import ConfigError
 
 
 class WorkerRoom(Protocol):
@@ -183,102 +183,3 @@ def _freest_first(
             worker.id,
         ),
     )
-
-
-@dataclass(slots=True, kw_only=True, eq=False)
-class KvpWorker:
-    """A worker's pages. `held` maps a request, long or short, to its pages here."""
-
-    id: str
-    kv_pages: int
-    page_tokens: int
-    held: dict[str, int]
-    used_pages: int = 0
-
-    @property
-    def free_pages(self) -> int:
-        return self.kv_pages - self.used_pages
-
-
-class KvpPool:
-    """The workers and what is reserved on them: for long requests by `admit`, else by `hold`."""
-
-    def __init__(self, max_kv_tokens_per_worker: int, max_workers: int | None = None) -> None:
-        self.max_kv_tokens_per_worker = max_kv_tokens_per_worker
-        self.max_workers = max_workers
-        self.workers: dict[str, KvpWorker] = {}
-        self.reservations: dict[str, Reservation] = {}
-
-    def join(self, worker_id: str, kv_pages: int, page_tokens: int) -> None:
-        """Takes a worker in. Raises ConfigError when its page does not fit a shard."""
-        worker = KvpWorker(id=worker_id, kv_pages=kv_pages, page_tokens=page_tokens, held={})
-        shard_tokens(worker, self.max_kv_tokens_per_worker)
-        self.workers[worker_id] = worker
-
-    def leave(self, worker_id: str) -> tuple[str, ...]:
-        """Forgets a worker; returns the requests that lose cache by it. All they hold goes."""
-        lost = tuple(self.workers[worker_id].held)
-        for request_id in lost:
-            self.release(request_id)
-        del self.workers[worker_id]
-        return lost
-
-    def admit(self, request_id: str, tokens: int, home: str | None = None) -> Reservation | None:
-        """Reserves a long request's whole life, or nothing at all (see `reserve`)."""
-        if self._holds(request_id):
-            raise CapacityError(f"request {request_id} holds pages already")
-        found = reserve(
-            tokens,
-            self.workers.values(),
-            self.max_kv_tokens_per_worker,
-            home=home,
-            max_workers=self.max_workers,
-        )
-        if found is not None:
-            self.reservations[request_id] = found
-            for shard in found.shards:
-                self._take(self.workers[shard.worker_id], request_id, shard.num_tokens)
-        return found
-
-    def hold(self, request_id: str, worker_id: str, tokens: int) -> bool:
-        """Reserves a short request's life at one worker; False when it has not the pages."""
-        if self._holds(request_id):
-            raise CapacityError(f"request {request_id} holds pages already")
-        worker = self.workers[worker_id]
-        if worker.free_pages * worker.page_tokens < tokens:
-            return False
-        self._take(worker, request_id, tokens)
-        return True
-
-    def release(self, request_id: str) -> None:
-        """Frees all that a request holds; harmless when it holds nothing."""
-        self.reservations.pop(request_id, None)
-        for worker in self.workers.values():
-            worker.used_pages -= worker.held.pop(request_id, 0)
-
-    def check_integrity(self) -> None:
-        """Raises IntegrityError when sums, shards and pages do not agree."""
-        for worker in self.workers.values():
-            if worker.used_pages != sum(worker.held.values()) or worker.free_pages < 0:
-                raise IntegrityError(
-                    f"{worker.id}: {worker.used_pages} of {worker.kv_pages} pages are in use, "
-                    f"held {worker.held}"
-                )
-        for request_id, shard in self._shards():
-            held = self.workers[shard.worker_id].held.get(request_id, 0)
-            if held * self.workers[shard.worker_id].page_tokens < shard.num_tokens:
-                raise IntegrityError(f"{shard.worker_id}: {request_id} holds {held} pages there")
-
-    def _holds(self, request_id: str) -> bool:
-        return any(request_id in worker.held for worker in self.workers.values())
-
-    def _shards(self) -> Iterator[tuple[str, Shard]]:
-        for request_id, reservation in self.reservations.items():
-            for shard in reservation.shards:
-                yield request_id, shard
-
-    @staticmethod
-    def _take(worker: KvpWorker, request_id: str, tokens: int) -> None:
-        pages = -(-tokens // worker.page_tokens)
-        worker.held[request_id] = pages
-        worker.used_pages += pages
