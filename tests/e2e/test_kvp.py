@@ -10,9 +10,10 @@ from contextlib import asynccontextmanager
 
 import httpx
 import orjson
+import pytest
 
 from millrace.stack import Stack
-from millrace.wire.scheduler_client import get_instances
+from millrace.wire.scheduler_client import evict, get_instances
 from support.live_stack import eventually, greedy_ids, live_stack
 from support.served_model import served_folder
 from support.tiny_models import oracle, prompt
@@ -101,3 +102,78 @@ async def test_long_contexts_spread_and_a_lost_worker_costs_no_answer() -> None:
         os.kill(process.pid, signal.SIGKILL)
         assert await answer == oracle(MODEL).greedy(lasting, 200)
         await eventually(lambda: stack.services[holder].restarts == 1, 30)
+
+
+@pytest.mark.slow
+async def test_a_worker_that_drains_lets_its_requests_finish() -> None:
+    lasting = prompt(800, 11)
+    async with stack_of(kvp=2) as (stack, client):
+        begun = asyncio.Event()
+        answer = asyncio.create_task(streamed_ids(client, lasting, 200, begun))
+        await asyncio.wait_for(begun.wait(), 30)
+        stack.remove(await holder_of_shards(stack))
+        assert await answer == oracle(MODEL).greedy(lasting, 200)
+        assert len(stack.instances("kvp")) == 1
+
+
+@pytest.mark.slow
+async def test_an_evicted_worker_s_answers_go_on_elsewhere() -> None:
+    lasting = prompt(800, 12)
+    async with stack_of(kvp=2) as (stack, client):
+        begun = asyncio.Event()
+        answer = asyncio.create_task(streamed_ids(client, lasting, 400, begun))
+        await asyncio.wait_for(begun.wait(), 30)
+        scheduler = f"127.0.0.1:{stack.services['scheduler'].port}"
+        await evict(scheduler, await holder_of_shards(stack), abort=False)
+        assert await answer == oracle(MODEL).greedy(lasting, 400)
+
+
+@pytest.mark.slow
+async def test_decode_instances_hold_for_each_other() -> None:
+    ids = [prompt(900, seed) for seed in range(3)]  # of two instances' 72 pages each takes 58
+    async with stack_of(kvp=0, decode=2) as (_, client):
+        answers = await asyncio.gather(*(greedy_ids(client, p, 16) for p in ids))
+    assert answers == [oracle(MODEL).greedy(p, 16) for p in ids]
+
+
+@pytest.mark.slow
+async def test_a_home_that_dies_ends_its_answer_elsewhere_and_frees_its_holders() -> None:
+    lasting = prompt(800, 13)
+    async with stack_of(kvp=2, decode=2) as (stack, client):
+        begun = asyncio.Event()
+        answer = asyncio.create_task(streamed_ids(client, lasting, 400, begun))
+        await asyncio.wait_for(begun.wait(), 30)
+        await holder_of_shards(stack)
+        instances = await get_instances(f"127.0.0.1:{stack.services['scheduler'].port}")
+        home = next(one.id for one in instances if one.role == "decode" and one.held_requests)
+        process = stack.services[home].process
+        assert process is not None
+        os.kill(process.pid, signal.SIGKILL)
+        assert await answer == oracle(MODEL).greedy(lasting, 400)
+
+
+@pytest.mark.slow
+async def test_what_all_of_them_together_can_t_hold_is_refused() -> None:
+    async with stack_of(kvp=1) as (_, client):
+        body = {"model": "tiny", "prompt": prompt(2000, 1), "max_tokens": 8}
+        response = await client.post("/v1/completions", json=body)
+        assert response.status_code == 400, response.text
+        many = {"model": "tiny", "prompt": prompt(900, 1), "max_tokens": 8, "n": 2}
+        response = await client.post("/v1/completions", json=many)
+        assert response.status_code == 400, response.text
+
+
+@pytest.mark.slow
+async def test_a_worker_that_answers_no_more_holds_up_nobody_for_long() -> None:
+    lasting = prompt(800, 14)
+    async with stack_of(kvp=2) as (stack, client):
+        begun = asyncio.Event()
+        answer = asyncio.create_task(streamed_ids(client, lasting, 400, begun))
+        await asyncio.wait_for(begun.wait(), 30)
+        process = stack.services[await holder_of_shards(stack)].process
+        assert process is not None
+        os.kill(process.pid, signal.SIGSTOP)
+        try:
+            assert await answer == oracle(MODEL).greedy(lasting, 400)
+        finally:
+            os.kill(process.pid, signal.SIGCONT)
