@@ -18,8 +18,8 @@ Deviations, each with its reason:
   full refuses requests for which it has the memory. The degree may then exceed ceil(C / M).
 - The first shard may be tied to a worker (`home`), the decode instance that samples the tokens.
 
-A reservation speaks of one sequence. Whoever admits a request with several choices reserves for
-the longest and leaves it to the home worker to hold what the choices do not share.
+A reservation speaks of one sequence: requests with several choices are not spread. Which workers
+may take part, and who waits for whom, is decided in `spreading` and `placement`.
 """
 
 from __future__ import annotations
