@@ -49,10 +49,15 @@ def test_the_cached_profile_of_the_key_is_used(
     assert found == MEASURED.prefill.limited(16)  # those that were measured
     assert "2, 4, 8, 16 measured" in told.text
     assert f"measured profile {path}" in told.text
-    base_s, per_sequence_s, per_context_token_s = decode_step(engine, config) or (0.0, 0.0, 0.0)
-    step_s = base_s + 8 * per_sequence_s + 8192 * per_context_token_s
+    step_s = decode_step(engine, config).seconds(8, 8192)
     assert step_s == pytest.approx(MEASURED.operators.decode_step_s(8, 8192), rel=0.2)
-    assert decode_step(engine, replace(config, profile="none")) is None
+
+
+def test_decode_steps_are_fitted_briefly(engine: Engine, config: EngineConfig) -> None:
+    step = decode_step(engine, replace(config, profile="none"))
+    assert 0.0 < step.seconds(1, 64) <= step.seconds(64, 64 * 4096)
+    assert min(step.base_s, step.per_sequence_s, step.per_context_token_s) >= 0.0
+    engine.pool.check_integrity(expected_used=0)
 
 
 @pytest.mark.parametrize("change", [{"profile": "none"}, {"max_chunk_tokens": 99}, {"threads": 3}])

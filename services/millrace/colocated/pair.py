@@ -18,7 +18,7 @@ from millrace.core.config import Config
 from millrace.decode.loop import DecodeRole
 from millrace.prefill.loop import PrefillRole
 from millrace.worker.host import Loaded, Role, WorkerContext, WorkerOptions, open_for, serve_role
-from millrace.worker.latency import prefill_latency
+from millrace.worker.latency import decode_step, prefill_latency
 from millrace.worker.tasks import stop_event
 from millrace.worker.vitals import open_vitals
 
@@ -54,6 +54,7 @@ async def serve(
         ]
         engines = await asyncio.to_thread(open_for, options, config, 2)
         latency = await asyncio.to_thread(prefill_latency, engines[0], config.engine)
+        step = await asyncio.to_thread(decode_step, engines[1], config.engine)
         try:
             async with asyncio.TaskGroup() as group:
                 for offset, (role, build) in enumerate(ROLES.items()):
@@ -62,7 +63,12 @@ async def serve(
                         instance_id=f"{name}-{role}",
                         port=options.port and options.port + offset,
                     )
-                    loaded = Loaded(engine=engines[offset], latency=latency, vitals=vitals[offset])
+                    loaded = Loaded(
+                        engine=engines[offset],
+                        latency=latency,
+                        vitals=vitals[offset],
+                        decode_step=step,
+                    )
                     group.create_task(
                         serve_role(own, trees[offset], build, loaded, stop, ready(role)), name=role
                     )
