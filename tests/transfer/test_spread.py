@@ -318,6 +318,35 @@ async def test_a_holder_without_a_backend_lets_the_others_go_on() -> None:
         await busy.manager.release("other")
 
 
+async def test_prompts_that_wait_for_each_others_buffers_both_land() -> None:
+    """Each has its home's one buffer, and wants that of the other's home."""
+    config = dataclasses.replace(BUFFERED, handshake_timeout_s=1.5)
+    names = ("r", "s")
+    async with spread([pool(), pool()], [pool(), pool()], config) as (senders, receivers):
+        sessions = []
+        for name, sender, homes in zip(names, senders, (receivers, receivers[::-1]), strict=True):
+            homes[0].shard, homes[1].shard = SHARDS[0], (16, TOKENS)
+            homes[0].manager.admit(name, homes[0].take(1), TOKENS, shard=homes[0].shard)
+            sessions.append(
+                await sender.manager.open_spread(
+                    name, told(homes), prompt_tokens=TOKENS, pages=[0, 1, 2, 3]
+                )
+            )
+            home = next(iter(sender.manager._sessions.values()))
+            await home.opened()
+            assert home.timings.granted_s
+        for name, other in zip(names, receivers[::-1], strict=True):
+            other.manager.admit(name, other.take(3), TOKENS, shard=(16, TOKENS))
+        for session in sessions:
+            ready(session)
+        await asyncio.gather(*(session.finish(End(2, 11)) for session in sessions))
+        for receiver in receivers:
+            heard = [await receiver.event() for _ in range(4)]
+            assert heard.count(("landed",)) == 2 and ("finished", 11) in heard
+            for name in names:
+                await receiver.manager.release(name)
+
+
 async def test_an_attempt_that_is_over_is_fenced_off_at_every_shard() -> None:
     kv, stale = (expected_kv(pool(), seed, TOKENS) for seed in (1, 2))
     async with spread([pool(), pool()], [pool()] * 3) as ((late, sender), receivers):
