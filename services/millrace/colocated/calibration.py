@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import logging
+from dataclasses import replace
 
 from millrace.core.config import EngineConfig
-from millrace.core.operators import OperatorModel
+from millrace.core.operators import OperatorModel, Table
 from millrace.engine.assembly import Engine
 from millrace.profiler.measure import measure
 from millrace.profiler.mixed_fit import mixed_model
@@ -40,4 +41,10 @@ def mixed_batches(
         workload.close()
     found = mixed_model(measured, engine.layout.num_layers, load_profile(REFERENCE).operators)
     assert found is not None  # one decode has room wherever a prompt has
-    return found
+    return replace(found, history_factor=_by_flops(found.history_factor))
+
+
+def _by_flops(factor: Table) -> Table:
+    """A history costs a chunk no less than by FLOP counting: what was measured once, and says
+    otherwise, is noise."""
+    return Table(xs=factor.xs, ys=tuple(max(y, 1.0) for y in factor.ys))

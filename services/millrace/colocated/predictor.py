@@ -1,44 +1,77 @@
 """The seconds of a mixed pass, as measured offline and corrected by the passes that were run.
 
 Medha section 4.3 takes predictions from profiles made once. Here what a device makes of them at the
-moment counts too (another process on its cores, a lower clock): recent passes move one factor for
-passes with chunks and one for decodes alone, as `core.correction` does for whole prefills.
+moment counts too (another process on its cores, a lower clock), and a brief measuring at start may
+be far off in one operator. So each part of a prediction has a factor: linear layers with all that
+comes once a pass, attention of chunks to themselves, to their histories, and of decodes. With the
+measured time s and the predicted p = sum f_k c_k, the logarithms of the factors move by
+
+    r w_k / sum w_j^2,    r = RATE ln(s / p),    w_k = f_k c_k / p,
+
+the least change that takes the prediction that share of the way (normalised least mean squares,
+in logarithms): a part that makes most of a pass takes most of the blame. Passes of decodes alone,
+which run recorded, have factors of their own.
 """
 
 from __future__ import annotations
 
-from millrace.core.correction import CorrectionConfig, Corrections
-from millrace.core.operators import BatchShape
-from millrace.core.packing import PassModel
+import math
+from typing import Final
 
-#: Passes come by the dozen a second, and one of them says little.
-_CONFIG = CorrectionConfig(weight=0.1)
+from millrace.core.operators import BatchShape, OperatorModel
+
+RATE: Final = 0.2
+#: A pass that is off by more says no more than this: a page fault, a process that was paused.
+_MOST_SAID: Final = math.log(3.0)
+_MOST: Final = 64.0
+
+Parts = tuple[float, float, float, float]
 
 
 class Predictor:
     """A `PassModel` that learns."""
 
-    def __init__(self, model: PassModel) -> None:
+    def __init__(self, model: OperatorModel) -> None:
         self._model = model
-        self._corrections = Corrections(_CONFIG)
+        self._mixed = [1.0, 1.0, 1.0, 1.0]
+        self._decodes = [1.0, 1.0, 1.0, 1.0]
+        self._overall = 0.0  # ln of measured over the model's, of passes with chunks
 
     def pass_s(self, batch: BatchShape) -> float:
         """Seconds of an iteration."""
-        return self._model.pass_s(batch) * self._corrections.factor(_kind(batch))
+        factors = self._factors(batch)
+        return sum(f * part for f, part in zip(factors, self._parts(batch), strict=True))
 
     def observe(self, batch: BatchShape, seconds: float) -> None:
         """A pass has taken so long."""
-        predicted_s = self._model.pass_s(batch)
-        self._corrections.observe(_kind(batch), predicted_s=predicted_s, observed_s=seconds)
+        parts, factors = self._parts(batch), self._factors(batch)
+        predicted_s = sum(f * part for f, part in zip(factors, parts, strict=True))
+        if predicted_s <= 0.0 or seconds <= 0.0:
+            return
+        shares = [f * part / predicted_s for f, part in zip(factors, parts, strict=True)]
+        off = math.log(seconds / predicted_s)
+        step = RATE * min(max(off, -_MOST_SAID), _MOST_SAID) / sum(share**2 for share in shares)
+        for k, share in enumerate(shares):
+            factors[k] = min(max(factors[k] * math.exp(step * share), 1.0 / _MOST), _MOST)
+        if batch.prefills:
+            self._overall += RATE * (math.log(seconds / sum(parts)) - self._overall)
 
     @property
     def factor(self) -> float:
-        """Of passes with chunks: how much slower this machine is than it was measured."""
-        return self._corrections.factor(_MIXED)
+        """Of recent passes with chunks: how much longer they took than the model says."""
+        return math.exp(self._overall)
 
+    def _factors(self, batch: BatchShape) -> list[float]:
+        return self._mixed if batch.prefills else self._decodes
 
-_MIXED, _DECODES = "mixed", "decodes"
-
-
-def _kind(batch: BatchShape) -> str:
-    return _MIXED if batch.prefills else _DECODES
+    def _parts(self, batch: BatchShape) -> Parts:
+        """Of the model's seconds: all but attention, and the attention of chunks to themselves, to
+        their histories, and of decodes."""
+        model, layers = self._model, self._model.layers
+        attn_s = layers * model.layer_s(batch)[1]
+        own_s = layers * sum(model.attn.at(tokens * tokens) for tokens, _ in batch.prefills)
+        decodes_s = 0.0
+        if batch.decodes:
+            decodes_s = layers * model.decode_attn.at(batch.decodes, batch.decode_context_tokens)
+        rest_s = max(model.pass_s(batch) - attn_s, 0.0)
+        return rest_s, own_s, max(attn_s - own_s - decodes_s, 0.0), decodes_s
