@@ -83,20 +83,24 @@ def _by(points: Iterable[tuple[int, float]]) -> Table:
 
 
 def _history_factor(chunks: Mapping[Prefill, Timing], attn: Table, layers: int) -> Table:
-    """Falls as chunks grow, for the K/V that is read serves more rows."""
+    """Of each chunk length the least squares of relative errors of its attention, so that short
+    histories, whose cost is lost in it, say little. It falls as chunks grow, for the K/V that is
+    read serves more rows.
+    """
     pair_s = 2.0 * attn.slopes[-1]
-    if not pair_s:
-        return Table(xs=(1.0,), ys=(1.0,))
-    factors: dict[int, list[float]] = {}
+    over: dict[int, float] = {}
+    products: dict[int, float] = {}
     for case, timing in chunks.items():
-        if case.history:
-            more_s = timing.operators["attn"] / layers - attn.at(case.tokens * case.tokens)
-            factor = max(more_s, 0.0) / (pair_s * case.tokens * case.history)
-            factors.setdefault(case.tokens, []).append(factor)
-    if not factors:
+        if case.history and pair_s:
+            taken_s = timing.operators["attn"] / layers
+            more = 1.0 - attn.at(case.tokens * case.tokens) / taken_s
+            pairs = pair_s * case.tokens * case.history / taken_s
+            over[case.tokens] = over.get(case.tokens, 0.0) + pairs * max(more, 0.0)
+            products[case.tokens] = products.get(case.tokens, 0.0) + pairs * pairs
+    if not over:
         return Table(xs=(1.0,), ys=(1.0,))
-    longest_first = sorted(factors, reverse=True)
-    values = rising([median(factors[tokens]) for tokens in longest_first])
+    longest_first = sorted(over, reverse=True)
+    values = rising([over[tokens] / products[tokens] for tokens in longest_first])
     return table_of(dict(zip(longest_first, values, strict=True)))
 
 
