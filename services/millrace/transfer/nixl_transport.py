@@ -137,11 +137,10 @@ class NixlTransport:
 
     def progress(self) -> bool:
         if self._turn.acquire(blocking=False):
-            try:
+            with suppress(Exception):  # the thread meets it too, and logs it
                 if not self._closed:
                     self._work()
-            finally:
-                self._turn.release()
+            self._turn.release()
         return True
 
     def is_dead(self, peer: str) -> bool:
@@ -183,15 +182,14 @@ class NixlTransport:
 
     def _post_now(self, post: Callable[[], None]) -> bool:
         """Posts a write on the calling thread. False where others come first."""
-        if self._commands or not self._turn.acquire(blocking=False):
+        if self._commands or self._closed or not self._turn.acquire(blocking=False):
             return False
         try:
-            if self._closed:
-                return False
             post()
         finally:
             self._turn.release()
-        self._wake.set()  # its end is to be seen by the thread where nobody makes progress
+        if not self._listeners:  # else the thread looks soon
+            self._wake.set()
         return True
 
     # -- whoever has the turn, and the thread
