@@ -76,9 +76,10 @@ class Spread:
         await eventually(lambda: (request_id, 0) in self.pair.ends)
         assert self.pair.tokens[request_id, 0] == oracle("llama").greedy(prompt(tokens), new)
 
-    async def all_freed(self, request_id: str) -> None:
+    async def all_freed(self, *request_ids: str) -> None:
         for holder in self.holders:
-            await holder.said("request_released", request_id)
+            for request_id in request_ids:
+                await holder.said("request_released", request_id)
         assert self.used_pages == [0] * len(self.holders)
 
 
@@ -126,8 +127,7 @@ async def test_whole_and_spread_requests_share_steps(scene: Spread) -> None:
     await scene.answered("one", 70, 24)
     await scene.answered("two", 50, 30)
     await scene.answered("whole", 21, 40)
-    await scene.all_freed("one")
-    await scene.all_freed("two")
+    await scene.all_freed("one", "two")
 
 
 async def test_decode_instances_hold_shards_for_each_other() -> None:
