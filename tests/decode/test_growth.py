@@ -13,11 +13,13 @@ from typing import Any
 import pytest
 
 from millrace.core.config import Config
+from millrace.core.decode_step import DecodeStepTime
 from millrace.proxy.continuation import continuation
+from millrace.wire.pb import scheduler_pb2
 from support.decode_pair import Pair, live_pair
 from support.live_stack import eventually
 from support.tiny_models import oracle, prompt
-from support.worker_roles import admit_decode, config, remember, run_prefill
+from support.worker_roles import PROXY, admit_decode, config, remember, run_prefill
 
 PAGE_BYTES = 3 * 2 * 2 * 16 * 12 * 4  # of the tiny model, 16 tokens
 PAGES = 20
@@ -96,3 +98,74 @@ async def test_answers_longer_than_memory_end_with_the_right_tokens(swap_pages: 
         assert (asker.preempted("swap") > 0) == (swap_pages > 0)
         assert (asker.preempted("recompute") > 0) == (swap_pages < 200)
         assert bool(asker.lives) == (swap_pages < 200)
+
+
+async def filled(asker: Asker, count: int = 4) -> None:
+    """So many requests come, whose answers are long, until one of them is in host memory."""
+    for i in range(count):
+        await asker.pair.ask(f"r{i}", 30, max_tokens=200)
+        await eventually(lambda i=i: asker.pair.tokens.get((f"r{i}", 0)) or asker.preempted("swap"))
+    await eventually(lambda: asker.preempted("swap"), 30)
+
+
+async def test_a_drain_moves_who_is_in_host_memory_too() -> None:
+    async with asking(settings(swap_pages=100)) as asker:
+        await filled(asker)
+        drain = scheduler_pb2.WorkerCommand(drain=scheduler_pb2.Drain(abort=False))
+        asker.pair.decode.role.on_command(drain)
+        await asker.pair.decode.role.wait_idle()
+        streamed = {key for key, tokens in asker.pair.tokens.items() if tokens}
+        await eventually(lambda: streamed <= set(asker.pair.ends))
+        assert set(asker.pair.ends.values()) == {"moved"}
+        for (name, _), tokens in asker.pair.tokens.items():
+            assert tokens == oracle("llama").greedy(prompt(30), 200)[: len(tokens)], name
+
+
+async def test_a_proxy_that_is_gone_takes_its_swapped_requests_along() -> None:
+    async with asking(settings(swap_pages=100)) as asker:
+        await filled(asker)
+        asker.pair.decode.role._answers._proxy_gone((PROXY.id, PROXY.generation))
+        await asker.pair.decode.role.wait_idle()
+        assert asker.pair.used_pages == 0
+        kinds = {kind for kind, _ in asker.pair.decode.messages}
+        assert "request_failed" in kinds
+
+
+async def test_the_waterfall_shows_the_absence() -> None:
+    async with asking(settings(swap_pages=100)) as asker:
+        asked = [asker.answer(f"r{i}", 30, max_tokens=100) for i in range(4)]
+        await asyncio.gather(*asked)
+        assert any("preempted" in spans for spans in asker.pair.spans.values())
+        name = "millrace_decode_swapped_bytes_total"
+        out, back = (asker.count(name, direction=way) for way in ("out", "in"))
+        assert out == back > 0 and out % PAGE_BYTES == 0
+
+
+async def test_heartbeats_tell_what_is_left_for_others() -> None:
+    async with asking(settings(swap_pages=100)) as asker:
+        role, pool = asker.pair.decode.role, asker.pair.decode.engine.pool
+        assert role.heartbeat().free_pages == PAGES
+        await filled(asker)
+        assert role.heartbeat().free_pages <= pool.free_pages
+        role.on_command(scheduler_pb2.WorkerCommand(drain=scheduler_pb2.Drain()))
+
+
+async def test_what_could_never_fit_is_refused_at_once() -> None:
+    async with asking(settings()) as asker:
+        await asker.pair.admit("r", 40, max_tokens=PAGES * 16)
+        assert asker.pair.decode.kinds("r") == ["request_failed", "request_released"]
+        failed = await asker.pair.decode.said("request_failed", "r")
+        assert "may be wanted in all" in failed.message
+
+
+async def test_the_instance_says_how_long_its_steps_take() -> None:
+    step = DecodeStepTime(base_s=0.1, per_sequence_s=0.02, per_context_token_s=0.003)
+    async with asking(settings()) as asker:
+        role = asker.pair.decode.role
+        register = scheduler_pb2.Register(kv_pages=PAGES + 1)
+        role.fill_register(register)
+        assert not register.HasField("decode_step")
+        role._context = replace(role._context, decode_step=step)
+        role.fill_register(register)
+        told = register.decode_step
+        assert (told.base_s, told.per_sequence_s, told.per_context_token_s) == (0.1, 0.02, 0.003)
