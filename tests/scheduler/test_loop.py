@@ -106,6 +106,8 @@ async def test_metrics_follow_the_machine():
         for line in (
             'millrace_scheduler_fleet_instances{role="prefill"} 1.0',
             'millrace_scheduler_fleet_instances{role="decode"} 1.0',
+            'millrace_scheduler_fleet_instances{role="kvp"} 0.0',
+            "millrace_scheduler_spread_requests 0.0",
             'millrace_scheduler_ended_requests_total{state="cancelled"} 3.0',
             'millrace_scheduler_refused_requests_total{code="too_large"} 1.0',
             'millrace_scheduler_sent_messages_total{kind="admit_decode"} 3.0',

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from functools import partial
 
 from millrace.core.effects import Record, Refuse
 from millrace.core.load import FleetLoad
@@ -52,13 +53,9 @@ class SchedulerMetrics:
         self._instances = registry.gauge(
             "millrace_scheduler_fleet_instances", "instances that take new work", ["role"]
         )
-        pools = machine.cluster.pools
-        self._instances.labels("prefill").set_function(
-            lambda: sum(len(pool.prefill) for pool in pools.values())
-        )
-        self._instances.labels("decode").set_function(
-            lambda: sum(len(pool.decode) for pool in pools.values())
-        )
+        for role in ("prefill", "decode", "mixed", "kvp"):
+            taking = partial(_taking_work, machine, role)
+            self._instances.labels(role).set_function(taking)
         config = machine.config
         self._policy = registry.gauge(
             "millrace_scheduler_policy_info",
@@ -71,6 +68,11 @@ class SchedulerMetrics:
             "millrace_scheduler_policy_changes_total", "changes of the policy", ["policy"]
         )
         for name, documentation, value in (
+            (
+                "spread_requests",
+                "requests whose KV several instances hold",
+                lambda: sum(bool(one.shards) for one in machine.requests.values()),
+            ),
             ("queued_requests", "requests no prefill instance has", lambda: machine.queued),
             ("queued_seconds", "predicted prefill of those", lambda: machine.queued_s),
             ("live_requests", "requests that have not ended", lambda: len(machine.requests)),
@@ -111,3 +113,8 @@ def _signals(load: FleetLoad) -> Mapping[str, Mapping[str, float | None]]:
         role: {f"millrace_scheduler_pool_{name}": getattr(pool, field) for field, name, _ in _POOL}
         for role, pool in load.pools.items()
     }
+
+
+def _taking_work(machine: Machine, role: str) -> int:
+    instances = machine.cluster.instances.values()
+    return sum(one.card.role == role and not one.draining for one in instances)
