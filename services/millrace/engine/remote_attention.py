@@ -36,7 +36,7 @@ __all__ = [
 
 
 class Partial(NamedTuple):
-    """Partial results of some rows of a pass. They hold until the next layer's `send`."""
+    """Partial results of some rows of a pass, on the host, until the next is asked for."""
 
     rows: Tensor | slice  # which: int64 [r], ascending, or neighbours
     out: Tensor  # float32 [r, h, d]
@@ -56,7 +56,7 @@ class RemoteLink(Protocol):
 
     def send(self, layer: int, q_nhd: Tensor, kv_layer: Tensor) -> None:
         """Sends the q of the pass's remote rows, and the K/V of new ones, which lies at their slots
-        in kv_layer [pages, 2, k, page_tokens, d]. All may change after the call."""
+        in kv_layer [pages, 2, k, page_tokens, d]. Neither may change before the last partial."""
         ...
 
     def partials(self, layer: int) -> Iterator[Partial]:
@@ -119,7 +119,8 @@ class RemoteAttention:
         is_wide = out.dtype is torch.float32
         total = out if is_wide else torch.empty_like(out, dtype=torch.float32)
         kernels.run_attention(plan, q_nhd, kv_layer, scale=scale, out=total, lse_out=lse)
-        for rows, part, part_lse in self._link.partials(layer):
+        for rows, host_part, host_lse in self._link.partials(layer):
+            part, part_lse = host_part.to(total.device), host_lse.to(total.device)
             if isinstance(rows, slice):
                 kernels.merge_attention_(total[rows], lse[rows], part, part_lse)
             else:

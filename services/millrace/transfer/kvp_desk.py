@@ -18,7 +18,7 @@ from itertools import count
 from queue import SimpleQueue
 from typing import Protocol
 
-from millrace.core.errors import IntegrityError, MillraceError, TransferError
+from millrace.core.errors import IntegrityError, TransferError
 from millrace.core.kvp_rows import ExchangeShape
 from millrace.transfer.attentive import next_of
 from millrace.transfer.kvp_messages import TO_HOLDER, KvpKind, KvpMessage, missing_body
@@ -201,8 +201,8 @@ class KvpDesk:
             return
         try:
             missing = self._attend(owner, message)
-        except (MillraceError, ValueError, IndexError) as error:
-            log.warning("a piece of %s failed: %s", owner.peer, error)
+        except Exception as error:  # whatever it is, its owner need not wait for the deadline
+            log.warning("a piece of %s failed", owner.peer, exc_info=True)
             reason = str(error).encode()
             told = message._replace(kind=KvpKind.FAILED, entries=0, body=reason).encode()
             self._transport.notify(owner.peer, told)
