@@ -87,6 +87,7 @@ def test_the_predictor_is_off_by_what_the_engine_takes_more() -> None:
     assert found["median_error"] == pytest.approx(0.2)
     assert found["p90_error"] == pytest.approx(0.2)
     assert found["spread"] == 0.0
+    assert found["corrected_median_error"] < 0.1  # it learns
 
 
 def test_adaptive_chunks_keep_iterations_level_and_static_ones_do_not() -> None:

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from statistics import median, quantiles
 from typing import Any
 
+from millrace.colocated.predictor import Predictor
 from millrace.core.operators import BatchShape, OperatorModel
 from millrace.core.packing import Packer, PackingConfig
 from millrace.profiler.measure import Measured, usual
@@ -23,6 +24,8 @@ Document = dict[str, Any]
 
 #: Of a way's iterations that the document keeps, about.
 POINTS = 64
+#: Passes that the target of an iteration is taken from.
+TARGETS = 5
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -76,7 +79,9 @@ def predictor(
     rounds: int,
     told: Told,
 ) -> Document:
-    """Every batch `rounds` times, all once before any again; predictions are made beforehand."""
+    """Every batch `rounds` times, all once before any again. Predicted from the profile alone, and
+    as a mixed instance does, corrected by the batches before.
+    """
     fitting = [
         batch
         for batch in batches
@@ -87,9 +92,12 @@ def predictor(
         told(f"predictor: random mixed batches (round {number + 1} of {rounds})")
         for batch, times in zip(fitting, taken_s, strict=True):
             times.append(workload.mixed_s(batch.chunks, batch.contexts))
+    corrected = Predictor(model)
     points: list[Document] = []
     for batch, times in zip(fitting, taken_s, strict=True):
         measured_s, predicted_s = usual(times), model.pass_s(batch.shape)
+        corrected_s = corrected.pass_s(batch.shape)
+        corrected.observe(batch.shape, measured_s)
         points.append(
             {
                 "chunks": batch.chunks,
@@ -98,16 +106,20 @@ def predictor(
                 "measured_s": measured_s,
                 "predicted_s": predicted_s,
                 "error": predicted_s / measured_s - 1.0,
+                "corrected_error": corrected_s / measured_s - 1.0,
                 # What no predictor can know.
                 "spread": median(abs(taken / measured_s - 1.0) for taken in times),
             }
         )
     errors = [abs(point["error"]) for point in points]
+    corrected_errors = [abs(point["corrected_error"]) for point in points]
     return {
         "batches": len(points),
         "fitted_in_s": measured.spent_s,
         "median_error": median(errors),
         "p90_error": _percentile(errors, 90),
+        "corrected_median_error": median(corrected_errors),
+        "corrected_p90_error": _percentile(corrected_errors, 90),
         "spread": median(point["spread"] for point in points),
         "points": points,
     }
@@ -138,15 +150,14 @@ def chunking(
 ) -> Document:
     """A long prompt in adaptive and in static chunks beside the same decodes (Mnemosyne Figure 8).
 
-    t_target_s: 0 takes what the smallest static chunk is predicted to need at the prompt's end.
-    The ways take turns, whoever is furthest behind, so that a slow spell of the machine falls on
-    all of them.
+    t_target_s: 0 takes what the smallest static chunk needs at the prompt's end. The ways take
+    turns, whoever is furthest behind, so that a slow spell of the machine falls on all of them.
     """
-    shape = {"decodes": len(contexts), "decode_context_tokens": sum(contexts)}
-    last = ((min(static), prompt_tokens - min(static)),)
-    t_target_s = t_target_s or model.pass_s(BatchShape(prefills=last, **shape))
+    last = (min(static), prompt_tokens - min(static))
+    t_target_s = t_target_s or usual([workload.mixed_s([last], contexts) for _ in range(TARGETS)])
+    predictor = Predictor(model)  # corrected by the passes that it is told of
     most = workload.max_chunk_tokens
-    adaptive = Packer(model, PackingConfig(t_target_s=t_target_s, max_chunk_tokens=most))
+    adaptive = Packer(predictor, PackingConfig(t_target_s=t_target_s, max_chunk_tokens=most))
     prompts = [
         Prompt("adaptive", adaptive, prompt_tokens),
         *(
@@ -159,7 +170,10 @@ def chunking(
         now = min(running, key=lambda one: one.done)
         told(f"chunking: a prompt of {prompt_tokens} tokens ({now.done} done)")
         ((_, tokens),) = now.packer.pack(len(contexts), sum(contexts), [(now, now.done)], _no_slack)
-        taken_s = workload.mixed_s([(tokens, now.done)], contexts)
+        batch = Batch(chunks=((tokens, now.done),), contexts=tuple(contexts))
+        taken_s = workload.mixed_s(batch.chunks, contexts)
+        if now.packer is adaptive:
+            predictor.observe(batch.shape, taken_s)
         iterations[now.name].append((now.done, tokens, taken_s))
         now.done += tokens
     ways = {name: _way(found, t_target_s) for name, found in iterations.items()}

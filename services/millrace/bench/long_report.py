@@ -43,8 +43,9 @@ def _print_predictor(found: Document, console: Console) -> None:
     console.print(
         f"Mixed batches predicted: {found['median_error']:.1%} off by the median (goal "
         f"{PREDICTOR_GOAL:.0%}), {found['p90_error']:.1%} at the 90th percentile, of "
-        f"{found['batches']} random ones that nothing was fitted to; the same batch again is "
-        f"{found['spread']:.1%} off\n"
+        f"{found['batches']} random ones that nothing was fitted to; corrected by those before "
+        f"{found['corrected_median_error']:.1%} and {found['corrected_p90_error']:.1%}; the same "
+        f"batch again is {found['spread']:.1%} off\n"
     )
 
 
@@ -155,13 +156,16 @@ def draw(document: Document, path: Path) -> None:
 
 
 def _error_panel(found: Document) -> Panel:
-    errors = sorted(100 * abs(point["error"]) for point in found["points"])
-    shares = [100 * (number + 1) / len(errors) for number in range(len(errors))]
+    lines: Lines = {}
+    for name, key in (("by the profile", "error"), ("corrected", "corrected_error")):
+        errors = sorted(100 * abs(point[key]) for point in found["points"])
+        shares = [100 * (number + 1) / len(errors) for number in range(len(errors))]
+        lines[name] = list(zip(errors, shares, strict=True))
     return Panel(
         title="mixed batches predicted",
         x="error (%)",
-        y="batches (%)",
-        lines={"as near, or nearer": list(zip(errors, shares, strict=True))},
+        y="batches as near, or nearer (%)",
+        lines=lines,
         mark=50.0,
     )
 
