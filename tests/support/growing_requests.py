@@ -22,6 +22,7 @@ from millrace.decode.metrics import DecodeMetrics
 from millrace.decode.request import DecodeRequest
 from millrace.decode.request_pages import RequestPages
 from millrace.decode.running import Running
+from millrace.engine.decode_batch import TokenOut
 from millrace.engine.kv_pool import KvPool
 from millrace.engine.sampling_spec import SamplingSpec, finish_reason
 from millrace.telemetry.metrics import Registry
@@ -146,6 +147,7 @@ class GrowingRequests:
         self.running = Running(context, self.book, landings, answers, self.metrics, self.tasks)
         self.jobs: dict[str, Job] = {}
         self.joined: list[str] = []
+        self._emitted: list[TokenOut] = []  # of the last step
         self._job_of: dict[str, Job] = {}
         self._born_s = time.time()
 
@@ -183,16 +185,16 @@ class GrowingRequests:
         self.book.join_if_ready(request)
 
     def step(self) -> None:
-        """What happens between two steps, and a step."""
+        """What happens between two steps, a step, and the last one's tokens meanwhile."""
         before = set(self.running.batch.requests())
         self.running.apply_changes()
         self.joined += [r for r in self.running.batch.requests() if r not in before]
         self.check()
         assert not self.running.batch.lacking()
-        for out in self.running.batch.step():
-            request = self.book.live(out.request_id)
-            assert request is not None
-            self._emit(request, out.choice, out.token_id, out.finish_reason)
+        emitted, self._emitted = self._emitted, self.running.batch.step()
+        for out in emitted:
+            if (request := self.book.live(out.request_id)) is not None:
+                self._emit(request, out.choice, out.token_id, out.finish_reason)
 
     def cancel(self, name: str) -> None:
         """Wherever it is."""

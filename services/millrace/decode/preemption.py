@@ -33,6 +33,7 @@ from millrace.worker.codec import span
 log = logging.getLogger(__name__)
 
 _NEWEST_SHARE: Final = 0.2  # of the last absence in the mean of all
+_MOST_SPANS: Final = 64  # absences that one request's waterfall shows
 
 
 class Waiting(Protocol):
@@ -219,12 +220,14 @@ class Preemption:
 
     def _victims(self) -> Iterator[DecodeRequest]:
         """Requests whose KV is here, whole, and can be elsewhere: those of several choices could
-        not move."""
+        not move. Who has had its last token is in no batch, and will be gone when that is out."""
+        running = set(self._batch.requests()) | self._away.keys()
+        running.update(request.id for request in self._book.joining)
         for request in self._book:
             if request.ended or request.is_spread or self._is_leaving(request):
                 continue
             may_leave = request.sampling.n == 1 or len(request.pages) <= self._swapper.free_pages
-            if request.joined and may_leave:
+            if request.id in running and may_leave:
                 yield request
 
     def _is_leaving(self, request: DecodeRequest) -> bool:
@@ -269,4 +272,6 @@ class Preemption:
         )
 
     def _note(self, request: DecodeRequest, since_s: float, kind: str) -> None:
-        request.spans.append(span("preempted", self._id, since_s, request.clock.now_s(), by=kind))
+        if sum(one.name == "preempted" for one in request.spans) < _MOST_SPANS:
+            now_s = request.clock.now_s()
+            request.spans.append(span("preempted", self._id, since_s, now_s, by=kind))
