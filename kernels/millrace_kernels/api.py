@@ -55,6 +55,7 @@ def plan_attention(  # noqa: PLR0913 - one argument for each thing that fixes th
     sliding_window: int | None = None,
     soft_cap: float | None = None,
     backend: str = "auto",
+    device_table: Tensor | None = None,
 ) -> AttentionPlan:
     """Check and plan one step's attention; the plan serves every layer of that step.
 
@@ -69,6 +70,9 @@ def plan_attention(  # noqa: PLR0913 - one argument for each thing that fixes th
     a long context are plans like any other. A row sees positions up to its own (all, when not
     `causal`), and with `sliding_window` w only those above its own - w. `soft_cap` c bends scaled
     scores to c tanh(score / c).
+
+    `device_table`: page_table as it is kept on the device already, for backends that would else
+    copy it there; rows may be further apart, and entries that are not read may differ.
 
     Raises ValueError when tables disagree, heads don't divide, or a backend can't do it.
     """
@@ -103,6 +107,7 @@ def plan_attention(  # noqa: PLR0913 - one argument for each thing that fixes th
         causal=causal,
         sliding_window=sliding_window,
         soft_cap=soft_cap,
+        device_table=device_table,
     )
     return dispatch.with_backend(plan)
 

@@ -50,7 +50,8 @@ class AttentionPlan:
     [B, max_pages]. q_positions: int32 [n], kv_positions: int32 [sum(kv_lens)], both on the CPU.
     `sequences` holds (first row, last row + 1, kv_len) of each; those with at most `native_rows`
     rows of q are `native`'s, the rest torch's. `dispatch` fills in these three; nothing else
-    changes a plan (not frozen: making one is part of every decode step).
+    changes a plan (not frozen: making one is part of every decode step). `device_table` has the
+    entries of `page_table` that are read, on the device; None: they are nowhere but there.
     """
 
     backend: Backend
@@ -71,6 +72,7 @@ class AttentionPlan:
     causal: bool
     sliding_window: int | None
     soft_cap: float | None
+    device_table: Tensor | None = None
 
     @property
     def num_tokens(self) -> int:

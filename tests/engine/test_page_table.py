@@ -8,6 +8,8 @@ import numpy as np
 import torch
 
 from millrace.engine.page_table import PageTable, TableMirror
+from support.tiny_engine import Request, make_runner, prefill
+from support.tiny_models import model_folder, prompt
 
 
 def test_rows_hold_their_pages_and_widen() -> None:
@@ -31,7 +33,8 @@ def test_the_table_stays_where_it_is_until_it_widens() -> None:
     table = PageTable(2)
     place = table.first(2).data_ptr()
     table.put(0, [1, 2])
-    assert table.on_device(2).data_ptr() == table.first(2).data_ptr() == place
+    assert table.first(2).data_ptr() == place
+    assert table.copy_of(table.first(2)) is None  # attention reads the host's
 
 
 def test_another_devices_copy_follows_by_deltas() -> None:
@@ -44,8 +47,28 @@ def test_another_devices_copy_follows_by_deltas() -> None:
         if chance.random() < 0.3:
             table.move(row, chance.randrange(4), 3)
         if chance.random() < 0.5:
-            assert torch.equal(table.on_device(3), table.first(3))
-            assert table.on_device(3).data_ptr() != table.first(3).data_ptr()
+            copy = table.copy_of(table.first(3))
+            assert copy is not None and torch.equal(copy, table.first(3))
+            assert copy.data_ptr() != table.first(3).data_ptr()
+    assert table.copy_of(torch.zeros(3, table.width, dtype=torch.int32)) is None
+
+
+def test_passes_over_a_batchs_table_read_its_copy() -> None:
+    runner = make_runner(model_folder("llama"))
+    request = Request(runner, prompt(20), room=4)
+    request.tokens.append(int(prefill(runner, request).argmax()))
+    table = PageTable(2)
+    table._is_host = False
+    runner.states.page_table = table
+    table.put(0, request.pages)
+    view = table.first(1)
+    kv_lens = torch.tensor([21], dtype=torch.int32)
+    arguments = (torch.tensor([request.tokens[-1]]), torch.tensor([20]))
+    state = runner.states.decode(*arguments, view, kv_lens, None)
+    (plan,) = state.plans.values()
+    assert plan.device_table is not None and torch.equal(plan.device_table, view)
+    state = runner.states.decode(*arguments, view.clone(), kv_lens, None)
+    assert next(iter(state.plans.values())).device_table is None
 
 
 def test_the_other_side_of_a_wire_has_the_same_table() -> None:

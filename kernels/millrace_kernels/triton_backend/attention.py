@@ -121,7 +121,8 @@ class TritonPlan:
 
 
 def plan(checked: AttentionPlan) -> TritonPlan:
-    """Tables, work lists and room for partial results of one step, copied in one transfer.
+    """Tables, work lists and room for partial results of one step, copied in one transfer; a page
+    table that is on the device already is read where it is.
 
     Raises ValueError for a dtype or head_dim that no configuration covers, IndexError for a page
     below 0.
@@ -137,8 +138,9 @@ def plan(checked: AttentionPlan) -> TritonPlan:
         for config, chosen in ((few, is_few), (many, ~is_few))
     ]
     lists = [(config, work) for config, work in lists if len(work.items)]
+    kept = checked.device_table
     host = [
-        page_table,
+        page_table if kept is None else page_table[:0],
         attention_plan.row_positions(checked).astype(np.int32),
         np.zeros(0, np.int32) if checked.kv_positions is None else checked.kv_positions.numpy(),
     ]
@@ -151,7 +153,7 @@ def plan(checked: AttentionPlan) -> TritonPlan:
             _launch(checked, config, work, *rest[2 * i : 2 * i + 2])
             for i, (config, work) in enumerate(lists)
         ),
-        page_table=pages,
+        page_table=pages if kept is None else kept,
         q_positions=q_positions,
         kv_positions=None if checked.kv_positions is None else kv_positions,
         last_page=_last_page(checked, page_table),

@@ -13,6 +13,7 @@ from millrace.colocated.packing import Share
 from millrace.engine.assembly import Engine
 from millrace.engine.decode_batch import DecodeBatch, TokenOut
 from millrace.engine.fallen import EngineFallen
+from millrace.engine.model_runner import ModelRunner
 from millrace.engine.prefill_task import PrefillTask
 from millrace.engine.sampler import Sampler
 from millrace.prefill.first_tokens import (
@@ -48,6 +49,8 @@ class MixedCompute:
         self._device = engine.device
         self._sampler = Sampler()
         self.batch = DecodeBatch(engine.runner, engine.pool, Sampler(), max_batch=max_batch)
+        if isinstance(engine.runner, ModelRunner):
+            engine.runner.states.page_table = self.batch.page_table
 
     @torch.inference_mode()
     def run(self, shares: Sequence[Share]) -> Iteration:

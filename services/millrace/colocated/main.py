@@ -4,12 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from millrace.colocated import mixed, pair
+from millrace.colocated.mixed import serve as serve_mixed
+from millrace.colocated.pair import serve as serve_pair
 from millrace.core.config import Config
 from millrace.worker.host import WorkerOptions
 
 #: By the name of `--role`.
-SERVE = {"pair": pair.serve, "mixed": mixed.serve}
+SERVE = {"pair": serve_pair, "mixed": serve_mixed}
 
 
 async def serve(

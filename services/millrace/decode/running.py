@@ -13,6 +13,7 @@ from millrace.decode.priority import in_danger
 from millrace.decode.request import DecodeRequest
 from millrace.decode.swapping import Preempted, Swapper
 from millrace.engine.decode_batch import DecodeBatch, TokenOut
+from millrace.engine.model_runner import ModelRunner
 from millrace.engine.sampler import Sampler
 from millrace.engine.swap import KvSwap
 from millrace.wire.pb import scheduler_pb2
@@ -42,6 +43,8 @@ class Running:
         self._metrics = metrics
         self._step_time = context.decode_step
         self.batch = DecodeBatch(self._runner, engine.pool, Sampler(), max_batch=self._max_batch)
+        if isinstance(engine.runner, ModelRunner):
+            engine.runner.states.page_table = self.batch.page_table
         self._swapper = Swapper(
             KvSwap(engine.storage, engine.layout, config.swap_bytes),
             admissions.pages,

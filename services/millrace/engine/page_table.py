@@ -28,7 +28,7 @@ class PageTable:
     """int32 [rows, width]: each row the pages of one sequence in token order, and then whatever."""
 
     def __init__(self, rows: int, device: torch.device | str = "cpu") -> None:
-        """`device`: where attention reads it; on the host that is the table itself."""
+        """`device`: where attention reads it."""
         self._device = torch.device(device)
         self._is_host = self._device.type == "cpu"
         self._host: Entries = np.zeros((rows, _FIRST_WIDTH), dtype=np.int32)
@@ -66,10 +66,12 @@ class PageTable:
         """[rows, width] on the host: the first rows themselves, not a copy."""
         return torch.from_numpy(self._host[:rows])
 
-    def on_device(self, rows: int) -> Tensor:
-        """The first rows where attention reads them, brought up to date in one transfer."""
-        if self._is_host:
-            return self.first(rows)
+    def copy_of(self, view: Tensor) -> Tensor | None:
+        """What `first` gave, where attention reads it on another device, brought up to date in one
+        transfer; None for any other table, and where attention reads the host's."""
+        is_mine = view.data_ptr() == self._host.ctypes.data and view.shape[1] == self.width
+        if self._is_host or not is_mine:
+            return None
         if self._copy is None:
             self._copy = torch.from_numpy(self._host).to(self._device, copy=True)
         elif self._changed:
@@ -78,7 +80,7 @@ class PageTable:
             where, pages = delta.to(self._device)
             self._copy.view(-1)[where] = pages.int()
         self._changed.clear()
-        return self._copy[:rows]
+        return self._copy[: len(view)]
 
     def _widen(self, pages: int) -> None:
         narrow = self._host

@@ -9,6 +9,7 @@ from millrace.core.kv_layout import KvLayout
 from millrace.engine.loader import Model
 from millrace.engine.mixed_pass import RaggedTables
 from millrace.engine.operators import Activations
+from millrace.engine.page_table import PageTable
 from millrace.engine.ring_attention import KvBlock, RingAttention, RingTask
 from millrace.engine.rope import Rotary
 from millrace.engine.scratch import Scratch
@@ -27,6 +28,8 @@ class PassStates:
         is_ordered = attention_backend == Backend.FLASHINFER  # takes K/V in order alone
         self._ring_backend = Backend.AUTO if is_ordered else attention_backend
         self._windows = tuple(dict.fromkeys(model.config.sliding_windows))
+        self.page_table: PageTable | None = None
+        """Of a batch: its passes read the copy on the device. The batch's owner sets it."""
         self.rotary = Rotary(model.config.rope, model.config.head_dim, model.device)
 
     def attention_backend(self) -> Backend:
@@ -148,4 +151,5 @@ class PassStates:
             kv_positions=kv_positions,
             sliding_window=window,
             backend=self._backend if q_positions is None else self._ring_backend,
+            device_table=None if self.page_table is None else self.page_table.copy_of(table),
         )

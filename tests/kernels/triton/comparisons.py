@@ -125,6 +125,20 @@ def test_a_sequence_gets_the_same_bits_in_any_batch():
     assert torch.equal(out, together[:1])
 
 
+def test_a_page_table_on_the_device_is_read_where_it_is():
+    call = CALLS["decode"]
+    expected, _ = attend(call, torch.float32)
+    q_nhd, kv_layer = (tensor.to(DEVICE) for tensor in call.data())
+    _, _, page_table = call.tables()
+    kept = torch.full((len(page_table) + 2, page_table.shape[1] + 7), 9, dtype=torch.int32)
+    kept[: len(page_table), : page_table.shape[1]] = page_table
+    kept = kept.to(DEVICE)[: len(page_table)]
+    plan = attention.plan(call.plan("reference", device=DEVICE, device_table=kept))
+    out, lse = torch.empty_like(expected), torch.empty(expected.shape[:2], device=DEVICE)
+    plan.run(q_nhd, kv_layer, scale=call.head_dim**-0.5, out_nhd=out, lse_nh=lse)
+    assert plan.page_table is kept and torch.equal(out, expected)
+
+
 def test_pages_outside_the_pool_are_refused():
     call = CALLS["decode"]
     q_nhd, kv_layer = call.data()
