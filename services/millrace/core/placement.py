@@ -104,7 +104,7 @@ class Placement:
             return None
         if request.choices > 1 or not request.resumable:  # nothing is kept for such
             return _Spot(home)
-        kept = {one.id: self._kept_tokens(request, one) for one in able}
+        kept = self._kept_tokens(request, able)
         most = max(kept.values())
         if most > kept[home.id]:
             best = freest(one for one in able if kept[one.id] == most) or home
@@ -114,17 +114,26 @@ class Placement:
                 best = home
         return _Spot(best, kept_tokens=kept[best.id])
 
-    def _kept_tokens(self, request: Request, one: DecodeInstance) -> int:
-        """Worth keeping: more than a prefill instance has, whose cache spares the way back."""
-        tokens = one.prefixes.tokens(request.prefix_hashes, request.prompt_tokens)
-        if tokens < MIN_KEPT_TOKENS or one.sequences >= one.card.max_batch:
-            return 0
-        if one.card.role == "mixed":
-            return tokens
+    def _kept_tokens(self, request: Request, able: list[DecodeInstance]) -> dict[str, int]:
+        """By instance, what is worth keeping: more than prefill's caches have, for a plain decode
+        instance would have to send its own there first."""
         hashes, length = request.prefix_hashes, request.prompt_tokens
-        prefills = self._cluster.pool_of(one).prefill.values()
-        others = max((other.prefixes.tokens(hashes, length) for other in prefills), default=0)
-        return tokens if tokens > others else 0
+        at_prefill: dict[str, int] = {}  # by model, most
+        kept: dict[str, int] = {}
+        for one in able:
+            tokens = one.prefixes.tokens(hashes, length)
+            full = one.sequences >= one.card.max_batch
+            kept[one.id] = tokens = 0 if full or tokens < MIN_KEPT_TOKENS else tokens
+            if not tokens or one.card.role == "mixed":
+                continue
+            model = one.card.model_hash
+            if model not in at_prefill:
+                prefills = self._cluster.pool_of(one).prefill.values()
+                found = (other.prefixes.tokens(hashes, length) for other in prefills)
+                at_prefill[model] = max(found, default=0)
+            if tokens <= at_prefill[model]:
+                kept[one.id] = 0
+        return kept
 
     def _place(self, request: Request, spot: _Spot) -> None:
         life, home = self._life, spot.home
