@@ -16,7 +16,7 @@ from millrace.state.memory_store import MemoryStore
 from millrace.state.store import StoreError
 from millrace.transfer.memory_transport import MemoryHub
 from millrace.wire.pb import common_pb2, scheduler_pb2
-from millrace.worker.host import _add_gauges
+from millrace.worker.gauges import add_gauges
 from support.decode_pair import Pair, live_pair
 from support.live_stack import eventually
 from support.tiny_models import oracle, prompt
@@ -395,7 +395,7 @@ async def test_the_heartbeat_tells_the_pace_of_what_runs(pair: Pair) -> None:
     assert pair.decode.role.heartbeat().tbt_s == 0.0
     await pair.ask("r", 20, max_tokens=200)
     await pair.decode.said("request_finished", "r")
-    _add_gauges(pair.decode.registry, pair.decode.role, pair.decode.engine)
+    add_gauges(pair.decode.registry, pair.decode.role, pair.decode.engine)
     exposed = pair.decode.registry.render()[0].decode()  # that takes nothing from the heartbeat
     assert "millrace_decode_running_requests 0.0" in exposed
     assert 0.0 < pair.decode.role.heartbeat().tbt_s < 1.0

@@ -150,6 +150,7 @@ class ModelTask:
     at: int = 0  # operators begun
     begun: bool = False
     mid_pass: bool = False
+    awaits: bool = False
     dropped: bool = False
 
 

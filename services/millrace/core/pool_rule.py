@@ -28,6 +28,7 @@ class Task(Protocol):
     begun: bool
     mid_pass: bool  # left in the middle of a pass, with activations
     dropped: bool  # it is to end, and never runs again
+    awaits: bool  # something that is to come: it runs when that is there
 
 
 _LAST: Final = sys.maxsize
@@ -66,9 +67,12 @@ class PoolRule(Generic[T]):
         return sum(task.begun for task in tasks if task is not self.running)
 
     def first(self) -> T | None:
-        """Tasks without a rank go last, in the order in which they came."""
+        """Of those that await nothing. Tasks without a rank go last, in the order in which they
+        came."""
         return min(
-            self.tasks.values(), key=lambda task: self._ranks.get(task.name, _LAST), default=None
+            (task for task in self.tasks.values() if not task.awaits),
+            key=lambda task: self._ranks.get(task.name, _LAST),
+            default=None,
         )
 
     # -- what the owner says

@@ -171,6 +171,9 @@ class EngineConfig(_Section):
     tensor_parallel: int = _setting(
         1, _within(1, 64), "ranks of an instance, each with its share of heads and widths"
     )
+    stages: int = _setting(
+        1, _within(1, 64), "processes of an instance, each with a run of the model's layers"
+    )
     load_format: str = _setting(
         "auto", _one_of("auto", "dummy"), "dummy: random weights from config.json"
     )

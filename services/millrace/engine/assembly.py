@@ -21,6 +21,7 @@ from millrace.engine.model_config import ModelConfig
 from millrace.engine.model_runner import ModelRunner, PrefillTask
 from millrace.engine.parallel.group_runner import GroupRunner, load_ranks
 from millrace.engine.parallel.rank_group import RankGroup
+from millrace.engine.pipeline.runner import PipelineRunner
 from millrace.profiles import eq_1
 from millrace.profiles.cache import ProfileKey
 from millrace_kernels.api import Backend, describe_backends
@@ -62,10 +63,10 @@ class KvMemory:
 class Engine(KvMemory):
     """A loaded model with its memory."""
 
-    runner: ModelRunner | GroupRunner
+    runner: ModelRunner | GroupRunner | PipelineRunner
 
     def close(self) -> None:
-        """Ends the other ranks, if there are any."""
+        """Ends the other ranks or stages, if there are any."""
         self.runner.close()
 
 
@@ -166,6 +167,54 @@ def open_kv_only(model: str | Path, config: EngineConfig, revision: str = "") ->
         storage=pool.storage,
         backends=describe_backends(),
         max_context_tokens=_context(config, whole, folder),
+    )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class KvShape:
+    """What is known of a model, and of the pool for its KV, before any weight is read."""
+
+    folder: Path
+    model: ModelConfig
+    layout: KvLayout  # in one part
+    max_context_tokens: int
+
+    @staticmethod
+    def of(model: str | Path, config: EngineConfig, revision: str = "") -> KvShape:
+        """As `open_engine` would have it, with its errors."""
+        folder = resolve_model(model)
+        whole = ModelConfig.from_folder(folder)
+        context = _context(config, whole, folder)
+        one_page = _one_page(
+            whole,
+            config,
+            model_hash=_revised(model_hash(folder, load_format=config.load_format), revision),
+            dtype=getattr(torch, whole.dtype if config.dtype == "auto" else config.dtype),
+            parts=1,
+        )
+        size = pool_bytes(config, resolve_device(config.device), context * one_page.bytes_per_token)
+        return KvShape(
+            folder=folder,
+            model=whole,
+            layout=_sized(one_page, size),
+            max_context_tokens=context,
+        )
+
+
+def staged_engine(shape: KvShape, runner: PipelineRunner, pool: KvPool, first: Model) -> Engine:
+    """Of an instance in stages. `pool`: of all layers; `first`: the first stage's model."""
+    rest = rows_backend(first.device, first.dtype)
+    attention = runner.attention_backend()
+    return Engine(
+        folder=shape.folder,
+        shape=shape.model,
+        device=first.device,
+        layout=shape.layout,
+        pool=pool,
+        storage=pool.storage,
+        runner=runner,
+        backends=f"attention {attention}, linears and sampling {rest}; {describe_backends()}",
+        max_context_tokens=shape.max_context_tokens,
     )
 
 

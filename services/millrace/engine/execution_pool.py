@@ -26,6 +26,7 @@ import torch
 from millrace.core.gang import GangSpec, Step
 from millrace.core.pool_rule import PoolRule
 from millrace.core.stop_point import StopPoint as StopPoint
+from millrace.engine.awaited import Awaited
 
 RUN_AHEAD_OPERATORS: Final = 4
 """Operators that the host may have enqueued on a GPU beyond the one that executes."""
@@ -33,14 +34,15 @@ RUN_AHEAD_OPERATORS: Final = 4
 
 @dataclass(eq=False, slots=True, kw_only=True)
 class PoolTask:
-    """A computation as a generator that yields at each boundary what has just ended.
+    """A computation as a generator that yields at each boundary what has just ended, or what it
+    awaits: then others run until that is ready, and it has given back its activations.
 
     The callbacks run on the pool's thread and return at once. `ended` gets what the generator
     raised, if anything; a dropped task has ended with `Dropped`.
     """
 
     name: str
-    steps: Generator[StopPoint]
+    steps: Generator[StopPoint | Awaited]
     resumed: Callable[[], None]  # begins, or goes on
     suspended: Callable[[], None]
     ended: Callable[[Exception | None], None]
@@ -52,6 +54,7 @@ class PoolTask:
     begun: bool = field(default=False, init=False)
     mid_pass: bool = field(default=False, init=False)
     dropped: bool = field(default=False, init=False)
+    awaits: bool = field(default=False, init=False)
 
     def spent_s(self) -> float:
         """Seconds of compute so far, for the task itself."""
@@ -241,10 +244,30 @@ class ExecutionPool:
         """True when the task was left, False when it ended. Raises what the task raises."""
         run_ahead = self._run_ahead
         for ended in task.steps:
+            if isinstance(ended, Awaited):
+                if self._awaits(task, ended):
+                    return True
+                continue
             run_ahead.step()
             if self._look and self._leaves(task, ended):
                 return True
         return False
+
+    def _awaits(self, task: PoolTask, awaited: Awaited) -> bool:
+        """True when the task is to be left until something is ready; False when that is."""
+        with self._changed:
+            task.awaits, task.mid_pass = True, False
+        if awaited.then(lambda: self._ready(task)):
+            return True
+        task.awaits = False
+        return task.dropped
+
+    def _ready(self, task: PoolTask) -> None:
+        """What the task awaits is there. On any thread."""
+        with self._changing():
+            task.awaits = False
+            self._rule.settle()
+            self._rearranged()
 
     def _leaves(self, task: PoolTask, ended: StopPoint) -> bool:
         self._end_dropped()
@@ -258,9 +281,11 @@ class ExecutionPool:
         """The same for a gang's task, which runs, holds and stops as the gang agrees."""
         ended: StopPoint | None = None
         while self._may_begin(task, ended):
-            ended = next(task.steps, None)
-            if ended is None:
+            step = next(task.steps, None)
+            if step is None:
                 return False
+            assert isinstance(step, StopPoint)  # members of a gang run in step, and await nobody
+            ended = step
             self._run_ahead.step()
         return True
 

@@ -220,6 +220,12 @@ class ModelRunner:
         """`KvPool.copy_page`."""
         self.pool.copy_page(source, target)
 
+    def order(self, names: Sequence[str]) -> None:
+        """Nothing to put in order: what is behind its caller, in later stages, is a pipeline's."""
+
+    def drop(self, names: Sequence[str]) -> None:
+        """Nothing to give up: likewise."""
+
     def rest(self) -> None:
         """Nothing to bring to rest: a group of ranks has."""
 

@@ -14,13 +14,15 @@ from functools import partial
 import torch
 
 from millrace.engine.assembly import Engine
+from millrace.engine.awaited import Awaited
 from millrace.engine.execution_pool import ExecutionPool, PoolTask, StopPoint
 from millrace.engine.model_runner import Boundary, PrefillTask
 from millrace.engine.sampler import Sampler
 from millrace.prefill.first_tokens import SamplingError, prompt_logprobs, sample_first
+from millrace.prefill.job import LATER_STAGES, PREEMPTED
 from millrace.prefill.metrics import PrefillMetrics
 from millrace.prefill.publish import LayerPublisher
-from millrace.prefill.work import Part, Work, task_name
+from millrace.prefill.work import Part, Work, task_name, task_names
 from millrace.transfer.chunk_link import Waits
 from millrace.wire.pb import scheduler_pb2
 
@@ -105,10 +107,10 @@ class PrefillCompute:
             )
             self._report(scheduler_pb2.WorkerMessage(chunk_finished=finished))
 
-    def suspended(self, part: Part, compute_s: float) -> None:
+    def suspended(self, part: Part, compute_s: float, why: str = PREEMPTED) -> None:
         """The chunk was left for another."""
         job = part.work.job
-        job.suspend()
+        job.suspend(why)
         if job.leads:
             suspended = scheduler_pb2.ChunkSuspended(
                 request_id=job.request_id, chunk_index=part.chunk, compute_s=compute_s
@@ -153,6 +155,7 @@ class Entry:
         self._follow = follow
         self._open = work.of_chunk(chunk)  # parts still to be computed, in their order
         self._now: list[Part] = []  # in the pass at hand
+        self._is_behind = False  # the pass is in later stages; nothing is computed here
         self.task = PoolTask(
             name=task_name(work.job.request_id, chunk),
             steps=self._steps(),
@@ -165,7 +168,7 @@ class Entry:
 
     # -- the generator: on the pool's thread, as all of this
 
-    def _steps(self) -> Generator[StopPoint]:
+    def _steps(self) -> Generator[StopPoint | Awaited]:
         self._join()
         while self._open:
             self._now = self._next_pass()
@@ -199,7 +202,7 @@ class Entry:
             part.work.job.begin_part()
         return now
 
-    def _run_pass(self) -> Generator[StopPoint]:
+    def _run_pass(self) -> Generator[StopPoint | Awaited]:
         compute, parts = self._compute, self._now
         tasks = [
             PrefillTask(
@@ -210,6 +213,8 @@ class Entry:
                 pages=part.work.job.pages,
                 want_logits=part.work.is_last(part),
                 want_prompt_logprobs=part.work.job.sampling.prompt_logprobs >= 0,
+                name=self.task.name,
+                on_layer=partial(self._publish, part),
             )
             for part in parts
         ]
@@ -219,8 +224,9 @@ class Entry:
                 self._look_after(parts)
                 if boundary.operator == "attn":
                     for part in parts:
-                        compute.publish(part, boundary.layer, part.start, part.tokens)
-                yield StopPoint.after(boundary.operator)
+                        self._publish(part, boundary.layer)
+                self._is_behind = boundary.awaited is not None
+                yield boundary.awaited or StopPoint.after(boundary.operator)
         for part, task in zip(parts, tasks, strict=True):
             part.work.job.end_part(part.name, tokens=part.tokens, history=part.start)
             if part.error is None:
@@ -228,6 +234,9 @@ class Entry:
                     compute.add_prompt_logprobs(part.work, part.start, task.hidden)
                 if task.logits is not None:
                     compute.sample(part, task.logits)
+
+    def _publish(self, part: Part, layer: int) -> None:
+        self._compute.publish(part, layer, part.start, part.tokens)
 
     def _look_after(self, parts: list[Part]) -> None:
         """Notes whose result has nowhere to go. Raises the reason when that is all of them."""
@@ -258,14 +267,17 @@ class Entry:
             part.work.job.begin_part()
 
     def _suspended(self) -> None:
-        self._compute.metrics.preempted.inc()
+        if not self._is_behind:
+            self._compute.metrics.preempted.inc()
         for part in self._now:
             part.work.job.end_part(part.name, tokens=part.tokens, history=part.start)
         for part in self._heads():
-            self._compute.suspended(part, self.task.compute_s)
+            why = LATER_STAGES if self._is_behind else PREEMPTED
+            self._compute.suspended(part, self.task.compute_s, why)
 
     def _ended(self, error: Exception | None) -> None:
         for part in self._heads():  # none, unless it was cut short
+            self._compute.engine.runner.drop(task_names(part.work.job))
             part.work.done(part.error or part.work.failure() or error)
 
     def _is_unwanted(self) -> bool:

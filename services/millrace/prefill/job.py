@@ -7,6 +7,7 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from typing import Final
 
 from millrace.core.errors import MillraceError
 from millrace.core.kv_layout import KvLayout
@@ -18,6 +19,9 @@ from millrace.transfer.control import Sending
 from millrace.transfer.ring import GroupLink
 from millrace.wire.pb import common_pb2, scheduler_pb2
 from millrace.worker.codec import Stopwatch, sampling_spec, span
+
+PREEMPTED: Final = "preempted"
+LATER_STAGES: Final = "later_stages"  # its pass is there; nothing to compute at the first
 
 
 class Cancelled(Exception):
@@ -50,6 +54,7 @@ class PrefillJob:
     _began: bool = False
     _part_s: float = 0.0  # when the stretch of compute at hand began
     _suspended_s: float | None = None  # since when it is suspended
+    _suspended_why: str = ""
     _waiter: asyncio.Task[None] | None = None
 
     @staticmethod
@@ -178,13 +183,15 @@ class PrefillJob:
             self.spans.append(span("waiting", self.instance_id, self.received_s, now_s))
             metrics.wait_s.observe(now_s - self.received_s)
         elif self._suspended_s is not None:
-            self.spans.append(span("preempted", self.instance_id, self._suspended_s, now_s))
-            metrics.suspended_s.observe(now_s - self._suspended_s)
+            why = self._suspended_why
+            self.spans.append(span(why, self.instance_id, self._suspended_s, now_s))
+            if why == PREEMPTED:
+                metrics.suspended_s.observe(now_s - self._suspended_s)
         self._suspended_s = None
 
-    def suspend(self) -> None:
-        """Another computes in its place until `go_on`."""
-        self._suspended_s = self.clock.now_s()
+    def suspend(self, why: str) -> None:
+        """Another computes in its place until `go_on`. `why`: what the time is called till then."""
+        self._suspended_s, self._suspended_why = self.clock.now_s(), why
 
     def begin_part(self) -> None:
         """A stretch of compute begins."""

@@ -18,7 +18,7 @@ import torch
 
 from millrace.core.errors import CapacityError, MillraceError, TransferError
 from millrace.engine.execution_pool import ExecutionPool, StopPoint
-from millrace.engine.parallel.rank_group import RankError
+from millrace.engine.fallen import EngineFallen
 from millrace.prefill.compute import Entry, PrefillCompute
 from millrace.prefill.gang import GangEntry
 from millrace.prefill.group import GroupError
@@ -164,7 +164,9 @@ class PrefillRole:
             for entry in order.queue
         ]
         self._together = {name: entry for entry in entries if len(entry) > 1 for name in entry}
-        self._execution.order([name for entry in entries for name in entry])
+        names = [name for entry in entries for name in entry]
+        self._execution.order(names)
+        self._engine.runner.order(names)
         named = dict.fromkeys(ref.request_id for entry in order.queue for ref in entry.chunks)
         jobs = {name: self._jobs.pop(name) for name in named if name in self._jobs}
         jobs.update(self._jobs)
@@ -200,7 +202,7 @@ class PrefillRole:
 
     async def _serve(self, job: PrefillJob) -> None:
         reason = ""
-        fallen: RankError | None = None
+        fallen: EngineFallen | None = None
         try:
             await self._work(job)
         except Cancelled:
@@ -209,7 +211,7 @@ class PrefillRole:
         except MillraceError as error:
             reason = str(error)
             self._report(job, error)
-            fallen = error if isinstance(error, RankError) else None
+            fallen = error if isinstance(error, EngineFallen) else None
         if reason and job.link is not None:
             job.link.abort()  # else closing waits for what will never come
         if job.session is not None:

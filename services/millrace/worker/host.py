@@ -18,7 +18,7 @@ import grpc
 
 from millrace.core.config import Config
 from millrace.core.decode_step import DecodeStepTime
-from millrace.core.errors import MillraceError
+from millrace.core.errors import ConfigError, MillraceError
 from millrace.core.latency import SpLatency
 from millrace.engine.assembly import Engine, KvMemory, open_engines
 from millrace.state.open import open_store
@@ -31,9 +31,11 @@ from millrace.wire import scheduler_codec
 from millrace.wire.address import host_port
 from millrace.wire.pb import common_pb2, scheduler_pb2
 from millrace.wire.server import Health, add_health, bind, create_server
+from millrace.worker.gauges import add_gauges
 from millrace.worker.kv_path import KvPath
 from millrace.worker.latency import decode_step, prefill_latency
 from millrace.worker.link import WorkerLink
+from millrace.worker.stages import open_staged_engine
 from millrace.worker.tasks import first_of, stop_event
 from millrace.worker.vitals import Vitals, open_vitals
 
@@ -220,7 +222,7 @@ async def serve_instance(
             )
         )
         stack.push_async_callback(role.close)
-        _add_gauges(registry, role, memory)
+        add_gauges(registry, role, memory)
         kv_path = KvPath(
             incarnation,
             lambda name: NixlTransport(f"{transport.name}-{name}"),
@@ -285,10 +287,18 @@ async def _prove(
 
 
 def open_for(options: WorkerOptions, config: Config, count: int) -> list[Engine]:
-    """`open_engines`, with its progress and its result in the log."""
-    engines = open_engines(
-        options.model, config.engine, count, _log_progress(), revision=options.revision
-    )
+    """`open_engines`, or an engine in stages, with its progress and its result in the log."""
+    stages, told = config.engine.stages, {"revision": options.revision}
+    if stages > 1 and count > 1:
+        raise ConfigError(
+            f"engine.stages is {stages}; instances that share their weights can have 1"
+        )
+    if stages > 1:
+        _set_environment(options.host)
+        progress = _log_progress()
+        engines = [open_staged_engine(options.model, config.engine, options.host, progress, **told)]
+    else:
+        engines = open_engines(options.model, config.engine, count, _log_progress(), **told)
     log_memory("loaded", engines[0])
     return engines
 
@@ -329,21 +339,6 @@ def _log_progress() -> Callable[[float], None]:
             log.info("loading weights: %d %%", round(100 * share))
 
     return progress
-
-
-def _add_gauges(registry: Registry, role: Role, memory: KvMemory) -> None:
-    registry.gauge_function(
-        "millrace_kv_free_pages", "KV pages nobody holds", lambda: memory.pool.free_pages
-    )
-    registry.gauge_function(
-        "millrace_kv_used_pages", "KV pages held by requests", lambda: memory.pool.used_pages
-    )
-    for index, state in enumerate(("running", "waiting")):
-        registry.gauge_function(
-            f"millrace_{role.name}_{state}_requests",
-            f"requests {state} at this instance",
-            lambda index=index: role.counts()[index],  # type: ignore[misc]
-        )
 
 
 async def _end_link(link: WorkerLink, running: asyncio.Task[None]) -> None:

@@ -55,7 +55,7 @@ class Place:
 def follow(place: Place, orders: Connection, counter: StopCounter) -> None:
     """A follower's life: ends with rank 0, when told nothing more, or after its first error."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # of a terminal it is for rank 0
-    threading.Thread(target=_end_with_parent, daemon=True).start()
+    threading.Thread(target=end_with_parent, daemon=True).start()
     try:
         orders.send(Done(0))  # up; what else can fail is told from here on
         with torch.inference_mode():
@@ -204,7 +204,7 @@ class _Pass:
     operators: int = 0  # that have run
 
 
-def _end_with_parent() -> None:
+def end_with_parent() -> None:
     """Rank 0 is gone: end at once, in whatever collective this rank may wait."""
     parent = parent_process()
     assert parent is not None  # a follower is started as a child

@@ -186,7 +186,9 @@ class GroupRunner:
     def mixed(
         self, decodes: DecodeRows, page_table: Tensor, tasks: Sequence[PrefillTask]
     ) -> Tensor:
-        """`ModelRunner.mixed`."""
+        """`ModelRunner.mixed`; raises ValueError for spread requests, whose home has one rank."""
+        if decodes.shards or any(task.shards for task in tasks):
+            raise ValueError(f"{self._group.size} ranks can't be the home of a spread request")
         check_tasks(tasks, self.pool.layout.page_tokens)  # before the others hear of it
         self._tell_rows(decodes, page_table, tasks)
         with self._watched():
@@ -222,6 +224,12 @@ class GroupRunner:
         """`KvPool.copy_page`, on every rank."""
         self._tell(CopyPage(source, target))
         self.pool.copy_page(source, target)
+
+    def order(self, names: Sequence[str]) -> None:
+        """Nothing to put in order: what is behind its caller, in later stages, is a pipeline's."""
+
+    def drop(self, names: Sequence[str]) -> None:
+        """Nothing to give up: likewise."""
 
     def rest(self) -> None:
         """Brings all ranks to a boundary that they agree on; the pass goes on when next asked."""

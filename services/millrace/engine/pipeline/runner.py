@@ -16,8 +16,8 @@ from typing import Final, Protocol
 import torch
 from torch import Tensor
 
-from millrace.core.errors import MillraceError
 from millrace.engine.awaited import Awaited
+from millrace.engine.fallen import EngineFallen
 from millrace.engine.kv_pool import KvPool
 from millrace.engine.mixed_pass import DecodeRows, RaggedTables, mixed_tables, prompt_tables
 from millrace.engine.model_runner import Boundary, PrefillTask
@@ -41,7 +41,7 @@ from millrace_kernels.plan import Backend
 _DROP_TIMEOUT_S: Final = 60.0
 
 
-class StageError(MillraceError):
+class StageError(EngineFallen):
     """A stage fell, and the instance with it: names the stage."""
 
 
@@ -63,6 +63,7 @@ class LaterStages(Protocol):
 class _Behind:
     """A pass that has begun: what is to be told when it gets on in later stages."""
 
+    name: str
     on_layer: Callable[[int], None]
     through: Awaited = field(default_factory=Awaited)
     handed: Handed | None = None
@@ -105,14 +106,14 @@ class PipelineRunner:
         """`ModelRunner.attention_backend`."""
         return self._first.states.attention_backend()
 
-    def prefill(self, task: PrefillTask) -> Generator[Boundary | Awaited]:
+    def prefill(self, task: PrefillTask) -> Generator[Boundary]:
         """`prefill_batch` of one task."""
         return self.prefill_batch([task])
 
-    def prefill_batch(self, tasks: Sequence[PrefillTask]) -> Generator[Boundary | Awaited]:
+    def prefill_batch(self, tasks: Sequence[PrefillTask]) -> Generator[Boundary]:
         """`ModelRunner.prefill_batch`, but that the KV of later stages' layers is in its pages when
         the tasks' `on_layer` says so. Ends when the next pass may begin; where rows are wanted,
-        yields an `Awaited` before, and ends with them."""
+        yields a boundary with `awaited` before, and ends with them."""
         page_tokens = self.pool.layout.page_tokens
         check_tasks(tasks, page_tokens)
         tables = prompt_tables(tasks, page_tokens, self.remote)
@@ -149,6 +150,14 @@ class PipelineRunner:
     def order(self, names: Sequence[str]) -> None:
         """The order of passes in the later stages, by the names of their tasks."""
         self._tell(Ranks(tuple(names)))
+
+    def drop(self, names: Sequence[str]) -> None:
+        """Gives up the passes of these names, wherever they are. Returns when none of them writes
+        KV any more."""
+        with self._lock:
+            found = [(n, entry) for n, entry in self._behind.items() if entry.name in names]
+        for number, entry in found:
+            self._give_up(number, entry)
 
     @property
     def operator_names(self) -> tuple[str, ...]:
@@ -225,9 +234,7 @@ class PipelineRunner:
 
     # -- passes
 
-    def _steps(
-        self, tasks: Sequence[PrefillTask], tables: RaggedTables
-    ) -> Generator[Boundary | Awaited]:
+    def _steps(self, tasks: Sequence[PrefillTask], tables: RaggedTables) -> Generator[Boundary]:
         keeps_all = any(task.want_prompt_logprobs for task in tasks)
         is_wanted = keeps_all or len(tables.rows) > 0
         number, entry = self._begin(
@@ -238,7 +245,7 @@ class PipelineRunner:
             if not is_wanted:
                 self._leave(number, entry)
                 return
-            yield entry.through
+            yield Boundary(self._first.model.layers.stop, "handed_on", entry.through)
             self._await(entry)
             self._finish(entry, tables, tasks, 0, keeps_all=keeps_all)
         except BaseException:
@@ -254,7 +261,7 @@ class PipelineRunner:
         tells: bool,
         on_layer: Callable[[int], None] = lambda layer: None,
     ) -> tuple[int, _Behind]:
-        number, entry = next(self._numbers), _Behind(on_layer)
+        number, entry = next(self._numbers), _Behind(name, on_layer)
         kv_only = not (keeps_all or len(tables.rows))
         with self._lock:
             self._behind[number] = entry

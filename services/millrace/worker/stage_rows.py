@@ -1,0 +1,52 @@
+"""Rows between stages over the transport: `engine.pipeline.rows` by `transfer.activations`."""
+
+from __future__ import annotations
+
+import struct
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+from millrace.engine.pipeline.rows import Handed
+from millrace.transfer.activations import SLOTS, ActivationReceiver, ActivationSender, Arrival
+from millrace.transfer.transport import Transport
+
+_NUMBER = struct.Struct("<Q")
+
+
+def room_for_rows(max_rows: int, hidden: int, dtype: torch.dtype) -> Tensor:
+    """[SLOTS, max_rows, hidden] on the host: the passes that are on their way at once."""
+    return torch.zeros(SLOTS, max_rows, hidden, dtype=dtype)
+
+
+class OutgoingRows:
+    """A `RowsOut`. ``sender`` is to be opened before the first pass."""
+
+    def __init__(self, transport: Transport, room: Tensor, timeout_s: float) -> None:
+        """room: of `room_for_rows`."""
+        self._room = room
+        self._timeout_s = timeout_s
+        self.sender = ActivationSender(transport, room, room.shape[2] * room.element_size())
+
+    def send(self, number: int, summands: tuple[Tensor, Tensor]) -> None:
+        x, residual = summands
+        slot = self.sender.reserve(self._timeout_s)
+        torch.add(x, residual, out=self._room[slot, : len(x)])
+        self.sender.send(slot, len(x), _NUMBER.pack(number))
+
+
+class IncomingRows:
+    """Hands rows on as they come. ``receiver`` gives the stage before its inlet."""
+
+    def __init__(
+        self, transport: Transport, room: Tensor, on_rows: Callable[[Handed], None]
+    ) -> None:
+        """room: of `room_for_rows`; `on_rows` is called on the transport's thread."""
+        self._room = room
+        self._on_rows = on_rows
+        self.receiver = ActivationReceiver(transport, room, self._arrived)
+
+    def _arrived(self, arrival: Arrival) -> None:
+        (number,) = _NUMBER.unpack(arrival.about)
+        self._on_rows(Handed(number, self._room[arrival.slot, : arrival.rows], arrival.take))

@@ -1,0 +1,286 @@
+"""A staged instance, seen from its first stage: starts the others, opens the engine over all.
+
+The KV of all stages lies in memory that they share, so that the instance is one to whoever sends it
+KV or asks for some; rows go between them over the transport (SPP, Mnemosyne section 4.3).
+"""
+
+from __future__ import annotations
+
+import logging
+import multiprocessing
+import os
+import signal
+import threading
+import uuid
+from collections.abc import Callable
+from multiprocessing.connection import Connection, wait
+from multiprocessing.context import SpawnProcess
+from multiprocessing.reduction import send_handle
+from typing import Any, Final, TypeVar
+
+import torch
+
+from millrace.core.config import EngineConfig
+from millrace.core.errors import ConfigError
+from millrace.core.kv_layout import KvLayout
+from millrace.engine.assembly import Engine, KvShape, resolve_device, staged_engine
+from millrace.engine.kv_pool import KvPool
+from millrace.engine.loader import load_model
+from millrace.engine.parallel.shared_pool import mapped, new_memory
+from millrace.engine.parallel.stage import Stage
+from millrace.engine.pipeline.messages import (
+    Answer,
+    Done,
+    Drop,
+    Fallen,
+    Load,
+    Open,
+    Pass,
+    Ranks,
+)
+from millrace.engine.pipeline.passes import StagePasses
+from millrace.engine.pipeline.runner import PipelineRunner, StageError
+from millrace.transfer.activations import Inlet
+from millrace.transfer.nixl_transport import NixlTransport
+from millrace.worker.stage_process import (
+    CONNECT_TIMEOUT_S,
+    Follow,
+    Lead,
+    Met,
+    StagePlace,
+    serve_stage,
+    stage_layout,
+)
+from millrace.worker.stage_rows import IncomingRows, OutgoingRows, room_for_rows
+
+log = logging.getLogger(__name__)
+
+_START_TIMEOUT_S: Final = 120.0  # importing torch, on a machine where everybody does
+_LOAD_TIMEOUT_S: Final = 3600.0
+_STEP_TIMEOUT_S: Final = 60.0
+_FAREWELL_S: Final = 5.0
+
+_T = TypeVar("_T")
+
+
+def open_staged_engine(
+    model: str,
+    config: EngineConfig,
+    host: str,
+    progress: Callable[[float], None] | None = None,
+    revision: str = "",
+) -> Engine:
+    """An engine of `config.stages` stages, the first of which is here. Otherwise as `open_engine`.
+
+    Raises ConfigError where stages can't be, and StageError when one does not come up.
+    """
+    if config.tensor_parallel > 1:
+        raise ConfigError(
+            f"engine.stages is {config.stages} and engine.tensor_parallel "
+            f"{config.tensor_parallel}; one of them must be 1"
+        )
+    device = resolve_device(config.device)
+    if device.type != "cpu":
+        raise ConfigError(
+            f"engine.stages is {config.stages} on {device}; stages share their KV's memory, which "
+            f"they can on the host alone (engine.device=cpu)"
+        )
+    shape = KvShape.of(model, config, revision)
+    threads = max(1, (config.threads or len(os.sched_getaffinity(0))) // config.stages)
+    torch.set_num_threads(threads)
+    stages = StageProcesses(config, host, threads)
+    try:
+        load = Load(
+            folder=str(shape.folder), dtype=config.dtype, load_format=config.load_format, seed=0
+        )
+        stages.start(load)
+        own = load_model(
+            shape.folder,
+            device="cpu",
+            dtype=config.dtype,
+            load_format=config.load_format,
+            progress=progress,
+            stage=Stage(0, config.stages),
+        )
+        stages.collect(Done, _LOAD_TIMEOUT_S)
+        storage = stages.open(shape.layout, config.attention_backend)
+        held = storage[own.layers.start : own.layers.stop]
+        part = KvPool(stage_layout(shape.layout, own.layers), device, held)
+        first = Stage(0, config.stages)
+        passes = StagePasses(own, part, first, config.attention_backend)
+        pool = KvPool(shape.layout, device, storage)
+        runner = stages.connect(passes, pool)
+        return staged_engine(shape, runner, pool, own)
+    except BaseException:
+        stages.close()
+        raise
+
+
+class StageProcesses:
+    """The later stages: `LaterStages` of a `PipelineRunner`. ``count`` of them."""
+
+    def __init__(self, config: EngineConfig, host: str, threads: int) -> None:
+        self.count = config.stages - 1
+        self._host = host
+        self._threads = threads
+        self._max_rows = config.max_chunk_tokens + config.max_batch
+        self._name = f"stages-{uuid.uuid4().hex[:12]}"
+        self._pipes: list[Connection] = []
+        self._processes: list[SpawnProcess] = []
+        self._telling = threading.Lock()
+        self._transport: NixlTransport | None = None
+        self._listening: Any = None
+        self._reader: threading.Thread | None = None
+        self._closing = False
+
+    def start(self, load: Load) -> None:
+        """Starts them all, and has them read their weights: `collect` their `Done`."""
+        context = multiprocessing.get_context("spawn")
+        for index in range(1, self.count + 1):
+            place = StagePlace(
+                stage=Stage(index, self.count + 1),
+                name=f"{self._name}-{index}",
+                host=self._host,
+                threads=self._threads,
+                max_rows=self._max_rows,
+                timeout_s=_STEP_TIMEOUT_S,
+            )
+            ours, theirs = context.Pipe()
+            process = context.Process(target=serve_stage, args=(place, theirs), daemon=True)
+            process.start()
+            theirs.close()
+            self._pipes.append(ours)
+            self._processes.append(process)
+        self.collect(Done, _START_TIMEOUT_S)
+        for pipe in self._pipes:
+            pipe.send(load)
+
+    def open(self, layout: KvLayout, attention_backend: str) -> torch.Tensor:
+        """Memory for the KV of all layers, which every stage maps; as `KvPool.storage`."""
+        handle = new_memory(layout)
+        try:
+            storage = mapped(layout, handle)[0]
+            for pipe, process in zip(self._pipes, self._processes, strict=True):
+                pipe.send(Open(layout=layout, attention_backend=attention_backend))
+                send_handle(pipe, handle, process.pid)
+        finally:
+            os.close(handle)
+        return storage
+
+    def connect(self, passes: StagePasses, pool: KvPool) -> PipelineRunner:
+        """Joins the stages to a chain that ends where it begins, here."""
+        model = passes.model
+        transport = self._transport = NixlTransport(f"{self._name}-0")
+        sizes = self._max_rows, model.config.hidden_size, model.dtype
+        out = OutgoingRows(transport, room_for_rows(*sizes), _STEP_TIMEOUT_S)
+        runner = PipelineRunner(passes, pool, out, self, _STEP_TIMEOUT_S)
+        incoming = IncomingRows(transport, room_for_rows(*sizes), runner.hand)
+        metadata = transport.metadata()
+        met = [Met(transport.name, metadata), *self.collect(Met, _START_TIMEOUT_S)]
+        for index, pipe in enumerate(self._pipes):
+            pipe.send(Follow(met[index]))
+        inlets = self.collect(Inlet, CONNECT_TIMEOUT_S)
+        transport.connect(met[-1].metadata).result(CONNECT_TIMEOUT_S)
+        inlets.append(incoming.receiver.inlet(metadata, met[-1].name))
+        for pipe, inlet in zip(self._pipes, inlets[1:], strict=True):
+            pipe.send(Lead(inlet))
+        peer = transport.connect(inlets[0].agent_metadata).result(CONNECT_TIMEOUT_S)
+        out.sender.open(inlets[0], peer)
+        self.collect(Done, CONNECT_TIMEOUT_S)
+        self._listening = transport.listening()
+        self._listening.__enter__()
+        self._reader = threading.Thread(
+            target=self._read, args=(runner, out), name="stages", daemon=True
+        )
+        self._reader.start()
+        return runner
+
+    def collect(self, kind: type[_T], timeout_s: float) -> list[_T]:
+        """Each stage's answer, while they start. Raises StageError for a stage without one."""
+        found: list[_T] = []
+        for index, pipe in enumerate(self._pipes):
+            try:
+                answer = pipe.recv() if pipe.poll(timeout_s) else None
+            except (EOFError, OSError):
+                raise StageError(self._ending(index)) from None
+            if isinstance(answer, Fallen):
+                raise StageError(f"stage {index + 1} failed: {answer.error}")
+            if not isinstance(answer, kind):
+                raise StageError(f"stage {index + 1} says nothing for {timeout_s:g} s")
+            found.append(answer)
+        return found
+
+    def tell(self, command: Pass | Ranks | Drop, stage: int | None = None) -> None:
+        """Raises StageError when a stage is gone."""
+        chosen = range(self.count) if stage is None else (stage,)
+        with self._telling:
+            for index in chosen:
+                try:
+                    self._pipes[index].send(command)
+                except (OSError, ValueError):
+                    raise StageError(self._ending(index)) from None
+
+    def close(self) -> None:
+        """Ends all stages; those that do not go are killed. May be called twice."""
+        self._closing = True
+        for pipe in self._pipes:
+            pipe.close()  # a stage whose pipe ends ends
+        for process in self._processes:
+            process.join(_FAREWELL_S)
+            process.kill()
+            process.join()
+        if self._reader is not None:
+            self._reader.join(_FAREWELL_S)
+        if self._listening is not None:
+            self._listening.__exit__(None, None, None)
+            self._listening = None
+        if self._transport is not None:
+            self._transport.close()
+            self._transport = None
+
+    # -- on the reader's thread
+
+    def _read(self, runner: PipelineRunner, out: OutgoingRows) -> None:
+        """Gives the runner what the stages answer; what earlier ones said before a later one's
+        word comes before it."""
+        try:
+            while not self._closing:
+                ready = wait(self._pipes, 1.0)
+                last = self._answers(len(self._pipes) - 1, ready)
+                for index in range(len(self._pipes) - 1):
+                    for answer in self._answers(index, None if last else ready):
+                        runner.hear(answer)
+                for answer in last:
+                    runner.hear(answer)
+        except StageError as error:
+            if not self._closing:
+                log.error("%s", error)
+                runner.fall(error)
+                out.sender.close(str(error))
+        except OSError:
+            return  # our ends of the pipes are closed
+
+    def _answers(self, index: int, ready: list[Any] | None) -> list[Answer]:
+        """What a stage has said. ready: pipes to look at; None: whatever is there."""
+        pipe = self._pipes[index]
+        if ready is not None and pipe not in ready:
+            return []
+        found: list[Answer] = []
+        try:
+            while pipe.poll(0):
+                answer = pipe.recv()
+                if isinstance(answer, Fallen):
+                    raise StageError(f"stage {index + 1} failed: {answer.error}")
+                found.append(answer)
+        except EOFError:
+            raise StageError(self._ending(index)) from None
+        return found
+
+    def _ending(self, index: int) -> str:
+        process = self._processes[index]
+        process.join(1.0)
+        code = process.exitcode
+        if code is None:
+            return f"stage {index + 1} closed its pipe"
+        how = f"killed by {signal.Signals(-code).name}" if code < 0 else f"exit status {code}"
+        return f"stage {index + 1} died, {how}"
