@@ -49,6 +49,16 @@ def test_a_whole_life_at_a_mixed_instance():
     assert bench.machine.cluster.instances["m0"].virtual_pages == 0
 
 
+def test_whole_lives_are_booked_even_where_answers_grow():
+    config = SchedulerConfig(decode_reserve="grow", decode_headroom_tokens=16)
+    booked = []
+    for setting in (SchedulerConfig(), config):
+        bench = Bench(instance("m0"), config=setting)
+        bench.submit("a", 100, 500)
+        booked.append(bench.machine.cluster.instances["m0"].virtual_pages)
+    assert booked[0] == booked[1] > 100 / 16
+
+
 def test_requests_are_spread_by_freeness():
     bench = Bench(instance("m0"), instance("m1"))
     placed = [of(Place, bench.submit(name))[0].decode_id for name in "abcd"]
