@@ -5,6 +5,9 @@ BIN := $(VENV)/bin
 STAMP := $(VENV)/.millrace-installed
 CPP := $(shell find kernels -name '*.cpp' -o -name '*.hpp' -o -name '*.h' -o -name 'CMakeLists.txt')
 
+# Packages are compiled when first imported (`--no-compile` below), and that is kept.
+unexport PYTHONDONTWRITEBYTECODE
+
 .PHONY: demo up test test-slow test-gpu test-kind kind-on-path lint typecheck format proto setup clean
 
 demo: setup ## a whole stack on this machine: one long and several short chats, then stop
