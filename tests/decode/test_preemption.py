@@ -221,6 +221,20 @@ async def test_who_can_wait_does_not_break_the_tightest_objective() -> None:
         await until(instance, runs(instance, "r1", "r2"))
 
 
+async def test_nobody_waits_for_ever_for_others_objectives(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    step = DecodeStepTime(base_s=0.0, per_sequence_s=1.0, per_context_token_s=0.0)
+    async with growing(pages=40, swap_pages=0, step=step) as instance:
+        instance.ask(prompt_of(1, 6), greedy(30), tbt_s=1.5)
+        instance.ask(prompt_of(2, 6), greedy(5))
+        await until(instance, lambda: instance.jobs["r1"].got[0])
+        instance.step()
+        assert not runs(instance, "r1")()
+        monkeypatch.setattr(priority, "LONGEST_AWAY_S", 0.0)
+        await until(instance, runs(instance, "r0", "r1"))
+
+
 SETTINGS = sampled_from([(9, 0), (9, 6), (14, 3), (14, 40), (30, 10)])
 
 

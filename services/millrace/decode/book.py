@@ -53,6 +53,7 @@ class RequestBook:
         """Puts it in line for the batch once all it needs is here."""
         if request.can_join and not request.joined:
             request.joined = True
+            request.away_since_s = request.clock.now_s()
             self.joining.append(request)
             self.wake.set()
 

@@ -47,7 +47,7 @@ class DecodeRequest:
     generated_tokens: int = 0
     finish_reason: str = ""
     first_step_s: float | None = None
-    away_since_s: float | None = None  # preempted: out of the batch since then
+    away_since_s: float | None = None  # ready or preempted: out of the batch since then
 
     @staticmethod
     def of(spec: common_pb2.RequestSpec, pages: HeldPages, attempt: int = 1) -> DecodeRequest:

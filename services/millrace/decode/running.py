@@ -154,6 +154,7 @@ class Running:
                 self._runner.copy_page(own[0][0], own[sequence.choice][0])
             self.batch.add(sequence)
         self._admissions.prefixes.joined(request)
+        request.away_since_s = None
         request.first_step_s = request.clock.now_s()
         self._metrics.join_s.observe(request.first_step_s - request.first_token_s)
         started = scheduler_pb2.DecodeStarted(request_id=request.id)
