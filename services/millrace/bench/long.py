@@ -38,14 +38,6 @@ def command(  # noqa: PLR0913 - every option of the command line is a parameter
     static: Annotated[
         str, typer.Option("--static", metavar="TOKENS,...", help="Static chunks.")
     ] = "128,512,2048",
-    t_target_ms: Annotated[
-        float,
-        typer.Option(
-            "--t-target-ms",
-            min=0.0,
-            help="Of an iteration; 0: what the smallest static chunk needs at the prompt's end.",
-        ),
-    ] = 0.0,
     chunk_tokens: Annotated[
         int, typer.Option("--chunk-tokens", min=64, max=2048, help="Of the part batching.")
     ] = 512,
@@ -75,7 +67,6 @@ def command(  # noqa: PLR0913 - every option of the command line is a parameter
         threads=threads,
         prompt_tokens=prompt_tokens,
         static=numbers(static, "--static"),
-        t_target_s=t_target_ms * 1e-3,
         chunk_tokens=chunk_tokens,
         degrees=tuple(sorted({1, *numbers(degrees, "--kvp")})),
         contexts=numbers(contexts, "--contexts"),

@@ -132,9 +132,10 @@ def predictor(
 class Prompt:
     """A long prompt under one way of chunking, as the packer sees it."""
 
-    name: str
     packer: Packer
     prompt_tokens: int
+    t_target_s: float  # for static chunks what they are measured by
+    predictor: Predictor | None = None  # of adaptive chunks, corrected by their passes
     done: int = 0
 
 
@@ -145,46 +146,47 @@ def chunking(
     prompt_tokens: int,
     static: Sequence[int],
     contexts: Sequence[int],
-    t_target_s: float,
     told: Told,
 ) -> Document:
-    """A long prompt in adaptive and in static chunks beside the same decodes (Mnemosyne Figure 8).
+    """A long prompt in static and in adaptive chunks beside the same decodes (Mnemosyne Figure 8).
 
-    t_target_s: 0 takes what the smallest static chunk needs at the prompt's end. The ways take
-    turns, whoever is furthest behind, so that a slow spell of the machine falls on all of them.
+    To each static chunk belongs an adaptive way, whose target is what that chunk takes at the
+    prompt's end: iterations that are as long at most. (The longest chunk that a pass may have needs
+    none: it can't be longer at the beginning.) The ways take turns, whoever is furthest behind, so
+    that a slow spell of the machine falls on all of them.
     """
-    last = (min(static), prompt_tokens - min(static))
-    t_target_s = t_target_s or usual([workload.mixed_s([last], contexts) for _ in range(TARGETS)])
-    predictor = Predictor(model)  # corrected by the passes that it is told of
-    most = workload.max_chunk_tokens
-    adaptive = Packer(predictor, PackingConfig(t_target_s=t_target_s, max_chunk_tokens=most))
-    prompts = [
-        Prompt("adaptive", adaptive, prompt_tokens),
-        *(
-            Prompt(f"static {tokens}", _static(model, tokens + len(contexts)), prompt_tokens)
-            for tokens in static
-        ),
-    ]
-    iterations: dict[str, list[tuple[int, int, float]]] = {one.name: [] for one in prompts}
-    while running := [one for one in prompts if one.done < prompt_tokens]:
-        now = min(running, key=lambda one: one.done)
+    prompts: dict[str, Prompt] = {}
+    for tokens in static:
+        last = (tokens, prompt_tokens - tokens)
+        target_s = usual([workload.mixed_s([last], contexts) for _ in range(TARGETS)])
+        if tokens < workload.max_chunk_tokens:
+            predictor = Predictor(model)
+            config = PackingConfig(t_target_s=target_s, max_chunk_tokens=workload.max_chunk_tokens)
+            adaptive = Packer(predictor, config)
+            prompts[f"adaptive {tokens}"] = Prompt(adaptive, prompt_tokens, target_s, predictor)
+        fixed = _static(model, tokens + len(contexts))
+        prompts[f"static {tokens}"] = Prompt(fixed, prompt_tokens, target_s)
+    iterations: dict[str, list[tuple[int, int, float]]] = {name: [] for name in prompts}
+    while running := [name for name, one in prompts.items() if one.done < prompt_tokens]:
+        name = min(running, key=lambda name: prompts[name].done)
+        now = prompts[name]
         told(f"chunking: a prompt of {prompt_tokens} tokens ({now.done} done)")
         ((_, tokens),) = now.packer.pack(len(contexts), sum(contexts), [(now, now.done)], _no_slack)
         batch = Batch(chunks=((tokens, now.done),), contexts=tuple(contexts))
         taken_s = workload.mixed_s(batch.chunks, contexts)
-        if now.packer is adaptive:
-            predictor.observe(batch.shape, taken_s)
-        iterations[now.name].append((now.done, tokens, taken_s))
+        if now.predictor is not None:
+            now.predictor.observe(batch.shape, taken_s)
+        iterations[name].append((now.done, tokens, taken_s))
         now.done += tokens
-    ways = {name: _way(found, t_target_s) for name, found in iterations.items()}
-    whole_s = ways["adaptive"]["total_s"]
-    for way in ways.values():
-        way["over_adaptive"] = way["total_s"] / whole_s
+    ways = {name: _way(found, prompts[name].t_target_s) for name, found in iterations.items()}
+    for tokens in static:
+        if (beside := ways.get(f"adaptive {tokens}")) is not None:
+            way = ways[f"static {tokens}"]
+            way["over_adaptive"] = way["total_s"] / beside["total_s"]
     return {
         "prompt_tokens": prompt_tokens,
         "decodes": len(contexts),
         "context_tokens": sum(contexts),
-        "t_target_s": t_target_s,
         "ways": ways,
     }
 
@@ -211,6 +213,7 @@ def _way(found: Sequence[tuple[int, int, float]], t_target_s: float) -> Document
         "p50_s": median(seconds),
         "p99_s": _percentile(seconds, 99),
         "growth": median(final) / median(first),
+        "t_target_s": t_target_s,
         "p99_over_target": _percentile(seconds, 99) / t_target_s,
         "points": found[:: max(1, len(found) // POINTS)],
     }

@@ -34,8 +34,7 @@ class Settings:
     """parts: of `PARTS`. threads: of each engine, 0: all cores. prompt_tokens: of the long prompt.
 
     Of the predictor: profile_s to measure for, `batches` random ones, `rounds` times each. Of
-    chunking: the static chunks' tokens, `decodes` on `context_tokens` each beside them, and the
-    target of an iteration, 0: what the smallest static chunk needs at the prompt's end. Of
+    chunking: the static chunks' tokens, `decodes` on `context_tokens` each beside them. Of
     batching: `short_decodes` on `short_context_tokens` each beside chunks of `chunk_tokens`, at so
     many histories, `batching_rounds` times.
     """
@@ -51,7 +50,6 @@ class Settings:
     static: tuple[int, ...] = (128, 512, 2048)
     decodes: int = 8
     context_tokens: int = 512
-    t_target_s: float = 0.0
     short_decodes: int = 32
     short_context_tokens: int = 256
     chunk_tokens: int = 512
@@ -173,7 +171,6 @@ def _predicted(
             prompt_tokens=settings.prompt_tokens,
             static=settings.static,
             contexts=(settings.context_tokens,) * settings.decodes,
-            t_target_s=settings.t_target_s,
             told=told,
         )
     return found
