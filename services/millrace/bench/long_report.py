@@ -51,10 +51,10 @@ def _print_predictor(found: Document, console: Console) -> None:
 
 def _chunking(found: Document) -> Table:
     table = _table(
-        f"A prompt of {found['prompt_tokens']} tokens beside {found['decodes']} decodes; the target "
-        "is what the static chunk takes at the end",
-        *("chunks", "iterations", "p50, ms", "p99, ms", "over target", "growth"),
-        *("prefill, s", "over adaptive"),
+        f"A prompt of {found['prompt_tokens']} tokens beside {found['decodes']} decodes; target: "
+        "what the static chunk takes at the end; ratio: static over adaptive",
+        *("chunks", "passes", "p50, ms", "p99, ms", "of target", "growth"),
+        *("whole, s", "ratio"),
     )
     for name, way in found["ways"].items():
         table.add_row(
