@@ -84,13 +84,14 @@ class Bench:
             self.batch.grow(name, choice, self.pool.allocate(1))
 
     def swap(self, paused):
-        """Its KV lies in other pages afterwards."""
+        """Its KV lies in other pages afterwards, with room for a token."""
         pages = list(paused.sequence.pages)
         kept = self.pool.storage[:, pages].clone()
         self.pool.storage[:, pages] = 0
         self.pool.free(pages)
-        pages = self.pool.allocate(len(pages))[::-1]
-        self.pool.storage[:, pages] = kept
+        room = -(-(paused.kv_tokens + 1) // PAGE)
+        pages, count = self.pool.allocate(max(room, len(pages)))[::-1], len(pages)
+        self.pool.storage[:, pages[:count]] = kept
         return replace(paused, sequence=replace(paused.sequence, pages=pages))
 
     def drain(self):
@@ -297,7 +298,9 @@ class Churn(RuleBasedStateMachine):
         if live:
             self.paused += self.bench.batch.pause(live[pick % len(live)])
 
-    @precondition(lambda self: self.paused and self.bench.batch.size < 4)
+    @precondition(
+        lambda self: self.paused and self.bench.batch.size < 4 and self.bench.pool.free_pages
+    )
     @rule(pick=integers(0, 7))
     def resume(self, pick):
         paused = self.paused.pop(pick % len(self.paused))
