@@ -30,6 +30,8 @@ from millrace.command_options import (
     ScaleToZero,
     SchedulerAddress,
     Settings,
+    Stages,
+    with_stages,
 )
 from millrace.process import configure, leave_forks_alone, plain_errors, run_async, tell
 from millrace.worker_commands import register
@@ -112,6 +114,7 @@ def up(
     ] = 0,
     role: ColocatedRole = Colocation.PAIR,
     kvp: KvpSize = 0,
+    stages: Stages = None,
     autoscale: Autoscale = False,
     scale_to_zero: ScaleToZero = False,
     max_chunk_tokens: MaxChunkTokens = None,
@@ -134,7 +137,13 @@ def up(
 
     if max_chunk_tokens is not None:
         settings = [*settings, f"engine.max_chunk_tokens={max_chunk_tokens}"]
+    settings = with_stages(settings, stages)
     tree = configure(config, settings, "up")
+    if tree.engine.stages > 1 and colocated and role is Colocation.PAIR:
+        raise typer.BadParameter(
+            f"engine.stages is {tree.engine.stages}; a pair of instances that share their weights "
+            "can have 1 (--role mixed can have more)"
+        )
     autoscale |= scale_to_zero
     if autoscale and colocated:
         raise typer.BadParameter("--autoscale is for prefill and decode, not for --colocated")

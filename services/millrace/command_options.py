@@ -60,6 +60,10 @@ DrainTimeout = Annotated[
     float,
     typer.Option("--drain-timeout-s", min=0.0, help="At shutdown, for its requests to finish."),
 ]
+Stages = Annotated[
+    int | None,
+    typer.Option("--stages", min=1, help="Processes of an instance, as engine.stages."),
+]
 PrefillSizes = Annotated[
     str,
     typer.Option("--prefill", metavar="N|LOW:HIGH", help="Default: 2; with --autoscale 1:4."),
@@ -109,3 +113,8 @@ NoProfile = Annotated[
 JsonAnswer = Annotated[
     Path | None, typer.Option("--json", metavar="PATH", help="Write the answer as JSON, too.")
 ]
+
+
+def with_stages(settings: list[str], stages: int | None) -> list[str]:
+    """The settings with what `--stages` says, if it was given."""
+    return settings if stages is None else [*settings, f"engine.stages={stages}"]

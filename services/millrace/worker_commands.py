@@ -22,6 +22,8 @@ from millrace.command_options import (
     Revision,
     SchedulerAddress,
     Settings,
+    Stages,
+    with_stages,
 )
 from millrace.process import configure, run_async, tell
 
@@ -63,6 +65,7 @@ def _add(app: typer.Typer, role: str, module: str, summary: str) -> None:
         node: Node = "",
         revision: Revision = "",
         drain_timeout_s: DrainTimeout = 30.0,
+        stages: Stages = None,
         config: ConfigPath = None,
         settings: Settings = [],  # noqa: B006
         ready_fd: ReadyFd = None,
@@ -70,7 +73,11 @@ def _add(app: typer.Typer, role: str, module: str, summary: str) -> None:
         serve = importlib.import_module(module).serve
         from millrace.worker.host import WorkerOptions
 
-        tree = configure(config, settings, instance_id or role)
+        if role == "kvp" and stages is not None:
+            raise typer.BadParameter(
+                "--stages is for instances with weights, which KVP workers lack"
+            )
+        tree = configure(config, with_stages(settings, stages), instance_id or role)
         options = WorkerOptions(
             model=model,
             model_name=model_name or Path(model).name,
@@ -96,6 +103,7 @@ def _colocated(
     node: Node = "",
     revision: Revision = "",
     drain_timeout_s: DrainTimeout = 30.0,
+    stages: Stages = None,
     config: ConfigPath = None,
     settings: Settings = [],  # noqa: B006
     ready_fd: ReadyFd = None,
@@ -104,7 +112,7 @@ def _colocated(
     from millrace.colocated.main import serve
     from millrace.worker.host import WorkerOptions
 
-    tree = configure(config, settings, instance_id or "colocated")
+    tree = configure(config, with_stages(settings, stages), instance_id or "colocated")
     options = WorkerOptions(
         model=model,
         model_name=model_name or Path(model).name,

@@ -5,6 +5,7 @@ import re
 import signal
 
 import httpx
+import pytest
 
 from support.command import millrace, start
 
@@ -54,3 +55,17 @@ async def test_a_setting_out_of_range_is_named() -> None:
     status, said = await millrace("up", "--set", "engine.page_tokens=0")
     assert status == 1
     assert "engine.page_tokens is 0; it must be between 1 and 1024" in said
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (("kvp", "--model", "nowhere", "--stages", "2"), "--stages is for instances with weights"),
+        (("up", "--colocated", "1", "--stages", "2"), "engine.stages is 2; a pair of instances"),
+        (("up", "--stages", "0"), "'--stages': 0 is not in the range x>=1"),
+    ],
+)
+async def test_stages_are_refused_where_there_are_none(arguments, message) -> None:
+    status, said = await millrace(*arguments)
+    assert status == 2
+    assert message in " ".join(said.split())
