@@ -15,8 +15,9 @@ import torch
 from millrace.bench.random_model import write_random_llama
 from millrace.engine.mixed_pass import DecodeRows
 from millrace.engine.model_runner import Boundary, PrefillTask
-from millrace.engine.pipeline.runner import StageError
+from millrace.engine.pipeline.behind import StageError
 from millrace.engine.step_tables import page_table_of
+from support.ring_group import Member, RingGroup, plan
 from support.staged import Staged
 from support.tiny_engine import Request, decode, make_runner, prefill
 from support.tiny_models import model_folder, prompt
@@ -170,7 +171,7 @@ def test_the_next_chunk_enters_as_one_leaves_the_first_stage(folder, staged) -> 
         task.on_layer = layers.append
         for _ in one.runner.prefill(task):  # ends here, with its later layers still to come
             pass
-    assert held.is_set() and not layers and one.runner.check_integrity() == 2
+    assert held.is_set() and not layers and len(one.runner.behind) == 2
     gate.set()
     last = request.task(32, 48)
     last.on_layer = layers.append
@@ -264,3 +265,40 @@ def test_boundaries_name_layers_of_the_whole_model(folder, staged) -> None:
     assert seen[0] == Boundary(-1, "embed") and seen[-1].awaited is not None
     assert [b.layer for b in seen if b.operator == "attn"] == [0, 1]
     assert layers == [2, 3, 4]
+
+
+@pytest.mark.parametrize("sizes", [(1, 2, 3), (2,), (3, 3)])
+def test_staged_members_of_a_group_compute_what_one_whole_instance_does(
+    folder, staged, sizes
+) -> None:
+    """Chunks over growing groups, whose members are chains of different lengths."""
+    rng = random.Random(str(sizes))
+    tokens = prompt(150, seed=len(sizes))
+    wanted = make_runner(folder, page_tokens=8, num_pages=128)
+    request = Request(wanted, tokens)
+    logits = prefill(wanted, request)
+    members = [Staged(folder, n, page_tokens=8, num_pages=128) for n in (2, 3, 2)[: max(sizes)]]
+    staged += members
+    others: list[torch.Tensor] = []
+
+    def between(member: Member, boundary: Boundary) -> None:
+        if member is group.members[0] and rng.random() < 0.1:  # left in a ring's step for another
+            others.append(prefill(member.runner, Request(member.runner, prompt(20))))
+
+    group = RingGroup(
+        [member.runner for member in members],
+        plan(rng, len(tokens), sizes),
+        tokens,
+        max_chunk_tokens=32,
+        rng=rng,
+        between=between,
+    )
+    torch.testing.assert_close(group.run(), logits, rtol=1e-4, atol=1e-4)
+    pages = wanted.pool.storage[:, request.pages].permute(0, 2, 3, 1, 4, 5).flatten(3, 4)
+    kv = pages[:, :, :, : len(tokens)].float()
+    torch.testing.assert_close(group.kv()[0], kv, rtol=1e-4, atol=1e-4)
+    alone = prefill(wanted, Request(wanted, prompt(20)))
+    for found in others:
+        torch.testing.assert_close(found, alone, rtol=1e-4, atol=1e-4)
+    for member in members:
+        settled(member)

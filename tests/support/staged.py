@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import queue
 import threading
 from collections.abc import Callable
 from dataclasses import replace
@@ -14,10 +13,11 @@ from torch import Tensor
 from millrace.engine.kv_pool import KvPool
 from millrace.engine.loader import Model, load_model
 from millrace.engine.parallel.stage import Stage
-from millrace.engine.pipeline.messages import Drop, Pass, Ranks
+from millrace.engine.pipeline.behind import StageError
+from millrace.engine.pipeline.messages import Command
 from millrace.engine.pipeline.passes import StagePasses
 from millrace.engine.pipeline.rows import Handed
-from millrace.engine.pipeline.runner import PipelineRunner, StageError
+from millrace.engine.pipeline.runner import PipelineRunner
 from millrace.engine.pipeline.stage_loop import StageLoop
 from support.tiny_engine import make_pool
 
@@ -52,26 +52,34 @@ class Staged:
     """`runner` over a model in `count` stages; `loops` are the later ones'."""
 
     def __init__(
-        self, folder: Path, count: int, *, dtype: str = "float32", num_pages: int = 64
+        self,
+        folder: Path,
+        count: int,
+        *,
+        dtype: str = "float32",
+        page_tokens: int = 16,
+        num_pages: int = 64,
     ) -> None:
         def load(stage: Stage) -> Model:
             return load_model(folder, device="cpu", dtype=dtype, stage=stage)
 
         whole = load(Stage(0, 1))
-        self.pool = make_pool(whole, num_pages=num_pages)
+        self.pool = make_pool(whole, page_tokens=page_tokens, num_pages=num_pages)
         self.count = count - 1
         self.rows = [Rows() for _ in range(count)]
-        self.commands: list[queue.Queue[Pass | Ranks | Drop]] = []
-        self.gates = [threading.Event() for _ in range(self.count)]
         stages = [Stage(i, count) for i in range(count)]
-        passes = [StagePasses(load(stage), self._part(stage), stage) for stage in stages]
-        self.runner = PipelineRunner(passes[0], self.pool, self.rows[0], self)
+        passes = [
+            StagePasses(load(stage), self._part(stage), stage, self.pool.storage)
+            for stage in stages
+        ]
+        self.runner = PipelineRunner(passes[0], self.pool, whole.config, self.rows[0], self)
         self.loops = [
-            StageLoop(passes[i + 1], self.rows[i + 1], self.runner.hear) for i in range(self.count)
+            StageLoop(passes[i + 1], self.rows[i + 1], self.runner.behind.hear)
+            for i in range(self.count)
         ]
         for i, loop in enumerate(self.loops):
             self.rows[i].on_rows = loop.hand
-        self.rows[-1].on_rows = self.runner.hand
+        self.rows[-1].on_rows = self.runner.behind.hand
         self._threads = [
             threading.Thread(target=self._run, args=(loop,), daemon=True) for loop in self.loops
         ]
@@ -80,7 +88,7 @@ class Staged:
 
     def _part(self, stage: Stage) -> KvPool:
         held = stage.layers(self.pool.layout.num_layers)
-        layout = replace(self.pool.layout, num_layers=len(held))
+        layout = replace(self.pool.layout, num_layers=len(held), layer_start=held.start)
         storage = self.pool.storage[held.start : held.stop]
         return KvPool(layout, torch.device("cpu"), storage)
 
@@ -89,9 +97,9 @@ class Staged:
             with torch.inference_mode():
                 loop.run()
         except Exception as error:
-            self.runner.fall(StageError(f"{type(error).__name__}: {error}"))
+            self.runner.behind.fall(StageError(f"{type(error).__name__}: {error}"))
 
-    def tell(self, command: Pass | Ranks | Drop, stage: int | None = None) -> None:
+    def tell(self, command: Command, stage: int | None = None) -> None:
         for loop in self.loops if stage is None else [self.loops[stage]]:
             loop.tell(command)
 
@@ -106,7 +114,7 @@ class Staged:
     def is_empty(self) -> bool:
         """Nothing is anywhere in the pipeline."""
         return (
-            self.runner.check_integrity() == 0
+            len(self.runner.behind) == 0
             and all(rows.free == 3 for rows in self.rows)
             and all(not loop._entries for loop in self.loops)
         )

@@ -142,6 +142,15 @@ def build_operators(
     return tuple(operators)
 
 
+def operator_names(config: ModelConfig) -> tuple[str, ...]:
+    """Of `build_operators`, of a whole model."""
+    names = ["embed"]
+    for layer in range(config.num_layers):
+        mlp = ("gate", "experts") if config.is_moe(layer) else ("gate_up_proj", "down_proj")
+        names += ["qkv_proj", "attn", "o_proj", *mlp]
+    return (*names, "lm_head")
+
+
 def _embed(embedding: Tensor) -> Run:
     width = embedding.shape[1]
 

@@ -30,7 +30,8 @@ class PrefillTask:
     With ``shards`` the K/V from the first of them on lies at holders, and ``pages`` hold what is
     before it. ``lost`` says afterwards why a shard was: then logits and hidden are wrong.
 
-    Of a staged model ``name`` is what `PipelineRunner.order` calls it, and ``on_layer`` is told, on
+    Of a staged model ``name``, which all passes of a prompt have in common, is what
+    `PipelineRunner.order` calls it, and ``on_layer`` is told, on
     another thread, when the KV of a later stage's layer (counted over the whole model) is in its
     pages.
     """

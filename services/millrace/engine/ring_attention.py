@@ -76,8 +76,8 @@ class RingTask:
     page_tokens + row of each token's K/V. ``blocks[s]``: what is attended to at step s, of as
     many as the group has members. With `last_layer` some member wants rows of this pass, so that
     the last layer's attention goes round too; all members say the same. `want_logits` (of the
-    member's last token), `want_prompt_logprobs`, `logits` and `hidden` are this member's, as in
-    `PrefillTask`.
+    member's last token), `want_prompt_logprobs`, `name`, `logits` and `hidden` are this member's,
+    as in `PrefillTask`.
     """
 
     token_ids: Tensor
@@ -88,6 +88,7 @@ class RingTask:
     last_layer: bool = True
     want_logits: bool = False
     want_prompt_logprobs: bool = False
+    name: str = ""
     logits: Tensor | None = None
     hidden: Tensor | None = None
 
@@ -129,13 +130,17 @@ class RingAttention:
         memory: Tensor,
         plan: Planner,
         windows: Sequence[int | None],
+        *,
+        to_the_end: bool = True,
     ) -> None:
         """memory: the pool's storage as [layers * pages, 2, k, page_tokens, d]; ``windows[i]``:
-        layer i's."""
+        layer i's; `to_the_end`: the last of these is the model's last."""
         self._link = task.link
         self._memory = memory
-        self._exchanged = len(windows) if task.last_layer else len(windows) - 1
-        self.is_cut = not task.want_prompt_logprobs  # the last layer's rows, to one or to none
+        goes_round = task.last_layer or not to_the_end
+        self._exchanged = len(windows) if goes_round else len(windows) - 1
+        #: The last layer's rows, to one or to none.
+        self.is_cut = to_the_end and not task.want_prompt_logprobs
 
         @cache
         def plans(window: int | None, is_cut: bool) -> list[AttentionPlan | None]:

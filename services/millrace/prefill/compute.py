@@ -22,7 +22,7 @@ from millrace.prefill.first_tokens import SamplingError, prompt_logprobs, sample
 from millrace.prefill.job import LATER_STAGES, PREEMPTED
 from millrace.prefill.metrics import PrefillMetrics
 from millrace.prefill.publish import LayerPublisher
-from millrace.prefill.work import Part, Work, task_name, task_names
+from millrace.prefill.work import Part, Work, task_name
 from millrace.transfer.chunk_link import Waits
 from millrace.wire.pb import scheduler_pb2
 
@@ -213,7 +213,7 @@ class Entry:
                 pages=part.work.job.pages,
                 want_logits=part.work.is_last(part),
                 want_prompt_logprobs=part.work.job.sampling.prompt_logprobs >= 0,
-                name=self.task.name,
+                name=parts[0].work.job.request_id,
                 on_layer=partial(self._publish, part),
             )
             for part in parts
@@ -277,7 +277,7 @@ class Entry:
 
     def _ended(self, error: Exception | None) -> None:
         for part in self._heads():  # none, unless it was cut short
-            self._compute.engine.runner.drop(task_names(part.work.job))
+            self._compute.engine.runner.drop([part.work.job.request_id])
             part.work.done(part.error or part.work.failure() or error)
 
     def _is_unwanted(self) -> bool:

@@ -141,6 +141,7 @@ class GangEntry:
             layout=self._compute.engine.pool.layout,
             last_layer=is_last or self._wants_logprobs,
         )
+        task.name = job.request_id
         task.want_logits = is_last and job.leads
         task.want_prompt_logprobs = self._wants_logprobs
         return task

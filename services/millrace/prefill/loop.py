@@ -166,8 +166,8 @@ class PrefillRole:
         self._together = {name: entry for entry in entries if len(entry) > 1 for name in entry}
         names = [name for entry in entries for name in entry]
         self._execution.order(names)
-        self._engine.runner.order(names)
         named = dict.fromkeys(ref.request_id for entry in order.queue for ref in entry.chunks)
+        self._engine.runner.order(list(named))
         jobs = {name: self._jobs.pop(name) for name in named if name in self._jobs}
         jobs.update(self._jobs)
         self._jobs.clear()

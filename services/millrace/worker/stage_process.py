@@ -133,7 +133,7 @@ def _open(place: StagePlace, pipe: Connection, model: Model) -> StagePasses:
     layout = stage_layout(command.layout, model.layers)
     held = storage[model.layers.start : model.layers.stop]
     pool = KvPool(layout, torch.device("cpu"), held)
-    return StagePasses(model, pool, place.stage, command.attention_backend)
+    return StagePasses(model, pool, place.stage, storage, command.attention_backend)
 
 
 def stage_layout(layout: KvLayout, layers: range) -> KvLayout:

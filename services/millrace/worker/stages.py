@@ -26,20 +26,20 @@ from millrace.core.kv_layout import KvLayout
 from millrace.engine.assembly import Engine, KvShape, resolve_device, staged_engine
 from millrace.engine.kv_pool import KvPool
 from millrace.engine.loader import load_model
+from millrace.engine.model_config import ModelConfig
 from millrace.engine.parallel.shared_pool import mapped, new_memory
 from millrace.engine.parallel.stage import Stage
+from millrace.engine.pipeline.behind import StageError
 from millrace.engine.pipeline.messages import (
     Answer,
+    Command,
     Done,
-    Drop,
     Fallen,
     Load,
     Open,
-    Pass,
-    Ranks,
 )
 from millrace.engine.pipeline.passes import StagePasses
-from millrace.engine.pipeline.runner import PipelineRunner, StageError
+from millrace.engine.pipeline.runner import PipelineRunner
 from millrace.transfer.activations import Inlet
 from millrace.transfer.nixl_transport import NixlTransport
 from millrace.worker.stage_process import (
@@ -107,9 +107,9 @@ def open_staged_engine(
         held = storage[own.layers.start : own.layers.stop]
         part = KvPool(stage_layout(shape.layout, own.layers), device, held)
         first = Stage(0, config.stages)
-        passes = StagePasses(own, part, first, config.attention_backend)
+        passes = StagePasses(own, part, first, storage, config.attention_backend)
         pool = KvPool(shape.layout, device, storage)
-        runner = stages.connect(passes, pool)
+        runner = stages.connect(passes, pool, shape.model)
         return staged_engine(shape, runner, pool, own)
     except BaseException:
         stages.close()
@@ -167,14 +167,14 @@ class StageProcesses:
             os.close(handle)
         return storage
 
-    def connect(self, passes: StagePasses, pool: KvPool) -> PipelineRunner:
+    def connect(self, passes: StagePasses, pool: KvPool, whole: ModelConfig) -> PipelineRunner:
         """Joins the stages to a chain that ends where it begins, here."""
         model = passes.model
         transport = self._transport = NixlTransport(f"{self._name}-0")
         sizes = self._max_rows, model.config.hidden_size, model.dtype
         out = OutgoingRows(transport, room_for_rows(*sizes), _STEP_TIMEOUT_S)
-        runner = PipelineRunner(passes, pool, out, self, _STEP_TIMEOUT_S)
-        incoming = IncomingRows(transport, room_for_rows(*sizes), runner.hand)
+        runner = PipelineRunner(passes, pool, whole, out, self, _STEP_TIMEOUT_S)
+        incoming = IncomingRows(transport, room_for_rows(*sizes), runner.behind.hand)
         metadata = transport.metadata()
         met = [Met(transport.name, metadata), *self.collect(Met, _START_TIMEOUT_S)]
         for index, pipe in enumerate(self._pipes):
@@ -210,7 +210,7 @@ class StageProcesses:
             found.append(answer)
         return found
 
-    def tell(self, command: Pass | Ranks | Drop, stage: int | None = None) -> None:
+    def tell(self, command: Command, stage: int | None = None) -> None:
         """Raises StageError when a stage is gone."""
         chosen = range(self.count) if stage is None else (stage,)
         with self._telling:
@@ -249,13 +249,13 @@ class StageProcesses:
                 last = self._answers(len(self._pipes) - 1, ready)
                 for index in range(len(self._pipes) - 1):
                     for answer in self._answers(index, None if last else ready):
-                        runner.hear(answer)
+                        runner.behind.hear(answer)
                 for answer in last:
-                    runner.hear(answer)
+                    runner.behind.hear(answer)
         except StageError as error:
             if not self._closing:
                 log.error("%s", error)
-                runner.fall(error)
+                runner.behind.fall(error)
                 out.sender.close(str(error))
         except OSError:
             return  # our ends of the pipes are closed

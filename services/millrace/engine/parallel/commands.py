@@ -13,9 +13,7 @@ from millrace.core.kv_layout import KvLayout
 from millrace.engine.mixed_pass import DecodeRows
 from millrace.engine.model_runner import PrefillTask
 from millrace.engine.page_table import TableDelta
-from millrace.engine.parallel.communicator import Communicator
-from millrace.engine.parallel.shared_link import SharedLink
-from millrace.engine.ring_attention import KvBlock, RingTask
+from millrace.engine.ring_attention import KvBlock, RingLink, RingTask
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -94,13 +92,13 @@ class RingPass:
             want_prompt_logprobs=task.want_prompt_logprobs,
         )
 
-    def unpacked(self, ranks: Communicator) -> RingTask:
+    def unpacked(self, link: RingLink) -> RingTask:
         return RingTask(
             token_ids=torch.from_numpy(self.token_ids),
             positions=torch.from_numpy(self.positions),
             slots=torch.from_numpy(self.slots),
             blocks=[KvBlock(*map(torch.from_numpy, block)) for block in self.blocks],
-            link=SharedLink(ranks, None, self.rank, self.size),
+            link=link,
             last_layer=self.last_layer,
             want_logits=self.want_logits,
             want_prompt_logprobs=self.want_prompt_logprobs,

@@ -36,6 +36,7 @@ from millrace.engine.parallel.commands import (
 )
 from millrace.engine.parallel.communicator import Communicator, PeerLost
 from millrace.engine.parallel.sharding import Shard
+from millrace.engine.parallel.shared_link import SharedLink
 from millrace.engine.parallel.shared_pool import mapped, pool_number
 from millrace.engine.parallel.stop_counter import StopCounter
 
@@ -170,7 +171,8 @@ class Follower:
 
     def _begin(self, tasks: Sequence[Task] | RingPass) -> _Pass:
         if isinstance(tasks, RingPass):
-            return _Pass(self._running.prefill_ring(tasks.unpacked(self._ranks)), is_ring=True)
+            link = SharedLink(self._ranks, None, tasks.rank, tasks.size)
+            return _Pass(self._running.prefill_ring(tasks.unpacked(link)), is_ring=True)
         return _Pass(self._running.prefill_batch([task.unpacked() for task in tasks]))
 
     def _enters(self, current: _Pass) -> bool:

@@ -14,6 +14,7 @@ import torch
 from millrace.core.kv_layout import KvLayout
 from millrace.core.kvp_rows import RemoteRows
 from millrace.engine.mixed_pass import RaggedTables
+from millrace.engine.parallel.commands import RingPass
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -103,8 +104,35 @@ class Pass:
 
 
 @dataclass(frozen=True, slots=True)
+class RingStart:
+    """A pass of a group; its rows come as a `Pass`'s do, if it has any. It takes a step at a time:
+    each waits for other instances, which may have stopped before it.
+    """
+
+    number: int
+    name: str
+    task: RingPass
+
+
+@dataclass(frozen=True, slots=True)
+class Step:
+    """Run the next operator of a `RingStart`; the answer is `Stepped`, after `LinkCall`s."""
+
+    number: int
+
+
+@dataclass(frozen=True, slots=True)
+class LinkReply:
+    """What a `LinkCall` has returned."""
+
+    value: bool
+
+
+@dataclass(frozen=True, slots=True)
 class Ranks:
-    """The order of passes by name from now on; those of other names come last, but "" first."""
+    """The order of passes by name from now on, and by number where that is one; those of other
+    names come last, but "" first.
+    """
 
     names: tuple[str, ...]
 
@@ -131,6 +159,24 @@ class LayerDone:
 
 
 @dataclass(frozen=True, slots=True)
+class LinkCall:
+    """Make this call of the pass's `RingLink`, which is at the first stage. `argument`: a layer of
+    the model, or a step of the ring."""
+
+    method: str
+    argument: int
+
+
+@dataclass(frozen=True, slots=True)
+class Stepped:
+    """An operator of the model's `layer` has run. With `operator` "" there was none left."""
+
+    number: int
+    layer: int
+    operator: str
+
+
+@dataclass(frozen=True, slots=True)
 class Through:
     """The pass has ended at the last stage, with nothing to hand on."""
 
@@ -152,5 +198,5 @@ class Fallen:
     error: str
 
 
-Command = Load | Open | Pass | Ranks | Drop
-Answer = Done | LayerDone | Through | Dropped | Fallen
+Command = Pass | RingStart | Step | LinkReply | Ranks | Drop
+Answer = LayerDone | LinkCall | Stepped | Through | Dropped | Fallen

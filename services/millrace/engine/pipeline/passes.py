@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Generator, Sequence
 
+import torch
 from torch import Tensor
 
 from millrace.engine.kv_pool import KvPool
@@ -17,6 +18,7 @@ from millrace.engine.model_runner import Boundary, check_layout
 from millrace.engine.operators import Activations, Operator, build_operators, required
 from millrace.engine.parallel.stage import Stage
 from millrace.engine.pass_states import PassStates
+from millrace.engine.ring_attention import RingAttention, RingTask
 from millrace.engine.scratch import Scratch
 
 Fetch = Callable[[Tensor], None]
@@ -29,16 +31,25 @@ class StagePasses:
     """A stage's layers bound to the pool of their KV. One thread at a time runs them."""
 
     def __init__(
-        self, model: Model, pool: KvPool, stage: Stage, attention_backend: str = "auto"
+        self,
+        model: Model,
+        pool: KvPool,
+        stage: Stage,
+        whole: Tensor,
+        attention_backend: str = "auto",
     ) -> None:
-        """Raises ModelError when the pool was made for another model or other layers."""
+        """whole: the storage of all layers' pages, in which the ring's buffers lie.
+
+        Raises ModelError when the pool was made for another model or other layers.
+        """
         check_layout(model, pool)
         self.model = model
         self.stage = stage
+        self._kv_layers = [pool.layer(i) for i in range(model.config.num_layers)]
+        self._memory = whole.flatten(0, 1)
         self.states = PassStates(model, pool.layout, attention_backend)
         config = model.config
-        kv_layers = [pool.layer(i) for i in range(config.num_layers)]
-        self.operators = build_operators(config, model.weights, kv_layers, None)
+        self.operators = build_operators(config, model.weights, self._kv_layers, None)
         first = model.layers.start
         self._boundaries = {
             op: Boundary(op.layer if op.name == "embed" else first + op.layer, op.name)
@@ -66,6 +77,31 @@ class StagePasses:
         state = self.states.ragged(tables, self._scratch, is_cut=is_cut and is_last)
         operators = self._kv_only() if kv_only and is_last else self.operators
         return self._run(state, operators, fetch, hand_on)
+
+    def ring(self, task: RingTask, *, fetch: Fetch | None, hand_on: HandOn) -> Generator[Boundary]:
+        """The stage's part of `ModelRunner.prefill_ring`, whose link counts the stage's own layers.
+
+        Nothing comes and nothing is handed on where the task has no tokens; nor does the last stage
+        hand anything on where it wants no rows.
+        """
+        is_last = self.stage.is_last
+        windows = self.model.config.sliding_windows
+        ring = RingAttention(
+            task, self._memory, self.states.plan_block, windows, to_the_end=is_last
+        )
+        operators = self._kv_only() if is_last and not task.wants_rows else self.operators
+        if not len(task.token_ids):
+            return self._serve(ring, operators)
+        return self._run(self.states.ring(task, ring, self._scratch), operators, fetch, hand_on)
+
+    def _serve(self, ring: RingAttention, operators: Sequence[Operator]) -> Generator[Boundary]:
+        """A pass without tokens."""
+        config = self.model.config
+        q_nhd = torch.empty((0, config.num_heads, config.head_dim), dtype=self.model.dtype)
+        for operator in operators:
+            if operator.name == "attn":
+                ring.run(operator.layer, q_nhd, self._kv_layers[operator.layer], 1.0)
+            yield self._boundaries[operator]
 
     def _run(
         self,

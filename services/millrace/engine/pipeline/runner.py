@@ -7,69 +7,33 @@ its rows back, and the first, which has the embedding, makes logits of them.
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Callable, Generator, Sequence
-from dataclasses import dataclass, field
-from itertools import count
-from typing import Final, Protocol
 
 import torch
 from torch import Tensor
 
-from millrace.engine.awaited import Awaited
-from millrace.engine.fallen import EngineFallen
 from millrace.engine.kv_pool import KvPool
 from millrace.engine.mixed_pass import DecodeRows, RaggedTables, mixed_tables, prompt_tables
+from millrace.engine.model_config import ModelConfig
 from millrace.engine.model_runner import Boundary, PrefillTask
-from millrace.engine.operators import required
+from millrace.engine.operators import operator_names, required
+from millrace.engine.parallel.commands import RingPass
+from millrace.engine.pipeline.behind import Behind, LaterStages, PassBehind
 from millrace.engine.pipeline.messages import (
-    Answer,
-    Drop,
-    Dropped,
-    LayerDone,
+    LinkCall,
+    LinkReply,
     Pass,
     Ranks,
-    Through,
+    RingStart,
+    Step,
 )
-from millrace.engine.pipeline.passes import StagePasses
+from millrace.engine.pipeline.passes import HandOn, StagePasses
 from millrace.engine.pipeline.rows import Handed, RowsOut
 from millrace.engine.prefill_task import check_tasks, hand_out
 from millrace.engine.remote_attention import Remote
+from millrace.engine.ring_attention import RingLink, RingTask
 from millrace_kernels import api as kernels
 from millrace_kernels.plan import Backend
-
-_DROP_TIMEOUT_S: Final = 60.0
-
-
-class StageError(EngineFallen):
-    """A stage fell, and the instance with it: names the stage."""
-
-
-class LaterStages(Protocol):
-    """The way to the other stages. What they answer goes to `PipelineRunner.hear`."""
-
-    @property
-    def count(self) -> int:
-        """Of them."""
-
-    def tell(self, command: Pass | Ranks | Drop, stage: int | None = None) -> None:
-        """To one, counted from 0, or to all. Raises StageError when one has fallen."""
-
-    def close(self) -> None:
-        """Ends them."""
-
-
-@dataclass(slots=True, eq=False)
-class _Behind:
-    """A pass that has begun: what is to be told when it gets on in later stages."""
-
-    name: str
-    on_layer: Callable[[int], None]
-    through: Awaited = field(default_factory=Awaited)
-    handed: Handed | None = None
-    handed_on: bool = False
-    is_over: bool = False
-    is_wanted: bool = True  # somebody waits for its end
 
 
 class PipelineRunner:
@@ -79,11 +43,13 @@ class PipelineRunner:
         self,
         passes: StagePasses,
         pool: KvPool,
+        whole: ModelConfig,
         out: RowsOut,
         stages: LaterStages,
         timeout_s: float = 60.0,
     ) -> None:
-        """`passes`: of the first stage; ``pool`` keeps the book for all, over the KV of all layers.
+        """`passes`: of the first stage; ``pool`` keeps the book for all, over the KV of all layers
+        of the `whole` model.
 
         `timeout_s`: for a step to go through the stages, when nothing goes before it.
         """
@@ -94,12 +60,9 @@ class PipelineRunner:
         self._out = out
         self._stages = stages
         self._timeout_s = timeout_s
-        self._numbers = count()
-        self._behind: dict[int, _Behind] = {}
-        self._lock = threading.Lock()
-        self._dropped: Awaited | None = None
-        self._answer: Dropped | None = None
-        self._failure: StageError | None = None
+        self.behind = Behind(stages)
+        self._names = operator_names(whole)
+        self._layers = whole.num_layers
         self._lm_head = kernels.prepare_linear(required(passes.model.weights.lm_head))
 
     def attention_backend(self) -> Backend:
@@ -119,6 +82,12 @@ class PipelineRunner:
         tables = prompt_tables(tasks, page_tokens, self.remote)
         return self._steps(tasks, tables)
 
+    def prefill_ring(self, task: RingTask) -> Generator[Boundary]:
+        """`ModelRunner.prefill_ring`, stage by stage: a later one takes a step when it is asked for
+        one, for steps wait for other instances. Its link is used here, on the caller's thread."""
+        task.check()
+        return self._ring_steps(task)
+
     def decode(
         self, token_ids: Tensor, positions: Tensor, page_table: Tensor, kv_lens: Tensor
     ) -> Tensor:
@@ -136,33 +105,30 @@ class PipelineRunner:
         page_tokens = self.pool.layout.page_tokens
         tables = mixed_tables(decodes, page_table, tasks, page_tokens, self.remote)
         keeps_all = any(task.want_prompt_logprobs for task in tasks)
-        number, entry = self._begin("", tables, keeps_all=keeps_all, tells=False)
+        entry = self._begin("", tables, keeps_all=keeps_all, tells=False)
         try:
-            for _ in self._run_first(number, entry, tables):
+            for _ in self._run_first(entry, tables):
                 pass
-            self._await(entry)
+            self.behind.wait(entry, self._timeout_s)
             logits = self._finish(entry, tables, tasks, size, keeps_all=keeps_all)
         except BaseException:
-            self._give_up(number, entry)
+            self.behind.give_up(entry)
             raise
         return logits
 
     def order(self, names: Sequence[str]) -> None:
         """The order of passes in the later stages, by the names of their tasks."""
-        self._tell(Ranks(tuple(names)))
+        self.behind.tell(Ranks(tuple(names)))
 
     def drop(self, names: Sequence[str]) -> None:
         """Gives up the passes of these names, wherever they are. Returns when none of them writes
         KV any more."""
-        with self._lock:
-            found = [(n, entry) for n, entry in self._behind.items() if entry.name in names]
-        for number, entry in found:
-            self._give_up(number, entry)
+        self.behind.drop(names)
 
     @property
     def operator_names(self) -> tuple[str, ...]:
-        """Of the first stage."""
-        return tuple(operator.name for operator in self._first.operators)
+        """`ModelRunner.operator_names`, of all stages: what `prefill_ring` yields."""
+        return self._names
 
     def project(self, hidden: Tensor) -> Tensor:
         """`ModelRunner.project`."""
@@ -179,78 +145,69 @@ class PipelineRunner:
         """Ends the other stages."""
         self._stages.close()
 
-    # -- what comes of the other stages, on other threads
-
-    def hear(self, answer: Answer) -> None:
-        """Takes an answer in. Those of earlier stages come first."""
-        match answer:
-            case LayerDone():
-                with self._lock:
-                    entry = self._behind.get(answer.number)
-                if entry is not None:
-                    entry.on_layer(answer.layer)
-            case Through():
-                self._over(answer.number)
-            case Dropped():
-                with self._lock:
-                    self._answer, waiter = answer, self._dropped
-                if waiter is not None:
-                    waiter.set()
-
-    def hand(self, handed: Handed) -> None:
-        """The last stage has handed back the rows of a pass."""
-        with self._lock:
-            entry = self._behind.get(handed.number)
-            if entry is not None and entry.is_wanted:
-                entry.handed = handed
-        if entry is None or entry.handed is not handed:
-            handed.take()  # nobody wants it any more
-        self._over(handed.number)
-
-    def fall(self, error: StageError) -> None:
-        """A stage is gone: whoever waits for one gets the error, now and ever after."""
-        with self._lock:
-            self._failure = self._failure or error
-            waiters = [entry.through for entry in self._behind.values()]
-            if self._dropped is not None:
-                waiters.append(self._dropped)
-        for waiter in waiters:
-            waiter.set()
-
-    def check_integrity(self) -> int:
-        """How many passes are somewhere in the pipeline."""
-        with self._lock:
-            return len(self._behind)
-
-    def _over(self, number: int) -> None:
-        with self._lock:
-            entry = self._behind.get(number)
-            if entry is None:
-                return
-            entry.is_over = True
-            if not entry.is_wanted:
-                del self._behind[number]
-        entry.through.set()
-
     # -- passes
 
     def _steps(self, tasks: Sequence[PrefillTask], tables: RaggedTables) -> Generator[Boundary]:
         keeps_all = any(task.want_prompt_logprobs for task in tasks)
         is_wanted = keeps_all or len(tables.rows) > 0
-        number, entry = self._begin(
+        entry = self._begin(
             tasks[0].name, tables, keeps_all=keeps_all, tells=True, on_layer=_all_of(tasks)
         )
         try:
-            yield from self._run_first(number, entry, tables)
+            yield from self._run_first(entry, tables)
             if not is_wanted:
-                self._leave(number, entry)
+                self.behind.leave(entry)
                 return
             yield Boundary(self._first.model.layers.stop, "handed_on", entry.through)
-            self._await(entry)
+            self.behind.wait(entry, self._timeout_s)
             self._finish(entry, tables, tasks, 0, keeps_all=keeps_all)
         except BaseException:
-            self._give_up(number, entry)
+            self.behind.give_up(entry)
             raise
+
+    def _ring_steps(self, task: RingTask) -> Generator[Boundary]:
+        entry = self.behind.begin(task.name, lambda layer: None)
+        try:
+            self.behind.tell(RingStart(entry.number, task.name, RingPass.of(task)))
+            yield from self._first.ring(task, fetch=None, hand_on=self._hand_on(entry))
+            for stage in range(self._stages.count):
+                while (boundary := self._step(entry, stage, task.link)) is not None:
+                    yield boundary
+            if task.wants_rows:
+                self.behind.wait(entry, self._timeout_s)
+                self._finish_ring(entry, task)
+                yield Boundary(self._layers, "lm_head")
+        except BaseException:
+            self.behind.give_up(entry)
+            raise
+        self.behind.end(entry)
+
+    def _step(self, entry: PassBehind, stage: int, link: RingLink) -> Boundary | None:
+        """One operator of a later stage, whose calls of the link are made here."""
+        self.behind.tell(Step(entry.number), stage)
+        while True:
+            told = self.behind.next_step()
+            if isinstance(told, LinkCall):
+                value = getattr(link, told.method)(told.argument)
+                self.behind.tell(LinkReply(bool(value)), stage)
+            elif told.number == entry.number:
+                return Boundary(told.layer, told.operator) if told.operator else None
+
+    def _finish_ring(self, entry: PassBehind, task: RingTask) -> None:
+        handed = entry.take()
+        assert handed is not None  # the task wants rows
+        hidden = self._normed(handed)
+        if task.want_prompt_logprobs:
+            task.hidden = hidden
+        if task.want_logits:
+            task.logits = self.project(hidden[-1:])[0]
+
+    def _normed(self, handed: Handed) -> Tensor:
+        """[r, H] after the final norm, of rows that came back."""
+        norm = required(self.model.weights.final_norm)
+        hidden = kernels.rms_norm(handed.x, norm, self.model.config.norm_eps)
+        handed.take()
+        return hidden
 
     def _begin(
         self,
@@ -260,39 +217,29 @@ class PipelineRunner:
         keeps_all: bool,
         tells: bool,
         on_layer: Callable[[int], None] = lambda layer: None,
-    ) -> tuple[int, _Behind]:
-        number, entry = next(self._numbers), _Behind(name, on_layer)
+    ) -> PassBehind:
+        entry = self.behind.begin(name, on_layer)
         kv_only = not (keeps_all or len(tables.rows))
-        with self._lock:
-            self._behind[number] = entry
-        self._tell(
-            Pass.of(number, name, tables, is_cut=not keeps_all, kv_only=kv_only, tells=tells)
+        what = Pass.of(
+            entry.number, name, tables, is_cut=not keeps_all, kv_only=kv_only, tells=tells
         )
-        return number, entry
+        self.behind.tell(what)
+        return entry
 
-    def _run_first(self, number: int, entry: _Behind, tables: RaggedTables) -> Generator[Boundary]:
-        def hand_on(x: Tensor, residual: Tensor) -> None:
-            self._out.send(number, (x, residual))
-            entry.handed_on = True
-
+    def _run_first(self, entry: PassBehind, tables: RaggedTables) -> Generator[Boundary]:
+        hand_on = self._hand_on(entry)
         return self._first.run(tables, is_cut=False, kv_only=False, fetch=None, hand_on=hand_on)
 
-    def _await(self, entry: _Behind) -> None:
-        if not entry.through.wait(self._timeout_s):
-            raise StageError(f"no later stage has ended a pass for {self._timeout_s:g} s")
-        if self._failure is not None:
-            raise self._failure
+    def _hand_on(self, entry: PassBehind) -> HandOn:
+        def hand_on(x: Tensor, residual: Tensor) -> None:
+            self._out.send(entry.number, (x, residual))
+            entry.handed_on = True
 
-    def _leave(self, number: int, entry: _Behind) -> None:
-        """Nobody waits for the pass, which goes on through the later stages."""
-        with self._lock:
-            entry.is_wanted = False
-            if entry.is_over:
-                self._behind.pop(number, None)
+        return hand_on
 
     def _finish(
         self,
-        entry: _Behind,
+        entry: PassBehind,
         tables: RaggedTables,
         tasks: Sequence[PrefillTask],
         size: int,
@@ -300,48 +247,14 @@ class PipelineRunner:
         keeps_all: bool,
     ) -> Tensor:
         """Gives the tasks their rows; returns float32 [size, vocab] of the decodes before them."""
-        handed, vocab = entry.handed, self.model.config.vocab_size
-        hidden: Tensor | None = None
-        logits = torch.empty(0, vocab, device=self.model.device)
+        handed, hidden = entry.take(), None
+        logits = torch.empty(0, self.model.config.vocab_size, device=self.model.device)
         if handed is not None:
-            norm = required(self.model.weights.final_norm)
-            hidden = kernels.rms_norm(handed.x, norm, self.model.config.norm_eps)
-            handed.take()
+            hidden = self._normed(handed)
             logits = self.project(hidden[tables.rows] if keeps_all else hidden)
-        with self._lock:
-            self._behind = {n: e for n, e in self._behind.items() if e is not entry}
+        self.behind.end(entry)
         hand_out(tasks, iter(logits[size:]), hidden if keeps_all else None, size)
         return logits[:size]
-
-    def _give_up(self, number: int, entry: _Behind) -> None:
-        """Drops the pass where it is. Returns when no stage writes its KV any more."""
-        with self._lock:
-            if self._behind.pop(number, None) is None or self._failure is not None:
-                return
-        if entry.handed is not None:
-            entry.handed.take()
-            return
-        comes = entry.handed_on
-        for stage in range(self._stages.count):
-            if self._drop(number, stage, comes=comes):
-                comes = False  # those behind it will never see it
-        # One that had left the last stage comes back, and is taken by `hand`.
-
-    def _drop(self, number: int, stage: int, *, comes: bool) -> bool:
-        """Whether the stage had the pass and dropped it."""
-        with self._lock:
-            waiter = self._dropped = Awaited()
-        self._tell(Drop(number, comes), stage)
-        if not waiter.wait(_DROP_TIMEOUT_S):
-            raise StageError(f"stage {stage + 1} does not let go of a pass")
-        if self._failure is not None:
-            raise self._failure
-        return self._answer is not None and not self._answer.handed_on
-
-    def _tell(self, command: Pass | Ranks | Drop, stage: int | None = None) -> None:
-        if self._failure is not None:
-            raise self._failure
-        self._stages.tell(command, stage)
 
 
 def _all_of(tasks: Sequence[PrefillTask]) -> Callable[[int], None]:

@@ -8,6 +8,7 @@ stages holds up what is urgent no longer than in its first.
 
 from __future__ import annotations
 
+import queue
 import sys
 import threading
 from collections import deque
@@ -20,14 +21,20 @@ from torch import Tensor
 from millrace.engine.model_runner import Boundary
 from millrace.engine.pipeline.messages import (
     Answer,
+    Command,
     Drop,
     Dropped,
     LayerDone,
+    LinkReply,
     Pass,
     Ranks,
+    RingStart,
+    Step,
+    Stepped,
     Through,
 )
-from millrace.engine.pipeline.passes import StagePasses
+from millrace.engine.pipeline.passes import Fetch, HandOn, StagePasses
+from millrace.engine.pipeline.piped_link import PipedLink
 from millrace.engine.pipeline.rows import Handed, RowsOut
 
 _LAST: Final = sys.maxsize
@@ -37,14 +44,18 @@ _LAST: Final = sys.maxsize
 class _Entry:
     """A pass at this stage: what was told of it, and its rows, in either order."""
 
-    what: Pass | None = None
+    what: Pass | RingStart | None = None
     handed: Handed | None = None
     steps: Generator[Boundary] | None = None
+    may_step: bool = False  # a ring's pass
     is_unwanted: bool = False  # only its rows are still to come
 
     @property
     def is_ready(self) -> bool:
-        return self.what is not None and (self.handed is not None or self.steps is not None)
+        has_rows = self.handed is not None or self.steps is not None
+        if isinstance(self.what, RingStart):
+            return self.may_step and (has_rows or not len(self.what.task.token_ids))
+        return self.what is not None and has_rows
 
 
 class StageLoop:
@@ -59,14 +70,20 @@ class StageLoop:
         self._entries: dict[int, _Entry] = {}
         self._ranks: dict[str, int] = {"": -1}
         self._drops: deque[Drop] = deque()
+        self._replies: queue.SimpleQueue[LinkReply] = queue.SimpleQueue()
         self._look = False  # something was said or has come
         self._closing = False
 
-    def tell(self, command: Pass | Ranks | Drop) -> None:
+    def tell(self, command: Command) -> None:
+        if isinstance(command, LinkReply):
+            self._replies.put(command)
+            return
         with self._changed:
             match command:
-                case Pass():
+                case Pass() | RingStart():
                     self._entries.setdefault(command.number, _Entry()).what = command
+                case Step():
+                    self._entries[command.number].may_step = True
                 case Ranks():
                     self._ranks = {"": -1} | {name: i for i, name in enumerate(command.names)}
                 case Drop():
@@ -130,6 +147,9 @@ class StageLoop:
         entry = self._entries[number]
         what = entry.what
         assert what is not None  # it is ready
+        if isinstance(what, RingStart):
+            self._step(what, entry)
+            return
         if entry.steps is None:
             entry.steps = self._begin(what, entry)
         for boundary in entry.steps:
@@ -142,6 +162,31 @@ class StageLoop:
         if self._passes.stage.is_last and what.kv_only:
             self._answer(Through(number))
 
+    def _step(self, what: RingStart, entry: _Entry) -> None:
+        """One operator of a ring's pass."""
+        if entry.steps is None:
+            entry.steps = self._begin_ring(what, entry)
+        boundary = next(entry.steps, None)
+        with self._changed:
+            entry.may_step = False
+            if boundary is None:
+                del self._entries[what.number]
+        if boundary is None:
+            self._answer(Stepped(what.number, -1, ""))
+        else:
+            self._answer(Stepped(what.number, boundary.layer, boundary.operator))
+
+    def _begin_ring(self, what: RingStart, entry: _Entry) -> Generator[Boundary]:
+        link = PipedLink(
+            self._answer,
+            self._replies,
+            rank=what.task.rank,
+            size=what.task.size,
+            first_layer=self._passes.model.layers.start,
+        )
+        fetch, hand_on = self._ways(what.number, entry)
+        return self._passes.ring(what.task.unpacked(link), fetch=fetch, hand_on=hand_on)
+
     def _goes_on(self, number: int) -> bool:
         with self._changed:
             if self._closing or self._drops:
@@ -150,20 +195,25 @@ class StageLoop:
             return self._first() == number
 
     def _begin(self, what: Pass, entry: _Entry) -> Generator[Boundary]:
-        handed = entry.handed
-        assert handed is not None  # it is ready
+        fetch, hand_on = self._ways(what.number, entry)
+        return self._passes.run(
+            what.tables(), is_cut=what.is_cut, kv_only=what.kv_only, fetch=fetch, hand_on=hand_on
+        )
+
+    def _ways(self, number: int, entry: _Entry) -> tuple[Fetch, HandOn]:
+        """Where a pass's rows come from, and where they go to."""
 
         def fetch(memory: Tensor) -> None:
+            handed = entry.handed
+            assert handed is not None  # the pass was ready
             memory.copy_(handed.x)
             entry.handed = None
             handed.take()
 
         def hand_on(x: Tensor, residual: Tensor) -> None:
-            self._out.send(what.number, (x, residual))
+            self._out.send(number, (x, residual))
 
-        return self._passes.run(
-            what.tables(), is_cut=what.is_cut, kv_only=what.kv_only, fetch=fetch, hand_on=hand_on
-        )
+        return fetch, hand_on
 
     def _end_dropped(self) -> None:
         while self._drops:

@@ -1,0 +1,210 @@
+"""The passes that are behind the first stage, and what the later stages say of them.
+
+The computing thread begins passes and waits for them; other threads bring the stages' answers.
+"""
+
+from __future__ import annotations
+
+import queue
+import threading
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from itertools import count
+from typing import Final, Protocol
+
+from millrace.engine.awaited import Awaited
+from millrace.engine.fallen import EngineFallen
+from millrace.engine.pipeline.messages import (
+    Answer,
+    Command,
+    Drop,
+    Dropped,
+    LayerDone,
+    LinkCall,
+    Stepped,
+    Through,
+)
+from millrace.engine.pipeline.rows import Handed
+
+_DROP_TIMEOUT_S: Final = 60.0
+
+
+class StageError(EngineFallen):
+    """A stage fell, and the instance with it: names the stage."""
+
+
+class LaterStages(Protocol):
+    """The way to the other stages. What they answer goes to `PipelineRunner.behind`."""
+
+    @property
+    def count(self) -> int:
+        """Of them."""
+
+    def tell(self, command: Command, stage: int | None = None) -> None:
+        """To one, counted from 0, or to all. Raises StageError when one has fallen."""
+
+    def close(self) -> None:
+        """Ends them."""
+
+
+@dataclass(slots=True, eq=False)
+class PassBehind:
+    """A pass that has begun: what is to be told when it gets on in later stages."""
+
+    number: int
+    name: str
+    on_layer: Callable[[int], None]
+    through: Awaited = field(default_factory=Awaited)
+    handed: Handed | None = None  # the rows that came back, until they are taken
+    handed_on: bool = False  # by the first stage
+    is_over: bool = False
+    is_wanted: bool = True  # somebody waits for its end
+
+    def take(self) -> Handed | None:
+        """The rows that came back; their taker's to give back."""
+        handed, self.handed = self.handed, None
+        return handed
+
+
+class Behind:
+    """The table of these passes."""
+
+    def __init__(self, stages: LaterStages) -> None:
+        self._stages = stages
+        self._numbers = count()
+        self._passes: dict[int, PassBehind] = {}
+        self._lock = threading.Lock()
+        self._steps: queue.SimpleQueue[LinkCall | Stepped | None] = queue.SimpleQueue()
+        self._dropped: Awaited | None = None
+        self._answer: Dropped | None = None
+        self._failure: StageError | None = None
+
+    def __len__(self) -> int:
+        """Passes that are somewhere in the pipeline."""
+        with self._lock:
+            return len(self._passes)
+
+    # -- for the computing thread
+
+    def begin(self, name: str, on_layer: Callable[[int], None]) -> PassBehind:
+        entry = PassBehind(next(self._numbers), name, on_layer)
+        with self._lock:
+            self._passes[entry.number] = entry
+        return entry
+
+    def tell(self, command: Command, stage: int | None = None) -> None:
+        """Raises StageError when a stage has fallen."""
+        if self._failure is not None:
+            raise self._failure
+        self._stages.tell(command, stage)
+
+    def wait(self, entry: PassBehind, timeout_s: float) -> None:
+        """Returns when the pass is through. Raises StageError."""
+        if not entry.through.wait(timeout_s):
+            raise StageError(f"no later stage has ended a pass for {timeout_s:g} s")
+        if self._failure is not None:
+            raise self._failure
+
+    def next_step(self) -> LinkCall | Stepped:
+        """What the stage that takes a step says. Raises StageError."""
+        told = self._steps.get()
+        if told is None or self._failure is not None:
+            raise self._failure or StageError("a stage fell")
+        return told
+
+    def leave(self, entry: PassBehind) -> None:
+        """Nobody waits for the pass, which goes on through the later stages."""
+        with self._lock:
+            entry.is_wanted = False
+            if entry.is_over:
+                self._passes.pop(entry.number, None)
+
+    def end(self, entry: PassBehind) -> None:
+        """The pass is through, and was taken up."""
+        with self._lock:
+            self._passes.pop(entry.number, None)
+
+    def drop(self, names: Sequence[str]) -> None:
+        """Gives up all passes of these names. Returns when none of them writes KV any more."""
+        with self._lock:
+            found = [entry for entry in self._passes.values() if entry.name in names]
+        for entry in found:
+            self.give_up(entry)
+
+    def give_up(self, entry: PassBehind) -> None:
+        """Drops the pass where it is. Returns when no stage writes its KV any more."""
+        with self._lock:
+            known = self._passes.pop(entry.number, None)
+            handed = entry.take()
+        if handed is not None:
+            handed.take()
+        if known is None or handed is not None or self._failure is not None:
+            return
+        comes = entry.handed_on
+        for stage in range(self._stages.count):
+            if self._drop(entry.number, stage, comes=comes):
+                comes = False  # those behind it will never see it
+        # One that had left the last stage comes back, and is taken by `hand`.
+
+    def _drop(self, number: int, stage: int, *, comes: bool) -> bool:
+        """Whether the stage had the pass and dropped it."""
+        with self._lock:
+            waiter = self._dropped = Awaited()
+        self.tell(Drop(number, comes), stage)
+        if not waiter.wait(_DROP_TIMEOUT_S):
+            raise StageError(f"stage {stage + 1} does not let go of a pass")
+        if self._failure is not None:
+            raise self._failure
+        return self._answer is not None and not self._answer.handed_on
+
+    # -- for other threads
+
+    def hear(self, answer: Answer) -> None:
+        """Takes an answer in. Those that earlier stages gave before come before it."""
+        match answer:
+            case LayerDone():
+                with self._lock:
+                    entry = self._passes.get(answer.number)
+                if entry is not None:
+                    entry.on_layer(answer.layer)
+            case Through():
+                self._over(answer.number)
+            case LinkCall() | Stepped():
+                self._steps.put(answer)
+            case Dropped():
+                with self._lock:
+                    self._answer, waiter = answer, self._dropped
+                if waiter is not None:
+                    waiter.set()
+
+    def hand(self, handed: Handed) -> None:
+        """The last stage has handed back the rows of a pass."""
+        with self._lock:
+            entry = self._passes.get(handed.number)
+            is_wanted = entry is not None and entry.is_wanted
+            if entry is not None and is_wanted:
+                entry.handed = handed
+        if not is_wanted:
+            handed.take()
+        self._over(handed.number)
+
+    def fall(self, error: StageError) -> None:
+        """A stage is gone: whoever waits for one gets the error, now and ever after."""
+        with self._lock:
+            self._failure = self._failure or error
+            waiters = [entry.through for entry in self._passes.values()]
+            if self._dropped is not None:
+                waiters.append(self._dropped)
+        self._steps.put(None)
+        for waiter in waiters:
+            waiter.set()
+
+    def _over(self, number: int) -> None:
+        with self._lock:
+            entry = self._passes.get(number)
+            if entry is None:
+                return
+            entry.is_over = True
+            if not entry.is_wanted:
+                del self._passes[number]
+        entry.through.set()
