@@ -34,7 +34,7 @@ def command(  # noqa: PLR0913 - every option of the command line is a parameter
     ] = 0,
     prompt_tokens: Annotated[
         int, typer.Option("--prompt-tokens", min=1024, max=65_536, help="Of the long prompt.")
-    ] = 32_768,
+    ] = 24_576,
     static: Annotated[
         str, typer.Option("--static", metavar="TOKENS,...", help="Static chunks.")
     ] = "128,512,2048",

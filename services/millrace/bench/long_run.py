@@ -42,7 +42,7 @@ class Settings:
     parts: tuple[str, ...] = PARTS
     dtype: str = "bfloat16"
     threads: int = 0
-    prompt_tokens: int = 32_768
+    prompt_tokens: int = 24_576
     profile_s: float = 20.0
     batches: int = 60
     rounds: int = 3
