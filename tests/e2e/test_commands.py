@@ -62,10 +62,9 @@ async def test_a_setting_out_of_range_is_named() -> None:
     [
         (("kvp", "--model", "nowhere", "--stages", "2"), "--stages is for instances with weights"),
         (("up", "--colocated", "1", "--stages", "2"), "engine.stages is 2; a pair of instances"),
-        (("up", "--stages", "0"), "'--stages': 0 is not in the range x>=1"),
     ],
 )
 async def test_stages_are_refused_where_there_are_none(arguments, message) -> None:
     status, said = await millrace(*arguments)
     assert status == 2
-    assert message in " ".join(said.split())
+    assert message in " ".join(said.replace("│", " ").split())
