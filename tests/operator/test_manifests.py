@@ -33,7 +33,7 @@ EVERYTHING: dict[str, Any] = {
     },
     "scheduler": {"template": {"spec": {"priorityClassName": "high"}}},
     "prefill": {"replicas": 3, "tensorParallel": 4},
-    "decode": {"gpus": 0},
+    "decode": {"gpus": 0, "stages": 2},
     "kvp": {"gpuResource": "amd.com/gpu"},
 }
 WEIGHTS: dict[str, dict[str, Any]] = {
@@ -121,6 +121,7 @@ def test_the_command_line_is_millraces(kind, name):
     if command in ("prefill", "decode"):
         assert (given["instance_id"], given["host"]) == ("$(POD_NAME)", "$(POD_IP)")
         assert (given["port"], given["drain_timeout_s"]) == (7071, 600)
+        assert given["stages"] == (2 if command == "decode" else None)
 
 
 def test_pods_are_restricted():

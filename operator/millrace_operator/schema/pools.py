@@ -216,7 +216,13 @@ def _compute() -> dict[str, Schema]:
             "enum": [1, 2, 4, 8],
             "default": 1,
         },
-        "stages": integer("Pipeline stages of an instance.", 1, 64, default=1),
+        "stages": integer(
+            "Processes of an instance, each with a run of the model's layers. Above 1 on CPUs "
+            "only: gpus must be 0.",
+            1,
+            64,
+            default=1,
+        ),
     }
 
 
@@ -319,7 +325,16 @@ def rules(kind: Kind) -> tuple[Schema, ...]:
                 "maxWorkersPerRequest must be <= autoscaling.maxReplicas",
             ),
         )
-    return (rule("self.stages == 1", "stages above 1 are not served yet"),)
+    return (
+        rule(
+            "self.stages == 1 || (has(self.gpus) && self.gpus == 0)",
+            "stages above 1 need gpus 0: they run on CPUs only",
+        ),
+        rule(
+            "self.stages == 1 || self.tensorParallel == 1",
+            "stages and tensorParallel must not both be above 1",
+        ),
+    )
 
 
 def section(kind: Kind) -> Schema:
