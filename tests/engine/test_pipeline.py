@@ -13,13 +13,17 @@ import pytest
 import torch
 
 from millrace.bench.random_model import write_random_llama
-from millrace.engine.mixed_pass import DecodeRows
+from millrace.engine.decode_batch import DecodeBatch
+from millrace.engine.loader import load_model
+from millrace.engine.mixed_pass import NO_DECODES, DecodeRows
 from millrace.engine.model_runner import Boundary, PrefillTask
 from millrace.engine.pipeline.behind import StageError
+from millrace.engine.sampler import Sampler
 from millrace.engine.step_tables import page_table_of
+from support.kvp_world import Long, random_cuts, sequence_of, world
 from support.ring_group import Member, RingGroup, plan
 from support.staged import Staged
-from support.tiny_engine import Request, decode, make_runner, prefill
+from support.tiny_engine import Request, decode, greedy, make_runner, prefill
 from support.tiny_models import model_folder, prompt
 
 FIVE_LAYERS = {
@@ -302,3 +306,32 @@ def test_staged_members_of_a_group_compute_what_one_whole_instance_does(
         torch.testing.assert_close(found, alone, rtol=1e-4, atol=1e-4)
     for member in members:
         settled(member)
+
+
+def test_a_staged_home_spreads_requests_over_holders(staged) -> None:
+    """Stages of one instance, shards at two others (3D without tensor parallelism): chunks of any
+    sizes that straddle shards, then decodes over a shard's end beside a short sequence."""
+    rng, steps = random.Random(3), 12
+    model = load_model(model_folder("qwen3-layer-types"), device="cpu")
+    one = Staged(model_folder("qwen3-layer-types"), 3, page_tokens=8, num_pages=96)
+    staged.append(one)
+    prompts = [prompt(61, seed=1), prompt(40, seed=2)]
+    wanted = make_runner(model_folder("qwen3-layer-types"), page_tokens=8, num_pages=96)
+    expected = greedy(wanted, [Request(wanted, p, steps) for p in prompts], steps)
+    with world(model, 2, max_rows=9, runner=one.runner) as made:
+        requests = [Long(made, prompts[0], (24, 64, 80)), Long(made, prompts[1], (56,))]
+        batch = DecodeBatch(one.runner, one.runner.pool, Sampler(), max_batch=4)
+        for i, request in enumerate(requests):
+            cuts = [0, *random_cuts(rng, len(request.tokens), 3), len(request.tokens)]
+            for start, stop in pairwise(cuts):
+                task = request.task(start, stop)
+                table = page_table_of([task.pages])
+                one.runner.mixed(NO_DECODES, table, [task])
+            assert task.logits is not None and int(task.logits.argmax()) == expected[i][0]
+            batch.add(sequence_of(request, str(i), expected[i][0], steps))
+        found: dict[str, list[int]] = {"0": [], "1": []}
+        while batch.size:
+            for out in batch.step():
+                found[out.request_id].append(out.token_id)
+    assert found == {str(i): answer[1:] for i, answer in enumerate(expected)}
+    settled(one)

@@ -17,6 +17,7 @@ from millrace.engine.exchange_link import ExchangeLink
 from millrace.engine.exchange_views import exchange_memory
 from millrace.engine.loader import Model
 from millrace.engine.model_runner import ModelRunner, PrefillTask
+from millrace.engine.pipeline.runner import PipelineRunner
 from millrace.engine.remote_attention import Remote, reach_of
 from millrace.engine.sampling_spec import SamplingSpec
 from millrace.engine.shard_attention import ShardAttention
@@ -100,9 +101,10 @@ class Home:
         spill_pages: int = 16,
         num_pages: int = 96,
         timeout_s: float = 20.0,
+        runner: ModelRunner | PipelineRunner | None = None,
     ) -> None:
         self.transport = transport
-        self.runner = ModelRunner(
+        self.runner = runner or ModelRunner(
             model, make_pool(model, page_tokens=page_tokens, num_pages=num_pages)
         )
         shape = shape_of(model, max_rows)
@@ -148,11 +150,15 @@ class World:
         page_tokens: int = 8,
         max_rows: int = 16,
         timeout_s: float = 20.0,
+        runner: ModelRunner | PipelineRunner | None = None,
     ) -> None:
+        """`runner`: the home's, over a pool of `page_tokens`; None: one of its own."""
         hub = MemoryHub()
         sizes = {"page_tokens": page_tokens, "max_rows": max_rows}
         self.page_tokens = page_tokens
-        self.home = Home(model, MemoryTransport("home", hub), timeout_s=timeout_s, **sizes)
+        self.home = Home(
+            model, MemoryTransport("home", hub), timeout_s=timeout_s, runner=runner, **sizes
+        )
         self.holders = [
             Holder(f"holder-{i}", model, MemoryTransport(f"holder-{i}", hub), **sizes)
             for i in range(count)
@@ -160,7 +166,7 @@ class World:
         self.slots = [asyncio.run(self.home.attach(holder)) for holder in self.holders]
 
     @property
-    def runner(self) -> ModelRunner:
+    def runner(self) -> ModelRunner | PipelineRunner:
         return self.home.runner
 
     def spread(

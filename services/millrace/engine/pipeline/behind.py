@@ -21,12 +21,16 @@ from millrace.engine.pipeline.messages import (
     Dropped,
     LayerDone,
     LinkCall,
+    RemoteCall,
     Stepped,
     Through,
 )
 from millrace.engine.pipeline.rows import Handed
 
 _DROP_TIMEOUT_S: Final = 60.0
+
+Call = LinkCall | RemoteCall | Stepped
+"""What comes of a stage while the first one's computing thread waits for it."""
 
 
 class StageError(EngineFallen):
@@ -58,6 +62,7 @@ class PassBehind:
     handed: Handed | None = None  # the rows that came back, until they are taken
     handed_on: bool = False  # by the first stage
     is_over: bool = False
+    is_served: bool = False  # the computing thread waits in `Behind.next_call`
     is_wanted: bool = True  # somebody waits for its end
 
     def take(self) -> Handed | None:
@@ -74,7 +79,7 @@ class Behind:
         self._numbers = count()
         self._passes: dict[int, PassBehind] = {}
         self._lock = threading.Lock()
-        self._steps: queue.SimpleQueue[LinkCall | Stepped | None] = queue.SimpleQueue()
+        self._calls: queue.SimpleQueue[Call | PassBehind | None] = queue.SimpleQueue()
         self._dropped: Awaited | None = None
         self._answer: Dropped | None = None
         self._failure: StageError | None = None
@@ -105,9 +110,15 @@ class Behind:
         if self._failure is not None:
             raise self._failure
 
-    def next_step(self) -> LinkCall | Stepped:
-        """What the stage that takes a step says. Raises StageError."""
-        told = self._steps.get()
+    def next_call(self, timeout_s: float | None = None) -> Call | PassBehind:
+        """What a stage asks for, or says of a step; or a pass that `is_served` and is through.
+
+        Raises StageError.
+        """
+        try:
+            told = self._calls.get(timeout=timeout_s)
+        except queue.Empty:
+            raise StageError(f"no later stage has ended a pass for {timeout_s:g} s") from None
         if told is None or self._failure is not None:
             raise self._failure or StageError("a stage fell")
         return told
@@ -169,8 +180,8 @@ class Behind:
                     entry.on_layer(answer.layer)
             case Through():
                 self._over(answer.number)
-            case LinkCall() | Stepped():
-                self._steps.put(answer)
+            case LinkCall() | RemoteCall() | Stepped():
+                self._calls.put(answer)
             case Dropped():
                 with self._lock:
                     self._answer, waiter = answer, self._dropped
@@ -195,7 +206,7 @@ class Behind:
             waiters = [entry.through for entry in self._passes.values()]
             if self._dropped is not None:
                 waiters.append(self._dropped)
-        self._steps.put(None)
+        self._calls.put(None)
         for waiter in waiters:
             waiter.set()
 
@@ -208,3 +219,5 @@ class Behind:
             if not entry.is_wanted:
                 del self._passes[number]
         entry.through.set()
+        if entry.is_served:
+            self._calls.put(entry)

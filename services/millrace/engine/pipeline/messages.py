@@ -10,11 +10,49 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 import torch
+from torch import Tensor
 
 from millrace.core.kv_layout import KvLayout
 from millrace.core.kvp_rows import RemoteRows
 from millrace.engine.mixed_pass import RaggedTables
 from millrace.engine.parallel.commands import RingPass
+from millrace.engine.remote_attention import Partial
+
+
+@dataclass(frozen=True, slots=True)
+class Packed:
+    """A tensor on its way, of any dtype."""
+
+    dtype: str
+    shape: tuple[int, ...]
+    data: npt.NDArray[np.uint8]
+
+    @classmethod
+    def of(cls, tensor: Tensor) -> Packed:
+        flat = tensor.clone().contiguous().view(-1).view(torch.uint8)  # what it is of may change
+        return cls(str(tensor.dtype).removeprefix("torch."), tuple(tensor.shape), flat.numpy())
+
+    def tensor(self) -> Tensor:
+        flat = torch.from_numpy(self.data)
+        return flat.view(getattr(torch, self.dtype)).view(self.shape)
+
+
+@dataclass(frozen=True, slots=True)
+class Part:
+    """A `Partial` on its way."""
+
+    rows: Packed | slice
+    out: Packed
+    lse: Packed
+
+    @classmethod
+    def of(cls, part: Partial) -> Part:
+        rows = part.rows if isinstance(part.rows, slice) else Packed.of(part.rows)
+        return cls(rows, Packed.of(part.out), Packed.of(part.lse))
+
+    def partial(self) -> Partial:
+        rows = self.rows if isinstance(self.rows, slice) else self.rows.tensor()
+        return Partial(rows, self.out.tensor(), self.lse.tensor())
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -123,9 +161,9 @@ class Step:
 
 @dataclass(frozen=True, slots=True)
 class LinkReply:
-    """What a `LinkCall` has returned."""
+    """What a `LinkCall` or a `RemoteCall` has returned: of the latter for partials, these."""
 
-    value: bool
+    value: bool | tuple[Part, ...]
 
 
 @dataclass(frozen=True, slots=True)
@@ -168,6 +206,15 @@ class LinkCall:
 
 
 @dataclass(frozen=True, slots=True)
+class RemoteCall:
+    """Make this call of the `RemoteLink`, which is at the first stage: `send` of a layer of the
+    model, with q, or, without, `partials`."""
+
+    layer: int
+    q: Packed | None
+
+
+@dataclass(frozen=True, slots=True)
 class Stepped:
     """An operator of the model's `layer` has run. With `operator` "" there was none left."""
 
@@ -199,4 +246,4 @@ class Fallen:
 
 
 Command = Pass | RingStart | Step | LinkReply | Ranks | Drop
-Answer = LayerDone | LinkCall | Stepped | Through | Dropped | Fallen
+Answer = LayerDone | LinkCall | RemoteCall | Stepped | Through | Dropped | Fallen

@@ -18,6 +18,7 @@ from millrace.engine.model_runner import Boundary, check_layout
 from millrace.engine.operators import Activations, Operator, build_operators, required
 from millrace.engine.parallel.stage import Stage
 from millrace.engine.pass_states import PassStates
+from millrace.engine.remote_attention import RemoteAttention
 from millrace.engine.ring_attention import RingAttention, RingTask
 from millrace.engine.scratch import Scratch
 
@@ -66,15 +67,17 @@ class StagePasses:
         kv_only: bool,
         fetch: Fetch | None,
         hand_on: HandOn,
+        remote: RemoteAttention | None = None,
     ) -> Generator[Boundary]:
         """A pass, yielding after every operator; its KV is in its pages as in `prefill_batch`.
 
         `fetch`: None at the first stage, which embeds. At the last stage `is_cut` hands on the
         wanted rows alone, and with `kv_only` the pass ends at the last ``attn``, with nothing to
-        hand on.
+        hand on. `remote`: where holders have some of what the rows attend to.
         """
         is_last = self.stage.is_last
         state = self.states.ragged(tables, self._scratch, is_cut=is_cut and is_last)
+        state.remote = remote
         operators = self._kv_only() if kv_only and is_last else self.operators
         return self._run(state, operators, fetch, hand_on)
 

@@ -1,11 +1,19 @@
-"""A ring's link as a later stage has it: the real one is at the first stage, behind the pipe."""
+"""Links as a later stage has them: the real ones are at the first stage, behind the pipe.
+
+While the stage runs an operator that needs one, the first stage's computing thread waits for it
+and makes the calls meanwhile.
+"""
 
 from __future__ import annotations
 
 import queue
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Mapping, Sequence
 
-from millrace.engine.pipeline.messages import LinkCall, LinkReply
+from torch import Tensor
+
+from millrace.core.kvp_rows import RemoteRows
+from millrace.engine.pipeline.messages import LinkCall, LinkReply, Packed, RemoteCall
+from millrace.engine.remote_attention import Partial
 
 
 class PipedLink:
@@ -41,4 +49,35 @@ class PipedLink:
 
     def _make(self, method: str, argument: int) -> bool:
         self._call(LinkCall(method, argument))
-        return self._replies.get().value
+        return bool(self._replies.get().value)
+
+
+class PipedRemote:
+    """A `RemoteLink`, of a pass that the first stage has begun and ends."""
+
+    def __init__(
+        self,
+        call: Callable[[RemoteCall], None],
+        replies: queue.SimpleQueue[LinkReply],
+        first_layer: int,
+    ) -> None:
+        self._call = call
+        self._replies = replies
+        self._first_layer = first_layer
+
+    def begin(self, rows: Sequence[RemoteRows], slots: Tensor) -> None:
+        """The first stage has said so."""
+
+    def send(self, layer: int, q_nhd: Tensor, kv_layer: Tensor) -> None:
+        """New K/V is read at the first stage, out of the memory that all share."""
+        self._call(RemoteCall(self._first_layer + layer, Packed.of(q_nhd)))
+        self._replies.get()
+
+    def partials(self, layer: int) -> Iterator[Partial]:
+        self._call(RemoteCall(self._first_layer + layer, None))
+        found = self._replies.get().value
+        assert isinstance(found, tuple)  # what the call asks for
+        return (part.partial() for part in found)
+
+    def end(self) -> Mapping[RemoteRows, str]:
+        return {}

@@ -13,24 +13,34 @@ import torch
 from torch import Tensor
 
 from millrace.engine.kv_pool import KvPool
-from millrace.engine.mixed_pass import DecodeRows, RaggedTables, mixed_tables, prompt_tables
+from millrace.engine.mixed_pass import (
+    DecodeRows,
+    RaggedTables,
+    hand_out_lost,
+    mixed_tables,
+    prompt_tables,
+)
 from millrace.engine.model_config import ModelConfig
 from millrace.engine.model_runner import Boundary, PrefillTask
 from millrace.engine.operators import operator_names, required
 from millrace.engine.parallel.commands import RingPass
+from millrace.engine.parallel.stage import Stage
 from millrace.engine.pipeline.behind import Behind, LaterStages, PassBehind
 from millrace.engine.pipeline.messages import (
     LinkCall,
     LinkReply,
+    Part,
     Pass,
     Ranks,
+    RemoteCall,
     RingStart,
     Step,
+    Stepped,
 )
 from millrace.engine.pipeline.passes import HandOn, StagePasses
 from millrace.engine.pipeline.rows import Handed, RowsOut
 from millrace.engine.prefill_task import check_tasks, hand_out
-from millrace.engine.remote_attention import Remote
+from millrace.engine.remote_attention import Remote, RemoteAttention
 from millrace.engine.ring_attention import RingLink, RingTask
 from millrace_kernels import api as kernels
 from millrace_kernels.plan import Backend
@@ -79,7 +89,7 @@ class PipelineRunner:
         yields a boundary with `awaited` before, and ends with them."""
         page_tokens = self.pool.layout.page_tokens
         check_tasks(tasks, page_tokens)
-        tables = prompt_tables(tasks, page_tokens, self.remote)
+        tables = prompt_tables(tasks, page_tokens)  # of spread prompts chunks come in mixed passes
         return self._steps(tasks, tables)
 
     def prefill_ring(self, task: RingTask) -> Generator[Boundary]:
@@ -105,11 +115,15 @@ class PipelineRunner:
         page_tokens = self.pool.layout.page_tokens
         tables = mixed_tables(decodes, page_table, tasks, page_tokens, self.remote)
         keeps_all = any(task.want_prompt_logprobs for task in tasks)
+        remote = self._attend_remotely(tables)
         entry = self._begin("", tables, keeps_all=keeps_all, tells=False)
         try:
-            for _ in self._run_first(entry, tables):
+            entry.is_served = remote is not None
+            for _ in self._run_first(entry, tables, remote):
                 pass
-            self.behind.wait(entry, self._timeout_s)
+            self._serve(entry)
+            if remote is not None:
+                hand_out_lost(remote.end(), decodes, tasks)
             logits = self._finish(entry, tables, tasks, size, keeps_all=keeps_all)
         except BaseException:
             self.behind.give_up(entry)
@@ -165,6 +179,35 @@ class PipelineRunner:
             self.behind.give_up(entry)
             raise
 
+    def _attend_remotely(self, tables: RaggedTables) -> RemoteAttention | None:
+        """Begins the holders' part of a pass, where there is one."""
+        if not tables.remote or self.remote is None:
+            return None
+        return RemoteAttention(self.remote.link, tables.remote, tables.slots)
+
+    def _serve(self, entry: PassBehind) -> None:
+        """Returns when the pass is through. Until then later stages' calls are made here."""
+        while entry.is_served:
+            told = self.behind.next_call(self._timeout_s)
+            if told is entry:
+                entry.is_served = False
+            elif isinstance(told, RemoteCall):
+                self.behind.tell(LinkReply(self._call_remote(told)), self._stage_of(told.layer))
+        self.behind.wait(entry, self._timeout_s)
+
+    def _call_remote(self, call: RemoteCall) -> bool | tuple[Part, ...]:
+        link = required(self.remote).link
+        if call.q is None:
+            return tuple(Part.of(part) for part in link.partials(call.layer))
+        link.send(call.layer, call.q.tensor(), self.pool.layer(call.layer))
+        return True
+
+    def _stage_of(self, layer: int) -> int:
+        """Which of the later stages has a layer of the model."""
+        stages = range(1, self._stages.count + 1)
+        held = (Stage(i, self._stages.count + 1).layers(self._layers) for i in stages)
+        return next(i for i, layers in enumerate(held) if layer in layers)
+
     def _ring_steps(self, task: RingTask) -> Generator[Boundary]:
         entry = self.behind.begin(task.name, lambda layer: None)
         try:
@@ -186,11 +229,11 @@ class PipelineRunner:
         """One operator of a later stage, whose calls of the link are made here."""
         self.behind.tell(Step(entry.number), stage)
         while True:
-            told = self.behind.next_step()
+            told = self.behind.next_call()
             if isinstance(told, LinkCall):
                 value = getattr(link, told.method)(told.argument)
                 self.behind.tell(LinkReply(bool(value)), stage)
-            elif told.number == entry.number:
+            elif isinstance(told, Stepped) and told.number == entry.number:
                 return Boundary(told.layer, told.operator) if told.operator else None
 
     def _finish_ring(self, entry: PassBehind, task: RingTask) -> None:
@@ -226,9 +269,17 @@ class PipelineRunner:
         self.behind.tell(what)
         return entry
 
-    def _run_first(self, entry: PassBehind, tables: RaggedTables) -> Generator[Boundary]:
-        hand_on = self._hand_on(entry)
-        return self._first.run(tables, is_cut=False, kv_only=False, fetch=None, hand_on=hand_on)
+    def _run_first(
+        self, entry: PassBehind, tables: RaggedTables, remote: RemoteAttention | None = None
+    ) -> Generator[Boundary]:
+        return self._first.run(
+            tables,
+            is_cut=False,
+            kv_only=False,
+            fetch=None,
+            hand_on=self._hand_on(entry),
+            remote=remote,
+        )
 
     def _hand_on(self, entry: PassBehind) -> HandOn:
         def hand_on(x: Tensor, residual: Tensor) -> None:

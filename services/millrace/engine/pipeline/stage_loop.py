@@ -34,8 +34,9 @@ from millrace.engine.pipeline.messages import (
     Through,
 )
 from millrace.engine.pipeline.passes import Fetch, HandOn, StagePasses
-from millrace.engine.pipeline.piped_link import PipedLink
+from millrace.engine.pipeline.piped_link import PipedLink, PipedRemote
 from millrace.engine.pipeline.rows import Handed, RowsOut
+from millrace.engine.remote_attention import RemoteAttention
 
 _LAST: Final = sys.maxsize
 
@@ -196,8 +197,17 @@ class StageLoop:
 
     def _begin(self, what: Pass, entry: _Entry) -> Generator[Boundary]:
         fetch, hand_on = self._ways(what.number, entry)
+        tables, remote = what.tables(), None
+        if what.remote:
+            link = PipedRemote(self._answer, self._replies, self._passes.model.layers.start)
+            remote = RemoteAttention(link, what.remote, tables.slots)
         return self._passes.run(
-            what.tables(), is_cut=what.is_cut, kv_only=what.kv_only, fetch=fetch, hand_on=hand_on
+            tables,
+            is_cut=what.is_cut,
+            kv_only=what.kv_only,
+            fetch=fetch,
+            hand_on=hand_on,
+            remote=remote,
         )
 
     def _ways(self, number: int, entry: _Entry) -> tuple[Fetch, HandOn]:
