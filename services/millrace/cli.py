@@ -149,6 +149,7 @@ def up(
         raise typer.BadParameter("--autoscale is for prefill and decode, not for --colocated")
     if scale_to_zero and not tree.proxy.park_timeout_s:
         settings = [*settings, PARKING]
+    measures = not no_profile and tree.engine.profile == "auto" and tree.engine.stages == 1
     with plain_errors():
         sizes = parse_sizes({"prefill": prefill, "decode": decode}, autoscale=autoscale)
     run_async(
@@ -167,7 +168,7 @@ def up(
                 threads=threads,
                 config=config,
                 settings=settings,
-                profile=None if no_profile or tree.engine.profile != "auto" else tree.engine,
+                profile=tree.engine if measures else None,
             ),
             Scaling(sizes=sizes, config=tree.scaling, to_zero=scale_to_zero) if autoscale else None,
         )

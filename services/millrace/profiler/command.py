@@ -63,6 +63,11 @@ class ProfileOptions:
 
 def run(options: ProfileOptions, config: EngineConfig) -> None:
     """Does the command. Raises MillraceError for a model, setting or file that won't do."""
+    if config.stages > 1:
+        raise ConfigError(
+            f"engine.stages is {config.stages}; profiles are of whole instances, and those in "
+            "stages measure themselves at their start"
+        )
     cache, key = ProfileCache(config.profile_cache), profile_key(options.model, config)
     path = cache.path(key)
     kept = cache.load(key) if options.if_missing else None

@@ -39,6 +39,8 @@ TABLE_OF = {"gate": "gate_up_proj", "experts": "down_proj"}
 #: What a pass spends outside its layers and `lm_head`: planning, rotary tables, the embedding.
 AROUND = "embed"
 SAMPLE = "sample"
+#: From the last operator of the first stage to the end of the others.
+LATER = "handed_on"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -111,8 +113,7 @@ class Workload:
                 )
                 for pages in self._shares(start + length, batch)
             ]
-            for boundary in self._engine.runner.prefill_batch(tasks):
-                clock.ended(boundary.operator)
+            self._compute(tasks, clock)
             start += length
         for task in tasks:
             self._sample(_logits(task)[None])
@@ -133,8 +134,7 @@ class Workload:
             )
             for pages in self._shares(context, batch)
         ]
-        for boundary in self._engine.runner.prefill_batch(tasks):
-            clock.ended(boundary.operator)
+        self._compute(tasks, clock)
         self._sample(torch.stack([_logits(task) for task in tasks]))
         clock.ended(SAMPLE)
         return clock.read(1)
@@ -203,6 +203,14 @@ class Workload:
         """Whether sequences of these lengths have pages of their own."""
         return sum(map(self._engine.layout.pages_for, lengths)) <= len(self._pages)
 
+    def _compute(self, tasks: Sequence[PrefillTask], clock: _OperatorClock) -> None:
+        """One pass."""
+        for boundary in self._engine.runner.prefill_batch(tasks):
+            if boundary.awaited is not None:
+                boundary.awaited.wait()
+            clock.ended(boundary.operator)
+        clock.ended("lm_head")  # of a staged model it comes after the last boundary
+
     def _ids(self, tokens: int) -> torch.Tensor:
         return torch.randint(self._vocab, (tokens,), generator=self._random)
 
@@ -227,6 +235,14 @@ class Workload:
 def _logits(task: PrefillTask) -> torch.Tensor:
     assert task.logits is not None  # the pass wants them
     return task.logits
+
+
+def _share_out(operators: dict[str, float], later_s: float) -> None:
+    """Adds what later stages took to the operators of layers: all layers are alike."""
+    names = [name for name in operators if name not in (AROUND, SAMPLE, "lm_head")]
+    own_s = sum(operators[name] for name in names)
+    for name in names if later_s else ():
+        operators[name] *= 1.0 + later_s / own_s
 
 
 def _settle(device: torch.device) -> None:
@@ -256,6 +272,7 @@ class _OperatorClock:
         for name, end in self._ends:
             operators[TABLE_OF.get(name, name)] += self._between(before, end)
             before = end
+        _share_out(operators, operators.pop(LATER, 0.0))
         return Timing(seconds=seconds, operators=dict(operators), passes=num_passes)
 
     def _now(self) -> Any:  # noqa: ANN401 - a number or an event

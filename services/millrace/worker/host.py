@@ -167,7 +167,8 @@ async def serve_worker(
     stop = stop_event()
     async with open_vitals(config.telemetry, options.host) as vitals:
         (engine,) = await asyncio.to_thread(open_for, options, config, 1)
-        latency = await asyncio.to_thread(prefill_latency, engine, config.engine)
+        at_once = 1 if decodes else config.engine.stages
+        latency = await asyncio.to_thread(prefill_latency, engine, config.engine, at_once)
         step = await asyncio.to_thread(decode_step, engine, config.engine) if decodes else None
         loaded = Loaded(engine=engine, latency=latency, vitals=vitals, decode_step=step)
         await serve_role(options, config, build, loaded, stop, on_ready)

@@ -19,17 +19,23 @@ from millrace.profiles.degrees import estimated
 log = logging.getLogger(__name__)
 
 
-def prefill_latency(engine: Engine, config: EngineConfig) -> SpLatency:
+def prefill_latency(engine: Engine, config: EngineConfig, passes_at_once: int = 1) -> SpLatency:
     """Eq. (1) of one instance and of groups, as `engine.profile` says, and logs which it was.
 
     Groups that were measured, always. Those that were not by the ring model, where each instance
     has a device of its own: on CPUs instances may share cores, and nobody knows which.
+
+    `passes_at_once`: of a prefill instance its stages. A pass keeps the instance from the next one
+    for its share of the seconds that the chain takes (SPP: "divided by the degree", Mnemosyne
+    section 4.3), which is what queues and chunks are planned by; a prompt's last pass then takes
+    the other stages' shares on top, which this leaves out. A ring's passes go alone.
     Raises ConfigError for a named profile that can't be read.
     """
     profile = profile_of(engine, config)
     if profile is None:
         log.info("prefill times: a brief fit at start; `millrace profile` measures better ones")
-        one, measured = calibrate(engine), {}
+        one = calibrate(engine, config.max_chunk_tokens).scaled(1 / passes_at_once)
+        measured = {}
     else:
         by_sp = profile.prefill.by_sp
         one, measured = by_sp[1], {sp: by_sp[sp] for sp in profile.measured_sp if sp in by_sp}
@@ -59,12 +65,13 @@ def decode_step(engine: Engine, config: EngineConfig) -> DecodeStepTime:
 def profile_of(engine: Engine, config: EngineConfig) -> Profile | None:
     """What `engine.profile` says: a file's, the cache's if it has one, or none; logs which.
 
+    The cache's are of whole instances: one in stages measures itself. A named one holds as it is.
     Raises ConfigError for a named profile that can't be read.
     """
     if config.profile.endswith(".json"):
         log.info("times: profile %s", config.profile)
         return load_profile(config.profile)
-    if config.profile == "auto":
+    if config.profile == "auto" and config.stages == 1:
         cache, key = ProfileCache(config.profile_cache), profile_key(engine.folder, config)
         profile = cache.load(key)
         if profile is not None:
