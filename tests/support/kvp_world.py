@@ -17,6 +17,7 @@ from millrace.engine.exchange_link import ExchangeLink
 from millrace.engine.exchange_views import exchange_memory
 from millrace.engine.loader import Model
 from millrace.engine.model_runner import ModelRunner, PrefillTask
+from millrace.engine.parallel.group_runner import GroupRunner
 from millrace.engine.pipeline.runner import PipelineRunner
 from millrace.engine.remote_attention import Remote, reach_of
 from millrace.engine.sampling_spec import SamplingSpec
@@ -27,6 +28,8 @@ from millrace.transfer.memory import Memory
 from millrace.transfer.memory_transport import MemoryHub, MemoryTransport
 from millrace.transfer.transport import Transport
 from support.tiny_engine import make_pool
+
+Runner = ModelRunner | GroupRunner | PipelineRunner
 
 
 def shape_of(model: Model, max_rows: int) -> ExchangeShape:
@@ -101,7 +104,7 @@ class Home:
         spill_pages: int = 16,
         num_pages: int = 96,
         timeout_s: float = 20.0,
-        runner: ModelRunner | PipelineRunner | None = None,
+        runner: Runner | None = None,
     ) -> None:
         self.transport = transport
         self.runner = runner or ModelRunner(
@@ -150,7 +153,7 @@ class World:
         page_tokens: int = 8,
         max_rows: int = 16,
         timeout_s: float = 20.0,
-        runner: ModelRunner | PipelineRunner | None = None,
+        runner: Runner | None = None,
     ) -> None:
         """`runner`: the home's, over a pool of `page_tokens`; None: one of its own."""
         hub = MemoryHub()
@@ -166,7 +169,7 @@ class World:
         self.slots = [asyncio.run(self.home.attach(holder)) for holder in self.holders]
 
     @property
-    def runner(self) -> ModelRunner | PipelineRunner:
+    def runner(self) -> Runner:
         return self.home.runner
 
     def spread(

@@ -77,9 +77,9 @@ class ExchangeLink:
             pieces = pieces_of(entries, self._exchange.shape.max_rows)
             self._pieces[holder] = [self._piece(piece, at, slots) for piece in pieces]
 
-    def send(self, layer: int, q_nhd: Tensor, kv_layer: Tensor) -> None:
+    def send(self, layer: int, q_nhd: Tensor, kv_layers: Tensor) -> None:
         """`RemoteLink.send`."""
-        self._now = layer, q_nhd, kv_layer
+        self._now = layer, q_nhd, kv_layers
         for holder in self._pieces:
             self._post(holder, 0)
 
@@ -122,13 +122,14 @@ class ExchangeLink:
         )
 
     def _post(self, holder: str, number: int) -> None:
-        layer, q_nhd, kv_layer = self._now
+        layer, q_nhd, kv_layers = self._now
         piece = self._pieces[holder][number]
         views, entries = piece.views, 0
         views.q.copy_(q_nhd[piece.rows])
         if piece.new is not None:
             pages, offsets = piece.new
-            views.kv.copy_(kv_layer[pages, :, :, offsets])
+            by_pool = kv_layers[:, pages, :, :, offsets]  # [new, pools, 2, k, d]
+            views.kv.copy_(by_pool.transpose(1, 2).flatten(2, 3))
         if piece.table:
             end = piece.at + len(piece.table)
             self._bytes[piece.at : end] = np.frombuffer(piece.table, dtype=np.uint8)

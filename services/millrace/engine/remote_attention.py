@@ -54,9 +54,10 @@ class RemoteLink(Protocol):
         """slots: int64 [n], on the host, page * page_tokens + offset of each row's K/V."""
         ...
 
-    def send(self, layer: int, q_nhd: Tensor, kv_layer: Tensor) -> None:
+    def send(self, layer: int, q_nhd: Tensor, kv_layers: Tensor) -> None:
         """Sends the q of the pass's remote rows, and the K/V of new ones, which lies at their slots
-        in kv_layer [pages, 2, k, page_tokens, d]. Neither may change before the last partial."""
+        in kv_layers [pools, pages, 2, k, page_tokens, d], whose heads are the pools' in order.
+        Neither may change before the last partial."""
         ...
 
     def partials(self, layer: int) -> Iterator[Partial]:
@@ -115,7 +116,7 @@ class RemoteAttention:
         """Attention of q [n, h, d], whose K/V is in its pages, over the pass's own part by `plan`
         and the holders'. lse: float32 [n, h], written. Returns out [n, h, d] of q's dtype."""
         out = torch.empty_like(q_nhd) if out is None else out
-        self._link.send(layer, q_nhd, kv_layer)
+        self._link.send(layer, q_nhd, kv_layer[None])
         is_wide = out.dtype is torch.float32
         total = out if is_wide else torch.empty_like(out, dtype=torch.float32)
         kernels.run_attention(plan, q_nhd, kv_layer, scale=scale, out=total, lse_out=lse)

@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 
 import numpy as np
 import numpy.typing as npt
 import torch
 
 from millrace.core.kv_layout import KvLayout
+from millrace.core.kvp_rows import RemoteShard
 from millrace.engine.mixed_pass import DecodeRows
 from millrace.engine.model_runner import PrefillTask
 from millrace.engine.page_table import TableDelta
@@ -43,6 +44,7 @@ class Task:
     pages: npt.NDArray[np.int32]
     want_logits: bool
     want_prompt_logprobs: bool
+    shards: tuple[RemoteShard, ...] = ()
 
     @classmethod
     def of(cls, task: PrefillTask) -> Task:
@@ -52,6 +54,7 @@ class Task:
             np.asarray(task.pages, dtype=np.int32),
             task.want_logits,
             task.want_prompt_logprobs,
+            tuple(task.shards),
         )
 
     def unpacked(self) -> PrefillTask:
@@ -61,6 +64,7 @@ class Task:
             pages=self.pages,
             want_logits=self.want_logits,
             want_prompt_logprobs=self.want_prompt_logprobs,
+            shards=self.shards,
         )
 
 
@@ -125,6 +129,9 @@ class Decode:
     page_table: TableDelta
     kv_lens: npt.NDArray[np.int32]
     tasks: Sequence[Task] = ()
+    shards: Mapping[int, Sequence[RemoteShard]] = field(default_factory=dict)
+    spill_pages: Sequence[int] | None = None  # as of `Remote`, where there are spread requests
+    reach: int | None = None
 
     @property
     def rows(self) -> DecodeRows:
@@ -132,6 +139,7 @@ class Decode:
             token_ids=torch.from_numpy(self.token_ids),
             positions=torch.from_numpy(self.positions),
             kv_lens=torch.from_numpy(self.kv_lens),
+            shards=self.shards,
         )
 
 

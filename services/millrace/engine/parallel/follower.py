@@ -38,7 +38,9 @@ from millrace.engine.parallel.communicator import Communicator, PeerLost
 from millrace.engine.parallel.sharding import Shard
 from millrace.engine.parallel.shared_link import SharedLink
 from millrace.engine.parallel.shared_pool import mapped, pool_number
+from millrace.engine.parallel.shared_remote import SharedRemote
 from millrace.engine.parallel.stop_counter import StopCounter
+from millrace.engine.remote_attention import Remote
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -184,7 +186,10 @@ class Follower:
 
     def _decode(self, command: Decode) -> None:
         rows, table = command.rows, self._page_table.apply(command.page_table)
-        if not command.tasks:
+        if command.spill_pages is not None:
+            remote = Remote(SharedRemote(self._ranks), command.spill_pages, command.reach)
+            self._running.remote = remote
+        if not (command.tasks or command.shards):
             self._running.decode(rows.token_ids, rows.positions, table, rows.kv_lens)
             return
         pages = table[len(rows) :].numpy()

@@ -44,7 +44,9 @@ from millrace.engine.parallel.rank_group import RankError, RankGroup
 from millrace.engine.parallel.sharding import Shard
 from millrace.engine.parallel.shared_link import SharedLink
 from millrace.engine.parallel.shared_pool import mapped, new_memory
+from millrace.engine.parallel.shared_remote import SharedRemote
 from millrace.engine.prefill_task import check_tasks
+from millrace.engine.remote_attention import Remote
 from millrace.engine.ring_attention import RingTask
 from millrace_kernels.plan import Backend
 
@@ -141,6 +143,7 @@ class GroupRunner:
         self.pool, self.storage = self._open(layout, attention_backend)
         self._runner = ModelRunner(model, self.pool, attention_backend, group.ranks)
         self._numbers = count()
+        self.remote: Remote | None = None
 
     def attention_backend(self) -> Backend:
         """`ModelRunner.attention_backend`."""
@@ -186,10 +189,9 @@ class GroupRunner:
     def mixed(
         self, decodes: DecodeRows, page_table: Tensor, tasks: Sequence[PrefillTask]
     ) -> Tensor:
-        """`ModelRunner.mixed`; raises ValueError for spread requests, whose home has one rank."""
-        if decodes.shards or any(task.shards for task in tasks):
-            raise ValueError(f"{self._group.size} ranks can't be the home of a spread request")
-        check_tasks(tasks, self.pool.layout.page_tokens)  # before the others hear of it
+        """`ModelRunner.mixed`."""
+        if tasks or not len(decodes):
+            check_tasks(tasks, self.pool.layout.page_tokens)  # before the others hear of it
         self._tell_rows(decodes, page_table, tasks)
         with self._watched():
             return self._runner.mixed(decodes, page_table, tasks)
@@ -198,6 +200,11 @@ class GroupRunner:
         self, decodes: DecodeRows, page_table: Tensor, tasks: Sequence[PrefillTask]
     ) -> None:
         no_pages = np.empty(0, dtype=np.int32)  # the table has them
+        remote = self.remote
+        is_spread = bool(decodes.shards) or any(task.is_spread for task in tasks)
+        if is_spread and remote is not None:
+            link = SharedRemote(self._group.ranks, remote.link, self.storage)
+            self._runner.remote = replace(remote, link=link)
         self._tell(
             Decode(
                 token_ids=decodes.token_ids.numpy(),
@@ -205,6 +212,9 @@ class GroupRunner:
                 page_table=self._page_table.delta(page_table.numpy()),
                 kv_lens=decodes.kv_lens.numpy(),
                 tasks=[replace(Task.of(task), pages=no_pages) for task in tasks],
+                shards=dict(decodes.shards),
+                spill_pages=list(remote.spill_pages) if is_spread and remote else None,
+                reach=remote.reach if is_spread and remote else None,
             )
         )
 

@@ -68,7 +68,7 @@ class PipedRemote:
     def begin(self, rows: Sequence[RemoteRows], slots: Tensor) -> None:
         """The first stage has said so."""
 
-    def send(self, layer: int, q_nhd: Tensor, kv_layer: Tensor) -> None:
+    def send(self, layer: int, q_nhd: Tensor, kv_layers: Tensor) -> None:
         """New K/V is read at the first stage, out of the memory that all share."""
         self._call(RemoteCall(self._first_layer + layer, Packed.of(q_nhd)))
         self._replies.get()

@@ -199,7 +199,7 @@ class PipelineRunner:
         link = required(self.remote).link
         if call.q is None:
             return tuple(Part.of(part) for part in link.partials(call.layer))
-        link.send(call.layer, call.q.tensor(), self.pool.layer(call.layer))
+        link.send(call.layer, call.q.tensor(), self.pool.layer(call.layer)[None])
         return True
 
     def _stage_of(self, layer: int) -> int:
