@@ -121,19 +121,6 @@ def test_the_context_counts_wherever_the_kv_is():
     assert of(Refuse, bench.submit("a", 480, 21)) and shards_of(bench.submit("b", 480, 20))
 
 
-def test_who_holds_no_shards_is_neither_home_nor_holder():
-    bench = fleet("d0", "d1", "k0")
-    bench.step(instance("d2", pages=9000, context=100_000, whole_only=True))
-    assert shards_of(bench.submit("a", 700, 20)) == [
-        ("d0", 0, 320),
-        ("d1", 320, 640),
-        ("k0", 640, 720),
-    ]
-    bench = Bench(instance("p0", pages=1000), instance("d0", whole_only=True), instance("k0"))
-    (refused,) = of(Refuse, bench.submit("a", 1600, 20))
-    assert refused.message.endswith("tokens and a context of 4096")
-
-
 # ---- lives
 
 

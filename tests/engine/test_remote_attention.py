@@ -33,11 +33,16 @@ def run_batch(batch: DecodeBatch) -> dict[str, list[TokenOut]]:
 
 
 @pytest.mark.parametrize("name", NAMES)
-@pytest.mark.parametrize("holders", [1, 2])
-def test_chunks_over_shards_give_the_logits_of_one_instance(name: str, holders: int) -> None:
+@pytest.mark.parametrize(("holders", "ranks"), [(1, 1), (2, 1), (1, 0)])
+def test_chunks_over_shards_give_the_logits_of_one_instance(
+    name: str, holders: int, ranks: int
+) -> None:
+    """`ranks` of a holder; 0: as many as there are KV heads."""
     rng = random.Random(f"{name} {holders}")
     tokens = prompt(rng.randrange(70, 140), seed=holders)
-    with world(load_model(model_folder(name), device="cpu"), holders, max_rows=9) as made:
+    model = load_model(model_folder(name), device="cpu")
+    pools = ranks or model.config.num_kv_heads
+    with world(model, holders, max_rows=9, pools=pools) as made:
         expected = prefill(alone(made), Request(alone(made), tokens))
         ends = [8 * rng.randrange(1, 6)]
         for _ in range(holders):

@@ -29,7 +29,6 @@ def instance(
     kv_layers: int = 0,
     decode_step: DecodeStepTime | None = None,
     block_tokens: int = 0,
-    whole_only: bool = False,
 ) -> events.InstanceJoined:
     """Instance "p..." prefills, "m..." does both, "k..." holds shards, any other decodes."""
     return events.InstanceJoined(
@@ -46,7 +45,6 @@ def instance(
         kv_layers=kv_layers,
         decode_step=decode_step,
         block_tokens=block_tokens,
-        whole_only=whole_only,
     )
 
 

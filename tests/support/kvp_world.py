@@ -55,13 +55,20 @@ class Holder:
         max_rows: int,
         num_pages: int = 64,
         lease_s: float = 1.0,
+        pools: int = 1,
     ) -> None:
+        """`pools`: that have the heads between them, as those of ranks do."""
         self.name = name
         self.transport = transport
         self.pool = make_pool(model, page_tokens=page_tokens, num_pages=num_pages)
         shape = shape_of(model, max_rows)
         self.memory = exchange_memory(KvpDesk.memory_bytes(shape, 2))
-        self.attention = ShardAttention(self.pool, shape, self.memory, model.config.sliding_windows)
+        layers, pages, planes, heads, *rest = self.pool.storage.shape
+        storage = torch.zeros(
+            pools, layers, pages, planes, heads // pools, *rest, dtype=model.dtype
+        )
+        windows = model.config.sliding_windows
+        self.attention = ShardAttention(storage, shape, self.memory, windows)
         self.desk = KvpDesk(
             transport,
             Memory.of_tensor(self.memory),
@@ -154,8 +161,9 @@ class World:
         max_rows: int = 16,
         timeout_s: float = 20.0,
         runner: Runner | None = None,
+        pools: int = 1,
     ) -> None:
-        """`runner`: the home's, over a pool of `page_tokens`; None: one of its own."""
+        """`pools`: of each holder. `runner`: the home's, over a pool of `page_tokens`."""
         hub = MemoryHub()
         sizes = {"page_tokens": page_tokens, "max_rows": max_rows}
         self.page_tokens = page_tokens
@@ -163,7 +171,7 @@ class World:
             model, MemoryTransport("home", hub), timeout_s=timeout_s, runner=runner, **sizes
         )
         self.holders = [
-            Holder(f"holder-{i}", model, MemoryTransport(f"holder-{i}", hub), **sizes)
+            Holder(f"holder-{i}", model, MemoryTransport(f"holder-{i}", hub), pools=pools, **sizes)
             for i in range(count)
         ]
         self.slots = [asyncio.run(self.home.attach(holder)) for holder in self.holders]

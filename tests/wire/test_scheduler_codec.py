@@ -118,7 +118,6 @@ def test_a_registration_carries_all_of_its_card():
             node="n",
             kv_layers=6,
             block_tokens=9,
-            whole_only=True,
             decode_step=scheduler_pb2.DecodeStepTime(
                 base_s=0.5, per_sequence_s=0.25, per_context_token_s=0.125
             ),
@@ -144,7 +143,6 @@ def test_a_registration_carries_all_of_its_card():
         kv_layers=6,
         decode_step=DecodeStepTime.of((0.5, 0.25, 0.125)),
         block_tokens=9,
-        whole_only=True,
     )
     groups = codec.sp_latency_messages(card.latency)
     assert [(group.sp, group.latency.b) for group in groups] == [(2, 1), (8, LATENCY.b)]

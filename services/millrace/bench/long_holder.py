@@ -119,7 +119,7 @@ class _Holder:
         shape = exchange_shape(memory)
         exchanged = exchange_memory(KvpDesk.memory_bytes(shape, 1))
         attention = ShardAttention(
-            memory.pool, shape, exchanged, memory.shape.sliding_windows, config.attention_backend
+            memory.storage, shape, exchanged, memory.shape.sliding_windows, config.attention_backend
         )
         self._timed = _TimedShards(attention)
         self._transport = NixlTransport(f"{name}-{os.getpid()}")

@@ -104,7 +104,6 @@ class MixedRole:
         step = DecodeStepTime.of(decode_step.of_profile(self._operators))
         register.decode_step.CopyFrom(decode_step_message(step))
         register.kv_pages -= len(self._admissions.spread.spill_pages)
-        register.whole_only = not self._admissions.spread.spill_pages
         register.block_tokens = self._admissions.prefix_cache.block_tokens
         self._admissions.prefix_cache.tell_all()
 

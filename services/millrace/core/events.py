@@ -31,7 +31,6 @@ class InstanceJoined:
     kv_layers: int = 0
     decode_step: DecodeStepTime | None = None  # of its batches; None: not known
     block_tokens: int = 0  # of its prefix cache; 0: it keeps none
-    whole_only: bool = False  # decode: it can hold no shards, of its own requests or of others'
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

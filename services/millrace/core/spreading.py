@@ -76,15 +76,14 @@ class Spreading:
 
     def longest_shard(self, homes: Iterable[DecodeInstance]) -> int:
         """Tokens of the first shard at most, at a home that is empty."""
-        rooms = [self._room(one, empty=True) for one in homes if not one.card.whole_only]
+        rooms = [self._room(one, empty=True) for one in homes]
         return max((self._shard_tokens(room) for room in rooms), default=0)
 
     def most_tokens(self) -> int:
         """The longest life that could be spread over the pool, were it empty."""
-        homes = [one for one in self._decode.values() if not one.card.whole_only]
-        if not homes:
+        if not self._decode:
             return 0
-        holders: list[Holder] = [*homes, *self._kvp.values()]
+        holders: list[Holder] = [*self._decode.values(), *self._kvp.values()]
         rooms = [self._room(one, empty=True) for one in holders]
         most = sorted((self._shard_tokens(room) for room in rooms), reverse=True)
         return sum(most[: self._max_workers])
@@ -170,5 +169,5 @@ class Spreading:
 
 
 def _is_open(one: Holder, request: Request, reserved: Collection[str]) -> bool:
-    """Whether it holds shards, nobody waits for it, and no earlier attempt is still there."""
-    return not (one.card.whole_only or one.id in reserved or request.id in one.holdings)
+    """Whether nobody waits for it, and no earlier attempt is still there."""
+    return not (one.id in reserved or request.id in one.holdings)

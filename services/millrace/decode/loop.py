@@ -75,7 +75,6 @@ class DecodeRole:
         register.role = self.name
         register.max_batch = self._context.config.engine.max_batch
         register.kv_pages -= len(self._admissions.spread.spill_pages)
-        register.whole_only = not self._admissions.spread.spill_pages
         if (step := self._context.decode_step) is not None:
             register.decode_step.CopyFrom(decode_step_message(step))
         register.block_tokens = self._prefix_cache.block_tokens

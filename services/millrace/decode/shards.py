@@ -20,7 +20,6 @@ from millrace.decode.holders import Holders
 from millrace.decode.request import DecodeRequest
 from millrace.engine.exchange_link import ExchangeLink
 from millrace.engine.exchange_views import exchange_memory
-from millrace.engine.model_runner import ModelRunner
 from millrace.engine.remote_attention import Remote, reach_of
 from millrace.transfer.kvp_exchange import KvpExchange
 from millrace.transfer.memory import Memory
@@ -98,18 +97,14 @@ class SpreadRequests:
             "requests at home here whose KV others hold, too",
             lambda: len(self._spread),
         )
-        self.spill_pages: list[int] = []
-        if isinstance(engine.runner, ModelRunner):
-            self.spill_pages = engine.pool.allocate(engine.layout.pages_for(pass_tokens))
-            dtype, page_tokens = engine.pool.storage.dtype, engine.layout.page_tokens
-            link = ExchangeLink(self._exchange, memory, dtype, page_tokens)
-            reach = reach_of(engine.shape.sliding_windows)
-            engine.runner.remote = Remote(link, self.spill_pages, reach)
+        self.spill_pages = engine.pool.allocate(engine.layout.pages_for(pass_tokens))
+        dtype, page_tokens = engine.pool.storage.dtype, engine.layout.page_tokens
+        link = ExchangeLink(self._exchange, memory, dtype, page_tokens)
+        reach = reach_of(engine.shape.sliding_windows)
+        engine.runner.remote = Remote(link, self.spill_pages, reach)
 
     def refusal(self, spec: common_pb2.RequestSpec) -> str:
         """Why a request can't be spread from here; empty when it can."""
-        if not self.spill_pages:
-            return "an instance of several ranks can't be the home of a spread request"
         if spec.sampling.n > 1:
             return f"{spec.sampling.n} choices can't be spread over instances"
         return ""

@@ -20,7 +20,6 @@ from torch import Tensor
 from millrace.core.errors import TransferError
 from millrace.core.kvp_rows import ExchangeShape, TableEntry, unpack_table
 from millrace.engine.exchange_views import PieceViews
-from millrace.engine.kv_pool import KvPool
 from millrace.engine.step_tables import indptr_of, page_table_of
 from millrace_kernels import api as kernels
 from millrace_kernels.plan import AttentionPlan
@@ -50,34 +49,36 @@ class ShardAttention:
 
     def __init__(
         self,
-        pool: KvPool,
+        storage: Tensor,
         shape: ExchangeShape,
         memory: Tensor,
         windows: Sequence[int | None],
         backend: str = "auto",
     ) -> None:
-        """memory: uint8, the desk's; ``windows[i]``: layer i's sliding window.
+        """storage: [layers, pages, 2, k, page_tokens, d], or [pools, ...] of these, which have
+        the heads in their order. memory: uint8, the desk's; ``windows[i]``: layer i's sliding
+        window.
 
-        Raises ValueError when the pool doesn't hold the heads that the shape tells of.
+        Raises ValueError when the pools don't hold the heads that the shape tells of.
         """
-        layout = pool.layout
-        if (layout.head_count, layout.head_dim) != (shape.num_kv_heads, shape.head_dim):
+        self._pools = storage if storage.dim() == 7 else storage[None]
+        pools, _, _, _, heads, self._page_tokens, head_dim = self._pools.shape
+        if (pools * heads, head_dim) != (shape.num_kv_heads, shape.head_dim):
             raise ValueError(
-                f"the pool has {layout.head_count} heads of {layout.head_dim}, the exchange "
+                f"the pools have {pools * heads} heads of {head_dim}, the exchange "
                 f"{shape.num_kv_heads} of {shape.head_dim}"
             )
-        self._pool = pool
         self._shape = shape
         self._memory = memory
         self._windows = tuple(windows)
         self._backend = backend
-        self._dtype = pool.storage.dtype
+        self._dtype = storage.dtype
         self._shards: dict[int, _Shard] = {}
         self._pieces: dict[int, dict[int, _Piece]] = {}  # by slot, then number
 
     def open(self, shard: int, pages: Sequence[int], start_token: int, end_token: int) -> None:
         """A shard of tokens [start_token, end_token). Raises ValueError for too few pages."""
-        needed = self._pool.layout.pages_for(end_token - start_token)
+        needed = -(-(end_token - start_token) // self._page_tokens)
         if end_token <= start_token or len(pages) < needed:
             raise ValueError(
                 f"shard of tokens {start_token} to {end_token}: it needs {needed} pages and has "
@@ -125,23 +126,29 @@ class ShardAttention:
         now = self._pieces.get(slot, {}).get(piece)
         if now is None or not 0 <= layer < len(self._windows):
             raise TransferError(f"piece {piece} was never begun, or has no layer {layer}")
-        views, kv_layer = now.views, self._pool.layer(layer)
+        views, device = now.views, self._pools.device
+        count = len(self._pools)
         if now.new is not None:
-            kv = views.kv if now.kept is None else views.kv[now.kept]
+            kv = (views.kv if now.kept is None else views.kv[now.kept]).to(device)
             pages, offsets = now.new
-            kv_layer[pages, :, :, offsets] = kv.to(kv_layer.device)
-        q_nhd = views.q.to(kv_layer.device)
+            for pool, of_pool in zip(self._pools, kv.chunk(count, dim=2), strict=True):
+                pool[layer][pages, :, :, offsets] = of_pool
         plan = self._plan_of(now, self._windows[layer])
         scale = self._shape.head_dim**-0.5
-        if kv_layer.device.type == "cpu":
+        if count == 1 and device.type == "cpu":
+            kv_layer = self._pools[0, layer]
             kernels.run_attention(
-                plan, q_nhd, kv_layer, scale=scale, out=views.out, lse_out=views.lse
+                plan, views.q, kv_layer, scale=scale, out=views.out, lse_out=views.lse
             )
-        else:
-            wide = torch.empty(q_nhd.shape, dtype=torch.float32, device=kv_layer.device)
+            return now.missing
+        heads = self._shape.num_q_heads // count
+        for number, q in enumerate(views.q.to(device).chunk(count, dim=1)):
+            q_nhd, kv_layer = q.contiguous(), self._pools[number, layer]
+            wide = torch.empty(q_nhd.shape, dtype=torch.float32, device=device)
             out, lse = kernels.run_attention(plan, q_nhd, kv_layer, scale=scale, out=wide)
-            views.out.copy_(out)
-            views.lse.copy_(lse)
+            own = slice(number * heads, (number + 1) * heads)
+            views.out[:, own].copy_(out)
+            views.lse[:, own].copy_(lse)
         return now.missing
 
     def forget(self, slot: int) -> None:
@@ -157,8 +164,8 @@ class ShardAttention:
                 first = self._grow(entry, shard)
                 kept.append(np.arange(before, before + entry.new_rows))
                 slots = np.arange(first, first + entry.new_rows)
-                pages.append(shard.pages[slots // self._pool.layout.page_tokens])
-                offsets.append(slots % self._pool.layout.page_tokens)
+                pages.append(shard.pages[slots // self._page_tokens])
+                offsets.append(slots % self._page_tokens)
             before += entry.new_rows
         rows = np.concatenate(kept) if kept else np.empty(0)
         return _Piece(
@@ -190,12 +197,12 @@ class ShardAttention:
                 q_indptr=indptr,
                 kv_lens=kv_lens,
                 page_table=pages,
-                page_tokens=self._pool.layout.page_tokens,
-                num_q_heads=self._shape.num_q_heads,
-                num_kv_heads=self._shape.num_kv_heads,
+                page_tokens=self._page_tokens,
+                num_q_heads=self._shape.num_q_heads // len(self._pools),
+                num_kv_heads=self._shape.num_kv_heads // len(self._pools),
                 head_dim=self._shape.head_dim,
                 dtype=self._dtype,
-                device=self._pool.storage.device,
+                device=self._pools.device,
                 q_positions=positions,
                 sliding_window=window,
                 backend=self._backend,

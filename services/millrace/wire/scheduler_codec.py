@@ -59,7 +59,6 @@ def joined(message: scheduler_pb2.Register) -> events.InstanceJoined:
         kv_layers=message.kv_layers,
         decode_step=_decode_step(message) if message.HasField("decode_step") else None,
         block_tokens=message.block_tokens,
-        whole_only=message.whole_only,
     )
 
 

@@ -39,16 +39,11 @@ OWNERS: Final = 32
 
 
 def exchange_shape(memory: KvMemory) -> ExchangeShape:
-    """Of what travels between owners and holders of this model, as far as the pool has its heads.
-
-    Instances of several ranks, whose pools have not all of the model, take no part in it so far.
-    """
-    layout = memory.pool.layout
-    share = memory.shape.num_kv_heads // layout.head_count
+    """Of what travels between owners and holders of this model."""
     return ExchangeShape(
-        num_q_heads=max(1, memory.shape.num_heads // share),
-        num_kv_heads=layout.head_count,
-        head_dim=layout.head_dim,
+        num_q_heads=memory.shape.num_heads,
+        num_kv_heads=memory.shape.num_kv_heads,
+        head_dim=memory.shape.head_dim,
         element_bytes=memory.layout.element_bytes,
         max_rows=MAX_ROWS,
     )
@@ -70,7 +65,7 @@ class ShardHost:
         shape = exchange_shape(memory)
         exchanged = exchange_memory(KvpDesk.memory_bytes(shape, OWNERS))
         attention = ShardAttention(
-            memory.pool,
+            memory.storage,
             shape,
             exchanged,
             memory.shape.sliding_windows,
@@ -208,5 +203,3 @@ class ShardHost:
             raise TransferError(stale)
         if differs := mismatch(ask.layout, self._layout):
             raise TransferError(differs)
-        if self._pool.layout != self._layout:
-            raise TransferError("an instance of several ranks holds no shards for others")
