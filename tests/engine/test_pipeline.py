@@ -244,6 +244,43 @@ def test_a_pass_that_is_given_up_leaves_nothing_anywhere(folder, staged, at) -> 
     settled(one)
 
 
+def test_logits_wait_for_the_word_of_every_layer(folder, staged) -> None:
+    """Rows and words go different ways: whoever ends with the logits has had its KV told of."""
+    one = Staged(folder, 3)
+    staged.append(one)
+    held, hear = [], one.runner.behind.hear
+    for loop in one.loops:
+        loop._answer = held.append
+    request, layers = Request(one.runner, prompt(20)), []
+    task = request.task(0, 20)
+    task.on_layer = layers.append
+    for boundary in one.runner.prefill(task):
+        if boundary.awaited is not None:
+            assert not boundary.awaited.wait(0.3)
+            for answer in held:
+                hear(answer)
+            assert boundary.awaited.wait(0)
+    assert len(layers) == 5 - len(one.runner.model.layers) and task.logits is not None
+    settled(one)
+
+
+def test_what_came_back_and_waits_holds_up_no_stage(folder, staged) -> None:
+    """More passes than there are slots come back, and the first to begin goes on last."""
+    one = Staged(folder, 2)
+    staged.append(one)
+    requests = [Request(one.runner, prompt(9, seed=n)) for n in range(12)]
+    tasks = [request.task(0, 9) for request in requests]
+    passes = [one.runner.prefill(task) for task in tasks]
+    for steps in passes:
+        assert next(boundary for boundary in steps if boundary.awaited is not None)
+    for steps in reversed(passes):
+        assert list(steps) == []
+    wanted = make_runner(folder)
+    for task, n in zip(tasks, range(12), strict=True):
+        assert torch.equal(task.logits, prefill(wanted, Request(wanted, prompt(9, seed=n))))
+    settled(one)
+
+
 def test_a_stage_that_falls_is_named_to_whoever_waits_and_ever_after(folder, staged) -> None:
     one = Staged(folder, 2)
     staged.append(one)

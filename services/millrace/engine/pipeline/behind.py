@@ -12,6 +12,8 @@ from dataclasses import dataclass, field
 from itertools import count
 from typing import Final, Protocol
 
+from torch import Tensor
+
 from millrace.engine.awaited import Awaited
 from millrace.engine.fallen import EngineFallen
 from millrace.engine.pipeline.messages import (
@@ -58,17 +60,12 @@ class PassBehind:
     number: int
     name: str
     on_layer: Callable[[int], None]
+    to_come: int  # words of its layers, and of its end
     through: Awaited = field(default_factory=Awaited)
-    handed: Handed | None = None  # the rows that came back, until they are taken
+    rows: Tensor | None = None  # that came back
     handed_on: bool = False  # by the first stage
-    is_over: bool = False
     is_served: bool = False  # the computing thread waits in `Behind.next_call`
     is_wanted: bool = True  # somebody waits for its end
-
-    def take(self) -> Handed | None:
-        """The rows that came back; their taker's to give back."""
-        handed, self.handed = self.handed, None
-        return handed
 
 
 class Behind:
@@ -91,8 +88,11 @@ class Behind:
 
     # -- for the computing thread
 
-    def begin(self, name: str, on_layer: Callable[[int], None]) -> PassBehind:
-        entry = PassBehind(next(self._numbers), name, on_layer)
+    def begin(
+        self, name: str, on_layer: Callable[[int], None] = lambda layer: None, layers: int = 0
+    ) -> PassBehind:
+        """`layers`: of later stages, of which each is to be told of before the pass is through."""
+        entry = PassBehind(next(self._numbers), name, on_layer, 1 + layers)
         with self._lock:
             self._passes[entry.number] = entry
         return entry
@@ -127,7 +127,7 @@ class Behind:
         """Nobody waits for the pass, which goes on through the later stages."""
         with self._lock:
             entry.is_wanted = False
-            if entry.is_over:
+            if not entry.to_come:
                 self._passes.pop(entry.number, None)
 
     def end(self, entry: PassBehind) -> None:
@@ -146,10 +146,7 @@ class Behind:
         """Drops the pass where it is. Returns when no stage writes its KV any more."""
         with self._lock:
             known = self._passes.pop(entry.number, None)
-            handed = entry.take()
-        if handed is not None:
-            handed.take()
-        if known is None or handed is not None or self._failure is not None:
+        if known is None or entry.rows is not None or self._failure is not None:
             return
         comes = entry.handed_on
         for stage in range(self._stages.count):
@@ -178,8 +175,9 @@ class Behind:
                     entry = self._passes.get(answer.number)
                 if entry is not None:
                     entry.on_layer(answer.layer)
+                    self._came(answer.number)
             case Through():
-                self._over(answer.number)
+                self._came(answer.number)
             case LinkCall() | RemoteCall() | Stepped():
                 self._calls.put(answer)
             case Dropped():
@@ -189,15 +187,14 @@ class Behind:
                     waiter.set()
 
     def hand(self, handed: Handed) -> None:
-        """The last stage has handed back the rows of a pass."""
+        """The last stage has handed back the rows of a pass. They are taken at once: who waits for
+        them may have others to compute first, and the stages behind it must not wait for that."""
         with self._lock:
             entry = self._passes.get(handed.number)
-            is_wanted = entry is not None and entry.is_wanted
-            if entry is not None and is_wanted:
-                entry.handed = handed
-        if not is_wanted:
-            handed.take()
-        self._over(handed.number)
+        if entry is not None and entry.is_wanted:
+            entry.rows = handed.x.clone()
+        handed.take()
+        self._came(handed.number)
 
     def fall(self, error: StageError) -> None:
         """A stage is gone: whoever waits for one gets the error, now and ever after."""
@@ -210,12 +207,15 @@ class Behind:
         for waiter in waiters:
             waiter.set()
 
-    def _over(self, number: int) -> None:
+    def _came(self, number: int) -> None:
+        """A word of a pass: rows and words go different ways, and either may be the last."""
         with self._lock:
             entry = self._passes.get(number)
             if entry is None:
                 return
-            entry.is_over = True
+            entry.to_come -= 1
+            if entry.to_come:
+                return
             if not entry.is_wanted:
                 del self._passes[number]
         entry.through.set()

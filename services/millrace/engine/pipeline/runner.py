@@ -38,7 +38,7 @@ from millrace.engine.pipeline.messages import (
     Stepped,
 )
 from millrace.engine.pipeline.passes import HandOn, StagePasses
-from millrace.engine.pipeline.rows import Handed, RowsOut
+from millrace.engine.pipeline.rows import RowsOut
 from millrace.engine.prefill_task import check_tasks, hand_out
 from millrace.engine.remote_attention import Remote, RemoteAttention
 from millrace.engine.ring_attention import RingLink, RingTask
@@ -209,7 +209,7 @@ class PipelineRunner:
         return next(i for i, layers in enumerate(held) if layer in layers)
 
     def _ring_steps(self, task: RingTask) -> Generator[Boundary]:
-        entry = self.behind.begin(task.name, lambda layer: None)
+        entry = self.behind.begin(task.name)
         try:
             self.behind.tell(RingStart(entry.number, task.name, RingPass.of(task)))
             yield from self._first.ring(task, fetch=None, hand_on=self._hand_on(entry))
@@ -237,20 +237,17 @@ class PipelineRunner:
                 return Boundary(told.layer, told.operator) if told.operator else None
 
     def _finish_ring(self, entry: PassBehind, task: RingTask) -> None:
-        handed = entry.take()
-        assert handed is not None  # the task wants rows
-        hidden = self._normed(handed)
+        assert entry.rows is not None  # the task wants rows
+        hidden = self._normed(entry.rows)
         if task.want_prompt_logprobs:
             task.hidden = hidden
         if task.want_logits:
             task.logits = self.project(hidden[-1:])[0]
 
-    def _normed(self, handed: Handed) -> Tensor:
+    def _normed(self, rows: Tensor) -> Tensor:
         """[r, H] after the final norm, of rows that came back."""
         norm = required(self.model.weights.final_norm)
-        hidden = kernels.rms_norm(handed.x, norm, self.model.config.norm_eps)
-        handed.take()
-        return hidden
+        return kernels.rms_norm(rows, norm, self.model.config.norm_eps)
 
     def _begin(
         self,
@@ -261,7 +258,8 @@ class PipelineRunner:
         tells: bool,
         on_layer: Callable[[int], None] = lambda layer: None,
     ) -> PassBehind:
-        entry = self.behind.begin(name, on_layer)
+        later = self._layers - self._first.model.layers.stop
+        entry = self.behind.begin(name, on_layer, later if tells else 0)
         kv_only = not (keeps_all or len(tables.rows))
         what = Pass.of(
             entry.number, name, tables, is_cut=not keeps_all, kv_only=kv_only, tells=tells
@@ -298,10 +296,10 @@ class PipelineRunner:
         keeps_all: bool,
     ) -> Tensor:
         """Gives the tasks their rows; returns float32 [size, vocab] of the decodes before them."""
-        handed, hidden = entry.take(), None
+        hidden: Tensor | None = None
         logits = torch.empty(0, self.model.config.vocab_size, device=self.model.device)
-        if handed is not None:
-            hidden = self._normed(handed)
+        if entry.rows is not None:
+            hidden = self._normed(entry.rows)
             logits = self.project(hidden[tables.rows] if keeps_all else hidden)
         self.behind.end(entry)
         hand_out(tasks, iter(logits[size:]), hidden if keeps_all else None, size)
