@@ -154,6 +154,7 @@ class Follower:
                 storage = mapped(layout, handle)[pool_number(layout)]
             finally:
                 os.close(handle)
+        self._page_table = TableMirror()  # as the new runner's own
         pool = KvPool(layout, self._device, storage)
         self._runner = ModelRunner(model, pool, command.attention_backend, self._ranks)
 
