@@ -290,8 +290,12 @@ def test_a_stage_that_falls_is_named_to_whoever_waits_and_ever_after(folder, sta
 
     one.loops[0]._passes.run = broken
     request = Request(one.runner, prompt(10))
+    heard: list[EngineFallen] = []
+    one.runner.when_fallen(heard.append)
     with pytest.raises(StageError, match="out of luck"):
         prefill(one.runner, request)
+    one.runner.when_fallen(heard.append)
+    assert [str(error) for error in heard] == ["RuntimeError: out of luck"] * 2
     with pytest.raises(StageError, match="out of luck"):
         next(one.runner.prefill(request.task(0, 10)))
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import platform
-import time
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -14,15 +13,14 @@ import torch
 from millrace.core.config import EngineConfig
 from millrace.core.errors import ConfigError
 from millrace.core.kv_layout import KvLayout
-from millrace.core.latency import Latency
+from millrace.engine.fallen import EngineFallen
 from millrace.engine.kv_pool import KvPool
 from millrace.engine.loader import Model, load_model, model_hash, resolve_model
 from millrace.engine.model_config import ModelConfig
-from millrace.engine.model_runner import ModelRunner, PrefillTask
+from millrace.engine.model_runner import ModelRunner
 from millrace.engine.parallel.group_runner import GroupRunner, load_ranks
 from millrace.engine.parallel.rank_group import RankGroup
 from millrace.engine.pipeline.runner import PipelineRunner
-from millrace.profiles import eq_1
 from millrace.profiles.cache import ProfileKey
 from millrace_kernels.api import Backend, describe_backends
 from millrace_kernels.dispatch import rows_backend
@@ -30,7 +28,6 @@ from millrace_kernels.dispatch import rows_backend
 CPU_POOL_SHARE = 0.1  # of available memory: several workers share one machine
 CPU_POOL_MOST_BYTES = 4 << 30
 CUDA_POOL_SHARE = 0.85  # of what the weights left free
-CALIBRATION_BUDGET_S = 0.5
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -55,6 +52,13 @@ class KvMemory:
         """The longest context that lies in this pool alone."""
         return min(self.max_context_tokens, self.layout.num_pages * self.layout.page_tokens)
 
+    def check_integrity(self) -> None:
+        """Raises IntegrityError when the pool's book does not add up."""
+        self.pool.check_integrity()
+
+    def when_fallen(self, call: Callable[[EngineFallen], None]) -> None:
+        """Has `call` made when a process that is part of it has fallen, on any thread."""
+
     def close(self) -> None:
         """The memory goes with its last user."""
 
@@ -64,6 +68,15 @@ class Engine(KvMemory):
     """A loaded model with its memory."""
 
     runner: ModelRunner | GroupRunner | PipelineRunner
+
+    def check_integrity(self) -> None:
+        """Likewise, and when an idle engine has a pass in any of its processes."""
+        KvMemory.check_integrity(self)
+        self.runner.check_integrity()
+
+    def when_fallen(self, call: Callable[[EngineFallen], None]) -> None:
+        """Likewise, where its processes are watched over."""
+        self.runner.when_fallen(call)
 
     def close(self) -> None:
         """Ends the other ranks or stages, if there are any."""
@@ -358,46 +371,3 @@ def _sized(one_page: KvLayout, size_bytes: int) -> KvLayout:
             f"engine.kv_bytes is {size_bytes}; one page of this model takes {one_page.pool_bytes}"
         )
     return replace(one_page, num_pages=pages)
-
-
-def calibrate(engine: Engine, max_chunk_tokens: int) -> Latency:
-    """Fits Tetris Eq. (1) to a few prefills, within about `CALIBRATION_BUDGET_S` seconds.
-
-    Lengths double until the budget is spent. The quadratic term comes from the attention FLOPs
-    that the longest runs show above the linear trend; c = 2 d by FLOP counting (PAPERS: CDSP).
-    A prompt above `max_chunk_tokens` takes several passes, each to its end before the next.
-    """
-    free_tokens = engine.pool.free_pages * engine.layout.page_tokens
-    limit = min(1024, engine.max_context_tokens, free_tokens)
-    pages = engine.pool.allocate(engine.layout.pages_for(limit))
-    points: list[tuple[int, float]] = []
-    try:
-        length, spent_s = min(16, limit), 0.0
-        _prefill_s(
-            engine, length, pages, max_chunk_tokens
-        )  # warm up: the first pass pays one-time costs
-        while length <= limit and spent_s < CALIBRATION_BUDGET_S:
-            points.append((length, _prefill_s(engine, length, pages, max_chunk_tokens)))
-            spent_s += points[-1][1]
-            length *= 2
-    finally:
-        engine.pool.free(pages)
-    return eq_1.latency(*eq_1.fit(points))
-
-
-def _prefill_s(engine: Engine, tokens: int, pages: list[int], max_chunk_tokens: int) -> float:
-    start = time.perf_counter()
-    for history in range(0, tokens, max_chunk_tokens):
-        chunk = min(max_chunk_tokens, tokens - history)
-        task = PrefillTask(
-            token_ids=torch.zeros(chunk, dtype=torch.int64, device=engine.device),
-            history_tokens=history,
-            pages=pages,
-            want_logits=True,
-            want_prompt_logprobs=False,
-        )
-        for _ in engine.runner.prefill(task):
-            pass
-    if engine.device.type == "cuda":
-        torch.cuda.synchronize(engine.device)
-    return time.perf_counter() - start

@@ -8,10 +8,57 @@ from typing import Final
 import torch
 from torch import Tensor
 
+from millrace.core.latency import Latency
 from millrace.engine.assembly import Engine
+from millrace.engine.model_runner import PrefillTask
+from millrace.profiles import eq_1
 
 BUDGET_S: Final = 0.2
+PREFILL_BUDGET_S: Final = 0.5
 _LONGEST_TOKENS: Final = 4096  # of a sequence whose steps are timed
+
+
+def calibrate(engine: Engine, max_chunk_tokens: int) -> Latency:
+    """Fits Tetris Eq. (1) to a few prefills, within about `PREFILL_BUDGET_S` seconds.
+
+    Lengths double until the budget is spent. The quadratic term comes from the attention FLOPs
+    that the longest runs show above the linear trend; c = 2 d by FLOP counting (PAPERS: CDSP).
+    A prompt above `max_chunk_tokens` takes several passes, each to its end before the next.
+    """
+    free_tokens = engine.pool.free_pages * engine.layout.page_tokens
+    limit = min(1024, engine.max_context_tokens, free_tokens)
+    pages = engine.pool.allocate(engine.layout.pages_for(limit))
+    points: list[tuple[int, float]] = []
+    try:
+        length, spent_s = min(16, limit), 0.0
+        _prefill_s(
+            engine, length, pages, max_chunk_tokens
+        )  # warm up: the first pass pays one-time costs
+        while length <= limit and spent_s < PREFILL_BUDGET_S:
+            points.append((length, _prefill_s(engine, length, pages, max_chunk_tokens)))
+            spent_s += points[-1][1]
+            length *= 2
+    finally:
+        engine.pool.free(pages)
+    return eq_1.latency(*eq_1.fit(points))
+
+
+def _prefill_s(engine: Engine, tokens: int, pages: list[int], max_chunk_tokens: int) -> float:
+    start = time.perf_counter()
+    for history in range(0, tokens, max_chunk_tokens):
+        chunk = min(max_chunk_tokens, tokens - history)
+        task = PrefillTask(
+            token_ids=torch.zeros(chunk, dtype=torch.int64, device=engine.device),
+            history_tokens=history,
+            pages=pages,
+            want_logits=True,
+            want_prompt_logprobs=False,
+        )
+        for _ in engine.runner.prefill(task):
+            pass
+    if engine.device.type == "cuda":
+        torch.cuda.synchronize(engine.device)
+    return time.perf_counter() - start
 
 
 def calibrate_decode(engine: Engine, max_batch: int) -> list[tuple[int, int, float]]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Generator, Sequence
+from collections.abc import Callable, Generator, Sequence
 from dataclasses import dataclass
 from typing import Final
 
@@ -11,6 +11,7 @@ from torch import Tensor
 
 from millrace.core.errors import ModelError
 from millrace.engine.awaited import Awaited
+from millrace.engine.fallen import EngineFallen
 from millrace.engine.kv_pool import KvPool
 from millrace.engine.loader import Model
 from millrace.engine.mixed_pass import (
@@ -225,6 +226,12 @@ class ModelRunner:
 
     def drop(self, names: Sequence[str]) -> None:
         """Nothing to give up: likewise."""
+
+    def check_integrity(self) -> None:
+        """Nothing stays behind: likewise."""
+
+    def when_fallen(self, call: Callable[[EngineFallen], None]) -> None:
+        """It is in no other process, and never calls."""
 
     def rest(self) -> None:
         """Nothing to bring to rest: a group of ranks has."""

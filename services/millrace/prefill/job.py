@@ -185,8 +185,8 @@ class PrefillJob:
         elif self._suspended_s is not None:
             why = self._suspended_why
             self.spans.append(span(why, self.instance_id, self._suspended_s, now_s))
-            if why == PREEMPTED:
-                metrics.suspended_s.observe(now_s - self._suspended_s)
+            waited = metrics.suspended_s if why == PREEMPTED else metrics.later_stages_s
+            waited.observe(now_s - self._suspended_s)
         self._suspended_s = None
 
     def suspend(self, why: str) -> None:

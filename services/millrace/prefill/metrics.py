@@ -39,6 +39,10 @@ class PrefillMetrics:
         self.suspended_s = registry.histogram(
             "millrace_prefill_suspended_seconds", "from a suspension until the prefill goes on"
         )
+        self.later_stages_s = registry.histogram(
+            "millrace_prefill_later_stages_seconds",
+            "from a prompt's last rows' leaving the first stage until its token one is drawn",
+        )
         self.failed = registry.counter(
             "millrace_prefill_failed_requests_total",
             "requests this instance could not prefill or hand over",

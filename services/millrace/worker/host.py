@@ -38,6 +38,7 @@ from millrace.worker.link import WorkerLink
 from millrace.worker.stages import open_staged_engine
 from millrace.worker.tasks import first_of, stop_event
 from millrace.worker.vitals import Vitals, open_vitals
+from millrace.worker.watch import check_idle, watch
 
 log = logging.getLogger(__name__)
 
@@ -246,7 +247,10 @@ async def serve_instance(
             on_command=role.on_command,
             on_lost=lambda: role.drop_all("the scheduler's stream was lost"),
         )
-        tasks = [asyncio.create_task(role.run(), name=f"the {role.name} loop")]
+        tasks = [
+            asyncio.create_task(role.run(), name=f"the {role.name} loop"),
+            asyncio.create_task(watch(memory), name="the watch over the engine"),
+        ]
         stack.push_async_callback(_end_tasks, tasks)
         proof = _prove(kv_path, role, transport, memory, options.scheduler)
         await first_of([proof, stop.wait()], tasks)
@@ -263,7 +267,7 @@ async def serve_instance(
         await first_of([stop.wait()], tasks)
         await health.set_serving(False)
         await first_of([_drain(role, link, options.drain_timeout_s)], tasks)
-        role.check_integrity()
+        check_idle(role, memory)
 
 
 async def _start_server(

@@ -9,8 +9,8 @@ from millrace.core.config import EngineConfig
 from millrace.core.decode_step import DecodeStepTime
 from millrace.core.latency import Latency, SpLatency
 from millrace.core.profile import Profile
-from millrace.engine.assembly import Engine, calibrate, profile_key
-from millrace.engine.calibration import calibrate_decode
+from millrace.engine.assembly import Engine, profile_key
+from millrace.engine.calibration import calibrate, calibrate_decode
 from millrace.profiles import load_profile
 from millrace.profiles.cache import ProfileCache
 from millrace.profiles.decode_step import fit, of_profile

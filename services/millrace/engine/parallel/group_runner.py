@@ -22,6 +22,7 @@ from torch import Tensor
 
 from millrace.core.errors import IntegrityError
 from millrace.core.kv_layout import KvLayout
+from millrace.engine.fallen import EngineFallen
 from millrace.engine.kv_pool import KvPool
 from millrace.engine.loader import Model, load_model, resolve_model
 from millrace.engine.mixed_pass import DecodeRows
@@ -240,6 +241,12 @@ class GroupRunner:
 
     def drop(self, names: Sequence[str]) -> None:
         """Nothing to give up: likewise."""
+
+    def check_integrity(self) -> None:
+        """Nothing stays behind: likewise."""
+
+    def when_fallen(self, call: Callable[[EngineFallen], None]) -> None:
+        """Never calls: a rank that fell is found out by the next pass."""
 
     def rest(self) -> None:
         """Brings all ranks to a boundary that they agree on; the pass goes on when next asked."""

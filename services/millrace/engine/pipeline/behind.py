@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import queue
 import threading
+import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from itertools import count
@@ -14,6 +15,7 @@ from typing import Final, Protocol
 
 from torch import Tensor
 
+from millrace.core.errors import IntegrityError
 from millrace.engine.awaited import Awaited
 from millrace.engine.fallen import EngineFallen
 from millrace.engine.pipeline.messages import (
@@ -30,6 +32,7 @@ from millrace.engine.pipeline.messages import (
 from millrace.engine.pipeline.rows import Handed
 
 _DROP_TIMEOUT_S: Final = 60.0
+_LAST_WORDS_S: Final = 1.0
 
 Call = LinkCall | RemoteCall | Stepped
 """What comes of a stage while the first one's computing thread waits for it."""
@@ -80,11 +83,30 @@ class Behind:
         self._dropped: Awaited | None = None
         self._answer: Dropped | None = None
         self._failure: StageError | None = None
+        self._on_fall: Callable[[EngineFallen], None] = lambda error: None
 
     def __len__(self) -> int:
         """Passes that are somewhere in the pipeline."""
         with self._lock:
             return len(self._passes)
+
+    def when_fallen(self, call: Callable[[EngineFallen], None]) -> None:
+        """Has `call` made once a stage has fallen: at once if one has, else on another thread."""
+        with self._lock:
+            self._on_fall = call
+            failure = self._failure
+        if failure is not None:
+            call(failure)
+
+    def check_integrity(self) -> None:
+        """Raises IntegrityError when passes are left. What is said of the last ones may still be on
+        its way: that is waited for."""
+        deadline_s = time.monotonic() + _LAST_WORDS_S
+        while len(self) and time.monotonic() < deadline_s:
+            time.sleep(0.01)
+        with self._lock:
+            if self._passes:
+                raise IntegrityError(f"passes {sorted(self._passes)} are left in later stages")
 
     # -- for the computing thread
 
@@ -200,10 +222,12 @@ class Behind:
         """A stage is gone: whoever waits for one gets the error, now and ever after."""
         with self._lock:
             self._failure = self._failure or error
+            on_fall = self._on_fall
             waiters = [entry.through for entry in self._passes.values()]
             if self._dropped is not None:
                 waiters.append(self._dropped)
         self._calls.put(None)
+        on_fall(error)
         for waiter in waiters:
             waiter.set()
 

@@ -12,6 +12,7 @@ from collections.abc import Callable, Generator, Sequence
 import torch
 from torch import Tensor
 
+from millrace.engine.fallen import EngineFallen
 from millrace.engine.kv_pool import KvPool
 from millrace.engine.mixed_pass import (
     DecodeRows,
@@ -151,6 +152,14 @@ class PipelineRunner:
     def copy_page(self, source: int, target: int) -> None:
         """`KvPool.copy_page`, of all layers: every stage's pool is in memory that is shared."""
         self.pool.copy_page(source, target)
+
+    def when_fallen(self, call: Callable[[EngineFallen], None]) -> None:
+        """Has `call` made once a stage has fallen, on another thread."""
+        self.behind.when_fallen(call)
+
+    def check_integrity(self) -> None:
+        """Raises IntegrityError when an idle pipeline has a pass somewhere."""
+        self.behind.check_integrity()
 
     def rest(self) -> None:
         """Nothing to bring to rest: stages wait for nobody."""

@@ -1,0 +1,41 @@
+"""What a worker asks of all that it is made of: whether it lives, and whether it is empty."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from typing import Protocol
+
+from millrace.engine.assembly import KvMemory
+from millrace.engine.fallen import EngineFallen
+
+
+class Holder(Protocol):
+    """Has something of requests while there are some."""
+
+    def check_integrity(self) -> None:
+        """Raises IntegrityError when it has something although it is idle."""
+
+
+def check_idle(*holders: Holder) -> None:
+    """Raises IntegrityError when one of them has anything left of a request."""
+    for holder in holders:
+        holder.check_integrity()
+
+
+async def watch(memory: KvMemory) -> None:
+    """Raises EngineFallen when a process of an engine has fallen, whether it is in use or not."""
+    loop = asyncio.get_running_loop()
+    fell: asyncio.Future[EngineFallen] = loop.create_future()
+
+    def on_fall(error: EngineFallen) -> None:
+        with contextlib.suppress(RuntimeError):  # the loop is closed: the worker has ended
+            loop.call_soon_threadsafe(_resolve, fell, error)
+
+    memory.when_fallen(on_fall)
+    raise await fell
+
+
+def _resolve(fell: asyncio.Future[EngineFallen], error: EngineFallen) -> None:
+    if not fell.done():
+        fell.set_result(error)
