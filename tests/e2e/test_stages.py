@@ -1,0 +1,220 @@
+"""Instances in stages in a whole stack: any number of them in prefill into any in decode."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import time
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+
+from millrace.stack import Stack, StackOptions
+from support.live_stack import POOL_BYTES, complete, eventually, greedy_ids
+from support.served_model import served_folder
+from support.tiny_models import oracle, prompt
+
+MODEL = "qwen3-moe-mixed"  # four layers, one with a window
+TINY = Path(__file__).parents[2] / "models" / "millrace-tiny"
+LONG, SHORTS = 6_000, range(4)
+SETTINGS = [
+    *("engine.dtype=float32", "scheduler.heartbeat_s=0.2", "scheduler.lease_s=2"),
+    *("store.finished_ttl_s=0", "scheduler.preemption=operator"),
+]
+
+
+def options(of_prefill: int, of_decode: int, **others: Any) -> StackOptions:
+    """Stages by role; an instance of each."""
+    decode_settings = others.pop("decode_settings", ())
+    given = {"model": str(served_folder(MODEL)), "prefill": 1, "decode": 1, **others}
+    return StackOptions(
+        model_name="tiny",
+        port=0,
+        threads=1,
+        start_timeout_s=120,
+        settings=[f"engine.kv_bytes={POOL_BYTES}", *SETTINGS, *given.pop("settings", ())],
+        role_settings={
+            "prefill": [f"engine.stages={of_prefill}", "engine.max_chunk_tokens=128"],
+            "decode": [f"engine.stages={of_decode}", *decode_settings],
+        },
+        **given,
+    )
+
+
+async def test_stages_into_others_give_the_oracles_tokens() -> None:
+    await any_into_any(2, 3)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("prefill", "decode"), [(2, 1), (1, 2), (4, 4)])
+async def test_any_stages_into_any(prefill: int, decode: int) -> None:
+    await any_into_any(prefill, decode)
+
+
+async def any_into_any(prefill: int, decode: int) -> None:
+    async with (
+        Stack(options(prefill, decode)) as stack,
+        httpx.AsyncClient(base_url=stack.url, timeout=60) as client,
+    ):
+        prompts = [prompt(n, seed=n) for n in (600, 20, 45, 33)]
+        found = await asyncio.gather(*(greedy_ids(client, ids, 6) for ids in prompts))
+        for ids, answer in zip(prompts, found, strict=True):
+            assert answer == oracle(MODEL).greedy(ids, 6)
+
+
+#: Requests with every sampling parameter and everything that an answer may carry.
+BODIES: list[dict[str, Any]] = [
+    {"prompt": prompt(200, 1), "temperature": 0},
+    {"prompt": prompt(40, 2), "temperature": 0.9, "seed": 3, "n": 3, "top_p": 0.9},
+    {"prompt": prompt(270, 3), "temperature": 0, "logprobs": 3, "echo": True},
+    {"prompt": prompt(33, 4), "temperature": 0, "repetition_penalty": 1.8},
+    {"prompt": prompt(50, 5), "seed": 8, "presence_penalty": 1.0, "frequency_penalty": 0.5},
+    {"prompt": prompt(16, 6), "temperature": 0, "logit_bias": {"17": 100}},
+    {"prompt": prompt(30, 7), "temperature": 0, "stop_token_ids": list(range(8, 160))},
+    {"prompt": prompt(90, 8), "seed": 2, "top_k": 5, "min_tokens": 6, "logprobs": 0},
+    {"prompt": prompt(900, 9), "temperature": 0, "max_tokens": 1},
+    {"prompt": [prompt(20, 10), prompt(64, 11)], "temperature": 0},
+]
+
+
+def rounded(value: Any) -> Any:
+    """The float32 sums of another batch differ in their last digits."""
+    if isinstance(value, dict):
+        return {k: rounded(v) for k, v in value.items()}
+    if isinstance(value, list):
+        return [rounded(v) for v in value]
+    return round(value, 3) if isinstance(value, float) else value
+
+
+async def answers(stack: Stack) -> list[Any]:
+    given = {"max_tokens": 16, "ignore_eos": True, "return_token_ids": True}
+    async with httpx.AsyncClient(base_url=stack.url, timeout=120) as client:
+        found = await asyncio.gather(*(complete(client, **{**given, **body}) for body in BODIES))
+        again = await asyncio.gather(*(complete(client, **{**given, **body}) for body in BODIES))
+    cached = [a["usage"]["prompt_tokens_details"]["cached_tokens"] for a in again]
+    assert cached[0] > 0 and cached[8] > 0  # the second time they begin behind what is there
+    assert rounded([a["choices"] for a in again]) == rounded([a["choices"] for a in found])
+    return rounded([answer["choices"] for answer in found])
+
+
+@pytest.mark.slow
+async def test_every_kind_of_answer_is_the_whole_instances() -> None:
+    async with Stack(options(1, 1)) as whole:
+        expected = await answers(whole)
+    async with Stack(options(3, 2)) as stack:
+        assert await answers(stack) == expected
+    mixed = options(1, 1, colocated=1, colocation="mixed", settings=["engine.stages=2"])
+    async with Stack(mixed) as stack:
+        assert await answers(stack) == expected
+
+
+def later_stage(pid: int) -> int:
+    """A process of a later stage: the child that is not multiprocessing's resource tracker."""
+    for task in os.listdir(f"/proc/{pid}/task"):
+        with open(f"/proc/{pid}/task/{task}/children", encoding="ascii") as children:
+            for child in children.read().split():
+                with open(f"/proc/{child}/cmdline", encoding="utf-8") as command:
+                    if "spawn_main" in command.read():
+                        return int(child)
+    raise AssertionError(f"process {pid} has no later stage")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("role", ["prefill", "decode"])
+async def test_who_lost_a_stage_dies_and_comes_back_and_its_requests_go_on(role: str) -> None:
+    stack_options = options(2, 2, **{role: 2})
+    async with (
+        Stack(stack_options) as stack,
+        httpx.AsyncClient(base_url=stack.url, timeout=120) as client,
+    ):
+        asked = [prompt(300 + 40 * i, i) for i in range(6)]
+        running = [asyncio.create_task(greedy_ids(client, ids, 300)) for ids in asked]
+        await asyncio.sleep(0.5)
+        service = stack.services[f"{role}-0"]
+        assert service.process is not None
+        os.kill(later_stage(service.process.pid), signal.SIGKILL)
+        found = await asyncio.gather(*running)
+        assert found == [oracle(MODEL).greedy(ids, 300) for ids in asked]
+        await eventually(lambda: service.restarts == 1, 60)
+        said = service.log_path.read_text()
+        assert "stage 1 died, killed by SIGKILL" in said
+        await eventually(lambda: service.serving, 60)
+
+
+@pytest.mark.slow
+async def test_answers_go_on_in_stages_when_their_instance_is_killed() -> None:
+    async with (
+        Stack(options(2, 2, decode=2)) as stack,
+        httpx.AsyncClient(base_url=stack.url, timeout=120) as client,
+    ):
+        asked = [prompt(100 + 60 * i, i) for i in range(6)]
+        running = [asyncio.create_task(greedy_ids(client, ids, 600)) for ids in asked]
+        await asyncio.sleep(1.0)
+        process = stack.services["decode-0"].process
+        assert process is not None
+        process.kill()
+        assert await asyncio.gather(*running) == [oracle(MODEL).greedy(ids, 600) for ids in asked]
+        await eventually(lambda: stack.services["decode-0"].restarts == 1, 60)
+
+
+@pytest.mark.slow
+async def test_answers_that_grow_take_turns_in_a_memory_of_several_stages() -> None:
+    page_bytes = 4 * 2 * 3 * 16 * 16 * 4
+    settings = ["engine.prefix_cache=off", "scheduler.decode_reserve=grow"]
+    settings += ["scheduler.decode_headroom_tokens=16"]
+    decode = [f"engine.kv_bytes={21 * page_bytes}", f"engine.swap_bytes={80 * page_bytes}"]
+    asked = [(prompt(20 + 9 * i), 100 + 12 * i) for i in range(8)]
+    async with (
+        Stack(options(2, 2, settings=settings, decode_settings=decode)) as stack,
+        httpx.AsyncClient(base_url=stack.url, timeout=120) as client,
+    ):
+        found = await asyncio.gather(*(greedy_ids(client, ids, most) for ids, most in asked))
+        assert found == [oracle(MODEL).greedy(ids, most) for ids, most in asked]
+
+
+async def traced(client: httpx.AsyncClient, ids: list[int], ttft_ms: int) -> tuple[float, Any]:
+    """Seconds until the answer of one token, and the answer."""
+    begun_s = time.monotonic()
+    body = {"model": "tiny", "prompt": ids, "max_tokens": 1, "temperature": 0}
+    headers = {"x-millrace-ttft-slo-ms": str(ttft_ms), "x-millrace-trace": "1"}
+    response = await client.post(
+        "/v1/completions", json=body | {"return_token_ids": True}, headers=headers
+    )
+    assert response.status_code == 200, response.text
+    return time.monotonic() - begun_s, response.json()
+
+
+@pytest.mark.slow
+async def test_short_ones_pass_a_long_one_in_every_stage_and_a_cancelled_one_leaves() -> None:
+    """The stack's end raises what any stage has left of the prompt that nobody wants any more."""
+    chunks = ["engine.max_chunk_tokens=512", "engine.prefix_cache=off"]
+    given = options(3, 1, model=str(TINY), settings=["engine.kv_bytes=300000000"])
+    given.role_settings["prefill"][1:] = chunks
+    async with (
+        Stack(given) as stack,
+        httpx.AsyncClient(base_url=stack.url, timeout=60) as client,
+    ):
+        long, shorts = prompt(LONG), [prompt(40 + i, seed=i) for i in SHORTS]
+        alone_s, alone = await traced(client, long, 60_000)
+        expected = [await greedy_ids(client, ids, 1) for ids in shorts]
+        spans = [span["name"] for span in alone["millrace"]["spans"]]
+        assert "later_stages" in spans and "chunk 11" in spans
+
+        running = asyncio.create_task(traced(client, long, 60_000))
+        await asyncio.sleep(alone_s / 6)
+        passing = await asyncio.gather(*(traced(client, ids, 500) for ids in shorts))
+        assert not running.done()
+        found = [answer["choices"][0]["token_ids"] for _, answer in passing]
+        assert found == expected
+        _, answer = await running
+        assert answer["choices"][0]["token_ids"] == alone["choices"][0]["token_ids"]
+
+        for share in (0.1, 0.4, 0.7, 0.9):
+            leaving = asyncio.create_task(traced(client, long, 60_000))
+            await asyncio.sleep(share * alone_s)
+            leaving.cancel()
+            await asyncio.gather(leaving, return_exceptions=True)
+        assert await greedy_ids(client, shorts[0], 1) == expected[0]
