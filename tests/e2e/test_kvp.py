@@ -105,6 +105,31 @@ async def test_long_contexts_spread_and_a_lost_worker_costs_no_answer() -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("home", ["engine.tensor_parallel=2", "engine.stages=2"])
+@pytest.mark.parametrize("prefill", ["engine.tensor_parallel=1", "engine.stages=3"])
+async def test_groups_of_staged_prefills_into_homes_of_ranks_or_stages(
+    prefill: str, home: str
+) -> None:
+    """SP times PP, or plain, into TP or PP times KVP: any prefill layout into any decode layout."""
+    prompts = [prompt(40, 20), prompt(900, 21), prompt(1500, 22)]
+    expected = [oracle(MODEL).greedy(p, 20) for p in prompts]
+    groups = ["scheduler.planner=fixed_sp", "scheduler.fixed_sp=2"]
+    async with (
+        live_stack(
+            served_folder(MODEL),
+            prefill=2,
+            decode=1,
+            kvp=2,
+            settings=[*SETTINGS, *groups],
+            role_settings={**ROLES, "prefill": [prefill], "decode": [*ROLES["decode"], home]},
+        ) as stack,
+        httpx.AsyncClient(base_url=stack.url, timeout=60) as client,
+    ):
+        answers = await asyncio.gather(*(greedy_ids(client, p, 20) for p in prompts))
+        assert answers == expected
+
+
+@pytest.mark.slow
 async def test_a_worker_that_drains_lets_its_requests_finish() -> None:
     lasting = prompt(800, 11)
     async with stack_of(kvp=2) as (stack, client):

@@ -40,7 +40,7 @@ async def timed(client: httpx.AsyncClient, ids: list[int], ttft_ms: int) -> tupl
 @pytest.mark.parametrize("policy", [pytest.param("s_edf", marks=pytest.mark.slow), "millrace"])
 async def test_short_ones_pass_a_long_one(policy: str) -> None:
     settings = [
-        *("engine.dtype=float32", "engine.kv_bytes=200000000"),
+        *("engine.dtype=float32", "engine.kv_bytes=200000000", "engine.prefix_cache=off"),
         f"scheduler.policy={policy}",
         "scheduler.preemption=operator",
     ]
@@ -72,7 +72,7 @@ async def test_short_ones_pass_a_long_one(policy: str) -> None:
 async def test_all_policies_serve_a_mix_with_preemption_and_batches() -> None:
     """The instance takes what any policy orders, one after another in one stack."""
     settings = [
-        *("engine.dtype=float32", "engine.kv_bytes=200000000"),
+        *("engine.dtype=float32", "engine.kv_bytes=200000000", "engine.prefix_cache=off"),
         "scheduler.preemption=layer",
         "scheduler.batch_tokens=256",
     ]

@@ -54,7 +54,7 @@ def first_tokens(pair: Pair) -> dict[str, list[int]]:
 
     def noted(job: Any, session: Any, work: Any, logprobs: Any) -> Any:
         outcome = work.outcome
-        found[job.request_id] = [*outcome.token_ids, round(outcome.logprobs[0].chosen[1], 4)]
+        found[job.request_id] = [*outcome.token_ids, round(outcome.logprobs[0].chosen[1], 3)]
         return finish(job, session, work, logprobs)
 
     role._finish_message = noted

@@ -269,7 +269,7 @@ def _long_histories(workload: Workload, longest: int) -> Iterable[Prefill]:
     room = min(workload.max_tokens, workload.kv_tokens)
     for tokens in LONG_HISTORY_CHUNKS:
         history = min(longest * longest // (2 * tokens), room - tokens)
-        if tokens <= workload.max_chunk_tokens and tokens + history > longest:
+        if tokens <= min(room, workload.max_chunk_tokens) and tokens + history > longest:
             yield Prefill(tokens, history)
 
 
