@@ -42,6 +42,10 @@ FEW = replace(
     growth_steps=2,
     growth_chunk_tokens=8,
     growth_repeats=1,
+    stages=(1, 2),
+    stage_prompt_tokens=96,
+    stage_chunk_tokens=32,
+    stage_repeats=1,
 )
 
 
@@ -196,10 +200,20 @@ def test_workers_over_nixl_from_end_to_end(tmp_path: Path) -> None:
     assert "workers join" in said
 
 
+@pytest.mark.slow
+def test_stages_from_end_to_end(tmp_path: Path) -> None:
+    found, said = document(tmp_path, "spp")
+    one, two = found["spp"]["rows"]
+    assert (one["stages"], one["speedup"], one["efficiency"]) == (1, 1.0, 1.0)
+    assert two["stages"] == 2 and two["speedup"] == one["prompt_s"] / two["prompt_s"]
+    assert two["efficiency"] == two["speedup"] / min(2, found["spp"]["cores"])
+    assert "through stages of one thread" in " ".join(said.split())
+
+
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        ({"parts": "sp"}, "'sp' is none of predictor, chunking, batching, kvp"),
+        ({"parts": "sp"}, "'sp' is none of predictor, chunking, batching, spp, kvp"),
         ({"dtype": "int8"}, "'int8' is none of float32, bfloat16"),
         ({"static": "0"}, "--static '0'"),
         ({"json_path": Path("nowhere/x.json")}, "there is no folder nowhere"),

@@ -7,6 +7,9 @@ long prefill (Mnemosyne Figure 22). On several: the time between tokens and of a
 context lies at up to four workers (KVP, Mnemosyne section 4.4 and Figure 19), which are processes
 that exchange queries and partial results over NIXL.
 
+Further, what stages bring a long prompt whose chunks follow each other through them (SPP, Mnemosyne
+section 4.3).
+
 KVP workers share this machine's cores; what a pass would take on cores of their own is put together
 from CPU times and communication, beside the time on the clock (`long_kvp`).
 """
@@ -58,7 +61,7 @@ def command(  # noqa: PLR0913 - every option of the command line is a parameter
         typer.Option("--plot", metavar="PATH", help="PNG: errors, iterations, decodes, shards."),
     ] = None,
 ) -> None:
-    """Long contexts: predictions, adaptive chunks, decodes beside a prefill, KVP."""
+    """Long contexts: predictions, adaptive chunks, decodes beside a prefill, stages, KVP."""
     if dtype not in ("float32", "bfloat16"):
         raise typer.BadParameter(f"{dtype!r} is none of float32, bfloat16")
     settings = Settings(

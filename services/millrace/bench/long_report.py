@@ -27,6 +27,8 @@ def print_tables(document: Document, console: Console) -> None:
         console.print(_chunking(document["chunking"]))
     if "batching" in document:
         console.print(_batching(document["batching"]))
+    if "spp" in document:
+        console.print(_stages(document["spp"]))
     if "kvp" in document:
         console.print(_token(document["kvp"]["token"]))
         console.print(_growth(document["kvp"]))
@@ -86,6 +88,23 @@ def _batching(found: Document) -> Table:
         )
     whole = found["whole"]
     table.add_row("all", "", f"{whole['same_tokens']:.3f}", f"{whole['same_chunk']:.3f}")
+    return table
+
+
+def _stages(found: Document) -> Table:
+    table = _table(
+        f"A prompt of {found['prompt_tokens']} tokens in chunks of {found['chunk_tokens']} through "
+        f"stages of one thread, on {found['cores']} cores; efficiency: of the cores in use",
+        *("stages", "prompt, s", "chunk, ms", "speed-up", "efficiency"),
+    )
+    for row in found["rows"]:
+        table.add_row(
+            str(row["stages"]),
+            f"{row['prompt_s']:.2f}",
+            _ms(row["chunk_s"]),
+            f"{row['speedup']:.2f}",
+            f"{row['efficiency']:.2f}",
+        )
     return table
 
 
@@ -150,6 +169,8 @@ def draw(document: Document, path: Path) -> None:
         panels += _chunking_panels(document["chunking"])
     if "batching" in document:
         panels.append(_batching_panel(document["batching"]))
+    if "spp" in document:
+        panels.append(_stages_panel(document["spp"]))
     if "kvp" in document:
         panels += [*_token_panels(document["kvp"]["token"]), _growth_panel(document["kvp"])]
     draw_panels([panels[i : i + 3] for i in range(0, len(panels), 3)], path)
@@ -198,6 +219,20 @@ def _batching_panel(found: Document) -> Panel:
             for name, kind in (("same tokens", "same_tokens"), ("same chunk", "same_chunk"))
         },
         mark=BATCHING_GOAL,
+    )
+
+
+def _stages_panel(found: Document) -> Panel:
+    rows = found["rows"]
+    return Panel(
+        title=f"{found['prompt_tokens']} tokens through stages",
+        x="stages",
+        y="over one stage",
+        lines={
+            "speed-up": [(row["stages"], row["speedup"]) for row in rows],
+            "efficiency": [(row["stages"], row["efficiency"]) for row in rows],
+        },
+        mark=1.0,
     )
 
 

@@ -8,7 +8,7 @@ import time
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
-from millrace.bench import long_kvp, long_mixed
+from millrace.bench import long_kvp, long_mixed, long_spp
 from millrace.bench.long_mixed import Document, Told
 from millrace.bench.long_model import LONG_LLAMA_27M, kv_bytes
 from millrace.bench.machine_limits import describe_machine
@@ -24,7 +24,7 @@ from millrace.profiles.degrees import REFERENCE
 
 #: Of one engine; the rest runs on several.
 MIXED_PARTS = ("predictor", "chunking", "batching")
-PARTS = (*MIXED_PARTS, "kvp")
+PARTS = (*MIXED_PARTS, "spp", "kvp")
 
 MAX_CHUNK_TOKENS = 2048
 
@@ -36,7 +36,7 @@ class Settings:
     Of the predictor: profile_s to measure for, `batches` random ones, `rounds` times each. Of
     chunking: the static chunks' tokens, `decodes` on `context_tokens` each beside them. Of
     batching: `short_decodes` on `short_context_tokens` each beside chunks of `chunk_tokens`, at so
-    many histories, `batching_rounds` times.
+    many histories, `batching_rounds` times. Of spp: a prompt in chunks through so many stages.
     """
 
     parts: tuple[str, ...] = PARTS
@@ -62,6 +62,10 @@ class Settings:
     growth_steps: int = 8
     growth_chunk_tokens: int = 32
     growth_repeats: int = 3
+    stages: tuple[int, ...] = (1, 2, 4)
+    stage_prompt_tokens: int = 8192
+    stage_chunk_tokens: int = 256
+    stage_repeats: int = 3
 
     def quick(self) -> Settings:
         """Less of everything: for a look, not for figures to quote."""
@@ -79,6 +83,9 @@ class Settings:
             most_tokens=min(self.most_tokens, 4096),
             growth_steps=4,
             growth_repeats=1,
+            stages=self.stages[:2],
+            stage_prompt_tokens=4096,
+            stage_repeats=1,
         )
 
 
@@ -90,6 +97,17 @@ async def run(settings: Settings, told: Told = lambda what: None) -> Document:
         model = write_random_model(Path(folder), LONG_LLAMA_27M)
         if set(settings.parts) & set(MIXED_PARTS):
             document |= await asyncio.to_thread(_mixed, model, settings, told)
+        if "spp" in settings.parts:
+            document["spp"] = await asyncio.to_thread(
+                long_spp.stages,
+                model,
+                dtype=settings.dtype,
+                degrees=settings.stages,
+                prompt_tokens=settings.stage_prompt_tokens,
+                chunk_tokens=settings.stage_chunk_tokens,
+                repeats=settings.stage_repeats,
+                told=told,
+            )
         if "kvp" in settings.parts:
             document["kvp"] = await asyncio.to_thread(_kvp, model, settings, told)
     document["machine"] = describe_machine()
