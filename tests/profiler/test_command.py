@@ -92,6 +92,7 @@ def test_if_missing_measures_once(monkeypatch: pytest.MonkeyPatch, cache: Path) 
         (("--sp", "1"), "sp has 1; a group has 2 instances or more"),
         (("--threads", "-1"), "engine.threads is -1; it must be between 0"),
         (("--out", "."), ". can't be written"),
+        (("--set", "engine.stages=2"), "engine.stages is 2; profiles are of whole instances"),
     ],
 )
 def test_bad_input_is_named_in_a_line_and_nothing_is_kept(

@@ -60,7 +60,9 @@ def test_decode_steps_are_fitted_briefly(engine: Engine, config: EngineConfig) -
     engine.pool.check_integrity(expected_used=0)
 
 
-@pytest.mark.parametrize("change", [{"profile": "none"}, {"max_chunk_tokens": 99}, {"threads": 3}])
+@pytest.mark.parametrize(
+    "change", [{"profile": "none"}, {"max_chunk_tokens": 99}, {"threads": 3}, {"stages": 2}]
+)
 def test_without_one_the_times_are_fitted_briefly(
     engine: Engine, config: EngineConfig, change: dict, told: pytest.LogCaptureFixture
 ) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+import time
 from pathlib import Path
 
 import pytest
@@ -67,9 +68,11 @@ def test_three_processes_are_one_engine_until_one_dies(folder) -> None:
         children = [p.pid for p in engine.runner._stages._processes]
         os.kill(children[0], signal.SIGKILL)
         task: PrefillTask = requests[0].task(0, 50)
+        begun_s = time.monotonic()
         with pytest.raises(EngineFallen, match="stage 1 died, killed by SIGKILL"):
             for _ in engine.runner.prefill(task):
                 pass
+        assert time.monotonic() - begun_s < 30  # found out by its end, not by a timeout
     finally:
         engine.close()
 

@@ -86,6 +86,8 @@ def open_staged_engine(
             f"they can on the host alone (engine.device=cpu)"
         )
     shape = KvShape.of(model, config, revision)
+    first = Stage(0, config.stages)
+    first.check(shape.model)  # before any process is started
     threads = max(1, (config.threads or len(os.sched_getaffinity(0))) // config.stages)
     torch.set_num_threads(threads)
     stages = StageProcesses(config, host, threads)
@@ -100,13 +102,12 @@ def open_staged_engine(
             dtype=config.dtype,
             load_format=config.load_format,
             progress=progress,
-            stage=Stage(0, config.stages),
+            stage=first,
         )
         stages.collect(Done, _LOAD_TIMEOUT_S)
         storage = stages.open(shape.layout, config.attention_backend)
         held = storage[own.layers.start : own.layers.stop]
         part = KvPool(stage_layout(shape.layout, own.layers), device, held)
-        first = Stage(0, config.stages)
         passes = StagePasses(own, part, first, storage, config.attention_backend)
         pool = KvPool(shape.layout, device, storage)
         runner = stages.connect(passes, pool, shape.model)
@@ -272,7 +273,7 @@ class StageProcesses:
                 if isinstance(answer, Fallen):
                     raise StageError(f"stage {index + 1} failed: {answer.error}")
                 found.append(answer)
-        except EOFError:
+        except (EOFError, ConnectionError):  # reset: it died with something unread
             raise StageError(self._ending(index)) from None
         return found
 
