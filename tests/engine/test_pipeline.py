@@ -14,6 +14,7 @@ import torch
 
 from millrace.bench.random_model import write_random_llama
 from millrace.engine.decode_batch import DecodeBatch
+from millrace.engine.fallen import EngineFallen
 from millrace.engine.loader import load_model
 from millrace.engine.mixed_pass import NO_DECODES, DecodeRows
 from millrace.engine.model_runner import Boundary, PrefillTask
