@@ -6,6 +6,7 @@ Each request is laid out over a group; every member sends what it would have com
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import random
 import threading
 import time
@@ -159,10 +160,17 @@ class Member(PagedKv):
             await self._compute(session, passes, pause_s)
             await session.finish(laid.total_passes() if laid.members[0] == self.name else None)
         except (TransferError, asyncio.CancelledError) as error:
-            await session.abort(str(error) or "cancelled")
+            await self._give_up(session, str(error) or "cancelled")
             raise
         finally:
             self.free.update(pages)
+
+    async def _give_up(self, session: SendSession, reason: str) -> None:
+        """Nobody interrupts a prefill instance here: pages are free once nothing is in flight."""
+        ending = asyncio.create_task(session.abort(reason))
+        while not ending.done():
+            with contextlib.suppress(asyncio.CancelledError):
+                await asyncio.shield(ending)
 
     async def _compute(self, session: SendSession, passes, pause_s: float) -> None:
         for number, runs in passes:

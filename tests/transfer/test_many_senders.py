@@ -327,17 +327,21 @@ class Storm:
         name = f"r{number}"
         await asyncio.sleep(self.rng.uniform(0, 0.5))
         pages, attempt, kept = self.group.admit(name, tokens), 1, 0
+        given_up: list[asyncio.Task] = []
         while True:
             sending = self.start(name, kv, attempt, kept)
             if (found := await self.failure(name, attempt)) is None:
                 break
             for task in sending:
                 task.cancel()
+            given_up += sending
             kept, attempt = self.rng.choice([found, found // 2]), attempt + 1
             self.group.receiver.rewind(name, attempt, kept)
         assert self.group.holds(pages, whole(tokens), kv)
         await self.group.release(name, pages)
         await asyncio.gather(*sending)
+        async with asyncio.timeout(20):
+            await asyncio.gather(*given_up, return_exceptions=True)
 
     async def failure(self, name: str, attempt: int) -> int | None:
         """What is kept once the attempt has failed; None once it has landed."""
@@ -363,10 +367,17 @@ class Storm:
         return tasks
 
     async def kill(self, name: str, after_s: float) -> None:
-        """The receiver may not have heard of it yet: the scheduler gives its attempts up."""
+        """With one write in the air and others behind it, which never land.
+
+        The receiver may not have heard of it yet: the scheduler gives its attempts up.
+        """
         await asyncio.sleep(after_s)
+        member = self.group.members[name]
+        member.transport.gate.clear()
+        await eventually(lambda: sum(len(s._writes) for s in member.sender._sessions.values()) > 1)
         self.dead.add(name)
-        self.group.members[name].die()
+        member.transport.gate.set()
+        member.die()
         for request_id, attempt, tasks in self.sending:
             if any(task.get_name() == name and not task.done() for task in tasks):
                 self.group.say(request_id, "failed", f"{name} is gone", attempt, 0)

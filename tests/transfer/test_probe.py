@@ -5,7 +5,9 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import itertools
+import threading
 from collections.abc import AsyncIterator, Callable
+from concurrent.futures import ThreadPoolExecutor
 
 import grpc
 import pytest
@@ -126,6 +128,32 @@ async def test_a_probe_that_is_given_up_while_its_transport_opens_leaves_none(hu
     with pytest.raises(asyncio.CancelledError):
         await task
     assert not hub.names
+
+
+async def test_a_probe_that_is_cancelled_while_its_transport_closes_leaves_none(hub) -> None:
+    """An asker ends its part and hangs up: the second may come before a thread is free to close."""
+    loop, go_on = asyncio.get_running_loop(), threading.Event()
+    loop.set_default_executor(ThreadPoolExecutor(1))
+    opened, leave = asyncio.Event(), asyncio.Event()
+
+    async def probe() -> None:
+        async with probe_end(lambda: MemoryTransport("one", hub), window(), seed=1, size=SIZE):
+            opened.set()
+            await leave.wait()
+
+    task = asyncio.create_task(probe())
+    await opened.wait()
+    busy = loop.run_in_executor(None, go_on.wait, WAIT_S)
+    leave.set()
+    await asyncio.sleep(0)
+    await asyncio.sleep(0)
+    task.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await task
+    assert hub.names == {"one"}
+    go_on.set()
+    await busy
+    await eventually(lambda: not hub.names)
 
 
 @pytest.mark.parametrize("pool_bytes", [1000, 4 * PATTERN_BYTES])

@@ -26,20 +26,21 @@ class Inbox:
         self._loop = asyncio.get_running_loop()
         self._read = read
         self._waiting: deque[tuple[str, bytes]] = deque()
+        self._called = False  # whether the loop is about to come by for what waits
         transport.subscribe(channel, self._on_notification)
 
     def _on_notification(self, peer: str, payload: bytes) -> None:
-        """On the transport's thread."""
+        """On any of the transport's threads, several at once: two may both call, never neither."""
         self._waiting.append((peer, payload))
-        if len(self._waiting) == 1:
+        if not self._called:
+            self._called = True
             self._loop.call_soon_threadsafe(self._read_all)
 
     def _read_all(self) -> None:
+        self._called = False  # first: what comes from here on calls again
         while self._waiting:
-            peer, payload = self._waiting[0]
+            peer, payload = self._waiting.popleft()
             try:
                 self._read(peer, Message.decode(payload))
             except TransferError as error:
                 log.warning("notification of %s: %s", peer, error)
-            finally:
-                self._waiting.popleft()

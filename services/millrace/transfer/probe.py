@@ -115,12 +115,11 @@ async def probe_end(
 
     Raises TransferError when the transport can't be opened.
     """
-    opening = asyncio.create_task(asyncio.to_thread(open_transport))
+    opening = asyncio.get_running_loop().run_in_executor(None, open_transport)
     try:
         transport = await asyncio.shield(opening)
     except asyncio.CancelledError:
-        with suppress(TransferError):  # it can't be interrupted, and must not be forgotten
-            await asyncio.to_thread((await opening).close)
+        await asyncio.shield(asyncio.create_task(_close_opened(opening)))
         raise
     try:
         region = await asyncio.to_thread(transport.register, view.memory)
@@ -128,7 +127,18 @@ async def probe_end(
         with transport.listening():
             yield end
     finally:
-        await asyncio.to_thread(transport.close)
+        await _close(transport)
+
+
+async def _close_opened(opening: asyncio.Future[Transport]) -> None:
+    """What is being opened can't be interrupted, and must not be forgotten."""
+    with suppress(TransferError):
+        await _close(await opening)
+
+
+async def _close(transport: Transport) -> None:
+    """Whoever is cancelled meanwhile, also before a thread is free for it, it is closed."""
+    await asyncio.shield(asyncio.get_running_loop().run_in_executor(None, transport.close))
 
 
 async def probe_loopback(

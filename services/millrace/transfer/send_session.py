@@ -64,6 +64,7 @@ class SendSession:
         self._called = False  # whether the loop is about to come by for what is queued
         self._writes: dict[Future[None], int] = {}
         self._done: deque[Future[None]] = deque()
+        self._told = False  # whether the loop is about to come by for what is done
         self._free_slots = set(range(SLOTS))
         self._grant: HandshakeGrant | None = None
         self._peer = ""
@@ -71,6 +72,7 @@ class SendSession:
         self._failure: TransferError | None = None
         self._dropped = not speaks
         self._over = False
+        self._aborting: asyncio.Task[None] | None = None
         self._changed = asyncio.Event()
         self._answered = asyncio.Event()
         self._opening = self._loop.create_task(self._open())
@@ -119,6 +121,11 @@ class SendSession:
             return
         self.fail(self._error(reason))
         self._opening.cancel()
+        if self._aborting is None:
+            self._aborting = self._loop.create_task(self._abort(reason))
+        await asyncio.shield(self._aborting)  # the session ends, whoever waits for it
+
+    async def _abort(self, reason: str) -> None:
         if self._writes:
             await self._tell_abort(reason, drained=False)
         while self._writes:
@@ -273,15 +280,19 @@ class SendSession:
         write.add_done_callback(self._on_done)
 
     def _on_done(self, write: Future[None]) -> None:
-        """On the transport's thread, or on the loop when a queued write is cancelled."""
+        """On the transport's thread, or on the loop when a queued write is cancelled.
+
+        On both at once, too: then both may call the loop, but never neither.
+        """
         self._done.append(write)
-        if len(self._done) == 1:  # else the loop has yet to come by, and takes this one too
+        if not self._told:
+            self._told = True
             self._loop.call_soon_threadsafe(self._take_done)
 
     def _take_done(self) -> None:
+        self._told = False  # first: what is done from here on calls again
         while self._done:
-            self._written(self._done[0])
-            self._done.popleft()
+            self._written(self._done.popleft())
         self._say_drained()
         self._changed.set()
         self._pump()

@@ -1,0 +1,102 @@
+"""What threads hand to the event loop at the same moment, and a session whose owner goes away."""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import threading
+from collections import deque
+
+import pytest
+
+from millrace.core.config import TransferConfig
+from millrace.core.errors import TransferError
+from millrace.transfer import inbox as inbox_module
+from millrace.transfer import send_session as session_module
+from millrace.transfer.inbox import Inbox
+from millrace.transfer.memory_transport import MemoryHub, MemoryTransport
+from millrace.transfer.messages import TO_SENDER, Kind, Message
+from millrace.transfer.send_session import SendSession
+from support.kv_group import RECEIVER, KvGroup, Member
+from support.kv_nodes import layout
+from support.live_stack import eventually
+
+WAIT_S = 10.0
+CONFIG = TransferConfig(lease_s=5.0, transfer_timeout_s=5.0, handshake_timeout_s=2.0)
+
+
+class AtOnce(deque):
+    """The first two threads that append do so before either of them does anything else."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._count = itertools.count()
+        self._both = threading.Barrier(2)
+
+    def append(self, item: object) -> None:
+        super().append(item)
+        if next(self._count) < 2:
+            self._both.wait(WAIT_S)
+
+
+async def test_notifications_of_two_threads_at_once_are_read(monkeypatch):
+    monkeypatch.setattr(inbox_module, "deque", AtOnce)
+    transport, read = MemoryTransport("one", MemoryHub()), []
+    Inbox(transport, TO_SENDER, lambda peer, message: read.append((peer, message.lease)))
+
+    def deliver(peer: str, lease: int) -> None:
+        message = Message(kind=Kind.RENEW, request_id="r", lease=lease, generation=1)
+        transport.deliver(peer, message.encode())
+
+    await asyncio.gather(*(asyncio.to_thread(deliver, name, i) for i, name in enumerate("ab")))
+    await eventually(lambda: len(read) == 2)
+    assert sorted(read) == [("a", 0), ("b", 1)]
+    await asyncio.to_thread(deliver, "a", 2)
+    await eventually(lambda: read[2:] == [("a", 2)])
+    transport.close()
+
+
+async def begun(group: KvGroup) -> tuple[Member, SendSession]:
+    """Member a's session, with one write that runs, until its gate opens, and one behind it."""
+    member = group.members["a"]
+    member.transport.gate.clear()
+    session = await member.sender.open(
+        "r", peer=member.peer, receiver=RECEIVER, prompt_tokens=40, pages=list(range(10))
+    )
+    await session.opened()
+    session.layer_ready(0, 0, 0, 40)
+    await eventually(lambda: session._writes)
+    session.layer_ready(0, 1, 0, 40)
+    await eventually(lambda: [write.running() for write in session._writes] == [True, False])
+    return member, session
+
+
+async def test_a_session_ends_when_a_write_ends_while_the_next_one_is_cancelled(monkeypatch):
+    """The one on the transport's thread, the other on the loop."""
+    monkeypatch.setattr(session_module, "deque", AtOnce)
+    group = KvGroup(CONFIG, layout(page_tokens=16), {"a": layout(page_tokens=4, pages=96)})
+    pages = group.admit("r", 40)
+    member, session = await begun(group)
+    member.transport.gate.set()
+    async with asyncio.timeout(WAIT_S):
+        await session.abort("given up")
+    await group.release("r", pages)
+    await group.close()
+
+
+async def test_a_session_ends_though_who_aborts_it_is_cancelled():
+    group = KvGroup(CONFIG, layout(page_tokens=16), {"a": layout(page_tokens=4, pages=96)})
+    pages = group.admit("r", 40)
+    member, session = await begun(group)
+    aborting = asyncio.create_task(session.abort("given up"))
+    await asyncio.sleep(0.02)
+    aborting.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await aborting
+    with pytest.raises(TransferError, match="given up"):
+        await session.finish(None)
+    assert member.sender._sessions
+    member.transport.gate.set()
+    await eventually(lambda: not member.sender._sessions)
+    await group.release("r", pages)
+    await group.close()
