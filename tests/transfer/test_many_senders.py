@@ -16,7 +16,7 @@ from millrace.core.errors import TransferError
 from millrace.core.kv_transfer import HandshakeRefused, HistoryAsk, Incarnation, Ticket
 from millrace.core.sequence_parallel import Run
 from millrace.transfer.ring_messages import RING_CHANNEL, RingMessage
-from support.kv_group import RECEIVER, KvGroup, planned
+from support.kv_group import RECEIVER, KvGroup, Member, planned
 from support.kv_nodes import expected_kv, layout
 from support.live_stack import eventually
 
@@ -366,17 +366,22 @@ class Storm:
         self.sending.append((name, attempt, tasks))
         return tasks
 
+    @staticmethod
+    def has_queued(member: Member) -> bool:
+        writes = [write for s in member.sender._sessions.values() for write in s._writes]
+        return any(not write.running() and not write.done() for write in writes)
+
     async def kill(self, name: str, after_s: float) -> None:
-        """With one write in the air and others behind it, which never land.
+        """With a write that waits for its turn, and never lands.
 
         The receiver may not have heard of it yet: the scheduler gives its attempts up.
         """
         await asyncio.sleep(after_s)
         member = self.group.members[name]
-        member.transport.gate.clear()
-        await eventually(lambda: sum(len(s._writes) for s in member.sender._sessions.values()) > 1)
+        async with asyncio.timeout(20):
+            while not self.has_queued(member):
+                await asyncio.sleep(0.001)
         self.dead.add(name)
-        member.transport.gate.set()
         member.die()
         for request_id, attempt, tasks in self.sending:
             if any(task.get_name() == name and not task.done() for task in tasks):
