@@ -118,7 +118,8 @@ async def test_decode_follows_the_load_and_no_answer_is_lost(drain_timeout_s: fl
         calm.set()
         await asyncio.gather(*clients)
         answers = [asyncio.create_task(scaled.ask(prompt(20, seed), 2400)) for seed in range(2)]
-        await eventually(scaled.drains_with_an_answer, 20)
+        if drain_timeout_s < 1:  # else they may have ended by then
+            await eventually(scaled.drains_with_an_answer, 20)
         await asyncio.gather(*answers)
         await eventually(lambda: len(scaled.stack.instances("decode")) == 1, 20)
         evicted = [line for line in scaled.lines if line.endswith("goes on elsewhere")]
