@@ -17,6 +17,7 @@ import numpy as np
 from millrace.core.config import Config, EngineConfig, SchedulerConfig, StoreConfig, TransferConfig
 from millrace.engine.assembly import open_engine
 from millrace.engine.model_runner import Boundary, PrefillTask
+from millrace.engine.ring_attention import RingTask
 from millrace.state.memory_store import MemoryStore
 from millrace.telemetry.metrics import Registry
 from millrace.transfer.memory_transport import MemoryHub, MemoryTransport
@@ -109,7 +110,7 @@ class LiveRole:
     def held_before_the_last_chunk(self) -> Iterator[None]:
         """Of a prefill role: passes that are to give logits wait at their first boundary."""
         runner, go_on = self.engine.runner, threading.Event()
-        prefill = runner.prefill_batch
+        prefill, prefill_ring = runner.prefill_batch, runner.prefill_ring
 
         def held(tasks: Sequence[PrefillTask]) -> Generator[Boundary]:
             for boundary in prefill(tasks):
@@ -117,11 +118,19 @@ class LiveRole:
                     go_on.wait(20)
                 yield boundary
 
+        def held_ring(task: RingTask) -> Generator[Boundary]:
+            for boundary in prefill_ring(task):
+                if task.want_logits:
+                    go_on.wait(1)  # at each of many: who cancels it is not kept waiting
+                yield boundary
+
         runner.prefill_batch = held  # type: ignore[method-assign]
+        runner.prefill_ring = held_ring  # type: ignore[method-assign]
         try:
             yield
         finally:
             runner.prefill_batch = prefill  # type: ignore[method-assign]
+            runner.prefill_ring = prefill_ring  # type: ignore[method-assign]
             go_on.set()
 
     def cancel(self, request_id: str) -> None:
