@@ -23,20 +23,9 @@ from millrace.engine.sampler import Sampler
 from millrace.engine.step_tables import page_table_of
 from support.kvp_world import Long, random_cuts, sequence_of, world
 from support.ring_group import Member, RingGroup, plan
-from support.staged import Staged
+from support.staged import FIVE_LAYERS, Staged
 from support.tiny_engine import Request, decode, greedy, make_runner, prefill
 from support.tiny_models import model_folder, prompt
-
-FIVE_LAYERS = {
-    "vocab_size": 320,
-    "hidden_size": 48,
-    "intermediate_size": 80,
-    "num_hidden_layers": 5,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "max_position_embeddings": 2048,
-    "tie_word_embeddings": True,
-}
 
 
 @pytest.fixture(scope="module")

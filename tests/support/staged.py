@@ -21,6 +21,18 @@ from millrace.engine.pipeline.runner import PipelineRunner
 from millrace.engine.pipeline.stage_loop import StageLoop
 from support.tiny_engine import make_pool
 
+FIVE_LAYERS = {
+    "vocab_size": 320,
+    "hidden_size": 48,
+    "intermediate_size": 80,
+    "num_hidden_layers": 5,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 2048,
+    "tie_word_embeddings": True,
+}
+"""A Llama of five layers, as config.json has it."""
+
 
 class Rows:
     """Both ends of the way between two stages, with room for a few passes."""

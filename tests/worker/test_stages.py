@@ -17,26 +17,17 @@ from millrace.engine.assembly import open_engine
 from millrace.engine.fallen import EngineFallen
 from millrace.engine.model_runner import PrefillTask
 from millrace.worker.stages import open_staged_engine
+from support.staged import FIVE_LAYERS
 from support.tiny_engine import Request, decode, prefill
 from support.tiny_models import prompt
 
-LAYERS = 5
-CONFIG = {
-    "vocab_size": 320,
-    "hidden_size": 48,
-    "intermediate_size": 80,
-    "num_hidden_layers": LAYERS,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "max_position_embeddings": 2048,
-    "tie_word_embeddings": True,
-}
+LAYERS = FIVE_LAYERS["num_hidden_layers"]
 
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory) -> Path:
     folder = tmp_path_factory.mktemp("stages")
-    write_random_llama(folder, CONFIG)
+    write_random_llama(folder, FIVE_LAYERS)
     return folder
 
 

@@ -9,7 +9,7 @@ import asyncio
 import multiprocessing as mp
 import os
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager
 from multiprocessing.connection import Connection
 from pathlib import Path
@@ -26,6 +26,7 @@ from millrace.transfer.kvp_exchange import KvpExchange
 from millrace.transfer.memory import Memory
 from millrace.transfer.nixl_transport import NixlTransport
 from millrace.worker.shard_host import exchange_shape
+from millrace.worker.shard_metrics import TimedShards
 
 START_TIMEOUT_S = 300.0
 ANSWER_TIMEOUT_S = 60.0
@@ -92,25 +93,6 @@ def holders(count: int, model: Path, config: EngineConfig) -> Iterator[list[Hold
             holder.kill()
 
 
-class _TimedShards:
-    """A `ShardCompute` that adds up the CPU time of its layers."""
-
-    def __init__(self, compute: ShardAttention) -> None:
-        self._compute = compute
-        self.cpu_s = 0.0
-        self.open = compute.open
-        self.landed = compute.landed
-        self.close = compute.close
-        self.begin = compute.begin
-        self.forget = compute.forget
-
-    def layer(self, slot: int, piece: int, layer: int) -> Sequence[int]:
-        begun_s = time.thread_time()
-        missing = self._compute.layer(slot, piece, layer)
-        self.cpu_s += time.thread_time() - begun_s
-        return missing
-
-
 class _Holder:
     def __init__(self, name: str, model: Path, config: EngineConfig) -> None:
         memory = open_kv_only(model, config)
@@ -121,13 +103,13 @@ class _Holder:
         attention = ShardAttention(
             memory.storage, shape, exchanged, memory.shape.sliding_windows, config.attention_backend
         )
-        self._timed = _TimedShards(attention)
+        self._cpu_s = 0.0
         self._transport = NixlTransport(f"{name}-{os.getpid()}")
         self._desk = KvpDesk(
             self._transport,
             Memory.of_tensor(exchanged),
             shape,
-            self._timed,
+            TimedShards(attention, self._took, time.thread_time),
             owners=1,
             lease_s=LEASE_S,
         )
@@ -152,8 +134,11 @@ class _Holder:
         self._desk.landed(self._shard, start_token + kv_tokens)
         return self._shard
 
+    def _took(self, cpu_s: float) -> None:
+        self._cpu_s += cpu_s
+
     def attention_s(self) -> float:
-        spent_s, self._timed.cpu_s = self._timed.cpu_s, 0.0
+        spent_s, self._cpu_s = self._cpu_s, 0.0
         return spent_s
 
 

@@ -164,12 +164,4 @@ class MixedAdmissions:
         self._prefixes.keep(request)
         self._pages.release(request)
         self._book.remove(request)
-        if request.finish_reason:
-            finished = scheduler_pb2.RequestFinished(
-                request_id=request.id,
-                reason=request.finish_reason,
-                generated_tokens=request.generated_tokens,
-            )
-            self._send(scheduler_pb2.WorkerMessage(request_finished=finished))
-        else:
-            self._send(request_released(request.id, attempt=request.attempt))
+        self._send(request.last_word())

@@ -14,8 +14,9 @@ from millrace.decode.held_pages import HeldPages
 from millrace.decode.token_streams import Life, life_of
 from millrace.engine.decode_batch import Sequence
 from millrace.engine.sampling_spec import SamplingSpec
-from millrace.wire.pb import common_pb2
+from millrace.wire.pb import common_pb2, scheduler_pb2
 from millrace.worker.codec import Stopwatch, sampling_spec, span
+from millrace.worker.link import request_released
 
 
 @dataclass(slots=True, eq=False)
@@ -82,6 +83,17 @@ class DecodeRequest:
         Who asked for the prompt's log-probabilities is to get those of all of it.
         """
         return not self.streams and self.sampling.prompt_logprobs < 0
+
+    def last_word(self) -> scheduler_pb2.WorkerMessage:
+        """To the scheduler, once the instance holds nothing of it any more."""
+        if not self.finish_reason:
+            return request_released(self.id, attempt=self.attempt)
+        finished = scheduler_pb2.RequestFinished(
+            request_id=self.id,
+            reason=self.finish_reason,
+            generated_tokens=self.generated_tokens,
+        )
+        return scheduler_pb2.WorkerMessage(request_finished=finished)
 
     @property
     def can_join(self) -> bool:

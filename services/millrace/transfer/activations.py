@@ -142,11 +142,6 @@ class ActivationSender:
             peer_region=inlet.region,
         ).add_done_callback(self._written)
 
-    def give_back(self, slot: int) -> None:
-        """A reserved slot is not used after all."""
-        with self._changed:
-            self._free.append(slot)
-
     def check_integrity(self) -> None:
         """Raises IntegrityError when a slot is lost or in use: call it when idle."""
         with self._changed:

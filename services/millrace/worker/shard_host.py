@@ -75,7 +75,7 @@ class ShardHost:
             context.transport,
             Memory.of_tensor(exchanged),
             shape,
-            TimedShards(attention, self._metrics.layer_s),
+            TimedShards(attention, self._metrics.layer_s.observe),
             owners=OWNERS,
             lease_s=context.config.transfer.lease_s,
         )

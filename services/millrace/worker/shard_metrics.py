@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
-
-from prometheus_client import Histogram
+from collections.abc import Callable, Sequence
 
 from millrace.telemetry.metrics import Registry
 from millrace.transfer.kvp_desk import ShardCompute
@@ -42,9 +40,16 @@ class ShardMetrics:
 class TimedShards:
     """A `ShardCompute` whose layers are timed."""
 
-    def __init__(self, compute: ShardCompute, layer_s: Histogram) -> None:
+    def __init__(
+        self,
+        compute: ShardCompute,
+        took_s: Callable[[float], None],
+        clock: Callable[[], float] = time.perf_counter,
+    ) -> None:
+        """`took_s` gets the seconds of each layer, by `clock`."""
         self._compute = compute
-        self._layer_s = layer_s
+        self._took_s = took_s
+        self._clock = clock
         self.open = compute.open
         self.landed = compute.landed
         self.close = compute.close
@@ -52,7 +57,7 @@ class TimedShards:
         self.forget = compute.forget
 
     def layer(self, slot: int, piece: int, layer: int) -> Sequence[int]:
-        begun_s = time.perf_counter()
+        begun_s = self._clock()
         missing = self._compute.layer(slot, piece, layer)
-        self._layer_s.observe(time.perf_counter() - begun_s)
+        self._took_s(self._clock() - begun_s)
         return missing

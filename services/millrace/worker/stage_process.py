@@ -15,10 +15,11 @@ import torch
 from millrace.core.kv_layout import KvLayout
 from millrace.engine.kv_pool import KvPool
 from millrace.engine.loader import Model, load_model
+from millrace.engine.parallel.commands import Load
 from millrace.engine.parallel.follower import end_with_parent
 from millrace.engine.parallel.shared_pool import mapped
 from millrace.engine.parallel.stage import Stage
-from millrace.engine.pipeline.messages import Done, Fallen, Load, Open
+from millrace.engine.pipeline.messages import Done, Fallen, Open
 from millrace.engine.pipeline.passes import StagePasses
 from millrace.engine.pipeline.stage_loop import StageLoop
 from millrace.transfer.activations import Inlet

@@ -27,6 +27,7 @@ from millrace.engine.assembly import Engine, KvShape, resolve_device, staged_eng
 from millrace.engine.kv_pool import KvPool
 from millrace.engine.loader import load_model
 from millrace.engine.model_config import ModelConfig
+from millrace.engine.parallel.commands import Load
 from millrace.engine.parallel.shared_pool import mapped, new_memory
 from millrace.engine.parallel.stage import Stage
 from millrace.engine.pipeline.behind import StageError
@@ -35,7 +36,6 @@ from millrace.engine.pipeline.messages import (
     Command,
     Done,
     Fallen,
-    Load,
     Open,
 )
 from millrace.engine.pipeline.passes import StagePasses

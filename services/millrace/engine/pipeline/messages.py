@@ -56,16 +56,6 @@ class Part:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Load:
-    """Read your layers of a model; arguments as of `load_model`."""
-
-    folder: str
-    dtype: str
-    load_format: str
-    seed: int
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
 class Open:
     """Make a pool over your layers of the instance's. Its memory follows, as a file descriptor."""
 

@@ -1,4 +1,4 @@
-"""How rows go from stage to stage: the two ends that a stage is given.
+"""How rows go from stage to stage: what a stage is given.
 
 `millrace.transfer.activations` has them, over the transport; the engine knows no transport.
 """
@@ -29,10 +29,3 @@ class RowsOut(Protocol):
 
         Raises TransferError when it is gone, or takes nothing for too long.
         """
-
-
-class RowsIn(Protocol):
-    """Rows of the stage before. They come in the order in which they were sent."""
-
-    def listen(self, on_rows: Callable[[Handed], None]) -> None:
-        """From now on `on_rows` gets them, on another thread; it returns at once."""
