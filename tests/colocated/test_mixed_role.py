@@ -53,15 +53,16 @@ async def journalled(mixed: Mixed, name: str, expected: list[int]) -> bool:
 async def test_random_arrivals_give_the_oracles_tokens(name: str, chunking: str) -> None:
     chance = random.Random(f"{name} {chunking}")
     settings = mixed_config(
-        {**SMALL_CHUNKS, "chunking": chunking, "static_chunk_tokens": 48},
+        {**SMALL_CHUNKS, "t_target_ms": 5.0, "chunking": chunking, "static_chunk_tokens": 48},
         max_chunk_tokens=128,
         max_batch=6,
     )
     prompts = [prompt(chance.randint(1, 300), seed=n) for n in range(10)]
     async with mixed_instance(settings, name=name) as mixed:
-        for number, ids in enumerate(prompts):
-            await mixed.ask(f"r{number}", len(ids), ids=ids, max_tokens=9)
-            await asyncio.sleep(chance.choice((0.0, 0.0, 0.02)))
+        with mixed.slowed(0.01):
+            for number, ids in enumerate(prompts):
+                await mixed.ask(f"r{number}", len(ids), ids=ids, max_tokens=9)
+                await asyncio.sleep(chance.choice((0.0, 0.0, 0.02)))
         for number, ids in enumerate(prompts):
             assert await mixed.answer(f"r{number}") == oracle(name).greedy(ids, 9)
         assert any(plan.shares and plan.shape.decodes for plan in mixed.plans)
@@ -291,12 +292,13 @@ async def test_logits_that_are_not_finite_end_their_request(
 async def test_an_eviction_moves_answers_and_has_prompts_tried_elsewhere(abort: bool) -> None:
     settings = mixed_config({**SMALL_CHUNKS, "t_target_ms": 0.3}, max_chunk_tokens=32)
     async with mixed_instance(settings) as mixed:
-        await mixed.ask("answering", 20, max_tokens=500)
-        await mixed.live.said("decode_started", "answering")
-        await mixed.ask("prompt", 900)
-        await mixed.live.said("chunk_started", "prompt")
-        drain = scheduler_pb2.WorkerCommand(drain=scheduler_pb2.Drain(abort=abort))
-        mixed.live.role.on_command(drain)
+        with mixed.slowed(0.02):
+            await mixed.ask("answering", 20, max_tokens=500)
+            await mixed.live.said("decode_started", "answering")
+            await mixed.ask("prompt", 900)
+            await mixed.live.said("chunk_started", "prompt")
+            drain = scheduler_pb2.WorkerCommand(drain=scheduler_pb2.Drain(abort=abort))
+            mixed.live.role.on_command(drain)
         await mixed.live.role.wait_idle()
         assert mixed.used_pages == 0
         if abort:

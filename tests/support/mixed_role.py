@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Callable, Sequence
-from contextlib import asynccontextmanager
+import time
+from collections.abc import AsyncIterator, Callable, Iterator, Sequence
+from contextlib import asynccontextmanager, contextmanager
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+from millrace.colocated.compute import Iteration
 from millrace.colocated.mixed import MixedRole
-from millrace.colocated.packing import Plan
+from millrace.colocated.packing import Plan, Share
 from millrace.core.config import Config
 from millrace.core.operators import DecodeAttention, OperatorModel, Table
 from millrace.core.sections import MixedConfig
@@ -104,6 +106,22 @@ class Mixed:
         admit = scheduler_pb2.AdmitDecode(request=request, attempt=1, shards=shards)
         self.live.role.on_command(scheduler_pb2.WorkerCommand(admit_decode=admit))
         self.live.role.on_command(run_prefill(request, self.live.member))
+
+    @contextmanager
+    def slowed(self, seconds: float) -> Iterator[None]:
+        """Each iteration takes this much longer: none of what runs ends before a test has seen it."""
+        compute = self.live.role._compute
+        run = compute.run
+
+        def slow(shares: Sequence[Share]) -> Iteration:
+            time.sleep(seconds)
+            return run(shares)
+
+        compute.run = slow
+        try:
+            yield
+        finally:
+            compute.run = run
 
     async def answer(self, request_id: str) -> list[int]:
         """All tokens of choice 0, once the proxy has its end."""
