@@ -120,6 +120,35 @@ async def test_a_prompt_that_yields_to_others_goes_on_where_it_stopped() -> None
         assert names[:5] == ["queued", "waiting", "chunk 0", "preempted", "chunk 1"]
 
 
+def told_policy(name: str) -> scheduler_pb2.WorkerCommand:
+    return scheduler_pb2.WorkerCommand(policy=scheduler_pb2.PolicyInForce(name=name))
+
+
+async def test_a_new_policy_ranks_the_prompts_that_wait() -> None:
+    settings = replace(
+        mixed_config({**SMALL_CHUNKS, "multi_prefill": "off"}, max_chunk_tokens=32),
+        scheduler=SchedulerConfig(heartbeat_s=0.1, lease_s=0.5, policy="edf"),
+    )
+    registered = scheduler_pb2.Registered(heartbeat_s=0.1, policy="fcfs")  # not what it is set to
+    async with mixed_instance(settings) as mixed:
+        role = mixed.live.role
+        role.on_command(scheduler_pb2.WorkerCommand(registered=registered))
+        with mixed.slowed(0.01):
+            await mixed.ask("late", 900, slo=common_pb2.Slo(ttft_s=100.0))
+            await eventually(lambda: any(plan.shares for plan in mixed.plans))
+            await mixed.ask("soon", 60, slo=common_pb2.Slo(ttft_s=1.0))
+            await eventually(lambda: len(role._prompts.waiting()) == 2)
+            until, before = len(mixed.plans), mixed.live.kinds("soon")
+            await eventually(lambda: len(mixed.plans) > until + 2)
+            assert before == mixed.live.kinds("soon") == []
+            role.on_command(told_policy("of_tomorrow"))  # changes nothing
+            role.on_command(told_policy("edf"))
+            await mixed.live.said("chunk_finished", "soon")
+            assert "chunk_finished" not in mixed.live.kinds("late")
+        assert await mixed.answer("soon") == oracle("llama").greedy(prompt(60), 8)
+        assert await mixed.answer("late") == oracle("llama").greedy(prompt(900), 8)
+
+
 # -- every feature of the API
 
 

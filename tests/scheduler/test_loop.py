@@ -55,8 +55,8 @@ async def running(clock, *, ticking: bool = False, **scheduler):
         await asyncio.gather(*tasks, return_exceptions=True)
 
 
-def join(loop: SchedulerLoop, worker_id: str) -> Worker:
-    message = register(worker_id)
+def join(loop: SchedulerLoop, worker_id: str, **card: object) -> Worker:
+    message = register(worker_id, **card)
     card = codec.joined(message)
     worker = Worker(card=card, register=message, seen_s=loop.clock())
     loop.post_now(card, worker)
@@ -182,6 +182,19 @@ async def test_a_change_of_policy_waits_its_turn_and_shows_in_the_metrics():
         assert f"{info % 'edf'} 1.0" in text and info % "lars" not in text
         assert 'millrace_scheduler_policy_changes_total{policy="edf"} 2.0' in text
         assert 'millrace_scheduler_policy_changes_total{policy="lars"} 1.0' in text
+
+
+async def test_instances_that_order_their_own_work_hear_of_the_policy():
+    async with running(Hand(), policy="fcfs") as (loop, _):
+        mixed, decode = join(loop, "m0", role="mixed"), join(loop, "d0")
+        for name in ("edf", "edf", "lars"):
+            await loop.set_policy(PolicyChanged(policy=name))
+        late = join(loop, "m1", role="mixed")
+        first, *changes = await mixed.outbox.take()
+        assert first.registered.policy == "fcfs"
+        assert [change.policy.name for change in changes] == ["edf", "lars"]
+        assert kinds(await decode.outbox.take()) == ["registered"]
+        assert [m.registered.policy for m in await late.outbox.take()] == ["lars"]
 
 
 async def test_who_asked_for_a_policy_may_leave_before_it_changes():

@@ -127,6 +127,10 @@ class MixedRole:
             self._admissions.admit(command.admit_decode)
         elif kind == "run_prefill":
             self._prompts.expect(command.run_prefill.request.request_id)
+        elif kind == "registered" and command.registered.policy:
+            self._packer.rank_by(command.registered.policy)
+        elif kind == "policy":
+            self._packer.rank_by(command.policy.name)
         elif kind == "cancel":
             self._cancel(command.cancel.request_id)
         elif kind == "drain":

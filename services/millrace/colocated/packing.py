@@ -6,6 +6,7 @@ by deadline, and by the work that is left as Medha's Algorithm 3 tells it under 
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from typing import Final
@@ -27,6 +28,8 @@ from millrace.core.priority.lars import relative_slack
 from millrace.core.request import Request, Slo
 from millrace.decode.request import DecodeRequest
 from millrace.prefill.first_tokens import LogprobsRun
+
+log = logging.getLogger(__name__)
 
 _GRANULARITY: Final = 256  # tokens between entries of Algorithm 3's table
 
@@ -129,6 +132,13 @@ class IterationPacker:
             granularity=_GRANULARITY,
             limits=_limits(self._config),
         )
+
+    def rank_by(self, policy: str) -> None:
+        """Prompts go in this policy's order from the next iteration on; an unknown one's in none."""
+        if policy in POLICIES:
+            self._policy = POLICIES[policy]
+        else:  # of a scheduler of another version
+            log.warning("policy %r is unknown: %s stays", policy, self._policy.name)
 
     def standing(self, request: DecodeRequest, order: int) -> Request:
         """How a prompt that came as the `order`th stands before any of it is computed."""

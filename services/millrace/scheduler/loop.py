@@ -11,6 +11,7 @@ import asyncio
 import logging
 import time
 from collections.abc import Callable, Iterable, Mapping
+from dataclasses import replace
 from typing import Any
 
 from millrace.core import effects, events
@@ -214,9 +215,16 @@ class SchedulerLoop:
         now = self._read(event)
         log.info("%s: %s -> %s", event, before, now)
         if isinstance(event, events.PolicyChanged) and now != before:
-            self._metrics.policy_changed(self.machine.policy)
+            self._policy_changed(self.machine.policy)
         if not waiting.cancelled():
             waiting.set_result((before, now))
+
+    def _policy_changed(self, policy: str) -> None:
+        """Mixed instances order their work themselves."""
+        self._metrics.policy_changed(policy)
+        for worker in self.workers.values():
+            if worker.card.role == "mixed":
+                self._command(worker.id, codec.policy_in_force(policy))
 
     def _read(self, event: _Change) -> str | float | None:
         """What the event changes; None of an instance whose life is over."""
@@ -238,7 +246,7 @@ class SchedulerLoop:
             known.outbox.close(f"{worker.id} registered again")
             self._take(_left(known))
         self.workers[worker.id] = worker
-        worker.send(codec.registered(self.config))
+        worker.send(codec.registered(replace(self.config, policy=self.machine.policy)))
         log.info("%s %s at %s", worker.card.role, worker.id, worker.register.address)
         return True
 

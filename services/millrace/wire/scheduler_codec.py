@@ -292,9 +292,16 @@ def fleet(cluster: Cluster, decode: Iterable[scheduler_pb2.Member]) -> scheduler
 def registered(config: SchedulerConfig) -> scheduler_pb2.WorkerCommand:
     return scheduler_pb2.WorkerCommand(
         registered=scheduler_pb2.Registered(
-            heartbeat_s=config.heartbeat_s, lease_s=config.lease_s, preemption=config.preemption
+            heartbeat_s=config.heartbeat_s,
+            lease_s=config.lease_s,
+            preemption=config.preemption,
+            policy=config.policy,
         )
     )
+
+
+def policy_in_force(name: str) -> scheduler_pb2.WorkerCommand:
+    return scheduler_pb2.WorkerCommand(policy=scheduler_pb2.PolicyInForce(name=name))
 
 
 def admit_decode(

@@ -326,7 +326,7 @@ class Draining(_message.Message):
     def __init__(self) -> None: ...
 
 class WorkerCommand(_message.Message):
-    __slots__ = ("sequence", "registered", "run_prefill", "admit_decode", "cancel", "drain", "order")
+    __slots__ = ("sequence", "registered", "run_prefill", "admit_decode", "cancel", "drain", "order", "policy")
     SEQUENCE_FIELD_NUMBER: _ClassVar[int]
     REGISTERED_FIELD_NUMBER: _ClassVar[int]
     RUN_PREFILL_FIELD_NUMBER: _ClassVar[int]
@@ -334,6 +334,7 @@ class WorkerCommand(_message.Message):
     CANCEL_FIELD_NUMBER: _ClassVar[int]
     DRAIN_FIELD_NUMBER: _ClassVar[int]
     ORDER_FIELD_NUMBER: _ClassVar[int]
+    POLICY_FIELD_NUMBER: _ClassVar[int]
     sequence: int
     registered: Registered
     run_prefill: RunPrefill
@@ -341,17 +342,26 @@ class WorkerCommand(_message.Message):
     cancel: CancelRequest
     drain: Drain
     order: Order
-    def __init__(self, sequence: _Optional[int] = ..., registered: _Optional[_Union[Registered, _Mapping]] = ..., run_prefill: _Optional[_Union[RunPrefill, _Mapping]] = ..., admit_decode: _Optional[_Union[AdmitDecode, _Mapping]] = ..., cancel: _Optional[_Union[CancelRequest, _Mapping]] = ..., drain: _Optional[_Union[Drain, _Mapping]] = ..., order: _Optional[_Union[Order, _Mapping]] = ...) -> None: ...
+    policy: PolicyInForce
+    def __init__(self, sequence: _Optional[int] = ..., registered: _Optional[_Union[Registered, _Mapping]] = ..., run_prefill: _Optional[_Union[RunPrefill, _Mapping]] = ..., admit_decode: _Optional[_Union[AdmitDecode, _Mapping]] = ..., cancel: _Optional[_Union[CancelRequest, _Mapping]] = ..., drain: _Optional[_Union[Drain, _Mapping]] = ..., order: _Optional[_Union[Order, _Mapping]] = ..., policy: _Optional[_Union[PolicyInForce, _Mapping]] = ...) -> None: ...
 
 class Registered(_message.Message):
-    __slots__ = ("heartbeat_s", "lease_s", "preemption")
+    __slots__ = ("heartbeat_s", "lease_s", "preemption", "policy")
     HEARTBEAT_S_FIELD_NUMBER: _ClassVar[int]
     LEASE_S_FIELD_NUMBER: _ClassVar[int]
     PREEMPTION_FIELD_NUMBER: _ClassVar[int]
+    POLICY_FIELD_NUMBER: _ClassVar[int]
     heartbeat_s: float
     lease_s: float
     preemption: str
-    def __init__(self, heartbeat_s: _Optional[float] = ..., lease_s: _Optional[float] = ..., preemption: _Optional[str] = ...) -> None: ...
+    policy: str
+    def __init__(self, heartbeat_s: _Optional[float] = ..., lease_s: _Optional[float] = ..., preemption: _Optional[str] = ..., policy: _Optional[str] = ...) -> None: ...
+
+class PolicyInForce(_message.Message):
+    __slots__ = ("name",)
+    NAME_FIELD_NUMBER: _ClassVar[int]
+    name: str
+    def __init__(self, name: _Optional[str] = ...) -> None: ...
 
 class Chunk(_message.Message):
     __slots__ = ("index", "start_token", "num_tokens", "instance_ids")
