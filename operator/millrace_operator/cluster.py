@@ -43,7 +43,7 @@ from millrace_operator.pod_state import finished, pods_of
 from millrace_operator.queue import Key
 from millrace_operator.quota import room
 from millrace_operator.scaler import Pool, Scaler, View
-from millrace_operator.spec import KINDS, SpecError, autoscale_config, heard
+from millrace_operator.spec import KINDS, SpecError, autoscale_config, heard, role_of
 
 log = logging.getLogger(__name__)
 
@@ -303,7 +303,7 @@ class Cluster:
         view = await self._parts.scaler.look(
             Pool(
                 uid=meta["uid"],
-                role=KINDS[kind].role,
+                role=role_of(pool),
                 scheduler=self._address(pool),
                 config=config,
                 interval_s=float(pool["spec"]["autoscaling"]["intervalSeconds"]),

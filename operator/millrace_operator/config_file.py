@@ -32,6 +32,14 @@ _OWN = {
     "tls.key_file": "spec.tls",
 }
 
+#: What kinds of workers read besides what all read.
+_READ_BESIDES: dict[str, tuple[str, ...]] = {
+    "prefill": (),
+    "decode": ("scheduler.decode_reserve", "scheduler.decode_headroom_tokens"),
+    "mixed": ("mixed",),
+    "kvp": (),
+}
+
 #: Sections, or fields of them, that a role reads at its start. Others may change under it.
 _READ = {
     "proxy": {
@@ -39,7 +47,10 @@ _READ = {
         *("engine.prefix_cache", "engine.prefix_block_tokens", "engine.page_tokens"),
     },
     "scheduler": {"scheduler", "store", "telemetry", "tls"},
-    "worker": {"engine", "transfer", "store", "telemetry", "tls", "scheduler.lease_s"},
+    **{
+        role: {"engine", "transfer", "store", "telemetry", "tls", "scheduler.lease_s", *more}
+        for role, more in _READ_BESIDES.items()
+    },
 }
 
 Table = dict[str, Any]
@@ -102,7 +113,7 @@ def text(given: Mapping[str, Table]) -> str:
 
 def digest_for(role: str, given: Mapping[str, Table]) -> str:
     """Hash of what a role reads: it changes when its processes have to start again."""
-    read = _READ[role if role in _READ else "worker"]
+    read = _READ[role]
     seen = {
         f"{section}.{name}": value
         for section, table in given.items()

@@ -15,7 +15,7 @@ from millrace.core.config import Config, EngineConfig
 from millrace_operator import config_file, naming, templates
 from millrace_operator.config_file import Table, digest, digest_for
 from millrace_operator.observed import Object
-from millrace_operator.spec import KINDS, Defaults, SpecError, gpus
+from millrace_operator.spec import KINDS, Defaults, SpecError, gpus, role_of
 
 MODELS = "/models"
 CACHE = "/cache"
@@ -123,7 +123,7 @@ def instance(pool: Object, context: Context) -> dict[str, Any]:
     ports = {"grpc": naming.WORKER_PORT, "metrics": config_file.METRICS_PORT}
     container = {
         **_container(context, role, ports),
-        "args": _instance_args(role, spec, context, drain_s),
+        "args": _instance_args(role_of(pool), spec, context, drain_s),
         "env": [*_environment(context), *_hub_token(context), *_parallel(spec)],
         **_probes("metrics"),
     }
@@ -153,8 +153,9 @@ def _model_args(context: Context) -> list[str]:
 
 def _instance_args(role: str, spec: Mapping[str, Any], context: Context, drain_s: int) -> list[str]:
     stages = spec.get("stages", 1)
+    command = ("colocated", "--role", role) if role == "mixed" else (role,)
     return [
-        *(role, *_model_args(context)),
+        *(*command, *_model_args(context)),
         *("--id", "$(POD_NAME)", "--host", "$(POD_IP)", "--port", str(naming.WORKER_PORT)),
         *("--node", "$(NODE_NAME)", "--revision", context.revision),
         *("--drain-timeout-s", str(drain_s)),
@@ -325,7 +326,7 @@ def _template(
     more: Mapping[str, str] | None = None,
 ) -> dict[str, Any]:
     """The user's template over ours; labels that selectors read stay ours."""
-    read = digest_for(component, context.tables)
+    read = digest_for(section.get("role", component), context.tables)
     base = {"metadata": {"labels": {}, "annotations": {naming.CONFIG: read}}, "spec": pod}
     template = templates.merged(base, section.get("template", {}), "spec.template")
     own = {**naming.labels(context.name, component), **(more or {})}

@@ -7,7 +7,7 @@ from typing import Any
 
 from millrace.core.autoscale import PoolMetrics
 from millrace_operator.observed import Object
-from millrace_operator.spec import SIGNALS
+from millrace_operator.spec import SIGNALS, signals
 
 #: Of a signal, which would fade for hours in the status of an idle pool.
 LEAST = 0.005
@@ -15,7 +15,8 @@ LEAST = 0.005
 
 def seen(pool: Object, metrics: PoolMetrics) -> list[dict[str, Any]]:
     """Signals with their targets, in the spec's order."""
-    if "metrics" not in pool["spec"]["autoscaling"]:
+    followed = signals(pool)
+    if not followed:
         return _contexts(metrics)
     measured = _measured(metrics)
     return [
@@ -24,7 +25,7 @@ def seen(pool: Object, metrics: PoolMetrics) -> list[dict[str, Any]]:
             "value": _rounded(measured[signal["name"]]),
             "target": signal["target"],
         }
-        for signal in pool["spec"]["autoscaling"]["metrics"]
+        for signal in followed
         if signal["name"] in measured
     ]
 

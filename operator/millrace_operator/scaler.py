@@ -24,7 +24,7 @@ class Pool:
     """What the scaler has to know of a pool."""
 
     uid: str
-    role: str  # prefill | decode | kvp
+    role: str  # prefill | decode | mixed | kvp
     scheduler: str  # host:port
     config: AutoscaleConfig
     interval_s: float

@@ -132,7 +132,7 @@ def _available(
         live = observed.live.get(("Deployment", child), {})
         if not live.get("status", {}).get("availableReplicas"):
             return Condition("Available", False, "NotReady", f"the {part} is not ready")
-    serving = {"prefill": pools["prefill"], "decode": pools["decode"]}
+    serving = {role: pools[role] for role in ("prefill", "decode") if role in service["spec"]}
     for role, pool in serving.items():
         state = _condition(pool, "Available")
         if state.get("status") != "True":

@@ -6,8 +6,8 @@ runs; what it cannot check is an error here, with the field's path and value.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, fields, replace
 from typing import Any
 
 from millrace.core.autoscale import (
@@ -21,6 +21,7 @@ from millrace.core.autoscale import (
 from millrace.core.errors import ConfigError, MillraceError
 from millrace.core.load import PoolLoad
 from millrace_operator.observed import Object
+from millrace_operator.schema import pools
 
 
 class SpecError(MillraceError):
@@ -38,11 +39,14 @@ class Defaults:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PoolKind:
-    """A kind of pool: its role, and its section in a ModelService's spec."""
+    """A kind of pool: its role, and its section in a ModelService's spec.
+
+    `role` names the section, images and labels; what instances are to the scheduler is `role_of`.
+    """
 
     kind: str
     plural: str
-    role: str  # the section's name, too
+    role: str
 
     def name_in(self, service: str) -> str:
         """Name of the pool that a ModelService makes of the section."""
@@ -76,6 +80,21 @@ SIGNALS: Mapping[str, Signal] = {
 }
 
 
+def role_of(pool: Object) -> str:
+    """What the pool's instances register as: prefill, decode, mixed or kvp."""
+    return str(pool["spec"].get("role", KINDS[pool["kind"]].role))
+
+
+def signals(pool: Object) -> Sequence[Mapping[str, str]]:
+    """Names and targets of the signals that the pool follows; none of a KVPWorkerPool."""
+    given: Sequence[Mapping[str, str]] | None = pool["spec"]["autoscaling"].get("metrics")
+    if given is not None or pool["kind"] != pools.DECODE.kind:
+        return given or ()
+    more = pools.DECODE.mixed_targets if role_of(pool) == "mixed" else {}
+    targets = {**pools.DECODE.targets, **more}
+    return [{"name": name, "target": target} for name, target in targets.items()]
+
+
 def decimal(path: str, text: str) -> float:
     """A number given as text. Raises SpecError."""
     try:
@@ -90,7 +109,7 @@ def autoscale_config(pool: Object) -> AutoscaleConfig:
     zero = given["scaleToZero"]
     try:
         return AutoscaleConfig(
-            targets=(_targets(KINDS[pool["kind"]].role, pool["spec"]),),
+            targets=_targets(pool),
             min_replicas=given["minReplicas"],
             max_replicas=given["maxReplicas"],
             up=_direction(given["scaleUp"]),
@@ -105,7 +124,7 @@ def autoscale_config(pool: Object) -> AutoscaleConfig:
 
 def heard(pool: Object, load: PoolLoad) -> PoolLoad:
     """The load without the signals that the pool's spec does not list: they have no say."""
-    listed = {metric["name"] for metric in pool["spec"]["autoscaling"].get("metrics", ())}
+    listed = {signal["name"] for signal in signals(pool)}
     unheard: dict[str, Any] = {s.measured: None for n, s in SIGNALS.items() if n not in listed}
     return replace(load, **unheard)
 
@@ -127,21 +146,29 @@ def _direction(given: Mapping[str, Any]) -> Direction:
     )
 
 
-def _by_name(spec: Mapping[str, Any]) -> dict[str, float]:
-    """Targets by the field of `PrefillTargets` or `DecodeTargets`."""
-    return {
-        SIGNALS[metric["name"]].target: decimal(
-            f"spec.autoscaling.metrics[{metric['name']}].target", metric["target"]
+def _targets(pool: Object) -> tuple[Targets, ...]:
+    if pool["kind"] == pools.KVP.kind:
+        return (_kvp_targets(pool["spec"]),)
+    given = {
+        SIGNALS[signal["name"]].target: decimal(
+            f"spec.autoscaling.metrics[{signal['name']}].target", signal["target"]
         )
-        for metric in spec["autoscaling"]["metrics"]
+        for signal in signals(pool)
     }
+    role = role_of(pool)
+    prefill = PrefillTargets(**_of(PrefillTargets, given))
+    decode = DecodeTargets(**_of(DecodeTargets, given))
+    return {"prefill": (prefill,), "decode": (decode,), "mixed": (prefill, decode)}[role]
 
 
-def _targets(role: str, spec: Mapping[str, Any]) -> Targets:
-    if role == "prefill":
-        return PrefillTargets(**_by_name(spec))
-    if role == "decode":
-        return DecodeTargets(**_by_name(spec))
+def _of(
+    targets: type[PrefillTargets | DecodeTargets], given: Mapping[str, float]
+) -> dict[str, float]:
+    names = {field.name for field in fields(targets)}
+    return {name: target for name, target in given.items() if name in names}
+
+
+def _kvp_targets(spec: Mapping[str, Any]) -> KvpTargets:
     return KvpTargets(
         tokens_per_worker=spec["tokensPerWorker"],
         worker_kv_tokens=spec["workerCapacityTokens"],

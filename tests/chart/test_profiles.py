@@ -37,7 +37,9 @@ def custom_schema(manifest: Object) -> Object:
 
 
 def test_the_profiles_are_those_that_the_documentation_names() -> None:
-    assert set(PROFILES) == {"minimal", "cpu", "gpu", "rdma", "external-redis", "everything"}
+    assert set(PROFILES) == {
+        *("minimal", "cpu", "gpu", "rdma", "external-redis", "mixed", "everything")
+    }
 
 
 @pytest.mark.parametrize("name", PROFILES)

@@ -409,6 +409,15 @@ def test_a_mixed_pool_has_the_signals_of_both():
     assert load.tbt_slo_ratio == pytest.approx(0.8)
 
 
+def test_a_mixed_pool_whose_instances_are_gone_is_told_of_what_waits():
+    b = Metered(instance("m0"))
+    b.submit("a", 1000)
+    assert b.load("mixed").active_requests == 1
+    b.step(events.InstanceLeft(instance_id="m0", generation=1))
+    assert b.load("mixed").active_requests == 1
+    assert b.load("mixed").backlog_s == pytest.approx(1.0)
+
+
 # ---- kvp
 
 

@@ -15,6 +15,11 @@ PLURALS = ("modelservices", "prefillgroups", "decodepools", "kvpworkerpools")
 
 LONG = {"tokensPerWorker": 1024, "maxWorkersPerRequest": 4}
 
+NO_PREFILL = "decode.role decode needs prefill; mixed computes prompts itself and takes none"
+
+#: A service of mixed instances.
+MIXED = service(prefill=None, decode={"role": "mixed"})
+
 #: Objects that break just one rule, and the rule's message.
 BROKEN: list[tuple[str, Object]] = [
     (
@@ -51,6 +56,15 @@ BROKEN: list[tuple[str, Object]] = [
             gateway={"parking": {"timeoutSeconds": 0}},
         ),
     ),
+    (NO_PREFILL, service(prefill=None)),
+    (NO_PREFILL, service(decode={"role": "mixed"})),
+    *[
+        (
+            "backlogSeconds, utilization and ttftSloRatio are signals of role mixed",
+            pool("DecodePool", autoscaling={"metrics": [{"name": name, "target": "0.5"}]}),
+        )
+        for name in ("backlogSeconds", "utilization", "ttftSloRatio")
+    ],
     ("stages above 1 need gpus 0: they run on CPUs only", pool("PrefillGroup", stages=2)),
     ("stages above 1 need gpus 0: they run on CPUs only", service(decode={"stages": 2})),
     (
@@ -92,6 +106,12 @@ BROKEN: list[tuple[str, Object]] = [
 #: What may be changed once, to what it may not.
 CHANGED: list[tuple[str, Object, Object]] = [
     ("model.name is immutable", service(), {"spec": {"model": {"name": "other"}}}),
+    ("role is immutable", pool("DecodePool"), {"spec": {"role": "mixed"}}),
+    (
+        "role is immutable",
+        MIXED,
+        {"spec": {"decode": {"role": "decode"}, "prefill": {}}},
+    ),
     *[
         ("serviceRef is immutable", pool(kind), {"spec": {"serviceRef": {"name": "other"}}})
         for kind in POOLS
@@ -107,6 +127,18 @@ ALLOWED = [
         prefill={"autoscaling": {"scaleToZero": {"enabled": True}, "minReplicas": 0}},
         decode={"autoscaling": {"scaleToZero": {"enabled": True}, "minReplicas": 0}},
     ),
+    MIXED,
+    service(
+        prefill=None,
+        decode={
+            "role": "mixed",
+            "autoscaling": {
+                "scaleToZero": {"enabled": True},
+                "minReplicas": 0,
+                "metrics": [{"name": "backlogSeconds", "target": "0.001"}],
+            },
+        },
+    ),
     service(prefill={"template": {"spec": {"anything": [{"goes": 1}]}}}),
     pool("PrefillGroup", "p" * 52, autoscaling={"minReplicas": 8}),
     pool("KVPWorkerPool", warmSpares=32, maxWorkersPerRequest=32),
@@ -116,7 +148,9 @@ ALLOWED = [
 #: Values past a bound, of the wrong type or unknown; what the answer speaks of.
 REFUSED: list[tuple[str, Object]] = [
     ("spec.model.uri", service(model={"uri": None})),
-    ("spec.prefill", service(prefill=None)),
+    ("spec.decode", service(decode=None)),
+    ("spec.decode.role", service(decode={"role": "pair"})),
+    ("spec.role", pool("PrefillGroup", role="mixed")),
     ("spec.scheduling.policy", service(scheduling={"policy": "lifo"})),
     ("spec.slo.ttftSeconds", service(slo={"ttftSeconds": "soon"})),
     ("spec.slo.tbtMilliseconds", service(slo={"tbtMilliseconds": 0})),
@@ -131,7 +165,7 @@ REFUSED: list[tuple[str, Object]] = [
     ("spec.drain.onTimeout", pool("KVPWorkerPool", drain={"onTimeout": "Kill"})),
     (
         "spec.autoscaling.metrics[0].name",
-        pool("DecodePool", autoscaling={"metrics": [{"name": "backlogSeconds", "target": "1"}]}),
+        pool("PrefillGroup", autoscaling={"metrics": [{"name": "kvUtilization", "target": "1"}]}),
     ),
     ("spec.serviceRef", pool("PrefillGroup", serviceRef=None)),
 ]

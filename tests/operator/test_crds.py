@@ -8,11 +8,13 @@ from typing import Any
 import jsonschema
 import pytest
 
+from millrace.core.autoscale import DecodeTargets, PrefillTargets
 from millrace.core.config import ProxyConfig, SchedulerConfig, load_config
+from millrace.core.load import PoolLoad
 from millrace_operator.schema import definitions
 from millrace_operator.schema.__main__ import files
 from millrace_operator.schema.pools import KINDS as POOL_SCHEMAS
-from millrace_operator.spec import KINDS, SIGNALS, autoscale_config
+from millrace_operator.spec import KINDS, SIGNALS, autoscale_config, heard, role_of, signals
 from support.custom_resources import SCHEMAS, defaulted, model_service, pool
 
 FOLDER = Path(__file__).parents[2] / "charts" / "millrace" / "crds"
@@ -106,6 +108,9 @@ def test_the_operator_and_the_schema_speak_of_the_same_pools_and_signals():
         (k.kind, k.plural, k.role) for k in KINDS.values()
     ]
     assert {name for k in POOL_SCHEMAS for name in k.targets} == set(SIGNALS)
+    for schema in POOL_SCHEMAS:
+        spec = SCHEMAS[schema.kind]["properties"]["spec"]["properties"]
+        assert ("role" in spec) == bool(schema.mixed_targets) == (schema.kind == "DecodePool")
 
 
 def test_choices_are_those_of_the_settings():
@@ -126,11 +131,31 @@ def test_defaults_make_sense_to_the_autoscaler(kind):
     assert config.min_replicas <= config.max_replicas
 
 
+def test_a_decode_pool_follows_the_signals_of_its_role():
+    assert [s["name"] for s in signals(pool())] == ["kvUtilization", "tbtSloRatio"]
+    assert autoscale_config(pool()).targets == (DecodeTargets(),)
+    assert {s["name"] for s in signals(pool(role="mixed"))} == set(SIGNALS)
+    assert autoscale_config(pool(role="mixed")).targets == (PrefillTargets(), DecodeTargets())
+    listed = [{"name": "backlogSeconds", "target": "2"}, {"name": "kvUtilization", "target": "0.5"}]
+    named = pool(role="mixed", autoscaling={"metrics": listed})
+    prefill, decode = PrefillTargets(backlog_s=2.0), DecodeTargets(kv_utilisation=0.5)
+    assert autoscale_config(named).targets == (prefill, decode)
+    load = PoolLoad(role="mixed", backlog_s=1.0, arriving=1.0, kv_utilisation=1.0)
+    assert heard(named, load) == PoolLoad(role="mixed", backlog_s=1.0, kv_utilisation=1.0)
+    assert heard(pool(role="mixed"), load) == load
+
+
 def test_three_fields_make_a_service():
     found = model_service()
     jsonschema.validate(found, SCHEMAS["ModelService"])
     assert found["spec"]["gateway"]["replicas"] == 2
     assert "replicas" not in found["spec"]["prefill"]
+    assert found["spec"]["decode"]["role"] == "decode"
+
+
+def test_what_instances_register_as():
+    roles = [role_of(pool(kind)) for kind in POOLS]
+    assert roles == ["prefill", "decode", "kvp"] and role_of(pool(role="mixed")) == "mixed"
 
 
 @pytest.mark.parametrize(
@@ -139,6 +164,7 @@ def test_three_fields_make_a_service():
         ({"prefill": {"tensorParallel": 3}}, "3 is not one of"),
         ({"prefill": {"gpus": -1}}, "-1 is less than"),
         ({"decode": {"drain": {"onTimeout": "Kill"}}}, "'Kill' is not one of"),
+        ({"decode": {"role": "pair"}}, "'pair' is not one of"),
         ({"decode": {"autoscaling": {"mode": "On"}}}, "'On' is not one of"),
         ({"slo": {"ttftSeconds": "fast"}}, "'fast' does not match"),
         ({"slo": {"ttftSeconds": 10}}, "10 is not of type 'string'"),

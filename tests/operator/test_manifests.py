@@ -44,6 +44,9 @@ WEIGHTS: dict[str, dict[str, Any]] = {
 }
 
 
+MIXED: dict[str, Any] = {"prefill": None, "decode": {"role": "mixed", "stages": 2, "gpus": 0}}
+
+
 def objects(**spec: Any) -> dict[tuple[str, str], dict[str, Any]]:
     """All of a service and its pools, by kind and name."""
     context = Context.of(model_service(**spec), DEFAULTS)
@@ -62,8 +65,8 @@ def main(manifest: dict[str, Any]) -> dict[str, Any]:
 
 @pytest.mark.parametrize(
     "spec",
-    [{}, EVERYTHING, *({"weights": w} for w in WEIGHTS.values())],
-    ids=["minimal", "everything", *WEIGHTS],
+    [{}, EVERYTHING, MIXED, *({"weights": w} for w in WEIGHTS.values())],
+    ids=["minimal", "everything", "mixed", *WEIGHTS],
 )
 def test_every_object_is_valid(spec):
     found = objects(**spec)
@@ -71,7 +74,7 @@ def test_every_object_is_valid(spec):
         if kind in SCHEMAS:
             continue
         kubernetes_validate.validate(manifest, kubernetes_validate.latest_version(), strict=True)
-    assert len(found) == (18 if "kvp" in spec else 14)
+    assert len(found) == (18 if "kvp" in spec else 10 if spec is MIXED else 14)
 
 
 def test_the_services_read_their_file(tmp_path):
@@ -122,6 +125,27 @@ def test_the_command_line_is_millraces(kind, name):
         assert (given["instance_id"], given["host"]) == ("$(POD_NAME)", "$(POD_IP)")
         assert (given["port"], given["drain_timeout_s"]) == (7071, 600)
         assert given["stages"] == (2 if command == "decode" else None)
+
+
+def test_mixed_instances_have_a_decode_pools_pods_and_a_command_of_their_own():
+    mixed, decode = (
+        objects(prefill=prefill, decode={"role": role, "stages": 2, "gpus": 0})
+        for prefill, role in ((None, "mixed"), ({}, "decode"))
+    )
+    assert not [name for kind, name in mixed if "prefill" in name or kind == "PrefillGroup"]
+    assert mixed["DecodePool", "chat-decode"]["spec"]["role"] == "mixed"
+    command, *arguments = main(mixed["StatefulSet", "chat-decode"])["args"]
+    assert command == "colocated"
+    parser = typer.main.get_command(app).commands[command]
+    given = parser.make_context(command, list(arguments)).params
+    assert (given["role"], given["stages"], given["drain_timeout_s"]) == ("mixed", 2, 600)
+    assert (given["instance_id"], given["scheduler"]) == ("$(POD_NAME)", "chat-scheduler:7070")
+    assert arguments[2:] == main(decode["StatefulSet", "chat-decode"])["args"][1:]
+    # In all else a pod is as a decode instance's: image, labels that policies and budgets read.
+    pods = [found["StatefulSet", "chat-decode"]["spec"]["template"] for found in (mixed, decode)]
+    for pod in pods:
+        del pod["spec"]["containers"][0]["args"], pod["metadata"]["labels"][TEMPLATE_LABEL]
+    assert pods[0] == pods[1]
 
 
 def test_pods_are_restricted():
@@ -240,6 +264,15 @@ def test_the_template_changes_with_what_a_pod_reads_and_with_nothing_else():
     assert len({template_of(pool(template={"spec": spec})) for spec in turned}) == 1
 
 
+def test_mixed_pods_start_anew_for_the_settings_of_their_batches():
+    child = pool(role="mixed")
+    before = template_of(child)
+    assert before != template_of(pool())
+    assert template_of(child, settings={"mixed.t_target_ms": "9"}) != before
+    assert template_of(child, scheduling={"policy": "fcfs"}) == before  # the scheduler tells them
+    assert template_of(pool(), settings={"mixed.t_target_ms": "9"}) == template_of(pool())
+
+
 def test_the_revision_changes_with_what_makes_kv():
     before = revision_of()
     model = {"name": "chat", "uri": "/models/chat"}
@@ -256,6 +289,10 @@ def test_the_revision_changes_with_what_makes_kv():
         ("proxy", {"proxy.max_inflight": True, "engine.max_batch": False}),
         ("scheduler", {"scheduler.max_attempts": True, "proxy.max_inflight": False}),
         ("decode", {"engine.max_batch": True, "scheduler.max_attempts": False}),
+        ("decode", {"scheduler.decode_headroom_tokens": True, "mixed.t_target_ms": False}),
+        ("mixed", {"mixed.t_target_ms": True, "scheduler.max_attempts": False}),
+        ("mixed", {"engine.max_batch": True, "scheduler.lease_s": True}),
+        ("kvp", {"transfer.probe_bytes": True, "mixed.t_target_ms": False}),
         ("prefill", {"scheduler.lease_s": True, "telemetry.log_level": True}),
     ],
 )

@@ -111,6 +111,17 @@ def test_a_signal_that_fades_away_is_written_once_as_nothing():
     assert scene.look() == []
 
 
+def test_a_mixed_pools_status_shows_the_signals_of_both():
+    scene = Scene(role="mixed")
+    scene.see(metrics=replace(CALM, backlog_s=6.0, arriving=1.5), now_s=NOW_S + 60)
+    scene.carry_out()
+    assert scene.pool["status"]["metrics"] == [
+        {"name": "kvUtilization", "value": "0.51", "target": "0.8"},
+        {"name": "backlogSeconds", "value": "2", "target": "4"},
+        {"name": "utilization", "value": "0.5", "target": "0.8"},
+    ]
+
+
 def test_no_metrics():
     scene = Scene()
     scene.see(metrics_error="the scheduler does not answer")

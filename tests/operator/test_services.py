@@ -115,6 +115,17 @@ def test_phases():
     assert scene.phase == "Paused"
 
 
+def test_a_mixed_pool_serves_alone():
+    scene = Scene(prefill=None, decode={"role": "mixed"})
+    assert not [name for _, name in scene.live if name.startswith("chat-prefill")]
+    assert scene.phase == "Ready" and "prefillReady" not in scene.service["status"]
+    scene.say("DecodePool", Available="False", message="0 of 1 instances take work")
+    assert scene.phase == "Pending"
+    scene.say("DecodePool", Available="True")
+    scene.live["DecodePool", "chat-decode"]["spec"]["replicas"] = 0
+    assert scene.phase == "Idle"
+
+
 def test_asleep():
     scene = Scene()
     for kind, name in (("PrefillGroup", "chat-prefill"), ("DecodePool", "chat-decode")):

@@ -54,13 +54,14 @@ def resource(kind: str, name: str, spec: dict[str, Any], **metadata: Any) -> dic
 
 
 def model_service(name: str = "chat", **spec: Any) -> dict[str, Any]:
-    """A ModelService; fields of its spec are replaced by name."""
+    """A ModelService; fields of its spec are replaced by name, and left out where they are None."""
     base: dict[str, Any] = {
         "model": {"name": "chat", "uri": "/models/chat"},
         "prefill": {},
         "decode": {},
     }
-    return resource("ModelService", name, base | spec)
+    given = {field: value for field, value in (base | spec).items() if value is not None}
+    return resource("ModelService", name, given)
 
 
 def pool(kind: str = "DecodePool", name: str = "chat-decode", **spec: Any) -> dict[str, Any]:

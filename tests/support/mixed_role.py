@@ -109,7 +109,7 @@ class Mixed:
 
     @contextmanager
     def slowed(self, seconds: float) -> Iterator[None]:
-        """Each iteration takes this much longer: none of what runs ends before a test has seen it."""
+        """Each iteration takes this much longer: nothing ends before a test has seen it."""
         compute = self.live.role._compute
         run = compute.run
 

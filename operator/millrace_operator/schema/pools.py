@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from millrace_operator.schema.fields import (
@@ -71,6 +71,7 @@ class Kind:
     down: Direction
     targets: dict[str, str]  # default target by signal
     target_doc: str = ""
+    mixed_targets: dict[str, str] = field(default_factory=dict)  # of mixed instances, besides
 
 
 SLOWLY = Direction(window_s=300, max_step=1, period_s=60, tolerance=20)
@@ -97,7 +98,7 @@ DECODE = Kind(
     plural="decodepools",
     short="dp",
     role="decode",
-    doc="Decode instances of one model.",
+    doc="Decode instances of one model, or mixed ones, which compute prompts too.",
     limits=(1, 16),
     zero=False,
     up=Direction(window_s=15, max_step=4, period_s=15, tolerance=10),
@@ -105,8 +106,9 @@ DECODE = Kind(
     targets={"kvUtilization": "0.8", "tbtSloRatio": "0.9"},
     target_doc=(
         "kvUtilization: share of KV slots in use. tbtSloRatio: time between tokens over its "
-        "objective, of the worst class."
+        "objective, of the worst class. Of role mixed also those of prefill. " + PREFILL.target_doc
     ),
+    mixed_targets=PREFILL.targets,
 )
 KVP = Kind(
     kind="KVPWorkerPool",
@@ -122,16 +124,16 @@ KVP = Kind(
 )
 KINDS = (PREFILL, DECODE, KVP)
 
+#: What a DecodePool's instances may be.
+DECODE_ROLES = ("decode", "mixed")
+
 
 def _metrics(kind: Kind) -> Schema:
+    names = [*kind.targets, *kind.mixed_targets]
     item = record(
         "One signal and its target.",
         {
-            "name": {
-                "type": "string",
-                "description": kind.target_doc,
-                "enum": list(kind.targets),
-            },
+            "name": {"type": "string", "description": kind.target_doc, "enum": names},
             "target": decimal("What an instance is kept to, as a decimal number in quotes."),
         },
         required=("name", "target"),
@@ -143,14 +145,18 @@ def _metrics(kind: Kind) -> Schema:
             ),
         ),
     )
-    return keyed_list(
-        "Signals that the pool follows; the one that asks for most instances counts.",
-        "name",
-        len(kind.targets),
-        item,
-        minItems=1,
-        default=[{"name": name, "target": target} for name, target in kind.targets.items()],
-    )
+    doc = "Signals that the pool follows; the one that asks for most instances counts."
+    if kind.mixed_targets:  # the operator knows the default, which depends on the role
+        doc += (
+            f" Default: {_listed(kind.targets)}; of role mixed also {_listed(kind.mixed_targets)}."
+        )
+        return keyed_list(doc, "name", len(names), item, minItems=1)
+    default = [{"name": name, "target": target} for name, target in kind.targets.items()]
+    return keyed_list(doc, "name", len(names), item, minItems=1, default=default)
+
+
+def _listed(targets: dict[str, str]) -> str:
+    return ", ".join(f"{name} {target}" for name, target in targets.items())
 
 
 def _autoscaling(kind: Kind) -> Schema:
@@ -226,6 +232,15 @@ def _compute() -> dict[str, Schema]:
     }
 
 
+def _role() -> Schema:
+    return choice(
+        "What the instances do. decode: they generate tokens; prefill instances compute their "
+        "prompts. mixed: they compute the prompts themselves, in the same batches. Immutable.",
+        *DECODE_ROLES,
+        default="decode",
+    )
+
+
 def _contexts() -> dict[str, Schema]:
     """What sizes a pool of KVP workers."""
     return {
@@ -258,6 +273,8 @@ def _contexts() -> dict[str, Schema]:
 def fields(kind: Kind) -> dict[str, Schema]:
     """What a pool and the section of a ModelService that makes one have in common."""
     own: dict[str, Schema] = _contexts() if kind is KVP else _compute()
+    if kind is DECODE:
+        own["role"] = _role()
     if kind is PREFILL:
         own["topologyKey"] = text(
             "Node label of the domain (node, rack) in which instances are placed together if "
@@ -326,6 +343,7 @@ def rules(kind: Kind) -> tuple[Schema, ...]:
             ),
         )
     return (
+        *(_role_rules() if kind is DECODE else ()),
         rule(
             "self.stages == 1 || (has(self.gpus) && self.gpus == 0)",
             "stages above 1 need gpus 0: they run on CPUs only",
@@ -333,6 +351,19 @@ def rules(kind: Kind) -> tuple[Schema, ...]:
         rule(
             "self.stages == 1 || self.tensorParallel == 1",
             "stages and tensorParallel must not both be above 1",
+        ),
+    )
+
+
+def _role_rules() -> tuple[Schema, ...]:
+    own = ", ".join(f"'{name}'" for name in DECODE.targets)
+    *most, last = DECODE.mixed_targets
+    return (
+        rule("self.role == oldSelf.role", "role is immutable"),
+        rule(
+            "self.role == 'mixed' || !has(self.autoscaling.metrics) || "
+            f"self.autoscaling.metrics.all(metric, metric.name in [{own}])",
+            f"{', '.join(most)} and {last} are signals of role mixed",
         ),
     )
 

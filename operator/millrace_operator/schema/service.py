@@ -211,12 +211,16 @@ def _rules() -> tuple[Schema, ...]:
             "kvp cannot hold maxContextTokens: raise tokensPerWorker or maxWorkersPerRequest",
         ),
         rule(
-            "self.prefill.autoscaling.scaleToZero.enabled == "
+            "has(self.prefill) == (self.decode.role == 'decode')",
+            "decode.role decode needs prefill; mixed computes prompts itself and takes none",
+        ),
+        rule(
+            "!has(self.prefill) || self.prefill.autoscaling.scaleToZero.enabled == "
             "self.decode.autoscaling.scaleToZero.enabled",
             "prefill and decode must both scale to zero, or neither",
         ),
         rule(
-            "!self.prefill.autoscaling.scaleToZero.enabled || "
+            "!self.decode.autoscaling.scaleToZero.enabled || "
             "self.gateway.parking.timeoutSeconds > 0",
             "scaleToZero needs gateway.parking.timeoutSeconds above 0",
         ),
@@ -263,6 +267,6 @@ def service_spec() -> Schema:
             "kvp": pools.section(pools.KVP),
             "paused": boolean("True: the operator changes nothing.", default=False),
         },
-        required=("model", "prefill", "decode"),
+        required=("model", "decode"),
         rules=_rules(),
     )

@@ -134,7 +134,7 @@ class IterationPacker:
         )
 
     def rank_by(self, policy: str) -> None:
-        """Prompts go in this policy's order from the next iteration on; an unknown one's in none."""
+        """From the next iteration on prompts go in this policy's order, if it is a known one."""
         if policy in POLICIES:
             self._policy = POLICIES[policy]
         else:  # of a scheduler of another version

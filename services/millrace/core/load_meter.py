@@ -14,6 +14,7 @@ read when somebody asks. Rates and ratios are those of the last `window_s` secon
   pool that grows is the one that is short.
 
 A fleet prefills on instances of one role, prefill or mixed; with both, each role is told the whole.
+A role is told of even when its last instance is gone: requests may wait for the next.
 """
 
 from __future__ import annotations
@@ -69,6 +70,7 @@ class LoadMeter:
         self._tbt: deque[tuple[float, _Ratio]] = deque()
         self._unanswered: dict[str, _Unanswered] = {}
         self._paced: dict[str, Request] = {}  # with a TBT objective
+        self._roles = {"prefill", "decode"}  # and mixed, once there was such an instance
 
     # ---- what is seen
 
@@ -124,8 +126,8 @@ class LoadMeter:
         """The load now; `parked_requests` are what the proxies hold back."""
         for seen in (self._arrived, self._ttft, self._tbt):
             _forget(seen, now_s - self._window_s)
-        roles = {"prefill", "decode"} | {one.card.role for one in self._instances()} - {"kvp"}
-        pools = [*(self._pool(role, now_s) for role in sorted(roles)), self._kvp(now_s)]
+        self._roles |= {one.card.role for one in self._instances()} - {"kvp"}
+        pools = [*(self._pool(role, now_s) for role in sorted(self._roles)), self._kvp(now_s)]
         return FleetLoad(pools={pool.role: pool for pool in pools}, parked_requests=parked_requests)
 
     def _instances(self) -> Iterable[Instance]:
