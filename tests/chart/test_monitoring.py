@@ -15,7 +15,7 @@ def declared() -> set[str]:
     for folder in ("services", "operator"):
         for path in (ROOT / folder).rglob("*.py"):
             text = path.read_text()
-            words = {"prefill", "decode", *re.findall(r'"([a-z0-9_]+)"', text)}
+            words = {"prefill", "decode", "mixed", *re.findall(r'"([a-z0-9_]+)"', text)}
             names |= {word for word in words if word.startswith("millrace_")}
             for template in re.findall(r'f"(millrace_[a-z0-9_{}.]+)"', text):
                 parts = re.split(r"\{[^}]+\}", template)
