@@ -265,8 +265,18 @@ def _serve(pipe: ChildPipe) -> None:
                 pipe.say(int(end.bytes[request[0] : request[1]].sum()))
 
 
-def test_urgent_writes_and_answers_waited_for_with_progress(make):
-    """Each end answers the other's write by the thread that waits for it; none is lost or twice."""
+def say(end: End, peer: str, number: int, *, is_write: bool) -> None:
+    """At once: the number's byte, or the number alone."""
+    payload = b"\x07%d" % number
+    if is_write:
+        end.transport.write(peer, Runs.of(number, 0, 1), payload, urgent=True)
+    else:
+        end.transport.notify(peer, payload, urgent=True)
+
+
+@pytest.mark.parametrize("is_write", [True, False])
+def test_what_is_urgent_and_answers_waited_for_with_progress(make, is_write):
+    """Each end answers the other's word by the thread that waits for it; none is lost or twice."""
     ends = [make(), make()]
     names = [
         ends[1 - i].transport.connect(end.transport.metadata()).result(WAIT_S)
@@ -279,14 +289,13 @@ def test_urgent_writes_and_answers_waited_for_with_progress(make):
         for number in range(100):
             end.bytes[number] = number
             if i == 0 or heard[i]:
-                payload = b"\x07%d" % number
-                end.transport.write(peer, Runs.of(number, 0, 1), payload, urgent=True)
+                say(end, peer, number, is_write=is_write)
             while end.inbox.empty():
                 if not end.transport.progress():
                     break
             heard[i].append(end.inbox.get(timeout=WAIT_S)[1])
         if i == 1:
-            end.transport.write(peer, Runs.of(99, 0, 1), b"\x0799", urgent=True)
+            say(end, peer, 99, is_write=is_write)
 
     players = [threading.Thread(target=play, args=(i,)) for i in range(2)]
     with ends[0].transport.listening(), ends[1].transport.listening():

@@ -53,10 +53,12 @@ def test_chunks_over_shards_give_the_logits_of_one_instance(
         assert_close(found, expected, rtol=1e-4, atol=1e-4)
 
 
-def test_bfloat16_agrees_within_its_rounding() -> None:
+@pytest.mark.parametrize("inline_bytes", [0, 1200, 1 << 16])
+def test_bfloat16_agrees_within_its_rounding(inline_bytes: int) -> None:
+    """Rows written, written where they are many, and always in notifications."""
     tokens = prompt(120)
     model = load_model(model_folder("qwen3"), device="cpu", dtype="bfloat16")
-    with world(model, 2) as made:
+    with world(model, 2, inline_bytes=inline_bytes) as made:
         runner = alone(made)
         expected = prefill(runner, Request(runner, tokens))
         found = prefill_long(made.runner, Long(made, tokens, (40, 80, 120)), (35, 70, 90))

@@ -24,6 +24,7 @@ from millrace.engine.sampling_spec import SamplingSpec
 from millrace.engine.shard_attention import ShardAttention
 from millrace.transfer.kvp_desk import KvpDesk
 from millrace.transfer.kvp_exchange import KvpExchange
+from millrace.transfer.kvp_messages import INLINE_BYTES
 from millrace.transfer.memory import Memory
 from millrace.transfer.memory_transport import MemoryHub, MemoryTransport
 from millrace.transfer.transport import Transport
@@ -56,6 +57,7 @@ class Holder:
         num_pages: int = 64,
         lease_s: float = 1.0,
         pools: int = 1,
+        inline_bytes: int = INLINE_BYTES,
     ) -> None:
         """`pools`: that have the heads between them, as those of ranks do."""
         self.name = name
@@ -76,6 +78,7 @@ class Holder:
             self.attention,
             owners=2,
             lease_s=lease_s,
+            inline_bytes=inline_bytes,
         )
         self.pages: dict[int, list[int]] = {}
 
@@ -112,6 +115,7 @@ class Home:
         num_pages: int = 96,
         timeout_s: float = 20.0,
         runner: Runner | None = None,
+        inline_bytes: int = INLINE_BYTES,
     ) -> None:
         self.transport = transport
         self.runner = runner or ModelRunner(
@@ -128,6 +132,7 @@ class Home:
             timeout_s=timeout_s,
             lease_s=1.0,
             on_lost=self.lost.__setitem__,
+            inline_bytes=inline_bytes,
         )
         link = ExchangeLink(self.exchange, memory, model.dtype, page_tokens)
         pages = self.runner.pool.allocate(spill_pages)
@@ -162,10 +167,11 @@ class World:
         timeout_s: float = 20.0,
         runner: Runner | None = None,
         pools: int = 1,
+        inline_bytes: int = INLINE_BYTES,
     ) -> None:
         """`pools`: of each holder. `runner`: the home's, over a pool of `page_tokens`."""
         hub = MemoryHub()
-        sizes = {"page_tokens": page_tokens, "max_rows": max_rows}
+        sizes = {"page_tokens": page_tokens, "max_rows": max_rows, "inline_bytes": inline_bytes}
         self.page_tokens = page_tokens
         self.home = Home(
             model, MemoryTransport("home", hub), timeout_s=timeout_s, runner=runner, **sizes

@@ -12,7 +12,7 @@ from millrace.core.errors import CapacityError, IntegrityError, TransferError
 from millrace.core.kvp_rows import ExchangeShape, Request
 from millrace.transfer.kvp_desk import KvpDesk
 from millrace.transfer.kvp_exchange import KvpExchange
-from millrace.transfer.kvp_messages import KvpKind, KvpMessage, missing_body
+from millrace.transfer.kvp_messages import INLINE_BYTES, KvpKind, KvpMessage, missing_body
 from millrace.transfer.memory import Memory
 from millrace.transfer.memory_transport import MemoryHub, MemoryTransport
 
@@ -57,7 +57,7 @@ class Echo:
 class Ends:
     """An owner and a holder."""
 
-    def __init__(self, places: int = 2) -> None:
+    def __init__(self, places: int = 2, inline_bytes: int = INLINE_BYTES) -> None:
         hub = MemoryHub()
         self.owner, self.holder = MemoryTransport("owner", hub), MemoryTransport("holder", hub)
         self.sent = np.zeros(KvpExchange.memory_bytes(SHAPE, places), dtype=np.uint8)
@@ -71,6 +71,7 @@ class Ends:
             timeout_s=0.5,
             lease_s=LEASE_S,
             on_lost=lambda holder, why: self.lost.append((holder, why)),
+            inline_bytes=inline_bytes,
         )
         self.echo = Echo(inbox)
         self.desk = KvpDesk(
@@ -80,6 +81,7 @@ class Ends:
             self.echo,
             owners=places,
             lease_s=LEASE_S,
+            inline_bytes=inline_bytes,
         )
 
     def attach(self) -> int:
@@ -122,8 +124,8 @@ class Ends:
 
 
 @pytest.fixture
-def ends():
-    made = Ends()
+def ends(request):
+    made = Ends(inline_bytes=getattr(request, "param", INLINE_BYTES))
     yield made
     made.desk.close()
     made.owner.close()
@@ -134,7 +136,7 @@ def ends():
     "message",
     [
         KvpMessage(KvpKind.LAYER, 3, 2**40, 5, 31, 7, 2, 1),
-        KvpMessage(KvpKind.PARTIAL, 3, 9, body=missing_body((0, 5))),
+        KvpMessage(KvpKind.PARTIAL, 3, 9, entries=2, body=missing_body((0, 5))),
         KvpMessage(KvpKind.FAILED, 1, body=b"schade"),
     ],
 )
@@ -142,12 +144,21 @@ def test_messages_come_as_they_went(message):
     assert KvpMessage.decode(message.encode()) == message
 
 
-@pytest.mark.parametrize("payload", [b"", b"\x05\x01", KvpMessage(KvpKind.BYE, 1).encode()[:9]])
+@pytest.mark.parametrize(
+    "payload",
+    [
+        b"",
+        b"\x05\x01",
+        KvpMessage(KvpKind.BYE, 1).encode()[:9],
+        KvpMessage(KvpKind.PARTIAL, 1, entries=3, body=b"two or so").encode(),
+    ],
+)
 def test_what_is_no_message_is_refused(payload):
     with pytest.raises(TransferError, match="not a notification of an exchange"):
         KvpMessage.decode(payload)
 
 
+@pytest.mark.parametrize("ends", [0, INLINE_BYTES], indirect=True, ids=["written", "inline"])
 def test_each_layer_has_its_answer(ends):
     ends.attach()
     ends.exchange.begin()
@@ -156,7 +167,23 @@ def test_each_layer_has_its_answer(ends):
         assert (reply.holder, reply.missing, reply.lost, word) == ("h", (), "", 40 + layer)
     assert ends.exchange.wait() is None
     ends.echo.missing = (0,)
-    assert ends.ask(3, 1)[0].missing == (0,)
+    reply, word = ends.ask(3, 50)
+    assert (reply.missing, word) == ((0,), 50)
+
+
+@pytest.mark.parametrize(
+    ("rows", "new_rows", "entries"), [(2, 0, 1), (5, 0, 1), (1, 2, 1), (1, 0, 9)]
+)
+def test_rows_that_do_not_fit_what_came_with_them_are_refused(ends, rows, new_rows, entries):
+    slot = ends.attach()
+    ends.exchange.begin()
+    ends.ask(0, 1, entries=1)
+    before = ends.echo.memory.copy()
+    message = KvpMessage(KvpKind.LAYER, slot, 1, 0, 1, rows, new_rows, entries, b"x" * 48)
+    ends.owner.notify("holder", message.encode()).result(5)
+    reply, _ = ends.ask(1, 1)  # the answer to what was forged is the one to it
+    assert "48 bytes came with" in reply.lost
+    assert (ends.echo.memory == before).all()
 
 
 def test_a_request_that_can_t_be_served_loses_the_holder(ends):

@@ -22,7 +22,7 @@ from millrace.core.kvp_rows import (
     pack_table,
     pieces_of,
 )
-from millrace.engine.exchange_views import PieceViews
+from millrace.engine.exchange_views import NewRows, PieceViews
 from millrace.engine.remote_attention import Partial
 
 
@@ -41,7 +41,7 @@ class Exchange(Protocol):
 class _Piece:
     entries: list[RemoteRows]
     rows: Tensor | slice  # of the pass
-    new: tuple[Tensor, Tensor] | None  # page and offset of each new row, int64
+    new: NewRows | None
     views: PieceViews
     at: int  # where its request lies
     table: bytes  # empty once it has gone
@@ -115,7 +115,7 @@ class ExchangeLink:
         return _Piece(
             entries,
             slice(rows[0], rows[-1] + 1) if is_run else torch.tensor(rows),
-            (at_slots // self._page_tokens, at_slots % self._page_tokens) if new else None,
+            NewRows(at_slots // self._page_tokens, at_slots % self._page_tokens) if new else None,
             views,
             at[0],
             pack_table(entries),
@@ -127,9 +127,7 @@ class ExchangeLink:
         views, entries = piece.views, 0
         views.q.copy_(q_nhd[piece.rows])
         if piece.new is not None:
-            pages, offsets = piece.new
-            by_pool = kv_layers[:, pages, :, :, offsets]  # [new, pools, 2, k, d]
-            views.kv.copy_(by_pool.transpose(1, 2).flatten(2, 3))
+            piece.new.read(kv_layers, views.kv)
         if piece.table:
             end = piece.at + len(piece.table)
             self._bytes[piece.at : end] = np.frombuffer(piece.table, dtype=np.uint8)

@@ -1,4 +1,7 @@
-"""An exchange's memory as tensors: where a piece's q, K/V and partial results lie."""
+"""An exchange's memory as tensors: where a piece's q, K/V and partial results lie.
+
+Shape letters: r rows, m new rows, h q heads, k kv heads, d head_dim.
+"""
 
 from __future__ import annotations
 
@@ -18,8 +21,6 @@ def exchange_memory(nbytes: int) -> Tensor:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class PieceViews:
-    """Shape letters: r rows, m new rows, h q heads, k kv heads, d head_dim."""
-
     q: Tensor  # [r, h, d]
     kv: Tensor  # [m, 2, k, d]
     out: Tensor  # float32 [r, h, d]
@@ -46,3 +47,36 @@ class PieceViews:
             memory[at[1] : lse_at].view(torch.float32).view(rows, heads, head_dim),
             memory[lse_at : ends[1]].view(torch.float32).view(rows, heads),
         )
+
+
+class NewRows:
+    """Where the K/V of m tokens lies in pages. Of one token, as decode mostly has, it is fast."""
+
+    def __init__(self, pages: Tensor, offsets: Tensor) -> None:
+        """int64 [m] each; offsets: within the page."""
+        self._at = pages, offsets
+        self._only = (int(pages[0]), int(offsets[0])) if len(pages) == 1 else None
+
+    def read(self, kv_layers: Tensor, kv: Tensor) -> None:
+        """Copies kv_layers [pools, pages, 2, k, page_tokens, d], whose heads are the pools' in
+        order, to kv [m, 2, pools * k, d]."""
+        if self._only is not None:
+            page, offset = self._only
+            _by_pool(kv, len(kv_layers))[0].copy_(kv_layers[:, page, :, :, offset])
+            return
+        pages, offsets = self._at
+        _by_pool(kv, len(kv_layers)).copy_(kv_layers[:, pages, :, :, offsets])
+
+    def write(self, kv_layers: Tensor, kv: Tensor) -> None:
+        """The other way."""
+        if self._only is not None:
+            page, offset = self._only
+            kv_layers[:, page, :, :, offset].copy_(_by_pool(kv, len(kv_layers))[0])
+            return
+        pages, offsets = self._at
+        kv_layers[:, pages, :, :, offsets] = _by_pool(kv, len(kv_layers)).to(kv_layers.device)
+
+
+def _by_pool(kv: Tensor, pools: int) -> Tensor:
+    """kv [m, 2, pools * k, d] as [m, pools, 2, k, d]."""
+    return kv.unflatten(2, (pools, -1)).transpose(1, 2)

@@ -101,6 +101,7 @@ class RemoteAttention:
     def __init__(self, link: RemoteLink, rows: Sequence[RemoteRows], slots: Tensor) -> None:
         """slots: int64 [n], on the host."""
         self._link = link
+        self._wide: Tensor | None = None  # float32 [n, h, d], of the layer before
         link.begin(rows, slots)
 
     def run(
@@ -117,8 +118,7 @@ class RemoteAttention:
         and the holders'. lse: float32 [n, h], written. Returns out [n, h, d] of q's dtype."""
         out = torch.empty_like(q_nhd) if out is None else out
         self._link.send(layer, q_nhd, kv_layer[None])
-        is_wide = out.dtype is torch.float32
-        total = out if is_wide else torch.empty_like(out, dtype=torch.float32)
+        total = self._room(out)
         kernels.run_attention(plan, q_nhd, kv_layer, scale=scale, out=total, lse_out=lse)
         for rows, host_part, host_lse in self._link.partials(layer):
             part, part_lse = host_part.to(total.device), host_lse.to(total.device)
@@ -128,7 +128,15 @@ class RemoteAttention:
                 own, own_lse = total[rows], lse[rows]
                 kernels.merge_attention_(own, own_lse, part, part_lse)
                 total[rows], lse[rows] = own, own_lse
-        return total if is_wide else out.copy_(total)
+        return out if total is out else out.copy_(total)
+
+    def _room(self, out: Tensor) -> Tensor:
+        """float32, where the parts are summed; the same in every layer."""
+        if out.dtype is torch.float32:
+            return out
+        if self._wide is None:
+            self._wide = torch.empty_like(out, dtype=torch.float32)
+        return self._wide
 
     def end(self) -> dict[int, str]:
         """Each row of the pass that a lost shard has made wrong, and why."""

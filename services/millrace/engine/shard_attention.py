@@ -19,7 +19,7 @@ from torch import Tensor
 
 from millrace.core.errors import TransferError
 from millrace.core.kvp_rows import ExchangeShape, TableEntry, unpack_table
-from millrace.engine.exchange_views import PieceViews
+from millrace.engine.exchange_views import NewRows, PieceViews
 from millrace.engine.step_tables import indptr_of, page_table_of
 from millrace_kernels import api as kernels
 from millrace_kernels.plan import AttentionPlan
@@ -38,7 +38,7 @@ class _Piece:
     entries: list[TableEntry]
     missing: tuple[int, ...]  # entries whose shard is gone
     views: PieceViews
-    new: tuple[Tensor, Tensor] | None  # page and offset of each new row that is kept, int64
+    new: NewRows | None  # that are kept
     kept: Tensor | None  # int64: which of the new rows they are; None: all
     tables: tuple[Tensor, Tensor, Tensor, Tensor]  # indptr, kv_lens, pages, positions
     plans: dict[int | None, AttentionPlan] = field(default_factory=dict)  # by sliding window
@@ -129,10 +129,8 @@ class ShardAttention:
         views, device = now.views, self._pools.device
         count = len(self._pools)
         if now.new is not None:
-            kv = (views.kv if now.kept is None else views.kv[now.kept]).to(device)
-            pages, offsets = now.new
-            for pool, of_pool in zip(self._pools, kv.chunk(count, dim=2), strict=True):
-                pool[layer][pages, :, :, offsets] = of_pool
+            kv = views.kv if now.kept is None else views.kv[now.kept]
+            now.new.write(self._pools[:, layer], kv)
         plan = self._plan_of(now, self._windows[layer])
         scale = self._shape.head_dim**-0.5
         if count == 1 and device.type == "cpu":
@@ -172,7 +170,7 @@ class ShardAttention:
             entries=entries,
             missing=tuple(i for i, shard in enumerate(shards) if shard is None),
             views=views,
-            new=(_indices(pages), _indices(offsets)) if kept else None,
+            new=NewRows(_indices(pages), _indices(offsets)) if kept else None,
             kept=None if len(rows) == before else torch.from_numpy(rows),
             tables=_tables(entries, shards),
         )

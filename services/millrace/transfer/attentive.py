@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import time
 from queue import Empty, SimpleQueue
 from typing import Final, TypeVar
@@ -27,7 +28,7 @@ def next_of(queue: SimpleQueue[T], transport: Transport, timeout_s: float | None
             pass
         if not transport.progress() or time.monotonic() > until_s:
             break
-        time.sleep(0)  # gives the interpreter to other threads
+        os.sched_yield()  # gives the interpreter to other threads, the core to other processes
     try:
         return queue.get(timeout=timeout_s)
     except Empty:

@@ -18,12 +18,20 @@ from itertools import count
 from queue import SimpleQueue
 from typing import Protocol
 
+import numpy as np
+
 from millrace.core.errors import IntegrityError, TransferError
 from millrace.core.kvp_rows import ExchangeShape
 from millrace.transfer.attentive import next_of
-from millrace.transfer.kvp_messages import TO_HOLDER, KvpKind, KvpMessage, missing_body
+from millrace.transfer.kvp_messages import (
+    INLINE_BYTES,
+    TO_HOLDER,
+    KvpKind,
+    KvpMessage,
+    missing_body,
+)
 from millrace.transfer.kvp_places import Places
-from millrace.transfer.memory import Memory
+from millrace.transfer.memory import Memory, host_bytes
 from millrace.transfer.runs import Runs
 from millrace.transfer.transport import Transport, outcome
 
@@ -74,8 +82,10 @@ class KvpDesk:
         *,
         owners: int,
         lease_s: float,
+        inline_bytes: int = INLINE_BYTES,
     ) -> None:
         """memory: `memory_bytes` on the host, which the desk registers; `compute` has the same.
+        `inline_bytes`: what is more goes by a write.
 
         Raises ValueError when the memory is too small.
         """
@@ -84,7 +94,9 @@ class KvpDesk:
         self._transport = transport
         self._shape = shape
         self._compute = compute
+        self._inline_bytes = inline_bytes
         self._region = transport.register(memory)
+        self._bytes = host_bytes(memory)
         self._places = Places(transport, owners, lease_s)
         self._lock = threading.Lock()
         self._slots = count(1)
@@ -207,12 +219,23 @@ class KvpDesk:
             told = message._replace(kind=KvpKind.FAILED, entries=0, body=reason).encode()
             self._transport.notify(owner.peer, told)
             return
-        body = missing_body(missing) if missing else b""
-        told = message._replace(kind=KvpKind.PARTIAL, entries=0, body=body).encode()
+        self._answer(owner, message, missing)
+
+    def _answer(self, owner: _Owner, message: KvpMessage, missing: Sequence[int]) -> None:
+        told = message._replace(
+            kind=KvpKind.PARTIAL, entries=len(missing), body=missing_body(missing)
+        )
+        nbytes = self._shape.returned_bytes(message.rows)
+        if nbytes <= self._inline_bytes:
+            at = self._at(owner)[1]
+            body = told.body + self._bytes[at : at + nbytes].tobytes()
+            inline = told._replace(body=body).encode()
+            owner.write = self._transport.notify(owner.peer, inline, urgent=True)
+            return
         owner.write = self._transport.write(
             owner.peer,
-            self._runs(owner, message.rows),
-            told,
+            self._runs(owner, nbytes),
+            told.encode(),
             region=self._region,
             peer_region=owner.region,
             urgent=True,
@@ -224,9 +247,26 @@ class KvpDesk:
         if message.number > owner.number:
             owner.number = message.number
             self._compute.forget(owner.slot)
+        if message.body:
+            self._take_in(owner, message)
         if message.entries:
             self._compute.begin(owner.slot, message.piece, self._at(owner), message.entries)
         return self._compute.layer(owner.slot, message.piece, message.layer)
+
+    def _take_in(self, owner: _Owner, message: KvpMessage) -> None:
+        """Puts what came in the notification where it would have been written."""
+        shape, at = self._shape, self._at(owner)[0]
+        end = message.entries * shape.entry_bytes
+        nbytes = shape.sent_bytes(message.rows, message.new_rows)
+        fits = message.new_rows <= message.rows <= shape.max_rows and end <= shape.queries_at
+        if not fits or len(message.body) != end + nbytes:
+            raise TransferError(
+                f"{len(message.body)} bytes came with {message.rows} rows, {message.new_rows} new "
+                f"ones and {message.entries} entries"
+            )
+        body, q = np.frombuffer(message.body, dtype=np.uint8), at + shape.queries_at
+        self._bytes[at : at + end] = body[:end]
+        self._bytes[q : q + nbytes] = body[end:]
 
     def _leave(self, owner: _Owner) -> None:
         self._compute.forget(owner.slot)
@@ -242,11 +282,10 @@ class KvpDesk:
         at = owner.place * (self._shape.request_bytes + self._shape.reply_bytes)
         return at, at + self._shape.request_bytes
 
-    def _runs(self, owner: _Owner, rows: int) -> Runs:
-        runs = owner.runs.get(rows)
+    def _runs(self, owner: _Owner, nbytes: int) -> Runs:
+        runs = owner.runs.get(nbytes)
         if runs is None:
-            nbytes = self._shape.returned_bytes(rows)
-            runs = owner.runs[rows] = Runs.of(self._at(owner)[1], owner.offset, nbytes)
+            runs = owner.runs[nbytes] = Runs.of(self._at(owner)[1], owner.offset, nbytes)
         return runs
 
     def _say_gone(self, owner: _Owner) -> None:

@@ -20,12 +20,14 @@ from functools import partial
 from queue import SimpleQueue
 from typing import Final, NamedTuple
 
+import numpy as np
+
 from millrace.core.errors import IntegrityError, TransferError
 from millrace.core.kvp_rows import ExchangeShape, Reply, Request
 from millrace.transfer.attentive import next_of
-from millrace.transfer.kvp_messages import TO_OWNER, KvpKind, KvpMessage
+from millrace.transfer.kvp_messages import INLINE_BYTES, TO_OWNER, KvpKind, KvpMessage
 from millrace.transfer.kvp_places import Places
-from millrace.transfer.memory import Memory
+from millrace.transfer.memory import Memory, host_bytes
 from millrace.transfer.runs import Runs
 from millrace.transfer.transport import Transport, outcome
 
@@ -76,9 +78,11 @@ class KvpExchange:
         timeout_s: float,
         lease_s: float,
         on_lost: Callable[[str, str], None] = lambda holder, why: None,
+        inline_bytes: int = INLINE_BYTES,
     ) -> None:
         """memory: `memory_bytes` on the host, which the exchange registers. `timeout_s`: for one
         answer. `on_lost`: told once, on any thread, of a holder that was lost, and why.
+        `inline_bytes`: what is more goes by a write.
 
         Raises ValueError when the memory is too small.
         """
@@ -88,7 +92,9 @@ class KvpExchange:
         self._transport = transport
         self._timeout_s = timeout_s
         self._on_lost = on_lost
+        self._inline_bytes = inline_bytes
         self._region = transport.register(memory)
+        self._bytes = host_bytes(memory)
         self._places = Places(transport, holders, lease_s)
         self._lock = threading.Lock()
         self._pairs: dict[str, _Pair] = {}
@@ -214,14 +220,21 @@ class KvpExchange:
         message = KvpMessage(
             KvpKind.LAYER, pair.slot, self._number, piece, layer, rows, new_rows, entries
         )
-        pair.write = self._transport.write(
-            pair.peer,
-            self._runs(pair, self.shape.sent_bytes(rows, new_rows), entries),
-            message.encode(),
-            region=self._region,
-            peer_region=pair.region,
-            urgent=True,
-        )
+        nbytes = self.shape.sent_bytes(rows, new_rows)
+        table_bytes = entries * self.shape.entry_bytes
+        if nbytes + table_bytes <= self._inline_bytes:
+            body = self._body(pair, nbytes, table_bytes)
+            told = message._replace(body=body).encode()
+            pair.write = self._transport.notify(pair.peer, told, urgent=True)
+        else:
+            pair.write = self._transport.write(
+                pair.peer,
+                self._runs(pair, nbytes, entries),
+                message.encode(),
+                region=self._region,
+                peer_region=pair.region,
+                urgent=True,
+            )
         pair.write.add_done_callback(partial(self._on_written, pair))
 
     def wait(self) -> Reply | None:
@@ -244,7 +257,10 @@ class KvpExchange:
             self._outstanding -= 1
             if message is None or message.kind is KvpKind.FAILED:
                 return Reply(pair.holder, lost=pair.lost)
-            return Reply(pair.holder, message.missing() if message.body else ())
+            if results := message.results:
+                at = self._reply_at(pair.place)
+                self._bytes[at : at + len(results)] = np.frombuffer(results, dtype=np.uint8)
+            return Reply(pair.holder, message.missing())
         return None
 
     def check_integrity(self, *, idle: bool) -> None:
@@ -261,6 +277,13 @@ class KvpExchange:
     def _reply_at(self, place: int) -> int:
         shape = self.shape
         return place * (shape.request_bytes + shape.reply_bytes) + shape.request_bytes
+
+    def _body(self, pair: _Pair, nbytes: int, table_bytes: int) -> bytes:
+        """What `_runs` would write: the row table, the queries and K/V."""
+        table = self._reply_at(pair.place) - self.shape.request_bytes
+        q = table + self.shape.queries_at
+        parts = self._bytes[table : table + table_bytes], self._bytes[q : q + nbytes]
+        return b"".join(part.tobytes() for part in parts)
 
     def _runs(self, pair: _Pair, nbytes: int, entries: int) -> Runs:
         """The queries and K/V, and before them the row table, from our memory to the holder's."""

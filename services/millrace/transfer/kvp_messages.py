@@ -5,7 +5,7 @@ from __future__ import annotations
 import struct
 from collections.abc import Sequence
 from enum import IntEnum
-from typing import NamedTuple
+from typing import Final, NamedTuple
 
 from millrace.core.errors import TransferError
 
@@ -17,12 +17,17 @@ TO_OWNER = 6
 _HEADER = struct.Struct("<BBHIQIIII")
 
 
+INLINE_BYTES: Final = 64 << 10
+"""What is sent up to this size goes in the notification itself, which arrives sooner than a write
+and the notification behind it."""
+
+
 class KvpKind(IntEnum):
     """What a notification says."""
 
-    LAYER = 1  # to the holder: q and new K/V of a piece lie there; with entries, its row table too
+    LAYER = 1  # to the holder: q and new K/V of a piece, and with entries its row table
     BYE = 2  # to the holder: no write of mine is in flight, and none will follow; say GONE
-    PARTIAL = 3  # to the owner: a piece's partial results lie there
+    PARTIAL = 3  # to the owner: a piece's partial results
     FAILED = 4  # to the owner: there are none, for the reason behind the header
     GONE = 5  # to the owner: no write of mine is in flight, and none will follow
 
@@ -33,7 +38,10 @@ class KvpKind(IntEnum):
 
 class KvpMessage(NamedTuple):
     """One notification of a pair. `slot` is the pair's number at the holder, `number` the pass's at
-    the owner; `body` of PARTIAL: u32 of each table entry whose shard is gone; of FAILED: why.
+    the owner; `entries` of PARTIAL: how many of the table's have lost their shard.
+
+    `body` of LAYER: row table, q and K/V, or nothing where these were written; of PARTIAL: u32 of
+    each entry whose shard is gone, then the results, unless they were written; of FAILED: why.
     """
 
     kind: KvpKind
@@ -73,16 +81,20 @@ class KvpMessage(NamedTuple):
             )
             if message.kind.channel != channel:
                 raise ValueError(f"kind {kind} on channel {channel}")
+            if message.kind is KvpKind.PARTIAL and len(body) < 4 * entries:
+                raise ValueError(f"{entries} entries in {len(body)} bytes")
             return message
         except (struct.error, ValueError) as error:
             raise TransferError(f"not a notification of an exchange: {error}") from error
 
     def missing(self) -> tuple[int, ...]:
         """Of a PARTIAL: the entries of the piece's table whose shard is gone."""
-        try:
-            return struct.unpack(f"<{len(self.body) // 4}I", self.body)
-        except struct.error as error:
-            raise TransferError(f"not a notification of an exchange: {error}") from error
+        return struct.unpack_from(f"<{self.entries}I", self.body)
+
+    @property
+    def results(self) -> bytes:
+        """Of a PARTIAL, where they are not written."""
+        return self.body[4 * self.entries :]
 
 
 def missing_body(entries: Sequence[int]) -> bytes:

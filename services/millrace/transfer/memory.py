@@ -51,6 +51,13 @@ class Memory:
         return Memory(array.ctypes.data, array.nbytes)
 
 
+def host_bytes(memory: Memory) -> npt.NDArray[np.uint8]:
+    """A region on the host as uint8 [nbytes]. Raises ValueError for a device's."""
+    if memory.device != HOST:
+        raise ValueError("only memory on the host can be seen as bytes")
+    return _rows(memory, memory.nbytes)[0]
+
+
 def copy_on_host(source: Memory, target: Memory, runs: Runs) -> None:
     """Copies the runs between two host regions. Raises ValueError for a device or bad bounds."""
     if source.device != HOST or target.device != HOST:

@@ -86,7 +86,7 @@ class MemoryTransport:
     ) -> Future[None]:
         return self._submit(self._write, peer, runs, notification, (region, peer_region))
 
-    def notify(self, peer: str, payload: bytes) -> Future[None]:
+    def notify(self, peer: str, payload: bytes, *, urgent: bool = False) -> Future[None]:
         return self._submit(self._notify, peer, payload)
 
     def subscribe(self, channel: int, handler: Handler) -> None:

@@ -28,21 +28,12 @@ from millrace.core.errors import TransferError
 from millrace.transfer.memory import Memory
 from millrace.transfer.nixl_descriptors import descriptor_rows, segment
 from millrace.transfer.peers import PeerMetadata, ProcessIdentity
+from millrace.transfer.poll_pace import ATTENDED_S, PollPace
 from millrace.transfer.runs import Runs
 from millrace.transfer.transport import Handler, PeerLostError, hand_over
 
 log = logging.getLogger(__name__)
 T = TypeVar("T")
-
-POLL_FIRST_S = 50e-6
-POLL_MOST_S = 500e-6
-IDLE_POLL_S = 1.0
-#: UCX moves the bytes of our writes inside our polls, so none is slept over until a write has
-#: seen no progress for this long: then it waits for its peer, not for us.
-SPIN_S = 2e-3
-#: After a command the thread keeps polling this long: notifications and connections to peers are
-#: sent on while it polls, and nothing says when they are.
-LINGER_S = 0.05
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -66,6 +57,7 @@ class NixlTransport:
         self._turn = threading.Lock()  # held by whoever does something with the agent
         self._listeners = 0
         self._closed = False
+        self._attended_s = 0.0
         self._handlers: dict[int, Handler] = {}
         self._names: dict[bytes, str] = {}  # of connected peers by metadata; written by the thread
         # below: of whoever has the turn
@@ -112,12 +104,12 @@ class NixlTransport:
     ) -> Future[None]:
         future: Future[None] = Future()
         post = partial(self._post, future, peer, runs, notification, (region, peer_region))
-        if not (urgent and self._post_now(post)):
+        if not (urgent and self._run_now(post)):
             self._enqueue(future, post)
         return future
 
-    def notify(self, peer: str, payload: bytes) -> Future[None]:
-        return self._call(lambda: self._notify(peer, payload))
+    def notify(self, peer: str, payload: bytes, *, urgent: bool = False) -> Future[None]:
+        return self._call(lambda: self._notify(peer, payload), urgent=urgent)
 
     def subscribe(self, channel: int, handler: Handler) -> None:
         if channel in self._handlers:
@@ -136,6 +128,7 @@ class NixlTransport:
                 self._listeners -= 1
 
     def progress(self) -> bool:
+        self._attended_s = time.monotonic()
         if self._turn.acquire(blocking=False):
             with suppress(Exception):  # the thread meets it too, and logs it
                 if not self._closed:
@@ -158,8 +151,8 @@ class NixlTransport:
 
     # -- any thread
 
-    def _call(self, action: Callable[[], T]) -> Future[T]:
-        """Runs `action` on the thread; the future takes its result."""
+    def _call(self, action: Callable[[], T], *, urgent: bool = False) -> Future[T]:
+        """Runs `action` on the thread, or at once; the future takes its result."""
         future: Future[T] = Future()
 
         def run() -> None:
@@ -169,7 +162,8 @@ class NixlTransport:
                 except BaseException as error:  # the caller's to handle, whatever it is
                     future.set_exception(error)
 
-        self._enqueue(future, run)
+        if not (urgent and self._run_now(run)):
+            self._enqueue(future, run)
         return future
 
     def _enqueue(self, future: Future[Any], run: Callable[[], None]) -> None:
@@ -180,12 +174,12 @@ class NixlTransport:
                 return
         future.set_exception(PeerLostError(f"transport {self._name} is closed"))
 
-    def _post_now(self, post: Callable[[], None]) -> bool:
-        """Posts a write on the calling thread. False where others come first."""
+    def _run_now(self, run: Callable[[], None]) -> bool:
+        """Runs a command on the calling thread. False where others come first."""
         if self._commands or self._closed or not self._turn.acquire(blocking=False):
             return False
         try:
-            post()
+            run()
         finally:
             self._turn.release()
         if not self._listeners:  # else the thread looks soon
@@ -198,22 +192,25 @@ class NixlTransport:
         return self._run_commands() + self._check_writes() + self._take_notifications()
 
     def _run(self) -> None:
-        pause_s, last_s = POLL_FIRST_S, time.monotonic()
+        pace = PollPace(time.monotonic())
         try:
             while not self._closed:
                 self._wake.clear()
+                if time.monotonic() - self._attended_s < ATTENDED_S and not self._commands:
+                    self._wake.wait(ATTENDED_S)
+                    continue
                 with self._turn:
-                    worked = self._work()
-                now_s = time.monotonic()
-                if worked:
-                    last_s, pause_s = now_s, POLL_FIRST_S
-                if self._writes and now_s - last_s < SPIN_S:
-                    time.sleep(0)  # gives the interpreter to other threads
-                elif self._writes or self._listeners or now_s - last_s < LINGER_S:
+                    worked = self._work() > 0
+                pause_s = pace.next_s(
+                    time.monotonic(),
+                    worked=worked,
+                    is_writing=bool(self._writes),
+                    is_listening=self._listeners > 0,
+                )
+                if pause_s:
                     self._wake.wait(pause_s)
-                    pause_s = min(1.5 * pause_s, POLL_MOST_S)
                 else:
-                    self._wake.wait(IDLE_POLL_S)
+                    time.sleep(0)  # gives the interpreter to other threads
         except Exception:
             log.exception("transport %s failed; nothing can be transferred any more", self._name)
             with self._lock:

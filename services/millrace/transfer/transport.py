@@ -83,8 +83,12 @@ class Transport(Protocol):
         few bytes that somebody waits for; the calling thread posts them itself where it can.
         """
 
-    def notify(self, peer: str, payload: bytes) -> Future[None]:
-        """Sends a notification alone. Raises PeerLostError; done says nothing of its arrival."""
+    def notify(self, peer: str, payload: bytes, *, urgent: bool = False) -> Future[None]:
+        """Sends a notification alone. Raises PeerLostError; done says nothing of its arrival.
+
+        `urgent`: as of `write`. Up to some tens of kilobytes a notification arrives several times
+        as soon as a write of as many bytes.
+        """
 
     def subscribe(self, channel: int, handler: Handler) -> None:
         """Notifications whose first byte is `channel` go to `handler`. One handler a channel."""
