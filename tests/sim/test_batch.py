@@ -6,6 +6,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from millrace.core.kvp import Shard
 from millrace.core.request import Request
 from millrace.sim.batch import Batch
 from millrace.sim.job import Job
@@ -25,7 +26,7 @@ def fluid(arrivals: list[tuple[float, int, int]]) -> dict[str, float]:
         if coming and coming[0][0] <= end_s:
             now_s, new = coming.pop(0)
             batch.sync(now_s)
-            batch.join(new, now_s, 1)
+            batch.join(new, now_s)
         else:
             now_s = end_s
             batch.sync_to_end(now_s)
@@ -84,31 +85,61 @@ def test_a_long_stretch_is_cut_and_stays_exact():
     assert fluid([(0.0, 10, 5000)])["r0"] == pytest.approx(expected_s, rel=1e-3)
 
 
+def spread(index: int, tokens: int, new: int, *shards: tuple[str, int]) -> Job:
+    """Over workers with so many tokens each, the batch's own instance first."""
+    made, start, found = job(index, tokens, new), 0, []
+    for worker_id, count in shards:
+        found.append(Shard(worker_id=worker_id, start_token=start, end_token=start + count))
+        start += count
+    made.placed(tuple(found))
+    return made
+
+
 def test_context_and_growth_are_back_at_zero():
     batch = Batch()
-    batch.join(job(0, 100, 10), 0.0, 1)
-    batch.join(job(1, 300, 5), 0.0, 3)
-    assert batch.context == pytest.approx(101 + 301 / 3)
-    assert batch.growth == pytest.approx(1 + 1 / 3)
+    batch.join(job(0, 100, 10), 0.0)
+    batch.join(spread(1, 300, 5, ("d0", 120), ("k0", 120), ("k1", 65)), 0.0)
+    assert batch.context == pytest.approx(101 + 120)
+    assert (batch.growth, batch.degree) == (1.0, 3)
     batch.leave("r0")
-    assert batch.context == pytest.approx(301 / 3)
+    assert batch.context == pytest.approx(120)
     batch.leave("r1")
-    assert (batch.context, batch.growth, batch.steps) == (0.0, 0.0, 0.0)
+    assert (batch.context, batch.growth, batch.steps, batch.degree) == (0.0, 0.0, 0.0, 1)
+
+
+def test_a_step_waits_for_the_worker_that_has_most():
+    batch = Batch()
+    batch.join(spread(0, 300, 5, ("d0", 100), ("k0", 205)), 0.0)
+    assert batch.context == pytest.approx(201)
+    batch.join(spread(1, 300, 5, ("d0", 200), ("k0", 105)), 0.0)
+    assert batch.context == pytest.approx(201 + 101)  # k0 has of both
+    batch.join(job(2, 50, 5), 0.0)
+    assert batch.context == pytest.approx(100 + 200 + 51)  # now those at home are more
+
+
+def test_workers_take_part_once_an_answer_reaches_their_shards():
+    batch, found = Batch(), []
+    batch.join(spread(0, 100, 201, ("d0", 150), ("k0", 100), ("k1", 51)), 0.0)
+    for steps in (0, 50, 100):
+        batch.advance(steps)
+        found.append((batch.degree, batch.context))
+    assert found == [(1, 101), (2, 150), (3, 150)]
+    assert batch.leave("r0").computed == 250
 
 
 def test_who_joins_in_the_middle_of_a_step_takes_part_from_the_next_one_on():
     batch = Batch()
-    batch.join(job(0, 100, 11), 0.0, 1)
+    batch.join(job(0, 100, 11), 0.0)
     batch.plan(0.0, lambda b, context: 0.010)
     batch.sync(0.014)
-    batch.join(job(1, 100, 3), 0.014, 1)
+    batch.join(job(1, 100, 3), 0.014)
     end_s, _ = batch.plan(0.014, lambda b, context: 0.010)
     assert end_s == pytest.approx(0.040)  # the steps that begin at 20 and 30 ms
 
 
 def test_cut_ends_the_step_under_way():
     batch = Batch()
-    batch.join(job(0, 100, 100), 0.0, 1)
+    batch.join(job(0, 100, 100), 0.0)
     batch.plan(0.0, lambda b, context: 0.010)
     assert batch.cut(0.034) == pytest.approx(0.040)
     batch.sync_to_end(0.040)

@@ -162,6 +162,19 @@ def test_mixed_instances_run(tmp_path):
     assert "40 of 40 requests succeeded" in found.output
 
 
+def test_long_contexts_are_spread_as_the_scheduler_is_told(tmp_path):
+    out = tmp_path / "out.json"
+    ran(
+        "run", "--mix", "tetris-short", "--rate", "1", "--requests", "30", "--kvp", "2",
+        "--prefill", "2", "--decode", "1", "--failure", "5:k1:2", "--json", out,
+        "--set", "scheduler.max_kv_tokens_per_worker=16000", "--set", "sim.kvp_kv_tokens=200000",
+    )  # fmt: skip
+    engine = json.loads(out.read_text())["results"]["engine"]
+    assert engine["kvp_onboardings"] > 5
+    assert engine["instance_seconds"]["kvp"] > engine["duration_s"]
+    assert engine["instance_failures"] == 1
+
+
 def test_objectives_of_a_class_can_be_given(tmp_path):
     out = tmp_path / "out.json"
     ran("run", *MIX, "--slo-class", "text:0.001:0", "--json", out)
@@ -204,6 +217,7 @@ def test_a_sweep_compares_every_combination(tmp_path):
         (["run", *MIX, "--failure", "1:p9"], "'p9'"),
         (["run", *MIX, "--set", "noise=1"], "--set 'noise=1'"),
         (["run", *MIX, "--set", "sim.nope=1"], "sim.nope=1"),
+        (["run", *MIX, "--set", "sim.kvp_kv_tokens=0"], "kvp_kv_tokens is 0"),
         (["run", *MIX, "--set", "sim.max_batch=many"], "max_batch must be int"),
         (["run", *MIX, "--set", "sim.max_batch=0"], "max_batch is 0"),
         (["run", *MIX, "--set", "scheduler.nope=1"], "scheduler.nope"),

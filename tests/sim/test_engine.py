@@ -95,15 +95,31 @@ SPECS = {
         ),
     ),
     "mixed": toy_spec(
-        config(policy="lars"),
+        config(policy="lars", max_kv_tokens_per_worker=3000),
         prefill=0,
         decode=0,
         mixed=3,
         spp=2,
         kvp=4,
-        max_kv_tokens_per_worker=3000,
         packing=PackingConfig(t_target_s=0.03),
-        failures=(Failure(at_s=3.0, instance_id="m1", down_s=2.0),),
+        failures=(
+            Failure(at_s=3.0, instance_id="m1", down_s=2.0),
+            Failure(at_s=4.0, instance_id="k2", down_s=2.0),
+        ),
+    ),
+    "spread": toy_spec(
+        config(policy="s_edf", preemption="operator", max_kv_tokens_per_worker=1500),
+        prefill=3,
+        decode=2,
+        decode_kv_tokens=20_000,
+        kvp=5,
+        kvp_kv_tokens=8000,
+        control_s=5e-4,
+        failures=(
+            Failure(at_s=1.0, instance_id="k0", down_s=2.0),
+            Failure(at_s=2.0, instance_id="d1", down_s=1.0),
+            Failure(at_s=2.1, instance_id="p0", down_s=1.0),
+        ),
     ),
 }
 

@@ -26,8 +26,10 @@ FIXED = PackingConfig(t_target_s=1.0, adaptive=False, fixed_chunk_tokens=1000)
 OPERATORS = toy_operators()
 
 
-def mixed(packing: PackingConfig = FIXED, policy: str = "fcfs", **fields) -> SimSpec:
-    config = SchedulerConfig(policy=policy, max_queue_requests=10**6, max_queue_s=1e9)
+def mixed(packing: PackingConfig = FIXED, policy: str = "fcfs", most: int = 0, **fields) -> SimSpec:
+    config = SchedulerConfig(
+        policy=policy, max_queue_requests=10**6, max_queue_s=1e9, max_kv_tokens_per_worker=most
+    )
     return toy_spec(config, **{"prefill": 0, "decode": 0, "mixed": 1, "packing": packing, **fields})
 
 
@@ -97,14 +99,29 @@ def test_a_decode_takes_part_in_one_of_so_many_iterations_as_there_are_stages():
 def test_kv_workers_keep_iterations_flat():
     prompt = [planned(0, 0.0, 40_000, 1)]
     alone = Run(mixed(), prompt)
-    spread = Run(mixed(kvp=3, max_kv_tokens_per_worker=10_000), prompt)
-    assert spread.counters.kvp_onboardings == 3
+    spread = Run(mixed(kvp=4, most=10_000), prompt)
+    assert spread.counters.kvp_onboardings == 3  # the answer has the fifth, unused
     assert spread.counters.longest_step_s < 0.5 * alone.counters.longest_step_s
-    expected_s = sum(
-        pass_s((1000, done), kvp=math.ceil((done + 1000) / 10_000))
-        for done in range(0, 40_000, 1000)
-    )
+    expected_s = 0.0
+    for done in range(0, 40_000, 1000):
+        # Shards fill up one after another: from the second on the home's is the longest.
+        degree = math.ceil((done + 1000) / 10_000)
+        expected_s += pass_s((1000, min(done, 10_000) * degree), kvp=degree)
     assert spread.records[0].ttft_s == pytest.approx(expected_s, rel=1e-3)
+
+
+def test_adaptive_chunks_keep_to_the_target_over_shards_that_fill_up():
+    packing = PackingConfig(t_target_s=0.02, long_kv_tokens=10**6)
+    spread = Run(mixed(packing, kvp=3, most=20_000), [planned(0, 0.0, 60_000, 1)])
+    assert 0.015 < spread.counters.longest_step_s <= 0.02
+    assert spread.counters.kvp_onboardings == 2
+
+
+def test_a_long_prompt_waits_for_the_workers_of_another():
+    prompts = [planned(i, 0.0, 30_000, 101) for i in range(2)]
+    room = {"kvp": 1, "decode_kv_tokens": 40_000, "kvp_kv_tokens": 16_000, "most": 20_000}
+    run = Run(mixed(**room), prompts)
+    assert run.records[1].queued_s >= run.records[0].e2e_s
 
 
 def test_each_prompt_of_a_pass_reads_its_own_share_of_its_history():

@@ -78,14 +78,14 @@ Decode = Annotated[int, typer.Option("--decode", help="Decode instances.")]
 Mixed = Annotated[
     int, typer.Option("--mixed", help="Instances that prefill and decode in one batch.")
 ]
-Kvp = Annotated[int, typer.Option("--kvp", help="Further workers for KV shards.")]
+Kvp = Annotated[int, typer.Option("--kvp", help="Workers that hold shards of long requests.")]
 Spp = Annotated[int, typer.Option("--spp", help="Pipeline stages of a mixed instance.")]
 Failures = Annotated[
     list[str],
     typer.Option(
         "--failure",
         metavar="AT_S:INSTANCE[:DOWN_S]",
-        help="An instance (p0, d0, m0, ...) dies, and is back after DOWN_S (30); repeatable.",
+        help="An instance (p0, d0, m0, k0, ...) dies, and is back after DOWN_S (30); repeatable.",
     ),
 ]
 Autoscale = Annotated[

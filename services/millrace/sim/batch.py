@@ -5,15 +5,21 @@ context that they read. The profile's step time is taken at both ends of a stret
 put between the two, and the steps done by a time follow from a quadratic: no event per token. A
 sequence that joins in the middle of a step takes part from the next one on. Very long stretches
 are cut (`HORIZON_STEPS`), so that the straight line holds.
+
+Of sequences that are spread (`core.spreading`) a step reads what each worker has; it takes as long
+as the one with the most, which is the batch's own instance or a holder of several.
 """
 
 from __future__ import annotations
 
 import math
+from collections import defaultdict
 from collections.abc import Callable
 from heapq import heappop, heappush
 
+from millrace.core.kvp import Reservation
 from millrace.sim.job import Job
+from millrace.sim.sharded_passes import held
 
 #: Steps that one straight line covers at most.
 HORIZON_STEPS = 512
@@ -25,15 +31,21 @@ _ROUNDING = 1e-6  # of a step
 
 
 class Sequence:
-    """A request in a batch. `degree` workers hold its context (Mnemosyne section 4.4)."""
+    """A request in a batch. `spread`: where its context is, if not all here."""
 
-    __slots__ = ("degree", "end_step", "job", "joined_s")
+    __slots__ = ("computed", "end_step", "job", "joined_s", "spread")
 
-    def __init__(self, job: Job, joined_s: float, end_step: int, degree: int) -> None:
+    def __init__(self, job: Job, joined_s: float, end_step: int) -> None:
         self.job = job
         self.joined_s = joined_s
         self.end_step = end_step
-        self.degree = degree
+        self.spread: Reservation | None = job.spread
+        self.computed = 0  # tokens with KV, once it has left
+
+    def context(self, steps: float) -> float:
+        """Tokens that the step after so many reads of it, its own one included."""
+        plan = self.job.plan
+        return plan.input_tokens + plan.output_tokens - (self.end_step - steps)
 
 
 class Batch:
@@ -43,9 +55,10 @@ class Batch:
         "_ends",
         "_since_s",
         "_slope_s",
+        "_spread",
         "_step_s",
         "_target",
-        "context",
+        "_whole",
         "growth",
         "members",
         "steps",
@@ -53,8 +66,9 @@ class Batch:
 
     def __init__(self) -> None:
         self.members: dict[str, Sequence] = {}
-        self.context = 0.0  # tokens that a step reads, at the worker with the most
-        self.growth = 0.0  # tokens that a step adds to it
+        self._whole = 0.0  # tokens that a step reads of the sequences that are all here
+        self.growth = 0.0  # tokens that a step adds to them
+        self._spread: dict[str, tuple[Sequence, Reservation]] = {}
         self.steps = 0.0
         self._ends: list[tuple[int, str]] = []  # heap; of sequences that left early, too
         self._since_s = 0.0
@@ -66,30 +80,44 @@ class Batch:
         return len(self.members)
 
     @property
-    def degree(self) -> int:
-        """Workers of the most spread sequence."""
-        return max(sequence.degree for sequence in self.members.values())
+    def context(self) -> float:
+        """Tokens that a step reads, at the worker with the most."""
+        return self._whole if not self._spread else self._read(0.0)
 
-    def join(self, job: Job, now_s: float, degree: int) -> None:
+    @property
+    def degree(self) -> int:
+        """Workers of the most spread sequence, by now."""
+        return max(
+            (
+                spread.degree(math.ceil(sequence.context(self.steps)))
+                for sequence, spread in self._spread.values()
+            ),
+            default=1,
+        )
+
+    def join(self, job: Job, now_s: float) -> None:
         """A request that has token one, and needs more than that, takes part from now on."""
         plan = job.plan
         first = math.ceil(self.steps - _ROUNDING)
         end_step = first + plan.output_tokens - 1
-        self.members[job.id] = Sequence(job, now_s, end_step, degree)
+        sequence = self.members[job.id] = Sequence(job, now_s, end_step)
         heappush(self._ends, (end_step, job.id))
-        self.context += (plan.input_tokens + 1 - (first - self.steps)) / degree
-        self.growth += 1.0 / degree
+        if sequence.spread is not None:
+            self._spread[job.id] = sequence, sequence.spread
+            return
+        self._whole += plan.input_tokens + 1 - (first - self.steps)
+        self.growth += 1.0
 
     def leave(self, request_id: str) -> Sequence:
         """Takes a sequence out, at its end or before."""
         sequence = self.members.pop(request_id)
-        plan, degree = sequence.job.plan, sequence.degree
-        if self.members:
-            left = sequence.end_step - self.steps
-            self.context -= (plan.input_tokens + plan.output_tokens - left) / degree
-            self.growth -= 1.0 / degree
-        else:  # and no rounding builds up
-            self.context = self.growth = self.steps = 0.0
+        context = sequence.context(self.steps)
+        sequence.computed = round(context) - 1
+        if self._spread.pop(request_id, None) is None:
+            self._whole -= context
+            self.growth -= 1.0
+        if not self.members:  # and no rounding builds up
+            self._whole = self.growth = self.steps = 0.0
             self._ends.clear()
         return sequence
 
@@ -108,7 +136,7 @@ class Batch:
     def advance(self, steps: float) -> None:
         """So many steps were done."""
         self.steps += steps
-        self.context += steps * self.growth
+        self._whole += steps * self.growth
 
     def plan(self, now_s: float, step_s: Callable[[Batch, float], float]) -> tuple[float, float]:
         """Plans the steps until the next end, from now on. The batch must not be empty.
@@ -120,12 +148,13 @@ class Batch:
         while ends[0][1] not in members or members[ends[0][1]].end_step != ends[0][0]:
             heappop(ends)
         steps = min(max(ends[0][0] - self.steps, _ROUNDING), HORIZON_STEPS)
-        added = steps * self.growth
-        if added < LEVEL_SHARE * self.context:
-            first_s = last_s = step_s(self, self.context + added / 2.0)
+        context = self.context
+        added = self._read(steps) - context if self._spread else steps * self.growth
+        if added < LEVEL_SHARE * context:
+            first_s = last_s = step_s(self, context + added / 2.0)
         else:
-            first_s = step_s(self, self.context)
-            last_s = step_s(self, self.context + added)
+            first_s = step_s(self, context)
+            last_s = step_s(self, context + added)
         self._since_s = now_s
         self._step_s = first_s
         self._slope_s = slope_s = max((last_s - first_s) / steps, 0.0)
@@ -167,3 +196,14 @@ class Batch:
         if abs(target - round(target)) < _ROUNDING:
             self.steps = float(round(target))
         return elapsed_s
+
+    def _read(self, steps: float) -> float:
+        """What `context` will be in so many steps."""
+        here = self._whole + steps * self.growth
+        there: defaultdict[str, float] = defaultdict(float)
+        for sequence, spread in self._spread.values():
+            (_, own), *others = held(spread, sequence.context(self.steps + steps))
+            here += own
+            for worker_id, tokens in others:
+                there[worker_id] += tokens
+        return max(here, *there.values()) if there else here

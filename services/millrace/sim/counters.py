@@ -33,7 +33,7 @@ class EngineCounters:
     chunks: int
     preemptions: int
     blocking_s: Distribution  # from the signal to stop until the task has stopped
-    busy_share: dict[str, float]  # role -> compute seconds / instance-seconds
+    busy_share: dict[str, float]  # role -> compute seconds / instance-seconds; not of KVP workers
     instance_seconds: dict[str, float]
     prefill_tokens: int  # computed, those of lost attempts included
     balancing_s: float  # of cache balancing that compute did not hide
@@ -42,7 +42,7 @@ class EngineCounters:
     transfer_tail_s: float  # after the last chunk, for bytes
     decode_wait_s: float  # for a place in a full batch
     longest_step_s: float  # of a decode or mixed batch
-    kvp_onboardings: int
+    kvp_onboardings: int  # holders that contexts reached, beside their homes
     instance_failures: int
     scale_events: tuple[ScaleEvent, ...] = ()
 
@@ -97,6 +97,7 @@ class Tally:
             busy_share={
                 role: self.busy_s.get(role, 0.0) / alive_s if alive_s > 0 else 0.0
                 for role, alive_s in sorted(self.alive_s.items())
+                if role != "kvp"  # what they do is part of their homes' steps
             },
             instance_seconds=dict(sorted(self.alive_s.items())),
             prefill_tokens=self.prefill_tokens,

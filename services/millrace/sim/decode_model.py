@@ -1,8 +1,7 @@
 """Decode instances: they admit, take in KV, and run a batch (see `batch`).
 
-With KV parallelism (Mnemosyne section 4.4) a long request's context is spread over workers; a step
-reads the largest share of it and pays the degree's communication. A request keeps the degree of its
-whole life: contexts grow by little while they decode.
+With KV parallelism (Mnemosyne section 4.4) a long request's context is spread over workers, as the
+machine has placed it; a step reads the largest share of it and pays the degree's communication.
 """
 
 from __future__ import annotations
@@ -43,7 +42,6 @@ class DecodePool:
         self._tally = world.tally
         self._operators = world.spec.decoding.operators
         self._max_batch = world.spec.max_batch
-        self._spreads = world.spec.max_kv_tokens_per_worker > 0
 
     # ---- commands, and what transfers bring
 
@@ -95,9 +93,8 @@ class DecodePool:
         self._tally.busy("decode", instance.batch.sync(self._clock.now_s))
 
     def _join(self, instance: DecodeInstance, job: Job) -> None:
-        degree = self._world.take_workers(job.plan.input_tokens + job.plan.output_tokens)
-        self._tally.kvp_onboardings += degree - 1
-        instance.batch.join(job, self._clock.now_s, degree)
+        self._world.onboard(job, job.plan.input_tokens)
+        instance.batch.join(job, self._clock.now_s)
         self._world.outbox.append(
             events.DecodeStarted(
                 instance_id=instance.id, generation=instance.generation, request_id=job.id
@@ -124,8 +121,6 @@ class DecodePool:
         self._clock.at(end_s, self._reached, (instance, instance.plans))
 
     def _step_s(self, batch: Batch, context: float) -> float:
-        if not self._spreads:
-            return self._operators.decode_step_s(len(batch.members), round(context))
         degree = batch.degree
         return self._operators.decode_step_s(len(batch), round(context * degree), degree)
 

@@ -6,6 +6,7 @@ from millrace.core import effects as fx
 from millrace.core import events
 from millrace.sim.decode_model import DecodeInstance, DecodePool
 from millrace.sim.job import Job
+from millrace.sim.kvp_model import KvpPool, KvpWorker
 from millrace.sim.mixed_latency import mixed_latency
 from millrace.sim.mixed_model import MixedInstance, MixedPool
 from millrace.sim.objectives import isolated_prefill
@@ -14,14 +15,14 @@ from millrace.sim.prefill_model import PrefillPool
 from millrace.sim.spec import SimSpec
 from millrace.sim.world import World
 
-Instance = PrefillInstance | DecodeInstance | MixedInstance
+Instance = PrefillInstance | DecodeInstance | MixedInstance | KvpWorker
 
 ToInstance = fx.AdmitDecode | fx.RunPrefill | fx.Order | fx.CancelOn
 
 #: A command, the life of the instance that it is for, and the request if work comes with it.
 Command = tuple[Instance, ToInstance, Job | None]
 
-_LETTERS = {"p": "prefill", "d": "decode", "m": "mixed"}
+_LETTERS = {"p": "prefill", "d": "decode", "m": "mixed", "k": "kvp"}
 
 
 def role_of(instance_id: str) -> str:
@@ -38,8 +39,15 @@ class Fleet:
         self.decode = DecodePool(world)
         self.prefill = PrefillPool(world, self.decode)
         self.mixed = MixedPool(world)
-        whole = world.spec.profile.prefill
-        self._latencies = {"prefill": whole, "decode": whole}
+        self.kvp = KvpPool(world)
+        spec, whole = world.spec, world.spec.profile.prefill
+        self._latencies = {"prefill": whole, "decode": whole, "kvp": whole}
+        self._kv_tokens = {
+            "prefill": spec.prefill_kv_tokens,
+            "decode": spec.decode_kv_tokens,
+            "mixed": spec.decode_kv_tokens,
+            "kvp": spec.kvp_kv_tokens,
+        }
         if world.spec.packing is not None:
             self._latencies["mixed"] = mixed_latency(world.spec)
         self.isolated_s = isolated_prefill(world.spec)  # of a prompt, by its tokens
@@ -59,19 +67,20 @@ class Fleet:
         self._generations[instance_id] = generation
         self._joined_s[instance_id] = self._world.clock.now_s
         role, spec = role_of(instance_id), self._spec
-        tokens = spec.prefill_kv_tokens if role == "prefill" else spec.decode_kv_tokens
         node = self._nodes.of(instance_id)
         if role == "prefill":
             self.prefill.join(instance_id, generation, node)
         elif role == "decode":
             self.decode.join(instance_id, generation)
-        else:
+        elif role == "mixed":
             self.mixed.join(instance_id, generation)
+        else:
+            self.kvp.join(instance_id, generation)
         return events.InstanceJoined(
             instance_id=instance_id,
             generation=generation,
             role=role,
-            kv_pages=max(tokens // spec.page_tokens, 1),
+            kv_pages=max(self._kv_tokens[role] // spec.page_tokens, 1),
             page_tokens=spec.page_tokens,
             max_context_tokens=spec.max_context_tokens,
             max_batch=spec.max_batch,
@@ -89,8 +98,11 @@ class Fleet:
             self.prefill.leave(instance)
         elif isinstance(instance, DecodeInstance):
             self.decode.leave(instance)
-        else:
+        elif isinstance(instance, MixedInstance):
             self.mixed.leave(instance)
+        else:
+            self.kvp.leave(instance)
+        self._world.forget_holder(instance_id)
         self._count_life(instance_id, self._world.clock.now_s)
         self._world.outbox.append(
             events.InstanceLeft(instance_id=instance_id, generation=instance.generation)
@@ -108,7 +120,9 @@ class Fleet:
             return self.prefill.is_idle(instance)
         if isinstance(instance, DecodeInstance):
             return self.decode.is_idle(instance)
-        return instance is None or self.mixed.is_idle(instance)
+        if isinstance(instance, MixedInstance):
+            return self.mixed.is_idle(instance)
+        return instance is None or self.kvp.is_idle(instance)
 
     def _count_life(self, instance_id: str, now_s: float) -> None:
         lived_s = now_s - self._joined_s.pop(instance_id)
@@ -125,6 +139,7 @@ class Fleet:
         self.prefill.check_empty()
         self.decode.check_empty()
         self.mixed.check_empty()
+        self._world.check_empty()
 
     # ---- commands
 
@@ -141,25 +156,31 @@ class Fleet:
         for instance, effect, job in commands:
             if not instance.alive:
                 continue
-            self._note_shards(instance, effect)
+            self._note_shards(instance, effect, job)
             if isinstance(instance, PrefillInstance):
                 self._tell_prefill(instance, effect, job)
             elif isinstance(instance, MixedInstance):
                 self._tell_mixed(instance, effect, job)
-            elif isinstance(effect, fx.AdmitDecode):
-                if job is not None:
-                    self.decode.admit(instance, job)
-            elif isinstance(effect, fx.CancelOn):
-                self.decode.cancel(instance, effect.request_id)
+            elif isinstance(instance, DecodeInstance):
+                self._tell_decode(instance, effect, job)
 
-    def _note_shards(self, instance: Instance, effect: ToInstance) -> None:
-        """Holders' pages are the scheduler's matter; the model has the home read all of the KV."""
+    def _note_shards(self, instance: Instance, effect: ToInstance, job: Job | None) -> None:
+        """Where a request's KV goes, as the machine says to its home."""
         if isinstance(effect, fx.CancelOn):
             self._world.let_go(instance.id, effect.request_id)
-        elif isinstance(effect, fx.AdmitDecode) and effect.shards:
-            self._world.holders[effect.request_id] = {
-                shard.worker_id: self._generations[shard.worker_id] for shard in effect.shards[1:]
-            }
+        elif isinstance(effect, fx.AdmitDecode) and job is not None:
+            job.placed(effect.shards)
+            found = [self._find(shard.worker_id) for shard in effect.shards[1:]]
+            held = {one.id: one.generation for one in found if one is not None and one.alive}
+            if held:  # who died meanwhile is the machine's to replace
+                self._world.holders[effect.request_id] = held
+
+    def _tell_decode(self, instance: DecodeInstance, effect: ToInstance, job: Job | None) -> None:
+        if isinstance(effect, fx.AdmitDecode):
+            if job is not None:
+                self.decode.admit(instance, job)
+        elif isinstance(effect, fx.CancelOn):
+            self.decode.cancel(instance, effect.request_id)
 
     def _tell_prefill(self, instance: PrefillInstance, effect: ToInstance, job: Job | None) -> None:
         if isinstance(effect, fx.RunPrefill):
@@ -193,7 +214,9 @@ class Fleet:
             return self.prefill.instances.get(instance_id)
         if instance_id[0] == "d":
             return self.decode.instances.get(instance_id)
-        return self.mixed.instances.get(instance_id)
+        if instance_id[0] == "m":
+            return self.mixed.instances.get(instance_id)
+        return self.kvp.instances.get(instance_id)
 
 
 class _Nodes:
@@ -205,6 +228,7 @@ class _Nodes:
             "p": spec.profile.tp,
             "d": spec.decoding.tp,
             "m": spec.profile.tp * spec.spp,
+            "k": spec.decoding.tp,
         }
 
     def of(self, instance_id: str) -> str:

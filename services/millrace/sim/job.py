@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from millrace.core.kvp import Reservation, Shard
 from millrace.core.request import Chunk, Request
 
 if TYPE_CHECKING:
@@ -25,9 +26,11 @@ class Job:
         "idle_since_s",
         "isolated_s",
         "longest_suspension_s",
+        "onboarded",
         "plan",
         "request",
         "sp",
+        "spread",
         "suspended_s",
     )
 
@@ -45,6 +48,13 @@ class Job:
         self.idle_since_s: float | None = None  # begun, and not computing since
         self.suspended_s = 0.0
         self.longest_suspension_s = 0.0
+        self.spread: Reservation | None = None  # where its KV is to be; None: at one instance
+        self.onboarded = 0  # workers beside the home that have some of it
+
+    def placed(self, shards: tuple[Shard, ...]) -> None:
+        """Another attempt begins, with its KV here."""
+        self.spread = Reservation(shards=shards) if shards else None
+        self.onboarded = 0
 
 
 class Attempt:

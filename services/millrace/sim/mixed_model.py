@@ -10,9 +10,9 @@ the time of a stage, and what they compute is known s - 1 stages later. A reques
 its last one, so a decode takes part in one of s successive iterations. A stage's launch overhead
 does not shrink with its share of the layers; what stages send each other is left out.
 
-KV parallelism (section 4.4): workers join a request as its context passes
-`max_kv_tokens_per_worker`. What it needs to its end is set aside when its prefill starts. The
-further workers' other work is not modelled.
+KV parallelism (section 4.4): the machine says where a long request's KV goes (`core.spreading`).
+Workers take part as its context reaches their shards, and a pass waits for the one that has most of
+it. The further workers' other work is not modelled.
 """
 
 from __future__ import annotations
@@ -27,21 +27,19 @@ from millrace.core.request import Request
 from millrace.sim.batch import Batch
 from millrace.sim.job import Job
 from millrace.sim.mixed_latency import mixed_latency
-from millrace.sim.sharded_passes import ShardedPasses, spread_pass_s
+from millrace.sim.sharded_passes import LimitedPasses, filled_pass_s, held
 from millrace.sim.world import World
 
 
 class Prefill:
     """A prompt that a mixed instance computes."""
 
-    __slots__ = ("compute_s", "degree", "done", "idle_since_s", "job", "request", "workers")
+    __slots__ = ("done", "job", "request")
 
     def __init__(self, job: Job) -> None:
         given = job.request
         self.job = job
         self.done = 0  # tokens computed
-        self.workers = 1  # set aside for its whole life
-        self.degree = 1  # workers that take part now
         # The instance's own copy: `executed_s` advances here chunk by chunk.
         self.request = Request(
             id=given.id,
@@ -54,6 +52,18 @@ class Prefill:
             predicted_prefill_s=given.predicted_prefill_s,
             deadline_s=given.deadline_s,
         )
+
+    def degree(self, tokens: int) -> int:
+        """Workers that take part in a chunk of so many tokens."""
+        spread = self.job.spread
+        return 1 if spread is None else spread.degree(self.done + tokens)
+
+    def longest_part(self) -> int:
+        """Of its history, tokens at the worker that has most."""
+        spread = self.job.spread
+        if spread is None or not self.done:
+            return self.done
+        return round(max(tokens for _, tokens in held(spread, self.done)))
 
 
 class MixedInstance:
@@ -96,11 +106,11 @@ class MixedPool:
         spec = world.spec
         self._operators = spec.profile.operators
         self._stages = spec.spp
-        self._shard_tokens = spec.max_kv_tokens_per_worker
         self._policy = POLICIES[spec.scheduler.policy]
         model: PassModel = self._operators
-        if self._shard_tokens:
-            model = ShardedPasses(self._operators, self._shard_tokens, 1 + spec.kvp)
+        if most := spec.scheduler.max_kv_tokens_per_worker:
+            pages = max(most // spec.page_tokens, 1)
+            model = LimitedPasses(self._operators, pages * spec.page_tokens)
         if spec.packing is not None:
             self._alone_s = mixed_latency(spec).chunk_s
         self._packer = None if spec.packing is None else Packer(model, spec.packing)
@@ -110,11 +120,10 @@ class MixedPool:
 
     def run(self, instance: MixedInstance, job: Job) -> None:
         """A prompt to compute, and then to decode."""
-        prefill = instance.prefills[job.id] = Prefill(job)
+        instance.prefills[job.id] = Prefill(job)
         instance.ranked = None
         job.attempts += 1
         job.chunks = 0
-        prefill.workers = self._world.take_workers(job.plan.input_tokens + job.plan.output_tokens)
         self.changed[instance] = None
 
     def cancel(self, instance: MixedInstance, request_id: str) -> None:
@@ -122,12 +131,10 @@ class MixedPool:
         prefill = instance.prefills.pop(request_id, None)
         instance.ranked = None
         prefill = prefill or instance.leaving.pop(request_id, None)
-        if prefill is not None:
-            self._world.give_workers(prefill.workers)
-        elif request_id in instance.batch.members:
+        if request_id in instance.batch.members:
             self._sync(instance)
             self._world.left_batch(instance.id, instance.batch.leave(request_id))
-        else:
+        elif prefill is None:
             return
         self.changed[instance] = None
         self._world.outbox.append(
@@ -197,8 +204,8 @@ class MixedPool:
     def _iterate(self, instance: MixedInstance, packed: list[tuple[Prefill, int]]) -> None:
         now_s = self._clock.now_s
         for prefill, tokens in packed:
-            self._grow(prefill, tokens)
             job = prefill.job
+            self._world.onboard(job, prefill.done + tokens)
             if job.first_start_s is None:
                 job.first_start_s = now_s
             elif job.idle_since_s is not None:
@@ -212,13 +219,6 @@ class MixedPool:
         instance.running = packed
         self._clock.at(now_s + stage_s, self._iterated, (instance, stage_s))
 
-    def _grow(self, prefill: Prefill, tokens: int) -> None:
-        """Onboards the workers that the context has come to need."""
-        if self._shard_tokens:
-            degree = min(-(-(prefill.done + tokens) // self._shard_tokens), prefill.workers)
-            self._tally.kvp_onboardings += max(degree - prefill.degree, 0)
-            prefill.degree = max(degree, prefill.degree)
-
     def _stage_s(self, instance: MixedInstance, packed: list[tuple[Prefill, int]]) -> float:
         """Seconds of one stage."""
         decodes, context = self._decodes(instance)
@@ -227,8 +227,9 @@ class MixedPool:
             decodes=decodes,
             decode_context_tokens=context,
         )
-        degrees = [prefill.degree for prefill, _ in packed]
-        pass_s = spread_pass_s(self._operators, shape, degrees)
+        degrees = [prefill.degree(tokens) for prefill, tokens in packed]
+        parts = [prefill.longest_part() for prefill, _ in packed]
+        pass_s = filled_pass_s(self._operators, shape, parts, degrees)
         return self._per_stage(pass_s) * self._world.noise()
 
     def _per_stage(self, pass_s: float) -> float:
@@ -298,11 +299,10 @@ class MixedPool:
             )
         )
         if job.plan.output_tokens == 1:
-            self._world.give_workers(prefill.workers)
             self._world.served(instance.id, instance.generation, job)
         else:
             self._sync(instance)
-            instance.batch.join(job, now_s, prefill.workers)
+            instance.batch.join(job, now_s)
             self._world.outbox.append(
                 events.DecodeStarted(
                     instance_id=instance.id, generation=instance.generation, request_id=job.id
@@ -347,8 +347,6 @@ class MixedPool:
         """It dies: what it held is gone."""
         self._sync(instance)
         instance.alive = False
-        for prefill in (*instance.prefills.values(), *instance.leaving.values()):
-            self._world.give_workers(prefill.workers)
         for request_id in list(instance.batch.members):
             self._world.left_batch(instance.id, instance.batch.leave(request_id))
         instance.prefills.clear()

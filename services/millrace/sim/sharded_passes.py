@@ -1,7 +1,16 @@
-"""Forward passes whose prefills are spread over KVP workers (Mnemosyne section 4.4)."""
+"""Forward passes whose prompts' KV lies in shards at several workers (Mnemosyne section 4.4).
+
+Shards as the scheduler makes them fill up one after another (`core.kvp`), so a pass takes as long
+as the longest part that one of them has of a history. Mnemosyne's own figures take the parts to be
+alike (`ShardedPasses`).
+"""
 
 from __future__ import annotations
 
+import math
+from collections.abc import Sequence
+
+from millrace.core.kvp import Reservation, degree
 from millrace.core.operators import BatchShape, OperatorModel
 
 
@@ -19,8 +28,39 @@ class ShardedPasses:
         return spread_pass_s(self._operators, batch, degrees)
 
 
+class LimitedPasses:
+    """Predicts passes for packing where no worker has more than `shard_tokens` of a prompt."""
+
+    def __init__(self, operators: OperatorModel, shard_tokens: int) -> None:
+        self._operators = operators
+        self._shard_tokens = shard_tokens
+
+    def pass_s(self, batch: BatchShape) -> float:
+        most = self._shard_tokens
+        parts = [min(history, most) for _, history in batch.prefills]
+        degrees = [degree(sum(chunk), most) for chunk in batch.prefills]
+        return filled_pass_s(self._operators, batch, parts, degrees)
+
+
+def filled_pass_s(
+    operators: OperatorModel, batch: BatchShape, parts: Sequence[int], degrees: list[int]
+) -> float:
+    """Seconds of a pass whose prefills are spread over workers of their own number.
+
+    parts: of each history, tokens at the worker that has most of it.
+    """
+    level = tuple(
+        (tokens, part * own)
+        for (tokens, _), part, own in zip(batch.prefills, parts, degrees, strict=True)
+    )
+    as_if_alike = BatchShape(
+        prefills=level, decodes=batch.decodes, decode_context_tokens=batch.decode_context_tokens
+    )
+    return spread_pass_s(operators, as_if_alike, degrees)
+
+
 def spread_pass_s(operators: OperatorModel, batch: BatchShape, degrees: list[int]) -> float:
-    """Seconds of a pass whose prefills are each spread over workers of their own number.
+    """Seconds of a pass whose prefills are each spread evenly over workers of their own number.
 
     The operator model knows one degree for all: histories are stretched so that each part of one
     is as long as it is.
@@ -37,3 +77,11 @@ def spread_pass_s(operators: OperatorModel, batch: BatchShape, degrees: list[int
             decode_context_tokens=batch.decode_context_tokens,
         )
     return operators.pass_s(batch, degree)
+
+
+def held(spread: Reservation, context: float) -> list[tuple[str, float]]:
+    """(worker, tokens) of each that has some of the first `context` tokens, by position."""
+    return [
+        (shard.worker_id, min(context, shard.end_token) - shard.start_token)
+        for shard in spread.shards[: spread.degree(math.ceil(context))]
+    ]

@@ -42,9 +42,10 @@ class AutoscalePlan:
 class SimSpec:
     """A simulated cluster. Raises ConfigError for a value out of its range.
 
-    Instances are named p0, p1, ... (prefill), d0, ... (decode) and m0, ... (mixed), and fill nodes
-    of `gpus_per_node` in that order; an instance takes as many GPUs as its profile's TP degree,
-    times `spp` if it is mixed.
+    Instances are named p0, p1, ... (prefill), d0, ... (decode), m0, ... (mixed) and k0, ... (KVP
+    workers), and fill nodes of `gpus_per_node` in that order; an instance takes as many GPUs as its
+    profile's TP degree, times `spp` if it is mixed. What is spread over whom is the scheduler's
+    matter: `scheduler.max_kv_tokens_per_worker`, `scheduler.max_kvp_degree`.
     """
 
     profile: Profile  # of prefill and mixed instances
@@ -52,14 +53,14 @@ class SimSpec:
     prefill: int = 0
     decode: int = 0
     mixed: int = 0
-    kvp: int = 0  # further workers that hold KV shards of long requests
+    kvp: int = 0  # workers that hold shards of long requests, and nothing else
     gpus_per_node: int = 8
     scheduler: SchedulerConfig = field(default_factory=SchedulerConfig)
 
     max_chunk_tokens: int = 0  # of a prefill's forward pass; 0: chunks are not cut
     prefill_kv_tokens: int = 400_000
     decode_kv_tokens: int = 2_000_000  # mixed instances: theirs
-    max_kv_tokens_per_worker: int = 0  # of one request, beyond which KVP workers join; 0: no KVP
+    kvp_kv_tokens: int = 2_000_000  # of a KVP worker
     page_tokens: int = 16
     max_context_tokens: int = 16_000_000
     max_batch: int = 256
@@ -108,7 +109,7 @@ class SimSpec:
             ("max_chunk_tokens", 0),
             ("prefill_kv_tokens", 1),
             ("decode_kv_tokens", 1),
-            ("max_kv_tokens_per_worker", 0),
+            ("kvp_kv_tokens", 1),
             ("page_tokens", 1),
             ("max_context_tokens", 1),
             ("max_batch", 1),
@@ -134,7 +135,12 @@ class SimSpec:
         """All instances that serve from the start."""
         return tuple(
             f"{letter}{index}"
-            for letter, count in (("p", self.prefill), ("d", self.decode), ("m", self.mixed))
+            for letter, count in (
+                ("p", self.prefill),
+                ("d", self.decode),
+                ("m", self.mixed),
+                ("k", self.kvp),
+            )
             for index in range(count)
         )
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from random import Random
 
+from millrace.core.errors import IntegrityError
 from millrace.core.events import Event, RequestFinished, RequestReleased
 from millrace.sim.batch import Sequence
 from millrace.sim.clock import Clock
@@ -23,7 +24,6 @@ class World:
     """
 
     __slots__ = (
-        "_spare_workers",
         "clock",
         "finished",
         "holders",
@@ -46,28 +46,18 @@ class World:
         self.finished: Callable[[Job], None] = _nobody
         #: Of requests that the scheduler spread: who holds shards for the home, with their lives.
         self.holders: dict[str, dict[str, int]] = {}
-        self._spare_workers = spec.kvp
 
     def noise(self) -> float:
         """True over predicted seconds of one piece of work; its mean is 1."""
         sigma = self.spec.noise
         return self.rng.lognormvariate(-sigma * sigma / 2, sigma) if sigma else 1.0
 
-    def take_workers(self, tokens: int) -> int:
-        """KVP degree of a request of so many tokens in all; takes the further workers it needs.
-
-        As many as there are: one that gets fewer has longer shards, and longer steps.
-        """
-        shard = self.spec.max_kv_tokens_per_worker
-        if not shard:
-            return 1
-        further = min(-(-tokens // shard) - 1, self._spare_workers)
-        self._spare_workers -= further
-        return further + 1
-
-    def give_workers(self, degree: int) -> None:
-        """A request of this degree is over."""
-        self._spare_workers += degree - 1
+    def onboard(self, job: Job, context_tokens: int) -> None:
+        """So many of its tokens have KV by now, or are about to: further workers may hold some."""
+        if job.spread is not None:
+            workers = job.spread.degree(context_tokens) - 1
+            self.tally.kvp_onboardings += max(workers - job.onboarded, 0)
+            job.onboarded = max(workers, job.onboarded)
 
     def served(self, instance_id: str, generation: int, job: Job) -> None:
         """The instance has given the request its last token."""
@@ -84,6 +74,16 @@ class World:
         for holder_id in list(self.holders.get(job.id, ())):
             self.let_go(holder_id, job.id)
 
+    def held_at(self, holder_id: str, generation: int) -> list[str]:
+        """Requests of which this life of an instance holds a shard for the home."""
+        return [name for name, held in self.holders.items() if held.get(holder_id) == generation]
+
+    def forget_holder(self, holder_id: str) -> None:
+        """The instance has died with all the shards that it held."""
+        for held in self.holders.values():
+            held.pop(holder_id, None)
+        self.holders = {name: held for name, held in self.holders.items() if held}
+
     def let_go(self, holder_id: str, request_id: str) -> None:
         """The instance drops the shard that it holds of the request, if it does."""
         held = self.holders.get(request_id, {})
@@ -96,9 +96,14 @@ class World:
             RequestReleased(instance_id=holder_id, generation=generation, request_id=request_id)
         )
 
+    def check_empty(self) -> None:
+        """Raises IntegrityError when anybody still holds shards."""
+        if self.holders:
+            raise IntegrityError(f"shards are still held: {self.holders}")
+
     def left_batch(self, instance_id: str, sequence: Sequence) -> None:
         """A sequence left its batch, ended or not."""
-        self.give_workers(sequence.degree)
+        self.onboard(sequence.job, sequence.computed)
         if self.timeline is not None:
             job = sequence.job
             self.timeline.block(
