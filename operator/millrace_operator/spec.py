@@ -155,10 +155,14 @@ def _targets(pool: Object) -> tuple[Targets, ...]:
         )
         for signal in signals(pool)
     }
-    role = role_of(pool)
     prefill = PrefillTargets(**_of(PrefillTargets, given))
     decode = DecodeTargets(**_of(DecodeTargets, given))
-    return {"prefill": (prefill,), "decode": (decode,), "mixed": (prefill, decode)}[role]
+    by_role: Mapping[str, tuple[Targets, ...]] = {
+        "prefill": (prefill,),
+        "decode": (decode,),
+        "mixed": (prefill, decode),
+    }
+    return by_role[role_of(pool)]
 
 
 def _of(
