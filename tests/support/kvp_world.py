@@ -24,10 +24,9 @@ from millrace.engine.sampling_spec import SamplingSpec
 from millrace.engine.shard_attention import ShardAttention
 from millrace.transfer.kvp_desk import KvpDesk
 from millrace.transfer.kvp_exchange import KvpExchange
-from millrace.transfer.kvp_messages import INLINE_BYTES
 from millrace.transfer.memory import Memory
 from millrace.transfer.memory_transport import MemoryHub, MemoryTransport
-from millrace.transfer.transport import Transport
+from millrace.transfer.transport import INLINE_BYTES, Transport
 from support.tiny_engine import make_pool
 
 Runner = ModelRunner | GroupRunner | PipelineRunner

@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import queue
 import threading
+from itertools import product
 
 import pytest
 import torch
@@ -18,6 +19,7 @@ from millrace.transfer.activations import (
 )
 from millrace.transfer.memory_transport import MemoryHub, MemoryTransport
 from millrace.transfer.nixl_transport import NixlTransport
+from millrace.transfer.transport import INLINE_BYTES
 
 ROWS, HIDDEN = 8, 6
 WAIT_S = 20
@@ -27,7 +29,9 @@ _numbers = itertools.count()
 class Pair:
     """Two ends that are connected, their slots, and what has arrived."""
 
-    def __init__(self, kind: str, receiver_rows: int = ROWS) -> None:
+    def __init__(
+        self, kind: str, receiver_rows: int = ROWS, inline_bytes: int = INLINE_BYTES
+    ) -> None:
         hub = MemoryHub()
         names = [f"stage-{next(_numbers)}" for _ in range(2)]
         self.ends = [
@@ -37,7 +41,7 @@ class Pair:
         self.out = torch.zeros(SLOTS, ROWS, HIDDEN)
         self.into = torch.zeros(SLOTS, receiver_rows, HIDDEN)
         self.arrivals: queue.Queue[Arrival] = queue.Queue()
-        self.sender = ActivationSender(self.ends[0], self.out, 4 * HIDDEN)
+        self.sender = ActivationSender(self.ends[0], self.out, 4 * HIDDEN, inline_bytes)
         self.receiver = ActivationReceiver(self.ends[1], self.into, self.arrivals.put)
         self.listening = [end.listening() for end in self.ends]
         for one in self.listening:
@@ -64,9 +68,11 @@ class Pair:
             end.close()
 
 
-@pytest.fixture(params=["memory", "nixl"])
+@pytest.fixture(params=product(["memory", "nixl"], [0, ROWS * HIDDEN * 2, INLINE_BYTES]))
 def pair(request):
-    found = Pair(request.param)
+    """Rows are written, written where they are many, or come in notifications."""
+    kind, inline_bytes = request.param
+    found = Pair(kind, inline_bytes=inline_bytes)
     found.open()
     yield found
     found.close()

@@ -12,9 +12,10 @@ from millrace.core.errors import CapacityError, IntegrityError, TransferError
 from millrace.core.kvp_rows import ExchangeShape, Request
 from millrace.transfer.kvp_desk import KvpDesk
 from millrace.transfer.kvp_exchange import KvpExchange
-from millrace.transfer.kvp_messages import INLINE_BYTES, KvpKind, KvpMessage, missing_body
+from millrace.transfer.kvp_messages import KvpKind, KvpMessage, missing_body
 from millrace.transfer.memory import Memory
 from millrace.transfer.memory_transport import MemoryHub, MemoryTransport
+from millrace.transfer.transport import INLINE_BYTES
 
 SHAPE = ExchangeShape(num_q_heads=2, num_kv_heads=1, head_dim=4, element_bytes=4, max_rows=4)
 LEASE_S = 0.2

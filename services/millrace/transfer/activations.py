@@ -2,8 +2,9 @@
 
 Both ends have the same few slots, each with room for the rows of a pass. A pass's rows are written
 out of a slot of the sender into the same slot of the receiver, its description goes along in the
-notification; the slot is used again once the receiver has said that it has taken the rows. So the
-sender runs ahead of the receiver by as many passes as there are slots, and no further.
+notification, as do few rows themselves; the slot is used again once the receiver has said that it
+has taken the rows. So the sender runs ahead of the receiver by as many passes as there are slots,
+and no further.
 """
 
 from __future__ import annotations
@@ -16,10 +17,12 @@ from collections.abc import Callable
 from concurrent.futures import Future
 from dataclasses import dataclass
 
+import numpy as np
+
 from millrace.core.errors import IntegrityError, TransferError
-from millrace.transfer.memory import Memory, TensorLike
+from millrace.transfer.memory import Memory, TensorLike, host_bytes
 from millrace.transfer.runs import Runs
-from millrace.transfer.transport import Transport
+from millrace.transfer.transport import INLINE_BYTES, Transport
 
 log = logging.getLogger(__name__)
 
@@ -29,8 +32,8 @@ ROWS_CHANNEL, CREDIT_CHANNEL = 7, 8
 #: Passes that the sender may be ahead.
 SLOTS = 4
 
-# channel u8, slot u8, rows u32, pass number u64, link u64
-_HEADER = struct.Struct("<BBIQQ")
+# channel u8, slot u8, rows u32, bytes of rows at the end u32, pass number u64, link u64
+_HEADER = struct.Struct("<BBIIQQ")
 _LOOK_S = 0.05  # between two looks whether the peer is dead
 
 
@@ -61,11 +64,20 @@ class Arrival:
 class ActivationSender:
     """The earlier stage's end. `reserve` and `send` are for one thread, the computing one."""
 
-    def __init__(self, transport: Transport, storage: TensorLike, row_bytes: int) -> None:
-        """storage: [SLOTS, most rows, ...], contiguous, which stays the caller's; a row has
-        `row_bytes`."""
+    def __init__(
+        self,
+        transport: Transport,
+        storage: TensorLike,
+        row_bytes: int,
+        inline_bytes: int = INLINE_BYTES,
+    ) -> None:
+        """storage: [SLOTS, most rows, ...], contiguous on the host, which stays the caller's; a row
+        has `row_bytes`. `inline_bytes`: what is more goes by a write."""
         self._transport = transport
-        self._region = transport.register(Memory.of_tensor(storage))
+        memory = Memory.of_tensor(storage)
+        self._region = transport.register(memory)
+        self._bytes = host_bytes(memory)
+        self._inline_bytes = inline_bytes
         self._slot_bytes = storage.numel() * storage.element_size() // SLOTS
         self._row_bytes = row_bytes
         self._changed = threading.Condition()
@@ -128,19 +140,22 @@ class ActivationSender:
         inlet = self._inlet
         if inlet is None or rows * self._row_bytes > self._slot_bytes:
             raise TransferError(f"{rows} rows of {self._row_bytes} bytes have nowhere to go")
-        header = _HEADER.pack(ROWS_CHANNEL, slot, rows, self._number, inlet.link)
+        nbytes, own = rows * self._row_bytes, slot * self._slot_bytes
+        inline = nbytes if nbytes <= self._inline_bytes else 0
+        header = _HEADER.pack(ROWS_CHANNEL, slot, rows, inline, self._number, inlet.link)
         self._number += 1
-        own, theirs = slot * self._slot_bytes, slot * inlet.slot_bytes
-        if not rows:
-            self._transport.notify(self._peer, header + about).add_done_callback(self._written)
-            return
-        self._transport.write(
-            self._peer,
-            Runs.of(own, theirs, rows * self._row_bytes),
-            header + about,
-            region=self._region,
-            peer_region=inlet.region,
-        ).add_done_callback(self._written)
+        if inline == nbytes:
+            told = header + about + self._bytes[own : own + nbytes].tobytes()
+            sent = self._transport.notify(self._peer, told, urgent=True)
+        else:
+            sent = self._transport.write(
+                self._peer,
+                Runs.of(own, slot * inlet.slot_bytes, nbytes),
+                header + about,
+                region=self._region,
+                peer_region=inlet.region,
+            )
+        sent.add_done_callback(self._written)
 
     def check_integrity(self) -> None:
         """Raises IntegrityError when a slot is lost or in use: call it when idle."""
@@ -154,7 +169,7 @@ class ActivationSender:
 
     def _credited(self, peer: str, payload: bytes) -> None:
         """On the transport's thread."""
-        _, slot, _, _, link = _HEADER.unpack_from(payload)
+        _, slot, _, _, _, link = _HEADER.unpack_from(payload)
         with self._changed:
             inlet = self._inlet
             if inlet is None or link != inlet.link or peer != self._peer or slot in self._free:
@@ -174,9 +189,11 @@ class ActivationReceiver:
         storage: TensorLike,
         on_arrival: Callable[[Arrival], None],
     ) -> None:
-        """storage: [SLOTS, most rows, ...], contiguous; it stays the caller's."""
+        """storage: [SLOTS, most rows, ...], contiguous on the host; it stays the caller's."""
         self._transport = transport
-        self._region = transport.register(Memory.of_tensor(storage))
+        memory = Memory.of_tensor(storage)
+        self._region = transport.register(memory)
+        self._bytes = host_bytes(memory)
         self._slot_bytes = storage.numel() * storage.element_size() // SLOTS
         self._on_arrival = on_arrival
         self._lock = threading.Lock()
@@ -210,20 +227,24 @@ class ActivationReceiver:
                 raise IntegrityError(f"activations in slots {sorted(self._taken)} were not taken")
 
     def _arrived(self, peer: str, payload: bytes) -> None:
-        _, slot, rows, number, link = _HEADER.unpack_from(payload)
+        _, slot, rows, inline, number, link = _HEADER.unpack_from(payload)
+        end = len(payload) - inline
         arrival = Arrival(
             number=number,
             slot=slot,
             rows=rows,
-            about=payload[_HEADER.size :],
+            about=payload[_HEADER.size : end],
             take=lambda: self._take(peer, slot, link),
         )
         with self._lock:
             is_ours = link == self._links and peer == self._peer
-            if not is_ours or number < self._next or slot >= SLOTS or slot in self._taken:
+            fits = slot < SLOTS and inline <= self._slot_bytes and end >= _HEADER.size
+            if not (is_ours and fits) or number < self._next or slot in self._taken:
                 log.warning("dropped pass %d of link %d from %s", number, link, peer)
                 return
             self._taken.add(slot)
+            at = slot * self._slot_bytes
+            self._bytes[at : at + inline] = np.frombuffer(payload, dtype=np.uint8, offset=end)
             self._early[number] = arrival  # writes may overtake each other
             ready = []
             while (following := self._early.pop(self._next, None)) is not None:
@@ -237,4 +258,4 @@ class ActivationReceiver:
             if link != self._links or slot not in self._taken:
                 return
             self._taken.discard(slot)
-        self._transport.notify(peer, _HEADER.pack(CREDIT_CHANNEL, slot, 0, 0, link))
+        self._transport.notify(peer, _HEADER.pack(CREDIT_CHANNEL, slot, 0, 0, 0, link))

@@ -23,17 +23,11 @@ import numpy as np
 from millrace.core.errors import IntegrityError, TransferError
 from millrace.core.kvp_rows import ExchangeShape
 from millrace.transfer.attentive import next_of
-from millrace.transfer.kvp_messages import (
-    INLINE_BYTES,
-    TO_HOLDER,
-    KvpKind,
-    KvpMessage,
-    missing_body,
-)
+from millrace.transfer.kvp_messages import TO_HOLDER, KvpKind, KvpMessage, missing_body
 from millrace.transfer.kvp_places import Places
 from millrace.transfer.memory import Memory, host_bytes
 from millrace.transfer.runs import Runs
-from millrace.transfer.transport import Transport, outcome
+from millrace.transfer.transport import INLINE_BYTES, Transport, outcome
 
 log = logging.getLogger(__name__)
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import struct
 from collections.abc import Sequence
 from enum import IntEnum
-from typing import Final, NamedTuple
+from typing import NamedTuple
 
 from millrace.core.errors import TransferError
 
@@ -15,11 +15,6 @@ TO_OWNER = 6
 
 # channel u8, kind u8, layer u16, slot u32, pass u64, piece u32, rows u32, new rows u32, entries u32
 _HEADER = struct.Struct("<BBHIQIIII")
-
-
-INLINE_BYTES: Final = 64 << 10
-"""What is sent up to this size goes in the notification itself, which arrives sooner than a write
-and the notification behind it."""
 
 
 class KvpKind(IntEnum):
