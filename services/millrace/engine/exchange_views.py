@@ -79,4 +79,5 @@ class NewRows:
 
 def _by_pool(kv: Tensor, pools: int) -> Tensor:
     """kv [m, 2, pools * k, d] as [m, pools, 2, k, d]."""
-    return kv.unflatten(2, (pools, -1)).transpose(1, 2)
+    rows, planes, _, head_dim = kv.shape
+    return kv.view(rows, planes, pools, -1, head_dim).transpose(1, 2)

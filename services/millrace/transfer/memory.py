@@ -55,7 +55,8 @@ def host_bytes(memory: Memory) -> npt.NDArray[np.uint8]:
     """A region on the host as uint8 [nbytes]. Raises ValueError for a device's."""
     if memory.device != HOST:
         raise ValueError("only memory on the host can be seen as bytes")
-    return _rows(memory, memory.nbytes)[0]
+    found: npt.NDArray[np.uint8] = _rows(memory, memory.nbytes)[0]
+    return found
 
 
 def copy_on_host(source: Memory, target: Memory, runs: Runs) -> None:
