@@ -6,7 +6,7 @@ import queue
 import random
 import time
 from collections.abc import Generator, Iterator
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 import numpy as np
 import psutil
@@ -21,7 +21,7 @@ from millrace.engine.parallel.group_runner import GroupRunner
 from millrace.engine.parallel.rank_group import RankGroup
 from millrace.transfer.layout import Side, at_layer, layer_runs
 from millrace.transfer.memory import Memory, copy_on_host
-from support.parallel import SPLIT_FOUR_WAYS, open_runner, split_folder
+from support.parallel import SPLIT_FOUR_WAYS, open_runner, split_folder, storm
 from support.tiny_engine import Request, decode, greedy, make_pool, make_runner, prefill
 from support.tiny_models import prompt
 
@@ -165,71 +165,6 @@ def test_senseless_tasks_are_refused_and_the_group_goes_on(group: RankGroup) -> 
     with pytest.raises(ValueError, match="can't hold 17"):
         runner.prefill(PrefillTask(token_ids=torch.arange(17), history_tokens=0, pages=[0]))
     assert prefill(runner, Request(runner, prompt(17))).isfinite().all()
-
-
-@dataclass(eq=False)
-class _Job:
-    """A request in three chunks, and the pass that it is in the middle of."""
-
-    request: Request
-    seed: int
-    start: int = 0
-    task: PrefillTask | None = None
-    steps: Iterator[Boundary] | None = None
-
-
-def storm(runner: GroupRunner, jobs: int, seed: int, lengths: tuple[int, int]) -> int:
-    """Preempts, resumes, gives up and decodes at random operators; all must come out as it should.
-
-    Returns how often a pass was left. What is expected was computed by the same runner undisturbed.
-    """
-    rng = random.Random(seed)
-    sizes = [rng.randint(*lengths) for _ in range(jobs)]
-    expected = []
-    for i, size in enumerate(sizes):
-        request = Request(runner, prompt(size, seed=i))
-        expected.append(prefill(runner, request, (size // 3, size // 2)))
-        runner.pool.free(request.pages)
-    decoded = Request(runner, prompt(9), room=1)
-    prefill(runner, decoded)
-    decoded.tokens.append(5)
-    after = decode(runner, [decoded])
-    waiting = [_Job(Request(runner, prompt(n, seed=i)), i) for i, n in enumerate(sizes)]
-    left = 0
-    while waiting:
-        job = rng.choice(waiting[:5])
-        if rng.random() < 0.05 and job.steps is not None:
-            job.steps.close()
-            job.steps = None
-        if rng.random() < 0.2:
-            assert torch.equal(decode(runner, [decoded]), after), f"seed {seed}"
-        advance(runner, job, rng.randint(1, 12))
-        left += job.steps is not None
-        if job.start == len(job.request.tokens):
-            assert job.task is not None and job.task.logits is not None
-            assert torch.equal(job.task.logits, expected[job.seed]), f"seed {seed}"
-            runner.pool.free(job.request.pages)
-            waiting.remove(job)
-    runner.pool.free(decoded.pages)
-    runner.pool.check_integrity(expected_used=0)
-    return left
-
-
-def advance(runner: GroupRunner, job: _Job, operators: int) -> None:
-    """So many operators of a job, over the ends of its chunks."""
-    size = len(job.request.tokens)
-    stops = (size // 3, size // 2, size)
-    for _ in range(operators):
-        if job.steps is None:
-            stop = next((s for s in stops if s > job.start), None)
-            if stop is None:
-                return
-            job.task = job.request.task(job.start, stop, want_logits=stop == size)
-            job.steps = runner.prefill(job.task)
-        if next(job.steps, None) is None:
-            assert job.task is not None
-            job.start += len(job.task.token_ids)
-            job.steps = None
 
 
 @pytest.mark.timeout(60)

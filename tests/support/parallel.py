@@ -2,14 +2,21 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
+import random
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
 from pathlib import Path
+
+import torch
 
 from millrace.core.kv_layout import KvLayout
 from millrace.engine.loader import Model
+from millrace.engine.model_runner import Boundary, PrefillTask
 from millrace.engine.parallel.group_runner import GroupRunner, load_ranks
 from millrace.engine.parallel.rank_group import RankGroup
-from support.tiny_models import VARIANTS, model_folder
+from millrace.engine.pipeline.runner import PipelineRunner
+from support.tiny_engine import Request, decode, prefill
+from support.tiny_models import VARIANTS, model_folder, prompt
 
 #: Every family, window, bias, tied embedding and mixture there is; qwen2 has one head a rank at 2.
 SPLIT_FOUR_WAYS = {
@@ -53,3 +60,74 @@ def rank_layout(model: Model, num_pages: int, page_tokens: int = 16) -> KvLayout
         head_count=heads.count,
         num_pages=num_pages,
     )
+
+
+@dataclass(eq=False)
+class _Job:
+    """A request in three chunks, and the pass that it is in the middle of."""
+
+    request: Request
+    seed: int
+    start: int = 0
+    task: PrefillTask | None = None
+    steps: Iterator[Boundary] | None = None
+
+
+def storm(
+    runner: GroupRunner | PipelineRunner, jobs: int, seed: int, lengths: tuple[int, int]
+) -> int:
+    """Preempts, resumes, orders anew, gives up and decodes at random operators; all must come out
+    as it should.
+
+    Returns how often a pass was left. What is expected was computed by the same runner undisturbed.
+    """
+    rng = random.Random(seed)
+    sizes = [rng.randint(*lengths) for _ in range(jobs)]
+    expected = []
+    for i, size in enumerate(sizes):
+        request = Request(runner, prompt(size, seed=i))
+        expected.append(prefill(runner, request, (size // 3, size // 2)))
+        runner.pool.free(request.pages)
+    decoded = Request(runner, prompt(9), room=1)
+    prefill(runner, decoded)
+    decoded.tokens.append(5)
+    after = decode(runner, [decoded])
+    waiting = [_Job(Request(runner, prompt(n, seed=i)), i) for i, n in enumerate(sizes)]
+    left = 0
+    while waiting:
+        job = rng.choice(waiting[:5])
+        if rng.random() < 0.05 and job.steps is not None:
+            job.steps.close()
+            job.steps = None
+        if rng.random() < 0.2:
+            assert torch.equal(decode(runner, [decoded]), after), f"seed {seed}"
+        if rng.random() < 0.2:
+            runner.order([str(rng.choice(waiting[:5]).seed)])
+        _advance(runner, job, rng.randint(1, 12))
+        left += job.steps is not None
+        if job.start == len(job.request.tokens):
+            assert job.task is not None and job.task.logits is not None
+            assert torch.equal(job.task.logits, expected[job.seed]), f"seed {seed}"
+            runner.pool.free(job.request.pages)
+            waiting.remove(job)
+    runner.pool.free(decoded.pages)
+    runner.pool.check_integrity(expected_used=0)
+    return left
+
+
+def _advance(runner: GroupRunner | PipelineRunner, job: _Job, operators: int) -> None:
+    """So many operators of a job, over the ends of its chunks."""
+    size = len(job.request.tokens)
+    stops = (size // 3, size // 2, size)
+    for _ in range(operators):
+        if job.steps is None:
+            stop = next((s for s in stops if s > job.start), None)
+            if stop is None:
+                return
+            job.task = job.request.task(job.start, stop, want_logits=stop == size)
+            job.task.name = str(job.seed)
+            job.steps = runner.prefill(job.task)
+        if next(job.steps, None) is None:
+            assert job.task is not None
+            job.start += len(job.task.token_ids)
+            job.steps = None

@@ -24,9 +24,10 @@ from millrace.core.sequence_parallel import (
 )
 from millrace.engine.model_runner import Boundary, ModelRunner, PrefillTask
 from millrace.engine.parallel.group_runner import GroupRunner
+from millrace.engine.pipeline.runner import PipelineRunner
 from millrace.engine.ring_attention import RingTask, ring_task
 
-Runner = ModelRunner | GroupRunner
+Runner = ModelRunner | GroupRunner | PipelineRunner
 WAIT_S = 60.0
 
 
@@ -59,7 +60,7 @@ class Member:
     def memory(self) -> Tensor:
         """[pools, layers, pages, ...]"""
         runner = self.runner
-        return runner.storage if isinstance(runner, GroupRunner) else runner.pool.storage[None]
+        return runner.pool.storage[None] if isinstance(runner, ModelRunner) else runner.storage
 
     def take(self, rng: random.Random, pages: int, buffer_pages: int) -> None:
         """Pages in no order, and not next to each other."""

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import os
 import threading
-from collections.abc import Callable
+import time
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -12,14 +14,19 @@ from torch import Tensor
 
 from millrace.engine.kv_pool import KvPool
 from millrace.engine.loader import Model, load_model
+from millrace.engine.model_config import ModelConfig
+from millrace.engine.parallel.group_runner import load_ranks
+from millrace.engine.parallel.rank_group import RankGroup
+from millrace.engine.parallel.shared_pool import mapped, new_memory
 from millrace.engine.parallel.stage import Stage
 from millrace.engine.pipeline.behind import StageError
+from millrace.engine.pipeline.group_passes import GroupPasses
 from millrace.engine.pipeline.messages import Command
-from millrace.engine.pipeline.passes import StagePasses
+from millrace.engine.pipeline.passes import Passes, StagePasses
 from millrace.engine.pipeline.rows import Handed
 from millrace.engine.pipeline.runner import PipelineRunner
 from millrace.engine.pipeline.stage_loop import StageLoop
-from support.tiny_engine import make_pool
+from support.parallel import rank_layout
 
 FIVE_LAYERS = {
     "vocab_size": 320,
@@ -61,7 +68,8 @@ class Rows:
 
 
 class Staged:
-    """`runner` over a model in `count` stages; `loops` are the later ones'."""
+    """`runner` over a model in `count` stages; `loops` are the later ones'. With `groups` each
+    stage's layers are split over the ranks of one."""
 
     def __init__(
         self,
@@ -71,20 +79,33 @@ class Staged:
         dtype: str = "float32",
         page_tokens: int = 16,
         num_pages: int = 64,
+        groups: Sequence[RankGroup] = (),
     ) -> None:
-        def load(stage: Stage) -> Model:
-            return load_model(folder, device="cpu", dtype=dtype, stage=stage)
-
-        whole = load(Stage(0, 1))
-        self.pool = make_pool(whole, page_tokens=page_tokens, num_pages=num_pages)
+        stages = [Stage(i, count) for i in range(count)]
+        of_stage = groups[:count] or [None] * count
+        models = [
+            _load(folder, dtype, stage, group)
+            for stage, group in zip(stages, of_stage, strict=True)
+        ]
+        whole = ModelConfig.from_folder(folder)
+        layout = replace(
+            rank_layout(models[0], num_pages, page_tokens),
+            num_layers=whole.num_layers,
+            model_layers=whole.num_layers,
+        )
+        handle = new_memory(layout)
+        storage = mapped(layout, handle)
+        passes: list[Passes] = [
+            StagePasses(model, stage, layout, storage[0])
+            if group is None
+            else GroupPasses(group, model, stage, layout, handle)
+            for model, stage, group in zip(models, stages, of_stage, strict=True)
+        ]
+        os.close(handle)
+        self.pool = KvPool(layout, torch.device("cpu"), storage[0])
         self.count = count - 1
         self.rows = [Rows() for _ in range(count)]
-        stages = [Stage(i, count) for i in range(count)]
-        passes = [
-            StagePasses(load(stage), self._part(stage), stage, self.pool.storage)
-            for stage in stages
-        ]
-        self.runner = PipelineRunner(passes[0], self.pool, whole.config, self.rows[0], self)
+        self.runner = PipelineRunner(passes[0], self.pool, storage, whole, self.rows[0], self)
         self.loops = [
             StageLoop(passes[i + 1], self.rows[i + 1], self.runner.behind.hear)
             for i in range(self.count)
@@ -97,12 +118,6 @@ class Staged:
         ]
         for thread in self._threads:
             thread.start()
-
-    def _part(self, stage: Stage) -> KvPool:
-        held = stage.layers(self.pool.layout.num_layers)
-        layout = replace(self.pool.layout, num_layers=len(held), layer_start=held.start)
-        storage = self.pool.storage[held.start : held.stop]
-        return KvPool(layout, torch.device("cpu"), storage)
 
     def _run(self, loop: StageLoop) -> None:
         try:
@@ -122,11 +137,24 @@ class Staged:
             thread.join(30)
             assert not thread.is_alive()
 
+    def check_settled(self) -> None:
+        """Nothing is left, once what is behind has come through."""
+        deadline_s = time.monotonic() + 20
+        while not self._is_empty and time.monotonic() < deadline_s:
+            time.sleep(0.01)
+        assert self._is_empty
+
     @property
-    def is_empty(self) -> bool:
+    def _is_empty(self) -> bool:
         """Nothing is anywhere in the pipeline."""
         return (
             len(self.runner.behind) == 0
             and all(rows.free == 3 for rows in self.rows)
             and all(not loop._entries for loop in self.loops)
         )
+
+
+def _load(folder: Path, dtype: str, stage: Stage, group: RankGroup | None) -> Model:
+    if group is None:
+        return load_model(folder, device="cpu", dtype=dtype, stage=stage)
+    return load_ranks(group, folder, dtype=dtype, stage=stage)

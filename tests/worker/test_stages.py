@@ -2,18 +2,23 @@
 
 from __future__ import annotations
 
+import multiprocessing
 import os
 import signal
+import subprocess
+import sys
 import time
+from collections.abc import Sequence
 from pathlib import Path
 
+import psutil
 import pytest
 import torch
 
 from millrace.bench.random_model import write_random_llama
 from millrace.core.config import EngineConfig
 from millrace.core.errors import ConfigError
-from millrace.engine.assembly import open_engine
+from millrace.engine.assembly import Engine, open_engine
 from millrace.engine.fallen import EngineFallen
 from millrace.engine.model_runner import PrefillTask
 from millrace.worker.stages import open_staged_engine
@@ -31,50 +36,123 @@ def folder(tmp_path_factory) -> Path:
     return folder
 
 
-def settings(stages: int, **others: object) -> EngineConfig:
+def settings(stages: int, ranks: int = 1) -> EngineConfig:
     return EngineConfig(
-        device="cpu", stages=stages, kv_bytes=1 << 22, max_chunk_tokens=64, threads=1, **others
+        device="cpu",
+        stages=stages,
+        tensor_parallel=ranks,
+        kv_bytes=1 << 22,
+        max_chunk_tokens=64,
+        threads=1,
     )
 
 
-def test_three_processes_are_one_engine_until_one_dies(folder) -> None:
+def assert_ended(pids: Sequence[int]) -> None:
+    deadline_s = time.monotonic() + 10
+    while any(map(psutil.pid_exists, pids)) and time.monotonic() < deadline_s:
+        time.sleep(0.05)
+    assert not any(map(psutil.pid_exists, pids))
+
+
+def assert_same_answers(engine: Engine, wanted: Engine) -> Request:
+    """Logits and the KV of all layers, as whoever sends them sees them."""
+    assert engine.layout == wanted.layout
+    assert engine.max_context_tokens == wanted.max_context_tokens
+    assert engine.storage.shape == wanted.storage.shape
+    both = (engine, wanted)
+    requests = [Request(e.runner, prompt(150), room=4) for e in both]
+    logits = [prefill(e.runner, r, (60, 100)) for e, r in zip(both, requests, strict=True)]
+    assert torch.equal(*logits)
+    for _ in range(3):
+        for request in requests:
+            request.tokens.append(7)
+        steps = [decode(e.runner, [r]) for e, r in zip(both, requests, strict=True)]
+        assert torch.equal(*steps)
+    kv = [e.storage.flatten(0, -6)[:, r.pages] for e, r in zip(both, requests, strict=True)]
+    assert torch.equal(*kv)
+    return requests[0]
+
+
+def pids_of(engine: Engine) -> dict[str, list[int]]:
+    """Of stages, of their ranks, and of the first one's."""
+    stages = [process.pid for process in engine.runner._stages._processes]
+    own = [p.pid for p in multiprocessing.active_children() if p.pid not in stages]
+    theirs = [child.pid for pid in stages for child in psutil.Process(pid).children()]
+    return {"stage 1": stages, "rank of stage 0": own, "rank of stage 1": theirs}
+
+
+@pytest.mark.parametrize(
+    ("stages", "ranks", "victim", "message"),
+    [
+        (3, 1, "stage 1", "stage 1 died, killed by SIGKILL"),
+        (2, 2, "rank of stage 1", "stage 1 failed: .*: rank 1 died, killed by SIGKILL"),
+        pytest.param(
+            *(2, 2, "rank of stage 0", "stage 0, .*: rank 1 died, killed by SIGKILL"),
+            marks=pytest.mark.slow,
+        ),
+        pytest.param(*(2, 2, "stage 1", "stage 1 died, killed by SIGKILL"), marks=pytest.mark.slow),
+    ],
+)
+def test_processes_are_one_engine_until_one_dies(folder, stages, ranks, victim, message) -> None:
     torch.set_num_threads(1)
-    wanted = open_engine(folder, settings(1))
-    engine = open_staged_engine(str(folder), settings(3), "127.0.0.1")
+    wanted = open_engine(folder, settings(1, ranks))
+    engine = open_staged_engine(str(folder), settings(stages, ranks), "127.0.0.1")
     try:
-        assert engine.layout == wanted.layout
-        assert engine.max_context_tokens == wanted.max_context_tokens
-        requests = [Request(e.runner, prompt(150), room=4) for e in (engine, wanted)]
-        logits = [
-            prefill(e.runner, r, (60, 100)) for e, r in zip((engine, wanted), requests, strict=True)
-        ]
-        assert torch.equal(*logits)
-        for _ in range(3):
-            for request in requests:
-                request.tokens.append(7)
-            steps = [decode(e.runner, [r]) for e, r in zip((engine, wanted), requests, strict=True)]
-            assert torch.equal(*steps)
-        kv = [e.storage[:, r.pages] for e, r in zip((engine, wanted), requests, strict=True)]
-        assert torch.equal(*kv)  # of all layers, as whoever sends them sees them
-        children = [p.pid for p in engine.runner._stages._processes]
-        os.kill(children[0], signal.SIGKILL)
-        task: PrefillTask = requests[0].task(0, 50)
+        request = assert_same_answers(engine, wanted)
+        wanted.close()
+        pids = pids_of(engine)
+        assert sum(map(len, pids.values())) == stages * ranks - 1
+        os.kill(pids[victim][0], signal.SIGKILL)
+        task: PrefillTask = request.task(0, 50)
         begun_s = time.monotonic()
-        with pytest.raises(EngineFallen, match="stage 1 died, killed by SIGKILL"):
+        with pytest.raises(EngineFallen, match=message):
             for _ in engine.runner.prefill(task):
                 pass
         assert time.monotonic() - begun_s < 30  # found out by its end, not by a timeout
     finally:
+        wanted.close()
         engine.close()
+    assert_ended([pid for of in pids.values() for pid in of])
+
+
+OPENED = """
+import os, signal, sys
+
+import psutil
+
+from millrace.core.config import EngineConfig
+from millrace.worker.stages import open_staged_engine
+
+if __name__ == "__main__":
+    config = EngineConfig(device="cpu", stages=2, tensor_parallel=2, kv_bytes=1 << 22, threads=1)
+    engine = open_staged_engine(sys.argv[1], config, "127.0.0.1")
+    print(*(child.pid for child in psutil.Process().children(recursive=True)), flush=True)
+    if sys.argv[2] == "killed":
+        os.kill(os.getpid(), signal.SIGKILL)
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("end", ["killed", "leaves without closing"])
+def test_nobody_outlives_the_first_stage(folder, tmp_path, end) -> None:
+    script = tmp_path / "opened.py"
+    script.write_text(OPENED)
+    run = subprocess.run(
+        [sys.executable, str(script), str(folder), end], capture_output=True, text=True, timeout=100
+    )
+    assert run.returncode == (-signal.SIGKILL if end == "killed" else 0), run.stderr
+    pids = [int(pid) for pid in run.stdout.splitlines()[-1].split()]
+    assert len(pids) >= 3
+    assert_ended(pids)
 
 
 @pytest.mark.parametrize(
-    ("stages", "others", "message"),
+    ("stages", "ranks", "message"),
     [
-        (LAYERS + 1, {}, f"engine.stages is {LAYERS + 1}; the model's {LAYERS} layers"),
-        (2, {"tensor_parallel": 2}, "engine.stages is 2 and engine.tensor_parallel 2"),
+        (LAYERS + 1, 1, f"engine.stages is {LAYERS + 1}; the model's {LAYERS} layers"),
+        (2, 3, "tensor parallelism of 3 does not divide num_key_value_heads, which is 2"),
     ],
 )
-def test_what_cannot_be_staged_is_refused_by_name(folder, stages, others, message) -> None:
+def test_what_cannot_be_staged_is_refused_by_name(folder, stages, ranks, message) -> None:
     with pytest.raises(ConfigError, match=message):
-        open_staged_engine(str(folder), settings(stages, **others), "127.0.0.1")
+        open_staged_engine(str(folder), settings(stages, ranks), "127.0.0.1")

@@ -189,7 +189,7 @@ class KvShape:
 
     folder: Path
     model: ModelConfig
-    layout: KvLayout  # in one part
+    layout: KvLayout
     max_context_tokens: int
 
     @staticmethod
@@ -203,7 +203,7 @@ class KvShape:
             config,
             model_hash=_revised(model_hash(folder, load_format=config.load_format), revision),
             dtype=getattr(torch, whole.dtype if config.dtype == "auto" else config.dtype),
-            parts=1,
+            parts=min(config.tensor_parallel, whole.num_kv_heads),
         )
         size = pool_bytes(config, resolve_device(config.device), context * one_page.bytes_per_token)
         return KvShape(
@@ -214,8 +214,9 @@ class KvShape:
         )
 
 
-def staged_engine(shape: KvShape, runner: PipelineRunner, pool: KvPool, first: Model) -> Engine:
-    """Of an instance in stages. `pool`: of all layers; `first`: the first stage's model."""
+def staged_engine(shape: KvShape, runner: PipelineRunner, storage: torch.Tensor) -> Engine:
+    """Of an instance in stages. storage: the KV of all stages and ranks."""
+    first = runner.model
     rest = rows_backend(first.device, first.dtype)
     attention = runner.attention_backend()
     return Engine(
@@ -223,8 +224,8 @@ def staged_engine(shape: KvShape, runner: PipelineRunner, pool: KvPool, first: M
         shape=shape.model,
         device=first.device,
         layout=shape.layout,
-        pool=pool,
-        storage=pool.storage,
+        pool=runner.pool,
+        storage=storage,
         runner=runner,
         backends=f"attention {attention}, linears and sampling {rest}; {describe_backends()}",
         max_context_tokens=shape.max_context_tokens,

@@ -5,22 +5,25 @@ from __future__ import annotations
 import os
 import signal
 import threading
+from collections.abc import Callable
 from contextlib import suppress
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
+from functools import partial
 from multiprocessing.connection import Connection
 from multiprocessing.reduction import recv_handle
 
 import torch
 
-from millrace.core.kv_layout import KvLayout
-from millrace.engine.kv_pool import KvPool
 from millrace.engine.loader import Model, load_model
 from millrace.engine.parallel.commands import Load
 from millrace.engine.parallel.follower import end_with_parent
+from millrace.engine.parallel.group_runner import load_ranks
+from millrace.engine.parallel.rank_group import RankGroup
 from millrace.engine.parallel.shared_pool import mapped
 from millrace.engine.parallel.stage import Stage
+from millrace.engine.pipeline.group_passes import GroupPasses
 from millrace.engine.pipeline.messages import Done, Fallen, Open
-from millrace.engine.pipeline.passes import StagePasses
+from millrace.engine.pipeline.passes import Passes, StagePasses
 from millrace.engine.pipeline.stage_loop import StageLoop
 from millrace.transfer.activations import Inlet
 from millrace.transfer.environment import transport_environment
@@ -34,10 +37,10 @@ CONNECT_TIMEOUT_S = 30.0
 class StagePlace:
     """What a stage's process is started with. `timeout_s`: for the next stage to take rows."""
 
-    stage: Stage
     name: str  # of its transport
     host: str
-    threads: int
+    ranks: int
+    threads: int  # of each
     max_rows: int  # of a pass
     timeout_s: float
 
@@ -84,9 +87,16 @@ def serve_stage(place: StagePlace, pipe: Connection) -> None:
 
 
 def _serve(place: StagePlace, pipe: Connection) -> None:
-    model = _load(place, pipe)
-    passes = _open(place, pipe, model)
-    transport = NixlTransport(place.name)
+    group = RankGroup(place.ranks, threads=place.threads) if place.ranks > 1 else None
+    try:
+        _run(place, pipe, _open(pipe, group))
+    finally:
+        if group is not None:
+            group.close()
+
+
+def _run(place: StagePlace, pipe: Connection, passes: Passes) -> None:
+    model, transport = passes.model, NixlTransport(place.name)
     sizes = place.max_rows, model.config.hidden_size, model.dtype
     out = OutgoingRows(transport, room_for_rows(*sizes), place.timeout_s)
     loop = StageLoop(passes, out, pipe.send)
@@ -105,46 +115,48 @@ def _serve(place: StagePlace, pipe: Connection) -> None:
         pipe.send(Done())
         threading.Thread(target=_listen, args=(pipe, loop), daemon=True).start()
         loop.run()
+    passes.close()
     transport.close()
 
 
-def _load(place: StagePlace, pipe: Connection) -> Model:
+def _open(pipe: Connection, group: RankGroup | None) -> Passes:
     load = pipe.recv()
     assert isinstance(load, Load)
-    model = load_model(
-        load.folder,
-        device="cpu",
-        dtype=load.dtype,
-        load_format=load.load_format,
-        seed=load.seed,
-        stage=place.stage,
-    )
+    model = load_stage(load, group)
     pipe.send(Done())
-    return model
-
-
-def _open(place: StagePlace, pipe: Connection, model: Model) -> StagePasses:
     command = pipe.recv()
     assert isinstance(command, Open)
     handle = recv_handle(pipe)
     try:
-        storage = mapped(command.layout, handle)[0]
+        return open_passes(model, load.stage, command, handle, group)
     finally:
         os.close(handle)
-    layout = stage_layout(command.layout, model.layers)
-    held = storage[model.layers.start : model.layers.stop]
-    pool = KvPool(layout, torch.device("cpu"), held)
-    return StagePasses(model, pool, place.stage, storage, command.attention_backend)
 
 
-def stage_layout(layout: KvLayout, layers: range) -> KvLayout:
-    """Of a stage's part of an instance's pool."""
-    return replace(
-        layout,
-        num_layers=len(layers),
-        layer_start=layers.start,
-        model_layers=layout.num_layers,
+def load_stage(
+    load: Load, group: RankGroup | None, progress: Callable[[float], None] | None = None
+) -> Model:
+    """The stage's part of the model; with a group, that of each rank. Raises as `load_model`, and
+    RankError when another rank fails."""
+    read = partial(load_model, device="cpu") if group is None else partial(load_ranks, group)
+    return read(
+        load.folder,
+        dtype=load.dtype,
+        load_format=load.load_format,
+        seed=load.seed,
+        progress=progress,
+        stage=load.stage,
     )
+
+
+def open_passes(
+    model: Model, stage: Stage, command: Open, handle: int, group: RankGroup | None
+) -> Passes:
+    """What runs the model of `load_stage` over the instance's memory, which `handle` is of."""
+    layout, backend = command.layout, command.attention_backend
+    if group is not None:
+        return GroupPasses(group, model, stage, layout, handle, backend)
+    return StagePasses(model, stage, layout, mapped(layout, handle)[0], backend)
 
 
 def _listen(pipe: Connection, loop: StageLoop) -> None:

@@ -6,6 +6,7 @@ KV or asks for some; rows go between them over the transport (SPP, Mnemosyne sec
 
 from __future__ import annotations
 
+import atexit
 import logging
 import multiprocessing
 import os
@@ -13,21 +14,23 @@ import signal
 import threading
 import uuid
 from collections.abc import Callable
+from dataclasses import replace
 from multiprocessing.connection import Connection, wait
 from multiprocessing.context import SpawnProcess
 from multiprocessing.reduction import send_handle
 from typing import Any, Final, TypeVar
 
 import torch
+from torch import Tensor
 
 from millrace.core.config import EngineConfig
 from millrace.core.errors import ConfigError
-from millrace.core.kv_layout import KvLayout
 from millrace.engine.assembly import Engine, KvShape, resolve_device, staged_engine
 from millrace.engine.kv_pool import KvPool
-from millrace.engine.loader import load_model
 from millrace.engine.model_config import ModelConfig
 from millrace.engine.parallel.commands import Load
+from millrace.engine.parallel.rank_group import RankGroup
+from millrace.engine.parallel.sharding import Shard
 from millrace.engine.parallel.shared_pool import mapped, new_memory
 from millrace.engine.parallel.stage import Stage
 from millrace.engine.pipeline.behind import StageError
@@ -38,7 +41,7 @@ from millrace.engine.pipeline.messages import (
     Fallen,
     Open,
 )
-from millrace.engine.pipeline.passes import StagePasses
+from millrace.engine.pipeline.passes import Passes
 from millrace.engine.pipeline.runner import PipelineRunner
 from millrace.transfer.activations import Inlet
 from millrace.transfer.nixl_transport import NixlTransport
@@ -48,8 +51,9 @@ from millrace.worker.stage_process import (
     Lead,
     Met,
     StagePlace,
+    load_stage,
+    open_passes,
     serve_stage,
-    stage_layout,
 )
 from millrace.worker.stage_rows import IncomingRows, OutgoingRows, room_for_rows
 
@@ -74,11 +78,6 @@ def open_staged_engine(
 
     Raises ConfigError where stages can't be, and StageError when one does not come up.
     """
-    if config.tensor_parallel > 1:
-        raise ConfigError(
-            f"engine.stages is {config.stages} and engine.tensor_parallel "
-            f"{config.tensor_parallel}; one of them must be 1"
-        )
     device = resolve_device(config.device)
     if device.type != "cpu":
         raise ConfigError(
@@ -86,33 +85,41 @@ def open_staged_engine(
             f"they can on the host alone (engine.device=cpu)"
         )
     shape = KvShape.of(model, config, revision)
-    first = Stage(0, config.stages)
-    first.check(shape.model)  # before any process is started
-    threads = max(1, (config.threads or len(os.sched_getaffinity(0))) // config.stages)
+    ranks = config.tensor_parallel
+    Stage(0, config.stages).check(shape.model)  # before any process is started
+    Shard(0, ranks).check(shape.model)
+    cores = config.threads or len(os.sched_getaffinity(0))
+    threads = max(1, cores // (config.stages * ranks))
     torch.set_num_threads(threads)
-    stages = StageProcesses(config, host, threads)
+    stages, group = StageProcesses(config, host, threads), None
     try:
         load = Load(
-            folder=str(shape.folder), dtype=config.dtype, load_format=config.load_format, seed=0
-        )
-        stages.start(load)
-        own = load_model(
-            shape.folder,
-            device="cpu",
+            folder=str(shape.folder),
             dtype=config.dtype,
             load_format=config.load_format,
-            progress=progress,
-            stage=first,
+            seed=0,
+            stage=Stage(0, config.stages),
         )
+        stages.start()
+        if ranks > 1:
+            group = RankGroup(ranks, threads=threads, name="stage 0, ")
+        stages.load(load)
+        own = load_stage(load, group, progress)
         stages.collect(Done, _LOAD_TIMEOUT_S)
-        storage = stages.open(shape.layout, config.attention_backend)
-        held = storage[own.layers.start : own.layers.stop]
-        part = KvPool(stage_layout(shape.layout, own.layers), device, held)
-        passes = StagePasses(own, part, first, storage, config.attention_backend)
-        pool = KvPool(shape.layout, device, storage)
-        runner = stages.connect(passes, pool, shape.model)
-        return staged_engine(shape, runner, pool, own)
+        part = replace(shape.layout, head_count=shape.layout.part_heads, parts=1)
+        opened = Open(layout=part, attention_backend=config.attention_backend)
+        handle = new_memory(part)
+        try:
+            stages.open(opened, handle)
+            storage = mapped(part, handle)
+            passes = open_passes(own, load.stage, opened, handle, group)
+        finally:
+            os.close(handle)
+        runner = stages.connect(passes, KvPool(part, device, storage[0]), storage, shape.model)
+        return staged_engine(shape, runner, storage if ranks > 1 else storage[0])
     except BaseException:
+        if group is not None:
+            group.close()
         stages.close()
         raise
 
@@ -122,6 +129,7 @@ class StageProcesses:
 
     def __init__(self, config: EngineConfig, host: str, threads: int) -> None:
         self.count = config.stages - 1
+        self._ranks = config.tensor_parallel
         self._host = host
         self._threads = threads
         self._max_rows = config.max_chunk_tokens + config.max_batch
@@ -134,47 +142,49 @@ class StageProcesses:
         self._reader: threading.Thread | None = None
         self._closing = False
 
-    def start(self, load: Load) -> None:
-        """Starts them all, and has them read their weights: `collect` their `Done`."""
+    def start(self) -> None:
+        """Starts them all: `load` waits for them."""
         context = multiprocessing.get_context("spawn")
+        atexit.register(self.close)  # else an exit would wait for them
         for index in range(1, self.count + 1):
             place = StagePlace(
-                stage=Stage(index, self.count + 1),
                 name=f"{self._name}-{index}",
                 host=self._host,
+                ranks=self._ranks,
                 threads=self._threads,
                 max_rows=self._max_rows,
                 timeout_s=_STEP_TIMEOUT_S,
             )
             ours, theirs = context.Pipe()
-            process = context.Process(target=serve_stage, args=(place, theirs), daemon=True)
+            # No daemon: its ranks are its children.
+            process = context.Process(target=serve_stage, args=(place, theirs))
             process.start()
             theirs.close()
             self._pipes.append(ours)
             self._processes.append(process)
+
+    def load(self, load: Load) -> None:
+        """Has them read their weights, as the first stage by `load`: `collect` their `Done`."""
         self.collect(Done, _START_TIMEOUT_S)
-        for pipe in self._pipes:
-            pipe.send(load)
+        for index, pipe in enumerate(self._pipes, start=1):
+            pipe.send(replace(load, stage=Stage(index, self.count + 1)))
 
-    def open(self, layout: KvLayout, attention_backend: str) -> torch.Tensor:
-        """Memory for the KV of all layers, which every stage maps; as `KvPool.storage`."""
-        handle = new_memory(layout)
-        try:
-            storage = mapped(layout, handle)[0]
-            for pipe, process in zip(self._pipes, self._processes, strict=True):
-                pipe.send(Open(layout=layout, attention_backend=attention_backend))
-                send_handle(pipe, handle, process.pid)
-        finally:
-            os.close(handle)
-        return storage
+    def open(self, command: Open, handle: int) -> None:
+        """Has them map the memory of the instance's KV: `connect` waits for them."""
+        for pipe, process in zip(self._pipes, self._processes, strict=True):
+            pipe.send(command)
+            send_handle(pipe, handle, process.pid)
 
-    def connect(self, passes: StagePasses, pool: KvPool, whole: ModelConfig) -> PipelineRunner:
-        """Joins the stages to a chain that ends where it begins, here."""
+    def connect(
+        self, passes: Passes, pool: KvPool, storage: Tensor, whole: ModelConfig
+    ) -> PipelineRunner:
+        """Joins the stages to a chain that ends where it begins, here. Arguments as of
+        `PipelineRunner`."""
         model = passes.model
         transport = self._transport = NixlTransport(f"{self._name}-0")
         sizes = self._max_rows, model.config.hidden_size, model.dtype
         out = OutgoingRows(transport, room_for_rows(*sizes), _STEP_TIMEOUT_S)
-        runner = PipelineRunner(passes, pool, whole, out, self, _STEP_TIMEOUT_S)
+        runner = PipelineRunner(passes, pool, storage, whole, out, self, _STEP_TIMEOUT_S)
         incoming = IncomingRows(transport, room_for_rows(*sizes), runner.behind.hand)
         metadata = transport.metadata()
         met = [Met(transport.name, metadata), *self.collect(Met, _START_TIMEOUT_S)]
@@ -224,6 +234,7 @@ class StageProcesses:
     def close(self) -> None:
         """Ends all stages; those that do not go are killed. May be called twice."""
         self._closing = True
+        atexit.unregister(self.close)
         for pipe in self._pipes:
             pipe.close()  # a stage whose pipe ends ends
         for process in self._processes:

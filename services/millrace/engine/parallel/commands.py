@@ -10,10 +10,11 @@ import numpy.typing as npt
 import torch
 
 from millrace.core.kv_layout import KvLayout
-from millrace.core.kvp_rows import RemoteShard
-from millrace.engine.mixed_pass import DecodeRows
+from millrace.core.kvp_rows import RemoteRows, RemoteShard
+from millrace.engine.mixed_pass import DecodeRows, RaggedTables
 from millrace.engine.model_runner import PrefillTask
 from millrace.engine.page_table import TableDelta
+from millrace.engine.parallel.stage import ALONE, Stage
 from millrace.engine.ring_attention import KvBlock, RingLink, RingTask
 
 
@@ -25,13 +26,15 @@ class Load:
     dtype: str
     load_format: str
     seed: int
+    stage: Stage = ALONE
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Open:
-    """Make a pool and a runner. On the host the pools' memory follows, as a file descriptor."""
+    """Make a pool, over your layers, and what runs them. On the host the pools' memory follows, as
+    a file descriptor."""
 
-    layouts: tuple[KvLayout, ...]  # of every rank
+    layouts: tuple[KvLayout, ...]  # of every rank, of all layers
     attention_backend: str
 
 
@@ -109,12 +112,68 @@ class RingPass:
         )
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Tables:
+    """`RaggedTables` on their way."""
+
+    token_ids: npt.NDArray[np.int64]
+    positions: npt.NDArray[np.int64]
+    slots: npt.NDArray[np.int64]
+    indptr: npt.NDArray[np.int32]
+    kv_lens: npt.NDArray[np.int32]
+    page_table: npt.NDArray[np.int32]
+    rows: npt.NDArray[np.int64]
+    wanted_indptr: npt.NDArray[np.int32]
+    remote: tuple[RemoteRows, ...]
+
+    @classmethod
+    def of(cls, tables: RaggedTables) -> Tables:
+        return cls(
+            token_ids=tables.token_ids.numpy(),
+            positions=tables.positions.numpy(),
+            slots=tables.slots.numpy(),
+            indptr=tables.indptr.numpy(),
+            kv_lens=tables.kv_lens.numpy(),
+            page_table=tables.page_table.numpy(),
+            rows=tables.rows.numpy(),
+            wanted_indptr=tables.wanted_indptr.numpy(),
+            remote=tuple(tables.remote),
+        )
+
+    def unpacked(self) -> RaggedTables:
+        return RaggedTables(
+            token_ids=torch.from_numpy(self.token_ids),
+            positions=torch.from_numpy(self.positions),
+            slots=torch.from_numpy(self.slots),
+            indptr=torch.from_numpy(self.indptr),
+            kv_lens=torch.from_numpy(self.kv_lens),
+            page_table=torch.from_numpy(self.page_table),
+            rows=torch.from_numpy(self.rows),
+            wanted_indptr=torch.from_numpy(self.wanted_indptr),
+            remote=self.remote,
+        )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StagePass:
+    """A pass of a stage's layers, arguments as of `StagePasses.run`. Rows that the stage before
+    handed on are broadcast by rank 0 when it begins."""
+
+    tables: Tables
+    is_cut: bool
+    kv_only: bool
+
+
+Begin = Sequence[Task] | RingPass | StagePass
+"""What a rank needs to begin a pass."""
+
+
 @dataclass(frozen=True, slots=True)
 class Run:
-    """Run a pass up to the stop that will be agreed, or to its end. `tasks` begin a new one."""
+    """Run a pass up to the stop that will be agreed, or to its end. `begin`: a new one."""
 
     number: int
-    tasks: Sequence[Task] | RingPass | None
+    begin: Begin | None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

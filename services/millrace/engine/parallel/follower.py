@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import signal
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from multiprocessing import parent_process
@@ -14,13 +14,16 @@ from multiprocessing.reduction import recv_handle
 from typing import assert_never
 
 import torch
+from torch import Tensor
 
 from millrace.engine.execution_pool import RunAhead
 from millrace.engine.kv_pool import KvPool
 from millrace.engine.loader import Model, load_model
 from millrace.engine.model_runner import Boundary, ModelRunner
+from millrace.engine.operators import required
 from millrace.engine.page_table import TableMirror
 from millrace.engine.parallel.commands import (
+    Begin,
     Command,
     CopyPage,
     Decode,
@@ -32,15 +35,18 @@ from millrace.engine.parallel.commands import (
     Project,
     RingPass,
     Run,
-    Task,
+    StagePass,
 )
 from millrace.engine.parallel.communicator import Communicator, PeerLost
 from millrace.engine.parallel.sharding import Shard
 from millrace.engine.parallel.shared_link import SharedLink
 from millrace.engine.parallel.shared_pool import mapped, pool_number
 from millrace.engine.parallel.shared_remote import SharedRemote
+from millrace.engine.parallel.stage import ALONE
 from millrace.engine.parallel.stop_counter import StopCounter
-from millrace.engine.remote_attention import Remote
+from millrace.engine.pipeline.passes import Fetch, StagePasses
+from millrace.engine.remote_attention import Remote, RemoteAttention
+from millrace.engine.ring_attention import RingTask
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -97,8 +103,9 @@ class Follower:
         )
         self._run_ahead = RunAhead(self._device)
         self._passes: dict[int, _Pass] = {}
+        self._stage = ALONE
         self._model: Model | None = None
-        self._runner: ModelRunner | None = None
+        self._part: ModelRunner | StagePasses | None = None
         self._page_table = TableMirror()  # rank 0's
 
     def obey(self, order: Order) -> int:
@@ -120,21 +127,26 @@ class Follower:
             case Project():
                 self._project(command)
             case CopyPage():
-                self._running.pool.storage[:, command.target].copy_(
-                    self._running.pool.storage[:, command.source]
-                )
+                storage = self._runner.pool.storage
+                storage[:, command.target].copy_(storage[:, command.source])
             case _:
                 assert_never(command)
         return 0
 
     @property
-    def _running(self) -> ModelRunner:
-        assert self._runner is not None  # rank 0 opens before it runs
-        return self._runner
+    def _running(self) -> ModelRunner | StagePasses:
+        assert self._part is not None  # rank 0 opens before it runs
+        return self._part
+
+    @property
+    def _runner(self) -> ModelRunner:
+        assert isinstance(self._part, ModelRunner)  # a stage is told passes alone
+        return self._part
 
     def _load(self, command: Load) -> None:
         self._passes.clear()
-        self._runner = self._model = None
+        self._part = self._model = None
+        self._stage = command.stage
         self._model = load_model(
             command.folder,
             device=self._device,
@@ -142,25 +154,31 @@ class Follower:
             load_format=command.load_format,
             seed=command.seed,
             shard=self._shard,
+            stage=command.stage,
         )
 
     def _open(self, command: Open) -> None:
-        model = self._model
-        assert model is not None  # rank 0 loads before it opens
-        layout, storage = command.layouts[self._shard.rank], None
+        model = required(self._model)  # rank 0 loads before it opens
+        layout, memory = command.layouts[self._shard.rank], None
         if self._device.type == "cpu":
             handle = recv_handle(self._orders)
             try:
-                storage = mapped(layout, handle)[pool_number(layout)]
+                memory = mapped(layout, handle)[pool_number(layout)]
             finally:
                 os.close(handle)
         self._page_table = TableMirror()  # as the new runner's own
-        pool = KvPool(layout, self._device, storage)
-        self._runner = ModelRunner(model, pool, command.attention_backend, self._ranks)
+        backend = command.attention_backend
+        if self._stage == ALONE:
+            pool = KvPool(layout, self._device, memory)
+            self._part = ModelRunner(model, pool, backend, self._ranks)
+        else:
+            self._part = StagePasses(
+                model, self._stage, layout, required(memory), backend, self._ranks
+            )
 
     def _run(self, command: Run) -> int:
-        if command.tasks is not None:
-            self._passes[command.number] = self._begin(command.tasks)
+        if command.begin is not None:
+            self._passes[command.number] = self._begin(command.begin)
         current = self._passes[command.number]
         while self._enters(current):
             if next(current.steps, None) is None:
@@ -172,11 +190,37 @@ class Follower:
             self._run_ahead.step()
         return current.operators
 
-    def _begin(self, tasks: Sequence[Task] | RingPass) -> _Pass:
-        if isinstance(tasks, RingPass):
-            link = SharedLink(self._ranks, None, tasks.rank, tasks.size)
-            return _Pass(self._running.prefill_ring(tasks.unpacked(link)), is_ring=True)
-        return _Pass(self._running.prefill_batch([task.unpacked() for task in tasks]))
+    def _begin(self, begin: Begin) -> _Pass:
+        if isinstance(begin, StagePass):
+            return _Pass(self._stage_pass(begin))
+        if isinstance(begin, RingPass):
+            link = SharedLink(self._ranks, None, begin.rank, begin.size)
+            return _Pass(self._ring(begin.unpacked(link)), is_ring=True)
+        return _Pass(self._runner.prefill_batch([task.unpacked() for task in begin]))
+
+    def _stage_pass(self, told: StagePass) -> Iterator[Boundary]:
+        assert isinstance(self._part, StagePasses)
+        tables, remote = told.tables.unpacked(), None
+        if tables.remote:
+            remote = RemoteAttention(SharedRemote(self._ranks), tables.remote, tables.slots)
+        return self._part.run(
+            tables,
+            is_cut=told.is_cut,
+            kv_only=told.kv_only,
+            fetch=self._fetch,
+            hand_on=_to_nobody,
+            remote=remote,
+        )
+
+    def _ring(self, task: RingTask) -> Iterator[Boundary]:
+        if isinstance(self._part, StagePasses):
+            return self._part.ring(task, fetch=self._fetch, hand_on=_to_nobody)
+        return self._runner.prefill_ring(task)
+
+    @property
+    def _fetch(self) -> Fetch | None:
+        """Rows of the stage before."""
+        return None if self._stage.is_first else self._ranks.broadcast
 
     def _enters(self, current: _Pass) -> bool:
         """Whether this rank may begin the pass's next operator. A step of the ring only with
@@ -189,13 +233,13 @@ class Follower:
         rows, table = command.rows, self._page_table.apply(command.page_table)
         if command.spill_pages is not None:
             remote = Remote(SharedRemote(self._ranks), command.spill_pages, command.reach)
-            self._running.remote = remote
+            self._runner.remote = remote
         if not (command.tasks or command.shards):
-            self._running.decode(rows.token_ids, rows.positions, table, rows.kv_lens)
+            self._runner.decode(rows.token_ids, rows.positions, table, rows.kv_lens)
             return
         pages = table[len(rows) :].numpy()
         tasks = [replace(t, pages=p) for t, p in zip(command.tasks, pages, strict=True)]
-        self._running.mixed(rows, table, [task.unpacked() for task in tasks])
+        self._runner.mixed(rows, table, [task.unpacked() for task in tasks])
 
     def _project(self, command: Project) -> None:
         model = self._running.model
@@ -210,6 +254,10 @@ class _Pass:
     steps: Iterator[Boundary]
     is_ring: bool = False
     operators: int = 0  # that have run
+
+
+def _to_nobody(x: Tensor, residual: Tensor) -> None:
+    """Rank 0 hands rows on."""
 
 
 def end_with_parent() -> None:

@@ -38,13 +38,20 @@ class RankGroup:
     """
 
     def __init__(
-        self, size: int, *, device: str = "cpu", threads: int = 1, timeout_s: float = 60.0
+        self,
+        size: int,
+        *,
+        device: str = "cpu",
+        threads: int = 1,
+        timeout_s: float = 60.0,
+        name: str = "",
     ) -> None:
         """Starts ranks 1 to size - 1, which takes seconds. Rank r gets device r from `device` on.
 
         `timeout_s`: how long a rank may wait for another in a collective. It must be more than
-        the longest operator and the longest that a pass is left running, see `GroupRunner.rest`.
-        Raises ConfigError for a size below 2 and RankError when a rank does not come up.
+        the longest operator and the longest that a pass is left running, see `Lockstep.rest`.
+        `name`: what errors begin with. Raises ConfigError for a size below 2 and RankError when a
+        rank does not come up.
         """
         if size < 2:
             raise ConfigError(f"tensor parallelism is {size}; a group has at least 2 ranks")
@@ -54,6 +61,7 @@ class RankGroup:
         context = multiprocessing.get_context("spawn")
         self.counter = StopCounter(context, size)
         self._timeout_s = timeout_s
+        self._name = name
         self._pipes: list[Connection] = []
         self._processes: list[SpawnProcess] = []
         self._awaited = False  # the ranks owe an answer
@@ -185,7 +193,7 @@ class RankGroup:
         met = " ".join(f"{type(cause).__name__}: {cause}".split())
         of_ours = [f"rank 0 failed: {met}"] if _is_own(cause) else []
         causes = died + failed + of_ours + silent + [f"rank 0 lost another: {met}"]
-        return f"tensor parallelism of {self.size}: {causes[0]}"
+        return f"{self._name}tensor parallelism of {self.size}: {causes[0]}"
 
     def _listen(self, told: dict[Connection, Failed]) -> None:
         """Hears the last words of all ranks, or that they are gone, for a while at most."""

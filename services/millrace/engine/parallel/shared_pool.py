@@ -8,12 +8,20 @@ from __future__ import annotations
 
 import mmap
 import os
+from dataclasses import replace
 
 import torch
 from torch import Tensor
 
 from millrace.core.errors import CapacityError
 from millrace.core.kv_layout import KvLayout
+from millrace.engine.parallel.sharding import Shard
+
+
+def rank_layouts(layout: KvLayout, ranks: int) -> tuple[KvLayout, ...]:
+    """Of each rank's pool, given rank 0's."""
+    heads = [Shard(rank, ranks).kv_heads(layout.num_kv_heads) for rank in range(ranks)]
+    return tuple(replace(layout, head_start=h.start, head_count=h.count) for h in heads)
 
 
 def pools_of(layout: KvLayout) -> int:

@@ -13,9 +13,7 @@ import torch
 from torch import Tensor
 
 from millrace.core.kv_layout import KvLayout
-from millrace.core.kvp_rows import RemoteRows
-from millrace.engine.mixed_pass import RaggedTables
-from millrace.engine.parallel.commands import RingPass
+from millrace.engine.parallel.commands import RingPass, Tables
 from millrace.engine.remote_attention import Partial
 
 
@@ -59,7 +57,7 @@ class Part:
 class Open:
     """Make a pool over your layers of the instance's. Its memory follows, as a file descriptor."""
 
-    layout: KvLayout  # of all layers
+    layout: KvLayout  # of all layers, rank 0's part
     attention_backend: str
 
 
@@ -67,68 +65,16 @@ class Open:
 class Pass:
     """Rows of this number will be handed on to you. `name`: what `Ranks` calls it.
 
-    Fields as of `RaggedTables`, `is_cut` and `kv_only` as of `StagePasses.run`. `tells`: each of
-    its layers is to be answered with `LayerDone`.
+    `is_cut` and `kv_only` as of `Passes.run`. `tells`: each of its layers is to be answered with
+    `LayerDone`.
     """
 
     number: int
     name: str
-    positions: npt.NDArray[np.int64]
-    slots: npt.NDArray[np.int64]
-    indptr: npt.NDArray[np.int32]
-    kv_lens: npt.NDArray[np.int32]
-    page_table: npt.NDArray[np.int32]
-    rows: npt.NDArray[np.int64]
-    wanted_indptr: npt.NDArray[np.int32]
-    remote: tuple[RemoteRows, ...]
+    tables: Tables
     is_cut: bool
     kv_only: bool
     tells: bool
-
-    @classmethod
-    def of(
-        cls,
-        number: int,
-        name: str,
-        tables: RaggedTables,
-        *,
-        is_cut: bool,
-        kv_only: bool,
-        tells: bool,
-    ) -> Pass:
-        return cls(
-            number=number,
-            name=name,
-            positions=tables.positions.numpy(),
-            slots=tables.slots.numpy(),
-            indptr=tables.indptr.numpy(),
-            kv_lens=tables.kv_lens.numpy(),
-            page_table=tables.page_table.numpy(),
-            rows=tables.rows.numpy(),
-            wanted_indptr=tables.wanted_indptr.numpy(),
-            remote=tuple(tables.remote),
-            is_cut=is_cut,
-            kv_only=kv_only,
-            tells=tells,
-        )
-
-    @property
-    def num_rows(self) -> int:
-        return len(self.positions)
-
-    def tables(self) -> RaggedTables:
-        """Without token ids, which only the first stage needs."""
-        return RaggedTables(
-            token_ids=torch.empty(len(self.positions), dtype=torch.int64),
-            positions=torch.from_numpy(self.positions),
-            slots=torch.from_numpy(self.slots),
-            indptr=torch.from_numpy(self.indptr),
-            kv_lens=torch.from_numpy(self.kv_lens),
-            page_table=torch.from_numpy(self.page_table),
-            rows=torch.from_numpy(self.rows),
-            wanted_indptr=torch.from_numpy(self.wanted_indptr),
-            remote=self.remote,
-        )
 
 
 @dataclass(frozen=True, slots=True)

@@ -7,20 +7,33 @@ model's dtype: all that the next layer begins with.
 from __future__ import annotations
 
 from collections.abc import Callable, Generator, Sequence
+from dataclasses import replace
+from typing import Protocol
 
 import torch
 from torch import Tensor
 
+from millrace.core.kv_layout import KvLayout
 from millrace.engine.kv_pool import KvPool
 from millrace.engine.loader import Model
 from millrace.engine.mixed_pass import RaggedTables
 from millrace.engine.model_runner import Boundary, check_layout
-from millrace.engine.operators import Activations, Operator, build_operators, required
+from millrace.engine.operators import (
+    Activations,
+    Head,
+    Operator,
+    build_operators,
+    required,
+    whole,
+)
+from millrace.engine.parallel.communicator import Communicator, SplitHead
 from millrace.engine.parallel.stage import Stage
 from millrace.engine.pass_states import PassStates
-from millrace.engine.remote_attention import RemoteAttention
+from millrace.engine.remote_attention import RemoteAttention, RemoteLink
 from millrace.engine.ring_attention import RingAttention, RingTask
 from millrace.engine.scratch import Scratch
+from millrace_kernels import api as kernels
+from millrace_kernels.plan import Backend
 
 Fetch = Callable[[Tensor], None]
 """Writes the rows that were handed on to memory [n, H]."""
@@ -28,36 +41,17 @@ HandOn = Callable[[Tensor, Tensor], None]
 """Takes the two summands [r, H] of what the next stage begins with."""
 
 
-class StagePasses:
-    """A stage's layers bound to the pool of their KV. One thread at a time runs them."""
+class Passes(Protocol):
+    """What a stage can do, on one rank (`StagePasses`) or on several. One thread at a time uses it.
 
-    def __init__(
-        self,
-        model: Model,
-        pool: KvPool,
-        stage: Stage,
-        whole: Tensor,
-        attention_backend: str = "auto",
-    ) -> None:
-        """whole: the storage of all layers' pages, in which the ring's buffers lie.
+    EngineFallen, from whichever call meets it, is the end of the stage.
+    """
 
-        Raises ModelError when the pool was made for another model or other layers.
-        """
-        check_layout(model, pool)
-        self.model = model
-        self.stage = stage
-        self._kv_layers = [pool.layer(i) for i in range(model.config.num_layers)]
-        self._memory = whole.flatten(0, 1)
-        self.states = PassStates(model, pool.layout, attention_backend)
-        config = model.config
-        self.operators = build_operators(config, model.weights, self._kv_layers, None)
-        first = model.layers.start
-        self._boundaries = {
-            op: Boundary(op.layer if op.name == "embed" else first + op.layer, op.name)
-            for op in self.operators
-        }
-        is_host = model.device.type == "cpu"
-        self._scratch = Scratch(model.dtype) if is_host else None
+    model: Model  # rank 0's
+    stage: Stage
+
+    def attention_backend(self) -> Backend:
+        """`PassStates.attention_backend`."""
 
     def run(
         self,
@@ -73,13 +67,8 @@ class StagePasses:
 
         `fetch`: None at the first stage, which embeds. At the last stage `is_cut` hands on the
         wanted rows alone, and with `kv_only` the pass ends at the last ``attn``, with nothing to
-        hand on. `remote`: where holders have some of what the rows attend to.
+        hand on. `remote`: where holders have some of what the rows attend to, by `shared`'s link.
         """
-        is_last = self.stage.is_last
-        state = self.states.ragged(tables, self._scratch, is_cut=is_cut and is_last)
-        state.remote = remote
-        operators = self._kv_only() if kv_only and is_last else self.operators
-        return self._run(state, operators, fetch, hand_on)
 
     def ring(self, task: RingTask, *, fetch: Fetch | None, hand_on: HandOn) -> Generator[Boundary]:
         """The stage's part of `ModelRunner.prefill_ring`, whose link counts the stage's own layers.
@@ -87,15 +76,109 @@ class StagePasses:
         Nothing comes and nothing is handed on where the task has no tokens; nor does the last stage
         hand anything on where it wants no rows.
         """
+
+    def shared(self, link: RemoteLink) -> RemoteLink:
+        """The link as a pass takes it."""
+
+    def project(self, hidden: Tensor) -> Tensor:
+        """`ModelRunner.project`, at the first stage."""
+
+    def rest(self) -> None:
+        """For a caller that leaves a pass and turns to nothing else for long."""
+
+    def close(self) -> None:
+        """Ends what other processes there are. Passes that were left are lost."""
+
+
+class StagePasses:
+    """`Passes` of one rank: a stage's layers, or its share of them, bound to their KV's pool."""
+
+    def __init__(
+        self,
+        model: Model,
+        stage: Stage,
+        layout: KvLayout,
+        memory: Tensor,
+        attention_backend: str = "auto",
+        ranks: Communicator | None = None,
+    ) -> None:
+        """`layout`: of all layers of the model, as memory [layers, pages, ...], in which the ring's
+        buffers lie. `ranks`: those with which the stage is shared, which must all make the same
+        calls.
+
+        Raises ModelError when the layout was made for another model or other heads.
+        """
+        layers = model.layers
+        part = replace(layout, num_layers=len(layers), layer_start=layers.start)
+        pool = KvPool(part, model.device, memory[layers.start : layers.stop])
+        check_layout(model, pool)
+        self.model = model
+        self.stage = stage
+        self._kv_layers = [pool.layer(i) for i in range(model.config.num_layers)]
+        self._memory = memory.flatten(0, 1)
+        self._states = PassStates(model, part, attention_backend)
+        config = model.config
+        reduce = whole if ranks is None else ranks.all_reduce
+        self.operators = build_operators(config, model.weights, self._kv_layers, None, reduce)
+        self._lm_head = _head(model, ranks) if stage.is_first else None
+        first = model.layers.start
+        self._boundaries = {
+            op: Boundary(op.layer if op.name == "embed" else first + op.layer, op.name)
+            for op in self.operators
+        }
+        is_host = model.device.type == "cpu"
+        self._scratch = Scratch(model.dtype) if is_host else None
+
+    def attention_backend(self) -> Backend:
+        """`PassStates.attention_backend`."""
+        return self._states.attention_backend()
+
+    def run(
+        self,
+        tables: RaggedTables,
+        *,
+        is_cut: bool,
+        kv_only: bool,
+        fetch: Fetch | None,
+        hand_on: HandOn,
+        remote: RemoteAttention | None = None,
+    ) -> Generator[Boundary]:
+        """`Passes.run`."""
+        is_last = self.stage.is_last
+        state = self._states.ragged(tables, self._scratch, is_cut=is_cut and is_last)
+        state.remote = remote
+        operators = self._kv_only() if kv_only and is_last else self.operators
+        return self._run(state, operators, fetch, hand_on)
+
+    def ring(self, task: RingTask, *, fetch: Fetch | None, hand_on: HandOn) -> Generator[Boundary]:
+        """`Passes.ring`."""
         is_last = self.stage.is_last
         windows = self.model.config.sliding_windows
         ring = RingAttention(
-            task, self._memory, self.states.plan_block, windows, to_the_end=is_last
+            task, self._memory, self._states.plan_block, windows, to_the_end=is_last
         )
         operators = self._kv_only() if is_last and not task.wants_rows else self.operators
         if not len(task.token_ids):
             return self._serve(ring, operators)
-        return self._run(self.states.ring(task, ring, self._scratch), operators, fetch, hand_on)
+        return self._run(self._states.ring(task, ring, self._scratch), operators, fetch, hand_on)
+
+    def shared(self, link: RemoteLink) -> RemoteLink:
+        """The link itself: nobody else is here."""
+        return link
+
+    def project(self, hidden: Tensor) -> Tensor:
+        """`ModelRunner.project`, at the first stage."""
+        return required(self._lm_head)(hidden).float()
+
+    def is_attn(self, number: int) -> bool:
+        """`ModelRunner.is_attn`."""
+        return number < len(self.operators) and self.operators[number].name == "attn"
+
+    def rest(self) -> None:
+        """Nothing to bring to rest."""
+
+    def close(self) -> None:
+        """Nothing to end."""
 
     def _serve(self, ring: RingAttention, operators: Sequence[Operator]) -> Generator[Boundary]:
         """A pass without tokens."""
@@ -135,3 +218,8 @@ class StagePasses:
     def _kv_only(self) -> tuple[Operator, ...]:
         ends = [i for i, op in enumerate(self.operators) if op.name == "attn"]
         return self.operators[: ends[-1] + 1]
+
+
+def _head(model: Model, ranks: Communicator | None) -> Head:
+    head = kernels.prepare_linear(required(model.weights.lm_head))
+    return head if ranks is None else SplitHead(head, ranks, model.config.vocab_size)

@@ -24,7 +24,7 @@ from millrace.engine.mixed_pass import (
 from millrace.engine.model_config import ModelConfig
 from millrace.engine.model_runner import Boundary, PrefillTask
 from millrace.engine.operators import operator_names, required
-from millrace.engine.parallel.commands import RingPass
+from millrace.engine.parallel.commands import RingPass, Tables
 from millrace.engine.parallel.stage import Stage
 from millrace.engine.pipeline.behind import Behind, LaterStages, PassBehind
 from millrace.engine.pipeline.messages import (
@@ -38,7 +38,7 @@ from millrace.engine.pipeline.messages import (
     Step,
     Stepped,
 )
-from millrace.engine.pipeline.passes import HandOn, StagePasses
+from millrace.engine.pipeline.passes import HandOn, Passes
 from millrace.engine.pipeline.rows import RowsOut
 from millrace.engine.prefill_task import check_tasks, hand_out
 from millrace.engine.remote_attention import Remote, RemoteAttention
@@ -52,20 +52,23 @@ class PipelineRunner:
 
     def __init__(
         self,
-        passes: StagePasses,
+        passes: Passes,
         pool: KvPool,
+        storage: Tensor,
         whole: ModelConfig,
         out: RowsOut,
         stages: LaterStages,
         timeout_s: float = 60.0,
     ) -> None:
         """`passes`: of the first stage; ``pool`` keeps the book for all, over the KV of all layers
-        of the `whole` model.
+        of the `whole` model. ``storage`` [pools, layers, pages, ...] is of all ranks, in the
+        order of their heads; `pool` has the first.
 
         `timeout_s`: for a step to go through the stages, when nothing goes before it.
         """
         self.model = passes.model
         self.pool = pool
+        self.storage = storage
         self.remote: Remote | None = None
         self._first = passes
         self._out = out
@@ -74,11 +77,12 @@ class PipelineRunner:
         self.behind = Behind(stages)
         self._names = operator_names(whole)
         self._layers = whole.num_layers
-        self._lm_head = kernels.prepare_linear(required(passes.model.weights.lm_head))
+        held = {i: Stage(i, stages.count + 1).layers(self._layers) for i in range(stages.count + 1)}
+        self._later_of = {layer: i - 1 for i, layers in held.items() for layer in layers}
 
     def attention_backend(self) -> Backend:
         """`ModelRunner.attention_backend`."""
-        return self._first.states.attention_backend()
+        return self._first.attention_backend()
 
     def prefill(self, task: PrefillTask) -> Generator[Boundary]:
         """`prefill_batch` of one task."""
@@ -147,11 +151,13 @@ class PipelineRunner:
 
     def project(self, hidden: Tensor) -> Tensor:
         """`ModelRunner.project`."""
-        return self._lm_head(hidden).float()
+        return self._first.project(hidden)
 
     def copy_page(self, source: int, target: int) -> None:
-        """`KvPool.copy_page`, of all layers: every stage's pool is in memory that is shared."""
+        """`KvPool.copy_page`, of all stages and ranks, whose memory is shared."""
         self.pool.copy_page(source, target)
+        others = self.storage[1:]
+        others[:, :, target].copy_(others[:, :, source])
 
     def when_fallen(self, call: Callable[[EngineFallen], None]) -> None:
         """Has `call` made once a stage has fallen, on another thread."""
@@ -162,10 +168,12 @@ class PipelineRunner:
         self.behind.check_integrity()
 
     def rest(self) -> None:
-        """Nothing to bring to rest: stages wait for nobody."""
+        """Brings the first stage's ranks to rest; later stages see to theirs."""
+        self._first.rest()
 
     def close(self) -> None:
-        """Ends the other stages."""
+        """Ends the other stages, and the ranks of this one."""
+        self._first.close()
         self._stages.close()
 
     # -- passes
@@ -192,7 +200,7 @@ class PipelineRunner:
         """Begins the holders' part of a pass, where there is one."""
         if not tables.remote or self.remote is None:
             return None
-        return RemoteAttention(self.remote.link, tables.remote, tables.slots)
+        return RemoteAttention(self._first.shared(self.remote.link), tables.remote, tables.slots)
 
     def _serve(self, entry: PassBehind) -> None:
         """Returns when the pass is through. Until then later stages' calls are made here."""
@@ -201,21 +209,15 @@ class PipelineRunner:
             if told is entry:
                 entry.is_served = False
             elif isinstance(told, RemoteCall):
-                self.behind.tell(LinkReply(self._call_remote(told)), self._stage_of(told.layer))
+                self.behind.tell(LinkReply(self._call_remote(told)), self._later_of[told.layer])
         self.behind.wait(entry, self._timeout_s)
 
     def _call_remote(self, call: RemoteCall) -> bool | tuple[Part, ...]:
         link = required(self.remote).link
         if call.q is None:
             return tuple(Part.of(part) for part in link.partials(call.layer))
-        link.send(call.layer, call.q.tensor(), self.pool.layer(call.layer)[None])
+        link.send(call.layer, call.q.tensor(), self.storage[:, call.layer])
         return True
-
-    def _stage_of(self, layer: int) -> int:
-        """Which of the later stages has a layer of the model."""
-        stages = range(1, self._stages.count + 1)
-        held = (Stage(i, self._stages.count + 1).layers(self._layers) for i in stages)
-        return next(i for i, layers in enumerate(held) if layer in layers)
 
     def _ring_steps(self, task: RingTask) -> Generator[Boundary]:
         entry = self.behind.begin(task.name)
@@ -270,8 +272,13 @@ class PipelineRunner:
         later = self._layers - self._first.model.layers.stop
         entry = self.behind.begin(name, on_layer, later if tells else 0)
         kv_only = not (keeps_all or len(tables.rows))
-        what = Pass.of(
-            entry.number, name, tables, is_cut=not keeps_all, kv_only=kv_only, tells=tells
+        what = Pass(
+            number=entry.number,
+            name=name,
+            tables=Tables.of(tables),
+            is_cut=not keeps_all,
+            kv_only=kv_only,
+            tells=tells,
         )
         self.behind.tell(what)
         return entry

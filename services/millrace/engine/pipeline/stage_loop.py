@@ -33,12 +33,14 @@ from millrace.engine.pipeline.messages import (
     Stepped,
     Through,
 )
-from millrace.engine.pipeline.passes import Fetch, HandOn, StagePasses
+from millrace.engine.pipeline.passes import Fetch, HandOn, Passes
 from millrace.engine.pipeline.piped_link import PipedLink, PipedRemote
 from millrace.engine.pipeline.rows import Handed, RowsOut
 from millrace.engine.remote_attention import RemoteAttention
 
 _LAST: Final = sys.maxsize
+_PATIENCE_S: Final = 1.0
+"""How long ranks may wait for each other in the middle of a pass that nobody goes on with."""
 
 
 @dataclass(slots=True, eq=False)
@@ -49,6 +51,7 @@ class _Entry:
     handed: Handed | None = None
     steps: Generator[Boundary] | None = None
     may_step: bool = False  # a ring's pass
+    has_handed_on: bool = False
     is_unwanted: bool = False  # only its rows are still to come
 
     @property
@@ -62,7 +65,7 @@ class _Entry:
 class StageLoop:
     """`tell` and `hand` may be called on any threads; `run` is the computing one."""
 
-    def __init__(self, passes: StagePasses, out: RowsOut, answer: Callable[[Answer], None]) -> None:
+    def __init__(self, passes: Passes, out: RowsOut, answer: Callable[[Answer], None]) -> None:
         """`out`: to the next stage, or from the last one back to the first."""
         self._passes = passes
         self._out = out
@@ -131,6 +134,10 @@ class StageLoop:
                 self._look = bool(self._drops)
                 if (number := self._first()) is not None:
                     return number
+                if self._look or self._changed.wait(_PATIENCE_S):
+                    continue
+            self._passes.rest()
+            with self._changed:
                 if not self._look:
                     self._changed.wait()
 
@@ -197,10 +204,10 @@ class StageLoop:
 
     def _begin(self, what: Pass, entry: _Entry) -> Generator[Boundary]:
         fetch, hand_on = self._ways(what.number, entry)
-        tables, remote = what.tables(), None
-        if what.remote:
+        tables, remote = what.tables.unpacked(), None
+        if tables.remote:
             link = PipedRemote(self._answer, self._replies, self._passes.model.layers.start)
-            remote = RemoteAttention(link, what.remote, tables.slots)
+            remote = RemoteAttention(self._passes.shared(link), tables.remote, tables.slots)
         return self._passes.run(
             tables,
             is_cut=what.is_cut,
@@ -222,6 +229,7 @@ class StageLoop:
 
         def hand_on(x: Tensor, residual: Tensor) -> None:
             self._out.send(number, (x, residual))
+            entry.has_handed_on = True
 
         return fetch, hand_on
 
@@ -231,7 +239,7 @@ class StageLoop:
             self._answer(Dropped(drop.number, handed_on=not self._drop(drop)))
 
     def _drop(self, drop: Drop) -> bool:
-        """False when the pass has left the stage."""
+        """False when the pass was handed on."""
         with self._changed:
             entry = self._entries.pop(drop.number, None)
             if entry is None:
@@ -242,4 +250,4 @@ class StageLoop:
             entry.steps.close()
         if entry.handed is not None:  # rows that nobody read
             entry.handed.take()
-        return True
+        return not entry.has_handed_on
