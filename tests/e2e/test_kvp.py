@@ -7,6 +7,7 @@ import os
 import signal
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
+from itertools import product
 
 import httpx
 import orjson
@@ -31,6 +32,7 @@ ROLES = {
     "decode": [f"engine.kv_bytes={37 * PAGE_BYTES}"],
     "kvp": [f"engine.kv_bytes={64 * PAGE_BYTES}"],
 }
+RANKS, STAGES = ["engine.tensor_parallel=2"], ["engine.stages=2"]
 
 
 @asynccontextmanager
@@ -105,12 +107,15 @@ async def test_long_contexts_spread_and_a_lost_worker_costs_no_answer() -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("home", ["engine.tensor_parallel=2", "engine.stages=2"])
-@pytest.mark.parametrize("prefill", ["engine.tensor_parallel=1", "engine.stages=3"])
-async def test_groups_of_staged_prefills_into_homes_of_ranks_or_stages(
-    prefill: str, home: str
+@pytest.mark.parametrize(
+    ("prefill", "home"),
+    [*product(([], ["engine.stages=3"]), (RANKS, STAGES)), (RANKS + STAGES, RANKS + STAGES)],
+)
+async def test_groups_of_prefills_in_stages_and_ranks_into_any_homes(
+    prefill: list[str], home: list[str]
 ) -> None:
-    """SP times PP, or plain, into TP or PP times KVP: any prefill layout into any decode layout."""
+    """SP, with PP or both PP and TP in each member, into TP, PP or both times KVP: any prefill
+    layout into any decode layout."""
     prompts = [prompt(40, 20), prompt(900, 21), prompt(1500, 22)]
     expected = [oracle(MODEL).greedy(p, 20) for p in prompts]
     groups = ["scheduler.planner=fixed_sp", "scheduler.fixed_sp=2"]
@@ -121,7 +126,7 @@ async def test_groups_of_staged_prefills_into_homes_of_ranks_or_stages(
             decode=1,
             kvp=2,
             settings=[*SETTINGS, *groups],
-            role_settings={**ROLES, "prefill": [prefill], "decode": [*ROLES["decode"], home]},
+            role_settings={**ROLES, "prefill": prefill, "decode": [*ROLES["decode"], *home]},
         ) as stack,
         httpx.AsyncClient(base_url=stack.url, timeout=60) as client,
     ):
