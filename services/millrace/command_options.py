@@ -62,7 +62,7 @@ DrainTimeout = Annotated[
 ]
 Stages = Annotated[
     int | None,
-    typer.Option("--stages", min=1, help="Processes of an instance, as engine.stages."),
+    typer.Option("--stages", min=1, help="Stages of an instance, as engine.stages."),
 ]
 PrefillSizes = Annotated[
     str,

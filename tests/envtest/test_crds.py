@@ -67,10 +67,6 @@ BROKEN: list[tuple[str, Object]] = [
     ],
     ("stages above 1 need gpus 0: they run on CPUs only", pool("PrefillGroup", stages=2)),
     ("stages above 1 need gpus 0: they run on CPUs only", service(decode={"stages": 2})),
-    (
-        "stages and tensorParallel must not both be above 1",
-        pool("PrefillGroup", stages=2, tensorParallel=2, gpus=0),
-    ),
     *[
         (
             "minReplicas must be <= maxReplicas",

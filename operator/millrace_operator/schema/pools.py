@@ -218,13 +218,13 @@ def _compute() -> dict[str, Schema]:
     return {
         "tensorParallel": {
             "type": "integer",
-            "description": "GPUs that share one instance's layers.",
+            "description": "Ranks that share each layer: GPUs, or processes on CPUs.",
             "enum": [1, 2, 4, 8],
             "default": 1,
         },
         "stages": integer(
-            "Processes of an instance, each with a run of the model's layers. Above 1 on CPUs "
-            "only: gpus must be 0.",
+            "Stages of an instance, each with a run of the model's layers. Above 1 on CPUs only: "
+            "gpus must be 0.",
             1,
             64,
             default=1,
@@ -347,10 +347,6 @@ def rules(kind: Kind) -> tuple[Schema, ...]:
         rule(
             "self.stages == 1 || (has(self.gpus) && self.gpus == 0)",
             "stages above 1 need gpus 0: they run on CPUs only",
-        ),
-        rule(
-            "self.stages == 1 || self.tensorParallel == 1",
-            "stages and tensorParallel must not both be above 1",
         ),
     )
 

@@ -172,7 +172,7 @@ class EngineConfig(_Section):
         1, _within(1, 64), "ranks of an instance, each with its share of heads and widths"
     )
     stages: int = _setting(
-        1, _within(1, 64), "processes of an instance, each with a run of the model's layers"
+        1, _within(1, 64), "stages of an instance, each with a run of the model's layers"
     )
     load_format: str = _setting(
         "auto", _one_of("auto", "dummy"), "dummy: random weights from config.json"
