@@ -111,6 +111,20 @@ async def test_every_kind_of_answer_is_the_whole_instances() -> None:
         assert await answers(stack) == expected
 
 
+@pytest.mark.slow
+async def test_a_mixed_instance_has_stages_of_ranks() -> None:
+    """Chunks and decodes in one pass, through two stages of two ranks each."""
+    asked = [prompt(n, seed=n) for n in (600, 20, 45, 330)]
+    both = ["engine.stages=2", "engine.tensor_parallel=2", "engine.max_chunk_tokens=64"]
+    split = {"model": str(served_folder("llama")), "colocated": 1, "colocation": "mixed"}
+    async with (
+        Stack(options(1, 1, settings=both, **split)) as stack,
+        httpx.AsyncClient(base_url=stack.url, timeout=120) as client,
+    ):
+        found = await asyncio.gather(*(greedy_ids(client, ids, 40) for ids in asked))
+        assert found == [oracle("llama").greedy(ids, 40) for ids in asked]
+
+
 def later_stage(pid: int) -> int:
     """A process of a later stage: the child that is not multiprocessing's resource tracker."""
     for task in os.listdir(f"/proc/{pid}/task"):
@@ -161,18 +175,22 @@ async def test_answers_go_on_in_stages_when_their_instance_is_killed() -> None:
 
 
 @pytest.mark.slow
-async def test_answers_that_grow_take_turns_in_a_memory_of_several_stages() -> None:
-    page_bytes = 4 * 2 * 3 * 16 * 16 * 4
+@pytest.mark.parametrize(("model", "page_bytes", "ranks"), [(MODEL, 24576, 1), ("llama", 9216, 2)])
+async def test_answers_that_grow_take_turns_in_a_memory_of_several_stages(
+    model: str, page_bytes: int, ranks: int
+) -> None:
     settings = ["engine.prefix_cache=off", "scheduler.decode_reserve=grow"]
     settings += ["scheduler.decode_headroom_tokens=16"]
     decode = [f"engine.kv_bytes={21 * page_bytes}", f"engine.swap_bytes={80 * page_bytes}"]
+    decode += [f"engine.tensor_parallel={ranks}"]
     asked = [(prompt(20 + 9 * i), 100 + 12 * i) for i in range(8)]
+    given = {"model": str(served_folder(model)), "settings": settings, "decode_settings": decode}
     async with (
-        Stack(options(2, 2, settings=settings, decode_settings=decode)) as stack,
+        Stack(options(2, 2, **given)) as stack,
         httpx.AsyncClient(base_url=stack.url, timeout=120) as client,
     ):
         found = await asyncio.gather(*(greedy_ids(client, ids, most) for ids, most in asked))
-        assert found == [oracle(MODEL).greedy(ids, most) for ids, most in asked]
+        assert found == [oracle(model).greedy(ids, most) for ids, most in asked]
 
 
 async def traced(client: httpx.AsyncClient, ids: list[int], ttft_ms: int) -> tuple[float, Any]:
