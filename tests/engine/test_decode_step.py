@@ -10,7 +10,7 @@ from types import FrameType
 import pytest
 import torch
 
-from millrace.engine import model_runner
+from millrace.engine import recorded_step
 from millrace.engine.decode_batch import DecodeBatch, Sequence
 from millrace.engine.model_runner import ModelRunner
 from millrace.engine.sampler import Sampler, SamplingSpec
@@ -143,7 +143,7 @@ def test_a_recorded_step_gives_what_its_operators_give(name: str, dtype: str, si
         assert torch.equal(logits, expected)
         for request, row in zip(requests + plain_requests, [*logits, *logits], strict=True):
             request.tokens.append(int(row.argmax()))
-    assert (size in runner._recorded) == (name != "mixtral")
+    assert (size in runner._steps._recorded) == (name != "mixtral")
 
 
 def move_last_page(runner: ModelRunner, request: Request) -> None:
@@ -158,7 +158,7 @@ def test_python_of_a_recorded_step_does_not_grow_with_the_layers() -> None:
         runner, requests = started(name, "float32", (20,))
         step = Steps(runner, requests, width=4)
         step()
-        assert runner._recorded
+        assert runner._steps._recorded
         return calls_of(step)
 
     assert not any("attn" in call or "proj" in call for call in calls("llama"))
@@ -169,24 +169,24 @@ def test_tables_that_moved_or_widened_are_followed() -> None:
     narrow, wide = (Steps(runner, requests, width) for width in (4, 9))
     expected = narrow()
     assert torch.equal(narrow(), expected)
-    first = runner._recorded[1]
+    first = runner._steps._recorded[1]
     assert torch.equal(wide(), expected)
-    assert runner._recorded[1] is not first
+    assert runner._steps._recorded[1] is not first
 
 
 def test_a_recorded_step_refuses_a_length_beyond_its_pages() -> None:
     runner, requests = started("llama", "float32", (33,))
     step = Steps(runner, requests, width=4)
     step()
-    assert runner._recorded
+    assert runner._steps._recorded
     step.kv_lens[0] = 4 * 16 + 1
     with pytest.raises(ValueError, match=r"kv_lens\[0\] = 65"):
         runner.decode(torch.tensor([1]), torch.tensor([5]), step.table, step.kv_lens)
 
 
 def test_recorded_steps_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(model_runner, "_MOST_RECORDED", 4)
+    monkeypatch.setattr(recorded_step, "_MOST_RECORDED", 4)
     runner, requests = started("llama", "float32", (5,) * 6)
     for size in range(1, 7):
         Steps(runner, requests[:size], width=1)()
-    assert set(runner._recorded) == {3, 4, 5, 6}
+    assert set(runner._steps._recorded) == {3, 4, 5, 6}

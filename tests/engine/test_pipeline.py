@@ -65,6 +65,28 @@ def test_every_family_is_staged(name, dtype, staged) -> None:
     one.check_settled()
 
 
+def test_every_stage_records_its_steps_though_their_tables_come_anew(five_layers, staged) -> None:
+    wanted, one = make_runner(five_layers), staged(five_layers, 3)
+    runners = one.runner, wanted
+    stages = [one.runner._first, *(loop._passes for loop in one.loops)]
+    requests = [Request(runner, prompt(20)) for runner in runners]
+    for runner, request in zip(runners, requests, strict=True):
+        prefill(runner, request)
+    seen = []
+    for number in range(60):
+        if number % 20 == 10:  # other passes come between, and want memory of their own
+            others = [prefill(runner, Request(runner, prompt(30))) for runner in runners]
+            assert torch.equal(*others)
+        for runner, request in zip(runners, requests, strict=True):
+            request.tokens.append(7 + number % 11)
+            if len(request.tokens) > 16 * len(request.pages):  # the table grows wider
+                request.pages += runner.pool.allocate(1)
+        assert torch.equal(*(decode(r, [q]) for r, q in zip(runners, requests, strict=True)))
+        seen.append([id(passes._steps._recorded[1]) for passes in stages])
+    assert len(set(map(tuple, seen))) == 3  # of two, four and eight pages
+    one.check_settled()
+
+
 @pytest.mark.parametrize(("count", "ranks"), [(3, 1), (2, 2)])
 def test_prompt_logprobs_want_every_row_of_the_last_stage(
     five_layers, count, ranks, staged

@@ -64,6 +64,11 @@ class RaggedTables:
     wanted_indptr: Tensor  # int32 [B + 1]: as `indptr`, of the rows that are wanted alone
     remote: Sequence[RemoteRows] = ()  # what holders do in the pass
 
+    @property
+    def is_step(self) -> bool:
+        """Whether it is a decode step and no more: one row of each sequence, all wanted."""
+        return len(self.token_ids) == len(self.kv_lens) == len(self.rows) and not self.remote
+
 
 NO_DECODES = DecodeRows(
     token_ids=torch.empty(0, dtype=torch.int64),

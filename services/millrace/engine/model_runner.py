@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Generator, Sequence
 from dataclasses import dataclass
-from typing import Final
 
 import torch
 from torch import Tensor
@@ -27,15 +26,12 @@ from millrace.engine.parallel.communicator import Communicator, SplitHead
 from millrace.engine.pass_states import PassStates
 from millrace.engine.prefill_task import PrefillTask as PrefillTask
 from millrace.engine.prefill_task import check_tasks, hand_out
-from millrace.engine.recorded_step import RecordedStep, is_whole
+from millrace.engine.recorded_step import RecordedSteps
 from millrace.engine.remote_attention import Remote, RemoteAttention
 from millrace.engine.ring_attention import RingAttention, RingTask
 from millrace.engine.scratch import Scratch
 from millrace_kernels import api as kernels
 from millrace_kernels.plan import Backend
-
-_MOST_RECORDED: Final = 16
-"""Batch sizes whose decode step is kept recorded."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,13 +73,14 @@ class ModelRunner:
         self._lm_head: Head = head if ranks is None else SplitHead(head, ranks, config.vocab_size)
         reduce = whole if ranks is None else ranks.all_reduce
         self.operators = build_operators(config, model.weights, kv_layers, self._lm_head, reduce)
-        self._records = ranks is None  # collectives leave no native calls to make again
         self._boundaries = {op: Boundary(op.layer, op.name) for op in self.operators}
-        self._recorded: dict[int, RecordedStep] = {}  # by sequences of a step
+        self._embedding = required(model.weights.embedding)
+        layers = self.operators[1:-1]  # between embed and lm_head
+        # Collectives leave no native calls to make again.
+        self._steps = RecordedSteps(model, self.states, layers, records=ranks is None)
         # On other devices torch's allocator keeps memory itself.
         is_host = model.device.type == "cpu"
         self._prefill_scratch = Scratch(model.dtype) if is_host else None
-        self._decode_scratch = Scratch(model.dtype) if is_host else None
 
     def attention_backend(self) -> Backend:
         """`PassStates.attention_backend`."""
@@ -138,42 +135,13 @@ class ModelRunner:
         ``positions`` int64 [b]; ``page_table`` int32 [b, max_pages]; ``kv_lens`` int32 [b], the
         new token included. Returns float32 [b, vocab] on the model's device.
         """
-        size = len(token_ids)
-        recorded = self._recorded.get(size)
-        if recorded is not None and recorded.fits(page_table, kv_lens):
-            device = self.model.device
-            slots = self.states.slots(positions, page_table)
-            cos, sin = self.states.rotary(positions.to(device))
-            state = recorded.run(token_ids.to(device), slots, cos, sin)
-        else:
-            state = self._decode_anew(token_ids, positions, page_table, kv_lens)
+
+        def embed(x: Tensor) -> None:
+            torch.index_select(self._embedding, 0, token_ids.to(self.model.device), out=x)
+
+        state = self._steps.run(embed, token_ids, positions, page_table, kv_lens)
         self.operators[-1].run(state)
         return state.logits
-
-    def _decode_anew(
-        self, token_ids: Tensor, positions: Tensor, page_table: Tensor, kv_lens: Tensor
-    ) -> Activations:
-        """A decode step up to lm_head, operator by operator; recorded where that can be."""
-        size, operators = len(token_ids), self.operators[:-1]
-        outdated = self._recorded.pop(size, None)
-        scratch = self._decode_scratch if outdated is None else outdated.scratch()
-        with kernels.record() as calls:
-            state = self.states.decode(token_ids, positions, page_table, kv_lens, scratch)
-            operators[0].run(state)
-            embedded = state.x
-            for operator in operators[1:]:
-                operator.run(state)
-        names = [operator.name for operator in operators[1:]]
-        if self._records and is_whole(calls, names, state, embedded):
-            if len(self._recorded) == _MOST_RECORDED:
-                del self._recorded[next(iter(self._recorded))]  # the oldest
-            embedding = required(self.model.weights.embedding)
-            self._recorded[size] = RecordedStep(state, calls, embedding, page_table, kv_lens)
-            if state.scratch is self._decode_scratch:
-                self._decode_scratch = Scratch(self.model.dtype)  # the old one is the step's now
-        else:
-            state.give_all()  # lm_head, the last to read it, takes nothing
-        return state
 
     def mixed(
         self, decodes: DecodeRows, page_table: Tensor, tasks: Sequence[PrefillTask]

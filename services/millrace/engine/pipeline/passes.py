@@ -29,6 +29,7 @@ from millrace.engine.operators import (
 from millrace.engine.parallel.communicator import Communicator, SplitHead
 from millrace.engine.parallel.stage import Stage
 from millrace.engine.pass_states import PassStates
+from millrace.engine.recorded_step import KeptTables, RecordedSteps
 from millrace.engine.remote_attention import RemoteAttention, RemoteLink
 from millrace.engine.ring_attention import RingAttention, RingTask
 from millrace.engine.scratch import Scratch
@@ -121,6 +122,10 @@ class StagePasses:
         reduce = whole if ranks is None else ranks.all_reduce
         self.operators = build_operators(config, model.weights, self._kv_layers, None, reduce)
         self._lm_head = _head(model, ranks) if stage.is_first else None
+        of_layers = self.operators[1:] if stage.is_first else self.operators
+        steps = RecordedSteps(model, self._states, of_layers, records=True)
+        self._steps = steps if ranks is None else None  # collectives can't be recorded
+        self._tables = KeptTables()
         first = model.layers.start
         self._boundaries = {
             op: Boundary(op.layer if op.name == "embed" else first + op.layer, op.name)
@@ -144,11 +149,26 @@ class StagePasses:
         remote: RemoteAttention | None = None,
     ) -> Generator[Boundary]:
         """`Passes.run`."""
+        if self._steps is not None and tables.is_step:
+            return self._step(self._steps, tables, fetch, hand_on)
         is_last = self.stage.is_last
         state = self._states.ragged(tables, self._scratch, is_cut=is_cut and is_last)
         state.remote = remote
         operators = self._kv_only() if kv_only and is_last else self.operators
         return self._run(state, operators, fetch, hand_on)
+
+    def _step(
+        self, steps: RecordedSteps, tables: RaggedTables, fetch: Fetch | None, hand_on: HandOn
+    ) -> Generator[Boundary]:
+        """A decode step, at once: it is short, and goes before others anyway."""
+
+        def embed(x: Tensor) -> None:
+            torch.index_select(required(self.model.weights.embedding), 0, tables.token_ids, out=x)
+
+        kept = self._tables.hold(tables.page_table, tables.kv_lens)
+        state = steps.run(fetch or embed, tables.token_ids, tables.positions, *kept)
+        hand_on(state.x, required(state.residual))
+        yield self._boundaries[self.operators[-1]]
 
     def ring(self, task: RingTask, *, fetch: Fetch | None, hand_on: HandOn) -> Generator[Boundary]:
         """`Passes.ring`."""
