@@ -168,7 +168,8 @@ class StagePasses:
         kept = self._tables.hold(tables.page_table, tables.kv_lens)
         state = steps.run(fetch or embed, tables.token_ids, tables.positions, *kept)
         hand_on(state.x, required(state.residual))
-        yield self._boundaries[self.operators[-1]]
+        for operator in self.operators:  # a prompt's last row may come so, whose layers are told of
+            yield self._boundaries[operator]
 
     def ring(self, task: RingTask, *, fetch: Fetch | None, hand_on: HandOn) -> Generator[Boundary]:
         """`Passes.ring`."""
