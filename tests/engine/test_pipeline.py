@@ -44,6 +44,9 @@ def test_prefill_in_chunks_and_decode_give_the_whole_models_logits(
         assert_same(decode(one.runner, [ours]), decode(wanted, [theirs]), ranks)
     kv = torch.cat(list(one.runner.storage[:, :, ours.pages]), dim=3)  # the heads of all ranks
     assert_same(kv, wanted.pool.storage[:, theirs.pages], ranks)
+    source, (target,) = ours.pages[0], one.runner.pool.allocate(1)
+    one.runner.copy_page(source, target)
+    assert torch.equal(one.runner.storage[:, :, target], one.runner.storage[:, :, source])
     one.check_settled()
 
 
