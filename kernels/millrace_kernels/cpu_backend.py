@@ -14,7 +14,7 @@ from typing import Final
 import torch
 from torch import Tensor
 
-from millrace_kernels.plan import AttentionPlan
+from millrace_kernels.plan import AttentionPlan, Sight
 from millrace_kernels.recording import launch
 
 try:
@@ -66,14 +66,16 @@ def describe() -> str:
 def attention_rows(plan: AttentionPlan) -> int:
     """The most query rows of a sequence that the C++ kernels take of a plan in AUTO; torch's rest.
 
-    All of them, but for plain causal bfloat16 where the CPU has AMX: there torch's matrix products
-    (oneDNN) are several times as fast as any vector instruction, and prefill chunks are torch's.
+    All of them, but for bfloat16 where the CPU has AMX: there torch's matrix products (oneDNN) are
+    several times as fast as any vector instruction, and chunks are torch's, unless some of them
+    need a mask.
     """
-    if plan.dtype is not torch.bfloat16 or not _cpu.has_amx():
+    if plan.dtype is not torch.bfloat16 or not _cpu.has_amx() or plan.soft_cap:
         return ALL_ROWS
-    plain = plan.causal and not (plan.has_positions or plan.soft_cap or plan.sliding_window)
-    chunks = any(stop - start > _AMX_ROWS for start, stop, _ in plan.sequences)
-    return _AMX_ROWS if plain and chunks else ALL_ROWS
+    rows = (stop - start for start, stop, _ in plan.sequences)
+    chunks = [index for index, count in enumerate(rows) if count > _AMX_ROWS]
+    is_masked = any(plan.sight(index) is Sight.MASKED for index in chunks)
+    return _AMX_ROWS if chunks and not is_masked else ALL_ROWS
 
 
 class CpuPlan:

@@ -7,7 +7,7 @@ differ only in the data. Shape letters: n tokens of all sequences, h heads, d he
 from __future__ import annotations
 
 from dataclasses import dataclass
-from enum import StrEnum
+from enum import Enum, StrEnum, auto
 from typing import Protocol
 
 import torch
@@ -26,6 +26,14 @@ class Backend(StrEnum):
     CPU = "cpu"
     TRITON = "triton"
     FLASHINFER = "flashinfer"
+
+
+class Sight(Enum):
+    """What the rows of a sequence see of its K/V."""
+
+    ALL = auto()
+    CAUSAL = auto()  # the last row all, each before it one less
+    MASKED = auto()  # anything else
 
 
 class NativePlan(Protocol):
@@ -83,6 +91,23 @@ class AttentionPlan:
     def has_positions(self) -> bool:
         """Whether rows or K/V slots stand elsewhere than their order says."""
         return self.q_positions is not None or self.kv_positions is not None
+
+    def sight(self, index: int) -> Sight:
+        """Of one sequence, as far as it costs little to tell."""
+        start, stop, kv_len = self.sequences[index]
+        if self.kv_positions is not None or kv_len == 0:
+            return Sight.MASKED
+        first, last, is_run = kv_len - (stop - start), kv_len - 1, True
+        if self.q_positions is not None:
+            rows = self.q_positions[start:stop]
+            first, last = int(rows.min()), int(rows.max())
+            is_run = bool((rows.diff() == 1).all())
+        if self.sliding_window is not None and last >= self.sliding_window:
+            return Sight.MASKED
+        if not self.causal or first >= kv_len - 1:
+            return Sight.ALL
+        is_causal = is_run and first >= 0 and last == kv_len - 1
+        return Sight.CAUSAL if is_causal else Sight.MASKED
 
     def positions(self, index: int) -> tuple[Tensor, Tensor]:
         """Positions of one sequence's rows and of its K/V slots, int64 on the CPU."""

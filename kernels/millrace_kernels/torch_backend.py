@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from millrace_kernels.plan import AttentionPlan
+from millrace_kernels.plan import AttentionPlan, Sight
 from millrace_kernels.reference import gather_kv, visible
 from millrace_kernels.torch_sampling import sample as sample
 
@@ -39,19 +39,16 @@ def attention(
             continue
         k_kpd, v_kpd = gather_kv(kv_layer, plan.page_table[index], kv_len)
         q_hnd = q_nhd[start:stop].transpose(0, 1)
-        if _is_plain(plan, kv_len) and q_hnd.is_cpu:
+        flash = q_hnd.is_cpu and plan.soft_cap is None
+        sight = plan.sight(index) if flash else Sight.MASKED
+        if sight is Sight.ALL:
+            o_hnd, lse_hn = _flash(q_hnd, k_kpd, v_kpd, scale, causal=False)
+        elif sight is Sight.CAUSAL:
             o_hnd, lse_hn = _cpu_causal(q_hnd, k_kpd, v_kpd, scale)
         else:
             o_hnd, lse_hn = _blocks(plan, index, q_hnd, k_kpd, v_kpd, scale)
         out_nhd[start:stop] = o_hnd.transpose(0, 1)
         lse_nh[start:stop] = lse_hn.transpose(0, 1)
-
-
-def _is_plain(plan: AttentionPlan, kv_len: int) -> bool:
-    """Whether this is causal attention over everything, as torch's own kernels do it."""
-    window = plan.sliding_window
-    whole = window is None or window >= kv_len
-    return plan.causal and whole and plan.soft_cap is None and not plan.has_positions
 
 
 def _blocks(
@@ -122,8 +119,6 @@ def _cpu_causal(q_hnd: Tensor, k_kpd: Tensor, v_kpd: Tensor, scale: float) -> tu
     history = length - rows
     if history == 0:
         return _flash(q_hnd, k_kpd, v_kpd, scale, causal=True)
-    if rows == 1:
-        return _flash(q_hnd, k_kpd, v_kpd, scale, causal=False)
     old, old_lse = _flash(q_hnd, k_kpd[:, :history], v_kpd[:, :history], scale, causal=False)
     new, new_lse = _flash(q_hnd, k_kpd[:, history:], v_kpd[:, history:], scale, causal=True)
     merge_attention_(old, old_lse, new, new_lse)

@@ -11,6 +11,7 @@ from hypothesis import HealthCheck, given, settings
 
 from millrace_kernels import cpu_backend, reference
 from millrace_kernels.api import merge_attention_, plan_attention, run_attention
+from millrace_kernels.plan import Sight
 from support.attention_calls import TOLERANCE, Call, assert_matches_reference, attend, calls
 
 NATIVE = pytest.mark.skipif(not cpu_backend.AVAILABLE, reason="the C++ module isn't built here")
@@ -44,6 +45,41 @@ def test_decode_and_prefill_rows_share_a_batch(backend, window, dtype):
     )
     assert_matches_reference(call, backend)
     assert_matches_reference(call, "auto")
+
+
+@pytest.mark.parametrize("dtype", TOLERANCE, ids=str)
+@pytest.mark.parametrize("window", [None, 450, 2000])
+@pytest.mark.parametrize("layout", ["named", "behind"])
+def test_rows_with_positions_that_need_no_mask(backend, layout, window, dtype):
+    """As a holder of a long context and its home attend."""
+    lens = {"q_lens": (1, 70, 300, 9), "kv_lens": (513, 400, 300, 900)}
+    call = Call(**lens, window=window, layout=layout, dtype=dtype)
+    assert_matches_reference(call, backend)
+    assert_matches_reference(call, "auto")
+
+
+@pytest.mark.parametrize(
+    ("changes", "sight"),
+    [
+        ({}, Sight.CAUSAL),
+        ({"layout": "named"}, Sight.CAUSAL),
+        ({"layout": "behind"}, Sight.ALL),
+        ({"causal": False}, Sight.ALL),
+        ({"window": 40}, Sight.CAUSAL),
+        ({"window": 39}, Sight.MASKED),
+        ({"layout": "behind", "window": 60}, Sight.ALL),
+        ({"layout": "behind", "window": 50}, Sight.MASKED),
+        ({"layout": "zigzag"}, Sight.MASKED),
+        ({"kv_lens": (0,), "layout": "behind"}, Sight.MASKED),
+        ({"q_lens": (1,)}, Sight.ALL),
+        ({"q_lens": (50,), "layout": "named"}, Sight.MASKED),  # the first ten see nothing
+    ],
+)
+def test_what_rows_see(changes, sight):
+    """Of 10 rows and 40 slots."""
+    assert (
+        Call(**{"q_lens": (10,), "kv_lens": (40,), **changes}).plan("reference").sight(0) is sight
+    )
 
 
 def test_many_heads_over_one_kv_head(backend):

@@ -17,8 +17,9 @@ TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 2e-2}
 class Call:
     """Lengths of a ragged batch and the shapes of one attention call over it.
 
-    `layout`: where rows and K/V slots stand. "plain": the rows are the last of the K/V. The others
-    share the positions 0 ... q_len + kv_len - 1 out in the way its name says.
+    `layout`: where rows and K/V slots stand. "plain": the rows are the last of the K/V; "named": so
+    they are, and it is said; "behind": they stand behind all K/V. The others share the positions
+    0 ... q_len + kv_len - 1 out in the way its name says.
     """
 
     q_lens: tuple[int, ...]
@@ -53,6 +54,10 @@ class Call:
         if self.layout == "plain":
             return None, None
         pairs = zip(self.q_lens, self.kv_lens, strict=True)
+        if self.layout in ("named", "behind"):
+            first = [kv - q if self.layout == "named" else kv + 3 for q, kv in pairs]
+            runs = zip(first, self.q_lens, strict=True)
+            return torch.cat([torch.arange(at, at + q) for at, q in runs]).int(), None
         rows, slots = zip(*(self._placed(q, kv) for q, kv in pairs), strict=True)
         return torch.cat(rows).int(), torch.cat(slots).int()
 
@@ -133,11 +138,11 @@ def assert_matches_reference(call: Call, backend: str) -> None:
 @st.composite
 def calls(draw: st.DrawFn, longest: int = 2000, plain: bool = False) -> Call:
     """Any call: odd heads, any head_dim, page size and offset, empty shards, single tokens."""
-    layouts = ["plain"] if plain else ["plain", "plain", "zigzag", "striped", "shard", "shuffled"]
-    layout = draw(st.sampled_from(layouts))
+    placed = ["plain", "named", "behind", "zigzag", "striped", "shard", "shuffled"]
+    layout = draw(st.sampled_from(["plain"] if plain else ["plain", *placed]))
     kv_lens = draw(st.lists(st.integers(0, longest) | st.integers(0, 70), min_size=1, max_size=4))
     most_rows = st.sampled_from([1, 1, 5, 40, 200])
-    if layout == "plain":
+    if layout in ("plain", "named"):
         q_lens = [draw(st.integers(0, min(n, draw(most_rows)))) if n else 1 for n in kv_lens]
     else:
         q_lens = [draw(st.integers(0, draw(most_rows))) for _ in kv_lens]

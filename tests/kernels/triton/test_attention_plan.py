@@ -36,7 +36,7 @@ def test_work_covers_what_each_row_sees(call, block_m, split):
         assert full_end == full_begin or full_begin % BLOCK_N == full_end % BLOCK_N == 0
         assert seen[sequence][own, full_begin:full_end].all()
         walked[sequence][own, begin:end] += 1
-        assert base == (0 if call.layout == "plain" else sum(call.kv_lens[:sequence]))
+        assert base == (0 if plan.kv_positions is None else sum(call.kv_lens[:sequence]))
     for part, times in zip(seen, walked, strict=True):
         assert (times[part] == 1).all() and (times <= 1).all()
     lengths = work.items[:, 4] - work.items[:, 3]
