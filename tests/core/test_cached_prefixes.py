@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from millrace.core.cached_prefixes import CachedPrefixes
 from millrace.core.config import SchedulerConfig
-from millrace.core.effects import AdmitDecode, Place, RunPrefill
+from millrace.core.effects import AdmitDecode, Effect, Place, RunPrefill
 from millrace.core.events import CachedBlocks
 from millrace.core.latency import Latency, SpLatency
 from millrace.core.request import RequestState
@@ -31,8 +31,8 @@ def fleet(
     return Bench(*cards, config=config)
 
 
-def cache(bench: Bench, instance_id: str, blocks: int) -> None:
-    bench.heartbeat(instance_id, cached=CachedBlocks(whole=True, added=BLOCKS[:blocks]))
+def cache(bench: Bench, instance_id: str, blocks: int) -> list[Effect]:
+    return bench.heartbeat(instance_id, cached=CachedBlocks(whole=True, added=BLOCKS[:blocks]))
 
 
 def kept(found) -> tuple[str, int]:
@@ -215,6 +215,14 @@ def test_a_prompt_is_prefilled_where_its_beginning_is():
     assert sent_to(bench.submit("b", 1000, prefix=BLOCKS)) == [("p1", 0, 1000)]
     # Now p1 would end after 1.08 s.
     assert sent_to(bench.submit("c", 1000, prefix=BLOCKS)) == [("p0", 0, 1000)]
+
+
+def test_who_waits_for_a_cached_beginning_goes_to_the_first_that_has_it():
+    bench = fleet("d0", prefills=2, config=ONE_BY_ONE)
+    cache(bench, "p0", 40)
+    assert sent_to(bench.submit("a", 1000, prefix=BLOCKS)) == [("p0", 0, 1000)]
+    assert not sent_to(bench.submit("b", 1000, prefix=BLOCKS))  # p1 would need longer than waiting
+    assert sent_to(cache(bench, "p1", 40)) == [("p1", 0, 1000)]
 
 
 def test_eq_1_prices_what_is_behind_a_cached_beginning():

@@ -219,6 +219,8 @@ class Machine:
             instance.heard(event)
             if isinstance(instance, DecodeInstance) and instance.told_free_pages is not None:
                 self._rounds.room_made(instance)  # there may be more than it was believed to have
+            elif isinstance(instance, PrefillInstance) and event.cached and event.cached.added:
+                self._rounds.run()  # what waits for one that has its prefix may go to this one
 
     # ---- what proxies say
 
