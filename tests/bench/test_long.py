@@ -127,8 +127,8 @@ def test_decodes_beside_a_chunk_are_compared_with_the_chunk_alone() -> None:
 
 
 class Home:
-    """As `long_kvp.Home`: a millisecond a thousand tokens of the largest shard, 2 ms beside, and
-    half a millisecond for each holder."""
+    """As `long_kvp.Home`: a millisecond a thousand tokens of the largest shard, 2 ms beside, half a
+    millisecond of work for each holder, and twice that to wait for it."""
 
     def __init__(self) -> None:
         self.asked: list[tuple[tuple[int, ...], int]] = []
@@ -136,10 +136,11 @@ class Home:
     def passes(self, ends: Any, tokens: int, context: int, repeats: int, warm: int = 1) -> PassTime:
         self.asked.append((tuple(ends), context))
         spans = [min(end, context) - start for start, end in zip([0, *ends], ends, strict=False)]
-        attention_s, wait_s = 1e-6 * max(spans), 5e-4 * (len(ends) - 1)
+        attention_s, work_s = 1e-6 * max(spans), 5e-4 * (len(ends) - 1)
         return PassTime(
-            wall_s=attention_s + wait_s + 2e-3,
-            attn_operators_s=attention_s + wait_s,
+            wall_s=attention_s + 3 * work_s + 2e-3,
+            wait_s=2 * work_s,
+            operators_s=attention_s + work_s,
             attention_s=attention_s,
             rest_s=2e-3,
         )
@@ -153,8 +154,9 @@ def test_shards_divide_attention_and_cost_communication() -> None:
     one, two, four = rows
     assert one["communication_s"] == 0.0 and one["recorded_s"] == pytest.approx(0.041)
     assert (two["attention_s"], four["attention_s"]) == pytest.approx((0.02, 0.01))
-    assert four["communication_s"] == pytest.approx(15e-4, rel=0.02)
-    assert four["normalised_s"] == pytest.approx(0.01 + 15e-4 + 2e-3, rel=0.01)
+    # The work for three holders, and the wait for one that has a core.
+    assert four["communication_s"] == pytest.approx(15e-4 + 1e-3, rel=0.02)
+    assert four["normalised_s"] == pytest.approx(0.01 + 25e-4 + 2e-3, rel=0.01)
 
 
 def test_workers_join_as_the_context_grows() -> None:

@@ -6,8 +6,10 @@ with random numbers.
 
 The workers share this machine's cores. So beside the time on the clock stands what a pass would
 take if each had a core: CPU time of the home outside attention, CPU time of attention over the
-largest shard, and communication, which is what the attention operators take on the clock when the
-shards are nearly empty: there the workers still share the cores, so that it is rather too much.
+largest shard, and communication. That is measured over shards that are nearly empty: the CPU time
+of the home's attention operators, but for waiting, and what it waits on the clock where there is
+one holder, so that each has a core; of several with cores of their own it would wait for all at
+once.
 """
 
 from __future__ import annotations
@@ -28,7 +30,7 @@ import torch
 from millrace.bench.long_holder import LEASE_S, HolderProcess, holders
 from millrace.bench.long_model import kv_bytes
 from millrace.core.config import EngineConfig
-from millrace.core.kvp_rows import RemoteShard
+from millrace.core.kvp_rows import RemoteShard, Reply
 from millrace.engine.assembly import Engine, open_engine
 from millrace.engine.exchange_link import ExchangeLink
 from millrace.engine.exchange_views import exchange_memory
@@ -56,9 +58,27 @@ class PassTime:
     """Of one pass, typically."""
 
     wall_s: float
-    attn_operators_s: float  # on the clock, with what is waited for
+    wait_s: float  # on the clock, for holders' answers
+    operators_s: float  # CPU seconds of the home's attention operators, but for waiting
     attention_s: float  # CPU seconds over the largest shard
     rest_s: float  # CPU seconds of the home outside attention
+
+
+class _Watched:
+    """An exchange, and what its user has waited in it."""
+
+    def __init__(self, exchange: KvpExchange) -> None:
+        self._exchange = exchange
+        self.shape = exchange.shape
+        self.begin, self.at, self.post = exchange.begin, exchange.at, exchange.post
+        self.wait_s = self.wait_cpu_s = 0.0
+
+    def wait(self) -> Reply | None:
+        begun_s, begun_cpu_s = time.perf_counter(), time.thread_time()
+        reply = self._exchange.wait()
+        self.wait_s += time.perf_counter() - begun_s
+        self.wait_cpu_s += time.thread_time() - begun_cpu_s
+        return reply
 
 
 class Home:
@@ -79,7 +99,8 @@ class Home:
             timeout_s=TIMEOUT_S,
             lease_s=LEASE_S,
         )
-        link = ExchangeLink(self._exchange, memory, engine.pool.storage.dtype, layout.page_tokens)
+        self._watched = _Watched(self._exchange)
+        link = ExchangeLink(self._watched, memory, engine.pool.storage.dtype, layout.page_tokens)
         spill = engine.pool.allocate(layout.pages_for(shape.max_rows))
         assert isinstance(engine.runner, ModelRunner)  # as `home` opens it
         engine.runner.remote = Remote(link, spill, reach_of(engine.shape.sliding_windows))
@@ -109,7 +130,8 @@ class Home:
         at_holders_s = self._attention_s(shards) / repeats
         return PassTime(
             wall_s=median(one.wall_s for one in found),
-            attn_operators_s=median(one.attn_operators_s for one in found),
+            wait_s=median(one.wait_s for one in found),
+            operators_s=median(one.operators_s for one in found),
             attention_s=at_holders_s or median(one.attention_s for one in found),
             rest_s=median(one.rest_s for one in found),
         )
@@ -147,18 +169,18 @@ class Home:
             pages=self._pages[: self._engine.layout.pages_for(own)],
             shards=shards,
         )
-        wall_s = {True: 0.0, False: 0.0}  # in attention, outside it
-        cpu_s = {True: 0.0, False: 0.0}
-        last_s, last_cpu_s = time.perf_counter(), time.thread_time()
+        cpu_s = {True: 0.0, False: 0.0}  # in attention, outside it
+        watched = self._watched
+        watched.wait_s = watched.wait_cpu_s = 0.0
+        begun_s, last_cpu_s = time.perf_counter(), time.thread_time()
         for boundary in self._engine.runner.prefill_batch([task]):
-            now_s, now_cpu_s = time.perf_counter(), time.thread_time()
-            is_attn = boundary.operator == "attn"
-            wall_s[is_attn] += now_s - last_s
-            cpu_s[is_attn] += now_cpu_s - last_cpu_s
-            last_s, last_cpu_s = now_s, now_cpu_s
+            now_cpu_s = time.thread_time()
+            cpu_s[boundary.operator == "attn"] += now_cpu_s - last_cpu_s
+            last_cpu_s = now_cpu_s
         return PassTime(
-            wall_s=sum(wall_s.values()),
-            attn_operators_s=wall_s[True],
+            wall_s=time.perf_counter() - begun_s,
+            wait_s=watched.wait_s,
+            operators_s=cpu_s[True] - watched.wait_cpu_s,
             attention_s=cpu_s[True],
             rest_s=cpu_s[False],
         )
@@ -232,13 +254,17 @@ def _equal(context: int, degree: int) -> list[int]:
 
 
 def _communication_s(at: Home, degree: int, tokens: int, repeats: int) -> float:
-    """What the attention operators of a pass take on the clock over shards that hold next to
-    nothing; 0 where there is nobody to talk to.
+    """What a pass's attention operators take over shards that hold next to nothing, of workers with
+    cores of their own; 0 where there is nobody to talk to.
     """
     if degree == 1:
         return 0.0
-    context = tokens + EMPTY_TOKENS * degree
-    return at.passes(_equal(context, degree), tokens, context, 2 * repeats, 2).attn_operators_s
+
+    def over(workers: int) -> PassTime:
+        context = tokens + EMPTY_TOKENS * workers
+        return at.passes(_equal(context, workers), tokens, context, 2 * repeats, 2)
+
+    return over(degree).operators_s + over(2).wait_s
 
 
 def _normalised(taken: PassTime, communication_s: float) -> Document:
