@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
+from millrace_kernels import cpu_backend
 from millrace_kernels.plan import AttentionPlan, Sight
 from millrace_kernels.reference import gather_kv, visible
 from millrace_kernels.torch_sampling import sample as sample
@@ -121,7 +122,11 @@ def _cpu_causal(q_hnd: Tensor, k_kpd: Tensor, v_kpd: Tensor, scale: float) -> tu
         return _flash(q_hnd, k_kpd, v_kpd, scale, causal=True)
     old, old_lse = _flash(q_hnd, k_kpd[:, :history], v_kpd[:, :history], scale, causal=False)
     new, new_lse = _flash(q_hnd, k_kpd[:, history:], v_kpd[:, history:], scale, causal=True)
-    merge_attention_(old, old_lse, new, new_lse)
+    parts = [x.transpose(0, 1) for x in (old, old_lse, new, new_lse)]
+    # Torch's kernel leaves rows first in memory, which is what C++ takes.
+    is_ready = cpu_backend.takes(old) and parts[0].is_contiguous() and parts[1].is_contiguous()
+    merge = cpu_backend.merge_attention_ if is_ready else merge_attention_
+    merge(*parts)
     return old, old_lse
 
 
