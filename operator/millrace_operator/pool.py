@@ -109,7 +109,9 @@ class Plan:
         rules = Rules.of(pool, observed.instances, observed.now_s)
         leaving = _leaving(observed.pods, rollout, rules, "Retired" if retired else "ScaleIn")
         live = observed.live.get(("StatefulSet", pool["metadata"]["name"]))
-        size = _size(live, leaving, rollout.size)
+        kept = rollout.kept
+        wanted_size = max(rollout.size, kept.ordinal + 1 if kept else 0)
+        size = _size(live, leaving, wanted_size)
         return cls(
             pool=pool,
             observed=observed,
@@ -188,11 +190,11 @@ def _retired(pool: Object, service: Object) -> bool:
 
 
 def _leaving(existing: Sequence[Pod], rollout: Rollout, rules: Rules, reason: str) -> list[Leaving]:
-    """Pods beyond the wanted size, for `reason`, and old ones."""
+    """Pods beyond the wanted size, for `reason`, but for one that is kept, and old ones."""
     surplus = [
         rules.leaving(pod, reason)
         for pod in existing
-        if pod.ordinal >= rollout.size and not pod.terminating
+        if pod.ordinal >= rollout.size and not pod.terminating and pod != rollout.kept
     ]
     following = rollout.next(rules)
     old = rollout.broken() + ([] if following is None else [following])

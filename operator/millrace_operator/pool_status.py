@@ -147,12 +147,15 @@ def _progressing(observed: ObservedPool, outcome: Outcome, serving: int) -> Cond
     if outcome.problem is not None:
         return Condition("Progressing", False, outcome.problem.reason, outcome.problem.message)
     rollout = outcome.rollout
+    kept = rollout.kept if rollout is not None else None
+    stays = f"{kept.name} stays until others can stand in for it" if kept else ""
     if rollout is not None and rollout.active:
         done = f"{min(rollout.updated_ready(), outcome.wanted)} of {outcome.wanted} are replaced"
-        waits = rollout.waits_for()
-        return Condition("Progressing", True, ROLLING_OUT, f"{done}; {waits}" if waits else done)
+        message = "; ".join(filter(None, (done, rollout.waits_for(), stays)))
+        return Condition("Progressing", True, ROLLING_OUT, message)
     if outcome.leaving or len(observed.pods) != outcome.wanted or serving != outcome.wanted:
         message = f"{serving} of {outcome.wanted} instances take work"
+        message = "; ".join(filter(None, (message, stays)))
         return Condition("Progressing", True, "Scaling", message)
     return Condition("Progressing", False, "Settled", "every instance that is wanted takes work")
 

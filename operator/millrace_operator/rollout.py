@@ -12,6 +12,9 @@ a service go together:
   follows the other before the first is out.
 
 Without an extra instance each pool's first new one needs an old one's place, and waits for nobody.
+
+A pool that shrinks meanwhile keeps one instance beyond its size, which of those that stay none can
+stand in for (`Rollout.kept`).
 """
 
 from __future__ import annotations
@@ -57,6 +60,34 @@ class Rollout:
         """Pods that the StatefulSet is to have, but for those that still drain."""
         return self.replicas + self.surge
 
+    @property
+    def kept(self) -> Pod | None:
+        """Whom a smaller size has to wait for.
+
+        The first beyond it of a revision that all pools serve, where the rest has none. Or the
+        first new one, where the rest is one old instance that is to go without an extra one.
+        """
+        if not self.replicas:
+            return None
+        rest = self._within()
+        beyond = [pod for pod in self.pods if pod.ordinal >= self.size and _serves(pod)]
+        common = self._common([*rest, *beyond])
+        if common.isdisjoint(pod.revision for pod in rest):
+            fit = [pod for pod in beyond if pod.revision in common]
+        elif self.size == 1 and not self._new(rest[0]):
+            fit = [pod for pod in beyond if self._new(pod)]
+        else:
+            return None
+        return min(fit, key=lambda pod: pod.ordinal, default=None)
+
+    def _common(self, pods: Sequence[Pod]) -> set[str]:
+        """Revisions of `pods` that all other pools serve, too."""
+        found = {pod.revision for pod in pods}
+        return found.intersection(*(peer.serving for peer in self._peers()))
+
+    def _peers(self) -> list[Peer]:
+        return [peer for peer in self.peers if peer.replicas]
+
     def _wanted(self) -> list[Pod]:
         return [pod for pod in self.pods if pod.ordinal < self.replicas]
 
@@ -93,10 +124,14 @@ class Rollout:
 
     def _old(self) -> list[Pod]:
         """Old pods that serve; a rollout takes them one by one."""
-        return [pod for pod in self._serving() if not self._new(pod)]
+        return [pod for pod in self._within() if not self._new(pod)]
+
+    def _within(self) -> list[Pod]:
+        return [pod for pod in self.pods if pod.ordinal < self.size and _serves(pod)]
 
     def _serving(self) -> list[Pod]:
-        return [pod for pod in self.pods if pod.ordinal < self.size and _serves(pod)]
+        kept = self.kept
+        return self._within() + ([] if kept is None else [kept])
 
     def _blocked(self, pod: Pod) -> str:
         """Why an old pod has to stay for now, or ""."""
@@ -104,21 +139,16 @@ class Rollout:
         least = self.replicas - (1 - self.max_surge)
         if len(others) < least:
             return f"{len(others)} others take work of the {least} that have to meanwhile"
-        peers = [peer for peer in self.peers if peer.replicas]
-        if others and self._last_pair(pod, others, peers):
+        if others and self._last_pair(pod, others):
             return f"the other pools have no other revision than {pod.revision} in common with it"
         if pod.revision == self.revision or self._no_slot():
             return ""
-        behind = [peer.name for peer in peers if not self._level(peer)]
+        behind = [peer.name for peer in self._peers() if not self._level(peer)]
         return f"{', '.join(behind)} has to come as far first" if behind else ""
 
-    def _last_pair(self, pod: Pod, others: Sequence[Pod], peers: Sequence[Peer]) -> bool:
+    def _last_pair(self, pod: Pod, others: Sequence[Pod]) -> bool:
         """Whether no revision is left that all pools serve when `pod` leaves."""
-        left = {other.revision for other in others}
-        common = left | {pod.revision}
-        for peer in peers:
-            common &= peer.serving
-        return bool(common) and not common & left
+        return bool(self._common([pod, *others])) and not self._common(others)
 
     def _no_slot(self) -> bool:
         """Whether old pods leave no place for a first new one: nobody has to be waited for then.
@@ -126,7 +156,8 @@ class Rollout:
         So it is without an extra instance, or where that one is of an earlier, unfinished rollout.
         """
         there = [pod for pod in self.pods if pod.ordinal < self.size]
-        return len(there) == self.size and not any(self._new(pod) for pod in there)
+        none_new = not any(self._new(pod) for pod in [*there, *self._serving()])
+        return len(there) == self.size and none_new
 
     def _level(self, peer: Peer) -> bool:
         """Whether the other pool has come as far as this one, by shares of its instances."""

@@ -66,6 +66,13 @@ def test_any_weather(seed, weather, on_timeout, surge):
     live_through(seed, weather, on_timeout, surge)
 
 
+@pytest.mark.parametrize("seed", [0, 5])
+def test_a_new_instance_stays_while_the_last_old_one_is_replaced(seed):
+    """Prefill shrinks to one in the middle of a new revision, without an extra instance."""
+    weather = [(("nothing",), 1), (("revision", 1), 8), (("load", "chat-prefill", 0.0), 0)]
+    live_through(seed, weather, "Migrate", 0)
+
+
 @pytest.mark.slow
 @settings(max_examples=300, deadline=None)
 @given(*WEATHERS)

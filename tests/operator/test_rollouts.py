@@ -10,7 +10,7 @@ from millrace_operator.actions import (
 )
 from millrace_operator.conditions import by_type
 from millrace_operator.observed import Peer, Pod
-from support.pool_scene import NAME, Scene, held, reasons, size
+from support.pool_scene import NAME, Scene, advice, held, reasons, size
 
 
 def old(scene: Scene, *, revision: str = "") -> None:
@@ -102,3 +102,49 @@ def test_a_new_revision_comes_in_pairs(peer, goes):
     if not goes:
         message = by_type(scene.pool["status"])["Progressing"]["message"]
         assert message == "1 of 3 are replaced; chat-prefill has to come as far first"
+
+
+def shrink(scene: Scene, *, serving: set[str]) -> set[int]:
+    """To one, beside a pool that serves these revisions: ordinals that still take work."""
+    known = {"revision": "other", "replicas": 1, "updated_ready": 0}
+    peer = Peer(name="chat-prefill", serving=frozenset(serving), **known)
+    scene.see(recommendation=advice(1), peers=(peer,))
+    scene.carry_out()
+    scene.pool["spec"]["replicas"] = 1
+    scene.carry_out()
+    return {n for n in range(4) if not scene.observed.instances[f"{NAME}-{n}"].cordoned}
+
+
+@pytest.mark.parametrize("surge", [0, 1])
+def test_a_smaller_pool_keeps_one_of_the_revision_that_others_serve(surge):
+    scene = Scene(4, rollout={"maxSurge": surge})
+    new = scene.observed.pods[0].revision
+    scene.pod(0, template="old", revision="r1")
+    scene.pod(1, template="old", revision="r1")
+    assert shrink(scene, serving={new}) == ({0, 1, 2} if surge else {0, 2})
+    assert size(scene.carry_out()) == 3
+    message = by_type(scene.pool["status"])["Progressing"]["message"]
+    assert message.endswith(f"; {NAME}-2 stays until others can stand in for it")
+    new_pod(scene, 0)
+    assert shrink(scene, serving={new}) == {0}
+
+
+def test_without_surge_a_new_one_stays_until_the_only_old_one_is_replaced():
+    scene = Scene(4, rollout={"maxSurge": 0})
+    new = scene.observed.pods[0].revision
+    scene.pod(0, template="old", revision="r1")
+    assert shrink(scene, serving={"r1"}) == {0, 1}
+    assert shrink(scene, serving={"r1", new}) == {0, 1}  # the other pool comes first
+    new_pod(scene, 0)
+    assert shrink(scene, serving={"r1", new}) == {0}
+
+
+def test_a_smaller_pool_keeps_the_first_that_serves():
+    scene = Scene(4)
+    revision = scene.observed.pods[0].revision
+    scene.pod(0, ready=False)
+    scene.pod(1, ready=False)
+    assert 2 in shrink(scene, serving={revision})
+    assert scene.observed.instances[f"{NAME}-3"].cordoned
+    scene.pod(0, ready=True)
+    assert shrink(scene, serving={revision}) == {0}

@@ -85,6 +85,11 @@ def autoscaling(mode: str) -> dict[str, Any]:
     }
 
 
+def _draining(pool: dict[str, Any]) -> dict[str, str]:
+    """Why the pods leave of which the status says that they do."""
+    return {e["pod"]: e["reason"] for e in pool["status"].get("draining", ())}
+
+
 class FleetWorld:
     """Time starts at 1000 s."""
 
@@ -243,15 +248,13 @@ class FleetWorld:
     def _cordon(self, pool: dict[str, Any], name: str, cordoned: bool) -> None:
         pod = self._named(name)
         assert pod.terminating_at_s is None
-        if cordoned and self._rolls(pool, pod):
-            self._check_capacity(pod)
+        if cordoned:
+            reasons = _draining(pool)
+            assert pod.name in reasons, "cordoned before the status says so"
+            if reasons[pod.name] == "Rollout":
+                self._check_capacity(pod)
             self._check_pairing(pool, pod)
         pod.cordoned = cordoned
-
-    def _rolls(self, pool: dict[str, Any], pod: Node) -> bool:
-        entries = {e["pod"]: e for e in pool["status"]["draining"]}
-        assert pod.name in entries, "cordoned before the status says so"
-        return entries[pod.name]["reason"] == "Rollout"
 
     def _named(self, name: str) -> Node:
         return next(p for p in self.pods if p.name == name)
@@ -289,13 +292,21 @@ class FleetWorld:
         assert others >= least, f"{others} serve of {least} when {pod.name} goes"
 
     def _check_pairing(self, pool: dict[str, Any], pod: Node) -> None:
-        """Some revision stays with all pools, as far as their statuses tell, if one was."""
-        left = {p.revision for p in self._of(pod.pool) if p.serves and p is not pod}
-        common = left | {pod.revision}
-        for other in self.pools():
-            if other is not pool and other["spec"]["replicas"]:
-                common &= set(other["status"].get("servingRevisions", ()))
-        assert not (left and common) or common & left, f"{pod.name} breaks the last pair"
+        """Some revision stays with all pools, as far as their statuses tell, if one was.
+
+        Whoever is to be cordoned in the same pass does not stay. A rollout without an extra
+        instance may take the only one of a pool, but not where a new one is there already.
+        """
+        size, reasons = pool["spec"]["replicas"], _draining(pool)
+        serving = [p for p in self._of(pod.pool) if p.serves]
+        stay = {p.revision for p in serving if p.name not in reasons}
+        others = [p for p in self.pools() if p is not pool and p["spec"]["replicas"]]
+        known = [set(other["status"].get("servingRevisions", ())) for other in others]
+        common = {p.revision for p in serving}.intersection(*known)
+        rolled = size + pool["spec"]["rollout"]["maxSurge"] == 1 and "Rollout" in reasons.values()
+        if rolled and not any(p.template == pool["status"]["template"] for p in serving):
+            return
+        assert not (size and common) or common & stay, f"{pod.name} breaks the last pair"
 
     # ---- the cluster
 
