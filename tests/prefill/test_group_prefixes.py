@@ -42,7 +42,7 @@ def cached(group: Group, tokens: int) -> list[int]:
     found = []
     for role in group.prefills:
         role.role.check_integrity()
-        found.append(role.role._prefixes.cache.holds(hashes(tokens)) * BLOCK)
+        found.append(role.role.prefix_cache.holds(hashes(tokens)) * BLOCK)
     return found
 
 
@@ -55,7 +55,7 @@ def landed(group: Group) -> int:
 def kept_kv(group: Group, instance: int, tokens: int) -> torch.Tensor:
     """[layers, 2, heads, tokens, dim] of the blocks that the instance has."""
     role = group.prefills[instance]
-    pages = role.role._prefixes.cache.take(hashes(tokens))
+    pages = role.role.prefix_cache.take(hashes(tokens))
     kv = role.engine.pool.storage[:, pages].permute(0, 2, 3, 1, 4, 5).flatten(3, 4).clone()
     role.engine.pool.free(pages)
     return kv
@@ -78,10 +78,14 @@ async def test_blocks_that_are_there_already_stay_when_decode_gives_them_again()
     ids = prompt(400)
     async with prefix_pair() as pair:
         await pair.answer("first", ids[:300])
-        before = set(pair.prefill.role._prefixes.cache._at)
+        cache, pool = pair.prefill.role.prefix_cache, pair.prefill.engine.pool
+        before = cache.take(hashes(300))
+        pool.free(before)
         await pair.answer("turn", ids, kept=256)
-        assert before < set(pair.prefill.role._prefixes.cache._at)
-        assert len(pair.prefill.role._prefixes.cache) == 6
+        after = cache.take(hashes(400))
+        pool.free(after)
+        assert before == after[: len(before)]
+        assert len(pair.prefill.role.prefix_cache) == 6
 
 
 @pytest.mark.parametrize(
@@ -100,7 +104,7 @@ async def test_the_leader_keeps_the_prompts_beginning(plan: Plan, left: int) -> 
         expected = oracle("llama").greedy(prompt(tokens), 8)
         assert await ask(group, "together", plan) == expected
         assert cached(group, tokens) == [left, 0, 0]
-        assert not any(len(role.role._prefixes.cache) for role in group.prefills[1:])
+        assert not any(len(role.role.prefix_cache) for role in group.prefills[1:])
 
         assert await ask(group, "again", [(tokens, [0])]) == expected
         text = group.prefills[0].registry.render()[0].decode()

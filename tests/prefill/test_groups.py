@@ -4,12 +4,16 @@ from __future__ import annotations
 
 import asyncio
 import random
+from concurrent.futures import Future
 from itertools import pairwise
 
 import pytest
 
+from millrace.core import gang
+from millrace.transfer.transport import PeerLostError
+from support.live_stack import eventually
 from support.prefill_group import Group, Plan, group_of
-from support.worker_roles import config, spec
+from support.worker_roles import LiveRole, config, spec
 
 SETTINGS = config(max_chunk_tokens=64)
 
@@ -178,6 +182,121 @@ async def test_a_member_that_gives_up_ends_its_group_without_a_word_of_the_sched
         await group.released("r")
         group.decode.cancel("r")
         assert all(role.engine.pool.used_pages == 0 for role in group.prefills)
+
+
+async def test_a_leader_that_is_linked_late_delays_no_other_prompt_and_stops_nobody() -> None:
+    """What a member says before the leader is linked to it is lost: no pool may stop for that."""
+    async with group_of(2, SETTINGS) as group:
+        leader, other = group.prefills
+        expected, expected_short = await alone(group, 300), await alone(group, 20)
+        connect, linked = leader.transport.connect, Future()
+        with pytest.MonkeyPatch.context() as patch:
+            of_other = other.transport.metadata()
+
+            def late(metadata: bytes) -> Future[str]:
+                return linked if metadata == of_other else connect(metadata)
+
+            patch.setattr(leader.transport, "connect", late)
+            await group.ask("gang", [(300, [0, 1])])
+            await eventually(lambda: other.role._execution.standstill() is not None)
+            await group.ask("short", [(20, [1])])
+            group.order(1, ("short", 0), ("gang", 0))
+            assert await group.tokens("short") == expected_short
+            linked.set_result(connect(of_other).result())
+            assert await group.tokens("gang") == expected
+        await group.released("gang", "short")
+
+
+async def test_a_giver_that_was_never_linked_keeps_nobody_from_letting_go() -> None:
+    """A new member asks the old one for history. That is cancelled before it can answer."""
+    async with group_of(2, SETTINGS) as group:
+        giver, receiver = group.prefills
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(giver.transport, "connect", lambda metadata: Future())
+            await group.ask("r", [(100, [0]), (200, [0, 1])])
+            await eventually(lambda: receiver.role._execution.standstill() is not None)
+            for role in (giver, receiver, group.decode):
+                role.cancel("r")
+            await group.released("r")
+
+
+async def test_a_message_that_cannot_be_sent_breaks_its_group() -> None:
+    async with group_of(2, SETTINGS) as group:
+        leader, other = group.prefills
+        with pytest.MonkeyPatch.context() as patch:
+            lose_words_of_gangs(patch, other)
+            await group.ask("r", [(300, [0, 1])])
+            told = await other.said("request_failed", "r")
+        assert "a message to prefill-0: prefill-0 is gone" in told.message
+        assert told.retryable and (await leader.said("request_failed", "r")).retryable
+        await group.released("r")
+        group.decode.cancel("r")
+
+
+async def test_who_links_to_a_group_that_was_given_up_gives_up_too() -> None:
+    async with group_of(2, SETTINGS) as group:
+        leader, other = group.prefills
+        with pytest.MonkeyPatch.context() as patch:
+            lose_words_of_gangs(patch, other)
+            late, connect = Future[str](), leader.transport.connect
+            theirs = other.transport.metadata()
+            patch.setattr(
+                leader.transport,
+                "connect",
+                lambda metadata: late if metadata == theirs else connect(metadata),
+            )
+            # The leader is to hear of it from the group, not from decode.
+            patch.setattr(group.decode.transport, "notify", lambda *_, **__: Future())
+            await group.ask("r", [(300, [0, 1])])
+            await other.said("request_failed", "r")
+            late.set_result(connect(theirs).result())
+            told = await leader.said("request_failed", "r")
+        assert told.retryable and "prefill-1 gave up" in told.message
+        await group.released("r")
+        group.decode.cancel("r")
+
+
+def lose_words_of_gangs(patch: pytest.MonkeyPatch, role: LiveRole) -> None:
+    """What this instance says to its gangs fails at once."""
+    failed: Future[None] = Future()
+    failed.set_exception(PeerLostError("prefill-0 is gone"))
+    notify = role.transport.notify
+    patch.setattr(
+        role.transport,
+        "notify",
+        lambda peer, payload, **how: (
+            failed if payload[0] == gang.CHANNEL else notify(peer, payload, **how)
+        ),
+    )
+
+
+async def test_instances_tell_what_they_wait_for_when_nothing_begins() -> None:
+    async with group_of(2, SETTINGS) as group:
+        leader = group.prefills[0]
+        notify = leader.transport.notify
+
+        def lossy(peer: str, payload: bytes, **how: bool) -> Future[None]:
+            is_start = payload[:2] == bytes([gang.CHANNEL, gang.Word.START])
+            return Future() if is_start else notify(peer, payload, **how)
+
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(leader.transport, "notify", lossy)
+            await group.ask("r", [(300, [0, 1])])
+            await leader.said("chunk_started", "r")
+
+            def stands_still(role: LiveRole) -> bool:
+                return role.role.heartbeat().HasField("standstill")
+
+            for role in group.prefills:
+                await eventually(lambda role=role: stands_still(role))
+        found = [role.role.heartbeat().standstill for role in group.prefills]
+        assert [list(still.prepared) for still in found] == [["r"], ["r"]]
+        assert [still.claimed for still in found] == ["r", "r"]
+        assert "r/0 waits for operator" in found[0].waits_for
+        assert "r/0 waits for START of prefill-0" in found[1].waits_for
+        for role in (*group.prefills, group.decode):
+            role.cancel("r")
+        await group.released("r")
 
 
 @pytest.mark.parametrize("members", [[1, 0], [2]])

@@ -24,6 +24,7 @@ from millrace.telemetry.metrics import Registry
 from millrace.transfer.memory_transport import MemoryHub
 from millrace.wire import scheduler_codec as codec
 from millrace.wire.pb import common_pb2, scheduler_pb2
+from support.deadlines import HANG_S
 from support.scheduler_peers import register
 from support.tiny_models import prompt
 from support.worker_roles import LiveRole, config, live_roles, remember, spec
@@ -106,7 +107,7 @@ async def served(policy: str, preemption: str) -> AsyncIterator[tuple[Scheduler,
         await asyncio.sleep(0)  # both have joined
         try:
             yield scheduler, prefill
-            async with asyncio.timeout(20):
+            async with asyncio.timeout(HANG_S):
                 await scheduler.loop.idle.wait()
             scheduler.loop.machine.check_integrity()
         finally:

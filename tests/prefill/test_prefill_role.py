@@ -14,6 +14,7 @@ from millrace.prefill.loop import PrefillRole
 from millrace.state.store import StoreError
 from millrace.transfer.memory_transport import MemoryHub
 from millrace.wire.pb import scheduler_pb2
+from support.deadlines import HANG_S
 from support.live_stack import eventually
 from support.prefill_pair import SETTINGS, GatedStore, Pair
 from support.tiny_models import prompt
@@ -249,9 +250,9 @@ async def test_a_refused_handshake_stops_the_compute(pair: Pair) -> None:
     await remember(pair.store, request, prompt(3000))
     elsewhere = pair.decode.member
     elsewhere.incarnation.generation += 1
-    pair.prefill.role.on_command(run_prefill(request, elsewhere))
-
-    failed = await pair.prefill.said("request_failed", "r")
+    with pair.prefill.held_before_the_last_chunk():  # the refusal comes while it computes
+        pair.prefill.role.on_command(run_prefill(request, elsewhere))
+        failed = await pair.prefill.said("request_failed", "r")
     await pair.prefill.said("request_released", "r")
     assert failed.retryable
     assert "stale receiver" in failed.message
@@ -276,7 +277,7 @@ async def test_drop_all_leaves_nothing(pair: Pair) -> None:
         await pair.ask(f"r{i}", 1500)
     await pair.prefill.said("chunk_started", "r0")
 
-    async with asyncio.timeout(2):
+    async with asyncio.timeout(HANG_S):
         await pair.prefill.role.drop_all("the scheduler is gone")
 
     assert pair.used_pages == 0
@@ -309,6 +310,6 @@ async def test_a_defect_in_a_job_ends_the_role() -> None:
     prefill.role.on_command(run_prefill(spec("r", 20), prefill.member))
 
     with pytest.raises(KeyError, match="a defect"):
-        async with asyncio.timeout(2):
+        async with asyncio.timeout(HANG_S):
             await prefill.ended()
     await prefill.close()

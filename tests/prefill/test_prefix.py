@@ -127,7 +127,7 @@ async def test_nothing_is_shared_without_need(pair: PrefixPair) -> None:
         await pair.over(name)
         assert pair.cached[name] == 0, name
         assert pair.tokens[name, 0] == pair.tokens["first", 0]
-    assert len(pair.prefill.role._prefixes.cache) == 6  # three each of first and salted
+    assert len(pair.prefill.role.prefix_cache) == 6  # three each of first and salted
 
 
 async def test_a_cancelled_prompt_leaves_nothing(pair: PrefixPair) -> None:
@@ -138,7 +138,7 @@ async def test_a_cancelled_prompt_leaves_nothing(pair: PrefixPair) -> None:
         pair.prefill.cancel("r")
     await pair.prefill.said("request_released", "r")
     pair.decode.cancel("r")
-    assert not len(pair.prefill.role._prefixes.cache)
+    assert not len(pair.prefill.role.prefix_cache)
 
 
 async def test_a_cancelled_prompt_that_was_cached_frees_what_it_shared(pair: PrefixPair) -> None:

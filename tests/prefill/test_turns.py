@@ -6,6 +6,7 @@ import random
 import pytest
 
 from millrace.prefill.turns import OrderedTurn
+from support.deadlines import HANG_S
 
 
 class Crowd:
@@ -97,9 +98,9 @@ async def test_after_the_last_one_the_turn_is_free() -> None:
     await crowd.wants("a", "b")
     crowd.tasks["b"].cancel()
     crowd.turn.release()
-    async with asyncio.timeout(1), crowd.turn.of("a"):
+    async with asyncio.timeout(HANG_S), crowd.turn.of("a"):
         pass
-    async with asyncio.timeout(1), crowd.turn.of("b"):
+    async with asyncio.timeout(HANG_S), crowd.turn.of("b"):
         pass
 
 
@@ -112,7 +113,7 @@ async def test_the_holder_gives_way_to_earlier_ones_only_and_comes_back() -> Non
         async with turn.of(name):
             had.append(name)
 
-    async with asyncio.timeout(1), asyncio.TaskGroup() as group, turn.of("b"):
+    async with asyncio.timeout(HANG_S), asyncio.TaskGroup() as group, turn.of("b"):
         group.create_task(other("c"))
         await settled()
         await turn.give_way("b")
@@ -134,7 +135,7 @@ async def test_cancelled_while_it_gives_way_it_has_the_turn_no_more() -> None:
 
     giving = asyncio.create_task(gives_way())
     await asyncio.sleep(0)
-    async with asyncio.timeout(1), turn.of("a"):
+    async with asyncio.timeout(HANG_S), turn.of("a"):
         giving.cancel()
         await settled()
         assert giving.cancelled()
@@ -167,7 +168,7 @@ async def test_nobody_is_lost_and_none_share_it_whatever_happens(seed: int) -> N
             went.add(name)
 
     tasks = {name: asyncio.create_task(job(name)) for name in rng.sample(order, len(order))}
-    async with asyncio.timeout(5):
+    async with asyncio.timeout(HANG_S):
         while not all(task.done() for task in tasks.values()):
             if rng.random() < 0.3:
                 rng.shuffle(order)
@@ -177,5 +178,5 @@ async def test_nobody_is_lost_and_none_share_it_whatever_happens(seed: int) -> N
     ended = await asyncio.gather(*tasks.values(), return_exceptions=True)
     assert {type(end) for end in ended} <= {type(None), asyncio.CancelledError}
     assert went == {name for name, task in tasks.items() if not task.cancelled()}
-    async with asyncio.timeout(1), turn.of("after all"):
+    async with asyncio.timeout(HANG_S), turn.of("after all"):
         pass

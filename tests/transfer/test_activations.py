@@ -20,9 +20,9 @@ from millrace.transfer.activations import (
 from millrace.transfer.memory_transport import MemoryHub, MemoryTransport
 from millrace.transfer.nixl_transport import NixlTransport
 from millrace.transfer.transport import INLINE_BYTES
+from support.deadlines import HANG_S
 
 ROWS, HIDDEN = 8, 6
-WAIT_S = 20
 _numbers = itertools.count()
 
 
@@ -49,17 +49,17 @@ class Pair:
 
     def open(self) -> None:
         metadata = [end.metadata() for end in self.ends]
-        peer = self.ends[0].connect(metadata[1]).result(WAIT_S)
-        self.ends[1].connect(metadata[0]).result(WAIT_S)
+        peer = self.ends[0].connect(metadata[1]).result(HANG_S)
+        self.ends[1].connect(metadata[0]).result(HANG_S)
         self.sender.open(self.receiver.inlet(metadata[1], self.ends[0].name), peer)
 
     def send(self, value: float, rows: int = ROWS) -> None:
-        slot = self.sender.reserve(WAIT_S)
+        slot = self.sender.reserve(HANG_S)
         self.out[slot, :rows] = value
         self.sender.send(slot, rows, f"{value}".encode())
 
     def next(self) -> Arrival:
-        return self.arrivals.get(timeout=WAIT_S)
+        return self.arrivals.get(timeout=HANG_S)
 
     def close(self) -> None:
         for one in self.listening:
@@ -92,9 +92,9 @@ def test_passes_arrive_whole_and_in_order(pair) -> None:
         assert arrival.about == f"{float(value)}".encode()
         assert torch.equal(pair.into[arrival.slot, :rows], torch.full((rows, HIDDEN), float(value)))
         arrival.take()
-    thread.join(WAIT_S)
+    thread.join(HANG_S)
     pair.receiver.check_integrity()
-    assert {pair.sender.reserve(WAIT_S) for _ in range(SLOTS)} == set(range(SLOTS))  # all are back
+    assert {pair.sender.reserve(HANG_S) for _ in range(SLOTS)} == set(range(SLOTS))  # all are back
 
 
 def test_the_sender_waits_for_slots_and_no_longer_than_it_may(pair) -> None:
@@ -108,7 +108,7 @@ def test_the_sender_waits_for_slots_and_no_longer_than_it_may(pair) -> None:
     with pytest.raises(IntegrityError, match="were not taken"):
         pair.receiver.check_integrity()
     first.take()
-    assert pair.sender.reserve(WAIT_S) == first.slot
+    assert pair.sender.reserve(HANG_S) == first.slot
 
 
 def test_a_new_link_begins_anew_and_drops_what_the_old_one_left(pair) -> None:
@@ -140,7 +140,7 @@ def test_a_dead_receiver_is_noticed() -> None:
         pair.send(float(value))
     pair.ends[1].close()
     with pytest.raises(TransferError, match="is gone"):
-        pair.sender.reserve(WAIT_S)
+        pair.sender.reserve(HANG_S)
     pair.close()
 
 

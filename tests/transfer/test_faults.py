@@ -7,6 +7,7 @@ import dataclasses
 import random
 import re
 from concurrent.futures import Future
+from contextlib import asynccontextmanager
 
 import pytest
 
@@ -20,10 +21,17 @@ from millrace.transfer.messages import Kind, Message
 from millrace.transfer.receive_manager import ReceiveManager
 from millrace.transfer.runs import Runs
 from millrace.transfer.send_manager import SendManager
+from support.clocks import Clock, given_to
+from support.deadlines import HANG_S
 from support.kv_group import LocalPeer
 from support.kv_nodes import Pool, expected_kv, fill, layout, read
+from support.live_stack import eventually
 
-CONFIG = TransferConfig(lease_s=1.0, transfer_timeout_s=0.6, handshake_timeout_s=0.5)
+#: No deadline passes but where a test skips it.
+DEADLINE_S = 10 * HANG_S
+CONFIG = TransferConfig(
+    lease_s=10 * DEADLINE_S, transfer_timeout_s=DEADLINE_S, handshake_timeout_s=2 * HANG_S
+)
 TOKENS, PAGES = 50, [0, 1, 2, 3]
 
 
@@ -32,14 +40,28 @@ class FaultyTransport(MemoryTransport):
 
     fault = staticmethod(lambda message: "ok")
 
-    def write(self, peer, runs: Runs, notification, *, region=0, peer_region=0) -> Future[None]:
+    def __init__(self, name: str, hub: MemoryHub) -> None:
+        super().__init__(name, hub)
+        self.posted: list[Future[None]] = []
+        self.stalled: Future[None] | None = None
+
+    @property
+    def is_idle(self) -> bool:
+        return all(write.done() for write in self.posted)
+
+    def write(self, *args, **kwargs) -> Future[None]:
+        written = self.faulty(*args, **kwargs)
+        if written is not self.stalled:
+            self.posted.append(written)
+        return written
+
+    def faulty(self, peer, runs: Runs, notification, *, region=0, peer_region=0) -> Future[None]:
         what = self.fault(Message.decode(notification))
         regions = {"region": region, "peer_region": peer_region}
         if what == "stall":
-            stalled: Future[None] = Future()
-            stalled.set_running_or_notify_cancel()
-            self.stalled = stalled
-            return stalled
+            self.stalled = Future()
+            self.stalled.set_running_or_notify_cancel()
+            return self.stalled
         if what == "fail":
             return super().write(peer, Runs.of(-1, 0, 1), notification, **regions)
         if what == "lose":
@@ -52,10 +74,12 @@ class FaultyTransport(MemoryTransport):
 
 
 class World:
-    """A sender and a receiver in this process."""
+    """A sender and a receiver in this process, by one clock."""
 
-    def __init__(self, config: TransferConfig) -> None:
+    def __init__(self, config: TransferConfig, clock: Clock) -> None:
         hub = MemoryHub()
+        self.clock = clock
+        self.is_buffered = bool(config.buffer_bytes)
         self.layout = layout()
         self.events: asyncio.Queue[tuple[str, ...]] = asyncio.Queue()
         self.pools = Pool(self.layout), Pool(self.layout)
@@ -97,8 +121,31 @@ class World:
                 session.layer_ready(chunk, layer, start, count)
         return session
 
+    @asynccontextmanager
+    async def passing_deadlines(self, are_due=lambda: True):
+        """Deadlines pass whenever nothing is being written, from when they `are_due`."""
+
+        async def skip() -> None:
+            while True:
+                await asyncio.sleep(0.05)
+                if are_due() and self.transports[0].is_idle:
+                    self.clock.skip(1.1 * DEADLINE_S)
+
+        skipping = asyncio.create_task(skip())
+        yield
+        skipping.cancel()
+
+    async def finish_in_vain(self, session, are_due=lambda: True) -> tuple[str, ...]:
+        """What the receiver says of it."""
+        async with self.passing_deadlines(are_due):
+            try:
+                await session.finish(2)
+            except TransferError:  # buffered: a lost slot is never freed, and the sender notices
+                await session.abort("stopped")
+            return await self.event()
+
     async def event(self):
-        async with asyncio.timeout(10):
+        async with asyncio.timeout(HANG_S):
             return await self.events.get()
 
     def landed(self) -> bool:
@@ -119,9 +166,14 @@ def apart(monkeypatch):
     monkeypatch.setattr(batching, "MAX_PARTS", 1)
 
 
+@pytest.fixture
+def clock(monkeypatch):
+    return given_to("millrace.transfer", monkeypatch)
+
+
 @pytest.fixture(params=[0, 24_000], ids=["buffer-free", "buffered"])
-async def world(request, apart):
-    made = World(dataclasses.replace(CONFIG, buffer_bytes=request.param))
+async def world(request, apart, clock):
+    made = World(dataclasses.replace(CONFIG, buffer_bytes=request.param), clock)
     yield made
     await made.close()
 
@@ -149,12 +201,7 @@ async def test_without_faults_it_lands(world):
 
 async def test_a_lost_notification_fails_by_the_deadline(world):
     world.transports[0].fault = on("lose")
-    session = await world.begin()
-    try:
-        await session.finish(2)
-    except TransferError:  # buffered: the lost slot is never freed, and the sender notices
-        await session.abort("stalled")
-    kind, _, message = await world.event()
+    kind, _, message = await world.finish_in_vain(await world.begin())
     assert kind == "failed"
     assert "first in layer 1" in message or "no progress" in message
     await world.receiver.release("r")
@@ -181,8 +228,8 @@ async def test_a_repeated_notification_fails_the_request(world):
         ({"request_id": "other"}, "missing, first in layer 1"),
     ],
 )
-async def test_an_altered_notification_never_lands(apart, change, pattern):
-    world = World(CONFIG)
+async def test_an_altered_notification_never_lands(apart, clock, change, pattern):
+    world = World(CONFIG, clock)
     once = on("alter")
 
     def alter(message):
@@ -193,12 +240,7 @@ async def test_an_altered_notification_never_lands(apart, change, pattern):
         return dataclasses.replace(message, parts=(message.parts[0]._replace(**change),))
 
     world.transports[0].fault = alter
-    session = await world.begin()
-    try:
-        await session.finish(2)
-    except TransferError:
-        await session.abort("stopped")
-    kind, _, message = await world.event()
+    kind, _, message = await world.finish_in_vain(await world.begin())
     assert kind == "failed" and pattern in message
     await world.receiver.release("r")
     await world.close()
@@ -216,8 +258,8 @@ async def test_an_altered_notification_never_lands(apart, change, pattern):
         (lambda parts: (), "missing, first in layer 0"),
     ],
 )
-async def test_each_part_of_a_write_is_accounted_for_by_itself(change, pattern):
-    world = World(CONFIG)
+async def test_each_part_of_a_write_is_accounted_for_by_itself(clock, change, pattern):
+    world = World(CONFIG, clock)
     sizes = []
 
     def alter(message):
@@ -225,12 +267,7 @@ async def test_each_part_of_a_write_is_accounted_for_by_itself(change, pattern):
         return dataclasses.replace(message, parts=tuple(change(message.parts)))
 
     world.transports[0].fault = alter
-    session = await world.begin()
-    try:
-        await session.finish(2)
-    except TransferError:
-        await session.abort("stopped")
-    kind, _, message = await world.event()
+    kind, _, message = await world.finish_in_vain(await world.begin())
     assert sizes == [2 * world.layout.num_layers]  # all was ready: one write
     assert kind == "failed" and re.search(pattern, message)
     await world.receiver.release("r")
@@ -250,24 +287,26 @@ async def test_a_failed_write_fails_both_sides(world):
 async def test_a_stalled_write_meets_the_deadline_and_holds_the_pages(world):
     world.transports[0].fault = on("stall")
     session = await world.begin()
-    with pytest.raises(TransferError, match=r"no progress for 0\.6 s writing to decode-0"):
-        await session.finish(2)
+    async with world.passing_deadlines():
+        with pytest.raises(TransferError, match="no progress for 600 s writing to decode-0"):
+            await session.finish(2)
     aborting = asyncio.create_task(session.abort("stalled"))
     assert (await world.event())[0] == "failed"
     releasing = asyncio.create_task(world.receiver.release("r"))
-    await asyncio.sleep(0.3)
+    if world.is_buffered:  # a buffered write can't reach pages
+        await eventually(releasing.done)
+    else:
+        await asyncio.sleep(0.3)
+        assert not releasing.done()
     assert not aborting.done()
-    buffered = world.receiver._buffers is not None
-    assert releasing.done() == buffered  # a buffered write can't reach pages
     world.transports[0].stalled.set_result(None)
     await asyncio.gather(aborting, releasing)
-    async with asyncio.timeout(5):
-        while len(world.receiver._leases):  # noqa: ASYNC110 - the manager has no event for it
-            await asyncio.sleep(0.01)
+    await eventually(lambda: not world.receiver.num_leases)
 
 
-async def test_a_sender_that_waits_for_a_backend_asks_again():
-    world = World(dataclasses.replace(CONFIG, buffer_bytes=24_000, backends=1))
+async def test_a_sender_that_waits_for_a_backend_asks_again(clock):
+    config = dataclasses.replace(CONFIG, buffer_bytes=24_000, backends=1, handshake_timeout_s=0.5)
+    world = World(config, clock)
     refused = []
     peer = LocalPeer(world.receiver)
     handshake = peer.handshake
@@ -287,8 +326,8 @@ async def test_a_sender_that_waits_for_a_backend_asks_again():
     )
     for layer in range(3):
         other.layer_ready(0, layer, 0, 5)
-    await asyncio.sleep(0.7)
-    assert refused and "waits for one of 1 backends" in refused[0]
+    await eventually(lambda: refused)
+    assert "waits for one of 1 backends" in refused[0]
     await session.finish(2)
     await other.finish(1)
     assert [await world.event() for _ in range(2)] == [("landed", "r"), ("landed", "s")]
@@ -298,11 +337,11 @@ async def test_a_sender_that_waits_for_a_backend_asks_again():
 
 
 @pytest.mark.parametrize("seed", range(6))
-async def test_random_faults_never_land_wrong_bytes(seed, monkeypatch):
+async def test_random_faults_never_land_wrong_bytes(seed, clock, monkeypatch):
     rng = random.Random(seed)
     monkeypatch.setattr(batching, "MAX_PARTS", rng.choice([1, 2, 3]))
     config = dataclasses.replace(CONFIG, buffer_bytes=rng.choice([0, 24_000]))
-    world = World(config)
+    world = World(config, clock)
     faults = []
 
     def fault(message):
@@ -312,12 +351,7 @@ async def test_random_faults_never_land_wrong_bytes(seed, monkeypatch):
         return "ok"
 
     world.transports[0].fault = fault
-    session = await world.begin()
-    try:
-        await session.finish(2)
-    except TransferError:
-        await session.abort("failed")
-    kind = (await world.event())[0]
+    kind = (await world.finish_in_vain(await world.begin(), lambda: faults))[0]
     assert kind == ("failed" if faults else "landed")
     assert kind == "failed" or world.landed()
     await world.receiver.release("r")

@@ -17,11 +17,11 @@ from millrace.transfer.inbox import Inbox
 from millrace.transfer.memory_transport import MemoryHub, MemoryTransport
 from millrace.transfer.messages import TO_SENDER, Kind, Message
 from millrace.transfer.send_session import SendSession
+from support.deadlines import HANG_S
 from support.kv_group import RECEIVER, KvGroup, Member
 from support.kv_nodes import layout
 from support.live_stack import eventually
 
-WAIT_S = 10.0
 CONFIG = TransferConfig(lease_s=5.0, transfer_timeout_s=5.0, handshake_timeout_s=2.0)
 
 
@@ -36,7 +36,7 @@ class AtOnce(deque):
     def append(self, item: object) -> None:
         super().append(item)
         if next(self._count) < 2:
-            self._both.wait(WAIT_S)
+            self._both.wait(HANG_S)
 
 
 async def test_notifications_of_two_threads_at_once_are_read(monkeypatch):
@@ -65,9 +65,9 @@ async def begun(group: KvGroup) -> tuple[Member, SendSession]:
     )
     await session.opened()
     session.layer_ready(0, 0, 0, 40)
-    await eventually(lambda: session._writes)
+    await eventually(lambda: member.transport.posted)
     session.layer_ready(0, 1, 0, 40)
-    await eventually(lambda: [write.running() for write in session._writes] == [True, False])
+    await eventually(lambda: [w.running() for w in member.transport.posted] == [True, False])
     return member, session
 
 
@@ -78,7 +78,7 @@ async def test_a_session_ends_when_a_write_ends_while_the_next_one_is_cancelled(
     pages = group.admit("r", 40)
     member, session = await begun(group)
     member.transport.gate.set()
-    async with asyncio.timeout(WAIT_S):
+    async with asyncio.timeout(HANG_S):
         await session.abort("given up")
     await group.release("r", pages)
     await group.close()
@@ -95,8 +95,8 @@ async def test_a_session_ends_though_who_aborts_it_is_cancelled():
         await aborting
     with pytest.raises(TransferError, match="given up"):
         await session.finish(None)
-    assert member.sender._sessions
+    assert member.sender.num_sessions
     member.transport.gate.set()
-    await eventually(lambda: not member.sender._sessions)
+    await eventually(lambda: not member.sender.num_sessions)
     await group.release("r", pages)
     await group.close()

@@ -207,7 +207,7 @@ class Line:
         self.backends.check_integrity()
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=200)
 @given(
     st.integers(0, 2**32),
     st.integers(1, 4),

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-import time
+import threading
 from dataclasses import replace
 
 import numpy as np
@@ -16,24 +16,20 @@ from millrace.transfer.layout import Side, layer_runs
 from millrace.transfer.memory import Memory
 from millrace.transfer.memory_transport import MemoryHub, MemoryTransport
 from millrace.transfer.runs import Runs
+from support.clocks import given_to
+from support.deadlines import HANG_S
 from support.ring_nodes import FREE, RingNode, chunks_of, pool_layout
+from support.slow_transport import SlowTransport
 
 TOKENS = 30
-CONFIG = TransferConfig(lease_s=0.5)
-
-
-class SlowTransport(MemoryTransport):
-    pause_s = 0.0
-
-    def _write(self, *args) -> None:
-        time.sleep(self.pause_s)
-        super()._write(*args)
+LEASE_S = 10 * HANG_S  # it is over when the clock skips it
+CONFIG = TransferConfig(lease_s=LEASE_S)
 
 
 class Decode:
     """A decode instance that has the first tokens of a prompt; other pages than prefill's."""
 
-    def __init__(self, hub: MemoryHub, node: RingNode, *, lease_s: float = 0.5) -> None:
+    def __init__(self, hub: MemoryHub, node: RingNode, *, lease_s: float = LEASE_S) -> None:
         self.made = replace(pool_layout(pages=32), page_tokens=8)
         self.pool = np.zeros((self.made.num_layers, 32, 2, 2, 8, 4), dtype=np.float32)
         self.transport = SlowTransport("decode", hub)
@@ -60,6 +56,11 @@ class Decode:
 
 
 @pytest.fixture
+def clock(monkeypatch):
+    return given_to("millrace.transfer", monkeypatch)
+
+
+@pytest.fixture
 def pair():
     hub = MemoryHub()
     node = RingNode("a", MemoryTransport("a", hub), pool_layout(pages=40), CONFIG)
@@ -81,7 +82,7 @@ def prepare(node):
 
 
 def end(node, job) -> None:
-    asyncio.run(asyncio.wait_for(job.link.close(), 5))
+    asyncio.run(asyncio.wait_for(job.link.close(), HANG_S))
     node.release(job)
 
 
@@ -92,10 +93,27 @@ def test_what_decode_kept_comes_back_layer_by_layer(pair):
     job.link.fetched("decode")
     gift = decode.giver.give("r", 2, decode.history(info, job.laid))
     assert node.compute(job)  # waits for each layer
-    gift.over.result(5)
+    gift.over.result(HANG_S)
     assert gift.bytes_sent == TOKENS * decode.made.bytes_per_token
     node.check_share(job)
     assert not job.wrong
+    end(node, job)
+
+
+def test_one_layer_waits_while_another_moves_and_no_third(pair):
+    """The transport always has the next layer, and a giver that stops has little to wait for."""
+    node, decode = pair
+    job, info = prepare(node)
+    decode.fill(node, seed=3)
+    job.link.fetched("decode")
+    decode.transport.gate.clear()
+    gift = decode.giver.give("r", 2, decode.history(info, job.laid))
+    assert len(decode.transport.posted) == 2  # and nothing has ended
+    decode.transport.gate.set()
+    gift.over.result(HANG_S)
+    assert len(decode.transport.posted) == decode.made.num_layers > 2
+    assert decode.transport.most_in_flight == 2
+    assert node.compute(job)
     end(node, job)
 
 
@@ -103,13 +121,17 @@ def test_an_abort_in_the_middle_stops_the_giver_before_the_pages_are_free(pair):
     node, decode = pair
     job, info = prepare(node)
     decode.fill(node, seed=3)
-    decode.transport.pause_s = 0.05
+    decode.transport.gate.clear()
     job.link.fetched("decode")
     gift = decode.giver.give("r", 2, decode.history(info, job.laid))
+    stopped = threading.Event()
+    decode.transport.posted[1].add_done_callback(lambda _: stopped.set())
     job.link.abort()
     assert not node.compute(job)
+    assert stopped.wait(HANG_S)
+    decode.transport.gate.set()
     end(node, job)
-    gift.over.result(5)
+    gift.over.result(HANG_S)
     assert gift.bytes_sent < TOKENS * decode.made.bytes_per_token
 
 
@@ -124,18 +146,20 @@ def test_what_was_given_up_is_not_given_any_more(pair):
         decode.giver.give("r", 2, decode.history(info, job.laid))
 
 
-def test_a_giver_writes_nothing_once_its_right_has_run_out(pair):
+def test_a_giver_writes_nothing_once_its_right_has_run_out(pair, clock):
     node, decode = pair
     job, info = prepare(node)
     job.link.fetched("decode")
-    decode.transport.pause_s = 0.6  # of a layer; the lease is 0.5
+    decode.transport.gate.clear()
     gift = decode.giver.give("r", 2, decode.history(info, job.laid))
     with pytest.raises(IntegrityError, match="history is still on its way"):
         decode.giver.check_integrity()
     heard = []
     hear, gift.heard = gift.heard, lambda: (heard.append(True), hear())
+    clock.skip(2 * LEASE_S)
+    decode.transport.gate.set()
     assert job.link.history(decode.made.num_layers - 1)
-    gift.over.result(5)
+    gift.over.result(HANG_S)
     assert heard  # it asked before it wrote the last layer
     end(node, job)
 
@@ -145,7 +169,7 @@ def test_a_peer_that_is_gone_ends_the_gift(pair):
     job, info = prepare(node)
     history = decode.history(info, job.laid)
     with pytest.raises(TransferError, match="history of request q for nobody: nobody is not"):
-        decode.giver.give("q", 1, replace(history, peer="nobody")).over.result(5)
+        decode.giver.give("q", 1, replace(history, peer="nobody")).over.result(HANG_S)
     job.link.abort()
     end(node, job)
 
@@ -157,7 +181,7 @@ def test_a_receiver_does_not_wait_for_what_can_not_be_written(pair):
     outside = Runs.of(0, node.pool.nbytes - 8, 16)
     gift = decode.giver.give("r", 2, replace(decode.history(info, job.laid), runs=outside))
     with pytest.raises(TransferError, match="a run leaves the target region"):
-        gift.over.result(5)
+        gift.over.result(HANG_S)
     assert not job.link.history(0)
     end(node, job)
     assert job.aborted_by == ["decode gave up"]
@@ -189,4 +213,4 @@ def test_arrivals_are_counted_by_giver_chunk_and_layer():
         with pytest.raises(ValueError, match="came uncalled for"):
             arrivals.arrived(giver, chunk, layer)
     arrivals.arrived("a", 1, 1)
-    assert arrivals.awaited() == {"b"}
+    assert arrivals.awaited() == {("b", 1)}

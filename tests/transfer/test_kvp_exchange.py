@@ -16,9 +16,12 @@ from millrace.transfer.kvp_messages import KvpKind, KvpMessage, missing_body
 from millrace.transfer.memory import Memory
 from millrace.transfer.memory_transport import MemoryHub, MemoryTransport
 from millrace.transfer.transport import INLINE_BYTES
+from millrace.transfer.writer import GRACE_S
+from support.clocks import given_to
+from support.deadlines import HANG_S
 
 SHAPE = ExchangeShape(num_q_heads=2, num_kv_heads=1, head_dim=4, element_bytes=4, max_rows=4)
-LEASE_S = 0.2
+LEASE_S = 10 * HANG_S  # it is over when the clock skips it
 
 
 class Echo:
@@ -69,7 +72,7 @@ class Ends:
             Memory.of_array(self.sent),
             SHAPE,
             holders=places,
-            timeout_s=0.5,
+            timeout_s=2 * HANG_S,
             lease_s=LEASE_S,
             on_lost=lambda holder, why: self.lost.append((holder, why)),
             inline_bytes=inline_bytes,
@@ -113,7 +116,7 @@ class Ends:
 
     def settle(self) -> None:
         """Until both sides have said goodbye."""
-        deadline_s = time.monotonic() + 5
+        deadline_s = time.monotonic() + HANG_S
         while time.monotonic() < deadline_s:
             try:
                 self.exchange.check_integrity(idle=True)
@@ -181,7 +184,7 @@ def test_rows_that_do_not_fit_what_came_with_them_are_refused(ends, rows, new_ro
     ends.ask(0, 1, entries=1)
     before = ends.echo.memory.copy()
     message = KvpMessage(KvpKind.LAYER, slot, 1, 0, 1, rows, new_rows, entries, b"x" * 48)
-    ends.owner.notify("holder", message.encode()).result(5)
+    ends.owner.notify("holder", message.encode()).result(HANG_S)
     reply, _ = ends.ask(1, 1)  # the answer to what was forged is the one to it
     assert "48 bytes came with" in reply.lost
     assert (ends.echo.memory == before).all()
@@ -202,9 +205,9 @@ def test_answers_to_what_is_not_waited_for_are_dropped(ends):
     ends.exchange.begin()
     ends.exchange.begin()
     late = KvpMessage(KvpKind.PARTIAL, slot, 1, 0, 0)
-    ends.holder.notify("owner", late.encode()).result(5)
+    ends.holder.notify("owner", late.encode()).result(HANG_S)
     of_another = KvpMessage(KvpKind.FAILED, slot + 1, 2, 0, 0)
-    ends.holder.notify("owner", of_another.encode()).result(5)
+    ends.holder.notify("owner", of_another.encode()).result(HANG_S)
     reply, word = ends.ask(0, 7, entries=1)
     assert (reply.lost, word) == ("", 7)
 
@@ -218,10 +221,11 @@ def test_a_place_is_lent_again_once_its_peer_has_said_goodbye(ends):
     assert len(set(slots)) == 5
 
 
-def test_a_place_waits_for_a_peer_that_may_still_write(ends):
+def test_a_place_waits_for_a_peer_that_may_still_write(ends, monkeypatch):
     """Nobody serves the desk's notifications: the owner's two places stay taken."""
+    clock = given_to("millrace.transfer", monkeypatch)
     ends.attach()
-    ends.holder._handlers.clear()
+    ends.holder.deliver = lambda *_: None
     ends.exchange.detach("h")
     ends.attach()
     ends.exchange.detach("h")
@@ -231,7 +235,7 @@ def test_a_place_waits_for_a_peer_that_may_still_write(ends):
     time.sleep(0.05)
     with pytest.raises(CapacityError):
         ends.exchange.offer()
-    time.sleep(1.1)
+    clock.skip(LEASE_S + 2 * GRACE_S)
     ends.exchange.withdraw(ends.exchange.offer())
 
 
@@ -239,7 +243,7 @@ def test_the_holder_may_end_the_exchange(ends):
     slot = ends.attach()
     ends.exchange.begin()
     ends.desk.detach(slot)
-    deadline_s = time.monotonic() + 5
+    deadline_s = time.monotonic() + HANG_S
     while not ends.exchange.holders()["h"] and time.monotonic() < deadline_s:
         time.sleep(0.01)
     reply, _ = ends.ask(0, 1, entries=1)

@@ -117,7 +117,7 @@ def memory(array) -> Memory:
     return Memory.of_array(array.view(np.uint8))
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=150)
 @given(sides(), st.integers(0, BASE.num_layers - 1))
 def test_runs_move_exactly_what_the_oracle_moves(drawn, layer):
     sender, receiver, start, count = drawn
@@ -135,7 +135,7 @@ def test_runs_move_exactly_what_the_oracle_moves(drawn, layer):
     assert runs.total_bytes == count * layer_token_bytes(sender.layout, receiver.layout)
 
 
-@settings(max_examples=80, deadline=None)
+@settings(max_examples=80)
 @given(sides())
 def test_through_a_staging_slot_the_bytes_are_the_same(drawn):
     sender, receiver, start, count = drawn
@@ -155,7 +155,7 @@ def test_through_a_staging_slot_the_bytes_are_the_same(drawn):
     assert (target == expected).all()
 
 
-@settings(max_examples=80, deadline=None)
+@settings(max_examples=80)
 @given(sides())
 def test_runs_are_coalesced_and_never_overlap(drawn):
     sender, receiver, start, count = drawn

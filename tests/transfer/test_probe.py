@@ -15,22 +15,29 @@ import torch
 
 from millrace.core.errors import TransferError
 from millrace.telemetry.metrics import Registry
+from millrace.transfer.byte_window import ByteWindow
 from millrace.transfer.memory_transport import MemoryHub, MemoryTransport
 from millrace.transfer.nixl_transport import NixlTransport
-from millrace.transfer.probe import PATTERN_BYTES, ProbeEnd, ProbeError, probe_end, probe_loopback
+from millrace.transfer.probe import (
+    PATTERN_BYTES,
+    End,
+    ProbeEnd,
+    ProbeError,
+    probe_end,
+    probe_loopback,
+)
 from millrace.transfer.transport import Transport, outcome
 from millrace.wire.channel import open_channel
 from millrace.wire.pb import common_pb2, transfer_pb2, transfer_pb2_grpc
 from millrace.wire.scheduler_client import InstanceView
 from millrace.wire.server import bind, create_server
 from millrace.worker import kv_path as kv_path_module
-from millrace.worker.byte_window import ByteWindow
 from millrace.worker.kv_path import KvPath, chosen_peers
+from support.deadlines import HANG_S
 from support.live_stack import eventually
 from support.scheduler_peers import Net, scheduler
 
 SIZE = 4096
-WAIT_S = 10.0
 _numbers = itertools.count()
 
 Make = Callable[[str], Transport]
@@ -76,16 +83,16 @@ async def two_ends(make: Make) -> AsyncIterator[tuple[ProbeEnd, ProbeEnd]]:
 async def test_patterns_that_come_both_ways_pass(make) -> None:
     async with two_ends(make) as (one, other):
         await asyncio.gather(
-            one.exchange(other.metadata, other.seed, WAIT_S),
-            other.exchange(one.metadata, one.seed, WAIT_S),
+            one.exchange(other.metadata, other.seed, HANG_S),
+            other.exchange(one.metadata, one.seed, HANG_S),
         )
 
 
 async def test_other_bytes_than_wanted_are_found_at_either_end(make) -> None:
     async with two_ends(make) as (one, other):
         passed, failed = await asyncio.gather(
-            one.exchange(other.metadata, 77, WAIT_S),
-            other.exchange(one.metadata, one.seed, WAIT_S),
+            one.exchange(other.metadata, 77, HANG_S),
+            other.exchange(one.metadata, one.seed, HANG_S),
             return_exceptions=True,
         )
     assert passed is None
@@ -105,7 +112,7 @@ async def test_a_peer_that_is_gone_is_an_error_not_a_wait(hub) -> None:
         async with probe_end(lambda: make("other"), window(), seed=2, size=SIZE) as other:
             metadata = other.metadata
         with pytest.raises(TransferError, match="other is gone"):
-            await one.exchange(metadata, 2, WAIT_S)
+            await one.exchange(metadata, 2, HANG_S)
 
 
 async def test_a_probe_that_is_given_up_while_its_transport_opens_leaves_none(hub) -> None:
@@ -114,7 +121,7 @@ async def test_a_probe_that_is_given_up_while_its_transport_opens_leaves_none(hu
 
     def slow() -> Transport:
         loop.call_soon_threadsafe(begun.set)
-        asyncio.run_coroutine_threadsafe(go_on.wait(), loop).result(WAIT_S)
+        asyncio.run_coroutine_threadsafe(go_on.wait(), loop).result(HANG_S)
         return MemoryTransport("slow", hub)
 
     async def probe() -> None:
@@ -143,7 +150,7 @@ async def test_a_probe_that_is_cancelled_while_its_transport_closes_leaves_none(
 
     task = asyncio.create_task(probe())
     await opened.wait()
-    busy = loop.run_in_executor(None, go_on.wait, WAIT_S)
+    busy = loop.run_in_executor(None, go_on.wait, HANG_S)
     leave.set()
     await asyncio.sleep(0)
     await asyncio.sleep(0)
@@ -165,12 +172,17 @@ async def test_the_loopback_moves_the_pool_and_leaves_it_as_it_was(make, pool_by
     region = transport.register(pool.memory)
     opened: list[Transport] = []
 
-    def open_another() -> Transport:
-        opened.append(make("another"))
-        return opened[0]
+    def open_end(
+        name: str, seed: int, size: int
+    ) -> contextlib.AbstractAsyncContextManager[ProbeEnd]:
+        def another() -> Transport:
+            opened.append(make(name))
+            return opened[0]
+
+        return probe_end(another, window(size), seed=seed, size=size)
 
     try:
-        await probe_loopback(transport, region, pool, open_another, window(PATTERN_BYTES), WAIT_S)
+        await probe_loopback(transport, region, pool, open_end, HANG_S)
         assert (extra, region) == (0, 1)
         assert torch.equal(storage, before)
         with pytest.raises(TransferError):  # the transport does not know the other end any more
@@ -192,16 +204,19 @@ class Node:
         self.path = KvPath(
             common_pb2.Incarnation(id=name, generation=1),
             self._open,
-            torch.device("cpu"),
             self.registry,
         )
         self.server = create_server()
         self.path.add_to(self.server)
         self.address = f"127.0.0.1:{bind(self.server, '127.0.0.1', 0)}"
 
-    def _open(self, name: str) -> Transport:
+    def _open(self, name: str, seed: int, size: int) -> contextlib.AbstractAsyncContextManager[End]:
         self.opened.append(name)
-        return MemoryTransport(f"{self.address}-{name}", self._hub)
+
+        def transport() -> Transport:
+            return MemoryTransport(f"{self.address}-{name}", self._hub)
+
+        return probe_end(transport, window(size), seed=seed, size=size)
 
     def count(self, metric: str) -> float:
         text = self.registry.render()[0].decode()
@@ -239,7 +254,7 @@ async def test_an_instance_that_starts_probes_those_that_are_there(hub) -> None:
 async def test_where_nobody_is_nothing_is_asked(hub) -> None:
     async with scheduler() as net, nodes(hub, "d0") as (d0,):
         await join(net, "d1", "127.0.0.1:1")  # decode has nothing to say to decode
-        await asyncio.wait_for(d0.path.reach_peers(net.address, "decode"), WAIT_S)
+        await asyncio.wait_for(d0.path.reach_peers(net.address, "decode"), HANG_S)
     assert not d0.opened
 
 
@@ -260,7 +275,7 @@ async def test_where_all_fail_it_is_said_and_tried_again(hub, caplog, monkeypatc
         await eventually(lambda: "not ready: KV can't travel between d0 and any" in caplog.text)
         assert not reaching.done()
         await join(net, "p0", p0.address)
-        await asyncio.wait_for(reaching, WAIT_S)
+        await asyncio.wait_for(reaching, HANG_S)
     assert "prefill p1 at 127.0.0.1:1: unavailable" in caplog.text
     assert not hub.names
 
@@ -277,14 +292,14 @@ async def test_without_a_scheduler_it_waits_for_one(hub, caplog, monkeypatch) ->
 
 async def test_what_the_asked_one_finds_wrong_reaches_the_asker(hub, monkeypatch, caplog) -> None:
     """The asker's bytes arrive spoilt: only the asked one can see that."""
-    write = MemoryTransport._write
+    copy = MemoryTransport.copy
 
     def spoilt(self, peer, runs, notification, regions):
         if self.name.startswith(d0.address):
             notification = b""
-        write(self, peer, runs, notification, regions)
+        copy(self, peer, runs, notification, regions)
 
-    monkeypatch.setattr(MemoryTransport, "_write", spoilt)
+    monkeypatch.setattr(MemoryTransport, "copy", spoilt)
     monkeypatch.setattr(kv_path_module, "EXCHANGE_TIMEOUT_S", 0.3)
     monkeypatch.setattr(kv_path_module, "RETRY_FIRST_S", 60.0)
     async with scheduler() as net, nodes(hub, "p0", "d0") as (p0, d0):
@@ -300,7 +315,7 @@ async def test_what_the_asked_one_finds_wrong_reaches_the_asker(hub, monkeypatch
 
 async def test_an_asker_that_goes_away_leaves_nothing_at_the_asked_one(hub) -> None:
     async with nodes(hub, "p0") as (p0,), open_channel(p0.address) as channel:
-        call = transfer_pb2_grpc.TransferProbeStub(channel).Probe(timeout=WAIT_S)
+        call = transfer_pb2_grpc.TransferProbeStub(channel).Probe(timeout=HANG_S)
         async with probe_end(
             lambda: MemoryTransport("gone", hub), window(PATTERN_BYTES), seed=1, size=PATTERN_BYTES
         ) as end:

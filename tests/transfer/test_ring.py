@@ -11,22 +11,17 @@ import pytest
 
 from millrace.core.config import TransferConfig
 from millrace.core.errors import TransferError
-from millrace.transfer.memory_transport import MemoryHub, MemoryTransport
+from millrace.transfer.memory_transport import MemoryHub
 from millrace.transfer.ring_messages import RingKind, RingMessage
+from millrace.transfer.writer import GRACE_S
+from support.clocks import given_to
+from support.deadlines import HANG_S
 from support.ring_nodes import RingNode, chunks_of, pool_layout, random_pause
+from support.slow_transport import SlowTransport
 
 NAMES = ("a", "b", "c", "d")
-CONFIG = TransferConfig(lease_s=0.5)
-
-
-class SlowTransport(MemoryTransport):
-    """Each write takes a while, so that aborts meet writes in flight."""
-
-    pause_s = 0.0
-
-    def _write(self, *args) -> None:
-        time.sleep(random.random() * self.pause_s)
-        super()._write(*args)
+LEASE_S = 10 * HANG_S  # it is over when the clock skips it
+CONFIG = TransferConfig(lease_s=LEASE_S)
 
 
 class Nodes:
@@ -65,7 +60,7 @@ class Nodes:
             node.check_share(job)
             node.release(job)
 
-        async with asyncio.timeout(30):
+        async with asyncio.timeout(HANG_S):
             await asyncio.gather(*(member(name) for name in jobs))
         assert not [wrong for job in jobs.values() for wrong in job.wrong]
 
@@ -77,6 +72,11 @@ class Nodes:
     def close(self) -> None:
         for node in self.all.values():
             node.transport.close()
+
+
+@pytest.fixture
+def clock(monkeypatch):
+    return given_to("millrace.transfer", monkeypatch)
 
 
 @pytest.fixture
@@ -154,7 +154,7 @@ def test_an_abort_at_any_point_ends_all_and_nothing_lands_late(nodes, seed):
     jobs, roster = nodes.prepare("r", chunks, seed=seed)
     aborting = rng.choice(list(jobs))
     for node in nodes.all.values():
-        node.transport.pause_s = 0.004
+        node.transport.delay_s = 0.004
 
     async def member(name):
         node, job = nodes.all[name], jobs[name]
@@ -171,7 +171,7 @@ def test_an_abort_at_any_point_ends_all_and_nothing_lands_late(nodes, seed):
             link.abort()
 
     async def all_of_them():
-        async with asyncio.timeout(10):
+        async with asyncio.timeout(HANG_S):
             return await asyncio.gather(*(member(name) for name in jobs), abort())
 
     asyncio.run(all_of_them())
@@ -181,7 +181,7 @@ def test_an_abort_at_any_point_ends_all_and_nothing_lands_late(nodes, seed):
     assert not jobs[aborting].aborted_by  # its owner knows
 
 
-def test_a_member_that_ends_frees_the_others_after_a_grace(nodes):
+def test_a_member_that_ends_frees_the_others_after_a_grace(nodes, clock):
     chunks = chunks_of([60], [NAMES[:3]])
     jobs, roster = nodes.prepare("r", chunks, seed=1)
     for name, job in jobs.items():
@@ -200,12 +200,13 @@ def test_a_member_that_ends_frees_the_others_after_a_grace(nodes):
             jobs[name].link.abort()
             closes.append(asyncio.create_task(jobs[name].link.close()))
         assert not any(await asyncio.gather(*computes))
-        began_s = time.monotonic()
-        await asyncio.gather(*closes)
-        return time.monotonic() - began_s
+        await asyncio.sleep(0.05)
+        assert not closes[1].done()  # b was before c in the ring: the grace
+        clock.skip(LEASE_S + GRACE_S)
+        async with asyncio.timeout(HANG_S):
+            await asyncio.gather(*closes)
 
-    took_s = asyncio.run(scenario())
-    assert took_s > 0.5  # b was before c in the ring: the grace
+    asyncio.run(scenario())
     for name in "ac":
         nodes.all[name].release(jobs[name])
     jobs["b"].link.abort()
@@ -213,12 +214,12 @@ def test_a_member_that_ends_frees_the_others_after_a_grace(nodes):
     nodes.all["b"].release(jobs["b"])
 
 
-def test_a_silent_member_holds_the_pages_until_it_drains(nodes):
+def test_a_silent_member_holds_the_pages_until_it_drains(nodes, clock):
     chunks = chunks_of([60], [NAMES[:2]])
     jobs, roster = nodes.prepare("r", chunks, seed=1)
     a, b = (nodes.all[name] for name in "ab")
     held = []
-    b.transport._handlers[3], handler = (lambda *word: held.append(word)), b.transport._handlers[3]
+    b.transport.deliver = lambda *word: held.append(word)
     a.open(jobs["a"], roster)
 
     async def scenario():
@@ -227,12 +228,13 @@ def test_a_silent_member_holds_the_pages_until_it_drains(nodes):
         jobs["a"].link.abort()
         assert not await compute
         close = asyncio.create_task(jobs["a"].link.close())
-        await asyncio.sleep(1.8)  # longer than lease and grace: silence alone is not enough
+        clock.skip(LEASE_S + 2 * GRACE_S)  # silence alone is not enough
+        await asyncio.sleep(0.1)
         assert not close.done()
-        b.transport._handlers[3] = handler
+        del b.transport.deliver
         for word in held:
-            handler(*word)
-        async with asyncio.timeout(5):
+            b.transport.deliver(*word)
+        async with asyncio.timeout(HANG_S):
             await close
 
     asyncio.run(scenario())
@@ -242,7 +244,7 @@ def test_a_silent_member_holds_the_pages_until_it_drains(nodes):
         a.open(jobs["a"], roster)
 
 
-def test_who_gave_up_before_others_opened_is_written_to_by_nobody(nodes):
+def test_who_opens_a_group_that_was_given_up_learns_of_it_and_writes_nothing(nodes):
     chunks = chunks_of([60], [NAMES[:2]])
     jobs, roster = nodes.prepare("r", chunks, seed=1)
     nodes.all["a"].open(jobs["a"], roster)
@@ -252,16 +254,14 @@ def test_who_gave_up_before_others_opened_is_written_to_by_nobody(nodes):
         await asyncio.sleep(0.02)  # its credit lies at b
         jobs["a"].link.abort()
         assert not await compute
-        async with asyncio.timeout(5):
+        async with asyncio.timeout(HANG_S):
             await jobs["a"].link.close()
         nodes.all["a"].release(jobs["a"])
         nodes.all["b"].open(jobs["b"], roster)
-        compute = asyncio.create_task(asyncio.to_thread(nodes.all["b"].compute, jobs["b"]))
-        await asyncio.sleep(0.05)
-        nodes.all["a"].check_free()
-        jobs["b"].link.abort()
-        assert not await compute and not jobs["b"].link.bytes_sent
-        async with asyncio.timeout(5):
+        assert jobs["b"].aborted_by == ["a gave up"]
+        assert not await asyncio.to_thread(nodes.all["b"].compute, jobs["b"])
+        assert not jobs["b"].link.bytes_sent
+        async with asyncio.timeout(HANG_S):
             await jobs["b"].link.close()
         nodes.all["b"].release(jobs["b"])
 
@@ -282,7 +282,7 @@ def test_a_word_that_makes_no_sense_ends_the_link(nodes):
         nodes.all[name].release(job)
 
 
-def test_a_sender_asks_before_it_writes_when_its_right_has_run_out(nodes):
+def test_a_sender_asks_before_it_writes_when_its_right_has_run_out(nodes, clock):
     """A chunk before which the group stood still for longer than the lease."""
     chunks = chunks_of([40, 40], [NAMES[:1], NAMES[:3]])
     jobs, roster = nodes.prepare("r", chunks, seed=1)
@@ -291,20 +291,20 @@ def test_a_sender_asks_before_it_writes_when_its_right_has_run_out(nodes):
     def pause():
         if not stood_still:
             stood_still.append(True)
-            time.sleep(0.7)  # CONFIG.lease_s is 0.5
+            clock.skip(2 * LEASE_S)
 
     async def member(name):
         node, job = nodes.all[name], jobs[name]
         node.open(job, roster)
         if name == "a":
-            await asyncio.sleep(0.7)  # others' WANTs are old by now
+            clock.skip(2 * LEASE_S)  # others' WANTs are old by now
         assert await asyncio.to_thread(node.compute, job, pause if name == "b" else lambda: None)
         await job.link.close()
         node.check_share(job)
         node.release(job)
 
     async def all_of_them():
-        async with asyncio.timeout(10):
+        async with asyncio.timeout(HANG_S):
             await asyncio.gather(*(member(name) for name in jobs))
 
     asyncio.run(all_of_them())

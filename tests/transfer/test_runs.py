@@ -20,7 +20,7 @@ def of(rows) -> Runs:
     return Runs(*(np.array(column, dtype=np.int64) for column in zip(*rows, strict=True)))
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=100)
 @given(triples, st.lists(shifts, max_size=3))
 def test_shifted_runs_know_what_fresh_ones_find_out(rows, moves):
     runs = of(rows)
@@ -43,7 +43,7 @@ def test_shifted_runs_know_what_fresh_ones_find_out(rows, moves):
             runs.check_within(*short)
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(triples)
 def test_indices_name_every_grain_in_order(rows):
     runs = of(rows)

@@ -13,6 +13,7 @@ from millrace.core.config import TransferConfig
 from millrace.core.errors import ConfigError, IntegrityError, TransferError
 from millrace.transfer.memory import Memory
 from millrace.transfer.staging import Staging
+from support.deadlines import HANG_S
 from support.kv_nodes import (
     ReceiverNode,
     SenderNode,
@@ -301,11 +302,11 @@ async def test_finishing_twice_is_refused(build):
     await session.finish(first_tokens(1))
     peer = from_.peers.to(to.address)
     with pytest.raises(TransferError, match="finished already"):
-        await peer.finish(ticket, first_tokens(1), timeout_s=5)
+        await peer.finish(ticket, first_tokens(1), timeout_s=HANG_S)
     stranger = dataclasses.replace(ticket, sender=type(ticket.sender)("prefill-9", 1))
     with pytest.raises(TransferError, match="not shaken hands"):
-        await peer.finish(stranger, first_tokens(1), timeout_s=5)
-    await peer.abort(stranger, reason="mischief", drained=True, timeout_s=5)
+        await peer.finish(stranger, first_tokens(1), timeout_s=HANG_S)
+    await peer.abort(stranger, reason="mischief", drained=True, timeout_s=HANG_S)
     assert [e[0] for e in iter_events(to)] == ["first", "landed"]
     await to.manager.release("r")
 
@@ -329,7 +330,7 @@ async def test_first_tokens_come_before_the_kv(build):
 async def test_release_before_anything_came_is_immediate(build):
     to = await build(ReceiverNode, layout())
     to.manager.admit("r", [0], 5)
-    async with asyncio.timeout(1):
+    async with asyncio.timeout(HANG_S):
         await to.manager.release("r")
         await to.manager.release("unknown")
 

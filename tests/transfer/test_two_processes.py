@@ -60,7 +60,10 @@ class Pair:
         assert self.receiver.ask(("check",)) == "ok"
 
 
-CONFIG = TransferConfig(lease_s=2.0, transfer_timeout_s=2.0, handshake_timeout_s=5.0)
+#: For what is found out by silence alone.
+CONFIG = TransferConfig(lease_s=2.0, transfer_timeout_s=2.0, handshake_timeout_s=60.0)
+#: For all else: only a hang takes so long.
+PATIENT = TransferConfig(lease_s=60.0, transfer_timeout_s=60.0, handshake_timeout_s=60.0)
 
 
 @pytest.mark.parametrize(
@@ -71,7 +74,7 @@ CONFIG = TransferConfig(lease_s=2.0, transfer_timeout_s=2.0, handshake_timeout_s
     ],
 )
 def test_exact_bytes(spawn, sender, receiver, buffer_bytes):
-    config = TransferConfig(buffer_bytes=buffer_bytes, backends=2, lease_s=5.0)
+    config = TransferConfig(buffer_bytes=buffer_bytes, backends=2, lease_s=60.0)
     pair = Pair(spawn, sender, receiver, config)
     for seed in (1, 2):
         request = f"request-{seed}"
@@ -89,7 +92,7 @@ def test_exact_bytes(spawn, sender, receiver, buffer_bytes):
 
 
 def test_a_killed_sender_fails_the_request_and_frees_its_pages(spawn):
-    pair = Pair(spawn, layout(), layout(), CONFIG)
+    pair = Pair(spawn, layout(), layout(), PATIENT)
     pair.begin("r", 1)
     pair.layers("r", 0, 0, 100)
     pair.sender.signal(signal.SIGKILL)
@@ -132,7 +135,7 @@ def test_a_stopped_receiver_meets_the_senders_own_deadline(spawn):
 
 
 def test_a_killed_receiver_fails_the_sender(spawn):
-    pair = Pair(spawn, layout(), layout(), CONFIG)
+    pair = Pair(spawn, layout(), layout(), PATIENT)
     pair.begin("r", 1)
     pair.layers("r", 0, 0, 100)
     pair.receiver.signal(signal.SIGKILL)
@@ -144,7 +147,7 @@ def test_a_killed_receiver_fails_the_sender(spawn):
 
 
 def test_cancel_midway_drains_and_leaves_nothing(spawn):
-    pair = Pair(spawn, layout(), layout(), CONFIG)
+    pair = Pair(spawn, layout(), layout(), PATIENT)
     for number in range(3):
         request = f"r{number}"
         pair.begin(request, number)
@@ -158,7 +161,7 @@ def test_cancel_midway_drains_and_leaves_nothing(spawn):
 
 
 def test_a_receiver_that_needs_no_more_lets_the_sender_finish(spawn):
-    pair = Pair(spawn, layout(), layout(), CONFIG)
+    pair = Pair(spawn, layout(), layout(), PATIENT)
     pair.begin("r", 1)
     pair.layers("r", 0, 0, 100)
     assert pair.receiver.ask(("release", "r")) == "ok"

@@ -18,6 +18,7 @@ from millrace.wire import options
 from millrace.wire.channel import open_channel
 from millrace.wire.pb import decode_pb2, decode_pb2_grpc
 from millrace.wire.server import BindError, add_health, bind, create_server
+from support.deadlines import HANG_S
 
 SERVER = """
 import asyncio
@@ -191,7 +192,7 @@ async def test_a_killed_server_is_noticed_at_once() -> None:
         call = subscribe(channel)
         await call.read()
         child.kill()
-        async with asyncio.timeout(2):
+        async with asyncio.timeout(HANG_S):
             with pytest.raises(grpc.aio.AioRpcError) as info:
                 await call.read()
         assert info.value.code() == grpc.StatusCode.UNAVAILABLE
@@ -211,7 +212,7 @@ async def test_a_stopped_server_is_noticed_in_seconds() -> None:
         call = subscribe(channel)
         await call.read()
         child.send_signal(signal.SIGSTOP)
-        async with asyncio.timeout(4):
+        async with asyncio.timeout(HANG_S):
             with pytest.raises(grpc.aio.AioRpcError) as info:
                 await call.read()
         assert info.value.code() == grpc.StatusCode.UNAVAILABLE
@@ -224,7 +225,7 @@ async def test_a_stopped_client_is_noticed_in_seconds() -> None:
         assert line == "subscribed"
         assert not decode.left.is_set()
         os.kill(child.pid, signal.SIGSTOP)
-        async with asyncio.timeout(4):
+        async with asyncio.timeout(HANG_S):
             await decode.left.wait()
 
 
@@ -254,7 +255,7 @@ async def test_a_server_that_comes_back_is_found_again_soon() -> None:
         decode_pb2_grpc.add_DecodeServicer_to_server(Decode(), server)
         assert bind(server, "127.0.0.1", port) == port
         await server.start()
-        async with asyncio.timeout(4):
+        async with asyncio.timeout(HANG_S):
             await subscribe(channel, wait_for_ready=True).read()
     await server.stop(None)
 

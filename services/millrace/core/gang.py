@@ -1,17 +1,22 @@
 """How the members of a gang start, stop and go on together (FlowPrefill section 5.1).
 
 A gang is a task that several instances compute at once: a chunk on a group. Inside an operator the
-members wait for each other's keys and values, so they must all run it or none. One that stopped
-before an operator that another has begun would leave the other waiting for ever. Nobody may run
-anything else from the gang's start to its stop.
+members wait for each other's keys and values, so they must all run it or none. A member that stops
+before an operator which another member has begun would leave that member waiting for ever. No
+member may run anything else from the gang's start to its stop.
 
 A task is a row of operators, the same at every member; position p lies before operator p. The
-first member leads. What members say to each other arrives in order:
+first member leads. Messages between two members arrive in order. A member hears nothing from an
+instance that it is not linked to yet; it is linked to all members when it gets the task.
 
+- Open. Members get the task at different times. A member that gets it says HERE to the leader; the
+  leader, when it gets the task, says CALL, and the members that have the task say HERE again: a
+  HERE that came too early for the leader was lost. When all members have said HERE, the leader says
+  OPEN. Before OPEN a gang does not exist for the rule that picks tasks: it delays nothing. After
+  OPEN all members hear each other, so no message below is lost.
 - Start. A member whose instance has nothing to run before the gang says READY and keeps itself
-  free. When all are, the leader says START. A member that is to run something else meanwhile says
-  WITHDRAW and waits for the leader's word: RELEASE, or the START that was on its way. Rounds are
-  counted, so that a READY which crossed a START is not taken for one of the next round.
+  free. When all are ready, the leader says START. A member that is to run something else meanwhile
+  says WITHDRAW and waits for the leader's answer: RELEASE, or the START that was on its way.
 - Stop. A member that is to run something else says STOP and runs on. The leader says HOLD: nobody
   begins another operator, and each answers at once HELD with the operators that it has begun, which
   run on to their ends. The leader agrees the first position that nobody is past and where all may
@@ -22,14 +27,15 @@ The paper has ranks under tensor parallelism suspend only at the same value of a
 counter. The usual way to agree on it, the proposer's own count plus one, would leave behind a rank
 that is further on; here the counts are collected first.
 
-A member that drops the task says nothing: whoever asks it hears that it has not got the task, and
-the scheduler cancels it everywhere. No member ever decides by the time that passed.
+A member that has ended the task, or dropped it, says nothing by itself. It answers HELD "behind
+every end" to a HOLD: nobody stops then. The scheduler, which hears why a member drops the task,
+cancels it at all members. No member ever decides by the time that passed.
 """
 
 from __future__ import annotations
 
 import struct
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from dataclasses import dataclass, field
 from enum import Enum, IntEnum, auto
 from typing import Final, NamedTuple
@@ -39,6 +45,7 @@ from millrace.core.stop_point import StopPoint
 
 #: First byte of a notification, by which a transport tells its subscribers apart.
 CHANNEL: Final = 4
+
 
 #: The position of a member that has not got the task any more: behind every end.
 GONE: Final = 2**32 - 1
@@ -98,16 +105,20 @@ class GangSpec:
 class Word(IntEnum):
     """What a message says. `value` in brackets."""
 
-    READY = 1  # to the leader: nothing comes before the gang here [rounds so far]
-    WITHDRAW = 2  # to the leader: something does, may it run? [rounds so far]
-    STOP = 3  # to the leader: something comes before the gang, which runs
-    HELD = 4  # to the leader: I begin nothing more [operators begun], and where I may stop
-    CALL = 5  # to a member: the leader has the task; say READY again if you are
-    START = 6  # to a member: all are ready
-    RELEASE = 7  # to a member: you are free
-    HOLD = 8  # to a member: begin nothing more, and say HELD
-    GO_TO = 9  # to a member: run up to there and stop [position]
+    HERE = 1  # to the leader: I have the task
+    CALL = 2  # to a member: the leader has the task; say HERE if you have it
+    OPEN = 3  # to a member: all members have the task
+    READY = 4  # to the leader: nothing comes before the gang here
+    WITHDRAW = 5  # to the leader: something does, may it run?
+    STOP = 6  # to the leader: something comes before the gang, which runs
+    HELD = 7  # to the leader: I begin nothing more [operators begun], and where I may stop
+    START = 8  # to a member: all are ready
+    RELEASE = 9  # to a member: you are free
+    HOLD = 10  # to a member: begin nothing more, and say HELD
+    GO_TO = 11  # to a member: run up to there and stop [position]
 
+
+_TO_LEADER: Final = frozenset({Word.HERE, Word.READY, Word.WITHDRAW, Word.STOP, Word.HELD})
 
 # channel u8, word u8, finest u8, attempt u32, chunk u32, value u32; then the request's id
 _HEADER = struct.Struct("<BBBIII")
@@ -169,9 +180,10 @@ class Gang:
     say: Callable[[str, Message], None]
     finest: Callable[[], StopPoint]
     state: State = State.AWAY
-    begun: int = 0  # operators, in all rounds
-    rounds: int = 0  # starts so far
+    begun: int = 0  # operators, in all rounds: from a start to its stop
     stop_at: int | None = None  # as agreed in this round
+    is_open: bool = False  # all members have the task
+    _here: set[str] = field(default_factory=set)  # the leader's: members that have the task
     _asked: bool = False  # for a stop, in this round
     _ready: set[str] = field(default_factory=set)  # the leader's, as of this round
     _held: dict[str, Message] = field(default_factory=dict)  # the leader's
@@ -180,15 +192,16 @@ class Gang:
     def has_started(self) -> bool:
         return self.state in (State.RUNNING, State.HOLDING)
 
-    def call(self) -> None:
-        """The task is here now. Others that were ready before the leader had it say so again."""
+    def enter(self) -> None:
+        """This member has the task now."""
         if self.spec.me == self.spec.leader:
             self._say_all(Word.CALL)
+        self._to_leader(Word.HERE)
 
     def be_ready(self) -> None:
         """Nothing comes before the gang here; nothing else runs here until it is `AWAY` again."""
         self.state = State.READY
-        self._to_leader(Word.READY, self.rounds)
+        self._to_leader(Word.READY)
 
     def withdraw(self) -> None:
         """Something comes before the gang, for which this member has been ready."""
@@ -197,7 +210,7 @@ class Gang:
             self._ready.discard(self.spec.me)
         else:
             self.state = State.WITHDRAWN
-            self._to_leader(Word.WITHDRAW, self.rounds)
+            self._to_leader(Word.WITHDRAW)
 
     def ask_stop(self) -> None:
         """Something comes before the gang, which has started."""
@@ -219,21 +232,42 @@ class Gang:
         self.state = State.AWAY
 
     def hear(self, sender: str, message: Message) -> None:
-        """Takes in what a member says."""
+        """Takes in what a member says. What crossed a message that made it void changes nothing."""
+        if message.word in _TO_LEADER:
+            self._lead(sender, message)
+        else:
+            self._follow(message)
+
+    def waits_for(self) -> str:
+        """What this member waits for, in words."""
+        if not self.is_open:
+            return self._waits("OPEN", self._here, "HERE")
+        match self.state:
+            case State.READY:
+                return self._waits("START", self._ready, "READY")
+            case State.WITHDRAWN:
+                return f"RELEASE of {self.spec.leader}"
+            case State.HOLDING:
+                return self._waits("GO_TO", self._held, "HELD")
+            case State.RUNNING:
+                return f"operator {self.begun - 1} to end"
+            case State.AWAY:
+                return "its turn"
+
+    def _waits(self, leaders: str, heard: Collection[str], members: str) -> str:
+        if self.spec.me != self.spec.leader:
+            return f"{leaders} of {self.spec.leader}"
+        missing = [member for member in self.spec.members if member not in heard]
+        return f"{members} of {', '.join(missing)}"
+
+    # -- every member
+
+    def _follow(self, message: Message) -> None:
         match message.word:
-            case Word.READY if message.value == self.rounds:
-                self._ready.add(sender)
-                self._start_if_all_ready()
-            case Word.WITHDRAW if message.value == self.rounds:
-                self._ready.discard(sender)
-                self._say(sender, Word.RELEASE)
-            case Word.STOP:
-                self._hold_all()
-            case Word.HELD if self.state is State.HOLDING:
-                self._held[sender] = message
-                self._agree_if_all_held()
-            case Word.CALL if self.state is State.READY:
-                self._to_leader(Word.READY, self.rounds)
+            case Word.CALL:
+                self._to_leader(Word.HERE)
+            case Word.OPEN:
+                self.is_open = True
             case Word.START if self.state in (State.READY, State.WITHDRAWN):
                 self._start()
             case Word.RELEASE if self.state is State.WITHDRAWN:
@@ -243,14 +277,9 @@ class Gang:
                 self._to_leader(Word.HELD, self.begun)
             case Word.GO_TO if self.state is State.HOLDING:
                 self._go_to(message.value)
-            case _:
-                pass  # it crossed something that made it void
-
-    # -- every member
 
     def _start(self) -> None:
         self.state = State.RUNNING
-        self.rounds += 1
         self.stop_at, self._asked = None, False
 
     def _go_to(self, position: int) -> None:
@@ -258,6 +287,28 @@ class Gang:
         self.stop_at = position
 
     # -- the leader
+
+    def _lead(self, sender: str, message: Message) -> None:
+        match message.word:
+            case Word.HERE:
+                self._here.add(sender)
+                self._open_if_all_here()
+            case Word.READY:
+                self._ready.add(sender)
+                self._start_if_all_ready()
+            case Word.WITHDRAW if sender in self._ready:  # else START is on its way
+                self._ready.discard(sender)
+                self._say(sender, Word.RELEASE)
+            case Word.STOP:
+                self._hold_all()
+            case Word.HELD if self.state is State.HOLDING:
+                self._held[sender] = message
+                self._agree_if_all_held()
+
+    def _open_if_all_here(self) -> None:
+        if not self.is_open and len(self._here) == len(self.spec.members):
+            self._say_all(Word.OPEN)
+            self.is_open = True
 
     def _start_if_all_ready(self) -> None:
         if len(self._ready) == len(self.spec.members):
@@ -302,11 +353,7 @@ class Gang:
 
 
 def answer_without_task(message: Message) -> Message | None:
-    """What one without the task (yet, or any more) says to those that wait for its word."""
-    match message.word:
-        case Word.WITHDRAW:
-            return Message(message.key, Word.RELEASE)
-        case Word.HOLD:
-            return Message(message.key, Word.HELD, GONE)
-        case _:
-            return None
+    """What an instance that has ended or dropped the task says to a member that waits for it."""
+    if message.word is Word.HOLD:
+        return Message(message.key, Word.HELD, GONE)
+    return None

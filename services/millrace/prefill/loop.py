@@ -29,7 +29,7 @@ from millrace.prefill.prefix import PromptPrefixes
 from millrace.prefill.prompt import fetch_prompt
 from millrace.prefill.sending import open_session, transfer_spans
 from millrace.prefill.turns import OrderedTurn
-from millrace.prefill.work import Work, task_name, task_names
+from millrace.prefill.work import Work, request_of, task_name, task_names
 from millrace.state.store import StoreError
 from millrace.transfer.control import Sending
 from millrace.transfer.send_manager import SendManager
@@ -73,6 +73,7 @@ class PrefillRole:
             config=context.config.transfer,
         )
         self._prefixes = PromptPrefixes(context, self._metrics)
+        self.prefix_cache = self._prefixes.cache
         self._meetings = Meetings(context, self._peers, self._sender.region, self._broken)
         self._execution = ExecutionPool(
             context.engine.device,
@@ -100,8 +101,8 @@ class PrefillRole:
     def fill_register(self, register: scheduler_pb2.Register) -> None:
         register.role = self.name
         register.kv_layers = self._engine.layout.num_layers
-        register.block_tokens = self._prefixes.cache.block_tokens
-        self._prefixes.cache.tell_all()
+        register.block_tokens = self.prefix_cache.block_tokens
+        self.prefix_cache.tell_all()
 
     def counts(self) -> tuple[int, int]:
         running = min(int(self._execution.is_running), len(self._jobs))  # its last may be gone
@@ -113,7 +114,19 @@ class PrefillRole:
             free_pages=self._pool.free_pages,
             running=running,
             waiting=waiting,
-            cached=cached_blocks(self._prefixes.cache),
+            cached=cached_blocks(self.prefix_cache),
+            standstill=self._standstill(),
+        )
+
+    def _standstill(self) -> scheduler_pb2.Standstill | None:
+        """What prepared tasks wait for, if no operator has begun since the last heartbeat."""
+        if (found := self._execution.standstill()) is None:
+            return None
+        prepared, claimed, waits_for = found
+        return scheduler_pb2.Standstill(
+            prepared=sorted({request_of(task) for task in prepared}),
+            claimed=request_of(claimed),
+            waits_for=waits_for,
         )
 
     async def wait_idle(self) -> None:
@@ -150,9 +163,11 @@ class PrefillRole:
                 self._context.send(request_failed(job.request_id, reason, retryable=False))
             self._cancel(job, reason)
 
-    def _broken(self, job: PrefillJob, error: GroupError) -> None:
-        job.fail(error)
-        self._execution.drop_unwanted()
+    def _broken(self, request_id: str, attempt: int, error: GroupError) -> None:
+        job = self._jobs.get(request_id)
+        if job is not None and job.attempt == attempt:
+            job.fail(error)
+            self._execution.drop_unwanted()
 
     def _reorder(self, order: scheduler_pb2.Order) -> None:
         """Puts the jobs into this order; what it does not name is computed already and comes last.
@@ -184,7 +199,7 @@ class PrefillRole:
 
     def check_integrity(self) -> None:
         self._pool.check_integrity(expected_used=0)
-        self._prefixes.cache.check_integrity()
+        self.prefix_cache.check_integrity()
         self._sender.check_integrity()
         self._meetings.check_integrity()
 
@@ -273,13 +288,13 @@ class PrefillRole:
                 f"{self._pool.num_pages}"
             )
         blocks = self._prefixes.wanted(job)
-        cached = self._prefixes.cache.take(blocks)
+        cached = self.prefix_cache.take(blocks)
         while self._pool.free_pages < needed - len(cached):
             self._pool.free(cached)
             self._changed.clear()
             await self._changed.wait()
             await self._prepare_turn.give_way(job.request_id)
-            cached = self._prefixes.cache.take(blocks)
+            cached = self.prefix_cache.take(blocks)
         taken = cached + self._pool.allocate(needed - len(cached))
         job.pages, job.buffers = taken[:own], taken[own:]
         self._prefixes.found(job, cached)

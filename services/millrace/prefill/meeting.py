@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Sequence
+from concurrent.futures import Future
+from contextlib import suppress
 from functools import partial
 
 import grpc
@@ -20,7 +22,8 @@ from millrace.wire.kv_peer import KvPeers
 from millrace.wire.pb import common_pb2, gang_pb2, scheduler_pb2
 from millrace.wire.transfer_codec import layout_message, layout_of
 from millrace.worker.codec import logprobs_message
-from millrace.worker.host import WorkerContext, transport_name
+from millrace.worker.host import WorkerContext
+from millrace.worker.transports import transport_name
 
 HISTORY_TIMEOUT_S = 30.0
 
@@ -33,10 +36,10 @@ class Meetings:
         context: WorkerContext,
         peers: KvPeers,
         region: int,
-        on_broken: Callable[[PrefillJob, GroupError], None],
+        on_broken: Callable[[str, int, GroupError], None],
     ) -> None:
         """`region`: of the KV pool, as the transport counts it. `on_broken` is told, on the event
-        loop, when a job's group can't go on.
+        loop, when the group of a request's attempt can't go on.
         """
         self._on_broken = on_broken
         self._context = context
@@ -69,13 +72,11 @@ class Meetings:
         me = infos.pop(job.instance_id)
 
         def broke(reason: str) -> None:
-            error = GroupError(f"request {job.request_id}: {reason}")
-            self._loop.call_soon_threadsafe(self._on_broken, job, error)
+            self._break(job.request_id, job.attempt, reason)
 
         job.link = self._ring.open(job.request_id, job.attempt, me, infos, broke)
         for shares in job.layout.chunks:
-            if any(move.receiver == job.instance_id for move in shares.moves):
-                job.link.want(shares)
+            job.link.exchange(shares)
         if job.layout.fetched.get(job.instance_id):
             await self._fetch(job)
 
@@ -168,9 +169,22 @@ class Meetings:
     # -- the words of gangs
 
     def say(self, instance_id: str, payload: bytes) -> None:
-        """Sends a gang's word to a member. From any thread."""
-        if (peer := self._names.get(instance_id)) is not None:
-            self._transport.notify(peer, payload)
+        """Sends a gang's word to a member. From any thread. Members wait for each other's words, so
+        one that can't be sent breaks the group.
+        """
+        told = self._transport.notify(self._names[instance_id], payload)
+        told.add_done_callback(partial(self._sent, instance_id, payload))
+
+    def _sent(self, instance_id: str, payload: bytes, told: Future[None]) -> None:
+        if not told.cancelled() and (error := told.exception()) is not None:
+            key = gang.Message.decode(payload).key
+            self._break(key.request_id, key.attempt, f"a message to {instance_id}: {error}")
+
+    def _break(self, request_id: str, attempt: int, reason: str) -> None:
+        """On any thread."""
+        error = GroupError(f"request {request_id}: {reason}")
+        with suppress(RuntimeError):  # the loop has ended, and with it the instance
+            self._loop.call_soon_threadsafe(self._on_broken, request_id, attempt, error)
 
     def listen(self, receive: Callable[[str, bytes], None]) -> None:
         """`receive` gets (instance, word) on the transport's thread."""

@@ -111,6 +111,11 @@ def task_name(request_id: str, chunk: int) -> str:
     return f"{request_id}/{chunk}"
 
 
+def request_of(task: str) -> str:
+    """The request whose chunk the pool's task of this name computes."""
+    return task.rpartition("/")[0]
+
+
 def task_names(job: PrefillJob) -> list[str]:
     """Of all tasks that the job has at this instance."""
     mine = (chunk.index for chunk in job.chunks if job.instance_id in chunk.instance_ids)

@@ -1,8 +1,9 @@
 """One request's K/V between the members of its group, at one of them.
 
 Notifications are handled on the transport's thread: blocks are forwarded and credits given as soon
-as they can be, whatever compute is at. Nobody writes here who was not asked: a credit, a WANT or a
-call of decode comes first, so that the possible writers are always known.
+as they can be, whatever compute is at. No member writes here unasked: a credit, a WANT or a call of
+decode comes first, so that the possible writers are always known. A WANT answers the giver's OFFER:
+a giver that is not linked to this member yet could not say that it has drained.
 """
 
 from __future__ import annotations
@@ -10,23 +11,20 @@ from __future__ import annotations
 import asyncio
 import logging
 import threading
-import time
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from concurrent.futures import Future
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass
 from functools import partial
 
-import numpy as np
-
 from millrace.core.errors import TransferError
-from millrace.core.sequence_parallel import ChunkShares, Move
+from millrace.core.sequence_parallel import ChunkShares
 from millrace.transfer.chunk_link import ChunkLink, PeerInfo
-from millrace.transfer.history import Gift, History, LayerArrivals
-from millrace.transfer.page_runs import page_runs
+from millrace.transfer.contacts import Contacts
+from millrace.transfer.giving import Giving, history_of
+from millrace.transfer.history import Gift
 from millrace.transfer.quarantine import Quarantine
 from millrace.transfer.ring_messages import KEPT, RingKind, RingMessage
-from millrace.transfer.runs import Runs
 from millrace.transfer.transport import Transport
 
 log = logging.getLogger(__name__)
@@ -72,15 +70,10 @@ class GroupLink:
         self._lease_s = lease_s
         self._on_abort = on_abort
         self._on_over = on_over
-        now_s = time.monotonic()
-        self._heard_s = {peer.peer: now_s for peer in peers.values()}
-        self._told_s = dict(self._heard_s)
-        self._asked: set[str] = set()  # peers that were asked whether we may still write
+        self._contacts = Contacts([peer.peer for peer in peers.values()], lease_s)
         self._chunks: dict[int, ChunkLink] = {}
         self._opened: set[tuple[str, int]] = set()  # peers whose buffers are open for a chunk
-        self._arrivals = LayerArrivals(me.layout.layers)
-        self._wanted: set[tuple[str, int]] = set()  # peers that want what we give for a chunk
-        self._to_give: dict[tuple[str, int], History] = {}
+        self._giving = Giving(me.layout.layers)
         self._gifts: dict[Gift, None] = {}
         self._writes: dict[Future[None], _Block] = {}
         self._aborted = False
@@ -110,16 +103,20 @@ class GroupLink:
                 link.flow.credit(0)
         return link
 
-    def want(self, shares: ChunkShares) -> None:
-        """This member's pages are free for what others give it before a chunk: ask them."""
-        chunk = shares.chunk.index
-        givers = {m.giver for m in shares.moves if m.receiver == self._me.instance_id}
+    def exchange(self, shares: ChunkShares) -> None:
+        """Offers what this member is to give before a chunk, and takes what it is to receive: its
+        pages for that are free.
+        """
+        me, chunk = self._me.instance_id, shares.chunk.index
+        receivers = {move.receiver for move in shares.moves if move.giver == me}
+        givers = {move.giver for move in shares.moves if move.receiver == me}
         with self.changed:
             for giver in sorted(givers):
-                peer = self._members[giver].peer
-                self._arrivals.expect(peer, chunk)
+                self._giving.arrivals.expect(self._members[giver].peer, chunk)
+            self._say_wants()
+            for receiver in sorted(receivers):
                 if not self._aborted:
-                    self._tell(peer, RingKind.WANT, chunk)
+                    self._tell(self._members[receiver].peer, RingKind.OFFER, chunk)
 
     def give(self, shares: ChunkShares) -> None:
         """This member has computed all before a chunk: who wants what it gives may get it."""
@@ -129,14 +126,7 @@ class GroupLink:
             for receiver in dict.fromkeys(move.receiver for move in own):
                 member = self._members[receiver]
                 moves = [move for move in own if move.receiver == receiver]
-                self._to_give[member.peer, chunk] = History(
-                    peer=member.peer,
-                    runs=self._move_runs(moves, member),
-                    layout=self._me.layout,
-                    peer_layout=member.layout,
-                    region=self._me.region,
-                    peer_region=member.region,
-                )
+                self._giving.give(chunk, history_of(moves, self._me, member))
         self.pump()
 
     def fetched(self, peer: str) -> None:
@@ -145,13 +135,13 @@ class GroupLink:
         Call it before: from then on that peer may write here.
         """
         with self.changed:
-            self._arrivals.expect(peer, KEPT)
-            self._heard_s[peer] = self._told_s[peer] = time.monotonic()
+            self._giving.arrivals.expect(peer, KEPT)
+            self._contacts.add(peer)
 
     def history(self, layer: int) -> bool:
         """Waits until all that was wanted or is fetched of a layer has arrived. False: aborted."""
         with self.changed:
-            self.changed.wait_for(lambda: self._aborted or self._arrivals.has(layer))
+            self.changed.wait_for(lambda: self._aborted or self._giving.arrivals.has(layer))
             return not self._aborted
 
     def abort(self) -> None:
@@ -160,16 +150,16 @@ class GroupLink:
             if self._aborted:
                 return
             self._aborted = True
-            writers = self._arrivals.awaited()
+            writers = self._giving.writers()
             writers |= {c.previous.peer for c in self._chunks.values() if c.may_be_written}
             self._quarantine = quarantine = Quarantine(
                 self._transport,
                 self._message(RingKind.ABORT),
-                {peer: self._told_s[peer] for peer in writers},
+                {peer: self._contacts.told_s(peer) for peer in writers},
                 self._lease_s,
             )
-            writes, gifts = list(self._writes), list(self._gifts)
-        quarantine.tell(self._heard_s)
+            writes, gifts, peers = list(self._writes), list(self._gifts), list(self._contacts)
+        quarantine.tell(peers)
         for write in writes:
             write.cancel()  # those that the transport has not posted yet
         for gift in gifts:
@@ -229,11 +219,10 @@ class GroupLink:
     def take(self, peer: str, message: RingMessage) -> None:
         """A notification, on the transport's thread."""
         with self.changed:
-            if peer not in self._heard_s:
+            if peer not in self._contacts:
                 log.debug("%s of %s, which is of no group of %s", message.kind, peer, self.key)
                 return
-            self._heard_s[peer] = time.monotonic()
-            self._asked.discard(peer)
+            self._contacts.heard(peer)
             gifts = [gift for gift in self._gifts if gift.peer == peer]
             wrong = self._read(peer, message)
         for gift in gifts:
@@ -256,19 +245,34 @@ class GroupLink:
         if self._aborted:
             return ""
         try:
-            if kind is RingKind.BLOCK:
-                self._chunks[chunk].flow.arrived(number)
-            elif kind is RingKind.CREDIT:
-                self._credit(peer, chunk, number)
-            elif kind is RingKind.LAYER:
-                self._arrivals.arrived(peer, chunk, number)
-            elif kind is RingKind.WANT:
-                self._wanted.add((peer, chunk))
-            elif kind is RingKind.RENEW:
-                self._tell(peer, RingKind.ALIVE)
+            self._take_in(peer, kind, chunk, number)
         except (ValueError, KeyError) as error:
             return f"{self._name(peer)}: {kind.name} {number} of chunk {chunk}: {error}"
         return ""
+
+    def _take_in(self, peer: str, kind: RingKind, chunk: int, number: int) -> None:
+        """Raises ValueError or KeyError for what can't be."""
+        match kind:
+            case RingKind.BLOCK:
+                self._chunks[chunk].flow.arrived(number)
+            case RingKind.CREDIT:
+                self._credit(peer, chunk, number)
+            case RingKind.LAYER:
+                self._giving.arrivals.arrived(peer, chunk, number)
+            case RingKind.OFFER:
+                self._giving.offered(peer, chunk)
+                self._say_wants()
+            case RingKind.WANT:
+                self._giving.wanted(peer, chunk)
+            case RingKind.RENEW:
+                self._tell(peer, RingKind.ALIVE)
+            case _:
+                pass  # of its end
+
+    def _say_wants(self) -> None:
+        if not self._aborted:
+            for peer, chunk in self._giving.next_calls():
+                self._tell(peer, RingKind.WANT, chunk)
 
     def _credit(self, peer: str, chunk: int, count: int) -> None:
         link = self._chunks.get(chunk)
@@ -306,41 +310,27 @@ class GroupLink:
 
     def _start_gifts(self) -> list[Gift]:
         started = []
-        for wanted in self._wanted & self._to_give.keys():
-            peer, chunk = wanted
-            self._wanted.discard(wanted)
+        for chunk, history in self._giving.next_gifts():
             message = self._message(RingKind.LAYER, chunk)
-            history = self._to_give.pop(wanted)
-            heard_s = self._heard_s[peer]
+            heard_s = self._contacts.heard_s(history.peer)
             started.append(
                 Gift(self._transport, history, message, lease_s=self._lease_s, heard_s=heard_s)
             )
         self._gifts.update(dict.fromkeys(started))
         return started
 
-    def _move_runs(self, moves: Iterable[Move], receiver: PeerInfo) -> Runs:
-        """Those of layer 0."""
-        source, target = (
-            np.array([pages[number] for numbers in some for number in numbers], dtype=np.int64)
-            for pages, some in (
-                (self._me.pages, [move.source for move in moves]),
-                (receiver.pages, [move.target for move in moves]),
-            )
-        )
-        return page_runs(self._me.layout, source, receiver.layout, target)
-
     def _may_write(self, peer: str) -> bool:
         """Whether the peer was heard of lately enough; asks it else."""
-        if time.monotonic() - self._heard_s[peer] <= self._lease_s:
-            return True
-        if peer not in self._asked:
-            self._asked.add(peer)
+        may = self._contacts.may_write(peer)
+        if not may and self._contacts.is_to_ask(peer):
             self._tell(peer, RingKind.RENEW)
-        return False
+        return may
 
-    def _tell(self, peer: str, kind: RingKind, chunk: int = 0, number: int = 0) -> Future[None]:
-        self._told_s[peer] = time.monotonic()
-        return self._transport.notify(peer, self._message(kind, chunk, number).encode())
+    def _tell(self, peer: str, kind: RingKind, chunk: int = 0, number: int = 0) -> None:
+        self._contacts.told(peer)
+        told = self._transport.notify(peer, self._message(kind, chunk, number).encode())
+        if kind is not RingKind.DRAINED:  # who waits for that asks again
+            told.add_done_callback(partial(self._told, kind, chunk))
 
     def _message(self, kind: RingKind, chunk: int = 0, number: int = 0) -> RingMessage:
         request_id, attempt = self.key
@@ -373,6 +363,16 @@ class GroupLink:
             self._fail(str(error))
         self.pump()
 
+    def _told(self, kind: RingKind, chunk: int, told: Future[None]) -> None:
+        """A member waits for ever for a message that could not be sent: the group can't go on.
+
+        But for the last credits of a chunk, which no block waits for: the member may have left.
+        """
+        needed = kind is not RingKind.CREDIT or self._chunks[chunk].may_be_written
+        if needed and not told.cancelled() and (error := told.exception()) is not None:
+            self._fail(str(error))
+            self.pump()
+
     def _given(self, gift: Gift, over: Future[None]) -> None:
         with self.changed:
             del self._gifts[gift]
@@ -396,4 +396,4 @@ class GroupLink:
             if self._quarantine is not None:
                 return self._quarantine.is_over()
             rings = all(chunk.flow.is_idle for chunk in self._chunks.values())
-            return rings and not self._to_give and not self._arrivals.awaited()
+            return rings and self._giving.is_over

@@ -134,20 +134,17 @@ class Backends:
     def grant(self) -> list[tuple[str, Incarnation, int]]:
         """Hands out what can be handed out now: (request, sender, backend), in order.
 
-        While an earlier request waits a later one goes on with what it has, for the earlier one
-        may have to wait for its end; it gets nothing else.
+        A request that waits has taken all that was free. A later one goes on with what it has, for
+        the earlier one may have to wait for its end; it gets nothing else.
         """
         granted = []
-        free = self._free
         ordered = sorted(self._claims.items(), key=lambda c: (c[1].first_ask_s, c[1].order))
         for claim_id, claim in ordered:
-            while claim.waiting and (claim.idle or free):
-                backend = claim.idle.pop() if claim.idle else free.pop()
+            while claim.waiting and (claim.idle or self._free):
+                backend = claim.idle.pop() if claim.idle else self._free.pop()
                 sender = claim.waiting.pop(0)
                 claim.busy[sender] = backend
                 granted.append((claim_id, sender, backend))
-            if claim.waiting:
-                free = []
         return granted
 
     def done(self, claim_id: str, sender: Incarnation) -> None:

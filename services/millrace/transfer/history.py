@@ -55,9 +55,9 @@ class LayerArrivals:
         """Whether nothing of the layer that was asked for is missing."""
         return not any(layer in missing for missing in self._missing.values())
 
-    def awaited(self) -> set[str]:
-        """Givers of which something is missing."""
-        return {giver for (giver, _), missing in self._missing.items() if missing}
+    def awaited(self) -> set[tuple[str, int]]:
+        """Givers of which something is missing, with the chunk."""
+        return {given for given, missing in self._missing.items() if missing}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from typing import ParamSpec, TypeVar
 
 from millrace.core.errors import TransferError
@@ -84,7 +84,7 @@ class MemoryTransport:
         peer_region: int = 0,
         urgent: bool = False,
     ) -> Future[None]:
-        return self._submit(self._write, peer, runs, notification, (region, peer_region))
+        return self._submit(self.copy, peer, runs, notification, (region, peer_region))
 
     def notify(self, peer: str, payload: bytes, *, urgent: bool = False) -> Future[None]:
         return self._submit(self._notify, peer, payload)
@@ -126,12 +126,14 @@ class MemoryTransport:
         hand_over(self._handlers, sender, payload)
 
     def _submit(self, call: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> Future[T]:
-        try:
-            return self._thread.submit(call, *args, **kwargs)
-        except RuntimeError:  # the executor was shut down
-            future: Future[T] = Future()
-            future.set_exception(PeerLostError(f"transport {self._name} is closed"))
-            return future
+        # While `close` cancels what waits, callbacks of that come here: the executor, asked by the
+        # thread that shuts it down, would wait for itself.
+        if not self._closed:
+            with suppress(RuntimeError):  # another thread has just shut it down
+                return self._thread.submit(call, *args, **kwargs)
+        future: Future[T] = Future()
+        future.set_exception(PeerLostError(f"transport {self._name} is closed"))
+        return future
 
     def _connect(self, metadata: bytes) -> str:
         peer = PeerMetadata.decode(metadata)
@@ -139,7 +141,8 @@ class MemoryTransport:
         self._peers[peer.name] = peer
         return peer.name
 
-    def _write(self, peer: str, runs: Runs, notification: bytes, regions: tuple[int, int]) -> None:
+    def copy(self, peer: str, runs: Runs, notification: bytes, regions: tuple[int, int]) -> None:
+        """Carries a write out, on this end's thread: here a fault or a delay would strike."""
         known, end = self._require(peer)
         try:
             copy_on_host(self._regions[regions[0]], known.regions[regions[1]], runs)

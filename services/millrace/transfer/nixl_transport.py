@@ -27,6 +27,7 @@ import numpy as np
 from millrace.core.errors import TransferError
 from millrace.transfer.memory import Memory
 from millrace.transfer.nixl_descriptors import descriptor_rows, segment
+from millrace.transfer.nixl_library import nixl_api, nixl_bindings
 from millrace.transfer.peers import PeerMetadata, ProcessIdentity
 from millrace.transfer.poll_pace import ATTENDED_S, PollPace
 from millrace.transfer.runs import Runs
@@ -259,15 +260,14 @@ class NixlTransport:
 
     def _open_agent(self) -> None:
         # Here, not above: UCX and NIXL read their environment when they are loaded.
-        from nixl_cu12._api import nixl_agent, nixl_agent_config, nixl_thread_sync_t
-        from nixl_cu12._bindings import nixlRemoteDisconnectError
-
-        self._disconnected = nixlRemoteDisconnectError
-        self._agent = nixl_agent(
+        nixl = nixl_api()
+        self._disconnected = nixl_bindings().nixlRemoteDisconnectError
+        self._agent = nixl.nixl_agent(
             self._name,
-            nixl_agent_config(
+            nixl.nixl_agent_config(
                 enable_prog_thread=False,
-                sync_mode=nixl_thread_sync_t.NIXL_THREAD_SYNC_STRICT,  # NONE crashes with threads
+                # NONE crashes with threads
+                sync_mode=nixl.nixl_thread_sync_t.NIXL_THREAD_SYNC_STRICT,
             ),
         )
 
@@ -290,6 +290,9 @@ class NixlTransport:
         if self._peers.get(peer.name) != metadata:
             if peer.name in self._peers:
                 self._forget(peer.name)
+            if peer.process.has_ended(self._process):
+                # A refused connection is not only an error to UCX: it has aborted processes.
+                raise PeerLostError(f"can't connect to {peer.name}: its process has ended")
             try:
                 self._agent.add_remote_agent(peer.connection)
                 self._agent.make_connection(peer.name)

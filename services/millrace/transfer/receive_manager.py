@@ -83,6 +83,11 @@ class ReceiveManager:
 
     # -- for the owner of the pages
 
+    @property
+    def num_leases(self) -> int:
+        """Senders that may still write here."""
+        return len(self._leases)
+
     def admit(
         self,
         request_id: str,
@@ -230,13 +235,11 @@ class ReceiveManager:
         pages = [page for a in admissions for page in a.own_pages]
         if len(set(pages)) != len(pages):
             raise IntegrityError("two requests receive into one page")
-        idle = not admissions and not len(self._leases)
+        idle = not admissions and not self.num_leases
         if self._buffers is not None:
             self._buffers.check_integrity(idle=idle)
-        elif not admissions and len(self._leases):
-            raise IntegrityError(
-                f"no request is admitted, yet there are {len(self._leases)} leases"
-            )
+        elif not admissions and self.num_leases:
+            raise IntegrityError(f"no request is admitted, yet there are {self.num_leases} leases")
 
     async def close(self) -> None:
         """Ends upkeep. Whoever still waits in `release` returns: the pool ends with the process."""

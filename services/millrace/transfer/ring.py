@@ -23,6 +23,7 @@ __all__ = ["ChunkLink", "GroupLink", "PeerInfo", "RingManager"]
 
 #: Requests of which peers may have spoken before they are opened here.
 MAX_EARLY = 1024
+_KEPT_EARLY = (RingKind.CREDIT, RingKind.OFFER, RingKind.ABORT)
 
 _Key = tuple[str, int]
 
@@ -105,12 +106,12 @@ class RingManager:
             self._transport.notify(peer, answer.encode())
 
     def _keep_early(self, peer: str, message: RingMessage) -> None:
-        """A member may hear of its group after others have begun."""
-        if message.kind is RingKind.ABORT and message.key in self._early:
-            kept = [word for word in self._early.pop(message.key) if word[0] != peer]
-            if kept:
-                self._early[message.key] = kept
-        elif message.kind in (RingKind.CREDIT, RingKind.WANT) and message.key not in self._closed:
-            self._early.setdefault(message.key, []).append((peer, message))
-            if len(self._early) > MAX_EARLY:
-                del self._early[next(iter(self._early))]
+        """A member may hear of its group after others have begun, or given it up."""
+        if message.kind not in _KEPT_EARLY or message.key in self._closed:
+            return
+        words = self._early.setdefault(message.key, [])
+        if message.kind is RingKind.ABORT:
+            words[:] = [word for word in words if word[0] != peer]
+        words.append((peer, message))
+        if len(self._early) > MAX_EARLY:
+            del self._early[next(iter(self._early))]

@@ -23,12 +23,13 @@ class RingKind(IntEnum):
 
     BLOCK = 1  # to the next in the ring: block `number` lies in its buffer
     CREDIT = 2  # to the one before: so many blocks have left the buffers; 0 opens them
-    WANT = 3  # to a giver: the pages for this chunk's moves may be written
+    WANT = 3  # to a giver that offered: the pages for this chunk's moves may be written
     LAYER = 4  # to a receiver: what is given of layer `number` lies in its pages
     RENEW = 5  # to a receiver: may I still write?
     ALIVE = 6  # the answer: yes
     ABORT = 7  # to all: write nothing more here, and say DRAINED
     DRAINED = 8  # no write of mine to you is in flight, and none will follow
+    OFFER = 9  # to a receiver: I am linked to you, and give you history for this chunk
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

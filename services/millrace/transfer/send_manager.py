@@ -60,6 +60,11 @@ class SendManager:
         """Of the pool, as the transport counts it."""
         return self._outlet.region
 
+    @property
+    def num_sessions(self) -> int:
+        """Sessions that are not over: their writes may be on their way."""
+        return len(self._sessions)
+
     async def open(
         self,
         request_id: str,

@@ -11,6 +11,7 @@ import grpc
 
 from millrace.core.errors import MillraceError
 from millrace.core.load import FleetLoad
+from millrace.core.mechanisms import Mechanism
 from millrace.wire.channel import open_channel
 from millrace.wire.load_codec import fleet_load
 from millrace.wire.pb import scheduler_pb2, scheduler_pb2_grpc
@@ -59,6 +60,13 @@ async def get_settings(address: str) -> dict[str, Any]:
         "improvement_rate": reply.improvement_rate,
         "policies": list(reply.policies),
     }
+
+
+async def get_mechanisms(address: str) -> list[Mechanism]:
+    """What is in force at the scheduler, and what is not. Raises SchedulerUnavailable."""
+    async with _stub(address) as stub:
+        reply = await stub.GetStatus(scheduler_pb2.StatusRequest(), timeout=TIMEOUT_S)
+    return [Mechanism(one.name, one.on, one.detail) for one in reply.mechanisms]
 
 
 async def set_policy(address: str, policy: str) -> dict[str, Any]:

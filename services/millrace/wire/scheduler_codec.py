@@ -17,6 +17,7 @@ from millrace.core.kvp import Shard
 from millrace.core.latency import Latency, SpLatency
 from millrace.core.priority import POLICIES
 from millrace.core.request import Chunk, Request, Slo
+from millrace.core.standstill import Standstill
 from millrace.wire.pb import common_pb2, scheduler_pb2
 
 ROLES = ("prefill", "decode", "mixed", "kvp")
@@ -204,6 +205,12 @@ def _load(
         cached = events.CachedBlocks(
             whole=told.whole, added=tuple(told.added), removed=tuple(told.removed)
         )
+    standstill = None
+    if message.HasField("standstill"):
+        still = message.standstill
+        standstill = Standstill(
+            prepared=tuple(still.prepared), claimed=still.claimed, waits_for=still.waits_for
+        )
     return events.LoadReported(
         instance_id=instance_id,
         generation=generation,
@@ -212,6 +219,7 @@ def _load(
         waiting=message.waiting,
         tbt_s=message.tbt_s,
         cached=cached,
+        standstill=standstill,
     )
 
 

@@ -7,7 +7,9 @@ from collections.abc import Mapping
 
 from millrace.core.instances import Instance, PrefillInstance
 from millrace.core.machine import Machine
+from millrace.core.mechanisms import mechanisms
 from millrace.core.priority import POLICIES
+from millrace.core.prompt_progress import PromptProgress
 from millrace.core.request import RequestState
 from millrace.wire.pb import scheduler_pb2
 
@@ -30,6 +32,10 @@ def status(
         planner=machine.config.planner,
         policies=POLICIES,
         improvement_rate=machine.improvement_rate,
+        mechanisms=(
+            scheduler_pb2.Mechanism(name=one.name, on=one.on, detail=one.detail)
+            for one in mechanisms(machine)
+        ),
     )
 
 
@@ -51,4 +57,16 @@ def _instance(
         waiting=instance.waiting,
         queue_s=queue_s,
         held_requests=len(instance.holdings),
+    )
+
+
+def progress(request_id: str, found: PromptProgress) -> scheduler_pb2.ProxyUpdate:
+    """What a proxy hears of a prompt that is not computed yet."""
+    return scheduler_pb2.ProxyUpdate(
+        progress=scheduler_pb2.Progress(
+            request_id=request_id,
+            state=found.state.value,
+            computed_tokens=found.computed_tokens,
+            left_s=found.left_s,
+        )
     )

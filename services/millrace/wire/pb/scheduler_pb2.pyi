@@ -8,16 +8,24 @@ from typing import ClassVar as _ClassVar, Optional as _Optional, Union as _Union
 DESCRIPTOR: _descriptor.FileDescriptor
 
 class ProxyMessage(_message.Message):
-    __slots__ = ("hello", "submit", "cancel", "load")
+    __slots__ = ("hello", "submit", "cancel", "load", "ask")
     HELLO_FIELD_NUMBER: _ClassVar[int]
     SUBMIT_FIELD_NUMBER: _ClassVar[int]
     CANCEL_FIELD_NUMBER: _ClassVar[int]
     LOAD_FIELD_NUMBER: _ClassVar[int]
+    ASK_FIELD_NUMBER: _ClassVar[int]
     hello: _common_pb2.Incarnation
     submit: SubmitBatch
     cancel: CancelRequest
     load: ProxyLoad
-    def __init__(self, hello: _Optional[_Union[_common_pb2.Incarnation, _Mapping]] = ..., submit: _Optional[_Union[SubmitBatch, _Mapping]] = ..., cancel: _Optional[_Union[CancelRequest, _Mapping]] = ..., load: _Optional[_Union[ProxyLoad, _Mapping]] = ...) -> None: ...
+    ask: AskProgress
+    def __init__(self, hello: _Optional[_Union[_common_pb2.Incarnation, _Mapping]] = ..., submit: _Optional[_Union[SubmitBatch, _Mapping]] = ..., cancel: _Optional[_Union[CancelRequest, _Mapping]] = ..., load: _Optional[_Union[ProxyLoad, _Mapping]] = ..., ask: _Optional[_Union[AskProgress, _Mapping]] = ...) -> None: ...
+
+class AskProgress(_message.Message):
+    __slots__ = ("request_ids",)
+    REQUEST_IDS_FIELD_NUMBER: _ClassVar[int]
+    request_ids: _containers.RepeatedScalarFieldContainer[str]
+    def __init__(self, request_ids: _Optional[_Iterable[str]] = ...) -> None: ...
 
 class ProxyLoad(_message.Message):
     __slots__ = ("parked_requests",)
@@ -40,18 +48,32 @@ class CancelRequest(_message.Message):
     def __init__(self, request_id: _Optional[str] = ..., reason: _Optional[str] = ...) -> None: ...
 
 class ProxyUpdate(_message.Message):
-    __slots__ = ("placed", "refused", "failed", "fleet", "queued")
+    __slots__ = ("placed", "refused", "failed", "fleet", "queued", "progress")
     PLACED_FIELD_NUMBER: _ClassVar[int]
     REFUSED_FIELD_NUMBER: _ClassVar[int]
     FAILED_FIELD_NUMBER: _ClassVar[int]
     FLEET_FIELD_NUMBER: _ClassVar[int]
     QUEUED_FIELD_NUMBER: _ClassVar[int]
+    PROGRESS_FIELD_NUMBER: _ClassVar[int]
     placed: Placed
     refused: Refused
     failed: Failed
     fleet: Fleet
     queued: Queued
-    def __init__(self, placed: _Optional[_Union[Placed, _Mapping]] = ..., refused: _Optional[_Union[Refused, _Mapping]] = ..., failed: _Optional[_Union[Failed, _Mapping]] = ..., fleet: _Optional[_Union[Fleet, _Mapping]] = ..., queued: _Optional[_Union[Queued, _Mapping]] = ...) -> None: ...
+    progress: Progress
+    def __init__(self, placed: _Optional[_Union[Placed, _Mapping]] = ..., refused: _Optional[_Union[Refused, _Mapping]] = ..., failed: _Optional[_Union[Failed, _Mapping]] = ..., fleet: _Optional[_Union[Fleet, _Mapping]] = ..., queued: _Optional[_Union[Queued, _Mapping]] = ..., progress: _Optional[_Union[Progress, _Mapping]] = ...) -> None: ...
+
+class Progress(_message.Message):
+    __slots__ = ("request_id", "state", "computed_tokens", "left_s")
+    REQUEST_ID_FIELD_NUMBER: _ClassVar[int]
+    STATE_FIELD_NUMBER: _ClassVar[int]
+    COMPUTED_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    LEFT_S_FIELD_NUMBER: _ClassVar[int]
+    request_id: str
+    state: str
+    computed_tokens: int
+    left_s: float
+    def __init__(self, request_id: _Optional[str] = ..., state: _Optional[str] = ..., computed_tokens: _Optional[int] = ..., left_s: _Optional[float] = ...) -> None: ...
 
 class Placed(_message.Message):
     __slots__ = ("request_id", "decode", "decode_address", "predicted_ttft_s", "lease_s")
@@ -214,18 +236,30 @@ class LatencyPoint(_message.Message):
     def __init__(self, tokens: _Optional[int] = ..., seconds: _Optional[float] = ...) -> None: ...
 
 class Heartbeat(_message.Message):
-    __slots__ = ("free_pages", "running", "waiting", "tbt_s", "cached")
+    __slots__ = ("free_pages", "running", "waiting", "tbt_s", "cached", "standstill")
     FREE_PAGES_FIELD_NUMBER: _ClassVar[int]
     RUNNING_FIELD_NUMBER: _ClassVar[int]
     WAITING_FIELD_NUMBER: _ClassVar[int]
     TBT_S_FIELD_NUMBER: _ClassVar[int]
     CACHED_FIELD_NUMBER: _ClassVar[int]
+    STANDSTILL_FIELD_NUMBER: _ClassVar[int]
     free_pages: int
     running: int
     waiting: int
     tbt_s: float
     cached: CachedBlocks
-    def __init__(self, free_pages: _Optional[int] = ..., running: _Optional[int] = ..., waiting: _Optional[int] = ..., tbt_s: _Optional[float] = ..., cached: _Optional[_Union[CachedBlocks, _Mapping]] = ...) -> None: ...
+    standstill: Standstill
+    def __init__(self, free_pages: _Optional[int] = ..., running: _Optional[int] = ..., waiting: _Optional[int] = ..., tbt_s: _Optional[float] = ..., cached: _Optional[_Union[CachedBlocks, _Mapping]] = ..., standstill: _Optional[_Union[Standstill, _Mapping]] = ...) -> None: ...
+
+class Standstill(_message.Message):
+    __slots__ = ("prepared", "claimed", "waits_for")
+    PREPARED_FIELD_NUMBER: _ClassVar[int]
+    CLAIMED_FIELD_NUMBER: _ClassVar[int]
+    WAITS_FOR_FIELD_NUMBER: _ClassVar[int]
+    prepared: _containers.RepeatedScalarFieldContainer[str]
+    claimed: str
+    waits_for: str
+    def __init__(self, prepared: _Optional[_Iterable[str]] = ..., claimed: _Optional[str] = ..., waits_for: _Optional[str] = ...) -> None: ...
 
 class CachedBlocks(_message.Message):
     __slots__ = ("whole", "added", "removed")
@@ -292,10 +326,12 @@ class PrefixLanded(_message.Message):
     def __init__(self, request_id: _Optional[str] = ..., attempt: _Optional[int] = ..., tokens: _Optional[int] = ...) -> None: ...
 
 class DecodeStarted(_message.Message):
-    __slots__ = ("request_id",)
+    __slots__ = ("request_id", "since_token_s")
     REQUEST_ID_FIELD_NUMBER: _ClassVar[int]
+    SINCE_TOKEN_S_FIELD_NUMBER: _ClassVar[int]
     request_id: str
-    def __init__(self, request_id: _Optional[str] = ...) -> None: ...
+    since_token_s: float
+    def __init__(self, request_id: _Optional[str] = ..., since_token_s: _Optional[float] = ...) -> None: ...
 
 class RequestFinished(_message.Message):
     __slots__ = ("request_id", "reason", "generated_tokens")
@@ -468,7 +504,7 @@ class InstanceStatus(_message.Message):
     def __init__(self, incarnation: _Optional[_Union[_common_pb2.Incarnation, _Mapping]] = ..., role: _Optional[str] = ..., address: _Optional[str] = ..., draining: _Optional[bool] = ..., free_pages: _Optional[int] = ..., total_pages: _Optional[int] = ..., running: _Optional[int] = ..., waiting: _Optional[int] = ..., queue_s: _Optional[float] = ..., held_requests: _Optional[int] = ...) -> None: ...
 
 class StatusReply(_message.Message):
-    __slots__ = ("instances", "queued", "prefilling", "decoding", "policy", "preemption", "planner", "policies", "improvement_rate")
+    __slots__ = ("instances", "queued", "prefilling", "decoding", "policy", "preemption", "planner", "policies", "improvement_rate", "mechanisms")
     INSTANCES_FIELD_NUMBER: _ClassVar[int]
     QUEUED_FIELD_NUMBER: _ClassVar[int]
     PREFILLING_FIELD_NUMBER: _ClassVar[int]
@@ -478,6 +514,7 @@ class StatusReply(_message.Message):
     PLANNER_FIELD_NUMBER: _ClassVar[int]
     POLICIES_FIELD_NUMBER: _ClassVar[int]
     IMPROVEMENT_RATE_FIELD_NUMBER: _ClassVar[int]
+    MECHANISMS_FIELD_NUMBER: _ClassVar[int]
     instances: _containers.RepeatedCompositeFieldContainer[InstanceStatus]
     queued: int
     prefilling: int
@@ -487,7 +524,18 @@ class StatusReply(_message.Message):
     planner: str
     policies: _containers.RepeatedScalarFieldContainer[str]
     improvement_rate: float
-    def __init__(self, instances: _Optional[_Iterable[_Union[InstanceStatus, _Mapping]]] = ..., queued: _Optional[int] = ..., prefilling: _Optional[int] = ..., decoding: _Optional[int] = ..., policy: _Optional[str] = ..., preemption: _Optional[str] = ..., planner: _Optional[str] = ..., policies: _Optional[_Iterable[str]] = ..., improvement_rate: _Optional[float] = ...) -> None: ...
+    mechanisms: _containers.RepeatedCompositeFieldContainer[Mechanism]
+    def __init__(self, instances: _Optional[_Iterable[_Union[InstanceStatus, _Mapping]]] = ..., queued: _Optional[int] = ..., prefilling: _Optional[int] = ..., decoding: _Optional[int] = ..., policy: _Optional[str] = ..., preemption: _Optional[str] = ..., planner: _Optional[str] = ..., policies: _Optional[_Iterable[str]] = ..., improvement_rate: _Optional[float] = ..., mechanisms: _Optional[_Iterable[_Union[Mechanism, _Mapping]]] = ...) -> None: ...
+
+class Mechanism(_message.Message):
+    __slots__ = ("name", "on", "detail")
+    NAME_FIELD_NUMBER: _ClassVar[int]
+    ON_FIELD_NUMBER: _ClassVar[int]
+    DETAIL_FIELD_NUMBER: _ClassVar[int]
+    name: str
+    on: bool
+    detail: str
+    def __init__(self, name: _Optional[str] = ..., on: _Optional[bool] = ..., detail: _Optional[str] = ...) -> None: ...
 
 class SetPolicyRequest(_message.Message):
     __slots__ = ("policy",)

@@ -1,0 +1,24 @@
+"""What an instance says of itself when it has work and begins none.
+
+Instances add a `Standstill` to a heartbeat when they have begun no operator since the heartbeat
+before, although tasks are prepared. One is nothing unusual: an operator takes its time, and a gang
+waits for its members to leave what they run. The scheduler looks at how long it lasts
+(`stall_watch`).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Standstill:
+    """`prepared`: requests with a task that could run here as far as this instance knows.
+
+    `claimed`: the request whose gang the instance keeps itself free for, or which runs here; empty:
+    none. `waits_for` says in words, for the log, what the instance waits for.
+    """
+
+    prepared: tuple[str, ...]
+    claimed: str = ""
+    waits_for: str = ""

@@ -1,0 +1,56 @@
+"""When each peer of a link was heard of and told anything last.
+
+A member writes to a peer only within `lease_s` seconds of the peer's last word: a peer that waits
+longer than that for a member may take its pages back.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterable, Iterator
+
+
+class Contacts:
+    """Peers by their transports' names. The link's lock guards it."""
+
+    def __init__(self, peers: Iterable[str], lease_s: float) -> None:
+        now_s = time.monotonic()
+        self._heard_s = dict.fromkeys(peers, now_s)
+        self._told_s = dict(self._heard_s)
+        self._asked: set[str] = set()  # whether this member may still write
+        self._lease_s = lease_s
+
+    def __contains__(self, peer: str) -> bool:
+        return peer in self._heard_s
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._heard_s)
+
+    def add(self, peer: str) -> None:
+        self._heard_s[peer] = self._told_s[peer] = time.monotonic()
+
+    def heard(self, peer: str) -> None:
+        self._heard_s[peer] = time.monotonic()
+        self._asked.discard(peer)
+
+    def told(self, peer: str) -> None:
+        self._told_s[peer] = time.monotonic()
+
+    def heard_s(self, peer: str) -> float:
+        """By time.monotonic."""
+        return self._heard_s[peer]
+
+    def told_s(self, peer: str) -> float:
+        """By time.monotonic."""
+        return self._told_s[peer]
+
+    def may_write(self, peer: str) -> bool:
+        """Whether the peer was heard of lately enough."""
+        return time.monotonic() - self._heard_s[peer] <= self._lease_s
+
+    def is_to_ask(self, peer: str) -> bool:
+        """Whether the peer was not asked yet since its last word; it is taken to be asked now."""
+        if peer in self._asked:
+            return False
+        self._asked.add(peer)
+        return True

@@ -1,0 +1,94 @@
+"""Which build of NIXL a process uses.
+
+NIXL's wheels are built for one major version of CUDA each, under a module name of their own, and
+moving device memory takes the one that torch is built for. Host memory needs no CUDA: there any
+build will do.
+"""
+
+from __future__ import annotations
+
+import importlib
+import importlib.util
+from dataclasses import dataclass
+from functools import cache
+from types import ModuleType
+
+from millrace.core.errors import TransferError
+
+#: By CUDA's major version; the first is taken where nothing says which.
+BUILDS = {13: "nixl_cu13", 12: "nixl_cu12"}
+
+
+@dataclass(frozen=True, slots=True)
+class Build:
+    """A build of NIXL beside one of torch. `torch_cuda`: empty for a torch without CUDA."""
+
+    module: str
+    torch_cuda: str
+
+    @property
+    def wanted(self) -> str:
+        """The module that torch's CUDA asks for; empty where any will do."""
+        major = int(self.torch_cuda.partition(".")[0] or 0)
+        return BUILDS.get(major, f"nixl_cu{major}") if major else ""
+
+    @property
+    def fits(self) -> bool:
+        """Whether device memory that torch allocates can be moved."""
+        return self.wanted in ("", self.module)
+
+    def __str__(self) -> str:
+        cuda = f"for CUDA {self.torch_cuda}" if self.torch_cuda else "without CUDA"
+        missing = "" if self.fits else f", for which {self.wanted} is needed and not installed"
+        return f"{self.module} (torch is built {cuda}{missing})"
+
+
+def choose(torch_cuda: str, installed: list[str]) -> Build:
+    """The build for a torch of that CUDA, else any that is `installed`. Raises TransferError."""
+    if not installed:
+        raise TransferError(f"NIXL is not installed: one of {', '.join(BUILDS.values())} is needed")
+    fitting = Build(installed[0], torch_cuda).wanted
+    return Build(fitting if fitting in installed else installed[0], torch_cuda)
+
+
+@cache
+def build() -> Build:
+    """The build of this process. Imports neither NIXL nor torch. Raises TransferError."""
+    return choose(
+        torch_cuda(), [name for name in BUILDS.values() if importlib.util.find_spec(name)]
+    )
+
+
+def nixl_api() -> ModuleType:
+    """NIXL's Python interface. Loads the library, which reads its environment."""
+    return importlib.import_module(f"{build().module}._api")
+
+
+def nixl_bindings() -> ModuleType:
+    """What lies below it, errors among it."""
+    return importlib.import_module(f"{build().module}._bindings")
+
+
+def load_ucx() -> None:
+    """Loads UCX into this process without opening anything: no context, no thread, no device."""
+    api = nixl_api()
+    api.nixl_agent("loads-ucx", api.nixl_agent_config(backends=[])).get_plugin_params("UCX")
+
+
+def torch_cuda() -> str:
+    """The version of CUDA that torch is built for; empty without CUDA, or without torch.
+
+    Read from the file that torch keeps it in: importing torch takes a second or more.
+    """
+    torch = importlib.util.find_spec("torch")
+    places = (torch.submodule_search_locations if torch else None) or []
+    for place in places:
+        spec = importlib.util.spec_from_file_location("_torch_version", f"{place}/version.py")
+        assert spec is not None and spec.loader is not None  # of a path that ends in .py
+        version = importlib.util.module_from_spec(spec)
+        try:
+            spec.loader.exec_module(version)
+        except OSError:
+            continue
+        return str(getattr(version, "cuda", None) or "")
+    return ""

@@ -1,0 +1,44 @@
+"""What the transports of one process do at their end."""
+
+from __future__ import annotations
+
+import threading
+from concurrent.futures import Future
+
+import pytest
+
+from millrace.transfer.memory_transport import MemoryHub, MemoryTransport
+from millrace.transfer.transport import PeerLostError
+from support.deadlines import HANG_S
+
+CHANNEL = 7
+
+
+def test_what_a_close_cancels_may_ask_for_more():
+    """Who is told that its write won't come tells others: that must not wait for the close."""
+    hub = MemoryHub()
+    one, other = MemoryTransport("one", hub), MemoryTransport("other", hub)
+    assert one.connect(other.metadata()).result(HANG_S) == "other"
+    entered, leave = threading.Event(), threading.Event()
+
+    def hold(*_: object) -> None:
+        entered.set()
+        leave.wait(HANG_S)
+
+    other.subscribe(CHANNEL, hold)
+    payload = bytes([CHANNEL]) + bytes(8)
+    one.notify("other", payload)
+    assert entered.wait(HANG_S)
+    told: list[Future[None]] = []
+    waiting = one.notify("other", payload)
+    waiting.add_done_callback(lambda _: told.append(one.notify("other", payload)))
+    closing = threading.Thread(target=one.close, daemon=True)
+    closing.start()
+    while not waiting.cancelled():
+        assert closing.is_alive()
+    leave.set()
+    closing.join(HANG_S)
+    assert not closing.is_alive()
+    with pytest.raises(PeerLostError, match="is closed"):
+        told[0].result(HANG_S)
+    other.close()
