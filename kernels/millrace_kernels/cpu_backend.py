@@ -7,6 +7,7 @@ Shape letters: n tokens, h q heads, k kv heads, d head_dim.
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Final
@@ -19,9 +20,15 @@ from millrace_kernels.recording import launch
 
 try:
     from millrace_kernels import _cpu
-except ImportError:  # not built on this machine: torch does it all
+except ImportError as error:  # not built on this machine: torch does it all
     AVAILABLE = False
     TYPES = {}
+    warnings.warn(
+        f"the CPU kernels in C++ are missing ({error}): on the CPU, torch alone computes models, "
+        "several times slower. Install a C++ compiler, then install Millrace again",
+        RuntimeWarning,
+        stacklevel=2,
+    )
 else:
     AVAILABLE = True
     TYPES = {torch.float32: _cpu.Type.F32, torch.bfloat16: _cpu.Type.BF16}

@@ -1,11 +1,13 @@
 """Which backend does what on which device. The choice is by capability alone, never by timing: two
-workers of one kind choose alike.
+workers of one kind choose alike. FlashInfer, which compiles when it is first used, is tried first.
 
 Triton and FlashInfer are optional, so nothing of theirs is imported before a call needs it.
 """
 
 from __future__ import annotations
 
+import logging
+from collections.abc import Hashable
 from functools import cache
 from typing import Final, Protocol
 
@@ -17,13 +19,18 @@ from millrace_kernels import (
     cpu_rows,
     flashinfer_backend,
     torch_backend,
+    trial,
     triton_backend,
 )
 from millrace_kernels.plan import AttentionPlan, Backend
 
+log = logging.getLogger(__name__)
+
 ALL_ROWS: Final = cpu_backend.ALL_ROWS
 
 _FASTEST_FIRST: Final = (Backend.CPU, Backend.FLASHINFER, Backend.TRITON)
+
+_tried: dict[Hashable, str] = {}  # why FlashInfer failed, by shape
 
 
 def with_backend(plan: AttentionPlan) -> AttentionPlan:
@@ -35,6 +42,9 @@ def with_backend(plan: AttentionPlan) -> AttentionPlan:
     if is_auto:
         able = (backend for backend in _FASTEST_FIRST if not _refusal(backend, plan))
         plan.backend = next(able, Backend.TORCH)
+        if plan.backend is Backend.FLASHINFER and (reason := _trial(plan)):
+            plan.backend = next(able, Backend.TORCH)
+            _tell_once(plan.device, reason, plan.backend)
     elif reason := _refusal(plan.backend, plan):
         raise ValueError(f"attention backend {plan.backend.value!r}: {reason}")
     if plan.backend in (Backend.REFERENCE, Backend.TORCH):
@@ -51,6 +61,29 @@ def with_backend(plan: AttentionPlan) -> AttentionPlan:
 
         plan.native = attention.plan(plan)
     return plan
+
+
+def _trial(plan: AttentionPlan) -> str:
+    """Why FlashInfer fails on calls of the plan's shape, empty where it works. Each is tried once.
+
+    Its compiled modules differ by what is in the key.
+    """
+    key = (
+        plan.device,
+        plan.dtype,
+        (plan.num_q_heads, plan.num_kv_heads, plan.head_dim, plan.page_tokens),
+        (plan.causal, plan.sliding_window is None, plan.soft_cap is None),
+    )
+    if key not in _tried:
+        _tried[key] = trial.failure(plan, flashinfer_backend.plan)
+    return _tried[key]
+
+
+@cache
+def _tell_once(device: torch.device, reason: str, instead: Backend) -> None:
+    log.warning(
+        "attention on %s runs by %s: FlashInfer failed its trial (%s)", device, instead, reason
+    )
 
 
 def _refusal(backend: Backend, plan: AttentionPlan) -> str:

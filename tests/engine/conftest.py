@@ -11,6 +11,7 @@ import pytest
 
 from millrace.bench.random_model import write_random_llama
 from millrace.engine.parallel.rank_group import RankGroup
+from millrace.engine.recorded_step import RecordedStep
 from support.staged import FIVE_LAYERS, Staged
 
 
@@ -55,3 +56,17 @@ def staged(pairs: Callable[[int], list[RankGroup]]) -> Iterator[Callable[..., St
     yield make
     for one in made:
         one.close()
+
+
+@pytest.fixture
+def replayed(monkeypatch: pytest.MonkeyPatch) -> list[None]:
+    """Grows with every decode step that is run as it was recorded."""
+    steps: list[None] = []
+    run = RecordedStep.run
+
+    def counted(self: RecordedStep, *arguments: Any) -> Any:
+        steps.append(None)
+        return run(self, *arguments)
+
+    monkeypatch.setattr(RecordedStep, "run", counted)
+    return steps

@@ -294,7 +294,7 @@ class Churn(RuleBasedStateMachine):
 
     @rule(pick=integers(0, 3))
     def pause(self, pick):
-        live = sorted(self.bench.batch._slots)
+        live = sorted(self.bench.batch.requests())
         if live:
             self.paused += self.bench.batch.pause(live[pick % len(live)])
 
@@ -308,7 +308,7 @@ class Churn(RuleBasedStateMachine):
 
     @rule(pick=integers(0, 3))
     def cancel(self, pick):
-        live = sorted(self.bench.batch._slots)
+        live = sorted(self.bench.batch.requests())
         if live:
             self.bench.batch.remove(live[pick % len(live)])
 
@@ -330,4 +330,4 @@ class Churn(RuleBasedStateMachine):
 
 
 TestChurn = Churn.TestCase
-TestChurn.settings = settings(max_examples=15, stateful_step_count=25, deadline=None)
+TestChurn.settings = settings(max_examples=15, stateful_step_count=25)

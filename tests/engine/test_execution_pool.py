@@ -12,6 +12,7 @@ import pytest
 import torch
 
 from millrace.engine.execution_pool import Dropped, ExecutionPool, PoolTask, StopPoint
+from support.deadlines import HANG_S
 
 CPU = torch.device("cpu")
 LAYERS = 3
@@ -37,7 +38,7 @@ class Watched:
                     self.active += 1
                     assert self.active == 1, "two tasks run"
                     if not self.free:
-                        assert self.turn.acquire(timeout=10)
+                        assert self.turn.acquire(timeout=HANG_S)
                     if self.steps[name] == fails_at:
                         self.active -= 1
                         raise ArithmeticError(name)
@@ -66,7 +67,7 @@ class Watched:
         self.turn.release(steps)
 
     def until(self, what: Callable[[], bool]) -> None:
-        limit_s = time.monotonic() + 10
+        limit_s = time.monotonic() + HANG_S
         while not what():
             assert time.monotonic() < limit_s, self.log
             time.sleep(0.001)

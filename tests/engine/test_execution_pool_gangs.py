@@ -209,21 +209,55 @@ def _cancel(fleet: Fleet, job: Job, cancelled: set[str]) -> None:
         fleet.links.carry("scheduler", me, fleet.pools[me].drop_unwanted)
 
 
-def test_a_pool_waits_for_the_gang_that_is_first_and_is_free_again_when_it_is_dropped() -> None:
-    fleet = Fleet("pq", random.Random(0))
+def test_a_gang_that_one_member_lacks_delays_nothing() -> None:
+    fleet = Fleet("pq", random.Random(0), slowest_s=0.0)
     gang, solo = Job(0, ("p", "q"), b"\2\0"), Job(1, ("q",), b"\2\0")
     try:
         fleet.pools["q"].order([gang.name, solo.name])
         fleet.pools["q"].submit(gang.task("q", fleet))
         fleet.pools["q"].submit(solo.task("q", fleet))
-        time.sleep(0.05)
+        wait_for(lambda: len(solo.ends) == 1, lambda: solo.begun)
+        fleet.pools["p"].submit(gang.task("p", fleet))
+        wait_for(lambda: len(gang.ends) == 2, lambda: gang.begun)
+        assert set(gang.ends.values()) == {None}
+    finally:
+        fleet.close([gang, solo])
+
+
+def test_a_pool_waits_for_the_gang_that_is_first_and_is_free_again_when_it_is_dropped() -> None:
+    fleet = Fleet("pq", random.Random(0), slowest_s=0.0)
+    gang, solo, long = Job(0, ("p", "q"), b"\2\0"), Job(1, ("q",), b"\2\0"), Job(2, ("p",), b"\2\0")
+    long.begun["nobody"] = 0  # it stays in its first operator until it is cancelled
+    try:
+        for pool in fleet.pools.values():
+            pool.order([gang.name, solo.name, long.name])
+        fleet.pools["p"].submit(long.task("p", fleet))
+        wait_for(lambda: long.begun["p"] == 1, lambda: long.begun)
+        for me in gang.members:
+            fleet.pools[me].submit(gang.task(me, fleet))
+        wait_for(lambda: fleet.pools["q"].standstill() is not None, lambda: gang.begun)
+        fleet.pools["q"].submit(solo.task("q", fleet))
         assert not solo.ends and not fleet.pools["q"].is_running
         gang.cancelled = True
         fleet.pools["q"].drop_unwanted()
         wait_for(lambda: len(solo.ends) == 1, lambda: solo.begun)
         assert isinstance(gang.ends["q"], Dropped)
     finally:
-        fleet.close([gang, solo])
+        fleet.close([gang, solo, long])
+
+
+def test_a_gang_that_was_cancelled_just_before_it_comes_ends() -> None:
+    """A chunk may follow the one before in the moment after the pool looked for unwanted tasks."""
+    fleet = Fleet("pq", random.Random(0), slowest_s=0.0)
+    gang = Job(0, ("p", "q"), b"\2\0")
+    try:
+        gang.cancelled = True
+        fleet.pools["q"].drop_unwanted()
+        fleet.pools["q"].submit(gang.task("q", fleet))
+        wait_for(lambda: "q" in gang.ends, lambda: gang.begun)
+        assert isinstance(gang.ends["q"], Dropped) and gang.begun["q"] == 0
+    finally:
+        fleet.close([gang])
 
 
 def test_close_ends_a_member_that_holds_for_a_leader_that_is_silent() -> None:

@@ -92,7 +92,7 @@ class PoolMachine(RuleBasedStateMachine):
 
 
 TestPoolMachine = PoolMachine.TestCase
-TestPoolMachine.settings = settings(max_examples=60, stateful_step_count=25, deadline=None)
+TestPoolMachine.settings = settings(max_examples=60, stateful_step_count=25)
 
 
 def test_layers_are_views_of_one_allocation() -> None:

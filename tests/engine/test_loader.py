@@ -13,6 +13,8 @@ from safetensors.torch import load_file, save_file
 
 from millrace.core.errors import ModelError
 from millrace.engine.loader import load_model, model_hash, resolve_model
+from millrace.engine.parallel.sharding import Shard as TpShard
+from millrace.engine.parallel.stage import Stage
 from support.tiny_models import model_folder, oracle
 
 SHARDED = "llama-mha-sharded"
@@ -118,6 +120,45 @@ def test_a_tensor_of_a_dtype_that_is_not_served_is_named(folder: Path) -> None:
     assert f"tensor {DOWN} has dtype I8, expected one of F32" in refused(folder)
 
 
+def test_tensors_that_no_layer_takes_are_refused_by_name(folder: Path) -> None:
+    """A bias that the config does not speak of would be left out of every number."""
+    bias = "model.layers.{}.self_attn.q_proj.bias"
+    edit_tensors(folder / "model.safetensors", {bias.format(1): torch.zeros(48)})
+    assert f"{folder}: this model has no place for {bias.format(1)}; without" in refused(folder)
+    more = {bias.format(i): torch.zeros(48) for i in range(7)}
+    edit_tensors(folder / "model.safetensors", more)
+    names = ", ".join(bias.format(i) for i in range(4))
+    assert f"no place for {names} and 3 more tensors; without them" in refused(folder)
+
+
+@pytest.mark.parametrize("part", [{"shard": TpShard(0, 2)}, {"stage": Stage(1, 2)}])
+def test_a_part_of_a_model_takes_and_refuses_what_the_whole_does(folder: Path, part) -> None:
+    load_model(folder, device="cpu", **part)
+    edit_tensors(
+        folder / "model.safetensors", {"model.layers.0.self_attn.q_norm.weight": torch.ones(16)}
+    )
+    with pytest.raises(ModelError, match=r"no place for model\.layers\.0\.self_attn\.q_norm"):
+        load_model(folder, device="cpu", **part)
+
+
+def test_what_the_config_determines_is_left_out_with_a_warning(folder: Path, caplog) -> None:
+    name = "model.layers.0.self_attn.rotary_emb.inv_freq"
+    edit_tensors(folder / "model.safetensors", {name: torch.ones(8)})
+    load_model(folder, device="cpu")
+    assert f"{folder}: not needed, and not read: {name}" in caplog.text
+
+
+def test_a_head_beside_tied_embeddings_must_be_the_embedding(tmp_path: Path, caplog) -> None:
+    folder = Path(shutil.copytree(model_folder("llama3-rope-tied"), tmp_path / "tied"))
+    file = folder / "model.safetensors"
+    table = load_file(file)["model.embed_tokens.weight"]
+    edit_tensors(file, {"lm_head.weight": table.clone()})
+    load_model(folder, device="cpu")
+    assert "not needed, and not read: lm_head.weight" in caplog.text
+    edit_tensors(file, {"lm_head.weight": table + 1})
+    assert "lm_head.weight differs from model.embed_tokens.weight, but" in refused(folder)
+
+
 def test_an_index_that_names_a_missing_shard_is_refused(sharded: Path) -> None:
     shard = sorted(sharded.glob("model-*.safetensors"))[1]
     shard.unlink()
@@ -200,7 +241,8 @@ def test_the_engine_imports_with_torch_numpy_safetensors_and_tokenizers_alone() 
         "    importlib.import_module(m.name)\n"
         "found = {n.split('.')[0] for n in sys.modules}\n"
         "print(sorted(found & {'transformers', 'huggingface_hub', 'grpc', 'redis', 'fastapi',\n"
-        "    'pydantic', 'orjson', 'uvloop', 'nixl_cu12', 'rich', 'typer', 'google'}))\n"
+        "    'pydantic', 'orjson', 'uvloop', 'nixl_cu12', 'nixl_cu13',\n"
+        "    'rich', 'typer', 'google'}))\n"
     )
     run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert run.stdout == "[]\n"

@@ -6,10 +6,13 @@ import random
 
 import numpy as np
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from millrace.engine.page_table import PageTable, TableMirror
 from support.tiny_engine import Request, make_runner, prefill
 from support.tiny_models import model_folder, prompt
+
+aten = torch.ops.aten
 
 
 def test_rows_hold_their_pages_and_widen() -> None:
@@ -51,6 +54,37 @@ def test_another_devices_copy_follows_by_deltas() -> None:
             assert copy is not None and torch.equal(copy, table.first(3))
             assert copy.data_ptr() != table.first(3).data_ptr()
     assert table.copy_of(torch.zeros(3, table.width, dtype=torch.int32)) is None
+
+
+class Copies(TorchDispatchMode):
+    """Counts the entries of all tensors that are copied."""
+
+    entries = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        if func.overloadpacket in (aten._to_copy, aten.clone):
+            self.entries += args[0].numel()
+        elif func.overloadpacket in (aten.copy_, aten.index_put_):
+            self.entries += args[-1].numel()
+        return func(*args, **(kwargs or {}))
+
+
+def test_a_copy_takes_what_has_changed_and_no_more() -> None:
+    table = PageTable(8)
+    table._is_host = False  # as if attention read elsewhere
+    table.put(7, list(range(1000)))
+    with Copies() as whole:
+        table.copy_of(table.first(8))
+    assert whole.entries == 8 * table.width
+    for changed in (1, 5):
+        table.put(3, list(range(50, 50 + changed)))
+        with Copies() as copies:
+            found = table.copy_of(table.first(8))
+        assert 0 < copies.entries <= 4 * changed
+        assert torch.equal(found, table.first(8))
+    with Copies() as copies:
+        table.copy_of(table.first(8))
+    assert copies.entries == 0
 
 
 def test_passes_over_a_batchs_table_read_its_copy() -> None:

@@ -17,6 +17,7 @@ from millrace.core.errors import ConfigError
 from millrace.engine.parallel.commands import CopyPage, Order
 from millrace.engine.parallel.group_runner import GroupRunner, load_ranks
 from millrace.engine.parallel.rank_group import RankError, RankGroup
+from support.deadlines import HANG_S
 from support.parallel import open_runner, split_folder
 from support.tiny_engine import Request, prefill
 from support.tiny_models import model_folder, prompt
@@ -132,7 +133,7 @@ def test_the_others_end_when_rank_0_is_killed(tmp_path: Path) -> None:
     )
     assert run.returncode == -signal.SIGKILL, run.stderr
     pids = [int(pid) for pid in run.stdout.split()]
-    deadline_s = time.monotonic() + 10
+    deadline_s = time.monotonic() + HANG_S
     while any(map(psutil.pid_exists, pids)) and time.monotonic() < deadline_s:
         time.sleep(0.05)
     assert pids and not any(map(psutil.pid_exists, pids))

@@ -11,6 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from millrace.engine.parallel.stop_counter import StopCounter
+from support.deadlines import HANG_S
 
 CONTEXT = multiprocessing.get_context("spawn")
 
@@ -48,7 +49,7 @@ def test_a_pass_goes_on_from_where_it_stopped() -> None:
 
 
 @given(st.data())
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 def test_in_any_order_of_steps_all_stop_at_one_operator(data: st.DataObject) -> None:
     """Sequential, over all interleavings of ranks and of the request."""
     ranks = data.draw(st.integers(1, 5))
@@ -96,6 +97,6 @@ def test_threads_stop_together_and_none_waits_in_a_collective(ranks: int) -> Non
         threading.Event().wait(jitter[0].random() / 200)
         agreed = counter.request_stop()
         for thread in threads:
-            thread.join(30)
+            thread.join(HANG_S)
         assert stops == [agreed] * ranks, f"seed {seed}"
         at = agreed

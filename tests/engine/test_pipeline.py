@@ -17,6 +17,7 @@ from millrace.engine.model_runner import Boundary, PrefillTask
 from millrace.engine.pipeline.behind import StageError
 from millrace.engine.sampler import Sampler
 from millrace.engine.step_tables import page_table_of
+from support.deadlines import HANG_S
 from support.kvp_world import Long, random_cuts, sequence_of, world
 from support.parallel import split_folder, storm
 from support.ring_group import Member, RingGroup, plan
@@ -68,14 +69,14 @@ def test_every_family_is_staged(name, dtype, staged) -> None:
     one.check_settled()
 
 
-def test_every_stage_records_its_steps_though_their_tables_come_anew(five_layers, staged) -> None:
+def test_every_stage_records_its_steps_though_their_tables_come_anew(
+    five_layers, staged, replayed
+) -> None:
     wanted, one = make_runner(five_layers), staged(five_layers, 3)
     runners = one.runner, wanted
-    stages = [one.runner._first, *(loop._passes for loop in one.loops)]
     requests = [Request(runner, prompt(20)) for runner in runners]
     for runner, request in zip(runners, requests, strict=True):
         prefill(runner, request)
-    seen = []
     for number in range(60):
         if number % 20 == 10:  # other passes come between, and want memory of their own
             others = [prefill(runner, Request(runner, prompt(30))) for runner in runners]
@@ -85,8 +86,7 @@ def test_every_stage_records_its_steps_though_their_tables_come_anew(five_layers
             if len(request.tokens) > 16 * len(request.pages):  # the table grows wider
                 request.pages += runner.pool.allocate(1)
         assert torch.equal(*(decode(r, [q]) for r, q in zip(runners, requests, strict=True)))
-        seen.append([id(passes._steps._recorded[1]) for passes in stages])
-    assert len(set(map(tuple, seen))) == 3  # of two, four and eight pages
+    assert len(replayed) == 3 * (60 - 3)  # new ones for two, four and eight pages
     one.check_settled()
 
 
@@ -158,7 +158,7 @@ def test_the_next_chunk_enters_as_one_leaves_the_first_stage(five_layers, staged
 
     def stall(handed) -> None:
         held.set()
-        threading.Thread(target=lambda: (gate.wait(30), original(handed)), daemon=True).start()
+        threading.Thread(target=lambda: (gate.wait(HANG_S), original(handed)), daemon=True).start()
 
     one.rows[0].on_rows = stall
     request = Request(one.runner, prompt(48))
@@ -183,7 +183,7 @@ def test_what_waits_in_a_later_stage_yields_to_what_is_first_in_the_order(
 ) -> None:
     one = staged(five_layers, 2)
     steps: list[str] = []
-    passes = one.loops[0]._passes
+    passes = one.passes[1]
     begun = threading.Event()
     go_on = threading.Event()
 
@@ -195,7 +195,7 @@ def test_what_waits_in_a_later_stage_yields_to_what_is_first_in_the_order(
             steps.append(name)
             if name == "long" and not begun.is_set():
                 begun.set()
-                assert go_on.wait(30)
+                assert go_on.wait(HANG_S)
             yield boundary
 
     passes.run = slow
@@ -205,7 +205,7 @@ def test_what_waits_in_a_later_stage_yields_to_what_is_first_in_the_order(
     task.name = "long/0"
     for _ in one.runner.prefill(task):
         pass
-    assert begun.wait(30)
+    assert begun.wait(HANG_S)
     urgent = short.task(0, 10)
     urgent.name = "short/0"
     one.runner.order(["short/0", "long/0"])
@@ -226,7 +226,7 @@ def test_random_orders_preemptions_and_drops_change_nothing(
     five_layers, staged, count, ranks
 ) -> None:
     one = staged(five_layers, count, ranks, num_pages=128)
-    assert storm(one.runner, 5, seed=random.randrange(1 << 30), lengths=(12, 70)) > 10
+    storm(one.runner, 5, seed=random.randrange(1 << 30), lengths=(12, 70))
     one.check_settled()
 
 
@@ -238,7 +238,7 @@ def test_a_pass_that_is_given_up_leaves_nothing_anywhere(five_layers, staged, at
     for boundary in boundaries:
         if at == "first stage" or boundary.awaited is not None:
             if at == "through":
-                assert boundary.awaited.wait(30)
+                assert boundary.awaited.wait(HANG_S)
             break
     boundaries.close()
     one.check_settled()
@@ -250,9 +250,8 @@ def test_a_pass_that_is_given_up_leaves_nothing_anywhere(five_layers, staged, at
 def test_logits_wait_for_the_word_of_every_layer(five_layers, staged) -> None:
     """Rows and words go different ways: whoever ends with the logits has had its KV told of."""
     one = staged(five_layers, 3)
-    held, hear = [], one.runner.behind.hear
-    for loop in one.loops:
-        loop._answer = held.append
+    held, hear = [], one.answer
+    one.answer = held.append
     request, layers = Request(one.runner, prompt(20)), []
     task = request.task(0, 20)
     task.on_layer = layers.append
@@ -288,7 +287,7 @@ def test_a_stage_that_falls_is_named_to_whoever_waits_and_ever_after(five_layers
     def broken(*_: object, **__: object):
         raise RuntimeError("out of luck")
 
-    one.loops[0]._passes.run = broken
+    one.passes[1].run = broken
     request = Request(one.runner, prompt(10))
     heard: list[EngineFallen] = []
     one.runner.when_fallen(heard.append)

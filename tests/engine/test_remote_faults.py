@@ -12,6 +12,7 @@ from millrace.engine.decode_batch import DecodeBatch
 from millrace.engine.loader import load_model
 from millrace.engine.model_runner import ModelRunner
 from millrace.engine.sampler import Sampler
+from support.deadlines import HANG_S
 from support.kvp_world import Holder, Long, World, prefill_long, sequence_of, world
 from support.tiny_engine import Request, greedy, make_pool
 from support.tiny_models import model_folder, prompt
@@ -94,7 +95,7 @@ def test_those_that_are_left_need_no_holder(scene):
 def test_a_holder_that_does_not_answer_in_time_and_its_late_partial(scene):
     """What comes late is of a pass that is over: it changes nothing, nor does it find its place."""
     made, holder, go_on = scene.made, scene.made.holders[0], threading.Event()
-    at_layer(holder, 4, lambda: go_on.wait(10))
+    at_layer(holder, 4, lambda: go_on.wait(HANG_S))
     outs = scene.batch.step() + scene.batch.step()
     assert [o.error for o in outs if o.finish_reason] == ["holder-0 did not answer within 0.3 s"]
     made.home.exchange.detach("holder-0")
@@ -129,7 +130,7 @@ def test_losing_a_holder_ends_the_wait_at_once(scene):
 
     def lose() -> None:
         exchange.lose("holder-0", "holder-0: its stream broke")
-        go_on.wait(10)
+        go_on.wait(HANG_S)
 
     at_layer(holder, 4, lose)
     try:
@@ -153,12 +154,12 @@ def test_closing_a_shard_waits_for_what_computes_over_its_pages(scene):
 
     def hold() -> None:
         begun.set()
-        go_on.wait(10)
+        go_on.wait(HANG_S)
 
     at_layer(holder, 0, hold)
     stepping = threading.Thread(target=scene.batch.step)
     stepping.start()
-    begun.wait(5)
+    begun.wait(HANG_S)
     closed = holder.desk.close_shard(scene.requests[0].shards[0].shard)
     assert not closed.done()
     go_on.set()

@@ -89,7 +89,7 @@ def expected_penalties(logits, prompt, output, repetition, presence, frequency):
 ids = st.lists(st.integers(0, VOCAB - 1), max_size=30)
 
 
-@settings(deadline=None, max_examples=60)
+@settings(max_examples=60)
 @given(
     seed=st.integers(0, 2**32),
     prompt=ids,
@@ -138,7 +138,7 @@ def test_prompt_ids_may_be_a_tensor_or_an_array():
         assert pick(logits, made) == 4
 
 
-@settings(deadline=None, max_examples=40)
+@settings(max_examples=40)
 @given(prompt=ids, output=st.lists(st.integers(0, 400), max_size=300))
 def test_token_counts_are_those_of_a_plain_count(prompt, output):
     counts = TokenCounts(prompt)

@@ -58,7 +58,7 @@ def draw(logits, spec):
     return sampled.token_ids[0]
 
 
-@settings(deadline=None, max_examples=150)
+@settings(max_examples=150)
 @given(spec=specs, vocab=st.integers(1, 60), seed=st.integers(0, 10**6))
 def test_small_vocabularies(spec, vocab, seed):
     generator = np.random.default_rng(seed)
@@ -70,7 +70,7 @@ def test_small_vocabularies(spec, vocab, seed):
 
 
 @pytest.mark.parametrize("spread", [0.0, 0.01, 1.0, 8.0])
-@settings(deadline=None, max_examples=15)
+@settings(max_examples=15)
 @given(spec=specs, seed=st.integers(0, 10**6))
 def test_vocabularies_larger_than_the_candidates(spread, spec, seed):
     """A flat distribution needs the whole vocabulary, a peaked one only the candidates."""
@@ -114,7 +114,6 @@ values = st.lists(
 )
 
 
-@settings(deadline=None)
 @given(values)
 def test_the_ranking_is_by_value_then_id(logits):
     expected = sorted(range(len(logits)), key=lambda i: (-logits[i], i))
@@ -123,7 +122,7 @@ def test_the_ranking_is_by_value_then_id(logits):
     assert found[0].tolist() == [logits[i] for i in expected]
 
 
-@settings(deadline=None, max_examples=30)
+@settings(max_examples=30)
 @given(
     seed=st.integers(0, 10**6), count=st.integers(1, 50), levels=st.sampled_from([1, 3, 20, 1000])
 )

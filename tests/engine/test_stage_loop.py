@@ -11,6 +11,8 @@ import pytest
 import torch
 
 from millrace.engine.parallel.rank_group import RankGroup
+from millrace.engine.pipeline.messages import Drop
+from support.deadlines import HANG_S
 from support.ring_group import RingGroup, plan
 from support.staged import Staged
 from support.tiny_engine import Request, make_runner, prefill
@@ -27,22 +29,26 @@ def test_a_pass_given_up_where_it_was_just_handed_on_leaves_nothing_behind(
 
     def stalled(handed) -> None:
         handed_on.set()
-        threading.Thread(target=lambda: (gate.wait(30), arrive(handed)), daemon=True).start()
+        threading.Thread(target=lambda: (gate.wait(HANG_S), arrive(handed)), daemon=True).start()
 
     one.rows[1].on_rows = stalled
-    run = loop._passes.run
+    run, tell, dropped = one.passes[1].run, loop.tell, threading.Event()
+
+    def told(command) -> None:
+        tell(command)
+        if isinstance(command, Drop):
+            dropped.set()
 
     def watched(tables, **arguments):
         for boundary in run(tables, **arguments):
-            while handed_on.is_set() and not loop._drops:
-                time.sleep(0.001)
+            assert not handed_on.is_set() or dropped.wait(HANG_S)
             yield boundary
 
-    loop._passes.run = watched
+    one.passes[1].run, loop.tell = watched, told
     task = Request(one.runner, prompt(40)).task(0, 40)
     task.name = "given up"
     steps = one.runner.prefill(task)
-    assert any(boundary.awaited for boundary in steps) and handed_on.wait(30)
+    assert any(boundary.awaited for boundary in steps) and handed_on.wait(HANG_S)
     one.runner.drop(["given up"])
     steps.close()
     gate.set()

@@ -40,7 +40,7 @@ PICKED = st.lists(st.integers(0, PAGES - 1), unique=True, min_size=1)
 
 
 @given(st.sampled_from([0, 2]), st.lists(PICKED, min_size=1, max_size=4), st.randoms())
-@settings(deadline=None, max_examples=60)
+@settings(max_examples=60)
 def test_pages_come_back_as_they_were(ranks, groups, random):
     kv = storage(ranks)
     swap = KvSwap(kv, layout(max(1, ranks)), 40 * PAGE_BYTES)

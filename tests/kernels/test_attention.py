@@ -7,7 +7,7 @@ from dataclasses import replace
 
 import pytest
 import torch
-from hypothesis import HealthCheck, given, settings
+from hypothesis import given, settings
 
 from millrace_kernels import cpu_backend, reference
 from millrace_kernels.api import merge_attention_, plan_attention, run_attention
@@ -27,11 +27,7 @@ def backend(request) -> Iterator[str]:
         yield "cpu"
 
 
-@settings(
-    max_examples=20,
-    deadline=None,
-    suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow],
-)
+@settings(max_examples=20)
 @given(call=calls())
 def test_any_shape_matches_the_reference(backend, call):
     assert_matches_reference(call, backend)

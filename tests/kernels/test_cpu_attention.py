@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 import pytest
 import torch
-from hypothesis import HealthCheck, given, settings
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from millrace_kernels import cpu_backend
@@ -33,11 +33,7 @@ def threads(request) -> Iterator[int]:
     torch.set_num_threads(before)
 
 
-@settings(
-    max_examples=15,
-    deadline=None,
-    suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow],
-)
+@settings(max_examples=15)
 @given(call=calls(longest=3000))
 def test_any_call_matches_the_reference(instruction_set, threads, call):
     assert_matches_reference(call, "cpu")
@@ -116,11 +112,7 @@ def test_bfloat16_partials_in_float32_keep_their_bits(instruction_set):
     assert not torch.equal(wide, rounded.float())
 
 
-@settings(
-    max_examples=15,
-    deadline=None,
-    suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow],
-)
+@settings(max_examples=15)
 @given(data=st.data())
 def test_a_sequence_never_notices_its_batch(instruction_set, data):
     call = data.draw(calls(longest=1500))

@@ -34,6 +34,8 @@ def machine(monkeypatch):
     from millrace_kernels.triton_backend import attention
 
     monkeypatch.setattr(flashinfer_backend, "plan", lambda plan: "flashinfer's")
+    monkeypatch.setattr(dispatch.trial, "failure", lambda plan, make: "")
+    monkeypatch.setattr(dispatch, "_tried", {})
     monkeypatch.setattr(attention, "plan", lambda plan: "triton's")
 
     def has(*names):
@@ -55,6 +57,29 @@ def unplanned(backend="auto", *, device=CUDA, **changes):
 
 
 BOTH = ("flashinfer", "triton")
+
+
+@pytest.mark.parametrize(("has", "instead"), [(BOTH, "triton"), (("flashinfer",), "torch")])
+def test_where_flashinfer_fails_its_trial_the_next_one_runs(
+    machine, monkeypatch, caplog, has, instead
+):
+    """As without a compiler: it imports, and its first plan raises."""
+    trials = []
+
+    def failing(plan, make):
+        trials.append((plan, make))
+        return "RuntimeError: Ninja is not installed"
+
+    monkeypatch.setattr(dispatch.trial, "failure", failing)
+    dispatch._tell_once.cache_clear()
+    machine(*has)
+    for _ in range(2):
+        assert dispatch.with_backend(unplanned()).backend == instead
+    assert len(trials) == 1 and trials[0][1]("a plan") == "flashinfer's"
+    said = f"attention on cuda runs by {instead}: FlashInfer failed its trial (RuntimeError: Ninja"
+    assert caplog.text.count(said) == 1
+    dispatch.with_backend(unplanned(soft_cap=30.0))  # is another module of FlashInfer's
+    assert len(trials) == 2
 
 
 @pytest.mark.parametrize(

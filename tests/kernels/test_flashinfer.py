@@ -13,10 +13,10 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from hypothesis import HealthCheck, given, settings
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from millrace_kernels import flashinfer_backend
+from millrace_kernels import flashinfer_backend, trial
 from millrace_kernels.api import plan_attention, run_attention
 from millrace_kernels.flashinfer_backend import Piece
 from support.attention_calls import TOLERANCE, Call, attend, calls
@@ -124,11 +124,7 @@ def assert_right(call, found):
     torch.testing.assert_close(found[1], expected_lse, rtol=1e-5, atol=tolerance / 2)
 
 
-@settings(
-    max_examples=60,
-    deadline=None,
-    suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow],
-)
+@settings(max_examples=60)
 @given(call=calls(longest=300), out_dtype=st.sampled_from([torch.float32, BF16]))
 def test_any_call_matches_the_reference_or_says_why_not(played, call, out_dtype):
     call = replace(call, dtype=BF16, head_dim=64)
@@ -204,7 +200,7 @@ def placed(draw):
     return sequences, torch.tensor(rows), torch.tensor(slots)
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=200)
 @given(placed=placed(), causal=st.booleans())
 def test_pieces_show_each_row_what_it_may_see(placed, causal):
     sequences, rows, slots = placed
@@ -237,7 +233,7 @@ def test_pieces_show_each_row_what_it_may_see(placed, causal):
     assert len(found) == len(set(found)) and set(found) == expected
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=100)
 @given(data=st.data(), page_tokens=st.integers(1, 9))
 def test_page_lists_name_the_slots_of_the_table(data, page_tokens):
     batch = data.draw(st.integers(1, 4))
@@ -297,6 +293,47 @@ def test_a_wrapper_serves_one_live_plan_at_a_time(played):
     gc.collect()
     plans.append(flashinfer_backend.plan(checked))
     assert len(played.made) == 2 and len(played.made[1].planned) == 2
+
+
+@pytest.mark.parametrize("dtype", flashinfer_backend.DTYPES, ids=str)
+@pytest.mark.parametrize("shape", [{}, {"window": 4}, {"soft_cap": 30.0}, {"group": 1}], ids=str)
+def test_a_trial_runs_a_prompt_and_a_decode_step_and_passes(played, dtype, shape):
+    like = Call(q_lens=(5,), kv_lens=(9,), dtype=dtype, **shape).plan("reference")
+    assert trial.failure(like, flashinfer_backend.plan) == ""
+    kinds = [type(wrapper) for wrapper in played.made]
+    assert kinds == [PlayedPrefill, PlayedDecode] and all(one.ran for one in played.made)
+
+
+@pytest.mark.parametrize("where", ["_plan", "run"])
+@pytest.mark.parametrize("kind", [PlayedPrefill, PlayedDecode])
+def test_a_trial_says_why_the_package_fails(played, monkeypatch, kind, where):
+    def fails(*_, **__):
+        raise FileNotFoundError("[Errno 2] No such file:\n  'nvcc'")
+
+    monkeypatch.setattr(kind, where, fails)
+    like = Call(q_lens=(5,), kv_lens=(9,), dtype=BF16).plan("reference")
+    reason = trial.failure(like, flashinfer_backend.plan)
+    assert reason == "FileNotFoundError: [Errno 2] No such file: 'nvcc'"
+
+
+@pytest.mark.parametrize("part", [0, 1], ids=["out", "lse"])
+def test_a_trial_finds_wrong_numbers(played, monkeypatch, part):
+    right = PlayedDecode.run
+
+    def wrong(wrapper, *args, **options):
+        found = right(wrapper, *args, **options)
+        found[part].view(-1)[0] += 1
+        return found
+
+    monkeypatch.setattr(PlayedDecode, "run", wrong)
+    like = Call(q_lens=(5,), kv_lens=(9,), dtype=BF16).plan("reference")
+    assert "its results are off by" in trial.failure(like, flashinfer_backend.plan)
+
+
+def test_a_trial_takes_nothing_that_was_not_written(played, monkeypatch):
+    monkeypatch.setattr(flashinfer_backend.FlashInferPlan, "run", lambda *_, **__: None)
+    like = Call(q_lens=(5,), kv_lens=(9,), dtype=BF16).plan("reference")
+    assert trial.failure(like, flashinfer_backend.plan) == "its results are off by inf"
 
 
 def test_why_it_is_not_available(monkeypatch):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from hypothesis import HealthCheck, given, settings
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from millrace_kernels import api, cpu_backend, cpu_linear, cpu_rows, reference
@@ -12,11 +12,7 @@ from millrace_kernels.cpu_linear import CpuExperts, CpuLinear
 
 TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 2e-2}
 DTYPES = pytest.mark.parametrize("dtype", TOLERANCE, ids=str)
-SETTINGS = settings(
-    max_examples=25,
-    deadline=None,
-    suppress_health_check=[HealthCheck.function_scoped_fixture],
-)
+SETTINGS = settings(max_examples=25)
 
 
 def close(actual: torch.Tensor, expected: torch.Tensor) -> None:

@@ -7,18 +7,14 @@ from types import ModuleType
 
 import pytest
 import torch
-from hypothesis import HealthCheck, given, settings
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from millrace_kernels import api, cpu_backend, cpu_rows, reference, torch_backend
 
 TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 2e-2}
 DTYPES = pytest.mark.parametrize("dtype", TOLERANCE, ids=str)
-SETTINGS = settings(
-    max_examples=15,
-    deadline=None,
-    suppress_health_check=[HealthCheck.function_scoped_fixture],
-)
+SETTINGS = settings(max_examples=15)
 
 
 @pytest.fixture(params=["torch", *cpu_backend.instruction_sets()])

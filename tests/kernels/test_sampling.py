@@ -7,15 +7,13 @@ from collections.abc import Callable, Iterator
 
 import pytest
 import torch
-from hypothesis import HealthCheck, assume, given, settings
+from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
 from millrace_kernels import api, cpu_backend, cpu_rows, reference, torch_sampling
 
 NEAR = 1e-9  # with a uniform or share closer to a threshold than this, rounding may decide
-SETTINGS = settings(
-    max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
-)
+SETTINGS = settings(max_examples=60)
 COLUMNS = (torch.float64, torch.int64, torch.float64, torch.float64, torch.float64)
 Sample = Callable[..., tuple[torch.Tensor, torch.Tensor]]
 

@@ -16,7 +16,8 @@ from typer.testing import CliRunner
 from millrace.core.machine import Machine
 from millrace.core.recorded import RecordingError
 from millrace.service import Service
-from millrace.sim.replay import command, replay
+from millrace.sim.replay import replay
+from millrace.sim.replay_command import command
 from millrace.stack import Stack, StackOptions
 from millrace.wire.pb import scheduler_pb2
 from support.live_stack import POOL_BYTES, eventually, greedy_ids
@@ -58,7 +59,7 @@ async def work(net: Net, prefill: Worker, decodes: dict[str, Worker], computed: 
 
 async def run(path: Path) -> None:
     """A dozen requests, one cancel, one death of a prefill and one of a decode instance."""
-    async with scheduler(quick(lease_s=2), record=path) as net:
+    async with scheduler(quick(), record=path) as net:
         lost, prefill = await net.worker("p0"), await net.worker("p1")
         decodes = {name: await net.worker(name) for name in ("d0", "d1", "d2")}
         proxy = await net.proxy()

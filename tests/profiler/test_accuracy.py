@@ -4,23 +4,20 @@ from __future__ import annotations
 
 import os
 import random
-import subprocess
-import sys
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
 from statistics import median
 
 import psutil
 import pytest
 
-from millrace.cli import SHIPPED_MODEL
+from millrace.bench.predictions_run import busy_processes
 from millrace.core.config import EngineConfig
-from millrace.core.correction import Corrections
+from millrace.core.correction import Corrections, band_of
 from millrace.engine.assembly import open_engine
 from millrace.profiler.fitting import prefill_latency
 from millrace.profiler.measure import measure, usual
 from millrace.profiler.workload import Workload
+from millrace.shipped import SHIPPED_MODEL
 
 CHUNK = 2048
 BUSY = 0.15  # of all cores, by others than this process
@@ -63,28 +60,14 @@ def test_online_correction_keeps_up_with_a_loaded_machine() -> None:
     measured = measure(workload, 10.0)
     latency, corrections = prefill_latency(measured), Corrections()
     draw, errors = random.Random(1), []
-    with busy_cores():
+    with busy_processes(os.cpu_count() or 1):
         for _ in range(60):
             tokens = draw.randrange(600, CHUNK)  # long beside a slice of the system's scheduler
             modelled_s = latency.chunk_s(tokens, 0)
-            predicted_s = corrections.factor("p") * modelled_s
+            predicted_s = corrections.factor("p", band_of(tokens)) * modelled_s
             taken_s = workload.prefill(tokens, 0).seconds
             errors.append(abs(predicted_s / taken_s - 1.0))
-            corrections.observe("p", predicted_s=modelled_s, observed_s=taken_s)
+            corrections.observe("p", band_of(tokens), predicted_s=modelled_s, observed_s=taken_s)
     workload.close()
     assert median(errors[20:]) < 0.15, sorted(errors)
-    assert corrections.factor("p") > 1.2  # or nothing was there to correct
-
-
-@contextmanager
-def busy_cores() -> Iterator[None]:
-    loops = [
-        subprocess.Popen([sys.executable, "-c", "while True: pass"])
-        for _ in range(os.cpu_count() or 1)
-    ]
-    try:
-        yield
-    finally:
-        for loop in loops:
-            loop.kill()
-            loop.wait()
+    assert corrections.factor("p", band_of(CHUNK)) > 1.2  # or nothing was there to correct

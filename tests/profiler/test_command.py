@@ -13,7 +13,7 @@ from millrace.cli import app
 from millrace.core.config import EngineConfig
 from millrace.core.profile import Profile
 from millrace.engine.assembly import profile_key
-from millrace.profiler import command, first_start
+from millrace.profiler import command, first_start, measure
 from millrace.profiles import load_profile
 from millrace.profiles.cache import ProfileCache
 from support.tiny_models import model_folder
@@ -40,11 +40,17 @@ def kept(cache: Path) -> Profile | None:
     return ProfileCache(str(cache)).load(profile_key(model_folder("llama"), ENGINE))
 
 
-def test_it_measures_keeps_writes_and_is_read_by_the_simulator(tmp_path: Path, cache: Path) -> None:
+def test_it_measures_keeps_writes_and_is_read_by_the_simulator(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, cache: Path
+) -> None:
     model, out, report = model_folder("llama"), tmp_path / "p.json", tmp_path / "r.json"
-    status, said, _ = profile(model, *QUICK, *SETTINGS, "--out", out, "--json", report)
+    # Rounds end the measuring, not the budget: of a budget that a slow machine spends at once the
+    # longest prompt would be too short for points to be held out.
+    monkeypatch.setattr(measure, "MOST_ROUNDS", 2)
+    quick = (*QUICK, "--budget-s", "10000")
+    status, said, error = profile(model, *quick, *SETTINGS, "--out", out, "--json", report)
 
-    assert status == 0
+    assert status == 0, error
     assert kept(cache) == load_profile(str(out))
     assert list(cache.iterdir()) == [ProfileCache(str(cache)).path(profile_key(model, ENGINE))]
     assert "held-out points" in said and "prefill" in said
@@ -153,10 +159,16 @@ async def test_a_first_start_measures_and_the_next_waits_for_nothing(
     assert not started
     with pytest.raises(OSError):
         await first_start.profile_first(str(model), engine, [*arguments, "--threads", "2"])
+    with pytest.raises(OSError):  # groups were not measured
+        await first_start.profile_first(str(model), engine, arguments, (2, 4))
+    *_, budget_s, asked = (
+        started[-1][started[-1].index(option) + 1] for option in ("--budget-s", "--sp")
+    )
+    assert (float(budget_s), asked) == (0.4, "2,4")
     ProfileCache(str(cache)).path(profile_key(model, ENGINE)).unlink()
     with pytest.raises(OSError):
         await first_start.profile_first(str(model), engine, arguments)
-    assert len(started) == 2
+    assert len(started) == 3
 
 
 async def test_a_start_that_is_stopped_while_it_measures_leaves_nothing(

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from dataclasses import replace
 from itertools import pairwise
+from random import Random
 
 import pytest
 from hypothesis import given
@@ -14,9 +15,9 @@ from millrace.core.operators import BatchShape
 from millrace.core.profile import Profile
 from millrace.profiler.accuracy import compare, errors
 from millrace.profiler.fitting import build_profile, prefill_latency
-from millrace.profiler.measure import Decode, Measured, Mixed, Prefill, usual
+from millrace.profiler.measure import Decode, Far, Measured, Mixed, Prefill, usual
 from millrace.profiler.tables import rising
-from support.known_law import CHUNK, LENGTHS, SUBJECT, measured, prefill
+from support.known_law import CHUNK, LENGTHS, SUBJECT, far_s, measured, prefill
 
 UNSEEN = (
     *(Prefill(40), Prefill(100), Prefill(300), Prefill(700), Prefill(60, 300), Prefill(300, 600)),
@@ -53,6 +54,29 @@ def test_histories_beyond_the_longest_prompt_tell_of_mixed_passes_alone() -> Non
     assert profile.mixed is not None and without.mixed is not None
     chunk = BatchShape(prefills=((16, 8192),))
     assert profile.mixed.pass_s(chunk) > 2.0 * without.mixed.pass_s(chunk)
+
+
+@pytest.mark.parametrize("longest", [64, 256, 1024])
+def test_a_short_measurement_reaches_the_end_of_the_context(longest: int) -> None:
+    """Noise hides the square in short prompts; attention at the context's end shows it."""
+    draw, context = Random(longest), 131_072
+    short = {
+        case: prefill(case, slower=draw.uniform(0.9, 1.1))
+        for case in measured().prefills
+        if case.tokens + case.history <= longest and case.batch == 1
+    }
+    ends = (Far(64, context - 64), Far(64, context // 4 - 64))
+    far = {case: far_s(case) for case in ends}
+    found = replace(measured(), prefills=short, longest=longest, far_s=far)
+    profile = build_profile(SUBJECT, found)
+    for tokens, history in ((16_384, 0), (99_005, 0), (131_072, 0), (512, 100_000), (64, 120_000)):
+        passes_s = prefill(Prefill(tokens, history)).seconds
+        assert profile.prefill.chunk_s(tokens, history) == pytest.approx(passes_s, rel=0.12)
+    for operators in (profile.operators, profile.mixed_batches):
+        chunk = BatchShape(prefills=((64, 120_000),))
+        passes_s = prefill(Prefill(64, 120_000)).seconds
+        assert operators.pass_s(chunk) == pytest.approx(passes_s, rel=0.2)
+    assert any("up to 131072 tokens" in one for one in profile.assumptions)
 
 
 def test_measured_prompts_are_met_exactly_and_held_out_ones_are_no_points() -> None:

@@ -342,10 +342,26 @@ def pool_bytes(config: EngineConfig, device: torch.device, least_bytes: int) -> 
     if config.kv_bytes:
         return config.kv_bytes
     if device.type == "cuda":
-        free, _ = torch.cuda.mem_get_info(device)
-        return int(free * CUDA_POOL_SHARE)
+        free, total = torch.cuda.mem_get_info(device)
+        own = torch.cuda.memory_reserved(device)
+        return cuda_pool_bytes(free, total, own, config.device_share)
     share = min(int(available_bytes() * CPU_POOL_SHARE), CPU_POOL_MOST_BYTES)
     return max(share, least_bytes)
+
+
+def cuda_pool_bytes(free: int, total: int, own: int, share: float) -> int:
+    """Bytes for the KV pool on a GPU of `total` bytes, of which this process has taken `own`.
+
+    Where others share the device, what they have not taken yet is free but theirs. Raises
+    ConfigError when the weights leave nothing of the share.
+    """
+    mine = free if share == 1.0 else min(free, int(total * share) - own)
+    if mine <= 0:
+        raise ConfigError(
+            f"engine.device_share is {share:g}; of {total} bytes the weights take {own}, and "
+            f"{free} are free: nothing is left for KV"
+        )
+    return int(mine * CUDA_POOL_SHARE)
 
 
 def available_bytes() -> int:

@@ -10,24 +10,28 @@ from torch import Tensor
 
 from millrace.core.latency import Latency
 from millrace.engine.assembly import Engine
+from millrace.engine.attention_cost import attention_s, settled_s, written_pages
 from millrace.engine.model_runner import PrefillTask
 from millrace.profiles import eq_1
 
 BUDGET_S: Final = 0.2
 PREFILL_BUDGET_S: Final = 0.5
+FAR_BUDGET_S: Final = 0.1  # attention at the context's end, the longest chunk of it
+WRITTEN_BYTES: Final = 64 << 20  # of pages that stand for a history
 _LONGEST_TOKENS: Final = 4096  # of a sequence whose steps are timed
 
 
 def calibrate(engine: Engine, max_chunk_tokens: int) -> Latency:
     """Fits Tetris Eq. (1) to a few prefills, within about `PREFILL_BUDGET_S` seconds.
 
-    Lengths double until the budget is spent. The quadratic term comes from the attention FLOPs
-    that the longest runs show above the linear trend; c = 2 d by FLOP counting (PAPERS: CDSP).
-    A prompt above `max_chunk_tokens` takes several passes, each to its end before the next.
+    Lengths double until the budget is spent. What grows with the square is attention: where the
+    context goes on beyond those lengths, it is timed by itself at the context's end, and d = c / 2
+    by FLOP counting (PAPERS: CDSP). A prompt above `max_chunk_tokens` takes several passes, each
+    to its end before the next.
     """
     free_tokens = engine.pool.free_pages * engine.layout.page_tokens
     limit = min(1024, engine.max_context_tokens, free_tokens)
-    pages = engine.pool.allocate(engine.layout.pages_for(limit))
+    pages = written_pages(engine, limit, WRITTEN_BYTES)
     points: list[tuple[int, float]] = []
     try:
         length, spent_s = min(16, limit), 0.0
@@ -38,9 +42,24 @@ def calibrate(engine: Engine, max_chunk_tokens: int) -> Latency:
             points.append((length, _prefill_s(engine, length, pages, max_chunk_tokens)))
             spent_s += points[-1][1]
             length *= 2
+        pair_s = None
+        if engine.max_context_tokens > points[-1][0]:
+            pair_s = _pair_s(engine, min(max_chunk_tokens, points[-1][0]), pages)
     finally:
         engine.pool.free(pages)
-    return eq_1.latency(*eq_1.fit(points))
+    return eq_1.latency(*eq_1.fit(points, d=None if pair_s is None else pair_s / 2))
+
+
+def _pair_s(engine: Engine, most: int, pages: list[int]) -> float:
+    """Seconds of a (query, key) pair at the context's end, in a chunk of `most` tokens at most."""
+    context, tokens = engine.max_context_tokens, min(16, most)
+    while True:
+        history = context - tokens
+        start_s = time.perf_counter()
+        seconds = min(attention_s(engine, tokens, history, pages) for _ in range(2))
+        if 2 * tokens > most or time.perf_counter() - start_s > FAR_BUDGET_S / 2:
+            return seconds / (tokens * (history + tokens / 2))
+        tokens *= 2
 
 
 def _prefill_s(engine: Engine, tokens: int, pages: list[int], max_chunk_tokens: int) -> float:
@@ -56,9 +75,7 @@ def _prefill_s(engine: Engine, tokens: int, pages: list[int], max_chunk_tokens: 
         )
         for _ in engine.runner.prefill(task):
             pass
-    if engine.device.type == "cuda":
-        torch.cuda.synchronize(engine.device)
-    return time.perf_counter() - start
+    return settled_s(engine.device) - start
 
 
 def calibrate_decode(engine: Engine, max_batch: int) -> list[tuple[int, int, float]]:

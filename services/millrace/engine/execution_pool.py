@@ -87,6 +87,8 @@ class ExecutionPool:
         self._sending = threading.Lock()
         self._run_ahead = RunAhead(device)
         self._signal_s: float | None = None  # when the running task was asked to yield
+        self._begun = 0  # operators, of all tasks
+        self._told_begun = 0
         self._look = False  # the running task is to look whether it still is to run
         self._closing = False
         self._changed = threading.Condition()
@@ -107,15 +109,29 @@ class ExecutionPool:
         """Tasks that have begun and wait to go on."""
         return self._rule.suspended
 
+    def standstill(self) -> tuple[list[str], str, str] | None:
+        """`PoolRule.standstill`, if no operator has begun or ended since the last call, else None.
+
+        One caller asks, regularly.
+        """
+        with self._changed:
+            before, self._told_begun = self._told_begun, self._begun
+            return self._rule.standstill() if before == self._begun else None
+
     def set_granularity(self, finest: StopPoint) -> None:
         """From the next boundary on, stops only where `finest` or more ends."""
         with self._changing():
             self._rule.finest = finest
 
     def submit(self, task: PoolTask) -> None:
-        """Takes a task in; it runs when it is first. Raises ValueError for a name there is."""
+        """Takes a task in; it runs when it is first. Raises ValueError for a name there is.
+
+        A task that is unwanted already ends as one that is dropped: `drop_unwanted` may have looked
+        a moment ago.
+        """
         with self._changing():
             self._rule.add(task)
+            task.dropped = task.is_unwanted()
             self._rearranged()
 
     def order(self, names: Sequence[str]) -> None:
@@ -141,6 +157,7 @@ class ExecutionPool:
         """Takes in what the instance's pool sent. Raises TransferError for anything else."""
         with self._changing():
             self._rule.receive(instance_id, payload)
+            self._rearranged()  # a gang's task may count from now on
 
     def take(self, names: Sequence[str]) -> list[PoolTask]:
         """Takes those tasks out that are there, of no gang, and have not begun: the caller does
@@ -244,6 +261,7 @@ class ExecutionPool:
         """True when the task was left, False when it ended. Raises what the task raises."""
         run_ahead = self._run_ahead
         for ended in task.steps:
+            self._begun += 1
             if isinstance(ended, Awaited):
                 if self._awaits(task, ended):
                     return True
@@ -286,6 +304,7 @@ class ExecutionPool:
                 return False
             assert isinstance(step, StopPoint)  # members of a gang run in step, and await nobody
             ended = step
+            self._begun += 1
             self._run_ahead.step()
         return True
 

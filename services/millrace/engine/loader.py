@@ -16,6 +16,7 @@ from millrace.engine.host_memory import host_zeros
 from millrace.engine.model_config import ModelConfig
 from millrace.engine.models.checkpoint import Checkpoint
 from millrace.engine.models.dummy import RandomWeights
+from millrace.engine.models.leftover import check_leftover
 from millrace.engine.models.weights import (
     LayerWeights,
     ModelWeights,
@@ -128,7 +129,12 @@ def load_model(
         return built
 
     source: _CheckpointSource | RandomWeights
-    source = RandomWeights(seed) if load_format == "dummy" else _CheckpointSource(folder)
+    if load_format == "dummy":
+        source = RandomWeights(seed)
+    else:
+        checkpoint = Checkpoint(folder)
+        check_leftover(checkpoint, (spec for group in specs for spec in group.values()))
+        source = _CheckpointSource(checkpoint)
     outer = build(pieces[0])
     built = [build(group) for group in pieces[1:]]
     layers = tuple(LayerWeights(**weights) for weights in built if weights)
@@ -187,8 +193,8 @@ def _pieces(group: dict[str, WeightSpec], config: ModelConfig, shard: Shard | No
 class _CheckpointSource:
     """Fills fused weights from a folder's safetensors files, converting dtypes as it copies."""
 
-    def __init__(self, folder: Path) -> None:
-        self._checkpoint = Checkpoint(folder)
+    def __init__(self, checkpoint: Checkpoint) -> None:
+        self._checkpoint = checkpoint
 
     def fill(self, weight: torch.Tensor, spec: WeightSpec, whole: WeightSpec) -> None:
         for part in spec.parts:

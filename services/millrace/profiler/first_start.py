@@ -18,27 +18,35 @@ from millrace.core.config import EngineConfig
 from millrace.core.errors import ConfigError
 from millrace.profiles.cache import ProfileCache, write_whole
 
-BUDGET_S = 4.0
+BUDGET_S = 4.0  # of one instance; and as much again of groups
 
 
 async def profile_first(
     model: str,
     engine: EngineConfig,
     arguments: Sequence[str],
+    group_sizes: Sequence[int] = (),
     in_child: Callable[[], None] | None = None,
+    *,
+    budget_s: float = 0.0,
 ) -> None:
     """Runs `millrace profile --if-missing` unless it was run for the same before.
 
     engine, arguments: the prefill instances' settings, and how the command line gives them.
-    in_child: runs in the process before anything else. When measuring fails, its process has said
-    why, and the instances fit their prefill times themselves.
+    group_sizes: of groups to measure, too. in_child: runs in the process before anything else.
+    budget_s: 0 means `BUDGET_S`. When measuring fails, its process has said why, and the instances
+    fit their prefill times themselves.
     """
+    budget_s = budget_s or BUDGET_S
+    if group_sizes:
+        budget_s *= 2
+        arguments = [*arguments, "--sp", ",".join(map(str, group_sizes))]
     note = _note(model, engine, arguments)
     if _still_holds(note):
         return
     process = await asyncio.create_subprocess_exec(
         *(sys.executable, "-m", "millrace.cli", "profile", model, "--if-missing"),
-        *("--budget-s", str(BUDGET_S), *arguments),
+        *("--budget-s", str(budget_s), *arguments),
         stdin=asyncio.subprocess.DEVNULL,
         stdout=asyncio.subprocess.PIPE,
         preexec_fn=in_child,

@@ -7,6 +7,8 @@ How the tables come from passes that were timed at operator boundaries:
 - A decode step is not timed by operators: it is run from a recording, faster than a pass of as
   many tokens. The linear operators of so few tokens are what a step on the least context leaves
   them, if that is less, divided as in a prefill. Decode attention is what a step takes beyond them.
+- Attention beyond the longest prompt was measured by itself (`Far`): it gives Eq. (1) its c, half
+  of it its d, and the attention tables their last slope. Nothing is drawn on from short prompts.
 - Prefill attention is what a prefill takes beyond the linear operators and lm_head: with it what
   comes once a prompt (planning, rotary tables, the embedding, sampling). overhead_s is 0.
 """
@@ -23,13 +25,15 @@ from millrace.core.operators import DecodeAttention, OperatorModel, Table
 from millrace.core.profile import Profile
 from millrace.profiler.accuracy import compare, errors
 from millrace.profiler.groups import MeasuredGroups
-from millrace.profiler.measure import Decode, Measured, Prefill
+from millrace.profiler.measure import Decode, Far, Measured, Prefill
 from millrace.profiler.mixed_fit import LINEAR, mixed_model
-from millrace.profiler.tables import over_squares, rising, table_of
+from millrace.profiler.tables import over_squares, rising, table_of, with_far
 from millrace.profiler.workload import Timing
 from millrace.profiles import eq_1, load_profile
 from millrace.profiles.degrees import REFERENCE, estimated
 from millrace.profiles.eq_1 import rounded
+
+NOTHING: Mapping[Far, float] = MappingProxyType({})
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -56,7 +60,7 @@ def build_profile(
     """
     reference = load_profile(REFERENCE)
     by_sp = {1: prefill_latency(measured)}
-    by_sp |= estimated(by_sp[1], subject.layers) | group_latencies(groups)
+    by_sp |= estimated(by_sp[1], subject.layers) | group_latencies(groups, measured.far_s)
     degrees = () if groups is None else tuple(sorted(groups.seconds.keys() - {1}))
     found = Profile(
         name=f"{subject.model}-{subject.dtype}-{subject.threads}-threads",
@@ -77,7 +81,7 @@ def build_profile(
             *_groups_source(groups),
         ),
         assumptions=(
-            f"prompts of more than {measured.longest} tokens by Eq. (1)",
+            _beyond(measured),
             f"SP degrees that were not measured by the ring model, ring_step_s and KV parallelism "
             f"of {REFERENCE}",
             *_sharing(subject, groups),
@@ -96,21 +100,30 @@ def prefill_latency(measured: Measured) -> Latency:
             case: timing.seconds
             for case, timing in measured.prompts.items()
             if case.batch == 1 and case not in measured.held_out
-        }
+        },
+        measured.far_s,
     )
 
 
-def group_latencies(groups: MeasuredGroups | None) -> dict[int, Latency]:
-    """Eq. (1) of every SP degree that was measured."""
+def group_latencies(
+    groups: MeasuredGroups | None, far_s: Mapping[Far, float] = NOTHING
+) -> dict[int, Latency]:
+    """Eq. (1) of every SP degree that was measured.
+
+    Beyond the longest prompt each member attends for its share of a chunk: Tetris section 5.1.
+    """
     if groups is None:
         return {}
     return {
-        sp: _latency({case: s for case, s in found.items() if case not in groups.held_out})
+        sp: _latency(
+            {case: s for case, s in found.items() if case not in groups.held_out},
+            {case: s / sp for case, s in far_s.items()},
+        )
         for sp, found in groups.seconds.items()
     }
 
 
-def _latency(seconds_of: Mapping[Prefill, float]) -> Latency:
+def _latency(seconds_of: Mapping[Prefill, float], far_s: Mapping[Far, float]) -> Latency:
     """Eq. (1) with a point for every prompt length; c from chunks on history."""
     alone: list[tuple[Prefill, float]] = []
     behind: list[tuple[Prefill, float]] = []
@@ -120,13 +133,31 @@ def _latency(seconds_of: Mapping[Prefill, float]) -> Latency:
     points = tuple((case.tokens, rounded(s)) for (case, _), s in zip(alone, seconds, strict=True))
     a, b, d = eq_1.fit(points)
     bare = replace(eq_1.latency(a, b, d, points), c=0.0)
+    more: list[tuple[Prefill | Far, float]] = []
+    more += [(case, taken_s - bare.chunk_s(case.tokens)) for case, taken_s in behind]
+    more += [(far, s * far.tokens * far.history / far.pairs) for far, s in sorted(far_s.items())]
     # Least squares on relative error of c C L = what history adds.
     over = product = 0.0
-    for case, taken_s in behind:
-        pairs = case.tokens * case.history / taken_s
-        over += pairs * (taken_s - bare.chunk_s(case.tokens)) / taken_s
+    for one, more_s in more:
+        taken_s = bare.chunk_s(one.tokens) + more_s
+        pairs = one.tokens * one.history / taken_s
+        over += pairs * more_s / taken_s
         product += pairs * pairs
-    return replace(bare, c=rounded(max(over / product, 0.0)) if product else 2 * bare.d)
+    c = max(over / product, 0.0) if product else 2 * bare.d
+    if far_s:
+        a, b, d = eq_1.fit(points, d=c / 2)
+    return replace(eq_1.latency(a, b, d, points), c=rounded(c))
+
+
+def _beyond(measured: Measured) -> str:
+    """What the times of prompts beyond the longest stand on."""
+    if not measured.far_s:
+        return f"prompts of more than {measured.longest} tokens by Eq. (1)"
+    end = max(far.tokens + far.history for far in measured.far_s)
+    return (
+        f"prompts of more than {measured.longest} tokens by Eq. (1), with attention measured by "
+        f"itself up to {end} tokens"
+    )
 
 
 def operator_model(measured: Measured, layers: int, reference: OperatorModel) -> OperatorModel:
@@ -138,7 +169,7 @@ def operator_model(measured: Measured, layers: int, reference: OperatorModel) ->
     steps = {c: s for c, s in sorted(measured.decode_s.items()) if c not in measured.held_out}
     lm_head = _lm_head(fitted, singles)
     linear = _linear(singles, steps, lm_head, layers)
-    attn = _attn(singles, linear, lm_head, layers)
+    attn = with_far(_attn(singles, linear, lm_head, layers), measured.far_s, layers)
     decode_attn = _decode_attn(steps, linear, lm_head, layers)
     return OperatorModel(
         layers=layers,

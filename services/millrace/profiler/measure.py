@@ -2,8 +2,9 @@
 
 A round goes through all cases, so that a slow spell of the machine touches one value of many
 cases rather than all values of one, and in a new order, for what ran before leaves its traces in
-the caches. The longest prompt is chosen by the budget: lengths double
-until a prompt takes too large a part of it.
+the caches. The longest prompt is chosen by the budget: lengths double until a prompt takes too
+large a part of it. What lies beyond, to the end of the model's context, grows by attention alone:
+that is measured by itself, in chunks as long as the budget allows.
 """
 
 from __future__ import annotations
@@ -18,8 +19,10 @@ from millrace.core.operators import BatchShape
 from millrace.profiler.workload import Timing, Workload
 
 #: Of the budget: what one prefill of the longest prompt may take (the first round takes some eight
-#: of them), and what all repetitions of a case may.
+#: of them), the attention of one chunk beyond it, and all repetitions of a case.
 LONGEST_SHARE: Final = 1 / 20
+FAR_SHARE: Final = 1 / 80
+FAR_ENDS: Final = 4
 REPEATS_SHARE: Final = 1 / 24
 MOST_ROUNDS: Final = 7
 LEAST_TOKENS: Final = 16
@@ -97,7 +100,20 @@ class Mixed:
         )
 
 
-Case = Prefill | Decode | Rows | Mixed
+@dataclass(frozen=True, slots=True, order=True)
+class Far:
+    """The attention of a chunk of `tokens` on `history`, beyond the longest prompt."""
+
+    tokens: int
+    history: int
+
+    @property
+    def pairs(self) -> float:
+        """(query, key) pairs: the chunk's own tokens meet half of each other."""
+        return self.tokens * (self.history + self.tokens / 2)
+
+
+Case = Prefill | Decode | Rows | Mixed | Far
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -105,6 +121,7 @@ class Measured:
     """Typical times of every case. `held_out`: those that nothing is to be fitted to.
 
     prefills: also chunks on histories beyond the `longest` prompt; `prompts` are the others.
+    far_s: of all layers' attention, to the end of the context.
     """
 
     prefills: Mapping[Prefill, Timing]
@@ -115,6 +132,7 @@ class Measured:
     spent_s: float
     rows: Mapping[Rows, Timing] = field(default_factory=dict)
     mixed_s: Mapping[Mixed, float] = field(default_factory=dict)
+    far_s: Mapping[Far, float] = field(default_factory=dict)
 
     @property
     def prompts(self) -> Mapping[Prefill, Timing]:
@@ -140,7 +158,8 @@ def measure(
         return now_s
 
     longest = _longest(workload, budget_s * LONGEST_SHARE, spent_s)
-    fitted = dict.fromkeys(_fitted(workload, longest))
+    far = _far(workload, longest, budget_s * FAR_SHARE, spent_s)
+    fitted = dict.fromkeys([*_fitted(workload, longest), *far])
     held_out = frozenset(_held_out(workload, longest)) - fitted.keys()
     cases = [*fitted, *sorted(held_out, key=repr)]
     timings: dict[Case, list[Timing]] = {case: [] for case in cases}
@@ -167,6 +186,7 @@ def measure(
         decode_s={case: t.seconds for case, t in found.items() if isinstance(case, Decode)},
         rows={case: t for case, t in found.items() if isinstance(case, Rows)},
         mixed_s={case: t.seconds for case, t in found.items() if isinstance(case, Mixed)},
+        far_s={case: t.seconds for case, t in found.items() if isinstance(case, Far)},
         held_out=held_out,
         longest=longest,
         rounds=rounds,
@@ -175,7 +195,7 @@ def measure(
 
 
 def _timed(workload: Workload, case: Case) -> Timing:
-    """Decode steps and mixed passes are not timed by operators."""
+    """Decode steps, mixed passes and attention alone are not timed by operators."""
     match case:
         case Prefill(tokens, history, batch):
             return workload.prefill(tokens, history, batch)
@@ -183,6 +203,8 @@ def _timed(workload: Workload, case: Case) -> Timing:
             return workload.decode_rows(batch, context)
         case Decode(batch, context):
             seconds = workload.decode_step_s(batch, context)
+        case Far(tokens, history):
+            seconds = workload.attention_s(tokens, history)
         case Mixed(tokens, history, decodes, context):
             seconds = workload.mixed_s([(tokens, history)], [context] * decodes)
     return Timing(seconds=seconds, operators={}, passes=1)
@@ -271,6 +293,30 @@ def _long_histories(workload: Workload, longest: int) -> Iterable[Prefill]:
         history = min(longest * longest // (2 * tokens), room - tokens)
         if tokens <= min(room, workload.max_chunk_tokens) and tokens + history > longest:
             yield Prefill(tokens, history)
+
+
+def _far(
+    workload: Workload, longest: int, limit_s: float, spent_s: Callable[[], float]
+) -> list[Far]:
+    """At the end of the context, of a half and so on: the longest chunks that take `limit_s`.
+
+    A narrow chunk pays more for a pair: it reads as much K/V for fewer rows.
+    """
+    found = []
+    most = min(workload.max_chunk_tokens, longest)
+    tokens, end = min(LEAST_TOKENS, most), workload.context_tokens
+    for _ in range(FAR_ENDS):
+        if end <= longest:
+            break
+        while 2 * tokens <= most:
+            start_s = spent_s()
+            workload.attention_s(tokens, end - tokens)
+            if 2 * (spent_s() - start_s) > limit_s:
+                break
+            tokens *= 2
+        found.append(Far(tokens, end - tokens))
+        end //= 2
+    return found
 
 
 def _together(workload: Workload, batch: int, longest: int) -> Iterable[Prefill]:

@@ -15,7 +15,7 @@ from statistics import median
 
 from millrace.core.operators import DecodeAttention, OperatorModel, Table
 from millrace.profiler.measure import Measured, Prefill, Rows
-from millrace.profiler.tables import over_squares, rising, table_of
+from millrace.profiler.tables import over_squares, rising, table_of, with_far
 from millrace.profiler.workload import AROUND, SAMPLE, Timing
 
 LINEAR = ("qkv_proj", "o_proj", "gate_up_proj", "down_proj")
@@ -41,6 +41,7 @@ def mixed_model(measured: Measured, layers: int, reference: OperatorModel) -> Op
             if not case.history and case.batch == 1
         }
     )
+    attn = with_far(attn, measured.far_s, layers)
     decode_attn = _decode_attn(measured.rows, layers)
     linear = {name: _linear(passes, name, layers) for name in LINEAR}
     return OperatorModel(

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from statistics import median
 
 from millrace.core.operators import Table
+from millrace.profiler.measure import Far
 from millrace.profiles.eq_1 import rounded
 
 
@@ -24,6 +26,16 @@ def over_squares(points: Mapping[int, float]) -> Table:
     while len(found) > 1 and found[xs[-2]] == found[xs[-1]]:
         del found[xs.pop(-2)]
     return table_of({x * x: seconds for x, seconds in found.items()})
+
+
+def with_far(attn: Table, far_s: Mapping[Far, float], layers: int) -> Table:
+    """`attn`, a layer's over squared tokens, with the slope of `far_s`, all layers', at its end."""
+    if not far_s:
+        return attn
+    pair_s = median(seconds / far.pairs for far, seconds in far_s.items()) / layers
+    end = max(far.tokens + far.history for far in far_s) ** 2
+    last_s = attn.ys[-1] + pair_s / 2 * (end - attn.xs[-1])
+    return Table(xs=(*attn.xs, float(end)), ys=(*attn.ys, rounded(last_s)))
 
 
 def rising(values: Sequence[float]) -> list[float]:

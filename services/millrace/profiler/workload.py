@@ -19,17 +19,16 @@ import torch
 from millrace.core.errors import ConfigError
 from millrace.core.sequence_parallel import pass_tokens
 from millrace.engine.assembly import Engine
+from millrace.engine.attention_cost import attention_s, settled_s, written_pages
 from millrace.engine.decode_batch import DecodeBatch
 from millrace.engine.decode_batch import Sequence as Decoding
-from millrace.engine.kv_pool import page_runs
 from millrace.engine.mixed_pass import DecodeRows
 from millrace.engine.prefill_task import PrefillTask
 from millrace.engine.sampler import Sampler
 from millrace.engine.sampling_spec import SamplingRow, SamplingSpec
 from millrace.engine.step_tables import page_table_of
 
-#: On the host, memory that was never written reads as one page of zeros, faster than any cache; so
-#: the pages are written once, and at most this much of them.
+#: Of the pages that stand for histories: more than any cache holds.
 WRITTEN_BYTES = 256 << 20
 DECODE_STEPS = 4
 WARM_STEPS = 2  # the first step of a batch size is recorded, the next may wait for memory
@@ -68,7 +67,6 @@ class Workload:
         self.max_chunk_tokens = max_chunk_tokens
         self.max_batch = max_batch
         self._engine = engine
-        layout = engine.layout
         room = engine.pool_context_tokens - 1  # a prompt needs room for an answer
         self.max_tokens = max_tokens or room
         if not 1 <= self.max_tokens <= room:
@@ -76,11 +74,7 @@ class Workload:
                 f"max_tokens is {max_tokens}; it must be 1 to {room}, which is what "
                 f"{engine.folder.name} and its KV pool hold, less one token of an answer"
             )
-        wanted = layout.pages_for(self.max_tokens)
-        wanted = max(wanted, WRITTEN_BYTES // layout.bytes_per_token // layout.page_tokens)
-        self._pages = engine.pool.allocate(min(wanted, engine.pool.free_pages))
-        for start, count in page_runs(self._pages):
-            engine.pool.storage[:, start : start + count].zero_()
+        self._pages = written_pages(engine, self.max_tokens, WRITTEN_BYTES)
         self._vocab = engine.runner.model.config.vocab_size
         self._random = torch.Generator().manual_seed(0)  # an MoE's load depends on the ids
         self._sampler = Sampler()
@@ -119,6 +113,18 @@ class Workload:
             self._sample(_logits(task)[None])
         clock.ended(SAMPLE)
         return clock.read(len(parts))
+
+    @property
+    def context_tokens(self) -> int:
+        """Of the model, whatever the pool holds."""
+        return self._engine.max_context_tokens
+
+    def attention_s(self, tokens: int, history: int) -> float:
+        """Seconds that all layers attend for a chunk of `tokens` on `history`.
+
+        Together at most the model's context, which may be more than the pages hold.
+        """
+        return attention_s(self._engine, tokens, history, self._pages)
 
     @torch.inference_mode()
     def decode_rows(self, batch: int, context: int) -> Timing:
@@ -162,13 +168,11 @@ class Workload:
             for (tokens, history), own in zip(chunks, pages[len(contexts) :], strict=True)
         ]
         table = page_table_of(pages)
-        _settle(self._engine.device)
-        start_s = time.perf_counter()
+        start_s = settled_s(self._engine.device)
         logits = self._engine.runner.mixed(decodes, table, tasks)
         if contexts:
             self._sample(logits)
-        _settle(self._engine.device)
-        return time.perf_counter() - start_s
+        return settled_s(self._engine.device) - start_s
 
     def decode_step_s(self, batch: int, context: int) -> float:
         """Median seconds of a step of `batch` sequences on `context` tokens each, with sampling."""
@@ -245,28 +249,20 @@ def _share_out(operators: dict[str, float], later_s: float) -> None:
         operators[name] *= 1.0 + later_s / own_s
 
 
-def _settle(device: torch.device) -> None:
-    """Waits until the device has done all it was given."""
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
-
-
 class _OperatorClock:
     """When each operator ended; on a GPU by events, so that nothing waits for it in between."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
         self._ends: list[tuple[str, Any]] = []  # seconds, or a CUDA event
-        _settle(self._device)
-        self._start_s = time.perf_counter()
+        self._start_s = settled_s(self._device)
         self._start = self._now()
 
     def ended(self, operator: str) -> None:
         self._ends.append((operator, self._now()))
 
     def read(self, num_passes: int) -> Timing:
-        _settle(self._device)
-        seconds = time.perf_counter() - self._start_s
+        seconds = settled_s(self._device) - self._start_s
         operators: dict[str, float] = defaultdict(float)
         before = self._start
         for name, end in self._ends:

@@ -16,22 +16,24 @@ from millrace.core.latency import Latency
 Points = tuple[tuple[int, float], ...]
 
 
-def fit(points: Sequence[tuple[int, float]]) -> tuple[float, float, float]:
+def fit(points: Sequence[tuple[int, float]], d: float | None = None) -> tuple[float, float, float]:
     """(a, b, d) of Eq. (1) without history; a term that would be negative is left out.
 
-    points: (tokens, seconds), one or more.
+    points: (tokens, seconds), one or more. d: where attention was measured by itself; a and b are
+    then fitted to what it leaves.
     """
     tokens = np.array([float(point[0]) for point in points])
     seconds = np.array([point[1] for point in points])
     basis = np.stack([np.ones_like(tokens), tokens, tokens**2], axis=1) / seconds[:, None]
-    keep = [0, 1, 2][: len(points)]
-    while True:
-        found = np.linalg.lstsq(basis[:, keep], np.ones(len(points)), rcond=None)[0]
+    wanted = np.ones(len(points)) if d is None else 1.0 - d * basis[:, 2]
+    keep = [0, 1, 2][: len(points)] if d is None else [0, 1][: len(points)]
+    while keep:
+        found = np.linalg.lstsq(basis[:, keep], wanted, rcond=None)[0]
         if (found >= 0).all():
             break
         keep.pop(int(found.argmin()))
-    terms = dict(zip(keep, found.tolist(), strict=True))
-    return terms.get(0, 0.0), terms.get(1, 0.0), terms.get(2, 0.0)
+    terms = dict(zip(keep, found.tolist(), strict=True)) if keep else {}
+    return terms.get(0, 0.0), terms.get(1, 0.0), terms.get(2, 0.0) if d is None else d
 
 
 def latency(a: float, b: float, d: float, points: Points = ()) -> Latency:

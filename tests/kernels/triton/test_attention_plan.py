@@ -19,7 +19,7 @@ from support.attention_calls import Call, calls
 BLOCK_N = 16
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(call=calls(longest=400), block_m=st.sampled_from([16, 32]), split=st.sampled_from([32, 100]))
 def test_work_covers_what_each_row_sees(call, block_m, split):
     plan = call.plan("reference")
@@ -43,7 +43,7 @@ def test_work_covers_what_each_row_sees(call, block_m, split):
     assert (np.diff(lengths) <= 0).all()
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(call=calls(longest=400))
 def test_pieces_of_a_row_are_merged_once(call):
     plan = call.plan("reference")

@@ -78,6 +78,10 @@ class StageLoop:
         self._look = False  # something was said or has come
         self._closing = False
 
+    def __len__(self) -> int:
+        """Passes of which something is here or is to come."""
+        return len(self._entries)
+
     def tell(self, command: Command) -> None:
         if isinstance(command, LinkReply):
             self._replies.put(command)

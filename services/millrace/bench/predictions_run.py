@@ -1,0 +1,178 @@
+"""Runs `millrace bench predictions`: prompts one after another, each traced by the gateway.
+
+What is compared is what a client is told: `predicted_ttft_ms` and `ttft_ms` of `x-millrace-trace`.
+The model is measured anew, as `millrace up` does before a first start.
+"""
+
+from __future__ import annotations
+
+import json
+import random
+import shutil
+import subprocess
+import sys
+import tempfile
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+import httpx
+
+from millrace.core.config import load_config
+from millrace.core.errors import MillraceError
+from millrace.shipped import SHIPPED_MODEL
+from millrace.stack import Stack, StackOptions
+from millrace.up import measure_first
+
+#: Ids that stand for words in the shipped tokenizer.
+IDS = (10, 1500)
+#: Prompts that are not counted: their requests connect the instances.
+WARM = 3
+SPIN = "while True: pass"
+
+Told = Callable[[str], None]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Settings:
+    """As the options say."""
+
+    lengths: tuple[int, ...]
+    repeats: int
+    long_tokens: int
+    busy: int
+    prefill: int
+    threads: int
+    budget_s: float
+
+    def order(self) -> list[int]:
+        """Lengths of all prompts of a pass, mixed."""
+        found = [
+            length
+            for length in self.lengths
+            for _ in range(min(self.repeats, max(1, self.long_tokens // length)))
+        ]
+        random.Random(0).shuffle(found)
+        return found
+
+
+@dataclass(frozen=True, slots=True)
+class Asked:
+    """One prompt: its tokens, and seconds."""
+
+    tokens: int
+    predicted_s: float
+    real_s: float
+
+    @property
+    def error(self) -> float:
+        """Relative, above 0 where it came sooner than predicted."""
+        return self.predicted_s / self.real_s - 1.0
+
+
+async def run(settings: Settings, told: Told) -> dict[str, Any]:
+    """The report. Raises MillraceError when a request fails."""
+    with tempfile.TemporaryDirectory(prefix="millrace-") as folder:
+        model = _widened(Path(folder) / "millrace-tiny", max(settings.lengths) + 64)
+        profiles = f"engine.profile_cache={folder}/profiles"
+        options = StackOptions(
+            model=str(model),
+            prefill=settings.prefill,
+            decode=1,
+            port=0,
+            threads=settings.threads,
+            settings=[profiles],
+            profile=load_config(None, [profiles]).engine,
+        )
+        told("measuring the model")
+        await measure_first(options, settings.budget_s)
+        told("starting the stack")
+        async with (
+            Stack(options) as stack,
+            httpx.AsyncClient(base_url=stack.url, timeout=None) as client,
+        ):
+            draw = random.Random(1)
+            for _ in range(WARM):
+                await _ask(client, draw, min(settings.lengths))
+            passes = {"idle": await _pass(client, settings, draw, told, "idle")}
+            if settings.busy:
+                with busy_processes(settings.busy):
+                    found = await _pass(client, settings, draw, told, "busy")
+                passes["busy"] = found
+    return {
+        "settings": asdict(settings),
+        **{name: summary(found) for name, found in passes.items()},
+    }
+
+
+def summary(found: Sequence[Asked]) -> dict[str, Any]:
+    """Errors by length and of all, as shares; each prompt under `prompts`."""
+
+    def of(some: Sequence[Asked]) -> dict[str, float]:
+        errors = sorted(abs(one.error) for one in some)
+        return {
+            "prompts": len(errors),
+            "median_error": median(errors),
+            "p95_error": errors[min(round(0.95 * len(errors)), len(errors) - 1)],
+            "predicted_s": median(one.predicted_s for one in some),
+            "real_s": median(one.real_s for one in some),
+        }
+
+    lengths = sorted({one.tokens for one in found})
+    return {
+        "all": of(found),
+        "lengths": {str(n): of([one for one in found if one.tokens == n]) for n in lengths},
+        "prompts": [asdict(one) for one in found],
+    }
+
+
+async def _pass(
+    client: httpx.AsyncClient, settings: Settings, draw: random.Random, told: Told, name: str
+) -> list[Asked]:
+    order, found = settings.order(), []
+    for number, tokens in enumerate(order, 1):
+        told(f"{name} ({number} of {len(order)}: {tokens} tokens)")
+        found.append(await _ask(client, draw, tokens))
+    return found
+
+
+async def _ask(client: httpx.AsyncClient, draw: random.Random, tokens: int) -> Asked:
+    """A prompt of its own, so that no cache has its beginning."""
+    response = await client.post(
+        "/v1/completions",
+        json={
+            "model": "millrace-tiny",
+            "prompt": [draw.randrange(*IDS) for _ in range(tokens)],
+            "max_tokens": 2,
+        },
+        headers={"x-millrace-trace": "1"},
+    )
+    if response.status_code != 200:
+        raise MillraceError(f"a prompt of {tokens} tokens: {response.text}")
+    traced = response.json()["millrace"]
+    return Asked(tokens, traced["predicted_ttft_ms"] / 1e3, traced["ttft_ms"] / 1e3)
+
+
+def _widened(folder: Path, context_tokens: int) -> Path:
+    """A copy of the shipped model with room for so many tokens."""
+    shutil.copytree(SHIPPED_MODEL, folder)
+    path = folder / "config.json"
+    config = json.loads(path.read_text())
+    config["max_position_embeddings"] = max(config["max_position_embeddings"], context_tokens)
+    path.write_text(json.dumps(config))
+    return folder
+
+
+@contextmanager
+def busy_processes(count: int) -> Iterator[None]:
+    """So many processes that compute all the time."""
+    spinning = [subprocess.Popen([sys.executable, "-c", SPIN]) for _ in range(count)]
+    try:
+        yield
+    finally:
+        for process in spinning:
+            process.kill()
+            process.wait()
