@@ -10,6 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from millrace.core.board import YIELDING_WEIGHT, Board, Task, masks
+from millrace.core.correction import band_of
 from millrace.core.instances import PrefillInstance
 from millrace.core.request import Chunk, Request
 from support.core_events import instance, queues
@@ -47,6 +48,7 @@ def tasks(
                 mask=masks(members),
                 modelled_s=seconds,
                 predicted_s=seconds,
+                band=band_of(1),
                 rank=((key,), order, index),
                 previous=found[-1] if found else None,
             )
@@ -258,7 +260,7 @@ def replay_s(board: Board, ps: list[PrefillInstance], rank) -> list[float]:
     return [free_s[p] for p in ps]
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=300)
 @given(boards(rounds=True), st.integers(0, 5), st.integers(0, 8))
 def test_queue_s_is_that_of_a_replay(given_board, key, order) -> None:
     board, ps = given_board
@@ -291,7 +293,7 @@ def test_queue_s_leaves_out_what_was_executed() -> None:
 # ---- many gangs, carried out
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=300)
 @given(boards(rounds=False), st.randoms(use_true_random=False))
 def test_no_gangs_wait_for_each_other_in_a_circle(given_board, random) -> None:
     """Workers who know nothing but their queues bring every board to its end, as it believes."""
@@ -332,7 +334,7 @@ def test_no_gangs_wait_for_each_other_in_a_circle(given_board, random) -> None:
             ]
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=200)
 @given(boards(rounds=True))
 def test_no_two_that_run_share_a_member_and_whoever_waits_has_a_reason(given_board) -> None:
     board, _ = given_board

@@ -28,11 +28,14 @@ def test_fields_are_keyword_only():
     [
         ("scheduler.tasks_ahead=0", "scheduler.tasks_ahead is 0; it must be between 1 and 64"),
         ("scheduler.policy=lifo", "scheduler.policy is 'lifo'; it must be one of fcfs"),
-        ("scheduler.planner=best", "scheduler.planner is 'best'; it must be one of least_queue"),
+        (
+            "scheduler.planner=best",
+            "scheduler.planner is 'best'; it must be one of auto, least_queue",
+        ),
         ("engine.page_tokens=2000", "engine.page_tokens is 2000; it must be between 1 and 1024"),
         ("proxy.max_body_bytes=1", "proxy.max_body_bytes is 1; it must be at least 1024"),
         ("proxy.port=65536", "proxy.port is 65536; it must be between 0 and 65535"),
-        ("transfer.transport=tcp", "transfer.transport is 'tcp'; it must be one of nixl, memory"),
+        ("engine.load_format=gguf", "engine.load_format is 'gguf'; it must be one of auto, dummy"),
         ("scheduler.max_queue_s=nan", "scheduler.max_queue_s is nan; it must be at least 0.1"),
         ("scheduler.tasks_ahead=two", "scheduler.tasks_ahead is 'two'; it must be int"),
         ("scheduler.tasks=2", "unknown field scheduler.tasks; there are "),

@@ -836,7 +836,6 @@ class World(RuleBasedStateMachine):
 BUDGET = settings(
     max_examples=150,
     stateful_step_count=60,
-    deadline=None,
     suppress_health_check=[HealthCheck.too_slow, HealthCheck.filter_too_much],
 )
 

@@ -72,7 +72,7 @@ def drawn(given_rows: list[tuple[int, int, int]]) -> list[Request]:
     ]
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=300)
 @given(rows)
 def test_on_one_instance_no_larger_set_can_be_in_time(given_rows) -> None:
     requests = drawn(given_rows)
@@ -83,7 +83,7 @@ def test_on_one_instance_no_larger_set_can_be_in_time(given_rows) -> None:
     assert not any(in_time(list(some), 0.0, 1) for some in larger)
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=200)
 @given(rows)
 def test_the_kept_go_by_deadline_and_the_given_up_behind_them_likewise(given_rows) -> None:
     requests = drawn(given_rows)  # nobody has waited, so nobody is overdue

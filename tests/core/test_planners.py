@@ -17,6 +17,7 @@ from millrace.core.planning import PLANNERS, PlannerInputs, degrees_used
 from millrace.core.planning._cdsp import CdspPlanner
 from millrace.core.planning.cdsp import Cdsp
 from millrace.core.planning.cdsp_reference import CdspReference
+from millrace.core.planning.least_queue import LeastQueue
 from millrace.core.planning.plan import Plan, PlannedChunk
 from millrace.core.planning.single_chunk import SingleChunk
 from support.planners import check, inputs, planner, random_case
@@ -93,12 +94,21 @@ def test_degrees_that_each_planner_uses():
     found = {name: degrees_used(inputs(20, planner=name)) for name in PLANNERS}
     every = (1, 2, 4, 8, 16)
     assert found == {
+        "auto": every,
         "least_queue": (1,),
         "fixed_sp": (8,),
         "single_chunk": every,
         "esp": every,
         "cdsp": every,
     }
+
+
+def test_by_default_cdsp_plans_where_groups_can_be_formed():
+    assert isinstance(PLANNERS["auto"](inputs(20)), Cdsp)
+    assert isinstance(PLANNERS["auto"](inputs(1)), LeastQueue)
+    alone = PlannerInputs(latency=SpLatency(), nodes=(0, 0), config=SchedulerConfig())
+    assert isinstance(PLANNERS["auto"](alone), LeastQueue)
+    assert degrees_used(alone) == (1,)
 
 
 def test_a_pool_without_instances_is_refused():

@@ -22,6 +22,11 @@ class Room:
     batch_size: int = 1
     page_tokens: int = 16
 
+    @property
+    def freeness(self) -> float:
+        tokens = self.page_tokens
+        return freeness(self.free_pages * tokens, self.virtual_pages * tokens, self.batch_size)
+
 
 def test_freeness_is_available_slots_over_active_batch_size():
     """ "the ratio between available slots (excluding virtual usage) and the active batch size" """
@@ -46,12 +51,26 @@ def test_requests_with_ongoing_transfer_are_virtual_usage():
 
 
 def test_slots_are_tokens_so_page_sizes_compare():
-    assert freest([Room("d0", 100, page_tokens=16), Room("d1", 60, page_tokens=32)]).id == "d1"
+    large = instance("d1", pages=60, page_tokens=32)
+    bench = Bench(instance("p0"), instance("d0", pages=100, page_tokens=16), large)
+    assert of(Place, bench.submit("a"))[0].decode_id == "d1"
 
 
 def test_equals_are_told_apart_by_id_and_nothing_comes_of_nothing():
     assert freest([Room("d1", 10), Room("d0", 10)]).id == "d0"
     assert freest([]) is None
+
+
+@given(st.lists(st.tuples(st.integers(0, 4), st.integers(1, 2), st.booleans()), max_size=12))
+def test_of_those_that_are_able_the_freest_is_what_a_plain_scan_finds(rooms):
+    able = {f"d{number}": yes for number, (_, _, yes) in enumerate(rooms)}
+    all_rooms = [
+        Room(f"d{number}", free_pages=pages, batch_size=batch)
+        for number, (pages, batch, _) in enumerate(rooms)
+    ]
+    open_to = [room for room in all_rooms if able[room.id]]
+    expected = min(open_to, key=lambda room: (-room.freeness, room.id), default=None)
+    assert freest(reversed(all_rooms), lambda room: able[room.id]) is expected
 
 
 def test_the_machine_counts_a_placed_request_as_virtual_until_it_decodes():

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
+from random import Random
+from statistics import fmean
 
 import pytest
 from hypothesis import given
@@ -12,14 +14,19 @@ from millrace.core.config import SchedulerConfig
 from millrace.core.effects import RunPrefill
 from millrace.core.errors import ConfigError
 from millrace.core.improvement_rate import (
+    BY_LOAD,
     STARTING_RATE,
     ImprovementRates,
     LiveImprovementRate,
     RateWindow,
     format_rates,
+    live_rate,
     parse_rates,
 )
 from millrace.core.latency import Latency, SpLatency
+from millrace.profiles import load_profile
+from millrace.sim.mixes import MIXES, MixOptions
+from millrace.sim.papers.tetris import TESTBEDS, TRACES, shipped_rates
 from support.core_events import Bench, instance, request
 
 ROWS = ((0.5, 0.1), (1.0, 0.3), (1.5, 0.5), (2.0, 0.7))
@@ -120,9 +127,32 @@ def test_text_that_is_no_table_is_refused(text):
         parse_rates(text)
 
 
-def test_by_arrival_rate_needs_a_table():
-    with pytest.raises(ConfigError, match="improvement_rates must hold"):
-        SchedulerConfig(improvement_rate=-1.0)
+def test_without_a_table_the_rate_follows_the_work_that_arrives():
+    live = live_rate(SchedulerConfig().improvement_rate, "")
+    assert live.source == "by load"
+    for second in range(120):
+        live.arrived(float(second), 0.05)  # a twentieth of the instances' time
+    assert live.at(120.0) == 0.05
+    for second in range(120, 240):
+        live.arrived(float(second), 1.2)  # more than they can do
+    assert live.at(240.0) == 0.7
+    live.set_by_hand(0.1)
+    assert (live.source, live.at(241.0)) == ("fixed", 0.1)
+
+
+def test_by_load_agrees_with_the_tables_that_simulation_found():
+    """Figures 11 and 12: within 0.25 at every load of every table, and by 0.05 on average."""
+    off = []
+    for key, testbed in TESTBEDS.items():
+        prefill = load_profile(testbed.prefill_profile).prefill
+        for trace in TRACES:
+            draw, rng = MIXES[f"tetris-{trace}"](MixOptions()).row_draw(), Random(0)
+            work_s = fmean(prefill.chunk_s(draw(rng).input_tokens) for _ in range(400))
+            for arrivals_rps, best in shipped_rates()[key][trace].rows:
+                load = arrivals_rps * work_s / testbed.prefill
+                off.append(abs(BY_LOAD.at(load) - best))
+    assert max(off) <= 0.25
+    assert fmean(off) < 0.07
 
 
 def fleet(rates: str) -> Bench:

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from itertools import combinations, pairwise
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from millrace.core.config import SchedulerConfig
@@ -240,7 +240,6 @@ def test_growth_is_monotone_and_adds_up(workers, tokens, data):
     assert position == tokens
 
 
-@settings(deadline=None)
 @given(
     pages=st.lists(st.integers(1, 8), min_size=1, max_size=5),
     kvp=st.integers(0, 3),

@@ -169,7 +169,7 @@ async def test_a_double_keeps_the_first_spec_even_while_draining():
 async def test_a_change_of_policy_waits_its_turn_and_shows_in_the_metrics():
     async with running(Hand()) as (loop, registry):
         text = registry.render()[0].decode()
-        info = 'policy_info{planner="least_queue",policy="%s",preemption="operator"}'
+        info = 'policy_info{planner="auto",policy="%s",preemption="operator"}'
         assert f"{info % 'millrace'} 1.0" in text
         prefill = join(loop, "p0")
         join(loop, "d0")
@@ -233,10 +233,10 @@ async def test_attainment_by_class_and_predictions_show_in_the_metrics():
             'millrace_scheduler_slo_requests_total{met="true",slo_class="chat"} 1.0',
             'millrace_scheduler_slo_requests_total{met="false",slo_class="chat"} 1.0',
             'millrace_scheduler_slo_requests_total{met="false",slo_class="batch"} 1.0',
-            # a: 0.1 s predicted, b behind it: 0.2 s; both took 0.5 s
-            "millrace_scheduler_predicted_ttft_ratio_count 2.0",
-            'millrace_scheduler_predicted_ttft_ratio_bucket{le="0.2"} 1.0',
-            'millrace_scheduler_predicted_ttft_ratio_bucket{le="0.4"} 2.0',
+            # each 0.1 s predicted, for b goes before a; both took 0.5 s
+            'millrace_scheduler_predicted_ttft_ratio_count{prompt="1k"} 2.0',
+            'millrace_scheduler_predicted_ttft_ratio_bucket{le="0.2",prompt="1k"} 2.0',
+            'millrace_scheduler_predicted_ttft_ratio_bucket{le="0.1",prompt="1k"} 0.0',
         ):
             assert line in text, text
 

@@ -218,7 +218,7 @@ async def test_a_scheduler_without_instances_has_a_load():
 async def test_a_recorded_run_with_cordons_is_replayed(tmp_path):
     path = tmp_path / "run.jsonl"
     async with scheduler(
-        quick(lease_s=5, policy="fcfs", preemption="none", tasks_ahead=1), record=path
+        quick(policy="fcfs", preemption="none", tasks_ahead=1), record=path
     ) as net:
         prefill = await net.worker("p0")
         for name in ("d0", "d1"):

@@ -8,7 +8,7 @@ from dataclasses import asdict, replace
 from itertools import pairwise
 
 import pytest
-from hypothesis import HealthCheck, given, settings
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from millrace.core.config import SchedulerConfig
@@ -39,7 +39,8 @@ def poisson(
 
 def test_first_come_first_served_on_one_instance_is_lindleys_recursion():
     requests = list(poisson(300, 8.0, new=0.5))
-    run = Run(toy_spec(config(policy="fcfs", preemption="none")), requests)
+    alone = config(policy="fcfs", preemption="none", batch_tokens=0)
+    run = Run(toy_spec(alone), requests)
     free_s = 0.0
     for request in requests:
         start_s = max(free_s, request.arrival_s)
@@ -149,7 +150,7 @@ def test_another_seed_gives_other_noise():
     assert first.records != second.records
 
 
-@settings(max_examples=25, deadline=None, suppress_health_check=list(HealthCheck))
+@settings(max_examples=25)
 @given(
     preemption=st.sampled_from(["none", "chunk", "layer", "operator"]),
     policy=st.sampled_from(["fcfs", "edf", "s_edf", "lrs"]),

@@ -29,11 +29,28 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 
+from millrace.core.latency import Latency
 from millrace.core.priority.slack import slack_s
 from millrace.core.request import Request
 
+#: G of the paper, for an A100: more tokens never fill a device.
+MOST_FILLING_TOKENS = 2048
+#: A token of a batch that fills the device costs at most so many times what it does at best.
+FILLED = 1.1
+
 #: Share of the head's SLO that has to be left when the batch is done (FlowPrefill's public code).
 RESERVE = 0.1
+
+
+def filling_tokens(latency: Latency) -> int:
+    """G: the fewest tokens that fill the device, which makes no token cheaper by more of them.
+
+    The paper gives 2048 for an A100; elsewhere it is read off the latency model, and 2048 at most.
+    """
+    counts = [1 << power for power in range(MOST_FILLING_TOKENS.bit_length())]
+    each_s = [latency.chunk_s(tokens) / tokens for tokens in counts]
+    least_s = min(each_s)
+    return next(t for t, s in zip(counts, each_s, strict=True) if s <= FILLED * least_s)
 
 
 def batch(

@@ -21,6 +21,7 @@ from itertools import pairwise
 from operator import attrgetter
 from typing import TYPE_CHECKING
 
+from millrace.core.correction import Band
 from millrace.core.effects import ChunkRef, Order
 from millrace.core.priority import PriorityKey
 from millrace.core.request import Chunk, Request
@@ -46,7 +47,9 @@ class Task:
     mask: int  # the members' bits
     modelled_s: float  # by the latency model
     predicted_s: float  # the same, corrected by what the members' computing took so far
+    band: Band  # that the correction is of
     batched: bool = False
+    is_alone: bool = False  # a whole prompt that found its members idle
     rank: Rank
     previous: Task | None = None  # the chunk that has to be finished first
     executed_s: float = 0.0  # in stretches already ended
@@ -161,10 +164,14 @@ class Board:
 
     def rerank(self, keys: dict[str, PriorityKey]) -> None:
         """Gives every task its head's new key."""
+        changed = False
         for task in self.ranked:
             head = task.requests[0]
-            task.rank = (keys[head.id], head.order, task.chunk.index)
-        if all(one.rank < other.rank for one, other in pairwise(self.ranked)):
+            key = keys[head.id]
+            if key != task.rank[0]:
+                task.rank = (key, head.order, task.chunk.index)
+                changed = True
+        if not changed or all(one.rank < other.rank for one, other in pairwise(self.ranked)):
             return
         self.ranked.sort(key=_rank)
         for task in self.ranked:
@@ -186,23 +193,37 @@ class Board:
         Only work that goes before it counts, each group starting when its last member is free.
         With preemption a task may be lent a blocked group's member and end earlier than that.
         """
-        free_s = {instance.bit: 0.0 for instance in instances}
-        yielding_s = dict.fromkeys(free_s, 0.0)
-        tasks = self.ranked
+        free_s = dict.fromkeys(instances, 0.0)
+        yielding_s = dict.fromkeys(instances, 0.0)
+        first = bisect_left(self.ranked, rank, key=_rank)
+        before, behind = self.ranked[:first], self.ranked[first:]
         if not self.preemptive:  # what runs is not stopped, whatever it ranks
-            tasks = sorted(tasks, key=lambda task: not task.chosen)
-        for task in tasks:
-            left_s = task.remaining_s(now_s)
-            if task.rank < rank or (task.chosen and not self.preemptive):
-                bits = [member.bit for member in task.members]
-                end_s = max([free_s.get(bit, 0.0) for bit in bits]) + left_s
-                for bit in bits:
-                    free_s[bit] = end_s
-            else:
-                for member in task.members:
-                    if member.bit in yielding_s:
-                        yielding_s[member.bit] += YIELDING_WEIGHT * left_s
-        return array("d", [free_s[i.bit] + yielding_s[i.bit] for i in instances])
+            before = [*(t for t in self.ranked if t.chosen), *(t for t in before if not t.chosen)]
+            behind = [task for task in behind if not task.chosen]
+        for task in before:
+            members, left_s = task.members, task.remaining_s(now_s)  # a member may be draining
+            if len(members) == 1:
+                free_s[members[0]] = free_s.get(members[0], 0.0) + left_s
+                continue
+            end_s = max([free_s.get(one, 0.0) for one in members]) + left_s
+            for one in members:
+                free_s[one] = end_s
+        for task in behind:
+            delay_s = YIELDING_WEIGHT * task.remaining_s(now_s)
+            for one in task.members:
+                yielding_s[one] = yielding_s.get(one, 0.0) + delay_s
+        return array("d", [free_s[one] + yielding_s[one] for one in instances])
+
+    def ahead_s(self, instance: PrefillInstance, rank: Rank, now_s: float) -> float:
+        """Seconds of the tasks that the instance holds and that go before this rank.
+
+        What other instances of their groups still do before is left out: `queue_s` has it.
+        """
+        return sum(
+            task.remaining_s(now_s)
+            for task in instance.queue
+            if task.rank < rank or (task.chosen and not self.preemptive)
+        )
 
     # ---- who runs
 
@@ -236,7 +257,8 @@ class Board:
         for task in self.ranked:
             if task.chosen and not self.preemptive:
                 continue
-            if claimed & task.mask == 0 and task.ready:
+            before = task.previous  # as `ready`, written out: looked at for every task and round
+            if not claimed & task.mask and (before is None or before.finished):
                 chosen.append(task)
                 task.chosen = True
                 claimed |= task.mask

@@ -6,9 +6,10 @@ from array import array
 from collections.abc import Iterator
 from dataclasses import replace
 
+from millrace.core.batching import filling_tokens
 from millrace.core.board import Board
 from millrace.core.config import SchedulerConfig
-from millrace.core.correction import Corrections
+from millrace.core.correction import Corrections, OnTop, band_of
 from millrace.core.events import ImprovementRateChanged, InstanceJoined
 from millrace.core.improvement_rate import live_rate
 from millrace.core.instances import DecodeInstance, Instance, KvpInstance, PrefillInstance
@@ -20,6 +21,9 @@ from millrace.core.planning.plan import Plan
 from millrace.core.request import Request
 from millrace.core.spreading import Spreading
 from millrace.core.waiting_line import WaitingLine
+
+#: What a pool's corrections are of: whichever of its instances takes a request.
+ANYONE = ""
 
 
 class Pool:
@@ -35,6 +39,8 @@ class Pool:
         self.kvp: dict[str, KvpInstance] = {}
         self.spreading = Spreading(config, self.decode, self.kvp)
         self.members = 0
+        self.corrections = Corrections()
+        self.on_top = OnTop()
         self.lacks_pages = False  # in the last round an instance lacked the pages for a request
         self.line = WaitingLine()  # placed, waiting to be sent to prefill instances
         self.board = Board(preemptive=config.preemption != "none")
@@ -47,6 +53,8 @@ class Pool:
         self._shares = Shares((1,), 1, 0)
         self.smallest_slots = 0  # of the pages that every prefill instance has
         self._smallest_context = 0  # tokens
+        self.batch_tokens = 0  # of whole prompts that are computed together
+        self.prefillers = 0  # instances that prefill, mixed ones included
 
     @property
     def is_ready(self) -> bool:
@@ -54,9 +62,10 @@ class Pool:
         return bool(self.decode) and (bool(self.prefill) or any(self._mixed()))
 
     @property
-    def prefillers(self) -> int:
-        """Instances that prefill, mixed ones included."""
-        return len(self.prefill) + sum(1 for _ in self._mixed())
+    def degrees(self) -> tuple[int, ...]:
+        """SP degrees that its planner gives groups, ascending."""
+        self._prepare()
+        return self._degrees
 
     def shares(self, request: Request) -> dict[int, int]:
         """By SP degree, the slots that a group's members need in pages for what is to compute.
@@ -116,6 +125,7 @@ class Pool:
             self.decode[instance.id] = instance
         else:
             self.kvp[instance.id] = instance
+        self.prefillers = len(self.prefill) + sum(1 for _ in self._mixed())
         self._plan_anew()
 
     def _plan_anew(self) -> None:
@@ -123,18 +133,23 @@ class Pool:
         self._degrees = (1,)
 
     def predict(self, request: Request) -> None:
-        """Notes what the rest of the request's prefill takes, alone on the idle pool."""
+        """Notes what the rest of the request's prefill takes, alone on the idle pool.
+
+        As the latency model has it, corrected by what the pool's instances took so far.
+        """
         kept = request.kept_tokens
         request.predicted_prefill_s = self.rest_s(request, kept)
         least = self._degrees[0]
-        tokens = request.prompt_tokens - kept
-        request.predicted_work_s = least * self.latency.chunk_s(tokens, kept, least)
+        request.predicted_work_s = least * self._rest_s(request, kept, least)
 
     def rest_s(self, request: Request, kept: int) -> float:
         """Seconds that what follows `kept` first tokens takes, alone on the idle pool."""
         self._prepare()
-        latency, tokens = self.latency, request.prompt_tokens - kept
-        return min(latency.chunk_s(tokens, kept, sp) for sp in self._degrees)
+        return min(self._rest_s(request, kept, sp) for sp in self._degrees)
+
+    def _rest_s(self, request: Request, kept: int, sp: int) -> float:
+        factor = self.corrections.factor(ANYONE, band_of(request.prompt_tokens, sp))
+        return factor * self.latency.chunk_s(request.prompt_tokens - kept, kept, sp)
 
     @property
     def latency(self) -> SpLatency:
@@ -188,6 +203,8 @@ class Pool:
         self._shares = Shares(self._degrees, *page)
         self.smallest_slots = min(card.kv_pages * card.page_tokens for card in cards)
         self._smallest_context = min(card.max_context_tokens for card in cards)
+        wanted = self._config.batch_tokens
+        self.batch_tokens = filling_tokens(latency.by_sp[1]) if wanted < 0 else wanted
 
 
 class Cluster:
@@ -207,9 +224,15 @@ class Cluster:
         """What a larger group must cut the TTFT by now."""
         return self._config.improvement_rate
 
-    def arrived(self, now_s: float) -> None:
-        """A request arrived: as requests come faster, larger groups have to bring more."""
-        self._live_rate.arrived(now_s)
+    @property
+    def improvement_source(self) -> str:
+        """How it is found: "by load", "by arrivals" or "fixed"."""
+        return self._live_rate.source
+
+    def arrived(self, request: Request, now_s: float) -> None:
+        """A request arrived: as work comes faster, larger groups have to bring more."""
+        instances = sum(len(pool.prefill) for pool in self.pools.values())
+        self._live_rate.arrived(now_s, request.predicted_work_s / max(instances, 1))
         self._use_rate(now_s)
 
     def change_rate(self, event: ImprovementRateChanged, now_s: float) -> None:

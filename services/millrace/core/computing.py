@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from millrace.core import events
 from millrace.core.board import Task
+from millrace.core.cluster import ANYONE
 from millrace.core.instances import DecodeInstance
 from millrace.core.lifecycle import Lifecycle
 from millrace.core.request import Request
@@ -56,15 +57,20 @@ class Computing:
             self._life.board_of.pop(request.id)
             self._life.computed(request)
         if done:
-            self._learn(task, event.compute_s)
+            self._learn(task, request, event.compute_s)
             self._rounds.dispatch()
 
-    def _learn(self, task: Task, compute_s: float) -> None:
+    def _learn(self, task: Task, request: Request, compute_s: float) -> None:
         """Corrects what is predicted of the leader. Batches are predicted on the safe side."""
-        if not task.batched:
-            self._life.cluster.corrections.observe(
-                task.members[0].id, predicted_s=task.modelled_s, observed_s=compute_s
-            )
+        if task.batched:
+            return
+        cluster, leader = self._life.cluster, task.members[0]
+        pool = cluster.pool_of(leader)
+        for known, name in ((cluster.corrections, leader.id), (pool.corrections, ANYONE)):
+            known.observe(name, task.band, predicted_s=task.modelled_s, observed_s=compute_s)
+        if task.is_alone and not task.executed_s:
+            request.computed_alone_s = compute_s
+            self._life.learn_on_top(request)
 
     def _task_of(self, event: _OfChunk) -> tuple[Task, Request] | None:
         """The task the event speaks of, if its leader speaks and the request still needs it."""

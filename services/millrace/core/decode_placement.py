@@ -16,7 +16,7 @@ gives the same answer.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import Protocol, TypeVar
 
 
@@ -26,18 +26,8 @@ class DecodeRoom(Protocol):
     @property
     def id(self) -> str: ...
     @property
-    def page_tokens(self) -> int: ...
-    @property
-    def free_pages(self) -> int:
-        """Pages that no decoding request holds."""
-
-    @property
-    def virtual_pages(self) -> int:
-        """Pages of requests whose cache is still on its way."""
-
-    @property
-    def batch_size(self) -> int:
-        """Sequences in the running batch."""
+    def freeness(self) -> float:
+        """Slots that a new request may take, per sequence of the batch."""
 
 
 Room = TypeVar("Room", bound=DecodeRoom)
@@ -65,15 +55,19 @@ def freeness(free_slots: int, virtual_slots: int, batch_size: int) -> float:
     return (free_slots - virtual_slots) / max(batch_size, 1)
 
 
-def freest(instances: Iterable[Room]) -> Room | None:
-    """The instance with the highest freeness, the least id among equals; None of none."""
+def freest(
+    instances: Iterable[Room], able: Callable[[Room], bool] = lambda instance: True
+) -> Room | None:
+    """The able instance with the highest freeness, the least id among equals; None of none.
+
+    `able` is asked only of an instance that is freer than all able ones before it.
+    """
     best: Room | None = None
     best_rank = 0.0
     for instance in instances:
-        tokens = instance.page_tokens
-        rank = freeness(
-            instance.free_pages * tokens, instance.virtual_pages * tokens, instance.batch_size
-        )
-        if best is None or rank > best_rank or (rank == best_rank and instance.id < best.id):
+        rank = instance.freeness
+        if best is not None and (rank < best_rank or (rank == best_rank and best.id < instance.id)):
+            continue
+        if able(instance):
             best, best_rank = instance, rank
     return best

@@ -132,4 +132,15 @@ class Record:
     kv_tokens: int = 0
 
 
-Effect = Place | Refuse | Fail | AdmitDecode | RunPrefill | Order | CancelOn | Record
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Stalled:
+    """Log that prepared work did not begin, and that these requests are planned again.
+
+    ``waits``: (instance, what it waits for) of all instances that stood still.
+    """
+
+    request_ids: tuple[str, ...]
+    waits: tuple[tuple[str, str], ...]
+
+
+Effect = Place | Refuse | Fail | AdmitDecode | RunPrefill | Order | CancelOn | Record | Stalled

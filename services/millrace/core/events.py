@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 from millrace.core.decode_step import DecodeStepTime
 from millrace.core.latency import SpLatency
 from millrace.core.request import Request
+from millrace.core.standstill import Standstill
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -85,6 +86,7 @@ class LoadReported:
     #: Decode: from token to token of what runs, since the last heartbeat; 0: no token followed one.
     tbt_s: float = 0.0
     cached: CachedBlocks | None = None
+    standstill: Standstill | None = None  # prefill: work is prepared and none has begun
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -172,11 +174,14 @@ class PrefixLanded:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DecodeStarted:
-    """All KV landed; the request joined the instance's batch."""
+    """All KV landed; the request joined the instance's batch, `since_token_s` after token one went
+    to the proxy.
+    """
 
     instance_id: str
     generation: int
     request_id: str
+    since_token_s: float = 0.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

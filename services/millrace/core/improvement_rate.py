@@ -4,6 +4,11 @@ A larger SP degree must cut a request's TTFT by more than this share (Algorithm 
 best share depends on how often requests arrive: simulation finds it for a range of arrival rates,
 and live the recorded rate nearest to the observed one gives it.
 
+Deviation: such a table holds for the lengths and the pool that it was found for. Where none was
+given, `BY_LOAD` is looked up by the prefill work that arrives, in seconds a second and instance: by
+that measure the six tables of Figures 11 and 12 that `millrace sim` found (8B and 70B, three mixes,
+sim/papers/tetris_rates.json) nearly agree, and `BY_LOAD` is their middle.
+
 Ours where the paper gives no figure: the window is 60 s long, and until one has passed the
 observed rate is that since the first arrival. Both ends of a tie give the lower rate's entry.
 """
@@ -26,7 +31,7 @@ STARTING_RATE = 0.3
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ImprovementRates:
-    """Rows of (arrivals per second, best improvement rate), arrivals ascending.
+    """Rows of (arrivals per second or load, best improvement rate), the former ascending.
 
     Raises ConfigError without rows, for arrivals that don't ascend from 0 or more, and for
     improvement rates outside 0 to 1.
@@ -57,6 +62,21 @@ class ImprovementRates:
         return min(near, key=lambda row: abs(row[0] - arrivals_rps))[1]
 
 
+#: By load in the place of arrivals: see above.
+BY_LOAD = ImprovementRates(
+    rows=(
+        (0.1, 0.05),
+        (0.2, 0.15),
+        (0.35, 0.2),
+        (0.5, 0.25),
+        (0.7, 0.35),
+        (0.8, 0.5),
+        (0.95, 0.6),
+        (1.1, 0.7),
+    )
+)
+
+
 def parse_rates(text: str) -> ImprovementRates:
     """Reads ARRIVALS_PER_S:RATE,... as `format_rates` writes it. Raises ConfigError."""
     try:
@@ -75,41 +95,52 @@ def format_rates(rates: ImprovementRates) -> str:
 
 
 class RateWindow:
-    """Arrivals of the last `window_s` seconds. Times never go back."""
+    """Arrivals of the last `window_s` seconds, and their work. Times never go back."""
 
     def __init__(self, window_s: float = WINDOW_S) -> None:
         if not window_s > 0.0:
             raise ConfigError(f"window_s is {window_s}; it must be above 0")
         self._window_s = window_s
-        self._arrivals_s: deque[float] = deque()
+        self._arrivals: deque[tuple[float, float]] = deque()  # when, and seconds of work
         self._first_s: float | None = None
 
-    def arrived(self, now_s: float) -> None:
-        """A request arrived."""
+    def arrived(self, now_s: float, work_s: float = 0.0) -> None:
+        """A request arrived. work_s: its prefill's, over the instances that share it."""
         if self._first_s is None:
             self._first_s = now_s
-        self._arrivals_s.append(now_s)
+        self._arrivals.append((now_s, work_s))
         self._forget(now_s)
 
     def rate_rps(self, now_s: float) -> float:
         """Arrivals a second; 0 until some time has passed since the first one."""
+        span_s = self._span_s(now_s)
+        return len(self._arrivals) / span_s if span_s > 0.0 else 0.0
+
+    def load(self, now_s: float) -> float:
+        """Likewise the work that arrives, in seconds a second."""
+        span_s = self._span_s(now_s)
+        return sum(work_s for _, work_s in self._arrivals) / span_s if span_s > 0.0 else 0.0
+
+    def _span_s(self, now_s: float) -> float:
         self._forget(now_s)
-        span_s = self._window_s
-        if self._first_s is not None:
-            span_s = min(span_s, now_s - self._first_s)
-        return len(self._arrivals_s) / span_s if span_s > 0.0 else 0.0
+        if self._first_s is None:
+            return self._window_s
+        return min(self._window_s, now_s - self._first_s)
 
     def _forget(self, now_s: float) -> None:
-        while self._arrivals_s and self._arrivals_s[0] <= now_s - self._window_s:
-            self._arrivals_s.popleft()
+        while self._arrivals and self._arrivals[0][0] <= now_s - self._window_s:
+            self._arrivals.popleft()
 
 
 class LiveImprovementRate:
-    """The rate to plan with now: looked up every `refresh_s`, unless set by hand."""
+    """The rate to plan with now: looked up every `refresh_s`, unless set by hand.
+
+    rates: by arrivals a second; None: `BY_LOAD`.
+    """
 
     def __init__(
         self,
-        rates: ImprovementRates,
+        rates: ImprovementRates | None,
         *,
         window_s: float = WINDOW_S,
         refresh_s: float = REFRESH_S,
@@ -121,16 +152,29 @@ class LiveImprovementRate:
         self._found = STARTING_RATE
         self._by_hand: float | None = None
 
-    def arrived(self, now_s: float) -> None:
-        """A request arrived; the first look-up comes `refresh_s` after the first request."""
+    @property
+    def source(self) -> str:
+        """Where the rate comes from, for people."""
+        if self._by_hand is not None:
+            return "fixed"
+        return "by load" if self._rates is None else "by arrivals"
+
+    def arrived(self, now_s: float, work_s: float = 0.0) -> None:
+        """A request arrived, with work as `RateWindow` has it.
+
+        The first look-up comes `refresh_s` after the first request.
+        """
         if self._next_s is None:
             self._next_s = now_s + self._refresh_s
-        self._window.arrived(now_s)
+        self._window.arrived(now_s, work_s)
 
     def at(self, now_s: float) -> float:
         """The improvement rate to plan with."""
         if self._next_s is not None and now_s >= self._next_s:
-            self._found = self._rates.at(self._window.rate_rps(now_s))
+            if self._rates is None:
+                self._found = BY_LOAD.at(self._window.load(now_s))
+            else:
+                self._found = self._rates.at(self._window.rate_rps(now_s))
             self._next_s = now_s + self._refresh_s
         return self._found if self._by_hand is None else self._by_hand
 
@@ -148,7 +192,7 @@ class LiveImprovementRate:
 
 
 def live_rate(rate: float, table: str) -> LiveImprovementRate:
-    """As settings have it: a `rate`, or one below 0 and the `table` that it is looked up in."""
-    live = LiveImprovementRate(parse_rates(table or f"0:{STARTING_RATE}"))
+    """As settings have it: a `rate`, or one below 0 and the `table` by arrivals, if any."""
+    live = LiveImprovementRate(parse_rates(table) if table else None)
     live.set_by_hand(rate if rate >= 0.0 else None)
     return live

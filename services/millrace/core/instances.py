@@ -13,10 +13,11 @@ from dataclasses import dataclass, field
 
 from millrace.core.board import Task
 from millrace.core.cached_prefixes import CachedPrefixes
-from millrace.core.decode_placement import pages_needed
+from millrace.core.decode_placement import freeness, pages_needed
 from millrace.core.events import InstanceJoined, LoadReported
 from millrace.core.kvp import Shard
 from millrace.core.request import Request
+from millrace.core.standstill import Standstill
 
 
 @dataclass(slots=True, kw_only=True, eq=False)
@@ -45,6 +46,8 @@ class PrefillInstance:
     holdings: dict[str, Holding] = field(default_factory=dict)
     used_pages: int = 0
     queue: list[Task] = field(default_factory=list)
+    standstill: Standstill | None = None  # as its last heartbeat said
+    still_since_s: dict[str, float] = field(default_factory=dict)  # with this request prepared
     prefixes: CachedPrefixes = field(init=False)
 
     def __post_init__(self) -> None:
@@ -158,10 +161,19 @@ class DecodeInstance:
     tightest_tbt_s: float = math.inf  # of all holdings
     #: By its last heartbeat and what was booked and freed since; where answers grow it counts, too.
     told_free_pages: int | None = None
+    freeness: float = field(init=False)  # kept, since every arrival looks at that of all instances
     prefixes: CachedPrefixes = field(init=False)
 
     def __post_init__(self) -> None:
         self.prefixes = CachedPrefixes(self.card)
+        self._rate()
+
+    def _rate(self) -> None:
+        """Notes the freeness, after a change of pages or of the batch."""
+        tokens = self.page_tokens
+        self.freeness = freeness(
+            self.free_pages * tokens, self.virtual_pages * tokens, self.batch_size
+        )
 
     @property
     def id(self) -> str:
@@ -192,6 +204,7 @@ class DecodeInstance:
         self.tbt_s = event.tbt_s or self.tbt_s
         if self.headroom_tokens is not None:
             self.told_free_pages = event.free_pages
+            self._rate()
         if event.cached is not None:
             self.prefixes.heard(event.cached)
 
@@ -301,6 +314,7 @@ class DecodeInstance:
         self.context_tokens += holding.context_tokens
         if self.told_free_pages is not None:
             self.told_free_pages -= holding.pages
+        self._rate()
 
     def start(self, request_id: str) -> None:
         """The request's cache has landed: its usage is no longer virtual."""
@@ -309,6 +323,7 @@ class DecodeInstance:
         self.virtual_pages -= holding.pages
         self.decoding_pages += holding.pages
         self.batch_size += holding.sequences
+        self._rate()
 
     def release(self, request_id: str) -> None:
         holding = self.holdings.pop(request_id)
@@ -324,6 +339,7 @@ class DecodeInstance:
         self.context_tokens -= holding.context_tokens
         if self.told_free_pages is not None:
             self.told_free_pages += holding.pages
+        self._rate()
         if holding.tbt_s <= self.tightest_tbt_s < math.inf:
             left = (other.tbt_s for other in self.holdings.values())
             self.tightest_tbt_s = min(left, default=math.inf)

@@ -6,6 +6,7 @@ import math
 
 from millrace.core.board import Board
 from millrace.core.cluster import Cluster
+from millrace.core.decode_placement import freeness
 from millrace.core.errors import IntegrityError
 from millrace.core.instances import (
     DecodeInstance,
@@ -26,6 +27,8 @@ def check(life: Lifecycle) -> None:
     for instance in life.cluster.instances.values():
         _check_sums(instance)
         _check_holdings(instance, life)
+        if isinstance(instance, DecodeInstance):
+            _check_freeness(instance)
     for request in life.requests.values():
         _check_request(request, life)
     _check_line("unplaced", life.unplaced)
@@ -60,6 +63,8 @@ def _check_pools(cluster: Cluster) -> None:
         kvp = {i: one for i, one in taking.items() if isinstance(one, KvpInstance)}
         _same(f"decode of pool {model_hash}", kept.decode, decode)
         _same(f"kvp of pool {model_hash}", kept.kvp, kvp)
+        mixed = sum(one.card.role == "mixed" for one in decode.values())
+        _same(f"prefilling of pool {model_hash}", kept.prefillers, len(prefill) + mixed)
         _check_board(model_hash, kept.board, of_pool)
 
 
@@ -113,6 +118,12 @@ def _check_sums(instance: Instance) -> None:
             raise IntegrityError(f"{name}: tasks {tasks} are not all held")
     if used > instance.card.kv_pages:
         raise IntegrityError(f"{name}: {used} of {instance.card.kv_pages} pages are given away")
+
+
+def _check_freeness(instance: DecodeInstance) -> None:
+    size, free, virtual = instance.page_tokens, instance.free_pages, instance.virtual_pages
+    counted = freeness(free * size, virtual * size, instance.batch_size)
+    _same(f"{instance.id}: freeness", instance.freeness, counted)
 
 
 def _check_holdings(instance: Instance, life: Lifecycle) -> None:

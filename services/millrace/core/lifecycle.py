@@ -91,6 +91,20 @@ class Lifecycle:
             request.first_token_s = self.now_s
         self.record(request)
 
+    def learn_on_top(self, request: Request) -> None:
+        """Once both prefill and decode have told of the request's first token."""
+        sent_s, out_s, took_s = (
+            request.dispatched_s,
+            request.token_out_s,
+            request.computed_alone_s,
+        )
+        if sent_s is None or out_s is None or took_s is None:
+            return
+        request.computed_alone_s = None
+        home = self.cluster.instances.get(request.decode_id or "")
+        if home is not None:
+            self.cluster.pool_of(home).on_top.observe(out_s - sent_s - took_s)
+
     def record(self, request: Request) -> None:
         self.effects.append(
             Record(
@@ -130,6 +144,20 @@ class Lifecycle:
         reporter: Instance | None = None if kept_tokens else instance
         if isinstance(instance, PrefillInstance):
             kept_tokens = request.landed_tokens
+        self._again(request, why, instance, reporter, kept_tokens)
+
+    def take_back(self, request: Request, why: str) -> None:
+        """Prefill gets nowhere with the request: it is planned again, behind what has landed."""
+        self._again(request, why, None, None, request.landed_tokens)
+
+    def _again(
+        self,
+        request: Request,
+        why: str,
+        instance: Instance | None,
+        reporter: Instance | None,
+        kept_tokens: int,
+    ) -> None:
         kept_tokens = min(kept_tokens, request.prompt_tokens - 1)  # token one wants the last
         resumable = request.resumable and not request.shards  # what is spread begins anew
         if request.state not in (RequestState.QUEUED, RequestState.PREFILLING):
@@ -139,7 +167,9 @@ class Lifecycle:
         else:
             self.retry(request, why, reporter)
 
-    def _resume(self, request: Request, why: str, reporter: Instance, kept_tokens: int) -> None:
+    def _resume(
+        self, request: Request, why: str, reporter: Instance | None, kept_tokens: int
+    ) -> None:
         """Back to the pool's line, in its old place, to go on behind what decode keeps."""
         if request.state is RequestState.PREFILLING:
             request.attempts -= kept_tokens >= request.kept_tokens + MIN_KEPT_TOKENS

@@ -44,6 +44,7 @@ from millrace.core.reports import Reports
 from millrace.core.request import Request, RequestState
 from millrace.core.rounds import Rounds
 from millrace.core.speakers import Speakers
+from millrace.core.stall_watch import StallWatch
 
 #: Deadline of token one where a request has no objective: after this many times its prefill alone,
 #: and this many seconds at least (the constants that Medha's authors released).
@@ -60,6 +61,7 @@ class Machine:
         self._life = Lifecycle(config, self.cluster)
         self._rounds = Rounds(self._life)
         self._speakers = Speakers(self.cluster)
+        self._stall_watch = StallWatch(self._life)
         computing = Computing(self._life, self._rounds, self._speakers)
         reports = Reports(self._life, self._rounds, self._speakers)
         self._handlers: dict[type, Callable[[Any], None]] = {
@@ -143,6 +145,11 @@ class Machine:
         """Holdings that were freed without their instance's word: a worker's defect."""
         return self._life.release_timeouts
 
+    @property
+    def stalled(self) -> int:
+        """Requests taken back from instances that stood still with prepared work: a defect."""
+        return self._stall_watch.stalled
+
     def check_integrity(self) -> None:
         """Counts everything anew from the requests. Raises IntegrityError on a difference."""
         integrity.check(self._life)
@@ -217,6 +224,8 @@ class Machine:
     def _load(self, event: events.LoadReported) -> None:
         if (instance := self._speakers.current(event)) is not None:
             instance.heard(event)
+            if isinstance(instance, PrefillInstance):
+                self._stall_watch.heard(instance, event)
             if isinstance(instance, DecodeInstance) and instance.told_free_pages is not None:
                 self._rounds.room_made(instance)  # there may be more than it was believed to have
             elif isinstance(instance, PrefillInstance) and event.cached and event.cached.added:
@@ -243,7 +252,7 @@ class Machine:
                 )
             )
             return
-        self.cluster.arrived(self._life.now_s)
+        self.cluster.arrived(request, self._life.now_s)
         request.deadline_s = request.arrival_s + (
             request.slo.ttft_s
             or max(DEADLINE_FACTOR * request.predicted_prefill_s, LEAST_DEADLINE_S)
@@ -280,4 +289,5 @@ class Machine:
     def _tick(self, event: events.Tick) -> None:
         del event  # the time is all it says
         self._life.expire()
+        self._stall_watch.look()
         self._rounds.run()

@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Collection
 from typing import NamedTuple
 
+from millrace.core.board import Rank
 from millrace.core.cluster import Pool
 from millrace.core.decode_placement import freest
 from millrace.core.effects import Place
@@ -32,9 +33,9 @@ Send = Callable[[Request, tuple[Chunk, ...], dict[str, int]], None]
 
 
 class _Fitting(NamedTuple):
-    """Where a request fits once others left: at these alone, or spread over these pools."""
+    """Where a request fits once others left: at some of `homes` alone, or spread over `spread`."""
 
-    whole: list[DecodeInstance]
+    homes: list[DecodeInstance]
     spread: list[Pool]
 
 
@@ -71,7 +72,8 @@ class Placement:
                 continue
             reserved.update(_kept(request, fitting, reserved))
             # What fits nowhere (its instance died, or still holds an earlier attempt) blocks none.
-            waiting += bool(fitting.whole or fitting.spread)
+            fits = any(home.could_hold(request) for home in fitting.homes)
+            waiting += fits or bool(fitting.spread)
             index += 1
 
     def has_room(self, request: Request) -> bool:
@@ -80,14 +82,17 @@ class Placement:
         return self._spot(request, fitting, ()) is not None
 
     def _spot(self, request: Request, fitting: _Fitting, reserved: Collection[str]) -> _Spot | None:
-        open_to = fitting.whole
+        homes = fitting.homes
         if reserved:
-            open_to = [one for one in open_to if one.id not in reserved]
-        able = (one for one in open_to if one.has_room(request))
+            homes = [one for one in homes if one.id not in reserved]
+
+        def able(one: DecodeInstance) -> bool:
+            return one.could_hold(request) and one.has_room(request)
+
         if request.prefix_hashes and not request.attempt:
-            spot = self._keeper(request, list(able))
+            spot = self._keeper(request, homes, able)
         else:
-            home = freest(able)
+            home = freest(homes, able)
             spot = None if home is None else _Spot(home)
         if spot is not None:
             return spot
@@ -97,42 +102,48 @@ class Placement:
                 return _Spot(pool.decode[shards[0].worker_id], shards)
         return None
 
-    def _keeper(self, request: Request, able: list[DecodeInstance]) -> _Spot | None:
+    def _keeper(
+        self, request: Request, homes: list[DecodeInstance], able: Callable[[DecodeInstance], bool]
+    ) -> _Spot | None:
         """The instance whose prefix cache saves most, or the freest where none saves much."""
-        best = home = freest(able)
+        best = home = freest(homes, able)
         if best is None or home is None:
             return None
         if request.choices > 1 or not request.resumable:  # nothing is kept for such
             return _Spot(home)
-        kept = self._kept_tokens(request, able)
-        most = max(kept.values())
-        if most > kept[home.id]:
-            best = freest(one for one in able if kept[one.id] == most) or home
+        kept = self._kept_tokens(request, homes, able)
+        most, at_home = max(kept.values(), default=0), kept.get(home.id, 0)
+        if most > at_home:
+            best = freest(one for one in homes if kept.get(one.id) == most) or home
             pool = self._cluster.pool_of(best)
-            saved_s = pool.rest_s(request, kept[home.id]) - pool.rest_s(request, most)
+            saved_s = pool.rest_s(request, at_home) - pool.rest_s(request, most)
             if saved_s < LEAST_SAVING * pool.rest_s(request, 0):
                 best = home
-        return _Spot(best, kept_tokens=kept[best.id])
+        return _Spot(best, kept_tokens=kept.get(best.id, 0))
 
-    def _kept_tokens(self, request: Request, able: list[DecodeInstance]) -> dict[str, int]:
-        """By instance, what is worth keeping: more than prefill's caches have, for a plain decode
-        instance would have to send its own there first."""
+    def _kept_tokens(
+        self, request: Request, homes: list[DecodeInstance], able: Callable[[DecodeInstance], bool]
+    ) -> dict[str, int]:
+        """By able instance, what is worth keeping: more than prefill's caches have, for a plain
+        decode instance would have to send its own there first. Others have no entry."""
         hashes, length = request.prefix_hashes, request.prompt_tokens
         at_prefill: dict[str, int] = {}  # by model, most
         kept: dict[str, int] = {}
-        for one in able:
+        for one in homes:
             tokens = one.prefixes.tokens(hashes, length)
             full = one.sequences >= one.card.max_batch
-            kept[one.id] = tokens = 0 if full or tokens < MIN_KEPT_TOKENS else tokens
-            if not tokens or one.card.role == "mixed":
+            if tokens < MIN_KEPT_TOKENS or full or not able(one):
+                continue
+            if one.card.role == "mixed":
+                kept[one.id] = tokens
                 continue
             model = one.card.model_hash
             if model not in at_prefill:
                 prefills = self._cluster.pool_of(one).prefill.values()
                 found = (other.prefixes.tokens(hashes, length) for other in prefills)
                 at_prefill[model] = max(found, default=0)
-            if tokens <= at_prefill[model]:
-                kept[one.id] = 0
+            if tokens > at_prefill[model]:
+                kept[one.id] = tokens
         return kept
 
     def _place(self, request: Request, spot: _Spot) -> None:
@@ -176,36 +187,42 @@ class Placement:
             holder.hold_shard(request.id, shard)
 
     def _predicted_ttft_s(self, request: Request, pool: Pool) -> float:
-        """Work ahead plus the request's own.
+        """Work that goes before the request, its own, and what comes on top of computing.
 
-        With nobody in the pool's line it goes to the instance with the least work; else the work
-        of the line and of all instances is taken to be shared evenly.
+        With nobody in the pool's line before it, it goes to the instance with the least such work;
+        else that of the line and of all instances is taken to be shared evenly.
         """
+        own_s = request.predicted_prefill_s + pool.on_top.seconds
         if not pool.line and any(not prefill.queue for prefill in pool.prefill.values()):
-            return request.predicted_prefill_s
-        now_s = self._life.now_s
-        ahead_s = [prefill.outstanding_s(now_s) for prefill in pool.prefill.values()] or [0.0]
-        wait_s = (sum(ahead_s) + pool.line.work_s) / len(ahead_s) if pool.line else min(ahead_s)
-        return wait_s + request.predicted_prefill_s
+            return own_s
+        life, now_s = self._life, self._life.now_s
+        key = life.keys([request], len(pool.prefill))[request.id]
+        rank: Rank = (key, request.order, 0)
+        ahead_s = [
+            pool.board.ahead_s(prefill, rank, now_s) for prefill in pool.prefill.values()
+        ] or [0.0]
+        line_s = pool.line.work_before_s(key, request.order)
+        return own_s + ((sum(ahead_s) + line_s) / len(ahead_s) if line_s else min(ahead_s))
 
 
 def _fitting(request: Request, pools: list[Pool]) -> _Fitting:
-    whole: list[DecodeInstance] = []
+    found: list[DecodeInstance] = []
     spread: list[Pool] = []
     for pool in pools:
         if not pool.could_prefill(request):
             continue
         homes = pool.homes()
         if not pool.spreading.wanted(request, homes):
-            whole += [one for one in homes if one.could_hold(request)]
+            found += homes
         elif pool.spreading.could_hold(request, homes):
             spread.append(pool)
-    return _Fitting(whole, spread)
+    return _Fitting(found, spread)
 
 
 def _kept(request: Request, fitting: _Fitting, reserved: Collection[str]) -> tuple[str, ...]:
     """Instances whose pages the request keeps to itself while it waits."""
-    free = [one for one in fitting.whole if one.id not in reserved]
+    open_to = (one for one in fitting.homes if one.id not in reserved)
+    free = [one for one in open_to if one.could_hold(request)]
     if free:
         return (max(free, key=lambda one: (one.open_pages, one.id)).id,)
     for pool in fitting.spread:

@@ -1,8 +1,9 @@
 """Which of an instance's tasks runs, and where it is left: the execution pool's rule.
 
-One task at a time, the first in the owner's order (FlowPrefill section 4). A task of a gang claims
-the instance when it comes first: nothing else runs until all its members have claimed theirs and it
-starts, or until it is released (`gang`). No threads and no clocks: the pool holds a lock around it.
+One task at a time, the first in the owner's order (FlowPrefill section 4). A gang's task counts
+from the moment when all members have it. When it comes first it claims the instance: nothing else
+runs until all members have claimed theirs and the gang starts, or until it is released (`gang`).
+No threads and no clocks: the pool holds a lock around the rule.
 """
 
 from __future__ import annotations
@@ -32,6 +33,9 @@ class Task(Protocol):
 
 
 _LAST: Final = sys.maxsize
+
+#: Of so many tasks `standstill` says what they wait for.
+MOST_TOLD: Final = 8
 
 T = TypeVar("T", bound=Task)
 
@@ -67,13 +71,38 @@ class PoolRule(Generic[T]):
         return sum(task.begun for task in tasks if task is not self.running)
 
     def first(self) -> T | None:
-        """Of those that await nothing. Tasks without a rank go last, in the order in which they
-        came."""
+        """The first task of those that could run: they await nothing, and all members of a gang
+        have its task. Tasks without a rank go last, in the order in which they came."""
         return min(
-            (task for task in self.tasks.values() if not task.awaits),
+            (task for task in self.tasks.values() if self._could_run(task)),
             key=lambda task: self._ranks.get(task.name, _LAST),
             default=None,
         )
+
+    def _could_run(self, task: T) -> bool:
+        gang = self._gang_of(task)
+        return not task.awaits and (gang is None or gang.is_open)
+
+    def standstill(self) -> tuple[list[str], str, str] | None:
+        """Names of the tasks that are prepared, the one that claims the instance or runs (or ""),
+        and what it and the first one wait for, in words. None where no task is prepared.
+        """
+        prepared = [task.name for task in self.tasks.values() if not task.awaits]
+        if not prepared:
+            return None
+        at_work, first = self.running or self._claimant, self.first()
+        told = [f"{task.name} waits for {self._waits_for(task)}" for task in self._told(at_work)]
+        if at_work is not None and first is not None and first is not at_work:
+            told.append(f"{first.name} is first in its order")
+        return prepared, at_work.name if at_work else "", "; ".join(told)
+
+    def _told(self, at_work: T | None) -> list[T]:
+        """Of whom `standstill` tells: what has claimed the instance, else all."""
+        return list(self.tasks.values())[:MOST_TOLD] if at_work is None else [at_work]
+
+    def _waits_for(self, task: T) -> str:
+        gang = self._gang_of(task)
+        return "its operator to end" if gang is None else gang.waits_for()
 
     # -- what the owner says
 
@@ -85,7 +114,7 @@ class PoolRule(Generic[T]):
         if task.gang is not None:
             gang = Gang(task.gang, self._say, self._finest_here)
             self._gangs[task.gang.key] = gang
-            gang.call()
+            gang.enter()
         self.settle()
 
     def order(self, names: Sequence[str]) -> None:

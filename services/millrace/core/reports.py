@@ -83,7 +83,9 @@ class Reports:
         if request.state is RequestState.QUEUED:  # all had landed before the death of prefill
             self._life.unqueue(request)
         request.landed_tokens = request.prompt_tokens
+        request.token_out_s = self._life.now_s - max(event.since_token_s, 0.0)
         self._life.advance(request, RequestState.DECODING)
+        self._life.learn_on_top(request)
 
     def finished(self, event: events.RequestFinished) -> None:
         instance = self._speakers.holder(event)

@@ -101,6 +101,8 @@ class Request:
     landed_tokens: int = 0  # first tokens whose KV decode has, as it last said
     dispatched_s: float | None = None
     first_token_s: float | None = None
+    token_out_s: float | None = None  # when decode sent token one to the proxy
+    computed_alone_s: float | None = None  # in one piece, behind nobody
     finished_s: float | None = None
     #: Seconds of prefill as predicted for its plan (before it has one: alone on an idle cluster).
     predicted_prefill_s: float = 0.0
@@ -131,9 +133,13 @@ class Request:
 
     def remaining_work_s(self, now_s: float) -> float:
         """Predicted seconds of prefill still to compute, times the instances of the group."""
+        return self.work_of(self.remaining_s(now_s))
+
+    def work_of(self, left_s: float) -> float:
+        """So many of its predicted seconds, times the instances of the group."""
         if self.predicted_prefill_s <= 0.0:
             return self.predicted_work_s
-        return self.predicted_work_s * self.remaining_s(now_s) / self.predicted_prefill_s
+        return self.predicted_work_s * left_s / self.predicted_prefill_s
 
     def advance(self, state: RequestState) -> None:
         """Moves to `state`. Raises IllegalTransition when `TRANSITIONS` does not allow it."""

@@ -14,6 +14,7 @@ from itertools import islice
 from millrace.core.batching import batch
 from millrace.core.board import Rank, Task, masks
 from millrace.core.cluster import Pool
+from millrace.core.correction import band_of
 from millrace.core.effects import RunPrefill
 from millrace.core.instances import Instance, PrefillInstance
 from millrace.core.lifecycle import Lifecycle
@@ -147,7 +148,7 @@ class Rounds:
                 (card.kv_pages - one.used_pages) * card.page_tokens < least
                 or tokens > card.max_context_tokens
                 or request_id in one.holdings
-                or one.id in kept
+                or (kept and one.id in kept)
             ):
                 queue_s[index] = NO_ROOM_S
                 pool.lacks_pages = True
@@ -225,7 +226,8 @@ class Rounds:
             tokens = chunk.num_tokens + sum(r.prompt_tokens for r in together)
             history = chunk.start_token + planned.cached_tokens
             modelled_s = pool.latency.chunk_s(tokens - planned.cached_tokens, history, len(members))
-            slowest = max(self._cluster.corrections.factor(m.id) for m in members)
+            band = band_of(chunk.start_token + chunk.num_tokens, len(members))
+            slowest = max(self._cluster.corrections.factor(m.id, band) for m in members)
             tasks.append(
                 Task(
                     requests=[request, *together],
@@ -234,7 +236,9 @@ class Rounds:
                     mask=masks(members),
                     modelled_s=modelled_s,
                     predicted_s=slowest * modelled_s,
+                    band=band,
                     batched=bool(together),
+                    is_alone=len(chunks) == 1 and not any(m.queue for m in members),
                     rank=(key, request.order, chunk.index),
                     previous=tasks[-1] if tasks else None,
                 )
@@ -260,22 +264,23 @@ class Rounds:
 
         Whole prompts on one instance only: a group's pass is laid out for one prompt.
         """
-        budget, chunks = self._config.batch_tokens, planned.chunks
+        budget, chunks = pool.batch_tokens, planned.chunks
         if head.prompt_tokens >= budget or head.kept_tokens or planned.cached_tokens:
             return []
         if len(chunks) > 1 or len(chunks[0].instance_ids) > 1:
             return []
-        latency = pool.latency
+        leader, latency = chunks[0].instance_ids[0], pool.latency
+        factor = self._cluster.corrections.factor(leader, band_of(head.prompt_tokens))
         behind = (r for r in pool.line if r is not head and not r.kept_tokens)
         found = batch(
             head,
             islice(behind, MAX_BATCHED),
             budget,
             self._life.now_s,
-            lambda tokens: latency.chunk_s(tokens, 0, 1),
+            lambda tokens: factor * latency.chunk_s(tokens, 0, 1),
         )
         together: list[Request] = []
-        instance = pool.prefill[chunks[0].instance_ids[0]]
+        instance = pool.prefill[leader]
         free = instance.free_pages - planned.pages[instance.id]
         for one in found:
             if one is head:
@@ -291,6 +296,7 @@ class Rounds:
         request.chunks = chunks
         request.attempts += 1
         request.dispatched_s = self._life.now_s
+        request.token_out_s = request.computed_alone_s = None  # of an earlier attempt
         for instance_id in chunks[-1].instance_ids:  # it holds all groups before it
             instance = self._cluster.instances[instance_id]
             if isinstance(instance, PrefillInstance):

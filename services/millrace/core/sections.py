@@ -97,9 +97,9 @@ class SchedulerConfig(_Section):
         "order of requests",
     )
     planner: str = _setting(
-        "least_queue",
-        _one_of("least_queue", "fixed_sp", "single_chunk", "esp", "cdsp"),
-        "placement of prefill work",
+        "auto",
+        _one_of("auto", "least_queue", "fixed_sp", "single_chunk", "esp", "cdsp"),
+        "placement of prefill work. auto: cdsp where times of groups are known, else least_queue",
     )
     preemption: str = _setting(
         "operator",
@@ -107,7 +107,10 @@ class SchedulerConfig(_Section):
         "where a running prefill yields to one that goes before it",
     )
     batch_tokens: int = _setting(
-        0, _within(0), "prompts are computed together up to this many tokens; 0: one by one"
+        -1,
+        _within(-1),
+        "prompts are computed together up to this many tokens; 0: one by one; -1: as many as fill "
+        "the device, 2048 at most",
     )
     fixed_sp: int = _setting(8, _within(1, 1024), "SP degree of the planner fixed_sp")
     max_kv_tokens_per_worker: int = _setting(
@@ -127,10 +130,13 @@ class SchedulerConfig(_Section):
     )
     decode_headroom_tokens: int = _setting(256, _within(1), "see decode_reserve")
     improvement_rate: float = _setting(
-        0.3, _within(-1, 1), "gain in TTFT that a larger group must bring; below 0: by arrival rate"
+        -1.0, _within(-1, 1), "gain in TTFT that a larger group must bring; below 0: by the load"
     )
     improvement_rates: str = _setting(
-        "", _rates, "what `sim profile-rates` found best: ARRIVALS_PER_S:RATE,..."
+        "",
+        _rates,
+        "the gain by arrivals, as `sim profile-rates` found it best: ARRIVALS_PER_S:RATE,...; "
+        "empty: by the seconds of prefill that arrive a second and instance",
     )
     max_queue_requests: int = _setting(1024, _within(1), "queued requests; more get 429")
     max_queue_s: float = _setting(
@@ -154,14 +160,6 @@ class SchedulerConfig(_Section):
         30.0, _within(0), "at shutdown, for running requests to finish"
     )
 
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        if self.improvement_rate < 0.0 and not self.improvement_rates:
-            raise ConfigError(
-                f"scheduler.improvement_rate is {self.improvement_rate:g}, by arrival rate; then "
-                "scheduler.improvement_rates must hold what `millrace sim profile-rates` found"
-            )
-
 
 @dataclass(frozen=True, kw_only=True)
 class EngineConfig(_Section):
@@ -184,6 +182,9 @@ class EngineConfig(_Section):
     )
     page_tokens: int = _setting(16, _within(1, 1024))
     kv_bytes: int = _setting(0, _within(0), "memory of the KV pool; 0: a share of what is free")
+    device_share: float = _setting(
+        1.0, _within(0.01, 1.0), "of a GPU's memory, where instances share one; weights included"
+    )
     max_context_tokens: int = _setting(0, _within(0), "0: the model's own")
     max_chunk_tokens: int = _setting(2048, _within(1), "tokens a forward pass computes at most")
     max_suspended: int = _setting(
@@ -253,7 +254,6 @@ class MixedConfig(_Section):
 
 @dataclass(frozen=True, kw_only=True)
 class TransferConfig(_Section):
-    transport: str = _setting("nixl", _one_of("nixl", "memory"))
     backends: int = _setting(
         4, _within(1, 1024), "requests that may transfer to one decode instance at once"
     )

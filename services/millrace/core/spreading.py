@@ -17,7 +17,6 @@ from collections.abc import Collection, Iterable, Mapping
 from typing import NamedTuple
 
 from millrace.core.config import SchedulerConfig
-from millrace.core.decode_placement import freeness
 from millrace.core.instances import DecodeInstance, Holder, KvpInstance
 from millrace.core.kvp import Reservation, Shard, reserve, shard_tokens
 from millrace.core.request import Request
@@ -142,11 +141,7 @@ class Spreading:
             able,
             key=lambda one: (
                 -self._shard_tokens(self._room(one, empty=empty)),
-                -freeness(
-                    one.free_pages * one.page_tokens,
-                    one.virtual_pages * one.page_tokens,
-                    one.batch_size,
-                ),
+                -one.freeness,
                 one.id,
             ),
             default=None,

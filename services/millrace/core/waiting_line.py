@@ -44,6 +44,12 @@ class WaitingLine:
         # An empty line has no work: rounding errors don't outlive it.
         self.work_s = self.work_s - request.predicted_prefill_s if self._entries else 0.0
 
+    def work_before_s(self, key: PriorityKey, order: int) -> float:
+        """Of those that go before such a request, as if all of the line were alike."""
+        count = len(self._entries)
+        before = bisect_left(self._entries, (key, order), key=_rank)
+        return self.work_s * before / count if count else 0.0
+
     def key(self, request: Request) -> PriorityKey:
         return self._keys[request.id]
 

@@ -14,6 +14,8 @@ RATIO_BUCKETS = (
     *(0.1, 0.2, 0.4, 0.6, 0.8, 0.9, 0.95),
     *(1.0, 1.05, 1.1, 1.25, 1.5, 2.0, 4.0, 8.0),
 )
+#: Prompts up to so many tokens are counted together; longer ones as "more".
+PROMPTS = {"1k": 1 << 10, "16k": 1 << 14, "128k": 1 << 17}
 
 
 @dataclass(slots=True)
@@ -39,9 +41,15 @@ class FirstTokens:
             "requests with a TTFT objective, by whether it was met",
             ["slo_class", "met"],
         )
+        self._predicted = registry.histogram(
+            "millrace_scheduler_predicted_ttft_seconds",
+            "predicted time from placement to first token, by the prompt's length at most",
+            ["prompt"],
+        )
         self._ratio = registry.histogram(
             "millrace_scheduler_predicted_ttft_ratio",
-            "predicted over real time from placement to first token",
+            "the same over the real time",
+            ["prompt"],
             buckets=RATIO_BUCKETS,
         )
 
@@ -52,6 +60,13 @@ class FirstTokens:
         """A request that is placed again is predicted anew."""
         waiting = self._waiting[effect.request_id]
         waiting.placed_s, waiting.predicted_s = now_s, effect.predicted_ttft_s
+
+    def expected_s(self, request_id: str) -> float | None:
+        """When the first token is to come, as the last placement predicts; None: not placed."""
+        waiting = self._waiting.get(request_id)
+        if waiting is None or math.isnan(waiting.placed_s):
+            return None
+        return waiting.placed_s + waiting.predicted_s
 
     def refused(self, request_id: str) -> None:
         self._waiting.pop(request_id, None)
@@ -68,7 +83,9 @@ class FirstTokens:
         if first_token_s is not None:
             self._count(waiting.request, first_token_s)
             if (real_s := first_token_s - waiting.placed_s) > 0.0:
-                self._ratio.observe(waiting.predicted_s / real_s)
+                prompt = _length(waiting.request.prompt_tokens)
+                self._predicted.labels(prompt).observe(waiting.predicted_s)
+                self._ratio.labels(prompt).observe(waiting.predicted_s / real_s)
         elif record.state is RequestState.FAILED:
             self._count(waiting.request, math.inf)
 
@@ -77,3 +94,7 @@ class FirstTokens:
         if slo.ttft_s is not None:
             met = first_token_s - request.arrival_s <= slo.ttft_s
             self._slo.labels(slo.class_name, str(met).lower()).inc()
+
+
+def _length(tokens: int) -> str:
+    return next((name for name, most in PROMPTS.items() if tokens <= most), "more")

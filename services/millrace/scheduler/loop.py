@@ -20,8 +20,10 @@ from millrace.core.kvp import Shard
 from millrace.core.load import FleetLoad
 from millrace.core.load_meter import LoadMeter
 from millrace.core.machine import Machine
+from millrace.core.prompt_progress import progress_of
 from millrace.core.request import RequestState
 from millrace.scheduler.first_tokens import FirstTokens
+from millrace.scheduler.in_force import InForce
 from millrace.scheduler.metrics import SchedulerMetrics
 from millrace.scheduler.peers import Proxy, Worker
 from millrace.scheduler.recorder import Recorder
@@ -73,6 +75,7 @@ class SchedulerLoop:
         self.idle = asyncio.Event()  # no request is under way
         self.idle.set()
         self._proxies: dict[str, Proxy] = {}
+        self._in_force = InForce(self.machine)
         self._specs: dict[str, common_pb2.RequestSpec] = {}
         self._recorder = recorder
         self._metrics = SchedulerMetrics(registry, self.machine, recorder, self.load)
@@ -92,6 +95,7 @@ class SchedulerLoop:
             effects.Order: self._order,
             effects.CancelOn: self._cancel,
             effects.Record: self._record,
+            effects.Stalled: self._stalled,
         }
 
     # ---- receive, step, carry out
@@ -244,7 +248,7 @@ class SchedulerLoop:
             return False
         if known is not None:
             known.outbox.close(f"{worker.id} registered again")
-            self._take(_left(known))
+            self._take(known.left())
         self.workers[worker.id] = worker
         worker.send(codec.registered(replace(self.config, policy=self.machine.policy)))
         log.info("%s %s at %s", worker.card.role, worker.id, worker.register.address)
@@ -257,6 +261,7 @@ class SchedulerLoop:
     def _tell_fleet(self) -> None:
         for key in self._proxies:
             self._update(key, self._fleet())
+        self._in_force.tell()
 
     def _fleet(self) -> scheduler_pb2.ProxyUpdate:
         members = (
@@ -286,7 +291,7 @@ class SchedulerLoop:
         if silent_s > self.config.lease_s and not worker.outbox.closed:
             log.warning("%s was silent for %.1f s: taken for dead", worker.id, silent_s)
             worker.outbox.close(f"silent for {silent_s:.1f} s")
-            self.post_now(_left(worker), worker)
+            self.post_now(worker.left(), worker)
 
     def close(self) -> None:
         """Ends every stream after what is queued for it."""
@@ -345,6 +350,14 @@ class SchedulerLoop:
     def _cancel(self, effect: effects.CancelOn) -> None:
         self._command(effect.instance_id, codec.cancel(effect))
 
+    def _stalled(self, effect: effects.Stalled) -> None:
+        waits = "; ".join(f"{instance_id}: {what}" for instance_id, what in effect.waits)
+        log.error(
+            "prefill stood still: requests %s are planned again. Please report this defect. %s",
+            ", ".join(effect.request_ids),
+            waits,
+        )
+
     def _record(self, effect: effects.Record) -> None:
         self._recorder.put(effect)
         if effect.state is RequestState.QUEUED:
@@ -360,6 +373,15 @@ class SchedulerLoop:
         if request is not None and request.decode_id is None:
             self._update(request.proxy_id, codec.queued(request_id))
 
+    def tell_progress(self, proxy: Proxy, request_ids: Iterable[str]) -> None:
+        """Answers a proxy that asks how far its requests' prompts are; leaves out what is over."""
+        for request_id in request_ids:
+            request = self.machine.requests.get(request_id)
+            if request is not None and request.proxy_id == proxy.key:
+                expected_s = self._first_tokens.expected_s(request_id)
+                if found := progress_of(request, self.clock(), expected_s):
+                    self._update(proxy.key, status_codec.progress(request_id, found))
+
     def _update(self, key: str, update: scheduler_pb2.ProxyUpdate) -> None:
         if (proxy := self._proxies.get(key)) is not None:
             proxy.outbox.put(update)
@@ -370,15 +392,6 @@ class SchedulerLoop:
         self._metrics.sent.labels(command.WhichOneof("kind")).inc()
 
 
-def _left(worker: Worker) -> events.InstanceLeft:
-    return events.InstanceLeft(instance_id=worker.id, generation=worker.card.generation)
-
-
 def _shutting_down(request_id: str, proxy_id: str) -> effects.Refuse:
-    return effects.Refuse(
-        request_id=request_id,
-        proxy_id=proxy_id,
-        code="unavailable",
-        message="the scheduler is shutting down",
-        retry_after_s=1.0,
-    )
+    why = {"code": "unavailable", "message": "the scheduler is shutting down"}
+    return effects.Refuse(request_id=request_id, proxy_id=proxy_id, retry_after_s=1.0, **why)

@@ -85,6 +85,7 @@ class SchedulerMetrics:
             ("scheduling_rounds", "rounds so far: at arrivals and ends", lambda: machine.rounds),
             ("prefill_commands", "commands to prefill so far", lambda: machine.commands),
             ("preempted_tasks", "told to yield while they ran", lambda: machine.preemptions),
+            ("stalled_requests", "taken from prefill that stood still", lambda: machine.stalled),
             ("unreleased_requests", "never released by workers", lambda: machine.release_timeouts),
             ("unwritten_requests", "states the store lacks so far", lambda: recorder.buffered),
         ):

@@ -7,7 +7,7 @@ from collections import deque
 from dataclasses import dataclass, field
 from typing import Generic, TypeVar
 
-from millrace.core.events import InstanceJoined
+from millrace.core.events import InstanceJoined, InstanceLeft
 from millrace.wire.pb import scheduler_pb2
 
 #: Messages that may wait for one peer. A peer that is further behind is cut off: its stream's end
@@ -70,6 +70,10 @@ class Worker:
     @property
     def id(self) -> str:
         return self.card.instance_id
+
+    def left(self) -> InstanceLeft:
+        """What the core hears when this life is over."""
+        return InstanceLeft(instance_id=self.id, generation=self.card.generation)
 
     def send(self, command: scheduler_pb2.WorkerCommand) -> None:
         """Numbers and queues a command."""

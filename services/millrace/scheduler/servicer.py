@@ -124,6 +124,8 @@ class SchedulerServicer(scheduler_pb2_grpc.SchedulerServicer):
                     await self._loop.post(codec.cancelled(message.cancel))
                 case "load":
                     proxy.parked_requests = message.load.parked_requests
+                case "ask":
+                    self._loop.tell_progress(proxy, message.ask.request_ids)
                 case kind:
                     raise codec.MessageError(f"a connected proxy said {kind or 'nothing'}")
 

@@ -2,17 +2,11 @@
 
 from __future__ import annotations
 
-import json as json_lines
-from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
-from dataclasses import asdict
 from pathlib import Path
 from typing import Annotated
 
 import typer
-from rich.console import Console
 
-from millrace.core.errors import ConfigError
 from millrace.sim.arguments import (
     BATCH_HELP,
     DEFAULT_PROFILE,
@@ -41,22 +35,13 @@ from millrace.sim.arguments import (
     Spp,
     Trace,
     Window,
-    document,
     plain_errors,
-    progress,
-    systems,
 )
 from millrace.sim.mixes import LONG_FRACTION
-from millrace.sim.options import parse_range
 from millrace.sim.papers import EXPERIMENTS, load_experiment, load_traced
-from millrace.sim.plots import draw_board, draw_run
 from millrace.sim.rates_command import rates_command
-from millrace.sim.replay import command as replay_command
-from millrace.sim.report import RequestRecord, write_json
-from millrace.sim.scenario import Watch, simulate
+from millrace.sim.replay_command import command as replay_command
 from millrace.sim.sweep_command import sweep_command
-from millrace.sim.tables import print_report
-from millrace.sim.timeline import Timeline
 
 
 def register(app: typer.Typer) -> None:
@@ -122,23 +107,9 @@ def run(  # noqa: PLR0913 - every option of the command line is a parameter
     Equal options give equal bytes in every file.
     """
     given = dict(locals())
-    found = systems(given, [policy], [planner], [preemption], [batch_tokens])
-    scenario = next(iter(found.values()))
-    console = Console()
-    with ExitStack() as stack:
-        watch = Watch(
-            sink=None if records is None else stack.enter_context(_record_sink(records)),
-            timeline=None if gantt is None else _timeline(gantt_window),
-            progress=stack.enter_context(_bar(console, "requests", scenario.traffic.count())),
-        )
-        report = simulate(scenario, watch)
-    print_report(report, console)
-    if json is not None:
-        write_json(json, document("run", given, scenario) | {"results": report.to_json()})
-    if plot is not None:
-        draw_run(report, plot)
-    if gantt is not None and watch.timeline is not None:
-        draw_board(watch.timeline.blocks, gantt)
+    from millrace.sim.run_once import run_once
+
+    run_once(given)
 
 
 @plain_errors
@@ -149,33 +120,10 @@ def paper(
     quick: Annotated[bool, typer.Option("--quick", help="Fewer requests, for a look.")] = False,
     trace: Trace = None,
 ) -> None:
+
+    from rich.console import Console
+
     if trace is None:
         load_experiment(name).run(Console(), json, plot, quick)
     else:
         load_traced(name).run(Console(), json, plot, quick, trace)
-
-
-def _timeline(window: str) -> Timeline:
-    start_s, end_s = parse_range(window, "--gantt-window")
-    return Timeline(start_s=start_s, end_s=end_s)
-
-
-@contextmanager
-def _record_sink(path: Path) -> Iterator[Callable[[RequestRecord], None]]:
-    try:
-        file = path.open("w", encoding="utf-8")
-    except OSError as error:
-        raise ConfigError(f"--records {path}: {error}") from error
-    with file:
-        yield lambda record: print(json_lines.dumps(asdict(record)), file=file)
-
-
-@contextmanager
-def _bar(console: Console, what: str, total: int) -> Iterator[Callable[[int, float], None]]:
-    with progress(console) as shown:
-        bar = shown.add_task(what, total=total, note="")
-
-        def told(ended: int, now_s: float) -> None:
-            shown.update(bar, completed=ended, note=f"simulated {now_s:,.0f} s")
-
-        yield told

@@ -2,13 +2,10 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict
 from typing import Annotated
 
 import typer
-from rich.console import Console
 
-from millrace.core.improvement_rate import format_rates
 from millrace.sim.arguments import (
     DEFAULT_PROFILE,
     PLANNER_HELP,
@@ -23,18 +20,8 @@ from millrace.sim.arguments import (
     Settings,
     Trace,
     Window,
-    document,
     plain_errors,
-    progress,
-    systems,
 )
-from millrace.sim.mixes import LONG_FRACTION
-from millrace.sim.options import parse_numbers
-from millrace.sim.rate_profile import RATES, profile_rates, table_of
-from millrace.sim.report import write_json
-from millrace.sim.tables import print_rates
-
-_GIVEN = ",".join(f"{rate:g}" for rate in RATES)
 
 
 @plain_errors
@@ -46,8 +33,13 @@ def rates_command(  # noqa: PLR0913 - every option of the command line is a para
         str, typer.Option("--arrivals", metavar="R,R,...", help="Arrival rates, requests/s.")
     ] = "0.5,1,1.5,2,2.5,3,3.5,4",
     rates: Annotated[
-        str, typer.Option("--rates", metavar="R,R,...", help="Improvement rates to try, 0 to 1.")
-    ] = _GIVEN,
+        str,
+        typer.Option(
+            "--rates",
+            metavar="R,R,...",
+            help="Improvement rates to try, 0 to 1. Default: 0.05,0.1,...,0.75.",
+        ),
+    ] = "",
     requests: Requests = None,
     seed: Seed = 0,
     profile: ProfileName = DEFAULT_PROFILE,
@@ -63,22 +55,6 @@ def rates_command(  # noqa: PLR0913 - every option of the command line is a para
     Prints it as the settings with which a scheduler, here or live, looks it up.
     """
     given = dict(locals())
-    tried_rps, tried = parse_numbers(arrivals, "--arrivals"), parse_numbers(rates, "--rates")
-    absent = {"rate": 1.0, "rate_scale": 1.0, "slo_scale": 1.0, "slo_class": [], "failure": []}
-    absent |= {"mixed": 0, "kvp": 0, "spp": 1, "long_fraction": LONG_FRACTION, "autoscale": []}
-    found = systems(given | absent, ["fcfs"], [planner], ["none"], [0])
-    scenario = next(iter(found.values()))
-    console = Console()
-    with progress(console) as shown:
-        bar = shown.add_task("runs", total=len(tried_rps) * len(tried), note="")
+    from millrace.sim.rates_run import run_rates
 
-        def told(arrivals_rps: float, rate: float) -> None:
-            shown.update(bar, advance=1, note=f"{arrivals_rps:g}/s, improvement rate {rate:g}")
-
-        rows = profile_rates(scenario, tried_rps, tried, told)
-    print_rates(rows, console)
-    setting = format_rates(table_of(rows))
-    print(f"scheduler.improvement_rate=-1\nscheduler.improvement_rates={setting}")
-    if json is not None:
-        results = {"improvement_rates": setting, "rows": [asdict(row) for row in rows]}
-        write_json(json, document("profile-rates", given, scenario) | {"results": results})
+    run_rates(given)

@@ -9,10 +9,9 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Any
 
 import orjson
-import typer
 
 from millrace.core import recorded
 from millrace.core.config import SchedulerConfig
@@ -20,8 +19,6 @@ from millrace.core.effects import Effect
 from millrace.core.events import Event
 from millrace.core.machine import Machine
 from millrace.core.recorded import RecordingError
-from millrace.sim.arguments import plain_errors
-from millrace.sim.report import write_json
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -170,24 +167,3 @@ def _text(named: list[Any]) -> str:
     if not isinstance(fields, dict):
         return f"{name}: {fields}"
     return f"{name}({', '.join(f'{key}={value!r}' for key, value in fields.items())})"
-
-
-@plain_errors
-def command(
-    path: Annotated[
-        Path, typer.Argument(metavar="FILE", help="Written by `millrace scheduler --record FILE`.")
-    ],
-    json_path: Annotated[
-        Path | None, typer.Option("--json", metavar="PATH", help="Write the result as JSON.")
-    ] = None,
-) -> None:
-    """Replay a recorded live run: exit 1 and show the first difference if decisions differ."""
-    result = replay(path)
-    if json_path is not None:
-        write_json(json_path, result.to_json())
-    print(f"{result.steps} steps over {result.duration_s:.3g} s, {result.effects} effects agree")
-    if result.cut:
-        print("the recording's last line is not whole; it was left out")
-    if result.difference is not None:
-        print(result.difference)
-        raise typer.Exit(1)

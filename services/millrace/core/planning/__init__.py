@@ -46,8 +46,16 @@ class PlannerInputs:
     history: int = 0
 
 
+def _auto(inputs: PlannerInputs) -> Planner:
+    """CDSP where there are groups to choose from."""
+    if len(usable_degrees(inputs)) > 1:
+        return cdsp.Cdsp(inputs)
+    return least_queue.LeastQueue(inputs)
+
+
 PLANNERS: Mapping[str, Callable[[PlannerInputs], Planner]] = MappingProxyType(
     {
+        "auto": _auto,
         "least_queue": least_queue.LeastQueue,
         "fixed_sp": fixed_sp.FixedSp,
         "single_chunk": single_chunk.SingleChunk,

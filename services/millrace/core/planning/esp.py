@@ -15,7 +15,7 @@ from __future__ import annotations
 from array import array
 from typing import TYPE_CHECKING
 
-from millrace.core.planning.cdsp import compiled
+from millrace.core.planning.cdsp import pool_planner
 from millrace.core.planning.plan import Plan
 
 if TYPE_CHECKING:
@@ -26,8 +26,8 @@ class Esp:
     """Algorithm 2 with an improvement rate of 0: any gain will do."""
 
     def __init__(self, inputs: PlannerInputs) -> None:
-        self._compiled = compiled(inputs)
+        self._planner = pool_planner(inputs)
 
     def plan(self, tokens: int, queue_s: array[float], least_sp: int = 1) -> Plan:
         """One chunk on the group that ends it first."""
-        return self._compiled.plan_single_chunk(tokens, queue_s, least_sp, 0.0)
+        return self._planner.plan_single_chunk(tokens, queue_s, least_sp, 0.0)

@@ -25,6 +25,6 @@ class LeastQueue:
     def plan(self, tokens: int, queue_s: array[float], least_sp: int = 1) -> Plan:
         """The whole prompt as one chunk; the lowest index wins among equals."""
         del least_sp
-        best = min(range(len(queue_s)), key=queue_s.__getitem__)
+        best = queue_s.index(min(queue_s))
         ttft_s = queue_s[best] + self._latency.chunk_s(tokens, self._history)
         return Plan((PlannedChunk(tokens, (best,)),), ttft_s)

@@ -9,7 +9,7 @@ from __future__ import annotations
 from array import array
 from typing import TYPE_CHECKING
 
-from millrace.core.planning.cdsp import compiled
+from millrace.core.planning.cdsp import pool_planner
 from millrace.core.planning.plan import Plan
 
 if TYPE_CHECKING:
@@ -21,8 +21,8 @@ class SingleChunk:
 
     def __init__(self, inputs: PlannerInputs) -> None:
         self.improvement_rate = inputs.config.improvement_rate
-        self._compiled = compiled(inputs)
+        self._planner = pool_planner(inputs)
 
     def plan(self, tokens: int, queue_s: array[float], least_sp: int = 1) -> Plan:
         """One chunk on the group that Algorithm 2 settles on."""
-        return self._compiled.plan_single_chunk(tokens, queue_s, least_sp, self.improvement_rate)
+        return self._planner.plan_single_chunk(tokens, queue_s, least_sp, self.improvement_rate)

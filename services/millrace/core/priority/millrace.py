@@ -28,6 +28,7 @@ from __future__ import annotations
 
 import heapq
 from collections.abc import Sequence
+from operator import attrgetter
 
 from millrace.core.request import Request
 
@@ -38,6 +39,8 @@ LEAST_S = 0.5
 BACKLOG_S = 0.5
 #: Share of a pool's instance-seconds that the requests present can count on.
 SHARE = 0.7
+
+_deadline = attrgetter("deadline_s", "order")
 
 _PROMISED, _IN_TIME, _LATE = 0.0, 1.0, 2.0
 
@@ -67,10 +70,11 @@ def given_up(requests: Sequence[Request], now_s: float, instances: int) -> dict[
     kept: list[tuple[float, int, Request]] = []  # a heap, most work first
     total_s = 0.0
     for request in sorted(requests, key=_deadline):
-        if now_s + request.remaining_s(now_s) > request.deadline_s:
+        left_s = request.remaining_s(now_s)
+        if now_s + left_s > request.deadline_s:
             late[request.id] = request
             continue
-        work_s = request.remaining_work_s(now_s)
+        work_s = request.work_of(left_s)
         heapq.heappush(kept, (-work_s, request.order, request))
         total_s += work_s
         while len(kept) > 1 and now_s + total_s / capacity > request.deadline_s:
@@ -86,7 +90,3 @@ def overdue(request: Request, now_s: float) -> bool:
     if request.running_since_s is not None:
         waited_s -= now_s - request.running_since_s
     return waited_s > WAIT_BOUND * max(request.predicted_prefill_s, LEAST_S)
-
-
-def _deadline(request: Request) -> tuple[float, int]:
-    return request.deadline_s, request.order

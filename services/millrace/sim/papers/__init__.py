@@ -6,11 +6,12 @@ import importlib
 from collections.abc import Mapping
 from pathlib import Path
 from types import MappingProxyType
-from typing import Protocol, cast
-
-from rich.console import Console
+from typing import TYPE_CHECKING, Protocol, cast
 
 from millrace.core.errors import ConfigError
+
+if TYPE_CHECKING:
+    from rich.console import Console
 
 
 class Experiment(Protocol):

@@ -82,13 +82,13 @@ def cases(folder: Path | None, quick: bool) -> dict[str, Case]:
 
 
 def scheduler(**fields: Any) -> SchedulerConfig:  # noqa: ANN401
-    """Nothing is refused or given up: all requests count."""
+    """Nothing is refused or given up: all requests count. What isn't named is off, or fixed."""
     return SchedulerConfig(
+        **{"batch_tokens": 0, "improvement_rate": 0.3, **fields},
         max_queue_requests=10**9,
         max_queue_s=1e9,
         request_timeout_s=1e9,
         release_timeout_s=1e9,
-        **fields,
     )
 
 

@@ -45,6 +45,7 @@ def scheduler(policy: str, **fields: Any) -> SchedulerConfig:  # noqa: ANN401 - 
     return SchedulerConfig(
         policy=policy,
         preemption="none",
+        batch_tokens=0,
         tasks_ahead=64,
         max_queue_requests=10**9,
         max_queue_s=1e9,

@@ -129,6 +129,7 @@ def scheduler(**fields: Any) -> SchedulerConfig:  # noqa: ANN401 - a setting's o
     return SchedulerConfig(
         policy="fcfs",
         preemption="none",
+        batch_tokens=0,
         tasks_ahead=64,
         max_queue_requests=1_000_000,
         max_queue_s=1e9,

@@ -1,0 +1,65 @@
+"""How far a prompt is, and when its first token is to be expected.
+
+Not from a paper. What is left is the most of three predictions, for each is blind to something. The
+plan's own seconds (`Request.remaining_s`) know nothing of the work ahead. The prediction made at
+the placement knows nothing of what came after. The pace so far is that of earlier, cheaper tokens.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from millrace.core.request import Request, RequestState
+
+_BEFORE_TOKEN_ONE = frozenset(
+    {RequestState.QUEUED, RequestState.PREFILLING, RequestState.TRANSFERRING}
+)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PromptProgress:
+    """`computed_tokens`: of the prompt. `left_s`: None where nothing predicts the first token."""
+
+    state: RequestState
+    computed_tokens: int
+    left_s: float | None
+
+
+def progress_of(request: Request, now_s: float, expected_s: float | None) -> PromptProgress | None:
+    """The progress of a request whose first token is not out; None of any other.
+
+    `expected_s`: when the first token was to come, as predicted at the placement; None: not placed.
+    """
+    if request.state not in _BEFORE_TOKEN_ONE or request.first_token_s is not None:
+        return None
+    computed = computed_tokens(request)
+    left_s = None
+    if expected_s is not None:
+        left_s = max(0.0, expected_s - now_s, _by_plan_s(request, now_s))
+        left_s = max(left_s, _at_its_pace_s(request, now_s, computed))
+    return PromptProgress(state=request.state, computed_tokens=computed, left_s=left_s)
+
+
+def computed_tokens(request: Request) -> int:
+    """First tokens of the prompt whose chunks are finished, or whose KV is at decode already."""
+    if request.state is RequestState.TRANSFERRING:
+        return request.prompt_tokens
+    done = request.kept_tokens
+    if request.chunks_done:
+        last = request.chunks[request.chunks_done - 1]
+        done = last.start_token + last.num_tokens
+    return max(done, request.landed_tokens)
+
+
+def _by_plan_s(request: Request, now_s: float) -> float:
+    if request.state is RequestState.TRANSFERRING:
+        return 0.0
+    return request.remaining_s(now_s)
+
+
+def _at_its_pace_s(request: Request, now_s: float, computed: int) -> float:
+    """What the rest takes if it goes as fast as the tokens that this attempt has computed."""
+    ours = computed - request.kept_tokens
+    if request.state is not RequestState.PREFILLING or request.dispatched_s is None or ours <= 0:
+        return 0.0
+    return (now_s - request.dispatched_s) * (request.prompt_tokens - computed) / ours
