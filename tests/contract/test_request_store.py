@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import time
 from collections.abc import AsyncIterator, Callable
 from contextlib import AsyncExitStack
 
@@ -18,6 +19,7 @@ from millrace.state.store import (
     StateUpdate,
     StoreError,
 )
+from support.deadlines import HANG_S
 from support.stores import private_redis
 
 IDS = np.array([0, 1, 2**31 - 1, 7, 128_000], dtype=np.int32)
@@ -218,8 +220,9 @@ async def test_finished_requests_expire_soon(opener: Opener) -> None:
     store = opener(finished_ttl_s=0.2)
     await store.create("a", spec=b"", prompt_ids=IDS)
     await store.append_tokens([entry("a", 0, 1)])
+    began_s = time.monotonic()
     await store.finish("a", "finished")
-    assert await store.get("a") is not None
+    assert await store.get("a") is not None or time.monotonic() - began_s > 0.2
     await asyncio.sleep(0.3)
     await store.append_tokens([entry("a", 0, 2)])
     assert await store.get("a") is None
@@ -238,11 +241,12 @@ async def test_without_a_life_after_the_end_finish_deletes(opener: Opener) -> No
 
 async def test_requests_nobody_finishes_expire(opener: Opener) -> None:
     store = opener(ttl_s=1)
+    began_s = time.monotonic()
     await store.create("a", spec=b"", prompt_ids=IDS)
     await asyncio.sleep(0.6)
     await store.append_tokens([entry("a", 0, 1)])
     await store.set_states([StateUpdate(request_id="a", state="decoding")])
-    assert await store.get("a") is not None
+    assert await store.get("a") is not None or time.monotonic() - began_s > 1.0
     await asyncio.sleep(0.5)
     await store.append_tokens([entry("a", 0, 2)])
     await store.set_states([StateUpdate(request_id="a", state="decoding")])
@@ -267,7 +271,7 @@ async def test_many_callers_at_once(store: RequestStore) -> None:
         ]
         await (store.finish(request_id, "finished") if i % 2 else store.delete(request_id))
 
-    async with asyncio.timeout(30):
+    async with asyncio.timeout(HANG_S):
         await asyncio.gather(*(live(i) for i in range(200)))
     records = await asyncio.gather(*(store.get(f"r{i}") for i in range(200)))
     assert [record is not None for record in records] == [i % 2 == 1 for i in range(200)]

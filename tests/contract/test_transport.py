@@ -18,10 +18,10 @@ from millrace.transfer.memory_transport import MemoryHub, MemoryTransport
 from millrace.transfer.nixl_transport import NixlTransport
 from millrace.transfer.runs import Runs
 from millrace.transfer.transport import PeerLostError, Transport
+from support.deadlines import HANG_S
 from support.transfer_peers import Child, ChildPipe
 
 SIZE = 1 << 20
-WAIT_S = 20
 _numbers = itertools.count()
 
 
@@ -61,7 +61,7 @@ def make(request):
 def pair(make):
     """A sender connected to a receiver that listens."""
     sender, receiver = make(), make()
-    peer = sender.transport.connect(receiver.transport.metadata()).result(WAIT_S)
+    peer = sender.transport.connect(receiver.transport.metadata()).result(HANG_S)
     assert peer == receiver.transport.name
     sender.bytes[:] = np.random.default_rng(1).integers(0, 256, SIZE, dtype=np.uint8)
     with receiver.transport.listening():
@@ -76,8 +76,8 @@ def send(pair, wanted, note=b"\x07done", **regions) -> Future[None]:
 def test_a_write_lands_exactly_and_then_notifies(pair):
     sender, receiver = pair
     wanted = runs((0, 64, 100), (500, 4096, 1), (8192, 300, 3000))
-    send(pair, wanted, b"\x07a\x00b").result(WAIT_S)
-    assert receiver.inbox.get(timeout=WAIT_S) == (sender.transport.name, b"\x07a\x00b")
+    send(pair, wanted, b"\x07a\x00b").result(HANG_S)
+    assert receiver.inbox.get(timeout=HANG_S) == (sender.transport.name, b"\x07a\x00b")
     expected = np.zeros(SIZE, dtype=np.uint8)
     for source, target, length in ((0, 64, 100), (500, 4096, 1), (8192, 300, 3000)):
         expected[target : target + length] = sender.bytes[source : source + length]
@@ -89,7 +89,7 @@ def test_the_bytes_are_there_when_the_notification_comes(pair):
     for turn in range(20):
         sender.bytes[:] = turn + 1
         send(pair, Runs.of(0, 0, SIZE), bytes([7, turn]))
-        assert receiver.inbox.get(timeout=WAIT_S)[1] == bytes([7, turn])
+        assert receiver.inbox.get(timeout=HANG_S)[1] == bytes([7, turn])
         assert (receiver.bytes == turn + 1).all()
 
 
@@ -98,8 +98,8 @@ def test_many_scattered_runs(pair):
     order = np.random.default_rng(2).permutation(SIZE // 256)
     offsets = np.arange(SIZE // 256, dtype=np.int64) * 256
     wanted = Runs(offsets, order.astype(np.int64) * 256, np.full(len(order), 256, dtype=np.int64))
-    send(pair, wanted).result(WAIT_S)
-    receiver.inbox.get(timeout=WAIT_S)
+    send(pair, wanted).result(HANG_S)
+    receiver.inbox.get(timeout=HANG_S)
     assert (receiver.bytes.reshape(-1, 256)[order] == sender.bytes.reshape(-1, 256)).all()
 
 
@@ -108,8 +108,8 @@ def test_uneven_runs_that_share_no_grain(pair):
     lengths = np.array([4001, 7, 9973, 1, 65537], dtype=np.int64)
     starts = np.cumsum(lengths + 3)
     targets = 500_000 - np.cumsum(lengths + 11)
-    send(pair, Runs(starts, targets, lengths)).result(WAIT_S)
-    receiver.inbox.get(timeout=WAIT_S)
+    send(pair, Runs(starts, targets, lengths)).result(HANG_S)
+    receiver.inbox.get(timeout=HANG_S)
     for source, target, length in zip(starts, targets, lengths, strict=True):
         assert (
             receiver.bytes[target : target + length] == sender.bytes[source : source + length]
@@ -121,35 +121,35 @@ def test_writes_to_a_second_region(pair):
     extra = np.zeros(4096, dtype=np.uint8)
     region = receiver.transport.register(Memory.of_array(extra))
     assert region == 1
-    sender.transport.connect(receiver.transport.metadata()).result(WAIT_S)
-    send(pair, Runs.of(100, 96, 4000), peer_region=region).result(WAIT_S)
-    receiver.inbox.get(timeout=WAIT_S)
+    sender.transport.connect(receiver.transport.metadata()).result(HANG_S)
+    send(pair, Runs.of(100, 96, 4000), peer_region=region).result(HANG_S)
+    receiver.inbox.get(timeout=HANG_S)
     assert (extra[96:] == sender.bytes[100:4100]).all() and not extra[:96].any()
     assert not receiver.bytes.any()
 
 
 def test_notifications_alone_both_ways(pair):
     sender, receiver = pair
-    sender.transport.notify(receiver.transport.name, b"\x07ping").result(WAIT_S)
-    assert receiver.inbox.get(timeout=WAIT_S) == (sender.transport.name, b"\x07ping")
-    receiver.transport.connect(sender.transport.metadata()).result(WAIT_S)
+    sender.transport.notify(receiver.transport.name, b"\x07ping").result(HANG_S)
+    assert receiver.inbox.get(timeout=HANG_S) == (sender.transport.name, b"\x07ping")
+    receiver.transport.connect(sender.transport.metadata()).result(HANG_S)
     with sender.transport.listening():
-        receiver.transport.notify(sender.transport.name, b"\x07pong").result(WAIT_S)
-        assert sender.inbox.get(timeout=WAIT_S) == (receiver.transport.name, b"\x07pong")
+        receiver.transport.notify(sender.transport.name, b"\x07pong").result(HANG_S)
+        assert sender.inbox.get(timeout=HANG_S) == (receiver.transport.name, b"\x07pong")
 
 
 def test_notifications_of_one_peer_keep_their_order(pair):
     sender, receiver = pair
     for number in range(100):
         sender.transport.notify(receiver.transport.name, bytes([7, number]))
-    assert [receiver.inbox.get(timeout=WAIT_S)[1][1] for _ in range(100)] == list(range(100))
+    assert [receiver.inbox.get(timeout=HANG_S)[1][1] for _ in range(100)] == list(range(100))
 
 
 def test_a_payload_on_an_unknown_channel_is_dropped(pair, caplog):
     sender, receiver = pair
-    sender.transport.notify(receiver.transport.name, b"\x09?").result(WAIT_S)
-    sender.transport.notify(receiver.transport.name, b"\x07!").result(WAIT_S)
-    assert receiver.inbox.get(timeout=WAIT_S)[1] == b"\x07!"
+    sender.transport.notify(receiver.transport.name, b"\x09?").result(HANG_S)
+    sender.transport.notify(receiver.transport.name, b"\x07!").result(HANG_S)
+    assert receiver.inbox.get(timeout=HANG_S)[1] == b"\x07!"
     assert "no known channel" in caplog.text
 
 
@@ -160,44 +160,44 @@ def test_one_handler_a_channel(make):
 
 def test_connecting_twice_is_once(pair):
     sender, receiver = pair
-    name = sender.transport.connect(receiver.transport.metadata()).result(WAIT_S)
+    name = sender.transport.connect(receiver.transport.metadata()).result(HANG_S)
     assert name == receiver.transport.name
-    send(pair, Runs.of(0, 0, 10)).result(WAIT_S)
+    send(pair, Runs.of(0, 0, 10)).result(HANG_S)
 
 
 @pytest.mark.parametrize("bad", [(SIZE - 1, 0, 2), (0, SIZE - 1, 2), (-1, 0, 1), (0, 0, 0)])
 def test_runs_outside_a_region_are_refused(pair, bad):
     with pytest.raises(TransferError, match="write to"):
-        send(pair, runs(bad)).result(WAIT_S)
+        send(pair, runs(bad)).result(HANG_S)
     assert not pair[1].bytes.any()
 
 
 def test_an_unknown_region_is_refused(pair):
     with pytest.raises(TransferError, match="write to"):
-        send(pair, Runs.of(0, 0, 1), peer_region=5).result(WAIT_S)
+        send(pair, Runs.of(0, 0, 1), peer_region=5).result(HANG_S)
 
 
 def test_an_unknown_peer_is_refused(make):
     transport = make().transport
     with pytest.raises(PeerLostError, match="nobody"):
-        transport.write("nobody", Runs.of(0, 0, 1), b"\x07").result(WAIT_S)
+        transport.write("nobody", Runs.of(0, 0, 1), b"\x07").result(HANG_S)
     with pytest.raises(PeerLostError, match="nobody"):
-        transport.notify("nobody", b"\x07").result(WAIT_S)
+        transport.notify("nobody", b"\x07").result(HANG_S)
 
 
 def test_bad_metadata_is_refused(make):
     with pytest.raises(TransferError, match="metadata"):
-        make().transport.connect(b"{}").result(WAIT_S)
+        make().transport.connect(b"{}").result(HANG_S)
 
 
 def test_after_disconnect_a_peer_is_unknown_until_it_is_connected_again(pair):
     sender, receiver = pair
-    send(pair, Runs.of(0, 0, 10)).result(WAIT_S)
-    sender.transport.disconnect(receiver.transport.name).result(WAIT_S)
+    send(pair, Runs.of(0, 0, 10)).result(HANG_S)
+    sender.transport.disconnect(receiver.transport.name).result(HANG_S)
     with pytest.raises(PeerLostError):
-        send(pair, Runs.of(0, 0, 10)).result(WAIT_S)
-    sender.transport.connect(receiver.transport.metadata()).result(WAIT_S)
-    send(pair, Runs.of(5, 0, 10)).result(WAIT_S)
+        send(pair, Runs.of(0, 0, 10)).result(HANG_S)
+    sender.transport.connect(receiver.transport.metadata()).result(HANG_S)
+    send(pair, Runs.of(5, 0, 10)).result(HANG_S)
     assert (receiver.bytes[:10] == sender.bytes[5:15]).all()
 
 
@@ -207,26 +207,26 @@ def test_a_write_not_yet_posted_can_be_cancelled(pair):
 
     def hold(_: Future[None]) -> None:
         entered.set()
-        gate.wait(WAIT_S)
+        gate.wait(HANG_S)
 
     send(pair, Runs.of(0, 0, 8)).add_done_callback(hold)  # keeps the sender's thread
-    assert entered.wait(WAIT_S)
+    assert entered.wait(HANG_S)
     late = send(pair, Runs.of(0, 4096, 8))
     assert late.cancel()
     gate.set()
-    send(pair, Runs.of(0, 64, 8), b"\x07last").result(WAIT_S)
-    while receiver.inbox.get(timeout=WAIT_S)[1] != b"\x07last":
+    send(pair, Runs.of(0, 64, 8), b"\x07last").result(HANG_S)
+    while receiver.inbox.get(timeout=HANG_S)[1] != b"\x07last":
         pass
     assert not receiver.bytes[4096:4104].any()
 
 
 def test_a_closed_transport_fails_its_calls(make):
     first, second = make(), make()
-    first.transport.connect(second.transport.metadata()).result(WAIT_S)
+    first.transport.connect(second.transport.metadata()).result(HANG_S)
     first.transport.close()
     first.transport.close()
     with pytest.raises(PeerLostError, match="closed"):
-        first.transport.notify(second.transport.name, b"\x07").result(WAIT_S)
+        first.transport.notify(second.transport.name, b"\x07").result(HANG_S)
     assert not second.transport.is_dead("nobody")
 
 
@@ -237,13 +237,13 @@ def test_many_threads_write_at_once(pair):
     def work(number: int) -> None:
         for part in range(8):
             at = number * step + part * (step // 8)
-            send(pair, Runs.of(at, at, step // 8)).result(WAIT_S)
+            send(pair, Runs.of(at, at, step // 8)).result(HANG_S)
 
     threads = [threading.Thread(target=work, args=(n,)) for n in range(8)]
     for thread in threads:
         thread.start()
     for thread in threads:
-        thread.join(WAIT_S)
+        thread.join(HANG_S)
     assert (receiver.bytes == sender.bytes).all()
 
 
@@ -255,12 +255,12 @@ def _serve(pipe: ChildPipe) -> None:
         end = End(NixlTransport(f"child-{next(_numbers)}"), 64 << 20)
         stack.callback(end.transport.close)
         pipe.say(end.transport.metadata())
-        end.transport.connect(pipe.hear()).result(WAIT_S)
+        end.transport.connect(pipe.hear()).result(HANG_S)
         stack.enter_context(end.transport.listening())
         pipe.say("listening")
         while (request := pipe.hear()) != "end":
             if request == "message":
-                pipe.say(end.inbox.get(timeout=WAIT_S)[1])
+                pipe.say(end.inbox.get(timeout=HANG_S)[1])
             else:
                 pipe.say(int(end.bytes[request[0] : request[1]].sum()))
 
@@ -279,7 +279,7 @@ def test_what_is_urgent_and_answers_waited_for_with_progress(make, is_write):
     """Each end answers the other's word by the thread that waits for it; none is lost or twice."""
     ends = [make(), make()]
     names = [
-        ends[1 - i].transport.connect(end.transport.metadata()).result(WAIT_S)
+        ends[1 - i].transport.connect(end.transport.metadata()).result(HANG_S)
         for i, end in enumerate(ends)
     ]
     heard: list[list[bytes]] = [[], []]
@@ -293,7 +293,7 @@ def test_what_is_urgent_and_answers_waited_for_with_progress(make, is_write):
             while end.inbox.empty():
                 if not end.transport.progress():
                     break
-            heard[i].append(end.inbox.get(timeout=WAIT_S)[1])
+            heard[i].append(end.inbox.get(timeout=HANG_S)[1])
         if i == 1:
             say(end, peer, 99, is_write=is_write)
 
@@ -302,7 +302,7 @@ def test_what_is_urgent_and_answers_waited_for_with_progress(make, is_write):
         for player in players:
             player.start()
         for player in players:
-            player.join(WAIT_S)
+            player.join(HANG_S)
     numbers = [b"\x07%d" % number for number in range(100)]
     assert heard == [numbers[1:] + numbers[-1:], numbers]
 
@@ -312,7 +312,7 @@ def child():
     made = Child(_serve)
     end = End(NixlTransport("parent"), 64 << 20)
     metadata = made.receive()
-    peer = end.transport.connect(metadata).result(WAIT_S)
+    peer = end.transport.connect(metadata).result(HANG_S)
     assert made.ask(end.transport.metadata()) == "listening"
     yield made, end, peer
     end.transport.close()
@@ -324,27 +324,27 @@ def test_two_processes(child):
     end.bytes[:] = 3
     write = end.transport.write(peer, Runs.of(0, 1000, 1 << 20), b"\x07here")
     assert made.ask("message") == b"\x07here"
-    write.result(WAIT_S)
+    write.result(HANG_S)
     assert made.ask((0, 64 << 20)) == 3 << 20
     assert not end.transport.is_dead(peer)
 
 
 def test_a_killed_peer_is_lost_and_known_dead(child):
     made, end, peer = child
-    end.transport.write(peer, Runs.of(0, 0, 4096), b"\x07x").result(WAIT_S)
+    end.transport.write(peer, Runs.of(0, 0, 4096), b"\x07x").result(HANG_S)
     made.signal(signal.SIGKILL)
     with pytest.raises(PeerLostError):
         for _ in range(200):
-            end.transport.notify(peer, b"\x07y").result(WAIT_S)
+            end.transport.notify(peer, b"\x07y").result(HANG_S)
             threading.Event().wait(0.05)
     with pytest.raises(PeerLostError):
-        end.transport.write(peer, Runs.of(0, 0, 4096), b"\x07z").result(WAIT_S)
+        end.transport.write(peer, Runs.of(0, 0, 4096), b"\x07z").result(HANG_S)
     assert end.transport.is_dead(peer)
 
 
 def test_a_write_to_a_stopped_peer_ends_only_with_the_peer(child):
     made, end, peer = child
-    end.transport.write(peer, Runs.of(0, 0, 4096), b"\x07x").result(WAIT_S)
+    end.transport.write(peer, Runs.of(0, 0, 4096), b"\x07x").result(HANG_S)
     made.signal(signal.SIGSTOP)
     write = end.transport.write(peer, Runs.of(0, 0, 64 << 20), b"\x07y")
     with pytest.raises(TimeoutError):
@@ -353,4 +353,4 @@ def test_a_write_to_a_stopped_peer_ends_only_with_the_peer(child):
     assert not end.transport.is_dead(peer)
     made.signal(signal.SIGKILL)
     with end.transport.listening(), pytest.raises(PeerLostError):
-        write.result(WAIT_S)
+        write.result(HANG_S)

@@ -10,7 +10,7 @@ import pytest_asyncio
 
 from millrace.core.config import ProxyConfig
 from millrace.core.priority import POLICIES
-from millrace.proxy.admin import POLICY, SchedulerAdmin
+from millrace.proxy.admin import POLICY, Rates, SchedulerAdmin
 from millrace.proxy.errors import ApiError
 from support.gateway import gateway
 
@@ -50,7 +50,7 @@ async def test_the_policy_is_shown_and_changed(stack):
 @pytest.mark.parametrize(
     ("body", "code", "param"),
     [
-        ({"policy": ""}, "empty_string", "policy"),
+        ({"policy": ""}, "invalid_value", "policy"),
         ({"policy": "f" * 65}, "invalid_value", "policy"),
         ({"policy": 3}, "invalid_type", "policy"),
         ({}, "missing_required_parameter", "policy"),
@@ -66,7 +66,8 @@ async def test_a_wrong_body_is_refused_and_changes_nothing(stack, body, code, pa
 async def test_an_unknown_policy_is_refused_with_those_there_are(stack):
     refused = await stack.http.put(PATH, json={"policy": "sjf"})
     message = check(refused, 400, "invalid_value", "policy")
-    assert message == f"policy is 'sjf'; it must be one of {', '.join(POLICIES)}."
+    names = ", ".join(map(repr, POLICIES))
+    assert message == f"Invalid 'policy': must be one of {names}, got 'sjf'."
     assert stack.fleet.policy == "fcfs"
 
 
@@ -76,6 +77,13 @@ async def test_the_improvement_rate_is_shown_and_changed(stack):
     assert (changed.status_code, changed.json()) == (200, {"improvement_rate": 0.0, "before": 0.3})
     changed = await stack.http.put(RATE, json={"rates": "0.5:0.3,2:0.4"})
     assert changed.json() == {"improvement_rate": 0.3, "before": 0.0}
+    changed = await stack.http.put(RATE, json={"rates": "2:0.4,0.5:0.1,2.0:0.5,0.25:0.3"})
+    assert changed.json() == {"improvement_rate": 0.3, "before": 0.3}  # the row of least arrivals
+
+
+async def test_rows_of_rates_may_come_in_any_order_and_the_last_of_equal_ones_counts():
+    rows = "2:0.4,0.5:0.1,2.0:0.5,0.25:0.3"
+    assert Rates().check(rows, "rates") == "0.250000:0.3,0.500000:0.1,2.000000:0.5"
 
 
 @pytest.mark.parametrize(
@@ -83,7 +91,7 @@ async def test_the_improvement_rate_is_shown_and_changed(stack):
     [
         ({"rate": 1.1}, "invalid_value", "rate"),
         ({"rate": "0.1"}, "invalid_type", "rate"),
-        ({"rates": "2:0.1,1:0.2"}, "invalid_value", "rates"),
+        ({"rates": "2:0.1,1"}, "invalid_value", "rates"),
         ({"rates": "2:1.5"}, "invalid_value", "rates"),
         ({"rates": ""}, "empty_string", "rates"),
         ({"rate": 0.1, "rates": "1:0.1"}, "missing_required_parameter", "rate"),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import orjson
 import pytest
 
 from support.gateway import MODEL, Script, gateway
@@ -133,3 +134,62 @@ async def test_tokenize_messages(stack):
     ids = (await stack.http.post("/tokenize", json=body)).json()["tokens"]
     text = stack.fleet.tokenizer.decode(ids, skip_special_tokens=False)
     assert text == "<|bos|><|user|>hi<|end|>"
+
+
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize("logprobs", [None, 0, 2])
+async def test_no_token_with_echo_scores_the_prompt(stack, stream, logprobs):
+    body = {"model": MODEL, "prompt": ["hi", "ho ho"], "max_tokens": 0, "echo": True, "n": 2}
+    body |= {"logprobs": logprobs, "return_token_ids": True, "stop": "h", "stream": stream}
+    if stream:
+        body["stream_options"] = {"include_usage": True, "continuous_usage_stats": True}
+    # The engine's one token ends the sequence: of that nothing may show.
+    stack.fleet.script = Script(token_ids=[1], finish="stop")
+    response = await stack.http.post("/v1/completions", json=body)
+    assert response.status_code == 200, response.text
+    if stream:
+        chunks = [
+            orjson.loads(line.removeprefix("data: "))
+            for line in response.text.split("\n\n")
+            if line.startswith("data: {")
+        ]
+        assert all(chunk["usage"]["completion_tokens"] == 0 for chunk in chunks)
+        usage = chunks[-1]["usage"]
+        choices = [
+            [c["choices"][0] for c in chunks[:-1] if c["choices"][0]["index"] == index]
+            for index in range(4)
+        ]
+    else:
+        document = response.json()
+        usage = document["usage"]
+        choices = [[choice] for choice in document["choices"]]
+    assert [spec.sampling.max_tokens for spec in stack.fleet.specs] == [1, 1]
+    lengths = [spec.prompt_tokens for spec in stack.fleet.specs]
+    assert (usage["prompt_tokens"], usage["completion_tokens"]) == (sum(lengths), 0)
+    for pieces, text, tokens in zip(
+        choices, ["hi", "hi", "ho ho", "ho ho"], [lengths[0]] * 2 + [lengths[1]] * 2, strict=True
+    ):
+        assert "".join(piece["text"] for piece in pieces) == text
+        assert (pieces[-1]["finish_reason"], pieces[-1]["stop_reason"]) == ("length", None)
+        assert [i for piece in pieces for i in piece.get("token_ids", ())] == []
+        if logprobs is None:
+            assert pieces[0]["logprobs"] is None
+            continue
+        found = pieces[0]["logprobs"]
+        assert found["token_logprobs"] == [None, *[-0.5] * (tokens - 1)]
+        assert len(found["tokens"]) == len(found["text_offset"]) == tokens
+        assert all(not (piece["logprobs"] or {"tokens": []})["tokens"] for piece in pieces[1:])
+
+
+@pytest.mark.parametrize("path", ["/v1/completions", "/v1/chat/completions"])
+async def test_no_token_without_echo_is_refused(stack, path):
+    asked = (
+        {"prompt": "hi"} if "chat" not in path else {"messages": [{"role": "user", "content": ""}]}
+    )
+    body = {"model": MODEL, "max_tokens": 0, **asked}
+    response = await stack.http.post(path, json=body)
+    assert response.status_code == 400
+    assert response.json()["error"]["param"] == "max_tokens"
+    body = {"model": MODEL, "max_tokens": 0, "min_tokens": 1, "echo": True, "prompt": "hi"}
+    response = await stack.http.post("/v1/completions", json=body)
+    assert response.json()["error"]["param"] == "min_tokens"

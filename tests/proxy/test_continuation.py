@@ -12,6 +12,7 @@ from millrace.proxy.continuation import continuation
 from millrace.state.store import StoreError
 from millrace.wire.moves import PREEMPTED
 from millrace.wire.pb import common_pb2
+from support.deadlines import HANG_S
 from support.gateway import MODEL, Script, gateway, until
 
 COMPLETIONS = "/v1/completions"
@@ -79,11 +80,11 @@ async def disturbed(stack, body, disturb, after=5, headers=None):
         await found
     await until(lambda: len(stack.fleet.specs) > 1 or asking.done())
     held.hold.set()  # the earlier life talks on: nobody listens
-    return await asyncio.wait_for(asking, 5)
+    return await asyncio.wait_for(asking, HANG_S)
 
 
 def tokens_of(stack):
-    return sum(g.completion_tokens for g in stack.proxy.gateway._live.values())
+    return sum(g.completion_tokens for g in stack.proxy.gateway.generations)
 
 
 async def restart_decode(fleet):
@@ -160,12 +161,10 @@ async def test_the_next_life_has_the_prompt_and_what_was_generated(stack):
 
 
 async def until_finished(stack, spec, state):
-    for _ in range(200):
-        record = await stack.proxy.store.get(spec.request_id)
-        if record is not None and record.state == state:
-            return
-        await asyncio.sleep(0.005)
-    raise AssertionError(f"{spec.request_id} is not {state}: {record}")
+    async def holds():
+        return await stack.state_of(spec.request_id) == state
+
+    await until(holds)
 
 
 async def test_a_continuation_is_continued(stack):
@@ -367,11 +366,11 @@ async def test_a_client_that_leaves_in_between_leaves_nothing(stack):
     go_on.set()
     [spec] = stack.fleet.specs
     await until_finished(stack, spec, "cancelled")
-    for _ in range(200):
-        if await stack.proxy.store.get(f"{spec.request_id}.1") is None:
-            break
-        await asyncio.sleep(0.005)
-    assert await stack.proxy.store.get(f"{spec.request_id}.1") is None
+
+    async def gone():
+        return await stack.state_of(f"{spec.request_id}.1") is None
+
+    await until(gone)
     assert len(stack.fleet.specs) == 1
 
 

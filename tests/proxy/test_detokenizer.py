@@ -29,14 +29,14 @@ def joined(detokenizer, ids):
 
 
 @given(st.lists(st.integers(0, RAW.get_vocab_size() - 1), max_size=40), st.booleans())
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=200)
 def test_byte_level_equals_whole_decode(tokenizer, ids, skip):
     found = joined(tokenizer.detokenizer(None, skip_special_tokens=skip), ids)
     assert found == RAW.decode(ids, skip_special_tokens=skip)
 
 
 @given(st.text(max_size=30), st.integers(1, 5))
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=100)
 def test_any_text_comes_back_whatever_the_steps(tokenizer, text, step):
     ids = tokenizer.encode(text, add_special_tokens=False).tolist()
     detokenizer = tokenizer.detokenizer(None, skip_special_tokens=False)
@@ -120,7 +120,7 @@ def test_window_skips_special_tokens():
 
 
 @given(st.lists(st.sampled_from(["▁Hello", "▁world", "!", "▁", "東", "</s>"]), max_size=30))
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=100)
 def test_window_equals_whole_decode(tokens):
     ids = ids_of(*tokens)
     assert joined(window(), ids) == SENTENCEPIECE.decode(ids)

@@ -7,6 +7,7 @@ import orjson
 import pytest
 import pytest_asyncio
 
+from millrace.proxy.free_form import MOST_LEVELS
 from support.gateway import CONTEXT_TOKENS, MODEL, gateway
 
 CHAT, COMPLETION = "/v1/chat/completions", "/v1/completions"
@@ -173,12 +174,98 @@ async def test_lone_surrogate_names_its_field(stack):
     check(await stack.http.post(CHAT, content=content, headers=JSON), 400, "messages[0].content")
 
 
-async def test_deep_nesting_in_a_free_field(stack):
-    body = orjson.dumps(
-        {"model": MODEL, "messages": USER, "chat_template_kwargs": {"deep": "@"}}
-    ).replace(b'"@"', b"[" * 900 + b"]" * 900)
-    response = await stack.http.post(CHAT, content=body, headers=JSON)
-    assert response.status_code == 200  # the template does not look at it
+def nested(levels: int, opening: str, closing: str) -> str:
+    return opening * levels + "1" + closing * levels
+
+
+def called(arguments: str) -> str:
+    """A conversation whose assistant called a tool with `arguments`, as JSON."""
+    call = {"id": "c", "type": "function", "function": {"name": "f", "arguments": arguments}}
+    messages = [*USER, {"role": "assistant", "tool_calls": [call]}, *USER]
+    return orjson.dumps(messages).decode()
+
+
+#: Where a body may hold JSON of the client's own: the body's field, its value around the JSON, and
+#: the path that errors name. The levels outside of the JSON that count are given last.
+FREE_FORM = {
+    "chat_template_kwargs": ('{"deep": @}', "chat_template_kwargs", 1),
+    "metadata": ('{"deep": @}', "metadata", 1),
+    "prompt_cache_options": ('{"deep": @}', "prompt_cache_options", 1),
+    "tools": (
+        '[{"type": "function", "function": {"name": "f", "parameters": @}}]',
+        "tools[0].function",
+        1,
+    ),
+    "messages": (
+        '[{"role": "assistant", "content": "x", "function_call": {"deep": @}}]',
+        "messages[0].function_call",
+        1,
+    ),
+}
+#: Where a body may hold no such JSON, however it is nested.
+NOT_FREE_FORM = {
+    "response_format": (
+        '{"type": "json_schema", "json_schema": {"schema": @}}',
+        "response_format.type",
+    ),
+    "logit_bias": ('{"7": @}', "logit_bias.7"),
+    "stop": ('{"deep": @}', "stop"),
+    "seed": ("@", "seed"),
+    "prediction": ('{"deep": @}', "prediction"),
+    "documents": ('[{"deep": @}]', "documents"),
+    "tool_choice": ('{"deep": @}', "tool_choice"),
+    "stream_options": ('{"include_usage": @}', "stream_options.include_usage"),
+    "unheard_of": ("@", "unheard_of"),
+}
+SHAPES = [("[", "]"), ('{"a":', "}"), ('[{"a":', "}]")]
+
+
+async def post_with(stack, field: str, value: str) -> httpx.Response:
+    body = {"model": MODEL, "messages": USER, "tool_choice": "none"}
+    body.pop(field, None)
+    content = orjson.dumps(body)[:-1] + f', "{field}": {value}}}'.encode()
+    return await stack.http.post(CHAT, content=content, headers=JSON)
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.parametrize("field", FREE_FORM)
+async def test_free_form_json_is_bounded_in_depth(stack, field, shape):
+    around, path, outside = FREE_FORM[field]
+    per = len(shape[1])
+    most = (MOST_LEVELS - outside) // per
+    response = await post_with(stack, field, around.replace("@", nested(most, *shape)))
+    assert response.status_code == 200, response.text
+    for levels in (most + 1, 200, 900 // per):
+        value = around.replace("@", nested(levels, *shape))
+        error = check(await post_with(stack, field, value), 400, path)
+        assert str(MOST_LEVELS) in error["message"]
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+async def test_arguments_of_a_tool_call_are_bounded_in_depth(stack, shape):
+    path = "messages[1].tool_calls[0].function.arguments"
+    most = MOST_LEVELS // len(shape[1])
+    ok = await post_with(stack, "messages", called(nested(most, *shape)))
+    assert ok.status_code == 200, ok.text
+    for levels in (most + 1, 900, 100_000):
+        value = called(nested(levels, *shape))
+        check(await post_with(stack, "messages", value), 400, path)
+    broken = await post_with(stack, "messages", called(nested(3, *shape)[:-1]))
+    assert broken.status_code == 200  # no JSON: models write such arguments
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.parametrize("field", NOT_FREE_FORM)
+async def test_deep_nesting_elsewhere_names_the_field(stack, field, shape):
+    around, path = NOT_FREE_FORM[field]
+    for levels in (30, 300, 1010 // len(shape[1])):  # 1,024 are the most that orjson reads
+        value = around.replace("@", nested(levels, *shape))
+        check(await post_with(stack, field, value), 400, path)
+
+
+async def test_json_deeper_than_any_parser_goes_is_refused(stack):
+    response = await post_with(stack, "metadata", nested(100_000, "[", "]"))
+    assert check(response, 400, None)["code"] == "invalid_json"
 
 
 @pytest.mark.parametrize("kind", ["text/plain", "application/x-www-form-urlencoded", ""])

@@ -8,7 +8,8 @@ import orjson
 import pytest
 
 from millrace.state.store import StoreError
-from millrace.wire.pb import common_pb2, decode_pb2
+from millrace.wire.pb import common_pb2, decode_pb2, scheduler_pb2
+from support.deadlines import HANG_S
 from support.gateway import MODEL, Script, gateway, until
 
 CHAT = "/v1/chat/completions"
@@ -37,7 +38,7 @@ async def test_leaving_a_stream_cancels_it(stack):
     async with stack.http.stream("POST", CHAT, json=STREAM) as response:
         await anext(response.aiter_lines())
         [spec] = stack.fleet.specs
-    await asyncio.wait_for(stack.fleet.cancelled.wait(), 2)
+    await asyncio.wait_for(stack.fleet.cancelled.wait(), HANG_S)
     assert stack.fleet.cancels[0].request_id == spec.request_id
     assert stack.fleet.cancels[0].reason == "disconnected"
     await stack.idle()
@@ -45,32 +46,31 @@ async def test_leaving_a_stream_cancels_it(stack):
 
 
 async def until_gone(stack, spec):
-    for _ in range(200):
-        if await stack.proxy.store.get(spec.request_id) is None:
-            return
-        await asyncio.sleep(0.005)
-    raise AssertionError("the store still has the request")
+    async def gone():
+        return await stack.state_of(spec.request_id) is None
+
+    await until(gone)
 
 
 @pytest.mark.parametrize("body", [BODY, STREAM])
 async def test_leaving_before_the_first_token_cancels(stack, body):
     stack.fleet.script = Script(on_submit=stack.fleet.place)
     asking = asyncio.create_task(stack.http.post(CHAT, json=body))
-    await asyncio.wait_for(stack.fleet.submitted.wait(), 2)
+    await asyncio.wait_for(stack.fleet.submitted.wait(), HANG_S)
     asking.cancel()
-    await asyncio.wait_for(stack.fleet.cancelled.wait(), 2)
+    await asyncio.wait_for(stack.fleet.cancelled.wait(), HANG_S)
     await until_gone(stack, stack.fleet.specs[0])
 
 
 async def test_finished_requests_are_finished_in_the_store(stack):
     await stack.http.post(CHAT, json=BODY)
     [spec] = stack.fleet.specs
-    for _ in range(200):
-        record = await stack.proxy.store.get(spec.request_id)
-        if record is not None and record.state == "finished":
-            break
-        await asyncio.sleep(0.005)
-    assert record is not None and record.state == "finished"
+
+    async def finished():
+        return await stack.state_of(spec.request_id) == "finished"
+
+    await until(finished)
+    record = await stack.proxy.store.get(spec.request_id)
     assert record.prompt_tokens == spec.prompt_tokens
     with pytest.raises(StoreError):
         await stack.proxy.store.prompt_ids(spec.request_id)
@@ -141,8 +141,7 @@ async def test_failure_before_the_first_token_is_a_500(stack, body):
 async def test_failure_in_a_stream_is_its_last_event(stack):
     stack.fleet.script = Script(hold=asyncio.Event())
     async with stack.http.stream("POST", CHAT, json=STREAM) as response:
-        await until(lambda: bool(stack.fleet.specs))
-        await asyncio.sleep(0.05)
+        await stack.begun()
         stack.fleet.fail(stack.fleet.specs[0], "decode died")
         events = await lines(response)
     assert events[0]["choices"][0]["delta"]["role"] == "assistant"
@@ -180,7 +179,7 @@ async def test_no_answer_in_time(stack):
     response = await stack.http.post(CHAT, json=BODY)
     assert response.status_code == 503
     assert "did not answer" in error(response)["message"]
-    await asyncio.wait_for(stack.fleet.cancelled.wait(), 2)
+    await asyncio.wait_for(stack.fleet.cancelled.wait(), HANG_S)
 
 
 async def test_placed_again_before_the_first_token(stack):
@@ -240,21 +239,19 @@ async def test_placed_again_after_the_first_token_ends_streams_of_several_choice
     hold = asyncio.Event()
     stack.fleet.script = Script(hold=hold)
     async with stack.http.stream("POST", CHAT, json={**STREAM, "n": 2}) as response:
-        await until(lambda: bool(stack.fleet.specs))
-        await asyncio.sleep(0.05)
+        await stack.begun()
         [spec] = stack.fleet.specs
         stack.fleet.place(spec)  # the same life of the same instance: a second prefill
-        events = await asyncio.wait_for(lines(response), 5)
+        events = await asyncio.wait_for(lines(response), HANG_S)
     assert "was lost" in events[-1]["error"]["message"]
-    await asyncio.wait_for(stack.fleet.cancelled.wait(), 2)
+    await asyncio.wait_for(stack.fleet.cancelled.wait(), HANG_S)
     hold.set()
 
 
 async def test_broken_token_stream_ends_streams_of_several_choices(stack):
     stack.fleet.script = Script(hold=asyncio.Event())
     async with stack.http.stream("POST", CHAT, json={**STREAM, "n": 2}) as response:
-        await until(lambda: bool(stack.fleet.specs))
-        await asyncio.sleep(0.05)
+        await stack.begun()
         await stack.fleet.stop_decode()
         events = await lines(response)
     assert "broke" in events[-1]["error"]["message"]
@@ -267,8 +264,7 @@ async def test_broken_token_stream_ends_streams_of_several_choices(stack):
 async def test_broken_token_stream_waits_for_a_new_place(stack):
     stack.fleet.script = Script(on_submit=stack.fleet.place)
     asking = asyncio.create_task(stack.http.post(CHAT, json=BODY))
-    await asyncio.wait_for(stack.fleet.submitted.wait(), 2)
-    await asyncio.sleep(0.05)
+    await stack.placed()
     await stack.fleet.stop_decode()
     await asyncio.sleep(0.05)
     stack.fleet.decode = common_pb2.Incarnation(id="decode-0", generation=2)
@@ -283,11 +279,10 @@ async def test_broken_token_stream_waits_for_a_new_place(stack):
 async def test_broken_token_stream_without_a_new_place_is_submitted_anew(stack):
     stack.fleet.script = Script(on_submit=stack.fleet.place)
     asking = asyncio.create_task(stack.http.post(CHAT, json=BODY))
-    await asyncio.wait_for(stack.fleet.submitted.wait(), 2)
-    await asyncio.sleep(0.05)
+    await stack.placed()
     await stack.fleet.stop_decode()
     stack.fleet.script = Script()
-    await asyncio.wait_for(stack.fleet.cancelled.wait(), 2)
+    await asyncio.wait_for(stack.fleet.cancelled.wait(), HANG_S)
     await stack.fleet.start_decode()
     assert (await asking).json()["choices"][0]["message"]["content"] == "Hello there"
     first, second = stack.fleet.specs
@@ -297,8 +292,7 @@ async def test_broken_token_stream_without_a_new_place_is_submitted_anew(stack):
 async def test_lost_scheduler(stack):
     stack.fleet.script = Script(on_submit=stack.fleet.place)
     asking = asyncio.create_task(stack.http.post(CHAT, json=BODY))
-    await asyncio.wait_for(stack.fleet.submitted.wait(), 2)
-    await asyncio.sleep(0.05)
+    await stack.placed()
     await stack.fleet.stop_scheduler()
     assert (await asking).status_code == 503
     response = await stack.http.post(CHAT, json=BODY)
@@ -315,8 +309,7 @@ async def test_lost_scheduler(stack):
 async def test_streams_outlive_their_scheduler(stack):
     stack.fleet.script = Script(hold=asyncio.Event())
     async with stack.http.stream("POST", CHAT, json=STREAM) as response:
-        await until(lambda: bool(stack.fleet.specs))
-        await asyncio.sleep(0.05)
+        await stack.begun()
         await stack.fleet.stop_scheduler()
         stack.fleet.script.hold.set()
         events = await lines(response)
@@ -334,12 +327,59 @@ async def test_ready_follows_the_fleet(stack):
 async def test_silent_streams_get_comments(stack, monkeypatch):
     monkeypatch.setattr("millrace.proxy.generate.KEEPALIVE_S", 0.05)
     stack.fleet.script = Script(hold=asyncio.Event(), hold_after=0)
+
+    def queue(spec):
+        progress = scheduler_pb2.Progress(request_id=spec.request_id, state="queued")
+        stack.fleet.progress[spec.request_id] = progress
+        stack.fleet.place(spec)
+        stack.fleet.play_later(spec)
+
+    stack.fleet.script.on_submit = queue
     async with stack.http.stream("POST", CHAT, json=STREAM) as response:
         found = response.aiter_lines()
-        assert await anext(found) == ": queued"
+        [spec] = stack.fleet.specs
+        total = spec.prompt_tokens
+        assert await anext(found) == f": queued, 0 of {total} tokens"
+        progress = stack.fleet.progress[spec.request_id]
+        for state, computed, left_s, said in (
+            ("prefilling", 3, 63.4, f": prefilling, 3 of {total} tokens, about 63 s left"),
+            (
+                "transferring",
+                total,
+                0.0,
+                f": transferring, {total} of {total} tokens, about 0 s left",
+            ),
+        ):
+            progress.state, progress.computed_tokens, progress.left_s = state, computed, left_s
+            lines = (line async for line in found if line)
+            while (line := await anext(lines)) != said:  # those sent before the news
+                assert line.startswith(": ")
         stack.fleet.script.hold.set()
         rest = [line async for line in found]
     assert rest[-2:] == ["data: [DONE]", ""]
+
+
+async def test_several_prompts_are_said_as_one_and_silence_of_the_scheduler_is_borne(
+    stack, monkeypatch
+):
+    monkeypatch.setattr("millrace.proxy.generate.KEEPALIVE_S", 0.05)
+    monkeypatch.setattr("millrace.proxy.prompts_ahead.ANSWER_S", 0.05)
+    stack.fleet.script = Script(hold=asyncio.Event(), hold_after=0)
+    body = {"model": MODEL, "prompt": ["one two", "three"], "stream": True}
+    async with stack.http.stream("POST", "/v1/completions", json=body) as response:
+        lines = (line async for line in response.aiter_lines() if line)
+        first, second = stack.fleet.specs
+        total = first.prompt_tokens + second.prompt_tokens
+        assert await anext(lines) == f": queued, 0 of {total} tokens"  # no answer came
+        for spec, state, left_s in ((first, "transferring", 1.0), (second, "prefilling", 9.0)):
+            stack.fleet.progress[spec.request_id] = scheduler_pb2.Progress(
+                request_id=spec.request_id, state=state, computed_tokens=2, left_s=left_s
+            )
+        said = f": prefilling, 4 of {total} tokens, about 9 s left"
+        while (line := await anext(lines)) != said:
+            assert line.startswith(": queued")
+        stack.fleet.script.hold.set()
+        assert [line async for line in lines][-1] == "data: [DONE]"
 
 
 async def test_metrics(stack):

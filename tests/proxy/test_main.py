@@ -16,6 +16,7 @@ from millrace.bench.stub_model import write_stub_model
 from millrace.core.config import load_config
 from millrace.core.errors import MillraceError, ModelError
 from millrace.proxy.main import listen, serve
+from support.deadlines import HANG_S
 from support.gateway import MODEL, Fleet, Script, until
 
 BODY = {"model": MODEL, "messages": [{"role": "user", "content": "hi"}]}
@@ -44,8 +45,8 @@ async def service(folder, *settings):
         task.result()
     url = f"http://127.0.0.1:{port.result()}"
     try:
-        async with httpx.AsyncClient(base_url=url, timeout=20, trust_env=False) as http:
-            for _ in range(500):
+        async with httpx.AsyncClient(base_url=url, timeout=HANG_S, trust_env=False) as http:
+            for _ in range(round(HANG_S / 0.02)):
                 if (await http.get("/ready")).status_code == 200:
                     break
                 await asyncio.sleep(0.02)
@@ -65,7 +66,7 @@ async def test_drains_on_sigterm(tmp_path):
             await anext(lines)
             os.kill(os.getpid(), signal.SIGTERM)
             with pytest.raises(httpx.ConnectError):
-                for _ in range(200):
+                for _ in range(round(HANG_S / 0.01)):
                     async with httpx.AsyncClient(trust_env=False) as other:
                         with contextlib.suppress(httpx.ReadError):  # closed while it was accepted
                             await other.get(f"{http.base_url}/health")
@@ -74,7 +75,7 @@ async def test_drains_on_sigterm(tmp_path):
             fleet.script.hold.set()
             rest = [line async for line in lines]
         assert rest[-2] == "data: [DONE]"
-        await asyncio.wait_for(task, 5)
+        await asyncio.wait_for(task, HANG_S)
         assert not fleet.cancels
 
 
@@ -87,7 +88,7 @@ async def test_drain_has_an_end(tmp_path):
             os.kill(os.getpid(), signal.SIGTERM)
             rest = [line async for line in lines]
         assert "shutting down" in rest[-2]
-        await asyncio.wait_for(task, 5)
+        await asyncio.wait_for(task, HANG_S)
         await until(lambda: len(fleet.cancels) == 1)
 
 

@@ -31,7 +31,7 @@ def answer(response):
 
 async def asleep(stack):
     stack.fleet.announce(ready=False)
-    await until(lambda: not stack.proxy.gateway._fleet_ready)
+    await until(lambda: not stack.proxy.gateway.fleet_ready)
 
 
 async def parked(stack, count=1, **body):
@@ -46,7 +46,7 @@ async def parked(stack, count=1, **body):
 async def test_requests_wait_for_a_fleet_and_go_on_in_order(stack):
     await asleep(stack)
     asking = await parked(stack, 3)
-    waiting = [g.request_id for g in stack.proxy.gateway._live.values()]
+    waiting = [g.request_id for g in stack.proxy.gateway.generations]
     assert not stack.fleet.specs
     await until(lambda: stack.fleet.parked_requests == 3)
     assert "millrace_proxy_parked_requests 3.0" in (await stack.http.get("/metrics")).text
@@ -106,12 +106,12 @@ async def test_the_wait_has_an_end(tmp_path):
 async def test_a_client_that_leaves_is_forgotten(stack):
     await asleep(stack)
     [asking] = await parked(stack)
-    [generation] = stack.proxy.gateway._live.values()
+    [generation] = stack.proxy.gateway.generations
     asking.cancel()
     await until(lambda: stack.proxy.gateway.parked == 0)
     await stack.idle()
     stack.fleet.announce(ready=True)
-    await until(lambda: stack.proxy.gateway._fleet_ready)
+    await until(lambda: stack.proxy.gateway.fleet_ready)
     assert (await stack.http.post(CHAT, json=BODY)).status_code == 200
     assert len(stack.fleet.specs) == 1
     assert await stack.proxy.store.get(generation.request_id) is None

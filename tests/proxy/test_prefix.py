@@ -85,7 +85,7 @@ async def test_the_next_life_has_the_blocks_of_what_was_generated(stack):
     body = {**BODY, "prompt": IDS[:115], "max_tokens": 30}
     asking = asyncio.create_task(stack.http.post(COMPLETIONS, json=body))
     gateway = stack.proxy.gateway
-    await until(lambda: sum(g.completion_tokens for g in gateway._live.values()) == 20)
+    await until(lambda: sum(g.completion_tokens for g in gateway.generations) == 20)
     stack.fleet.script = Script(token_ids=tokens, finish="length")
     stack.fleet.move(stack.fleet.specs[0])
     await asking

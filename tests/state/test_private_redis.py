@@ -16,6 +16,7 @@ from redis.asyncio import Redis
 from millrace.state import private_redis
 from millrace.state.private_redis import PrivateRedis, find_redis_server
 from millrace.state.store import StoreError
+from support.deadlines import HANG_S
 
 PARENT = """
 import asyncio, sys
@@ -97,7 +98,7 @@ async def test_it_dies_with_its_parent(tmp_path: Path, how: signal.Signals) -> N
     parent.send_signal(how)
     await parent.wait()
     try:
-        async with asyncio.timeout(5):
+        async with asyncio.timeout(HANG_S):
             await ended.wait()
     finally:
         asyncio.get_running_loop().remove_reader(child)

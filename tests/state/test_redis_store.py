@@ -17,6 +17,7 @@ from millrace.state import redis_store
 from millrace.state.private_redis import PrivateRedis
 from millrace.state.redis_store import RedisStore, shown_url
 from millrace.state.store import JournalEntry, StateUpdate, StoreError
+from support.deadlines import HANG_S
 from support.stores import private_redis
 
 IDS = np.arange(5, dtype=np.int32)
@@ -158,7 +159,7 @@ async def test_a_server_that_stopped_answering_is_an_error(
     monkeypatch.setattr(redis_store, "ANSWER_TIMEOUT_S", 0.2)
     server = await asyncio.start_unix_server(swallow, tmp_path / "mute.sock")
     store = RedisStore(StoreConfig(url=f"unix://{tmp_path}/mute.sock"))
-    async with asyncio.timeout(5):
+    async with asyncio.timeout(HANG_S):
         with pytest.raises(StoreError, match=r"mute\.sock"):
             await store.append_tokens([tokens("a")])
     await store.close()

@@ -11,6 +11,7 @@ from redis.exceptions import RedisError, ResponseError
 
 from millrace.state import scripts
 from millrace.state.scripts import Script, ScriptCall, ScriptRunner
+from support.deadlines import HANG_S
 from support.stores import private_redis
 
 APPEND = Script("return redis.call('APPEND', KEYS[1], ARGV[1])")
@@ -94,7 +95,7 @@ async def test_a_lost_server_fails_every_waiting_caller(client: Redis) -> None:
     tasks = [asyncio.create_task(runner.run([append(b"a")])) for _ in range(5)]
     await asyncio.sleep(0)
     await client.shutdown(nosave=True)
-    async with asyncio.timeout(5):
+    async with asyncio.timeout(HANG_S):
         late = await asyncio.gather(runner.run([append(b"a")]), *tasks, return_exceptions=True)
     assert isinstance(late[0], RedisError)
     await runner.close()
@@ -105,4 +106,4 @@ async def test_close_waits_for_what_is_under_way(client: Redis) -> None:
     task = asyncio.create_task(runner.run([ScriptCall(SLOW, (b"k",), ())]))
     await asyncio.sleep(0)
     await runner.close()
-    assert task.done() or await asyncio.wait_for(task, 0.5) == [1]
+    assert task.done() or await asyncio.wait_for(task, HANG_S) == [1]

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import hmac
 import ipaddress
+import re
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 from typing import Any
@@ -16,8 +17,17 @@ import orjson
 
 from millrace.core.config import ProxyConfig
 from millrace.core.priority import POLICIES
-from millrace.proxy.errors import ApiError
-from millrace.proxy.fields import Kind, Number, Schema, String, check_fields, object_schema
+from millrace.proxy.errors import ApiError, bad_field, shown
+from millrace.proxy.fields import (
+    Json,
+    Kind,
+    Number,
+    OneOf,
+    Schema,
+    String,
+    check_fields,
+    object_schema,
+)
 from millrace.proxy.http import JSON, Receive, Scope, Send, header, read_json, send_json
 from millrace.proxy.validation import body_object
 from millrace.wire.scheduler_client import (
@@ -29,6 +39,11 @@ from millrace.wire.scheduler_client import (
 )
 
 METHODS = ("GET", "PUT")
+
+_MOST_RATES = 4096  # characters
+_ROW = r"[0-9]{1,6}(\.[0-9]{1,6})?:(0(\.[0-9]{1,6})?|1(\.0{1,6})?)"
+_ROWS = f"{_ROW}(,{_ROW})*"
+
 #: A request with one of these comes from further away than its connection.
 _RELAYED = (b"forwarded", b"x-forwarded-for", b"origin")
 
@@ -47,7 +62,40 @@ class AdminRoute:
     change: Callable[[str, Settings], Awaitable[Settings]]  # with the checked fields of the body
 
     def change_schema(self) -> Schema:
-        return object_schema(self.fields, self.required)
+        """Without required fields exactly one of them must be given."""
+        schema = object_schema(self.fields, self.required)
+        if not self.required:
+            schema["oneOf"] = [
+                {"required": [name], "properties": {name: kind.schema()}}
+                for name, kind in self.fields.items()
+            ]
+        return schema
+
+
+@dataclass(frozen=True, slots=True)
+class Rates:
+    """Rows of arrivals per second and a rate, in any order; checks to a text that ascends.
+
+    Of two rows for the same arrivals the last one counts.
+    """
+
+    def check(self, value: Json, path: str) -> str:
+        text = String(1, _MOST_RATES).check(value, path)
+        if not re.fullmatch(_ROWS, text):
+            raise bad_field(
+                path, f"write it as ARRIVALS_PER_S:RATE,... with rates 0 to 1, got {shown(text)}."
+            )
+        rows = dict(row.split(":") for row in text.split(","))
+        by_arrivals = {float(arrivals): rate for arrivals, rate in rows.items()}
+        return ",".join(f"{arrivals:f}:{by_arrivals[arrivals]}" for arrivals in sorted(by_arrivals))
+
+    def schema(self) -> Schema:
+        return {
+            "type": "string",
+            "maxLength": _MOST_RATES,
+            "pattern": f"^{_ROWS}$",
+            "description": "ARRIVALS_PER_S:RATE,... to look it up in.",
+        }
 
 
 async def _change_policy(address: str, wanted: Settings) -> Settings:
@@ -69,7 +117,7 @@ async def _change_rate(address: str, wanted: Settings) -> Settings:
 
 POLICY = AdminRoute(
     path="/admin/scheduler",
-    fields={"policy": String(1, 64, "One of " + ", ".join(POLICIES) + ".")},
+    fields={"policy": OneOf(tuple(POLICIES))},
     required=("policy",),
     show=get_settings,
     change=_change_policy,
@@ -78,7 +126,7 @@ IMPROVEMENT_RATE = AdminRoute(
     path="/admin/improvement-rate",
     fields={
         "rate": Number(0.0, 1.0, doc="For good."),
-        "rates": String(1, 4096, "ARRIVALS_PER_S:RATE,... to look it up in, ascending."),
+        "rates": Rates(),
     },
     required=(),
     show=_show_rate,

@@ -17,10 +17,9 @@ from millrace.proxy.errors import ApiError
 from millrace.proxy.generate import GenerateEndpoint, Services
 from millrace.proxy.http import Disconnected, Receive, Scope, Send, read_json, send_error, send_json
 from millrace.proxy.validation import Conversation
+from millrace.version import version
 
 log = logging.getLogger(__name__)
-
-VERSION = "0.1.0"
 
 Json = dict[str, Any]
 #: Renders the metrics of all workers for an Accept header: the exposition and its content type.
@@ -64,7 +63,7 @@ class GatewayApp(FastAPI):
     """
 
     def __init__(self, services: Services, raw: Mapping[str, RawEndpoint]) -> None:
-        super().__init__(title="Millrace gateway", version=VERSION)
+        super().__init__(title="Millrace gateway", version=version())
         self._bodies = services.bodies
         self._classes = services.objectives.classes
         self._raw = raw

@@ -80,7 +80,7 @@ class Builder:
         make: Callable[..., Format] = ChatFormat if self._chat else CompletionFormat
         fmt = make(response_id, int(arrival.unix_s), self._limits.model, options, self._tokenizer)
         if options.stream:
-            return StreamReply(fmt, choices, options.include_usage, progress)
+            return StreamReply(fmt, choices, options, progress)
         return WholeReply(fmt, choices, progress)
 
     def _choices(self, first: int, prompt: EnginePrompt, options: Options) -> list[Choice]:

@@ -42,6 +42,7 @@ class Choice:
         "_keeps_ids",
         "_min_tokens",
         "_scanner",
+        "_shows_nothing",
         "decoded_characters",
         "finish_reason",
         "index",
@@ -63,6 +64,7 @@ class Choice:
         self._include_stop = options.include_stop
         self._keeps_ids = options.return_token_ids
         self._min_tokens = options.sampling.min_tokens
+        self._shows_nothing = options.scores_only
         self._entries: list[LogprobEntry] = []
         #: Generated tokens so far, a stop token included.
         self.token_count = 0
@@ -84,6 +86,9 @@ class Choice:
 
         An empty `finish_reason` goes on. A stop token (`stop_token_id` >= 0) shows no text.
         """
+        if self._shows_nothing:
+            self.finish_reason = "length"
+            return ""
         self.token_count += len(token_ids)
         if self._keeps_ids:
             self.token_ids.extend(token_ids)
@@ -109,6 +114,8 @@ class Choice:
         stop_token_id: int,
     ) -> Piece:
         """As `feed`, token by token, with each token's log probabilities beside its text."""
+        if self._shows_nothing:
+            return Piece(text=self.feed(token_ids, finish_reason, stop_token_id))
         text = ""
         last = len(token_ids) - 1
         for i, (token_id, position) in enumerate(zip(token_ids, positions, strict=True)):

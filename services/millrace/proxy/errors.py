@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import reprlib
+
 import orjson
 
 from millrace.core.errors import MillraceError
@@ -13,6 +15,11 @@ RETRY_AFTER_S = 1.0
 
 #: Longest piece of the client's own input that a message repeats.
 _ECHO_CHARACTERS = 80
+
+#: Python's own repr fails for JSON that is nested as deeply as a body may be.
+_SHALLOW = reprlib.Repr()
+_SHALLOW.maxlevel = 4
+_SHALLOW.maxstring = _SHALLOW.maxother = _SHALLOW.maxlong = 4 * _ECHO_CHARACTERS
 
 
 class ApiError(MillraceError):
@@ -85,5 +92,5 @@ def overloaded(message: str) -> ApiError:
 
 def shown(value: object) -> str:
     """`value` of the client's input as it may stand in a message: short, on one line."""
-    text = repr(value)
+    text = _SHALLOW.repr(value)
     return text if len(text) <= _ECHO_CHARACTERS else text[: _ECHO_CHARACTERS - 3] + "..."

@@ -59,7 +59,7 @@ class Number:
 
     def schema(self) -> Schema:
         bound = "exclusiveMinimum" if self.above else "minimum"
-        return _documented({"type": "number", bound: self.low, "maximum": self.high}, self.doc)
+        return documented({"type": "number", bound: self.low, "maximum": self.high}, self.doc)
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,7 +83,7 @@ class Integer:
 
     def schema(self) -> Schema:
         schema = {"type": "integer", "minimum": self.low, "maximum": self.high}
-        return _documented(schema, self.doc)
+        return documented(schema, self.doc)
 
 
 @dataclass(frozen=True, slots=True)
@@ -96,7 +96,7 @@ class Boolean:
         return value
 
     def schema(self) -> Schema:
-        return _documented({"type": "boolean"}, self.doc)
+        return documented({"type": "boolean"}, self.doc)
 
 
 @dataclass(frozen=True, slots=True)
@@ -122,7 +122,7 @@ class String:
             schema["minLength"] = self.shortest
         if self.longest is not None:
             schema["maxLength"] = self.longest
-        return _documented(schema, self.doc)
+        return documented(schema, self.doc)
 
 
 @dataclass(frozen=True, slots=True)
@@ -142,7 +142,7 @@ class OneOf:
         return value
 
     def schema(self) -> Schema:
-        return _documented({"type": "string", "enum": list(self.choices)}, self.doc)
+        return documented({"type": "string", "enum": list(self.choices)}, self.doc)
 
 
 @dataclass(frozen=True, slots=True)
@@ -170,7 +170,7 @@ class ListOf:
             schema["minItems"] = self.fewest
         if self.most is not None:
             schema["maxItems"] = self.most
-        return _documented(schema, self.doc)
+        return documented(schema, self.doc)
 
 
 @dataclass(frozen=True, slots=True)
@@ -229,7 +229,7 @@ class LogitBias:
             "additionalProperties": Number(-100.0, 100.0).schema(),
             "propertyNames": {"pattern": "^[0-9]{1,10}$"},
         }
-        return _documented(schema, self.doc)
+        return documented(schema, self.doc)
 
 
 @dataclass(frozen=True, slots=True)
@@ -246,22 +246,7 @@ class Object:
         return check_fields(value, self.fields, self.required, path)
 
     def schema(self) -> Schema:
-        return _documented(object_schema(self.fields, self.required), self.doc)
-
-
-@dataclass(frozen=True, slots=True)
-class AnyObject:
-    """An object with whatever in it."""
-
-    doc: str = ""
-
-    def check(self, value: Json, path: str) -> dict[str, Json]:
-        if not isinstance(value, dict):
-            raise wrong_type(path, "an object", value)
-        return value
-
-    def schema(self) -> Schema:
-        return _documented({"type": "object"}, self.doc)
+        return documented(object_schema(self.fields, self.required), self.doc)
 
 
 @dataclass(frozen=True, slots=True)
@@ -283,12 +268,25 @@ class StopStrings:
     def schema(self) -> Schema:
         item = String(1, self.longest)
         schemas = [item.schema(), ListOf(item, 0, self.most).schema()]
-        return _documented({"anyOf": schemas}, self.doc)
+        return documented({"anyOf": schemas}, self.doc)
+
+
+@dataclass(frozen=True, slots=True)
+class Ignored:
+    """A field that is checked and then has no effect, as in vLLM."""
+
+    kind: Kind
+
+    def check(self, value: Json, path: str) -> Json:
+        return self.kind.check(value, path)
+
+    def schema(self) -> Schema:
+        return {**self.kind.schema(), "description": "Accepted and ignored."}
 
 
 @dataclass(frozen=True, slots=True)
 class Unsupported:
-    """A field of OpenAI's that asks for something Millrace does not do.
+    """A field of OpenAI's or vLLM's that asks for something Millrace does not do.
 
     Values in `harmless` ask for nothing and are let through.
     """
@@ -298,7 +296,8 @@ class Unsupported:
     def check(self, value: Json, path: str) -> Json:
         if any(type(value) is type(asked) and value == asked for asked in self.harmless):
             return value
-        raise bad_field(path, "is not supported by this server.", "unsupported_parameter")
+        message = f"is not supported by this server, got {shown(value)}."
+        raise bad_field(path, message, "unsupported_parameter")
 
     def schema(self) -> Schema:
         return {"enum": [None, *self.harmless], "description": "Not supported."}
@@ -357,5 +356,5 @@ def _nullable(schema: Schema) -> Schema:
     return {"anyOf": [schema, {"type": "null"}]}
 
 
-def _documented(schema: Schema, doc: str) -> Schema:
+def documented(schema: Schema, doc: str) -> Schema:
     return {**schema, "description": doc} if doc else schema

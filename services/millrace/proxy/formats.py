@@ -58,13 +58,16 @@ class Format(Protocol):
     def text_frame(self, index: int) -> tuple[bytes, bytes]:
         """What goes before and after the JSON string of a chunk of plain text."""
 
-    def opening(self, index: int) -> bytes:
-        """The chunk before a choice's first text; empty where the API has none."""
+    def opening(self, index: int, extra: Json) -> bytes:
+        """The chunk before a choice's first text; empty where the API has none.
 
-    def piece(self, index: int, piece: Piece) -> bytes: ...
+        `extra` goes beside `choices`, here and in the other chunks.
+        """
+
+    def piece(self, index: int, piece: Piece, extra: Json) -> bytes: ...
 
     def closing(self, choice: Choice, extra: Json) -> bytes:
-        """The chunk with the choice's finish reason; `extra` goes beside `choices`."""
+        """The chunk with the choice's finish reason."""
 
     def usage(self, usage: Usage, extra: Json) -> bytes: ...
 
@@ -119,15 +122,16 @@ class ChatFormat:
     def text_frame(self, index: int) -> tuple[bytes, bytes]:
         return self._head.frame(self._CHUNK, _delta(index, {"content": _MARK}))
 
-    def opening(self, index: int) -> bytes:
-        return self._head.chunk(self._CHUNK, [_delta(index, {"role": "assistant", "content": ""})])
+    def opening(self, index: int, extra: Json) -> bytes:
+        opened = _delta(index, {"role": "assistant", "content": ""})
+        return self._head.chunk(self._CHUNK, [opened], extra)
 
-    def piece(self, index: int, piece: Piece) -> bytes:
+    def piece(self, index: int, piece: Piece, extra: Json) -> bytes:
         choice = _delta(index, {"content": piece.text})
         choice["logprobs"] = self._logprobs(piece.entries)
         if self._head.options.return_token_ids:
             choice["token_ids"] = piece.token_ids
-        return self._head.chunk(self._CHUNK, [choice])
+        return self._head.chunk(self._CHUNK, [choice], extra)
 
     def closing(self, choice: Choice, extra: Json) -> bytes:
         closed = _delta(choice.index, {})
@@ -195,15 +199,15 @@ class CompletionFormat:
     def text_frame(self, index: int) -> tuple[bytes, bytes]:
         return self._head.frame(self._KIND, _text_choice(index, _MARK))
 
-    def opening(self, index: int) -> bytes:
+    def opening(self, index: int, extra: Json) -> bytes:
         return b""
 
-    def piece(self, index: int, piece: Piece) -> bytes:
+    def piece(self, index: int, piece: Piece, extra: Json) -> bytes:
         choice = _text_choice(index, piece.text)
         choice["logprobs"] = self._logprobs(piece.entries)
         if self._head.options.return_token_ids:
             choice["token_ids"] = piece.token_ids
-        return self._head.chunk(self._KIND, [choice])
+        return self._head.chunk(self._KIND, [choice], extra)
 
     def closing(self, choice: Choice, extra: Json) -> bytes:
         closed = _text_choice(choice.index, "")

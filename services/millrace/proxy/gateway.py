@@ -14,6 +14,7 @@ from millrace.proxy.errors import ApiError, overloaded, unavailable
 from millrace.proxy.generation import Generation, Stage
 from millrace.proxy.metrics import ProxyMetrics
 from millrace.proxy.parking import LoadReport, Parking
+from millrace.proxy.prompts_ahead import PromptsAhead
 from millrace.proxy.records import Records
 from millrace.proxy.scheduler_link import SchedulerLink
 from millrace.proxy.token_links import TokenLinks
@@ -58,6 +59,8 @@ class Gateway:
         self._live: dict[str, Generation] = {}  # by the id that the services know
         self._scheduler = SchedulerLink(scheduler, life, self)
         self._tokens = TokenLinks(life, self)
+        self.prompts = PromptsAhead(self._scheduler.ask_progress)
+        self.on_progress = self.prompts.hear
         self._load = LoadReport(self._scheduler.report)
         self._parking = Parking(config, self._load.set)
         self._fleet_ready = False
@@ -100,6 +103,16 @@ class Gateway:
         """
         takes = self._fleet_ready or self._parking.is_open
         return self._scheduler.connected and takes and not self.draining
+
+    @property
+    def fleet_ready(self) -> bool:
+        """Whether the scheduler has said that its fleet takes requests."""
+        return self._fleet_ready
+
+    @property
+    def generations(self) -> list[Generation]:
+        """Of the requests that are open, in the order in which they came or were continued."""
+        return list(self._live.values())
 
     @property
     def inflight(self) -> int:
@@ -187,7 +200,8 @@ class Gateway:
             if again or generation.decode != decode:  # token one would come twice
                 self._lose(generation, ApiError(500, _LOST))
             else:
-                generation.predict(placed.predicted_ttft_s)
+                before_s = generation.submitted_at - generation.arrived_at
+                generation.predict(before_s + placed.predicted_ttft_s)
             return
         self._tokens.open(decode, placed.decode_address)
         generation.place(decode, placed.predicted_ttft_s, time.monotonic())

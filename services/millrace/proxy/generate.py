@@ -24,6 +24,7 @@ from millrace.proxy.objectives import Objectives, traceparent, wants_trace
 from millrace.proxy.options import Limits, Options
 from millrace.proxy.prefix import PromptHasher
 from millrace.proxy.prompts import EnginePrompt, PromptReader
+from millrace.proxy.prompts_ahead import PromptsAhead
 from millrace.proxy.reply import Reply, StreamReply, WholeReply
 from millrace.proxy.tokenizer import Tokenizer
 from millrace.proxy.validation import Bodies
@@ -87,7 +88,7 @@ class GenerateEndpoint:
             for generation in generations:
                 await self._gateway.submit(generation)
             if isinstance(reply, StreamReply):
-                return await _send_stream(reply, send, request_id)
+                return await _send_stream(reply, send, request_id, self._gateway.prompts)
             return await _send_whole(reply, send, request_id)
         finally:
             watch.cancel()
@@ -133,10 +134,12 @@ async def _send_whole(reply: WholeReply, send: Send, headers: Headers) -> int:
     return 200
 
 
-async def _send_stream(reply: StreamReply, send: Send, headers: Headers) -> int:
+async def _send_stream(
+    reply: StreamReply, send: Send, headers: Headers, prompts: PromptsAhead
+) -> int:
     """Sends whatever is ready in one piece. Raises ApiError while nothing was sent."""
     progress = reply.progress
-    keep_alive = _KeepAlive(reply)
+    keep_alive = _KeepAlive(reply, prompts)
     try:
         while not (data := reply.take()) and not progress.finished:
             await progress.signal.wait()
@@ -163,20 +166,27 @@ async def _send_stream(reply: StreamReply, send: Send, headers: Headers) -> int:
 class _KeepAlive:
     """Hands a comment to a stream that was silent for one to two intervals."""
 
-    def __init__(self, reply: StreamReply) -> None:
+    def __init__(self, reply: StreamReply, prompts: PromptsAhead) -> None:
         self._reply = reply
+        self._prompts = prompts
         self._loop = asyncio.get_running_loop()
         self._timer = self._loop.call_later(KEEPALIVE_S, self._tick)
+        self._speaking: asyncio.Task[None] | None = None
 
     def close(self) -> None:
         self._timer.cancel()
+        if self._speaking is not None:
+            self._speaking.cancel()
 
     def _tick(self) -> None:
-        if self._reply.silent:
-            waits = any(g.first_token_at is None for g in self._reply.progress.generations)
-            self._reply.comment(b"queued" if waits else b"waiting")
+        if self._reply.silent and (self._speaking is None or self._speaking.done()):
+            self._speaking = asyncio.create_task(self._speak())
         self._reply.silent = True
         self._timer = self._loop.call_later(KEEPALIVE_S, self._tick)
+
+    async def _speak(self) -> None:
+        said = await self._prompts.describe(self._reply.progress.generations)
+        self._reply.comment((said or "waiting").encode())
 
 
 async def _until_disconnect(receive: Receive) -> None:

@@ -194,12 +194,12 @@ class Generation:
     def place(self, decode: Life, predicted_ttft_s: float, now: float) -> None:
         self.stage, self.decode = Stage.PLACED, decode
         self.waiting_since = now
-        self.predict(predicted_ttft_s)
+        self.predict(now - self.arrived_at + predicted_ttft_s)
         if not self.has_begun:
             self.placed_at = now
 
     def predict(self, predicted_ttft_s: float) -> None:
-        """Takes the scheduler's word on token one, unless that came in an earlier life."""
+        """Notes when token one is to come, from arrival, unless it came in an earlier life."""
         if not self.spec.resumed_tokens:
             self.predicted_ttft_s = predicted_ttft_s
 

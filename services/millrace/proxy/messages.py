@@ -6,7 +6,8 @@ from dataclasses import dataclass
 
 from millrace.proxy.errors import bad_field, shown
 from millrace.proxy.fields import (
-    AnyObject,
+    Ignored,
+    Integer,
     Json,
     Kind,
     ListOf,
@@ -18,6 +19,7 @@ from millrace.proxy.fields import (
     object_schema,
     wrong_type,
 )
+from millrace.proxy.free_form import AnyObject, JsonText
 
 ROLES = ("system", "developer", "user", "assistant", "tool", "function")
 
@@ -25,10 +27,15 @@ _TOOL_CALL = Object(
     {
         "id": String(),
         "type": String(),
-        "function": Object({"name": String(), "arguments": String()}, ("name", "arguments")),
+        "index": Ignored(Integer(0, 2**31 - 1)),
+        "function": Object({"name": String(), "arguments": JsonText()}, ("name", "arguments")),
     },
     ("function",),
 )
+
+
+#: What Anthropic-minded clients put into a part of a message: prefix caching needs no marks here.
+_PART_EXTRAS: dict[str, Kind] = {"cache_control": Ignored(AnyObject())}
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,7 +52,8 @@ class Content:
         return "\n".join([_part(part, f"{path}[{i}]") for i, part in enumerate(value)])
 
     def schema(self) -> Schema:
-        part = object_schema({"type": _TextType(), "text": String()}, ("type", "text"))
+        fields: dict[str, Kind] = {"type": _TextType(), "text": String(), **_PART_EXTRAS}
+        part = object_schema(fields, ("type", "text"))
         return {"anyOf": [{"type": "string"}, {"type": "array", "minItems": 1, "items": part}]}
 
 
@@ -69,7 +77,7 @@ def _part(part: Json, path: str) -> str:
         raise wrong_type(path, "a content part", part)
     kind = _TextType().check(part.get("type"), f"{path}.type")
     name = "refusal" if kind == "refusal" else "text"
-    fields: dict[str, Kind] = {"type": _TextType(), name: String()}
+    fields: dict[str, Kind] = {"type": _TextType(), name: String(), **_PART_EXTRAS}
     return str(check_fields(part, fields, ("type", name), path)[name])
 
 
@@ -92,6 +100,7 @@ _FIELDS: dict[str, Kind] = {
     "name": String(),
     "refusal": String(),
     "reasoning_content": String(),
+    "reasoning": String(),
     "tool_calls": ListOf(_TOOL_CALL),
     "tool_call_id": String(),
     "function_call": AnyObject(),

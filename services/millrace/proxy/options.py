@@ -36,7 +36,7 @@ class Limits:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Sampling:
-    """How to draw tokens. `max_tokens` None: as many as there is room for."""
+    """How to draw tokens. `max_tokens` None: as many as there is room for; 0: see `scores_only`."""
 
     max_tokens: int | None
     min_tokens: int
@@ -61,6 +61,7 @@ class Options:
     choices: int = 1
     stream: bool = False
     include_usage: bool = False
+    continuous_usage: bool = False  # every chunk of a stream has the usage so far
     stop: tuple[str, ...] = ()
     include_stop: bool = False
     skip_special_tokens: bool = True
@@ -69,6 +70,15 @@ class Options:
     cache_prompt: bool = True
     cache_salt: str = ""
     max_tokens_field: str = "max_tokens"
+
+    @property
+    def scores_only(self) -> bool:
+        """The answer is the echoed prompt alone.
+
+        The engine samples a first token with every prefill: the proxy asks for it, shows nothing of
+        it and does not count it.
+        """
+        return self.sampling.max_tokens == 0
 
     @property
     def prompt_logprobs(self) -> int:
@@ -98,7 +108,7 @@ class Options:
                 f"context of {limits.context_tokens} tokens.",
                 "context_length_exceeded",
             )
-        return asked
+        return max(1, asked)
 
 
 def read_options(checked: Mapping[str, Any], limits: Limits, logprobs: int) -> Options:
@@ -111,12 +121,16 @@ def read_options(checked: Mapping[str, Any], limits: Limits, logprobs: int) -> O
     if "stream_options" in checked and not stream:
         raise bad_field("stream_options", "is only allowed when 'stream' is true.")
     stream_options = get("stream_options", {})
+    include_usage = stream_options.get("include_usage", False)
     field_name = "max_completion_tokens" if "max_completion_tokens" in checked else "max_tokens"
+    if get(field_name) == 0 and not get("echo", False):
+        raise bad_field(field_name, "must be at least 1 without 'echo', got 0.")
     return Options(
         sampling=_sampling(checked, limits, checked.get(field_name), logprobs),
         choices=choices,
         stream=stream,
-        include_usage=stream_options.get("include_usage", False),
+        include_usage=include_usage,
+        continuous_usage=include_usage and stream_options.get("continuous_usage_stats", False),
         stop=get("stop", ()),
         include_stop=get("include_stop_str_in_output", False),
         skip_special_tokens=get("skip_special_tokens", True),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import orjson
@@ -12,6 +13,7 @@ from millrace.proxy.choice import Choice, LogprobEntry, Piece
 from millrace.proxy.errors import ApiError
 from millrace.proxy.formats import DONE, Format, Usage, Whole
 from millrace.proxy.generation import Generation
+from millrace.proxy.options import Options
 
 Json = dict[str, Any]
 
@@ -77,6 +79,16 @@ class Progress:
             self.finished = True
             self.signal.wake()
 
+    def choice_usage(self, choice: Choice) -> Usage:
+        """What one choice has taken so far: its own prompt and its own tokens."""
+        first = self.generations[0]
+        generation = self.generations[choice.index // len(first.choices)]
+        return Usage(
+            prompt_tokens=generation.prompt_tokens,
+            completion_tokens=choice.token_count,
+            cached_tokens=generation.cached_tokens,
+        )
+
     def usage(self) -> Usage:
         return Usage(
             prompt_tokens=sum(g.prompt_tokens for g in self.generations),
@@ -93,6 +105,7 @@ class StreamReply:
     """Server-sent events. Whatever is ready goes out in one piece."""
 
     __slots__ = (
+        "_continuous_usage",
         "_format",
         "_frames",
         "_include_usage",
@@ -102,12 +115,13 @@ class StreamReply:
         "silent",
     )
 
-    def __init__(self, fmt: Format, choices: int, include_usage: bool, progress: Progress) -> None:
+    def __init__(self, fmt: Format, choices: int, options: Options, progress: Progress) -> None:
         """`choices`: of the whole response."""
         self._format = fmt
         self._frames: list[tuple[bytes, bytes] | None] = [None] * choices
         self._open_choices = choices
-        self._include_usage = include_usage
+        self._include_usage = options.include_usage
+        self._continuous_usage = options.continuous_usage
         self._out: list[bytes] = []
         #: Nothing was handed in since this was last set.
         self.silent = True
@@ -126,7 +140,10 @@ class StreamReply:
     def on_text(self, choice: Choice, text: str) -> None:
         self.silent = False
         frame = self._frames[choice.index] or self._open(choice)
-        if text:
+        if text and self._continuous_usage:
+            piece = Piece(text=text)
+            self._out.append(self._format.piece(choice.index, piece, self._usage_so_far(choice)))
+        elif text:
             self._out.append(frame[0] + orjson.dumps(text) + frame[1])
         if choice.finish_reason is not None:
             self._close(choice)
@@ -137,7 +154,7 @@ class StreamReply:
         if self._frames[choice.index] is None:
             self._open(choice)
         if piece.text or piece.entries or piece.token_ids:
-            self._out.append(self._format.piece(choice.index, piece))
+            self._out.append(self._format.piece(choice.index, piece, self._usage_so_far(choice)))
         if choice.finish_reason is not None:
             self._close(choice)
         self.progress.signal.wake()
@@ -145,7 +162,7 @@ class StreamReply:
     def echo(self, choice: Choice, piece: Piece) -> None:
         """The prompt, before the choice's own text."""
         self._open(choice)
-        self._out.append(self._format.piece(choice.index, piece))
+        self._out.append(self._format.piece(choice.index, piece, self._usage_so_far(choice)))
 
     def on_done(self, generation: Generation) -> None:
         self.progress.done()
@@ -157,7 +174,7 @@ class StreamReply:
 
     def _open(self, choice: Choice) -> tuple[bytes, bytes]:
         frame = self._frames[choice.index] = self._format.text_frame(choice.index)
-        if opening := self._format.opening(choice.index):
+        if opening := self._format.opening(choice.index, self._usage_at_start(choice)):
             self._out.append(opening)
         return frame
 
@@ -165,11 +182,24 @@ class StreamReply:
         self._open_choices -= 1
         last = self._open_choices == 0
         extra = self.progress.extra() if last else {}
+        so_far = self._usage_so_far(choice)
         if last and self._include_usage:
-            self._out.append(self._format.closing(choice, {}))
+            self._out.append(self._format.closing(choice, so_far))
             self._out.append(self._format.usage(self.progress.usage(), extra))
         else:
-            self._out.append(self._format.closing(choice, extra))
+            self._out.append(self._format.closing(choice, so_far | extra))
+
+    def _usage_so_far(self, choice: Choice) -> Json:
+        """What a chunk of this choice shows beside it."""
+        if not self._continuous_usage:
+            return {}
+        return {"usage": self.progress.choice_usage(choice).to_dict()}
+
+    def _usage_at_start(self, choice: Choice) -> Json:
+        """Beside the chunk that comes before a choice's first token."""
+        if not self._continuous_usage:
+            return {}
+        return {"usage": replace(self.progress.choice_usage(choice), completion_tokens=0).to_dict()}
 
 
 class WholeReply:

@@ -6,7 +6,7 @@ import asyncio
 import contextlib
 import logging
 import random
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Sequence
 from typing import Protocol
 
 import grpc
@@ -22,7 +22,12 @@ RETRY_MOST_S = 2.0
 #: Requests of one SubmitBatch: keeps a message far below the wire's bound.
 MAX_BATCH = 256
 
-Item = common_pb2.RequestSpec | scheduler_pb2.CancelRequest | scheduler_pb2.ProxyLoad
+Item = (
+    common_pb2.RequestSpec
+    | scheduler_pb2.CancelRequest
+    | scheduler_pb2.ProxyLoad
+    | scheduler_pb2.AskProgress
+)
 
 
 class SchedulerEvents(Protocol):
@@ -35,6 +40,8 @@ class SchedulerEvents(Protocol):
     def on_refused(self, refused: scheduler_pb2.Refused) -> None: ...
 
     def on_failed(self, failed: scheduler_pb2.Failed) -> None: ...
+
+    def on_progress(self, progress: scheduler_pb2.Progress, /) -> None: ...
 
     def on_fleet(self, fleet: scheduler_pb2.Fleet) -> None: ...
 
@@ -69,6 +76,11 @@ class SchedulerLink:
         """Queues word of how many requests wait here. Dropped without a connection."""
         if self.connected:
             self._queue(scheduler_pb2.ProxyLoad(parked_requests=parked))
+
+    def ask_progress(self, request_ids: Sequence[str]) -> None:
+        """Queues a question for how far prompts are. Dropped without a connection."""
+        if self.connected:
+            self._queue(scheduler_pb2.AskProgress(request_ids=request_ids))
 
     def _queue(self, item: Item) -> None:
         self._outbox.append(item)
@@ -140,6 +152,8 @@ class SchedulerLink:
                 events.on_refused(update.refused)
             case "failed":
                 events.on_failed(update.failed)
+            case "progress":
+                events.on_progress(update.progress)
             case "fleet":
                 self.connected = True
                 events.on_fleet(update.fleet)
@@ -168,6 +182,8 @@ def _messages(items: list[Item]) -> list[scheduler_pb2.ProxyMessage]:
             messages.append(scheduler_pb2.ProxyMessage(cancel=item))
         elif isinstance(item, scheduler_pb2.ProxyLoad):
             messages.append(scheduler_pb2.ProxyMessage(load=item))
+        elif isinstance(item, scheduler_pb2.AskProgress):
+            messages.append(scheduler_pb2.ProxyMessage(ask=item))
     if batch:
         messages.append(_submission(batch))
     return messages

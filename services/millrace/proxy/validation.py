@@ -1,8 +1,7 @@
 """Request bodies: the fields OpenAI's API knows, the common extensions, and what each may hold.
 
-The tables built here are also what the OpenAPI document shows. Fields that ask for nothing Millrace
-would have to do (user, metadata, store, ...) are accepted and ignored; fields that ask for what it
-can't do are refused by name.
+The tables built here are also what the OpenAPI document shows. Fields of other servers that clients
+send, and fields that Millrace can't serve, are in `compatibility`.
 """
 
 from __future__ import annotations
@@ -11,10 +10,11 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from millrace.proxy.compatibility import CHAT, COMPLETION, SHARED
 from millrace.proxy.errors import ApiError, bad_field, shown
 from millrace.proxy.fields import (
-    AnyObject,
     Boolean,
+    Ignored,
     Integer,
     Json,
     Kind,
@@ -32,6 +32,7 @@ from millrace.proxy.fields import (
     object_schema,
     wrong_type,
 )
+from millrace.proxy.free_form import AnyObject
 from millrace.proxy.messages import Messages
 from millrace.proxy.options import Limits, Options, read_options
 
@@ -120,7 +121,7 @@ class Bodies:
         self.limits = limits
         shared = _shared_fields(limits)
         self.chat: dict[str, Kind] = {**_chat_fields(limits), **shared}
-        self.completion: dict[str, Kind] = {**_completion_fields(limits), **shared}
+        self.completion: dict[str, Kind] = {**shared, **_completion_fields(limits)}
         self.tokenize: dict[str, Kind] = {
             "model": ModelName(limits.model),
             "prompt": String(1),
@@ -252,14 +253,19 @@ def _shared_fields(limits: Limits) -> dict[str, Kind]:
         "cache_salt": String(0, 256, "Prompts of other salts share nothing with this one."),
         "stream": Boolean("Answer as server-sent events."),
         "stream_options": Object(
-            {"include_usage": Boolean(), "include_obfuscation": Boolean("Ignored.")}
+            {
+                "include_usage": Boolean("A last chunk with the usage of all choices."),
+                "continuous_usage_stats": Boolean(
+                    "With include_usage: every chunk has its choice's usage so far."
+                ),
+                "include_obfuscation": Ignored(Boolean()),
+            }
         ),
-        "user": String(doc="Ignored."),
+        **SHARED,
     }
 
 
 def _chat_fields(limits: Limits) -> dict[str, Kind]:
-    ignored = "Accepted and ignored."
     tool = Object(
         {
             "type": String(),
@@ -285,30 +291,21 @@ def _chat_fields(limits: Limits) -> dict[str, Kind]:
             },
             ("type",),
         ),
-        "modalities": ListOf(OneOf(("text",)), 1),
         "tools": ListOf(tool, doc="Only together with tool_choice 'none'."),
-        "tool_choice": Unsupported(("none", "auto")),
-        "parallel_tool_calls": Boolean(ignored),
-        "functions": Unsupported(([],)),
-        "function_call": Unsupported(("none", "auto")),
-        "audio": Unsupported(),
-        "prediction": Unsupported(),
-        "web_search_options": Unsupported(),
-        "verbosity": Unsupported(("medium",)),
-        "metadata": AnyObject(ignored),
-        "store": Boolean(ignored),
-        "service_tier": OneOf(("auto", "default", "flex", "scale", "priority"), doc=ignored),
-        "prompt_cache_key": String(doc=ignored),
-        "prompt_cache_retention": String(doc=ignored),
-        "safety_identifier": String(doc=ignored),
+        **CHAT,
     }
 
 
 def _completion_fields(limits: Limits) -> dict[str, Kind]:
     return {
         "prompt": Prompts(limits.vocab_size, limits.context_tokens),
+        "max_tokens": Integer(
+            0,
+            limits.config.max_new_tokens,
+            "Tokens to generate at most; 0, with echo: the prompt alone is answered.",
+        ),
         "logprobs": Integer(0, limits.config.max_logprobs),
         "best_of": Integer(1, limits.config.max_choices, "Must equal n."),
         "echo": Boolean("Give the prompt back before the completion."),
-        "suffix": Unsupported(("",)),
+        **COMPLETION,
     }

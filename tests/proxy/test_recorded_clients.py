@@ -1,0 +1,61 @@
+"""What other people's clients send, posted to the proxy: the same status, and a whole answer.
+
+tests/clients captured these bodies from the clients themselves. Those of vllm_bench, aiperf and
+lm_eval were written down from their sources: vLLM and aiperf are too large to install here.
+"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import pytest_asyncio
+
+from support.gateway import MODEL, gateway
+
+DATA = Path(__file__).resolve().parents[1] / "data" / "clients"
+FILES = sorted(DATA.glob("*.json"))
+
+pytestmark = pytest.mark.asyncio(loop_scope="module")
+
+
+@pytest_asyncio.fixture(scope="module", loop_scope="module")
+async def stack(tmp_path_factory):
+    async with gateway(tmp_path_factory.mktemp("model")) as running:
+        yield running
+
+
+async def test_every_client_is_there():
+    names = {path.stem for path in FILES}
+    assert {"guidellm_chat", "litellm_sdk", "langchain_sdk", "llama_index_sdk"} <= names
+    assert {"vercel_openai", "vercel_openai_compatible", "vllm_bench", "aiperf"} <= names
+
+
+@pytest.mark.parametrize("path", FILES, ids=[path.stem for path in FILES])
+async def test_requests_of_a_client(stack, path):
+    requests = json.loads(path.read_text())
+    assert requests
+    for request in requests:
+        body = {**request["body"], "model": MODEL}
+        response = await stack.http.post(request["path"], json=body)
+        assert response.status_code == request["status"], response.text
+        if response.status_code != 200:
+            error = response.json()["error"]
+            wanted = "POST /v1/embeddings" if "embeddings" in request["path"] else "tool"
+            assert wanted in error["message"]
+        elif body.get("stream"):
+            check_stream(response.text, body.get("stream_options") or {})
+        else:
+            assert all(choice["finish_reason"] for choice in response.json()["choices"])
+
+
+def check_stream(text: str, options: dict) -> None:
+    lines = [line.removeprefix("data: ") for line in text.split("\n\n") if line]
+    assert lines[-1] == "[DONE]"
+    chunks = [json.loads(line) for line in lines[:-1]]
+    if options.get("include_usage"):
+        assert chunks[-1]["choices"] == []
+        assert chunks[-1]["usage"]["completion_tokens"] > 0
+    if options.get("continuous_usage_stats"):
+        assert all(chunk["usage"] for chunk in chunks)
