@@ -111,10 +111,11 @@ async def test_a_prompt_that_yields_to_others_goes_on_where_it_stopped() -> None
         scheduler=SchedulerConfig(heartbeat_s=0.1, lease_s=0.5, policy="edf"),
     )
     async with mixed_instance(settings) as mixed:
-        await mixed.ask("late", 900, slo=common_pb2.Slo(ttft_s=100.0))
-        await eventually(lambda: any(plan.shares for plan in mixed.plans))
-        await mixed.ask("soon", 60, slo=common_pb2.Slo(ttft_s=1.0))
-        assert await mixed.answer("soon") == oracle("llama").greedy(prompt(60), 8)
+        with mixed.slowed(0.05):
+            await mixed.ask("late", 900, slo=common_pb2.Slo(ttft_s=100.0))
+            await eventually(lambda: any(plan.shares for plan in mixed.plans))
+            await mixed.ask("soon", 60, slo=common_pb2.Slo(ttft_s=1.0))
+            assert await mixed.answer("soon") == oracle("llama").greedy(prompt(60), 8)
         assert await mixed.answer("late") == oracle("llama").greedy(prompt(900), 8)
         names = [span.name for span in mixed.spans("late")]
         assert names[:5] == ["queued", "waiting", "chunk 0", "preempted", "chunk 1"]
@@ -223,7 +224,7 @@ async def test_what_prompts_have_in_common_is_computed_once() -> None:
     settings = mixed_config(SMALL_CHUNKS, prefix_block_tokens=16)
     common = prompt(70)
     async with mixed_instance(settings) as mixed:
-        cache = mixed.live.role._admissions.prefix_cache
+        cache = mixed.live.role.prefix_cache
         answers = []
         for name, ids in (("a", common), ("b", [*common[:64], 9, 8, 7]), ("c", common)):
             request = spec(name, len(ids))

@@ -3,6 +3,7 @@ a request at whatever stage.
 """
 
 import asyncio
+import threading
 from collections.abc import AsyncIterator
 from typing import Any
 
@@ -17,6 +18,7 @@ from millrace.state.store import StoreError
 from millrace.transfer.memory_transport import MemoryHub
 from millrace.wire.pb import common_pb2, scheduler_pb2
 from millrace.worker.gauges import add_gauges
+from support.deadlines import HANG_S
 from support.decode_pair import Pair, live_pair
 from support.live_stack import eventually
 from support.tiny_models import oracle, prompt
@@ -100,15 +102,26 @@ async def test_some_choices_end_with_their_first_token(pair: Pair) -> None:
     assert len(ids) % 16
 
 
-async def test_a_request_waits_until_the_batch_has_room_for_all_choices(pair: Pair) -> None:
+async def test_a_request_waits_until_the_batch_has_room_for_all_choices(
+    pair: Pair, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    runner, go_on = pair.decode.engine.runner, threading.Event()
+    decode = runner.decode
+
+    def held(*arguments: Any) -> Any:
+        assert go_on.wait(HANG_S)
+        return decode(*arguments)
+
+    monkeypatch.setattr(runner, "decode", held)
     await pair.ask("three", 20, n=3, max_tokens=200)
     await pair.decode.said("decode_started", "three")
     await pair.ask("four", 20, n=4)
     await asyncio.sleep(0.1)
     assert "decode_started" not in pair.decode.kinds("four")
     pair.decode.cancel("three")
+    go_on.set()
 
-    await pair.decode.said("decode_started", "four", 5)
+    await pair.decode.said("decode_started", "four")
     await pair.decode.said("request_finished", "four")
 
 
@@ -304,7 +317,7 @@ async def test_what_streams_when_the_instance_lets_go_of_it_moves(
     pair: Pair, dropped: bool
 ) -> None:
     await one_streams_and_one_waits(pair)
-    async with asyncio.timeout(2):
+    async with asyncio.timeout(HANG_S):
         if dropped:
             await pair.decode.role.drop_all("the scheduler is gone")
         else:
@@ -353,7 +366,7 @@ async def test_a_stream_whose_kv_never_comes_moves(pair: Pair) -> None:
         await go_on.wait()
         raise StoreError("no server")
 
-    found = pair.decode.role._context.store.prompt_ids
+    found = pair.store.prompt_ids
     request = spec("r", 20, repetition_penalty=1.2)
     await remember(pair.store, request, prompt(20))
     pair.store.prompt_ids = fail  # type: ignore[method-assign]
@@ -417,6 +430,6 @@ async def test_a_failing_step_ends_the_role(monkeypatch: pytest.MonkeyPatch) -> 
         decode.role.on_command(admit_decode(request))
         prefill.role.on_command(run_prefill(request, decode.member))
         with pytest.raises(RuntimeError, match="the device is gone"):
-            async with asyncio.timeout(5):
+            async with asyncio.timeout(HANG_S):
                 await decode.ended()
         await decode.close()

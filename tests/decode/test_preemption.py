@@ -323,4 +323,4 @@ class Churn(RuleBasedStateMachine):
 
 
 TestChurn = Churn.TestCase
-TestChurn.settings = settings(max_examples=20, stateful_step_count=30, deadline=None)
+TestChurn.settings = settings(max_examples=20, stateful_step_count=30)

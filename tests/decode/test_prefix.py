@@ -22,7 +22,7 @@ async def pair() -> AsyncIterator[PrefixPair]:
 def used_pages(pair: PrefixPair) -> int:
     """Of requests at decode, beside what the instance takes for itself."""
     role = pair.decode.role
-    return pair.decode.engine.pool.used_pages - len(role._admissions.spread.spill_pages)
+    return pair.decode.engine.pool.used_pages - role.num_spill_pages
 
 
 def forget(pair: PrefixPair) -> None:
@@ -91,7 +91,7 @@ async def test_several_requests_share_pages_at_once(pair: PrefixPair) -> None:
     for i in range(3):
         pair.send(await pair.request(f"r{i}", ids, max_tokens=40), kept=192)
     assert used_pages(pair) == 12 + 3 * 3
-    pair.decode.role._admissions.receiver.check_integrity()
+    pair.decode.role.prefix_cache.check_integrity()
     for i in range(3):
         await pair.over(f"r{i}")
         assert pair.tokens[f"r{i}", 0] == expected
@@ -119,7 +119,7 @@ async def test_no_room_for_the_rest_gives_back_what_was_taken(pair: PrefixPair) 
     await pair.answer("first", ids)
     pool = pair.decode.engine.pool
     request = await pair.request("r", ids)
-    taken = pair.decode.role._admissions.prefixes.cache.take(request.prefix_hashes[:3])
+    taken = pair.decode.role.prefix_cache.take(request.prefix_hashes[:3])
     held = pool.allocate(pool.free_pages)
     pool.free(taken)
     admit = admit_decode(request)

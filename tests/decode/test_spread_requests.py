@@ -43,7 +43,7 @@ class Spread:
         """Of each holder, but for what it takes for itself."""
         return [
             len([p for p in range(h.engine.pool.num_pages) if h.engine.pool.references(p)])
-            - (len(h.role._admissions.spread.spill_pages) if h.role.name == "decode" else 0)
+            - (h.role.num_spill_pages if h.role.name == "decode" else 0)
             for h in self.holders
         ]
 

@@ -21,6 +21,7 @@ from millrace.transfer.memory_transport import MemoryHub, MemoryTransport
 from millrace.wire.kvp_peer import Attachment, GrpcKvpPeer, KvpPeers
 from millrace.worker.host import WorkerContext
 from millrace.worker.shard_host import MAX_ROWS
+from support.deadlines import HANG_S
 from support.live_stack import eventually
 from support.worker_roles import LiveRole, config, live_roles
 
@@ -59,10 +60,10 @@ class Scene:
         )
 
     async def attach(self, **changes: Any) -> Attachment:
-        return await self.peer.attach(replace(self.attach_ask, **changes), timeout_s=5)
+        return await self.peer.attach(replace(self.attach_ask, **changes), timeout_s=HANG_S)
 
     async def hold(self, **changes: Any) -> Any:
-        return await self.peer.hold(replace(self.hold_ask, **changes), timeout_s=5)
+        return await self.peer.hold(replace(self.hold_ask, **changes), timeout_s=HANG_S)
 
     @property
     def used_pages(self) -> int:

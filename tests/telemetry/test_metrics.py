@@ -13,6 +13,7 @@ from prometheus_client.parser import text_string_to_metric_families
 from millrace.core.errors import MillraceError
 from millrace.telemetry import metrics
 from millrace.telemetry.metrics import MetricsServer, Registry, serve_metrics
+from support.deadlines import HANG_S
 
 
 class Readiness:
@@ -136,7 +137,7 @@ async def test_a_silent_client_is_dropped(
 ) -> None:
     monkeypatch.setattr(metrics, "REQUEST_TIMEOUT_S", 0.1)
     server, _, _ = endpoint
-    async with asyncio.timeout(5):
+    async with asyncio.timeout(HANG_S):
         assert await exchange(server.port, b"GET /health HTTP/1.1\r\n") == b""
 
 
@@ -163,7 +164,7 @@ async def test_close_drops_open_connections() -> None:
     reader, writer = await asyncio.open_connection("127.0.0.1", server.port)
     writer.write(b"GET")
     await writer.drain()
-    async with asyncio.timeout(2):
+    async with asyncio.timeout(HANG_S):
         await server.close()
         with contextlib.suppress(ConnectionResetError):
             assert await reader.read() == b""

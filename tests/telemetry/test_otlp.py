@@ -13,6 +13,7 @@ from millrace.core.config import TelemetryConfig
 from millrace.core.span import Span
 from millrace.telemetry.otlp import NoTraces, open_traces
 from millrace.telemetry.trace import Waterfall
+from support.deadlines import HANG_S
 
 TRACE_ID = "4bf92f3577b34da6a3ce929d0e0e4736"
 PARENT_ID = "00f067aa0ba902b7"
@@ -109,7 +110,7 @@ async def test_a_collector_that_is_down_holds_nothing_up() -> None:
     traces = open_traces(TelemetryConfig(otlp_endpoint="127.0.0.1:1"), "proxy-0")
     for _ in range(100):
         traces.export(WATERFALL)
-    async with asyncio.timeout(10):
+    async with asyncio.timeout(HANG_S):
         await asyncio.to_thread(traces.close)
 
 

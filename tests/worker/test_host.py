@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import os
+import signal
 import socket
 import threading
 from collections.abc import AsyncIterator
@@ -11,20 +13,24 @@ from typing import Any
 
 import httpx
 import pytest
+import torch
 
 from millrace.core.config import Config, EngineConfig, TelemetryConfig
+from millrace.core.errors import ConfigError
 from millrace.decode.loop import DecodeRole
 from millrace.prefill.loop import PrefillRole
+from millrace.transfer.peers import PeerMetadata
+from millrace.transfer.probe import End, ProbeDiedError
+from millrace.transfer.probe_process import ProbeServer
 from millrace.wire.address import host_port
 from millrace.wire.pb import scheduler_pb2
 from millrace.worker import host as host_module
 from millrace.worker import kv_path as kv_path_module
 from millrace.worker.host import WorkerOptions, serve_worker
+from support.deadlines import HANG_S
 from support.live_stack import eventually
 from support.scheduler_peers import Net, scheduler
 from support.tiny_models import model_folder
-
-WAIT_S = 30.0
 
 
 def free_port(host: str) -> int:
@@ -62,20 +68,20 @@ class Worker:
 
     async def get(self, path: str) -> int:
         """The status of a GET; 0 while nobody answers."""
-        async with httpx.AsyncClient(timeout=WAIT_S) as client:
+        async with httpx.AsyncClient(timeout=HANG_S) as client:
             try:
                 return (await client.get(f"{self.metrics}{path}")).status_code
             except httpx.TransportError:
                 return 0
 
     async def metric(self, name: str) -> float:
-        async with httpx.AsyncClient(timeout=WAIT_S) as client:
+        async with httpx.AsyncClient(timeout=HANG_S) as client:
             text = (await client.get(f"{self.metrics}/metrics")).text
         return float(next(line for line in text.splitlines() if line.startswith(name)).split()[-1])
 
     async def serving(self) -> Worker:
         await asyncio.wait(
-            [self.task, self.port], timeout=WAIT_S, return_when=asyncio.FIRST_COMPLETED
+            [self.task, self.port], timeout=HANG_S, return_when=asyncio.FIRST_COMPLETED
         )
         if self.task.done():
             await self.task
@@ -93,7 +99,7 @@ async def worker(role: str, net: Net, monkeypatch: Any, **options: Any) -> Async
         yield made
     finally:
         made.stop.set()
-        await asyncio.wait_for(made.task, WAIT_S)
+        await asyncio.wait_for(made.task, HANG_S)
 
 
 async def instances(net: Net) -> dict[str, scheduler_pb2.InstanceStatus]:
@@ -106,12 +112,12 @@ async def test_health_answers_while_weights_load_and_ready_waits_for_all(monkeyp
 
     def slow(*arguments: Any) -> Any:
         loads.set()
-        assert loaded.wait(WAIT_S)
+        assert loaded.wait(HANG_S)
         return load(*arguments)
 
     monkeypatch.setattr(host_module, "open_for", slow)
     async with scheduler() as net, worker("decode", net, monkeypatch) as decode:
-        await asyncio.to_thread(loads.wait, WAIT_S)
+        await asyncio.to_thread(loads.wait, HANG_S)
         assert (await decode.get("/health"), await decode.get("/ready")) == (200, 503)
         assert not await instances(net)
         loaded.set()
@@ -119,7 +125,7 @@ async def test_health_answers_while_weights_load_and_ready_waits_for_all(monkeyp
         assert await decode.get("/ready") == 200
         assert await decode.metric('millrace_transfer_probe_seconds_count{of="loopback"}') == 1
         decode.stop.set()
-        await asyncio.wait_for(decode.task, WAIT_S)
+        await asyncio.wait_for(decode.task, HANG_S)
         assert not await instances(net)
 
 
@@ -129,7 +135,7 @@ async def test_it_registers_once_a_peer_passed_its_probe(monkeypatch, caplog) ->
     async with scheduler() as net, contextlib.AsyncExitStack() as stack:
         await net.worker("dead", address="127.0.0.1:1")
         prefill = await stack.enter_async_context(worker("prefill", net, monkeypatch))
-        await eventually(lambda: "not ready: KV can't travel" in caplog.text, WAIT_S)
+        await eventually(lambda: "not ready: KV can't travel" in caplog.text, HANG_S)
         assert (await prefill.get("/health"), await prefill.get("/ready")) == (200, 503)
         assert sorted(await instances(net)) == ["dead"]
         decode = await stack.enter_async_context(worker("decode", net, monkeypatch))
@@ -140,11 +146,33 @@ async def test_it_registers_once_a_peer_passed_its_probe(monkeypatch, caplog) ->
         assert sorted(await instances(net)) == ["dead", "decode-0", "prefill-0"]
 
 
+async def test_a_crash_in_its_own_probe_does_not_end_it(monkeypatch, caplog) -> None:
+    open_end, died = ProbeServer.open_end, list[int]()
+
+    @contextlib.asynccontextmanager
+    async def fatal(server: ProbeServer, *arguments: Any) -> AsyncIterator[End]:
+        async with open_end(server, *arguments) as end:
+            if not died:
+                died.append(PeerMetadata.decode(end.metadata).process.pid)
+                os.kill(died[0], signal.SIGABRT)
+                with pytest.raises(ProbeDiedError):  # once it is dead
+                    await end.exchange(end.metadata, 0, HANG_S)
+            yield end
+
+    monkeypatch.setattr(ProbeServer, "open_end", fatal)
+    async with scheduler() as net, worker("decode", net, monkeypatch) as decode:
+        await decode.serving()
+        assert await decode.get("/ready") == 200
+        assert await decode.metric('millrace_transfer_probe_seconds_count{of="loopback"}') == 1
+    assert died and died != [os.getpid()]
+    assert "the probe's process was ended" in caplog.text
+
+
 async def test_one_that_never_got_ready_ends_at_once(monkeypatch, caplog) -> None:
     async with scheduler() as net:
         await net.worker("dead", address="127.0.0.1:1")
         async with worker("prefill", net, monkeypatch):
-            await eventually(lambda: "not ready: KV can't travel" in caplog.text, WAIT_S)
+            await eventually(lambda: "not ready: KV can't travel" in caplog.text, HANG_S)
 
 
 async def test_over_ipv6_addresses_have_brackets_and_kv_travels(monkeypatch, caplog) -> None:
@@ -173,3 +201,17 @@ async def test_the_revision_is_part_of_what_names_the_weights(monkeypatch) -> No
                 await decode.serving()
     plain, revised = (message.model_hash for message in seen)
     assert plain and revised == f"{plain}@r2"
+
+
+def test_ranks_on_gpus_are_refused_before_anything_is_loaded(monkeypatch) -> None:
+    monkeypatch.setattr(host_module, "resolve_device", lambda name: torch.device("cuda:0"))
+    monkeypatch.setattr(host_module, "open_engines", lambda *_, **__: pytest.fail("it loads"))
+    options = WorkerOptions(model="none", model_name="none", scheduler="127.0.0.1:1")
+    config = Config(engine=EngineConfig(tensor_parallel=8))
+    with pytest.raises(ConfigError, match=r"engine\.tensor_parallel is 8 on cuda:0; .* must be 1"):
+        host_module.open_for(options, config, 1)
+
+
+def test_ranks_on_cpus_and_one_rank_on_a_gpu_are_not() -> None:
+    for ranks, device in ((1, "cuda:0"), (8, "cpu")):
+        host_module.check_transferable(EngineConfig(tensor_parallel=ranks), torch.device(device))

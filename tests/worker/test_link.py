@@ -11,6 +11,7 @@ from millrace.wire.pb import scheduler_pb2, scheduler_pb2_grpc
 from millrace.wire.server import bind, create_server
 from millrace.worker import link as link_module
 from millrace.worker.link import WorkerLink, request_released
+from support.deadlines import HANG_S
 from support.live_stack import eventually
 
 
@@ -114,7 +115,7 @@ async def worker(net: Net) -> AsyncIterator[Worker]:
     yield made
     made.drop.set()
     made.link.close()
-    async with asyncio.timeout(5):
+    async with asyncio.timeout(HANG_S):
         await made.running
 
 
@@ -127,7 +128,7 @@ def released(messages: list[scheduler_pb2.WorkerMessage]) -> list[str]:
 
 
 async def connected(worker: Worker) -> None:
-    async with asyncio.timeout(5):
+    async with asyncio.timeout(HANG_S):
         await worker.link.connected.wait()
 
 
@@ -201,7 +202,7 @@ async def test_a_draining_worker_takes_no_more_commands(net: Net, worker: Worker
     worker.link.send(request_released("last"))
     worker.link.close()
 
-    async with asyncio.timeout(5):
+    async with asyncio.timeout(HANG_S):
         await worker.running
     assert worker.seen == ["register"]
     assert released(net.scheduler.streams[0]) == ["last"]
@@ -223,7 +224,7 @@ async def test_a_defect_in_a_command_ends_the_link(net: Net) -> None:
         on_lost=lost,
     )
     running = asyncio.create_task(link.run())
-    async with asyncio.timeout(5):
+    async with asyncio.timeout(HANG_S):
         await link.connected.wait()
         net.scheduler.say(cancel("r"))
         with pytest.raises(KeyError, match="r"):

@@ -22,6 +22,7 @@ from millrace.engine.assembly import Engine, open_engine
 from millrace.engine.fallen import EngineFallen
 from millrace.engine.model_runner import PrefillTask
 from millrace.worker.stages import open_staged_engine
+from support.deadlines import HANG_S
 from support.staged import FIVE_LAYERS
 from support.tiny_engine import Request, decode, prefill
 from support.tiny_models import prompt
@@ -48,7 +49,7 @@ def settings(stages: int, ranks: int = 1) -> EngineConfig:
 
 
 def assert_ended(pids: Sequence[int]) -> None:
-    deadline_s = time.monotonic() + 10
+    deadline_s = time.monotonic() + HANG_S
     while any(map(psutil.pid_exists, pids)) and time.monotonic() < deadline_s:
         time.sleep(0.05)
     assert not any(map(psutil.pid_exists, pids))

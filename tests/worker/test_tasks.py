@@ -1,10 +1,12 @@
 """Background tasks: none fails unheard."""
 
 import asyncio
+from types import SimpleNamespace
 
 import pytest
 
-from millrace.worker.tasks import Tasks
+from millrace.worker.tasks import Tasks, awaited_frames, place_of, stacks
+from support.deadlines import HANG_S
 
 
 async def test_the_first_failure_ends_the_watch() -> None:
@@ -20,7 +22,7 @@ async def test_the_first_failure_ends_the_watch() -> None:
     tasks.spawn(fail("second"))
 
     with pytest.raises(KeyError, match="first"):
-        async with asyncio.timeout(1):
+        async with asyncio.timeout(HANG_S):
             await watching
     await tasks.cancel()
 
@@ -52,3 +54,32 @@ async def test_cancel_waits_for_what_ends() -> None:
     await tasks.cancel()
 
     assert ended == [True]
+
+
+async def test_stacks_show_where_tasks_and_threads_wait() -> None:
+    never = asyncio.Event()
+
+    async def inner() -> None:
+        await never.wait()
+
+    async def outer() -> None:
+        await inner()
+
+    task = asyncio.create_task(outer(), name="the task")
+    await asyncio.sleep(0)
+    shown = stacks()
+    own = shown[shown.index("the task") :].splitlines()
+    assert [line.split()[-1] for line in own[1:4]] == ["outer", "inner", "wait"]
+    assert "thread MainThread" in shown and "test_stacks_show" in shown
+    task.cancel()
+
+
+async def test_stacks_of_compiled_frames_have_no_line() -> None:
+    """An event loop that is compiled shows such frames; the log must not fail on them."""
+
+    class Compiled:
+        cr_frame = SimpleNamespace(
+            f_code=SimpleNamespace(co_filename="loop.pyx", co_name="run"), f_lineno=None
+        )
+
+    assert [place_of(frame) for frame in awaited_frames(Compiled())] == ["  loop.pyx:None run"]

@@ -33,6 +33,7 @@ from millrace.decode.pace import TokenPace
 from millrace.decode.request import DecodeRequest
 from millrace.decode.servicer import DecodeServicer
 from millrace.decode.token_streams import life_of
+from millrace.engine.prefix_cache import PrefixCache
 from millrace.profiles import decode_step
 from millrace.transfer.receive_manager import ReceiveManager
 from millrace.wire.pb import scheduler_pb2
@@ -92,6 +93,15 @@ class MixedRole:
     def kv_region(self) -> int:
         return self._receiver.region
 
+    @property
+    def num_spill_pages(self) -> int:
+        """Pages of the pool that the instance takes for itself."""
+        return len(self._admissions.spread.spill_pages)
+
+    @property
+    def prefix_cache(self) -> PrefixCache:
+        return self._admissions.prefix_cache
+
     def attach(self, server: grpc.aio.Server) -> None:
         life = life_of(self._context.incarnation)
         DecodeServicer(self._answers.streams, life).add_to(server)
@@ -103,9 +113,9 @@ class MixedRole:
         register.max_batch = self._context.config.engine.max_batch
         step = DecodeStepTime.of(decode_step.of_profile(self._operators))
         register.decode_step.CopyFrom(decode_step_message(step))
-        register.kv_pages -= len(self._admissions.spread.spill_pages)
-        register.block_tokens = self._admissions.prefix_cache.block_tokens
-        self._admissions.prefix_cache.tell_all()
+        register.kv_pages -= self.num_spill_pages
+        register.block_tokens = self.prefix_cache.block_tokens
+        self.prefix_cache.tell_all()
 
     def counts(self) -> tuple[int, int]:
         running = self._book.counts()[0] + self._prompts.begun
@@ -118,7 +128,7 @@ class MixedRole:
             running=running,
             waiting=waiting,
             tbt_s=tbt_s,
-            cached=cached_blocks(self._admissions.prefix_cache),
+            cached=cached_blocks(self.prefix_cache),
         )
 
     def on_command(self, command: scheduler_pb2.WorkerCommand) -> None:
@@ -217,11 +227,11 @@ class MixedRole:
         await self.wait_idle()
 
     def check_integrity(self) -> None:
-        self._pool.check_integrity(expected_used=len(self._admissions.spread.spill_pages))
+        self._pool.check_integrity(expected_used=self.num_spill_pages)
         self._receiver.check_integrity()
         self._host.check_integrity()
         self._admissions.spread.check_integrity()
-        self._admissions.prefix_cache.check_integrity()
+        self.prefix_cache.check_integrity()
         self._compute.batch.check_integrity()
         self._prompts.check_integrity()
 

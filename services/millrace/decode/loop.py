@@ -55,7 +55,7 @@ class DecodeRole:
             context, self._book, self._answers, metrics, self._tasks, hosted
         )
         self._host = ShardHost(context, context.engine, hosted, self._admissions.receiver)
-        self._prefix_cache = self._admissions.prefixes.cache
+        self.prefix_cache = self._admissions.prefixes.cache
         self._running = Running(
             context, self._book, self._admissions, self._answers, metrics, self._tasks
         )
@@ -64,6 +64,11 @@ class DecodeRole:
     @property
     def kv_region(self) -> int:
         return self._admissions.receiver.region
+
+    @property
+    def num_spill_pages(self) -> int:
+        """Pages of the pool that the instance takes for itself."""
+        return len(self._admissions.spread.spill_pages)
 
     def attach(self, server: grpc.aio.Server) -> None:
         life = life_of(self._context.incarnation)
@@ -74,11 +79,11 @@ class DecodeRole:
     def fill_register(self, register: scheduler_pb2.Register) -> None:
         register.role = self.name
         register.max_batch = self._context.config.engine.max_batch
-        register.kv_pages -= len(self._admissions.spread.spill_pages)
+        register.kv_pages -= self.num_spill_pages
         if (step := self._context.decode_step) is not None:
             register.decode_step.CopyFrom(decode_step_message(step))
-        register.block_tokens = self._prefix_cache.block_tokens
-        self._prefix_cache.tell_all()
+        register.block_tokens = self.prefix_cache.block_tokens
+        self.prefix_cache.tell_all()
 
     def counts(self) -> tuple[int, int]:
         return self._book.counts()
@@ -90,7 +95,7 @@ class DecodeRole:
             running=running,
             waiting=waiting,
             tbt_s=tbt_s,
-            cached=cached_blocks(self._prefix_cache),
+            cached=cached_blocks(self.prefix_cache),
         )
 
     def on_command(self, command: scheduler_pb2.WorkerCommand) -> None:
@@ -145,8 +150,8 @@ class DecodeRole:
         await self.wait_idle()
 
     def check_integrity(self) -> None:
-        self._pool.check_integrity(expected_used=len(self._admissions.spread.spill_pages))
-        self._prefix_cache.check_integrity()
+        self._pool.check_integrity(expected_used=self.num_spill_pages)
+        self.prefix_cache.check_integrity()
         self._admissions.receiver.check_integrity()
         self._running.check_integrity()
         self._admissions.spread.check_integrity()

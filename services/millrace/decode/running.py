@@ -157,5 +157,7 @@ class Running:
         request.away_since_s = None
         request.first_step_s = request.clock.now_s()
         self._metrics.join_s.observe(request.first_step_s - request.first_token_s)
-        started = scheduler_pb2.DecodeStarted(request_id=request.id)
+        started = scheduler_pb2.DecodeStarted(
+            request_id=request.id, since_token_s=request.first_step_s - request.first_token_s
+        )
         self._send(scheduler_pb2.WorkerMessage(decode_started=started))

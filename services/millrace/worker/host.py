@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
-import os
 import platform
 import time
 import uuid
@@ -15,17 +14,16 @@ from functools import partial
 from typing import Protocol
 
 import grpc
+import torch
 
-from millrace.core.config import Config
+from millrace.core.config import Config, EngineConfig
 from millrace.core.decode_step import DecodeStepTime
 from millrace.core.errors import ConfigError, MillraceError
 from millrace.core.latency import SpLatency
-from millrace.engine.assembly import Engine, KvMemory, open_engines
+from millrace.engine.assembly import Engine, KvMemory, open_engines, resolve_device
 from millrace.state.open import open_store
 from millrace.state.store import RequestStore
 from millrace.telemetry.metrics import Registry
-from millrace.transfer.environment import transport_environment
-from millrace.transfer.nixl_transport import NixlTransport
 from millrace.transfer.transport import Transport
 from millrace.wire import scheduler_codec
 from millrace.wire.address import host_port
@@ -36,7 +34,8 @@ from millrace.worker.kv_path import KvPath
 from millrace.worker.latency import decode_step, prefill_latency
 from millrace.worker.link import WorkerLink
 from millrace.worker.stages import open_staged_engine
-from millrace.worker.tasks import first_of, stop_event
+from millrace.worker.tasks import first_of, stacks, stop_event
+from millrace.worker.transports import open_transport, set_environment
 from millrace.worker.vitals import Vitals, open_vitals
 from millrace.worker.watch import check_idle, watch
 
@@ -206,9 +205,7 @@ async def serve_instance(
     incarnation = common_pb2.Incarnation(id=instance_id, generation=time.time_ns())
     async with contextlib.AsyncExitStack() as stack:
         stack.callback(memory.close)
-        _set_environment(options.host)
-        transport = NixlTransport(transport_name(incarnation))
-        stack.push_async_callback(asyncio.to_thread, transport.close)
+        transport, probes = await open_transport(stack, options.host, incarnation, memory)
         store = open_store(config.store)
         stack.push_async_callback(store.close)
         loop = asyncio.get_running_loop()
@@ -225,12 +222,7 @@ async def serve_instance(
         )
         stack.push_async_callback(role.close)
         add_gauges(registry, role, memory)
-        kv_path = KvPath(
-            incarnation,
-            lambda name: NixlTransport(f"{transport.name}-{name}"),
-            memory.storage.device,
-            registry,
-        )
+        kv_path = KvPath(incarnation, probes.open_end, registry)
         server, health, port = await _start_server(role, kv_path, options)
         stack.push_async_callback(server.stop, grace=1)
 
@@ -293,19 +285,30 @@ async def _prove(
 
 def open_for(options: WorkerOptions, config: Config, count: int) -> list[Engine]:
     """`open_engines`, or an engine in stages, with its progress and its result in the log."""
+    check_transferable(config.engine, resolve_device(config.engine.device))
     stages, told = config.engine.stages, {"revision": options.revision}
     if stages > 1 and count > 1:
         raise ConfigError(
             f"engine.stages is {stages}; instances that share their weights can have 1"
         )
     if stages > 1:
-        _set_environment(options.host)
+        set_environment(options.host)
         progress = _log_progress()
         engines = [open_staged_engine(options.model, config.engine, options.host, progress, **told)]
     else:
         engines = open_engines(options.model, config.engine, count, _log_progress(), **told)
     log_memory("loaded", engines[0])
     return engines
+
+
+def check_transferable(config: EngineConfig, device: torch.device) -> None:
+    """Raises ConfigError where an instance's KV could not be transferred whole."""
+    if config.tensor_parallel > 1 and device.type != "cpu":
+        raise ConfigError(
+            f"engine.tensor_parallel is {config.tensor_parallel} on {device}; it must be 1 there: "
+            "only the KV of rank 0 could be transferred. What works: more instances, which "
+            "share long prompts (scheduler.planner=cdsp), or engine.device=cpu"
+        )
 
 
 def log_memory(done: str, memory: KvMemory) -> None:
@@ -320,17 +323,6 @@ def log_memory(done: str, memory: KvMemory) -> None:
         memory.layout.page_tokens,
         memory.backends,
     )
-
-
-def _set_environment(host: str) -> None:
-    """What transports read, where the user has set nothing else."""
-    for name, value in transport_environment(host).items():
-        os.environ.setdefault(name, value)
-
-
-def transport_name(incarnation: common_pb2.Incarnation) -> str:
-    """What a worker's life is called on the transport."""
-    return f"{incarnation.id}-{incarnation.generation}"
 
 
 def _log_progress() -> Callable[[float], None]:
@@ -370,6 +362,7 @@ async def _drain(role: Role, link: WorkerLink, timeout_s: float) -> None:
     try:
         await asyncio.wait_for(role.drop_all("the instance is shutting down"), DROP_TIMEOUT_S)
     except TimeoutError:
+        log.error("what the process still waits in:\n%s", stacks())
         raise MillraceError(
             f"requests still held memory {DROP_TIMEOUT_S:g} s after they were dropped"
         ) from None

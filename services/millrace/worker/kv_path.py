@@ -5,35 +5,40 @@ and then exchanges patterns with some of the instances that it will exchange KV 
 enough: a dead one must not keep a fleet from growing. Where all fail the instance does not
 register; it says whom it asked and what was wrong, and tries again. For others that start every
 instance answers probes at any time.
+
+The end that meets a peer lives in a process of its own, at the asker and at the one that is asked:
+a crash in the transport's library fails a probe and ends no instance.
 """
 
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import itertools
 import logging
 import random
 import time
-from collections.abc import AsyncIterator, Callable, Iterator
+from collections.abc import AsyncIterator, Iterator
 from contextlib import AbstractAsyncContextManager, contextmanager
 
 import grpc
 import torch
 
 from millrace.core.errors import TransferError
+from millrace.service import all_or_first_error
 from millrace.telemetry.metrics import Registry
+from millrace.transfer.byte_window import ByteWindow
 from millrace.transfer.probe import (
     PATTERN_BYTES,
-    ProbeEnd,
+    End,
+    OpenEnd,
     ProbeError,
-    probe_end,
     probe_loopback,
 )
 from millrace.transfer.transport import Transport
 from millrace.wire.channel import open_channel
 from millrace.wire.pb import common_pb2, transfer_pb2, transfer_pb2_grpc
 from millrace.wire.scheduler_client import InstanceView, SchedulerUnavailable, get_instances
-from millrace.worker.byte_window import ByteWindow
 
 log = logging.getLogger(__name__)
 
@@ -66,19 +71,14 @@ ProbeCall = grpc.aio.StreamStreamCall[transfer_pb2.ProbeRequest, transfer_pb2.Pr
 
 
 class KvPath(transfer_pb2_grpc.TransferProbeServicer):
-    """Of one instance. `open_transport` makes one more transport, under the name it is given."""
+    """Of one instance."""
 
     def __init__(
-        self,
-        incarnation: common_pb2.Incarnation,
-        open_transport: Callable[[str], Transport],
-        device: torch.device,
-        registry: Registry,
+        self, incarnation: common_pb2.Incarnation, open_end: OpenEnd, registry: Registry
     ) -> None:
-        """`device`: of the KV pool. Probes move its memory, since KV is what has to travel."""
+        """`open_end`: with memory of the kind that the KV pool has, since KV has to travel."""
         self._life = incarnation
-        self._open_transport = open_transport
-        self._device = device
+        self._open_end = open_end
         self._numbers = itertools.count(1)
         self._answers = asyncio.Semaphore(ANSWERS_AT_ONCE)
         self._seconds = registry.histogram(
@@ -97,14 +97,8 @@ class KvPath(transfer_pb2_grpc.TransferProbeServicer):
         `region`: of the pool `storage` at the `transport`. Raises TransferError.
         """
         with self._timed("loopback"):
-            await probe_loopback(
-                transport,
-                region,
-                ByteWindow(storage),
-                self._open_another,
-                self._buffer(),
-                EXCHANGE_TIMEOUT_S,
-            )
+            pool = ByteWindow(storage)
+            await probe_loopback(transport, region, pool, self._open_end, EXCHANGE_TIMEOUT_S)
 
     async def reach_peers(self, scheduler: str, role: str) -> None:
         """Returns once a peer has passed a probe, or there is none. Tries until then."""
@@ -147,7 +141,7 @@ class KvPath(transfer_pb2_grpc.TransferProbeServicer):
         """Asks the instance at `address`. Raises ProbeError, or TransferError."""
         over = asyncio.Event()
 
-        async def requests(end: ProbeEnd) -> AsyncIterator[transfer_pb2.ProbeRequest]:
+        async def requests(end: End) -> AsyncIterator[transfer_pb2.ProbeRequest]:
             yield transfer_pb2.ProbeRequest(asker=self._life, endpoint=_endpoint(end))
             await over.wait()
 
@@ -157,9 +151,11 @@ class KvPath(transfer_pb2_grpc.TransferProbeServicer):
                 call = stub.Probe(requests(end), timeout=PROBE_TIMEOUT_S)
                 try:
                     offer = (await _reply(call)).endpoint
-                    await asyncio.gather(
-                        end.exchange(offer.agent_metadata, offer.seed, EXCHANGE_TIMEOUT_S),
-                        _verdict(call),
+                    await all_or_first_error(
+                        [
+                            end.exchange(offer.agent_metadata, offer.seed, EXCHANGE_TIMEOUT_S),
+                            _verdict(call),
+                        ]
                     )
                     over.set()
                     await call.code()
@@ -173,31 +169,28 @@ class KvPath(transfer_pb2_grpc.TransferProbeServicer):
         self, request_iterator: AsyncIterator[transfer_pb2.ProbeRequest], context: ProbeContext
     ) -> AsyncIterator[transfer_pb2.ProbeReply]:
         """The other side of `_probe`: ends, with nothing left, when the asker ends its part."""
-        async with asyncio.timeout(PROBE_TIMEOUT_S):
+        async with asyncio.timeout(PROBE_TIMEOUT_S), contextlib.AsyncExitStack() as stack:
             request = await anext(request_iterator)
-            async with self._answers, self._end() as end:
-                yield transfer_pb2.ProbeReply(endpoint=_endpoint(end))
-                result = transfer_pb2.ProbeResult()
-                theirs = request.endpoint
-                try:
-                    await end.exchange(theirs.agent_metadata, theirs.seed, EXCHANGE_TIMEOUT_S)
-                except TransferError as error:
-                    log.warning("the KV path from %s, which starts: %s", request.asker.id, error)
-                    result.error = str(error)
-                yield transfer_pb2.ProbeReply(result=result)
-                async for _ in request_iterator:  # our end must last until the asker has checked
-                    pass
+            await stack.enter_async_context(self._answers)
+            try:
+                end = await stack.enter_async_context(self._end())
+            except TransferError as error:
+                log.warning("no end for the probe of %s: %s", request.asker.id, error)
+                await context.abort(grpc.StatusCode.UNAVAILABLE, str(error))
+            yield transfer_pb2.ProbeReply(endpoint=_endpoint(end))
+            result = transfer_pb2.ProbeResult()
+            theirs = request.endpoint
+            try:
+                await end.exchange(theirs.agent_metadata, theirs.seed, EXCHANGE_TIMEOUT_S)
+            except TransferError as error:
+                log.warning("the KV path from %s, which starts: %s", request.asker.id, error)
+                result.error = str(error)
+            yield transfer_pb2.ProbeReply(result=result)
+            async for _ in request_iterator:  # our end must last until the asker has checked
+                pass
 
-    def _end(self) -> AbstractAsyncContextManager[ProbeEnd]:
-        return probe_end(
-            self._open_another, self._buffer(), seed=random.getrandbits(64), size=PATTERN_BYTES
-        )
-
-    def _open_another(self) -> Transport:
-        return self._open_transport(f"probe-{next(self._numbers)}")
-
-    def _buffer(self) -> ByteWindow:
-        return ByteWindow(torch.zeros(2 * PATTERN_BYTES, dtype=torch.uint8, device=self._device))
+    def _end(self) -> AbstractAsyncContextManager[End]:
+        return self._open_end(f"probe-{next(self._numbers)}", random.getrandbits(64), PATTERN_BYTES)
 
     @contextmanager
     def _timed(self, of: str) -> Iterator[None]:
@@ -256,5 +249,5 @@ async def _verdict(call: ProbeCall) -> None:
         raise ProbeError(f"there, {error}")
 
 
-def _endpoint(end: ProbeEnd) -> transfer_pb2.ProbeEndpoint:
+def _endpoint(end: End) -> transfer_pb2.ProbeEndpoint:
     return transfer_pb2.ProbeEndpoint(agent_metadata=end.metadata, seed=end.seed)

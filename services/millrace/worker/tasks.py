@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import signal
-from collections.abc import Awaitable, Coroutine, Sequence
+import sys
+import threading
+from collections.abc import Awaitable, Coroutine, Iterator, Sequence
+from types import FrameType
 from typing import Any
 
 
@@ -69,3 +72,36 @@ async def first_of(
     for wait in waiting:
         if not wait.cancelled():
             wait.result()
+
+
+def stacks() -> str:
+    """Where every asyncio task and every thread of this process stands, for the log."""
+    lines = []
+    for task in asyncio.all_tasks():
+        lines.append(task.get_name())
+        lines += map(place_of, awaited_frames(task.get_coro()))
+    names = {thread.ident: thread.name for thread in threading.enumerate()}
+    for ident, top in sys._current_frames().items():
+        lines.append(f"thread {names.get(ident, ident)}")
+        frames: list[FrameType] = []
+        frame: FrameType | None = top
+        while frame is not None:
+            frames.append(frame)
+            frame = frame.f_back
+        lines += map(place_of, reversed(frames))
+    return "\n".join(lines)
+
+
+def awaited_frames(work: Any) -> Iterator[FrameType]:  # noqa: ANN401 - a coroutine, or what it awaits
+    """From a coroutine to what it awaits at last."""
+    while work is not None:
+        frame = getattr(work, "cr_frame", None) or getattr(work, "gi_frame", None)
+        if frame is not None:
+            yield frame
+        work = getattr(work, "cr_await", None) or getattr(work, "gi_yieldfrom", None)
+
+
+def place_of(frame: FrameType) -> str:
+    """File, line and function, for the log."""
+    # The frame of a compiled function has no line.
+    return f"  {frame.f_code.co_filename}:{frame.f_lineno} {frame.f_code.co_name}"
