@@ -15,6 +15,7 @@ from millrace.command_options import (
     Colocation,
     ConfigPath,
     DecodeSizes,
+    Devices,
     Host,
     JsonAnswer,
     KvpSize,
@@ -30,10 +31,20 @@ from millrace.command_options import (
     ScaleToZero,
     SchedulerAddress,
     Settings,
+    ShareDevices,
     Stages,
     with_stages,
 )
-from millrace.process import configure, leave_forks_alone, plain_errors, run_async, tell
+from millrace.help_text import show_help
+from millrace.process import (
+    configure,
+    leave_forks_alone,
+    plain_errors,
+    run_async,
+    tell,
+    usable_devices,
+)
+from millrace.shipped import SHIPPED_MODEL
 from millrace.worker_commands import register
 
 app = typer.Typer(
@@ -41,20 +52,44 @@ app = typer.Typer(
     help="Disaggregated LLM serving for mixed traffic: short chats and very long documents on one "
     "fleet. Times in option names: _s seconds, _ms milliseconds; sizes: bytes or tokens.",
     no_args_is_help=True,
+    rich_markup_mode=None,  # rich alone would take longer to load than all of our own
     pretty_exceptions_enable=False,
     add_completion=False,
 )
 bench = typer.Typer(
-    no_args_is_help=True, help="Measure: ratios taken in one run, JSON with --json PATH."
+    no_args_is_help=True,
+    rich_markup_mode=None,
+    help="Measure: ratios taken in one run, JSON with --json PATH.",
 )
 app.add_typer(bench, name="bench")
 sim = typer.Typer(
     no_args_is_help=True,
+    rich_markup_mode=None,
     help="Simulate: policies and planners on large clusters, on real traces or synthetic mixes.",
 )
 app.add_typer(sim, name="sim")
 
-SHIPPED_MODEL = Path(__file__).resolve().parents[2] / "models" / "millrace-tiny"
+#: Package data of the wheel; in the repository, a link to models/millrace-tiny.
+
+
+def _show_version(is_wanted: bool) -> None:
+    if is_wanted:
+        from millrace.version import version
+
+        print(f"millrace {version()}")
+        raise typer.Exit
+
+
+@app.callback()
+def common(
+    version: Annotated[
+        bool,
+        typer.Option(
+            "--version", callback=_show_version, is_eager=True, help="Show the version and exit."
+        ),
+    ] = False,
+) -> None:
+    pass
 
 
 @app.command()
@@ -126,6 +161,8 @@ def up(
     threads: Annotated[
         int, typer.Option("--threads", help="Compute threads an instance; 0: half the cores.")
     ] = 0,
+    devices: Devices = "",
+    share_devices: ShareDevices = False,
     no_profile: NoProfile = False,
     config: ConfigPath = None,
     settings: Settings = [],  # noqa: B006
@@ -152,27 +189,30 @@ def up(
     measures = not no_profile and tree.engine.profile == "auto" and tree.engine.stages == 1
     with plain_errors():
         sizes = parse_sizes({"prefill": prefill, "decode": decode}, autoscale=autoscale)
-    run_async(
-        run_until_stopped(
-            StackOptions(
-                model=model,
-                model_name=model_name,
-                prefill=sizes["prefill"][0],
-                decode=sizes["decode"][0],
-                colocated=colocated,
-                colocation=role,
-                kvp=kvp,
-                host=host,
-                port=port,
-                redis=redis,
-                threads=threads,
-                config=config,
-                settings=settings,
-                profile=tree.engine if measures else None,
-            ),
-            Scaling(sizes=sizes, config=tree.scaling, to_zero=scale_to_zero) if autoscale else None,
-        )
+    options = StackOptions(
+        model=model,
+        model_name=model_name,
+        prefill=sizes["prefill"][0],
+        decode=sizes["decode"][0],
+        colocated=colocated,
+        colocation=role,
+        kvp=kvp,
+        host=host,
+        port=port,
+        redis=redis,
+        threads=threads,
+        config=config,
+        settings=settings,
+        profile=tree.engine if measures else None,
+        devices=usable_devices(tree, devices),
+        devices_each=tree.engine.tensor_parallel * tree.engine.stages,
+        share_devices=share_devices,
+        most={role: most for role, (_, most) in sizes.items()} if autoscale else {},
     )
+    with plain_errors():
+        options.device_pool()
+    scaling = Scaling(sizes=sizes, config=tree.scaling, to_zero=scale_to_zero)
+    run_async(run_until_stopped(options, scaling if autoscale else None))
 
 
 @app.command()
@@ -337,6 +377,7 @@ BENCHMARKS = (
     "kernels",
     "long",
     "planner",
+    "predictions",
     "serve",
     "transfer",
 )
@@ -356,6 +397,8 @@ def main() -> None:
         _add_benchmarks(next(iter(sys.argv[2:]), ""))
     if "sim" in sys.argv[1:2]:
         importlib.import_module("millrace.sim.command").register(sim)
+    if "--help" in sys.argv[1:]:
+        show_help(app, sys.argv[1 : sys.argv.index("--help")])
     with plain_errors():
         app()
 

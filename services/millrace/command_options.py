@@ -93,6 +93,18 @@ KvpSize = Annotated[
     int,
     typer.Option("--kvp", min=0, help="KVP workers, which hold parts of long requests' KV."),
 ]
+Devices = Annotated[
+    str,
+    typer.Option(
+        "--devices",
+        metavar="0,1,...",
+        help="GPUs for the instances, one each. Default: all that are visible.",
+    ),
+]
+ShareDevices = Annotated[
+    bool,
+    typer.Option("--share-devices", help="Let instances share GPUs, and split their memory."),
+]
 Autoscale = Annotated[
     bool, typer.Option("--autoscale", help="Scale pools from LOW to HIGH with the load.")
 ]

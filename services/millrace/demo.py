@@ -13,6 +13,8 @@ from rich.live import Live
 from rich.table import Table
 
 from millrace.chat import delta_text, served_model, stream_chat
+from millrace.core.config import Config
+from millrace.process import usable_devices
 from millrace.stack import StackOptions
 from millrace.telemetry.trace import Waterfall
 from millrace.up import start_with_progress
@@ -46,7 +48,8 @@ class Answer:
 async def run(model: str) -> None:
     """Runs the demo. Raises MillraceError when the stack does not start or a request fails."""
     console = Console()
-    options = StackOptions(model=model, port=0)
+    devices = usable_devices(Config(), "")
+    options = StackOptions(model=model, port=0, devices=devices, share_devices=True)
     stack = await start_with_progress(options, console)
     try:
         names = ", ".join(stack.services)

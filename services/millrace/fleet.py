@@ -12,7 +12,7 @@ from rich.table import Table
 
 from millrace.core.load import FleetLoad
 from millrace.json_file import write_json
-from millrace.wire.scheduler_client import InstanceView, get_instances, get_load
+from millrace.wire.scheduler_client import InstanceView, get_instances, get_load, get_mechanisms
 
 #: Column and field of `PoolLoad`; docs/autoscaling.md says what each signal means.
 SIGNALS = (
@@ -27,12 +27,19 @@ SIGNALS = (
 async def show(address: str, json_path: Path | None) -> None:
     """Prints both tables. Raises MillraceError without a scheduler and for a bad path."""
     instances, load = await get_instances(address), await get_load(address)
+    in_force = await get_mechanisms(address)
     console = Console()
     console.print(_instances(instances))
     console.print(_pools(load))
+    for one in in_force:
+        console.print(str(one), markup=False, highlight=False, soft_wrap=True)
     console.print(f"{load.parked_requests} requests are parked at the proxies")
     if json_path is not None:
-        found = {"instances": [asdict(one) for one in instances], **asdict(load)}
+        found = {
+            "instances": [asdict(one) for one in instances],
+            "mechanisms": [asdict(one) for one in in_force],
+            **asdict(load),
+        }
         write_json(json_path, found)
 
 

@@ -3,19 +3,21 @@
 from __future__ import annotations
 
 import contextlib
+import json
 import logging
 import os
 import sys
 from collections.abc import Callable, Coroutine, Iterator
 from dataclasses import replace
 from pathlib import Path
+from typing import TYPE_CHECKING
 
-import orjson
 import typer
-import uvloop
 
-from millrace.core.config import Config, load_config
 from millrace.core.errors import MillraceError
+
+if TYPE_CHECKING:
+    from millrace.core.config import Config
 
 
 def configure(path: Path | None, settings: list[str], service: str) -> Config:
@@ -23,6 +25,7 @@ def configure(path: Path | None, settings: list[str], service: str) -> Config:
 
     The only reader of the environment.
     """
+    from millrace.core.config import load_config
     from millrace.telemetry.log import setup_logging
 
     with plain_errors():
@@ -55,6 +58,16 @@ def _environment() -> list[str]:
     ]
 
 
+def usable_devices(tree: Config, option: str) -> list[str]:
+    """The GPUs that a local stack's instances may use; `option`: what --devices says."""
+    from millrace.devices import device_names
+    from millrace.transfer.nixl_library import torch_cuda
+
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
+    with plain_errors():
+        return device_names(option, visible, device=tree.engine.device, torch_cuda=torch_cuda())
+
+
 def leave_forks_alone() -> None:
     """Before gRPC is imported. Our children run a program at once: what it does round a fork, and
     says of it each time, is for those that go on with its channels.
@@ -63,6 +76,8 @@ def leave_forks_alone() -> None:
 
 
 def run_async(work: Coroutine[None, None, None]) -> None:
+    import uvloop
+
     with plain_errors():
         uvloop.run(work)
 
@@ -84,7 +99,7 @@ def tell(fd: int | None) -> Callable[[int], None]:
 
     def write(port: int) -> None:
         if fd is not None:
-            os.write(fd, orjson.dumps({"port": port}) + b"\n")
+            os.write(fd, json.dumps({"port": port}).encode() + b"\n")
             os.close(fd)
 
     return write

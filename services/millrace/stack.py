@@ -17,7 +17,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from millrace.core.config import EngineConfig
-from millrace.core.errors import MillraceError
+from millrace.core.errors import ConfigError, MillraceError
+from millrace.devices import DevicePool
 from millrace.service import Service, StartupError, all_or_first_error
 from millrace.state.private_redis import PrivateRedis
 
@@ -59,11 +60,27 @@ class StackOptions:
     threads: int = 0
     start_timeout_s: float = 600.0
     profile: EngineConfig | None = None
+    devices: Sequence[str] = ()  # GPUs to give out to instances; none: they are not looked at
+    devices_each: int = 1
+    share_devices: bool = False
+    most: Mapping[str, int] = field(default_factory=dict)  # instances by role, where they scale
 
     @property
     def compute_threads(self) -> int:
         """Of each instance."""
         return self.threads or max(1, len(os.sched_getaffinity(0)) // 2)
+
+    @property
+    def group_sizes(self) -> tuple[int, ...]:
+        """Powers of two whose instances have the machine's cores to themselves; with GPUs none.
+
+        On devices of their own groups' times are estimated from those of one instance.
+        """
+        most = 0 if self.colocated else max(self.prefill, self.most.get("prefill", 0))
+        if self.devices:
+            return ()
+        most = min(most, len(os.sched_getaffinity(0)) // self.compute_threads)
+        return tuple(1 << power for power in range(1, most.bit_length()))
 
     @property
     def fleet(self) -> dict[str, int]:
@@ -82,7 +99,18 @@ class StackOptions:
     def engine_settings(self, role: str) -> list[str]:
         """What further configures the instances of a role."""
         own = self.role_settings.get(role, ())
+        if (share := self.device_pool().memory_share) < 1:
+            own = [f"engine.device_share={share:.4f}", *own]
         return _set(f"engine.threads={self.compute_threads}", *own)
+
+    def device_pool(self) -> DevicePool:
+        """Raises ConfigError when the devices do not suffice."""
+        return DevicePool(
+            self.devices,
+            {**self.fleet, **self.most},
+            each=self.devices_each,
+            shared=self.share_devices,
+        )
 
 
 class Stack:
@@ -96,6 +124,7 @@ class Stack:
         self, options: StackOptions, progress: Callable[[str], None] = lambda _: None
     ) -> None:
         self.options = options
+        self._devices = options.device_pool()
         self.directory = Path(tempfile.mkdtemp(prefix="millrace-"))
         self.services: dict[str, Service] = {}
         self._progress = progress
@@ -110,6 +139,11 @@ class Stack:
     def url(self) -> str:
         """The gateway's base URL."""
         return f"http://{self.options.host}:{self.services['proxy'].port}"
+
+    @property
+    def scheduler_address(self) -> str:
+        """Its gRPC address, host:port."""
+        return f"127.0.0.1:{self.services['scheduler'].port}"
 
     async def __aenter__(self) -> Stack:
         try:
@@ -134,10 +168,12 @@ class Stack:
         scheduler = self._service("scheduler", ["scheduler", *common, "--port", "0"])
         await scheduler.start(o.start_timeout_s)
         scheduler.arguments[scheduler.arguments.index("--port") + 1] = str(scheduler.port)
-        address = f"127.0.0.1:{scheduler.port}"
+        address = self.scheduler_address
         named = ["--model", o.model, *(["--model-name", o.model_name] if o.model_name else [])]
         peers = self._workers = [*common, *named, "--scheduler", address]
         workers = [self._instance(role) for role, count in o.fleet.items() for _ in range(count)]
+        for worker in workers:
+            self._give_devices(worker)
         proxy = self._service("proxy", ["proxy", *peers, "--host", o.host, "--port", str(o.port)])
         fleet = ", ".join(f"{count} {role}" for role, count in o.fleet.items())
         self._progress(f"loading {o.model}: {fleet}")
@@ -176,10 +212,12 @@ class Stack:
 
     async def _bring_up(self, service: Service) -> None:
         try:
+            await self._wait_for_devices(service)
             await service.start(self.options.start_timeout_s)
-        except (StartupError, OSError) as error:
+        except (StartupError, ConfigError, OSError) as error:
             log.warning("%s could not be started: %s", service.name, error)
             self.services.pop(service.name, None)
+            self._devices.give_back(service.name)
             return
         await self._keep(service)
 
@@ -187,6 +225,7 @@ class Stack:
         await _end([service])
         died = service.process is not None and service.process.returncode is not None
         await service.stop()
+        self._devices.give_back(service.name)
         if not died:  # by itself, which is nothing to complain of at the end
             self._unclean += _complaints([service])
 
@@ -200,6 +239,21 @@ class Stack:
 
     def _service(self, name: str, arguments: list[str]) -> Service:
         return self.supervise(Service(name, arguments, self.directory / f"{name}.log"))
+
+    def _give_devices(self, service: Service) -> None:
+        """Raises ConfigError when none are free."""
+        if names := self._devices.take(service.name):
+            service.environment = {"CUDA_VISIBLE_DEVICES": ",".join(names)}
+
+    async def _wait_for_devices(self, service: Service) -> None:
+        """Likewise, once no instance that leaves holds any."""
+        while True:
+            try:
+                return self._give_devices(service)
+            except ConfigError:
+                if not self._removals:
+                    raise
+            await asyncio.wait(self._removals, return_when=asyncio.FIRST_COMPLETED)
 
     async def _keep(self, service: Service) -> None:
         """Starts a service again when it dies by itself, after a pause that grows."""

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import importlib.util
 import signal
 from functools import partial
 from pathlib import Path
@@ -17,6 +18,9 @@ from millrace.profiler.first_start import profile_first
 from millrace.service import die_with_parent
 from millrace.stack import Stack, StackOptions
 from millrace.stack_scaling import Scaling, autoscaled
+from millrace.wire.scheduler_client import get_mechanisms
+
+CPP_MODULES = ("millrace_kernels._cpu", "millrace.core.planning._cdsp")
 
 
 async def run_until_stopped(options: StackOptions, scaling: Scaling | None = None) -> None:
@@ -35,6 +39,8 @@ async def run_until_stopped(options: StackOptions, scaling: Scaling | None = Non
         return
     stack = starting.result()
     try:
+        for one in await get_mechanisms(stack.scheduler_address):
+            console.print(str(one), markup=False, highlight=False, soft_wrap=True)
         print(usage(stack.url, options.model_name or Path(options.model).name))
         print(f"Logs: {stack.directory}. Ctrl-C stops everything.", flush=True)
         async with contextlib.AsyncExitStack() as around:
@@ -50,12 +56,39 @@ async def run_until_stopped(options: StackOptions, scaling: Scaling | None = Non
 
 async def start_with_progress(options: StackOptions, console: Console) -> Stack:
     """Starts a stack, saying what it does: a spinner on a terminal, lines elsewhere."""
-    if options.profile is not None:
-        arguments = [*options.common_arguments, *options.engine_settings("prefill")]
-        await profile_first(options.model, options.profile, arguments, die_with_parent)
+    if missing := missing_cpp():
+        console.print(
+            f"Warning: Millrace is installed without its C++ modules ({', '.join(missing)}): torch "
+            "and Python compute in their place, several times slower. Install a C++ compiler "
+            "(Debian: apt-get install g++ make), then install Millrace again.",
+            markup=False,
+            highlight=False,
+        )
+    await measure_first(options)
     with console.status("starting") as status:
         progress = status.update if console.is_terminal else console.print
         return await Stack(options, progress).__aenter__()
+
+
+async def measure_first(options: StackOptions, budget_s: float = 0.0) -> None:
+    """Measures the model as the stack's prefill instances compute, if that was never done.
+
+    budget_s: as `profile_first` has it.
+    """
+    if options.profile is not None:
+        await profile_first(
+            options.model,
+            options.profile,
+            [*options.common_arguments, *options.engine_settings("prefill")],
+            options.group_sizes,
+            die_with_parent,
+            budget_s=budget_s,
+        )
+
+
+def missing_cpp() -> list[str]:
+    """The C++ modules that this installation lacks: it was made without a compiler."""
+    return [name for name in CPP_MODULES if importlib.util.find_spec(name) is None]
 
 
 def usage(url: str, model_name: str) -> str:

@@ -9,7 +9,8 @@ import pytest
 import typer
 from rich.console import Console
 
-from millrace.bench import decode
+from millrace.bench import decode_run as decode
+from millrace.bench.decode import command
 from millrace.core.errors import MillraceError
 
 TINY = {
@@ -19,7 +20,7 @@ TINY = {
     "num_hidden_layers": 2,
     "num_attention_heads": 6,
     "num_key_value_heads": 2,
-    "max_position_embeddings": 1024,
+    "max_position_embeddings": 4096,
     "tie_word_embeddings": True,
 }
 
@@ -51,15 +52,35 @@ def test_costs_are_those_within_the_window():
     assert decode.costs_of(samples[:2], window) is None
 
 
+def test_answers_are_longer_by_what_the_last_prompt_takes():
+    first = [(1.0, 1), (1.5, 5)]  # 0.1 s a token
+    last = [(3.5, 1), (4.1, 2), (4.5, 3)]  # 0.2 s
+    assert decode.length_for([first, last], 100) == 133  # 1.3 times 25 steps
+    assert decode.length_for([first], 100) == 100
+    at_once = [(1.0, 16)], [(1.00105, 16)]  # no step is quicker than 0.1 ms
+    assert decode.length_for(at_once, 100) == 114
+
+
 async def test_a_whole_run(monkeypatch):
+    """Lengths and window are the test's own: on a slow machine the requests never overlap."""
+    generated = []
+
+    def window_of(streams, prompt_tokens):
+        generated.extend(sum(tokens for _, tokens in events) for events in streams)
+        start_s = min(events[0][0] for events in streams)
+        return decode.Window(
+            start_s=start_s, end_s=start_s + 2.0, tokens=80, context_tokens=[prompt_tokens] * 2
+        )
+
     monkeypatch.setattr(decode, "SAMPLE_EVERY_S", 0.02)
-    settings = decode.Settings(
-        batch=2, prompt_tokens=20, steps=100, rounds=1, threads=1, model=TINY
-    )
+    monkeypatch.setattr(decode, "length_for", lambda streams, steps: steps)
+    monkeypatch.setattr(decode, "window_of", window_of)
+    settings = decode.Settings(batch=2, prompt_tokens=20, steps=40, rounds=1, threads=1, model=TINY)
     report = await decode.run(settings)
+    assert generated == [40, 40]
     assert json.loads(json.dumps(report)) == report
     (found,) = report["rounds"]
-    assert found["stack_tokens_per_s"] > 0 and found["bare_tokens_per_s"] > 0
+    assert found["stack_tokens_per_s"] == 40.0 and found["bare_tokens_per_s"] > 0
     assert report["ratio"] == found["stack_tokens_per_s"] / found["bare_tokens_per_s"]
     console = Console(record=True, width=160, file=io.StringIO())
     console.print(decode.as_table(report))
@@ -68,4 +89,4 @@ async def test_a_whole_run(monkeypatch):
 
 def test_a_dtype_that_is_not_computed_in():
     with pytest.raises(typer.BadParameter, match="'float16' is none of"):
-        decode.command(dtype="float16")
+        command(dtype="float16")

@@ -12,7 +12,9 @@ import torch
 import typer
 from rich.console import Console
 
-from millrace.bench import engine
+from millrace.bench import engine_run as engine
+from millrace.bench.engine import command
+from millrace.bench.engine_report import as_table, draw
 from millrace.bench.llama_cpp import LlamaCppEngine, write_gguf
 from millrace.bench.machine_limits import gemm_flops_per_s, read_bytes_per_s
 from millrace.bench.model_costs import decode_step_bytes, prefill_flops
@@ -90,10 +92,10 @@ def test_a_whole_report(tmp_path, against):
     assert {call[1] for call in calls} == {8} and [call[0] for call in calls][-1] == 7
 
     console = Console(record=True, width=120, file=io.StringIO())
-    console.print(engine.as_table(report))
+    console.print(as_table(report))
     text = console.export_text()
     assert text.count("prefill ") == 4 and text.count("decode ") == 4
-    engine.draw(report, tmp_path / "ratios.png")
+    draw(report, tmp_path / "ratios.png")
     assert (tmp_path / "ratios.png").read_bytes().startswith(b"\x89PNG")
 
 
@@ -178,4 +180,4 @@ def test_costs_of_a_model_counted_by_hand():
 )
 def test_options_that_make_no_sense(arguments, message):
     with pytest.raises(typer.BadParameter, match=message):
-        engine.command(**arguments)
+        command(**arguments)

@@ -11,8 +11,10 @@ import torch
 import typer
 from rich.console import Console
 
-from millrace.bench import kernels
-from millrace.bench.kernel_case import KERNELS, Case, Sides, Sizes
+from millrace.bench import kernels_run as kernels
+from millrace.bench.choices import KERNELS
+from millrace.bench.kernel_case import Case, Sides, Sizes
+from millrace.bench.kernels import command
 from millrace.core.errors import MillraceError
 
 SETTINGS = kernels.Settings
@@ -145,7 +147,7 @@ def test_threads_are_put_back():
 def test_the_command_writes_both_files(tmp_path, capsys, monkeypatch):
     monkeypatch.setattr(kernels, "Settings", lambda **chosen: settings(**chosen))
     paths = {"json_path": tmp_path / "k.json", "plot": tmp_path / "k.png"}
-    kernels.command(only="merge, silu_mul", dtypes="float32", budget_s=0.001, **paths)
+    command(only="merge, silu_mul", dtypes="float32", budget_s=0.001, **paths)
     report = json.loads((tmp_path / "k.json").read_text())
     assert [result["kernel"] for result in report["results"]] == ["merge", "silu_mul"]
     assert (tmp_path / "k.png").exists() and "silu_mul" in capsys.readouterr().out
@@ -154,4 +156,4 @@ def test_the_command_writes_both_files(tmp_path, capsys, monkeypatch):
 @pytest.mark.parametrize("arguments", [{"only": "linear,other"}, {"dtypes": "other"}])
 def test_options_that_make_no_sense(arguments):
     with pytest.raises(typer.BadParameter, match="'other' is none of"):
-        kernels.command(**arguments)
+        command(**arguments)

@@ -179,7 +179,7 @@ def document(tmp_path: Path, *parts: str) -> Any:
 
 
 def test_mixed_batches_of_an_engine_from_end_to_end(tmp_path: Path) -> None:
-    found, said = document(tmp_path, *long_run.MIXED_PARTS)
+    found, said = document(tmp_path, *long_run.LONG_MIXED_PARTS)
     assert found["benchmark"] == "long" and 1 <= found["predictor"]["batches"] <= 4
     assert set(found["chunking"]["ways"]) == {
         "adaptive 64",
@@ -194,7 +194,7 @@ def test_mixed_batches_of_an_engine_from_end_to_end(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 def test_workers_over_nixl_from_end_to_end(tmp_path: Path) -> None:
-    pytest.importorskip("nixl_cu12", reason="KVP workers exchange over NIXL")
+    pytest.importorskip("nixl_cu13", reason="KVP workers exchange over NIXL")
     found, said = document(tmp_path, "kvp")
     assert [(row["context"], row["kvp"]) for row in found["kvp"]["token"]] == [(256, 1), (256, 2)]
     assert [row["workers"] for row in found["kvp"]["growth"]] == [1, 2]

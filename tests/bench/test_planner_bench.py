@@ -8,7 +8,8 @@ import json
 
 from rich.console import Console
 
-from millrace.bench import planner
+from millrace.bench import planner_run as planner
+from millrace.bench.planner import command
 
 
 def test_a_whole_report(tmp_path):
@@ -51,6 +52,6 @@ def test_the_collector_is_left_as_it_was():
 
 
 def test_the_command_writes_both_files(tmp_path, capsys):
-    planner.command(trials=2, passes=1, json_path=tmp_path / "p.json", plot=tmp_path / "p.png")
+    command(trials=2, passes=1, json_path=tmp_path / "p.json", plot=tmp_path / "p.png")
     assert len(json.loads((tmp_path / "p.json").read_text())["results"]) == 20
     assert (tmp_path / "p.png").exists() and "Microseconds" in capsys.readouterr().out

@@ -7,6 +7,7 @@ import json
 import socket
 import subprocess
 import sys
+import time
 from operator import itemgetter
 
 import pytest
@@ -19,6 +20,7 @@ from millrace.bench.serve import command
 from millrace.bench.sse_client import SseClient
 from millrace.core.errors import ConfigError
 from millrace.sim.workload import SloClass, TraceRow, WorkloadOptions, parse_lengths
+from support.deadlines import HANG_S
 from support.sse_server import SseServer, running
 
 SLO = SloClass(name="chat", ttft_s=0.5, tbt_s=0.1)
@@ -37,7 +39,7 @@ def workload(**settings):
     )
 
 
-async def measure(server, concurrency=2, timeout_s=5.0, warmup=0, **settings):
+async def measure(server, concurrency=2, timeout_s=HANG_S, warmup=0, **settings):
     options = ServeOptions(
         url=server.url,
         workload=workload(**settings),
@@ -50,13 +52,15 @@ async def measure(server, concurrency=2, timeout_s=5.0, warmup=0, **settings):
 
 async def test_known_timings_are_found():
     async with running(SseServer(ttft_s=0.08, tbt_s=0.03)) as server:
+        began_s = time.monotonic()
         records = await measure(server)
+        took_s = time.monotonic() - began_s
     report = summarise(records, [SLO])
     assert report.succeeded == 6
     assert not report.short_outputs
-    # Never early; how late depends on the machine's load.
-    assert all(0.075 <= record.ttft_s < 0.5 for record in records)
-    assert all(0.028 <= record.mean_tbt_s < 0.2 for record in records)
+    # Never early; how late depends on the machine's load: three after another on a connection.
+    assert all(record.ttft_s >= 0.075 and record.mean_tbt_s >= 0.028 for record in records)
+    assert sum(record.ttft_s + 4 * record.mean_tbt_s for record in records) <= 2 * took_s
     assert all(len(record.token_times_s) == 5 for record in records)
     assert report.total.e2e_ms.p50 >= 195
     assert server.most_at_once == 2
@@ -86,9 +90,18 @@ async def test_requests_are_exact_and_seeded():
 
 async def test_open_arrivals_do_not_wait_for_answers():
     rows = [TraceRow(arrival_s=0.02 * i, input_tokens=3, output_tokens=2) for i in range(8)]
-    async with running(SseServer(ttft_s=0.4, tbt_s=0.0)) as server:
+    async with running(SseServer(0.0, 0.0)) as server:
+        all_here = asyncio.Event()
+
+        async def when_all_are_here(exchange):
+            if server.at_once == 6:
+                all_here.set()
+            await all_here.wait()
+            await server.stream(exchange)
+
+        server.answer = when_all_are_here
         records = await measure(server, concurrency=None, trace=rows, input_tokens=None)
-    assert server.most_at_once == 6
+    assert not any(record.error for record in records)
     for record in records:
         assert record.due_s - 0.001 <= record.sent_s
     assert [record.input_tokens for record in records] == [3] * 6
@@ -97,7 +110,7 @@ async def test_open_arrivals_do_not_wait_for_answers():
 async def test_a_duration_ends_a_closed_loop():
     async with running(SseServer(0.02, 0.0)) as server:
         records = await measure(server, requests=None, duration_s=0.3)
-    assert 2 <= len(records) <= 40
+    assert 1 <= len(records) <= 40
 
 
 def refuse(status):
@@ -173,7 +186,7 @@ async def test_stopping_early_reports_what_ended():
         async def then_hang(exchange):
             if len(server.requests) > 4:
                 stop.set()
-                await asyncio.sleep(0.2)
+                await asyncio.Event().wait()
             await server.stream(exchange)
 
         server.answer = then_hang

@@ -19,8 +19,6 @@ from typing import Annotated
 
 import typer
 
-from millrace.bench.autoscale_report import draw, print_tables
-from millrace.bench.autoscale_run import Phase, Settings, run
 from millrace.bench.options import measure
 
 
@@ -51,6 +49,9 @@ def command(  # noqa: PLR0913 - every option of the command line is a parameter
     ] = None,
 ) -> None:
     """Autoscaling beside fixed sizes: SLO attainment and instance-seconds in calm and peak."""
+    from millrace.bench.autoscale_report import draw, print_tables
+    from millrace.bench.autoscale_run import Phase, Settings, run
+
     settings = Settings(
         phases=(
             Phase(name="calm", load=calm, seconds=calm_s),

@@ -18,15 +18,14 @@ from typing import Annotated
 
 import typer
 
-from millrace.bench.cdsp_report import draw, print_tables
-from millrace.bench.cdsp_run import PARTS, Settings, run
+from millrace.bench.choices import CDSP_PARTS
 from millrace.bench.options import measure, names, numbers
 
 
 def command(  # noqa: PLR0913 - every option of the command line is a parameter
     parts: Annotated[
-        str, typer.Option("--parts", metavar="NAME,...", help="Of " + ", ".join(PARTS) + ".")
-    ] = ",".join(PARTS),
+        str, typer.Option("--parts", metavar="NAME,...", help="Of " + ", ".join(CDSP_PARTS) + ".")
+    ] = ",".join(CDSP_PARTS),
     threads: Annotated[int, typer.Option("--threads", min=1, help="Of each instance.")] = 1,
     lengths: Annotated[
         str, typer.Option("--lengths", metavar="TOKENS,...", help="Prompts of the part sp.")
@@ -54,8 +53,11 @@ def command(  # noqa: PLR0913 - every option of the command line is a parameter
     ] = None,
 ) -> None:
     """Sequence-parallel groups: TTFT by degree, what they cost, and CDSP under load."""
+    from millrace.bench.cdsp_report import draw, print_tables
+    from millrace.bench.cdsp_run import Settings, run
+
     settings = Settings(
-        parts=tuple(names(parts, PARTS)),
+        parts=tuple(names(parts, CDSP_PARTS)),
         threads=threads,
         lengths=numbers(lengths, "--lengths"),
         degrees=tuple(sorted({1, *numbers(sp, "--sp")})),

@@ -14,6 +14,7 @@ from typing import Any
 
 from millrace.bench import cdsp_groups, cdsp_live, ring
 from millrace.bench.cdsp_live import CDSP, PLANNERS, Mix, Served
+from millrace.bench.choices import CDSP_PARTS
 from millrace.bench.machine_limits import describe_machine
 from millrace.bench.random_model import LLAMA_27M, write_random_model
 from millrace.core.config import EngineConfig
@@ -27,20 +28,18 @@ from millrace.profiler.measure import Measured, measure
 from millrace.profiler.workload import Workload
 from millrace.sim.workload import plan
 
-PARTS = ("sp", "balancing", "ring", "load")
-
 Told = Callable[[str], None]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Settings:
-    """parts: of `PARTS`. threads: of each instance. lengths, degrees: prompts on groups of these
-    sizes, `rounds` times each. chunk_tokens, shares: a chunk, and its history as shares of it.
+    """parts: of `CDSP_PARTS`. threads: of each instance. lengths, degrees: prompts on groups of
+    these sizes, `rounds` times each. chunk_tokens, shares: a chunk, its history as shares of it.
     instances: that serve the load, 0: as many as have cores of their own, 2 to 4; loads: as shares
     of what they can compute. operators_s, profile_s: to measure for in this process, and live.
     """
 
-    parts: tuple[str, ...] = PARTS
+    parts: tuple[str, ...] = CDSP_PARTS
     threads: int = 1
     kv_bytes: int = 1 << 29
     lengths: tuple[int, ...] = (512, 1024, 2048, 4096)

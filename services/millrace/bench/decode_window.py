@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
 from millrace.core.errors import MillraceError
+
+_SPARE = 1.3  # of the time that the prompts of the warm-up took
+_LEAST_STEP_S = 1e-4
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -39,6 +43,20 @@ class Costs:
     step_ms: float
     between_steps_ms: float
     cpu_ms: dict[str, float]
+
+
+def length_for(warm_up: Sequence[Sequence[tuple[float, int]]], steps: int) -> int:
+    """Tokens of each answer, so that the first goes on for `steps` after the last prompt.
+
+    warm_up: (time, tokens) of each event of short answers, by stream.
+    """
+    begun = [events[0][0] for events in warm_up]
+    step_s = [
+        (events[-1][0] - events[0][0]) / max(1, sum(tokens for _, tokens in events) - 1)
+        for events in warm_up
+    ]
+    behind = math.ceil(_SPARE * (max(begun) - min(begun)) / max(_LEAST_STEP_S, min(step_s)))
+    return steps + behind
 
 
 def window_of(arrivals: Sequence[Sequence[tuple[float, int]]], prompt_tokens: int) -> Window:

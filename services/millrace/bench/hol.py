@@ -25,8 +25,6 @@ from typing import Annotated
 
 import typer
 
-from millrace.bench.hol_report import draw, print_tables
-from millrace.bench.hol_run import Settings, run
 from millrace.bench.hol_systems import NAMES
 from millrace.bench.options import measure, names
 
@@ -77,6 +75,9 @@ def command(  # noqa: PLR0913 - every option of the command line is a parameter
     ] = None,
 ) -> None:
     """Head-of-line blocking: goodput by system, live and simulated, and what preemption costs."""
+    from millrace.bench.hol_report import draw, print_tables
+    from millrace.bench.hol_run import Settings, run
+
     if dtype not in ("float32", "bfloat16"):
         raise typer.BadParameter(f"{dtype!r} is none of float32, bfloat16")
     settings = Settings(

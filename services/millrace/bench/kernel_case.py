@@ -11,20 +11,6 @@ from typing import Final, TypeVar
 import torch
 from torch import Tensor
 
-KERNELS: Final = (
-    "prefill",
-    "decode",
-    "ring",
-    "merge",
-    "rope_write_kv",
-    "add_rms_norm",
-    "silu_mul",
-    "linear",
-    "after_norm",
-    "after_silu",
-    "experts",
-    "sample",
-)
 DTYPES: Final = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 Item = TypeVar("Item")
 

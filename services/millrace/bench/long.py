@@ -22,15 +22,14 @@ from typing import Annotated
 
 import typer
 
-from millrace.bench.long_report import draw, print_tables
-from millrace.bench.long_run import PARTS, Settings, run
+from millrace.bench.choices import LONG_PARTS
 from millrace.bench.options import measure, names, numbers
 
 
 def command(  # noqa: PLR0913 - every option of the command line is a parameter
     parts: Annotated[
-        str, typer.Option("--parts", metavar="NAME,...", help="Of " + ", ".join(PARTS) + ".")
-    ] = ",".join(PARTS),
+        str, typer.Option("--parts", metavar="NAME,...", help="Of " + ", ".join(LONG_PARTS) + ".")
+    ] = ",".join(LONG_PARTS),
     dtype: Annotated[str, typer.Option("--dtype", help="float32 or bfloat16.")] = "bfloat16",
     threads: Annotated[
         int, typer.Option("--threads", min=0, help="Of the engine; 0: all cores. Of kvp: 1 each.")
@@ -62,10 +61,13 @@ def command(  # noqa: PLR0913 - every option of the command line is a parameter
     ] = None,
 ) -> None:
     """Long contexts: predictions, adaptive chunks, decodes beside a prefill, stages, KVP."""
+    from millrace.bench.long_report import draw, print_tables
+    from millrace.bench.long_run import Settings, run
+
     if dtype not in ("float32", "bfloat16"):
         raise typer.BadParameter(f"{dtype!r} is none of float32, bfloat16")
     settings = Settings(
-        parts=tuple(names(parts, PARTS)),
+        parts=tuple(names(parts, LONG_PARTS)),
         dtype=dtype,
         threads=threads,
         prompt_tokens=prompt_tokens,

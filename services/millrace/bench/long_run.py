@@ -9,6 +9,7 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
 from millrace.bench import long_kvp, long_mixed, long_spp
+from millrace.bench.choices import LONG_MIXED_PARTS, LONG_PARTS
 from millrace.bench.long_mixed import Document, Told
 from millrace.bench.long_model import LONG_LLAMA_27M, kv_bytes
 from millrace.bench.machine_limits import describe_machine
@@ -23,15 +24,14 @@ from millrace.profiles import load_profile
 from millrace.profiles.degrees import REFERENCE
 
 #: Of one engine; the rest runs on several.
-MIXED_PARTS = ("predictor", "chunking", "batching")
-PARTS = (*MIXED_PARTS, "spp", "kvp")
 
 MAX_CHUNK_TOKENS = 2048
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Settings:
-    """parts: of `PARTS`. threads: of each engine, 0: all cores. prompt_tokens: of the long prompt.
+    """parts: of `LONG_PARTS`. threads: of each engine, 0: all cores. prompt_tokens: of the long
+    prompt.
 
     Of the predictor: profile_s to measure for, `batches` random ones, `rounds` times each. Of
     chunking: the static chunks' tokens, `decodes` on `context_tokens` each beside them. Of
@@ -39,7 +39,7 @@ class Settings:
     many histories, `batching_rounds` times. Of spp: a prompt in chunks through so many stages.
     """
 
-    parts: tuple[str, ...] = PARTS
+    parts: tuple[str, ...] = LONG_PARTS
     dtype: str = "bfloat16"
     threads: int = 0
     prompt_tokens: int = 24_576
@@ -95,7 +95,7 @@ async def run(settings: Settings, told: Told = lambda what: None) -> Document:
     document: Document = {"benchmark": "long", "settings": asdict(settings)}
     with tempfile.TemporaryDirectory() as folder:
         model = write_random_model(Path(folder), LONG_LLAMA_27M)
-        if set(settings.parts) & set(MIXED_PARTS):
+        if set(settings.parts) & set(LONG_MIXED_PARTS):
             document |= await asyncio.to_thread(_mixed, model, settings, told)
         if "spp" in settings.parts:
             document["spp"] = await asyncio.to_thread(

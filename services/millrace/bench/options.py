@@ -5,13 +5,14 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Coroutine, Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import typer
-import uvloop
-from rich.console import Console
 
 from millrace.core.errors import MillraceError
+
+if TYPE_CHECKING:
+    from rich.console import Console
 
 Document = dict[str, Any]
 
@@ -57,6 +58,9 @@ def measure(
 
     Raises BadParameter, before it begins, for a file in no folder.
     """
+    import uvloop
+    from rich.console import Console
+
     for path in (json_path, plot):
         if path is not None and not path.parent.is_dir():
             raise typer.BadParameter(f"{path}: there is no folder {path.parent}")

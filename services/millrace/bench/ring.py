@@ -20,7 +20,7 @@ from multiprocessing.connection import Connection
 from typing import Any
 
 from millrace.bench.ring_member import RingMember
-from millrace.bench.transfer import LAYOUT
+from millrace.bench.transfer_run import LAYOUT
 from millrace.core.errors import TransferError
 from millrace.core.kv_layout import KvLayout
 from millrace.core.request import Chunk

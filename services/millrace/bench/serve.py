@@ -1,33 +1,13 @@
-"""`millrace bench serve`: a load test of any OpenAI-compatible server."""
+"""`millrace bench serve`: a load test of any OpenAI-compatible server. `serve_run` sends it."""
 
 from __future__ import annotations
 
-import asyncio
-import signal
 import sys
-from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import Annotated
 
-import orjson
 import typer
-import uvloop
-from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
-
-from millrace.bench.load_test import ServeOptions, run
-from millrace.bench.plot import draw
-from millrace.bench.report import RequestRecord, print_report, summarise
-from millrace.core.errors import ConfigError, MillraceError
-from millrace.sim.workload import (
-    Draw,
-    SloClass,
-    TraceRow,
-    WorkloadOptions,
-    parse_lengths,
-    read_trace,
-)
 
 _DEFAULT_REQUESTS = 100
 _DEFAULT_CONCURRENCY = 4
@@ -121,10 +101,21 @@ def command(  # noqa: PLR0913 - every option of the command line is a parameter
     """
     settings = dict(locals())
     del settings["api_key"]
+    import orjson
+    import uvloop
+    from rich.console import Console
+
+    from millrace.bench.load_test import ServeOptions
+    from millrace.bench.plot import draw
+    from millrace.bench.report import print_report, summarise
+    from millrace.bench.serve_run import id_range, lengths, run_with_progress
+    from millrace.core.errors import ConfigError, MillraceError
+    from millrace.sim.workload import SloClass, WorkloadOptions, read_trace
+
     console = Console()
     try:
         classes = [SloClass.parse(text) for text in slo_class] or [SloClass(name="default")]
-        rows: Sequence[TraceRow] = () if trace is None else read_trace(trace)
+        rows = [] if trace is None else read_trace(trace)
         at_trace_times = bool(rows) and rows[0].arrival_s is not None
         if rate is not None and concurrency is not None:
             raise ConfigError("--rate and --concurrency exclude each other")
@@ -137,7 +128,7 @@ def command(  # noqa: PLR0913 - every option of the command line is a parameter
             url=url,
             model=model,
             api_key=api_key,
-            token_ids=_id_range(token_ids),
+            token_ids=id_range(token_ids),
             temperature=temperature,
             timeout_s=timeout_s,
             warmup=warmup,
@@ -147,8 +138,8 @@ def command(  # noqa: PLR0913 - every option of the command line is a parameter
                 rate_rps=rate,
                 open_arrivals=concurrency is not None,
                 rate_scale=rate_scale,
-                input_tokens=_lengths(input_tokens, "--input-tokens", "" if rows else "512"),
-                output_tokens=_lengths(output_tokens, "--output-tokens", "" if rows else "64"),
+                input_tokens=lengths(input_tokens, "--input-tokens", "" if rows else "512"),
+                output_tokens=lengths(output_tokens, "--output-tokens", "" if rows else "64"),
                 max_input_tokens=max_input_tokens,
                 max_output_tokens=max_tokens,
                 classes=classes,
@@ -157,7 +148,7 @@ def command(  # noqa: PLR0913 - every option of the command line is a parameter
                 seed=seed,
             ),
         )
-        found = uvloop.run(_run_with_progress(options, console))
+        found = uvloop.run(run_with_progress(options, console))
     except MillraceError as error:
         print(f"millrace: {error}", file=sys.stderr)
         raise typer.Exit(1) from None
@@ -176,31 +167,3 @@ def command(  # noqa: PLR0913 - every option of the command line is a parameter
         json.write_bytes(orjson.dumps(document, default=str, option=orjson.OPT_INDENT_2))
     if not report.succeeded:
         raise typer.Exit(1)
-
-
-async def _run_with_progress(options: ServeOptions, console: Console) -> list[RequestRecord]:
-    """Runs the test under a progress bar; the first Ctrl-C ends it early, with a report."""
-    stop = asyncio.Event()
-    asyncio.get_running_loop().add_signal_handler(signal.SIGINT, stop.set)
-    columns = (
-        TextColumn("{task.description}"),
-        BarColumn(),
-        MofNCompleteColumn(),
-        TimeElapsedColumn(),
-        TextColumn("{task.fields[in_flight]} in flight, {task.fields[failed]} failed"),
-    )
-    with Progress(*columns, console=console, refresh_per_second=4) as progress:
-        return await run(options, progress, stop)
-
-
-def _lengths(text: str, option: str, default: str) -> Draw | None:
-    return parse_lengths(text or default, option) if text or default else None
-
-
-def _id_range(text: str) -> tuple[int, int] | None:
-    if not text:
-        return None
-    low, _, high = text.partition(":")
-    if low.isdecimal() and high.isdecimal() and int(low) <= int(high):
-        return int(low), int(high)
-    raise ConfigError(f"--token-ids {text!r}: write it as LOW:HIGH")

@@ -66,6 +66,8 @@ class StubFleet:
         self.policy = "fcfs"
         self.improvement_rate = 0.3
         self.parked_requests = 0  # as a proxy last said
+        #: Answers to those who ask how far a prompt is, by the request's id.
+        self.progress: dict[str, scheduler_pb2.Progress] = {}
         self.decode = common_pb2.Incarnation(id="decode-0", generation=1)
         self.scheduler_port = 0
         self.decode_port = 0
@@ -174,7 +176,7 @@ class StubFleet:
         outbox = self._updates[proxy]
         self._proxies.add(proxy)
         outbox.put(self.fleet())
-        reader = asyncio.create_task(self._read(messages))
+        reader = asyncio.create_task(self._read(messages, outbox))
         try:
             while True:
                 for update in await outbox.take():
@@ -188,13 +190,22 @@ class StubFleet:
         while True:
             yield decode_pb2.TokenBatch(events=await outbox.take())
 
-    async def _read(self, messages: AsyncIterator[scheduler_pb2.ProxyMessage]) -> None:
+    async def _read(
+        self,
+        messages: AsyncIterator[scheduler_pb2.ProxyMessage],
+        outbox: Outbox[scheduler_pb2.ProxyUpdate],
+    ) -> None:
         async for message in messages:
             match message.WhichOneof("kind"):
                 case "cancel":
                     self.on_cancel(message.cancel)
                 case "load":
                     self.parked_requests = message.load.parked_requests
+                case "ask":
+                    known = [i for i in message.ask.request_ids if i in self.progress]
+                    outbox.put(
+                        *(scheduler_pb2.ProxyUpdate(progress=self.progress[i]) for i in known)
+                    )
                 case _:
                     for spec in message.submit.requests:
                         self.on_submit(spec)

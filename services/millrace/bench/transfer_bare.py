@@ -13,6 +13,7 @@ import numpy as np
 from millrace.core.errors import TransferError
 from millrace.transfer.memory import Memory
 from millrace.transfer.nixl_descriptors import descriptor_rows, segment
+from millrace.transfer.nixl_library import nixl_api
 from millrace.transfer.runs import Runs
 
 RECEIVER = "bench-bare-receiver"
@@ -20,10 +21,10 @@ RECEIVER = "bench-bare-receiver"
 
 def bare_agent(name: str, memory: Memory) -> Any:  # noqa: ANN401 - NIXL has no types
     """An agent as `NixlTransport` makes one, with one region."""
-    from nixl_cu12._api import nixl_agent, nixl_agent_config, nixl_thread_sync_t
-
-    strict = nixl_thread_sync_t.NIXL_THREAD_SYNC_STRICT
-    agent = nixl_agent(name, nixl_agent_config(enable_prog_thread=False, sync_mode=strict))
+    nixl = nixl_api()
+    strict = nixl.nixl_thread_sync_t.NIXL_THREAD_SYNC_STRICT
+    config = nixl.nixl_agent_config(enable_prog_thread=False, sync_mode=strict)
+    agent = nixl.nixl_agent(name, config)
     region = np.array([[memory.pointer, memory.nbytes, 0]], dtype=np.uint64)
     agent.register_memory(region, segment(memory))
     return agent

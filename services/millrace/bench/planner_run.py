@@ -1,0 +1,240 @@
+"""`millrace bench planner`: what one CDSP plan costs, as in Tetris Table 2.
+
+Random prompt lengths and queue times, 1,000 trials, a pool of as many instances as the largest SP
+degree, eight a node. A trial is one call from Python: the queue times go in as an array, the plan
+comes out as Python objects.
+
+Two latency models: the shipped profile of Llama-3-8B on A100, whose degrees above 16 carry the cost
+of a long ring and are rarely worth it; and one whose degrees all scale perfectly, where large
+groups always pay and the search is at its widest.
+
+Every trial runs several times. The first pass is reported as it came; another process that takes
+the core adds milliseconds to one trial there, so that its maximum says more about the machine. The
+median pass takes each trial's median over the passes: what the planner itself costs. All of it
+twice: with the garbage collector frozen and off, as a server should have it while it plans, and on.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+import os
+import platform
+import random
+import statistics
+import time
+from array import array
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from rich.box import SIMPLE_HEAD
+from rich.table import Table
+
+from millrace.core.config import SchedulerConfig
+from millrace.core.latency import Latency, SpLatency
+from millrace.core.planning import PLANNERS, Planner, PlannerInputs
+from millrace.core.planning.plan import Plan
+from millrace.profiles import load_profile
+
+NODE_INSTANCES = 8
+PROFILE = "llama3-8b-a100-tp1"
+#: Tetris Table 2: largest SP degree -> microseconds (average, maximum).
+PAPER_US = {
+    8: (22.8, 52.5),
+    16: (25.8, 86.8),
+    32: (22.9, 53.4),
+    64: (24.9, 45.1),
+    128: (30.6, 73.7),
+}
+GOAL_US = (22.0, 86.0)
+
+Trial = tuple[int, "array[float]"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Settings:
+    """Lengths are uniform within `tokens`, each queue time within 0 to `queue_s` seconds."""
+
+    max_sp: Sequence[int] = (8, 16, 32, 64, 128)
+    trials: int = 1000
+    passes: int = 5
+    tokens: tuple[int, int] = (4 * 1024, 190 * 1024)
+    queue_s: float = 1.0
+    improvement_rate: float = 0.05
+    seed: int = 0
+
+    def trials_of(self, instances: int) -> list[Trial]:
+        """The trials of one pool, the same for every model."""
+        rng = random.Random(f"{self.seed} {instances}")
+        return [
+            (
+                rng.randint(*self.tokens),
+                array("d", [rng.uniform(0.0, self.queue_s) for _ in range(instances)]),
+            )
+            for _ in range(self.trials)
+        ]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Result:
+    """Microseconds a call, and what the plans looked like. `gc`: off (and frozen) or on."""
+
+    model: str
+    max_sp: int
+    gc: str
+    avg_us: float
+    max_us: float
+    median_avg_us: float
+    median_max_us: float
+    mean_chunks: float
+    mean_last_sp: float
+
+
+def models() -> dict[str, SpLatency]:
+    """The latency models by name; both have the degrees 1 to 128."""
+    scaling = {
+        sp: Latency(a=0.03, b=5.6e-5 / sp, c=2.5e-9 / sp, d=1.25e-9 / sp)
+        for sp in (2**k for k in range(8))
+    }
+    return {"a100": load_profile(PROFILE).prefill, "scaling": SpLatency(by_sp=scaling)}
+
+
+def run(
+    settings: Settings, *, on_progress: Callable[[int, int], None] = lambda done, total: None
+) -> dict[str, Any]:
+    """Measures every pool and model; the report is one JSON-ready document."""
+    results: list[Result] = []
+    total = 4 * len(settings.max_sp)
+    for model, latency in models().items():
+        for max_sp in settings.max_sp:
+            planner = _planner(latency, max_sp, settings)
+            trials = settings.trials_of(max_sp)
+            for state, quiet in (("off", _frozen), ("on", contextlib.nullcontext)):
+                on_progress(len(results), total)
+                _one_pass(planner, trials)  # warms the caches up
+                with quiet():
+                    passes = [_one_pass(planner, trials) for _ in range(settings.passes)]
+                plans = [planner.plan(*trial) for trial in trials]
+                results.append(_result(model, max_sp, state, passes, plans))
+    on_progress(total, total)
+    return {
+        "benchmark": "planner",
+        "machine": {
+            "cpus": os.cpu_count(),
+            "architecture": platform.machine(),
+            "python": platform.python_version(),
+        },
+        "settings": asdict(settings),
+        "paper_us": {str(sp): figures for sp, figures in PAPER_US.items()},
+        "goal_us": GOAL_US,
+        "results": [asdict(result) for result in results],
+    }
+
+
+def _planner(latency: SpLatency, instances: int, settings: Settings) -> Planner:
+    config = SchedulerConfig(planner="cdsp", improvement_rate=settings.improvement_rate)
+    nodes = tuple(i // NODE_INSTANCES for i in range(instances))
+    return PLANNERS["cdsp"](PlannerInputs(latency=latency, nodes=nodes, config=config))
+
+
+def _one_pass(planner: Planner, trials: Sequence[Trial]) -> list[int]:
+    """Nanoseconds of each trial's call."""
+    clock, plan, took_ns = time.perf_counter_ns, planner.plan, []
+    for tokens, queue_s in trials:
+        started_ns = clock()
+        plan(tokens, queue_s)
+        took_ns.append(clock() - started_ns)
+    return took_ns
+
+
+@contextlib.contextmanager
+def _frozen() -> Iterator[None]:
+    gc.collect()
+    gc.freeze()
+    gc.disable()
+    try:
+        yield
+    finally:
+        gc.enable()
+        gc.unfreeze()
+
+
+def _result(
+    model: str, max_sp: int, state: str, passes: list[list[int]], plans: list[Plan]
+) -> Result:
+    medians = [statistics.median(took) for took in zip(*passes, strict=True)]
+    count = len(plans)
+    return Result(
+        model=model,
+        max_sp=max_sp,
+        gc=state,
+        avg_us=sum(passes[0]) / count / 1e3,
+        max_us=max(passes[0]) / 1e3,
+        median_avg_us=sum(medians) / count / 1e3,
+        median_max_us=max(medians) / 1e3,
+        mean_chunks=sum(len(plan.chunks) for plan in plans) / count,
+        mean_last_sp=sum(len(plan.chunks[-1].members) for plan in plans) / count,
+    )
+
+
+def as_table(report: dict[str, Any]) -> Table:
+    """A row a model, pool and collector state, as average / maximum; the paper's beside."""
+    goal_us = report["goal_us"]
+    title = f"Microseconds a plan, average / maximum; goal {goal_us[0]:g} / {goal_us[1]:g}"
+    table = Table(title=title, title_justify="left", box=SIMPLE_HEAD, padding=0, pad_edge=False)
+    for heading in ("model", "gc"):
+        table.add_column(heading, min_width=len(heading) + 1)
+    for heading in ("max SP", "first pass", "median pass", "paper", "chunks", "SP"):
+        table.add_column(heading, justify="right", no_wrap=True, min_width=len(heading) + 2)
+    for result in report["results"]:
+        paper_us = report["paper_us"].get(str(result["max_sp"]))
+        table.add_row(
+            result["model"],
+            result["gc"],
+            str(result["max_sp"]),
+            _pair((result["avg_us"], result["max_us"]), goal_us),
+            _pair((result["median_avg_us"], result["median_max_us"]), goal_us),
+            "" if paper_us is None else f"{paper_us[0]} / {paper_us[1]}",
+            f"{result['mean_chunks']:.1f}",
+            f"{result['mean_last_sp']:.1f}",
+        )
+    return table
+
+
+def _pair(found_us: tuple[float, float], goal_us: tuple[float, float]) -> str:
+    """Red where the goal is missed."""
+    return " / ".join(
+        f"[{'green' if found <= goal else 'red'}]{found:.1f}[/]"
+        for found, goal in zip(found_us, goal_us, strict=True)
+    )
+
+
+def draw(report: dict[str, Any], path: Path) -> None:
+    """A PNG: bars of the median pass, collector off, beside the paper's Table 2."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+
+    sizes = report["settings"]["max_sp"]
+    series = {"paper": [report["paper_us"].get(str(sp), (0.0, 0.0)) for sp in sizes]}
+    for result in report["results"]:
+        if result["gc"] == "off":
+            pair = (result["median_avg_us"], result["median_max_us"])
+            series.setdefault(f"Millrace, {result['model']}", []).append(pair)
+    figure, axes = pyplot.subplots(1, 2, figsize=(10, 4), layout="constrained")
+    for which, (title, goal) in enumerate(
+        zip(("average", "maximum"), report["goal_us"], strict=True)
+    ):
+        for number, (label, pairs) in enumerate(series.items()):
+            places = [index + (number - 1) * 0.27 for index in range(len(sizes))]
+            bars = axes[which].bar(places, [pair[which] for pair in pairs], 0.27, label=label)
+            axes[which].bar_label(bars, fmt="%.0f", fontsize=7)
+        axes[which].axhline(goal, color="grey", linestyle=":")
+        axes[which].set_xticks(range(len(sizes)), [str(sp) for sp in sizes])
+        axes[which].set(title=title, xlabel="largest SP degree", ylabel="µs a plan")
+    axes[0].legend(fontsize=8)
+    figure.savefig(path, dpi=150)
+    pyplot.close(figure)
