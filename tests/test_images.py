@@ -17,6 +17,8 @@ import pytest
 from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
 
+from support.deadlines import HANG_S
+
 ROOT = Path(__file__).resolve().parents[1]
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
 
@@ -29,7 +31,7 @@ class Absent:
         self.names = names
 
     def find_spec(self, name, path=None, target=None):
-        if name.partition(".")[0] in self.names:
+        if name.partition(".")[0] in self.names or name in self.names:
             raise ModuleNotFoundError(f"{name} is not in this image", name=name)
 
 sys.meta_path.insert(0, Absent(set(sys.argv[1].split(","))))
@@ -85,7 +87,7 @@ def absent_modules(*extras: str) -> set[str]:
 )
 def test_a_process_imports_only_what_its_image_has(extras: tuple[str, ...], modules: str) -> None:
     absent = absent_modules(*extras)
-    assert "engine" in extras or {"torch", "nixl_cu12", "safetensors"} <= absent
+    assert "engine" in extras or {"torch", "nixl_cu13", "safetensors"} <= absent
     subprocess.run(
         [sys.executable, "-c", IMPORT_WITHOUT, ",".join(absent), modules], check=True, timeout=60
     )
@@ -173,8 +175,8 @@ def test_only_workers_get_the_engine(role: str) -> None:
     worker = role in ("prefill", "decode", "kvp")
     expected = "engine" if worker else "operator" if role == "operator" else "light"
     assert copied == {f"{expected}-packages"}
-    installed = STAGES[f"{expected}-packages"].last("RUN") or ""
-    assert ("millrace[" in installed) == (expected != "light")
+    runs = [text for name, text in STAGES[f"{expected}-packages"].lines if name == "RUN"]
+    assert ("millrace[" in " ".join(runs)) == (expected != "light")
 
 
 def test_what_is_copied_is_in_the_context() -> None:
@@ -193,6 +195,24 @@ def test_what_is_copied_is_in_the_context() -> None:
     }
     assert copied == let_in
     assert all((ROOT / source).exists() for source in copied)
+
+
+def test_the_operator_imports_nothing_that_its_image_uninstalls() -> None:
+    runs = [text for name, text in STAGES["operator-packages"].lines if name == "RUN"]
+    (removed,) = [text for text in runs if "uninstall" in text]
+    names = removed.partition("--yes")[2].partition("&&")[0].split()
+    assert set(map(canonicalize_name, names)) <= brought_by()  # else there is nothing to remove
+    gone = {
+        module
+        for module, of in metadata.packages_distributions().items()
+        if {canonicalize_name(name) for name in of} & set(map(canonicalize_name, names))
+    }
+    (folder,) = re.findall(r"site-packages/(\S+)", removed)
+    gone |= {folder.replace("/", ".")}
+    assert {"numpy", "tokenizers", "huggingface_hub", "hf_xet", "kubernetes.aio"} <= gone
+    modules = "millrace_operator.main,millrace_operator.handlers,millrace_operator.scaler"
+    absent = ",".join(absent_modules("operator") | gone)
+    subprocess.run([sys.executable, "-c", IMPORT_WITHOUT, absent, modules], check=True, timeout=60)
 
 
 # ---- what the stages of the small images do ----------------------------------------------------
@@ -228,7 +248,7 @@ def serving(program: Path, *arguments: str) -> Iterator[int]:
                 yield json.loads(ready.readline())["port"]
         finally:
             process.terminate()
-            assert process.wait(30) == 0
+            assert process.wait(HANG_S) == 0
 
 
 @pytest.mark.slow
