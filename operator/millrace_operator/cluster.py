@@ -62,6 +62,10 @@ class NotLeading(MillraceError):
     """Another operator may act now."""
 
 
+class OwnerGone(MillraceError):
+    """The object was deleted while it was looked at: nothing is made for it any more."""
+
+
 def scheduler_address(namespace: str, service: str) -> str:
     """Inside the cluster."""
     return f"{scheduler_name(service)}.{namespace}.svc:{SCHEDULER_PORT}"
@@ -189,8 +193,8 @@ class Cluster:
     async def carry_out(self, obj: Object, actions: Sequence[Action]) -> None:
         """In order; stops at the first that fails.
 
-        Raises KubeError, KubeRefused, SchedulerUnavailable, and NotLeading before any change that
-        this operator has no right to any more.
+        Raises KubeError, KubeRefused, SchedulerUnavailable, NotLeading before any change that this
+        operator has no right to any more, and OwnerGone before a child of a deleted `obj` is made.
         """
         if any(isinstance(action, Apply | Delete) for action in actions):
             meta = obj["metadata"]
@@ -229,15 +233,34 @@ class Cluster:
                 await self._report(obj, action)
 
     async def _apply(self, owner: Object, manifest: Mapping[str, Any]) -> None:
-        """Only onto an object of the owner's: a force apply would take anybody's."""
+        """Applies only onto an object of the owner's: a force apply would take anybody's.
+
+        An apply makes what is not there. A child that is there is applied by its UID, so that the
+        API server refuses to make it again if it was deleted meanwhile. Before a child is made or
+        taken over, the owner is read again, as Kubernetes' own controllers do. If the owner is
+        deleted even later, the child's ownerReference names the UID of the deleted owner, and the
+        garbage collector removes the child.
+        """
         meta = manifest["metadata"]
         where = manifest["kind"], meta.get("namespace", ""), meta["name"]
         there = await self._kube.get(*where)
         if there is not None and not _is_child(there, owner):
             raise KubeRefused(f"{where[0]} {where[2]} exists and is not the operator's", status=409)
+        if there is None or not _controllers(there):
+            await self._check_exists(owner)
+        if there is not None:
+            manifest = {**manifest, "metadata": {**meta, "uid": there["metadata"]["uid"]}}
         applied = await self._kube.apply(manifest)
         children = self._applied.setdefault(owner["metadata"]["uid"], {})
         children[applied["metadata"]["uid"]] = _asked(applied)
+
+    async def _check_exists(self, owner: Object) -> None:
+        """Raises OwnerGone when the object with the owner's UID is gone or on its way."""
+        kind, meta = owner["kind"], owner["metadata"]
+        now = await self._kube.get(kind, meta["namespace"], meta["name"])
+        found = now["metadata"] if now is not None else {}
+        if found.get("uid") != meta["uid"] or "deletionTimestamp" in found:
+            raise OwnerGone(f"{kind} {meta['namespace']}/{meta['name']} was deleted")
 
     async def _report(self, obj: Object, report: Report) -> None:
         """Posts an Event, unless the same one was posted lately. What fails is only logged."""
@@ -354,11 +377,16 @@ def _checked(obj: dict[str, Any], applied: Mapping[str, dict[str, Any]]) -> dict
 
 def _is_child(obj: Object, owner: Object) -> bool:
     """Controlled by the owner; or left behind by one of its name, and its to take over."""
-    meta = obj["metadata"]
-    controllers = [ref for ref in meta.get("ownerReferences", []) if ref.get("controller")]
-    if controllers:
-        return bool(controllers[0]["uid"] == owner["metadata"]["uid"])
-    return bool(meta.get("labels", {}).get("app.kubernetes.io/managed-by") == OPERATOR)
+    if controllers := _controllers(obj):
+        return controllers == [owner["metadata"]["uid"]]
+    labels = obj["metadata"].get("labels", {})
+    return bool(labels.get("app.kubernetes.io/managed-by") == OPERATOR)
+
+
+def _controllers(obj: Object) -> list[str]:
+    """The UID of the object's controller, if it has one."""
+    references = obj["metadata"].get("ownerReferences", [])
+    return [ref["uid"] for ref in references if ref.get("controller")]
 
 
 def _asked(obj: Object) -> dict[str, Any]:

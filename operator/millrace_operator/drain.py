@@ -3,7 +3,11 @@
 An instance that is to leave gets no new work. Its pod goes when the scheduler says that it holds
 nothing. After drain.timeoutSeconds what it holds goes on elsewhere (Migrate), ends with an error
 (Abort), or is waited for (Wait). Since when it drains stands in the pool's status, with the pod's
-UID, so that another pod of that name starts anew.
+UID, so that another pod of that name starts again.
+
+An instance that is wanted again takes work once the scheduler says so. Until then (the scheduler
+does not answer, or the instance is not there) its entry stays in the status as `returning`, and
+nothing counts on it.
 """
 
 from __future__ import annotations
@@ -55,6 +59,7 @@ class Rules:
     timeout_s: float
     on_timeout: str  # Migrate | Abort | Wait
     known: Mapping[tuple[str, str], Mapping[str, Any]]  # (pod, uid) -> entry of status.draining
+    back: Mapping[tuple[str, str], Mapping[str, Any]]  # the entries that say `returning`
     instances: Mapping[str, Instance] | None
     now_s: float
 
@@ -62,11 +67,15 @@ class Rules:
     def of(
         cls, pool: Mapping[str, Any], instances: Mapping[str, Instance] | None, now_s: float
     ) -> Rules:
-        entries = pool.get("status", {}).get("draining", [])
+        entries = {
+            (entry["pod"], entry.get("uid", "")): entry
+            for entry in pool.get("status", {}).get("draining", [])
+        }
         return cls(
             timeout_s=float(pool["spec"]["drain"]["timeoutSeconds"]),
             on_timeout=pool["spec"]["drain"]["onTimeout"],
-            known={(e["pod"], e.get("uid", "")): e for e in entries},
+            known={key: e for key, e in entries.items() if not e.get("returning")},
+            back={key: e for key, e in entries.items() if e.get("returning")},
             instances=instances,
             now_s=now_s,
         )
@@ -74,6 +83,30 @@ class Rules:
     def drains(self, pod: Pod) -> bool:
         """Whether it was draining already."""
         return (pod.name, pod.uid) in self.known
+
+    def doubted(self, pods: Iterable[Pod]) -> frozenset[Pod]:
+        """Pods that were taken out of service, and that the scheduler can't be told to use now."""
+        return frozenset(
+            pod
+            for pod in pods
+            if (pod.name, pod.uid) in {**self.known, **self.back}
+            and not pod.terminating
+            and not (pod.ready and self.instances is not None and pod.name in self.instances)
+        )
+
+    def returning(self, pods: Iterable[Pod], leaving: Iterable[Leaving]) -> list[dict[str, Any]]:
+        """Entries of status.draining for doubted pods that are wanted again."""
+        leave = {one.pod for one in leaving}
+        entries = {**self.known, **self.back}
+        return [
+            {
+                "pod": pod.name,
+                "uid": pod.uid,
+                "since": entries[pod.name, pod.uid]["since"],
+                "returning": True,
+            }
+            for pod in sorted(self.doubted(pods) - leave, key=lambda pod: pod.ordinal)
+        ]
 
     def leaving(self, pod: Pod, reason: str) -> Leaving:
         entry = self.known.get((pod.name, pod.uid))

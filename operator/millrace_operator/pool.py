@@ -1,8 +1,8 @@
 """`reconcile_pool`: from a pool as it is to the pool that is wanted, one pass at a time.
 
-The order of actions makes a pass safe to stop anywhere. Who is wanted again is uncordoned before
-the status forgets that it drained; who is to leave stands in the status, with the time, before the
-scheduler hears of it.
+The order of actions makes a pass safe to stop anywhere. An instance that is wanted again is
+uncordoned before the status forgets that it drained; an instance that is to leave stands in the
+status, with the time, before the scheduler hears of it.
 """
 
 from __future__ import annotations
@@ -51,12 +51,14 @@ def _only_status(
     pool: Object, observed: ObservedPool, *, problem: Report | None = None, paused: bool = False
 ) -> list[Action]:
     rules = Rules.of(pool, observed.instances, observed.now_s)
+    leaving = rules.still(observed.pods)
     last = pool.get("status", {})
     outcome = Outcome(
         wanted=pool["spec"]["replicas"],
         template=last.get("template", ""),
         revision=last.get("revision", ""),
-        leaving=tuple(rules.still(observed.pods)),
+        leaving=tuple(leaving),
+        returning=tuple(rules.returning(observed.pods, leaving)),
         rollout=None,
         problem=problem,
         paused=paused,
@@ -96,6 +98,7 @@ class Plan:
         retired = _retired(pool, service)
         scaled = None if retired else _scaled(pool, observed)
         wanted = scaled.replicas if scaled else pool["spec"]["replicas"]
+        rules = Rules.of(pool, observed.instances, observed.now_s)
         rollout = Rollout(
             template=labels[TEMPLATE_LABEL],
             revision=labels[REVISION_LABEL],
@@ -104,9 +107,9 @@ class Plan:
             pods=observed.pods,
             peers=observed.peers,
             under_way=rolling_out(pool),
+            doubted=rules.doubted(observed.pods),
             now_s=observed.now_s,
         )
-        rules = Rules.of(pool, observed.instances, observed.now_s)
         leaving = _leaving(observed.pods, rollout, rules, "Retired" if retired else "ScaleIn")
         live = observed.live.get(("StatefulSet", pool["metadata"]["name"]))
         kept = rollout.kept
@@ -135,6 +138,7 @@ class Plan:
             template=self.rollout.template,
             revision=self.rollout.revision,
             leaving=tuple(self.leaving),
+            returning=tuple(self.rules.returning(self.observed.pods, self.leaving)),
             rollout=self.rollout,
             scaled=self.scaled,
         )

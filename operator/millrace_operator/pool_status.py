@@ -44,6 +44,7 @@ class Outcome:
     template: str
     revision: str
     leaving: tuple[Leaving, ...]
+    returning: tuple[Mapping[str, Any], ...]  # entries of status.draining
     rollout: Rollout | None  # None: nothing was changed
     problem: Report | None = None  # with the spec
     paused: bool = False
@@ -71,7 +72,7 @@ def status(pool: Object, observed: ObservedPool, outcome: Outcome) -> dict[str, 
         "updatedReplicas": len(updated),
         "updatedReadyReplicas": sum(pod.ready for pod in updated),
         "drainingReplicas": len(outcome.leaving) + len(observed.pods) - len(there),
-        "draining": [one.entry() for one in outcome.leaving],
+        "draining": [*(one.entry() for one in outcome.leaving), *outcome.returning],
         "selector": ",".join(f"{k}={v}" for k, v in manifests.pool_selector(pool).items()),
         "revision": outcome.revision,
         "servingRevisions": sorted({pod.revision for pod in serving})[:16],
@@ -113,8 +114,8 @@ def _signals(pool: Object, observed: ObservedPool, found: Mapping[str, Any]) -> 
 
 def _serving(pods: Sequence[Pod], outcome: Outcome) -> list[Pod]:
     """Instances that take work."""
-    leave = {one.pod.name for one in outcome.leaving}
-    return [p for p in pods if p.ready and not p.terminating and p.name not in leave]
+    out = {one.pod.name for one in outcome.leaving} | {e["pod"] for e in outcome.returning}
+    return [p for p in pods if p.ready and not p.terminating and p.name not in out]
 
 
 def _conditions(
@@ -246,7 +247,8 @@ def _of_rollout(pool: Object, outcome: Outcome) -> list[Report]:
 
 
 def _of_drains(pool: Object, outcome: Outcome) -> list[Report]:
-    known = {(e["pod"], e.get("uid")): e for e in pool.get("status", {}).get("draining", [])}
+    entries = pool.get("status", {}).get("draining", [])
+    known = {(e["pod"], e.get("uid")): e for e in entries if not e.get("returning")}
     found = []
     for one in outcome.leaving if outcome.rollout is not None else ():
         entry = known.get((one.pod.name, one.pod.uid))

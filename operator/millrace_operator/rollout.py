@@ -40,6 +40,7 @@ class Rollout:
     pods: Sequence[Pod]
     peers: Sequence[Peer]
     under_way: bool  # by the last status
+    doubted: frozenset[Pod] = frozenset()  # perhaps still cordoned (`Rules.doubted`)
     now_s: float
 
     @property
@@ -70,7 +71,7 @@ class Rollout:
         if not self.replicas:
             return None
         rest = self._within()
-        beyond = [pod for pod in self.pods if pod.ordinal >= self.size and _serves(pod)]
+        beyond = [pod for pod in self.pods if pod.ordinal >= self.size and _is_up(pod)]
         common = self._common([*rest, *beyond])
         if common.isdisjoint(pod.revision for pod in rest):
             fit = [pod for pod in beyond if pod.revision in common]
@@ -92,13 +93,13 @@ class Rollout:
         return [pod for pod in self.pods if pod.ordinal < self.replicas]
 
     def _wanted_ready(self) -> list[Pod]:
-        return [pod for pod in self._wanted() if self._new(pod) and _serves(pod)]
+        return [pod for pod in self._wanted() if self._new(pod) and self._serves(pod)]
 
     def _new(self, pod: Pod) -> bool:
         return pod.template == self.template
 
     def updated_ready(self) -> int:
-        return sum(self._new(pod) and _serves(pod) for pod in self.pods)
+        return sum(self._new(pod) and self._serves(pod) for pod in self.pods)
 
     def broken(self) -> list[Pod]:
         """Old pods that do not serve: replaced without waiting for anybody."""
@@ -123,15 +124,19 @@ class Rollout:
         return reasons[0] if all(reasons) and reasons else ""
 
     def _old(self) -> list[Pod]:
-        """Old pods that serve; a rollout takes them one by one."""
-        return [pod for pod in self._within() if not self._new(pod)]
+        """Old pods that are up; a rollout takes them one by one."""
+        within = (pod for pod in self.pods if pod.ordinal < self.size)
+        return [pod for pod in within if not self._new(pod) and _is_up(pod)]
 
     def _within(self) -> list[Pod]:
-        return [pod for pod in self.pods if pod.ordinal < self.size and _serves(pod)]
+        return [pod for pod in self.pods if pod.ordinal < self.size and self._serves(pod)]
 
     def _serving(self) -> list[Pod]:
         kept = self.kept
-        return self._within() + ([] if kept is None else [kept])
+        return self._within() + ([kept] if kept is not None and self._serves(kept) else [])
+
+    def _serves(self, pod: Pod) -> bool:
+        return _is_up(pod) and pod not in self.doubted
 
     def _blocked(self, pod: Pod) -> str:
         """Why an old pod has to stay for now, or ""."""
@@ -167,5 +172,5 @@ class Rollout:
         return theirs >= min(self.updated_ready(), self.replicas) * peer.replicas
 
 
-def _serves(pod: Pod) -> bool:
+def _is_up(pod: Pod) -> bool:
     return pod.ready and not pod.terminating

@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from millrace_operator.actions import Action, SetStatus
-from millrace_operator.cluster import Cluster
+from millrace_operator.cluster import Cluster, OwnerGone
 from millrace_operator.conditions import Condition, updated
 from millrace_operator.kube import KubeRefused
 from millrace_operator.metrics import OperatorMetrics
@@ -62,6 +62,8 @@ class Runner:
             status = _degraded(obj, actions, str(error), self._cluster.now_s())
             await self._cluster.carry_out(obj, [SetStatus(status=status)])
             raise
+        except OwnerGone:
+            return 0.0  # the next look forgets it, or finds another object of its name
         return min(again_s, DRAIN_S) if _status(obj, actions).get("draining") else again_s
 
 

@@ -8,7 +8,19 @@ import pytest
 import yaml
 from jsonschema import Draft202012Validator
 
-from support.chart import CHART, GOLDEN, NEWEST, PROFILES, Object, profile, snapshot, values_of
+from support.chart import (
+    CHART,
+    GOLDEN,
+    NEWEST,
+    PROFILES,
+    README,
+    Object,
+    profile,
+    readme_with,
+    snapshot,
+    values_of,
+    values_table,
+)
 
 #: A group of Kubernetes' own domain that API servers lack all the same.
 GATEWAY = "gateway.networking.k8s.io"
@@ -111,6 +123,20 @@ def test_images_have_a_version_and_no_registry_of_ours(name: str) -> None:
 def test_the_minimal_profile_renders_as_it_did() -> None:
     """When the chart is meant to change: python tests/support/chart.py, and read the difference."""
     assert snapshot() == GOLDEN.read_text()
+
+
+def test_the_readme_lists_every_value() -> None:
+    """When values change: python tests/support/chart.py."""
+    assert README.read_text() == readme_with(values_table())
+    assert "| `image.registry` |" in values_table()
+
+
+@pytest.mark.parametrize("name", ["minimal", "cpu", "mixed"])
+def test_profiles_to_start_from_need_no_secret_and_no_volume(name: str) -> None:
+    """Their commands in README.md and docs/kubernetes.md work as they are printed."""
+    text = str(values_of(name))
+    assert "secret" not in text.lower() and "claimName" not in text
+    assert "image" not in values_of(name) and "weights" not in values_of(name)
 
 
 def test_no_file_of_the_chart_names_a_registry() -> None:

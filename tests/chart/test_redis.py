@@ -18,6 +18,7 @@ import yaml
 
 from support.chart import CHART, Object, find, objects, profile, values_of
 from support.custom_objects import merged
+from support.deadlines import HANG_S
 
 MINIMAL = values_of("minimal")
 
@@ -125,7 +126,7 @@ def running(found: list[Object], folder: Path) -> Iterator[redis.Redis]:
                 yield client
         finally:
             server.terminate()
-        assert server.wait(10) == 0
+        assert server.wait(HANG_S) == 0
 
 
 def test_redis_starts_with_it_wants_the_password_and_keeps_what_it_was_told(tmp_path: Path) -> None:

@@ -50,6 +50,12 @@ def test_values_yaml_shows_every_value() -> None:
         ({"prefill": {"gpus": -1}}, "/prefill/gpus"),
         ({"prefill": {"gpus": "two"}}, "/prefill/gpus"),
         ({"prefill": {"tensorParallel": 3}}, "/prefill/tensorParallel"),
+        (
+            {"prefill": {"tensorParallel": 8, "gpus": 8}},
+            "prefill.tensorParallel is 8, but prefill.gpus is not 0",
+        ),
+        ({"decode": {"tensorParallel": 2}}, "decode.tensorParallel is 2, but decode.gpus is not 0"),
+        ({"decode": {"stages": 2}}, "decode.stages is 2, but decode.gpus is not 0"),
         ({"prefill": {"autoscaling": {"mode": "Sometimes"}}}, "/prefill/autoscaling/mode"),
         ({"prefill": {"autoscaling": {"maxReplica": 4}}}, "'maxReplica' not allowed"),
         ({"decode": {"drain": {"onTimeout": "Panic"}}}, "/decode/drain/onTimeout"),
@@ -61,13 +67,16 @@ def test_values_yaml_shows_every_value() -> None:
             {"prefill": {"hugepages": {"size": "2Mi", "amount": "1Gi"}}},
             "give prefill.resources.requests",
         ),
-        ({"weights": {"hostPath": {"path": "/m"}}}, "/weights"),  # and hub: two of them
+        ({"weights": {"hub": {}, "hostPath": {"path": "/m"}}}, "/weights"),  # two of them
         (
-            {"weights": {"hub": None, "hostPath": {"path": "/m"}}},
+            {"weights": {"hostPath": {"path": "/m"}}},
             "give the path of the model there",
         ),
-        ({"model": {"uri": "/opt/model"}}, "weights.hub is for a hub id"),
-        ({"model": {"uri": "/models/a"}, "weights": {"hub": None}}, "mounts nothing at /models"),
+        (
+            {"model": {"uri": "/opt/model"}, "weights": {"hub": {"secretRef": {"name": "token"}}}},
+            "weights.hub is for a hub id",
+        ),
+        ({"model": {"uri": "/models/a"}}, "mounts nothing at /models"),
         ({"settings": {"scheduler.max_queue_requests": 4096}}, "got number, want string"),
         ({"scheduling": {"policy": "random"}}, "/scheduling/policy"),
         ({"gateway": {"port": 70000}}, "/gateway/port"),
@@ -108,7 +117,7 @@ def test_the_notes_are_three_commands() -> None:
 
 def test_the_example_at_the_top_of_values_is_the_minimal_profile() -> None:
     lines = (CHART / "values.yaml").read_text().splitlines()
-    example = [line.removeprefix("#   ") for line in lines if line.startswith("#   ")][:4]
+    example = [line.removeprefix("#   ") for line in lines if line.startswith("#   ")][:3]
     assert yaml.safe_load("\n".join(example)) == MINIMAL
 
 

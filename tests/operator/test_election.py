@@ -135,13 +135,14 @@ async def test_a_process_that_was_stopped_does_not_act_before_it_has_looked(kube
 async def test_of_two_at_once_one_wins(cluster: KubeEmulator, kube: Kube):
     """The other's write meets a resourceVersion that has changed, or an object that is there."""
     clock = Clock()
-    candidates = [candidate(kube, name, clock) for name in "abcd"]
+    named = {name: candidate(kube, name, clock) for name in "abcd"}
+    candidates = list(named.values())
     tries = [asyncio.create_task(one.acquire()) for one in candidates]
     await asyncio.wait(tries, return_when=asyncio.FIRST_COMPLETED)
     await cluster.until(lambda: spec(cluster))
     assert all([await gives_up(one) for one in candidates if not one.leading])
-    (winner,) = [one for one in candidates if one.leading]
-    assert spec(cluster)["holderIdentity"] == winner._identity
+    (winner,) = [name for name, one in named.items() if one.leading]
+    assert spec(cluster)["holderIdentity"] == winner
     for task in tries:
         task.cancel()
 

@@ -60,7 +60,7 @@ WEATHERS = (
 )
 
 
-@settings(max_examples=6, deadline=None)
+@settings(max_examples=6)
 @given(*WEATHERS)
 def test_any_weather(seed, weather, on_timeout, surge):
     live_through(seed, weather, on_timeout, surge)
@@ -73,8 +73,24 @@ def test_a_new_instance_stays_while_the_last_old_one_is_replaced(seed):
     live_through(seed, weather, "Migrate", 0)
 
 
+def test_an_instance_that_may_still_be_cordoned_stands_in_for_nobody():
+    """It is wanted again and ready while the scheduler, which has it cordoned, is silent."""
+    weather = [
+        (("load", "chat-decode", 6.2), 5),
+        (("nothing",), 5),
+        (("silence", 30.0), 11),
+        (("template", 1), 12),
+        (("nothing",), 12),
+        (("template", 3), 0),
+        (("nothing",), 9),
+        (("silence", 95.3), 2),
+        (("template", 1), 12),
+    ]
+    live_through(2450818682, weather, "Abort", 0)
+
+
 @pytest.mark.slow
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=300)
 @given(*WEATHERS)
 def test_much_weather(seed, weather, on_timeout, surge):
     live_through(seed, weather, on_timeout, surge)
@@ -91,7 +107,7 @@ def live_through(seed: int, weather: list, on_timeout: str, surge: int) -> None:
     whole(world)
 
 
-@settings(max_examples=4, deadline=None)
+@settings(max_examples=4)
 @given(
     st.integers(0, 2**32),
     st.tuples(st.integers(1, 4), st.integers(1, 4)),
@@ -121,7 +137,7 @@ def rolled_out(world: FleetWorld) -> bool:
     return all(world.progressing(role) == "Settled" for role in ("prefill", "decode"))
 
 
-@settings(max_examples=6, deadline=None)
+@settings(max_examples=6)
 @given(
     st.integers(0, 2**32),
     st.lists(st.tuples(POOL, st.integers(0, 5), st.integers(0, 30)), min_size=1, max_size=8),

@@ -32,7 +32,7 @@ EVERYTHING: dict[str, Any] = {
         "template": {"spec": {"tolerations": [{"key": "spot", "operator": "Exists"}]}},
     },
     "scheduler": {"template": {"spec": {"priorityClassName": "high"}}},
-    "prefill": {"replicas": 3, "tensorParallel": 4},
+    "prefill": {"replicas": 3, "gpus": 4},
     "decode": {"gpus": 0, "stages": 2},
     "kvp": {"gpuResource": "amd.com/gpu"},
 }
@@ -200,8 +200,9 @@ def test_secrets_come_as_references():
     assert gateway["MILLRACE_PROXY__ADMIN_TOKEN"] == {
         "secretKeyRef": {"name": "admin", "key": "token"}
     }
-    prefill = environment(main(found["StatefulSet", "chat-prefill"]))
-    assert prefill["MILLRACE_ENGINE__TENSOR_PARALLEL"] == "4"
+    ranks = objects(prefill={"tensorParallel": 4, "gpus": 0})["StatefulSet", "chat-prefill"]
+    assert environment(main(ranks))["MILLRACE_ENGINE__TENSOR_PARALLEL"] == "4"
+    assert "resources" not in main(ranks)
     hub = environment(main(objects(weights=WEIGHTS["hub"])["StatefulSet", "chat-decode"]))
     assert hub["HF_TOKEN"] == {"secretKeyRef": {"name": "hub", "key": "token"}}
 

@@ -298,3 +298,48 @@ def test_trouble_shows():
     assert scene.condition("Degraded") == ("True", "InstanceTrouble")
     message = by_type(scene.pool["status"])["Degraded"]["message"]
     assert message == "chat-decode-1: Unschedulable: 0/3 nodes have a GPU"
+
+
+def test_a_drain_that_is_taken_back_in_silence_counts_once_the_scheduler_says_so():
+    scene = Scene(3)
+    scene.see(recommendation=advice(2))
+    scene.carry_out()
+    assert scene.observed.instances[f"{NAME}-2"].cordoned
+    known = scene.observed.instances
+    scene.see(instances=None, recommendation=advice(3), now_s=NOW_S + 30)
+    scene.pool["spec"]["replicas"] = 2
+    scene.carry_out()
+    scene.pool["spec"]["replicas"] = 3
+    scene.carry_out()
+    (entry,) = scene.pool["status"]["draining"]
+    assert entry == {
+        "pod": f"{NAME}-2",
+        "uid": "u2",
+        "since": timestamp(NOW_S),
+        "returning": True,
+    }
+    assert scene.pool["status"]["readyReplicas"] == 2
+    assert scene.condition("Draining")[0] == "False"
+    assert scene.condition("Progressing") == ("True", "Scaling")
+    assert scene.look() == []
+    scene.see(instances=known)
+    actions = scene.carry_out()
+    assert actions[0] == Cordon(instance_id=f"{NAME}-2", cordoned=False)
+    assert "draining" not in scene.pool["status"]
+    assert scene.pool["status"]["readyReplicas"] == 3
+
+
+def test_an_instance_that_leaves_again_before_it_is_back_has_its_whole_time():
+    scene = Scene(3)
+    scene.see(recommendation=advice(2))
+    scene.carry_out()
+    known = {**scene.observed.instances, f"{NAME}-2": held(1, cordoned=True)}
+    for replicas, now_s in ((3, NOW_S + 200), (2, NOW_S + 400)):
+        scene.see(instances=None, recommendation=advice(replicas), now_s=now_s)
+        scene.pool["spec"]["replicas"] = replicas
+        actions = scene.carry_out()
+    assert reasons(actions) == ["Draining"]
+    (entry,) = scene.pool["status"]["draining"]
+    assert entry["since"] == timestamp(NOW_S + 400) and "returning" not in entry
+    scene.see(instances=known)
+    assert not any(isinstance(action, Evict) for action in scene.carry_out())

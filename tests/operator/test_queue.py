@@ -12,6 +12,7 @@ import pytest
 from millrace.core.errors import MillraceError
 from millrace_operator.kube import KubeError
 from millrace_operator.queue import Key, Pace, WorkQueue
+from support.deadlines import HANG_S
 
 A, B = Key("DecodePool", "default", "a"), Key("DecodePool", "default", "b")
 QUICK = Pace(gap_s=0.0, first_retry_s=0.02, last_retry_s=0.08, event_retry_s=0.05, jitter=0.0)
@@ -31,7 +32,7 @@ async def running(
 
 
 async def until(true: Callable[[], bool]) -> None:
-    async with asyncio.timeout(5.0):
+    async with asyncio.timeout(HANG_S):
         while True:
             if true():
                 return
@@ -57,7 +58,7 @@ class Recorder:
 
     async def until(self, count: int) -> list[float]:
         """Seconds between looks, once there were so many."""
-        async with asyncio.timeout(5.0), self.looked:
+        async with asyncio.timeout(HANG_S), self.looked:
             await self.looked.wait_for(lambda: len(self.looks) >= count)
         times = [at_s for _, at_s in self.looks]
         return [after - before for before, after in pairwise(times)]

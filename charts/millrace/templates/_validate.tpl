@@ -34,6 +34,17 @@
 {{- if and $v.tls.existingSecret $v.tls.certManager.enabled -}}
 {{- fail "tls takes one of existingSecret and certManager" -}}
 {{- end -}}
+{{- range $role := list "prefill" "decode" -}}
+{{- with get $v $role -}}
+{{- $onCpus := and (hasKey . "gpus") (eq (int .gpus) 0) -}}
+{{- range $field := list "tensorParallel" "stages" -}}
+{{- $degree := int (get (get $v $role) $field | default 1) -}}
+{{- if and (gt $degree 1) (not $onCpus) -}}
+{{- fail (printf "%s.%s is %d, but %s.gpus is not 0: above 1 it runs on CPUs only; on GPUs raise %s.replicas, and scheduling.maxSpDegree for long prompts" $role $field $degree $role $role) -}}
+{{- end -}}
+{{- end -}}
+{{- end -}}
+{{- end -}}
 {{- range $role := list "prefill" "decode" "kvp" -}}
 {{- with get $v $role -}}
 {{- if .hugepages -}}

@@ -218,7 +218,7 @@ def _compute() -> dict[str, Schema]:
     return {
         "tensorParallel": {
             "type": "integer",
-            "description": "Ranks that share each layer: GPUs, or processes on CPUs.",
+            "description": "Ranks that share each layer. Above 1 on CPUs only: gpus must be 0.",
             "enum": [1, 2, 4, 8],
             "default": 1,
         },
@@ -342,11 +342,13 @@ def rules(kind: Kind) -> tuple[Schema, ...]:
                 "maxWorkersPerRequest must be <= autoscaling.maxReplicas",
             ),
         )
+    no_gpus = "(has(self.gpus) && self.gpus == 0)"
     return (
         *(_role_rules() if kind is DECODE else ()),
+        rule(f"self.stages == 1 || {no_gpus}", "stages above 1 need gpus 0: they run on CPUs only"),
         rule(
-            "self.stages == 1 || (has(self.gpus) && self.gpus == 0)",
-            "stages above 1 need gpus 0: they run on CPUs only",
+            f"self.tensorParallel == 1 || {no_gpus}",
+            "tensorParallel above 1 needs gpus 0: on GPUs only rank 0 could send its KV",
         ),
     )
 

@@ -157,9 +157,10 @@ def _scheduling() -> Schema:
                 default="operator",
             ),
             "planner": choice(
-                "Placement of prefill work on instances and groups of instances.",
-                *("least_queue", "fixed_sp", "single_chunk", "esp", "cdsp"),
-                default="least_queue",
+                "Placement of prefill work on instances and groups of instances; auto: cdsp where "
+                "times of groups are known, else least_queue.",
+                *("auto", "least_queue", "fixed_sp", "single_chunk", "esp", "cdsp"),
+                default="auto",
             ),
             "maxSpDegree": integer(
                 "Instances of a group that the planner fixed_sp forms, at most.",

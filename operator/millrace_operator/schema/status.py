@@ -65,7 +65,7 @@ def pool_status() -> Schema:
         required=("name", "value"),
     )
     draining = record(
-        "An instance that is to leave.",
+        "An instance that is to leave, or was and is not known to take work again.",
         {
             "pod": text("Name of its pod."),
             "uid": text("UID of its pod.", longest=64),
@@ -76,6 +76,10 @@ def pool_status() -> Schema:
                 "description": "True once drain.timeoutSeconds have passed.",
             },
             "removed": {"type": "boolean", "description": "True once its pod was told to end."},
+            "returning": {
+                "type": "boolean",
+                "description": "True where it is wanted again and the scheduler can't be told yet.",
+            },
         },
         required=("pod", "since"),
     )

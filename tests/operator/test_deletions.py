@@ -1,0 +1,124 @@
+"""An object that is deleted in the middle of a look at it: nothing is made for it any more.
+
+The deletion comes before each request of the look in turn, so that every interleaving is tried.
+"""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+
+import pytest
+from kmock import Request
+
+from millrace.core.errors import MillraceError
+from millrace.telemetry.metrics import Registry
+from millrace_operator.cluster import Cluster, Parts
+from millrace_operator.kube import Kube
+from millrace_operator.load import Schedulers
+from millrace_operator.metrics import OperatorMetrics
+from millrace_operator.queue import Key
+from millrace_operator.runner import Runner
+from millrace_operator.scaler import Scaler
+from millrace_operator.spec import Defaults
+from support.custom_objects import service
+from support.kube_emulator import KubeEmulator, configuration_of, kube_emulator
+from support.kube_objects import Object
+
+SERVICE = Key("ModelService", "default", "chat")
+POOL = Key("DecodePool", "default", "chat-decode")
+OWNERS = ("ModelService", "PrefillGroup", "DecodePool")
+
+
+@asynccontextmanager
+async def runner(cluster: KubeEmulator) -> AsyncIterator[Runner]:
+    """One operator's, without kopf and the queue: the test says when it looks at what."""
+    metrics, schedulers = OperatorMetrics(Registry()), Schedulers()
+    kube = Kube(configuration_of(cluster), threads=8)
+    parts = Parts(
+        kube=kube,
+        schedulers=schedulers,
+        scaler=Scaler(schedulers),
+        metrics=metrics,
+        leads=lambda: True,
+        identity="a",
+        address=lambda namespace, name: "127.0.0.1:1",
+    )
+    images = {role: f"millrace-{role}:1" for role in ("proxy", "scheduler", "prefill", "decode")}
+    try:
+        yield Runner(Cluster(parts), Defaults(images=images), metrics)
+    finally:
+        kube.close()
+
+
+def chat() -> Object:
+    pool = {"gpus": 0, "autoscaling": {"mode": "Off"}}
+    return service(redis={"secretRef": {"name": "redis"}}, prefill=pool, decode=pool)
+
+
+async def change(cluster: KubeEmulator) -> None:
+    """Every child has something to follow."""
+    settings = {"engine.max_batch": "7"}
+    await cluster.edit("ModelService", "chat", lambda o: o["spec"].update(settings=settings))
+
+
+class Deletion:
+    """Deletes the ModelService before request number `at`, and notes what is made for it later."""
+
+    def __init__(self, cluster: KubeEmulator, at: int, *, again: bool) -> None:
+        self.cluster, self.at, self.again = cluster, at, again
+        self.dead = {obj["metadata"]["uid"] for kind in OWNERS for obj in cluster.all(kind)}
+        self.requests = 0
+        self.late: list[str] = []
+
+    async def before(self, request: Request) -> None:
+        self.requests += 1
+        if self.requests == self.at:
+            await self.cluster.remove("ModelService", "chat")
+            if self.again:
+                await self.cluster.make(chat())
+        elif self.requests > self.at and request.method == "PATCH" and not request.subresource:
+            assert request.resource is not None
+            kind = self.cluster.resources[request.resource].kind
+            if self.cluster.find(kind, request.name) is None and self.dead & owners(request.data):
+                self.late.append(f"{kind} {request.name}")
+
+
+def owners(obj: Object) -> set[str]:
+    return {owner["uid"] for owner in obj["metadata"].get("ownerReferences", [])}
+
+
+async def look(running: Runner, key: Key) -> float | None:
+    try:
+        return await running.reconcile(key)
+    except MillraceError:  # the queue tries again
+        return 0.0
+
+
+@pytest.mark.parametrize(("key", "is_first"), [(SERVICE, True), (POOL, False)])
+async def test_whatever_a_deletion_meets_no_child_of_the_dead_is_made(key, is_first):
+    at = 0
+    async with kube_emulator() as cluster, runner(cluster) as running:
+        while True:
+            at += 1
+            await cluster.make(chat())
+            if key == POOL or not is_first:
+                await running.reconcile(SERVICE)
+            if not is_first:
+                await running.reconcile(key)
+                await change(cluster)
+            deletion = Deletion(cluster, at, again=at % 2 == 0)
+            cluster.before = deletion.before
+            await look(running, key)
+            cluster.before = None
+            if deletion.requests < at:
+                break  # the look was over before
+            assert not deletion.late, f"made after a deletion before request {at}"
+            for kind, _, name in cluster.names():
+                assert not deletion.dead & owners(cluster.find(kind, name))
+            if deletion.again:
+                await cluster.remove("ModelService", "chat")
+            for gone in (SERVICE, POOL):
+                assert await look(running, gone) is None
+            assert {kind for kind, *_ in cluster.names()} <= {"Event"}  # it outlives its object
+    assert at > 8
