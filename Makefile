@@ -5,10 +5,13 @@ BIN := $(VENV)/bin
 STAMP := $(VENV)/.millrace-installed
 CPP := $(shell find kernels -name '*.cpp' -o -name '*.hpp' -o -name '*.h' -o -name 'CMakeLists.txt')
 
+# A compiler that is there must succeed; without one Millrace is installed without its C++ modules.
+COMPILER := $(shell command -v $(CXX))
+
 # Packages are compiled when first imported (`--no-compile` below), and that is kept.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: demo up test test-slow test-gpu test-kind kind-on-path lint typecheck format proto setup clean
+.PHONY: demo up test test-unit test-slow test-gpu test-clients test-kind kind-on-path lint typecheck format proto setup clean
 
 demo: setup ## a whole stack on this machine: one long and several short chats, then stop
 	$(BIN)/millrace demo
@@ -16,19 +19,31 @@ demo: setup ## a whole stack on this machine: one long and several short chats, 
 up: setup ## a whole stack on this machine until Ctrl-C
 	$(BIN)/millrace up
 
-# Most tests share the cores. Whole stacks, and what watches the clock, get the machine to themselves.
-SHARING := $(addprefix tests/,chart contract core decode engine kernels models operator papers parity profiles proxy \
-	scheduler sim state telemetry transfer wire worker)
+test: setup ## lint and the whole test suite, all of it whatever fails; failures are repeated at the end
+	@$(BIN)/python tests/suite.py
 
-test: setup lint ## lint and the whole test suite
-	$(BIN)/python -m pytest -m "not slow and not gpu" -n auto --dist worksteal $(SHARING)
-	$(BIN)/python -m pytest -m "not slow and not gpu" $(SHARING:%=--ignore=%)
+test-unit: setup ## what one edits against, in under two minutes
+	@$(BIN)/python tests/suite.py --unit
 
-test-slow: setup ## stress that takes minutes
-	$(BIN)/python -m pytest -m slow
+test-slow: setup ## stress that takes minutes, with another seed each time
+	$(BIN)/python -m pytest -m slow --seed=random
 
 test-gpu: setup ## what needs a CUDA device
 	$(BIN)/python -m pytest -m gpu
+
+# Other people's clients get an environment of their own: their pins are not ours.
+CLIENTS := .venv-clients
+CLIENTS_STAMP := $(CLIENTS)/.installed
+test-clients: setup $(CLIENTS_STAMP) ## guidellm, litellm, LangChain, LlamaIndex, the Vercel AI SDK against a live stack
+	$(BIN)/python -m pytest tests/clients
+
+$(CLIENTS_STAMP): tests/clients/requirements.txt tests/clients/package.json
+	@test -x $(CLIENTS)/bin/python || $(PYTHON) -m venv $(CLIENTS)
+	$(CLIENTS)/bin/python -m pip install --disable-pip-version-check --only-binary :all: -r tests/clients/requirements.txt
+	@mkdir -p $(CLIENTS)/node && cp tests/clients/package.json $(CLIENTS)/node
+	@if command -v npm >/dev/null; then cd $(CLIENTS)/node && npm install --no-audit --no-fund; \
+		else echo "npm is not on PATH: the tests of the Vercel AI SDK will be skipped"; fi
+	@touch $@
 
 KIND := $(abspath $(VENV)/kind.kubeconfig)
 test-kind: kind-on-path setup ## operator and chart on a cluster of kind's, made and deleted here
@@ -45,7 +60,8 @@ $(STAMP): pyproject.toml $(CPP)
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "Millrace needs Python 3.11 to 3.13: make PYTHON=python3.11")'
 	@test -x $(BIN)/python || { echo "creating $(VENV)"; $(PYTHON) -m venv $(VENV); }
 	@echo "installing pinned dependencies and building the C++ parts (a few minutes the first time)"
-	$(BIN)/python -m pip install --disable-pip-version-check --no-compile -e '.[engine,operator,local,dev]'
+	@test -n "$(COMPILER)" || echo "no C++ compiler: the slow portable paths compute (apt-get install g++ make, then make clean)"
+	$(if $(COMPILER),MILLRACE_REQUIRE_CPP=1) $(BIN)/python -m pip install --disable-pip-version-check --no-compile -e '.[engine,operator,local,dev]'
 	@touch $@
 
 lint: setup ## formatting, lint, types, import contracts, committed stubs
@@ -64,3 +80,23 @@ proto: setup ## regenerate services/millrace/wire/pb from proto/
 
 clean:
 	rm -rf $(VENV) build
+
+# ---- Images, chart, shell --------------------------------------------------------------------------
+# services/images.sh says which variables (BUILDER, REGISTRY, PYTHON_IMAGE, TORCH_INDEX, IMAGE_FLAGS, ...) count.
+.PHONY: version images test-images chart shell
+
+version: ## the version, which pyproject.toml alone holds
+	@sed -n 's/^version = "\(.*\)"$$/\1/p' pyproject.toml
+
+images: ## all images, by docker, podman or buildah; ROLES="proxy scheduler" for some
+	services/images.sh $(ROLES)
+
+test-images: setup ## a stack of the images that `make images` built; skips with the reason where none can be run
+	MILLRACE_TEST_IMAGES=1 $(BIN)/python -m pytest -rsP tests/images
+
+chart: ## the chart as a package in dist/
+	@command -v helm >/dev/null || { echo "make chart needs helm on PATH"; exit 1; }
+	helm package charts/millrace --destination dist
+
+shell: setup ## a shell that finds `millrace`; the same as: source .venv/bin/activate
+	@PATH="$(abspath $(BIN)):$$PATH" VIRTUAL_ENV="$(abspath $(VENV))" $${SHELL:-/bin/sh}

@@ -1,7 +1,19 @@
-"""Settings for the whole suite."""
+"""Settings for the whole suite: threads, folders, and where randomness comes from.
+
+Every test starts with `random`, NumPy and torch seeded from `--seed` and the test's own id, so that
+a failure comes again whatever ran before it. With the default seed, 0, Hypothesis tries the same
+examples in every run; `--seed=random` explores. A failure names the seed that repeats it.
+"""
 
 import os
+import random
+import sys
 import tempfile
+import zlib
+from collections.abc import Iterator
+
+import pytest
+from hypothesis import HealthCheck, settings
 
 # Tiny models gain nothing from a second thread, and on a busy machine they wait for it.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
@@ -11,3 +23,52 @@ os.environ.setdefault(
     "MILLRACE_ENGINE__PROFILE_CACHE",
     os.path.join(tempfile.gettempdir(), f"millrace-test-profiles-{os.getpid()}"),
 )
+
+# How long an example takes says something of the machine, never of what is tested.
+settings.register_profile(
+    "millrace",
+    deadline=None,
+    print_blob=True,
+    suppress_health_check=[HealthCheck.too_slow, HealthCheck.function_scoped_fixture],
+)
+settings.register_profile("millrace-fixed", settings.get_profile("millrace"), derandomize=True)
+settings.load_profile("millrace-fixed")
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--seed", default="0", help="of all randomness: a number, or `random`")
+    parser.addoption("--rewrite", action="store_true", help="of transcripts: write what is so now")
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_configure(config: pytest.Config) -> None:
+    """Settles the seed. xdist's workers get the number with this process's other options."""
+    if config.option.seed == "random":
+        config.option.seed = str(random.SystemRandom().randrange(1, 1 << 32))
+    if config.option.seed != "0":
+        settings.load_profile("millrace")
+        if config.option.hypothesis_seed is None:
+            config.option.hypothesis_seed = config.option.seed
+
+
+def pytest_report_header(config: pytest.Config) -> str:
+    return f"seed: {config.option.seed}"
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_runtest_setup(item: pytest.Item) -> None:
+    """Seeds before the test's fixtures are made."""
+    seed = zlib.crc32(f"{item.config.option.seed}:{item.nodeid}".encode())
+    random.seed(seed)
+    if numpy := sys.modules.get("numpy"):
+        numpy.random.seed(seed)
+    if torch := sys.modules.get("torch"):
+        torch.manual_seed(seed)
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_makereport(item: pytest.Item) -> Iterator[None]:
+    report = yield
+    if report.failed:
+        report.sections.append(("seed", f"--seed={item.config.option.seed}"))
+    return report

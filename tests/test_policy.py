@@ -19,12 +19,12 @@ async def test_it_shows_and_changes_the_policy_and_writes_both_as_json(tmp_path)
         status, shown = await millrace("policy", *address, "--json", str(path))
         assert (status, shown.split()[:6]) == (
             0,
-            ["policy", "s_edf", "preemption", "operator", "planner", "least_queue"],
+            ["policy", "s_edf", "preemption", "operator", "planner", "auto"],
         )
         assert json.loads(path.read_text()) == {
             "policy": "s_edf",
             "preemption": "operator",
-            "planner": "least_queue",
+            "planner": "auto",
             "improvement_rate": 0.3,
             "policies": list(POLICIES),
         }

@@ -132,3 +132,22 @@ def test_kvp_workers_stand_beside_whatever_computes() -> None:
     assert StackOptions(model="m").fleet == {"prefill": 2, "decode": 1}
     assert StackOptions(model="m", kvp=2).fleet == {"prefill": 2, "decode": 1, "kvp": 2}
     assert StackOptions(model="m", colocated=1, kvp=1).fleet == {"colocated": 1, "kvp": 1}
+
+
+@pytest.mark.parametrize(
+    "cores, changes, sizes",
+    [
+        (2, {}, (2,)),  # two instances of one thread each
+        (8, {"threads": 2, "prefill": 8}, (2, 4)),
+        (8, {"threads": 1, "prefill": 3}, (2,)),
+        (8, {"threads": 8, "prefill": 4}, ()),  # they would share cores
+        (8, {"threads": 1, "most": {"prefill": 4}}, (2, 4)),
+        (8, {"threads": 1, "devices": ["0", "1"]}, ()),
+        (8, {"threads": 1, "prefill": 4, "colocated": 2}, ()),
+    ],
+)
+def test_groups_are_measured_where_their_instances_have_cores_of_their_own(
+    monkeypatch: pytest.MonkeyPatch, cores: int, changes: dict, sizes: tuple[int, ...]
+) -> None:
+    monkeypatch.setattr(os, "sched_getaffinity", lambda _: set(range(cores)))
+    assert StackOptions(model="m", **changes).group_sizes == sizes

@@ -119,7 +119,7 @@ async def test_decode_follows_the_load_and_no_answer_is_lost(drain_timeout_s: fl
         await asyncio.gather(*clients)
         gone = asyncio.Event()
         answers = [asyncio.create_task(scaled.answer_until(gone, seed)) for seed in range(4)]
-        await eventually(lambda: len(scaled.stack.instances("decode")) == 1, 60)
+        await eventually(lambda: len(scaled.stack.instances("decode")) == 1)
         gone.set()
         await asyncio.gather(*answers)
         evicted = [line for line in scaled.lines if line.endswith("goes on elsewhere")]

@@ -8,6 +8,7 @@ import httpx
 import pytest
 
 from support.command import millrace, start
+from support.deadlines import HANG_S
 
 
 async def test_the_demo_answers_explains_and_ends_clean() -> None:
@@ -31,7 +32,7 @@ async def test_up_says_what_to_try_and_ends_clean_at_ctrl_c() -> None:
         assert "curl " in seen and "from openai import OpenAI" in seen
         body = re.search(r"-d '(\{.*?\})'", seen, re.DOTALL)
         assert body is not None
-        async with httpx.AsyncClient(base_url=url.group(), timeout=30) as client:
+        async with httpx.AsyncClient(base_url=url.group(), timeout=2 * HANG_S) as client:
             headers = {"content-type": "application/json"}
             answer = await client.post("/v1/chat/completions", content=body[1], headers=headers)
             assert answer.status_code == 200

@@ -11,12 +11,13 @@ import pytest
 
 from millrace.stack import Stack
 from millrace.wire.scheduler_client import evict, get_instances, set_cordon
+from support.deadlines import HANG_S
 from support.live_stack import complete, eventually, live_stack
 from support.served_model import served_folder
 from support.tiny_models import prompt
 
 MODEL = "qwen3"
-FAST = ["engine.dtype=float32", "scheduler.heartbeat_s=0.2", "scheduler.lease_s=1.0"]
+FAST = ["engine.dtype=float32", "scheduler.heartbeat_s=0.2", "scheduler.lease_s=10"]
 TOKENS = 1000
 GREEDY = {"temperature": 0, "logprobs": 1}
 SAMPLED = {
@@ -74,7 +75,7 @@ async def disturbed(
 ) -> list[Client]:
     """All answers at once, disturbed once tokens of each have come."""
     answers = [Client(client, body) for body in bodies]
-    await eventually(lambda: all(len(answer.token_ids) > 5 for answer in answers), 30)
+    await eventually(lambda: all(len(answer.token_ids) > 5 for answer in answers))
     found = disturb()
     if found is not None:
         await found
@@ -100,7 +101,7 @@ async def test_answers_survive_the_death_of_their_decode_instance() -> None:
     bodies = [body(seed) for seed in range(2)]
     async with (
         live_stack(served_folder(MODEL), prefill=1, decode=2, settings=FAST) as stack,
-        httpx.AsyncClient(base_url=stack.url, timeout=60) as client,
+        httpx.AsyncClient(base_url=stack.url, timeout=2 * HANG_S) as client,
     ):
         expected = await undisturbed(client, bodies)
 
@@ -123,7 +124,7 @@ async def test_answers_survive_an_eviction_and_end_with_an_abort() -> None:
     bodies = [body(seed) for seed in range(2)]
     async with (
         live_stack(served_folder(MODEL), prefill=1, decode=2, settings=FAST) as stack,
-        httpx.AsyncClient(base_url=stack.url, timeout=60) as client,
+        httpx.AsyncClient(base_url=stack.url, timeout=2 * HANG_S) as client,
     ):
         expected = await undisturbed(client, bodies)
         address = scheduler_of(stack)

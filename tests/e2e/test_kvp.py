@@ -15,6 +15,7 @@ import pytest
 
 from millrace.stack import Stack
 from millrace.wire.scheduler_client import evict, get_instances
+from support.deadlines import HANG_S
 from support.live_stack import eventually, greedy_ids, live_stack
 from support.served_model import served_folder
 from support.tiny_models import oracle, prompt
@@ -47,7 +48,7 @@ async def stack_of(kvp: int, decode: int = 1) -> AsyncIterator[tuple[Stack, http
             settings=SETTINGS,
             role_settings=ROLES,
         ) as stack,
-        httpx.AsyncClient(base_url=stack.url, timeout=60) as client,
+        httpx.AsyncClient(base_url=stack.url, timeout=2 * HANG_S) as client,
     ):
         yield stack, client
 
@@ -103,7 +104,7 @@ async def test_long_contexts_spread_and_a_lost_worker_costs_no_answer() -> None:
         assert process is not None
         os.kill(process.pid, signal.SIGKILL)
         assert await answer == oracle(MODEL).greedy(lasting, 200)
-        await eventually(lambda: stack.services[holder].restarts == 1, 30)
+        await eventually(lambda: stack.services[holder].restarts == 1)
 
 
 @pytest.mark.slow
@@ -128,7 +129,7 @@ async def test_groups_of_prefills_in_stages_and_ranks_into_any_homes(
             settings=[*SETTINGS, *groups],
             role_settings={**ROLES, "prefill": prefill, "decode": [*ROLES["decode"], *home]},
         ) as stack,
-        httpx.AsyncClient(base_url=stack.url, timeout=60) as client,
+        httpx.AsyncClient(base_url=stack.url, timeout=2 * HANG_S) as client,
     ):
         answers = await asyncio.gather(*(greedy_ids(client, p, 20) for p in prompts))
         assert answers == expected

@@ -10,6 +10,7 @@ import pytest
 
 from millrace.stack import Stack, StackOptions
 from millrace.wire.scheduler_client import evict, get_instances
+from support.deadlines import HANG_S
 from support.live_stack import POOL_BYTES, complete, eventually, greedy_ids, live_stack
 from support.served_model import served_folder
 from support.tiny_models import oracle, prompt
@@ -17,7 +18,7 @@ from support.tiny_models import oracle, prompt
 MODEL = "llama"
 SETTINGS = [
     *("engine.dtype=float32", "engine.max_chunk_tokens=256", "mixed.t_target_ms=10"),
-    *("scheduler.heartbeat_s=0.2", "scheduler.lease_s=2", "store.finished_ttl_s=0"),
+    *("scheduler.heartbeat_s=0.2", "scheduler.lease_s=10", "store.finished_ttl_s=0"),
 ]
 
 #: Requests with every sampling parameter and everything that an answer may carry.
@@ -71,7 +72,7 @@ def rounded(value: Any) -> Any:
 async def test_one_instance_serves_it_all() -> None:
     async with Stack(options()) as stack:
         assert sorted(stack.services) == ["colocated-0", "proxy", "scheduler"]
-        async with httpx.AsyncClient(base_url=stack.url, timeout=60) as client:
+        async with httpx.AsyncClient(base_url=stack.url, timeout=2 * HANG_S) as client:
             prompts = [prompt(n, seed=n) for n in (900, 20, 1, 45, 333)]
             greedy = asyncio.gather(*(greedy_ids(client, ids, 12) for ids in prompts))
             found = await answers(client)
@@ -120,7 +121,7 @@ async def test_an_evicted_instances_answers_go_on_at_the_other() -> None:
         async def both_run() -> bool:
             return all(one.running for one in await get_instances(address))
 
-        await eventually(both_run, 30)
+        await eventually(both_run)
         await evict(address, "colocated-0", abort=False)
         for ids, answer in zip(prompts, await asyncio.gather(*asked), strict=True):
             assert answer == oracle(MODEL).greedy(ids, 600)
@@ -130,7 +131,7 @@ async def test_an_evicted_instances_answers_go_on_at_the_other() -> None:
 async def test_a_killed_one_comes_back() -> None:
     async with (
         Stack(options()) as stack,
-        httpx.AsyncClient(base_url=stack.url, timeout=60) as client,
+        httpx.AsyncClient(base_url=stack.url, timeout=2 * HANG_S) as client,
     ):
         expected = await greedy_ids(client, prompt(50), 4)
         process = stack.services["colocated-0"].process
@@ -141,5 +142,5 @@ async def test_a_killed_one_comes_back() -> None:
             response = await client.get("/ready")
             return response.status_code == 200 and stack.services["colocated-0"].restarts > 0
 
-        await eventually(is_back, 30)
+        await eventually(is_back)
         assert await greedy_ids(client, prompt(50), 4) == expected

@@ -6,6 +6,7 @@ import httpx
 import pytest
 
 from millrace.wire.scheduler_client import get_load
+from support.deadlines import HANG_S
 from support.live_stack import eventually, greedy_ids, live_stack
 from support.served_model import served_folder
 from support.tiny_models import oracle, prompt
@@ -18,7 +19,7 @@ async def test_a_request_waits_for_the_only_prefill_instance() -> None:
     settings = ["engine.dtype=float32", "proxy.park_timeout_s=60"]
     async with (
         live_stack(served_folder(MODEL), prefill=0, settings=settings) as stack,
-        httpx.AsyncClient(base_url=stack.url, timeout=60) as client,
+        httpx.AsyncClient(base_url=stack.url, timeout=2 * HANG_S) as client,
     ):
         address = f"127.0.0.1:{stack.services['scheduler'].port}"
         assert (await client.get("/ready")).status_code == 200

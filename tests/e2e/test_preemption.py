@@ -11,6 +11,7 @@ import httpx
 import pytest
 
 from millrace.core.priority import POLICIES
+from support.deadlines import HANG_S
 from support.live_stack import greedy_ids, live_stack
 from support.tiny_models import prompt
 
@@ -46,7 +47,7 @@ async def test_short_ones_pass_a_long_one(policy: str) -> None:
     ]
     async with (
         live_stack(MODEL, prefill=1, settings=settings) as stack,
-        httpx.AsyncClient(base_url=stack.url, timeout=60) as client,
+        httpx.AsyncClient(base_url=stack.url, timeout=2 * HANG_S) as client,
     ):
         long, shorts = prompt(LONG), [prompt(40 + i, seed=i) for i in SHORTS]
         alone_s, alone = await timed(client, long, 60_000)
@@ -58,14 +59,13 @@ async def test_short_ones_pass_a_long_one(policy: str) -> None:
         for ids in shorts:
             await asyncio.sleep(alone_s / 10)
             answers.append(await timed(client, ids, 500))
-        long_s, answer = await running
+            assert not running.done(), "the long one was faster"
+        _, answer = await running
 
         got = [found["choices"][0]["token_ids"] for found in (answer, *(a for _, a in answers))]
         assert got == expected
-        assert max(seconds for seconds, _ in answers) < alone_s / 2
         names = [span["name"] for span in answer["millrace"]["spans"]]
         assert "preempted" in names, names
-        assert long_s < 3 * alone_s + 2
 
 
 @pytest.mark.slow
@@ -78,7 +78,7 @@ async def test_all_policies_serve_a_mix_with_preemption_and_batches() -> None:
     ]
     async with (
         live_stack(MODEL, prefill=1, settings=settings) as stack,
-        httpx.AsyncClient(base_url=stack.url, timeout=60) as client,
+        httpx.AsyncClient(base_url=stack.url, timeout=2 * HANG_S) as client,
     ):
         prompts = [prompt(n, seed=n) for n in (2500, 30, 60, 900, 45, 20)]
         expected = [await greedy_ids(client, ids, 4) for ids in prompts]

@@ -13,6 +13,7 @@ import redis.asyncio
 from millrace.stack import Stack
 from millrace.wire.channel import open_channel
 from millrace.wire.pb import scheduler_pb2, scheduler_pb2_grpc
+from support.deadlines import HANG_S
 from support.live_stack import complete, eventually, greedy_ids, live_stack
 from support.served_model import served_folder
 from support.tiny_models import oracle, prompt
@@ -31,14 +32,14 @@ async def stack() -> AsyncIterator[Stack]:
 
 @pytest_asyncio.fixture(loop_scope="module")
 async def client(stack: Stack) -> AsyncIterator[httpx.AsyncClient]:
-    async with httpx.AsyncClient(base_url=stack.url, timeout=60) as opened:
+    async with httpx.AsyncClient(base_url=stack.url, timeout=2 * HANG_S) as opened:
         yield opened
 
 
 async def status(stack: Stack) -> scheduler_pb2.StatusReply:
     async with open_channel(f"127.0.0.1:{stack.services['scheduler'].port}") as channel:
         stub = scheduler_pb2_grpc.SchedulerStub(channel)
-        return await stub.GetStatus(scheduler_pb2.StatusRequest(), timeout=5)
+        return await stub.GetStatus(scheduler_pb2.StatusRequest(), timeout=HANG_S)
 
 
 async def is_idle(stack: Stack) -> bool:
@@ -97,6 +98,33 @@ async def test_log_probabilities_are_the_models(client: httpx.AsyncClient) -> No
     for position, logprob in enumerate(found[1:], 1):
         expected = float(rows[position - 1, everything[position]])
         assert math.isclose(logprob, expected, abs_tol=1e-4)
+
+
+async def test_a_prompt_is_scored_without_generating(
+    stack: Stack, client: httpx.AsyncClient
+) -> None:
+    """Old versions of lm-evaluation-harness ask for no token at all, new ones for one."""
+    ids = prompt(700)  # two chunks
+    body = {"prompt": ids, "temperature": 0, "logprobs": 3, "echo": True}
+    scored = await complete(client, **body, max_tokens=0)
+    longer = await complete(client, **body, max_tokens=1, ignore_eos=True)
+    assert scored["usage"]["completion_tokens"] == 0
+    [choice], [other] = scored["choices"], longer["choices"]
+    assert choice["finish_reason"] == "length"
+    for name in ("tokens", "token_logprobs", "top_logprobs", "text_offset"):
+        found = choice["logprobs"][name]
+        assert len(found) == len(ids)
+        if name in ("tokens", "text_offset"):
+            assert found == other["logprobs"][name][:-1]
+    pairs = zip(
+        choice["logprobs"]["token_logprobs"][1:],
+        other["logprobs"]["token_logprobs"][1:-1],
+        strict=True,
+    )
+    assert all(math.isclose(one, two, abs_tol=1e-4) for one, two in pairs)
+    many = [complete(client, **body, max_tokens=0, n=2) for _ in range(4)]
+    assert all(len(answer["choices"]) == 2 for answer in await asyncio.gather(*many))
+    await eventually(lambda: is_idle(stack))
 
 
 async def test_a_seed_gives_the_same_tokens_whatever_the_batch(client: httpx.AsyncClient) -> None:

@@ -17,6 +17,7 @@ import redis.asyncio
 from millrace.stack import Stack
 from millrace.wire.channel import open_channel
 from millrace.wire.pb import scheduler_pb2, scheduler_pb2_grpc
+from support.deadlines import HANG_S
 from support.live_stack import eventually, greedy_ids, live_stack
 from support.served_model import served_folder
 from support.tiny_models import oracle, prompt
@@ -135,7 +136,7 @@ def check_greedy(outcomes: Outcomes, rng: random.Random, sample: int = 60) -> No
 async def status(stack: Stack) -> scheduler_pb2.StatusReply:
     async with open_channel(f"127.0.0.1:{stack.services['scheduler'].port}") as channel:
         stub = scheduler_pb2_grpc.SchedulerStub(channel)
-        return await stub.GetStatus(scheduler_pb2.StatusRequest(), timeout=5)
+        return await stub.GetStatus(scheduler_pb2.StatusRequest(), timeout=HANG_S)
 
 
 async def is_idle(stack: Stack) -> bool:
@@ -173,7 +174,7 @@ async def test_random_load_leaks_nothing_and_gives_the_right_tokens() -> None:
     print(f"seed {seed}")
     async with live_stack(served_folder(MODEL), decode=2, settings=SETTINGS) as stack:
         outcomes = await run_load(stack, seed)
-        await eventually(lambda: is_idle(stack), 15)
+        await eventually(lambda: is_idle(stack))
         assert all(s.restarts == 0 for s in stack.services.values())
         no_traceback(stack)
 
@@ -217,14 +218,14 @@ async def test_random_deaths_cost_errors_at_most() -> None:
             strike_at_random(stack, rng, struck), run_load(stack, seed)
         )
         print(f"struck: {dict(struck)}")
-        async with httpx.AsyncClient(base_url=stack.url, timeout=60) as client:
-            await eventually(lambda: all(s.serving for s in stack.services.values()), 60)
-            await eventually(lambda: ready(client), 20)
-            await eventually(lambda: is_idle(stack), 30)
+        async with httpx.AsyncClient(base_url=stack.url, timeout=2 * HANG_S) as client:
+            await eventually(lambda: all(s.serving for s in stack.services.values()))
+            await eventually(lambda: ready(client))
+            await eventually(lambda: is_idle(stack))
             answers = await asyncio.gather(
                 *(greedy_ids(client, prompt(900, i), 8) for i in range(8))
             )
-            await eventually(lambda: is_idle(stack), 15)
+            await eventually(lambda: is_idle(stack))
             no_traceback(stack)
 
     for i, answer in enumerate(answers):

@@ -10,6 +10,7 @@ import httpx
 import pytest
 
 from millrace.stack import Stack, StackOptions
+from support.deadlines import HANG_S
 from support.live_stack import POOL_BYTES, eventually, greedy_ids
 from support.served_model import served_folder
 from support.tiny_models import oracle, prompt
@@ -45,7 +46,7 @@ async def test_any_degree_into_any_other_gives_the_oracles_tokens(
 ) -> None:
     async with (
         Stack(options(prefill, decode)) as stack,
-        httpx.AsyncClient(base_url=stack.url, timeout=60) as client,
+        httpx.AsyncClient(base_url=stack.url, timeout=2 * HANG_S) as client,
     ):
         prompts = [prompt(n, seed=n) for n in (600, 20, 45, 33)]
         found = await asyncio.gather(*(greedy_ids(client, ids, 6) for ids in prompts))
@@ -57,7 +58,7 @@ async def test_any_degree_into_any_other_gives_the_oracles_tokens(
 async def test_an_instance_that_lost_a_rank_is_started_again() -> None:
     async with (
         Stack(options(2, 1)) as stack,
-        httpx.AsyncClient(base_url=stack.url, timeout=60) as client,
+        httpx.AsyncClient(base_url=stack.url, timeout=2 * HANG_S) as client,
     ):
         expected = await greedy_ids(client, prompt(40), 4)
         service = stack.services["prefill-0"]

@@ -16,6 +16,7 @@ from millrace.wire.scheduler_client import SchedulerUnavailable, get_settings
 from millrace.wire.tls import use_tls
 from support.certificates import Authority, needs_openssl, tls_config, tls_settings
 from support.command import millrace
+from support.deadlines import HANG_S
 from support.live_stack import greedy_ids, live_stack
 from support.served_model import served_folder
 from support.tiny_models import oracle, prompt
@@ -55,7 +56,7 @@ async def policy(stack: Stack, config: TlsConfig) -> str:
 async def answers(stack: Stack, seed: int) -> None:
     """A prompt comes back as the oracle has it: by every service, and over KV that travelled."""
     ids = prompt(60, seed)
-    async with httpx.AsyncClient(base_url=stack.url, timeout=60) as client:
+    async with httpx.AsyncClient(base_url=stack.url, timeout=2 * HANG_S) as client:
         assert await greedy_ids(client, ids, 8) == oracle("llama").greedy(ids, 8)
 
 

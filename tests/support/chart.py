@@ -1,9 +1,10 @@
 """The chart as Helm's own engine renders it, read back as objects.
 
-`python tests/support/chart.py` writes the golden snapshot anew.
+`python tests/support/chart.py` writes the golden snapshot and the README's table again.
 """
 
 import functools
+import json
 import re
 from collections.abc import Mapping
 from pathlib import Path
@@ -18,6 +19,12 @@ GOLDEN = ROOT / "tests/chart/golden/minimal.yaml"
 PROFILES = tuple(
     sorted(path.name.removesuffix("-values.yaml") for path in (CHART / "ci").glob("*-values.yaml"))
 )
+README = CHART / "README.md"
+VALUES_INTRO = """\
+`values.yaml` explains each value further. A default that is empty here is the CRDs' own:
+`kubectl explain modelservice.spec --recursive` shows it. `python tests/support/chart.py`
+makes this table of `values.schema.json`.
+"""
 
 #: The API server that objects are checked for.
 NEWEST = "1.36"
@@ -69,9 +76,40 @@ def snapshot() -> str:
     return text.replace(password[1], "PASSWORD")
 
 
+def _rows(schema: Object, defaults: Any, path: str = "") -> list[tuple[str, str, str]]:
+    """(value, default, description) of every value, two levels deep."""
+    rows = []
+    for name, field in sorted(schema.get("properties", {}).items()):
+        default = defaults.get(name, "") if isinstance(defaults, dict) else ""
+        has_parts = bool(field.get("properties")) and not path
+        if not path or not has_parts:
+            shown = "" if has_parts or default == "" else f"`{json.dumps(default)}`"
+            text = " ".join(field.get("description", "").split()).replace("|", "\\|")
+            rows.append((f"`{path}{name}`", shown, text))
+        if has_parts:
+            rows += _rows(field, default, f"{path}{name}.")
+    return rows
+
+
+def values_table() -> str:
+    """The table of values in the chart's README, in Markdown."""
+    schema = json.loads((CHART / "values.schema.json").read_text())
+    del schema["properties"]["global"]  # Helm's own
+    rows = _rows(schema, yaml.safe_load((CHART / "values.yaml").read_text()))
+    lines = [f"| {' | '.join(row)} |".replace("|  |", "| |") for row in rows]
+    return "\n".join(["| value | default | meaning |", "|---|---|---|", *lines]) + "\n"
+
+
+def readme_with(table: str) -> str:
+    """The chart's README with the table below its heading `Values`."""
+    text, heading, _ = README.read_text().partition("\n## Values\n\n")
+    return f"{text}{heading}{VALUES_INTRO}\n{table}"
+
+
 def main() -> None:
     GOLDEN.parent.mkdir(parents=True, exist_ok=True)
     GOLDEN.write_text(snapshot())
+    README.write_text(readme_with(values_table()))
 
 
 if __name__ == "__main__":

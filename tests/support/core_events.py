@@ -168,9 +168,16 @@ class Bench:
             )
         )
 
-    def decoding(self, instance_id: str, request_id: str) -> list[effects.Effect]:
+    def decoding(
+        self, instance_id: str, request_id: str, since_token_s: float = 0.0
+    ) -> list[effects.Effect]:
         return self.step(
-            events.DecodeStarted(instance_id=instance_id, generation=1, request_id=request_id)
+            events.DecodeStarted(
+                instance_id=instance_id,
+                generation=1,
+                request_id=request_id,
+                since_token_s=since_token_s,
+            )
         )
 
     def finished(
@@ -207,8 +214,8 @@ class Bench:
             )
         )
 
-    def died(self, instance_id: str) -> list[effects.Effect]:
-        return self.step(events.InstanceLeft(instance_id=instance_id, generation=1))
+    def died(self, instance_id: str, generation: int = 1) -> list[effects.Effect]:
+        return self.step(events.InstanceLeft(instance_id=instance_id, generation=generation))
 
     def drains(self, instance_id: str) -> list[effects.Effect]:
         return self.step(events.InstanceDraining(instance_id=instance_id, generation=1))
@@ -223,9 +230,13 @@ class Bench:
             )
         )
 
-    def cordon(self, instance_id: str, cordoned: bool = True) -> list[effects.Effect]:
+    def cordon(
+        self, instance_id: str, cordoned: bool = True, *, generation: int = 1
+    ) -> list[effects.Effect]:
         return self.step(
-            events.InstanceCordoned(instance_id=instance_id, generation=1, cordoned=cordoned)
+            events.InstanceCordoned(
+                instance_id=instance_id, generation=generation, cordoned=cordoned
+            )
         )
 
     def cancel(self, request_id: str, reason: str = "the client left") -> list[effects.Effect]:
@@ -235,13 +246,17 @@ class Bench:
         self.now_s += seconds
         return self.step(events.Tick())
 
-    def serve(self, request_id: str, prefill: str = "p0", decode: str = "d0") -> None:
+    def serve(
+        self, request_id: str, prefill: str = "p0", decode: str = "d0"
+    ) -> list[effects.Effect]:
         """All that correct workers say of a dispatched request, to its end."""
-        self.chunk_started(prefill, request_id)
-        self.computed(prefill, request_id)
-        self.released(prefill, request_id)
-        self.decoding(decode, request_id)
-        self.finished(decode, request_id)
+        return [
+            *self.chunk_started(prefill, request_id),
+            *self.computed(prefill, request_id),
+            *self.released(prefill, request_id),
+            *self.decoding(decode, request_id),
+            *self.finished(decode, request_id),
+        ]
 
 
 def of(kind: type[E], found: list[effects.Effect]) -> list[E]:

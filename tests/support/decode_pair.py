@@ -80,8 +80,7 @@ class Pair:
     @property
     def used_pages(self) -> int:
         """Beside what the instance takes for itself."""
-        spill = self.decode.role._admissions.spread.spill_pages
-        return self.decode.engine.pool.used_pages - len(spill)
+        return self.decode.engine.pool.used_pages - self.decode.role.num_spill_pages
 
 
 @asynccontextmanager

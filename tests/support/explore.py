@@ -35,7 +35,7 @@ from millrace.core.latency import SpLatency
 from millrace.core.planning.single_chunk import SingleChunk
 from millrace.core.priority import Policy
 from support.gang_node import Node, Scenario, Scheduler
-from support.gang_world import Move, World
+from support.gang_world import ACCIDENTS, Move, World
 
 _SHARED: dict[int, object] = {}  # what never changes is not copied
 _UNCHANGING = (Policy, SchedulerConfig, SpLatency, InstanceJoined, Scenario, GangSpec, RunPrefill)
@@ -170,7 +170,7 @@ def _visit(world: World, found: Found, seen: dict[int, bool], way: list[_Visit])
     seen[key] = _ON_THE_WAY
     found.states += 1
     moves = world.moves()
-    if all(kind == "crash" for kind, *_ in moves):
+    if all(kind in ACCIDENTS for kind, *_ in moves):
         world.check_end()
         found.ends.add(world.digest())
     way.append(_Visit(world, key, moves))

@@ -87,7 +87,8 @@ def autoscaling(mode: str) -> dict[str, Any]:
 
 def _draining(pool: dict[str, Any]) -> dict[str, str]:
     """Why the pods leave of which the status says that they do."""
-    return {e["pod"]: e["reason"] for e in pool["status"].get("draining", ())}
+    entries = pool["status"].get("draining", ())
+    return {e["pod"]: e["reason"] for e in entries if not e.get("returning")}
 
 
 class FleetWorld:

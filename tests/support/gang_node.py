@@ -17,6 +17,7 @@ from millrace.core.gang import Gang, GangKey, GangSpec, State, Step
 from millrace.core.machine import Machine
 from millrace.core.pool_rule import PoolRule
 from millrace.core.request import RequestState
+from millrace.core.standstill import Standstill
 from millrace.core.stop_point import StopPoint
 from support.core_events import groups_of, instance, request
 from support.prefill_fleet import Scripted
@@ -36,14 +37,29 @@ class Prompt:
 
 @dataclass(frozen=True)
 class Scenario:
-    """`stops`: of every chunk, see `GangSpec`. `crashes`: so many of the `mortal` instances die."""
+    """What may happen beside what the prompts bring about.
+
+    `stops`: of every chunk, see `GangSpec`. `rings`: those of its operators, by number from 1 on,
+    that end at no member before all have begun them; None: all do. `crashes`: so many of the
+    `mortal` instances die. `policies`: orders the scheduler is switched to, one after the other, at
+    any time. `cancels`: requests that their clients may give up. `failures`: so many times an
+    instance gives a job up. `losses`: so many messages between instances are lost, against what the
+    protocol assumes; then the scheduler's watch has to help. `opens_at_once`: the messages by which
+    a gang opens take no time, so that larger worlds can be searched.
+    """
 
     prompts: tuple[Prompt, ...]
     stops: tuple[StopPoint, ...] = (StopPoint.PASS, StopPoint.OPERATOR)
+    rings: tuple[int, ...] | None = None
     preemption: str = "operator"
     most_held: int = 8
     crashes: int = 0
     mortal: tuple[int, ...] = (0, 1, 2)
+    policies: tuple[str, ...] = ()
+    cancels: tuple[str, ...] = ()
+    failures: int = 0
+    losses: int = 0
+    opens_at_once: bool = False
     instances: int = 3
 
     def tokens(self, prompt: Prompt) -> int:
@@ -60,6 +76,12 @@ class Scenario:
         }
 
 
+class Watch(NamedTuple):
+    """For a long time nothing happens but heartbeats."""
+
+    standstills: tuple[tuple[str, Standstill], ...]
+
+
 class SchedulerView(NamedTuple):
     """What the world has to know of the scheduler."""
 
@@ -72,6 +94,7 @@ class Scheduler:
 
     def __init__(self, scenario: Scenario) -> None:
         self.scenario = scenario
+        self.now_s = 0.0
         self.machine = Machine(
             SchedulerConfig(
                 planner="single_chunk",
@@ -80,6 +103,8 @@ class Scheduler:
                 improvement_rate=0.9,
                 tasks_ahead=9,
                 max_attempts=9,
+                request_timeout_s=1e9,
+                release_timeout_s=1e9,
             )
         )
         self.step(instance("d0", pages=100_000, context=100_000))
@@ -88,17 +113,36 @@ class Scheduler:
             card = instance(f"p{number}", pages=1000, latency=latency, node="n", context=100_000)
             self.step(card)
         (pool,) = self.machine.cluster.pools.values()
-        pool._prepare()
-        pool._planner = Scripted(scenario.plans())
+        pool.plan = Scripted(pool, scenario.plans()).plan
 
-    def step(self, word: events.Event | Prompt) -> list[effects.Effect]:
-        """What prefill instances are told. A prompt arrives."""
-        if isinstance(word, Prompt):
-            tokens = self.scenario.tokens(word)
-            word = request(word.name, tokens, 4, ttft_s=word.ttft_s)
-        heard, found = deque([word]), []
+    def step(self, word: events.Event | Prompt | Watch) -> list[effects.Effect]:
+        """What prefill instances are told."""
+        match word:
+            case Prompt():
+                tokens = self.scenario.tokens(word)
+                return self._take(request(word.name, tokens, 4, ttft_s=word.ttft_s))
+            case Watch(standstills):
+                told = [
+                    events.LoadReported(
+                        instance_id=name,
+                        generation=1,
+                        free_pages=0,
+                        running=0,
+                        waiting=0,
+                        standstill=still,
+                    )
+                    for name, still in standstills
+                ]
+                found = self._take(*told)
+                self.now_s += 1e5
+                return found + self._take(events.Tick())
+            case _:
+                return self._take(word)
+
+    def _take(self, *words: events.Event) -> list[effects.Effect]:
+        heard, found = deque(words), []
         while heard:
-            for effect in self.machine.step(heard.popleft(), 0.0):
+            for effect in self.machine.step(heard.popleft(), self.now_s):
                 match effect:
                     case effects.CancelOn(instance_id="d0", request_id=request_id):
                         heard.append(released("d0", request_id))
@@ -136,7 +180,7 @@ class Scheduler:
         )
         pools = self.machine.cluster.pools.values()
         lines = tuple((pool.lacks_pages, tuple(r.id for r in pool.line)) for pool in pools)
-        return (requests, instances, lines)
+        return (self.machine.policy, requests, instances, lines)
 
 
 @dataclass(eq=False, slots=True)
@@ -181,8 +225,10 @@ class NodeView(NamedTuple):
     waits_in: tuple[GangSpec, str, int] | None  # else: a ring step, by task's name and number
     gangs: dict[GangKey, GangView]
     jobs: dict[str, int]  # request -> attempt
+    meeting: dict[str, tuple[str, ...]]  # jobs whose group is not linked yet -> its members
     ended: frozenset[str]  # tasks
     idle: tuple[Attempt, ...]  # jobs without tasks
+    standstill: Standstill | None
 
 
 class Hear(NamedTuple):
@@ -194,47 +240,79 @@ class Compute(NamedTuple):
     """The operator at hand ends, and the next begins if that is how it is."""
 
 
+class Meet(NamedTuple):
+    """All members of the job's group have joined, and this one is linked to them."""
+
+    request_id: str
+
+
+class Fail(NamedTuple):
+    """The instance gives the job up, for a reason of its own."""
+
+    request_id: str
+
+
 class Release(NamedTuple):
     request_id: str
 
 
-NodeWord = Hear | Compute | Release | effects.Effect
+NodeWord = Hear | Compute | Meet | Fail | Release | effects.Effect
 Said = Post | Stopped | events.Event
 
 
 @dataclass(eq=False, slots=True)
 class Node:
-    """An instance. `inside`: an operator runs; else the thread is before one, or idle."""
+    """An instance. `inside`: an operator runs; else the thread is before one, or idle.
+
+    `peers`: instances whose words it takes. It hears nothing of those that it was never linked to.
+    """
 
     name: str
     stops: tuple[StopPoint, ...]
     rule: PoolRule[ModelTask]
     inside: bool = False
     jobs: dict[str, effects.RunPrefill] = field(default_factory=dict)
+    meeting: set[str] = field(default_factory=set)  # jobs that still meet their groups
+    peers: set[str] = field(default_factory=set)
     ended: set[str] = field(default_factory=set)  # tasks of which nothing is to be computed
     _said: list[Said] = field(default_factory=list)
 
     def step(self, word: NodeWord) -> list[Said]:
         match word:
-            case Hear():
-                self.rule.receive(*word)
+            case Hear(sender, payload):
+                if sender in self.peers:
+                    self.rule.receive(sender, payload)
             case Compute():
                 self._compute()
-            case Release(request_id):
-                self._release(request_id)
-            case effects.RunPrefill(request_id=request_id):
-                self.jobs[request_id] = word
-                mine = [c.index for c in word.chunks if self.name in c.instance_ids]
-                self.rule.append([f"{request_id}/{index}" for index in mine])
-                self._submit(request_id, mine[0])
-            case effects.Order():
-                self.rule.order([f"{r.request_id}/{r.chunk_index}" for e in word.queue for r in e])
-            case effects.CancelOn(request_id=request_id):
-                self._drop(request_id)
+            case Meet(request_id):
+                self.meeting.discard(request_id)
+                self.peers.update(self._members(request_id))
+                self._submit_first(request_id)
+            case Fail() | Release():
+                self._end_job(word)
+            case effects.RunPrefill() | effects.Order() | effects.CancelOn():
+                self._obey(word)
         while self.rule.outgoing:
             self._said.append(Post(*self.rule.outgoing.popleft()))
         said, self._said = self._said, []
         return said
+
+    def _obey(self, command: effects.Effect) -> None:
+        match command:
+            case effects.RunPrefill(request_id=request_id):
+                self.jobs[request_id] = command
+                mine = [c.index for c in command.chunks if self.name in c.instance_ids]
+                self.rule.append([f"{request_id}/{index}" for index in mine])
+                if len(self._members(request_id)) > 1:
+                    self.meeting.add(request_id)
+                else:
+                    self._submit_first(request_id)
+            case effects.Order():
+                self.rule.order(
+                    [f"{r.request_id}/{r.chunk_index}" for e in command.queue for r in e]
+                )
+            case effects.CancelOn(request_id=request_id):
+                self._drop(request_id)
 
     # -- the compute thread
 
@@ -301,6 +379,14 @@ class Node:
 
     # -- jobs
 
+    def _members(self, request_id: str) -> tuple[str, ...]:
+        """Of the job's last group, which holds all before it."""
+        return self.jobs[request_id].chunks[-1].instance_ids
+
+    def _submit_first(self, request_id: str) -> None:
+        chunks = self.jobs[request_id].chunks
+        self._submit(request_id, next(c.index for c in chunks if self.name in c.instance_ids))
+
     def _submit(self, request_id: str, index: int) -> None:
         job = self.jobs[request_id]
         members, spec = job.chunks[index].instance_ids, None
@@ -317,12 +403,20 @@ class Node:
         self.rule.add(task)
 
     def _drop(self, request_id: str) -> None:
+        self.meeting.discard(request_id)
         for task in list(self.rule.tasks.values()):
             if task.request_id == request_id:
                 task.dropped = True
                 if task is not self.rule.running:
                     self.rule.remove(task)
                     self.ended.add(task.name)
+
+    def _end_job(self, word: Fail | Release) -> None:
+        if isinstance(word, Fail):
+            self._drop(word.request_id)
+            self._said.append(failed(self.name, word.request_id))
+        else:
+            self._release(word.request_id)
 
     def _release(self, request_id: str) -> None:
         del self.jobs[request_id]
@@ -335,7 +429,7 @@ class Node:
 
     def view(self) -> NodeView:
         ready, waits_in = self._can_compute()
-        busy = {task.request_id for task in self.rule.tasks.values()}
+        busy = {task.request_id for task in self.rule.tasks.values()} | self.meeting
         return NodeView(
             ready=ready,
             waits_in=waits_in,
@@ -344,8 +438,20 @@ class Node:
                 for key, gang in self.rule._gangs.items()
             },
             jobs={name: job.attempt for name, job in self.jobs.items()},
+            meeting={name: self._members(name) for name in sorted(self.meeting)},
             ended=frozenset(self.ended),
+            standstill=self._standstill(),
             idle=tuple((name, j.attempt) for name, j in self.jobs.items() if name not in busy),
+        )
+
+    def _standstill(self) -> Standstill | None:
+        if (found := self.rule.standstill()) is None:
+            return None
+        prepared, claimed, waits_for = found
+        return Standstill(
+            prepared=tuple(name.partition("/")[0] for name in prepared),
+            claimed=claimed.partition("/")[0],
+            waits_for=waits_for,
         )
 
     def _can_compute(self) -> tuple[bool, tuple[GangSpec, str, int] | None]:
@@ -371,7 +477,8 @@ class Node:
         ranks = tuple(sorted(rule._ranks, key=rule._ranks.__getitem__))
         jobs = tuple((name, job.attempt, job.chunks) for name, job in sorted(self.jobs.items()))
         ended = tuple(sorted(self.ended))
-        return (self.name, tasks, at_work, ranks, self.inside, jobs, ended)
+        links = tuple(sorted(self.meeting)), tuple(sorted(self.peers))
+        return (self.name, tasks, at_work, ranks, self.inside, jobs, links, ended)
 
 
 def _digest_of_gang(gang: Gang | None) -> Digest:
@@ -379,8 +486,15 @@ def _digest_of_gang(gang: Gang | None) -> Digest:
         return ()
     held = tuple(sorted((m, h.value, h.finest) for m, h in gang._held.items()))
     key, ready = gang.spec.key, tuple(sorted(gang._ready))
-    return (key, gang.state, gang.begun, gang.rounds, gang.stop_at, gang._asked, ready, held)
+    here = gang.is_open or tuple(sorted(gang._here))
+    return (key, here, gang.state, gang.begun, gang.stop_at, gang._asked, ready, held)
 
 
 def released(name: str, request_id: str) -> events.RequestReleased:
     return events.RequestReleased(instance_id=name, generation=1, request_id=request_id)
+
+
+def failed(name: str, request_id: str) -> events.RequestFailed:
+    return events.RequestFailed(
+        instance_id=name, generation=1, request_id=request_id, message="", retryable=True
+    )

@@ -2,8 +2,8 @@
 
 A `World` is the parts of `gang_node` and all that is on its way between them. `moves` lists what
 could happen next: a word or a command arrives, an instance begins or ends an operator, a request
-arrives, an instance dies, what it said last is lost. Every operator is a ring step, the worst case:
-it ends at no member before all have begun it.
+arrives, an instance dies, what it said last is lost. Every operator is a ring step, unless the
+scenario says otherwise: it ends at no member before all have begun it.
 """
 
 from __future__ import annotations
@@ -12,12 +12,14 @@ from collections.abc import Hashable
 from typing import Protocol
 
 from millrace.core import effects, events
-from millrace.core.gang import GangKey
+from millrace.core.gang import GangKey, Message, Word
 from millrace.core.pool_rule import PoolRule
 from millrace.core.stop_point import StopPoint
 from support.gang_node import (
     Compute,
+    Fail,
     Hear,
+    Meet,
     Node,
     NodeView,
     NodeWord,
@@ -29,9 +31,16 @@ from support.gang_node import (
     Scheduler,
     SchedulerView,
     Stopped,
+    Watch,
 )
 
 Move = tuple[str, ...]
+
+#: Messages by which a gang opens.
+OPENING = frozenset({Word.HERE, Word.CALL, Word.OPEN})
+
+#: Moves that need not happen: all has to be done without them.
+ACCIDENTS = frozenset({"crash", "policy", "cancel", "fail", "drop"})
 
 
 class SchedulerPart(Protocol):
@@ -42,7 +51,7 @@ class SchedulerPart(Protocol):
     @property
     def digest(self) -> Hashable: ...
     def after(
-        self, word: events.Event | Prompt
+        self, word: events.Event | Prompt | Watch
     ) -> tuple[SchedulerPart, tuple[effects.Effect, ...]]: ...
 
 
@@ -82,6 +91,13 @@ class World:
         self.coming = scenario.prompts
         self.crashes = scenario.crashes
         self.mortal = [f"p{number}" for number in scenario.mortal]
+        self.policies = scenario.policies
+        self.cancels = scenario.cancels
+        self.failures = scenario.failures
+        self.losses = scenario.losses
+        self.opens_at_once = scenario.opens_at_once
+        self.rings = scenario.rings
+        self.lost = False  # a message was: the watch may be needed
         self.scheduler: SchedulerPart = part(Scheduler(scenario))
         self.nodes: dict[str, NodePart] = {}
         self.links: dict[tuple[str, str], tuple[bytes, ...]] = {}  # none is empty
@@ -105,7 +121,9 @@ class World:
         """All that what can still happen depends on, if equal parts are the same."""
         links, commands = frozenset(self.links.items()), frozenset(self.commands.items())
         nodes = tuple(self.nodes.values())
-        return (self.scheduler, nodes, links, commands, len(self.coming), self.crashes)
+        left = (self.coming, self.crashes, self.policies, self.cancels, self.failures)
+        left = (*left, self.losses, self.lost)
+        return (self.scheduler, nodes, links, commands, left)
 
     def digest(self) -> Hashable:
         """The same, whoever made the parts."""
@@ -117,20 +135,32 @@ class World:
     def moves(self) -> list[Move]:
         found: list[Move] = [("deliver", *link) for link in self.links]
         found += [("command", name) for name in self.commands]
+        found += [
+            ("meet", name, request_id)
+            for name, node in self.nodes.items()
+            for request_id, members in node.view.meeting.items()
+            if self._have_joined(members, request_id, node.view.jobs[request_id])
+        ]
         found += [("compute", name) for name in self.nodes if self.can_compute(name)]
         found += [("arrive", prompt.name) for prompt in self.coming[:1]]
+        found += [("policy", name) for name in self.policies[:1]]
+        requests = self.scheduler.view.requests
+        found += [("cancel", name) for name in self.cancels if name in requests]
+        if self.failures:
+            found += [("fail", name, request_id) for name, request_id in self._jobs_in_use()]
         found += [("lose", *link) for link in self.links if link[0] not in self.nodes]
         if self.crashes and len(self.nodes) > 1:
             found += [("crash", name) for name in self.mortal if name in self.nodes]
+        if self.losses:
+            found += [("drop", *link) for link in self.links if link[0] in self.nodes]
+        if self.lost and requests and all(kind in ACCIDENTS for kind, *_ in found):
+            found.append(("watch",))
         return found
 
     def play(self, move: Move) -> None:
         match move:
             case ("deliver", sender, receiver):
-                payload, *rest = self.links.pop((sender, receiver))
-                if rest:
-                    self.links[sender, receiver] = tuple(rest)
-                self._tell(receiver, Hear(sender, payload))
+                self._tell(receiver, Hear(sender, self._take((sender, receiver))))
             case ("lose", *link):
                 del self.links[tuple(link)]
             case ("command", name):
@@ -138,20 +168,59 @@ class World:
                 if rest:
                     self.commands[name] = tuple(rest)
                 self._tell(name, command)
+            case ("meet", name, request_id):
+                self._tell(name, Meet(request_id))
             case ("compute", name):
                 self._tell(name, Compute())
             case ("arrive", _):
                 self._report(self.coming[0])
                 self.coming = self.coming[1:]
+            case ("watch",):
+                self._watch()
+            case (kind, *rest) if kind in ACCIDENTS:
+                self._happen(kind, *rest)
+        self._release()
+
+    def _happen(self, *accident: str) -> None:
+        match accident:
+            case ("policy", name):
+                self.policies = self.policies[1:]
+                self._report(events.PolicyChanged(policy=name))
+            case ("cancel", name):
+                self.cancels = tuple(other for other in self.cancels if other != name)
+                self._report(events.CancelRequested(request_id=name, reason="gone"))
+            case ("fail", name, request_id):
+                self.failures -= 1
+                self._tell(name, Fail(request_id))
+            case ("drop", *link):
+                self.losses -= 1
+                self.lost = True
+                self._take(tuple(link))
             case ("crash", name):
                 self._crash(name)
-        self._release()
 
     def check_end(self) -> None:
         """Nothing can happen any more: all has to be done."""
         assert not self.scheduler.view.requests, "requests are left behind"
         for name, node in self.nodes.items():
             assert not node.view.jobs, f"{name} is left with work"
+
+    def _jobs_in_use(self) -> list[tuple[str, str]]:
+        """What instances compute or are to compute for somebody."""
+        computed = self.scheduler.view.computed
+        return [
+            (name, request_id)
+            for name, node in self.nodes.items()
+            for request_id, attempt in node.view.jobs.items()
+            if (request_id, attempt) in computed
+        ]
+
+    def _have_joined(self, members: tuple[str, ...], request_id: str, attempt: int) -> bool:
+        """Whether all members of a job's group have its command."""
+        return all(
+            member in self.nodes and self.nodes[member].view.jobs.get(request_id) == attempt
+            for member in members
+        )
 
     # -- an instance's compute thread
 
@@ -164,7 +233,8 @@ class World:
         if view.waits_in is None:
             return view.ready
         spec, task, at = view.waits_in
-        return all(self._is_past(member, spec.key, task, at) for member in spec.others)
+        is_free = self.rings is not None and at not in self.rings
+        return is_free or all(self._is_past(member, spec.key, task, at) for member in spec.others)
 
     def _is_past(self, member: str, key: GangKey, task: str, at: int) -> bool:
         node = self.nodes.get(member)
@@ -192,15 +262,19 @@ class World:
         self.nodes[name], said = self.nodes[name].after(word)
         for one in said:
             match one:
-                case Post(to, payload):
-                    if to in self.nodes:
+                case Post(to, payload) if to in self.nodes:
+                    if self.opens_at_once and Message.decode(payload).word in OPENING:
+                        self._tell(to, Hear(name, payload))
+                    else:
                         self.links[name, to] = (*self.links.get((name, to), ()), payload)
                 case Stopped():
                     self._check_stop(one)
+                case Post():
+                    pass  # to the dead
                 case _:
                     self._report(one)
 
-    def _report(self, event: events.Event | Prompt) -> None:
+    def _report(self, event: events.Event | Prompt | Watch) -> None:
         """The scheduler hears what happens at once; what it commands takes its time."""
         self.scheduler, found = self.scheduler.after(event)
         for effect in found:
@@ -217,6 +291,18 @@ class World:
             for attempt in node.view.idle:
                 if attempt not in computed:
                     self._tell(name, Release(attempt[0]))
+
+    def _take(self, link: tuple[str, str]) -> bytes:
+        """The next message on the link."""
+        payload, *rest = self.links.pop(link)
+        if rest:
+            self.links[link] = tuple(rest)
+        return payload
+
+    def _watch(self) -> None:
+        """Nothing happens any more: the scheduler hears it."""
+        views = {name: node.view.standstill for name, node in self.nodes.items()}
+        self._report(Watch(tuple((n, s) for n, s in views.items() if s is not None)))
 
     def _crash(self, name: str) -> None:
         self.crashes -= 1

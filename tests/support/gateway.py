@@ -7,6 +7,7 @@ from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 import httpx
 import openai
@@ -17,6 +18,7 @@ from millrace.bench.stub_model import write_stub_model
 from millrace.core.config import Config, load_config
 from millrace.proxy.main import Proxy, listen
 from millrace.wire.pb import common_pb2, decode_pb2, scheduler_pb2
+from support.deadlines import HANG_S
 
 MODEL = "tiny"
 CONTEXT_TOKENS = 2048
@@ -146,16 +148,30 @@ class Stack:
     def url(self) -> str:
         return f"http://127.0.0.1:{self.proxy.port}"
 
+    async def placed(self) -> None:
+        """Returns when the proxy knows where its requests are."""
+        await until(lambda: any(g.confirmed for g in self.proxy.gateway.generations))
+
+    async def begun(self) -> None:
+        """Returns when the proxy has a token of a request."""
+        await until(lambda: any(g.completion_tokens for g in self.proxy.gateway.generations))
+
+    async def state_of(self, request_id: str) -> str | None:
+        """As the store has it."""
+        record = await self.proxy.store.get(request_id)
+        return None if record is None else record.state
+
     async def idle(self) -> None:
         """Returns when the proxy holds no request any more; or fails."""
         await until(lambda: self.proxy.gateway.inflight == 0)
         self.proxy.gateway.check_integrity()
 
 
-async def until(holds: Callable[[], bool], timeout_s: float = 5.0) -> None:
-    """Returns once `holds()`. Raises AssertionError when time is up."""
+async def until(holds: Callable[[], Any], timeout_s: float = HANG_S) -> None:
+    """Returns once `holds()` (plain or async). Raises AssertionError when time is up."""
     for _ in range(round(timeout_s / 0.005)):
-        if holds():
+        value = holds()
+        if await value if asyncio.iscoroutine(value) else value:
             return
         await asyncio.sleep(0.005)
     raise AssertionError(f"it never came to hold within {timeout_s:g} s")

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from millrace.profiler.fitting import Subject
-from millrace.profiler.measure import Case, Decode, Measured, Mixed, Prefill, Rows
+from millrace.profiler.measure import Case, Decode, Far, Measured, Mixed, Prefill, Rows
 from millrace.profiler.workload import Timing
 
 LAYERS = 4
@@ -36,6 +36,11 @@ def prefill(case: Prefill, slower: float = 1.0) -> Timing:
         "sample": 20e-6 * case.batch * slower,
     }
     return Timing(seconds=sum(operators.values()), operators=operators, passes=count)
+
+
+def far_s(case: Far) -> float:
+    """The attention alone."""
+    return 10e-9 * case.pairs
 
 
 def step_s(case: Decode) -> float:

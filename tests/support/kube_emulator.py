@@ -2,39 +2,45 @@
 
 On top of kmock: resourceVersion, uid, generation and creationTimestamp; server-side apply with
 managers (what a manager no longer applies goes away), the status and scale subresources, defaults
-of the CRDs' schemas, preconditions, label selectors, watches from a resourceVersion, owner
-references, and the controllers of StatefulSets and Deployments. `Fault`s are injected by the test.
+of the CRDs' schemas, preconditions, label selectors, watches from a resourceVersion, the garbage
+collector, and the controllers of StatefulSets and Deployments. The test injects `Fault`s, and acts
+between two requests.
 """
 
 from __future__ import annotations
 
 import asyncio
 import copy
-import functools
 import re
 import uuid
 from collections import Counter
-from collections.abc import AsyncIterator, Callable, Mapping
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
-from pathlib import Path
 from typing import Any
 
 import aiohttp.web
 import kmock
-import yaml
 from kmock import KubernetesEmulator, KubernetesError, Request, Server
 from kubernetes import client
 
 from millrace_operator.kube import RESOURCES
-
-CRDS = Path(__file__).parents[2] / "charts/millrace/crds"
+from support.deadlines import HANG_S
+from support.kube_objects import (
+    Object,
+    apply_defaults,
+    bare,
+    crd_schemas,
+    drop_unapplied,
+    is_chosen,
+    is_ready,
+    merge,
+    pod_of,
+)
 
 CONFLICT = KubernetesError(status=409, reason="Conflict")
 NOT_FOUND = KubernetesError(status=404, reason="NotFound")
-
-Object = dict[str, Any]
 
 
 @dataclass
@@ -54,6 +60,7 @@ class KubeEmulator(KubernetesEmulator):
     def __attrs_post_init__(self) -> None:
         super().__attrs_post_init__()
         self.faults: list[Fault] = []
+        self.before: Callable[[Request], Awaitable[object]] | None = None  # every request
         self.ready_pods: Callable[[str], bool] = lambda name: True
         self.writes: list[tuple[str, str, str]] = []  # method, path, field manager
         self.lists: Counter[str] = Counter()  # by kind, watches not counted
@@ -62,7 +69,7 @@ class KubeEmulator(KubernetesEmulator):
         self._events: list[tuple[int, str, Object]] = []
         self._version = 100
         self._news = asyncio.Condition()
-        self._schemas = _schemas()
+        self._schemas = crd_schemas()
         for kind, resource in RESOURCES.items():
             name = kmock.resource(f"{resource.api_version}/{resource.plural}")
             info = self.resources[name]
@@ -100,7 +107,7 @@ class KubeEmulator(KubernetesEmulator):
         """As `kubectl delete` does."""
         await self._delete((kind, "default", name))
 
-    async def until(self, true: Callable[[], object], within_s: float = 30.0) -> None:
+    async def until(self, true: Callable[[], object], within_s: float = HANG_S) -> None:
         """Until `true()`, looked at whenever an object changes."""
         try:
             async with asyncio.timeout(within_s), self._news:
@@ -116,6 +123,8 @@ class KubeEmulator(KubernetesEmulator):
     # What the operator sees.
 
     async def _handle(self, request: Request) -> aiohttp.web.StreamResponse:
+        if self.before is not None:
+            await self.before(request)
         for fault in self.faults:
             if fault.times > 0 and fault.matches(request):
                 fault.times -= 1
@@ -140,7 +149,7 @@ class KubeEmulator(KubernetesEmulator):
     def _listed(self, request: Request) -> Object:
         if request.resource not in self.resources:
             raise NOT_FOUND
-        chosen = [obj for obj in self.all(self._kind(request)) if _chosen(request, obj)]
+        chosen = [obj for obj in self.all(self._kind(request)) if is_chosen(request, obj)]
         begin = int(request.params.get("continue") or 0)
         end = begin + int(request.params.get("limit") or len(chosen))
         meta = {"resourceVersion": str(self._version)}
@@ -160,7 +169,7 @@ class KubeEmulator(KubernetesEmulator):
                     continue
             at = news[-1][0]
             for _, change, obj in news:
-                if obj["kind"] == kind and _chosen(request, obj):
+                if obj["kind"] == kind and is_chosen(request, obj):
                     yield {"type": change, "object": obj}
 
     async def _write(self, request: Request) -> Object:
@@ -188,13 +197,15 @@ class KubeEmulator(KubernetesEmulator):
         if old is None:
             if not apply or request.subresource:
                 raise NOT_FOUND
+            if "uid" in data["metadata"]:
+                raise CONFLICT
             new = self._new(data)
             manager = (new["metadata"]["uid"], request.params["fieldManager"])
             self._applied[manager] = data
             return await self._put(new)
         new = copy.deepcopy(old)
         if not apply:
-            _merge(new, data)
+            merge(new, data)
             return await self._put(new)
         uid = data["metadata"].get("uid", old["metadata"]["uid"])
         if uid != old["metadata"]["uid"]:
@@ -202,9 +213,9 @@ class KubeEmulator(KubernetesEmulator):
         manager = (uid, f"{request.params['fieldManager']}{request.subresource or ''}")
         part = ("status",) if request.subresource else tuple(k for k in data if k != "status")
         data = {name: value for name, value in data.items() if name in part}
-        _drop(new, self._applied.get(manager, {}), data)
+        drop_unapplied(new, self._applied.get(manager, {}), data)
         self._applied[manager] = copy.deepcopy(data)
-        _merge(new, data)
+        merge(new, data)
         return await self._put(new)
 
     # The store.
@@ -236,8 +247,8 @@ class KubeEmulator(KubernetesEmulator):
         key = (new["kind"], meta.get("namespace", ""), meta["name"])
         old = self._store.get(key)
         if new["kind"] in self._schemas:
-            _default(new, self._schemas[new["kind"]])
-        if old is not None and _bare(old) == _bare(new):
+            apply_defaults(new, self._schemas[new["kind"]])
+        if old is not None and bare(old) == bare(new):
             return old
         new = copy.deepcopy(new)
         changed = old is None or old.get("spec") != new.get("spec")
@@ -245,8 +256,18 @@ class KubeEmulator(KubernetesEmulator):
         new["metadata"]["generation"] = generation + changed
         self._store[key] = new
         await self._tell("MODIFIED" if old else "ADDED", new)
+        if self._is_orphan(new):
+            await self._delete(key)
+            return new
         await self._control(new)
         return self._store[key]
+
+    def _is_orphan(self, obj: Object) -> bool:
+        """Whether the garbage collector finds none of the object's owners."""
+        owners = {owner["uid"] for owner in obj["metadata"].get("ownerReferences", [])}
+        return bool(owners) and owners.isdisjoint(
+            o["metadata"]["uid"] for o in self._store.values()
+        )
 
     async def _delete(self, key: tuple[str, str, str]) -> Object:
         obj = self._get(key)
@@ -291,104 +312,13 @@ class KubeEmulator(KubernetesEmulator):
         for pod_name in owned.keys() - wanted:
             await self._delete(("Pod", namespace, pod_name))
         for pod_name in wanted - owned.keys():
-            await self.make(_pod(pod_name, obj, ready=self.ready_pods(pod_name)))
+            await self.make(pod_of(pod_name, obj, ready=self.ready_pods(pod_name)))
         ready = [pod for pod in self.all("Pod") if pod["metadata"]["name"] in wanted]
-        count = sum(_is_ready(pod) for pod in ready)
+        count = sum(is_ready(pod) for pod in ready)
         if ("StatefulSet", namespace, name) in self._store:
             current = self._store["StatefulSet", namespace, name]
             status = {"replicas": len(wanted), "readyReplicas": count}
             await self._put({**current, "status": status})
-
-
-def _pod(name: str, owner: Object, *, ready: bool) -> Object:
-    template = copy.deepcopy(owner["spec"]["template"])
-    reference = {
-        "apiVersion": "apps/v1",
-        "kind": "StatefulSet",
-        "name": owner["metadata"]["name"],
-        "uid": owner["metadata"]["uid"],
-        "controller": True,
-    }
-    meta = {"name": name, "namespace": owner["metadata"]["namespace"]}
-    meta |= {"labels": template["metadata"]["labels"], "ownerReferences": [reference]}
-    conditions = [{"type": "Ready", "status": "True" if ready else "False"}]
-    return {
-        "apiVersion": "v1",
-        "kind": "Pod",
-        "metadata": meta,
-        "spec": template["spec"],
-        "status": {"phase": "Running" if ready else "Pending", "conditions": conditions},
-    }
-
-
-def _is_ready(pod: Object) -> bool:
-    return {"type": "Ready", "status": "True"} in pod["status"]["conditions"]
-
-
-def _bare(obj: Object) -> Object:
-    meta = {k: v for k, v in obj["metadata"].items() if k not in ("resourceVersion", "generation")}
-    return {**obj, "metadata": meta}
-
-
-def _chosen(request: Request, obj: Object) -> bool:
-    meta = obj["metadata"]
-    if request.namespace and meta.get("namespace") != request.namespace:
-        return False
-    labels = meta.get("labels", {})
-    for term in filter(None, request.params.get("labelSelector", "").split(",")):
-        name, equals, value = term.partition("=")
-        if equals:
-            held = labels.get(name) == value
-        else:
-            held = (name.lstrip("!") in labels) is not name.startswith("!")
-        if not held:
-            return False
-    return True
-
-
-def _merge(into: Object, patch: Object) -> None:
-    """JSON merge patch (RFC 7396)."""
-    for name, value in patch.items():
-        if value is None:
-            into.pop(name, None)
-        elif isinstance(value, dict) and isinstance(into.get(name), dict):
-            _merge(into[name], value)
-        else:
-            into[name] = value
-
-
-def _drop(obj: Object, before: Object, now: Object) -> None:
-    """Removes what a manager applied before and does not apply now."""
-    for name, value in before.items():
-        if isinstance(value, dict) and isinstance(obj.get(name), dict):
-            _drop(obj[name], value, now.get(name) or {})
-            if name not in now and not obj[name]:
-                del obj[name]
-        elif name not in now and name not in ("apiVersion", "kind", "name", "namespace"):
-            obj.pop(name, None)
-
-
-@functools.cache
-def _schemas() -> dict[str, Object]:
-    """Of the custom resources, by kind."""
-    loader = getattr(yaml, "CSafeLoader", yaml.SafeLoader)  # ten times as fast
-    specs = [yaml.load(path.read_text(), loader)["spec"] for path in sorted(CRDS.glob("*.yaml"))]
-    return {
-        spec["names"]["kind"]: spec["versions"][0]["schema"]["openAPIV3Schema"] for spec in specs
-    }
-
-
-def _default(value: Any, schema: Object) -> None:
-    """Structural defaulting: of absent fields, from the outside in."""
-    if isinstance(value, dict):
-        for name, field_schema in schema.get("properties", {}).items():
-            if name not in value and "default" in field_schema:
-                value[name] = copy.deepcopy(field_schema["default"])
-            if name in value:
-                _default(value[name], field_schema)
-    elif isinstance(value, list):
-        for item in value:
-            _default(item, schema.get("items", {}))
 
 
 @asynccontextmanager

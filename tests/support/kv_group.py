@@ -8,8 +8,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import random
-import threading
-import time
 from collections.abc import Callable, Sequence
 
 import numpy as np
@@ -21,31 +19,16 @@ from millrace.core.request import Chunk
 from millrace.core.sequence_parallel import Layout, Run
 from millrace.core.sequence_parallel import layout as lay_out
 from millrace.transfer.control import ReceiveCallbacks
-from millrace.transfer.memory_transport import MemoryHub, MemoryTransport
+from millrace.transfer.memory_transport import MemoryHub
 from millrace.transfer.receive_manager import ReceiveManager
 from millrace.transfer.send_manager import SendManager, SendSession
+from support.deadlines import HANG_S
 from support.kv_nodes import Pool
 from support.live_stack import eventually
+from support.slow_transport import SlowTransport
 
 RECEIVER = ("decode-0", 7)
 MAX_CHUNK_TOKENS = 24
-
-
-class SlowTransport(MemoryTransport):
-    """Its writes take up to `delay_s`, and wait until `gate` is open."""
-
-    delay_s = 0.0
-
-    def __init__(self, name: str, hub: MemoryHub) -> None:
-        super().__init__(name, hub)
-        self.gate = threading.Event()
-        self.gate.set()
-
-    def _write(self, *args, **kwargs) -> None:
-        assert self.gate.wait(20)
-        if self.delay_s:
-            time.sleep(random.uniform(0, self.delay_s))
-        super()._write(*args, **kwargs)
 
 
 class LocalPeer:
@@ -234,7 +217,7 @@ class KvGroup(PagedKv):
     def say(self, request_id: str, *event: object) -> None:
         self.events.setdefault(request_id, asyncio.Queue()).put_nowait(event)
 
-    async def event(self, request_id: str, timeout_s: float = 15) -> tuple:
+    async def event(self, request_id: str, timeout_s: float = HANG_S) -> tuple:
         async with asyncio.timeout(timeout_s):
             return await self.events.setdefault(request_id, asyncio.Queue()).get()
 
@@ -258,7 +241,7 @@ class KvGroup(PagedKv):
 
     async def close(self) -> None:
         """Raises IntegrityError when anything was left behind."""
-        await eventually(lambda: not len(self.receiver._leases))
+        await eventually(lambda: not self.receiver.num_leases)
         self.receiver.check_integrity()
         assert len(self.free) == self.layout.num_pages
         for member in self.members.values():

@@ -17,6 +17,7 @@ from millrace.transfer.receive_manager import ReceiveManager
 from millrace.wire.pb import common_pb2, scheduler_pb2, transfer_pb2
 from millrace.wire.server import bind, create_server
 from millrace.worker.kv_servicer import KvReceiverServicer
+from support.deadlines import HANG_S
 from support.kv_nodes import Pool, read
 
 
@@ -63,12 +64,12 @@ class Holder:
 
     async def kv(self, request_id: str) -> np.ndarray:
         """What has landed, float32 [layers, 2, heads, tokens here, head_dim]."""
-        async with asyncio.timeout(20):
+        async with asyncio.timeout(HANG_S):
             assert await self._ended[request_id] == "landed"
         return read(self.pool, self.layout, *self._shards[request_id])
 
     async def failed(self, request_id: str) -> str:
-        async with asyncio.timeout(20):
+        async with asyncio.timeout(HANG_S):
             return await self._ended[request_id]
 
     async def close(self) -> None:

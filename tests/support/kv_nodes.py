@@ -24,6 +24,7 @@ from millrace.wire.kv_peer import KvPeers
 from millrace.wire.pb import transfer_pb2
 from millrace.wire.server import bind, create_server
 from millrace.worker.kv_servicer import KvReceiverServicer
+from support.deadlines import HANG_S
 from support.transfer_peers import ChildPipe
 
 _numbers = itertools.count(1)
@@ -150,7 +151,7 @@ class ReceiverNode:
         await self.server.start()
         return self
 
-    async def event(self, timeout_s: float = 20.0) -> tuple[str, ...]:
+    async def event(self, timeout_s: float = HANG_S) -> tuple[str, ...]:
         async with asyncio.timeout(timeout_s):
             return await self.events.get()
 
@@ -216,7 +217,7 @@ def first_tokens(total_chunks: int) -> transfer_pb2.FinishPrefillRequest:
 
 async def granted(session: SendSession) -> None:
     """Returns once the session's handshake was granted."""
-    async with asyncio.timeout(20):
+    async with asyncio.timeout(HANG_S):
         while not session.timings.granted_s:  # noqa: ASYNC110 - a session has no event for it
             await asyncio.sleep(0.005)
 
@@ -243,7 +244,7 @@ class _ReceiverCommands:
         await asyncio.sleep(0)
 
     async def released(self, request_id: str) -> None:
-        async with asyncio.timeout(20):
+        async with asyncio.timeout(HANG_S):
             await self._releases.pop(request_id)
 
     async def check(self) -> None:

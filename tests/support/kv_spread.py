@@ -23,8 +23,10 @@ from millrace.transfer.layout import shared_heads
 from millrace.transfer.memory_transport import MemoryHub
 from millrace.transfer.receive_manager import ReceiveManager
 from millrace.transfer.send_manager import SendManager, SpreadSession
-from support.kv_group import LocalPeer, PagedKv, SlowTransport
+from support.deadlines import HANG_S
+from support.kv_group import LocalPeer, PagedKv
 from support.live_stack import eventually
+from support.slow_transport import SlowTransport
 
 CONFIG = TransferConfig(lease_s=2.0, transfer_timeout_s=5.0, handshake_timeout_s=2.0)
 
@@ -102,7 +104,7 @@ class Receiver(PagedKv):
         start, end = self.shard
         return self.holds(self.pages, [Run(start, end - start, 0)], kv)
 
-    async def event(self, timeout_s: float = 10) -> tuple:
+    async def event(self, timeout_s: float = HANG_S) -> tuple:
         async with asyncio.timeout(timeout_s):
             return await self.events.get()
 
@@ -121,7 +123,7 @@ class Receiver(PagedKv):
         """Raises IntegrityError when anything was left behind."""
         if self.pages:
             await self.release()
-        await eventually(lambda: not len(self.manager._leases))
+        await eventually(lambda: not self.manager.num_leases)
         self.manager.check_integrity()
         await self.manager.close()
         self.transport.close()

@@ -16,9 +16,10 @@ from millrace_operator.election import Terms
 from millrace_operator.main import Operator, Options
 from millrace_operator.queue import Pace
 from millrace_operator.spec import Defaults
+from support.deadlines import HANG_S
 from support.kube_emulator import KubeEmulator, configuration_of
 
-TERMS = Terms(lease_s=30.0, renew_s=20.0, retry_s=0.05)
+TERMS = Terms(lease_s=2 * HANG_S, renew_s=80.0, retry_s=0.05)
 PACE = Pace(gap_s=0.02, first_retry_s=0.02, last_retry_s=0.5, event_retry_s=0.1)
 ROUNDS = "millrace_operator_reconcile_rounds_total"
 NOBODY = "127.0.0.1:1"
@@ -91,7 +92,7 @@ def total(running: Operator, metric: str, **labels: str) -> float:
 async def rounds(running: Operator, count: int) -> None:
     """Until the operator has looked at objects so many times more."""
     wanted = total(running, ROUNDS) + count
-    async with asyncio.timeout(30.0):
+    async with asyncio.timeout(HANG_S):
         while True:
             if total(running, ROUNDS) >= wanted:
                 return

@@ -11,6 +11,7 @@ from typing import Any
 import httpx
 
 from millrace.stack import Stack, StackOptions
+from support.deadlines import HANG_S
 
 POOL_BYTES = 64 << 20
 
@@ -64,7 +65,7 @@ async def greedy_ids(
     return answer["choices"][0]["token_ids"]
 
 
-async def eventually(check: Any, timeout_s: float = 10.0) -> None:
+async def eventually(check: Any, timeout_s: float = HANG_S) -> None:
     """Waits until `check()` (plain or async) is true; fails with its last value after a while."""
     loop = asyncio.get_running_loop()
     deadline_s = loop.time() + timeout_s

@@ -135,7 +135,7 @@ class Mixed:
     @property
     def used_pages(self) -> int:
         """Of requests."""
-        return self.live.engine.pool.used_pages - len(self.live.role._admissions.spread.spill_pages)
+        return self.live.engine.pool.used_pages - self.live.role.num_spill_pages
 
     async def read_tokens(self) -> None:
         async with open_channel(self.live.address) as channel:

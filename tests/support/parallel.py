@@ -75,11 +75,11 @@ class _Job:
 
 def storm(
     runner: GroupRunner | PipelineRunner, jobs: int, seed: int, lengths: tuple[int, int]
-) -> int:
-    """Preempts, resumes, orders anew, gives up and decodes at random operators; all must come out
-    as it should.
+) -> None:
+    """Preempts, resumes, reorders and gives up passes at random operators, with decodes between.
 
-    Returns how often a pass was left. What is expected was computed by the same runner undisturbed.
+    Every pass is left after its first operator at least. Every job must end with the logits that
+    the same runner computed for it undisturbed, and every decode with the same row.
     """
     rng = random.Random(seed)
     sizes = [rng.randint(*lengths) for _ in range(jobs)]
@@ -93,7 +93,6 @@ def storm(
     decoded.tokens.append(5)
     after = decode(runner, [decoded])
     waiting = [_Job(Request(runner, prompt(n, seed=i)), i) for i, n in enumerate(sizes)]
-    left = 0
     while waiting:
         job = rng.choice(waiting[:5])
         if rng.random() < 0.05 and job.steps is not None:
@@ -103,8 +102,10 @@ def storm(
             assert torch.equal(decode(runner, [decoded]), after), f"seed {seed}"
         if rng.random() < 0.2:
             runner.order([str(rng.choice(waiting[:5]).seed)])
-        _advance(runner, job, rng.randint(1, 12))
-        left += job.steps is not None
+        if job.steps is None:
+            _begin(runner, job)
+        else:
+            _advance(job, rng.randint(1, 12))
         if job.start == len(job.request.tokens):
             assert job.task is not None and job.task.logits is not None
             assert torch.equal(job.task.logits, expected[job.seed]), f"seed {seed}"
@@ -112,22 +113,23 @@ def storm(
             waiting.remove(job)
     runner.pool.free(decoded.pages)
     runner.pool.check_integrity(expected_used=0)
-    return left
 
 
-def _advance(runner: GroupRunner | PipelineRunner, job: _Job, operators: int) -> None:
-    """So many operators of a job, over the ends of its chunks."""
+def _begin(runner: GroupRunner | PipelineRunner, job: _Job) -> None:
+    """Takes the first operator of the job's next chunk, and leaves the pass there."""
     size = len(job.request.tokens)
-    stops = (size // 3, size // 2, size)
+    stop = next(s for s in (size // 3, size // 2, size) if s > job.start)
+    job.task = job.request.task(job.start, stop, want_logits=stop == size)
+    job.task.name = str(job.seed)
+    job.steps = runner.prefill(job.task)
+    assert next(job.steps, None) is not None, "a pass of no operators"
+
+
+def _advance(job: _Job, operators: int) -> None:
+    """Goes on with the job's pass, to its end at most."""
+    assert job.steps is not None and job.task is not None
     for _ in range(operators):
-        if job.steps is None:
-            stop = next((s for s in stops if s > job.start), None)
-            if stop is None:
-                return
-            job.task = job.request.task(job.start, stop, want_logits=stop == size)
-            job.task.name = str(job.seed)
-            job.steps = runner.prefill(job.task)
         if next(job.steps, None) is None:
-            assert job.task is not None
             job.start += len(job.task.token_ids)
             job.steps = None
+            return

@@ -12,8 +12,10 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from millrace.core import effects, events
+from millrace.core.cluster import Pool
 from millrace.core.instances import PrefillInstance
 from millrace.core.planning.plan import Plan, PlannedChunk
+from millrace.core.request import Request
 from support.core_events import Bench, request
 
 Ref = tuple[str, int]  # request, chunk
@@ -119,21 +121,27 @@ class Workers:
 
 
 class Scripted:
-    """A planner that gives a prompt of so many tokens the chunks that a test wrote down."""
+    """Plans of a pool: of a prompt of so many tokens, the chunks that a test wrote down.
 
-    def __init__(self, chunks: dict[int, list[tuple[int, tuple[int, ...]]]]) -> None:
+    Other prompts, and all of them once the pool has other members, are planned as configured.
+    """
+
+    def __init__(self, pool: Pool, chunks: dict[int, list[tuple[int, tuple[int, ...]]]]) -> None:
+        self.pool = pool
+        self.members = list(pool.prefill)
         self.chunks = chunks
 
-    def plan(self, tokens, queue_s, least_sp=1) -> Plan:
-        del queue_s, least_sp
-        return Plan(tuple(PlannedChunk(*chunk) for chunk in self.chunks[tokens]), 0.0)
+    def plan(self, request: Request, queue_s, least_sp=1) -> Plan:
+        chunks = self.chunks.get(request.prompt_tokens - request.kept_tokens)
+        if chunks is None or list(self.pool.prefill) != self.members:
+            return Pool.plan(self.pool, request, queue_s, least_sp)
+        return Plan(tuple(PlannedChunk(*chunk) for chunk in chunks), 0.0)
 
 
 def scripted(bench: Bench, chunks: dict[int, list[tuple[int, tuple[int, ...]]]]) -> Bench:
-    """Puts a `Scripted` planner in the bench's pool; `chunks`: tokens -> (tokens, members)."""
+    """Writes down what the bench's pool plans; `chunks`: tokens -> (tokens, members)."""
     (pool,) = bench.machine.cluster.pools.values()
-    pool._prepare()
-    pool._planner = Scripted(chunks)
+    pool.plan = Scripted(pool, chunks).plan
     return bench
 
 

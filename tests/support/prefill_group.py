@@ -14,6 +14,7 @@ from millrace.prefill.loop import PrefillRole
 from millrace.transfer.memory_transport import MemoryHub
 from millrace.wire.channel import open_channel
 from millrace.wire.pb import common_pb2, decode_pb2, decode_pb2_grpc, scheduler_pb2
+from support.deadlines import HANG_S
 from support.live_stack import eventually
 from support.prefill_pair import GatedStore
 from support.tiny_models import prompt
@@ -76,9 +77,16 @@ class Group:
         command = scheduler_pb2.WorkerCommand(order=scheduler_pb2.Order(queue=queue))
         self.prefills[instance].role.on_command(command)
 
-    async def tokens(self, request_id: str, timeout_s: float = 30) -> list[int]:
+    async def tokens(self, request_id: str, timeout_s: float = HANG_S) -> list[int]:
         """What decode emitted for a request, once it has finished."""
-        await self.decode.said("request_finished", request_id, timeout_s)
+        try:
+            await self.decode.said("request_finished", request_id, timeout_s)
+        except AssertionError as error:
+            for role in self.prefills:
+                role.role.heartbeat()  # the next one tells of the time since this one
+                waits = role.role.heartbeat().standstill
+                error.add_note(f"{role.incarnation.id}: {list(role.role._jobs)}, {waits}")
+            raise
         emitted = self.decode.messages
         count = next(
             m.generated_tokens
@@ -86,13 +94,13 @@ class Group:
             if kind == "request_finished" and m.request_id == request_id
         )
         found: list[int] = []
-        async with asyncio.timeout(5):
+        async with asyncio.timeout(HANG_S):
             while len(found) < count:
                 found = (await self.store.journal(request_id, 0)).tolist()
                 await asyncio.sleep(0.01)
         return found
 
-    async def released(self, *request_ids: str, timeout_s: float = 10) -> None:
+    async def released(self, *request_ids: str, timeout_s: float = HANG_S) -> None:
         """Nothing of these requests is left at any prefill instance."""
         names = set(request_ids)
         for role in self.prefills:

@@ -15,6 +15,7 @@ from millrace.core.kv_layout import KvLayout
 from millrace.core.request import Chunk
 from millrace.transfer.nixl_transport import NixlTransport
 from millrace.transfer.ring import PeerInfo
+from support.deadlines import HANG_S
 from support.ring_nodes import Job, RingNode, random_pause
 from support.transfer_peers import Child, ChildPipe
 
@@ -76,7 +77,7 @@ class _Commands:
         """(whether all was computed, what was wrong, seconds that closing took)"""
         work = self.works.pop(request_id)
         assert work.thread is not None and work.job.link is not None
-        work.thread.join(30)
+        work.thread.join(HANG_S)
         began_s = time.monotonic()
         asyncio.run(work.job.link.close())
         took_s = time.monotonic() - began_s

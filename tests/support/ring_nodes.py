@@ -115,8 +115,7 @@ class RingNode:
         me = peers.pop(self.name)
         job.link = self.manager.open(job.request_id, job.attempt, me, peers, job.aborted_by.append)
         for shares in job.laid.chunks:
-            if any(move.receiver == self.name for move in shares.moves):
-                job.link.want(shares)
+            job.link.exchange(shares)
 
     # -- compute
 

@@ -16,19 +16,18 @@ from millrace.core.config import Config, SchedulerConfig
 from millrace.scheduler.main import serve
 from millrace.wire.channel import open_channel
 from millrace.wire.pb import common_pb2, scheduler_pb2, scheduler_pb2_grpc
-
-WAIT_S = 10.0
+from support.deadlines import HANG_S
 
 
 def quick(**scheduler: object) -> Config:
-    """Settings with short times, so that tests of silence are short."""
-    defaults = {"heartbeat_s": 0.05, "lease_s": 0.4, "drain_timeout_s": 0.2}
+    """Settings with short times; tests of silence shorten the lease, too."""
+    defaults = {"heartbeat_s": 0.05, "lease_s": 60.0, "drain_timeout_s": 0.2}
     return Config(scheduler=SchedulerConfig(**{**defaults, **scheduler}))
 
 
 async def until(condition: Callable[[], Awaitable[bool]], what: str) -> None:
-    """Polls an awaitable condition; fails with `what` after WAIT_S."""
-    deadline_s = time.monotonic() + WAIT_S
+    """Polls an awaitable condition; fails with `what` after HANG_S."""
+    deadline_s = time.monotonic() + HANG_S
     while not await condition():
         assert time.monotonic() < deadline_s, what
         await asyncio.sleep(0.01)
@@ -51,7 +50,7 @@ async def scheduler(config: Config | None = None, record: Path | None = None) ->
         await net.close()
         if not task.done():
             signal.raise_signal(signal.SIGTERM)
-        await asyncio.wait_for(task, WAIT_S)
+        await asyncio.wait_for(task, HANG_S)
 
 
 class Net:
@@ -99,7 +98,7 @@ class Net:
         return proxy
 
     async def status(self) -> scheduler_pb2.StatusReply:
-        return await self.stub().GetStatus(scheduler_pb2.StatusRequest(), timeout=WAIT_S)
+        return await self.stub().GetStatus(scheduler_pb2.StatusRequest(), timeout=HANG_S)
 
 
 def register(worker_id: str, **card: object) -> scheduler_pb2.Register:
@@ -140,7 +139,7 @@ class Peer:
         self.id = peer_id
 
     async def read(self) -> object:
-        return await asyncio.wait_for(self.call.read(), WAIT_S)
+        return await asyncio.wait_for(self.call.read(), HANG_S)
 
     async def cut(self) -> None:
         """Breaks the stream, as a process that dies does."""

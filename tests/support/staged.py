@@ -26,6 +26,7 @@ from millrace.engine.pipeline.passes import Passes, StagePasses
 from millrace.engine.pipeline.rows import Handed
 from millrace.engine.pipeline.runner import PipelineRunner
 from millrace.engine.pipeline.stage_loop import StageLoop
+from support.deadlines import HANG_S
 from support.parallel import rank_layout
 
 FIVE_LAYERS = {
@@ -51,7 +52,7 @@ class Rows:
         self.on_rows: Callable[[Handed], None] = lambda handed: None
 
     def send(self, number: int, summands: tuple[Tensor, Tensor]) -> None:
-        assert self._room.acquire(timeout=30)
+        assert self._room.acquire(timeout=HANG_S)
         with self._lock:
             self.free -= 1
         with torch.inference_mode(False):
@@ -106,8 +107,10 @@ class Staged:
         self.count = count - 1
         self.rows = [Rows() for _ in range(count)]
         self.runner = PipelineRunner(passes[0], self.pool, storage, whole, self.rows[0], self)
+        self.passes = passes  # of the stages, the first one included
+        self.answer = self.runner.behind.hear
         self.loops = [
-            StageLoop(passes[i + 1], self.rows[i + 1], self.runner.behind.hear)
+            StageLoop(passes[i + 1], self.rows[i + 1], lambda answer: self.answer(answer))
             for i in range(self.count)
         ]
         for i, loop in enumerate(self.loops):
@@ -134,12 +137,12 @@ class Staged:
         for loop in self.loops:
             loop.close()
         for thread in self._threads:
-            thread.join(30)
+            thread.join(HANG_S)
             assert not thread.is_alive()
 
     def check_settled(self) -> None:
         """Nothing is left, once what is behind has come through."""
-        deadline_s = time.monotonic() + 20
+        deadline_s = time.monotonic() + HANG_S
         while not self._is_empty and time.monotonic() < deadline_s:
             time.sleep(0.01)
         assert self._is_empty
@@ -150,7 +153,7 @@ class Staged:
         return (
             len(self.runner.behind) == 0
             and all(rows.free == 3 for rows in self.rows)
-            and all(not loop._entries for loop in self.loops)
+            and not any(map(len, self.loops))
         )
 
 

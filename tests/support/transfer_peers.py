@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from millrace.transfer.environment import transport_environment
+from support.deadlines import HANG_S
 
 os.environ.update(transport_environment("127.0.0.1"))
 
@@ -45,8 +46,8 @@ class Child:
         assert self.process.pid is not None
         os.kill(self.process.pid, number)
         if number == signal.SIGKILL:
-            self.process.join(10)
-        deadline_s = time.monotonic() + 10
+            self.process.join(HANG_S)
+        deadline_s = time.monotonic() + HANG_S
         while number == signal.SIGSTOP and not self._is_stopped():
             assert time.monotonic() < deadline_s, "the process does not stop"
             time.sleep(0.001)
@@ -58,7 +59,7 @@ class Child:
     def close(self) -> None:
         if self.process.is_alive():
             self.process.kill()
-        self.process.join(10)
+        self.process.join(HANG_S)
         self.pipe.close()
 
 

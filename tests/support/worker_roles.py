@@ -24,6 +24,7 @@ from millrace.transfer.memory_transport import MemoryHub, MemoryTransport
 from millrace.wire.pb import common_pb2, scheduler_pb2
 from millrace.wire.server import bind, create_server
 from millrace.worker.host import Role, WorkerContext
+from support.deadlines import HANG_S
 from support.live_stack import eventually
 from support.tiny_models import model_folder
 
@@ -36,9 +37,7 @@ def config(**engine: Any) -> Config:
     return Config(
         engine=EngineConfig(device="cpu", **settings),
         scheduler=SchedulerConfig(heartbeat_s=0.1, lease_s=0.5),
-        transfer=TransferConfig(
-            transport="memory", handshake_timeout_s=5, transfer_timeout_s=5, lease_s=2
-        ),
+        transfer=TransferConfig(handshake_timeout_s=120, transfer_timeout_s=120, lease_s=30),
         store=StoreConfig(journal_interval_ms=10),
     )
 
@@ -92,7 +91,7 @@ class LiveRole:
         """What was said of a request, in order."""
         return [kind for kind, message in self.messages if message.request_id == request_id]
 
-    async def said(self, kind: str, request_id: str, timeout_s: float = 10) -> Any:
+    async def said(self, kind: str, request_id: str, timeout_s: float = HANG_S) -> Any:
         """The first message of this kind about a request."""
 
         def found() -> list[Any]:
@@ -115,7 +114,7 @@ class LiveRole:
         def held(tasks: Sequence[PrefillTask]) -> Generator[Boundary]:
             for boundary in prefill(tasks):
                 if any(task.want_logits for task in tasks):
-                    go_on.wait(20)
+                    go_on.wait(HANG_S)
                 yield boundary
 
         def held_ring(task: RingTask) -> Generator[Boundary]:
@@ -152,7 +151,7 @@ class LiveRole:
         try:
             if self._running.done():
                 self._running.result()
-            async with asyncio.timeout(20):
+            async with asyncio.timeout(HANG_S):
                 await self.role.drop_all("the test is over")
             self.role.check_integrity()
         finally:

@@ -1,0 +1,89 @@
+"""Runs the suite in parts, every one of them whatever the others find: `python tests/suite.py`.
+
+What failed in any part is repeated at the end, before each part's last line. Ends with status 1
+when lint or a test failed. `--unit` runs the tests that one edits against.
+"""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+TESTS = Path(__file__).parent
+QUICK = ("-m", "not slow and not gpu")
+SHARED = ("-n", "auto", "--dist", "worksteal")
+
+#: Tests that share the cores. Whole stacks, and tests that watch the clock, have the machine to
+#: themselves.
+SHARING = (
+    *("chart", "contract", "core", "decode", "engine", "kernels", "models", "operator", "papers"),
+    *("parity", "profiles", "proxy", "scheduler", "sim", "state", "telemetry", "transfer", "wire"),
+    "worker",
+)
+
+#: Rules, papers, the simulator, and services without models: about 150 s of CPU time in all.
+UNIT = ("core", "papers", "profiles", "proxy", "scheduler", "sim", "state", "telemetry", "wire")
+
+#: Lines of pytest's summary that are worth a second look.
+_FAILED = re.compile(r"(FAILED|ERROR) ")
+
+
+@dataclass(frozen=True, slots=True)
+class Part:
+    """One command, and what it found."""
+
+    name: str
+    status: int
+    failures: Sequence[str]
+    last_line: str
+
+
+def run(name: str, command: Sequence[str]) -> Part:
+    """Runs a command in the repository's root, and shows its output as it comes."""
+    print(f"\n== {name}", flush=True)
+    failures: list[str] = []
+    last_line = ""
+    with subprocess.Popen(
+        command, cwd=TESTS.parent, text=True, stdout=subprocess.PIPE, stderr=subprocess.STDOUT
+    ) as process:
+        assert process.stdout is not None
+        for line in process.stdout:
+            print(line, end="", flush=True)
+            if _FAILED.match(line):
+                failures.append(line.rstrip())
+            last_line = line.rstrip() or last_line
+    return Part(name, process.returncode, failures, last_line)
+
+
+def pytest(*arguments: str) -> list[str]:
+    return [sys.executable, "-m", "pytest", *QUICK, *arguments]
+
+
+def parts(unit: bool) -> dict[str, list[str]]:
+    """Commands by name."""
+    if unit:
+        folders = [f"tests/{name}" for name in UNIT]
+        return {"unit tests": pytest(*SHARED, *folders)}
+    folders = [f"tests/{name}" for name in SHARING]
+    return {
+        "lint": ["make", "--no-print-directory", "lint"],
+        "tests that share the cores": pytest(*SHARED, *folders),
+        "tests that have the machine to themselves": pytest(*(f"--ignore={f}" for f in folders)),
+    }
+
+
+def main(arguments: Sequence[str]) -> int:
+    done = [run(name, command) for name, command in parts("--unit" in arguments).items()]
+    print("\n== in all")
+    for part in done:
+        verdict = "passed" if part.status == 0 else f"FAILED, status {part.status}"
+        print(f"-- {part.name}: {verdict}", *part.failures, part.last_line, sep="\n")
+    return int(any(part.status for part in done))
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

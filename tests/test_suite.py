@@ -1,0 +1,45 @@
+"""`make test` runs every part, repeats what failed at the end, and fails if any part did."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+import pytest
+
+import suite
+
+
+def part(folder: Path, name: str, body: str) -> list[str]:
+    """The command that runs a test file of one line."""
+    file = folder / f"test_{name}.py"
+    file.write_text(f"def test_{name}():\n    {body}\n")
+    return [sys.executable, "-m", "pytest", "-ra", "-p", "no:cacheprovider", str(file)]
+
+
+@pytest.mark.parametrize("bodies", [("assert 0", "assert 1"), ("assert 1", "assert 0")])
+def test_a_failure_stops_no_other_part_and_is_told_last(tmp_path, monkeypatch, capsys, bodies):
+    names = ("one", "two")
+    commands = {n: part(tmp_path, n, body) for n, body in zip(names, bodies, strict=True)}
+    monkeypatch.setattr(suite, "parts", lambda unit: commands)
+    assert suite.main([]) == 1
+    told = capsys.readouterr().out.split("== in all\n")[1].splitlines()
+    failed = names[bodies.index("assert 0")]
+    assert [line for line in told if line.startswith("--")] == [
+        f"-- {name}: " + ("FAILED, status 1" if name == failed else "passed") for name in names
+    ]
+    assert sum(line.startswith("FAILED ") and f"::test_{failed}" in line for line in told) == 1
+    assert "in " in told[-1] and ("passed" in told[-1] or "failed" in told[-1])  # pytest's own
+
+
+def test_all_is_well(tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr(suite, "parts", lambda unit: {"one": part(tmp_path, "one", "assert 1")})
+    assert suite.main([]) == 0
+    assert capsys.readouterr().out.rstrip().splitlines()[-1].startswith("=")
+
+
+def test_every_folder_of_tests_is_in_one_part():
+    folders = {path.name for path in suite.TESTS.iterdir() if any(path.glob("test_*.py"))}
+    assert set(suite.UNIT) <= set(suite.SHARING) <= folders
+    *_, alone = suite.parts(unit=False).values()
+    assert {f"--ignore=tests/{name}" for name in suite.SHARING} <= set(alone)
