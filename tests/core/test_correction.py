@@ -165,14 +165,27 @@ def test_settings_out_of_range_are_refused_by_name(fields):
 
 def test_what_comes_on_top_is_typical_and_no_single_one_throws_it():
     on_top = OnTop()
-    on_top.observe(0.07)  # it connected
+    assert on_top.seconds(16) == 0.0
+    on_top.observe(16, 0.07)  # it connected
     for _ in range(4):
-        on_top.observe(0.004)
-    on_top.observe(10.0)
-    assert on_top.seconds == 0.004
-    for _ in range(31):
-        on_top.observe(0.008)
-    assert on_top.seconds == 0.008
-    for _ in range(31):
-        on_top.observe(-1.0)  # clocks: never below nothing
-    assert on_top.seconds == 0.0
+        on_top.observe(16, 0.004)
+    on_top.observe(16, 10.0)
+    assert on_top.seconds(16) == 0.004
+    for _ in range(9):
+        on_top.observe(16, 0.008)
+    assert on_top.seconds(16) == 0.008
+    for _ in range(9):
+        on_top.observe(16, -1.0)  # clocks: never below nothing
+    assert on_top.seconds(16) == 0.0
+
+
+def test_what_comes_on_top_is_that_of_prompts_of_such_a_length():
+    on_top = OnTop()
+    for _ in range(9):
+        on_top.observe(16, 0.004)
+        on_top.observe(8192, 0.03)
+    assert on_top.seconds(20) == 0.004
+    assert on_top.seconds(100_000) == 0.03
+    for _ in range(64):
+        on_top.observe(512, 0.01)
+    assert on_top.seconds(8192) == 0.01  # the rest is forgotten

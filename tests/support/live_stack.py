@@ -11,6 +11,7 @@ from typing import Any
 import httpx
 
 from millrace.stack import Stack, StackOptions
+from millrace.worker.tasks import stacks
 from support.deadlines import HANG_S
 
 POOL_BYTES = 64 << 20
@@ -66,7 +67,9 @@ async def greedy_ids(
 
 
 async def eventually(check: Any, timeout_s: float = HANG_S) -> None:
-    """Waits until `check()` (plain or async) is true; fails with its last value after a while."""
+    """Waits until `check()` (plain or async) is true; fails after a while with its last value and
+    with what all tasks and threads of this process wait for.
+    """
     loop = asyncio.get_running_loop()
     deadline_s = loop.time() + timeout_s
     while True:
@@ -75,5 +78,7 @@ async def eventually(check: Any, timeout_s: float = HANG_S) -> None:
             value = await value
         if value:
             return
-        assert loop.time() < deadline_s, f"still {value!r} after {timeout_s:g} s"
+        if loop.time() >= deadline_s:
+            print(stacks())
+            raise AssertionError(f"still {value!r} after {timeout_s:g} s")
         await asyncio.sleep(0.02)

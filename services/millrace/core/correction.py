@@ -27,8 +27,8 @@ from millrace.core.errors import ConfigError
 Band = tuple[int, int]
 #: What is known of an octave says so much of the next one, of which nothing is.
 NEXT_OCTAVE = 0.5
-#: Requests that `OnTop` remembers.
-LAST = 31
+#: Requests that `OnTop` remembers, and of how many of them it takes the median.
+LAST, NEAREST = 64, 9
 
 
 def band_of(end_token: int, sp: int = 1) -> Band:
@@ -162,14 +162,24 @@ class Corrections:
 class OnTop:
     """What a first token takes beyond waiting and computing: messages, a hand-over, a decode step.
 
-    The median of the last requests that waited for nobody, so that no single one throws it.
+    It grows with the prompt, whose last K/V travels in it. So a prompt's is the median of those
+    requests among the last ones whose prompts were nearest to it in length, by octaves: no single
+    request throws it.
     """
 
     def __init__(self) -> None:
-        self._last: deque[float] = deque(maxlen=LAST)
-        self.seconds = 0.0
+        self._last: deque[tuple[int, float]] = deque(maxlen=LAST)  # octave, seconds; newest first
+        self._known: dict[int, float] = {}  # octave -> seconds, until the next request
 
-    def observe(self, seconds: float) -> None:
+    def observe(self, prompt_tokens: int, seconds: float) -> None:
         """Takes in one request that waited for nobody."""
-        self._last.append(max(seconds, 0.0))
-        self.seconds = median_low(self._last)
+        self._last.appendleft((prompt_tokens.bit_length(), max(seconds, 0.0)))
+        self._known.clear()
+
+    def seconds(self, prompt_tokens: int) -> float:
+        """Of a prompt of that length; 0 before any observation."""
+        octave = prompt_tokens.bit_length()
+        if octave not in self._known:
+            nearest = sorted(self._last, key=lambda seen: abs(seen[0] - octave))[:NEAREST]
+            self._known[octave] = median_low(s for _, s in nearest) if nearest else 0.0
+        return self._known[octave]

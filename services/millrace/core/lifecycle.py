@@ -103,7 +103,8 @@ class Lifecycle:
         request.computed_alone_s = None
         home = self.cluster.instances.get(request.decode_id or "")
         if home is not None:
-            self.cluster.pool_of(home).on_top.observe(out_s - sent_s - took_s)
+            on_top = self.cluster.pool_of(home).on_top
+            on_top.observe(request.prompt_tokens, out_s - sent_s - took_s)
 
     def record(self, request: Request) -> None:
         self.effects.append(

@@ -192,7 +192,7 @@ class Placement:
         With nobody in the pool's line before it, it goes to the instance with the least such work;
         else that of the line and of all instances is taken to be shared evenly.
         """
-        own_s = request.predicted_prefill_s + pool.on_top.seconds
+        own_s = request.predicted_prefill_s + pool.on_top.seconds(request.prompt_tokens)
         if not pool.line and any(not prefill.queue for prefill in pool.prefill.values()):
             return own_s
         life, now_s = self._life, self._life.now_s
