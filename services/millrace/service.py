@@ -6,7 +6,6 @@ It gets a pipe to say when it serves, logs to its own file and dies with its par
 from __future__ import annotations
 
 import asyncio
-import ctypes
 import logging
 import os
 import signal
@@ -17,11 +16,11 @@ from pathlib import Path
 
 import orjson
 
+from millrace.child import ending_with_this
 from millrace.core.errors import MillraceError
 
 log = logging.getLogger(__name__)
 
-PR_SET_PDEATHSIG = 1
 STOP_TIMEOUT_S = 40.0
 
 
@@ -57,19 +56,14 @@ class Service:
         self.serving = False
         read_fd, write_fd = os.pipe()
         with self.log_path.open("ab") as output:
+            command = [sys.executable, "-m", "millrace.cli", *self.arguments]
             self.process = await asyncio.create_subprocess_exec(
-                sys.executable,
-                "-m",
-                "millrace.cli",
-                *self.arguments,
-                "--ready-fd",
-                str(write_fd),
+                *ending_with_this([*command, "--ready-fd", str(write_fd)], signal.SIGTERM),
                 stdin=asyncio.subprocess.DEVNULL,
                 stdout=output,
                 stderr=output,
                 env={**os.environ, **self.environment},
                 pass_fds=(write_fd,),
-                preexec_fn=die_with_parent,
                 start_new_session=True,
             )
         os.close(write_fd)
@@ -138,8 +132,3 @@ async def _read_line(fd: int) -> bytes:
         return await reader.readline()
     finally:
         transport.close()
-
-
-def die_with_parent() -> None:
-    """Runs in the child: SIGTERM when the supervisor ends, however it ends."""
-    ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGTERM)

@@ -15,7 +15,6 @@ from pathlib import Path
 from rich.console import Console
 
 from millrace.profiler.first_start import profile_first
-from millrace.service import die_with_parent
 from millrace.stack import Stack, StackOptions
 from millrace.stack_scaling import Scaling, autoscaled
 from millrace.wire.scheduler_client import get_mechanisms
@@ -81,7 +80,6 @@ async def measure_first(options: StackOptions, budget_s: float = 0.0) -> None:
             options.profile,
             [*options.common_arguments, *options.engine_settings("prefill")],
             options.group_sizes,
-            die_with_parent,
             budget_s=budget_s,
         )
 

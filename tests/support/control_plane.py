@@ -11,9 +11,9 @@ from __future__ import annotations
 import json
 import os
 import shutil
+import signal
 import socket
 import subprocess
-import sys
 import tempfile
 import time
 import urllib.request
@@ -26,6 +26,7 @@ from typing import Any
 import yaml
 from kubernetes import client, config
 
+from millrace.child import ending_with_this
 from support.kube_api import Api, Refused
 
 ASSETS = "KUBEBUILDER_ASSETS"
@@ -46,12 +47,6 @@ rules:
 """
 
 START_S = 60.0
-
-# PR_SET_PDEATHSIG, SIGKILL: see prctl(2). By a fresh interpreter, which then becomes the command:
-# code between fork and exec deadlocks in a process with threads.
-_BECOME = (
-    "import ctypes, os, sys; ctypes.CDLL(None).prctl(1, 9); os.execv(sys.argv[1], sys.argv[1:])"
-)
 
 
 class Unavailable(Exception):
@@ -325,8 +320,8 @@ def _memory() -> str | None:
 
 
 def tied(command: Sequence[str | Path]) -> list[str]:
-    """The command as a child that dies with the thread that starts it."""
-    return [sys.executable, "-ISc", _BECOME, *map(str, command)]
+    """The command as a child that is killed when the thread that starts it ends."""
+    return ending_with_this([str(word) for word in command], signal.SIGKILL)
 
 
 def _configuration(kubeconfig: Path) -> client.Configuration:

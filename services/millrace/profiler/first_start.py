@@ -10,10 +10,12 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import hashlib
+import signal
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 
+from millrace.child import ending_with_this
 from millrace.core.config import EngineConfig
 from millrace.core.errors import ConfigError
 from millrace.profiles.cache import ProfileCache, write_whole
@@ -26,14 +28,13 @@ async def profile_first(
     engine: EngineConfig,
     arguments: Sequence[str],
     group_sizes: Sequence[int] = (),
-    in_child: Callable[[], None] | None = None,
     *,
     budget_s: float = 0.0,
 ) -> None:
     """Runs `millrace profile --if-missing` unless it was run for the same before.
 
     engine, arguments: the prefill instances' settings, and how the command line gives them.
-    group_sizes: of groups to measure, too. in_child: runs in the process before anything else.
+    group_sizes: of groups to measure, too.
     budget_s: 0 means `BUDGET_S`. When measuring fails, its process has said why, and the instances
     fit their prefill times themselves.
     """
@@ -44,12 +45,11 @@ async def profile_first(
     note = _note(model, engine, arguments)
     if _still_holds(note):
         return
+    command = [sys.executable, "-m", "millrace.cli", "profile", model, "--if-missing"]
     process = await asyncio.create_subprocess_exec(
-        *(sys.executable, "-m", "millrace.cli", "profile", model, "--if-missing"),
-        *("--budget-s", str(budget_s), *arguments),
+        *ending_with_this([*command, "--budget-s", str(budget_s), *arguments], signal.SIGTERM),
         stdin=asyncio.subprocess.DEVNULL,
         stdout=asyncio.subprocess.PIPE,
-        preexec_fn=in_child,
     )
     try:
         output, _ = await process.communicate()

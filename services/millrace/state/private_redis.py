@@ -11,30 +11,19 @@ import contextlib
 import importlib.util
 import os
 import shutil
-import sys
+import signal
 from pathlib import Path
 from urllib.parse import quote
 
 from redis.asyncio import Redis
 from redis.exceptions import RedisError
 
+from millrace.child import ending_with_this
 from millrace.state.store import StoreError
 
 START_TIMEOUT_S = 10.0
 STOP_TIMEOUT_S = 5.0
 MAX_SOCKET_PATH_BYTES = 107  # sun_path of Linux's sockaddr_un, less its closing zero
-
-# The child runs this before it becomes redis-server. PR_SET_PDEATHSIG (1, see prctl(2)) outlives
-# the exec; asking for the parent afterwards closes the gap in which it may have died already. Done
-# in a fresh interpreter, since code between fork and exec deadlocks in a process with threads.
-_BECOME = """
-import ctypes, os, signal, sys
-parent, *command = sys.argv[1:]
-if ctypes.CDLL(None, use_errno=True).prctl(1, signal.SIGKILL, 0, 0, 0) != 0:
-    sys.exit("prctl: " + os.strerror(ctypes.get_errno()))
-if os.getppid() == int(parent):
-    os.execv(command[0], command)
-"""
 
 
 def find_redis_server() -> Path:
@@ -53,10 +42,7 @@ def find_redis_server() -> Path:
 
 
 class PrivateRedis:
-    """One redis-server child. Start it from a thread that lives as long as it should.
-
-    (Linux sends the signal when the *thread* that started the child ends.)
-    """
+    """One redis-server child. Start it from a thread that lives as long as it should."""
 
     def __init__(self) -> None:
         self._process: asyncio.subprocess.Process | None = None
@@ -80,10 +66,7 @@ class PrivateRedis:
         try:
             self._claim(directory)
             self._process = await asyncio.create_subprocess_exec(
-                *(sys.executable, "-I", "-S", "-c", _BECOME, str(os.getpid()), str(server)),
-                *("--port", "0", "--unixsocket", str(self._socket), "--unixsocketperm", "700"),
-                *("--save", "", "--appendonly", "no", "--daemonize", "no"),
-                *("--dir", str(self._log.parent), "--logfile", str(self._log)),
+                *ending_with_this(self._command(server), signal.SIGKILL),
                 stdin=asyncio.subprocess.DEVNULL,
                 stdout=asyncio.subprocess.DEVNULL,
                 stderr=asyncio.subprocess.PIPE,
@@ -103,6 +86,14 @@ class PrivateRedis:
                 raise StoreError(f"can't start {server} in {directory}: {error}") from error
             raise
         return url
+
+    def _command(self, server: Path) -> list[str]:
+        return [
+            *(str(server), "--port", "0"),
+            *("--unixsocket", str(self._socket), "--unixsocketperm", "700"),
+            *("--save", "", "--appendonly", "no", "--daemonize", "no"),
+            *("--dir", str(self._log.parent), "--logfile", str(self._log)),
+        ]
 
     async def stop(self) -> None:
         """Ends the child by SIGTERM, or SIGKILL when that takes more than `STOP_TIMEOUT_S`."""
