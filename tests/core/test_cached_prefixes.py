@@ -111,4 +111,5 @@ def test_what_was_observed_is_held_against_what_was_computed():
     bench.submit("a", 1000, prefix=BLOCKS)
     bench.chunk_started("p0", "a")
     bench.computed("p0", "a", compute_s=0.36)
-    assert bench.machine.cluster.corrections.factor("p0", band_of(1000)) == pytest.approx(1.0)
+    corrections = bench.machine.cluster.corrections
+    assert corrections.seconds("p0", band_of(1000), 0.36) == pytest.approx(0.36)

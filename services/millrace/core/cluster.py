@@ -148,8 +148,8 @@ class Pool:
         return min(self._rest_s(request, kept, sp) for sp in self._degrees)
 
     def _rest_s(self, request: Request, kept: int, sp: int) -> float:
-        factor = self.corrections.factor(ANYONE, band_of(request.prompt_tokens, sp))
-        return factor * self.latency.chunk_s(request.prompt_tokens - kept, kept, sp)
+        modelled_s = self.latency.chunk_s(request.prompt_tokens - kept, kept, sp)
+        return self.corrections.seconds(ANYONE, band_of(request.prompt_tokens, sp), modelled_s)
 
     @property
     def latency(self) -> SpLatency:

@@ -2,16 +2,22 @@
 
 FlowPrefill section 6.4 fits its predictor offline and shows online errors to be small; Tetris
 section 5.1 reuses a fit until the GPU or model changes. Neither corrects a fit that is off. Here
-log(observed / predicted) is taken to be the sum of two things that nobody sees apart: what the
-instance's device and machine do to all its work, and what the profile does not know of work of that
-length and SP degree (its band). Both are believed as Gaussians, and each finished piece of work
-moves both by their uncertainty (a Kalman filter whose parts are kept independent): the first says
-nearly all of the instance, and once that is known, what differs says of the band. So a machine that
-is busy is learned from short prompts and holds for long ones too.
+the observed time of a piece of work is taken to be
 
-An observation that differs from the prediction by more than `outlier` times counts for nothing (a
-page fault, a paused process), unless `persistent` of them follow one another on the same side: then
-it was the instance that changed, or, where others came as predicted in between, the band.
+    predicted * exp(instance + band) + overhead:
+
+what the instance's device and machine do to all its work, what the profile does not know of work of
+that length and SP degree (its band), and what each piece costs live and did not when measured. None
+is seen alone. All are believed as Gaussians, and each finished piece of work moves them by their
+uncertainty (an extended Kalman filter of the logarithm; bands are taken to be independent): short
+pieces say what the overhead is, long ones nearly all of the instance, and what then differs from
+band to band is the bands'. So a machine that is busy is learned from short prompts and holds for
+long ones too.
+
+An observation that differs from the prediction by more than `outlier` times, and by more than is
+uncertain, counts for nothing (a page fault, a paused process), unless `persistent` of them follow
+one another on the same side: then it was the instance that changed, or, where others came as
+predicted in between, the band.
 """
 
 from __future__ import annotations
@@ -19,6 +25,7 @@ from __future__ import annotations
 import math
 from collections import deque
 from dataclasses import dataclass, field
+from operator import mul
 from statistics import median_low
 
 from millrace.core.errors import ConfigError
@@ -27,6 +34,8 @@ from millrace.core.errors import ConfigError
 Band = tuple[int, int]
 #: What is known of an octave says so much of the next one, of which nothing is.
 NEXT_OCTAVE = 0.5
+#: Of Gauss and Newton towards the likeliest beliefs.
+STEPS = 4
 #: Requests that `OnTop` remembers, and of how many of them it takes the median.
 LAST, NEAREST = 64, 9
 
@@ -41,21 +50,20 @@ class CorrectionConfig:
     """How fast and how far predictions are corrected.
 
     noise, instance, band: standard deviations of the logarithm: of one observation, of an instance
-    and of a band of which nothing is known. overhead_s: what a live pass may cost that a measured
-    one did not, whatever its length: bands of work that is as short are less certain by it, and say
-    little of the instance. jitter_s: what one pass may take more than another for no reason. drift:
-    how far an instance moves, a band moves a third of it, from one observation to the next. least,
-    most: bounds of observed over predicted.
+    and of a band of which nothing is known. overhead_s: that of what a piece of work costs whatever
+    its length. jitter_s: what one piece may take more than another for no reason. drift: how far an
+    instance moves, a band moves a third of it, from one observation to the next. least, most:
+    bounds of observed over predicted.
     outlier: ratio to the prediction beyond which an observation is ignored. persistent: outliers in
     a row that are believed after all.
     """
 
     noise: float = 0.15
-    instance: float = 0.5
+    instance: float = 0.4
     band: float = 0.2
     overhead_s: float = 5e-3
-    jitter_s: float = 1e-3
-    drift: float = 0.05
+    jitter_s: float = 1.5e-3
+    drift: float = 0.03
     least: float = 0.25
     most: float = 8.0
     outlier: float = 3.0
@@ -78,7 +86,7 @@ class CorrectionConfig:
 
 @dataclass(slots=True)
 class _Belief:
-    """About a logarithm; strange: outliers in a row, negative below what was predicted."""
+    """A mean and its variance; strange: outliers in a row, negative below what was predicted."""
 
     variance: float
     mean: float = 0.0
@@ -88,12 +96,15 @@ class _Belief:
         self.strange = self.strange + side if self.strange * side > 0 else side
         return abs(self.strange)
 
-    def jump(self, mean: float) -> None:
-        self.mean, self.strange = mean, 0
-
 
 @dataclass(slots=True)
 class _Instance(_Belief):
+    """About the logarithm of its factor. `overhead` is of seconds, `together` their covariance:
+    what a short piece says of both it says of neither alone.
+    """
+
+    overhead: _Belief = field(default_factory=lambda: _Belief(0.0))
+    together: float = 0.0
     bands: dict[Band, _Belief] = field(default_factory=dict)
 
     def of_band(self, band: Band) -> float:
@@ -107,18 +118,23 @@ class _Instance(_Belief):
         far, nearest = min(known)
         return NEXT_OCTAVE**far * self.bands[sp, -nearest].mean
 
+    def seconds(self, band: Band, predicted_s: float) -> float:
+        return predicted_s * math.exp(self.mean + self.of_band(band)) + self.overhead.mean
+
 
 class Corrections:
-    """The factor of every instance and band: observed seconds over predicted, smoothed."""
+    """What is believed of each instance: its factor, its bands' factors, its overhead."""
 
     def __init__(self, config: CorrectionConfig | None = None) -> None:
         self._config = config or CorrectionConfig()
         self._instances: dict[str, _Instance] = {}
 
-    def factor(self, instance_id: str, band: Band) -> float:
-        """What to multiply a prediction for this instance with; 1 before any observation."""
+    def seconds(self, instance_id: str, band: Band, predicted_s: float) -> float:
+        """What work of this band will take there, of which the profile says `predicted_s`."""
         instance = self._instances.get(instance_id)
-        return math.exp(instance.mean + instance.of_band(band)) if instance else 1.0
+        if instance is None or predicted_s <= 0.0:
+            return predicted_s
+        return instance.seconds(band, predicted_s)
 
     def observe(
         self, instance_id: str, band: Band, *, predicted_s: float, observed_s: float
@@ -130,33 +146,90 @@ class Corrections:
         if not (0.0 < predicted_s < math.inf and 0.0 < observed_s < math.inf):
             return
         config = self._config
-        ratio = math.log(min(max(observed_s / predicted_s, config.least), config.most))
-        instance = self._instances.setdefault(instance_id, _Instance(config.instance**2))
-        off = ratio - instance.mean - instance.of_band(band)
-        if band not in instance.bands:
-            unknown = config.band**2 + (config.overhead_s / predicted_s) ** 2
-            instance.bands[band] = _Belief(unknown, instance.of_band(band))
-        of_band = instance.bands[band]
-        if abs(off) > math.log(config.outlier):
-            side = 1 if off > 0.0 else -1
-            strange = instance.has_strange(side), of_band.has_strange(side)
-            if strange[0] >= config.persistent:
-                instance.jump(ratio - of_band.mean)
-                of_band.strange = 0
-            elif strange[1] >= config.persistent:
-                of_band.jump(ratio - instance.mean)
-            return
-        instance.strange = of_band.strange = 0
+        seen_s = predicted_s * min(max(observed_s / predicted_s, config.least), config.most)
         noise = config.noise**2 + (config.jitter_s / observed_s) ** 2
-        total = instance.variance + of_band.variance + noise
-        for belief, drift in ((instance, config.drift), (of_band, config.drift / 3.0)):
-            gain = belief.variance / total
-            belief.mean += gain * off
-            belief.variance = (1.0 - gain) * belief.variance + drift**2
+        instance = self._instances.get(instance_id)
+        if instance is None:
+            instance = _Instance(config.instance**2, overhead=_Belief(config.overhead_s**2))
+            self._instances[instance_id] = instance
+        of_band = instance.bands.get(band)
+        if of_band is None:
+            of_band = instance.bands[band] = _Belief(config.band**2, instance.of_band(band))
+        off = math.log(observed_s / instance.seconds(band, predicted_s))
+        seen = _Seen(instance, of_band, predicted_s, noise)
+        if abs(off) <= math.log(config.outlier) + math.sqrt(seen.total):
+            instance.strange = of_band.strange = 0
+        elif (changed := self._changed(instance, of_band, off)) is not None:
+            changed.strange, changed.variance = 0, math.log(config.outlier) ** 2
+            seen = _Seen(instance, of_band, predicted_s, noise)
+        else:
+            return
+        seen.update(seen_s)
+        instance.variance += config.drift**2
+        of_band.variance += (config.drift / 3.0) ** 2
+        instance.overhead.variance += (config.drift * config.overhead_s) ** 2
+
+    def _changed(self, instance: _Instance, of_band: _Belief, off: float) -> _Belief | None:
+        """Whose outliers persist, if any's do: it is another than it was, and nothing is known."""
+        side = 1 if off > 0.0 else -1
+        strange = instance.has_strange(side), of_band.has_strange(side)
+        if strange[0] >= self._config.persistent:
+            of_band.strange = 0
+            return instance
+        return of_band if strange[1] >= self._config.persistent else None
 
     def forget(self, instance_id: str) -> None:
         """Drops an instance that left."""
         self._instances.pop(instance_id, None)
+
+
+class _Seen:
+    """One observation's pull at the beliefs, linearised about their means."""
+
+    def __init__(
+        self, instance: _Instance, of_band: _Belief, predicted_s: float, noise: float
+    ) -> None:
+        self._instance = instance
+        self._band = of_band
+        self._predicted_s = predicted_s
+        self._noise = noise
+        self._at(instance.mean, of_band.mean, instance.overhead.mean)
+
+    def _at(self, instance: float, of_band: float, overhead_s: float) -> None:
+        """`slopes`: how the logarithm of the expected time moves with instance, band, overhead."""
+        overhead_s = max(overhead_s, 0.0)
+        self.expected_s = self._predicted_s * math.exp(instance + of_band) + overhead_s
+        by_factors, by_overhead = 1.0 - overhead_s / self.expected_s, 1.0 / self.expected_s
+        self.slopes = by_factors, by_factors, by_overhead
+        whole = self._instance
+        self.pulls = (
+            whole.variance * by_factors + whole.together * by_overhead,
+            self._band.variance * by_factors,
+            whole.together * by_factors + whole.overhead.variance * by_overhead,
+        )
+        self.total = self._noise + sum(map(mul, self.slopes, self.pulls))
+
+    def update(self, seen_s: float) -> None:
+        """Makes the beliefs the likeliest ones after `seen_s`, by Gauss-Newton steps: far off, one
+        linear step would give the overhead half of what is its.
+        """
+        instance, of_band, overhead = self._instance, self._band, self._instance.overhead
+        before = means = instance.mean, of_band.mean, overhead.mean
+        for _ in range(STEPS):
+            moved = sum(
+                s * (mean - old) for s, mean, old in zip(self.slopes, means, before, strict=True)
+            )
+            off = math.log(seen_s / self.expected_s) + moved
+            means = tuple(
+                old + p / self.total * off for old, p in zip(before, self.pulls, strict=True)
+            )
+            self._at(*means)
+        instance.mean, of_band.mean, overhead.mean = means[0], means[1], max(means[2], 0.0)
+        by_instance, by_band, by_overhead = self.pulls
+        instance.variance -= by_instance**2 / self.total
+        of_band.variance -= by_band**2 / self.total
+        overhead.variance -= by_overhead**2 / self.total
+        instance.together -= by_instance * by_overhead / self.total
 
 
 class OnTop:

@@ -227,7 +227,8 @@ class Rounds:
             history = chunk.start_token + planned.cached_tokens
             modelled_s = pool.latency.chunk_s(tokens - planned.cached_tokens, history, len(members))
             band = band_of(chunk.start_token + chunk.num_tokens, len(members))
-            slowest = max(self._cluster.corrections.factor(m.id, band) for m in members)
+            corrections = self._cluster.corrections
+            predicted_s = max(corrections.seconds(m.id, band, modelled_s) for m in members)
             tasks.append(
                 Task(
                     requests=[request, *together],
@@ -235,7 +236,7 @@ class Rounds:
                     members=members,
                     mask=masks(members),
                     modelled_s=modelled_s,
-                    predicted_s=slowest * modelled_s,
+                    predicted_s=predicted_s,
                     band=band,
                     batched=bool(together),
                     is_alone=len(chunks) == 1 and not any(m.queue for m in members),
@@ -270,14 +271,14 @@ class Rounds:
         if len(chunks) > 1 or len(chunks[0].instance_ids) > 1:
             return []
         leader, latency = chunks[0].instance_ids[0], pool.latency
-        factor = self._cluster.corrections.factor(leader, band_of(head.prompt_tokens))
+        corrections, band = self._cluster.corrections, band_of(head.prompt_tokens)
         behind = (r for r in pool.line if r is not head and not r.kept_tokens)
         found = batch(
             head,
             islice(behind, MAX_BATCHED),
             budget,
             self._life.now_s,
-            lambda tokens: factor * latency.chunk_s(tokens, 0, 1),
+            lambda tokens: corrections.seconds(leader, band, latency.chunk_s(tokens, 0, 1)),
         )
         together: list[Request] = []
         instance = pool.prefill[leader]

@@ -192,9 +192,12 @@ class Generation:
             self.stage, self.decode = Stage.QUEUED, None
 
     def place(self, decode: Life, predicted_ttft_s: float, now: float) -> None:
+        # What the scheduler predicts begins when it speaks. A first answer comes at once: it spoke
+        # in the middle of the round trip.
+        spoke = (self.waiting_since + now) / 2.0 if self.stage is Stage.SUBMITTED else now
         self.stage, self.decode = Stage.PLACED, decode
         self.waiting_since = now
-        self.predict(now - self.arrived_at + predicted_ttft_s)
+        self.predict(spoke - self.arrived_at + predicted_ttft_s)
         if not self.has_begun:
             self.placed_at = now
 
