@@ -153,7 +153,7 @@ def _beyond(measured: Measured) -> str:
     """What the times of prompts beyond the longest stand on."""
     if not measured.far_s:
         return f"prompts of more than {measured.longest} tokens by Eq. (1)"
-    end = max(far.tokens + far.history for far in measured.far_s)
+    end = max(far.end for far in measured.far_s)
     return (
         f"prompts of more than {measured.longest} tokens by Eq. (1), with attention measured by "
         f"itself up to {end} tokens"

@@ -108,6 +108,11 @@ class Far:
     history: int
 
     @property
+    def end(self) -> int:
+        """The context's tokens once the chunk is computed."""
+        return self.tokens + self.history
+
+    @property
     def pairs(self) -> float:
         """(query, key) pairs: the chunk's own tokens meet half of each other."""
         return self.tokens * (self.history + self.tokens / 2)
@@ -121,7 +126,7 @@ class Measured:
     """Typical times of every case. `held_out`: those that nothing is to be fitted to.
 
     prefills: also chunks on histories beyond the `longest` prompt; `prompts` are the others.
-    far_s: of all layers' attention, to the end of the context.
+    far_s: of all layers' attention, to the end of the context, as in wide chunks.
     """
 
     prefills: Mapping[Prefill, Timing]
@@ -158,7 +163,7 @@ def measure(
         return now_s
 
     longest = _longest(workload, budget_s * LONGEST_SHARE, spent_s)
-    far = _far(workload, longest, budget_s * FAR_SHARE, spent_s)
+    far = far_cases(workload, longest, budget_s * FAR_SHARE, spent_s)
     fitted = dict.fromkeys([*_fitted(workload, longest), *far])
     held_out = frozenset(_held_out(workload, longest)) - fitted.keys()
     cases = [*fitted, *sorted(held_out, key=repr)]
@@ -186,7 +191,7 @@ def measure(
         decode_s={case: t.seconds for case, t in found.items() if isinstance(case, Decode)},
         rows={case: t for case, t in found.items() if isinstance(case, Rows)},
         mixed_s={case: t.seconds for case, t in found.items() if isinstance(case, Mixed)},
-        far_s={case: t.seconds for case, t in found.items() if isinstance(case, Far)},
+        far_s=as_wide({case: t.seconds for case, t in found.items() if isinstance(case, Far)}),
         held_out=held_out,
         longest=longest,
         rounds=rounds,
@@ -295,14 +300,14 @@ def _long_histories(workload: Workload, longest: int) -> Iterable[Prefill]:
             yield Prefill(tokens, history)
 
 
-def _far(
+def far_cases(
     workload: Workload, longest: int, limit_s: float, spent_s: Callable[[], float]
 ) -> list[Far]:
     """At the end of the context, of a half and so on: the longest chunks that take `limit_s`.
 
-    A narrow chunk pays more for a pair: it reads as much K/V for fewer rows.
+    And chunks as narrow as those at the last of these ends, for `as_wide`.
     """
-    found = []
+    found: list[Far] = []
     most = min(workload.max_chunk_tokens, longest)
     tokens, end = min(LEAST_TOKENS, most), workload.context_tokens
     for _ in range(FAR_ENDS):
@@ -316,7 +321,21 @@ def _far(
             tokens *= 2
         found.append(Far(tokens, end - tokens))
         end //= 2
-    return found
+    return [*found, *(Far(far.tokens, found[-1].end - far.tokens) for far in found[:-1])]
+
+
+def as_wide(taken_s: Mapping[Far, float]) -> dict[Far, float]:
+    """What each would take if its pairs cost what those of the widest chunk do: a narrow one reads
+    as much K/V for fewer rows, and passes are wide. By chunks of both widths at one end.
+    """
+    last = min((far.end for far in taken_s), default=0)
+    pair_s = {far.tokens: s / far.pairs for far, s in taken_s.items() if far.end == last}
+    widest = max(pair_s, default=0)
+    return {
+        far: seconds * pair_s[widest] / pair_s[far.tokens]
+        for far, seconds in taken_s.items()
+        if far.end > last or far.tokens == widest
+    }
 
 
 def _together(workload: Workload, batch: int, longest: int) -> Iterable[Prefill]:

@@ -33,7 +33,7 @@ def with_far(attn: Table, far_s: Mapping[Far, float], layers: int) -> Table:
     if not far_s:
         return attn
     pair_s = median(seconds / far.pairs for far, seconds in far_s.items()) / layers
-    end = max(far.tokens + far.history for far in far_s) ** 2
+    end = max(far.end for far in far_s) ** 2
     last_s = attn.ys[-1] + pair_s / 2 * (end - attn.xs[-1])
     return Table(xs=(*attn.xs, float(end)), ys=(*attn.ys, rounded(last_s)))
 
