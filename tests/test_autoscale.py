@@ -9,10 +9,10 @@ from dataclasses import dataclass, field, replace
 import pytest
 
 from millrace.autoscale import EVICTION_S, Autoscale, Decision, Pool
-from millrace.core.autoscale import AutoscaleConfig, Direction, PrefillTargets
+from millrace.core.autoscale.load import FleetLoad, PoolLoad
+from millrace.core.autoscale.rules import AutoscaleConfig, Direction, PrefillTargets
 from millrace.core.config import ScalingConfig
 from millrace.core.errors import ConfigError
-from millrace.core.load import FleetLoad, PoolLoad
 from millrace.stack_scaling import Scaling, parse_sizes
 from millrace.wire.scheduler_client import InstanceView, SchedulerUnavailable, UnknownInstance
 

@@ -79,7 +79,10 @@ def absent_modules(*extras: str) -> set[str]:
     [
         ((), "millrace.cli,millrace.proxy.main,millrace.proxy.workers,millrace.telemetry.otlp"),
         ((), "millrace.cli,millrace.scheduler.main,millrace.policy,millrace.settings_page"),
-        ((), "millrace.wire.scheduler_client,millrace.core.autoscale,millrace.core.load"),
+        (
+            (),
+            "millrace.wire.scheduler_client,millrace.core.autoscale.rules,millrace.core.autoscale.load",
+        ),
         (("engine",), "millrace.cli,millrace.prefill.main,millrace.decode.main"),
         (("local",), "millrace.cli,millrace.up,millrace.chat,millrace.demo"),
     ],

@@ -18,7 +18,7 @@ from millrace.version import version
 ROOT = Path(__file__).resolve().parents[1]
 PYPROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())
 PACKAGES = ("millrace", "millrace_kernels", "millrace_operator")
-NATIVE = {"millrace/core/planning/_cdsp", "millrace_kernels/_cpu"}
+NATIVE = {"millrace/core/scheduler/planning/_cdsp", "millrace_kernels/_cpu"}
 
 
 def build_without_compiler(folder: Path, **environment: str) -> subprocess.CompletedProcess[str]:
@@ -91,9 +91,9 @@ with warnings.catch_warnings(record=True) as caught:
     warnings.simplefilter("always")
     import millrace_kernels.api
     from millrace.core.config import SchedulerConfig
-    from millrace.core.latency import Latency, SpLatency
-    from millrace.core.planning import PLANNERS, PlannerInputs
-    from millrace.core.planning.cdsp_reference import CdspReference
+    from millrace.core.cost.latency import Latency, SpLatency
+    from millrace.core.scheduler.planning import PLANNERS, PlannerInputs
+    from millrace.core.scheduler.planning.cdsp_reference import CdspReference
 
     inputs = PlannerInputs(
         latency=SpLatency(by_sp={sp: Latency(a=1e-3 * sp, b=1e-4 / sp) for sp in (1, 2, 4)}),

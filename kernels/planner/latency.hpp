@@ -1,4 +1,4 @@
-// Tetris Eq. (1) of one SP degree as core/latency.py has it: the same operations in the same order,
+// Tetris Eq. (1) of one SP degree as core/cost/latency.py has it: the same operations in the same order,
 // so that both give the same doubles. Counts of tokens are whole numbers far below 2^53.
 #pragma once
 

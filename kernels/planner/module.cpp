@@ -1,4 +1,4 @@
-// The Python module `millrace.core.planning._cdsp`. A plan costs one call: the queue times are read
+// The Python module `millrace.core.scheduler.planning._cdsp`. A plan costs one call: the queue times are read
 // where they lie, and the plan's tuples are made here.
 
 #include <nanobind/nanobind.h>

@@ -1,4 +1,4 @@
-// CDSP planning: Tetris section 5.1, Algorithms 1 to 3. core/planning/cdsp_reference.py says what
+// CDSP planning: Tetris section 5.1, Algorithms 1 to 3. core/scheduler/planning/cdsp_reference.py says what
 // is decided and why; this is the same search, made quick:
 //
 // - In a node, groups always take the shortest queues first, so a group is a count a node.

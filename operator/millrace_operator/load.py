@@ -11,7 +11,7 @@ from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass, field
 from typing import TypeVar
 
-from millrace.core.load import FleetLoad
+from millrace.core.autoscale.load import FleetLoad
 from millrace.wire.scheduler_client import (
     SchedulerUnavailable,
     UnknownInstance,

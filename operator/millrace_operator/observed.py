@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from millrace.core.autoscale import PoolMetrics, Recommendation
+from millrace.core.autoscale.rules import PoolMetrics, Recommendation
 
 #: An object of the API: apiVersion, kind, metadata, spec, status.
 Object = Mapping[str, Any]

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from millrace.core.autoscale import PoolMetrics
+from millrace.core.autoscale.rules import PoolMetrics
 from millrace_operator.observed import Object
 from millrace_operator.spec import SIGNALS, signals
 

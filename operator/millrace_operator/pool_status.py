@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from millrace.core.autoscale import Recommendation
+from millrace.core.autoscale.rules import Recommendation
 from millrace_operator import conditions, manifests
 from millrace_operator.actions import Report
 from millrace_operator.conditions import Condition, seconds, timestamp

@@ -1,7 +1,7 @@
 """One autoscaler a pool, asked once an interval with the scheduler's load. Nothing is written here.
 
-An autoscaler remembers some minutes (`core.autoscale`); after a restart it finds them again by
-waiting a window, so nothing of it is stored.
+An autoscaler remembers some minutes (`core.autoscale.rules`); after a restart it finds them again
+by waiting a window, so nothing of it is stored.
 """
 
 from __future__ import annotations
@@ -11,8 +11,8 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 
-from millrace.core.autoscale import AutoscaleConfig, Autoscaler, PoolMetrics, Recommendation
-from millrace.core.load import PoolLoad
+from millrace.core.autoscale.load import PoolLoad
+from millrace.core.autoscale.rules import AutoscaleConfig, Autoscaler, PoolMetrics, Recommendation
 from millrace_operator.load import Sample, Schedulers
 
 #: A sample serves all pools of a service that ask within this share of an interval.

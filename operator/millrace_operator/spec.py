@@ -10,7 +10,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from typing import Any
 
-from millrace.core.autoscale import (
+from millrace.core.autoscale.load import PoolLoad
+from millrace.core.autoscale.rules import (
     AutoscaleConfig,
     DecodeTargets,
     Direction,
@@ -19,7 +20,6 @@ from millrace.core.autoscale import (
     Targets,
 )
 from millrace.core.errors import ConfigError, MillraceError
-from millrace.core.load import PoolLoad
 from millrace_operator.observed import Object
 from millrace_operator.schema import pools
 
@@ -65,7 +65,7 @@ KINDS: Mapping[str, PoolKind] = {
 
 @dataclass(frozen=True, slots=True)
 class Signal:
-    """A name of spec.autoscaling.metrics, in the words of `core.autoscale`."""
+    """A name of spec.autoscaling.metrics, in the words of `core.autoscale.rules`."""
 
     target: str  # field of the targets
     measured: str  # field of PoolLoad and PoolMetrics

@@ -1,4 +1,4 @@
-"""Autoscaling live: asks the scheduler for load, lets `core.autoscale` decide, sets pools' sizes.
+"""Autoscaling live: asks for load, lets `core.autoscale.rules` decide, sets pools' sizes.
 
 What a pool's instances are made of stands behind `Connector`; `millrace up --autoscale` has
 processes there. One loop looks at the instances, carries on what was begun, and once an interval
@@ -18,8 +18,8 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
-from millrace.core.autoscale import AutoscaleConfig, Autoscaler, PoolMetrics, Recommendation
-from millrace.core.load import FleetLoad
+from millrace.core.autoscale.load import FleetLoad
+from millrace.core.autoscale.rules import AutoscaleConfig, Autoscaler, PoolMetrics, Recommendation
 from millrace.wire import scheduler_client
 from millrace.wire.scheduler_client import InstanceView, SchedulerUnavailable, UnknownInstance
 

@@ -9,7 +9,7 @@ from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from millrace.autoscale import Autoscale, Decision, Pool, SchedulerAt
-from millrace.core.autoscale import (
+from millrace.core.autoscale.rules import (
     AutoscaleConfig,
     DecodeTargets,
     Direction,

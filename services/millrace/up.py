@@ -19,7 +19,7 @@ from millrace.stack import Stack, StackOptions
 from millrace.stack_scaling import Scaling, autoscaled
 from millrace.wire.scheduler_client import get_mechanisms
 
-CPP_MODULES = ("millrace_kernels._cpu", "millrace.core.planning._cdsp")
+CPP_MODULES = ("millrace_kernels._cpu", "millrace.core.scheduler.planning._cdsp")
 
 
 async def run_until_stopped(options: StackOptions, scaling: Scaling | None = None) -> None:

@@ -15,7 +15,7 @@ from rich.console import Console
 
 from millrace.bench import long, long_kvp, long_mixed, long_report, long_run
 from millrace.bench.long_kvp import PassTime
-from millrace.core.operators import BatchShape
+from millrace.core.cost.operators import BatchShape
 from millrace.profiles import load_profile
 
 MODEL = load_profile("llama3-8b-a100-tp1").operators

@@ -7,7 +7,7 @@ from pathlib import Path
 
 from millrace.colocated.calibration import mixed_batches
 from millrace.core.config import EngineConfig
-from millrace.core.operators import BatchShape
+from millrace.core.cost.operators import BatchShape
 from millrace.engine.assembly import open_engine, profile_key
 from millrace.profiles import load_profile
 from millrace.profiles.cache import ProfileCache

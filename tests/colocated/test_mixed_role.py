@@ -239,7 +239,7 @@ async def test_what_prompts_have_in_common_is_computed_once() -> None:
 
 
 def hashes(ids: list[int], block_tokens: int) -> list[int]:
-    from millrace.core.prefix import block_hashes
+    from millrace.core.kv.prefix import block_hashes
 
     return block_hashes(np.array(ids, dtype=np.int32), block_tokens, 1)
 

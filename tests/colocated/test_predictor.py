@@ -8,7 +8,7 @@ from statistics import median
 import pytest
 
 from millrace.colocated.predictor import Predictor
-from millrace.core.operators import BatchShape
+from millrace.core.cost.operators import BatchShape
 from support.mixed_role import operators
 
 

@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from millrace.core.autoscale import (
+from millrace.core.autoscale.rules import (
     AutoscaleConfig,
     Autoscaler,
     Context,

@@ -9,10 +9,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from millrace.core.board import YIELDING_WEIGHT, Board, Task, masks
-from millrace.core.correction import band_of
-from millrace.core.instances import PrefillInstance
+from millrace.core.cost.correction import band_of
 from millrace.core.request import Chunk, Request
+from millrace.core.scheduler.fleet.instances import PrefillInstance
+from millrace.core.scheduler.fleet.run_queue import YIELDING_WEIGHT, Board, Task, masks
 from support.core_events import instance, queues
 from support.prefill_fleet import Work, Workers
 

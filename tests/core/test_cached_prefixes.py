@@ -6,12 +6,12 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from millrace.core.cached_prefixes import CachedPrefixes
 from millrace.core.config import SchedulerConfig
-from millrace.core.correction import band_of
-from millrace.core.effects import Effect, RunPrefill
-from millrace.core.events import CachedBlocks
-from millrace.core.latency import Latency, SpLatency
+from millrace.core.cost.correction import band_of
+from millrace.core.cost.latency import Latency, SpLatency
+from millrace.core.scheduler.effects import Effect, RunPrefill
+from millrace.core.scheduler.events import CachedBlocks
+from millrace.core.scheduler.fleet.cached_prefixes import CachedPrefixes
 from support.core_events import Bench, instance, of
 
 BLOCKS = tuple(range(1000, 1100))

@@ -10,8 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from millrace.core import sections
-from millrace.core.config import Config, settings
+from millrace.core.config import Config, sections, settings
 
 ROOT = Path(__file__).parents[2]
 OWN = {"config.py", "sections.py", "settings_page.py"}

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from millrace.core.correction import Band, CorrectionConfig, Corrections, OnTop, band_of
+from millrace.core.cost.correction import Band, CorrectionConfig, Corrections, OnTop, band_of
 from millrace.core.errors import ConfigError
 
 SHORT, MIDDLE, LONG = band_of(100), band_of(4000), band_of(100_000)

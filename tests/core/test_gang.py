@@ -7,7 +7,7 @@ from collections import deque
 import pytest
 
 from millrace.core.errors import IntegrityError, TransferError
-from millrace.core.gang import (
+from millrace.core.instance.gang import (
     CHANNEL,
     Gang,
     GangKey,
@@ -18,7 +18,7 @@ from millrace.core.gang import (
     Word,
     answer_without_task,
 )
-from millrace.core.stop_point import StopPoint
+from millrace.core.instance.stop_point import StopPoint
 
 KEY = GangKey("r", 1, 2)
 OPERATOR, LAYER, PASS = StopPoint.OPERATOR, StopPoint.LAYER, StopPoint.PASS

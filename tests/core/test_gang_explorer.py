@@ -11,9 +11,9 @@ from collections.abc import Callable, Hashable
 
 import pytest
 
-from millrace.core.gang import Gang, Message, State, Word
-from millrace.core.stall_watch import StallWatch
-from millrace.core.stop_point import StopPoint
+from millrace.core.instance.gang import Gang, Message, State, Word
+from millrace.core.instance.stop_point import StopPoint
+from millrace.core.scheduler.stall_watch import StallWatch
 from support.explore import Atlas, Kept, explore
 from support.gang_node import Node, Prompt, Scenario, Scheduler
 from support.gang_world import ACCIDENTS, World
@@ -27,7 +27,7 @@ THREE = (
 TWO = THREE[:2]
 GROWING = (Prompt("a", 9.0, ((0,), (0, 1))), Prompt("b", 5.0, ((1,),)))
 SOLO = (Prompt("a", 9.0, ((0, 1),)), Prompt("b", 5.0, ((1,),)))
-GANG = "millrace.core.gang.Gang"
+GANG = "millrace.core.instance.gang.Gang"
 LONGER = (StopPoint.PASS, StopPoint.OPERATOR, StopPoint.LAYER)
 
 
@@ -156,7 +156,7 @@ ENTER = Gang.enter
         (f"{GANG}.enter", _say_nothing_on_entering),
         (f"{GANG}.enter", _open_from_the_beginning),
         (f"{GANG}.withdraw", _withdraw_without_answer),
-        ("millrace.core.pool_rule.answer_without_task", _say_nothing),
+        ("millrace.core.instance.preemption.answer_without_task", _say_nothing),
     ],
 )
 @pytest.mark.parametrize("atlas", [Atlas, pytest.param(_Forgetful, marks=pytest.mark.slow)])

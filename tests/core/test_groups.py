@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from millrace.core.config import SchedulerConfig
-from millrace.core.planning.plan import Plan, PlannedChunk
+from millrace.core.scheduler.planning.plan import Plan, PlannedChunk
 from support.core_events import Bench, groups_of, instance
 from support.prefill_fleet import Fleet
 

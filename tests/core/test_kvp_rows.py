@@ -7,7 +7,7 @@ import random
 import pytest
 
 from millrace.core.errors import ConfigError, TransferError
-from millrace.core.kvp_rows import (
+from millrace.core.kv.kvp_pass import (
     ExchangeShape,
     RemoteRows,
     RemoteShard,

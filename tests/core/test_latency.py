@@ -4,8 +4,8 @@ import pytest
 from hypothesis import assume, example, given
 from hypothesis import strategies as st
 
+from millrace.core.cost.latency import MOST_TOKENS, Latency, SpLatency
 from millrace.core.errors import ConfigError
-from millrace.core.latency import MOST_TOKENS, Latency, SpLatency
 
 coefficient = st.floats(0, 1, allow_subnormal=False)
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from millrace.core.effects import Place
+from millrace.core.scheduler.effects import Place
 from support.core_events import Bench, instance, of
 
 

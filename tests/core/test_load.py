@@ -7,11 +7,11 @@ import sys
 
 import pytest
 
-from millrace.core import events
+from millrace.core.autoscale.load import FleetLoad, PoolLoad
+from millrace.core.autoscale.load_meter import LEAST_SPAN_S, WINDOW_S, LoadMeter
 from millrace.core.config import SchedulerConfig
-from millrace.core.effects import Effect
-from millrace.core.load import FleetLoad, PoolLoad
-from millrace.core.load_meter import LEAST_SPAN_S, WINDOW_S, LoadMeter
+from millrace.core.scheduler import events
+from millrace.core.scheduler.effects import Effect
 from support.core_events import Bench, groups_of, instance
 
 
@@ -485,7 +485,9 @@ def test_what_decode_instances_hold_of_each_other_needs_no_kvp_worker():
 # ---- who may read it
 
 
-@pytest.mark.parametrize("module", ["millrace.core.load", "millrace.wire.scheduler_client"])
+@pytest.mark.parametrize(
+    "module", ["millrace.core.autoscale.load", "millrace.wire.scheduler_client"]
+)
 def test_who_sizes_pools_needs_neither_torch_nor_numpy(module):
     probe = f"import sys; sys.modules.update(torch=None, numpy=None); import {module}"
     found = subprocess.run([sys.executable, "-c", probe], capture_output=True, text=True)

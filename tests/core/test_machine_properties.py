@@ -20,16 +20,16 @@ from hypothesis.stateful import (
     run_state_machine_as_test,
 )
 
-from millrace.core import effects, events
 from millrace.core.config import SchedulerConfig
-from millrace.core.decode_step import DecodeStepTime
-from millrace.core.instances import PrefillInstance
-from millrace.core.latency import Latency, SpLatency
-from millrace.core.lifecycle import MIN_KEPT_TOKENS
-from millrace.core.machine import Machine
-from millrace.core.planning import PLANNERS
+from millrace.core.cost.decode_step import DecodeStepTime
+from millrace.core.cost.latency import Latency, SpLatency
 from millrace.core.priority import POLICIES
 from millrace.core.request import TRANSITIONS, Request, RequestState, Slo
+from millrace.core.scheduler import effects, events
+from millrace.core.scheduler.fleet.instances import PrefillInstance
+from millrace.core.scheduler.machine import Machine
+from millrace.core.scheduler.planning import PLANNERS
+from millrace.core.scheduler.request_table import MIN_KEPT_TOKENS
 
 PREFILLS = ("p0", "p1", "p2")
 DECODES = ("d0", "d1", "d2")

@@ -7,8 +7,8 @@ from types import MappingProxyType
 import pytest
 
 from millrace.core.config import SchedulerConfig
-from millrace.core.latency import Latency, SpLatency
-from millrace.core.mechanisms import mechanisms
+from millrace.core.cost.latency import Latency, SpLatency
+from millrace.core.scheduler.mechanisms import mechanisms
 from support.core_events import Bench, instance
 
 

@@ -4,14 +4,14 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from millrace.core.errors import ConfigError
-from millrace.core.operators import (
+from millrace.core.cost.operators import (
     OPERATORS,
     BatchShape,
     DecodeAttention,
     OperatorModel,
     Table,
 )
+from millrace.core.errors import ConfigError
 from millrace.profiles import load_profile, profile_names
 
 

@@ -9,10 +9,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from millrace.core.config import SchedulerConfig
-from millrace.core.effects import Refuse, RunPrefill
-from millrace.core.pages import pages_of_plan, pages_of_share
+from millrace.core.kv.prompt_pages import pages_of_plan, pages_of_share
+from millrace.core.kv.sp_layout import RING_BUFFERS, layout, pages_taken
 from millrace.core.request import Chunk
-from millrace.core.sequence_parallel import RING_BUFFERS, layout, pages_taken
+from millrace.core.scheduler.effects import Refuse, RunPrefill
 from support.core_events import Bench, groups_of, instance, of
 from support.prefill_fleet import scripted
 

@@ -7,14 +7,14 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from millrace.core.config import SchedulerConfig
-from millrace.core.decode_placement import freeness
-from millrace.core.effects import Place
 from millrace.core.errors import IntegrityError
-from millrace.core.events import CachedBlocks
-from millrace.core.instances import DecodeInstance
-from millrace.core.machine import Machine
-from millrace.core.placement import LEAST_SAVING
 from millrace.core.request import Request
+from millrace.core.scheduler.dispatch.decode_placement import LEAST_SAVING
+from millrace.core.scheduler.effects import Place
+from millrace.core.scheduler.events import CachedBlocks
+from millrace.core.scheduler.fleet.freeness import freeness
+from millrace.core.scheduler.fleet.instances import DecodeInstance
+from millrace.core.scheduler.machine import Machine
 from support.core_events import Bench, instance, of, request
 
 BLOCK_TOKENS = 32

@@ -11,15 +11,15 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from millrace.core.config import SchedulerConfig
+from millrace.core.cost.latency import Latency, SpLatency
 from millrace.core.errors import ConfigError
-from millrace.core.latency import Latency, SpLatency
-from millrace.core.planning import PLANNERS, PlannerInputs, degrees_used
-from millrace.core.planning._cdsp import CdspPlanner
-from millrace.core.planning.cdsp import Cdsp
-from millrace.core.planning.cdsp_reference import CdspReference
-from millrace.core.planning.least_queue import LeastQueue
-from millrace.core.planning.plan import Plan, PlannedChunk
-from millrace.core.planning.single_chunk import SingleChunk
+from millrace.core.scheduler.planning import PLANNERS, PlannerInputs, degrees_used
+from millrace.core.scheduler.planning._cdsp import CdspPlanner
+from millrace.core.scheduler.planning.cdsp import Cdsp
+from millrace.core.scheduler.planning.cdsp_reference import CdspReference
+from millrace.core.scheduler.planning.least_queue import LeastQueue
+from millrace.core.scheduler.planning.plan import Plan, PlannedChunk
+from millrace.core.scheduler.planning.single_chunk import SingleChunk
 from support.planners import check, inputs, planner, random_case
 
 CASES = 10_000

@@ -9,11 +9,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from millrace.core import recorded
 from millrace.core.config import SchedulerConfig
-from millrace.core.events import PolicyChanged
-from millrace.core.machine import Machine
 from millrace.core.priority import POLICIES
+from millrace.core.scheduler import recording
+from millrace.core.scheduler.events import PolicyChanged
+from millrace.core.scheduler.machine import Machine
 from support.core_events import Bench, groups_of, instance
 
 #: Prompt tokens (1 ms each) and TTFT objective: every policy orders these in its own way.
@@ -79,13 +79,13 @@ def test_random_switches_lose_nothing_and_are_replayed(policy, preemption, steps
     written = []
     step = one.machine.step
 
-    def recording(event, now_s):
-        line = json.dumps([now_s, recorded.plain_event(event)])
+    def stepping(event, now_s):
+        line = json.dumps([now_s, recording.plain_event(event)])
         found = step(event, now_s)
-        written.append((line, recorded.plain_effects(found)))
+        written.append((line, recording.plain_effects(found)))
         return found
 
-    one.machine.step = recording
+    one.machine.step = stepping
     submitted = 0
     for what in steps:
         if isinstance(what, tuple):
@@ -103,7 +103,7 @@ def test_random_switches_lose_nothing_and_are_replayed(policy, preemption, steps
     other = bench(policy, preemption).machine
     for line, effects in written:
         now_s, event = json.loads(line)
-        assert recorded.plain_effects(other.step(recorded.event_of(event), now_s)) == effects
+        assert recording.plain_effects(other.step(recording.event_of(event), now_s)) == effects
 
 
 def compute(one: Bench) -> None:

@@ -7,9 +7,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from millrace.core.config import SchedulerConfig
-from millrace.core.effects import Order
-from millrace.core.planning import PLANNERS
 from millrace.core.priority import POLICIES
+from millrace.core.scheduler.effects import Order
+from millrace.core.scheduler.planning import PLANNERS
 from support.core_events import Bench, groups_of, instance, of
 from support.prefill_fleet import Fleet
 

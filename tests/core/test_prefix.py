@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from millrace.core.prefix import block_hashes, prefix_root, reusable
+from millrace.core.kv.prefix import block_hashes, prefix_root, reusable
 
 BLOCK = 4
 ROOT = prefix_root(BLOCK)

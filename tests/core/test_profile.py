@@ -5,8 +5,8 @@ import json
 
 import pytest
 
+from millrace.core.cost.profile import Profile
 from millrace.core.errors import ConfigError
-from millrace.core.profile import Profile
 from millrace.profiles import load_profile, profile_names
 
 NAME = "llama3-8b-a100-tp1"

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from millrace.core.prompt_progress import PromptProgress, progress_of
 from millrace.core.request import Chunk, Request, RequestState
+from millrace.core.scheduler.fleet.prompt_progress import PromptProgress, progress_of
 
 
 def request(state: RequestState = RequestState.PREFILLING, **fields: object) -> Request:

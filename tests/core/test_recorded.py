@@ -14,11 +14,12 @@ from dataclasses import dataclass
 
 import pytest
 
-from millrace.core import effects, events, recorded
 from millrace.core.config import SchedulerConfig
-from millrace.core.latency import Latency, SpLatency
-from millrace.core.recorded import RecordingError, built, plain
+from millrace.core.cost.latency import Latency, SpLatency
 from millrace.core.request import Request, Slo
+from millrace.core.scheduler import effects, events
+from millrace.core.scheduler import recording
+from millrace.core.scheduler.recording import RecordingError, built, plain
 
 EVENTS = typing.get_args(events.Event)
 EFFECTS = typing.get_args(effects.Effect)
@@ -50,12 +51,12 @@ def example(hint, number):
 @pytest.mark.parametrize("kind", EVENTS)
 def test_every_event_comes_back_as_it_was_through_json(kind):
     event = example(kind, itertools.count(11))
-    written = recorded.plain_event(event)
-    again = recorded.event_of(json.loads(json.dumps(written, allow_nan=False)))
+    written = recording.plain_event(event)
+    again = recording.event_of(json.loads(json.dumps(written, allow_nan=False)))
     assert type(again) is kind
     if kind is not events.Submitted:  # requests have no equality of their own
         assert again == event
-    assert recorded.plain_event(again) == written
+    assert recording.plain_event(again) == written
     names = [f.name for f in dataclasses.fields(kind)]
     assert written == [kind.__name__, written[1]] and list(written[1]) == names
 
@@ -64,7 +65,7 @@ def test_every_event_comes_back_as_it_was_through_json(kind):
 def test_every_effect_has_a_written_form_of_its_own(kind):
     number = itertools.count(11)
     first, second = example(kind, number), example(kind, number)
-    written = recorded.plain_effects([first, second])
+    written = recording.plain_effects([first, second])
     assert json.loads(json.dumps(written)) == written
     assert [name for name, _ in written] == [kind.__name__] * 2
     assert written[0] != written[1]
@@ -80,7 +81,7 @@ def test_a_request_is_written_as_it_was_submitted():
         slo=Slo(ttft_s=0.5),
         arrival_s=3.0,
     )
-    assert recorded.plain_event(events.Submitted(request=request)) == [
+    assert recording.plain_event(events.Submitted(request=request)) == [
         "Submitted",
         {
             "request": {
@@ -97,9 +98,9 @@ def test_a_request_is_written_as_it_was_submitted():
 
 def test_settings_are_written_whole_and_read_again():
     config = SchedulerConfig(tasks_ahead=5, lease_s=9.0)
-    head = json.loads(json.dumps(recorded.head(config)))
+    head = json.loads(json.dumps(recording.head(config)))
     assert head["scheduler"].keys() == {f.name for f in dataclasses.fields(config)}
-    assert recorded.config_of(head) == config
+    assert recording.config_of(head) == config
 
 
 @pytest.mark.parametrize(
@@ -117,7 +118,7 @@ def test_settings_are_written_whole_and_read_again():
 )
 def test_a_head_that_can_not_be_read_says_why(head, message):
     with pytest.raises(RecordingError, match=message):
-        recorded.config_of(head)
+        recording.config_of(head)
 
 
 @pytest.mark.parametrize(
@@ -135,7 +136,7 @@ def test_a_head_that_can_not_be_read_says_why(head, message):
 )
 def test_an_event_that_can_not_be_read_names_the_field(data, message):
     with pytest.raises(RecordingError, match=message):
-        recorded.event_of(data)
+        recording.event_of(data)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -6,8 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from millrace.core.request import Chunk
-from millrace.core.sequence_parallel import (
+from millrace.core.kv.sp_layout import (
     PAD,
     buffer_memory,
     layout,
@@ -15,6 +14,7 @@ from millrace.core.sequence_parallel import (
     pass_tokens,
     zigzag,
 )
+from millrace.core.request import Chunk
 
 IDS = tuple(f"p{i}" for i in range(8))
 

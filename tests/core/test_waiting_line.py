@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 
 from millrace.core.priority import POLICIES
 from millrace.core.request import Request
-from millrace.core.waiting_line import WaitingLine
+from millrace.core.scheduler.fleet.waiting_queue import WaitingLine
 
 
 def request(order: int, arrival_s: float, work_s: float = 0.1) -> Request:

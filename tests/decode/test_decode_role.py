@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import pytest_asyncio
 
-from millrace.core.decode_placement import pages_needed
+from millrace.core.scheduler.fleet.freeness import pages_needed
 from millrace.decode.loop import DecodeRole
 from millrace.prefill.loop import PrefillRole
 from millrace.state.memory_store import MemoryStore

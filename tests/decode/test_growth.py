@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 from millrace.core.config import Config
-from millrace.core.decode_step import DecodeStepTime
+from millrace.core.cost.decode_step import DecodeStepTime
 from millrace.proxy.continuation import continuation
 from millrace.wire.pb import scheduler_pb2
 from support.decode_pair import Pair, live_pair

@@ -13,7 +13,7 @@ from hypothesis import settings
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 from hypothesis.strategies import integers, sampled_from
 
-from millrace.core.decode_step import DecodeStepTime
+from millrace.core.cost.decode_step import DecodeStepTime
 from millrace.core.errors import CapacityError
 from millrace.decode import priority
 from millrace.decode.swapping import Place

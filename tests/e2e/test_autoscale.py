@@ -17,7 +17,7 @@ import httpx
 import pytest
 
 from millrace.autoscale import Decision
-from millrace.core.autoscale import DecodeTargets, PrefillTargets
+from millrace.core.autoscale.rules import DecodeTargets, PrefillTargets
 from millrace.core.config import ScalingConfig
 from millrace.stack import Stack
 from millrace.stack_scaling import PARKING, Scaling, autoscaled

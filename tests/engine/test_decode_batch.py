@@ -10,7 +10,7 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, 
 from hypothesis.strategies import integers, sampled_from
 
 from millrace.core.errors import CapacityError, IntegrityError
-from millrace.core.kv_layout import KvLayout
+from millrace.core.kv.layout import KvLayout
 from millrace.engine.decode_batch import DecodeBatch, Sequence
 from millrace.engine.kv_pool import KvPool
 from millrace.engine.sampler import Sampler, SamplingSpec

@@ -13,8 +13,8 @@ from itertools import count
 import pytest
 import torch
 
-from millrace.core.gang import GangKey, GangSpec
-from millrace.core.stop_point import StopPoint
+from millrace.core.instance.gang import GangKey, GangSpec
+from millrace.core.instance.stop_point import StopPoint
 from millrace.engine.execution_pool import Dropped, ExecutionPool, PoolTask
 
 CPU = torch.device("cpu")

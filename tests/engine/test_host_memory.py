@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from millrace.core.kv_layout import KvLayout
+from millrace.core.kv.layout import KvLayout
 from millrace.engine import host_memory
 from millrace.engine.host_memory import HUGE_PAGE_BYTES, host_zeros
 from millrace.engine.kv_pool import KvPool

@@ -104,7 +104,7 @@ from pathlib import Path
 
 import torch
 
-from millrace.core.kv_layout import KvLayout
+from millrace.core.kv.layout import KvLayout
 from millrace.engine.model_runner import PrefillTask
 from millrace.engine.parallel.group_runner import GroupRunner, load_ranks
 from millrace.engine.parallel.rank_group import RankGroup

@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
 from millrace.core.errors import CapacityError, IntegrityError
-from millrace.core.kv_layout import KvLayout
+from millrace.core.kv.layout import KvLayout
 from millrace.engine import prefix_cache
 from millrace.engine.kv_pool import KvPool, page_runs
 from millrace.engine.prefix_cache import PrefixCache

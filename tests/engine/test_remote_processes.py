@@ -7,7 +7,7 @@ import os
 import signal
 from pathlib import Path
 
-from millrace.core.kvp_rows import RemoteShard
+from millrace.core.kv.kvp_pass import RemoteShard
 from millrace.engine.decode_batch import DecodeBatch
 from millrace.engine.loader import load_model
 from millrace.engine.model_runner import ModelRunner

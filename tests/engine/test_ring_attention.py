@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 from torch.testing import assert_close
 
-from millrace.core.sequence_parallel import PAD
+from millrace.core.kv.sp_layout import PAD
 from millrace.engine.loader import load_model
 from millrace.engine.model_runner import Boundary, ModelRunner
 from millrace.engine.ring_attention import RingTask

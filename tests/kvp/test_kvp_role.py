@@ -12,8 +12,8 @@ import pytest
 import pytest_asyncio
 
 from millrace.core.errors import TransferError
-from millrace.core.kv_transfer import Incarnation
-from millrace.core.kvp_hold import AttachAsk, HoldAsk
+from millrace.core.kv.kvp_hold import AttachAsk, HoldAsk
+from millrace.core.kv.transfer import Incarnation
 from millrace.kvp.role import KvpRole
 from millrace.state.memory_store import MemoryStore
 from millrace.transfer.memory import Memory

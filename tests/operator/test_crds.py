@@ -8,9 +8,9 @@ from typing import Any
 import jsonschema
 import pytest
 
-from millrace.core.autoscale import DecodeTargets, PrefillTargets
+from millrace.core.autoscale.load import PoolLoad
+from millrace.core.autoscale.rules import DecodeTargets, PrefillTargets
 from millrace.core.config import ProxyConfig, SchedulerConfig, load_config
-from millrace.core.load import PoolLoad
 from millrace_operator.schema import definitions
 from millrace_operator.schema.__main__ import files
 from millrace_operator.schema.pools import KINDS as POOL_SCHEMAS

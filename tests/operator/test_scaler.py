@@ -8,8 +8,8 @@ from collections.abc import Callable
 
 import pytest
 
-from millrace.core.autoscale import AutoscaleConfig, DecodeTargets, PrefillTargets
-from millrace.core.load import FleetLoad, PoolLoad
+from millrace.core.autoscale.load import FleetLoad, PoolLoad
+from millrace.core.autoscale.rules import AutoscaleConfig, DecodeTargets, PrefillTargets
 from millrace.wire.scheduler_client import InstanceView, SchedulerUnavailable, UnknownInstance
 from millrace_operator import load
 from millrace_operator.load import Schedulers

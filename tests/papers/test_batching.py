@@ -5,8 +5,8 @@ import math
 from hypothesis import given
 from hypothesis import strategies as st
 
-from millrace.core.batching import RESERVE, batch
 from millrace.core.request import Request
+from millrace.core.scheduler.batching import RESERVE, batch
 from support.priority import names, request
 
 MS = 1e-3

@@ -11,11 +11,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from millrace.core.latency import Latency, SpLatency
-from millrace.core.planning.cdsp import Cdsp
-from millrace.core.planning.cdsp_reference import CdspReference
-from millrace.core.planning.groups import get_group, shortest_first
-from millrace.core.planning.plan import PlannedChunk
+from millrace.core.cost.latency import Latency, SpLatency
+from millrace.core.scheduler.planning.cdsp import Cdsp
+from millrace.core.scheduler.planning.cdsp_reference import CdspReference
+from millrace.core.scheduler.planning.groups import get_group, shortest_first
+from millrace.core.scheduler.planning.plan import PlannedChunk
 from support.planners import TABLE_1, K, a100, after, check, inputs, planner, replay_s
 
 IDLE, BUSY = tuple(range(8, 16)), tuple(range(8))

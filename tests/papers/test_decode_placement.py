@@ -9,8 +9,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from millrace.core.config import SchedulerConfig
-from millrace.core.decode_placement import freeness, freest, pages_needed
-from millrace.core.effects import Place
+from millrace.core.scheduler.effects import Place
+from millrace.core.scheduler.fleet.freeness import freeness, freest, pages_needed
 from support.core_events import Bench, instance, of
 
 

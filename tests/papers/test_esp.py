@@ -8,8 +8,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from millrace.core.latency import Latency, SpLatency
-from millrace.core.planning.esp import Esp
+from millrace.core.cost.latency import Latency, SpLatency
+from millrace.core.scheduler.planning.esp import Esp
 from support.planners import K, inputs, planner
 
 

@@ -13,10 +13,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from millrace.core import events
-from millrace.core.batching import batch
 from millrace.core.config import SchedulerConfig
 from millrace.core.request import Request
+from millrace.core.scheduler import events
+from millrace.core.scheduler.batching import batch
 from support.core_events import Bench, instance, queues
 from support.prefill_fleet import Fleet
 from support.priority import ranked, request

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from millrace.core.planning.groups import fixed_groups
+from millrace.core.scheduler.planning.groups import fixed_groups
 from support.planners import K, a100, planner
 
 

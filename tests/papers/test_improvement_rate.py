@@ -11,9 +11,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from millrace.core.config import SchedulerConfig
-from millrace.core.effects import RunPrefill
-from millrace.core.errors import ConfigError
-from millrace.core.improvement_rate import (
+from millrace.core.cost.latency import Latency, SpLatency
+from millrace.core.cost.rates import (
     BY_LOAD,
     STARTING_RATE,
     ImprovementRates,
@@ -23,7 +22,8 @@ from millrace.core.improvement_rate import (
     live_rate,
     parse_rates,
 )
-from millrace.core.latency import Latency, SpLatency
+from millrace.core.errors import ConfigError
+from millrace.core.scheduler.effects import RunPrefill
 from millrace.profiles import load_profile
 from millrace.sim.mixes import MIXES, MixOptions
 from millrace.sim.papers.tetris import TESTBEDS, TRACES, shipped_rates

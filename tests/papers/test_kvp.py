@@ -11,7 +11,8 @@ from hypothesis import strategies as st
 
 from millrace.core.config import SchedulerConfig
 from millrace.core.errors import ConfigError, IntegrityError
-from millrace.core.kvp import Shard, degree, reserve
+from millrace.core.kv.kvp_shards import degree, reserve
+from millrace.core.request import Shard
 from support.core_events import Bench, instance
 
 

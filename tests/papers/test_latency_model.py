@@ -5,7 +5,7 @@ The numbers are those printed in the papers.
 
 import pytest
 
-from millrace.core.operators import BatchShape
+from millrace.core.cost.operators import BatchShape
 from millrace.profiles import load_profile
 
 K = 1024

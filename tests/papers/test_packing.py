@@ -8,9 +8,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from millrace.core.cost.operators import BatchShape
 from millrace.core.errors import ConfigError
-from millrace.core.operators import BatchShape
-from millrace.core.packing import Packer, PackingConfig
+from millrace.core.instance.packing import Packer, PackingConfig
 from support.packing import Prompt, Quadratic, rho_of, shape
 
 TARGET = PackingConfig(t_target_s=0.020)

@@ -4,9 +4,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from millrace.core.cost.operators import BatchShape, DecodeAttention, OperatorModel, Table
+from millrace.core.cost.prefill_times import ChunkLimits, PrefillTimes, optimal_chunk
 from millrace.core.errors import ConfigError
-from millrace.core.operators import BatchShape, DecodeAttention, OperatorModel, Table
-from millrace.core.prefill_times import ChunkLimits, PrefillTimes, optimal_chunk
 from millrace.profiles import load_profile
 
 FLAT = Table(xs=(0.0,), ys=(0.0,))

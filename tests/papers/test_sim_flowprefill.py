@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
-from millrace.core.operators import BatchShape
+from millrace.core.cost.operators import BatchShape
 from millrace.sim.papers import EXPERIMENTS, flowprefill_rounds, load_experiment
 from millrace.sim.papers import flowprefill as fp
 from millrace.sim.papers.flowprefill_fig9 import SYSTEMS

@@ -7,7 +7,7 @@ import json
 import pytest
 from rich.console import Console
 
-from millrace.core.packing import PackingConfig
+from millrace.core.instance.packing import PackingConfig
 from millrace.sim.papers import load_experiment, mnemosyne_batching, mnemosyne_kvp, mnemosyne_spp
 from millrace.sim.papers import mnemosyne as mn
 

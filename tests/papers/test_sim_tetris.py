@@ -13,7 +13,7 @@ from rich.console import Console
 from typer.testing import CliRunner
 
 from millrace.core.config import SchedulerConfig
-from millrace.core.improvement_rate import ImprovementRates
+from millrace.core.cost.rates import ImprovementRates
 from millrace.sim.command import register
 from millrace.sim.papers import EXPERIMENTS, load_experiment
 from millrace.sim.papers import tetris as paper

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from millrace.core.planning.plan import PlannedChunk
+from millrace.core.scheduler.planning.plan import PlannedChunk
 from support.planners import TABLE_1, K, a100, planner
 
 

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from millrace.core.packing import Packer, PackingConfig
+from millrace.core.instance.packing import Packer, PackingConfig
 from support.packing import Prompt, Quadratic, rho_of, shape
 
 #: Ten tokens a millisecond and chunks to the token, so that a budget can be read off a chunk.

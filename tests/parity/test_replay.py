@@ -13,8 +13,8 @@ import pytest
 from typer import Typer
 from typer.testing import CliRunner
 
-from millrace.core.machine import Machine
-from millrace.core.recorded import RecordingError
+from millrace.core.scheduler.machine import Machine
+from millrace.core.scheduler.recording import RecordingError
 from millrace.service import Service
 from millrace.sim.replay import replay
 from millrace.sim.replay_command import command

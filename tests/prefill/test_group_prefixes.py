@@ -8,9 +8,9 @@ from array import array
 import pytest
 import torch
 
-from millrace.core.prefix import block_hashes, prefix_root
+from millrace.core.kv.prefix import block_hashes, prefix_root
+from millrace.core.kv.sp_layout import PAD, layout
 from millrace.core.request import Chunk
-from millrace.core.sequence_parallel import PAD, layout
 from millrace.prefill.prefix import leading_pages
 from support.live_stack import eventually
 from support.prefill_group import Group, Plan, group_of

@@ -9,7 +9,7 @@ from itertools import pairwise
 
 import pytest
 
-from millrace.core import gang
+from millrace.core.instance import gang
 from millrace.transfer.transport import PeerLostError
 from support.live_stack import eventually
 from support.prefill_group import Group, Plan, group_of

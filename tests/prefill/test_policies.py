@@ -12,8 +12,8 @@ from typing import Any
 import pytest
 
 from millrace.core.config import SchedulerConfig
-from millrace.core.events import Submitted
 from millrace.core.priority import POLICIES
+from millrace.core.scheduler.events import Submitted
 from millrace.decode.loop import DecodeRole
 from millrace.prefill.loop import PrefillRole
 from millrace.scheduler.loop import SchedulerLoop

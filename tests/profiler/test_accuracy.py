@@ -12,7 +12,7 @@ import pytest
 
 from millrace.bench.predictions_run import busy_processes
 from millrace.core.config import EngineConfig
-from millrace.core.correction import Corrections, band_of
+from millrace.core.cost.correction import Corrections, band_of
 from millrace.engine.assembly import open_engine
 from millrace.profiler.fitting import prefill_latency
 from millrace.profiler.measure import measure, usual

@@ -11,7 +11,7 @@ from typer.testing import CliRunner
 
 from millrace.cli import app
 from millrace.core.config import EngineConfig
-from millrace.core.profile import Profile
+from millrace.core.cost.profile import Profile
 from millrace.engine.assembly import profile_key
 from millrace.profiler import command, first_start, measure
 from millrace.profiles import load_profile

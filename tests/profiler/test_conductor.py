@@ -11,7 +11,7 @@ import pytest
 import pytest_asyncio
 
 from millrace import profiles
-from millrace.core.planning.plan import PlannedChunk
+from millrace.core.scheduler.planning.plan import PlannedChunk
 from millrace.profiler.conductor import Conductor, ConductorError, FleetOptions
 from support.tiny_models import model_folder
 

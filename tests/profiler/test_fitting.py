@@ -11,8 +11,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from millrace.core.operators import BatchShape
-from millrace.core.profile import Profile
+from millrace.core.cost.operators import BatchShape
+from millrace.core.cost.profile import Profile
 from millrace.profiler.accuracy import compare, errors
 from millrace.profiler.fitting import build_profile, prefill_latency
 from millrace.profiler.measure import Decode, Far, Measured, Mixed, Prefill, usual

@@ -8,7 +8,7 @@ from dataclasses import replace
 
 import pytest
 
-from millrace.core.planning.plan import PlannedChunk
+from millrace.core.scheduler.planning.plan import PlannedChunk
 from millrace.profiler.accuracy import compare
 from millrace.profiler.command import ProfileOptions
 from millrace.profiler.fitting import build_profile, group_latencies

@@ -6,9 +6,9 @@ from pathlib import Path
 
 import pytest
 
+from millrace.core.cost.operators import BatchShape
+from millrace.core.cost.profile import Profile
 from millrace.core.errors import ConfigError
-from millrace.core.operators import BatchShape
-from millrace.core.profile import Profile
 from millrace.profiles import load_profile, profile_names
 
 SOURCE = os.environ.get("MILLRACE_PROFILE_SOURCE", "")

@@ -10,7 +10,7 @@ import orjson
 import pytest
 
 from millrace.core.config import EngineConfig
-from millrace.core.prefix import block_hashes, prefix_root
+from millrace.core.kv.prefix import block_hashes, prefix_root
 from millrace.proxy.options import Options, Sampling
 from millrace.proxy.prefix import MOST_AT_ONCE_TOKENS, PromptHasher, add_blocks
 from millrace.wire.pb import common_pb2

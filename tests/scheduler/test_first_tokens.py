@@ -5,9 +5,9 @@ from __future__ import annotations
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
-from millrace.core.effects import Place, Record, Refuse
-from millrace.core.events import Submitted
 from millrace.core.request import Request, Slo
+from millrace.core.scheduler.effects import Place, Record, Refuse
+from millrace.core.scheduler.events import Submitted
 from millrace.scheduler.first_tokens import FirstTokens
 from millrace.telemetry.metrics import Registry
 from support.core_events import Bench, instance

@@ -6,9 +6,9 @@ import asyncio
 import typing
 from contextlib import asynccontextmanager
 
-from millrace.core import effects
 from millrace.core.config import SchedulerConfig, StoreConfig
-from millrace.core.events import (
+from millrace.core.scheduler import effects
+from millrace.core.scheduler.events import (
     DecodeStarted,
     InstanceLeft,
     PolicyChanged,

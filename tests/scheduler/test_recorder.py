@@ -9,8 +9,8 @@ from urllib.parse import unquote, urlsplit
 import numpy as np
 
 from millrace.core.config import StoreConfig
-from millrace.core.effects import Record
 from millrace.core.request import RequestState
+from millrace.core.scheduler.effects import Record
 from millrace.scheduler.recorder import Recorder
 from millrace.state.open import open_store
 from support.stores import private_redis

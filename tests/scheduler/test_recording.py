@@ -10,9 +10,9 @@ from pathlib import Path
 import pytest
 
 from millrace.core.config import SchedulerConfig
-from millrace.core.events import Tick
-from millrace.core.machine import Machine
-from millrace.core.recorded import RecordingError
+from millrace.core.scheduler.events import Tick
+from millrace.core.scheduler.machine import Machine
+from millrace.core.scheduler.recording import RecordingError
 from millrace.scheduler.recording import Recording
 from support.core_events import instance, request
 from support.scheduler_peers import quick, scheduler, spec

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from millrace.core.load import FleetLoad
+from millrace.core.autoscale.load import FleetLoad
 from millrace.sim.replay import replay
 from millrace.wire import scheduler_client as client
 from millrace.wire.pb import scheduler_pb2

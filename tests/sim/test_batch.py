@@ -6,8 +6,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from millrace.core.kvp import Shard
-from millrace.core.request import Request
+from millrace.core.request import Request, Shard
 from millrace.sim.batch import Batch
 from millrace.sim.job import Job
 from support.simulation import decode_step_s, planned

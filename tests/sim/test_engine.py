@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from millrace.core.config import SchedulerConfig
 from millrace.core.errors import ConfigError
-from millrace.core.packing import PackingConfig
+from millrace.core.instance.packing import PackingConfig
 from millrace.sim.loop import Simulation
 from millrace.sim.report import Collector
 from millrace.sim.spec import Failure, SimSpec

@@ -7,8 +7,8 @@ import math
 import pytest
 
 from millrace.core.config import SchedulerConfig
-from millrace.core.operators import BatchShape
-from millrace.core.packing import PackingConfig
+from millrace.core.cost.operators import BatchShape
+from millrace.core.instance.packing import PackingConfig
 from millrace.sim.sharded_passes import spread_pass_s
 from millrace.sim.spec import Failure, SimSpec
 from millrace.sim.workload import SloClass

@@ -9,9 +9,9 @@ import statistics
 
 import pytest
 
+from millrace.core.cost.prefill_times import PrefillTimes
 from millrace.core.errors import ConfigError
-from millrace.core.packing import PackingConfig
-from millrace.core.prefill_times import PrefillTimes
+from millrace.core.instance.packing import PackingConfig
 from millrace.profiles import load_profile
 from millrace.sim.lengths import (
     by_quantiles,

@@ -1,18 +1,19 @@
 """Prefill instances told by hand what to do: order, gangs, suspension, cancelling, death.
 
-The semantics are those of `core.effects`; FlowPrefill sections 5.1 and 6.4 for suspension.
+The semantics are those of `core.scheduler.effects`; FlowPrefill sections 5.1 and 6.4 for
+suspension.
 """
 
 from __future__ import annotations
 
 import pytest
 
-from millrace.core import events
 from millrace.core.config import SchedulerConfig
-from millrace.core.effects import CancelOn, ChunkRef, Order, RunPrefill
+from millrace.core.cost.operators import BatchShape
 from millrace.core.errors import IntegrityError
-from millrace.core.operators import BatchShape
 from millrace.core.request import Chunk, Request
+from millrace.core.scheduler import events
+from millrace.core.scheduler.effects import CancelOn, ChunkRef, Order, RunPrefill
 from millrace.sim.fleet import Fleet
 from millrace.sim.job import Job
 from millrace.sim.world import World

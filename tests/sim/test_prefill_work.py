@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from millrace.core.operators import BatchShape
+from millrace.core.cost.operators import BatchShape
 from millrace.core.request import Chunk
 from millrace.sim.prefill_work import Balancing, PrefillTimes
 from support.simulation import LAYERS, prefill_s, toy_operators, toy_profile, toy_spec

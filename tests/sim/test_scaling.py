@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import pytest
 
-from millrace.core.autoscale import AutoscaleConfig, DecodeTargets, Direction, PrefillTargets
+from millrace.core.autoscale.rules import AutoscaleConfig, DecodeTargets, Direction, PrefillTargets
 from millrace.core.config import SchedulerConfig
 from millrace.core.errors import ConfigError
-from millrace.core.packing import PackingConfig
+from millrace.core.instance.packing import PackingConfig
 from millrace.sim.spec import AutoscalePlan, Failure
 from millrace.sim.timeline import Timeline
 from support.simulation import Run, planned, prefill_s, toy_spec

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from typing import TypeVar
 
-from millrace.core import effects, events
 from millrace.core.config import SchedulerConfig
-from millrace.core.decode_step import DecodeStepTime
-from millrace.core.latency import Latency, SpLatency
-from millrace.core.machine import Machine
+from millrace.core.cost.decode_step import DecodeStepTime
+from millrace.core.cost.latency import Latency, SpLatency
 from millrace.core.request import Request, Slo
+from millrace.core.scheduler import effects, events
+from millrace.core.scheduler.machine import Machine
 
 E = TypeVar("E")
 

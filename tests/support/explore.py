@@ -28,12 +28,12 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from millrace.core.config import SchedulerConfig
-from millrace.core.effects import RunPrefill
-from millrace.core.events import InstanceJoined
-from millrace.core.gang import GangSpec
-from millrace.core.latency import SpLatency
-from millrace.core.planning.single_chunk import SingleChunk
+from millrace.core.cost.latency import SpLatency
+from millrace.core.instance.gang import GangSpec
 from millrace.core.priority import Policy
+from millrace.core.scheduler.effects import RunPrefill
+from millrace.core.scheduler.events import InstanceJoined
+from millrace.core.scheduler.planning.single_chunk import SingleChunk
 from support.gang_node import Node, Scenario, Scheduler
 from support.gang_world import ACCIDENTS, Move, World
 

@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 from random import Random
 from typing import Any
 
-from millrace.core.autoscale import Autoscaler, PoolMetrics
+from millrace.core.autoscale.rules import Autoscaler, PoolMetrics
 from millrace_operator.actions import (
     Action,
     Apply,

@@ -11,14 +11,14 @@ from collections.abc import Hashable
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
-from millrace.core import effects, events
 from millrace.core.config import SchedulerConfig
-from millrace.core.gang import Gang, GangKey, GangSpec, State, Step
-from millrace.core.machine import Machine
-from millrace.core.pool_rule import PoolRule
+from millrace.core.instance.gang import Gang, GangKey, GangSpec, State, Step
+from millrace.core.instance.preemption import PoolRule
+from millrace.core.instance.standstill import Standstill
+from millrace.core.instance.stop_point import StopPoint
 from millrace.core.request import RequestState
-from millrace.core.standstill import Standstill
-from millrace.core.stop_point import StopPoint
+from millrace.core.scheduler import effects, events
+from millrace.core.scheduler.machine import Machine
 from support.core_events import groups_of, instance, request
 from support.prefill_fleet import Scripted
 

@@ -11,10 +11,10 @@ from __future__ import annotations
 from collections.abc import Hashable
 from typing import Protocol
 
-from millrace.core import effects, events
-from millrace.core.gang import GangKey, Message, Word
-from millrace.core.pool_rule import PoolRule
-from millrace.core.stop_point import StopPoint
+from millrace.core.instance.gang import GangKey, Message, Word
+from millrace.core.instance.preemption import PoolRule
+from millrace.core.instance.stop_point import StopPoint
+from millrace.core.scheduler import effects, events
 from support.gang_node import (
     Compute,
     Fail,

@@ -14,8 +14,8 @@ from typing import Any
 import numpy as np
 
 from millrace.core.config import Config, EngineConfig, SchedulerConfig
-from millrace.core.decode_step import DecodeStepTime
-from millrace.core.kv_layout import KvLayout
+from millrace.core.cost.decode_step import DecodeStepTime
+from millrace.core.kv.layout import KvLayout
 from millrace.decode.book import RequestBook
 from millrace.decode.held_pages import HeldPages
 from millrace.decode.metrics import DecodeMetrics

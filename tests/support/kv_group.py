@@ -14,10 +14,10 @@ import numpy as np
 
 from millrace.core.config import TransferConfig
 from millrace.core.errors import TransferError
-from millrace.core.kv_layout import KvLayout
+from millrace.core.kv.layout import KvLayout
+from millrace.core.kv.sp_layout import Layout, Run
+from millrace.core.kv.sp_layout import layout as lay_out
 from millrace.core.request import Chunk
-from millrace.core.sequence_parallel import Layout, Run
-from millrace.core.sequence_parallel import layout as lay_out
 from millrace.transfer.control import ReceiveCallbacks
 from millrace.transfer.memory_transport import MemoryHub
 from millrace.transfer.receive_manager import ReceiveManager

@@ -10,7 +10,7 @@ from contextlib import asynccontextmanager
 import numpy as np
 
 from millrace.core.config import TransferConfig
-from millrace.core.kv_layout import KvLayout
+from millrace.core.kv.layout import KvLayout
 from millrace.transfer.control import ReceiveCallbacks
 from millrace.transfer.memory_transport import MemoryHub, MemoryTransport
 from millrace.transfer.receive_manager import ReceiveManager

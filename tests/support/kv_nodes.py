@@ -15,7 +15,7 @@ import numpy as np
 
 from millrace.core.config import TransferConfig
 from millrace.core.errors import TransferError
-from millrace.core.kv_layout import KvLayout
+from millrace.core.kv.layout import KvLayout
 from millrace.transfer.control import ReceiveCallbacks
 from millrace.transfer.nixl_transport import NixlTransport
 from millrace.transfer.receive_manager import ReceiveManager

@@ -16,8 +16,8 @@ import numpy as np
 
 from millrace.core.config import TransferConfig
 from millrace.core.errors import TransferError
-from millrace.core.kv_layout import KvLayout
-from millrace.core.sequence_parallel import Run
+from millrace.core.kv.layout import KvLayout
+from millrace.core.kv.sp_layout import Run
 from millrace.transfer.control import ReceiveCallbacks, Target
 from millrace.transfer.layout import shared_heads
 from millrace.transfer.memory_transport import MemoryHub

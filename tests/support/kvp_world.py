@@ -11,7 +11,7 @@ from itertools import pairwise
 import torch
 from torch import Tensor
 
-from millrace.core.kvp_rows import ExchangeShape, RemoteShard
+from millrace.core.kv.kvp_pass import ExchangeShape, RemoteShard
 from millrace.engine.decode_batch import Sequence as DecodeSequence
 from millrace.engine.exchange_link import ExchangeLink
 from millrace.engine.exchange_views import exchange_memory

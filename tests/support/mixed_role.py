@@ -13,8 +13,8 @@ from millrace.colocated.compute import Iteration
 from millrace.colocated.mixed import MixedRole
 from millrace.colocated.packing import Plan, Share
 from millrace.core.config import Config
-from millrace.core.operators import DecodeAttention, OperatorModel, Table
-from millrace.core.sections import MixedConfig
+from millrace.core.config.sections import MixedConfig
+from millrace.core.cost.operators import DecodeAttention, OperatorModel, Table
 from millrace.state.memory_store import MemoryStore
 from millrace.transfer.memory_transport import MemoryHub
 from millrace.wire.channel import open_channel

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from millrace.core.operators import BatchShape
+from millrace.core.cost.operators import BatchShape
 
 
 @dataclass(frozen=True)

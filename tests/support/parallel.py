@@ -9,7 +9,7 @@ from pathlib import Path
 
 import torch
 
-from millrace.core.kv_layout import KvLayout
+from millrace.core.kv.layout import KvLayout
 from millrace.engine.loader import Model
 from millrace.engine.model_runner import Boundary, PrefillTask
 from millrace.engine.parallel.group_runner import GroupRunner, load_ranks

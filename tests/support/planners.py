@@ -9,9 +9,9 @@ from array import array
 import pytest
 
 from millrace.core.config import SchedulerConfig
-from millrace.core.latency import Latency, SpLatency
-from millrace.core.planning import PLANNERS, PlannerInputs
-from millrace.core.planning.plan import Plan
+from millrace.core.cost.latency import Latency, SpLatency
+from millrace.core.scheduler.planning import PLANNERS, PlannerInputs
+from millrace.core.scheduler.planning.plan import Plan
 from millrace.profiles import load_profile
 
 K = 1024

@@ -7,7 +7,7 @@ from typing import Any
 
 import jsonschema
 
-from millrace.core.autoscale import PoolMetrics, Recommendation
+from millrace.core.autoscale.rules import PoolMetrics, Recommendation
 from millrace_operator.actions import (
     Apply,
     Cordon,

@@ -1,4 +1,4 @@
-"""Prefill instances that do exactly as `core.effects` says, on a clock of their own.
+"""Prefill instances that do exactly as `core.scheduler.effects` says, on a clock of their own.
 
 `Workers` holds queues and what runs. `Fleet` puts them under a `Machine`: requests are submitted at
 their times, every word of the workers goes back to the machine, and after each moment the queues
@@ -11,11 +11,11 @@ import math
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
-from millrace.core import effects, events
-from millrace.core.cluster import Pool
-from millrace.core.instances import PrefillInstance
-from millrace.core.planning.plan import Plan, PlannedChunk
 from millrace.core.request import Request
+from millrace.core.scheduler import effects, events
+from millrace.core.scheduler.fleet.cluster import Pool
+from millrace.core.scheduler.fleet.instances import PrefillInstance
+from millrace.core.scheduler.planning.plan import Plan, PlannedChunk
 from support.core_events import Bench, request
 
 Ref = tuple[str, int]  # request, chunk

@@ -9,7 +9,7 @@ from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
-from millrace.core.prefix import block_hashes, prefix_root
+from millrace.core.kv.prefix import block_hashes, prefix_root
 from millrace.decode.loop import DecodeRole
 from millrace.prefill.loop import PrefillRole
 from millrace.state.memory_store import MemoryStore

@@ -11,7 +11,7 @@ from typing import Any
 
 from millrace.core.config import TransferConfig
 from millrace.core.errors import IntegrityError
-from millrace.core.kv_layout import KvLayout
+from millrace.core.kv.layout import KvLayout
 from millrace.core.request import Chunk
 from millrace.transfer.nixl_transport import NixlTransport
 from millrace.transfer.ring import PeerInfo

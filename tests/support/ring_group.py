@@ -11,9 +11,8 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from millrace.core.kv_layout import KvLayout
-from millrace.core.request import Chunk
-from millrace.core.sequence_parallel import (
+from millrace.core.kv.layout import KvLayout
+from millrace.core.kv.sp_layout import (
     PAD,
     RING_BUFFERS,
     ChunkShares,
@@ -22,6 +21,7 @@ from millrace.core.sequence_parallel import (
     buffer_of,
     layout,
 )
+from millrace.core.request import Chunk
 from millrace.engine.model_runner import Boundary, ModelRunner, PrefillTask
 from millrace.engine.parallel.group_runner import GroupRunner
 from millrace.engine.pipeline.runner import PipelineRunner

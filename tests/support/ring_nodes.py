@@ -11,9 +11,8 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from millrace.core.config import TransferConfig
-from millrace.core.kv_layout import KvLayout
-from millrace.core.request import Chunk
-from millrace.core.sequence_parallel import (
+from millrace.core.kv.layout import KvLayout
+from millrace.core.kv.sp_layout import (
     PAD,
     RING_BUFFERS,
     ChunkShares,
@@ -22,6 +21,7 @@ from millrace.core.sequence_parallel import (
     buffer_of,
     layout,
 )
+from millrace.core.request import Chunk
 from millrace.transfer.memory import Memory
 from millrace.transfer.ring import ChunkLink, GroupLink, PeerInfo, RingManager
 from millrace.transfer.transport import Transport

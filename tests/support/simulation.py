@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 from millrace.core.config import SchedulerConfig
-from millrace.core.latency import Latency, SpLatency
-from millrace.core.operators import DecodeAttention, OperatorModel, Table
-from millrace.core.profile import Profile
+from millrace.core.cost.latency import Latency, SpLatency
+from millrace.core.cost.operators import DecodeAttention, OperatorModel, Table
+from millrace.core.cost.profile import Profile
 from millrace.sim.loop import Simulation
 from millrace.sim.report import Collector, RequestRecord
 from millrace.sim.spec import SimSpec

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import torch
 
-from millrace.core.kv_layout import KvLayout
+from millrace.core.kv.layout import KvLayout
 from millrace.engine.kv_pool import KvPool
 from millrace.engine.loader import Model, load_model
 from millrace.engine.model_runner import ModelRunner, PrefillTask

@@ -10,12 +10,12 @@ import textwrap
 from collections.abc import Iterable
 from typing import Any
 
-from millrace.core import effects, events
 from millrace.core.config import SchedulerConfig
-from millrace.core.decode_step import DecodeStepTime
-from millrace.core.instances import DecodeInstance, PrefillInstance
+from millrace.core.cost.decode_step import DecodeStepTime
+from millrace.core.instance.standstill import Standstill
 from millrace.core.request import Chunk, Request
-from millrace.core.standstill import Standstill
+from millrace.core.scheduler import effects, events
+from millrace.core.scheduler.fleet.instances import DecodeInstance, PrefillInstance
 from support.core_events import Bench, groups_of, instance
 from support.prefill_fleet import scripted
 

@@ -9,8 +9,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from millrace.core.kv_layout import KvLayout
-from millrace.core.kv_transfer import HandshakeGrant
+from millrace.core.kv.layout import KvLayout
+from millrace.core.kv.transfer import HandshakeGrant
 from millrace.transfer import batching
 from millrace.transfer.batching import PartQueue, Ready
 from millrace.transfer.layout import Side, at_layer, layer_runs, layer_token_bytes, packed

@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from millrace.core.kv_layout import KvLayout
+from millrace.core.kv.layout import KvLayout
 from millrace.transfer.coverage import Coverage, CoverageError
 
 LAYOUT = KvLayout(

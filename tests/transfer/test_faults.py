@@ -13,7 +13,7 @@ import pytest
 
 from millrace.core.config import TransferConfig
 from millrace.core.errors import TransferError
-from millrace.core.kv_transfer import HandshakeQueued
+from millrace.core.kv.transfer import HandshakeQueued
 from millrace.transfer import batching
 from millrace.transfer.control import ReceiveCallbacks
 from millrace.transfer.memory_transport import MemoryHub, MemoryTransport

@@ -11,8 +11,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from millrace.core.errors import IntegrityError
-from millrace.core.kv_layout import KvLayout
-from millrace.core.kv_transfer import HandshakeAsk, Incarnation, Ticket
+from millrace.core.kv.layout import KvLayout
+from millrace.core.kv.transfer import HandshakeAsk, Incarnation, Ticket
 from millrace.transfer.handshake import Backends, Lease, refusal
 from millrace.transfer.writer import GRACE_S
 

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from millrace.core.errors import CapacityError, IntegrityError, TransferError
-from millrace.core.kvp_rows import ExchangeShape, Request
+from millrace.core.kv.kvp_pass import ExchangeShape, Request
 from millrace.transfer.kvp_desk import KvpDesk
 from millrace.transfer.kvp_exchange import KvpExchange
 from millrace.transfer.kvp_messages import KvpKind, KvpMessage, missing_body

@@ -12,8 +12,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from millrace.core.errors import ConfigError
-from millrace.core.kv_layout import KvLayout
-from millrace.core.sequence_parallel import Run
+from millrace.core.kv.layout import KvLayout
+from millrace.core.kv.sp_layout import Run
 from millrace.transfer.layout import (
     Side,
     at_layer,

@@ -6,7 +6,7 @@ import random
 
 import pytest
 
-from millrace.core.sequence_parallel import buffer_of
+from millrace.core.kv.sp_layout import buffer_of
 from millrace.transfer.ring_flow import RingFlow, RingOrder
 
 

@@ -11,9 +11,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from millrace.core.errors import TransferError
-from millrace.core.kv_layout import KvLayout
-from millrace.core.kv_transfer import HandshakeRefused, HistoryAsk, Incarnation, Ticket
-from millrace.core.sequence_parallel import Run, zigzag
+from millrace.core.kv.layout import KvLayout
+from millrace.core.kv.sp_layout import Run, zigzag
+from millrace.core.kv.transfer import HandshakeRefused, HistoryAsk, Incarnation, Ticket
 from millrace.transfer.control import Target
 from millrace.transfer.ring_messages import RING_CHANNEL, RingMessage
 from support.deadlines import HANG_S

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from millrace.core.autoscale import Context
-from millrace.core.load import FleetLoad, PoolLoad
+from millrace.core.autoscale.load import FleetLoad, PoolLoad
+from millrace.core.autoscale.rules import Context
 from millrace.wire.load_codec import fleet_load, load_message
 from millrace.wire.pb import scheduler_pb2
 

@@ -6,11 +6,10 @@ import math
 
 import pytest
 
-from millrace.core import effects, events
-from millrace.core.decode_step import DecodeStepTime
-from millrace.core.kvp import Shard
-from millrace.core.latency import Latency, SpLatency
-from millrace.core.request import Chunk, RequestState
+from millrace.core.cost.decode_step import DecodeStepTime
+from millrace.core.cost.latency import Latency, SpLatency
+from millrace.core.request import Chunk, RequestState, Shard
+from millrace.core.scheduler import effects, events
 from millrace.wire import scheduler_codec as codec
 from millrace.wire.pb import common_pb2, scheduler_pb2
 

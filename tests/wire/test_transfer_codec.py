@@ -7,8 +7,8 @@ import dataclasses
 import pytest
 
 from millrace.core.errors import TransferError
-from millrace.core.kv_layout import KvLayout
-from millrace.core.kv_transfer import HandshakeAsk, HandshakeGrant, Incarnation, Ticket
+from millrace.core.kv.layout import KvLayout
+from millrace.core.kv.transfer import HandshakeAsk, HandshakeGrant, Incarnation, Ticket
 from millrace.wire.transfer_codec import (
     ask_message,
     ask_of,

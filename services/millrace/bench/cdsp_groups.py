@@ -8,7 +8,7 @@ from dataclasses import dataclass, fields
 from statistics import median
 from typing import Any
 
-from millrace.core.planning.plan import PlannedChunk
+from millrace.core.scheduler.planning.plan import PlannedChunk
 from millrace.profiler.conductor import Conductor
 from millrace.profiler.measure import usual
 

@@ -12,8 +12,8 @@ from typing import Any
 
 from millrace.bench.load_test import ServeOptions, run
 from millrace.core.config import load_config
+from millrace.core.cost.profile import Profile
 from millrace.core.errors import MillraceError
-from millrace.core.profile import Profile
 from millrace.sim.loop import Simulation
 from millrace.sim.report import Collector, RequestRecord
 from millrace.sim.spec import SimSpec

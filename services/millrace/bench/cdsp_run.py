@@ -18,8 +18,8 @@ from millrace.bench.choices import CDSP_PARTS
 from millrace.bench.machine_limits import describe_machine
 from millrace.bench.random_model import LLAMA_27M, write_random_model
 from millrace.core.config import EngineConfig
+from millrace.core.cost.profile import Profile
 from millrace.core.errors import ConfigError
-from millrace.core.profile import Profile
 from millrace.engine.assembly import open_engine
 from millrace.profiler.conductor import Conductor, FleetOptions
 from millrace.profiler.fitting import Subject, build_profile

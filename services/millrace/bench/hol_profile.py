@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from millrace.bench.hol_systems import WHOLE_TOKENS
-from millrace.core.profile import Profile
+from millrace.core.cost.profile import Profile
 from millrace.engine.assembly import Engine
 from millrace.profiler.fitting import Subject, build_profile
 from millrace.profiler.measure import measure

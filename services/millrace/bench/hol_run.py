@@ -29,8 +29,8 @@ from millrace.bench.hol_traffic import (
 from millrace.bench.machine_limits import describe_machine
 from millrace.bench.random_model import LLAMA_27M, write_random_model
 from millrace.core.config import EngineConfig
+from millrace.core.cost.profile import Profile
 from millrace.core.errors import ConfigError
-from millrace.core.profile import Profile
 from millrace.engine.assembly import Engine, open_engine
 
 _LONG_MULTIPLE = 12.8  # objective of the long prompt over its isolated TTFT: a file's

@@ -8,7 +8,7 @@ from millrace.bench.hol_live import BACKENDS
 from millrace.bench.hol_systems import System
 from millrace.bench.hol_traffic import Attainment, Traffic
 from millrace.core.config import load_config
-from millrace.core.profile import Profile
+from millrace.core.cost.profile import Profile
 from millrace.sim.loop import Simulation
 from millrace.sim.report import Collector, RequestRecord
 from millrace.sim.spec import SimSpec

@@ -17,7 +17,7 @@ from typing import Any
 
 from millrace.core.config import EngineConfig
 from millrace.core.errors import TransferError
-from millrace.core.kvp_rows import RemoteShard
+from millrace.core.kv.kvp_pass import RemoteShard
 from millrace.engine.assembly import open_kv_only
 from millrace.engine.exchange_views import exchange_memory
 from millrace.engine.shard_attention import ShardAttention

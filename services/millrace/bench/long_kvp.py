@@ -30,7 +30,7 @@ import torch
 from millrace.bench.long_holder import LEASE_S, HolderProcess, holders
 from millrace.bench.long_model import kv_bytes
 from millrace.core.config import EngineConfig
-from millrace.core.kvp_rows import RemoteShard, Reply
+from millrace.core.kv.kvp_pass import RemoteShard, Reply
 from millrace.engine.assembly import Engine, open_engine
 from millrace.engine.exchange_link import ExchangeLink
 from millrace.engine.exchange_views import exchange_memory

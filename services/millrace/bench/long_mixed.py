@@ -14,8 +14,8 @@ from statistics import median, quantiles
 from typing import Any
 
 from millrace.colocated.predictor import Predictor
-from millrace.core.operators import BatchShape, OperatorModel
-from millrace.core.packing import Packer, PackingConfig
+from millrace.core.cost.operators import BatchShape, OperatorModel
+from millrace.core.instance.packing import Packer, PackingConfig
 from millrace.profiler.measure import Measured, usual
 from millrace.profiler.workload import Workload
 

@@ -15,7 +15,7 @@ from millrace.bench.long_model import LONG_LLAMA_27M, kv_bytes
 from millrace.bench.machine_limits import describe_machine
 from millrace.bench.random_model import write_random_model
 from millrace.core.config import EngineConfig
-from millrace.core.operators import OperatorModel
+from millrace.core.cost.operators import OperatorModel
 from millrace.engine.assembly import Engine, open_engine
 from millrace.profiler.measure import Measured, measure
 from millrace.profiler.mixed_fit import mixed_model

@@ -33,9 +33,9 @@ from rich.box import SIMPLE_HEAD
 from rich.table import Table
 
 from millrace.core.config import SchedulerConfig
-from millrace.core.latency import Latency, SpLatency
-from millrace.core.planning import PLANNERS, Planner, PlannerInputs
-from millrace.core.planning.plan import Plan
+from millrace.core.cost.latency import Latency, SpLatency
+from millrace.core.scheduler.planning import PLANNERS, Planner, PlannerInputs
+from millrace.core.scheduler.planning.plan import Plan
 from millrace.profiles import load_profile
 
 NODE_INSTANCES = 8

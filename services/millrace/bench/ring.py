@@ -22,9 +22,9 @@ from typing import Any
 from millrace.bench.ring_member import RingMember
 from millrace.bench.transfer_run import LAYOUT
 from millrace.core.errors import TransferError
-from millrace.core.kv_layout import KvLayout
+from millrace.core.kv.layout import KvLayout
+from millrace.core.kv.sp_layout import RING_BUFFERS, Layout, layout
 from millrace.core.request import Chunk
-from millrace.core.sequence_parallel import RING_BUFFERS, Layout, layout
 from millrace.transfer.environment import transport_environment
 
 MIB = 1 << 20

@@ -15,8 +15,8 @@ import numpy as np
 from millrace.bench.transfer_bare import bare_agent
 from millrace.core.config import TransferConfig
 from millrace.core.errors import TransferError
-from millrace.core.kv_layout import KvLayout
-from millrace.core.sequence_parallel import RING_BUFFERS, Layout, buffer_of
+from millrace.core.kv.layout import KvLayout
+from millrace.core.kv.sp_layout import RING_BUFFERS, Layout, buffer_of
 from millrace.engine.kv_pool import KvPool
 from millrace.transfer.memory import Memory
 from millrace.transfer.nixl_descriptors import descriptor_rows, segment

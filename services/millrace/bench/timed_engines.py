@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from millrace.core.errors import MillraceError
-from millrace.core.kv_layout import KvLayout
+from millrace.core.kv.layout import KvLayout
 from millrace.engine.kv_pool import KvPool
 from millrace.engine.loader import load_model
 from millrace.engine.model_runner import ModelRunner, PrefillTask

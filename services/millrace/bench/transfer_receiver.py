@@ -15,7 +15,7 @@ import uvloop
 from millrace.bench.transfer_bare import BareReceiver
 from millrace.core.config import TransferConfig
 from millrace.core.errors import TransferError
-from millrace.core.kv_layout import KvLayout
+from millrace.core.kv.layout import KvLayout
 from millrace.engine.kv_pool import KvPool
 from millrace.transfer.control import ReceiveCallbacks
 from millrace.transfer.memory import Memory

@@ -6,7 +6,7 @@ import logging
 from dataclasses import replace
 
 from millrace.core.config import EngineConfig
-from millrace.core.operators import OperatorModel, Table
+from millrace.core.cost.operators import OperatorModel, Table
 from millrace.engine.assembly import Engine
 from millrace.profiler.measure import measure
 from millrace.profiler.mixed_fit import mixed_model

@@ -24,8 +24,8 @@ from millrace.colocated.packing import IterationPacker, Plan, packing_config
 from millrace.colocated.predictor import Predictor
 from millrace.colocated.prompts import Prompts
 from millrace.core.config import Config
-from millrace.core.decode_step import DecodeStepTime
-from millrace.core.operators import OperatorModel
+from millrace.core.cost.decode_step import DecodeStepTime
+from millrace.core.cost.operators import OperatorModel
 from millrace.decode.answers import Answers
 from millrace.decode.book import RequestBook
 from millrace.decode.metrics import DecodeMetrics

@@ -18,14 +18,14 @@ import torch
 from millrace.colocated.predictor import Predictor
 from millrace.colocated.stretches import Stretches
 from millrace.core.config import Config
+from millrace.core.cost.operators import BatchShape, OperatorModel
+from millrace.core.cost.prefill_times import ChunkLimits, PrefillTimes
 from millrace.core.errors import ConfigError
-from millrace.core.machine import DEADLINE_FACTOR, LEAST_DEADLINE_S
-from millrace.core.operators import BatchShape, OperatorModel
-from millrace.core.packing import Packer, PackingConfig
-from millrace.core.prefill_times import ChunkLimits, PrefillTimes
+from millrace.core.instance.packing import Packer, PackingConfig
 from millrace.core.priority import POLICIES
 from millrace.core.priority.lars import relative_slack
 from millrace.core.request import Request, Slo
+from millrace.core.scheduler.machine import DEADLINE_FACTOR, LEAST_DEADLINE_S
 from millrace.decode.request import DecodeRequest
 from millrace.prefill.first_tokens import LogprobsRun
 

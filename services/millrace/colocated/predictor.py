@@ -18,7 +18,7 @@ from __future__ import annotations
 import math
 from typing import Final
 
-from millrace.core.operators import BatchShape, OperatorModel
+from millrace.core.cost.operators import BatchShape, OperatorModel
 
 RATE: Final = 0.2
 #: A pass that is off by more says no more than this: a page fault, a process that was paused.

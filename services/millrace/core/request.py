@@ -7,8 +7,6 @@ from dataclasses import dataclass, field
 from enum import Enum
 from types import MappingProxyType
 
-from millrace.core.kvp import Shard
-
 
 class RequestState(Enum):
     """Where a request is in its life, as the scheduler sees it."""
@@ -51,6 +49,19 @@ TRANSITIONS: MappingProxyType[RequestState, frozenset[RequestState]] = MappingPr
 
 class IllegalTransition(Exception):
     """An event asked for a step that `TRANSITIONS` does not hold: a defect, never bad input."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Shard:
+    """Token positions [start_token, end_token) of a request, at one worker."""
+
+    worker_id: str
+    start_token: int
+    end_token: int
+
+    @property
+    def num_tokens(self) -> int:
+        return self.end_token - self.start_token
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

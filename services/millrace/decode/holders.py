@@ -8,9 +8,9 @@ from contextlib import asynccontextmanager
 from dataclasses import dataclass
 
 from millrace.core.errors import CapacityError, TransferError
-from millrace.core.kv_layout import KvLayout
-from millrace.core.kv_transfer import Incarnation
-from millrace.core.kvp_hold import AttachAsk
+from millrace.core.kv.kvp_hold import AttachAsk
+from millrace.core.kv.layout import KvLayout
+from millrace.core.kv.transfer import Incarnation
 from millrace.transfer.kvp_exchange import KvpExchange
 from millrace.wire.kvp_peer import Attachment, GrpcKvpPeer, KvpPeers
 

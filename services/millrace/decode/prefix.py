@@ -12,7 +12,7 @@ import logging
 from array import array
 
 from millrace.core.errors import MillraceError, TransferError
-from millrace.core.prefix import block_hashes
+from millrace.core.kv.prefix import block_hashes
 from millrace.decode.metrics import DecodeMetrics
 from millrace.decode.request import DecodeRequest
 from millrace.wire.pb import scheduler_pb2

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 import numpy as np
 import numpy.typing as npt
 
-from millrace.core.kvp_rows import RemoteShard
+from millrace.core.kv.kvp_pass import RemoteShard
 from millrace.decode.held_pages import HeldPages
 from millrace.decode.token_streams import Life, life_of
 from millrace.engine.decode_batch import Sequence

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
-from millrace.core.decode_placement import pages_needed
 from millrace.core.errors import CapacityError
+from millrace.core.scheduler.fleet.freeness import pages_needed
 from millrace.decode.held_pages import HeldPages
 from millrace.decode.request import DecodeRequest
 from millrace.wire.pb import common_pb2

@@ -13,9 +13,9 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 from millrace.core.errors import TransferError
-from millrace.core.kv_transfer import Incarnation
-from millrace.core.kvp_hold import HoldAsk
-from millrace.core.kvp_rows import RemoteShard
+from millrace.core.kv.kvp_hold import HoldAsk
+from millrace.core.kv.kvp_pass import RemoteShard
+from millrace.core.kv.transfer import Incarnation
 from millrace.decode.holders import Holders
 from millrace.decode.request import DecodeRequest
 from millrace.engine.exchange_link import ExchangeLink

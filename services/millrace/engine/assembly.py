@@ -12,7 +12,7 @@ import torch
 
 from millrace.core.config import EngineConfig
 from millrace.core.errors import ConfigError
-from millrace.core.kv_layout import KvLayout
+from millrace.core.kv.layout import KvLayout
 from millrace.engine.fallen import EngineFallen
 from millrace.engine.kv_pool import KvPool
 from millrace.engine.loader import Model, load_model, model_hash, resolve_model

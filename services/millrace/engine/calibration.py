@@ -8,7 +8,7 @@ from typing import Final
 import torch
 from torch import Tensor
 
-from millrace.core.latency import Latency
+from millrace.core.cost.latency import Latency
 from millrace.engine.assembly import Engine
 from millrace.engine.attention_cost import attention_s, settled_s, written_pages
 from millrace.engine.model_runner import PrefillTask

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from millrace.core.errors import CapacityError, IntegrityError
-from millrace.core.kvp_rows import RemoteShard
+from millrace.core.kv.kvp_pass import RemoteShard
 from millrace.engine.kv_pool import KvPool
 from millrace.engine.logprobs import PositionLogprobs
 from millrace.engine.mixed_pass import DecodeRows, MixedRunner

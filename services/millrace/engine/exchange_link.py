@@ -14,7 +14,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from millrace.core.kvp_rows import (
+from millrace.core.kv.kvp_pass import (
     ExchangeShape,
     RemoteRows,
     Reply,

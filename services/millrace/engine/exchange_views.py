@@ -10,7 +10,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from millrace.core.kvp_rows import ExchangeShape
+from millrace.core.kv.kvp_pass import ExchangeShape
 from millrace.engine.host_memory import host_zeros
 
 

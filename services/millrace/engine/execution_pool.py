@@ -4,7 +4,7 @@ The pool decides nothing. Its owner, on another thread, says in which order the 
 pool's own thread runs the first of those it has, leaves it at its next boundary when another comes
 to be first, and goes on with it later from there. What a task needs to go on is in the task: the
 suspended generator holds its activations, its KV lies in its pages. A task of a gang starts and
-stops together with those of other instances' pools (`core.gang`).
+stops together with those of other instances' pools (`core.instance.gang`).
 
 A task may hold activations between two boundaries. At most `most_held` are suspended so; past that,
 the one that runs goes on to the end of its pass, where it holds none. So the memory of suspended
@@ -23,9 +23,9 @@ from typing import Final
 
 import torch
 
-from millrace.core.gang import GangSpec, Step
-from millrace.core.pool_rule import PoolRule
-from millrace.core.stop_point import StopPoint as StopPoint
+from millrace.core.instance.gang import GangSpec, Step
+from millrace.core.instance.preemption import PoolRule
+from millrace.core.instance.stop_point import StopPoint as StopPoint
 from millrace.engine.awaited import Awaited
 
 RUN_AHEAD_OPERATORS: Final = 4

@@ -1,6 +1,6 @@
 """The paged KV cache of one rank: one contiguous allocation and the book of who holds which page.
 
-Layout as in `millrace.core.kv_layout`: ``[num_layers, num_pages, 2, head_count, page_tokens,
+Layout as in `millrace.core.kv.layout`: ``[num_layers, num_pages, 2, head_count, page_tokens,
 head_dim]``. A page number names the same page of every layer. Pages are counted references, so
 that several sequences may read one page; a writer that shares a page copies it first.
 
@@ -24,7 +24,7 @@ from typing import Protocol
 import torch
 
 from millrace.core.errors import CapacityError, IntegrityError
-from millrace.core.kv_layout import KvLayout
+from millrace.core.kv.layout import KvLayout
 from millrace.engine.host_memory import host_zeros
 
 

@@ -19,7 +19,7 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from millrace.core.kvp_rows import RemoteRows, RemoteShard, remote_rows
+from millrace.core.kv.kvp_pass import RemoteRows, RemoteShard, remote_rows
 from millrace.engine.prefill_task import PrefillTask
 from millrace.engine.remote_attention import Remote, slots_with_spill
 from millrace.engine.step_tables import page_table_of, slots_of

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from millrace.core.kv_layout import KvLayout
+from millrace.core.kv.layout import KvLayout
 from millrace.engine.loader import Model
 from millrace.engine.mixed_pass import RaggedTables
 from millrace.engine.operators import Activations

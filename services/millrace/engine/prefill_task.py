@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from millrace.core.kvp_rows import RemoteShard
+from millrace.core.kv.kvp_pass import RemoteShard
 from millrace.engine.ring_attention import RingTask
 from millrace.engine.step_tables import Pages
 

@@ -1,6 +1,6 @@
 """KV that is kept in the pool for prompts that begin alike: blocks of whole pages, by their hashes.
 
-A block's hash stands for all tokens up to its end (`core.prefix`), so a sequence's beginning is
+A block's hash stands for all tokens up to its end (`core.kv.prefix`), so a sequence's beginning is
 looked up block by block until one is missing, and a block is of use only as long as those before it
 are there. Requests read a block's pages and never write them: each begins its own KV in a page of
 its own.

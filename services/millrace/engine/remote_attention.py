@@ -18,7 +18,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from millrace.core.kvp_rows import RemoteRows, RemoteShard
+from millrace.core.kv.kvp_pass import RemoteRows, RemoteShard
 from millrace.engine.step_tables import slots_of
 from millrace_kernels import api as kernels
 from millrace_kernels.plan import AttentionPlan

@@ -18,8 +18,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from millrace.core.kv_layout import KvLayout
-from millrace.core.sequence_parallel import ChunkShares, buffer_memory, buffer_of
+from millrace.core.kv.layout import KvLayout
+from millrace.core.kv.sp_layout import ChunkShares, buffer_memory, buffer_of
 from millrace_kernels import api as kernels
 from millrace_kernels.plan import AttentionPlan
 

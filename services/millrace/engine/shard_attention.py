@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from millrace.core.errors import TransferError
-from millrace.core.kvp_rows import ExchangeShape, TableEntry, unpack_table
+from millrace.core.kv.kvp_pass import ExchangeShape, TableEntry, unpack_table
 from millrace.engine.exchange_views import NewRows, PieceViews
 from millrace.engine.step_tables import indptr_of, page_table_of
 from millrace_kernels import api as kernels

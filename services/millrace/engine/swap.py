@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from millrace.core.errors import CapacityError, IntegrityError
-from millrace.core.kv_layout import KvLayout
+from millrace.core.kv.layout import KvLayout
 from millrace.engine.host_memory import host_zeros
 from millrace.engine.kv_pool import PageExtents, page_runs
 

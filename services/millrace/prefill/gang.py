@@ -11,8 +11,8 @@ from collections.abc import Callable, Generator
 
 import torch
 
-from millrace.core.gang import GangKey, GangSpec
-from millrace.core.sequence_parallel import ChunkShares, Pass, ring_buffers
+from millrace.core.instance.gang import GangKey, GangSpec
+from millrace.core.kv.sp_layout import ChunkShares, Pass, ring_buffers
 from millrace.engine.execution_pool import PoolTask, StopPoint
 from millrace.engine.ring_attention import RingTask, ring_task
 from millrace.prefill.compute import PrefillCompute

@@ -10,9 +10,9 @@ from dataclasses import dataclass, field
 from typing import Final
 
 from millrace.core.errors import MillraceError
-from millrace.core.kv_layout import KvLayout
+from millrace.core.kv.layout import KvLayout
+from millrace.core.kv.sp_layout import RING_BUFFERS, Layout, Run, layout
 from millrace.core.request import Chunk
-from millrace.core.sequence_parallel import RING_BUFFERS, Layout, Run, layout
 from millrace.engine.sampling_spec import SamplingSpec
 from millrace.prefill.metrics import PrefillMetrics
 from millrace.transfer.control import Sending

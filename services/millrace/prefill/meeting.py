@@ -10,9 +10,9 @@ from functools import partial
 
 import grpc
 
-from millrace.core import gang
 from millrace.core.errors import IntegrityError, TransferError
-from millrace.core.kv_transfer import HistoryAsk, Incarnation, Ticket
+from millrace.core.instance import gang
+from millrace.core.kv.transfer import HistoryAsk, Incarnation, Ticket
 from millrace.prefill.first_tokens import LogprobsRun
 from millrace.prefill.group import GroupDesk, GroupError, LeaderClient
 from millrace.prefill.job import PrefillJob

@@ -13,8 +13,8 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 
-from millrace.core.prefix import reusable
-from millrace.core.sequence_parallel import Run
+from millrace.core.kv.prefix import reusable
+from millrace.core.kv.sp_layout import Run
 from millrace.prefill.job import PrefillJob
 from millrace.prefill.metrics import PrefillMetrics
 from millrace.worker.host import WorkerContext

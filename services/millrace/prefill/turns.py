@@ -1,8 +1,8 @@
 """Who of an instance's jobs goes next.
 
 The scheduler says in which order the jobs that an instance holds are to go, and may say so anew at
-any time (`core.effects.Order`). What one job at a time may have is an `OrderedTurn`; it is given
-away by the order of that moment, never by who began to wait first.
+any time (`core.scheduler.effects.Order`). What one job at a time may have is an `OrderedTurn`; it
+is given away by the order of that moment, never by who began to wait first.
 """
 
 from __future__ import annotations

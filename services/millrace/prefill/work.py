@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 import torch
 
-from millrace.core.sequence_parallel import ChunkShares, pass_tokens
+from millrace.core.kv.sp_layout import ChunkShares, pass_tokens
 from millrace.prefill.first_tokens import LogprobsRun, PrefillOutcome
 from millrace.prefill.job import PrefillJob
 

@@ -7,9 +7,9 @@ from dataclasses import dataclass
 from itertools import accumulate
 from statistics import median
 
-from millrace.core.operators import BatchShape
-from millrace.core.profile import Profile
-from millrace.core.sequence_parallel import pass_tokens
+from millrace.core.cost.operators import BatchShape
+from millrace.core.cost.profile import Profile
+from millrace.core.kv.sp_layout import pass_tokens
 from millrace.profiler.groups import MeasuredGroups
 from millrace.profiler.measure import Case, Measured, Prefill
 from millrace.profiles import decode_step

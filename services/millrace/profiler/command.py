@@ -17,8 +17,8 @@ from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
 from millrace.core.config import EngineConfig
+from millrace.core.cost.profile import Profile
 from millrace.core.errors import ConfigError
-from millrace.core.profile import Profile
 from millrace.engine.assembly import open_engine, profile_key
 from millrace.profiler.accuracy import Compared, compare
 from millrace.profiler.conductor import Conductor, FleetOptions

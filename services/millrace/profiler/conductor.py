@@ -20,11 +20,11 @@ import grpc
 import numpy as np
 import numpy.typing as npt
 
-from millrace.core import effects
 from millrace.core.config import SchedulerConfig, StoreConfig
 from millrace.core.errors import MillraceError
-from millrace.core.planning.plan import PlannedChunk
 from millrace.core.request import Chunk
+from millrace.core.scheduler import effects
+from millrace.core.scheduler.planning.plan import PlannedChunk
 from millrace.profiler.costs import Costs, read_costs
 from millrace.profiler.group_run import Run, Underway
 from millrace.service import Service, all_or_first_error

@@ -20,9 +20,9 @@ from dataclasses import dataclass, replace
 from statistics import median
 from types import MappingProxyType
 
-from millrace.core.latency import Latency, SpLatency
-from millrace.core.operators import DecodeAttention, OperatorModel, Table
-from millrace.core.profile import Profile
+from millrace.core.cost.latency import Latency, SpLatency
+from millrace.core.cost.operators import DecodeAttention, OperatorModel, Table
+from millrace.core.cost.profile import Profile
 from millrace.profiler.accuracy import compare, errors
 from millrace.profiler.groups import MeasuredGroups
 from millrace.profiler.measure import Decode, Far, Measured, Prefill

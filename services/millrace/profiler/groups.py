@@ -7,7 +7,7 @@ import time
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass
 
-from millrace.core.planning.plan import PlannedChunk
+from millrace.core.scheduler.planning.plan import PlannedChunk
 from millrace.profiler.group_run import Run
 from millrace.profiler.measure import HELD_OUT, LEAST_TOKENS, MOST_ROUNDS, Prefill, usual
 

@@ -15,7 +15,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Final
 
-from millrace.core.operators import BatchShape
+from millrace.core.cost.operators import BatchShape
 from millrace.profiler.workload import Timing, Workload
 
 #: Of the budget: what one prefill of the longest prompt may take (the first round takes some eight
@@ -230,7 +230,7 @@ def typical(timings: Sequence[Timing]) -> Timing:
 
 def usual(seconds: Sequence[float]) -> float:
     """The lower quartile: what else the machine does only adds, and the scheduler's online
-    correction (`core/correction.py`) is there for what lasts.
+    correction (`core/cost/correction.py`) is there for what lasts.
     """
     return sorted(seconds)[len(seconds) // 4]
 

@@ -13,7 +13,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Mapping
 from statistics import median
 
-from millrace.core.operators import DecodeAttention, OperatorModel, Table
+from millrace.core.cost.operators import DecodeAttention, OperatorModel, Table
 from millrace.profiler.measure import Measured, Prefill, Rows
 from millrace.profiler.tables import over_squares, rising, table_of, with_far
 from millrace.profiler.workload import AROUND, SAMPLE, Timing

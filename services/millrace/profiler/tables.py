@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from statistics import median
 
-from millrace.core.operators import Table
+from millrace.core.cost.operators import Table
 from millrace.profiler.measure import Far
 from millrace.profiles.eq_1 import rounded
 

@@ -17,7 +17,7 @@ from typing import Any
 import torch
 
 from millrace.core.errors import ConfigError
-from millrace.core.sequence_parallel import pass_tokens
+from millrace.core.kv.sp_layout import pass_tokens
 from millrace.engine.assembly import Engine
 from millrace.engine.attention_cost import attention_s, settled_s, written_pages
 from millrace.engine.decode_batch import DecodeBatch

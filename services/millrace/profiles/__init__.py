@@ -12,8 +12,8 @@ from functools import cache
 from importlib import resources
 from pathlib import Path
 
+from millrace.core.cost.profile import Profile
 from millrace.core.errors import ConfigError
-from millrace.core.profile import Profile
 
 
 @cache

@@ -15,9 +15,9 @@ from pathlib import Path
 from statistics import median
 from types import MappingProxyType
 
-from millrace.core.latency import Latency, SpLatency
-from millrace.core.operators import DecodeAttention, OperatorModel, Table
-from millrace.core.profile import Profile
+from millrace.core.cost.latency import Latency, SpLatency
+from millrace.core.cost.operators import DecodeAttention, OperatorModel, Table
+from millrace.core.cost.profile import Profile
 from millrace.profiles import calibration as fitted
 from millrace.profiles import encode, validation
 from millrace.profiles.eq_1 import fit, latency, rounded

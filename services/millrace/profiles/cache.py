@@ -15,8 +15,8 @@ from contextlib import suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
+from millrace.core.cost.profile import Profile
 from millrace.core.errors import ConfigError
-from millrace.core.profile import Profile
 from millrace.profiles import encode
 
 log = logging.getLogger(__name__)

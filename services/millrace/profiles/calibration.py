@@ -14,8 +14,8 @@ from typing import Any
 
 import numpy as np
 
-from millrace.core.latency import Latency
-from millrace.core.operators import OperatorModel, Table
+from millrace.core.cost.latency import Latency
+from millrace.core.cost.operators import OperatorModel, Table
 from millrace.profiles.eq_1 import Points, fit, latency, rounded
 
 K = 1024  # one "k" of Table 1

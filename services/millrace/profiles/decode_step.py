@@ -12,7 +12,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from millrace.core.operators import OperatorModel
+from millrace.core.cost.operators import OperatorModel
 from millrace.profiles.eq_1 import rounded
 
 

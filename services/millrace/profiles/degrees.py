@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from millrace.core.latency import Latency
+from millrace.core.cost.latency import Latency
 from millrace.profiles import load_profile
 from millrace.profiles.calibration import ring
 from millrace.profiles.eq_1 import rounded

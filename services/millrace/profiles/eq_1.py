@@ -10,7 +10,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from millrace.core.latency import Latency
+from millrace.core.cost.latency import Latency
 
 #: Measured (tokens, seconds) of whole prompts, by tokens.
 Points = tuple[tuple[int, float], ...]

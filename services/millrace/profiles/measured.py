@@ -20,7 +20,7 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
-from millrace.core.operators import Table
+from millrace.core.cost.operators import Table
 
 #: See `_cleaned`.
 _JUMP = 1.75

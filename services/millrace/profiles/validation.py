@@ -13,8 +13,8 @@ from dataclasses import replace
 from pathlib import Path
 from statistics import linear_regression, median
 
-from millrace.core.operators import BatchShape, OperatorModel, Table
-from millrace.core.profile import Profile
+from millrace.core.cost.operators import BatchShape, OperatorModel, Table
+from millrace.core.cost.profile import Profile
 from millrace.profiles.calibration import KVP_RATIOS, ring
 from millrace.profiles.eq_1 import Points, rounded
 from millrace.profiles.measured import Device, refined, rows, table, vidur_layer

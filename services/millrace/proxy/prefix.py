@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from millrace.core.config import EngineConfig
-from millrace.core.prefix import block_hashes, prefix_root
+from millrace.core.kv.prefix import block_hashes, prefix_root
 from millrace.proxy.options import Options
 from millrace.proxy.tokenizer import TokenArray
 from millrace.wire.pb import common_pb2

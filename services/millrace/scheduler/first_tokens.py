@@ -5,8 +5,8 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
-from millrace.core.effects import Place, Record
 from millrace.core.request import Request, RequestState
+from millrace.core.scheduler.effects import Place, Record
 from millrace.telemetry.metrics import Registry
 
 #: Predicted over real seconds: 1 is exact, less is a first token later than predicted.

@@ -14,14 +14,13 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import replace
 from typing import Any
 
-from millrace.core import effects, events
+from millrace.core.autoscale.load import FleetLoad
+from millrace.core.autoscale.load_meter import LoadMeter
 from millrace.core.config import SchedulerConfig
-from millrace.core.kvp import Shard
-from millrace.core.load import FleetLoad
-from millrace.core.load_meter import LoadMeter
-from millrace.core.machine import Machine
-from millrace.core.prompt_progress import progress_of
-from millrace.core.request import RequestState
+from millrace.core.request import RequestState, Shard
+from millrace.core.scheduler import effects, events
+from millrace.core.scheduler.fleet.prompt_progress import progress_of
+from millrace.core.scheduler.machine import Machine
 from millrace.scheduler.first_tokens import FirstTokens
 from millrace.scheduler.in_force import InForce
 from millrace.scheduler.metrics import SchedulerMetrics

@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from functools import partial
 
-from millrace.core.effects import Record, Refuse
-from millrace.core.load import FleetLoad
-from millrace.core.machine import Machine
+from millrace.core.autoscale.load import FleetLoad
+from millrace.core.scheduler.effects import Record, Refuse
+from millrace.core.scheduler.machine import Machine
 from millrace.scheduler.recorder import Recorder
 from millrace.telemetry.metrics import Registry
 

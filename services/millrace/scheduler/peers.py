@@ -7,7 +7,7 @@ from collections import deque
 from dataclasses import dataclass, field
 from typing import Generic, TypeVar
 
-from millrace.core.events import InstanceJoined, InstanceLeft
+from millrace.core.scheduler.events import InstanceJoined, InstanceLeft
 from millrace.wire.pb import scheduler_pb2
 
 #: Messages that may wait for one peer. A peer that is further behind is cut off: its stream's end

@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import logging
 
-from millrace.core.effects import Record
+from millrace.core.scheduler.effects import Record
 from millrace.state.store import RequestStore, StateUpdate, StoreError
 
 log = logging.getLogger(__name__)

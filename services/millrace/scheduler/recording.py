@@ -1,4 +1,4 @@
-"""Writes a live run down, to be replayed by `millrace sim replay`: `core.recorded` gives the form.
+"""Writes a live run down for `millrace sim replay`: `core.scheduler.recording` gives the form.
 
 Steps are written where they happen: their lines are collected in memory and go to the file when
 there is enough of them, or once a second. A disk that fails ends the recording, never the service.
@@ -14,11 +14,11 @@ from typing import Any, BinaryIO
 
 import orjson
 
-from millrace.core import recorded
 from millrace.core.config import SchedulerConfig
-from millrace.core.effects import Effect
-from millrace.core.events import Event
-from millrace.core.recorded import RecordingError
+from millrace.core.scheduler import recording
+from millrace.core.scheduler.effects import Effect
+from millrace.core.scheduler.events import Event
+from millrace.core.scheduler.recording import RecordingError
 
 log = logging.getLogger(__name__)
 
@@ -44,7 +44,7 @@ class Recording:
             if path.is_file():
                 path.replace(path.with_name(f"{path.name}.old"))
             self._file = path.open("wb", buffering=BUFFER_BYTES)
-            self._file.write(orjson.dumps(recorded.head(config)) + b"\n")
+            self._file.write(orjson.dumps(recording.head(config)) + b"\n")
             self._file.flush()
         except OSError as error:
             self._give_up()
@@ -54,13 +54,13 @@ class Recording:
         """`step`, written down: also the event that made it raise."""
 
         def recording_step(event: Event, now_s: float) -> list[Effect]:
-            line: dict[str, Any] = {"now_s": now_s, "event": recorded.plain_event(event)}
+            line: dict[str, Any] = {"now_s": now_s, "event": recording.plain_event(event)}
             try:
                 effects = step(event, now_s)
             except Exception as error:
                 self._write({**line, "raised": f"{type(error).__name__}: {error}"}, now_s)
                 raise
-            line["effects"] = recorded.plain_effects(effects)
+            line["effects"] = recording.plain_effects(effects)
             self._write(line, now_s)
             return effects
 

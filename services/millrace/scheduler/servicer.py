@@ -11,7 +11,7 @@ from typing import Any, TypeVar
 
 import grpc
 
-from millrace.core import effects, events
+from millrace.core.scheduler import effects, events
 from millrace.scheduler.loop import SchedulerLoop
 from millrace.scheduler.peers import Outbox, Proxy, Worker
 from millrace.wire import scheduler_codec as codec

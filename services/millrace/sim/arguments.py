@@ -12,8 +12,8 @@ import typer
 
 from millrace.core.config import SchedulerConfig
 from millrace.core.errors import MillraceError
-from millrace.core.planning import PLANNERS
 from millrace.core.priority import POLICIES
+from millrace.core.scheduler.planning import PLANNERS
 from millrace.sim.mixes import MIXES
 
 P = ParamSpec("P")

@@ -6,8 +6,9 @@ put between the two, and the steps done by a time follow from a quadratic: no ev
 sequence that joins in the middle of a step takes part from the next one on. Very long stretches
 are cut (`HORIZON_STEPS`), so that the straight line holds.
 
-Of sequences that are spread (`core.spreading`) a step reads what each worker has; it takes as long
-as the one with the most, which is the batch's own instance or a holder of several.
+Of sequences that are spread (`core.scheduler.fleet.kvp_placement`) a step reads what each worker
+has; it takes as long as the one with the most, which is the batch's own instance or a holder of
+several.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ from collections import defaultdict
 from collections.abc import Callable
 from heapq import heappop, heappush
 
-from millrace.core.kvp import Reservation
+from millrace.core.kv.kvp_shards import Reservation
 from millrace.sim.job import Job
 from millrace.sim.sharded_passes import held
 

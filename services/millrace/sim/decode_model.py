@@ -8,8 +8,8 @@ from __future__ import annotations
 
 from collections import deque
 
-from millrace.core import events
 from millrace.core.errors import IntegrityError
+from millrace.core.scheduler import events
 from millrace.sim.batch import Batch
 from millrace.sim.job import Attempt, Job
 from millrace.sim.transfer_model import Backends

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from millrace.core import effects as fx
-from millrace.core import events
+from millrace.core.scheduler import effects as fx
+from millrace.core.scheduler import events
 from millrace.sim.decode_model import DecodeInstance, DecodePool
 from millrace.sim.job import Job
 from millrace.sim.kvp_model import KvpPool, KvpWorker

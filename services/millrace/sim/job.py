@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from millrace.core.kvp import Reservation, Shard
-from millrace.core.request import Chunk, Request
+from millrace.core.kv.kvp_shards import Reservation
+from millrace.core.request import Chunk, Request, Shard
 
 if TYPE_CHECKING:
     from millrace.sim.decode_model import DecodeInstance

@@ -6,7 +6,7 @@ is worked out then, and told right before the death.
 
 from __future__ import annotations
 
-from millrace.core.events import PrefixLanded
+from millrace.core.scheduler.events import PrefixLanded
 from millrace.sim.job import Attempt
 from millrace.sim.prefill_work import PrefillTimes
 from millrace.sim.transfer_model import Transfers

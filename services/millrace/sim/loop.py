@@ -10,11 +10,11 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 
-from millrace.core import effects as fx
-from millrace.core import events
 from millrace.core.errors import IntegrityError
-from millrace.core.machine import Machine
 from millrace.core.request import Request, Slo
+from millrace.core.scheduler import effects as fx
+from millrace.core.scheduler import events
+from millrace.core.scheduler.machine import Machine
 from millrace.sim.counters import EngineCounters
 from millrace.sim.faults import Faults
 from millrace.sim.fleet import Fleet

@@ -9,10 +9,10 @@ from __future__ import annotations
 from functools import lru_cache
 from types import MappingProxyType
 
-from millrace.core.latency import Latency, SpLatency
-from millrace.core.operators import OperatorModel
-from millrace.core.packing import PackingConfig
-from millrace.core.prefill_times import ChunkLimits, PrefillTimes
+from millrace.core.cost.latency import Latency, SpLatency
+from millrace.core.cost.operators import OperatorModel
+from millrace.core.cost.prefill_times import ChunkLimits, PrefillTimes
+from millrace.core.instance.packing import PackingConfig
 from millrace.sim.spec import SimSpec
 
 _GRANULARITY = 256

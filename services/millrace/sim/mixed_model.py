@@ -1,8 +1,8 @@
 """Mixed instances: prefill and decode in the same batches, as in Medha (sections 3.3 and 4).
 
 While there is prefill to do, an instance goes iteration by iteration: the policy ranks its
-prefills, `core.packing` fills a batch with them beside the decodes, the operator model gives its
-time. While there is none, decodes go on as a fluid (see `batch`).
+prefills, `core.instance.packing` fills a batch with them beside the decodes, the operator model
+gives its time. While there is none, decodes go on as a fluid (see `batch`).
 
 Stream pipeline parallelism (SPP, Mnemosyne section 4.3): of s stages the first is free for the next
 iteration as soon as it has passed this one on (dense schedule), so iterations follow each other at
@@ -10,20 +10,20 @@ the time of a stage, and what they compute is known s - 1 stages later. A reques
 its last one, so a decode takes part in one of s successive iterations. A stage's launch overhead
 does not shrink with its share of the layers; what stages send each other is left out.
 
-KV parallelism (section 4.4): the machine says where a long request's KV goes (`core.spreading`).
-Workers take part as its context reaches their shards, and a pass waits for the one that has most of
-it. The further workers' other work is not modelled.
+KV parallelism (section 4.4): the machine says where a long request's KV goes
+(`core.scheduler.fleet.kvp_placement`). Workers take part as its context reaches their shards, and a
+pass waits for the one that has most of it. The further workers' other work is not modelled.
 """
 
 from __future__ import annotations
 
-from millrace.core import events
+from millrace.core.cost.operators import BatchShape
 from millrace.core.errors import IntegrityError
-from millrace.core.operators import BatchShape
-from millrace.core.packing import Packer, PassModel
+from millrace.core.instance.packing import Packer, PassModel
 from millrace.core.priority import POLICIES
 from millrace.core.priority.lars import relative_slack
 from millrace.core.request import Request
+from millrace.core.scheduler import events
 from millrace.sim.batch import Batch
 from millrace.sim.job import Job
 from millrace.sim.mixed_latency import mixed_latency

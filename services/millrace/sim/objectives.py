@@ -10,8 +10,8 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator
 from types import MappingProxyType
 
-from millrace.core.latency import SpLatency
-from millrace.core.machine import DEADLINE_FACTOR, LEAST_DEADLINE_S
+from millrace.core.cost.latency import SpLatency
+from millrace.core.scheduler.machine import DEADLINE_FACTOR, LEAST_DEADLINE_S
 from millrace.sim.mixed_latency import mixed_latency
 from millrace.sim.spec import SimSpec
 from millrace.sim.workload import PlannedRequest, SloClass

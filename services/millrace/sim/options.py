@@ -10,10 +10,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from millrace.core.autoscale import AutoscaleConfig, DecodeTargets, PrefillTargets, Targets
+from millrace.core.autoscale.rules import AutoscaleConfig, DecodeTargets, PrefillTargets, Targets
 from millrace.core.config import SchedulerConfig, load_config
 from millrace.core.errors import ConfigError
-from millrace.core.packing import PackingConfig
+from millrace.core.instance.packing import PackingConfig
 from millrace.profiles import load_profile
 from millrace.sim.scenario import Scenario, Traffic
 from millrace.sim.spec import AutoscalePlan, Failure, SimSpec

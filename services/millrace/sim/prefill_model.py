@@ -7,10 +7,10 @@ it come from `prefill_work`.
 
 from __future__ import annotations
 
-from millrace.core import events
-from millrace.core.effects import CancelOn, ChunkRef, Order, RunPrefill
 from millrace.core.errors import IntegrityError
 from millrace.core.request import Chunk
+from millrace.core.scheduler import events
+from millrace.core.scheduler.effects import CancelOn, ChunkRef, Order, RunPrefill
 from millrace.sim.decode_model import DecodePool
 from millrace.sim.job import Attempt, Job, Task
 from millrace.sim.landing import Landing

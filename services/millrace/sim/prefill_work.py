@@ -16,10 +16,10 @@ from bisect import bisect_right
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
-from millrace.core.operators import BatchShape
+from millrace.core.cost.operators import BatchShape
 
 if TYPE_CHECKING:
-    from millrace.core.profile import Profile
+    from millrace.core.cost.profile import Profile
     from millrace.core.request import Chunk
     from millrace.sim.spec import SimSpec
 

@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
-from millrace.core.improvement_rate import ImprovementRates
+from millrace.core.cost.rates import ImprovementRates
 from millrace.sim.scenario import Scenario, simulate
 
 #: Section 7.1: "ranging from 0.05 to 0.75".

@@ -7,7 +7,7 @@ from typing import Any
 
 from rich.console import Console
 
-from millrace.core.improvement_rate import format_rates
+from millrace.core.cost.rates import format_rates
 from millrace.sim.asked import document, progress, systems
 from millrace.sim.mixes import LONG_FRACTION
 from millrace.sim.options import parse_numbers

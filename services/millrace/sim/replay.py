@@ -13,17 +13,17 @@ from typing import Any
 
 import orjson
 
-from millrace.core import recorded
 from millrace.core.config import SchedulerConfig
-from millrace.core.effects import Effect
-from millrace.core.events import Event
-from millrace.core.machine import Machine
-from millrace.core.recorded import RecordingError
+from millrace.core.scheduler import recording
+from millrace.core.scheduler.effects import Effect
+from millrace.core.scheduler.events import Event
+from millrace.core.scheduler.machine import Machine
+from millrace.core.scheduler.recording import RecordingError
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Difference:
-    """The first step that came out otherwise; effects as `core.recorded` writes them.
+    """The first step that came out otherwise; effects as `core.scheduler.recording` writes them.
 
     A step that raised has one entry instead, ["raised", the error].
     """
@@ -74,7 +74,7 @@ def replay(
     Raises RecordingError for a file that is no recording.
     """
     lines = _Lines(path)
-    config = recorded.config_of(next(lines, {}))
+    config = recording.config_of(next(lines, {}))
     step = (build or _machine_step)(config)
     steps = effects = 0
     first_s = last_s = None
@@ -108,7 +108,7 @@ def _replayed(
 ) -> list[list[Any]]:
     """What the step gives, through JSON as the recording went."""
     try:
-        effects = recorded.plain_effects(step(event, now_s))
+        effects = recording.plain_effects(step(event, now_s))
     except Exception as error:
         return [["raised", f"{type(error).__name__}: {error}"]]
     written: list[list[Any]] = orjson.loads(orjson.dumps(effects))
@@ -120,7 +120,7 @@ def _step_of(line: dict[str, Any], where: str) -> tuple[float, Event, list[Any]]
     try:
         now_s = float(line["now_s"])
         old = [["raised", line["raised"]]] if "raised" in line else list(line["effects"])
-        return now_s, recorded.event_of(line["event"]), old
+        return now_s, recording.event_of(line["event"]), old
     except (KeyError, TypeError, ValueError) as error:
         raise RecordingError(f"{where}: no step: {error!r}") from error
     except RecordingError as error:

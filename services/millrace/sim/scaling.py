@@ -1,4 +1,4 @@
-"""Autoscaling: drives `core.autoscale` with what the cluster measures, and applies its targets.
+"""Autoscaling: drives `core.autoscale.rules` with what the cluster measures; applies its targets.
 
 A new instance takes work `start_s` after it was asked for (pod start-up, weights), though its GPUs
 count from then on. One too many is drained, the one that holds least first; it leaves when it is
@@ -10,13 +10,13 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import replace
 
-from millrace.core import events
-from millrace.core.autoscale import Autoscaler, PoolMetrics
-from millrace.core.effects import Effect
-from millrace.core.instances import Instance
-from millrace.core.load import PoolLoad
-from millrace.core.load_meter import LoadMeter
-from millrace.core.machine import Machine
+from millrace.core.autoscale.load import PoolLoad
+from millrace.core.autoscale.load_meter import LoadMeter
+from millrace.core.autoscale.rules import Autoscaler, PoolMetrics
+from millrace.core.scheduler import events
+from millrace.core.scheduler.effects import Effect
+from millrace.core.scheduler.fleet.instances import Instance
+from millrace.core.scheduler.machine import Machine
 from millrace.sim.counters import ScaleEvent
 from millrace.sim.fleet import Fleet, role_of
 from millrace.sim.spec import AutoscalePlan

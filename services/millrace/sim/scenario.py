@@ -9,8 +9,8 @@ from dataclasses import dataclass, replace
 from functools import lru_cache
 from pathlib import Path
 
+from millrace.core.cost.profile import Profile
 from millrace.core.errors import ConfigError
-from millrace.core.profile import Profile
 from millrace.sim.loop import Simulation
 from millrace.sim.mixes import LONG_FRACTION, TABLE_2_TTFT_S, MixOptions, build_mix
 from millrace.sim.objectives import isolated_prefill, with_objectives

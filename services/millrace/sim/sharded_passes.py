@@ -1,8 +1,8 @@
 """Forward passes whose prompts' KV lies in shards at several workers (Mnemosyne section 4.4).
 
-Shards as the scheduler makes them fill up one after another (`core.kvp`), so a pass takes as long
-as the longest part that one of them has of a history. Mnemosyne's own figures take the parts to be
-alike (`ShardedPasses`).
+Shards as the scheduler makes them fill up one after another (`core.kv.kvp_shards`), so a pass takes
+as long as the longest part that one of them has of a history. Mnemosyne's own figures take the
+parts to be alike (`ShardedPasses`).
 """
 
 from __future__ import annotations
@@ -10,8 +10,8 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 
-from millrace.core.kvp import Reservation, degree
-from millrace.core.operators import BatchShape, OperatorModel
+from millrace.core.cost.operators import BatchShape, OperatorModel
+from millrace.core.kv.kvp_shards import Reservation, degree
 
 
 class ShardedPasses:

@@ -5,11 +5,11 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass, field
 
-from millrace.core.autoscale import AutoscaleConfig
+from millrace.core.autoscale.rules import AutoscaleConfig
 from millrace.core.config import SchedulerConfig
+from millrace.core.cost.profile import Profile
 from millrace.core.errors import ConfigError
-from millrace.core.packing import PackingConfig
-from millrace.core.profile import Profile
+from millrace.core.instance.packing import PackingConfig
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

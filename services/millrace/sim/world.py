@@ -6,7 +6,7 @@ from collections.abc import Callable
 from random import Random
 
 from millrace.core.errors import IntegrityError
-from millrace.core.events import Event, RequestFinished, RequestReleased
+from millrace.core.scheduler.events import Event, RequestFinished, RequestReleased
 from millrace.sim.batch import Sequence
 from millrace.sim.clock import Clock
 from millrace.sim.counters import Tally

@@ -6,8 +6,8 @@ import itertools
 from collections.abc import Sequence
 from enum import Enum
 
-from millrace.core.kv_layout import KvLayout
-from millrace.core.kv_transfer import Incarnation
+from millrace.core.kv.layout import KvLayout
+from millrace.core.kv.transfer import Incarnation
 from millrace.transfer.coverage import Coverage, CoverageError
 from millrace.transfer.handshake import Lease
 from millrace.transfer.layout import Side, layer_token_bytes, shared_heads

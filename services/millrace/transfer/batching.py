@@ -12,7 +12,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import groupby
 
-from millrace.core.kv_transfer import HandshakeGrant
+from millrace.core.kv.transfer import HandshakeGrant
 from millrace.transfer.layout import Side, layer_runs, layer_token_bytes, packed, shared_layers
 from millrace.transfer.messages import MAX_PARTS, Part
 from millrace.transfer.runs import Runs

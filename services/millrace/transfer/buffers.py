@@ -7,7 +7,7 @@ import time
 from concurrent.futures import Future
 
 from millrace.core.config import TransferConfig
-from millrace.core.kv_transfer import HandshakeAsk, HandshakeRefused, Ticket
+from millrace.core.kv.transfer import HandshakeAsk, HandshakeRefused, Ticket
 from millrace.transfer.admission import Admission
 from millrace.transfer.handshake import SLOTS, Lease
 from millrace.transfer.layout import layer_token_bytes

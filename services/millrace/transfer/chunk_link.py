@@ -12,8 +12,8 @@ from typing import Protocol
 import numpy as np
 
 from millrace.core.errors import TransferError
-from millrace.core.kv_layout import KvLayout
-from millrace.core.sequence_parallel import (
+from millrace.core.kv.layout import KvLayout
+from millrace.core.kv.sp_layout import (
     RING_BUFFERS,
     ChunkShares,
     buffer_memory,

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any, Protocol
 
 from millrace.core.errors import TransferError
-from millrace.core.kv_transfer import HandshakeAsk, HandshakeGrant, HistoryAsk, Ticket
+from millrace.core.kv.transfer import HandshakeAsk, HandshakeGrant, HistoryAsk, Ticket
 from millrace.transfer.transport import Transport
 
 

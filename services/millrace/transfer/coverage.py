@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from bisect import bisect_left
 
-from millrace.core.kv_layout import KvLayout
+from millrace.core.kv.layout import KvLayout
 
 
 class CoverageError(Exception):

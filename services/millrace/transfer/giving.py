@@ -11,7 +11,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from millrace.core.sequence_parallel import Move
+from millrace.core.kv.sp_layout import Move
 from millrace.transfer.chunk_link import PeerInfo
 from millrace.transfer.history import History, LayerArrivals
 from millrace.transfer.page_runs import page_runs

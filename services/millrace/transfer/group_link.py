@@ -18,7 +18,7 @@ from dataclasses import dataclass
 from functools import partial
 
 from millrace.core.errors import TransferError
-from millrace.core.sequence_parallel import ChunkShares
+from millrace.core.kv.sp_layout import ChunkShares
 from millrace.transfer.chunk_link import ChunkLink, PeerInfo
 from millrace.transfer.contacts import Contacts
 from millrace.transfer.giving import Giving, history_of

@@ -16,8 +16,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from millrace.core.errors import IntegrityError
-from millrace.core.kv_layout import KvLayout
-from millrace.core.kv_transfer import HandshakeAsk, HandshakeRefused, HistoryAsk, Incarnation
+from millrace.core.kv.layout import KvLayout
+from millrace.core.kv.transfer import HandshakeAsk, HandshakeRefused, HistoryAsk, Incarnation
 from millrace.transfer.layout import mismatch
 from millrace.transfer.writer import Writer
 

@@ -14,7 +14,7 @@ from dataclasses import dataclass, replace
 from functools import partial
 
 from millrace.core.errors import IntegrityError, TransferError
-from millrace.core.kv_layout import KvLayout
+from millrace.core.kv.layout import KvLayout
 from millrace.transfer.layout import at_layer
 from millrace.transfer.recent import Recent
 from millrace.transfer.ring_messages import KEPT, RING_CHANNEL, RingKind, RingMessage

@@ -8,7 +8,7 @@ from collections.abc import Callable
 from contextlib import ExitStack
 
 from millrace.core.errors import TransferError
-from millrace.core.kv_transfer import HandshakeRefused, HistoryAsk
+from millrace.core.kv.transfer import HandshakeRefused, HistoryAsk
 from millrace.transfer.admission import Admission
 from millrace.transfer.history import Gift, History, HistoryGiver
 from millrace.transfer.layout import Side, layer_runs, shared_layers

@@ -21,7 +21,7 @@ from typing import Protocol
 import numpy as np
 
 from millrace.core.errors import IntegrityError, TransferError
-from millrace.core.kvp_rows import ExchangeShape
+from millrace.core.kv.kvp_pass import ExchangeShape
 from millrace.transfer.attentive import next_of
 from millrace.transfer.kvp_messages import TO_HOLDER, KvpKind, KvpMessage, missing_body
 from millrace.transfer.kvp_places import Places

@@ -23,7 +23,7 @@ from typing import Final, NamedTuple
 import numpy as np
 
 from millrace.core.errors import IntegrityError, TransferError
-from millrace.core.kvp_rows import ExchangeShape, Reply, Request
+from millrace.core.kv.kvp_pass import ExchangeShape, Reply, Request
 from millrace.transfer.attentive import next_of
 from millrace.transfer.kvp_messages import TO_OWNER, KvpKind, KvpMessage
 from millrace.transfer.kvp_places import Places

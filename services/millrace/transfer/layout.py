@@ -12,8 +12,8 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
-from millrace.core.kv_layout import KvLayout
-from millrace.core.sequence_parallel import Run
+from millrace.core.kv.layout import KvLayout
+from millrace.core.kv.sp_layout import Run
 from millrace.transfer.runs import Offsets, Runs
 
 

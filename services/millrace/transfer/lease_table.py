@@ -9,7 +9,7 @@ from concurrent.futures import Future
 from contextlib import ExitStack
 from functools import partial
 
-from millrace.core.kv_transfer import HandshakeAsk, Incarnation, Ticket
+from millrace.core.kv.transfer import HandshakeAsk, Incarnation, Ticket
 from millrace.transfer.admission import Admission, AdmissionState
 from millrace.transfer.handshake import Lease
 from millrace.transfer.messages import Kind, Message

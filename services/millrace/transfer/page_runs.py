@@ -8,7 +8,7 @@ from __future__ import annotations
 import numpy as np
 
 from millrace.core.errors import TransferError
-from millrace.core.kv_layout import KvLayout
+from millrace.core.kv.layout import KvLayout
 from millrace.transfer.runs import Offsets, Runs
 
 _ALIKE = (

@@ -14,8 +14,8 @@ from concurrent.futures import Future
 
 from millrace.core.config import TransferConfig
 from millrace.core.errors import IntegrityError, TransferError
-from millrace.core.kv_layout import KvLayout
-from millrace.core.kv_transfer import (
+from millrace.core.kv.layout import KvLayout
+from millrace.core.kv.transfer import (
     HandshakeAsk,
     HandshakeGrant,
     HandshakeRefused,

@@ -11,7 +11,7 @@ from collections.abc import Callable, Mapping
 
 from millrace.core.config import TransferConfig
 from millrace.core.errors import IntegrityError, TransferError
-from millrace.core.kv_layout import KvLayout
+from millrace.core.kv.layout import KvLayout
 from millrace.transfer.chunk_link import ChunkLink, PeerInfo
 from millrace.transfer.group_link import GroupLink
 from millrace.transfer.page_runs import check_alike

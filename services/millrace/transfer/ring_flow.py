@@ -12,7 +12,7 @@ says in cumulative credits; it has left once it has been attended to *and* forwa
 
 from __future__ import annotations
 
-from millrace.core.sequence_parallel import RING_BUFFERS, buffer_of
+from millrace.core.kv.sp_layout import RING_BUFFERS, buffer_of
 
 
 class RingOrder:

@@ -10,9 +10,9 @@ from contextlib import ExitStack
 
 from millrace.core.config import TransferConfig
 from millrace.core.errors import IntegrityError, TransferError
-from millrace.core.kv_layout import KvLayout
-from millrace.core.kv_transfer import Incarnation, Ticket
-from millrace.core.sequence_parallel import Run
+from millrace.core.kv.layout import KvLayout
+from millrace.core.kv.sp_layout import Run
+from millrace.core.kv.transfer import Incarnation, Ticket
 from millrace.transfer.control import KvPeer, Outlet, Target
 from millrace.transfer.inbox import Inbox
 from millrace.transfer.layout import Side, shared_layers

@@ -16,7 +16,7 @@ from typing import Any
 
 from millrace.core.config import TransferConfig
 from millrace.core.errors import TransferError
-from millrace.core.kv_transfer import HandshakeAsk, HandshakeGrant, HandshakeQueued, Ticket
+from millrace.core.kv.transfer import HandshakeAsk, HandshakeGrant, HandshakeQueued, Ticket
 from millrace.transfer.batching import Batch, PartQueue, Ready
 from millrace.transfer.control import KvPeer, Outlet, SendTimings
 from millrace.transfer.handshake import SLOTS

@@ -9,7 +9,7 @@ from functools import lru_cache
 import numpy as np
 
 from millrace.core.errors import ConfigError
-from millrace.core.kv_layout import KvLayout
+from millrace.core.kv.layout import KvLayout
 from millrace.transfer.handshake import SLOTS
 from millrace.transfer.layout import Side, layer_runs, packed
 from millrace.transfer.memory import HOST, Memory, copy_on_host

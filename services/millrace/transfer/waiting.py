@@ -6,7 +6,7 @@ import asyncio
 from collections.abc import Iterator
 
 from millrace.core.errors import IntegrityError, TransferError
-from millrace.core.kv_transfer import HandshakeQueued, HandshakeRefused, Incarnation, Ticket
+from millrace.core.kv.transfer import HandshakeQueued, HandshakeRefused, Incarnation, Ticket
 from millrace.transfer.admission import Admission, AdmissionState
 from millrace.transfer.handshake import Backends
 

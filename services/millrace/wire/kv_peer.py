@@ -5,7 +5,7 @@ from __future__ import annotations
 import grpc
 
 from millrace.core.errors import TransferError
-from millrace.core.kv_transfer import (
+from millrace.core.kv.transfer import (
     HandshakeAsk,
     HandshakeGrant,
     HandshakeQueued,

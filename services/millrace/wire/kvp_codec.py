@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from millrace.core.errors import TransferError
-from millrace.core.kv_transfer import Incarnation
-from millrace.core.kvp_hold import AttachAsk, AttachGrant, HoldAsk
+from millrace.core.kv.kvp_hold import AttachAsk, AttachGrant, HoldAsk
+from millrace.core.kv.transfer import Incarnation
 from millrace.wire.pb import common_pb2, kvp_pb2
 from millrace.wire.transfer_codec import incarnation_message, layout_message, layout_of
 

@@ -8,7 +8,7 @@ from typing import Generic, TypeVar, cast
 import grpc
 
 from millrace.core.errors import TransferError
-from millrace.core.kvp_hold import AttachAsk, AttachGrant, HoldAsk
+from millrace.core.kv.kvp_hold import AttachAsk, AttachGrant, HoldAsk
 from millrace.wire.channel import Channels
 from millrace.wire.kvp_codec import attach_message, grant_of, hold_message
 from millrace.wire.pb import kvp_pb2, kvp_pb2_grpc

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from millrace.core.autoscale import Context
-from millrace.core.load import FleetLoad, PoolLoad
+from millrace.core.autoscale.load import FleetLoad, PoolLoad
+from millrace.core.autoscale.rules import Context
 from millrace.wire.pb import scheduler_pb2
 
 _SIGNALS = ("backlog_s", "arriving", "ttft_slo_ratio", "kv_utilisation", "tbt_slo_ratio")

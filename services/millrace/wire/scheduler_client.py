@@ -9,9 +9,9 @@ from typing import Any
 
 import grpc
 
+from millrace.core.autoscale.load import FleetLoad
 from millrace.core.errors import MillraceError
-from millrace.core.load import FleetLoad
-from millrace.core.mechanisms import Mechanism
+from millrace.core.scheduler.mechanisms import Mechanism
 from millrace.wire.channel import open_channel
 from millrace.wire.load_codec import fleet_load
 from millrace.wire.pb import scheduler_pb2, scheduler_pb2_grpc

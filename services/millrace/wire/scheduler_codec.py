@@ -7,17 +7,16 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import fields
 from typing import Any
 
-from millrace.core import effects, events
-from millrace.core.cluster import Cluster
 from millrace.core.config import SchedulerConfig
-from millrace.core.decode_step import DecodeStepTime
+from millrace.core.cost.decode_step import DecodeStepTime
+from millrace.core.cost.latency import Latency, SpLatency
+from millrace.core.cost.rates import parse_rates
 from millrace.core.errors import ConfigError, MillraceError
-from millrace.core.improvement_rate import parse_rates
-from millrace.core.kvp import Shard
-from millrace.core.latency import Latency, SpLatency
+from millrace.core.instance.standstill import Standstill
 from millrace.core.priority import POLICIES
-from millrace.core.request import Chunk, Request, Slo
-from millrace.core.standstill import Standstill
+from millrace.core.request import Chunk, Request, Shard, Slo
+from millrace.core.scheduler import effects, events
+from millrace.core.scheduler.fleet.cluster import Cluster
 from millrace.wire.pb import common_pb2, scheduler_pb2
 
 ROLES = ("prefill", "decode", "mixed", "kvp")

@@ -5,12 +5,12 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Mapping
 
-from millrace.core.instances import Instance, PrefillInstance
-from millrace.core.machine import Machine
-from millrace.core.mechanisms import mechanisms
 from millrace.core.priority import POLICIES
-from millrace.core.prompt_progress import PromptProgress
 from millrace.core.request import RequestState
+from millrace.core.scheduler.fleet.instances import Instance, PrefillInstance
+from millrace.core.scheduler.fleet.prompt_progress import PromptProgress
+from millrace.core.scheduler.machine import Machine
+from millrace.core.scheduler.mechanisms import mechanisms
 from millrace.wire.pb import scheduler_pb2
 
 

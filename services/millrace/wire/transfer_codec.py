@@ -5,15 +5,15 @@ from __future__ import annotations
 import struct
 
 from millrace.core.errors import ConfigError, TransferError
-from millrace.core.kv_layout import KvLayout
-from millrace.core.kv_transfer import (
+from millrace.core.kv.layout import KvLayout
+from millrace.core.kv.sp_layout import Run
+from millrace.core.kv.transfer import (
     HandshakeAsk,
     HandshakeGrant,
     HistoryAsk,
     Incarnation,
     Ticket,
 )
-from millrace.core.sequence_parallel import Run
 from millrace.wire.pb import common_pb2, transfer_pb2
 
 _REGION = struct.Struct("<I")

@@ -17,9 +17,9 @@ import grpc
 import torch
 
 from millrace.core.config import Config, EngineConfig
-from millrace.core.decode_step import DecodeStepTime
+from millrace.core.cost.decode_step import DecodeStepTime
+from millrace.core.cost.latency import SpLatency
 from millrace.core.errors import ConfigError, MillraceError
-from millrace.core.latency import SpLatency
 from millrace.engine.assembly import Engine, KvMemory, open_engines, resolve_device
 from millrace.state.open import open_store
 from millrace.state.store import RequestStore

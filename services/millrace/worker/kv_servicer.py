@@ -8,7 +8,7 @@ from typing import Any
 import grpc
 
 from millrace.core.errors import TransferError
-from millrace.core.kv_transfer import HandshakeQueued
+from millrace.core.kv.transfer import HandshakeQueued
 from millrace.transfer.receive_manager import ReceiveManager
 from millrace.wire.pb import transfer_pb2, transfer_pb2_grpc
 from millrace.wire.transfer_codec import ask_of, grant_message, history_of, ticket_of

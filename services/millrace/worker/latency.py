@@ -6,9 +6,9 @@ import logging
 from types import MappingProxyType
 
 from millrace.core.config import EngineConfig
-from millrace.core.decode_step import DecodeStepTime
-from millrace.core.latency import Latency, SpLatency
-from millrace.core.profile import Profile
+from millrace.core.cost.decode_step import DecodeStepTime
+from millrace.core.cost.latency import Latency, SpLatency
+from millrace.core.cost.profile import Profile
 from millrace.engine.assembly import Engine, profile_key
 from millrace.engine.calibration import calibrate, calibrate_decode
 from millrace.profiles import load_profile

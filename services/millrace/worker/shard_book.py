@@ -7,8 +7,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
-from millrace.core.kv_transfer import Incarnation
-from millrace.core.kvp_hold import HoldAsk
+from millrace.core.kv.kvp_hold import HoldAsk
+from millrace.core.kv.transfer import Incarnation
 from millrace.transfer.control import ReceiveCallbacks
 
 

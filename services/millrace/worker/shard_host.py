@@ -12,9 +12,9 @@ import logging
 from typing import Final
 
 from millrace.core.errors import TransferError
-from millrace.core.kv_transfer import Incarnation
-from millrace.core.kvp_hold import AttachAsk, AttachGrant, HoldAsk
-from millrace.core.kvp_rows import ExchangeShape
+from millrace.core.kv.kvp_hold import AttachAsk, AttachGrant, HoldAsk
+from millrace.core.kv.kvp_pass import ExchangeShape
+from millrace.core.kv.transfer import Incarnation
 from millrace.engine.assembly import KvMemory
 from millrace.engine.exchange_views import exchange_memory
 from millrace.engine.shard_attention import ShardAttention

@@ -9,8 +9,8 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from millrace.core.kv_layout import KvLayout
-from millrace.core.kvp_rows import RemoteRows, RemoteShard
+from millrace.core.kv.kvp_pass import RemoteRows, RemoteShard
+from millrace.core.kv.layout import KvLayout
 from millrace.engine.mixed_pass import DecodeRows, RaggedTables
 from millrace.engine.model_runner import PrefillTask
 from millrace.engine.page_table import TableDelta

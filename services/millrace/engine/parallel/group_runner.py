@@ -11,7 +11,7 @@ from typing import Final
 import numpy as np
 from torch import Tensor
 
-from millrace.core.kv_layout import KvLayout
+from millrace.core.kv.layout import KvLayout
 from millrace.engine.fallen import EngineFallen
 from millrace.engine.kv_pool import KvPool
 from millrace.engine.loader import Model, load_model, resolve_model

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from millrace.core.errors import CapacityError
-from millrace.core.kv_layout import KvLayout
+from millrace.core.kv.layout import KvLayout
 from millrace.engine.parallel.sharding import Shard
 
 

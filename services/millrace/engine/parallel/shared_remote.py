@@ -11,7 +11,7 @@ from collections.abc import Iterator, Mapping, Sequence
 import torch
 from torch import Tensor
 
-from millrace.core.kvp_rows import RemoteRows
+from millrace.core.kv.kvp_pass import RemoteRows
 from millrace.engine.parallel.communicator import Communicator
 from millrace.engine.remote_attention import Partial, RemoteLink
 from millrace_kernels import api as kernels

@@ -11,7 +11,7 @@ from dataclasses import replace
 
 from torch import Tensor
 
-from millrace.core.kv_layout import KvLayout
+from millrace.core.kv.layout import KvLayout
 from millrace.engine.loader import Model
 from millrace.engine.mixed_pass import RaggedTables
 from millrace.engine.model_runner import Boundary

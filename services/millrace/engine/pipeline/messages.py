@@ -12,7 +12,7 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from millrace.core.kv_layout import KvLayout
+from millrace.core.kv.layout import KvLayout
 from millrace.engine.parallel.commands import RingPass, Tables
 from millrace.engine.remote_attention import Partial
 

@@ -13,7 +13,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from millrace.core.kv_layout import KvLayout
+from millrace.core.kv.layout import KvLayout
 from millrace.engine.kv_pool import KvPool
 from millrace.engine.loader import Model
 from millrace.engine.mixed_pass import RaggedTables

@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 
 from torch import Tensor
 
-from millrace.core.kvp_rows import RemoteRows
+from millrace.core.kv.kvp_pass import RemoteRows
 from millrace.engine.pipeline.messages import LinkCall, LinkReply, Packed, RemoteCall
 from millrace.engine.remote_attention import Partial
 

@@ -17,9 +17,9 @@ from types import MappingProxyType
 from typing import Any
 
 from millrace.core.config import SchedulerConfig
-from millrace.core.latency import SpLatency
-from millrace.core.operators import BatchShape
-from millrace.core.profile import Profile
+from millrace.core.cost.latency import SpLatency
+from millrace.core.cost.operators import BatchShape
+from millrace.core.cost.profile import Profile
 from millrace.profiles import load_profile
 from millrace.sim.plots import Panel
 from millrace.sim.report import Report, RequestRecord

@@ -18,7 +18,7 @@ from pathlib import Path
 
 from rich.console import Console
 
-from millrace.core.operators import BatchShape
+from millrace.core.cost.operators import BatchShape
 from millrace.sim.histogram import Distribution
 from millrace.sim.papers import flowprefill as fp
 from millrace.sim.papers.outcome import Finding, Outcome, watched

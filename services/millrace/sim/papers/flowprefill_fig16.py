@@ -14,7 +14,7 @@ from pathlib import Path
 
 from rich.console import Console
 
-from millrace.core.packing import PackingConfig
+from millrace.core.instance.packing import PackingConfig
 from millrace.sim.papers import flowprefill as fp
 from millrace.sim.papers.outcome import Finding, Outcome, watched
 from millrace.sim.plots import Panel

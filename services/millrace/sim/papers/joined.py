@@ -20,7 +20,7 @@ from typing import Any
 
 from millrace.core.config import SchedulerConfig
 from millrace.core.errors import ConfigError
-from millrace.core.packing import PackingConfig
+from millrace.core.instance.packing import PackingConfig
 from millrace.profiles import load_profile
 from millrace.sim.papers.outcome import Finding, Outcome
 from millrace.sim.plots import Panel

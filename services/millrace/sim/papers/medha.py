@@ -16,9 +16,9 @@ from types import MappingProxyType
 from typing import Any
 
 from millrace.core.config import SchedulerConfig
-from millrace.core.latency import SpLatency
-from millrace.core.packing import PackingConfig
-from millrace.core.profile import Profile
+from millrace.core.cost.latency import SpLatency
+from millrace.core.cost.profile import Profile
+from millrace.core.instance.packing import PackingConfig
 from millrace.profiles import load_profile
 from millrace.sim.loop import Simulation
 from millrace.sim.mixes import LONG_FRACTION

@@ -8,8 +8,8 @@ from pathlib import Path
 
 from rich.console import Console
 
-from millrace.core.operators import OperatorModel
-from millrace.core.packing import PackingConfig
+from millrace.core.cost.operators import OperatorModel
+from millrace.core.instance.packing import PackingConfig
 from millrace.sim.papers import mnemosyne as mn
 from millrace.sim.papers.outcome import Finding, Outcome, watched
 from millrace.sim.plots import Panel

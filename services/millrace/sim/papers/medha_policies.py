@@ -7,7 +7,7 @@ from pathlib import Path
 
 from rich.console import Console
 
-from millrace.core.operators import BatchShape, OperatorModel
+from millrace.core.cost.operators import BatchShape, OperatorModel
 from millrace.sim.papers import medha
 from millrace.sim.papers.medha import Hour, Load
 from millrace.sim.papers.outcome import Finding, Outcome, watched

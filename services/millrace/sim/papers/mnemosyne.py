@@ -10,8 +10,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import partial
 
-from millrace.core.operators import BatchShape, OperatorModel
-from millrace.core.packing import Packer, PackingConfig
+from millrace.core.cost.operators import BatchShape, OperatorModel
+from millrace.core.instance.packing import Packer, PackingConfig
 from millrace.profiles import load_profile
 from millrace.sim.sharded_passes import ShardedPasses, spread_pass_s
 

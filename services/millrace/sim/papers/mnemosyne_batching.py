@@ -6,7 +6,7 @@ from pathlib import Path
 
 from rich.console import Console
 
-from millrace.core.operators import OPERATORS, BatchShape, OperatorModel
+from millrace.core.cost.operators import OPERATORS, BatchShape, OperatorModel
 from millrace.sim.papers import mnemosyne as mn
 from millrace.sim.papers.outcome import Finding, Outcome
 from millrace.sim.plots import Panel

@@ -8,9 +8,9 @@ from pathlib import Path
 
 from rich.console import Console
 
-from millrace.core.operators import BatchShape, OperatorModel
-from millrace.core.packing import PackingConfig
-from millrace.core.profile import Profile
+from millrace.core.cost.operators import BatchShape, OperatorModel
+from millrace.core.cost.profile import Profile
+from millrace.core.instance.packing import PackingConfig
 from millrace.profiles import load_profile
 from millrace.sim.loop import Simulation
 from millrace.sim.papers import medha

@@ -20,7 +20,7 @@ from types import MappingProxyType
 from typing import Any
 
 from millrace.core.config import SchedulerConfig
-from millrace.core.improvement_rate import ImprovementRates, format_rates
+from millrace.core.cost.rates import ImprovementRates, format_rates
 from millrace.profiles import load_profile
 from millrace.sim.report import Report
 from millrace.sim.scenario import Scenario, Traffic, simulate

@@ -10,8 +10,8 @@ from pathlib import Path
 
 from rich.console import Console
 
-from millrace.core.planning import PLANNERS, PlannerInputs
-from millrace.core.planning.plan import Plan
+from millrace.core.scheduler.planning import PLANNERS, PlannerInputs
+from millrace.core.scheduler.planning.plan import Plan
 from millrace.profiles import load_profile
 from millrace.sim.papers.outcome import Finding, Outcome
 from millrace.sim.papers.tetris import scheduler

@@ -1,0 +1,86 @@
+"""Whether a new request may wait in the queue at all."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from millrace.core.config import SchedulerConfig
+from millrace.core.request import Request
+from millrace.core.scheduler.fleet.cluster import Cluster, Pool
+
+#: The least Retry-After, in seconds: an answer of 0 would only bring the request back at once.
+LEAST_RETRY_S = 1.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Refusal:
+    """Why a request is not accepted; the fields are those of `effects.Refuse`."""
+
+    code: str
+    message: str
+    retry_after_s: float = 0.0
+
+
+def refusal(
+    request: Request, cluster: Cluster, queued: int, queued_s: float, config: SchedulerConfig
+) -> Refusal | None:
+    """None when the request is accepted.
+
+    `queued` and `queued_s` are the requests and the predicted seconds of prefill that wait now.
+    A queue at its limit drains by one request in (mean work of a request) / (prefill instances)
+    seconds: that, and the work beyond the limit, is when to come back.
+    """
+    pools = cluster.ready_pools()
+    if not pools:
+        return _unavailable(cluster, config)
+    if not any(p.could_prefill(request) and p.could_decode(request) for p in pools):
+        return _too_large(request, pools)
+    prefills = sum(pool.prefillers for pool in pools)
+    each_s = queued_s / prefills
+    if queued < config.max_queue_requests and each_s < config.max_queue_s:
+        return None
+    beyond_s = max(each_s - config.max_queue_s, 0.0)
+    return Refusal(
+        code="overloaded",
+        message=(
+            f"{queued} requests wait, {each_s:.3g} s of work for each of {prefills} prefill "
+            f"instances; the limits are {config.max_queue_requests} and {config.max_queue_s:g} s"
+        ),
+        retry_after_s=max(beyond_s + each_s / max(queued, 1), LEAST_RETRY_S),
+    )
+
+
+def _unavailable(cluster: Cluster, config: SchedulerConfig) -> Refusal:
+    missing = [
+        role
+        for role, there in (
+            ("prefill", any(pool.prefill for pool in cluster.pools.values())),
+            ("decode", any(pool.decode for pool in cluster.pools.values())),
+        )
+        if not there
+    ]
+    message = (
+        f"no {' and no '.join(missing)} instance takes new work"
+        if missing
+        else "no prefill instance serves the same model as a decode instance"
+    )
+    return Refusal(code="unavailable", message=message, retry_after_s=config.lease_s)
+
+
+def _too_large(request: Request, pools: list[Pool]) -> Refusal:
+    decodes = [one for pool in pools for one in pool.decode.values()]
+    slots = max(one.card.kv_pages * one.page_tokens for one in decodes)
+    context = max(one.card.max_context_tokens for one in decodes)
+    spread = max(pool.spreading.most_tokens() for pool in pools)
+    notes = [f"the largest decode instance has room for {slots} tokens and a context of {context}"]
+    if spread:
+        notes.append(f"all instances together hold {spread} of one request")
+    if spread and request.choices > 1:
+        notes[1] += ", if it has one choice"
+    return Refusal(
+        code="too_large",
+        message=(
+            f"{request.prompt_tokens} prompt tokens and {request.choices} x "
+            f"{request.max_new_tokens} new ones fit in no pair of instances; {'; '.join(notes)}"
+        ),
+    )

@@ -1,0 +1,230 @@
+"""Where requests are placed: at the decode instance that is their home, or spread from there.
+
+The freest instance that has room (`decode_placement`), the best request of the line first; or the
+one that has most of the prompt in its prefix cache, if that saves much of the prefill. What one
+instance may not or can not hold is spread (`spreading`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection
+from typing import NamedTuple
+
+from millrace.core.request import Chunk, Request, Shard
+from millrace.core.scheduler.effects import Place
+from millrace.core.scheduler.fleet.cluster import Pool
+from millrace.core.scheduler.fleet.freeness import freest
+from millrace.core.scheduler.fleet.instances import DecodeInstance, PrefillInstance
+from millrace.core.scheduler.fleet.run_queue import Rank
+from millrace.core.scheduler.request_table import MIN_KEPT_TOKENS, Lifecycle
+
+#: So many requests at the head may wait for decode instances' pages while later ones go ahead.
+#: Each keeps one instance's pages to itself until it fits (those of all its holders, if it is to be
+#: spread), so that smaller ones pass it on other instances only: a large request is never starved,
+#: and does not stop the whole fleet either.
+MAX_WAITING = 4
+
+#: A prefix cache decides where a request is placed from this share of its prefill on.
+LEAST_SAVING = 0.1
+
+#: Sends a placed request its chunks, with the pages that they take at prefill instances.
+Send = Callable[[Request, tuple[Chunk, ...], dict[str, int]], None]
+
+
+class _Fitting(NamedTuple):
+    """Where a request fits once others left: at some of `homes` alone, or spread over `spread`."""
+
+    homes: list[DecodeInstance]
+    spread: list[Pool]
+
+
+class _Spot(NamedTuple):
+    """Where a request has room now."""
+
+    home: DecodeInstance
+    shards: tuple[Shard, ...] = ()
+    kept_tokens: int = 0  # that the home takes out of its prefix cache
+
+
+class Placement:
+    """Places the requests of the line `unplaced`."""
+
+    def __init__(self, life: Lifecycle, send: Send) -> None:
+        self._life = life
+        self._cluster = life.cluster
+        self._send = send
+
+    def place(self) -> None:
+        """All that has room now."""
+        unplaced = self._life.unplaced
+        if not self._life.policy.static and len(unplaced) > 1:
+            self._life.rerank_unplaced()
+        pools = self._cluster.ready_pools()
+        reserved: set[str] = set()
+        index = waiting = 0
+        while pools and index < len(unplaced) and waiting < MAX_WAITING:
+            request = unplaced[index]
+            fitting = _fitting(request, pools)
+            spot = self._spot(request, fitting, reserved)
+            if spot is not None:
+                self._place(request, spot)
+                continue
+            reserved.update(_kept(request, fitting, reserved))
+            # What fits nowhere (its instance died, or still holds an earlier attempt) blocks none.
+            fits = any(home.could_hold(request) for home in fitting.homes)
+            waiting += fits or bool(fitting.spread)
+            index += 1
+
+    def has_room(self, request: Request) -> bool:
+        """Whether the request has room anywhere now."""
+        fitting = _fitting(request, self._cluster.ready_pools())
+        return self._spot(request, fitting, ()) is not None
+
+    def _spot(self, request: Request, fitting: _Fitting, reserved: Collection[str]) -> _Spot | None:
+        homes = fitting.homes
+        if reserved:
+            homes = [one for one in homes if one.id not in reserved]
+
+        def able(one: DecodeInstance) -> bool:
+            return one.could_hold(request) and one.has_room(request)
+
+        if request.prefix_hashes and not request.attempt:
+            spot = self._keeper(request, homes, able)
+        else:
+            home = freest(homes, able)
+            spot = None if home is None else _Spot(home)
+        if spot is not None:
+            return spot
+        for pool in fitting.spread:
+            shards = pool.spreading.find(request, pool.homes(), reserved)
+            if shards:
+                return _Spot(pool.decode[shards[0].worker_id], shards)
+        return None
+
+    def _keeper(
+        self, request: Request, homes: list[DecodeInstance], able: Callable[[DecodeInstance], bool]
+    ) -> _Spot | None:
+        """The instance whose prefix cache saves most, or the freest where none saves much."""
+        best = home = freest(homes, able)
+        if best is None or home is None:
+            return None
+        if request.choices > 1 or not request.resumable:  # nothing is kept for such
+            return _Spot(home)
+        kept = self._kept_tokens(request, homes, able)
+        most, at_home = max(kept.values(), default=0), kept.get(home.id, 0)
+        if most > at_home:
+            best = freest(one for one in homes if kept.get(one.id) == most) or home
+            pool = self._cluster.pool_of(best)
+            saved_s = pool.rest_s(request, at_home) - pool.rest_s(request, most)
+            if saved_s < LEAST_SAVING * pool.rest_s(request, 0):
+                best = home
+        return _Spot(best, kept_tokens=kept.get(best.id, 0))
+
+    def _kept_tokens(
+        self, request: Request, homes: list[DecodeInstance], able: Callable[[DecodeInstance], bool]
+    ) -> dict[str, int]:
+        """By able instance, what is worth keeping: more than prefill's caches have, for a plain
+        decode instance would have to send its own there first. Others have no entry."""
+        hashes, length = request.prefix_hashes, request.prompt_tokens
+        at_prefill: dict[str, int] = {}  # by model, most
+        kept: dict[str, int] = {}
+        for one in homes:
+            tokens = one.prefixes.tokens(hashes, length)
+            full = one.sequences >= one.card.max_batch
+            if tokens < MIN_KEPT_TOKENS or full or not able(one):
+                continue
+            if one.card.role == "mixed":
+                kept[one.id] = tokens
+                continue
+            model = one.card.model_hash
+            if model not in at_prefill:
+                prefills = self._cluster.pool_of(one).prefill.values()
+                found = (other.prefixes.tokens(hashes, length) for other in prefills)
+                at_prefill[model] = max(found, default=0)
+            if tokens > at_prefill[model]:
+                kept[one.id] = tokens
+        return kept
+
+    def _place(self, request: Request, spot: _Spot) -> None:
+        life, home = self._life, spot.home
+        pool = self._cluster.pool_of(home)
+        life.unqueue(request)
+        self._hold(request, spot)
+        request.decode_id = home.id
+        request.shards = spot.shards
+        request.kept_tokens = request.landed_tokens = spot.kept_tokens
+        request.attempt += 1
+        if request.attempt > 1 or spot.kept_tokens or len(self._cluster.pools) > 1:
+            pool.predict(request)  # by the pool that it goes to: it may be another one now
+        life.effects.append(
+            Place(
+                request_id=request.id,
+                proxy_id=request.proxy_id,
+                decode_id=home.id,
+                predicted_ttft_s=self._predicted_ttft_s(request, pool),
+            )
+        )
+        life.admit(request)
+        life.record(request)
+        if home.card.role != "mixed":
+            life.enqueue(request, pool.line)
+        else:
+            kept = spot.kept_tokens
+            whole = Chunk(
+                index=0,
+                start_token=kept,
+                num_tokens=request.prompt_tokens - kept,
+                instance_ids=(home.id,),
+            )
+            self._send(request, (whole,), {})
+
+    def _hold(self, request: Request, spot: _Spot) -> None:
+        spot.home.hold(request, *spot.shards[:1])
+        for shard in spot.shards[1:]:
+            holder = self._cluster.instances[shard.worker_id]
+            assert not isinstance(holder, PrefillInstance)  # those hold no shards
+            holder.hold_shard(request.id, shard)
+
+    def _predicted_ttft_s(self, request: Request, pool: Pool) -> float:
+        """Work that goes before the request, its own, and what comes on top of computing.
+
+        With nobody in the pool's line before it, it goes to the instance with the least such work;
+        else that of the line and of all instances is taken to be shared evenly.
+        """
+        own_s = request.predicted_prefill_s + pool.on_top.seconds(request.prompt_tokens)
+        if not pool.line and any(not prefill.queue for prefill in pool.prefill.values()):
+            return own_s
+        life, now_s = self._life, self._life.now_s
+        key = life.keys([request], len(pool.prefill))[request.id]
+        rank: Rank = (key, request.order, 0)
+        ahead_s = [
+            pool.board.ahead_s(prefill, rank, now_s) for prefill in pool.prefill.values()
+        ] or [0.0]
+        line_s = pool.line.work_before_s(key, request.order)
+        return own_s + ((sum(ahead_s) + line_s) / len(ahead_s) if line_s else min(ahead_s))
+
+
+def _fitting(request: Request, pools: list[Pool]) -> _Fitting:
+    found: list[DecodeInstance] = []
+    spread: list[Pool] = []
+    for pool in pools:
+        if not pool.could_prefill(request):
+            continue
+        homes = pool.homes()
+        if not pool.spreading.wanted(request, homes):
+            found += homes
+        elif pool.spreading.could_hold(request, homes):
+            spread.append(pool)
+    return _Fitting(found, spread)
+
+
+def _kept(request: Request, fitting: _Fitting, reserved: Collection[str]) -> tuple[str, ...]:
+    """Instances whose pages the request keeps to itself while it waits."""
+    open_to = (one for one in fitting.homes if one.id not in reserved)
+    free = [one for one in open_to if one.could_hold(request)]
+    if free:
+        return (max(free, key=lambda one: (one.open_pages, one.id)).id,)
+    for pool in fitting.spread:
+        if kept := pool.spreading.kept(request, pool.homes(), reserved):
+            return kept
+    return ()

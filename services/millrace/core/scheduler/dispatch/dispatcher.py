@@ -1,0 +1,335 @@
+"""Scheduling rounds: places requests at decode, sends placed ones to prefill, says who runs.
+
+A round follows every arrival and completion, and nothing else that is frequent (FlowPrefill section
+5.2, Alg. 2): it ranks what waits and what is suspended or runs by the policy, hands the best to the
+instances, and orders a preemption or a resumption where something else than what runs comes first.
+"""
+
+from __future__ import annotations
+
+from array import array
+from dataclasses import dataclass, replace
+from itertools import islice
+
+from millrace.core.cost.correction import band_of
+from millrace.core.kv.prompt_pages import pages_of_plan
+from millrace.core.request import Chunk, Request, RequestState
+from millrace.core.scheduler.batching import batch
+from millrace.core.scheduler.dispatch.decode_placement import Placement
+from millrace.core.scheduler.effects import RunPrefill
+from millrace.core.scheduler.fleet.cluster import Pool
+from millrace.core.scheduler.fleet.instances import Instance, PrefillInstance
+from millrace.core.scheduler.fleet.run_queue import Rank, Task, masks
+from millrace.core.scheduler.planning.plan import Plan, PlannedChunk
+from millrace.core.scheduler.request_table import Lifecycle
+
+#: With preemption, so many requests at the head of the line may be passed by later ones.
+MAX_PASSED = 8
+
+#: Queue time of an instance that has no room now: planners then use the others if they can.
+NO_ROOM_S = 1e9
+
+#: So many requests behind the head are looked at for a batch with it.
+MAX_BATCHED = 64
+
+
+@dataclass(frozen=True, slots=True)
+class _Planned:
+    """Chunks, and the pages that they take at each instance of the last one's group."""
+
+    chunks: tuple[Chunk, ...]
+    pages: dict[str, int]
+    plan: Plan
+    cached_tokens: int = 0  # of the first chunk, that its one instance has in its prefix cache
+
+
+class Rounds:
+    """Runs a round after every event that may have made room or brought work."""
+
+    def __init__(self, life: Lifecycle) -> None:
+        self.count = 0
+        self.commands = 0  # told to prefill instances
+        self._life = life
+        self._cluster = life.cluster
+        self._config = life.config
+        self._placement = Placement(life, self._send)
+
+    def run(self) -> None:
+        """Places and dispatches all that has room now."""
+        self.place()
+        self.dispatch()
+
+    def place(self) -> None:
+        """The first half alone, for what must be placed before more is decided."""
+        if self._life.unplaced:
+            self._placement.place()
+
+    def has_room(self, request: Request) -> bool:
+        """Whether a decode instance that takes new work has room for the request now."""
+        return self._placement.has_room(request)
+
+    def room_made(self, instance: Instance) -> None:
+        """Pages came free: whoever waited for them goes on. Nobody runs in another order for it."""
+        if self._life.unplaced:
+            self.run()
+        elif isinstance(instance, PrefillInstance):
+            pool = self._cluster.pool_of(instance)
+            if pool.lacks_pages:
+                self._round(pool)
+
+    def dispatch(self) -> None:
+        """The second half alone, for events that made room at prefill instances only."""
+        for pool in self._cluster.pools.values():
+            if pool.line or pool.board.ranked:
+                self._round(pool)
+
+    def _round(self, pool: Pool) -> None:
+        self.count += 1
+        if not self._life.policy.static and len(pool.line) + len(pool.board.ranked) > 1:
+            self._life.rerank(pool)
+        self._dispatch(pool)
+        orders = pool.board.orders()
+        self.commands += len(orders)
+        self._life.effects += orders
+
+    # ---- prefill
+
+    def _dispatch(self, pool: Pool) -> None:
+        pool.lacks_pages = False
+        kept: set[str] = set()
+        index = 0
+        while index < len(pool.line) and pool.prefill:
+            request = pool.line[index]
+            planned = self._plan(request, pool, kept)
+            if planned is not None:
+                self._start(request, planned, pool)
+            elif not pool.could_prefill(request):
+                index += 1  # an earlier attempt is still wherever it could go
+                pool.lacks_pages = True
+            elif pool.board.preemptive and index < MAX_PASSED:
+                index += 1  # whoever passes it yields when it can start, but not its pages
+                kept.update(self._waits_for(request, pool, kept))
+                if len(kept) == len(pool.prefill):
+                    return
+            else:
+                return  # its turn comes first
+
+    def _waits_for(self, request: Request, pool: Pool, kept: set[str]) -> list[str]:
+        """Instances whose pages the request keeps: the freest, where no group has the pages now."""
+        others = [one for one in pool.prefill.values() if one.id not in kept]
+        shares = pool.shares(request)
+        least = min(shares.values())
+        if any(one.free_slots >= least and one.takes(request) for one in others):
+            return []
+        others.sort(key=lambda one: (-one.free_pages, one.id))
+        return [one.id for one in others[: pool.least_sp(shares)]]
+
+    def _plan(self, request: Request, pool: Pool, kept: set[str]) -> _Planned | None:
+        """Chunks of which the first can be taken in now, or None; on no instance that is `kept`.
+
+        That is when its instances have a task slot among the tasks that go before the request, and
+        all instances of the plan have the pages that they need. Where they have not, the plan is
+        made again without the instances that lack them, and then for a larger group, whose members
+        need fewer. Planned but not taken in, a request is planned anew next time.
+        """
+        instances = list(pool.prefill.values())
+        rank: Rank = (pool.line.key(request), request.order, 0)
+        board, ahead = pool.board, self._config.tasks_ahead
+        slots = [len(one.queue) < ahead or board.ahead(one, rank) < ahead for one in instances]
+        if not any(slots):
+            return None
+        queue_s = board.queue_s(instances, rank, self._life.now_s)
+        shares = pool.shares(request)
+        least, tokens, request_id = min(shares.values()), request.prompt_tokens, request.id
+        for index, one in enumerate(instances):
+            # As `free_slots` and `takes`, written out: looked at for every instance and plan.
+            card = one.card
+            if (
+                (card.kv_pages - one.used_pages) * card.page_tokens < least
+                or tokens > card.max_context_tokens
+                or request_id in one.holdings
+                or (kept and one.id in kept)
+            ):
+                queue_s[index] = NO_ROOM_S
+                pool.lacks_pages = True
+        least_sp = pool.least_sp(shares)
+        waiting_s = queue_s
+        for attempt in range(3):
+            found = self._planned(request, pool, queue_s, least_sp, shares)
+            if found is None:
+                return None
+            members = found.plan.chunks[-1].members
+            if all(
+                queue_s[member] < NO_ROOM_S
+                and found.pages[instances[member].id] <= instances[member].free_pages
+                for member in members
+            ):
+                found = self._quickest(request, pool, queue_s, found)
+                first = found.plan.chunks[0].members
+                return found if all(slots[member] for member in first) else None
+            if attempt == 1:
+                queue_s, least_sp = waiting_s, len(members) + 1
+                continue
+            queue_s = queue_s[:]
+            most = max(found.pages.values())
+            for index, one in enumerate(instances):
+                if one.free_pages < most:
+                    queue_s[index] = NO_ROOM_S
+                    pool.lacks_pages = True
+        return None
+
+    def _quickest(
+        self, request: Request, pool: Pool, queue_s: array[float], found: _Planned
+    ) -> _Planned:
+        """`found`, or one chunk at an instance that has the prompt's first tokens and ends before.
+
+        Only what is behind them is computed, as a chunk with that history: C of Eq. (1).
+        """
+        if not request.prefix_hashes or request.kept_tokens or not request.resumable:
+            return found
+        for index, one in enumerate(pool.prefill.values()):
+            cached = one.prefixes.tokens(request.prefix_hashes, request.prompt_tokens)
+            if not cached or queue_s[index] >= NO_ROOM_S:
+                continue
+            alone_s = pool.latency.chunk_s(request.prompt_tokens - cached, cached, 1)
+            if queue_s[index] + alone_s < found.plan.ttft_s:
+                chunk = PlannedChunk(request.prompt_tokens, (index,))
+                planned = _planned(request, pool, Plan((chunk,), queue_s[index] + alone_s))
+                if planned.pages[one.id] <= one.free_pages:
+                    found = replace(planned, cached_tokens=cached)
+        return found
+
+    def _planned(
+        self,
+        request: Request,
+        pool: Pool,
+        queue_s: array[float],
+        least_sp: int,
+        shares: dict[int, int],
+    ) -> _Planned | None:
+        """A plan that its members could take in once all others left; None where there is none."""
+        found = _planned(request, pool, pool.plan(request, queue_s, least_sp))
+        if all(pages <= pool.prefill[i].card.kv_pages for i, pages in found.pages.items()):
+            return found
+        chunk = pool.one_chunk(request, queue_s, shares)
+        return None if chunk is None else _planned(request, pool, chunk)
+
+    def _start(self, request: Request, planned: _Planned, pool: Pool) -> None:
+        """Sends the request, and others that are computed together with it."""
+        key, chunks = pool.line.key(request), planned.chunks
+        together = self._batch(request, planned, pool)
+        for one in (request, *together):
+            self._life.unqueue(one)
+        tasks: list[Task] = []
+        for chunk in chunks:
+            members = tuple(pool.prefill[instance_id] for instance_id in chunk.instance_ids)
+            tokens = chunk.num_tokens + sum(r.prompt_tokens for r in together)
+            history = chunk.start_token + planned.cached_tokens
+            modelled_s = pool.latency.chunk_s(tokens - planned.cached_tokens, history, len(members))
+            band = band_of(chunk.start_token + chunk.num_tokens, len(members))
+            corrections = self._cluster.corrections
+            predicted_s = max(corrections.seconds(m.id, band, modelled_s) for m in members)
+            tasks.append(
+                Task(
+                    requests=[request, *together],
+                    chunk=chunk,
+                    members=members,
+                    mask=masks(members),
+                    modelled_s=modelled_s,
+                    predicted_s=predicted_s,
+                    band=band,
+                    batched=bool(together),
+                    is_alone=len(chunks) == 1 and not any(m.queue for m in members),
+                    rank=(key, request.order, chunk.index),
+                    previous=tasks[-1] if tasks else None,
+                )
+            )
+        request.predicted_prefill_s = sum(task.predicted_s for task in tasks)
+        request.predicted_work_s = sum(task.predicted_s * len(task.members) for task in tasks)
+        self._send(request, chunks, planned.pages)
+        for other in together:
+            alone = Chunk(
+                index=0,
+                start_token=0,
+                num_tokens=other.prompt_tokens,
+                instance_ids=chunks[0].instance_ids,
+            )
+            card = pool.prefill[alone.instance_ids[0]].card
+            self._send(other, (alone,), pages_of_plan((alone,), card.page_tokens, 0))
+        for one in (request, *together):
+            self._life.board_of[one.id] = pool.board
+        pool.board.add(tasks)
+
+    def _batch(self, head: Request, planned: _Planned, pool: Pool) -> list[Request]:
+        """Requests behind `head` in the line that are computed in one pass with it.
+
+        Whole prompts on one instance only: a group's pass is laid out for one prompt.
+        """
+        budget, chunks = pool.batch_tokens, planned.chunks
+        if head.prompt_tokens >= budget or head.kept_tokens or planned.cached_tokens:
+            return []
+        if len(chunks) > 1 or len(chunks[0].instance_ids) > 1:
+            return []
+        leader, latency = chunks[0].instance_ids[0], pool.latency
+        corrections, band = self._cluster.corrections, band_of(head.prompt_tokens)
+        behind = (r for r in pool.line if r is not head and not r.kept_tokens)
+        found = batch(
+            head,
+            islice(behind, MAX_BATCHED),
+            budget,
+            self._life.now_s,
+            lambda tokens: corrections.seconds(leader, band, latency.chunk_s(tokens, 0, 1)),
+        )
+        together: list[Request] = []
+        instance = pool.prefill[leader]
+        free = instance.free_pages - planned.pages[instance.id]
+        for one in found:
+            if one is head:
+                continue
+            pages = -(-one.prompt_tokens // instance.card.page_tokens)
+            if pages <= free and instance.takes(one):
+                together.append(one)
+                free -= pages
+        return together
+
+    def _send(self, request: Request, chunks: tuple[Chunk, ...], pages: dict[str, int]) -> None:
+        assert request.decode_id is not None  # only placed requests are sent
+        request.chunks = chunks
+        request.attempts += 1
+        request.dispatched_s = self._life.now_s
+        request.token_out_s = request.computed_alone_s = None  # of an earlier attempt
+        for instance_id in chunks[-1].instance_ids:  # it holds all groups before it
+            instance = self._cluster.instances[instance_id]
+            if isinstance(instance, PrefillInstance):
+                instance.hold(request, pages[instance_id])
+            self.commands += 1
+            self._life.effects.append(
+                RunPrefill(
+                    instance_id=instance_id,
+                    request_id=request.id,
+                    chunks=chunks,
+                    decode_id=request.decode_id,
+                    attempt=request.attempt,
+                    shards=request.shards,
+                )
+            )
+        self._life.advance(request, RequestState.PREFILLING)
+
+
+def _planned(request: Request, pool: Pool, plan: Plan) -> _Planned:
+    instances = list(pool.prefill.values())
+    chunks = []
+    start = request.kept_tokens
+    for index, part in enumerate(plan.chunks):
+        chunks.append(
+            Chunk(
+                index=index,
+                start_token=start,
+                num_tokens=part.num_tokens,
+                instance_ids=tuple(instances[member].id for member in part.members),
+            )
+        )
+        start += part.num_tokens
+    card = instances[plan.chunks[0].members[0]].card
+    pages = pages_of_plan(chunks, card.page_tokens, card.kv_layers)
+    return _Planned(tuple(chunks), pages, plan)

@@ -1,0 +1,145 @@
+"""What the scheduler wants done.
+
+Drivers (the live service, the simulator) carry effects out in order.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from millrace.core.request import Chunk, RequestState, Shard
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Place:
+    """Tell the proxy that the request is accepted and which decode instance emits its tokens."""
+
+    request_id: str
+    proxy_id: str
+    decode_id: str
+    predicted_ttft_s: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Refuse:
+    """Tell the proxy that the request is not accepted.
+
+    code: overloaded | unavailable | too_large.
+    """
+
+    request_id: str
+    proxy_id: str
+    code: str
+    message: str
+    retry_after_s: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Fail:
+    """Tell the proxy that an accepted request is over without its answer.
+
+    `resumable`: an instance was lost when token one may have been out. The proxy knows which tokens
+    were, and may submit the rest as a new request.
+    """
+
+    request_id: str
+    proxy_id: str
+    message: str
+    resumable: bool = False
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AdmitDecode:
+    """Tell the decode instance to reserve for the request. Comes before `RunPrefill`.
+
+    With `kept_tokens` it holds the request already: it keeps the KV of so many first tokens, which
+    earlier attempts left, and expects the rest anew. In a first attempt it takes them out of its
+    prefix cache. No two of these have the
+    same `attempt`. With `shards`, by position, it holds the first and the instances named in the
+    others hold those for it.
+    """
+
+    instance_id: str
+    request_id: str
+    attempt: int = 1
+    kept_tokens: int = 0
+    shards: tuple[Shard, ...] = ()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RunPrefill:
+    """Send a request's plan to an instance of it, behind what the instance already holds.
+
+    Every instance named in `chunks` gets one; it queues those chunks that name it, each as an entry
+    of its own (see `Order`). Chunks that begin behind token 0 go on from what decode keeps. With
+    `shards` the KV goes to those that hold them, else all of it to decode.
+    """
+
+    instance_id: str
+    request_id: str
+    chunks: tuple[Chunk, ...]
+    decode_id: str
+    attempt: int = 1
+    shards: tuple[Shard, ...] = ()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ChunkRef:
+    """A chunk of a request that an instance holds."""
+
+    request_id: str
+    chunk_index: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Order:
+    """The instance's queue from now on, replacing the one it has.
+
+    An entry is what one forward pass computes: a chunk, or whole prompts batched together. Entry 0
+    is to run now: whatever else runs is suspended at its next boundary, keeps its state, and goes
+    on when it is entry 0 again. When an entry ends, the next one starts without a word from the
+    scheduler. A chunk of a group starts when it is entry 0 at all its members, the chunk before it
+    is finished and all members are free. References to what is finished or gone are skipped.
+    """
+
+    instance_id: str
+    queue: tuple[tuple[ChunkRef, ...], ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CancelOn:
+    """Tell an instance to drop the request and free all it holds of it.
+
+    Harmless when it holds nothing.
+    """
+
+    instance_id: str
+    request_id: str
+    reason: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Record:
+    """Write the request's new state to the request store, off the decision path.
+
+    `kv_tokens`: the KV of so many first tokens lies at the decode instance.
+    """
+
+    request_id: str
+    state: RequestState
+    decode_id: str | None
+    kv_tokens: int = 0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Stalled:
+    """Log that prepared work did not begin, and that these requests are planned again.
+
+    ``waits``: (instance, what it waits for) of all instances that stood still.
+    """
+
+    request_ids: tuple[str, ...]
+    waits: tuple[tuple[str, str], ...]
+
+
+Effect = Place | Refuse | Fail | AdmitDecode | RunPrefill | Order | CancelOn | Record | Stalled

@@ -1,0 +1,53 @@
+"""Who speaks: news of earlier lives, of what an instance does not hold, of earlier attempts."""
+
+from __future__ import annotations
+
+from millrace.core.request import Request
+from millrace.core.scheduler import events
+from millrace.core.scheduler.fleet.cluster import Cluster
+from millrace.core.scheduler.fleet.instances import Instance, PrefillInstance
+
+_OfHolder = (
+    events.RequestReleased | events.PrefixLanded | events.RequestFinished | events.RequestFailed
+)
+_OfAttempt = events.RequestReleased | events.PrefixLanded | events.RequestFailed
+_OfInstance = (
+    _OfHolder
+    | events.InstanceLeft
+    | events.InstanceDraining
+    | events.InstanceCordoned
+    | events.LoadReported
+    | events.ChunkStarted
+    | events.ChunkFinished
+    | events.ChunkSuspended
+    | events.DecodeStarted
+)
+
+
+class Speakers:
+    """Finds the instance that an event is from; `ignored` counts events that change nothing."""
+
+    def __init__(self, cluster: Cluster) -> None:
+        self.ignored = 0
+        self._cluster = cluster
+
+    def current(self, event: _OfInstance) -> Instance | None:
+        """The instance, unless the scheduler knows no such life of it."""
+        instance = self._cluster.current(event.instance_id, event.generation)
+        self.ignored += instance is None
+        return instance
+
+    def holder(self, event: _OfHolder) -> Instance | None:
+        """The instance, if it holds the request."""
+        instance = self.current(event)
+        if instance is None or event.request_id in instance.holdings:
+            return instance
+        self.ignored += 1
+        return None
+
+    def is_of_earlier(self, event: _OfAttempt, request: Request, instance: Instance) -> bool:
+        """Whether a holder speaks of an earlier attempt than the one that it is being told of."""
+        holds = not isinstance(instance, PrefillInstance)
+        earlier = holds and 0 < event.attempt < request.attempt
+        self.ignored += earlier
+        return earlier

@@ -1,0 +1,258 @@
+"""What the world tells the scheduler. `Machine.step(event, now_s)` is their only reader.
+
+Instances are named by id; `generation` tells one life of an instance from the next, and news of an
+earlier life is ignored.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from millrace.core.cost.decode_step import DecodeStepTime
+from millrace.core.cost.latency import SpLatency
+from millrace.core.instance.standstill import Standstill
+from millrace.core.request import Request
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class InstanceJoined:
+    """An instance registered. The same id with a higher generation replaces the earlier life."""
+
+    instance_id: str
+    generation: int
+    role: str  # "prefill" | "decode" | "mixed" (both, packing its own batches) | "kvp"
+    kv_pages: int
+    page_tokens: int
+    max_context_tokens: int
+    max_batch: int
+    model_hash: str
+    latency: SpLatency = field(default_factory=SpLatency)
+    node: str = ""  # instances of one node are close to each other; empty: a node of its own
+    #: Layers that a page holds, from which a ring's buffers follow; 0: buffers are not counted.
+    kv_layers: int = 0
+    decode_step: DecodeStepTime | None = None  # of its batches; None: not known
+    block_tokens: int = 0  # of its prefix cache; 0: it keeps none
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class InstanceLeft:
+    """An instance's stream ended or its lease lapsed: whatever it held is gone."""
+
+    instance_id: str
+    generation: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class InstanceDraining:
+    """The instance says that it leaves: no new work for it ever; what it has may finish."""
+
+    instance_id: str
+    generation: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class InstanceCordoned:
+    """Whoever sizes the pool wants no new work on the instance; or, lifted, wants it there again.
+
+    What it has may finish. An instance that leaves takes no work again, whatever is lifted.
+    """
+
+    instance_id: str
+    generation: int
+    cordoned: bool
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CachedBlocks:
+    """What changed in an instance's prefix cache, as hashes of blocks (`prefix`).
+
+    `whole`: what was `added` is all that there is.
+    """
+
+    whole: bool = False
+    added: tuple[int, ...] = ()
+    removed: tuple[int, ...] = ()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LoadReported:
+    """A heartbeat."""
+
+    instance_id: str
+    generation: int
+    free_pages: int
+    running: int
+    waiting: int
+    #: Decode: from token to token of what runs, since the last heartbeat; 0: no token followed one.
+    tbt_s: float = 0.0
+    cached: CachedBlocks | None = None
+    standstill: Standstill | None = None  # prefill: work is prepared and none has begun
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Submitted:
+    request: Request
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CancelRequested:
+    """The client left, the proxy met a stop string, or a deadline passed."""
+
+    request_id: str
+    reason: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ProxyLeft:
+    """A proxy's stream ended: nobody reads its requests any more."""
+
+    proxy_id: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ChunkStarted:
+    """A chunk's group began to compute it, or went on after a suspension.
+
+    Of a group (`Chunk.instance_ids`) the first instance speaks; so for the two events below.
+    """
+
+    instance_id: str
+    generation: int
+    request_id: str
+    chunk_index: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ChunkFinished:
+    instance_id: str
+    generation: int
+    request_id: str
+    chunk_index: int
+    compute_s: float
+    last: bool
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ChunkSuspended:
+    """The chunk stopped at a boundary, as ordered; its state is kept.
+
+    `compute_s` is what it has computed so far, over all its stretches.
+    """
+
+    instance_id: str
+    generation: int
+    request_id: str
+    chunk_index: int
+    compute_s: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RequestReleased:
+    """The instance holds no page of the request any more.
+
+    `complete`, of a prefill instance: all of its part was computed and sent. `attempt`, of a decode
+    instance or a holder: the last one that it was told of; 0 says nothing of attempts.
+    """
+
+    instance_id: str
+    generation: int
+    request_id: str
+    complete: bool = False
+    attempt: int = 0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PrefixLanded:
+    """Decode has the KV of the first `tokens` tokens in its pages, where it stays."""
+
+    instance_id: str
+    generation: int
+    request_id: str
+    attempt: int
+    tokens: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DecodeStarted:
+    """All KV landed; the request joined the instance's batch, `since_token_s` after token one went
+    to the proxy.
+    """
+
+    instance_id: str
+    generation: int
+    request_id: str
+    since_token_s: float = 0.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RequestFinished:
+    """Decode emitted the last token (stop | length) or dropped the request (cancelled)."""
+
+    instance_id: str
+    generation: int
+    request_id: str
+    reason: str
+    generated_tokens: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RequestFailed:
+    """An instance could not do its part. A retryable failure is prefilled again elsewhere.
+
+    Decode says which `attempt` it speaks of (0: of none in particular), and the KV of how many
+    first tokens it keeps for the next one. Where it keeps none it releases the request.
+    """
+
+    instance_id: str
+    generation: int
+    request_id: str
+    message: str
+    retryable: bool
+    attempt: int = 0
+    kept_tokens: int = 0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PolicyChanged:
+    """From now on requests are ranked by another policy: a name of `core.priority.POLICIES`."""
+
+    policy: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ImprovementRateChanged:
+    """What a larger group must bring from now on: a rate for good, or a table by arrival rate.
+
+    `rows` of (arrivals per second, rate) count where `rate` is None.
+    """
+
+    rate: float | None = None
+    rows: tuple[tuple[float, float], ...] = ()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Tick:
+    """Time passed: deadlines are looked at."""
+
+
+Event = (
+    InstanceJoined
+    | InstanceLeft
+    | InstanceDraining
+    | InstanceCordoned
+    | LoadReported
+    | Submitted
+    | CancelRequested
+    | ProxyLeft
+    | ChunkStarted
+    | ChunkFinished
+    | ChunkSuspended
+    | RequestReleased
+    | PrefixLanded
+    | DecodeStarted
+    | RequestFinished
+    | RequestFailed
+    | PolicyChanged
+    | ImprovementRateChanged
+    | Tick
+)

@@ -1,0 +1,309 @@
+"""All instances, and the pools of those that can work together."""
+
+from __future__ import annotations
+
+from array import array
+from collections.abc import Iterator
+from dataclasses import replace
+
+from millrace.core.config import SchedulerConfig
+from millrace.core.cost.correction import Corrections, OnTop, band_of
+from millrace.core.cost.latency import SpLatency
+from millrace.core.cost.rates import live_rate
+from millrace.core.kv.prompt_pages import Shares
+from millrace.core.request import Request
+from millrace.core.scheduler.batching import filling_tokens
+from millrace.core.scheduler.events import ImprovementRateChanged, InstanceJoined
+from millrace.core.scheduler.fleet.instances import (
+    DecodeInstance,
+    Instance,
+    KvpInstance,
+    PrefillInstance,
+)
+from millrace.core.scheduler.fleet.kvp_placement import Spreading
+from millrace.core.scheduler.fleet.run_queue import Board
+from millrace.core.scheduler.fleet.waiting_queue import WaitingLine
+from millrace.core.scheduler.planning import PLANNERS, Planner, PlannerInputs, degrees_used
+from millrace.core.scheduler.planning.one_chunk import quickest_chunk
+from millrace.core.scheduler.planning.plan import Plan
+
+#: What a pool's corrections are of: whichever of its instances takes a request.
+ANYONE = ""
+
+
+class Pool:
+    """Instances of one model hash; only those within a pool are ever paired.
+
+    `prefill`, `decode` and `kvp` hold the instances that take new work, `members` counts draining
+    ones too. An instance of role "mixed" is among `decode` and prefills what it is given itself.
+    """
+
+    def __init__(self, config: SchedulerConfig) -> None:
+        self.prefill: dict[str, PrefillInstance] = {}
+        self.decode: dict[str, DecodeInstance] = {}
+        self.kvp: dict[str, KvpInstance] = {}
+        self.spreading = Spreading(config, self.decode, self.kvp)
+        self.members = 0
+        self.corrections = Corrections()
+        self.on_top = OnTop()
+        self.lacks_pages = False  # in the last round an instance lacked the pages for a request
+        self.line = WaitingLine()  # placed, waiting to be sent to prefill instances
+        self.board = Board(preemptive=config.preemption != "none")
+        self._config = config
+        self._inputs: PlannerInputs | None = None
+        self._planner: Planner | None = None
+        self._after: tuple[int, Planner] | None = None  # the last one made for some history
+        self._degrees: tuple[int, ...] = (1,)
+        self._latency: SpLatency | None = None
+        self._shares = Shares((1,), 1, 0)
+        self.smallest_slots = 0  # of the pages that every prefill instance has
+        self._smallest_context = 0  # tokens
+        self.batch_tokens = 0  # of whole prompts that are computed together
+        self.prefillers = 0  # instances that prefill, mixed ones included
+
+    @property
+    def is_ready(self) -> bool:
+        """Whether new work can be both prefilled and decoded here."""
+        return bool(self.decode) and (bool(self.prefill) or any(self._mixed()))
+
+    @property
+    def degrees(self) -> tuple[int, ...]:
+        """SP degrees that its planner gives groups, ascending."""
+        self._prepare()
+        return self._degrees
+
+    def shares(self, request: Request) -> dict[int, int]:
+        """By SP degree, the slots that a group's members need in pages for what is to compute.
+
+        That is as one chunk: growing groups take more of their first members.
+        """
+        self._prepare()
+        return self._shares.of(request.prompt_tokens - request.kept_tokens, request.kept_tokens)
+
+    def least_sp(self, shares: dict[int, int]) -> int:
+        """The smallest degree whose shares every instance can hold; the largest, if none is."""
+        fitting = (sp for sp, slots in shares.items() if slots <= self.smallest_slots)
+        return next(fitting, self._degrees[-1])
+
+    def plan(self, request: Request, queue_s: array[float], least_sp: int) -> Plan:
+        """A plan of the configured planner over `prefill`, in its order. There must be one."""
+        self._prepare()
+        history = request.kept_tokens
+        assert self._planner is not None
+        planner = self._planner
+        if history:
+            assert self._inputs is not None
+            if self._after is None or self._after[0] != history:
+                inputs = replace(self._inputs, history=history)
+                self._after = (history, PLANNERS[self._config.planner](inputs))
+            planner = self._after[1]
+        return planner.plan(request.prompt_tokens - history, queue_s, least_sp)
+
+    def one_chunk(
+        self, request: Request, queue_s: array[float], shares: dict[int, int]
+    ) -> Plan | None:
+        """The quickest plan of one chunk whose members can hold their shares at all."""
+        self._prepare()
+        assert self._inputs is not None
+        able = {
+            sp: [one.could_hold(request, slots) for one in self.prefill.values()]
+            for sp, slots in shares.items()
+        }
+        inputs = replace(self._inputs, history=request.kept_tokens)
+        tokens = request.prompt_tokens - request.kept_tokens
+        return quickest_chunk(inputs, tokens, queue_s, able)
+
+    def configure(self, config: SchedulerConfig) -> None:
+        """From now on plans are made by these settings of planners."""
+        self._config = config
+        self._plan_anew()
+
+    def changed(self, instance: Instance) -> None:
+        """The instance takes new work now, or no more."""
+        if instance.draining:
+            self.prefill.pop(instance.id, None)
+            self.decode.pop(instance.id, None)
+            self.kvp.pop(instance.id, None)
+        elif isinstance(instance, PrefillInstance):
+            self.prefill[instance.id] = instance
+        elif isinstance(instance, DecodeInstance):
+            self.decode[instance.id] = instance
+        else:
+            self.kvp[instance.id] = instance
+        self.prefillers = len(self.prefill) + sum(1 for _ in self._mixed())
+        self._plan_anew()
+
+    def _plan_anew(self) -> None:
+        self._inputs = self._planner = self._after = self._latency = None
+        self._degrees = (1,)
+
+    def predict(self, request: Request) -> None:
+        """Notes what the rest of the request's prefill takes, alone on the idle pool.
+
+        As the latency model has it, corrected by what the pool's instances took so far.
+        """
+        kept = request.kept_tokens
+        request.predicted_prefill_s = self.rest_s(request, kept)
+        least = self._degrees[0]
+        request.predicted_work_s = least * self._rest_s(request, kept, least)
+
+    def rest_s(self, request: Request, kept: int) -> float:
+        """Seconds that what follows `kept` first tokens takes, alone on the idle pool."""
+        self._prepare()
+        return min(self._rest_s(request, kept, sp) for sp in self._degrees)
+
+    def _rest_s(self, request: Request, kept: int, sp: int) -> float:
+        modelled_s = self.latency.chunk_s(request.prompt_tokens - kept, kept, sp)
+        return self.corrections.seconds(ANYONE, band_of(request.prompt_tokens, sp), modelled_s)
+
+    @property
+    def latency(self) -> SpLatency:
+        """A pool's instances are taken to be of one kind."""
+        if self._latency is None:
+            some: list[Instance] = [*self.prefill.values(), *self._mixed()]
+            self._latency = some[0].card.latency
+        return self._latency
+
+    def could_prefill(self, request: Request) -> bool:
+        """Whether a group could take the request once others left."""
+        if not self.prefill:
+            return any(self._mixed())
+        shares = self.shares(request)
+        is_new = request.attempt <= 1 and not request.attempts
+        in_context = request.prompt_tokens <= self._smallest_context
+        if is_new and in_context and min(shares.values()) <= self.smallest_slots:
+            return True  # nobody holds an earlier attempt, and all have the room
+        return any(
+            sum(p.could_hold(request, slots) for p in self.prefill.values()) >= sp
+            for sp, slots in shares.items()
+        )
+
+    def could_decode(self, request: Request) -> bool:
+        homes = self.homes()
+        if self.spreading.wanted(request, homes):
+            return self.spreading.could_hold(request, homes)
+        return any(d.could_hold(request) for d in homes)
+
+    def homes(self) -> list[DecodeInstance]:
+        """Where requests can be placed: with nobody to prefill for the others, mixed ones only."""
+        return list(self.decode.values() if self.prefill else self._mixed())
+
+    def _mixed(self) -> Iterator[DecodeInstance]:
+        return (d for d in self.decode.values() if d.card.role == "mixed")
+
+    def _prepare(self) -> None:
+        if self._planner is not None or not self.prefill:
+            return
+        cards = [p.card for p in self.prefill.values()]
+        numbers: dict[str, int] = {}
+        nodes = tuple(numbers.setdefault(c.node or c.instance_id, len(numbers)) for c in cards)
+        pages = {(card.page_tokens, card.kv_layers) for card in cards}
+        latency, page = self.latency, (cards[0].page_tokens, cards[0].kv_layers)
+        if len(pages) > 1:  # members give pages to each other: they must be alike
+            latency, page = latency.limited(1), (1, 0)
+        inputs = PlannerInputs(latency=latency, nodes=nodes, config=self._config)
+        self._inputs = inputs
+        self._planner = PLANNERS[self._config.planner](inputs)
+        self._degrees = degrees_used(inputs)
+        self._shares = Shares(self._degrees, *page)
+        self.smallest_slots = min(card.kv_pages * card.page_tokens for card in cards)
+        self._smallest_context = min(card.max_context_tokens for card in cards)
+        wanted = self._config.batch_tokens
+        self.batch_tokens = filling_tokens(latency.by_sp[1]) if wanted < 0 else wanted
+
+
+class Cluster:
+    """All instances by id, and by the hash of the model that they serve."""
+
+    def __init__(self, config: SchedulerConfig) -> None:
+        self.instances: dict[str, Instance] = {}
+        self.pools: dict[str, Pool] = {}
+        self.corrections = Corrections()
+        grows = config.decode_reserve == "grow"
+        self._headroom_tokens = config.decode_headroom_tokens if grows else None
+        self._live_rate = live_rate(config.improvement_rate, config.improvement_rates)
+        self._config = replace(config, improvement_rate=self._live_rate.at(0.0))
+
+    @property
+    def improvement_rate(self) -> float:
+        """What a larger group must cut the TTFT by now."""
+        return self._config.improvement_rate
+
+    @property
+    def improvement_source(self) -> str:
+        """How it is found: "by load", "by arrivals" or "fixed"."""
+        return self._live_rate.source
+
+    def arrived(self, request: Request, now_s: float) -> None:
+        """A request arrived: as work comes faster, larger groups have to bring more."""
+        instances = sum(len(pool.prefill) for pool in self.pools.values())
+        self._live_rate.arrived(now_s, request.predicted_work_s / max(instances, 1))
+        self._use_rate(now_s)
+
+    def change_rate(self, event: ImprovementRateChanged, now_s: float) -> None:
+        """From now on a rate for good, or a table."""
+        self._live_rate.set_by_hand(event.rate)
+        if event.rate is None:
+            self._live_rate.replace_table(event.rows)
+        self._use_rate(now_s)
+
+    def _use_rate(self, now_s: float) -> None:
+        rate = self._live_rate.at(now_s)
+        if rate != self._config.improvement_rate:
+            self._config = replace(self._config, improvement_rate=rate)
+            for pool in self.pools.values():
+                pool.configure(self._config)
+
+    def current(self, instance_id: str, generation: int) -> Instance | None:
+        """The instance, if this is the life of it that the scheduler knows."""
+        instance = self.instances.get(instance_id)
+        if instance is None or instance.card.generation != generation:
+            return None
+        return instance
+
+    def pool_of(self, instance: Instance) -> Pool:
+        return self.pools[instance.card.model_hash]
+
+    def ready_pools(self) -> list[Pool]:
+        return [pool for pool in self.pools.values() if pool.is_ready]
+
+    def add(self, card: InstanceJoined) -> Instance:
+        """A new instance that holds nothing. The id must be free."""
+        pool = self.pools.setdefault(card.model_hash, Pool(self._config))
+        pool.members += 1
+        instance: Instance
+        if card.role == "prefill":
+            taken = pool.board.everyone
+            bit = ~taken & (taken + 1)  # the lowest free one
+            pool.board.everyone |= bit
+            instance = PrefillInstance(card, bit)
+        elif card.role == "kvp":
+            instance = KvpInstance(card)
+        else:
+            is_mixed = card.role == "mixed"  # it books whole lives
+            instance = DecodeInstance(card, None if is_mixed else self._headroom_tokens)
+        self.instances[card.instance_id] = instance
+        self.cordon(instance, cordoned=False)
+        return instance
+
+    def drain(self, instance: Instance) -> None:
+        """No new work for the instance ever again."""
+        instance.leaving = True
+        self.cordon(instance, cordoned=True)
+
+    def cordon(self, instance: Instance, *, cordoned: bool) -> None:
+        """No new work for the instance, or some again, unless it is leaving."""
+        instance.draining = cordoned or instance.leaving
+        self.pool_of(instance).changed(instance)
+
+    def remove(self, instance: Instance) -> None:
+        """Forgets the instance and all that it holds; its tasks follow their requests."""
+        self.drain(instance)
+        del self.instances[instance.id]
+        self.corrections.forget(instance.id)
+        self.pool_of(instance).members -= 1
+
+    def drop_if_empty(self, model_hash: str) -> None:
+        """Forgets a pool that has no instance, draining ones included."""
+        if self.pools[model_hash].members == 0:
+            del self.pools[model_hash]

@@ -1,0 +1,353 @@
+"""The instances as the scheduler knows them, and what each holds.
+
+Every page and task slot that a request occupies stands in a `Holding` at the instance; sums are
+kept beside them. A holding outlives its request: it goes when the instance says that the pages
+are free, or when the instance dies. Leases are the driver's matter: it turns silence into
+`InstanceLeft`.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, field
+
+from millrace.core.instance.standstill import Standstill
+from millrace.core.request import Request, Shard
+from millrace.core.scheduler.events import InstanceJoined, LoadReported
+from millrace.core.scheduler.fleet.cached_prefixes import CachedPrefixes
+from millrace.core.scheduler.fleet.freeness import freeness, pages_needed
+from millrace.core.scheduler.fleet.run_queue import Task
+
+
+@dataclass(slots=True, kw_only=True, eq=False)
+class Holding:
+    """What one attempt of a request occupies at one instance."""
+
+    pages: int
+    sequences: int = 1  # decode: choices, which join the batch together
+    leaving: bool = False  # nobody waits for this attempt any more; the pages are not yet free
+    decoding: bool = False  # decode: in the batch
+    is_shard: bool = False  # decode: of a request whose home is another instance
+    context_tokens: int = 0  # decode: that the pages are for, read in every step
+    tbt_s: float = math.inf  # decode: the request's objective
+
+
+@dataclass(slots=True, eq=False)
+class PrefillInstance:
+    """A prefill instance: pages of prompts, and the tasks it holds, the first one to run first."""
+
+    card: InstanceJoined
+    bit: int = 0  # its own bit among the pool's prefill instances
+    leaving: bool = False  # it said so
+    draining: bool = False  # takes no new work: it is leaving, or cordoned
+    running: int = 0  # as its last heartbeat said, like `waiting`
+    waiting: int = 0
+    holdings: dict[str, Holding] = field(default_factory=dict)
+    used_pages: int = 0
+    queue: list[Task] = field(default_factory=list)
+    standstill: Standstill | None = None  # as its last heartbeat said
+    still_since_s: dict[str, float] = field(default_factory=dict)  # with this request prepared
+    prefixes: CachedPrefixes = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.prefixes = CachedPrefixes(self.card)
+
+    @property
+    def id(self) -> str:
+        return self.card.instance_id
+
+    @property
+    def free_pages(self) -> int:
+        return self.card.kv_pages - self.used_pages
+
+    @property
+    def free_slots(self) -> int:
+        """Of the free pages, as tokens."""
+        return self.free_pages * self.card.page_tokens
+
+    def could_hold(self, request: Request, slots: int) -> bool:
+        """Whether so many slots fit once others left, and no earlier attempt is still here."""
+        return slots <= self.card.kv_pages * self.card.page_tokens and self.takes(request)
+
+    def takes(self, request: Request) -> bool:
+        """Whether the prompt is within its context, and no earlier attempt is still here."""
+        return (
+            request.prompt_tokens <= self.card.max_context_tokens
+            and request.id not in self.holdings
+        )
+
+    def heard(self, event: LoadReported) -> None:
+        """A heartbeat."""
+        self.running = event.running
+        self.waiting = event.waiting
+        if event.cached is not None:
+            self.prefixes.heard(event.cached)
+
+    def outstanding_s(self, now_s: float) -> float:
+        """Predicted seconds of all tasks; of a running one what remains, at least 0."""
+        return sum(task.remaining_s(now_s) for task in self.queue)
+
+    def hold(self, request: Request, pages: int) -> None:
+        self.holdings[request.id] = Holding(pages=pages)
+        self.used_pages += pages
+
+    def release(self, request_id: str) -> None:
+        """Frees the request's pages."""
+        self.used_pages -= self.holdings.pop(request_id).pages
+
+
+@dataclass(slots=True, eq=False)
+class KvpInstance:
+    """A KVP worker: shards of requests whose homes are others (see `spreading`)."""
+
+    card: InstanceJoined
+    leaving: bool = False
+    draining: bool = False
+    running: int = 0
+    waiting: int = 0
+    holdings: dict[str, Holding] = field(default_factory=dict)
+    used_pages: int = 0
+
+    @property
+    def id(self) -> str:
+        return self.card.instance_id
+
+    @property
+    def page_tokens(self) -> int:
+        return self.card.page_tokens
+
+    @property
+    def open_pages(self) -> int:
+        """Pages that nothing holds and nothing has reserved."""
+        return self.card.kv_pages - self.used_pages
+
+    def heard(self, event: LoadReported) -> None:
+        """A heartbeat."""
+        self.running = event.running
+        self.waiting = event.waiting
+
+    def hold_shard(self, request_id: str, shard: Shard) -> None:
+        pages = pages_of(shard, self.page_tokens)
+        self.holdings[request_id] = Holding(pages=pages, sequences=0, is_shard=True)
+        self.used_pages += pages
+
+    def release(self, request_id: str) -> None:
+        self.used_pages -= self.holdings.pop(request_id).pages
+
+
+@dataclass(slots=True, eq=False)
+class DecodeInstance:
+    """A decode instance: pages of requests in its batch, and of those on their way to it.
+
+    And of shards of requests whose homes are others.
+    """
+
+    card: InstanceJoined
+    headroom_tokens: int | None = None  # of an answer, that pages are booked for; None: all of it
+    leaving: bool = False
+    draining: bool = False
+    running: int = 0
+    waiting: int = 0
+    tbt_s: float = 0.0  # as the last heartbeat said that knew; 0: none did
+    holdings: dict[str, Holding] = field(default_factory=dict)
+    decoding_pages: int = 0
+    virtual_pages: int = 0
+    shard_pages: int = 0
+    booked_pages: int = 0  # all of these
+    batch_size: int = 0  # sequences
+    sequences: int = 0  # in the batch or on their way to it
+    context_tokens: int = 0  # of all holdings
+    tightest_tbt_s: float = math.inf  # of all holdings
+    #: By its last heartbeat and what was booked and freed since; where answers grow it counts, too.
+    told_free_pages: int | None = None
+    freeness: float = field(init=False)  # kept, since every arrival looks at that of all instances
+    prefixes: CachedPrefixes = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.prefixes = CachedPrefixes(self.card)
+        self._rate()
+
+    def _rate(self) -> None:
+        """Notes the freeness, after a change of pages or of the batch."""
+        tokens = self.page_tokens
+        self.freeness = freeness(
+            self.free_pages * tokens, self.virtual_pages * tokens, self.batch_size
+        )
+
+    @property
+    def id(self) -> str:
+        return self.card.instance_id
+
+    @property
+    def page_tokens(self) -> int:
+        return self.card.page_tokens
+
+    @property
+    def free_pages(self) -> int:
+        """Pages that no decoding request and no shard holds; those on their way do not count."""
+        if self.told_free_pages is not None:
+            return self.open_pages + self.virtual_pages
+        return self.card.kv_pages - self.decoding_pages - self.shard_pages
+
+    @property
+    def open_pages(self) -> int:
+        """Pages that nothing holds and nothing has reserved."""
+        unbooked = self.card.kv_pages - self.booked_pages
+        told = self.told_free_pages
+        return unbooked if told is None or unbooked < told else max(told, 0)
+
+    def heard(self, event: LoadReported) -> None:
+        """A heartbeat. Where answers grow, pages are taken that nobody booked."""
+        self.running = event.running
+        self.waiting = event.waiting
+        self.tbt_s = event.tbt_s or self.tbt_s
+        if self.headroom_tokens is not None:
+            self.told_free_pages = event.free_pages
+            self._rate()
+        if event.cached is not None:
+            self.prefixes.heard(event.cached)
+
+    def pages_for(self, request: Request) -> int:
+        """Pages of all that the request may come to, if it is held here alone."""
+        return pages_needed(
+            request.prompt_tokens, request.max_new_tokens, request.choices, self.card.page_tokens
+        )
+
+    def booked_for(self, request: Request) -> int:
+        """Those of them that are booked."""
+        return pages_needed(
+            request.prompt_tokens,
+            self._new_tokens(request),
+            request.choices,
+            self.card.page_tokens,
+        )
+
+    def _new_tokens(self, request: Request) -> int:
+        """Of each choice, those that pages are booked for: all, if there are several.
+
+        Those could not go on elsewhere, were they in the way of others.
+        """
+        headroom, tokens = self.headroom_tokens, request.max_new_tokens
+        if headroom is None or tokens < headroom or request.choices > 1:
+            return tokens
+        return headroom
+
+    def is_large_enough(self, request: Request) -> bool:
+        """Whether all of the request fits here once others left."""
+        card = self.card  # as `could_run` and `pages_for`, written out: looked at for every arrival
+        prompt, new, choices = request.prompt_tokens, request.max_new_tokens, request.choices
+        return (
+            pages_needed(prompt, new, choices, card.page_tokens) <= card.kv_pages
+            and prompt + new <= card.max_context_tokens
+            and choices <= card.max_batch
+        )
+
+    def could_run(self, request: Request) -> bool:
+        """Whether the request is within the context and the batch, wherever its KV is."""
+        return (
+            request.prompt_tokens + request.max_new_tokens <= self.card.max_context_tokens
+            and request.choices <= self.card.max_batch
+        )
+
+    def could_hold(self, request: Request) -> bool:
+        """Whether the request fits once others left, and no earlier attempt of it is still here."""
+        return self.is_large_enough(request) and request.id not in self.holdings
+
+    def has_room(self, request: Request) -> bool:
+        """Whether a request that it could hold has pages, and a pace that holds, now."""
+        card = self.card
+        if self.headroom_tokens is not None:
+            fits = self.booked_for(request) <= self.open_pages
+        else:  # likewise written out
+            prompt, new, choices = request.prompt_tokens, request.max_new_tokens, request.choices
+            pages = pages_needed(prompt, new, choices, card.page_tokens)
+            fits = pages <= card.kv_pages - self.booked_pages
+        if card.decode_step is None or not fits:
+            return fits
+        tokens = request.choices * (request.prompt_tokens + self._new_tokens(request))
+        return self.keeps_pace(tokens, request.choices, request.slo.tbt_s)
+
+    def keeps_pace(
+        self, context_tokens: int, sequences: int = 0, tbt_s: float | None = None
+    ) -> bool:
+        """Whether steps with so much more in the batch stay within all TBT objectives and `tbt_s`.
+
+        A batch that is empty takes whatever comes: nobody else could do better by it.
+        """
+        step, tightest_s = self.card.decode_step, self.tightest_tbt_s
+        if tbt_s is not None and tbt_s < tightest_s:
+            tightest_s = tbt_s
+        if step is None or not self.sequences or tightest_s == math.inf:
+            return True
+        sequences, context_tokens = self.sequences + sequences, self.context_tokens + context_tokens
+        return step.seconds(sequences, context_tokens) <= tightest_s
+
+    def hold(self, request: Request, shard: Shard | None = None) -> None:
+        """Reserves for a request whose home this is: for all of it, or its first shard."""
+        if shard is None:
+            pages = self.booked_for(request)
+            tokens = request.choices * (request.prompt_tokens + self._new_tokens(request))
+        else:
+            pages, tokens = pages_of(shard, self.page_tokens), shard.num_tokens
+        tbt_s = request.slo.tbt_s or math.inf
+        if tbt_s < self.tightest_tbt_s:
+            self.tightest_tbt_s = tbt_s
+        self.virtual_pages += pages
+        holding = Holding(
+            pages=pages, sequences=request.choices, context_tokens=tokens, tbt_s=tbt_s
+        )
+        self._take(request.id, holding)
+
+    def hold_shard(self, request_id: str, shard: Shard) -> None:
+        pages = pages_of(shard, self.page_tokens)
+        self.shard_pages += pages
+        self._take(
+            request_id,
+            Holding(pages=pages, sequences=0, is_shard=True, context_tokens=shard.num_tokens),
+        )
+
+    def _take(self, request_id: str, holding: Holding) -> None:
+        self.holdings[request_id] = holding
+        self.booked_pages += holding.pages
+        self.sequences += holding.sequences
+        self.context_tokens += holding.context_tokens
+        if self.told_free_pages is not None:
+            self.told_free_pages -= holding.pages
+        self._rate()
+
+    def start(self, request_id: str) -> None:
+        """The request's cache has landed: its usage is no longer virtual."""
+        holding = self.holdings[request_id]
+        holding.decoding = True
+        self.virtual_pages -= holding.pages
+        self.decoding_pages += holding.pages
+        self.batch_size += holding.sequences
+        self._rate()
+
+    def release(self, request_id: str) -> None:
+        holding = self.holdings.pop(request_id)
+        if holding.is_shard:
+            self.shard_pages -= holding.pages
+        elif holding.decoding:
+            self.decoding_pages -= holding.pages
+            self.batch_size -= holding.sequences
+        else:
+            self.virtual_pages -= holding.pages
+        self.booked_pages -= holding.pages
+        self.sequences -= holding.sequences
+        self.context_tokens -= holding.context_tokens
+        if self.told_free_pages is not None:
+            self.told_free_pages += holding.pages
+        self._rate()
+        if holding.tbt_s <= self.tightest_tbt_s < math.inf:
+            left = (other.tbt_s for other in self.holdings.values())
+            self.tightest_tbt_s = min(left, default=math.inf)
+
+
+def pages_of(shard: Shard, page_tokens: int) -> int:
+    """Pages that a shard takes of its holder."""
+    return -(-shard.num_tokens // page_tokens)
+
+
+Holder = KvpInstance | DecodeInstance
+Instance = PrefillInstance | DecodeInstance | KvpInstance

@@ -1,0 +1,301 @@
+"""Who computes what, now and next, on a pool's prefill instances.
+
+A task is one chunk of a request on its group of instances (or whole prompts batched on one). The
+board ranks all tasks that instances hold by the policy's keys and picks, in that order, those whose
+members are all unclaimed: these run now. The order is one for all instances, so a group that needs
+several of them is never waited for in a circle.
+
+With preemption a task that can't start (a member belongs to a better one, or its earlier chunk is
+not done) claims nothing: whoever comes later may use its members meanwhile and yields when it can
+start. Without preemption what runs keeps its members, and a task that waits keeps its turn on
+them, as in the queues of Tetris section 5.1.
+"""
+
+from __future__ import annotations
+
+from array import array
+from bisect import bisect_left, insort
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+from operator import attrgetter
+from typing import TYPE_CHECKING
+
+from millrace.core.cost.correction import Band
+from millrace.core.priority import PriorityKey
+from millrace.core.request import Chunk, Request
+from millrace.core.scheduler.effects import ChunkRef, Order
+
+if TYPE_CHECKING:
+    from millrace.core.scheduler.fleet.instances import PrefillInstance
+
+#: (policy's key, order of submission, chunk's index): a total order of tasks.
+Rank = tuple[PriorityKey, int, int]
+
+#: Queue time that work which would yield adds, per second of it: planners then prefer, among
+#: instances that are equally soon free, the one where the least is disturbed.
+YIELDING_WEIGHT = 1e-3
+
+
+@dataclass(slots=True, eq=False, kw_only=True)
+class Task:
+    """What one group computes at a time. `requests[0]` is the head: the task has its rank."""
+
+    requests: list[Request]
+    chunk: Chunk
+    members: tuple[PrefillInstance, ...]  # leader first
+    mask: int  # the members' bits
+    modelled_s: float  # by the latency model
+    predicted_s: float  # the same, corrected by what the members' computing took so far
+    band: Band  # that the correction is of
+    batched: bool = False
+    is_alone: bool = False  # a whole prompt that found its members idle
+    rank: Rank
+    previous: Task | None = None  # the chunk that has to be finished first
+    executed_s: float = 0.0  # in stretches already ended
+    started_s: float | None = None  # since when it has been computing
+    chosen: bool = False  # as far as the scheduler decides, it runs
+    finished: bool = False
+
+    @property
+    def ready(self) -> bool:
+        return self.previous is None or self.previous.finished
+
+    def remaining_s(self, now_s: float) -> float:
+        left_s = self.predicted_s - self.executed_s
+        if self.started_s is not None:
+            left_s -= now_s - self.started_s
+        return left_s if left_s > 0.0 else 0.0
+
+
+_rank = attrgetter("rank")
+
+
+class Board:
+    """The tasks that a pool's prefill instances hold, best first."""
+
+    def __init__(self, *, preemptive: bool) -> None:
+        self.preemptive = preemptive
+        self.ranked: list[Task] = []
+        self.tasks: dict[str, list[Task]] = {}  # request id -> its unfinished tasks, in order
+        self.preemptions = 0
+        self.everyone = 0  # bits of the pool's prefill instances, draining ones too
+        self._stale: dict[PrefillInstance, None] = {}  # their queues are not as they think
+
+    # ---- what comes and goes
+
+    def add(self, tasks: Sequence[Task]) -> None:
+        """A request's chunks, just sent to their instances."""
+        for task in tasks:
+            insort(self.ranked, task, key=_rank)
+            for request in task.requests:
+                self.tasks.setdefault(request.id, []).append(task)
+            for member in task.members:
+                queue = member.queue
+                if len(task.requests) > 1 or (queue and task.rank < queue[-1].rank):
+                    self._stale[member] = None
+                queue.append(task)
+
+    def find(self, request_id: str, chunk_index: int) -> Task | None:
+        for task in self.tasks.get(request_id, ()):
+            if task.chunk.index == chunk_index or len(task.requests) > 1:
+                return task
+        return None
+
+    def finish(self, task: Task, request: Request) -> bool:
+        """Notes that the chunk is computed for `request`; True when the whole task is done."""
+        if len(task.requests) > 1:
+            self.remove(request.id)
+            return False
+        task.finished = True
+        self._drop(task)
+        return True
+
+    def remove(self, request_id: str) -> None:
+        """Forgets what the request has to compute; others of a batch go on."""
+        for task in self.tasks.pop(request_id, ()):
+            head = task.requests[0]
+            staying = [r for r in task.requests if r.id != request_id]
+            if not staying:
+                self._drop(task)
+                continue
+            task.requests = staying
+            if head is not staying[0]:
+                _hand_over(head, staying[0])
+                self._replace(task, staying[0].order)
+
+    def _replace(self, task: Task, order: int) -> None:
+        """Ranks the task by its new head's order: the old head may come back with its own rank."""
+        self._unrank(task)
+        task.rank = (task.rank[0], order, task.chunk.index)
+        insort(self.ranked, task, key=_rank)
+
+    def leave(self, request_id: str, instance: PrefillInstance) -> None:
+        """A member has done its part of the request, whose other members go on."""
+        for task in self.tasks.get(request_id, ()):
+            if instance in task.members:
+                task.members = tuple(one for one in task.members if one is not instance)
+                task.mask &= ~instance.bit
+                instance.queue.remove(task)
+
+    def forget(self, instance: PrefillInstance) -> None:
+        """The instance is gone, after its requests' tasks."""
+        self._stale.pop(instance, None)
+        self.everyone &= ~instance.bit
+
+    def _unrank(self, task: Task) -> None:
+        del self.ranked[bisect_left(self.ranked, task.rank, key=_rank)]
+
+    def _drop(self, task: Task) -> None:
+        self._unrank(task)
+        for member in task.members:
+            member.queue.remove(task)
+        for request in task.requests:
+            if (left := self.tasks.get(request.id)) is not None:
+                left.remove(task)
+                if not left:
+                    del self.tasks[request.id]
+
+    # ---- ranks
+
+    def heads(self) -> list[Request]:
+        """The requests whose keys rank the tasks, each once."""
+        return list({task.requests[0].id: task.requests[0] for task in self.ranked}.values())
+
+    def rerank(self, keys: dict[str, PriorityKey]) -> None:
+        """Gives every task its head's new key."""
+        changed = False
+        for task in self.ranked:
+            head = task.requests[0]
+            key = keys[head.id]
+            if key != task.rank[0]:
+                task.rank = (key, head.order, task.chunk.index)
+                changed = True
+        if not changed or all(one.rank < other.rank for one, other in pairwise(self.ranked)):
+            return
+        self.ranked.sort(key=_rank)
+        for task in self.ranked:
+            for member in task.members:
+                if len(member.queue) > 1:
+                    self._stale[member] = None
+
+    def ahead(self, instance: PrefillInstance, rank: Rank) -> int:
+        """Tasks of the instance that go before a request of this rank."""
+        if self.preemptive:
+            return sum(task.rank < rank for task in instance.queue)
+        return sum(task.chosen or task.rank < rank for task in instance.queue)
+
+    def queue_s(
+        self, instances: Sequence[PrefillInstance], rank: Rank, now_s: float
+    ) -> array[float]:
+        """Seconds until each instance is free for a request of this rank.
+
+        Only work that goes before it counts, each group starting when its last member is free.
+        With preemption a task may be lent a blocked group's member and end earlier than that.
+        """
+        free_s = dict.fromkeys(instances, 0.0)
+        yielding_s = dict.fromkeys(instances, 0.0)
+        first = bisect_left(self.ranked, rank, key=_rank)
+        before, behind = self.ranked[:first], self.ranked[first:]
+        if not self.preemptive:  # what runs is not stopped, whatever it ranks
+            before = [*(t for t in self.ranked if t.chosen), *(t for t in before if not t.chosen)]
+            behind = [task for task in behind if not task.chosen]
+        for task in before:
+            members, left_s = task.members, task.remaining_s(now_s)  # a member may be draining
+            if len(members) == 1:
+                free_s[members[0]] = free_s.get(members[0], 0.0) + left_s
+                continue
+            end_s = max([free_s.get(one, 0.0) for one in members]) + left_s
+            for one in members:
+                free_s[one] = end_s
+        for task in behind:
+            delay_s = YIELDING_WEIGHT * task.remaining_s(now_s)
+            for one in task.members:
+                yielding_s[one] = yielding_s.get(one, 0.0) + delay_s
+        return array("d", [free_s[one] + yielding_s[one] for one in instances])
+
+    def ahead_s(self, instance: PrefillInstance, rank: Rank, now_s: float) -> float:
+        """Seconds of the tasks that the instance holds and that go before this rank.
+
+        What other instances of their groups still do before is left out: `queue_s` has it.
+        """
+        return sum(
+            task.remaining_s(now_s)
+            for task in instance.queue
+            if task.rank < rank or (task.chosen and not self.preemptive)
+        )
+
+    # ---- who runs
+
+    def orders(self) -> list[Order]:
+        """Chooses what runs now and tells every instance whose queue has to change."""
+        chosen = self._choose()
+        for task in chosen:
+            for member in task.members:
+                if member.queue[0] is not task:
+                    self._stale[member] = None
+        if not self._stale:
+            return []
+        running = {member: task for task in chosen for member in task.members}
+        orders = []
+        for member in self._stale:
+            before = list(member.queue)
+            first = running.get(member)
+            member.queue.sort(key=lambda task: (task is not first, task.rank))
+            if member.queue != before or any(len(task.requests) > 1 for task in member.queue):
+                orders.append(_order(member))
+        self._stale.clear()
+        return orders
+
+    def _choose(self) -> list[Task]:
+        claimed = 0
+        chosen: list[Task] = []
+        if not self.preemptive:
+            chosen = [task for task in self.ranked if task.chosen]
+            for task in chosen:
+                claimed |= task.mask
+        for task in self.ranked:
+            if task.chosen and not self.preemptive:
+                continue
+            before = task.previous  # as `ready`, written out: looked at for every task and round
+            if not claimed & task.mask and (before is None or before.finished):
+                chosen.append(task)
+                task.chosen = True
+                claimed |= task.mask
+            elif self.preemptive:
+                if task.chosen:
+                    task.chosen = False
+                    self.preemptions += task.started_s is not None
+            else:
+                claimed |= task.mask
+            if claimed == self.everyone and not self.preemptive:
+                break
+        return chosen
+
+
+def _order(instance: PrefillInstance) -> Order:
+    return Order(
+        instance_id=instance.id,
+        queue=tuple(
+            tuple(
+                ChunkRef(request_id=request.id, chunk_index=task.chunk.index)
+                for request in task.requests
+            )
+            for task in instance.queue
+        ),
+    )
+
+
+def _hand_over(head: Request, heir: Request) -> None:
+    """A batch's new head counts the batch's work as the old one did."""
+    heir.predicted_prefill_s = head.predicted_prefill_s
+    heir.predicted_work_s = head.predicted_work_s
+    heir.executed_s = head.executed_s
+    heir.running_since_s = head.running_since_s
+
+
+def masks(members: Iterable[PrefillInstance]) -> int:
+    mask = 0
+    for member in members:
+        mask |= member.bit
+    return mask

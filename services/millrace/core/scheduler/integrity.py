@@ -1,0 +1,225 @@
+"""Counts the scheduler's accounting anew, from the requests and the holdings."""
+
+from __future__ import annotations
+
+import math
+
+from millrace.core.errors import IntegrityError
+from millrace.core.kv.prompt_pages import pages_of_plan
+from millrace.core.request import Request, RequestState
+from millrace.core.scheduler.fleet.cluster import Cluster
+from millrace.core.scheduler.fleet.freeness import freeness
+from millrace.core.scheduler.fleet.instances import (
+    DecodeInstance,
+    Instance,
+    KvpInstance,
+    PrefillInstance,
+    pages_of,
+)
+from millrace.core.scheduler.fleet.run_queue import Board
+from millrace.core.scheduler.fleet.waiting_queue import WaitingLine
+from millrace.core.scheduler.request_table import Lifecycle
+
+
+def check(life: Lifecycle) -> None:
+    """Raises IntegrityError that names the instance or request and both values."""
+    _check_pools(life.cluster)
+    for instance in life.cluster.instances.values():
+        _check_sums(instance)
+        _check_holdings(instance, life)
+        if isinstance(instance, DecodeInstance):
+            _check_freeness(instance)
+    for request in life.requests.values():
+        _check_request(request, life)
+    _check_line("unplaced", life.unplaced)
+    for model_hash, pool in life.cluster.pools.items():
+        _check_line(f"pool {model_hash}", pool.line)
+    queued = {r.id for r in life.requests.values() if r.state is RequestState.QUEUED}
+    _same("queued requests", life.line_of.keys(), queued)
+    by_proxy: dict[str, set[str]] = {}
+    for request in life.requests.values():
+        by_proxy.setdefault(request.proxy_id, set()).add(request.id)
+    kept = {proxy_id: set(mine) for proxy_id, mine in life.by_proxy.items()}
+    _same("requests by proxy", kept, by_proxy)
+
+
+def _same(what: str, kept: object, counted: object) -> None:
+    if kept != counted:
+        raise IntegrityError(f"{what}: kept {kept!r}, counted {counted!r}")
+
+
+def _check_pools(cluster: Cluster) -> None:
+    members: dict[str, list[Instance]] = {}
+    for instance in cluster.instances.values():
+        members.setdefault(instance.card.model_hash, []).append(instance)
+    _same("pools", cluster.pools.keys(), members.keys())
+    for model_hash, of_pool in members.items():
+        kept = cluster.pools[model_hash]
+        _same(f"members of pool {model_hash}", kept.members, len(of_pool))
+        taking = {i.id: i for i in of_pool if not i.draining}
+        prefill = {i: one for i, one in taking.items() if isinstance(one, PrefillInstance)}
+        decode = {i: one for i, one in taking.items() if isinstance(one, DecodeInstance)}
+        _same(f"prefill of pool {model_hash}", kept.prefill, prefill)
+        kvp = {i: one for i, one in taking.items() if isinstance(one, KvpInstance)}
+        _same(f"decode of pool {model_hash}", kept.decode, decode)
+        _same(f"kvp of pool {model_hash}", kept.kvp, kvp)
+        mixed = sum(one.card.role == "mixed" for one in decode.values())
+        _same(f"prefilling of pool {model_hash}", kept.prefillers, len(prefill) + mixed)
+        _check_board(model_hash, kept.board, of_pool)
+
+
+def _check_board(model_hash: str, board: Board, members: list[Instance]) -> None:
+    """Every task stands once in the ranking and once in each member's queue, and nowhere else."""
+    ranked = sorted(board.ranked, key=lambda task: task.rank)
+    _same(f"board of {model_hash}: ranking", board.ranked, ranked)
+    of_requests = {id(task) for tasks in board.tasks.values() for task in tasks}
+    _same(f"board of {model_hash}: tasks", {id(task) for task in ranked}, of_requests)
+    everyone = 0
+    for instance in members:
+        if isinstance(instance, PrefillInstance):
+            everyone |= instance.bit
+            mine = {id(task) for task in ranked if instance in task.members}
+            queue = [id(task) for task in instance.queue]
+            _same(f"{instance.id}: queue", (len(queue), set(queue)), (len(mine), mine))
+    _same(f"board of {model_hash}: members", board.everyone, everyone)
+    claimed = 0
+    for task in ranked:
+        if task.chosen:
+            _same(f"board of {model_hash}: members of two running tasks", claimed & task.mask, 0)
+            claimed |= task.mask
+
+
+def _check_sums(instance: Instance) -> None:
+    name, holdings = instance.id, instance.holdings.values()
+    _same(
+        f"{name}: drains, as one that leaves does", instance.draining or not instance.leaving, True
+    )
+    used = sum(h.pages for h in holdings)
+    if isinstance(instance, DecodeInstance):
+        batch = [h for h in holdings if h.decoding]
+        decoding, shards = (
+            sum(h.pages for h in some) for some in (batch, [h for h in holdings if h.is_shard])
+        )
+        _same(f"{name}: pages of shards", instance.shard_pages, shards)
+        _same(f"{name}: virtual pages", instance.virtual_pages, used - decoding - shards)
+        _same(f"{name}: decoding pages", instance.decoding_pages, decoding)
+        _same(f"{name}: batch size", instance.batch_size, sum(h.sequences for h in batch))
+        _same(f"{name}: booked pages", instance.booked_pages, used)
+        _same(f"{name}: sequences", instance.sequences, sum(h.sequences for h in holdings))
+        tokens = sum(h.context_tokens for h in holdings)
+        _same(f"{name}: context tokens", instance.context_tokens, tokens)
+        tightest_s = min((h.tbt_s for h in holdings), default=math.inf)
+        _same(f"{name}: tightest TBT objective", instance.tightest_tbt_s, tightest_s)
+    else:
+        _same(f"{name}: used pages", instance.used_pages, used)
+    if isinstance(instance, PrefillInstance):
+        tasks = [request.id for task in instance.queue for request in task.requests]
+        if not set(tasks) <= instance.holdings.keys():
+            raise IntegrityError(f"{name}: tasks {tasks} are not all held")
+    if used > instance.card.kv_pages:
+        raise IntegrityError(f"{name}: {used} of {instance.card.kv_pages} pages are given away")
+
+
+def _check_freeness(instance: DecodeInstance) -> None:
+    size, free, virtual = instance.page_tokens, instance.free_pages, instance.virtual_pages
+    counted = freeness(free * size, virtual * size, instance.batch_size)
+    _same(f"{instance.id}: freeness", instance.freeness, counted)
+
+
+def _check_holdings(instance: Instance, life: Lifecycle) -> None:
+    """What counts belongs to a live request that names the instance; the rest is leaving."""
+    for request_id, holding in instance.holdings.items():
+        if holding.leaving:
+            continue
+        request = life.requests.get(request_id)
+        if request is None or instance.id not in _named(request):
+            raise IntegrityError(f"{instance.id}: holds {request_id} for nobody")
+        if isinstance(instance, PrefillInstance):
+            card = instance.card
+            taken = pages_of_plan(request.chunks, card.page_tokens, card.kv_layers)
+            pages = taken[instance.id]
+        elif request.shards:
+            (shard,) = (one for one in request.shards if one.worker_id == instance.id)
+            pages = pages_of(shard, instance.card.page_tokens)
+        else:
+            assert isinstance(instance, DecodeInstance)  # a KVP worker holds nothing else
+            pages = instance.booked_for(request)
+        _same(f"{instance.id}: pages of {request_id}", holding.pages, pages)
+
+
+def _check_shards(request: Request, life: Lifecycle) -> None:
+    """They are all of its life, end to end, and held; holders may have let go since token one."""
+    ends = [0, *(shard.end_token for shard in request.shards)]
+    starts = [*(shard.start_token for shard in request.shards), ends[-1]]
+    _same(f"{request.id}: where its shards begin", starts, ends)
+    _same(f"{request.id}: home of its shards", request.shards[0].worker_id, request.decode_id)
+    tokens = request.prompt_tokens + request.max_new_tokens
+    _same(f"{request.id}: tokens of its shards", ends[-1], tokens)
+    if request.state in (RequestState.QUEUED, RequestState.PREFILLING):
+        for holder_id in request.holders:
+            holder = life.cluster.instances.get(holder_id)
+            if holder is None or life.served(request.id, holder) is not request:
+                raise IntegrityError(f"{request.id}: has a shard at {holder_id}, which lacks it")
+
+
+def _check_request(request: Request, life: Lifecycle) -> None:
+    """A live request holds what its state says."""
+    instances = life.cluster.instances
+    decode = instances.get(request.decode_id or "")
+    held = decode is not None and life.served(request.id, decode) is request
+    _same(f"{request.id}: held by decode", held, request.decode_id is not None)
+    if isinstance(decode, DecodeInstance):
+        decodes = request.state is RequestState.DECODING
+        _same(f"{request.id}: in the batch", decode.holdings[request.id].decoding, decodes)
+    _check_prefix(request)
+    if request.shards:
+        _check_shards(request, life)
+    if request.state is RequestState.QUEUED:
+        _same(f"{request.id}: chunks", request.chunks, ())
+        pool = life.cluster.pool_of(decode) if decode is not None else None
+        line = life.unplaced if pool is None else pool.line
+        if request.id not in line or life.line_of.get(request.id) is not line:
+            raise IntegrityError(f"{request.id}: waits in no line, or in the wrong one")
+    if request.state is RequestState.PREFILLING:
+        for instance_id in _computing(request, life):
+            prefill = instances.get(instance_id)
+            if prefill is None or life.served(request.id, prefill) is not request:
+                raise IntegrityError(f"{request.id}: prefills at {instance_id}, which lacks it")
+
+
+def _computing(request: Request, life: Lifecycle) -> set[str]:
+    """Prefill instances that the request still needs: members may have done their part."""
+    tasks = life.board_of[request.id].tasks[request.id] if request.id in life.board_of else ()
+    members = {member.id for task in tasks for member in task.members}
+    return members | ({request.chunks[0].instance_ids[0]} - {request.decode_id})
+
+
+def _check_prefix(request: Request) -> None:
+    """What decode keeps is the beginning of what has landed, and chunks go on behind it."""
+    name, kept = request.id, request.kept_tokens
+    if not 0 <= kept <= request.landed_tokens <= request.prompt_tokens:
+        raise IntegrityError(
+            f"{name}: {kept} tokens are kept of {request.landed_tokens} that landed, "
+            f"of {request.prompt_tokens}"
+        )
+    if request.chunks:
+        _same(f"{name}: where its chunks begin", request.chunks[0].start_token, kept)
+        tokens = sum(chunk.num_tokens for chunk in request.chunks)
+        _same(f"{name}: tokens of its chunks", tokens, request.prompt_tokens - kept)
+    if kept and request.decode_id is None:
+        raise IntegrityError(f"{name}: {kept} tokens are kept nowhere")
+
+
+def _check_line(name: str, line: WaitingLine) -> None:
+    work_s = math.fsum(request.predicted_prefill_s for request in line)
+    if not math.isclose(line.work_s, work_s, rel_tol=1e-6, abs_tol=1e-6):
+        raise IntegrityError(f"{name}: kept {line.work_s} s of work, counted {work_s} s")
+    ids = [request.id for request in line]
+    if len(set(ids)) != len(ids):
+        raise IntegrityError(f"{name}: a request waits twice in {ids}")
+
+
+def _named(request: Request) -> set[str]:
+    """Instances that the request's current attempt goes through."""
+    ids = {instance_id for chunk in request.chunks for instance_id in chunk.instance_ids}
+    return ids.union(request.holders)

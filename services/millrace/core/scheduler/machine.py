@@ -1,0 +1,293 @@
+"""Decides everything: `step(event, now_s) -> effects`. No clock, no randomness, no I/O.
+
+A request's way. Submitted, it waits until a decode instance has the pages of its whole life free
+(Tetris section 5.2 picks which), or several have them together (`spreading`); placed, it waits in
+its pool's line, planned anew in every round, until the group of its first chunk has task slots and
+all its instances the prompt's pages; then it is sent, and its chunks stand on the pool's `board`,
+which says who runs. What it occupies stands in holdings at the instances (`cluster`), which outlive
+it:
+
+- a prefill's task slot is freed by the chunk's ChunkFinished, or when the request ends or is sent
+  elsewhere;
+- a prefill's pages are freed by RequestReleased: of a group's members but the leader while others
+  still compute, if the member says that its part is `complete`;
+- a decode's pages are freed by RequestFinished (of any reason) or RequestReleased; those of the
+  shards that others hold for it by their RequestReleased;
+- all of it by the instance's death, or `release_timeout_s` after the request let go of it.
+
+So a worker that reports RequestFailed reports RequestReleased too, once the pages are free. A
+request is never sent to a prefill instance that still holds an earlier attempt of it: an event
+speaks of the one attempt that its instance holds.
+
+When a prefill instance is lost, the request keeps its decode instance and the KV of the first
+tokens, which landed there: the next attempt computes the rest. Decode's reports say which attempt
+they mean, for one of them may be on its way when the next begins.
+
+Events of unknown requests, of earlier lives of an instance, of earlier attempts, duplicates and
+late ones change nothing and are counted in `ignored`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from millrace.core.config import SchedulerConfig
+from millrace.core.request import Request, RequestState
+from millrace.core.scheduler import events, integrity
+from millrace.core.scheduler.admission import refusal
+from millrace.core.scheduler.dispatch.chunk_progress import Computing
+from millrace.core.scheduler.dispatch.dispatcher import Rounds
+from millrace.core.scheduler.dispatch.request_progress import Reports
+from millrace.core.scheduler.effects import Effect, Refuse
+from millrace.core.scheduler.event_filter import Speakers
+from millrace.core.scheduler.fleet.cluster import Cluster, Pool
+from millrace.core.scheduler.fleet.instances import DecodeInstance, Instance, PrefillInstance
+from millrace.core.scheduler.request_table import Lifecycle, still_needs
+from millrace.core.scheduler.stall_watch import StallWatch
+
+#: Deadline of token one where a request has no objective: after this many times its prefill alone,
+#: and this many seconds at least (the constants that Medha's authors released).
+DEADLINE_FACTOR = 1.5
+LEAST_DEADLINE_S = 0.5
+
+
+class Machine:
+    """The scheduler's core. Drivers feed it events in order and carry its effects out in order."""
+
+    def __init__(self, config: SchedulerConfig) -> None:
+        self.config = config
+        self.cluster = Cluster(config)
+        self._life = Lifecycle(config, self.cluster)
+        self._rounds = Rounds(self._life)
+        self._speakers = Speakers(self.cluster)
+        self._stall_watch = StallWatch(self._life)
+        computing = Computing(self._life, self._rounds, self._speakers)
+        reports = Reports(self._life, self._rounds, self._speakers)
+        self._handlers: dict[type, Callable[[Any], None]] = {
+            events.InstanceJoined: self._joined,
+            events.InstanceLeft: self._left,
+            events.InstanceDraining: self._draining,
+            events.InstanceCordoned: self._cordoned,
+            events.LoadReported: self._load,
+            events.Submitted: self._submitted,
+            events.CancelRequested: self._cancel,
+            events.ProxyLeft: self._proxy_left,
+            events.ChunkStarted: computing.started,
+            events.ChunkFinished: computing.finished,
+            events.ChunkSuspended: computing.suspended,
+            events.RequestReleased: reports.released,
+            events.PrefixLanded: reports.prefix_landed,
+            events.DecodeStarted: reports.decode_started,
+            events.RequestFinished: reports.finished,
+            events.RequestFailed: reports.failed,
+            events.PolicyChanged: self._policy_changed,
+            events.ImprovementRateChanged: self._rate_changed,
+            events.Tick: self._tick,
+        }
+
+    def step(self, event: events.Event, now_s: float) -> list[Effect]:
+        """Takes one event in and returns what is to be done. `now_s` never runs backwards."""
+        effects: list[Effect] = []
+        self._life.now_s = now_s
+        self._life.effects = effects
+        self._handlers[type(event)](event)
+        return effects
+
+    @property
+    def requests(self) -> Mapping[str, Request]:
+        """Requests that have not ended, by id, oldest first."""
+        return self._life.requests
+
+    @property
+    def ignored(self) -> int:
+        """Events that changed nothing."""
+        return self._speakers.ignored
+
+    @property
+    def policy(self) -> str:
+        """The priority policy in force: `config.policy`, or what it was changed to."""
+        return self._life.policy.name
+
+    @property
+    def improvement_rate(self) -> float:
+        """What a larger group must cut the TTFT by now, as a share."""
+        return self.cluster.improvement_rate
+
+    @property
+    def queued(self) -> int:
+        """Requests that no prefill instance has yet."""
+        return len(self._life.line_of)
+
+    @property
+    def queued_s(self) -> float:
+        """Predicted seconds of prefill of the queued requests."""
+        pools = self.cluster.pools.values()
+        return self._life.unplaced.work_s + sum(pool.line.work_s for pool in pools)
+
+    @property
+    def rounds(self) -> int:
+        """Scheduling rounds so far."""
+        return self._rounds.count
+
+    @property
+    def commands(self) -> int:
+        """Commands to prefill instances so far."""
+        return self._rounds.commands
+
+    @property
+    def preemptions(self) -> int:
+        """Tasks told to yield while they ran, in the pools there are now."""
+        return sum(pool.board.preemptions for pool in self.cluster.pools.values())
+
+    @property
+    def release_timeouts(self) -> int:
+        """Holdings that were freed without their instance's word: a worker's defect."""
+        return self._life.release_timeouts
+
+    @property
+    def stalled(self) -> int:
+        """Requests taken back from instances that stood still with prepared work: a defect."""
+        return self._stall_watch.stalled
+
+    def check_integrity(self) -> None:
+        """Counts everything anew from the requests. Raises IntegrityError on a difference."""
+        integrity.check(self._life)
+
+    # ---- instances
+
+    def _joined(self, event: events.InstanceJoined) -> None:
+        known = self.cluster.instances.get(event.instance_id)
+        if known is not None and known.card.generation >= event.generation:
+            self._speakers.ignored += 1
+            return
+        if known is not None:
+            self._leave(known)
+        self.cluster.add(event)
+        self._rounds.run()
+
+    def _left(self, event: events.InstanceLeft) -> None:
+        if (instance := self._speakers.current(event)) is not None:
+            self._leave(instance)
+            self._rounds.run()
+
+    def _leave(self, instance: Instance) -> None:
+        pool = self.cluster.pool_of(instance)
+        self.cluster.remove(instance)
+        for request_id in instance.holdings:
+            request = self._life.served(request_id, instance)
+            if request is not None and still_needs(request, instance):
+                self._life.lost(request, instance, f"{instance.card.role} {instance.id} died")
+            elif request is not None:
+                self._life.drop_tasks(request)  # it decodes before prefill said that it was done
+        if isinstance(instance, PrefillInstance):
+            pool.board.forget(instance)
+        self._unplace_unserved(pool)
+        self.cluster.drop_if_empty(instance.card.model_hash)
+
+    def _draining(self, event: events.InstanceDraining) -> None:
+        instance = self._speakers.current(event)
+        if instance is not None and not instance.leaving:
+            self.cluster.drain(instance)
+            self._make_way(instance)
+
+    def _cordoned(self, event: events.InstanceCordoned) -> None:
+        if (instance := self._speakers.current(event)) is not None:
+            self.cluster.cordon(instance, cordoned=event.cordoned)
+            self._make_way(instance)
+
+    def _make_way(self, instance: Instance) -> None:
+        """What waits for prefill to go to an instance that takes no new work goes elsewhere.
+
+        Unless it would only wait there: no other instance has room for it now.
+        """
+        pool = self.cluster.pool_of(instance)
+        self._unplace_unserved(pool)
+        for request in list(pool.line) if instance.draining else ():
+            waits = instance.id in request.holders and not request.goes_on
+            queued = waits and request.state is RequestState.QUEUED
+            if queued and self._rounds.has_room(request):
+                self._life.retry(request, f"{instance.card.role} {instance.id} takes no new work")
+                self._rounds.place()  # it takes that room before the next one looks
+        self._rounds.run()
+
+    def _unplace_unserved(self, pool: Pool) -> None:
+        """Without a prefill instance for its model a decode instance is no place to wait at.
+
+        Unless it keeps what an earlier attempt computed: that is worth the wait.
+        """
+        if not (pool.is_ready and pool.prefill):
+            for request in list(pool.line):
+                if not request.goes_on:
+                    self._life.retry(request, "no prefill instance serves this model now")
+
+    def _load(self, event: events.LoadReported) -> None:
+        if (instance := self._speakers.current(event)) is not None:
+            instance.heard(event)
+            if isinstance(instance, PrefillInstance):
+                self._stall_watch.heard(instance, event)
+            if isinstance(instance, DecodeInstance) and instance.told_free_pages is not None:
+                self._rounds.room_made(instance)  # there may be more than it was believed to have
+            elif isinstance(instance, PrefillInstance) and event.cached and event.cached.added:
+                self._rounds.run()  # what waits for one that has its prefix may go to this one
+
+    # ---- what proxies say
+
+    def _submitted(self, event: events.Submitted) -> None:
+        request = event.request
+        if request.id in self.requests:
+            self._speakers.ignored += 1
+            return
+        if ready := self.cluster.ready_pools():
+            ready[0].predict(request)  # also of one to refuse: it is load, too
+        refused = refusal(request, self.cluster, self.queued, self.queued_s, self.config)
+        if refused is not None:
+            self._life.effects.append(
+                Refuse(
+                    request_id=request.id,
+                    proxy_id=request.proxy_id,
+                    code=refused.code,
+                    message=refused.message,
+                    retry_after_s=refused.retry_after_s,
+                )
+            )
+            return
+        self.cluster.arrived(request, self._life.now_s)
+        request.deadline_s = request.arrival_s + (
+            request.slo.ttft_s
+            or max(DEADLINE_FACTOR * request.predicted_prefill_s, LEAST_DEADLINE_S)
+        )
+        self._life.add(request)
+        self._rounds.run()
+
+    def _cancel(self, event: events.CancelRequested) -> None:
+        request = self.requests.get(event.request_id)
+        if request is None:
+            self._speakers.ignored += 1
+            return
+        # A proxy that met a stop string has the whole answer.
+        complete = event.reason == "stop" and request.state is not RequestState.QUEUED
+        end = RequestState.FINISHED if complete else RequestState.CANCELLED
+        self._life.end(request, end, event.reason)
+        self._rounds.run()
+
+    def _proxy_left(self, event: events.ProxyLeft) -> None:
+        for request_id in list(self._life.by_proxy.get(event.proxy_id, ())):
+            self._life.end(self.requests[request_id], RequestState.CANCELLED, "its proxy left")
+        self._rounds.run()
+
+    # ---- settings and time
+
+    def _policy_changed(self, event: events.PolicyChanged) -> None:
+        self._life.change_policy(event.policy)
+        self._rounds.run()
+
+    def _rate_changed(self, event: events.ImprovementRateChanged) -> None:
+        self.cluster.change_rate(event, self._life.now_s)
+        self._rounds.run()
+
+    def _tick(self, event: events.Tick) -> None:
+        del event  # the time is all it says
+        self._life.expire()
+        self._stall_watch.look()
+        self._rounds.run()

@@ -1,0 +1,82 @@
+"""The watch over a pool in which work is prepared and nothing begins.
+
+The protocol of gangs stops in no order of messages (docs/architecture.md, *Gangs*). The watch is
+for what is outside of its assumptions: a message that a broken transport lost, a defect. A task
+stalls when it is chosen to run, all its members have it prepared, and for longer than a bound none
+of them has begun an operator of anything. The bound grows with the work that the members hold:
+`LEAST_S` plus `FACTOR` times the longest predicted task among it, for an operator is never longer
+than its task.
+
+What stalls is taken back and planned again, and so is whatever its members keep themselves free
+for: the instances drop both, which ends every wait between them.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Final
+
+from millrace.core.request import RequestState
+from millrace.core.scheduler.effects import Stalled
+from millrace.core.scheduler.events import LoadReported
+from millrace.core.scheduler.fleet.instances import PrefillInstance
+from millrace.core.scheduler.fleet.run_queue import Board, Task
+from millrace.core.scheduler.request_table import Lifecycle
+
+LEAST_S: Final = 10.0
+FACTOR: Final = 4.0
+
+
+class StallWatch:
+    """Notes how long each prefill instance has stood still, and takes back what stalls."""
+
+    def __init__(self, life: Lifecycle) -> None:
+        self.stalled = 0  # requests that were taken back
+        self._life = life
+
+    def heard(self, instance: PrefillInstance, event: LoadReported) -> None:
+        """A heartbeat."""
+        before, still = instance.still_since_s, event.standstill
+        prepared = () if still is None else still.prepared
+        instance.still_since_s = {one: before.get(one, self._life.now_s) for one in prepared}
+        instance.standstill = still
+
+    def look(self) -> None:
+        """Takes back what stalls. Whoever calls this runs a round after it."""
+        for pool in self._life.cluster.pools.values():
+            for task in [task for task in pool.board.ranked if self._stalls(task)]:
+                self._take_back(task, pool.board)
+
+    def _stalls(self, task: Task) -> bool:
+        if not task.chosen:
+            return False
+        since_s = max((_still_since_s(task, member) for member in task.members), default=None)
+        if since_s is None or self._life.now_s - since_s <= LEAST_S:
+            return False
+        held = (one.predicted_s for member in task.members for one in member.queue)
+        return self._life.now_s - since_s > LEAST_S + FACTOR * max(held, default=0.0)
+
+    def _take_back(self, task: Task, board: Board) -> None:
+        if not any(request.id in board.tasks for request in task.requests):
+            return  # with another that stalled
+        found = {request.id for request in task.requests}
+        waits = []
+        for member in task.members:
+            standstill, member.standstill, member.still_since_s = member.standstill, None, {}
+            if standstill is not None:
+                found.add(standstill.claimed)
+                waits.append((member.id, standstill.waits_for))
+        requests = [self._life.requests[one] for one in sorted(found & self._life.requests.keys())]
+        taken = [one for one in requests if one.state is RequestState.PREFILLING]
+        self.stalled += len(taken)
+        self._life.effects.append(
+            Stalled(request_ids=tuple(one.id for one in taken), waits=tuple(waits))
+        )
+        for request in taken:
+            self._life.take_back(request, "its prefill instances stood still")
+
+
+def _still_since_s(task: Task, member: PrefillInstance) -> float:
+    """Since when the member stands still with the task prepared; infinite if it does not."""
+    since_s = member.still_since_s
+    return min(since_s.get(request.id, math.inf) for request in task.requests)
