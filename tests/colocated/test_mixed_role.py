@@ -15,7 +15,7 @@ import torch
 from millrace.colocated.packing import packing_config
 from millrace.core.config import SchedulerConfig
 from millrace.core.errors import ConfigError
-from millrace.engine.model_runner import ModelRunner
+from millrace.engine.forward.local_runner import ModelRunner
 from millrace.wire.pb import common_pb2, scheduler_pb2
 from support.live_stack import eventually
 from support.mixed_role import Mixed, mixed_config, mixed_instance, operators

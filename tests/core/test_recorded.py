@@ -17,8 +17,7 @@ import pytest
 from millrace.core.config import SchedulerConfig
 from millrace.core.cost.latency import Latency, SpLatency
 from millrace.core.request import Request, Slo
-from millrace.core.scheduler import effects, events
-from millrace.core.scheduler import recording
+from millrace.core.scheduler import effects, events, recording
 from millrace.core.scheduler.recording import RecordingError, built, plain
 
 EVENTS = typing.get_args(events.Event)

@@ -17,7 +17,7 @@ from millrace.core.cost.decode_step import DecodeStepTime
 from millrace.core.errors import CapacityError
 from millrace.decode import priority
 from millrace.decode.swapping import Place
-from millrace.engine.sampling_spec import SamplingSpec
+from millrace.engine.sampling.spec import SamplingSpec
 from support.growing_requests import GrowingRequests
 from support.hashing_model import SPECS, greedy, prompt_of
 

@@ -10,8 +10,8 @@ import psutil
 import pytest
 
 from millrace.bench.random_model import write_random_llama
+from millrace.engine.forward.recorded_step import RecordedStep
 from millrace.engine.parallel.rank_group import RankGroup
-from millrace.engine.recorded_step import RecordedStep
 from support.staged import FIVE_LAYERS, Staged
 
 

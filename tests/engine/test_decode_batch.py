@@ -12,8 +12,8 @@ from hypothesis.strategies import integers, sampled_from
 from millrace.core.errors import CapacityError, IntegrityError
 from millrace.core.kv.layout import KvLayout
 from millrace.engine.decode_batch import DecodeBatch, Sequence
-from millrace.engine.kv_pool import KvPool
-from millrace.engine.sampler import Sampler, SamplingSpec
+from millrace.engine.kv.pool import KvPool
+from millrace.engine.sampling.sampler import Sampler, SamplingSpec
 from support.hashing_model import (
     PAGE,
     SPECS,

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from millrace.engine.decode_batch import DecodeBatch, Sequence
-from millrace.engine.sampler import Sampler, SamplingRow, SamplingSpec
+from millrace.engine.sampling.sampler import Sampler, SamplingRow, SamplingSpec
 from support.tiny_engine import Request, make_runner, prefill
 from support.tiny_models import model_folder, oracle, prompt
 

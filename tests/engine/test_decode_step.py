@@ -10,10 +10,10 @@ from types import FrameType
 import pytest
 import torch
 
-from millrace.engine import recorded_step
 from millrace.engine.decode_batch import DecodeBatch, Sequence
-from millrace.engine.model_runner import ModelRunner
-from millrace.engine.sampler import Sampler, SamplingSpec
+from millrace.engine.forward import recorded_step
+from millrace.engine.forward.local_runner import ModelRunner
+from millrace.engine.sampling.sampler import Sampler, SamplingSpec
 from support.tiny_engine import Request, decode, make_runner, prefill
 from support.tiny_models import model_folder, prompt
 

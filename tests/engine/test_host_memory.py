@@ -11,10 +11,10 @@ import pytest
 import torch
 
 from millrace.core.kv.layout import KvLayout
-from millrace.engine import host_memory
-from millrace.engine.host_memory import HUGE_PAGE_BYTES, host_zeros
-from millrace.engine.kv_pool import KvPool
-from millrace.engine.loader import load_model
+from millrace.engine.kv import host_memory
+from millrace.engine.kv.host_memory import HUGE_PAGE_BYTES, host_zeros
+from millrace.engine.kv.pool import KvPool
+from millrace.engine.model.loader import load_model
 from support.tiny_models import model_folder
 
 

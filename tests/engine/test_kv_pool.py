@@ -10,7 +10,7 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, 
 
 from millrace.core.errors import CapacityError, IntegrityError
 from millrace.core.kv.layout import KvLayout
-from millrace.engine.kv_pool import KvPool, page_runs
+from millrace.engine.kv.pool import KvPool, page_runs
 
 PAGES = 24
 

@@ -12,9 +12,9 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from millrace.core.errors import ModelError
-from millrace.engine.loader import load_model, model_hash, resolve_model
-from millrace.engine.parallel.sharding import Shard as TpShard
-from millrace.engine.parallel.stage import Stage
+from millrace.engine.model.loader import load_model, model_hash, resolve_model
+from millrace.engine.model.stage import Stage
+from millrace.engine.model.tp_shard import Shard as TpShard
 from support.tiny_models import model_folder, oracle
 
 SHARDED = "llama-mha-sharded"
@@ -219,7 +219,7 @@ def test_resolve_model_finds_folders_and_explains_what_is_none(
         resolve_model("a/b/c")
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
     code = (
-        "from millrace.engine.loader import resolve_model\n"
+        "from millrace.engine.model.loader import resolve_model\n"
         "from millrace.core.errors import ModelError\n"
         "try: resolve_model('millrace-tests/none-such')\n"
         "except ModelError as error: print(error)\n"

@@ -8,10 +8,10 @@ from collections import Counter
 import pytest
 import torch
 
-from millrace.engine.mixed_pass import DecodeRows, MixedRunner
-from millrace.engine.model_runner import ModelRunner, PrefillTask
+from millrace.engine.forward.local_runner import ModelRunner, PrefillTask
+from millrace.engine.forward.mixed_pass import DecodeRows, MixedRunner
+from millrace.engine.kv.step_tables import page_table_of
 from millrace.engine.parallel.rank_group import RankGroup
-from millrace.engine.step_tables import page_table_of
 from support.parallel import open_runner, split_folder
 from support.tiny_engine import Request, decode, greedy, make_runner, prefill
 from support.tiny_models import model_folder, prompt

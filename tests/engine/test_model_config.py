@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from millrace.core.errors import ModelError
-from millrace.engine.model_config import ModelConfig, parse_config
+from millrace.engine.model.config import ModelConfig, parse_config
 from support.tiny_models import VARIANTS, model_folder, oracle
 
 BASE: dict[str, Any] = {

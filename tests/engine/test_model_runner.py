@@ -4,9 +4,9 @@ import pytest
 import torch
 
 from millrace.core.errors import ModelError
-from millrace.engine.loader import load_model
-from millrace.engine.mixed_pass import prompt_tables
-from millrace.engine.model_runner import Boundary, ModelRunner, PrefillTask
+from millrace.engine.forward.local_runner import Boundary, ModelRunner, PrefillTask
+from millrace.engine.forward.mixed_pass import prompt_tables
+from millrace.engine.model.loader import load_model
 from support.tiny_engine import Request, decode, make_pool, make_runner, prefill
 from support.tiny_models import model_folder, prompt
 

@@ -8,7 +8,7 @@ import numpy as np
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from millrace.engine.page_table import PageTable, TableMirror
+from millrace.engine.kv.page_table import PageTable, TableMirror
 from support.tiny_engine import Request, make_runner, prefill
 from support.tiny_models import model_folder, prompt
 

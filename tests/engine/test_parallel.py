@@ -14,11 +14,11 @@ import pytest
 import torch
 
 from millrace.engine.execution_pool import ExecutionPool, PoolTask, StopPoint
-from millrace.engine.kv_pool import KvPool
-from millrace.engine.loader import load_model
-from millrace.engine.model_runner import Boundary, ModelRunner, PrefillTask
-from millrace.engine.parallel.group_runner import GroupRunner
+from millrace.engine.forward.local_runner import Boundary, ModelRunner, PrefillTask
+from millrace.engine.kv.pool import KvPool
+from millrace.engine.model.loader import load_model
 from millrace.engine.parallel.rank_group import RankGroup
+from millrace.engine.parallel.runner import GroupRunner
 from millrace.transfer.layout import Side, at_layer, layer_runs
 from millrace.transfer.memory import Memory, copy_on_host
 from support.parallel import SPLIT_FOUR_WAYS, open_runner, split_folder, storm

@@ -15,8 +15,8 @@ import pytest
 
 from millrace.core.errors import ConfigError
 from millrace.engine.parallel.commands import CopyPage, Order
-from millrace.engine.parallel.group_runner import GroupRunner, load_ranks
 from millrace.engine.parallel.rank_group import RankError, RankGroup
+from millrace.engine.parallel.runner import GroupRunner, load_ranks
 from support.deadlines import HANG_S
 from support.parallel import open_runner, split_folder
 from support.tiny_engine import Request, prefill
@@ -105,8 +105,8 @@ from pathlib import Path
 import torch
 
 from millrace.core.kv.layout import KvLayout
-from millrace.engine.model_runner import PrefillTask
-from millrace.engine.parallel.group_runner import GroupRunner, load_ranks
+from millrace.engine.forward.local_runner import PrefillTask
+from millrace.engine.parallel.runner import GroupRunner, load_ranks
 from millrace.engine.parallel.rank_group import RankGroup
 
 if __name__ == "__main__":

@@ -8,12 +8,12 @@ import pytest
 import torch
 
 from millrace.core.errors import ConfigError, ModelError
-from millrace.engine.loader import Model, load_model
-from millrace.engine.model_config import ModelConfig
-from millrace.engine.model_runner import ModelRunner
-from millrace.engine.models import checkpoint
-from millrace.engine.models.weights import LayerWeights
-from millrace.engine.parallel.sharding import KvHeads, Shard
+from millrace.engine.forward.local_runner import ModelRunner
+from millrace.engine.model.config import ModelConfig
+from millrace.engine.model.loader import Model, load_model
+from millrace.engine.model.tp_shard import KvHeads, Shard
+from millrace.engine.model.weights import checkpoint
+from millrace.engine.model.weights.fused import LayerWeights
 from support.parallel import split_folder
 from support.tiny_engine import make_pool
 from support.tiny_models import model_folder

@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from millrace.engine.philox import philox4x32, uniforms
+from millrace.engine.sampling.philox import philox4x32, uniforms
 
 # (counter, key, result), of 10 rounds: all zero, all one, digits of pi.
 KNOWN = [

@@ -10,13 +10,13 @@ import pytest
 import torch
 
 from millrace.engine.decode_batch import DecodeBatch
-from millrace.engine.fallen import EngineFallen
-from millrace.engine.loader import load_model
-from millrace.engine.mixed_pass import NO_DECODES, DecodeRows
-from millrace.engine.model_runner import Boundary, PrefillTask
-from millrace.engine.pipeline.behind import StageError
-from millrace.engine.sampler import Sampler
-from millrace.engine.step_tables import page_table_of
+from millrace.engine.errors import EngineFallen
+from millrace.engine.forward.local_runner import Boundary, PrefillTask
+from millrace.engine.forward.mixed_pass import NO_DECODES, DecodeRows
+from millrace.engine.kv.step_tables import page_table_of
+from millrace.engine.model.loader import load_model
+from millrace.engine.pipeline.in_flight import StageError
+from millrace.engine.sampling.sampler import Sampler
 from support.deadlines import HANG_S
 from support.kvp_world import Long, random_cuts, sequence_of, world
 from support.parallel import split_folder, storm

@@ -9,9 +9,9 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, 
 
 from millrace.core.errors import CapacityError, IntegrityError
 from millrace.core.kv.layout import KvLayout
-from millrace.engine import prefix_cache
-from millrace.engine.kv_pool import KvPool, page_runs
-from millrace.engine.prefix_cache import PrefixCache
+from millrace.engine.kv import prefix_cache
+from millrace.engine.kv.pool import KvPool, page_runs
+from millrace.engine.kv.prefix_cache import PrefixCache
 
 PAGE = 2
 BLOCK = 4  # two pages

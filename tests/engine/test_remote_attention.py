@@ -8,9 +8,9 @@ import pytest
 from torch.testing import assert_close
 
 from millrace.engine.decode_batch import DecodeBatch, TokenOut
-from millrace.engine.loader import load_model
-from millrace.engine.model_runner import ModelRunner
-from millrace.engine.sampler import Sampler
+from millrace.engine.forward.local_runner import ModelRunner
+from millrace.engine.model.loader import load_model
+from millrace.engine.sampling.sampler import Sampler
 from support.kvp_world import Long, World, prefill_long, random_cuts, sequence_of, world
 from support.tiny_engine import Request, decode, greedy, make_pool, prefill
 from support.tiny_models import model_folder, prompt

@@ -9,9 +9,9 @@ from collections.abc import Callable
 import pytest
 
 from millrace.engine.decode_batch import DecodeBatch
-from millrace.engine.loader import load_model
-from millrace.engine.model_runner import ModelRunner
-from millrace.engine.sampler import Sampler
+from millrace.engine.forward.local_runner import ModelRunner
+from millrace.engine.model.loader import load_model
+from millrace.engine.sampling.sampler import Sampler
 from support.deadlines import HANG_S
 from support.kvp_world import Holder, Long, World, prefill_long, sequence_of, world
 from support.tiny_engine import Request, greedy, make_pool

@@ -8,11 +8,11 @@ from itertools import pairwise
 import pytest
 
 from millrace.engine.decode_batch import DecodeBatch
-from millrace.engine.loader import load_model
-from millrace.engine.mixed_pass import NO_DECODES
+from millrace.engine.forward.mixed_pass import NO_DECODES
+from millrace.engine.kv.step_tables import page_table_of
+from millrace.engine.model.loader import load_model
 from millrace.engine.parallel.rank_group import RankGroup
-from millrace.engine.sampler import Sampler
-from millrace.engine.step_tables import page_table_of
+from millrace.engine.sampling.sampler import Sampler
 from support.kvp_world import Long, random_cuts, sequence_of, world
 from support.parallel import open_runner, split_folder
 from support.tiny_engine import Request, greedy, make_runner

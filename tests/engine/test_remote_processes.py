@@ -9,9 +9,9 @@ from pathlib import Path
 
 from millrace.core.kv.kvp_pass import RemoteShard
 from millrace.engine.decode_batch import DecodeBatch
-from millrace.engine.loader import load_model
-from millrace.engine.model_runner import ModelRunner
-from millrace.engine.sampler import Sampler
+from millrace.engine.forward.local_runner import ModelRunner
+from millrace.engine.model.loader import load_model
+from millrace.engine.sampling.sampler import Sampler
 from millrace.transfer.nixl_transport import NixlTransport
 from support.kvp_world import Holder, Home, Long, prefill_long, sequence_of
 from support.tiny_engine import Request, greedy, make_pool

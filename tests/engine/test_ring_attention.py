@@ -12,9 +12,9 @@ from torch import Tensor
 from torch.testing import assert_close
 
 from millrace.core.kv.sp_layout import PAD
-from millrace.engine.loader import load_model
-from millrace.engine.model_runner import Boundary, ModelRunner
-from millrace.engine.ring_attention import RingTask
+from millrace.engine.attention.ring import RingTask
+from millrace.engine.forward.local_runner import Boundary, ModelRunner
+from millrace.engine.model.loader import load_model
 from support.ring_group import Member, RingGroup, plan
 from support.tiny_engine import Request, make_pool, prefill
 from support.tiny_models import VARIANTS, model_folder, prompt

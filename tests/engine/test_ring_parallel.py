@@ -11,10 +11,10 @@ from pathlib import Path
 import pytest
 import torch
 
-from millrace.engine.model_runner import Boundary
-from millrace.engine.parallel.communicator import Communicator
-from millrace.engine.parallel.group_runner import GroupRunner
+from millrace.engine.forward.local_runner import Boundary
+from millrace.engine.model.communicator import Communicator
 from millrace.engine.parallel.rank_group import RankGroup
+from millrace.engine.parallel.runner import GroupRunner
 from support.parallel import open_runner, split_folder
 from support.ring_group import Member, RingGroup, plan
 from support.tiny_engine import Request, make_runner, prefill

@@ -11,7 +11,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from millrace.engine.sampler import (
+from millrace.engine.sampling.sampler import (
     NO_TOKEN,
     Sampler,
     SamplingRow,
@@ -19,7 +19,7 @@ from millrace.engine.sampler import (
     finish_reason,
     prompt_logprobs,
 )
-from millrace.engine.token_counts import TokenCounts
+from millrace.engine.sampling.token_counts import TokenCounts
 
 VOCAB = 50
 

@@ -8,9 +8,9 @@ import torch
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
-from millrace.engine.logprobs import top_tokens
-from millrace.engine.philox import uniforms
-from millrace.engine.sampler import Sampler, SamplingRow, SamplingSpec
+from millrace.engine.sampling.logprobs import top_tokens
+from millrace.engine.sampling.philox import uniforms
+from millrace.engine.sampling.sampler import Sampler, SamplingRow, SamplingSpec
 from millrace_kernels.torch_sampling import CANDIDATES, ranked
 
 NEAR = 1e-9  # closer to a threshold than this, the order of summation may decide

@@ -3,11 +3,11 @@ from __future__ import annotations
 import pytest
 import torch
 
-from millrace.engine import scratch as scratch_module
-from millrace.engine.host_memory import host_zeros
-from millrace.engine.mixed_pass import prompt_tables
-from millrace.engine.model_runner import ModelRunner
-from millrace.engine.scratch import Scratch
+from millrace.engine.forward.local_runner import ModelRunner
+from millrace.engine.forward.mixed_pass import prompt_tables
+from millrace.engine.kv.host_memory import host_zeros
+from millrace.engine.model import scratch as scratch_module
+from millrace.engine.model.scratch import Scratch
 from support.tiny_engine import Request, decode, make_runner, prefill
 from support.tiny_models import model_folder, prompt
 

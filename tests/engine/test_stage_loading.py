@@ -6,9 +6,9 @@ import pytest
 import torch
 
 from millrace.core.errors import ConfigError
-from millrace.engine.loader import load_model
-from millrace.engine.parallel.sharding import Shard
-from millrace.engine.parallel.stage import Stage
+from millrace.engine.model.loader import load_model
+from millrace.engine.model.stage import Stage
+from millrace.engine.model.tp_shard import Shard
 from support.tiny_models import model_folder
 
 

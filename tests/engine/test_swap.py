@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from millrace.core.errors import CapacityError, IntegrityError
 from millrace.core.kv.layout import KvLayout
-from millrace.engine.swap import KvSwap
+from millrace.engine.kv.host_swap import KvSwap
 
 PAGES = 12
 

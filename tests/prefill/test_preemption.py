@@ -11,7 +11,7 @@ import pytest
 import pytest_asyncio
 
 from millrace.decode.loop import DecodeRole
-from millrace.engine.model_runner import Boundary, PrefillTask
+from millrace.engine.forward.local_runner import Boundary, PrefillTask
 from millrace.prefill.loop import PrefillRole
 from millrace.transfer.memory_transport import MemoryHub
 from millrace.wire.pb import scheduler_pb2

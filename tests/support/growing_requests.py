@@ -23,8 +23,8 @@ from millrace.decode.request import DecodeRequest
 from millrace.decode.request_pages import RequestPages
 from millrace.decode.running import Running
 from millrace.engine.decode_batch import TokenOut
-from millrace.engine.kv_pool import KvPool
-from millrace.engine.sampling_spec import SamplingSpec, finish_reason
+from millrace.engine.kv.pool import KvPool
+from millrace.engine.sampling.spec import SamplingSpec, finish_reason
 from millrace.telemetry.metrics import Registry
 from millrace.wire.pb import common_pb2
 from millrace.worker.tasks import Tasks

@@ -6,8 +6,8 @@ import random
 
 import torch
 
-from millrace.engine.kv_pool import KvPool
-from millrace.engine.sampler import Sampler, SamplingRow, SamplingSpec, finish_reason
+from millrace.engine.kv.pool import KvPool
+from millrace.engine.sampling.sampler import Sampler, SamplingRow, SamplingSpec, finish_reason
 
 VOCAB = 31
 PAGE = 4

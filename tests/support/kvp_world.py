@@ -12,16 +12,16 @@ import torch
 from torch import Tensor
 
 from millrace.core.kv.kvp_pass import ExchangeShape, RemoteShard
+from millrace.engine.attention.kvp_link import ExchangeLink
+from millrace.engine.attention.kvp_memory import exchange_memory
+from millrace.engine.attention.kvp_owner import Remote, reach_of
+from millrace.engine.attention.kvp_worker import ShardAttention
 from millrace.engine.decode_batch import Sequence as DecodeSequence
-from millrace.engine.exchange_link import ExchangeLink
-from millrace.engine.exchange_views import exchange_memory
-from millrace.engine.loader import Model
-from millrace.engine.model_runner import ModelRunner, PrefillTask
-from millrace.engine.parallel.group_runner import GroupRunner
+from millrace.engine.forward.local_runner import ModelRunner, PrefillTask
+from millrace.engine.model.loader import Model
+from millrace.engine.parallel.runner import GroupRunner
 from millrace.engine.pipeline.runner import PipelineRunner
-from millrace.engine.remote_attention import Remote, reach_of
-from millrace.engine.sampling_spec import SamplingSpec
-from millrace.engine.shard_attention import ShardAttention
+from millrace.engine.sampling.spec import SamplingSpec
 from millrace.transfer.kvp_desk import KvpDesk
 from millrace.transfer.kvp_exchange import KvpExchange
 from millrace.transfer.memory import Memory

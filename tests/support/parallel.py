@@ -10,10 +10,10 @@ from pathlib import Path
 import torch
 
 from millrace.core.kv.layout import KvLayout
-from millrace.engine.loader import Model
-from millrace.engine.model_runner import Boundary, PrefillTask
-from millrace.engine.parallel.group_runner import GroupRunner, load_ranks
+from millrace.engine.forward.local_runner import Boundary, PrefillTask
+from millrace.engine.model.loader import Model
 from millrace.engine.parallel.rank_group import RankGroup
+from millrace.engine.parallel.runner import GroupRunner, load_ranks
 from millrace.engine.pipeline.runner import PipelineRunner
 from support.tiny_engine import Request, decode, prefill
 from support.tiny_models import VARIANTS, model_folder, prompt

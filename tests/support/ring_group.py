@@ -22,10 +22,10 @@ from millrace.core.kv.sp_layout import (
     layout,
 )
 from millrace.core.request import Chunk
-from millrace.engine.model_runner import Boundary, ModelRunner, PrefillTask
-from millrace.engine.parallel.group_runner import GroupRunner
+from millrace.engine.attention.ring import RingTask, ring_task
+from millrace.engine.forward.local_runner import Boundary, ModelRunner, PrefillTask
+from millrace.engine.parallel.runner import GroupRunner
 from millrace.engine.pipeline.runner import PipelineRunner
-from millrace.engine.ring_attention import RingTask, ring_task
 
 Runner = ModelRunner | GroupRunner | PipelineRunner
 WAIT_S = 60.0

@@ -12,17 +12,17 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from millrace.engine.kv_pool import KvPool
-from millrace.engine.loader import Model, load_model
-from millrace.engine.model_config import ModelConfig
-from millrace.engine.parallel.group_runner import load_ranks
+from millrace.engine.forward.stage_passes import Passes, StagePasses
+from millrace.engine.kv.pool import KvPool
+from millrace.engine.model.config import ModelConfig
+from millrace.engine.model.loader import Model, load_model
+from millrace.engine.model.stage import Stage
+from millrace.engine.parallel.kv_memory import mapped, new_memory
 from millrace.engine.parallel.rank_group import RankGroup
-from millrace.engine.parallel.shared_pool import mapped, new_memory
-from millrace.engine.parallel.stage import Stage
-from millrace.engine.pipeline.behind import StageError
+from millrace.engine.parallel.runner import load_ranks
 from millrace.engine.pipeline.group_passes import GroupPasses
+from millrace.engine.pipeline.in_flight import StageError
 from millrace.engine.pipeline.messages import Command
-from millrace.engine.pipeline.passes import Passes, StagePasses
 from millrace.engine.pipeline.rows import Handed
 from millrace.engine.pipeline.runner import PipelineRunner
 from millrace.engine.pipeline.stage_loop import StageLoop

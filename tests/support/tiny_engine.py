@@ -9,9 +9,9 @@ from pathlib import Path
 import torch
 
 from millrace.core.kv.layout import KvLayout
-from millrace.engine.kv_pool import KvPool
-from millrace.engine.loader import Model, load_model
-from millrace.engine.model_runner import ModelRunner, PrefillTask
+from millrace.engine.forward.local_runner import ModelRunner, PrefillTask
+from millrace.engine.kv.pool import KvPool
+from millrace.engine.model.loader import Model, load_model
 
 
 def make_pool(model: Model, *, page_tokens: int = 16, num_pages: int = 64) -> KvPool:

@@ -16,8 +16,8 @@ import numpy as np
 
 from millrace.core.config import Config, EngineConfig, SchedulerConfig, StoreConfig, TransferConfig
 from millrace.engine.assembly import open_engine
-from millrace.engine.model_runner import Boundary, PrefillTask
-from millrace.engine.ring_attention import RingTask
+from millrace.engine.attention.ring import RingTask
+from millrace.engine.forward.local_runner import Boundary, PrefillTask
 from millrace.state.memory_store import MemoryStore
 from millrace.telemetry.metrics import Registry
 from millrace.transfer.memory_transport import MemoryHub, MemoryTransport

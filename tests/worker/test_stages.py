@@ -19,8 +19,8 @@ from millrace.bench.random_model import write_random_llama
 from millrace.core.config import EngineConfig
 from millrace.core.errors import ConfigError
 from millrace.engine.assembly import Engine, open_engine
-from millrace.engine.fallen import EngineFallen
-from millrace.engine.model_runner import PrefillTask
+from millrace.engine.errors import EngineFallen
+from millrace.engine.forward.local_runner import PrefillTask
 from millrace.worker.stages import open_staged_engine
 from support.deadlines import HANG_S
 from support.staged import FIVE_LAYERS

@@ -11,8 +11,8 @@ import torch
 from millrace.core.config import EngineConfig
 from millrace.engine.assembly import open_engine
 from millrace.engine.decode_batch import DecodeBatch, Sequence
-from millrace.engine.sampler import Sampler
-from millrace.engine.sampling_spec import SamplingSpec
+from millrace.engine.sampling.sampler import Sampler
+from millrace.engine.sampling.spec import SamplingSpec
 
 
 class BareDecode:

@@ -17,7 +17,7 @@ import torch
 
 from millrace.engine.assembly import Engine
 from millrace.engine.execution_pool import ExecutionPool, PoolTask, StopPoint
-from millrace.engine.model_runner import PrefillTask
+from millrace.engine.forward.local_runner import PrefillTask
 
 _WAIT_S = 120.0  # for a task, before the pool counts as broken
 

@@ -20,7 +20,7 @@ from safetensors import safe_open
 from torch import Tensor
 
 from millrace.core.errors import MillraceError
-from millrace.engine.model_config import ModelConfig
+from millrace.engine.model.config import ModelConfig
 
 BATCH_TOKENS = 2048
 MICRO_BATCH_TOKENS = 512

@@ -19,8 +19,8 @@ from millrace.core.config import EngineConfig
 from millrace.core.errors import TransferError
 from millrace.core.kv.kvp_pass import RemoteShard
 from millrace.engine.assembly import open_kv_only
-from millrace.engine.exchange_views import exchange_memory
-from millrace.engine.shard_attention import ShardAttention
+from millrace.engine.attention.kvp_memory import exchange_memory
+from millrace.engine.attention.kvp_worker import ShardAttention
 from millrace.transfer.kvp_desk import KvpDesk
 from millrace.transfer.kvp_exchange import KvpExchange
 from millrace.transfer.memory import Memory

@@ -32,11 +32,11 @@ from millrace.bench.long_model import kv_bytes
 from millrace.core.config import EngineConfig
 from millrace.core.kv.kvp_pass import RemoteShard, Reply
 from millrace.engine.assembly import Engine, open_engine
-from millrace.engine.exchange_link import ExchangeLink
-from millrace.engine.exchange_views import exchange_memory
-from millrace.engine.model_runner import ModelRunner
-from millrace.engine.prefill_task import PrefillTask
-from millrace.engine.remote_attention import Remote, reach_of
+from millrace.engine.attention.kvp_link import ExchangeLink
+from millrace.engine.attention.kvp_memory import exchange_memory
+from millrace.engine.attention.kvp_owner import Remote, reach_of
+from millrace.engine.forward.local_runner import ModelRunner
+from millrace.engine.forward.prefill_task import PrefillTask
 from millrace.transfer.environment import transport_environment
 from millrace.transfer.kvp_exchange import KvpExchange
 from millrace.transfer.memory import Memory

@@ -17,7 +17,7 @@ from millrace.core.config import TransferConfig
 from millrace.core.errors import TransferError
 from millrace.core.kv.layout import KvLayout
 from millrace.core.kv.sp_layout import RING_BUFFERS, Layout, buffer_of
-from millrace.engine.kv_pool import KvPool
+from millrace.engine.kv.pool import KvPool
 from millrace.transfer.memory import Memory
 from millrace.transfer.nixl_descriptors import descriptor_rows, segment
 from millrace.transfer.nixl_transport import NixlTransport

@@ -13,9 +13,9 @@ from torch import Tensor
 
 from millrace.core.errors import MillraceError
 from millrace.core.kv.layout import KvLayout
-from millrace.engine.kv_pool import KvPool
-from millrace.engine.loader import load_model
-from millrace.engine.model_runner import ModelRunner, PrefillTask
+from millrace.engine.forward.local_runner import ModelRunner, PrefillTask
+from millrace.engine.kv.pool import KvPool
+from millrace.engine.model.loader import load_model
 
 PAGE_TOKENS = 16
 

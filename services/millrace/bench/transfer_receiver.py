@@ -16,7 +16,7 @@ from millrace.bench.transfer_bare import BareReceiver
 from millrace.core.config import TransferConfig
 from millrace.core.errors import TransferError
 from millrace.core.kv.layout import KvLayout
-from millrace.engine.kv_pool import KvPool
+from millrace.engine.kv.pool import KvPool
 from millrace.transfer.control import ReceiveCallbacks
 from millrace.transfer.memory import Memory
 from millrace.transfer.nixl_transport import NixlTransport

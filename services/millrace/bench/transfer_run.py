@@ -29,7 +29,7 @@ from millrace.bench.transfer_load import LayerProduct
 from millrace.bench.transfer_receiver import MIB, Expected, Receiver, receiver_process
 from millrace.core.config import TransferConfig
 from millrace.core.kv.layout import KvLayout
-from millrace.engine.kv_pool import KvPool
+from millrace.engine.kv.pool import KvPool
 from millrace.transfer.environment import transport_environment
 from millrace.transfer.layout import Side, at_layer, layer_runs
 from millrace.transfer.memory import Memory

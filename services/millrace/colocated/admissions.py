@@ -13,7 +13,7 @@ from millrace.decode.request import DecodeRequest
 from millrace.decode.request_pages import RequestPages
 from millrace.decode.shards import SpreadRequests
 from millrace.engine.decode_batch import DecodeBatch
-from millrace.engine.prefix_cache import PrefixCache
+from millrace.engine.kv.prefix_cache import PrefixCache
 from millrace.wire.pb import common_pb2, scheduler_pb2
 from millrace.worker.host import WorkerContext
 from millrace.worker.link import request_failed, request_released

@@ -12,10 +12,10 @@ import torch
 from millrace.colocated.packing import Share
 from millrace.engine.assembly import Engine
 from millrace.engine.decode_batch import DecodeBatch, TokenOut
-from millrace.engine.fallen import EngineFallen
-from millrace.engine.model_runner import ModelRunner
-from millrace.engine.prefill_task import PrefillTask
-from millrace.engine.sampler import Sampler
+from millrace.engine.errors import EngineFallen
+from millrace.engine.forward.local_runner import ModelRunner
+from millrace.engine.forward.prefill_task import PrefillTask
+from millrace.engine.sampling.sampler import Sampler
 from millrace.prefill.first_tokens import (
     PrefillOutcome,
     SamplingError,

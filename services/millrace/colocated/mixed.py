@@ -33,7 +33,7 @@ from millrace.decode.pace import TokenPace
 from millrace.decode.request import DecodeRequest
 from millrace.decode.servicer import DecodeServicer
 from millrace.decode.token_streams import life_of
-from millrace.engine.prefix_cache import PrefixCache
+from millrace.engine.kv.prefix_cache import PrefixCache
 from millrace.profiles import decode_step
 from millrace.transfer.receive_manager import ReceiveManager
 from millrace.wire.pb import scheduler_pb2

@@ -12,7 +12,7 @@ from millrace.decode.request import DecodeRequest
 from millrace.decode.token_events import first_token_events, step_event
 from millrace.decode.token_streams import Life, TokenStreams
 from millrace.engine.decode_batch import TokenOut
-from millrace.engine.sampling_spec import finish_reason
+from millrace.engine.sampling.spec import finish_reason
 from millrace.wire.moves import PREEMPTED
 from millrace.wire.pb import decode_pb2, transfer_pb2
 from millrace.worker.host import WorkerContext

@@ -13,7 +13,7 @@ from millrace.core.kv.kvp_pass import RemoteShard
 from millrace.decode.held_pages import HeldPages
 from millrace.decode.token_streams import Life, life_of
 from millrace.engine.decode_batch import Sequence
-from millrace.engine.sampling_spec import SamplingSpec
+from millrace.engine.sampling.spec import SamplingSpec
 from millrace.wire.pb import common_pb2, scheduler_pb2
 from millrace.worker.codec import Stopwatch, sampling_spec, span
 from millrace.worker.link import request_released

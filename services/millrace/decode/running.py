@@ -13,9 +13,9 @@ from millrace.decode.priority import in_danger
 from millrace.decode.request import DecodeRequest
 from millrace.decode.swapping import Preempted, Swapper
 from millrace.engine.decode_batch import DecodeBatch, TokenOut
-from millrace.engine.model_runner import ModelRunner
-from millrace.engine.sampler import Sampler
-from millrace.engine.swap import KvSwap
+from millrace.engine.forward.local_runner import ModelRunner
+from millrace.engine.kv.host_swap import KvSwap
+from millrace.engine.sampling.sampler import Sampler
 from millrace.wire.pb import scheduler_pb2
 from millrace.worker.host import WorkerContext
 from millrace.worker.tasks import Tasks

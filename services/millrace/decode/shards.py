@@ -18,9 +18,9 @@ from millrace.core.kv.kvp_pass import RemoteShard
 from millrace.core.kv.transfer import Incarnation
 from millrace.decode.holders import Holders
 from millrace.decode.request import DecodeRequest
-from millrace.engine.exchange_link import ExchangeLink
-from millrace.engine.exchange_views import exchange_memory
-from millrace.engine.remote_attention import Remote, reach_of
+from millrace.engine.attention.kvp_link import ExchangeLink
+from millrace.engine.attention.kvp_memory import exchange_memory
+from millrace.engine.attention.kvp_owner import Remote, reach_of
 from millrace.transfer.kvp_exchange import KvpExchange
 from millrace.transfer.memory import Memory
 from millrace.wire.kvp_peer import GrpcKvpPeer

@@ -14,7 +14,7 @@ from millrace.decode.metrics import DecodeMetrics
 from millrace.decode.request import DecodeRequest
 from millrace.decode.request_pages import RequestPages
 from millrace.engine.decode_batch import PausedSequence
-from millrace.engine.swap import KvSwap
+from millrace.engine.kv.host_swap import KvSwap
 from millrace.worker.tasks import Tasks
 
 

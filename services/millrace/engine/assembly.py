@@ -13,13 +13,13 @@ import torch
 from millrace.core.config import EngineConfig
 from millrace.core.errors import ConfigError
 from millrace.core.kv.layout import KvLayout
-from millrace.engine.fallen import EngineFallen
-from millrace.engine.kv_pool import KvPool
-from millrace.engine.loader import Model, load_model, model_hash, resolve_model
-from millrace.engine.model_config import ModelConfig
-from millrace.engine.model_runner import ModelRunner
-from millrace.engine.parallel.group_runner import GroupRunner, load_ranks
+from millrace.engine.errors import EngineFallen
+from millrace.engine.forward.local_runner import ModelRunner
+from millrace.engine.kv.pool import KvPool
+from millrace.engine.model.config import ModelConfig
+from millrace.engine.model.loader import Model, load_model, model_hash, resolve_model
 from millrace.engine.parallel.rank_group import RankGroup
+from millrace.engine.parallel.runner import GroupRunner, load_ranks
 from millrace.engine.pipeline.runner import PipelineRunner
 from millrace.profiles.cache import ProfileKey
 from millrace_kernels.api import Backend, describe_backends

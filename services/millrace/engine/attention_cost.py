@@ -12,8 +12,8 @@ from collections.abc import Sequence
 import torch
 
 from millrace.engine.assembly import Engine
-from millrace.engine.kv_pool import page_runs
-from millrace.engine.prefill_task import PrefillTask
+from millrace.engine.forward.prefill_task import PrefillTask
+from millrace.engine.kv.pool import page_runs
 
 
 def written_pages(engine: Engine, tokens: int, least_bytes: int) -> list[int]:

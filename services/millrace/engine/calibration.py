@@ -11,7 +11,7 @@ from torch import Tensor
 from millrace.core.cost.latency import Latency
 from millrace.engine.assembly import Engine
 from millrace.engine.attention_cost import attention_s, settled_s, written_pages
-from millrace.engine.model_runner import PrefillTask
+from millrace.engine.forward.local_runner import PrefillTask
 from millrace.profiles import eq_1
 
 BUDGET_S: Final = 0.2

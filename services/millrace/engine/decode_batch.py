@@ -16,12 +16,12 @@ from torch import Tensor
 
 from millrace.core.errors import CapacityError, IntegrityError
 from millrace.core.kv.kvp_pass import RemoteShard
-from millrace.engine.kv_pool import KvPool
-from millrace.engine.logprobs import PositionLogprobs
-from millrace.engine.mixed_pass import DecodeRows, MixedRunner
-from millrace.engine.page_table import PageTable
-from millrace.engine.sampler import Sampled, Sampler
-from millrace.engine.sampling_spec import PromptIds, SamplingRow, SamplingSpec, finish_reason
+from millrace.engine.forward.mixed_pass import DecodeRows, MixedRunner
+from millrace.engine.kv.page_table import PageTable
+from millrace.engine.kv.pool import KvPool
+from millrace.engine.sampling.logprobs import PositionLogprobs
+from millrace.engine.sampling.sampler import Sampled, Sampler
+from millrace.engine.sampling.spec import PromptIds, SamplingRow, SamplingSpec, finish_reason
 
 
 class DecodeRunner(MixedRunner, Protocol):

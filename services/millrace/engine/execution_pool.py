@@ -26,7 +26,7 @@ import torch
 from millrace.core.instance.gang import GangSpec, Step
 from millrace.core.instance.preemption import PoolRule
 from millrace.core.instance.stop_point import StopPoint as StopPoint
-from millrace.engine.awaited import Awaited
+from millrace.engine.completion import Awaited
 
 RUN_AHEAD_OPERATORS: Final = 4
 """Operators that the host may have enqueued on a GPU beyond the one that executes."""

@@ -14,10 +14,10 @@ from functools import partial
 import torch
 
 from millrace.engine.assembly import Engine
-from millrace.engine.awaited import Awaited
+from millrace.engine.completion import Awaited
 from millrace.engine.execution_pool import ExecutionPool, PoolTask, StopPoint
-from millrace.engine.model_runner import Boundary, PrefillTask
-from millrace.engine.sampler import Sampler
+from millrace.engine.forward.local_runner import Boundary, PrefillTask
+from millrace.engine.sampling.sampler import Sampler
 from millrace.prefill.first_tokens import SamplingError, prompt_logprobs, sample_first
 from millrace.prefill.job import LATER_STAGES, PREEMPTED
 from millrace.prefill.metrics import PrefillMetrics

@@ -10,9 +10,9 @@ from typing import Final, Protocol
 
 import torch
 
-from millrace.engine.logprobs import PositionLogprobs, position_logprobs
-from millrace.engine.sampler import Sampler
-from millrace.engine.sampling_spec import SamplingRow, SamplingSpec
+from millrace.engine.sampling.logprobs import PositionLogprobs, position_logprobs
+from millrace.engine.sampling.sampler import Sampler
+from millrace.engine.sampling.spec import SamplingRow, SamplingSpec
 
 LOGPROB_BLOCK_TOKENS: Final = 256
 

@@ -13,8 +13,8 @@ import torch
 
 from millrace.core.instance.gang import GangKey, GangSpec
 from millrace.core.kv.sp_layout import ChunkShares, Pass, ring_buffers
+from millrace.engine.attention.ring import RingTask, ring_task
 from millrace.engine.execution_pool import PoolTask, StopPoint
-from millrace.engine.ring_attention import RingTask, ring_task
 from millrace.prefill.compute import PrefillCompute
 from millrace.prefill.work import Part, Work, task_name
 from millrace.transfer.chunk_link import ChunkLink, Waits

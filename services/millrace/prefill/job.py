@@ -13,7 +13,7 @@ from millrace.core.errors import MillraceError
 from millrace.core.kv.layout import KvLayout
 from millrace.core.kv.sp_layout import RING_BUFFERS, Layout, Run, layout
 from millrace.core.request import Chunk
-from millrace.engine.sampling_spec import SamplingSpec
+from millrace.engine.sampling.spec import SamplingSpec
 from millrace.prefill.metrics import PrefillMetrics
 from millrace.transfer.control import Sending
 from millrace.transfer.ring import GroupLink

@@ -17,8 +17,8 @@ import grpc
 import torch
 
 from millrace.core.errors import CapacityError, MillraceError, TransferError
+from millrace.engine.errors import EngineFallen
 from millrace.engine.execution_pool import ExecutionPool, StopPoint
-from millrace.engine.fallen import EngineFallen
 from millrace.prefill.compute import Entry, PrefillCompute
 from millrace.prefill.gang import GangEntry
 from millrace.prefill.group import GroupError

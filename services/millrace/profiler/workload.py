@@ -22,11 +22,11 @@ from millrace.engine.assembly import Engine
 from millrace.engine.attention_cost import attention_s, settled_s, written_pages
 from millrace.engine.decode_batch import DecodeBatch
 from millrace.engine.decode_batch import Sequence as Decoding
-from millrace.engine.mixed_pass import DecodeRows
-from millrace.engine.prefill_task import PrefillTask
-from millrace.engine.sampler import Sampler
-from millrace.engine.sampling_spec import SamplingRow, SamplingSpec
-from millrace.engine.step_tables import page_table_of
+from millrace.engine.forward.mixed_pass import DecodeRows
+from millrace.engine.forward.prefill_task import PrefillTask
+from millrace.engine.kv.step_tables import page_table_of
+from millrace.engine.sampling.sampler import Sampler
+from millrace.engine.sampling.spec import SamplingRow, SamplingSpec
 
 #: Of the pages that stand for histories: more than any cache holds.
 WRITTEN_BYTES = 256 << 20

@@ -79,7 +79,7 @@ class _Layer:
 
 
 class ChunkLink:
-    """Made by `GroupLink.chunk`. An `engine.ring_attention.RingLink`; one thread computes.
+    """Made by `GroupLink.chunk`. An `engine.attention.ring.RingLink`; one thread computes.
 
     `waits` counts the seconds that it waited.
     """

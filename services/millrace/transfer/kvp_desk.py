@@ -33,7 +33,7 @@ log = logging.getLogger(__name__)
 
 
 class ShardCompute(Protocol):
-    """`engine.shard_attention.ShardAttention`; all but `open` and `landed` on the desk's thread."""
+    """`engine.attention.kvp_worker.ShardAttention`; all but `open` and `landed` on its thread."""
 
     def open(self, shard: int, pages: Sequence[int], start_token: int, end_token: int) -> None: ...
     def landed(self, shard: int, end_token: int) -> None: ...

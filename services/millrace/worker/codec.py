@@ -5,8 +5,8 @@ from __future__ import annotations
 import time
 
 from millrace.core.cost.decode_step import DecodeStepTime
-from millrace.engine.logprobs import PositionLogprobs
-from millrace.engine.sampling_spec import SamplingSpec
+from millrace.engine.sampling.logprobs import PositionLogprobs
+from millrace.engine.sampling.spec import SamplingSpec
 from millrace.wire.pb import common_pb2, scheduler_pb2
 
 

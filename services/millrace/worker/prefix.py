@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from millrace.core.config import EngineConfig
-from millrace.engine.kv_pool import KvPool
-from millrace.engine.prefix_cache import PrefixCache
+from millrace.engine.kv.pool import KvPool
+from millrace.engine.kv.prefix_cache import PrefixCache
 from millrace.telemetry.metrics import Registry
 from millrace.wire.pb import common_pb2, scheduler_pb2
 

@@ -16,8 +16,8 @@ from millrace.core.kv.kvp_hold import AttachAsk, AttachGrant, HoldAsk
 from millrace.core.kv.kvp_pass import ExchangeShape
 from millrace.core.kv.transfer import Incarnation
 from millrace.engine.assembly import KvMemory
-from millrace.engine.exchange_views import exchange_memory
-from millrace.engine.shard_attention import ShardAttention
+from millrace.engine.attention.kvp_memory import exchange_memory
+from millrace.engine.attention.kvp_worker import ShardAttention
 from millrace.transfer.handshake import stale_receiver
 from millrace.transfer.kvp_desk import KvpDesk
 from millrace.transfer.layout import mismatch

@@ -14,16 +14,16 @@ from multiprocessing.reduction import recv_handle
 
 import torch
 
-from millrace.engine.loader import Model, load_model
+from millrace.engine.forward.stage_passes import Passes, StagePasses
+from millrace.engine.model.loader import Model, load_model
+from millrace.engine.model.stage import Stage
 from millrace.engine.parallel.commands import Load
 from millrace.engine.parallel.follower import end_with_parent
-from millrace.engine.parallel.group_runner import load_ranks
+from millrace.engine.parallel.kv_memory import mapped
 from millrace.engine.parallel.rank_group import RankGroup
-from millrace.engine.parallel.shared_pool import mapped
-from millrace.engine.parallel.stage import Stage
+from millrace.engine.parallel.runner import load_ranks
 from millrace.engine.pipeline.group_passes import GroupPasses
 from millrace.engine.pipeline.messages import Done, Fallen, Open
-from millrace.engine.pipeline.passes import Passes, StagePasses
 from millrace.engine.pipeline.stage_loop import StageLoop
 from millrace.transfer.activations import Inlet
 from millrace.transfer.environment import transport_environment

@@ -26,14 +26,15 @@ from torch import Tensor
 from millrace.core.config import EngineConfig
 from millrace.core.errors import ConfigError
 from millrace.engine.assembly import Engine, KvShape, resolve_device, staged_engine
-from millrace.engine.kv_pool import KvPool
-from millrace.engine.model_config import ModelConfig
+from millrace.engine.forward.stage_passes import Passes
+from millrace.engine.kv.pool import KvPool
+from millrace.engine.model.config import ModelConfig
+from millrace.engine.model.stage import Stage
+from millrace.engine.model.tp_shard import Shard
 from millrace.engine.parallel.commands import Load
+from millrace.engine.parallel.kv_memory import mapped, new_memory
 from millrace.engine.parallel.rank_group import RankGroup
-from millrace.engine.parallel.sharding import Shard
-from millrace.engine.parallel.shared_pool import mapped, new_memory
-from millrace.engine.parallel.stage import Stage
-from millrace.engine.pipeline.behind import StageError
+from millrace.engine.pipeline.in_flight import StageError
 from millrace.engine.pipeline.messages import (
     Answer,
     Command,
@@ -41,7 +42,6 @@ from millrace.engine.pipeline.messages import (
     Fallen,
     Open,
 )
-from millrace.engine.pipeline.passes import Passes
 from millrace.engine.pipeline.runner import PipelineRunner
 from millrace.transfer.activations import Inlet
 from millrace.transfer.nixl_transport import NixlTransport

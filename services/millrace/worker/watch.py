@@ -7,7 +7,7 @@ import contextlib
 from typing import Protocol
 
 from millrace.engine.assembly import KvMemory
-from millrace.engine.fallen import EngineFallen
+from millrace.engine.errors import EngineFallen
 
 
 class Holder(Protocol):

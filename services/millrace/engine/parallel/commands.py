@@ -11,11 +11,11 @@ import torch
 
 from millrace.core.kv.kvp_pass import RemoteRows, RemoteShard
 from millrace.core.kv.layout import KvLayout
-from millrace.engine.mixed_pass import DecodeRows, RaggedTables
-from millrace.engine.model_runner import PrefillTask
-from millrace.engine.page_table import TableDelta
-from millrace.engine.parallel.stage import ALONE, Stage
-from millrace.engine.ring_attention import KvBlock, RingLink, RingTask
+from millrace.engine.attention.ring import KvBlock, RingLink, RingTask
+from millrace.engine.forward.local_runner import PrefillTask
+from millrace.engine.forward.mixed_pass import DecodeRows, RaggedTables
+from millrace.engine.kv.page_table import TableDelta
+from millrace.engine.model.stage import ALONE, Stage
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -16,12 +16,18 @@ from typing import assert_never
 import torch
 from torch import Tensor
 
+from millrace.engine.attention.kvp_owner import Remote, RemoteAttention
+from millrace.engine.attention.ring import RingTask
 from millrace.engine.execution_pool import RunAhead
-from millrace.engine.kv_pool import KvPool
-from millrace.engine.loader import Model, load_model
-from millrace.engine.model_runner import Boundary, ModelRunner
-from millrace.engine.operators import required
-from millrace.engine.page_table import TableMirror
+from millrace.engine.forward.local_runner import Boundary, ModelRunner
+from millrace.engine.forward.stage_passes import Fetch, StagePasses
+from millrace.engine.kv.page_table import TableMirror
+from millrace.engine.kv.pool import KvPool
+from millrace.engine.model.communicator import Communicator, PeerLost
+from millrace.engine.model.loader import Model, load_model
+from millrace.engine.model.operators import required
+from millrace.engine.model.stage import ALONE
+from millrace.engine.model.tp_shard import Shard
 from millrace.engine.parallel.commands import (
     Begin,
     Command,
@@ -37,16 +43,10 @@ from millrace.engine.parallel.commands import (
     Run,
     StagePass,
 )
-from millrace.engine.parallel.communicator import Communicator, PeerLost
-from millrace.engine.parallel.sharding import Shard
-from millrace.engine.parallel.shared_link import SharedLink
-from millrace.engine.parallel.shared_pool import mapped, pool_number
-from millrace.engine.parallel.shared_remote import SharedRemote
-from millrace.engine.parallel.stage import ALONE
+from millrace.engine.parallel.kv_memory import mapped, pool_number
+from millrace.engine.parallel.kvp_links import SharedRemote
+from millrace.engine.parallel.ring_links import SharedLink
 from millrace.engine.parallel.stop_counter import StopCounter
-from millrace.engine.pipeline.passes import Fetch, StagePasses
-from millrace.engine.remote_attention import Remote, RemoteAttention
-from millrace.engine.ring_attention import RingTask
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -15,9 +15,9 @@ from typing import Final
 import torch
 
 from millrace.core.errors import ConfigError
-from millrace.engine.fallen import EngineFallen
+from millrace.engine.errors import EngineFallen
+from millrace.engine.model.communicator import Communicator, PeerLost
 from millrace.engine.parallel.commands import Done, Failed, Order
-from millrace.engine.parallel.communicator import Communicator, PeerLost
 from millrace.engine.parallel.follower import Place, follow
 from millrace.engine.parallel.stop_counter import StopCounter
 

@@ -12,19 +12,19 @@ from dataclasses import replace
 from torch import Tensor
 
 from millrace.core.kv.layout import KvLayout
-from millrace.engine.loader import Model
-from millrace.engine.mixed_pass import RaggedTables
-from millrace.engine.model_runner import Boundary
+from millrace.engine.attention.kvp_owner import RemoteAttention, RemoteLink
+from millrace.engine.attention.ring import RingTask
+from millrace.engine.forward.local_runner import Boundary
+from millrace.engine.forward.mixed_pass import RaggedTables
+from millrace.engine.forward.stage_passes import Fetch, HandOn, StagePasses
+from millrace.engine.model.loader import Model
+from millrace.engine.model.stage import Stage
 from millrace.engine.parallel.commands import Open, RingPass, StagePass, Tables
+from millrace.engine.parallel.kv_memory import mapped, rank_layouts
+from millrace.engine.parallel.kvp_links import SharedRemote
 from millrace.engine.parallel.lockstep import Lockstep
 from millrace.engine.parallel.rank_group import RankGroup
-from millrace.engine.parallel.shared_link import SharedLink
-from millrace.engine.parallel.shared_pool import mapped, rank_layouts
-from millrace.engine.parallel.shared_remote import SharedRemote
-from millrace.engine.parallel.stage import Stage
-from millrace.engine.pipeline.passes import Fetch, HandOn, StagePasses
-from millrace.engine.remote_attention import RemoteAttention, RemoteLink
-from millrace.engine.ring_attention import RingTask
+from millrace.engine.parallel.ring_links import SharedLink
 from millrace_kernels.plan import Backend
 
 

@@ -13,8 +13,8 @@ import torch
 from torch import Tensor
 
 from millrace.core.kv.layout import KvLayout
+from millrace.engine.attention.kvp_owner import Partial
 from millrace.engine.parallel.commands import RingPass, Tables
-from millrace.engine.remote_attention import Partial
 
 
 @dataclass(frozen=True, slots=True)

@@ -12,8 +12,8 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from torch import Tensor
 
 from millrace.core.kv.kvp_pass import RemoteRows
+from millrace.engine.attention.kvp_owner import Partial
 from millrace.engine.pipeline.messages import LinkCall, LinkReply, Packed, RemoteCall
-from millrace.engine.remote_attention import Partial
 
 
 class PipedLink:

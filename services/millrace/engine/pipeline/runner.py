@@ -12,21 +12,25 @@ from collections.abc import Callable, Generator, Sequence
 import torch
 from torch import Tensor
 
-from millrace.engine.fallen import EngineFallen
-from millrace.engine.kv_pool import KvPool
-from millrace.engine.mixed_pass import (
+from millrace.engine.attention.kvp_owner import Remote, RemoteAttention
+from millrace.engine.attention.ring import RingLink, RingTask
+from millrace.engine.errors import EngineFallen
+from millrace.engine.forward.local_runner import Boundary, PrefillTask
+from millrace.engine.forward.mixed_pass import (
     DecodeRows,
     RaggedTables,
     hand_out_lost,
     mixed_tables,
     prompt_tables,
 )
-from millrace.engine.model_config import ModelConfig
-from millrace.engine.model_runner import Boundary, PrefillTask
-from millrace.engine.operators import operator_names, required
+from millrace.engine.forward.prefill_task import check_tasks, hand_out
+from millrace.engine.forward.stage_passes import HandOn, Passes
+from millrace.engine.kv.pool import KvPool
+from millrace.engine.model.config import ModelConfig
+from millrace.engine.model.operators import operator_names, required
+from millrace.engine.model.stage import Stage
 from millrace.engine.parallel.commands import RingPass, Tables
-from millrace.engine.parallel.stage import Stage
-from millrace.engine.pipeline.behind import Behind, LaterStages, PassBehind
+from millrace.engine.pipeline.in_flight import Behind, LaterStages, PassBehind
 from millrace.engine.pipeline.messages import (
     LinkCall,
     LinkReply,
@@ -38,11 +42,7 @@ from millrace.engine.pipeline.messages import (
     Step,
     Stepped,
 )
-from millrace.engine.pipeline.passes import HandOn, Passes
 from millrace.engine.pipeline.rows import RowsOut
-from millrace.engine.prefill_task import check_tasks, hand_out
-from millrace.engine.remote_attention import Remote, RemoteAttention
-from millrace.engine.ring_attention import RingLink, RingTask
 from millrace_kernels import api as kernels
 from millrace_kernels.plan import Backend
 

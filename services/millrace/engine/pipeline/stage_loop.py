@@ -18,7 +18,9 @@ from typing import Final
 
 from torch import Tensor
 
-from millrace.engine.model_runner import Boundary
+from millrace.engine.attention.kvp_owner import RemoteAttention
+from millrace.engine.forward.local_runner import Boundary
+from millrace.engine.forward.stage_passes import Fetch, HandOn, Passes
 from millrace.engine.pipeline.messages import (
     Answer,
     Command,
@@ -33,10 +35,8 @@ from millrace.engine.pipeline.messages import (
     Stepped,
     Through,
 )
-from millrace.engine.pipeline.passes import Fetch, HandOn, Passes
 from millrace.engine.pipeline.piped_link import PipedLink, PipedRemote
 from millrace.engine.pipeline.rows import Handed, RowsOut
-from millrace.engine.remote_attention import RemoteAttention
 
 _LAST: Final = sys.maxsize
 _PATIENCE_S: Final = 1.0

@@ -1,0 +1,174 @@
+"""Attention over K/V of which a part is at other instances (KVP: Mnemosyne 4.4, Medha 3.3).
+
+A long request's home holds the K/V of its first tokens, holders that of the others. In every layer
+the home sends the queries, and K/V of tokens that are a holder's, attends over its own part
+meanwhile, and merges the holders' partial results by their log-sum-exps. Who moves all that is a
+`RemoteLink`.
+
+Shape letters: n rows of the pass, r rows of a partial, h q heads, k kv heads, d head_dim.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import NamedTuple, Protocol
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from millrace.core.kv.kvp_pass import RemoteRows, RemoteShard
+from millrace.engine.kv.step_tables import slots_of
+from millrace_kernels import api as kernels
+from millrace_kernels.plan import AttentionPlan
+
+__all__ = [
+    "Partial",
+    "Remote",
+    "RemoteAttention",
+    "RemoteLink",
+    "RemoteRows",
+    "RemoteShard",
+    "reach_of",
+    "slots_with_spill",
+]
+
+
+class Partial(NamedTuple):
+    """Partial results of some rows of a pass, on the host, until the next is asked for."""
+
+    rows: Tensor | slice  # which: int64 [r], ascending, or neighbours
+    out: Tensor  # float32 [r, h, d]
+    lse: Tensor  # float32 [r, h], natural logarithm
+
+
+class RemoteLink(Protocol):
+    """The way to the holders, of one pass at a time. For the compute thread.
+
+    Of each pass `begin`; of each layer `send`, then `partials` to its end; then `end`. A pass may
+    be given up at any point: the next `begin` makes sure that nothing of it is on its way.
+    """
+
+    def begin(self, rows: Sequence[RemoteRows], slots: Tensor) -> None:
+        """slots: int64 [n], on the host, page * page_tokens + offset of each row's K/V."""
+        ...
+
+    def send(self, layer: int, q_nhd: Tensor, kv_layers: Tensor) -> None:
+        """Sends the q of the pass's remote rows, and the K/V of new ones, which lies at their slots
+        in kv_layers [pools, pages, 2, k, page_tokens, d], whose heads are the pools' in order.
+        Neither may change before the last partial."""
+        ...
+
+    def partials(self, layer: int) -> Iterator[Partial]:
+        """Partial results of a layer as they come; a row may be in several. What a lost holder had
+        to give is missing."""
+        ...
+
+    def end(self) -> Mapping[RemoteRows, str]:
+        """Of those that `begin` got the ones whose shard was lost, and why: their rows are wrong
+        from some layer on."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class Remote:
+    """What a home needs for passes with remote rows.
+
+    spill_pages: pages of the home's pool where the K/V of holders' tokens lies until it is sent,
+    at least as many slots as a pass has tokens past the home's own shards. The caller's to take
+    and to free; they may change between passes. `reach`: `reach_of` the model.
+    """
+
+    link: RemoteLink
+    spill_pages: Sequence[int]
+    reach: int | None = None
+
+
+def reach_of(windows: Sequence[int | None]) -> int | None:
+    """How far back any layer sees, by the layers' sliding windows; None: to the beginning."""
+    widest = 0
+    for window in windows:
+        if window is None:
+            return None
+        widest = max(widest, window)
+    return widest
+
+
+class RemoteAttention:
+    """The attention of one pass with remote rows, layer after layer."""
+
+    def __init__(self, link: RemoteLink, rows: Sequence[RemoteRows], slots: Tensor) -> None:
+        """slots: int64 [n], on the host."""
+        self._link = link
+        self._wide: Tensor | None = None  # float32 [n, h, d], of the layer before
+        link.begin(rows, slots)
+
+    def run(
+        self,
+        layer: int,
+        plan: AttentionPlan,
+        q_nhd: Tensor,
+        kv_layer: Tensor,
+        scale: float,
+        out: Tensor | None,
+        lse: Tensor,
+    ) -> Tensor:
+        """Attention of q [n, h, d], whose K/V is in its pages, over the pass's own part by `plan`
+        and the holders'. lse: float32 [n, h], written. Returns out [n, h, d] of q's dtype."""
+        out = torch.empty_like(q_nhd) if out is None else out
+        self._link.send(layer, q_nhd, kv_layer[None])
+        total = self._room(out)
+        kernels.run_attention(plan, q_nhd, kv_layer, scale=scale, out=total, lse_out=lse)
+        for rows, host_part, host_lse in self._link.partials(layer):
+            part, part_lse = host_part.to(total.device), host_lse.to(total.device)
+            if isinstance(rows, slice):
+                kernels.merge_attention_(total[rows], lse[rows], part, part_lse)
+            else:
+                own, own_lse = total[rows], lse[rows]
+                kernels.merge_attention_(own, own_lse, part, part_lse)
+                total[rows], lse[rows] = own, own_lse
+        return out if total is out else out.copy_(total)
+
+    def _room(self, out: Tensor) -> Tensor:
+        """float32, where the parts are summed; the same in every layer."""
+        if out.dtype is torch.float32:
+            return out
+        if self._wide is None:
+            self._wide = torch.empty_like(out, dtype=torch.float32)
+        return self._wide
+
+    def end(self) -> dict[int, str]:
+        """Each row of the pass that a lost shard has made wrong, and why."""
+        lost: dict[int, str] = {}
+        for entry, why in self._link.end().items():
+            lost |= dict.fromkeys(range(entry.first_row, entry.first_row + entry.num_rows), why)
+        return lost
+
+
+def slots_with_spill(
+    page_table: Tensor,
+    owners: Tensor,
+    positions: Tensor,
+    kv_lens: Tensor,
+    page_tokens: int,
+    spill_pages: Sequence[int],
+) -> Tensor:
+    """`step_tables.slots_of`, with a spill slot for every position past its sequence's `kv_lens`.
+
+    Raises ValueError when there are too few spill pages.
+    """
+    position = positions.numpy()
+    spilt = position >= kv_lens.numpy()[owners.numpy()]
+    near = torch.from_numpy(np.where(spilt, 0, position))
+    slots = slots_of(page_table, owners, near, page_tokens)
+    needed = int(spilt.sum())
+    if needed > len(spill_pages) * page_tokens:
+        raise ValueError(
+            f"{needed} tokens of a pass belong to holders; {len(spill_pages)} spill pages have "
+            f"room for {len(spill_pages) * page_tokens}"
+        )
+    number = np.arange(needed)
+    pages = np.asarray(spill_pages, dtype=np.int64)
+    slots.numpy()[spilt] = pages[number // page_tokens] * page_tokens + number % page_tokens
+    return slots

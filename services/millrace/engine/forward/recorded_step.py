@@ -1,0 +1,170 @@
+"""Decode steps made again from their recorded native calls, without the Python of the operators."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Final
+
+import torch
+from torch import Tensor
+
+from millrace.engine.forward.pass_states import PassStates
+from millrace.engine.model.loader import Model
+from millrace.engine.model.operators import Activations, Operator
+from millrace.engine.model.scratch import Scratch
+from millrace_kernels import api as kernels
+
+_MOST_RECORDED: Final = 16
+"""Batch sizes whose step is kept recorded."""
+
+Begin = Callable[[Tensor], None]
+"""Writes what a step begins with, [b, H]: embedded tokens, or what a stage before handed on."""
+
+_CALLS_OF: Final = {"attn": 2}  # rope_write_kv and attention; any other operator makes one call
+
+
+class RecordedSteps:
+    """Decode steps of a model, or of a stage of one, from what they begin with to the last layer's
+    sums. Each batch size is recorded when it first comes."""
+
+    def __init__(
+        self, model: Model, states: PassStates, operators: Sequence[Operator], *, records: bool
+    ) -> None:
+        """operators: of the layers. `records`: False where they do what leaves no native calls."""
+        self._model = model
+        self._states = states
+        self._operators = operators
+        self._names = [operator.name for operator in operators]
+        self._records = records
+        self._recorded: dict[int, RecordedStep] = {}  # by sequences of a step
+        self._scratch = self._new_scratch()
+
+    def run(
+        self,
+        begin: Begin,
+        token_ids: Tensor,
+        positions: Tensor,
+        page_table: Tensor,
+        kv_lens: Tensor,
+    ) -> Activations:
+        """One step; arguments as of `ModelRunner.decode`. What it returns holds until the next."""
+        recorded = self._recorded.get(len(positions))
+        if recorded is None or not recorded.fits(page_table, kv_lens):
+            return self._run_anew(begin, token_ids, positions, page_table, kv_lens)
+        slots = self._states.slots(positions, page_table)
+        cos, sin = self._states.rotary(positions.to(self._model.device))
+        return recorded.run(begin, slots, cos, sin)
+
+    def _run_anew(
+        self,
+        begin: Begin,
+        token_ids: Tensor,
+        positions: Tensor,
+        page_table: Tensor,
+        kv_lens: Tensor,
+    ) -> Activations:
+        """Operator by operator; recorded where that can be."""
+        size = len(positions)
+        outdated = self._recorded.pop(size, None)
+        scratch = self._scratch if outdated is None else outdated.scratch()
+        with kernels.record() as calls:
+            state = self._states.decode(token_ids, positions, page_table, kv_lens, scratch)
+            state.x = begun = self._room(state)
+            begin(begun)
+            for operator in self._operators:
+                operator.run(state)
+        if self._records and is_whole(calls, self._names, state, begun):
+            if len(self._recorded) == _MOST_RECORDED:
+                del self._recorded[next(iter(self._recorded))]  # the oldest
+            self._recorded[size] = RecordedStep(state, calls, page_table, kv_lens)
+            if state.scratch is self._scratch:
+                self._scratch = self._new_scratch()  # the old one is the step's now
+        else:
+            state.give_all()  # who reads the sums takes nothing
+        return state
+
+    def _room(self, state: Activations) -> Tensor:
+        hidden = self._model.config.hidden_size
+        taken = state.take(hidden)
+        if taken is None:
+            return state.cos.new_empty((state.num_tokens, hidden), dtype=self._model.dtype)
+        return taken
+
+    def _new_scratch(self) -> Scratch | None:
+        # On other devices torch's allocator keeps memory itself.
+        return Scratch(self._model.dtype) if self._model.device.type == "cpu" else None
+
+
+class RecordedStep:
+    """The layers' part of a step of one batch size, on memory of its own.
+
+    Every step of it reads the same page table and lengths, where they change.
+    """
+
+    def __init__(
+        self,
+        state: Activations,
+        calls: list[kernels.NativeCall],
+        page_table: Tensor,
+        kv_lens: Tensor,
+    ) -> None:
+        self._state = state
+        self._calls = calls
+        self._tables = (page_table, kv_lens)
+        self._made_for = _key(page_table, kv_lens)
+
+    def fits(self, page_table: Tensor, kv_lens: Tensor) -> bool:
+        """Whether these are the tables, of the same size and at the same place."""
+        return _key(page_table, kv_lens) == self._made_for
+
+    def scratch(self) -> Scratch | None:
+        """The memory it worked on, for another: it is not run any more."""
+        self._state.give_all()
+        return self._state.scratch
+
+    def run(self, begin: Begin, slots: Tensor, cos: Tensor, sin: Tensor) -> Activations:
+        """What it returns holds until the next run."""
+        state = self._state
+        state.slots.copy_(slots)
+        state.cos.copy_(cos)
+        state.sin.copy_(sin)
+        assert state.residual is not None  # which begins where the step does, see `is_whole`
+        begin(state.residual)
+        for call in self._calls:
+            call()
+        return state
+
+
+class KeptTables:
+    """Page tables and lengths of steps at one place for each batch size, where those who record
+    steps look for them: for tables that come anew with every step."""
+
+    def __init__(self) -> None:
+        self._kept: dict[int, tuple[Tensor, Tensor]] = {}
+
+    def hold(self, page_table: Tensor, kv_lens: Tensor) -> tuple[Tensor, Tensor]:
+        """int32 [b, at least as wide] and [b], with the same in them."""
+        size, width = page_table.shape
+        kept = self._kept.get(size)
+        if kept is None or kept[0].shape[1] < width:
+            room = torch.zeros(size, 1 << (width - 1).bit_length(), dtype=torch.int32)
+            kept = self._kept[size] = room, torch.empty(size, dtype=torch.int32)
+        kept[0][:, :width] = page_table
+        kept[1].copy_(kv_lens)
+        return kept
+
+
+def is_whole(
+    calls: list[kernels.NativeCall], operators: list[str], state: Activations, begun: Tensor
+) -> bool:
+    """Whether the calls of one pass are all that its operators did.
+
+    Experts, and what torch computes, leave none. The residual lies where the step has `begun`.
+    """
+    wanted = len(state.plans) + sum(_CALLS_OF.get(name, 1) for name in operators)
+    return len(calls) == wanted and state.residual is begun
+
+
+def _key(page_table: Tensor, kv_lens: Tensor) -> tuple[object, ...]:
+    threads = torch.get_num_threads()  # a call is recorded with as many
+    return page_table.data_ptr(), page_table.shape, kv_lens.data_ptr(), threads

@@ -1,0 +1,205 @@
+"""KV that is kept in the pool for prompts that begin alike: blocks of whole pages, by their hashes.
+
+A block's hash stands for all tokens up to its end (`core.kv.prefix`), so a sequence's beginning is
+looked up block by block until one is missing, and a block is of use only as long as those before it
+are there. Requests read a block's pages and never write them: each begins its own KV in a page of
+its own.
+
+Blocks that no request holds are idle. Their pages count as free in the pool, which has the least
+recently used of them evicted when it runs short. Of one sequence the last block goes first.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+
+from millrace.core.errors import IntegrityError
+from millrace.engine.kv.pool import KvPool
+
+#: Hashes that one `news` tells at most: the rest waits for the next.
+MOST_TOLD = 1 << 15
+
+
+@dataclass(frozen=True, slots=True)
+class CacheNews:
+    """What changed since the last one. `whole`: whatever was said before is void."""
+
+    whole: bool
+    added: list[int]
+    removed: list[int]
+
+
+@dataclass(slots=True, eq=False)
+class _Block:
+    hash: int
+    before: int  # the hash of the block before it; 0: it is a first one
+    place: int  # how many come before it
+    pages: list[int]
+
+
+class PrefixCache:
+    """The keeper of a pool's pages. Used by the thread that allocates them.
+
+    Every call costs a few dictionary steps a block it names, and as many a page.
+    """
+
+    def __init__(
+        self, pool: KvPool, block_tokens: int, evicted: Callable[[int], object] = int
+    ) -> None:
+        """`block_tokens`: whole pages; 0: nothing is kept. `evicted` is told how many pages were.
+
+        Raises ValueError when a block would end inside a page.
+        """
+        page_tokens = pool.layout.page_tokens
+        if block_tokens % page_tokens:
+            raise ValueError(f"a block of {block_tokens} tokens ends in a page of {page_tokens}")
+        self.block_tokens = block_tokens
+        self._pool = pool
+        self._block_pages = block_tokens // page_tokens
+        self._blocks: dict[int, _Block] = {}
+        self._at: dict[int, _Block] = {}  # by first page
+        self._idle: OrderedDict[int, _Block] = OrderedDict()  # by hash, the next to go first
+        self._whole = True
+        self._added: dict[int, None] = {}  # not told yet
+        self._removed: dict[int, None] = {}
+        self._evicted = evicted
+        pool.serve(self)
+
+    def __len__(self) -> int:
+        """Blocks, idle or not."""
+        return len(self._blocks)
+
+    @property
+    def pages(self) -> int:
+        """Pages that are kept, idle or not."""
+        return len(self._blocks) * self._block_pages
+
+    def holds(self, hashes: Iterable[int]) -> int:
+        """How many first blocks of a sequence are there."""
+        found = 0
+        for name in hashes:
+            if name not in self._blocks:
+                break
+            found += 1
+        return found
+
+    def take(self, hashes: Sequence[int]) -> list[int]:
+        """The pages of the first blocks of a sequence that are there, in token order.
+
+        Each has one more reference, the caller's to `KvPool.free`.
+        """
+        found = [self._blocks[name] for name in hashes[: self.holds(hashes)]]
+        pages = [page for block in found for page in block.pages]
+        self._pool.share(pages)
+        for block in found:
+            self._idle.pop(block.hash, None)
+        return pages
+
+    def keep(self, hashes: Sequence[int], pages: Sequence[int]) -> None:
+        """Keeps the first blocks of a sequence, whose KV is whole in the first of `pages`.
+
+        The caller holds these pages, and goes on holding them. Blocks that are there already stay
+        as they are. Raises IntegrityError for pages that nobody holds.
+        """
+        each = self._block_pages
+        if len(pages) < len(hashes) * each:
+            raise IntegrityError(f"{len(hashes)} blocks don't fit {len(pages)} pages")
+        fresh: dict[int, _Block] = {}
+        for place, (before, name) in enumerate(pairwise((0, *hashes))):
+            if name not in self._blocks and name not in fresh:
+                own = list(pages[place * each : (place + 1) * each])
+                fresh[name] = _Block(name, before, place, own)
+        self._pool.keep([page for block in fresh.values() for page in block.pages])
+        for block in fresh.values():
+            self._blocks[block.hash] = block
+            self._at[block.pages[0]] = block
+            _change(block.hash, undone=self._removed, done=self._added)
+        for name in reversed(hashes):
+            if name in self._idle:  # as if it had been taken
+                self._idle.move_to_end(name)
+
+    def news(self) -> CacheNews:
+        """What changed since the last call, or a part of it."""
+        whole, self._whole = self._whole, False
+        removed = _first(self._removed, MOST_TOLD)
+        added = _first(self._added, MOST_TOLD - len(removed))
+        return CacheNews(whole, added, removed)
+
+    def tell_all(self) -> None:
+        """Who is told has forgotten everything: the next news begin anew."""
+        self._whole = True
+        self._added = dict.fromkeys(self._blocks)
+        self._removed.clear()
+
+    def check_integrity(self) -> None:
+        """Raises IntegrityError when indexes, order and the pool's book disagree."""
+        pages = [page for block in self._blocks.values() for page in block.pages]
+        if len(set(pages)) != len(pages):
+            raise IntegrityError("prefix cache: two blocks have a page in common")
+        if self._at.keys() != {block.pages[0] for block in self._blocks.values()}:
+            raise IntegrityError("prefix cache: the index of pages is not the blocks'")
+        for block in self._blocks.values():
+            alone = {self._pool.references(page) == 1 for page in block.pages}
+            if alone != {block.hash in self._idle}:
+                raise IntegrityError(f"prefix cache: pages {block.pages} are idle in part")
+        if len(self._idle) * self._block_pages != self._pool.idle_pages:
+            raise IntegrityError(
+                f"prefix cache: {len(self._idle)} blocks are idle, {self._pool.idle_pages} pages"
+            )
+
+    # -- what the pool tells
+
+    def idle(self, pages: Sequence[int]) -> None:
+        """Blocks that a request has let go of were used by now: the last one of each sequence is
+        the next to go."""
+        blocks = [self._at[page] for page in pages if page in self._at]
+        blocks.sort(key=lambda block: block.place, reverse=True)
+        for block in blocks:
+            self._idle[block.hash] = block
+        fresh = {block.hash for block in blocks}
+        for block in blocks:
+            self._touch(block.before, fresh)
+
+    def evict(self, count: int) -> None:
+        pages: list[int] = []
+        while len(pages) < count:
+            _, block = self._idle.popitem(last=False)
+            pages += self._forget(block)
+        self._pool.give_up(pages)
+        self._evicted(len(pages))
+
+    def _touch(self, name: int, fresh: set[int]) -> None:
+        """What idles before a block that was used goes after it: it may be another request's
+        computation of the same tokens."""
+        while name in self._idle and name not in fresh:
+            fresh.add(name)
+            self._idle.move_to_end(name)
+            name = self._idle[name].before
+
+    def _forget(self, block: _Block) -> list[int]:
+        del self._blocks[block.hash]
+        del self._at[block.pages[0]]
+        _change(block.hash, undone=self._added, done=self._removed)
+        return block.pages
+
+
+def _change(name: int, *, undone: dict[int, None], done: dict[int, None]) -> None:
+    """What is undone before anybody was told need not be told at all."""
+    if name in undone:
+        del undone[name]
+    else:
+        done[name] = None
+
+
+def _first(names: dict[int, None], most: int) -> list[int]:
+    """Takes the first `most` out."""
+    taken = list(names)[:most]
+    if len(taken) == len(names):
+        names.clear()
+    else:
+        for name in taken:
+            del names[name]
+    return taken

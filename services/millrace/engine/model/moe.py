@@ -1,0 +1,29 @@
+"""Mixture-of-experts MLP: a softmax router, then each token through its top-k SwiGLU experts."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from millrace.engine.model.config import MoeConfig
+from millrace_kernels.linear import Linear
+
+
+@dataclass(frozen=True, slots=True)
+class Routing:
+    """What `gate` leaves for `experts`: n tokens, t experts a token."""
+
+    x: Tensor  # [n, hidden], normed
+    expert_ids: Tensor  # int64 [n, t]
+    weights: Tensor  # float32 [n, t]
+
+
+def run_router(x: Tensor, router: Linear, moe: MoeConfig) -> Routing:
+    """Chooses the experts of each row of x [n, hidden]; softmax over all experts, in float32."""
+    probabilities = router(x).softmax(-1, dtype=torch.float32)
+    weights, expert_ids = probabilities.topk(moe.experts_per_token, dim=-1)
+    if moe.normalise:
+        weights = weights / weights.sum(-1, keepdim=True)
+    return Routing(x, expert_ids, weights)

@@ -1,0 +1,247 @@
+"""The passes that are behind the first stage, and what the later stages say of them.
+
+The computing thread begins passes and waits for them; other threads bring the stages' answers.
+"""
+
+from __future__ import annotations
+
+import queue
+import threading
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from itertools import count
+from typing import Final, Protocol
+
+from torch import Tensor
+
+from millrace.core.errors import IntegrityError
+from millrace.engine.completion import Awaited
+from millrace.engine.errors import EngineFallen
+from millrace.engine.pipeline.messages import (
+    Answer,
+    Command,
+    Drop,
+    Dropped,
+    LayerDone,
+    LinkCall,
+    RemoteCall,
+    Stepped,
+    Through,
+)
+from millrace.engine.pipeline.rows import Handed
+
+_DROP_TIMEOUT_S: Final = 60.0
+_LAST_WORDS_S: Final = 1.0
+
+Call = LinkCall | RemoteCall | Stepped
+"""What comes of a stage while the first one's computing thread waits for it."""
+
+
+class StageError(EngineFallen):
+    """A stage fell, and the instance with it: names the stage."""
+
+
+class LaterStages(Protocol):
+    """The way to the other stages. What they answer goes to `PipelineRunner.behind`."""
+
+    @property
+    def count(self) -> int:
+        """Of them."""
+
+    def tell(self, command: Command, stage: int | None = None) -> None:
+        """To one, counted from 0, or to all. Raises StageError when one has fallen."""
+
+    def close(self) -> None:
+        """Ends them."""
+
+
+@dataclass(slots=True, eq=False)
+class PassBehind:
+    """A pass that has begun: what is to be told when it gets on in later stages."""
+
+    number: int
+    name: str
+    on_layer: Callable[[int], None]
+    to_come: int  # words of its layers, and of its end
+    through: Awaited = field(default_factory=Awaited)
+    rows: Tensor | None = None  # that came back
+    handed_on: bool = False  # by the first stage
+    is_served: bool = False  # the computing thread waits in `Behind.next_call`
+    is_wanted: bool = True  # somebody waits for its end
+
+
+class Behind:
+    """The table of these passes."""
+
+    def __init__(self, stages: LaterStages) -> None:
+        self._stages = stages
+        self._numbers = count()
+        self._passes: dict[int, PassBehind] = {}
+        self._lock = threading.Lock()
+        self._calls: queue.SimpleQueue[Call | PassBehind | None] = queue.SimpleQueue()
+        self._dropped: Awaited | None = None
+        self._answer: Dropped | None = None
+        self._failure: StageError | None = None
+        self._on_fall: Callable[[EngineFallen], None] = lambda error: None
+
+    def __len__(self) -> int:
+        """Passes that are somewhere in the pipeline."""
+        with self._lock:
+            return len(self._passes)
+
+    def when_fallen(self, call: Callable[[EngineFallen], None]) -> None:
+        """Has `call` made once a stage has fallen: at once if one has, else on another thread."""
+        with self._lock:
+            self._on_fall = call
+            failure = self._failure
+        if failure is not None:
+            call(failure)
+
+    def check_integrity(self) -> None:
+        """Raises IntegrityError when passes are left. What is said of the last ones may still be on
+        its way: that is waited for."""
+        deadline_s = time.monotonic() + _LAST_WORDS_S
+        while len(self) and time.monotonic() < deadline_s:
+            time.sleep(0.01)
+        with self._lock:
+            if self._passes:
+                raise IntegrityError(f"passes {sorted(self._passes)} are left in later stages")
+
+    # -- for the computing thread
+
+    def begin(
+        self, name: str, on_layer: Callable[[int], None] = lambda layer: None, layers: int = 0
+    ) -> PassBehind:
+        """`layers`: of later stages, of which each is to be told of before the pass is through."""
+        entry = PassBehind(next(self._numbers), name, on_layer, 1 + layers)
+        with self._lock:
+            self._passes[entry.number] = entry
+        return entry
+
+    def tell(self, command: Command, stage: int | None = None) -> None:
+        """Raises StageError when a stage has fallen."""
+        if self._failure is not None:
+            raise self._failure
+        self._stages.tell(command, stage)
+
+    def wait(self, entry: PassBehind, timeout_s: float) -> None:
+        """Returns when the pass is through. Raises StageError."""
+        if not entry.through.wait(timeout_s):
+            raise StageError(f"no later stage has ended a pass for {timeout_s:g} s")
+        if self._failure is not None:
+            raise self._failure
+
+    def next_call(self, timeout_s: float | None = None) -> Call | PassBehind:
+        """What a stage asks for, or says of a step; or a pass that `is_served` and is through.
+
+        Raises StageError.
+        """
+        try:
+            told = self._calls.get(timeout=timeout_s)
+        except queue.Empty:
+            raise StageError(f"no later stage has ended a pass for {timeout_s:g} s") from None
+        if told is None or self._failure is not None:
+            raise self._failure or StageError("a stage fell")
+        return told
+
+    def leave(self, entry: PassBehind) -> None:
+        """Nobody waits for the pass, which goes on through the later stages."""
+        with self._lock:
+            entry.is_wanted = False
+            if not entry.to_come:
+                self._passes.pop(entry.number, None)
+
+    def end(self, entry: PassBehind) -> None:
+        """The pass is through, and was taken up."""
+        with self._lock:
+            self._passes.pop(entry.number, None)
+
+    def drop(self, names: Sequence[str]) -> None:
+        """Gives up all passes of these names. Returns when none of them writes KV any more."""
+        with self._lock:
+            found = [entry for entry in self._passes.values() if entry.name in names]
+        for entry in found:
+            self.give_up(entry)
+
+    def give_up(self, entry: PassBehind) -> None:
+        """Drops the pass where it is. Returns when no stage writes its KV any more."""
+        with self._lock:
+            known = self._passes.pop(entry.number, None)
+        if known is None or entry.rows is not None or self._failure is not None:
+            return
+        comes = entry.handed_on
+        for stage in range(self._stages.count):
+            if self._drop(entry.number, stage, comes=comes):
+                comes = False  # those behind it will never see it
+        # One that had left the last stage comes back, and is taken by `hand`.
+
+    def _drop(self, number: int, stage: int, *, comes: bool) -> bool:
+        """Whether the stage had the pass and dropped it."""
+        with self._lock:
+            waiter = self._dropped = Awaited()
+        self.tell(Drop(number, comes), stage)
+        if not waiter.wait(_DROP_TIMEOUT_S):
+            raise StageError(f"stage {stage + 1} does not let go of a pass")
+        if self._failure is not None:
+            raise self._failure
+        return self._answer is not None and not self._answer.handed_on
+
+    # -- for other threads
+
+    def hear(self, answer: Answer) -> None:
+        """Takes an answer in. Those that earlier stages gave before come before it."""
+        match answer:
+            case LayerDone():
+                with self._lock:
+                    entry = self._passes.get(answer.number)
+                if entry is not None:
+                    entry.on_layer(answer.layer)
+                    self._came(answer.number)
+            case Through():
+                self._came(answer.number)
+            case LinkCall() | RemoteCall() | Stepped():
+                self._calls.put(answer)
+            case Dropped():
+                with self._lock:
+                    self._answer, waiter = answer, self._dropped
+                if waiter is not None:
+                    waiter.set()
+
+    def hand(self, handed: Handed) -> None:
+        """The last stage has handed back the rows of a pass. They are taken at once: who waits for
+        them may have others to compute first, and the stages behind it must not wait for that."""
+        with self._lock:
+            entry = self._passes.get(handed.number)
+        if entry is not None and entry.is_wanted:
+            entry.rows = handed.x.clone()
+        handed.take()
+        self._came(handed.number)
+
+    def fall(self, error: StageError) -> None:
+        """A stage is gone: whoever waits for one gets the error, now and ever after."""
+        with self._lock:
+            self._failure = self._failure or error
+            on_fall = self._on_fall
+            waiters = [entry.through for entry in self._passes.values()]
+            if self._dropped is not None:
+                waiters.append(self._dropped)
+        self._calls.put(None)
+        on_fall(error)
+        for waiter in waiters:
+            waiter.set()
+
+    def _came(self, number: int) -> None:
+        """A word of a pass: rows and words go different ways, and either may be the last."""
+        with self._lock:
+            entry = self._passes.get(number)
+            if entry is None:
+                return
+            entry.to_come -= 1
+            if entry.to_come:
+                return
+            if not entry.is_wanted:
+                del self._passes[number]
+        entry.through.set()
+        if entry.is_served:
+            self._calls.put(entry)

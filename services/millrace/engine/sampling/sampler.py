@@ -1,0 +1,160 @@
+"""Chooses the next token of every sequence of a batch.
+
+Order of work on a row's logits: repetition penalty over prompt and output (divide if positive,
+multiply if negative), presence and frequency penalties over the output, `logit_bias`, stop ids
+barred below `min_tokens`; then greedy choice, or temperature, `top_k`, `top_p` of what is left,
+`min_p` relative to the likeliest, and a draw from what remains.
+
+A row's token depends on its own logits, spec and (seed, choice, output position) alone. Draws
+invert the CDF in float64, with one Philox uniform a row; every tie is settled by the lowest id.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Final
+
+import torch
+from torch import Tensor
+
+from millrace.engine.sampling.logit_edits import edit_logits
+from millrace.engine.sampling.logprobs import PositionLogprobs, position_logprobs, prompt_logprobs
+from millrace.engine.sampling.spec import SamplingRow, SamplingSpec, finish_reason
+from millrace_kernels import api as kernels
+
+__all__ = [
+    "NO_TOKEN",
+    "PositionLogprobs",
+    "Sampled",
+    "Sampler",
+    "SamplingRow",
+    "SamplingSpec",
+    "finish_reason",
+    "prompt_logprobs",
+]
+
+NO_TOKEN: Final = -1
+_NOT_FINITE: Final = "the model's logits are not finite (NaN or infinite); no token was chosen"
+_ALL_BARRED: Final = "min_tokens, logit_bias or a penalty leaves no token to choose from"
+_EDITED_ELEMENTS: Final = 1 << 24  # logits that are copied at once to be edited
+
+
+@dataclass(slots=True)
+class Sampled:
+    """One entry a row: the token id (-1 where `errors` says why there is none) and its log
+    probabilities, if wanted.
+    """
+
+    token_ids: list[int]
+    logprobs: list[PositionLogprobs | None]
+    errors: dict[int, str] = field(default_factory=dict)
+
+    def fail(self, index: int, message: str) -> None:
+        self.token_ids[index] = NO_TOKEN
+        self.errors[index] = message
+
+
+class _Settings:
+    """What `kernels.sample` wants of each row's spec, as arrays [b]."""
+
+    def __init__(self, specs: list[SamplingSpec]) -> None:
+        self.specs = specs
+        self.temperatures, self.top_p, self.min_p = (
+            torch.tensor(column, dtype=torch.float64)
+            for column in (
+                [spec.temperature for spec in specs],
+                [spec.top_p for spec in specs],
+                [spec.min_p for spec in specs],
+            )
+        )
+        self.top_k = torch.tensor([spec.top_k for spec in specs], dtype=torch.int64)
+        self.is_greedy = all(spec.is_greedy for spec in specs)
+        self.no_uniforms = torch.zeros(len(specs), dtype=torch.float64)
+
+    def uniforms(self, rows: Sequence[SamplingRow]) -> Tensor:
+        """The rows' random numbers at their present positions, float64 [b]."""
+        if self.is_greedy:
+            return self.no_uniforms
+        drawn = [0.0 if row.spec.is_greedy else row.uniform for row in rows]
+        return torch.tensor(drawn, dtype=torch.float64)
+
+
+class Sampler:
+    """Keeps nothing of a sequence: what it has put out so far is in its `SamplingRow`."""
+
+    def __init__(self) -> None:
+        self._settings = _Settings([])
+
+    @torch.inference_mode()
+    def sample(self, logits: Tensor, rows: Sequence[SamplingRow]) -> Sampled:
+        """Chooses a token for each row of `logits` (float32 [b, vocab], left unchanged).
+
+        A row with non-finite logits or nothing left to choose from gets an error and no token; the
+        others are unaffected. Log probabilities are those of `logits` as they came, before any
+        penalty, bias, temperature or filter.
+        """
+        settings = self._settings_of(rows)
+        uniforms = settings.uniforms(rows)
+        edited = [i for i, row in enumerate(rows) if row.edits_logits]
+        temperatures = settings.temperatures
+        if edited:  # of these only the peak is wanted here
+            temperatures = temperatures.clone()
+            temperatures[edited] = 0.0
+        ids, peaks = kernels.sample(
+            logits, temperatures, settings.top_k, settings.top_p, settings.min_p, uniforms
+        )
+        result = Sampled(ids.tolist(), [None] * len(rows))
+        _refuse(result, range(len(rows)), peaks, _NOT_FINITE)
+        edited = [i for i in edited if i not in result.errors]
+        block = max(1, _EDITED_ELEMENTS // logits.shape[1])
+        for start in range(0, len(edited), block):
+            _sample_edited(logits, rows, edited[start : start + block], settings, uniforms, result)
+        _add_logprobs(logits, rows, result)
+        return result
+
+    def _settings_of(self, rows: Sequence[SamplingRow]) -> _Settings:
+        """Those of the step before, unless rows have joined, left or moved."""
+        specs, settings = [row.spec for row in rows], self._settings
+        if specs != settings.specs:
+            settings = self._settings = _Settings(specs)
+        return settings
+
+
+def _sample_edited(
+    logits: Tensor,
+    rows: Sequence[SamplingRow],
+    edited: list[int],
+    settings: _Settings,
+    uniforms: Tensor,
+    result: Sampled,
+) -> None:
+    """Fills in the tokens of the rows `edited`, from a copy of their logits."""
+    index = torch.tensor(edited)
+    work = logits[index.to(logits.device)]
+    edit_logits(work, [rows[i] for i in edited])
+    columns = (settings.temperatures, settings.top_k, settings.top_p, settings.min_p, uniforms)
+    ids, peaks = kernels.sample(work, *(column[index] for column in columns))
+    for row, token_id in zip(edited, ids.tolist(), strict=True):
+        result.token_ids[row] = token_id
+    _refuse(result, edited, peaks, _ALL_BARRED)
+
+
+def _refuse(result: Sampled, rows: Sequence[int], peaks: Tensor, message: str) -> None:
+    for row, peak in zip(rows, peaks.tolist(), strict=True):
+        if not math.isfinite(peak):
+            result.fail(row, message)
+
+
+def _add_logprobs(logits: Tensor, rows: Sequence[SamplingRow], result: Sampled) -> None:
+    wanted = [i for i, row in enumerate(rows) if row.spec.logprobs >= 0 and i not in result.errors]
+    if not wanted:
+        return
+    found = position_logprobs(
+        logits[torch.tensor(wanted, device=logits.device)],
+        [result.token_ids[i] for i in wanted],
+        [rows[i].spec.logprobs for i in wanted],
+    )
+    for index, logprobs in zip(wanted, found, strict=True):
+        result.logprobs[index] = logprobs
