@@ -13,11 +13,11 @@ import numpy as np
 import pytest
 
 from millrace.core.errors import TransferError
-from millrace.transfer.memory import Memory
-from millrace.transfer.memory_transport import MemoryHub, MemoryTransport
-from millrace.transfer.nixl_transport import NixlTransport
-from millrace.transfer.runs import Runs
-from millrace.transfer.transport import PeerLostError, Transport
+from millrace.transfer.transport.base import PeerLostError, Transport
+from millrace.transfer.transport.memory import MemoryHub, MemoryTransport
+from millrace.transfer.transport.nixl.transport import NixlTransport
+from millrace.transfer.transport.regions import Memory
+from millrace.transfer.transport.runs import Runs
 from support.deadlines import HANG_S
 from support.transfer_peers import Child, ChildPipe
 

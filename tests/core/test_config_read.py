@@ -80,6 +80,6 @@ def test_every_setting_is_read(found) -> None:
 
 
 def test_a_setting_that_nobody_reads_is_found(found) -> None:
-    """`transfer.transport` was one: only other things' attributes had that name."""
+    """`transfer.transport.base` was one: only other things' attributes had that name."""
     assert not is_read(found, "transfer", "transport")
     assert ("context", "transport") in found

@@ -15,7 +15,7 @@ from millrace.decode.loop import DecodeRole
 from millrace.prefill.loop import PrefillRole
 from millrace.state.memory_store import MemoryStore
 from millrace.state.store import StoreError
-from millrace.transfer.memory_transport import MemoryHub
+from millrace.transfer.transport.memory import MemoryHub
 from millrace.wire.pb import common_pb2, scheduler_pb2
 from millrace.worker.gauges import add_gauges
 from support.deadlines import HANG_S

@@ -15,7 +15,7 @@ import pytest_asyncio
 from millrace.decode.loop import DecodeRole
 from millrace.kvp.role import KvpRole
 from millrace.prefill.loop import PrefillRole
-from millrace.transfer.memory_transport import MemoryHub
+from millrace.transfer.transport.memory import MemoryHub
 from millrace.wire.pb import scheduler_pb2
 from millrace.worker.host import WorkerContext
 from support.decode_pair import BrokenStore, Pair

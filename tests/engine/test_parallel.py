@@ -19,8 +19,8 @@ from millrace.engine.kv.pool import KvPool
 from millrace.engine.model.loader import load_model
 from millrace.engine.parallel.rank_group import RankGroup
 from millrace.engine.parallel.runner import GroupRunner
-from millrace.transfer.layout import Side, at_layer, layer_runs
-from millrace.transfer.memory import Memory, copy_on_host
+from millrace.transfer.transport.layout import Side, at_layer, layer_runs
+from millrace.transfer.transport.regions import Memory, copy_on_host
 from support.parallel import SPLIT_FOUR_WAYS, open_runner, split_folder, storm
 from support.tiny_engine import Request, decode, greedy, make_pool, make_runner, prefill
 from support.tiny_models import prompt

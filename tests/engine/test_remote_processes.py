@@ -12,7 +12,7 @@ from millrace.engine.decode_batch import DecodeBatch
 from millrace.engine.forward.local_runner import ModelRunner
 from millrace.engine.model.loader import load_model
 from millrace.engine.sampling.sampler import Sampler
-from millrace.transfer.nixl_transport import NixlTransport
+from millrace.transfer.transport.nixl.transport import NixlTransport
 from support.kvp_world import Holder, Home, Long, prefill_long, sequence_of
 from support.tiny_engine import Request, greedy, make_pool
 from support.tiny_models import model_folder, prompt

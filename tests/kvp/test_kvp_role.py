@@ -16,8 +16,8 @@ from millrace.core.kv.kvp_hold import AttachAsk, HoldAsk
 from millrace.core.kv.transfer import Incarnation
 from millrace.kvp.role import KvpRole
 from millrace.state.memory_store import MemoryStore
-from millrace.transfer.memory import Memory
-from millrace.transfer.memory_transport import MemoryHub, MemoryTransport
+from millrace.transfer.transport.memory import MemoryHub, MemoryTransport
+from millrace.transfer.transport.regions import Memory
 from millrace.wire.kvp_peer import Attachment, GrpcKvpPeer, KvpPeers
 from millrace.worker.host import WorkerContext
 from millrace.worker.shard_host import MAX_ROWS

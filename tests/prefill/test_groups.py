@@ -10,7 +10,7 @@ from itertools import pairwise
 import pytest
 
 from millrace.core.instance import gang
-from millrace.transfer.transport import PeerLostError
+from millrace.transfer.transport.base import PeerLostError
 from support.live_stack import eventually
 from support.prefill_group import Group, Plan, group_of
 from support.worker_roles import LiveRole, config, spec

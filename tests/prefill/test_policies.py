@@ -21,7 +21,7 @@ from millrace.scheduler.peers import Worker
 from millrace.scheduler.recorder import Recorder
 from millrace.state.memory_store import MemoryStore
 from millrace.telemetry.metrics import Registry
-from millrace.transfer.memory_transport import MemoryHub
+from millrace.transfer.transport.memory import MemoryHub
 from millrace.wire import scheduler_codec as codec
 from millrace.wire.pb import common_pb2, scheduler_pb2
 from support.deadlines import HANG_S

@@ -13,7 +13,7 @@ import pytest_asyncio
 from millrace.decode.loop import DecodeRole
 from millrace.engine.forward.local_runner import Boundary, PrefillTask
 from millrace.prefill.loop import PrefillRole
-from millrace.transfer.memory_transport import MemoryHub
+from millrace.transfer.transport.memory import MemoryHub
 from millrace.wire.pb import scheduler_pb2
 from support.deadlines import HANG_S
 from support.live_stack import eventually

@@ -10,7 +10,7 @@ import pytest_asyncio
 
 from millrace.prefill.loop import PrefillRole
 from millrace.state.memory_store import MemoryStore
-from millrace.transfer.memory_transport import MemoryHub
+from millrace.transfer.transport.memory import MemoryHub
 from support.kv_holders import Holder, holders
 from support.live_stack import eventually
 from support.prefix_pair import Listener, PrefixPair, prefix_pair, with_blocks

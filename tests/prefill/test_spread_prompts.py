@@ -13,7 +13,7 @@ import pytest_asyncio
 from millrace.core.errors import TransferError
 from millrace.prefill.loop import PrefillRole
 from millrace.prefill.sending import targets
-from millrace.transfer.memory_transport import MemoryHub
+from millrace.transfer.transport.memory import MemoryHub
 from millrace.wire.kv_peer import KvPeers
 from millrace.wire.pb import scheduler_pb2
 from support.kv_holders import Holder, holders

@@ -13,7 +13,7 @@ from millrace.decode.loop import DecodeRole
 from millrace.prefill.loop import PrefillRole
 from millrace.state.memory_store import MemoryStore
 from millrace.state.store import StoreError
-from millrace.transfer.memory_transport import MemoryHub
+from millrace.transfer.transport.memory import MemoryHub
 from millrace.wire.channel import open_channel
 from millrace.wire.pb import decode_pb2, decode_pb2_grpc
 from support.tiny_models import prompt

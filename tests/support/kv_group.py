@@ -18,10 +18,10 @@ from millrace.core.kv.layout import KvLayout
 from millrace.core.kv.sp_layout import Layout, Run
 from millrace.core.kv.sp_layout import layout as lay_out
 from millrace.core.request import Chunk
-from millrace.transfer.control import ReceiveCallbacks
-from millrace.transfer.memory_transport import MemoryHub
-from millrace.transfer.receive_manager import ReceiveManager
-from millrace.transfer.send_manager import SendManager, SendSession
+from millrace.transfer.push.control import ReceiveCallbacks
+from millrace.transfer.push.receive.manager import ReceiveManager
+from millrace.transfer.push.send.manager import SendManager, SendSession
+from millrace.transfer.transport.memory import MemoryHub
 from support.deadlines import HANG_S
 from support.kv_nodes import Pool
 from support.live_stack import eventually

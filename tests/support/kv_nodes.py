@@ -16,10 +16,10 @@ import numpy as np
 from millrace.core.config import TransferConfig
 from millrace.core.errors import TransferError
 from millrace.core.kv.layout import KvLayout
-from millrace.transfer.control import ReceiveCallbacks
-from millrace.transfer.nixl_transport import NixlTransport
-from millrace.transfer.receive_manager import ReceiveManager
-from millrace.transfer.send_manager import SendManager, SendSession
+from millrace.transfer.push.control import ReceiveCallbacks
+from millrace.transfer.push.receive.manager import ReceiveManager
+from millrace.transfer.push.send.manager import SendManager, SendSession
+from millrace.transfer.transport.nixl.transport import NixlTransport
 from millrace.wire.kv_peer import KvPeers
 from millrace.wire.pb import transfer_pb2
 from millrace.wire.server import bind, create_server

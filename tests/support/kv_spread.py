@@ -18,11 +18,11 @@ from millrace.core.config import TransferConfig
 from millrace.core.errors import TransferError
 from millrace.core.kv.layout import KvLayout
 from millrace.core.kv.sp_layout import Run
-from millrace.transfer.control import ReceiveCallbacks, Target
-from millrace.transfer.layout import shared_heads
-from millrace.transfer.memory_transport import MemoryHub
-from millrace.transfer.receive_manager import ReceiveManager
-from millrace.transfer.send_manager import SendManager, SpreadSession
+from millrace.transfer.push.control import ReceiveCallbacks, Target
+from millrace.transfer.push.receive.manager import ReceiveManager
+from millrace.transfer.push.send.manager import SendManager, SpreadSession
+from millrace.transfer.transport.layout import shared_heads
+from millrace.transfer.transport.memory import MemoryHub
 from support.deadlines import HANG_S
 from support.kv_group import LocalPeer, PagedKv
 from support.live_stack import eventually

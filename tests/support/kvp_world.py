@@ -22,11 +22,11 @@ from millrace.engine.model.loader import Model
 from millrace.engine.parallel.runner import GroupRunner
 from millrace.engine.pipeline.runner import PipelineRunner
 from millrace.engine.sampling.spec import SamplingSpec
-from millrace.transfer.kvp_desk import KvpDesk
-from millrace.transfer.kvp_exchange import KvpExchange
-from millrace.transfer.memory import Memory
-from millrace.transfer.memory_transport import MemoryHub, MemoryTransport
-from millrace.transfer.transport import INLINE_BYTES, Transport
+from millrace.transfer.kvp.exchange import KvpExchange
+from millrace.transfer.kvp.server import KvpDesk
+from millrace.transfer.transport.base import INLINE_BYTES, Transport
+from millrace.transfer.transport.memory import MemoryHub, MemoryTransport
+from millrace.transfer.transport.regions import Memory
 from support.tiny_engine import make_pool
 
 Runner = ModelRunner | GroupRunner | PipelineRunner

@@ -16,7 +16,7 @@ from millrace.core.config import Config
 from millrace.core.config.sections import MixedConfig
 from millrace.core.cost.operators import DecodeAttention, OperatorModel, Table
 from millrace.state.memory_store import MemoryStore
-from millrace.transfer.memory_transport import MemoryHub
+from millrace.transfer.transport.memory import MemoryHub
 from millrace.wire.channel import open_channel
 from millrace.wire.pb import common_pb2, decode_pb2, decode_pb2_grpc, scheduler_pb2
 from millrace.worker.host import Role, WorkerContext

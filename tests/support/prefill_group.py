@@ -11,7 +11,7 @@ from typing import Any
 from millrace.core.config import Config
 from millrace.decode.loop import DecodeRole
 from millrace.prefill.loop import PrefillRole
-from millrace.transfer.memory_transport import MemoryHub
+from millrace.transfer.transport.memory import MemoryHub
 from millrace.wire.channel import open_channel
 from millrace.wire.pb import common_pb2, decode_pb2, decode_pb2_grpc, scheduler_pb2
 from support.deadlines import HANG_S

@@ -13,8 +13,8 @@ from millrace.core.config import TransferConfig
 from millrace.core.errors import IntegrityError
 from millrace.core.kv.layout import KvLayout
 from millrace.core.request import Chunk
-from millrace.transfer.nixl_transport import NixlTransport
-from millrace.transfer.ring import PeerInfo
+from millrace.transfer.ring.manager import PeerInfo
+from millrace.transfer.transport.nixl.transport import NixlTransport
 from support.deadlines import HANG_S
 from support.ring_nodes import Job, RingNode, random_pause
 from support.transfer_peers import Child, ChildPipe

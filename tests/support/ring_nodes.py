@@ -22,9 +22,9 @@ from millrace.core.kv.sp_layout import (
     layout,
 )
 from millrace.core.request import Chunk
-from millrace.transfer.memory import Memory
-from millrace.transfer.ring import ChunkLink, GroupLink, PeerInfo, RingManager
-from millrace.transfer.transport import Transport
+from millrace.transfer.ring.manager import ChunkLink, GroupLink, PeerInfo, RingManager
+from millrace.transfer.transport.base import Transport
+from millrace.transfer.transport.regions import Memory
 
 #: What stands in pages that nobody holds.
 FREE = -1.0

@@ -7,7 +7,7 @@ import threading
 import time
 from concurrent.futures import Future
 
-from millrace.transfer.memory_transport import MemoryHub, MemoryTransport
+from millrace.transfer.transport.memory import MemoryHub, MemoryTransport
 from support.deadlines import HANG_S
 
 

@@ -12,7 +12,7 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
-from millrace.transfer.environment import transport_environment
+from millrace.transfer.transport.nixl.environment import transport_environment
 from support.deadlines import HANG_S
 
 os.environ.update(transport_environment("127.0.0.1"))

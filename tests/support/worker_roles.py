@@ -20,7 +20,7 @@ from millrace.engine.attention.ring import RingTask
 from millrace.engine.forward.local_runner import Boundary, PrefillTask
 from millrace.state.memory_store import MemoryStore
 from millrace.telemetry.metrics import Registry
-from millrace.transfer.memory_transport import MemoryHub, MemoryTransport
+from millrace.transfer.transport.memory import MemoryHub, MemoryTransport
 from millrace.wire.pb import common_pb2, scheduler_pb2
 from millrace.wire.server import bind, create_server
 from millrace.worker.host import Role, WorkerContext

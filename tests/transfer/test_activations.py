@@ -17,9 +17,9 @@ from millrace.transfer.activations import (
     ActivationSender,
     Arrival,
 )
-from millrace.transfer.memory_transport import MemoryHub, MemoryTransport
-from millrace.transfer.nixl_transport import NixlTransport
-from millrace.transfer.transport import INLINE_BYTES
+from millrace.transfer.transport.base import INLINE_BYTES
+from millrace.transfer.transport.memory import MemoryHub, MemoryTransport
+from millrace.transfer.transport.nixl.transport import NixlTransport
 from support.deadlines import HANG_S
 
 ROWS, HIDDEN = 8, 6

@@ -11,12 +11,12 @@ from hypothesis import strategies as st
 
 from millrace.core.kv.layout import KvLayout
 from millrace.core.kv.transfer import HandshakeGrant
-from millrace.transfer import batching
-from millrace.transfer.batching import PartQueue, Ready
-from millrace.transfer.layout import Side, at_layer, layer_runs, layer_token_bytes, packed
-from millrace.transfer.messages import MAX_PARTS
-from millrace.transfer.runs import Runs
-from millrace.transfer.staging import slot_bytes, slot_offset
+from millrace.transfer.push.messages import MAX_PARTS
+from millrace.transfer.push.receive.staging import slot_bytes, slot_offset
+from millrace.transfer.push.send import batching
+from millrace.transfer.push.send.batching import PartQueue, Ready
+from millrace.transfer.transport.layout import Side, at_layer, layer_runs, layer_token_bytes, packed
+from millrace.transfer.transport.runs import Runs
 
 TOKENS = 150
 

@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from millrace.core.kv.layout import KvLayout
-from millrace.transfer.coverage import Coverage, CoverageError
+from millrace.transfer.push.receive.coverage import Coverage, CoverageError
 
 LAYOUT = KvLayout(
     model_hash="m",

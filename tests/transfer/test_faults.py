@@ -14,13 +14,13 @@ import pytest
 from millrace.core.config import TransferConfig
 from millrace.core.errors import TransferError
 from millrace.core.kv.transfer import HandshakeQueued
-from millrace.transfer import batching
-from millrace.transfer.control import ReceiveCallbacks
-from millrace.transfer.memory_transport import MemoryHub, MemoryTransport
-from millrace.transfer.messages import Kind, Message
-from millrace.transfer.receive_manager import ReceiveManager
-from millrace.transfer.runs import Runs
-from millrace.transfer.send_manager import SendManager
+from millrace.transfer.push.control import ReceiveCallbacks
+from millrace.transfer.push.messages import Kind, Message
+from millrace.transfer.push.receive.manager import ReceiveManager
+from millrace.transfer.push.send import batching
+from millrace.transfer.push.send.manager import SendManager
+from millrace.transfer.transport.memory import MemoryHub, MemoryTransport
+from millrace.transfer.transport.runs import Runs
 from support.clocks import Clock, given_to
 from support.deadlines import HANG_S
 from support.kv_group import LocalPeer

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from millrace.transfer.giving import Giving
-from millrace.transfer.ring_messages import KEPT
+from millrace.transfer.ring.giving import Giving
+from millrace.transfer.ring.messages import KEPT
 
 
 def test_a_receiver_answers_the_offers_that_it_waits_for_and_no_others() -> None:

@@ -11,12 +11,12 @@ import pytest
 
 from millrace.core.config import TransferConfig
 from millrace.core.errors import TransferError
-from millrace.transfer import inbox as inbox_module
-from millrace.transfer import send_session as session_module
-from millrace.transfer.inbox import Inbox
-from millrace.transfer.memory_transport import MemoryHub, MemoryTransport
-from millrace.transfer.messages import TO_SENDER, Kind, Message
-from millrace.transfer.send_session import SendSession
+from millrace.transfer.push import inbox as inbox_module
+from millrace.transfer.push.inbox import Inbox
+from millrace.transfer.push.messages import TO_SENDER, Kind, Message
+from millrace.transfer.push.send import session as session_module
+from millrace.transfer.push.send.session import SendSession
+from millrace.transfer.transport.memory import MemoryHub, MemoryTransport
 from support.deadlines import HANG_S
 from support.kv_group import RECEIVER, KvGroup, Member
 from support.kv_nodes import layout

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from millrace.core.errors import IntegrityError
 from millrace.core.kv.layout import KvLayout
 from millrace.core.kv.transfer import HandshakeAsk, Incarnation, Ticket
-from millrace.transfer.handshake import Backends, Lease, refusal
+from millrace.transfer.push.handshake import Backends, Lease, refusal
 from millrace.transfer.writer import GRACE_S
 
 A, B, C = (Incarnation(f"prefill-{n}", 1) for n in range(3))

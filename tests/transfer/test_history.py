@@ -11,11 +11,11 @@ import pytest
 
 from millrace.core.config import TransferConfig
 from millrace.core.errors import IntegrityError, TransferError
-from millrace.transfer.history import History, HistoryGiver, LayerArrivals
-from millrace.transfer.layout import Side, layer_runs
-from millrace.transfer.memory import Memory
-from millrace.transfer.memory_transport import MemoryHub, MemoryTransport
-from millrace.transfer.runs import Runs
+from millrace.transfer.ring.history import History, HistoryGiver, LayerArrivals
+from millrace.transfer.transport.layout import Side, layer_runs
+from millrace.transfer.transport.memory import MemoryHub, MemoryTransport
+from millrace.transfer.transport.regions import Memory
+from millrace.transfer.transport.runs import Runs
 from support.clocks import given_to
 from support.deadlines import HANG_S
 from support.ring_nodes import FREE, RingNode, chunks_of, pool_layout

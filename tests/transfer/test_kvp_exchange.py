@@ -10,12 +10,12 @@ import pytest
 
 from millrace.core.errors import CapacityError, IntegrityError, TransferError
 from millrace.core.kv.kvp_pass import ExchangeShape, Request
-from millrace.transfer.kvp_desk import KvpDesk
-from millrace.transfer.kvp_exchange import KvpExchange
-from millrace.transfer.kvp_messages import KvpKind, KvpMessage, missing_body
-from millrace.transfer.memory import Memory
-from millrace.transfer.memory_transport import MemoryHub, MemoryTransport
-from millrace.transfer.transport import INLINE_BYTES
+from millrace.transfer.kvp.exchange import KvpExchange
+from millrace.transfer.kvp.messages import KvpKind, KvpMessage, missing_body
+from millrace.transfer.kvp.server import KvpDesk
+from millrace.transfer.transport.base import INLINE_BYTES
+from millrace.transfer.transport.memory import MemoryHub, MemoryTransport
+from millrace.transfer.transport.regions import Memory
 from millrace.transfer.writer import GRACE_S
 from support.clocks import given_to
 from support.deadlines import HANG_S

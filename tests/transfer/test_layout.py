@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from millrace.core.errors import ConfigError
 from millrace.core.kv.layout import KvLayout
 from millrace.core.kv.sp_layout import Run
-from millrace.transfer.layout import (
+from millrace.transfer.transport.layout import (
     Side,
     at_layer,
     layer_runs,
@@ -24,7 +24,7 @@ from millrace.transfer.layout import (
     shared_heads,
     shared_layers,
 )
-from millrace.transfer.memory import Memory, copy_on_host
+from millrace.transfer.transport.regions import Memory, copy_on_host
 
 HEADS = 4
 BASE = KvLayout(

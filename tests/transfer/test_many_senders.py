@@ -15,7 +15,7 @@ from millrace.core.config import TransferConfig
 from millrace.core.errors import TransferError
 from millrace.core.kv.sp_layout import Run
 from millrace.core.kv.transfer import HandshakeRefused, HistoryAsk, Incarnation, Ticket
-from millrace.transfer.ring_messages import RING_CHANNEL, RingMessage
+from millrace.transfer.ring.messages import RING_CHANNEL, RingMessage
 from support.deadlines import HANG_S
 from support.kv_group import RECEIVER, KvGroup, Member, planned
 from support.kv_nodes import expected_kv, layout

@@ -7,8 +7,8 @@ from concurrent.futures import Future
 
 import pytest
 
-from millrace.transfer.memory_transport import MemoryHub, MemoryTransport
-from millrace.transfer.transport import PeerLostError
+from millrace.transfer.transport.base import PeerLostError
+from millrace.transfer.transport.memory import MemoryHub, MemoryTransport
 from support.deadlines import HANG_S
 
 CHANNEL = 7

@@ -13,10 +13,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from millrace.core.errors import TransferError
-from millrace.transfer.environment import transport_environment
-from millrace.transfer.memory import Memory
-from millrace.transfer.messages import TO_RECEIVER, TO_SENDER, Kind, Message, Part
-from millrace.transfer.peers import PeerMetadata, ProcessIdentity
+from millrace.transfer.push.messages import TO_RECEIVER, TO_SENDER, Kind, Message, Part
+from millrace.transfer.transport.nixl.environment import transport_environment
+from millrace.transfer.transport.peers import PeerMetadata, ProcessIdentity
+from millrace.transfer.transport.regions import Memory
 
 u32, u64 = st.integers(0, 2**32 - 1), st.integers(0, 2**64 - 1)
 messages = st.builds(

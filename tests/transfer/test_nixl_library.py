@@ -10,9 +10,9 @@ import pytest
 import torch
 
 from millrace.core.errors import TransferError
-from millrace.transfer.device_memory import check_registers
-from millrace.transfer.memory import Memory
-from millrace.transfer.nixl_library import BUILDS, build, choose
+from millrace.transfer.transport.device_memory import check_registers
+from millrace.transfer.transport.nixl.library import BUILDS, build, choose
+from millrace.transfer.transport.regions import Memory
 
 BOTH = list(BUILDS.values())
 
@@ -47,7 +47,7 @@ def test_what_is_said_of_it() -> None:
 def test_torchs_cuda_is_known_without_its_import() -> None:
     assert build().torch_cuda == (torch.version.cuda or "")
     script = (
-        "import sys; from millrace.transfer.nixl_library import build; build(); "
+        "import sys; from millrace.transfer.transport.nixl.library import build; build(); "
         "assert 'torch' not in sys.modules"
     )
     subprocess.run([sys.executable, "-c", script], check=True)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from millrace.transfer.poll_pace import (
+from millrace.transfer.transport.poll_pace import (
     IDLE_POLL_S,
     LINGER_S,
     POLL_FIRST_S,

@@ -15,10 +15,7 @@ import torch
 
 from millrace.core.errors import TransferError
 from millrace.telemetry.metrics import Registry
-from millrace.transfer.byte_window import ByteWindow
-from millrace.transfer.memory_transport import MemoryHub, MemoryTransport
-from millrace.transfer.nixl_transport import NixlTransport
-from millrace.transfer.probe import (
+from millrace.transfer.probe.pattern import (
     PATTERN_BYTES,
     End,
     ProbeEnd,
@@ -26,7 +23,10 @@ from millrace.transfer.probe import (
     probe_end,
     probe_loopback,
 )
-from millrace.transfer.transport import Transport, outcome
+from millrace.transfer.transport.base import Transport, outcome
+from millrace.transfer.transport.byte_window import ByteWindow
+from millrace.transfer.transport.memory import MemoryHub, MemoryTransport
+from millrace.transfer.transport.nixl.transport import NixlTransport
 from millrace.wire.channel import open_channel
 from millrace.wire.pb import common_pb2, transfer_pb2, transfer_pb2_grpc
 from millrace.wire.scheduler_client import InstanceView

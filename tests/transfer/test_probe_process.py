@@ -15,12 +15,18 @@ import torch
 
 from millrace.core.errors import TransferError
 from millrace.telemetry.metrics import Registry
-from millrace.transfer.byte_window import ByteWindow
-from millrace.transfer.nixl_transport import NixlTransport
-from millrace.transfer.peers import PeerMetadata
-from millrace.transfer.probe import LOOPBACK_TRIES, End, ProbeDiedError, ProbeError, probe_loopback
-from millrace.transfer.probe_process import ProbeServer
-from millrace.transfer.transport import PeerLostError, outcome
+from millrace.transfer.probe.pattern import (
+    LOOPBACK_TRIES,
+    End,
+    ProbeDiedError,
+    ProbeError,
+    probe_loopback,
+)
+from millrace.transfer.probe.process import ProbeServer
+from millrace.transfer.transport.base import PeerLostError, outcome
+from millrace.transfer.transport.byte_window import ByteWindow
+from millrace.transfer.transport.nixl.transport import NixlTransport
+from millrace.transfer.transport.peers import PeerMetadata
 from millrace.wire.pb import common_pb2
 from millrace.wire.server import bind, create_server
 from millrace.worker import kv_path as kv_path_module

@@ -11,8 +11,8 @@ import pytest
 
 from millrace.core.config import TransferConfig
 from millrace.core.errors import TransferError
-from millrace.transfer.memory_transport import MemoryHub
-from millrace.transfer.ring_messages import RingKind, RingMessage
+from millrace.transfer.ring.messages import RingKind, RingMessage
+from millrace.transfer.transport.memory import MemoryHub
 from millrace.transfer.writer import GRACE_S
 from support.clocks import given_to
 from support.deadlines import HANG_S

@@ -7,7 +7,7 @@ import random
 import pytest
 
 from millrace.core.kv.sp_layout import buffer_of
-from millrace.transfer.ring_flow import RingFlow, RingOrder
+from millrace.transfer.ring.flow import RingFlow, RingOrder
 
 
 class Member:

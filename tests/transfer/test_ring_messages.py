@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 
 from millrace.core.errors import TransferError
-from millrace.transfer.recent import Recent
-from millrace.transfer.ring_messages import KEPT, RING_CHANNEL, RingKind, RingMessage
+from millrace.transfer.ring.messages import KEPT, RING_CHANNEL, RingKind, RingMessage
+from millrace.transfer.ring.recent import Recent
 
 
 @pytest.mark.parametrize("kind", list(RingKind))

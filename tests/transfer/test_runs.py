@@ -7,8 +7,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from millrace.transfer.memory import Memory, copy_on_host
-from millrace.transfer.runs import Runs
+from millrace.transfer.transport.regions import Memory, copy_on_host
+from millrace.transfer.transport.runs import Runs
 
 triples = st.lists(
     st.tuples(st.integers(0, 300), st.integers(0, 300), st.integers(1, 60)), min_size=1, max_size=9

@@ -14,8 +14,8 @@ from millrace.core.errors import TransferError
 from millrace.core.kv.layout import KvLayout
 from millrace.core.kv.sp_layout import Run, zigzag
 from millrace.core.kv.transfer import HandshakeRefused, HistoryAsk, Incarnation, Ticket
-from millrace.transfer.control import Target
-from millrace.transfer.ring_messages import RING_CHANNEL, RingMessage
+from millrace.transfer.push.control import Target
+from millrace.transfer.ring.messages import RING_CHANNEL, RingMessage
 from support.deadlines import HANG_S
 from support.kv_nodes import expected_kv, layout
 from support.kv_spread import CONFIG, End, meets, spread, without_token

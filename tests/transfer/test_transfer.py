@@ -11,8 +11,8 @@ import pytest
 
 from millrace.core.config import TransferConfig
 from millrace.core.errors import ConfigError, IntegrityError, TransferError
-from millrace.transfer.memory import Memory
-from millrace.transfer.staging import Staging
+from millrace.transfer.push.receive.staging import Staging
+from millrace.transfer.transport.regions import Memory
 from support.deadlines import HANG_S
 from support.kv_nodes import (
     ReceiverNode,

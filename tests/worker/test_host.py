@@ -19,9 +19,9 @@ from millrace.core.config import Config, EngineConfig, TelemetryConfig
 from millrace.core.errors import ConfigError
 from millrace.decode.loop import DecodeRole
 from millrace.prefill.loop import PrefillRole
-from millrace.transfer.peers import PeerMetadata
-from millrace.transfer.probe import End, ProbeDiedError
-from millrace.transfer.probe_process import ProbeServer
+from millrace.transfer.probe.pattern import End, ProbeDiedError
+from millrace.transfer.probe.process import ProbeServer
+from millrace.transfer.transport.peers import PeerMetadata
 from millrace.wire.address import host_port
 from millrace.wire.pb import scheduler_pb2
 from millrace.worker import host as host_module

@@ -25,7 +25,7 @@ from millrace.core.errors import TransferError
 from millrace.core.kv.layout import KvLayout
 from millrace.core.kv.sp_layout import RING_BUFFERS, Layout, layout
 from millrace.core.request import Chunk
-from millrace.transfer.environment import transport_environment
+from millrace.transfer.transport.nixl.environment import transport_environment
 
 MIB = 1 << 20
 ANSWER_TIMEOUT_S = 60.0

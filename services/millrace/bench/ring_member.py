@@ -18,12 +18,12 @@ from millrace.core.errors import TransferError
 from millrace.core.kv.layout import KvLayout
 from millrace.core.kv.sp_layout import RING_BUFFERS, Layout, buffer_of
 from millrace.engine.kv.pool import KvPool
-from millrace.transfer.memory import Memory
-from millrace.transfer.nixl_descriptors import descriptor_rows, segment
-from millrace.transfer.nixl_transport import NixlTransport
-from millrace.transfer.page_runs import page_runs
-from millrace.transfer.ring import ChunkLink, GroupLink, PeerInfo, RingManager
-from millrace.transfer.runs import Runs
+from millrace.transfer.ring.manager import ChunkLink, GroupLink, PeerInfo, RingManager
+from millrace.transfer.ring.page_runs import page_runs
+from millrace.transfer.transport.nixl.descriptors import descriptor_rows, segment
+from millrace.transfer.transport.nixl.transport import NixlTransport
+from millrace.transfer.transport.regions import Memory
+from millrace.transfer.transport.runs import Runs
 
 log = logging.getLogger(__name__)
 

@@ -11,10 +11,10 @@ from typing import Any
 import numpy as np
 
 from millrace.core.errors import TransferError
-from millrace.transfer.memory import Memory
-from millrace.transfer.nixl_descriptors import descriptor_rows, segment
-from millrace.transfer.nixl_library import nixl_api
-from millrace.transfer.runs import Runs
+from millrace.transfer.transport.nixl.descriptors import descriptor_rows, segment
+from millrace.transfer.transport.nixl.library import nixl_api
+from millrace.transfer.transport.regions import Memory
+from millrace.transfer.transport.runs import Runs
 
 RECEIVER = "bench-bare-receiver"
 

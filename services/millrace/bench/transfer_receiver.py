@@ -17,10 +17,10 @@ from millrace.core.config import TransferConfig
 from millrace.core.errors import TransferError
 from millrace.core.kv.layout import KvLayout
 from millrace.engine.kv.pool import KvPool
-from millrace.transfer.control import ReceiveCallbacks
-from millrace.transfer.memory import Memory
-from millrace.transfer.nixl_transport import NixlTransport
-from millrace.transfer.receive_manager import ReceiveManager
+from millrace.transfer.push.control import ReceiveCallbacks
+from millrace.transfer.push.receive.manager import ReceiveManager
+from millrace.transfer.transport.nixl.transport import NixlTransport
+from millrace.transfer.transport.regions import Memory
 from millrace.wire.server import bind, create_server
 from millrace.worker.kv_servicer import KvReceiverServicer
 

@@ -30,12 +30,12 @@ from millrace.bench.transfer_receiver import MIB, Expected, Receiver, receiver_p
 from millrace.core.config import TransferConfig
 from millrace.core.kv.layout import KvLayout
 from millrace.engine.kv.pool import KvPool
-from millrace.transfer.environment import transport_environment
-from millrace.transfer.layout import Side, at_layer, layer_runs
-from millrace.transfer.memory import Memory
-from millrace.transfer.nixl_transport import NixlTransport
-from millrace.transfer.runs import Runs
-from millrace.transfer.send_manager import SendManager, SendSession
+from millrace.transfer.push.send.manager import SendManager, SendSession
+from millrace.transfer.transport.layout import Side, at_layer, layer_runs
+from millrace.transfer.transport.nixl.environment import transport_environment
+from millrace.transfer.transport.nixl.transport import NixlTransport
+from millrace.transfer.transport.regions import Memory
+from millrace.transfer.transport.runs import Runs
 from millrace.wire.kv_peer import KvPeers
 from millrace.wire.pb import transfer_pb2
 

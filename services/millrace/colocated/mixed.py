@@ -35,7 +35,7 @@ from millrace.decode.servicer import DecodeServicer
 from millrace.decode.token_streams import life_of
 from millrace.engine.kv.prefix_cache import PrefixCache
 from millrace.profiles import decode_step
-from millrace.transfer.receive_manager import ReceiveManager
+from millrace.transfer.push.receive.manager import ReceiveManager
 from millrace.wire.pb import scheduler_pb2
 from millrace.worker.codec import Stopwatch, decode_step_message
 from millrace.worker.host import Loaded, WorkerContext, WorkerOptions, open_for, serve_role

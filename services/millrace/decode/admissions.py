@@ -13,8 +13,8 @@ from millrace.decode.prefix import RequestPrefixes
 from millrace.decode.request import DecodeRequest
 from millrace.decode.request_pages import RequestPages
 from millrace.decode.shards import SpreadRequests
-from millrace.transfer.control import ReceiveCallbacks
-from millrace.transfer.receive_manager import ReceiveManager
+from millrace.transfer.push.control import ReceiveCallbacks
+from millrace.transfer.push.receive.manager import ReceiveManager
 from millrace.wire.pb import scheduler_pb2, transfer_pb2
 from millrace.worker.codec import span
 from millrace.worker.host import WorkerContext

@@ -11,7 +11,7 @@ from millrace.core.errors import CapacityError, TransferError
 from millrace.core.kv.kvp_hold import AttachAsk
 from millrace.core.kv.layout import KvLayout
 from millrace.core.kv.transfer import Incarnation
-from millrace.transfer.kvp_exchange import KvpExchange
+from millrace.transfer.kvp.exchange import KvpExchange
 from millrace.wire.kvp_peer import Attachment, GrpcKvpPeer, KvpPeers
 
 

@@ -21,8 +21,8 @@ from millrace.decode.request import DecodeRequest
 from millrace.engine.attention.kvp_link import ExchangeLink
 from millrace.engine.attention.kvp_memory import exchange_memory
 from millrace.engine.attention.kvp_owner import Remote, reach_of
-from millrace.transfer.kvp_exchange import KvpExchange
-from millrace.transfer.memory import Memory
+from millrace.transfer.kvp.exchange import KvpExchange
+from millrace.transfer.transport.regions import Memory
 from millrace.wire.kvp_peer import GrpcKvpPeer
 from millrace.wire.pb import common_pb2, scheduler_pb2
 from millrace.worker.codec import span

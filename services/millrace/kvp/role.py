@@ -7,7 +7,7 @@ import logging
 import grpc
 
 from millrace.engine.assembly import KvMemory
-from millrace.transfer.receive_manager import ReceiveManager
+from millrace.transfer.push.receive.manager import ReceiveManager
 from millrace.wire.pb import scheduler_pb2
 from millrace.worker.host import HostContext
 from millrace.worker.kv_servicer import KvReceiverServicer

@@ -23,7 +23,7 @@ from millrace.prefill.job import LATER_STAGES, PREEMPTED
 from millrace.prefill.metrics import PrefillMetrics
 from millrace.prefill.publish import LayerPublisher
 from millrace.prefill.work import Part, Work, task_name
-from millrace.transfer.chunk_link import Waits
+from millrace.transfer.ring.chunk_link import Waits
 from millrace.wire.pb import scheduler_pb2
 
 

@@ -17,8 +17,8 @@ from millrace.engine.attention.ring import RingTask, ring_task
 from millrace.engine.execution_pool import PoolTask, StopPoint
 from millrace.prefill.compute import PrefillCompute
 from millrace.prefill.work import Part, Work, task_name
-from millrace.transfer.chunk_link import ChunkLink, Waits
-from millrace.transfer.ring import GroupLink
+from millrace.transfer.ring.chunk_link import ChunkLink, Waits
+from millrace.transfer.ring.manager import GroupLink
 
 
 class AloneLink:

@@ -31,8 +31,8 @@ from millrace.prefill.sending import open_session, transfer_spans
 from millrace.prefill.turns import OrderedTurn
 from millrace.prefill.work import Work, request_of, task_name, task_names
 from millrace.state.store import StoreError
-from millrace.transfer.control import Sending
-from millrace.transfer.send_manager import SendManager
+from millrace.transfer.push.control import Sending
+from millrace.transfer.push.send.manager import SendManager
 from millrace.wire.kv_peer import KvPeers
 from millrace.wire.pb import common_pb2, scheduler_pb2, transfer_pb2
 from millrace.worker.codec import logprobs_message

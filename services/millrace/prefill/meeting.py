@@ -16,8 +16,8 @@ from millrace.core.kv.transfer import HistoryAsk, Incarnation, Ticket
 from millrace.prefill.first_tokens import LogprobsRun
 from millrace.prefill.group import GroupDesk, GroupError, LeaderClient
 from millrace.prefill.job import PrefillJob
-from millrace.transfer.ring import PeerInfo, RingManager
-from millrace.transfer.transport import outcome
+from millrace.transfer.ring.manager import PeerInfo, RingManager
+from millrace.transfer.transport.base import outcome
 from millrace.wire.kv_peer import KvPeers
 from millrace.wire.pb import common_pb2, gang_pb2, scheduler_pb2
 from millrace.wire.transfer_codec import layout_message, layout_of

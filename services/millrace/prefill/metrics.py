@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from millrace.engine.execution_pool import ExecutionPool
 from millrace.telemetry.metrics import Registry
-from millrace.transfer.chunk_link import Waits
-from millrace.transfer.control import Sending
-from millrace.transfer.ring import GroupLink
+from millrace.transfer.push.control import Sending
+from millrace.transfer.ring.chunk_link import Waits
+from millrace.transfer.ring.manager import GroupLink
 
 
 class PrefillMetrics:

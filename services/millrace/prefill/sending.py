@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from millrace.core.errors import TransferError
 from millrace.prefill.job import PrefillJob
-from millrace.transfer.control import Sending, Target
-from millrace.transfer.send_manager import SendManager
+from millrace.transfer.push.control import Sending, Target
+from millrace.transfer.push.send.manager import SendManager
 from millrace.wire.kv_peer import KvPeers
 from millrace.wire.pb import common_pb2, scheduler_pb2, transfer_pb2
 from millrace.worker.codec import span

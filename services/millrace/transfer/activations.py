@@ -20,9 +20,9 @@ from dataclasses import dataclass
 import numpy as np
 
 from millrace.core.errors import IntegrityError, TransferError
-from millrace.transfer.memory import Memory, TensorLike, host_bytes
-from millrace.transfer.runs import Runs
-from millrace.transfer.transport import INLINE_BYTES, Transport
+from millrace.transfer.transport.base import INLINE_BYTES, Transport
+from millrace.transfer.transport.regions import Memory, TensorLike, host_bytes
+from millrace.transfer.transport.runs import Runs
 
 log = logging.getLogger(__name__)
 

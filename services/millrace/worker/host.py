@@ -24,7 +24,7 @@ from millrace.engine.assembly import Engine, KvMemory, open_engines, resolve_dev
 from millrace.state.open import open_store
 from millrace.state.store import RequestStore
 from millrace.telemetry.metrics import Registry
-from millrace.transfer.transport import Transport
+from millrace.transfer.transport.base import Transport
 from millrace.wire import scheduler_codec
 from millrace.wire.address import host_port
 from millrace.wire.pb import common_pb2, scheduler_pb2

@@ -27,15 +27,15 @@ import torch
 from millrace.core.errors import TransferError
 from millrace.service import all_or_first_error
 from millrace.telemetry.metrics import Registry
-from millrace.transfer.byte_window import ByteWindow
-from millrace.transfer.probe import (
+from millrace.transfer.probe.pattern import (
     PATTERN_BYTES,
     End,
     OpenEnd,
     ProbeError,
     probe_loopback,
 )
-from millrace.transfer.transport import Transport
+from millrace.transfer.transport.base import Transport
+from millrace.transfer.transport.byte_window import ByteWindow
 from millrace.wire.channel import open_channel
 from millrace.wire.pb import common_pb2, transfer_pb2, transfer_pb2_grpc
 from millrace.wire.scheduler_client import InstanceView, SchedulerUnavailable, get_instances

@@ -9,7 +9,7 @@ import grpc
 
 from millrace.core.errors import TransferError
 from millrace.core.kv.transfer import HandshakeQueued
-from millrace.transfer.receive_manager import ReceiveManager
+from millrace.transfer.push.receive.manager import ReceiveManager
 from millrace.wire.pb import transfer_pb2, transfer_pb2_grpc
 from millrace.wire.transfer_codec import ask_of, grant_message, history_of, ticket_of
 

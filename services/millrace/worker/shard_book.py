@@ -9,7 +9,7 @@ from typing import Any
 
 from millrace.core.kv.kvp_hold import HoldAsk
 from millrace.core.kv.transfer import Incarnation
-from millrace.transfer.control import ReceiveCallbacks
+from millrace.transfer.push.control import ReceiveCallbacks
 
 
 @dataclass(slots=True, eq=False)

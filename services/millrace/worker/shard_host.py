@@ -18,11 +18,11 @@ from millrace.core.kv.transfer import Incarnation
 from millrace.engine.assembly import KvMemory
 from millrace.engine.attention.kvp_memory import exchange_memory
 from millrace.engine.attention.kvp_worker import ShardAttention
-from millrace.transfer.handshake import stale_receiver
-from millrace.transfer.kvp_desk import KvpDesk
-from millrace.transfer.layout import mismatch
-from millrace.transfer.memory import Memory
-from millrace.transfer.receive_manager import ReceiveManager
+from millrace.transfer.kvp.server import KvpDesk
+from millrace.transfer.push.handshake import stale_receiver
+from millrace.transfer.push.receive.manager import ReceiveManager
+from millrace.transfer.transport.layout import mismatch
+from millrace.transfer.transport.regions import Memory
 from millrace.worker.host import HostContext
 from millrace.worker.link import request_released
 from millrace.worker.shard_book import HeldShard, ShardBook

@@ -6,7 +6,7 @@ import time
 from collections.abc import Callable, Sequence
 
 from millrace.telemetry.metrics import Registry
-from millrace.transfer.kvp_desk import ShardCompute
+from millrace.transfer.kvp.server import ShardCompute
 from millrace.worker.shard_book import ShardBook
 
 #: A layer for one owner takes from tens of microseconds to tens of milliseconds.

@@ -26,8 +26,8 @@ from millrace.engine.pipeline.group_passes import GroupPasses
 from millrace.engine.pipeline.messages import Done, Fallen, Open
 from millrace.engine.pipeline.stage_loop import StageLoop
 from millrace.transfer.activations import Inlet
-from millrace.transfer.environment import transport_environment
-from millrace.transfer.nixl_transport import NixlTransport
+from millrace.transfer.transport.nixl.environment import transport_environment
+from millrace.transfer.transport.nixl.transport import NixlTransport
 from millrace.worker.stage_rows import IncomingRows, OutgoingRows, room_for_rows
 
 CONNECT_TIMEOUT_S = 30.0

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from millrace.engine.pipeline.rows import Handed
 from millrace.transfer.activations import SLOTS, ActivationReceiver, ActivationSender, Arrival
-from millrace.transfer.transport import Transport
+from millrace.transfer.transport.base import Transport
 
 _NUMBER = struct.Struct("<Q")
 

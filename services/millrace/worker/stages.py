@@ -44,7 +44,7 @@ from millrace.engine.pipeline.messages import (
 )
 from millrace.engine.pipeline.runner import PipelineRunner
 from millrace.transfer.activations import Inlet
-from millrace.transfer.nixl_transport import NixlTransport
+from millrace.transfer.transport.nixl.transport import NixlTransport
 from millrace.worker.stage_process import (
     CONNECT_TIMEOUT_S,
     Follow,

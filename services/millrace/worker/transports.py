@@ -8,12 +8,12 @@ import os
 from contextlib import AsyncExitStack
 
 from millrace.engine.assembly import KvMemory
-from millrace.transfer.device_memory import check_registers
-from millrace.transfer.environment import transport_environment
-from millrace.transfer.memory import Memory
-from millrace.transfer.nixl_transport import NixlTransport
-from millrace.transfer.probe_process import ProbeServer
-from millrace.transfer.transport import Transport
+from millrace.transfer.probe.process import ProbeServer
+from millrace.transfer.transport.base import Transport
+from millrace.transfer.transport.device_memory import check_registers
+from millrace.transfer.transport.nixl.environment import transport_environment
+from millrace.transfer.transport.nixl.transport import NixlTransport
+from millrace.transfer.transport.regions import Memory
 from millrace.wire.pb import common_pb2
 
 log = logging.getLogger(__name__)

@@ -27,7 +27,7 @@ from millrace.engine.attention.kvp_owner import Partial
 
 
 class Exchange(Protocol):
-    """`transfer.kvp_exchange.KvpExchange`, for the compute thread."""
+    """`transfer.kvp.exchange.KvpExchange`, for the compute thread."""
 
     @property
     def shape(self) -> ExchangeShape: ...

@@ -1,0 +1,342 @@
+"""The owner's end of KV parallelism: queries and new K/V to holders, partial results back.
+
+One exchange an instance, one pair a holder's life. A pair has one request on its way at most, so
+that its memory at either side is nobody else's until the answer has come; what is to be sent lies
+in this end's memory already. An answer counts when it names the pass, piece and layer that are
+waited for: a late one, of an earlier pass, is dropped. A pair that was lost stays so: its memory is
+lent anew only once no write of the holder can land there.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections.abc import Callable
+from concurrent.futures import Future
+from contextlib import ExitStack
+from dataclasses import dataclass, field
+from functools import partial
+from queue import SimpleQueue
+from typing import Final, NamedTuple
+
+import numpy as np
+
+from millrace.core.errors import IntegrityError, TransferError
+from millrace.core.kv.kvp_pass import ExchangeShape, Reply, Request
+from millrace.transfer.kvp.attentive import next_of
+from millrace.transfer.kvp.messages import TO_OWNER, KvpKind, KvpMessage
+from millrace.transfer.kvp.places import Places
+from millrace.transfer.transport.base import INLINE_BYTES, Transport, outcome
+from millrace.transfer.transport.regions import Memory, host_bytes
+from millrace.transfer.transport.runs import Runs
+
+log = logging.getLogger(__name__)
+
+LOOK_S: Final = 0.05
+"""While an answer is waited for, its holder's end and the deadline are looked for this often."""
+
+_MOST_RUNS: Final = 256  # of different sizes that are kept
+
+
+class Offer(NamedTuple):
+    """What a holder is told at `Kvp.Attach`: where its partial results go."""
+
+    place: int
+    region: int
+    offset: int
+
+
+@dataclass(slots=True, kw_only=True, eq=False)
+class _Pair:
+    holder: str
+    place: int
+    peer: str  # the transport's name
+    slot: int
+    region: int
+    offset: int
+    waiting: tuple[int, int, int] | None = None  # pass, piece and layer of the answer to come
+    posted_s: float = 0.0
+    write: Future[None] | None = None
+    runs: dict[tuple[int, int], Runs] = field(default_factory=dict)
+    lost: str = ""
+
+
+class KvpExchange:
+    """Of one owner, to all its holders.
+
+    `begin`, `post` and `wait` are the compute thread's; everything else is called from any.
+    """
+
+    def __init__(
+        self,
+        transport: Transport,
+        memory: Memory,
+        shape: ExchangeShape,
+        *,
+        holders: int,
+        timeout_s: float,
+        lease_s: float,
+        on_lost: Callable[[str, str], None] = lambda holder, why: None,
+        inline_bytes: int = INLINE_BYTES,
+    ) -> None:
+        """memory: `memory_bytes` on the host, which the exchange registers. `timeout_s`: for one
+        answer. `on_lost`: told once, on any thread, of a holder that was lost, and why.
+        `inline_bytes`: what is more goes by a write.
+
+        Raises ValueError when the memory is too small.
+        """
+        if memory.nbytes < self.memory_bytes(shape, holders):
+            raise ValueError(f"{memory.nbytes} bytes can't hold an exchange with {holders} holders")
+        self.shape = shape
+        self._transport = transport
+        self._timeout_s = timeout_s
+        self._on_lost = on_lost
+        self._inline_bytes = inline_bytes
+        self._region = transport.register(memory)
+        self._bytes = host_bytes(memory)
+        self._places = Places(transport, holders, lease_s)
+        self._lock = threading.Lock()
+        self._pairs: dict[str, _Pair] = {}
+        self._by_slot: dict[tuple[str, int], _Pair] = {}
+        self._listening = ExitStack()
+        self._events: SimpleQueue[tuple[_Pair, KvpMessage | None]] = SimpleQueue()
+        # below: the compute thread's
+        self._of_pass: dict[str, _Pair] = {}  # as it began
+        self._number = 0  # of the pass
+        self._outstanding = 0  # answers
+        transport.subscribe(TO_OWNER, self._on_notification)
+
+    @staticmethod
+    def memory_bytes(shape: ExchangeShape, holders: int) -> int:
+        """Of an exchange with so many holders at once."""
+        return holders * (shape.request_bytes + shape.reply_bytes)
+
+    # -- attaching
+
+    def offer(self) -> Offer:
+        """A place for a holder to come; `attach` it or `withdraw` it.
+
+        Raises CapacityError when there is none.
+        """
+        place = self._places.take()
+        return Offer(place, self._region, self._reply_at(place))
+
+    def withdraw(self, offer: Offer) -> None:
+        """The holder refused, and knows nothing of the place."""
+        self._places.give(offer.place)
+
+    async def attach(
+        self, holder: str, offer: Offer, *, metadata: bytes, slot: int, region: int, offset: int
+    ) -> None:
+        """Opens the pair with what the holder answered at `Kvp.Attach`.
+
+        Raises TransferError, with the place withdrawn, when it can't be connected to.
+        """
+        try:
+            peer = await outcome(self._transport.connect(metadata))
+            pair = _Pair(
+                holder=holder,
+                place=offer.place,
+                peer=peer,
+                slot=slot,
+                region=region,
+                offset=offset,
+            )
+            with self._lock:
+                if holder in self._pairs:
+                    raise TransferError(f"the exchange has {holder} already")
+                if not self._pairs:
+                    self._listening.enter_context(self._transport.listening())
+                self._pairs[holder] = self._by_slot[peer, slot] = pair
+        except BaseException:  # cancelled, too
+            self._places.give(offer.place)
+            raise
+
+    def lose(self, holder: str, why: str) -> None:
+        """The holder can't be relied on any more: who waits for it goes on without it, at once."""
+        with self._lock:
+            pair = self._pairs.get(holder)
+        if pair is not None:
+            self._lose(pair, why)
+
+    def detach(self, holder: str) -> None:
+        """Ends a pair; the holder may be attached anew. Harmless when there is none."""
+        with self._lock:
+            pair = self._pairs.pop(holder, None)
+            if pair is None:
+                return
+            del self._by_slot[pair.peer, pair.slot]
+            if not self._pairs:
+                self._listening.close()
+        pair.lost = pair.lost or f"{holder} was let go"
+        self._events.put((pair, None))
+        self._places.leave(pair.place, pair.peer, pair.slot)
+        if pair.write is None:
+            self._say_bye(pair)
+        else:
+            pair.write.add_done_callback(lambda _: self._say_bye(pair))
+
+    def holders(self) -> dict[str, str]:
+        """Those attached, and why each is lost; empty while it is not."""
+        with self._lock:
+            return {holder: pair.lost for holder, pair in self._pairs.items()}
+
+    # -- a pass
+
+    def begin(self) -> None:
+        """A new pass. What an earlier one left unanswered is waited for, or lost."""
+        while self.wait() is not None:
+            pass
+        self._of_pass = {}
+        self._number += 1
+
+    def at(self, holder: str) -> tuple[int, int] | None:
+        """Takes a holder into the pass: where requests to it are to lie in this end's memory, as an
+        `ExchangeShape` says, and where its partial results come. None: there is no such holder."""
+        with self._lock:
+            pair = self._pairs.get(holder)
+        if pair is None:
+            return None
+        self._of_pass[holder] = pair
+        at = pair.place * (self.shape.request_bytes + self.shape.reply_bytes)
+        return at, at + self.shape.request_bytes
+
+    def post(self, holder: str, request: Request) -> None:
+        """Sends what lies at the holder's place; its answer, or its loss, is waited for next.
+
+        Raises TransferError for a holder that has not answered yet.
+        """
+        pair = self._of_pass[holder]
+        if pair.waiting is not None:
+            raise TransferError(f"{holder} has not answered to what it was sent before")
+        piece, layer, rows, new_rows, entries = request
+        pair.waiting = self._number, piece, layer
+        pair.posted_s = time.monotonic()
+        self._outstanding += 1
+        if pair.lost:
+            self._events.put((pair, None))
+            return
+        message = KvpMessage(
+            KvpKind.LAYER, pair.slot, self._number, piece, layer, rows, new_rows, entries
+        )
+        nbytes = self.shape.sent_bytes(rows, new_rows)
+        table_bytes = entries * self.shape.entry_bytes
+        if nbytes + table_bytes <= self._inline_bytes:
+            body = self._body(pair, nbytes, table_bytes)
+            told = message._replace(body=body).encode()
+            pair.write = self._transport.notify(pair.peer, told, urgent=True)
+        else:
+            pair.write = self._transport.write(
+                pair.peer,
+                self._runs(pair, nbytes, entries),
+                message.encode(),
+                region=self._region,
+                peer_region=pair.region,
+                urgent=True,
+            )
+        pair.write.add_done_callback(partial(self._on_written, pair))
+
+    def wait(self) -> Reply | None:
+        """The next answer of any holder; None when none is to come."""
+        while self._outstanding:
+            event = next_of(self._events, self._transport, LOOK_S)
+            if event is None:
+                self._look()
+                continue
+            pair, message = event
+            if pair.waiting is None or (message is None and not pair.lost):
+                continue
+            if message is not None:
+                if pair.waiting != (message.number, message.piece, message.layer):
+                    log.debug("a late %s of %s", message.kind.name, pair.holder)
+                    continue
+                if message.kind is KvpKind.FAILED:
+                    self._lose(pair, message.body.decode(errors="replace"))
+            pair.waiting = None
+            self._outstanding -= 1
+            if message is None or message.kind is KvpKind.FAILED:
+                return Reply(pair.holder, lost=pair.lost)
+            if results := message.results:
+                at = self._reply_at(pair.place)
+                self._bytes[at : at + len(results)] = np.frombuffer(results, dtype=np.uint8)
+            return Reply(pair.holder, message.missing())
+        return None
+
+    def check_integrity(self, *, idle: bool) -> None:
+        """Raises IntegrityError when pairs and places disagree, or with `idle` when one is left."""
+        with self._lock:
+            if idle and self._pairs:
+                raise IntegrityError(f"the exchange still has {sorted(self._pairs)}")
+            if len(self._by_slot) != len(self._pairs):
+                raise IntegrityError("the exchange's pairs are known by different names")
+        self._places.check_integrity(idle=idle)
+
+    # -- inside
+
+    def _reply_at(self, place: int) -> int:
+        shape = self.shape
+        return place * (shape.request_bytes + shape.reply_bytes) + shape.request_bytes
+
+    def _body(self, pair: _Pair, nbytes: int, table_bytes: int) -> bytes:
+        """What `_runs` would write: the row table, the queries and K/V."""
+        table = self._reply_at(pair.place) - self.shape.request_bytes
+        q = table + self.shape.queries_at
+        parts = self._bytes[table : table + table_bytes], self._bytes[q : q + nbytes]
+        return b"".join(part.tobytes() for part in parts)
+
+    def _runs(self, pair: _Pair, nbytes: int, entries: int) -> Runs:
+        """The queries and K/V, and before them the row table, from our memory to the holder's."""
+        runs = pair.runs.get((nbytes, entries))
+        if runs is None:
+            source = self._reply_at(pair.place) - self.shape.request_bytes
+            at = self.shape.queries_at
+            pieces = [Runs.of(source + at, pair.offset + at, nbytes)]
+            if entries:
+                table = Runs.of(source, pair.offset, entries * self.shape.entry_bytes)
+                pieces.insert(0, table)
+            runs = Runs.joined(pieces)
+            if len(pair.runs) == _MOST_RUNS:
+                pair.runs.clear()
+            pair.runs[nbytes, entries] = runs
+        return runs
+
+    def _look(self) -> None:
+        """Notices holders that have ended, and deadlines that have passed."""
+        now_s = time.monotonic()
+        for pair in self._of_pass.values():
+            if pair.waiting is None:
+                continue
+            if self._transport.is_dead(pair.peer):
+                self._lose(pair, f"{pair.holder} has ended")
+            elif now_s - pair.posted_s > self._timeout_s:
+                self._lose(pair, f"{pair.holder} did not answer within {self._timeout_s:g} s")
+
+    def _lose(self, pair: _Pair, why: str) -> None:
+        with self._lock:
+            is_news, pair.lost = not pair.lost, pair.lost or why
+        self._events.put((pair, None))
+        if is_news:
+            self._on_lost(pair.holder, why)
+
+    def _on_written(self, pair: _Pair, write: Future[None]) -> None:
+        """On the transport's thread."""
+        error = None if write.cancelled() else write.exception()
+        if error is not None:
+            self._lose(pair, f"{pair.holder}: {error}")
+
+    def _say_bye(self, pair: _Pair) -> None:
+        told = self._transport.notify(pair.peer, KvpMessage(KvpKind.BYE, pair.slot).encode())
+        self._places.watch(pair.peer, pair.slot, told)
+
+    def _on_notification(self, peer: str, payload: bytes) -> None:
+        """On the transport's thread."""
+        message = KvpMessage.decode(payload)
+        key = (peer, message.slot)
+        pair = self._by_slot.get(key)
+        if message.kind is KvpKind.GONE:
+            self._places.drained(*key)
+            if pair is not None:
+                self._lose(pair, f"{pair.holder} ended the exchange")
+        elif pair is not None:
+            self._events.put((pair, message))

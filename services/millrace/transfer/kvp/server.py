@@ -1,0 +1,299 @@
+"""The holder's end of KV parallelism: attends for the owners of the shards that lie here.
+
+Owners write queries and new K/V into their places; a thread of its own serves them in the order of
+their coming, so that instances that hold for each other never wait for one another's passes. Only
+that thread reads or writes shards' pages, so what `close_shard` gives back is nobody's any more.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future
+from contextlib import ExitStack
+from dataclasses import dataclass, field
+from functools import partial
+from itertools import count
+from queue import SimpleQueue
+from typing import Protocol
+
+import numpy as np
+
+from millrace.core.errors import IntegrityError, TransferError
+from millrace.core.kv.kvp_pass import ExchangeShape
+from millrace.transfer.kvp.attentive import next_of
+from millrace.transfer.kvp.messages import TO_HOLDER, KvpKind, KvpMessage, missing_body
+from millrace.transfer.kvp.places import Places
+from millrace.transfer.transport.base import INLINE_BYTES, Transport, outcome
+from millrace.transfer.transport.regions import Memory, host_bytes
+from millrace.transfer.transport.runs import Runs
+
+log = logging.getLogger(__name__)
+
+
+class ShardCompute(Protocol):
+    """`engine.attention.kvp_worker.ShardAttention`; all but `open` and `landed` on its thread."""
+
+    def open(self, shard: int, pages: Sequence[int], start_token: int, end_token: int) -> None: ...
+    def landed(self, shard: int, end_token: int) -> None: ...
+    def close(self, shard: int) -> None: ...
+    def begin(self, slot: int, piece: int, at: tuple[int, int], entries: int) -> None: ...
+    def layer(self, slot: int, piece: int, layer: int) -> Sequence[int]: ...
+    def forget(self, slot: int) -> None: ...
+
+
+@dataclass(slots=True, kw_only=True, eq=False)
+class _Owner:
+    peer: str  # the transport's name
+    slot: int
+    place: int
+    region: int
+    offset: int
+    number: int = 0  # of its last pass
+    write: Future[None] | None = None
+    runs: dict[int, Runs] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True)
+class Seat:
+    """What an owner is told at `Kvp.Attach`: its slot, and where its queries go."""
+
+    slot: int
+    region: int
+    offset: int
+
+
+class KvpDesk:
+    """Of one holder, for all owners. Called from any thread."""
+
+    def __init__(
+        self,
+        transport: Transport,
+        memory: Memory,
+        shape: ExchangeShape,
+        compute: ShardCompute,
+        *,
+        owners: int,
+        lease_s: float,
+        inline_bytes: int = INLINE_BYTES,
+    ) -> None:
+        """memory: `memory_bytes` on the host, which the desk registers; `compute` has the same.
+        `inline_bytes`: what is more goes by a write.
+
+        Raises ValueError when the memory is too small.
+        """
+        if memory.nbytes < self.memory_bytes(shape, owners):
+            raise ValueError(f"{memory.nbytes} bytes can't hold a desk for {owners} owners")
+        self._transport = transport
+        self._shape = shape
+        self._compute = compute
+        self._inline_bytes = inline_bytes
+        self._region = transport.register(memory)
+        self._bytes = host_bytes(memory)
+        self._places = Places(transport, owners, lease_s)
+        self._lock = threading.Lock()
+        self._slots = count(1)
+        self._numbers = count(1)
+        self._owners: dict[int, _Owner] = {}
+        self._shards: set[int] = set()
+        self._works: SimpleQueue[Callable[[], None] | None] = SimpleQueue()
+        self._listening = ExitStack()
+        self._thread = threading.Thread(target=self._serve, name="kvp-desk", daemon=True)
+        self._thread.start()
+        transport.subscribe(TO_HOLDER, self._on_notification)
+
+    @staticmethod
+    def memory_bytes(shape: ExchangeShape, owners: int) -> int:
+        """Of a desk for so many owners at once."""
+        return owners * (shape.request_bytes + shape.reply_bytes)
+
+    # -- owners
+
+    async def attach(self, *, metadata: bytes, region: int, offset: int) -> Seat:
+        """Opens a pair with what an owner asked for at `Kvp.Attach`.
+
+        Raises CapacityError when there is no place, TransferError when it can't be connected to.
+        """
+        place = self._places.take()
+        try:
+            peer = await outcome(self._transport.connect(metadata))
+        except BaseException:  # cancelled, too
+            self._places.give(place)
+            raise
+        owner = _Owner(peer=peer, slot=next(self._slots), place=place, region=region, offset=offset)
+        with self._lock:
+            if not self._owners:
+                self._listening.enter_context(self._transport.listening())
+            self._owners[owner.slot] = owner
+        return Seat(owner.slot, self._region, self._at(owner)[0])
+
+    def detach(self, slot: int) -> None:
+        """Ends a pair, from this side or because the owner has gone. Harmless when there is none.
+
+        Its place is lent anew once no write of the owner can land there.
+        """
+        with self._lock:
+            owner = self._owners.pop(slot, None)
+            if owner is None:
+                return
+            if not self._owners:
+                self._listening.close()
+            self._places.leave(owner.place, owner.peer, slot)
+        self._works.put(partial(self._leave, owner))
+
+    # -- shards
+
+    def open_shard(self, pages: Sequence[int], start_token: int, end_token: int) -> int:
+        """A shard of the tokens [start_token, end_token), on pages that are the caller's to free
+        after `close_shard`. Returns its number, never used twice."""
+        number = next(self._numbers)
+        self._compute.open(number, pages, start_token, end_token)
+        with self._lock:
+            self._shards.add(number)
+        return number
+
+    def landed(self, shard: int, end_token: int) -> None:
+        """The K/V of [start_token, end_token) lies in the shard's pages: what comes by the exchange
+        goes on from there."""
+        self._compute.landed(shard, end_token)
+
+    def close_shard(self, shard: int) -> Future[None]:
+        """Done once nothing reads or writes the shard's pages for a pass, nor will."""
+        closed: Future[None] = Future()
+
+        def close() -> None:
+            self._compute.close(shard)
+            closed.set_result(None)
+
+        with self._lock:
+            self._shards.discard(shard)
+        self._works.put(close)
+        return closed
+
+    def check_integrity(self, *, idle: bool) -> None:
+        """Raises IntegrityError when a place was lost, or with `idle` when something is open."""
+        with self._lock:
+            if idle and (self._owners or self._shards):
+                raise IntegrityError(
+                    f"the desk has {len(self._owners)} owners and shards {sorted(self._shards)}"
+                )
+        self._places.check_integrity(idle=idle)
+
+    def close(self) -> None:
+        """Ends the thread; call it before the transport is closed."""
+        with self._lock:
+            slots = list(self._owners)
+        for slot in slots:
+            self.detach(slot)
+        self._works.put(None)
+        self._thread.join()
+
+    # -- the thread
+
+    def _serve(self) -> None:
+        while True:
+            work = next_of(self._works, self._transport, None)
+            if work is None:
+                return
+            try:
+                work()
+            except Exception:
+                log.exception("the desk failed at a piece of work")
+
+    def _layer(self, owner: _Owner, message: KvpMessage) -> None:
+        """A layer of a piece: K/V kept, attended to, the partial results on their way."""
+        if self._owners.get(owner.slot) is not owner:  # it has left
+            return
+        try:
+            missing = self._attend(owner, message)
+        except Exception as error:  # whatever it is, its owner need not wait for the deadline
+            log.warning("a piece of %s failed", owner.peer, exc_info=True)
+            reason = str(error).encode()
+            told = message._replace(kind=KvpKind.FAILED, entries=0, body=reason).encode()
+            self._transport.notify(owner.peer, told)
+            return
+        self._answer(owner, message, missing)
+
+    def _answer(self, owner: _Owner, message: KvpMessage, missing: Sequence[int]) -> None:
+        told = message._replace(
+            kind=KvpKind.PARTIAL, entries=len(missing), body=missing_body(missing)
+        )
+        nbytes = self._shape.returned_bytes(message.rows)
+        if nbytes <= self._inline_bytes:
+            at = self._at(owner)[1]
+            body = told.body + self._bytes[at : at + nbytes].tobytes()
+            inline = told._replace(body=body).encode()
+            owner.write = self._transport.notify(owner.peer, inline, urgent=True)
+            return
+        owner.write = self._transport.write(
+            owner.peer,
+            self._runs(owner, nbytes),
+            told.encode(),
+            region=self._region,
+            peer_region=owner.region,
+            urgent=True,
+        )
+
+    def _attend(self, owner: _Owner, message: KvpMessage) -> Sequence[int]:
+        if message.number < owner.number:
+            raise TransferError(f"pass {message.number} comes after pass {owner.number}")
+        if message.number > owner.number:
+            owner.number = message.number
+            self._compute.forget(owner.slot)
+        if message.body:
+            self._take_in(owner, message)
+        if message.entries:
+            self._compute.begin(owner.slot, message.piece, self._at(owner), message.entries)
+        return self._compute.layer(owner.slot, message.piece, message.layer)
+
+    def _take_in(self, owner: _Owner, message: KvpMessage) -> None:
+        """Puts what came in the notification where it would have been written."""
+        shape, at = self._shape, self._at(owner)[0]
+        end = message.entries * shape.entry_bytes
+        nbytes = shape.sent_bytes(message.rows, message.new_rows)
+        fits = message.new_rows <= message.rows <= shape.max_rows and end <= shape.queries_at
+        if not fits or len(message.body) != end + nbytes:
+            raise TransferError(
+                f"{len(message.body)} bytes came with {message.rows} rows, {message.new_rows} new "
+                f"ones and {message.entries} entries"
+            )
+        body, q = np.frombuffer(message.body, dtype=np.uint8), at + shape.queries_at
+        self._bytes[at : at + end] = body[:end]
+        self._bytes[q : q + nbytes] = body[end:]
+
+    def _leave(self, owner: _Owner) -> None:
+        self._compute.forget(owner.slot)
+        if owner.write is None:
+            self._say_gone(owner)
+        else:
+            owner.write.add_done_callback(lambda _: self._say_gone(owner))
+
+    # -- inside
+
+    def _at(self, owner: _Owner) -> tuple[int, int]:
+        """Where its queries and its partial results lie here."""
+        at = owner.place * (self._shape.request_bytes + self._shape.reply_bytes)
+        return at, at + self._shape.request_bytes
+
+    def _runs(self, owner: _Owner, nbytes: int) -> Runs:
+        runs = owner.runs.get(nbytes)
+        if runs is None:
+            runs = owner.runs[nbytes] = Runs.of(self._at(owner)[1], owner.offset, nbytes)
+        return runs
+
+    def _say_gone(self, owner: _Owner) -> None:
+        told = self._transport.notify(owner.peer, KvpMessage(KvpKind.GONE, owner.slot).encode())
+        self._places.watch(owner.peer, owner.slot, told)
+
+    def _on_notification(self, peer: str, payload: bytes) -> None:
+        """On the transport's thread."""
+        message = KvpMessage.decode(payload)
+        owner = self._owners.get(message.slot)
+        is_its = owner is not None and owner.peer == peer
+        if message.kind is KvpKind.BYE:
+            if is_its:
+                self.detach(message.slot)
+            self._places.drained(peer, message.slot)
+        elif owner is not None and is_its:
+            self._works.put(partial(self._layer, owner, message))

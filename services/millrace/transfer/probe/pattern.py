@@ -1,0 +1,241 @@
+"""Whether bytes really travel: either side writes a pattern to the other and checks what came.
+
+The end that a peer writes to is a transport of its own, made for one probe and closed after it.
+What a probe leaves undone can't touch what requests go over, and all that it held goes with it:
+the registered buffer, the peer, whatever was in flight. An instance makes these ends in processes
+of their own (`probe_process.py`): where the transport's library aborts, only the probe fails.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import random
+import threading
+from collections.abc import AsyncIterator, Callable, Coroutine
+from concurrent.futures import Future
+from contextlib import AbstractAsyncContextManager, asynccontextmanager, suppress
+from typing import Protocol
+
+from millrace.core.errors import TransferError
+from millrace.transfer.transport.base import Transport, outcome
+from millrace.transfer.transport.regions import Memory
+from millrace.transfer.transport.runs import Runs
+
+log = logging.getLogger(__name__)
+
+#: Bytes of a pattern between instances, the same at both. Large enough that UCX moves it as it
+#: moves KV, and not as it moves short messages.
+PATTERN_BYTES = 256 << 10
+
+#: Of the loopback, where the process of its other end dies.
+LOOPBACK_TRIES = 3
+
+#: For the death of the other end to be told, where our own end has failed.
+DEATH_S = 1.0
+
+#: First byte of a probe's notification, by which a transport tells its subscribers apart.
+CHANNEL = 9
+
+
+class ProbeError(TransferError):
+    """The bytes did not come, or others did."""
+
+
+class ByteView(Protocol):
+    """Memory that a transport may write to, read and written from the host."""
+
+    @property
+    def memory(self) -> Memory: ...
+
+    def read(self, start: int, count: int) -> bytes: ...
+
+    def write(self, start: int, data: bytes) -> None: ...
+
+
+class ProbeDiedError(ProbeError):
+    """The process of the end died."""
+
+
+class End(Protocol):
+    """One of the two ends of a probe. It wants the pattern of `seed`."""
+
+    @property
+    def name(self) -> str:
+        """Of its transport."""
+
+    @property
+    def seed(self) -> int: ...
+
+    @property
+    def metadata(self) -> bytes:
+        """Of its transport."""
+
+    async def exchange(
+        self, metadata: bytes, seed: int, timeout_s: float, *, peer_region: int = 0
+    ) -> None:
+        """Writes the pattern of `seed` to the end that `metadata` describes, and checks our own.
+
+        Raises ProbeError saying what did not happen, TransferError if the transport says so. Leaves
+        the peer to the transport.
+        """
+
+
+#: Opens an end under (name, seed, bytes of a pattern). Raises TransferError where that fails.
+OpenEnd = Callable[[str, int, int], AbstractAsyncContextManager[End]]
+
+
+class ProbeEnd:
+    """An end in this process, as `End`; belongs to an event loop.
+
+    It sends from the first `size` bytes of its region and gets what comes in the next `size`.
+    """
+
+    def __init__(
+        self, transport: Transport, view: ByteView, *, region: int, seed: int, size: int
+    ) -> None:
+        """`view`: of the transport's `region`, which is registered already."""
+        self.name = transport.name
+        self.seed = seed
+        self.metadata = transport.metadata()
+        self._transport = transport
+        self._view = view
+        self._region = region
+        self._size = size
+        self._lock = threading.Lock()
+        self._arrived: dict[str, Future[None]] = {}  # by peer
+        transport.subscribe(CHANNEL, self._hear)
+
+    async def exchange(
+        self, metadata: bytes, seed: int, timeout_s: float, *, peer_region: int = 0
+    ) -> None:
+        doing = "connecting to the peer"
+        try:
+            async with asyncio.timeout(timeout_s):
+                peer = await outcome(self._transport.connect(metadata))
+                doing = "writing to the peer"
+                self._view.write(0, pattern(seed, self._size))
+                runs = Runs.of(0, self._size, self._size)
+                written = self._transport.write(
+                    peer, runs, bytes([CHANNEL]), region=self._region, peer_region=peer_region
+                )
+                await outcome(written)
+                doing = "waiting for what the peer writes"
+                await outcome(self._arrival(peer))
+        except TimeoutError:
+            raise ProbeError(f"{doing} did not end within {timeout_s:g} s") from None
+        self._check()
+
+    def _hear(self, peer: str, payload: bytes) -> None:
+        """On the transport's thread."""
+        if not (arrived := self._arrival(peer)).done():
+            arrived.set_result(None)
+
+    def _arrival(self, peer: str) -> Future[None]:
+        """Done once `peer` has written, which may come before we know the peer."""
+        with self._lock:
+            if peer not in self._arrived:
+                self._arrived[peer] = Future()
+                self._arrived[peer].set_running_or_notify_cancel()  # nobody's wait can cancel it
+            return self._arrived[peer]
+
+    def _check(self) -> None:
+        found, wanted = self._view.read(self._size, self._size), pattern(self.seed, self._size)
+        if found != wanted:
+            first = next(
+                i for i, pair in enumerate(zip(found, wanted, strict=True)) if len({*pair}) > 1
+            )
+            raise ProbeError(f"byte {first} of {self._size} is not what the peer wrote")
+
+
+def pattern(seed: int, size: int) -> bytes:
+    """The same bytes for the same seed, in every process."""
+    return random.Random(seed).randbytes(size)
+
+
+@asynccontextmanager
+async def probe_end(
+    open_transport: Callable[[], Transport], view: ByteView, *, seed: int, size: int
+) -> AsyncIterator[ProbeEnd]:
+    """An end with a transport of its own, which is closed with all it holds at the end.
+
+    Raises TransferError when the transport can't be opened.
+    """
+    opening = asyncio.get_running_loop().run_in_executor(None, open_transport)
+    try:
+        transport = await asyncio.shield(opening)
+    except asyncio.CancelledError:
+        await asyncio.shield(asyncio.create_task(_close_opened(opening)))
+        raise
+    try:
+        region = await asyncio.to_thread(transport.register, view.memory)
+        end = ProbeEnd(transport, view, region=region, seed=seed, size=size)
+        with transport.listening():
+            yield end
+    finally:
+        await _close(transport)
+
+
+async def _close_opened(opening: asyncio.Future[Transport]) -> None:
+    """What is being opened can't be interrupted, and must not be forgotten."""
+    with suppress(TransferError):
+        await _close(await opening)
+
+
+async def _close(transport: Transport) -> None:
+    """Whoever is cancelled meanwhile, also before a thread is free for it, it is closed."""
+    await asyncio.shield(asyncio.get_running_loop().run_in_executor(None, transport.close))
+
+
+async def probe_loopback(
+    transport: Transport, region: int, pool: ByteView, open_end: OpenEnd, timeout_s: float
+) -> None:
+    """Whether `transport` moves bytes out of its `region` and others can write into it.
+
+    `pool` is that region, which nobody may use meanwhile; it is left as it was. Where the process
+    of the other end dies it is tried again, LOOPBACK_TRIES times in all. Raises TransferError.
+    """
+    size = min(PATTERN_BYTES, pool.memory.nbytes // 2)
+    before = pool.read(0, 2 * size)
+    own = ProbeEnd(transport, pool, region=region, seed=random.getrandbits(64), size=size)
+    for attempt in range(1, LOOPBACK_TRIES + 1):
+        try:
+            async with open_end(f"loopback-{attempt}", random.getrandbits(64), size) as other:
+                await _both_ways(transport, own, other, region, timeout_s)
+        except ProbeDiedError as error:
+            if attempt == LOOPBACK_TRIES:
+                raise
+            log.warning("%s; trying again", error)
+        else:
+            return
+        finally:
+            pool.write(0, before)
+
+
+async def _both_ways(
+    transport: Transport, own: ProbeEnd, other: End, region: int, timeout_s: float
+) -> None:
+    """Leaves nothing of `other` at the `transport`."""
+    try:
+        with transport.listening():
+            await _all_or_why(
+                own.exchange(other.metadata, other.seed, timeout_s),
+                other.exchange(own.metadata, own.seed, timeout_s, peer_region=region),
+            )
+    finally:
+        await outcome(transport.disconnect(other.name))
+
+
+async def _all_or_why(own: Coroutine[None, None, None], other: Coroutine[None, None, None]) -> None:
+    """Runs both. Where one fails it raises why: the other end's death explains our own error."""
+    tasks = [asyncio.create_task(own), asyncio.create_task(other)]
+    try:
+        await asyncio.wait(tasks, return_when=asyncio.FIRST_EXCEPTION)
+        await asyncio.wait(tasks[1:], timeout=DEATH_S)
+    finally:
+        for task in tasks:
+            task.cancel()
+        ended = await asyncio.gather(*tasks, return_exceptions=True)
+    errors = [error for error in ended if isinstance(error, Exception)]
+    for error in sorted(errors, key=lambda e: not isinstance(e, ProbeDiedError)):
+        raise error

@@ -1,0 +1,189 @@
+"""Ends of probes in processes of their own, so that a crash of one touches nothing else.
+
+The transport's library is not ours: an assertion in it ends its process. A probe meets peers that
+nobody has met before, dead ones among them, so its end lives in a child (`probe_server.py`). A
+child that dies is a failed probe, with the name of the signal.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import base64
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+from collections.abc import AsyncIterator, Mapping
+from contextlib import asynccontextmanager, suppress
+from typing import Any
+
+from millrace.core.errors import TransferError
+from millrace.transfer.probe.pattern import ProbeDiedError, ProbeError
+
+#: For a child to open its transport. The first one waits for the server's imports as well.
+OPEN_TIMEOUT_S = 20.0
+#: Beyond the exchange's own timeout.
+ANSWER_TIMEOUT_S = 5.0
+#: For a child, or the server, to end when it is asked to; the kernel ends a child before.
+CLOSE_TIMEOUT_S = 10.0
+#: Of one message of a child.
+MOST_BYTES = 1 << 20
+_PROGRAM = "millrace.transfer.probe.server"
+#: An end needs one thread, and a process that has more can't be forked safely.
+_ONE_THREAD = {"OPENBLAS_NUM_THREADS": "1", "OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1"}
+
+
+class ProbeServer:
+    """The parent's side of the server: opens ends, and starts the server again where it died.
+
+    async with ProbeServer(...) as probes:
+        async with probes.open_end(...) as end: ...
+    """
+
+    def __init__(self, prefix: str, device: str) -> None:
+        """`prefix`: of the names of the ends. `device`: where their buffers lie, as torch names it.
+
+        Children inherit the environment, which the transport's library reads.
+        """
+        self._prefix = prefix
+        self._device = device
+        self._control: socket.socket | None = None
+        self._process: subprocess.Popen[bytes] | None = None
+
+    async def __aenter__(self) -> ProbeServer:
+        """Starts the server, which imports what it needs while the parent goes on."""
+        self._start()
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        """Ends the server and all its children."""
+        await asyncio.to_thread(self._end)
+
+    def _start(self) -> None:
+        """Starts the server unless it runs."""
+        if self._process is not None and self._process.poll() is None:
+            return
+        self._end()
+        ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        with theirs:
+            self._process = subprocess.Popen(
+                [sys.executable, "-m", _PROGRAM, str(theirs.fileno()), self._device],
+                env={**os.environ, **_ONE_THREAD},
+                stdin=subprocess.DEVNULL,
+                pass_fds=(theirs.fileno(),),
+            )
+        self._control = ours
+
+    @asynccontextmanager
+    async def open_end(self, name: str, seed: int, size: int) -> AsyncIterator[ChildEnd]:
+        """An end in a child, which has ended when this has. Raises TransferError."""
+        ours, theirs = socket.socketpair()
+        name = f"{self._prefix}-{name}"
+        with theirs:
+            self._ask(_line({"name": name, "seed": seed, "size": size}), theirs)
+        reader, writer = await asyncio.open_connection(sock=ours, limit=MOST_BYTES)
+        child = _Child(reader, writer)
+        try:
+            opened = await child.read(OPEN_TIMEOUT_S)
+            yield ChildEnd(child, name, seed, base64.b64decode(opened["metadata"]))
+            await child.close()
+        finally:
+            writer.close()
+            with suppress(OSError):  # the child died
+                await writer.wait_closed()
+
+    def _ask(self, message: bytes, theirs: socket.socket) -> None:
+        self._start()
+        try:
+            self._send(message, theirs)
+        except OSError:  # it has died since
+            self._end()
+            self._start()
+            self._send(message, theirs)
+
+    def _send(self, message: bytes, theirs: socket.socket) -> None:
+        assert self._control is not None
+        socket.send_fds(self._control, [message], [theirs.fileno()])
+
+    def _end(self) -> None:
+        if self._control is not None:
+            self._control.close()
+        if self._process is not None:
+            try:
+                self._process.wait(CLOSE_TIMEOUT_S)
+            except subprocess.TimeoutExpired:
+                self._process.kill()
+                self._process.wait()
+        self._control = self._process = None
+
+
+class ChildEnd:
+    """An end in a child, as `End`."""
+
+    def __init__(self, child: _Child, name: str, seed: int, metadata: bytes) -> None:
+        self.name = name
+        self.seed = seed
+        self.metadata = metadata
+        self._child = child
+
+    async def exchange(
+        self, metadata: bytes, seed: int, timeout_s: float, *, peer_region: int = 0
+    ) -> None:
+        """As `End.exchange`; ProbeDiedError when the child dies meanwhile."""
+        self._child.write(
+            {
+                "metadata": base64.b64encode(metadata).decode(),
+                "seed": seed,
+                "timeout_s": timeout_s,
+                "peer_region": peer_region,
+            }
+        )
+        await self._child.read(timeout_s + ANSWER_TIMEOUT_S)
+
+
+class _Child:
+    """The parent's side of a child's socket."""
+
+    def __init__(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        self._reader = reader
+        self._writer = writer
+
+    def write(self, message: Mapping[str, Any]) -> None:
+        self._writer.write(_line(message))
+
+    async def read(self, timeout_s: float) -> dict[str, Any]:
+        """The child's next message. Raises ProbeError, or ProbeDiedError when there is none."""
+        try:
+            line = await asyncio.wait_for(self._reader.readline(), timeout_s)
+        except TimeoutError:
+            raise ProbeError(f"the probe's process said nothing for {timeout_s:g} s") from None
+        except ConnectionError:
+            line = b""
+        message: dict[str, Any] = json.loads(line or b'{"ended": null}')
+        if "ended" in message:
+            raise ProbeDiedError(f"the probe's process {_how(message['ended'])}")
+        if message.get("error"):
+            raise ProbeError(message["error"])
+        return message
+
+    async def close(self) -> None:
+        """Returns once the child has ended, or is about to be ended by the kernel."""
+        with suppress(TransferError, OSError):
+            self._writer.write_eof()
+            while True:
+                await self.read(CLOSE_TIMEOUT_S)
+
+
+def _how(status: int | None) -> str:
+    """How a process ended, from its exit status as `subprocess` gives it."""
+    if status is None:
+        return "was ended with the server of its kind"
+    if status < 0:
+        return f"was ended by {signal.Signals(-status).name}"
+    return f"ended with status {status}"
+
+
+def _line(message: Mapping[str, Any]) -> bytes:
+    return json.dumps(message).encode() + b"\n"

@@ -1,0 +1,224 @@
+"""The program that makes the ends of probes, each in a process of its own.
+
+`python -m millrace.transfer.probe.server FD DEVICE` is started by `probe_process.py`. It loads what
+an end needs once, opens no transport, and forks a child for each end that is asked for. So an end
+costs a fork, and neither a start of Python nor one of UCX.
+
+The socket FD takes a request and, with it, a socket that belongs to this end alone:
+
+    parent  {"name", "seed", "size"}      and the end's socket, over FD
+    child   {"metadata"}                  the end is open, over its socket, as all below
+    parent  {"metadata", "seed", "timeout_s", "peer_region"}
+    child   {"error"}                     what went wrong with the exchange; "" when it passed
+    parent  end of file                   the child closes its transport and ends
+    server  {"ended"}                     the child's exit status, negative for a signal
+
+Each message is a line of JSON; metadata is in base64. The server ends with FD, and its children
+with it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import base64
+import importlib
+import json
+import os
+import select
+import signal
+import socket
+import sys
+import traceback
+from contextlib import suppress
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from millrace.core.errors import TransferError
+from millrace.transfer.probe.pattern import ByteView, ProbeEnd, probe_end
+from millrace.transfer.transport.nixl.library import load_ucx
+from millrace.transfer.transport.nixl.transport import NixlTransport
+from millrace.transfer.transport.regions import Memory
+
+#: A child that lives longer is ended by the kernel, whatever the transport's library does.
+LIFE_S = 60
+#: The same, from the moment on when it is no longer wanted.
+CLOSE_S = 5
+#: Of one message.
+MOST_BYTES = 1 << 20
+
+
+class HostBytes:
+    """Bytes on the host, as a ByteView."""
+
+    def __init__(self, size: int) -> None:
+        self._bytes = np.zeros(size, dtype=np.uint8)
+
+    @property
+    def memory(self) -> Memory:
+        return Memory.of_array(self._bytes)
+
+    def read(self, start: int, count: int) -> bytes:
+        return self._bytes[start : start + count].tobytes()
+
+    def write(self, start: int, data: bytes) -> None:
+        self._bytes[start : start + len(data)] = np.frombuffer(data, dtype=np.uint8)
+
+
+@dataclass(frozen=True, slots=True)
+class _Child:
+    pid: int
+    socket: socket.socket
+
+
+def serve(control: socket.socket, device: str) -> None:
+    """Forks a child for each request, until the other end of `control` is closed."""
+    children: dict[int, _Child] = {}  # by pidfd
+    ended: dict[int, socket.socket] = {}  # of children that have, until the parent hangs up
+    poll = select.poll()
+    poll.register(control, select.POLLIN)
+    try:
+        while True:
+            for fd, _ in poll.poll():
+                if fd in children:
+                    poll.unregister(fd)
+                    spent = _report(fd, children.pop(fd))
+                    poll.register(spent, 0)  # says when the parent hangs up
+                    ended[spent.fileno()] = spent
+                elif fd in ended:
+                    poll.unregister(fd)
+                    ended.pop(fd).close()
+                elif (asked := _asked(control)) is None:
+                    return
+                else:
+                    others = [control, *ended.values(), *(c.socket for c in children.values())]
+                    pid = _fork(*asked, device, others)
+                    poll.register(pidfd := os.pidfd_open(pid), select.POLLIN)
+                    children[pidfd] = _Child(pid, asked[1])
+    finally:
+        for child in children.values():
+            os.kill(child.pid, signal.SIGKILL)
+        for fd, child in children.items():
+            _report(fd, child)
+
+
+def _asked(control: socket.socket) -> tuple[dict[str, Any], socket.socket] | None:
+    """The next request and the socket of its end; None when the parent is gone."""
+    message, fds, _, _ = socket.recv_fds(control, MOST_BYTES, 1)
+    return (json.loads(message), socket.socket(fileno=fds[0])) if message else None
+
+
+def _report(pidfd: int, child: _Child) -> socket.socket:
+    """Tells the parent how the child ended, which it has or is about to.
+
+    Its socket stays open: a parent that writes to a closed one is told of that and reads no more.
+    """
+    os.close(pidfd)
+    _, status = os.waitpid(child.pid, 0)
+    with suppress(OSError):  # the parent has hung up
+        child.socket.sendall(_line(ended=os.waitstatus_to_exitcode(status)))
+        child.socket.shutdown(socket.SHUT_WR)
+    return child.socket
+
+
+def _fork(
+    request: dict[str, Any],
+    theirs: socket.socket,
+    device: str,
+    others: list[socket.socket],
+) -> int:
+    """The pid of a child that is the end. It closes what is of `others`."""
+    if pid := os.fork():
+        return pid
+    status = 1
+    try:
+        signal.alarm(LIFE_S)
+        for other in others:
+            other.close()
+        asyncio.run(_be_end(request, theirs, device))
+        status = 0
+    except BaseException:  # the child must never return into the server's loop
+        traceback.print_exc()
+    finally:
+        os._exit(status)
+
+
+async def _be_end(request: dict[str, Any], theirs: socket.socket, device: str) -> None:
+    reader, writer = await asyncio.open_connection(sock=theirs, limit=MOST_BYTES)
+    with suppress(ConnectionError):  # the parent has hung up
+        try:
+            await _live(request, reader, writer, device)
+        except Exception as error:  # whatever it is, the parent is to hear of it
+            writer.write(_line(error=_text(error)))
+            await writer.drain()
+
+
+async def _live(
+    request: dict[str, Any],
+    reader: asyncio.StreamReader,
+    writer: asyncio.StreamWriter,
+    device: str,
+) -> None:
+    size = request["size"]
+    async with probe_end(
+        lambda: NixlTransport(request["name"]),
+        _buffer(device, 2 * size),
+        seed=request["seed"],
+        size=size,
+    ) as end:
+        writer.write(_line(metadata=base64.b64encode(end.metadata).decode()))
+        if line := await reader.readline():
+            exchange = asyncio.create_task(_exchange(end, json.loads(line), writer))
+            await reader.read()  # until the parent wants no more
+            exchange.cancel()
+            await asyncio.gather(exchange, return_exceptions=True)
+        signal.alarm(CLOSE_S)
+
+
+async def _exchange(end: ProbeEnd, wanted: dict[str, Any], writer: asyncio.StreamWriter) -> None:
+    error = ""
+    try:
+        await end.exchange(
+            base64.b64decode(wanted["metadata"]),
+            wanted["seed"],
+            wanted["timeout_s"],
+            peer_region=wanted["peer_region"],
+        )
+    except Exception as failed:  # likewise
+        error = _text(failed)
+    writer.write(_line(error=error))
+
+
+def _text(error: Exception) -> str:
+    """A TransferError says what failed; of any other the type says a part."""
+    return str(error) if isinstance(error, TransferError) else repr(error)
+
+
+def _buffer(device: str, size: int) -> ByteView:
+    """Zeros where KV lies."""
+    if device == "cpu":
+        return HostBytes(size)
+    import torch  # a second to import: only where the memory is torch's
+
+    from millrace.transfer.transport.byte_window import ByteWindow
+
+    return ByteWindow(torch.zeros(size, dtype=torch.uint8, device=device))
+
+
+def _line(**fields: str | int) -> bytes:
+    return json.dumps(fields).encode() + b"\n"
+
+
+def main() -> None:
+    fd, device = int(sys.argv[1]), sys.argv[2]
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # of a terminal it is for the parent
+    if device != "cpu":
+        importlib.import_module("torch")  # once, for all children; starts nothing on the device
+    load_ucx()
+    with socket.socket(fileno=fd) as control:
+        serve(control, device)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,176 @@
+"""Backend allocation handshake of Tetris §4.2, as pure decisions; the clock is passed in.
+
+Buffer-free receivers ("Otherwise ..." does not apply) grant at once: data goes straight into the
+request's pages and needs no backend, so `transfer.backends` limits buffered receivers alone. A
+buffered receiver has that many staging buffers. When none is free, "requests are sorted by the
+first handshake timestamp", and backends are reserved "for each request until all its chunks are
+transferred": a backend that a request got stays with it, and serves its next sender, until the
+request ends. A later request never takes a backend that an earlier one waits for. Each attempt at
+a request is a claim of its own: its place is that of the request's first handshake, but a failed
+one reserves nothing while the request is planned anew.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from millrace.core.errors import IntegrityError
+from millrace.core.kv.layout import KvLayout
+from millrace.core.kv.transfer import HandshakeAsk, HandshakeRefused, HistoryAsk, Incarnation
+from millrace.transfer.transport.layout import mismatch
+from millrace.transfer.writer import Writer
+
+#: Staging buffers are cut in slots: some are scattered while the next ones are written.
+SLOTS = 8
+
+
+def refusal(
+    ask: HandshakeAsk | HistoryAsk,
+    *,
+    receiver: Incarnation,
+    layout: KvLayout,
+    newest: Mapping[str, int],
+) -> str:
+    """Why a handshake is fenced off; empty when it is not.
+
+    `newest` is the greatest generation seen of each sender: an earlier life of it is stale.
+    """
+    ticket = ask.ticket
+    if stale := stale_receiver(ticket.receiver, receiver):
+        return stale
+    if ticket.sender.generation < newest.get(ticket.sender.id, 0):
+        return (
+            f"stale sender: {ticket.sender} was replaced by generation {newest[ticket.sender.id]}"
+        )
+    return mismatch(ask.layout, layout)
+
+
+class Fences:
+    """At a receiver: which lives of which senders may speak to it."""
+
+    def __init__(self, receiver: Incarnation, layout: KvLayout) -> None:
+        self._receiver = receiver
+        self._layout = layout
+        self._newest: dict[str, int] = {}
+
+    def check(self, ask: HandshakeAsk | HistoryAsk) -> None:
+        """Raises HandshakeRefused; else earlier lives of the sender are stale from here on."""
+        reason = refusal(ask, receiver=self._receiver, layout=self._layout, newest=self._newest)
+        if reason:
+            raise HandshakeRefused(f"request {ask.ticket.request_id}: {reason}")
+        self._newest[ask.ticket.sender.id] = ask.ticket.sender.generation
+
+
+def stale_receiver(meant: Incarnation, actual: Incarnation) -> str:
+    """Why a message for `meant` is not for `actual`; empty when they are the same life."""
+    return (
+        "" if meant == actual else f"stale receiver: the message is for {meant}, this is {actual}"
+    )
+
+
+@dataclass(slots=True, kw_only=True, eq=False)
+class Lease(Writer):
+    """One sender's right to write for one attempt at a request, and what is known of its end.
+
+    Times are of the caller's clock.
+    """
+
+    number: int
+    request_id: str
+    attempt: int
+    sender: Incarnation
+    layout: KvLayout
+    backend: int | None
+    heard_s: float
+    told_s: float
+    copies: int = 0
+
+    def lapsed(self, now_s: float, lease_s: float) -> bool:
+        """Whether the sender has been silent for too long."""
+        return not self.drained and now_s - self.heard_s > lease_s
+
+
+@dataclass(slots=True)
+class _Claim:
+    """A request's place in the order, the senders that wait, and the backends it holds."""
+
+    first_ask_s: float
+    order: int
+    waiting: list[Incarnation]
+    idle: list[int]
+    busy: dict[Incarnation, int]
+    ended: bool = False
+
+
+class Backends:
+    """Who has which staging buffer, and who is next."""
+
+    def __init__(self, count: int) -> None:
+        self._count = count
+        self._free = list(range(count - 1, -1, -1))
+        self._claims: dict[str, _Claim] = {}
+        self._asks = 0
+
+    @property
+    def free(self) -> int:
+        return len(self._free)
+
+    def ask(self, claim_id: str, sender: Incarnation, first_ask_s: float) -> None:
+        """Puts a sender in line. A request's place is that of its first handshake, for ever."""
+        claim = self._claims.get(claim_id)
+        if claim is None:
+            self._asks += 1
+            claim = self._claims[claim_id] = _Claim(first_ask_s, self._asks, [], [], {})
+        if sender not in claim.waiting and sender not in claim.busy:
+            claim.waiting.append(sender)
+
+    def withdraw(self, claim_id: str, sender: Incarnation) -> None:
+        """A sender no longer waits. Its request keeps its place."""
+        claim = self._claims.get(claim_id)
+        if claim is not None and sender in claim.waiting:
+            claim.waiting.remove(sender)
+
+    def grant(self) -> list[tuple[str, Incarnation, int]]:
+        """Hands out what can be handed out now: (request, sender, backend), in order.
+
+        A request that waits has taken all that was free. A later one goes on with what it has, for
+        the earlier one may have to wait for its end; it gets nothing else.
+        """
+        granted = []
+        ordered = sorted(self._claims.items(), key=lambda c: (c[1].first_ask_s, c[1].order))
+        for claim_id, claim in ordered:
+            while claim.waiting and (claim.idle or self._free):
+                backend = claim.idle.pop() if claim.idle else self._free.pop()
+                sender = claim.waiting.pop(0)
+                claim.busy[sender] = backend
+                granted.append((claim_id, sender, backend))
+        return granted
+
+    def done(self, claim_id: str, sender: Incarnation) -> None:
+        """Nothing of the sender can reach its buffer any more; it serves the request's next."""
+        claim = self._claims.get(claim_id)
+        if claim is not None and sender in claim.busy:
+            claim.idle.append(claim.busy.pop(sender))
+            self._settle(claim_id, claim)
+
+    def end(self, claim_id: str) -> None:
+        """The request needs no more. Buffers still written to follow when their sender is done."""
+        claim = self._claims.get(claim_id)
+        if claim is not None:
+            claim.ended = True
+            claim.waiting.clear()
+            self._settle(claim_id, claim)
+
+    def check_integrity(self) -> None:
+        """Raises IntegrityError when a backend is lost or has two owners."""
+        held = [b for c in self._claims.values() for b in (*c.idle, *c.busy.values())]
+        if sorted([*held, *self._free]) != list(range(self._count)):
+            raise IntegrityError(f"backends: {held} are held, {self._free} free, of {self._count}")
+
+    def _settle(self, claim_id: str, claim: _Claim) -> None:
+        if claim.ended:
+            self._free += claim.idle
+            claim.idle.clear()
+            if not claim.busy:
+                del self._claims[claim_id]

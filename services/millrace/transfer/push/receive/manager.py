@@ -1,0 +1,403 @@
+"""The receiving half of a KV transfer: admits, grants, accounts, and guards pages until it is safe.
+
+All state belongs to the event loop; the transport's thread only queues notifications for it. A
+request decodes after every (chunk, layer, run) was accounted for, and never otherwise.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections.abc import Sequence
+from concurrent.futures import Future
+
+from millrace.core.config import TransferConfig
+from millrace.core.errors import IntegrityError, TransferError
+from millrace.core.kv.layout import KvLayout
+from millrace.core.kv.transfer import (
+    HandshakeAsk,
+    HandshakeGrant,
+    HandshakeRefused,
+    HistoryAsk,
+    Incarnation,
+    Ticket,
+)
+from millrace.transfer.push.control import ReceiveCallbacks
+from millrace.transfer.push.handshake import Fences, Lease, stale_receiver
+from millrace.transfer.push.inbox import Inbox
+from millrace.transfer.push.messages import TO_RECEIVER, Kind, Message
+from millrace.transfer.push.receive.admission import Admission, AdmissionState
+from millrace.transfer.push.receive.buffers import Buffers
+from millrace.transfer.push.receive.coverage import CoverageError
+from millrace.transfer.push.receive.history_server import HistoryDesk
+from millrace.transfer.push.receive.lease_table import LeaseTable
+from millrace.transfer.push.receive.waiting import AdmissionTable
+from millrace.transfer.transport.base import Transport, outcome
+from millrace.transfer.transport.regions import Memory, TensorLike
+
+log = logging.getLogger(__name__)
+
+TICK_S = 0.1
+
+
+class ReceiveManager:
+    """One per decode instance. Build it on the running event loop; callbacks run there.
+
+    `storage` is the pool, shaped as `KvLayout` says.
+    """
+
+    def __init__(
+        self,
+        *,
+        transport: Transport,
+        layout: KvLayout,
+        storage: TensorLike,
+        identity: tuple[str, int],
+        config: TransferConfig,
+        callbacks: ReceiveCallbacks,
+    ) -> None:
+        """Registers the pool. Raises ConfigError when buffered mode can't serve its memory."""
+        self._transport = transport
+        self._layout = layout
+        self._identity = Incarnation(*identity)
+        self._config = config
+        self._tell = callbacks
+        self._loop = asyncio.get_running_loop()
+        pool = Memory.of_tensor(storage)
+        self._region = transport.register(pool)
+        self._buffers = Buffers(transport, pool, config) if config.buffer_bytes else None
+        self._metadata = transport.metadata()  # once: it may wait for the transport's thread
+        self._active = AdmissionTable()
+        self._quarantine: dict[Admission, asyncio.Future[None]] = {}
+        self._leases = LeaseTable(transport, self._identity, config.lease_s, self._on_lost)
+        self._history = HistoryDesk(transport, self._region, config.lease_s, self._settle)
+        self._fences = Fences(self._identity, layout)
+        self._inbox = Inbox(transport, TO_RECEIVER, self._read)
+        self._ticker = self._loop.create_task(self._tick_forever())
+
+    @property
+    def region(self) -> int:
+        """Of the pool, as the transport counts it."""
+        return self._region
+
+    # -- for the owner of the pages
+
+    @property
+    def num_leases(self) -> int:
+        """Senders that may still write here."""
+        return len(self._leases)
+
+    def admit(
+        self,
+        request_id: str,
+        pages: Sequence[int],
+        prompt_tokens: int,
+        attempt: int = 1,
+        *,
+        shard: tuple[int, int] | None = None,
+        kept_tokens: int = 0,
+    ) -> None:
+        """Expects a request's prompt in `pages`, in token order.
+
+        With `shard` just its tokens [start, end), which `pages` then hold: each of many receivers
+        lands for itself. The first `kept_tokens` lie in `pages` already. Raises TransferError if it
+        is admitted already, or the pages can't hold it.
+        """
+        try:
+            admission = Admission(
+                request_id, self._layout, list(pages), prompt_tokens, attempt, shard, kept_tokens
+            )
+        except ValueError as error:
+            raise TransferError(f"request {request_id}: {error}") from error
+        self._active.add(admission)
+
+    def rewind(self, request_id: str, attempt: int, kept_tokens: int) -> None:
+        """Another attempt sends what follows the first tokens, which must have landed.
+
+        The senders of earlier attempts account for nothing from here on. They may still finish
+        writes of the same request's KV into the same pages, which changes nothing; the pages'
+        `release` waits for them. Raises TransferError when the request or the tokens aren't here.
+        """
+        admission = self._active.get(request_id)
+        if admission is None:
+            raise TransferError(f"request {request_id} is not admitted here")
+        claim = admission.claim
+        try:
+            admission.rewind(attempt, kept_tokens)
+        except ValueError as error:
+            raise TransferError(f"request {request_id}: {error}") from error
+        self._end_claim(claim)
+        self._history.stop(admission)
+        self._leases.tell_state(admission)
+        self._active.wake(request_id)
+
+    async def release(self, request_id: str) -> None:
+        """Gives a request up, or takes its landed pages over. Returns when they may be reused.
+
+        At once if all had landed or nothing was granted. Else the pages are in quarantine until
+        no write can reach them, see `Lease.quiet`, and no history is read from them. The id may be
+        admitted anew meanwhile.
+        """
+        admission = self._active.pop(request_id)
+        if admission is None:
+            return
+        if admission.state is AdmissionState.OPEN:
+            admission.state = AdmissionState.RELEASED
+        self._end_claim(admission.claim)
+        self._history.stop(admission)
+        self._leases.tell_state(admission)
+        free = self._quarantine[admission] = self._loop.create_future()
+        self._settle()
+        await asyncio.shield(free)
+
+    def sender_lost(self, sender_id: str) -> None:
+        """The control plane has fenced a sender off: none of its lives will come back."""
+        self._leases.lose_lives(sender_id)
+
+    # -- for senders
+
+    async def handshake(self, ask: HandshakeAsk, wait_s: float) -> HandshakeGrant:
+        """Grants a sender the right to write; waits up to `wait_s` for admission and a backend.
+
+        Raises HandshakeRefused when it never will, HandshakeQueued when the sender may ask again:
+        its request keeps its place.
+        """
+        deadline_s = self._loop.time() + wait_s
+        ticket = ask.ticket
+        admission = await self._expected(ask, deadline_s)
+        if reason := admission.mismatch(ask.start_token, ask.num_tokens):
+            raise HandshakeRefused(f"request {ticket.request_id}: {reason}")
+        admission.senders.add(ticket.sender)
+        peer = await outcome(self._transport.connect(ask.agent_metadata))
+        lease = self._leases.standing(admission, ticket)
+        if lease is None:
+            backend = None
+            if self._buffers is not None:
+                backend = await self._buffers.acquire(admission, ask, deadline_s)
+            if not admission.awaits(ticket.attempt):
+                if self._buffers is not None:
+                    self._buffers.done(admission, ticket)
+                raise HandshakeRefused(f"request {ticket.request_id} was given up")
+            lease = self._leases.open(admission, ask, peer, backend)
+        return self._grant(admission, lease)
+
+    async def finish(
+        self, ticket: Ticket, *, total_chunks: int, message: object, wait_s: float
+    ) -> str:
+        """Prefill reports its end: hands `message` on. Returns a refusal, or nothing."""
+        if reason := stale_receiver(ticket.receiver, self._identity):
+            return f"request {ticket.request_id}: {reason}"
+        try:
+            admission = await self._active.wait_for(ticket, self._loop.time() + wait_s)
+        except HandshakeRefused as error:
+            return str(error)
+        if reason := admission.finish_refusal(ticket.sender):
+            return f"request {ticket.request_id}: {reason}"
+        admission.finish(total_chunks, time.monotonic())
+        self._tell.on_first_tokens(ticket.request_id, message)
+        self._land_if_complete(admission)
+        return ""
+
+    def abort(self, ticket: Ticket, *, reason: str, drained: bool) -> None:
+        """A sender gives up; with `drained` none of its writes is in flight any more."""
+        if ticket.receiver != self._identity:
+            return
+        current = self._active.get(ticket.request_id)
+        admissions = [a for a in self._quarantine if a.request_id == ticket.request_id]
+        if current is not None:
+            admissions.append(current)
+            if current.attempt == ticket.attempt and ticket.sender in current.senders:
+                self._fail(current, f"{ticket.sender.id} gave the transfer up: {reason}")
+        for admission in admissions if drained else ():
+            self._leases.drained(admission, ticket)
+        self._settle()
+
+    async def send_history(self, ask: HistoryAsk, wait_s: float) -> None:
+        """Begins to write what an earlier attempt left to the asker, layer by layer.
+
+        Waits up to `wait_s` for the attempt's admission. Raises HandshakeRefused when not all of it
+        has landed here, or TransferError for bad metadata.
+        """
+        admission = await self._expected(ask, self._loop.time() + wait_s)
+        peer = await outcome(self._transport.connect(ask.agent_metadata))
+        if not admission.awaits(ask.ticket.attempt):
+            raise HandshakeRefused(f"request {ask.ticket.request_id} was given up")
+        self._history.give(admission, ask, peer)
+
+    # -- upkeep
+
+    def check_integrity(self) -> None:
+        """Raises IntegrityError for a lease, backend or wait that outlived its request."""
+        admissions = [*self._active, *self._quarantine]
+        if not admissions:
+            self._history.check_integrity()
+        pages = [page for a in admissions for page in a.own_pages]
+        if len(set(pages)) != len(pages):
+            raise IntegrityError("two requests receive into one page")
+        idle = not admissions and not self.num_leases
+        if self._buffers is not None:
+            self._buffers.check_integrity(idle=idle)
+        elif not admissions and self.num_leases:
+            raise IntegrityError(f"no request is admitted, yet there are {self.num_leases} leases")
+
+    async def close(self) -> None:
+        """Ends upkeep. Whoever still waits in `release` returns: the pool ends with the process."""
+        self._ticker.cancel()
+        await asyncio.gather(self._ticker, return_exceptions=True)
+        for free in self._quarantine.values():
+            if not free.done():
+                free.set_result(None)
+        self._leases.close()
+        if self._buffers is not None:
+            await self._buffers.close()
+
+    async def _tick_forever(self) -> None:
+        while True:
+            await asyncio.sleep(TICK_S)
+            try:
+                self._tick(time.monotonic())
+            except Exception:
+                log.exception("upkeep of KV transfers failed; it goes on")
+
+    def _tick(self, now_s: float) -> None:
+        """Renews leases, and ends what is overdue."""
+        for lease, admission in self._leases.renew(now_s):
+            why = f"no news from {lease.sender.id} for {self._config.lease_s:g} s"
+            self._fail_of(lease, admission, why)
+        for admission in self._active:
+            if reason := admission.overdue(now_s, self._config.transfer_timeout_s):
+                self._fail(admission, reason)
+        self._settle()
+
+    # -- leases
+
+    async def _expected(self, ask: HandshakeAsk | HistoryAsk, deadline_s: float) -> Admission:
+        """The admission that a sender means. Raises HandshakeRefused."""
+        sender = ask.ticket.sender
+        self._fences.check(ask)
+        self._leases.lose_lives(sender.id, before=sender.generation)
+        return await self._active.wait_for(ask.ticket, deadline_s)
+
+    def _grant(self, admission: Admission, lease: Lease) -> HandshakeGrant:
+        lease.renewed_s = time.monotonic()
+        region, offset = self._region, 0
+        if self._buffers is not None and lease.backend is not None:
+            region, offset = self._buffers.region, self._buffers.offset(lease.backend)
+        return HandshakeGrant(
+            lease=lease.number,
+            layout=self._layout,
+            pages=admission.side.pages.tolist(),
+            agent_metadata=self._metadata,
+            region=region,
+            lease_s=self._config.lease_s,
+            buffered=self._buffers is not None,
+            buffer_offset=offset,
+            buffer_bytes=self._config.buffer_bytes,
+        )
+
+    def _end_claim(self, claim: str) -> None:
+        if self._buffers is not None:
+            self._buffers.end(claim)
+
+    def _on_lost(self, lease: Lease, admission: Admission) -> None:
+        self._fail_of(lease, admission, f"{lease.sender.id} is gone")
+
+    def _fail_of(self, lease: Lease, admission: Admission, why: str) -> None:
+        """A sender has ended; that is of account if it was to send more."""
+        if admission.counts(lease):
+            self._fail(admission, why)
+
+    def _fail(self, admission: Admission, message: str, *, sound: bool = True) -> None:
+        """`sound`: what has landed is right, and may be gone on from."""
+        if admission.state is not AdmissionState.OPEN:
+            return
+        admission.state = AdmissionState.FAILED
+        admission.failure = message
+        self._end_claim(admission.claim)
+        self._leases.tell_state(admission)
+        kept_tokens = admission.kept_tokens if sound else 0
+        self._tell.on_failed(admission.request_id, message, admission.attempt, kept_tokens)
+
+    def _settle(self) -> None:
+        """Ends leases that are quiet, and frees the pages that nothing can reach any more."""
+        for lease, admission in self._leases.sweep(time.monotonic()):
+            if self._buffers is not None:
+                self._buffers.done(admission, lease)
+        for admission, free in list(self._quarantine.items()):
+            if not self._history.reads(admission) and not self._leases.reaches_pages(admission):
+                del self._quarantine[admission]
+                if not free.done():
+                    free.set_result(None)
+
+    # -- notifications
+
+    def _read(self, peer: str, message: Message) -> None:
+        held = self._leases.of_message(peer, message)
+        if held is None:
+            log.debug("stale %s of %s for request %s", message.kind, peer, message.request_id)
+            return
+        lease, admission = held
+        now_s = time.monotonic()
+        if lease.lapsed(now_s, self._config.lease_s):  # before the news hides the silence
+            self._fail_of(lease, admission, f"no news from {lease.sender.id} in time")
+        lease.heard_s = now_s
+        if message.kind is Kind.WRITTEN and admission.awaits(lease.attempt):
+            self._written(lease, admission, message)
+        elif message.kind is Kind.DONE:
+            lease.drained = True
+            self._settle()
+        elif message.kind is Kind.DRAINED:
+            self._fail_of(lease, admission, f"{lease.sender.id} gave the transfer up")
+            lease.drained = True
+            self._settle()
+
+    def _written(self, lease: Lease, admission: Admission, message: Message) -> None:
+        try:
+            admission.check(message.parts, lease)
+        except CoverageError as error:
+            self._fail(admission, str(error), sound=False)
+            return
+        if self._buffers is None or lease.backend is None:
+            self._account(lease, admission, message)
+            return
+        lease.copies += 1
+        copied = self._buffers.scatter(message, lease, lease.backend, admission)
+        copied.add_done_callback(
+            lambda done: self._loop.call_soon_threadsafe(
+                self._copied, lease, admission, message, done
+            )
+        )
+
+    def _copied(
+        self, lease: Lease, admission: Admission, message: Message, done: Future[None]
+    ) -> None:
+        lease.copies -= 1
+        if not admission.awaits(lease.attempt):
+            pass
+        elif (error := done.exception()) is not None:
+            self._fail(admission, f"a staging slot could not be copied: {error}")
+        else:
+            self._leases.tell(lease, Kind.SLOT_FREE, message.slot)
+            self._account(lease, admission, message)
+        self._settle()
+
+    def _account(self, lease: Lease, admission: Admission, message: Message) -> None:
+        try:
+            admission.landed(message.parts, lease, time.monotonic())
+        except CoverageError as error:
+            self._fail(admission, str(error), sound=False)
+        else:
+            if tokens := admission.news():
+                self._tell.on_prefix(admission.request_id, admission.attempt, tokens)
+            self._land_if_complete(admission)
+
+    def _land_if_complete(self, admission: Admission) -> None:
+        if admission.state is AdmissionState.OPEN and admission.complete:
+            admission.state = AdmissionState.LANDED
+            for lease in admission.leases:
+                if lease.attempt == admission.attempt:
+                    lease.drained = True  # every announced write has landed
+            self._end_claim(admission.claim)
+            self._settle()
+            self._tell.on_landed(admission.request_id)

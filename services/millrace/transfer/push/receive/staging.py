@@ -1,0 +1,88 @@
+"""Staging buffers of a buffered receiver, and the scatter from them into KV pages."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from functools import lru_cache
+
+import numpy as np
+
+from millrace.core.errors import ConfigError
+from millrace.core.kv.layout import KvLayout
+from millrace.transfer.push.handshake import SLOTS
+from millrace.transfer.push.messages import Message, Part
+from millrace.transfer.transport.base import Transport
+from millrace.transfer.transport.layout import Side, layer_runs, packed
+from millrace.transfer.transport.regions import HOST, Memory, copy_on_host
+from millrace.transfer.transport.runs import Runs
+
+#: Slots begin at multiples of this, so that the rows of a slot and of a page divide alike.
+ALIGN_BYTES = 256
+
+
+class Staging:
+    """`count` buffers of `buffer_bytes` in one region. Copies run on a thread of their own."""
+
+    def __init__(
+        self, transport: Transport, pool: Memory, *, count: int, buffer_bytes: int
+    ) -> None:
+        """Raises ConfigError for a pool in device memory: the scatter runs on the host."""
+        if pool.device != HOST:
+            raise ConfigError(
+                f"transfer.buffer_bytes is {buffer_bytes}; it must be 0 (buffer-free) when the KV "
+                "pool is in device memory"
+            )
+        self.buffer_bytes = buffer_bytes
+        self._pool = pool
+        self._stride = -(-buffer_bytes // ALIGN_BYTES) * ALIGN_BYTES
+        self._bytes = np.zeros(count * self._stride, dtype=np.uint8)
+        self._memory = Memory.of_array(self._bytes)
+        self.region = transport.register(self._memory)
+        self._thread = ThreadPoolExecutor(1, thread_name_prefix="kv-scatter")
+
+    def offset(self, backend: int) -> int:
+        """Where a backend's buffer begins in the region."""
+        return backend * self._stride
+
+    def scatter(
+        self, message: Message, backend: int, sender: KvLayout, receiver: Side
+    ) -> Future[None]:
+        """Copies a slot's parts into the pages. Done when the slot may be written again."""
+        offset = slot_offset(self.offset(backend), self.buffer_bytes, message.slot)
+        return self._thread.submit(self._scatter, message.parts, offset, sender, receiver)
+
+    def close(self) -> None:
+        self._thread.shutdown(wait=True)
+
+    def _scatter(
+        self, parts: Sequence[Part], offset: int, sender: KvLayout, receiver: Side
+    ) -> None:
+        for part in parts:
+            runs = _runs_of(sender, receiver, part.start_token, part.num_tokens)
+            runs = runs.shifted(offset, receiver.layout.layer_offset(part.layer))
+            copy_on_host(self._memory, self._pool, runs)
+            offset += part.nbytes
+
+
+@lru_cache(maxsize=16)
+def _runs_of(sender: KvLayout, receiver: Side, start_token: int, num_tokens: int) -> Runs:
+    """From a slot's beginning to the first layer. Kept: all layers of a chunk need the same."""
+    slot = packed(sender, receiver, start_token, num_tokens)
+    return layer_runs(slot, receiver, start_token, num_tokens)
+
+
+def slot_bytes(buffer_bytes: int) -> int:
+    """Size of each slot of a buffer."""
+    share = buffer_bytes // SLOTS
+    return share - share % ALIGN_BYTES or share
+
+
+def slot_offset(buffer_offset: int, buffer_bytes: int, slot: int) -> int:
+    """Where a slot of a buffer begins in the staging region."""
+    return buffer_offset + slot * slot_bytes(buffer_bytes)
+
+
+def slot_tokens(buffer_bytes: int, token_bytes: int) -> int:
+    """How many tokens of one layer fit in a slot."""
+    return slot_bytes(buffer_bytes) // token_bytes

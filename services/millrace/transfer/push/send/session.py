@@ -1,0 +1,362 @@
+"""One request's sending: queue layers, write them as soon as the handshake allows, account, drain.
+
+State belongs to the event loop; `layer_ready` alone may be called from another thread. Writes are
+posted by the transport's thread.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections import deque
+from collections.abc import Callable
+from concurrent.futures import Future
+from typing import Any
+
+from millrace.core.config import TransferConfig
+from millrace.core.errors import TransferError
+from millrace.core.kv.transfer import HandshakeAsk, HandshakeGrant, HandshakeQueued, Ticket
+from millrace.transfer.push.control import KvPeer, Outlet, SendTimings
+from millrace.transfer.push.handshake import SLOTS
+from millrace.transfer.push.messages import Kind, Message
+from millrace.transfer.push.send.batching import Batch, PartQueue, Ready
+from millrace.transfer.transport.base import outcome
+from millrace.transfer.transport.layout import Side, mismatch
+
+log = logging.getLogger(__name__)
+
+#: While one write moves the next one waits for its turn; what gets ready meanwhile goes together.
+MAX_IN_FLIGHT = 2
+ABORT_TIMEOUT_S = 5.0
+
+
+class SendSession:
+    """To one receiver; made by `SendManager`. A `Sending`.
+
+    Sends what `side` has of the tokens [start, end) that belong at the receiver, and of the layers
+    that it has. One that `speaks` not has nothing to send and nothing to say.
+    """
+
+    def __init__(
+        self,
+        *,
+        ticket: Ticket,
+        side: Side,
+        tokens: tuple[int, int],
+        speaks: bool,
+        peer: KvPeer,
+        outlet: Outlet,
+        config: TransferConfig,
+        on_over: Callable[[SendSession], None],
+    ) -> None:
+        self.ticket = ticket
+        self.timings = SendTimings(time.monotonic())
+        self._layout = side.layout
+        self._tokens = tokens
+        self._control = peer
+        self._outlet = outlet
+        self._transport = outlet.transport
+        self._config = config
+        self._on_over = on_over
+        self._loop = asyncio.get_running_loop()
+        self._queue = PartQueue(side, tokens[1] - tokens[0], tokens[0])
+        self._called = False  # whether the loop is about to come by for what is queued
+        self._writes: dict[Future[None], int] = {}
+        self._done: deque[Future[None]] = deque()
+        self._told = False  # whether the loop is about to come by for what is done
+        self._free_slots = set(range(SLOTS))
+        self._grant: HandshakeGrant | None = None
+        self._peer = ""
+        self._heard_s = self._progress_s = time.monotonic()
+        self._failure: TransferError | None = None
+        self._dropped = not speaks
+        self._over = False
+        self._aborting: asyncio.Task[None] | None = None
+        self._changed = asyncio.Event()
+        self._answered = asyncio.Event()
+        self._opening = self._loop.create_task(self._open())
+        self._opening.add_done_callback(lambda _: self._answered.set())
+
+    @property
+    def failure(self) -> TransferError | None:
+        return self._failure
+
+    @property
+    def receiver_ids(self) -> tuple[str, ...]:
+        return (self.ticket.receiver.id,)
+
+    # -- for prefill, as `Sending` says
+
+    def layer_ready(self, chunk_index: int, layer: int, start_token: int, num_tokens: int) -> None:
+        self._queue.add(Ready(chunk_index, layer, start_token, num_tokens))
+        if not self._called:
+            self._called = True
+            self._loop.call_soon_threadsafe(self._come_by)
+
+    async def answered(self) -> None:
+        """Returns when the receiver has granted, refused or queued the handshake, or is not there.
+
+        So it ends within `handshake_timeout_s`, whoever waits for whom.
+        """
+        await self._answered.wait()
+
+    async def opened(self) -> None:
+        await asyncio.wait([self._opening])
+
+    async def finish(self, message: Any | None) -> None:  # noqa: ANN401 - the wire's type
+        await self.opened()  # a short prompt is computed before the hands met
+        if message is not None:
+            await self._tell_finish(message)
+        while not self._settled:
+            self._changed.clear()
+            await self._changed.wait()
+        if self._failure is not None:
+            raise self._failure
+        self._notify(Kind.DONE)
+        await self._end()
+
+    async def abort(self, reason: str) -> None:
+        if self._over:
+            return
+        self.fail(self._error(reason))
+        self._opening.cancel()
+        if self._aborting is None:
+            self._aborting = self._loop.create_task(self._abort(reason))
+        await asyncio.shield(self._aborting)  # the session ends, whoever waits for it
+
+    async def _abort(self, reason: str) -> None:
+        if self._writes:
+            await self._tell_abort(reason, drained=False)
+        while self._writes:
+            self._changed.clear()
+            await self._changed.wait()
+        await self._tell_abort(reason, drained=True)
+        await self._end()
+
+    # -- for the manager
+
+    def take(self, peer: str, message: Message) -> bool:
+        """A notification of a receiver. False if it speaks of a lease that is not this one's."""
+        if self._grant is None:
+            return True  # the grant itself has not arrived yet
+        if (peer, message.lease) != (self._peer, self._grant.lease):
+            return False
+        self._heard_s = time.monotonic()
+        if message.kind is Kind.SLOT_FREE:
+            self._progress_s = self._heard_s
+            self._free_slots.add(message.slot)
+            self._pump()
+        elif message.kind is Kind.DROP:
+            self._dropped = True
+            self._drop_queue()
+        elif message.kind is Kind.STOP:
+            self.fail(self._error(f"{self.ticket.receiver.id} stopped the transfer"))
+        elif self._failure is None and not self._dropped:
+            self._notify(Kind.ALIVE)
+        self._say_drained()
+        return True
+
+    def tick(self, now_s: float) -> None:
+        """Fails when what should move has not moved for `transfer_timeout_s`."""
+        waits = len(self._free_slots) < SLOTS and self._failure is None and not self._dropped
+        moving = self._writes or waits
+        if moving and now_s - self._progress_s > self._config.transfer_timeout_s:
+            pending = sum(self._writes.values())
+            self.fail(
+                self._error(
+                    f"no progress for {self._config.transfer_timeout_s:g} s writing to "
+                    f"{self.ticket.receiver.id}, {pending} bytes in flight"
+                )
+            )
+
+    def fail(self, error: TransferError) -> None:
+        """Nothing more is queued or posted; what is in flight has to drain."""
+        if self._failure is None:
+            self._failure = error
+        self._drop_queue()
+
+    # -- inside
+
+    @property
+    def _settled(self) -> bool:
+        """Whether `finish` has its answer."""
+        if self._failure is not None:
+            return True
+        if self._writes or (self._grant is None and not self._dropped):
+            return False
+        return self._dropped or not self._queue
+
+    async def _open(self) -> None:
+        """The handshake, while compute goes on (Tetris figure 7-b)."""
+        if self._dropped:
+            return
+        ask = HandshakeAsk(
+            ticket=self.ticket,
+            layout=self._layout,
+            start_token=self._tokens[0],
+            num_tokens=self._tokens[1] - self._tokens[0],
+            agent_metadata=self._outlet.metadata,
+        )
+        try:
+            grant = await self._ask(ask)
+            if reason := mismatch(self._layout, grant.layout):
+                raise self._error(reason)
+            self._queue.open(grant)
+            self._peer = await outcome(self._transport.connect(grant.agent_metadata))
+        except TransferError as error:
+            self.fail(error)
+        except ValueError as error:
+            self.fail(self._error(str(error)))
+        else:
+            self.timings.granted_s = time.monotonic()
+            self._grant = grant
+            self._progress_s = self._heard_s = self.timings.granted_s
+            self._pump()
+
+    async def _ask(self, ask: HandshakeAsk) -> HandshakeGrant:
+        while True:
+            try:
+                return await self._control.handshake(
+                    ask, timeout_s=self._config.handshake_timeout_s
+                )
+            except HandshakeQueued as queued:
+                self._answered.set()
+                log.debug("%s; asking again", queued)
+
+    def _come_by(self) -> None:
+        self._called = False  # first: what is queued from here on calls again
+        self._pump()
+
+    def _pump(self) -> None:
+        """Posts what may be posted."""
+        while (
+            self._grant is not None
+            and self._failure is None
+            and not self._dropped
+            and self._queue
+            and len(self._writes) < MAX_IN_FLIGHT
+            and (self._free_slots or not self._grant.buffered)
+        ):
+            if time.monotonic() - self._heard_s > self._grant.lease_s:
+                silence = f"no news from {self.ticket.receiver.id} for {self._grant.lease_s:g} s"
+                self.fail(self._error(silence))
+                return
+            slot = self._free_slots.pop() if self._grant.buffered else 0
+            try:
+                batch = self._queue.take(slot)
+            except ValueError as error:  # tokens that are not the sender's
+                self.fail(self._error(str(error)))
+                return
+            if batch is None:  # layers that are not the receiver's
+                self._free_slots.add(slot)
+                break
+            self._post(batch, slot, self._grant)
+        if self._failure is not None or self._dropped:
+            self._queue.clear()
+        self._changed.set()
+
+    def _post(self, batch: Batch, slot: int, grant: HandshakeGrant) -> None:
+        message = Message(
+            kind=Kind.WRITTEN,
+            request_id=self.ticket.request_id,
+            lease=grant.lease,
+            generation=self.ticket.receiver.generation,
+            slot=slot,
+            parts=batch.parts,
+        )
+        now_s = time.monotonic()
+        if not self._writes:
+            self._progress_s = now_s
+        self.timings.first_write_s = self.timings.first_write_s or now_s
+        write = self._transport.write(
+            self._peer,
+            batch.runs,
+            message.encode(),
+            region=self._outlet.region,
+            peer_region=grant.region,
+        )
+        self._writes[write] = batch.runs.total_bytes
+        write.add_done_callback(self._on_done)
+
+    def _on_done(self, write: Future[None]) -> None:
+        """On the transport's thread, or on the loop when a queued write is cancelled.
+
+        On both at once, too: then both may call the loop, but never neither.
+        """
+        self._done.append(write)
+        if not self._told:
+            self._told = True
+            self._loop.call_soon_threadsafe(self._take_done)
+
+    def _take_done(self) -> None:
+        self._told = False  # first: what is done from here on calls again
+        while self._done:
+            self._written(self._done.popleft())
+        self._say_drained()
+        self._changed.set()
+        self._pump()
+
+    def _written(self, write: Future[None]) -> None:
+        nbytes = self._writes.pop(write)
+        if write.cancelled():
+            return
+        now_s = self._progress_s = time.monotonic()
+        if (error := write.exception()) is None:
+            self.timings.last_write_s = now_s
+            self.timings.bytes += nbytes
+            self.timings.writes += 1
+        else:
+            self.fail(self._error(str(error)))
+
+    def _drop_queue(self) -> None:
+        self._queue.clear()
+        for write in list(self._writes):
+            write.cancel()  # those that the transport has not posted yet
+        self._say_drained()
+        self._changed.set()
+
+    def _say_drained(self) -> None:
+        """Once the session is given up and nothing is in flight: nothing will follow."""
+        if (self._failure is not None or self._dropped) and not self._writes:
+            self._notify(Kind.DRAINED)
+
+    def _notify(self, kind: Kind) -> None:
+        if self._grant is not None:
+            message = Message(
+                kind=kind,
+                request_id=self.ticket.request_id,
+                lease=self._grant.lease,
+                generation=self.ticket.receiver.generation,
+            )
+            self._transport.notify(self._peer, message.encode())
+
+    def _error(self, text: str) -> TransferError:
+        return TransferError(f"request {self.ticket.request_id}: {text}")
+
+    async def _tell_finish(self, message: Any) -> None:  # noqa: ANN401 - the wire's type
+        if self._dropped or self._failure is not None:
+            return
+        try:
+            await self._control.finish(
+                self.ticket, message, timeout_s=self._config.transfer_timeout_s
+            )
+        except TransferError as error:
+            if not self._dropped:
+                self.fail(error)
+
+    async def _tell_abort(self, reason: str, *, drained: bool) -> None:
+        try:
+            await self._control.abort(
+                self.ticket, reason=reason, drained=drained, timeout_s=ABORT_TIMEOUT_S
+            )
+        except TransferError as error:
+            log.debug("%s was not told of the abort: %s", self.ticket.receiver.id, error)
+
+    async def _end(self) -> None:
+        self._over = True
+        self._opening.cancel()
+        try:
+            await asyncio.gather(self._opening, return_exceptions=True)
+        finally:  # `finish` may be cancelled here, at its very end
+            self._on_over(self)

@@ -1,0 +1,91 @@
+"""A prompt's sending to several receivers, each of which holds a shard of its tokens (KVP)."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Sequence
+from typing import Any
+
+from millrace.core.errors import TransferError
+from millrace.transfer.push.control import SendTimings, Target
+from millrace.transfer.push.send.session import SendSession
+
+
+class SpreadSession:
+    """One `SendSession` a receiver, as one; made by `SendManager.open_spread`. A `Sending`.
+
+    All or nothing: what fails one of them fails the whole. They send side by side, and none waits
+    for another.
+    """
+
+    def __init__(self, shares: Sequence[tuple[Target, SendSession]]) -> None:
+        """`shares`: the receivers that this instance has something for."""
+        self._shares = shares
+        self._sessions = [session for _, session in shares]
+        self._opened_s = time.monotonic()
+
+    @property
+    def failure(self) -> TransferError | None:
+        return next((s.failure for s in self._sessions if s.failure is not None), None)
+
+    @property
+    def receiver_ids(self) -> tuple[str, ...]:
+        return tuple(s.ticket.receiver.id for s in self._sessions)
+
+    @property
+    def timings(self) -> SendTimings:
+        """Of all: granted when the last one was, written from the first write to the last."""
+        every = [session.timings for session in self._sessions]
+        granted = [one.granted_s for one in every]
+        return SendTimings(
+            opened_s=min((one.opened_s for one in every), default=self._opened_s),
+            granted_s=max(granted, default=0.0) if all(granted) else 0.0,
+            first_write_s=min((t for one in every if (t := one.first_write_s)), default=0.0),
+            last_write_s=max((one.last_write_s for one in every), default=0.0),
+            bytes=sum(one.bytes for one in every),
+            writes=sum(one.writes for one in every),
+        )
+
+    def layer_ready(self, chunk_index: int, layer: int, start_token: int, num_tokens: int) -> None:
+        end_token = start_token + num_tokens
+        for target, session in self._shares:
+            start = max(target.start_token, start_token)
+            stop = min(target.end_token, end_token)
+            if start < stop:
+                session.layer_ready(chunk_index, layer, start, stop - start)
+
+    async def opened(self) -> None:
+        await asyncio.gather(*(session.opened() for session in self._sessions))
+
+    async def finish(self, message: Any | None) -> None:  # noqa: ANN401 - the wire's type
+        """Every receiver gets its `Target.word` of the message.
+
+        The home, once all have answered the handshake: whether one refuses is known before token
+        one is out. It does not wait for those that have queued it, which may wait for the home.
+        """
+        if (failure := self.failure) is not None:
+            raise failure
+        finishing = [
+            asyncio.create_task(self._finish(target, session, message))
+            for target, session in self._shares
+        ]
+        try:
+            await asyncio.gather(*finishing)
+        finally:  # after a failure the others' receivers need not be waited for
+            for one in finishing:
+                one.cancel()
+            await asyncio.gather(*finishing, return_exceptions=True)
+
+    async def abort(self, reason: str) -> None:
+        await asyncio.gather(*(session.abort(reason) for session in self._sessions))
+
+    async def _finish(self, target: Target, session: SendSession, message: Any | None) -> None:  # noqa: ANN401 - as above
+        if message is None or target.word is None:
+            await session.finish(None)
+            return
+        if target.is_home:
+            await asyncio.gather(*(other.answered() for other in self._sessions))
+            if (failure := self.failure) is not None:
+                raise failure
+        await session.finish(target.word(message))

@@ -1,0 +1,91 @@
+"""Who gives which history to whom, at one member of a group. Pure.
+
+A giver offers, the receiver answers that it wants the history, and the giver gives once it has
+computed it. A giver that has offered is linked to the receiver: from its WANT on it may write, and
+it can say that it writes no more.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+
+from millrace.core.kv.sp_layout import Move
+from millrace.transfer.ring.chunk_link import PeerInfo
+from millrace.transfer.ring.history import History, LayerArrivals
+from millrace.transfer.ring.messages import KEPT
+from millrace.transfer.ring.page_runs import page_runs
+
+#: A peer, by the transport's name, and the chunk before which the history is given.
+_Given = tuple[str, int]
+
+
+class Giving:
+    """What this member receives and what it gives."""
+
+    def __init__(self, layers: range) -> None:
+        """`layers`: of the model, those that are here."""
+        self.arrivals = LayerArrivals(layers)
+        self._offered: set[_Given] = set()
+        self._called: set[_Given] = set()  # WANT was said
+        self._wanted: set[_Given] = set()  # by peers
+        self._to_give: dict[_Given, History] = {}
+
+    # -- as a receiver
+
+    def offered(self, peer: str, chunk: int) -> None:
+        """A peer will give history."""
+        self._offered.add((peer, chunk))
+
+    def next_calls(self) -> list[_Given]:
+        """Takes the offers that this member waits for: each peer is to be told WANT."""
+        calls = sorted(self._offered & self.arrivals.awaited())
+        self._offered.difference_update(calls)
+        self._called.update(calls)
+        return calls
+
+    def writers(self) -> set[str]:
+        """Peers that may be writing here; decode may from the moment when it was asked."""
+        awaited = self.arrivals.awaited()
+        return {one for one, chunk in awaited if chunk == KEPT or (one, chunk) in self._called}
+
+    # -- as a giver
+
+    def wanted(self, peer: str, chunk: int) -> None:
+        """A peer may be written to."""
+        self._wanted.add((peer, chunk))
+
+    def give(self, chunk: int, history: History) -> None:
+        """What a peer gets before a chunk is computed."""
+        self._to_give[history.peer, chunk] = history
+
+    def next_gifts(self) -> list[tuple[int, History]]:
+        """Takes what is computed and wanted, with its chunk."""
+        ready = sorted(self._wanted & self._to_give.keys())
+        self._wanted.difference_update(ready)
+        return [(given[1], self._to_give.pop(given)) for given in ready]
+
+    @property
+    def is_over(self) -> bool:
+        """Whether all has come, and nothing is left to give."""
+        return not self._to_give and not self.arrivals.awaited()
+
+
+def history_of(moves: Sequence[Move], giver: PeerInfo, receiver: PeerInfo) -> History:
+    """What the giver writes to the receiver by these moves of pages."""
+    source, target = (
+        np.array([pages[number] for numbers in some for number in numbers], dtype=np.int64)
+        for pages, some in (
+            (giver.pages, [move.source for move in moves]),
+            (receiver.pages, [move.target for move in moves]),
+        )
+    )
+    return History(
+        peer=receiver.peer,
+        runs=page_runs(giver.layout, source, receiver.layout, target),
+        layout=giver.layout,
+        peer_layout=receiver.layout,
+        region=giver.region,
+        peer_region=receiver.region,
+    )

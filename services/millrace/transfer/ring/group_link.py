@@ -1,0 +1,399 @@
+"""One request's K/V between the members of its group, at one of them.
+
+Notifications are handled on the transport's thread: blocks are forwarded and credits given as soon
+as they can be, whatever compute is at. No member writes here unasked: a credit, a WANT or a call of
+decode comes first, so that the possible writers are always known. A WANT answers the giver's OFFER:
+a giver that is not linked to this member yet could not say that it has drained.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import threading
+from collections.abc import Callable, Mapping
+from concurrent.futures import Future
+from contextlib import ExitStack, suppress
+from dataclasses import dataclass
+from functools import partial
+
+from millrace.core.errors import TransferError
+from millrace.core.kv.sp_layout import ChunkShares
+from millrace.transfer.ring.chunk_link import ChunkLink, PeerInfo
+from millrace.transfer.ring.contacts import Contacts
+from millrace.transfer.ring.giving import Giving, history_of
+from millrace.transfer.ring.history import Gift
+from millrace.transfer.ring.messages import KEPT, RingKind, RingMessage
+from millrace.transfer.ring.quarantine import Quarantine
+from millrace.transfer.transport.base import Transport
+
+log = logging.getLogger(__name__)
+
+#: While a link closes, changes in who may still write here are looked for this often.
+TICK_S = 0.1
+
+_Key = tuple[str, int]
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _Block:
+    """A block on its way to the next member."""
+
+    chunk: ChunkLink
+    number: int
+    nbytes: int
+
+
+class GroupLink:
+    """One request's and attempt's K/V between the members, at one of them.
+
+    Made by `RingManager.open`. `bytes_sent` counts what went to other members.
+    """
+
+    def __init__(
+        self,
+        *,
+        key: _Key,
+        me: PeerInfo,
+        peers: Mapping[str, PeerInfo],
+        transport: Transport,
+        lease_s: float,
+        on_abort: Callable[[str], None],
+        on_over: Callable[[GroupLink], None],
+    ) -> None:
+        self.key = key
+        self.changed = threading.Condition()  # guards all below, and the chunks' flows
+        self.bytes_sent = 0
+        self._me = me
+        self._members = {**peers, me.instance_id: me}
+        self._transport = transport
+        self._lease_s = lease_s
+        self._on_abort = on_abort
+        self._on_over = on_over
+        self._contacts = Contacts([peer.peer for peer in peers.values()], lease_s)
+        self._chunks: dict[int, ChunkLink] = {}
+        self._opened: set[tuple[str, int]] = set()  # peers whose buffers are open for a chunk
+        self._giving = Giving(me.layout.layers)
+        self._gifts: dict[Gift, None] = {}
+        self._writes: dict[Future[None], _Block] = {}
+        self._aborted = False
+        self._to_drain: set[str] = set()  # peers that wait for our DRAINED
+        self._quarantine: Quarantine | None = None  # from an abort on
+        self._wake: Callable[[], object] = lambda: None  # whoever waits in `close`
+        self._listening = ExitStack()
+        self._listening.enter_context(transport.listening())
+
+    # -- for the owner
+
+    def chunk(
+        self, shares: ChunkShares, after_device: Callable[[Callable[[], None]], None]
+    ) -> ChunkLink:
+        """The ring of a chunk on several instances. `after_device` runs a call after the device.
+
+        Raises TransferError when pages or buffers of the group can't hold the chunk.
+        """
+        members = tuple(self._members[instance_id] for instance_id in shares.group)
+        rank = shares.group.index(self._me.instance_id)
+        link = ChunkLink(self, shares, members, rank, after_device)
+        with self.changed:
+            if link.index in self._chunks:
+                raise TransferError(f"chunk {link.index} of request {self.key[0]} has a link")
+            self._chunks[link.index] = link
+            if (link.next.peer, link.index) in self._opened:
+                link.flow.credit(0)
+        return link
+
+    def exchange(self, shares: ChunkShares) -> None:
+        """Offers what this member is to give before a chunk, and takes what it is to receive: its
+        pages for that are free.
+        """
+        me, chunk = self._me.instance_id, shares.chunk.index
+        receivers = {move.receiver for move in shares.moves if move.giver == me}
+        givers = {move.giver for move in shares.moves if move.receiver == me}
+        with self.changed:
+            for giver in sorted(givers):
+                self._giving.arrivals.expect(self._members[giver].peer, chunk)
+            self._say_wants()
+            for receiver in sorted(receivers):
+                if not self._aborted:
+                    self._tell(self._members[receiver].peer, RingKind.OFFER, chunk)
+
+    def give(self, shares: ChunkShares) -> None:
+        """This member has computed all before a chunk: who wants what it gives may get it."""
+        chunk = shares.chunk.index
+        own = [move for move in shares.moves if move.giver == self._me.instance_id]
+        with self.changed:
+            for receiver in dict.fromkeys(move.receiver for move in own):
+                member = self._members[receiver]
+                moves = [move for move in own if move.receiver == receiver]
+                self._giving.give(chunk, history_of(moves, self._me, member))
+        self.pump()
+
+    def fetched(self, peer: str) -> None:
+        """Decode, the transport's `peer`, is about to be asked for what an earlier attempt left.
+
+        Call it before: from then on that peer may write here.
+        """
+        with self.changed:
+            self._giving.arrivals.expect(peer, KEPT)
+            self._contacts.add(peer)
+
+    def history(self, layer: int) -> bool:
+        """Waits until all that was wanted or is fetched of a layer has arrived. False: aborted."""
+        with self.changed:
+            self.changed.wait_for(lambda: self._aborted or self._giving.arrivals.has(layer))
+            return not self._aborted
+
+    def abort(self) -> None:
+        """Ends all waits, with False, and stops what is queued. From any thread, at any time."""
+        with self.changed:
+            if self._aborted:
+                return
+            self._aborted = True
+            writers = self._giving.writers()
+            writers |= {c.previous.peer for c in self._chunks.values() if c.may_be_written}
+            self._quarantine = quarantine = Quarantine(
+                self._transport,
+                self._message(RingKind.ABORT),
+                {peer: self._contacts.told_s(peer) for peer in writers},
+                self._lease_s,
+            )
+            writes, gifts, peers = list(self._writes), list(self._gifts), list(self._contacts)
+        quarantine.tell(peers)
+        for write in writes:
+            write.cancel()  # those that the transport has not posted yet
+        for gift in gifts:
+            gift.stop()
+        self.pump()
+
+    async def close(self) -> None:
+        """Returns when nothing of the request is in flight, in or out: its pages may be freed.
+
+        Without an abort that is once all that was published and is to be given has gone. After one
+        it is once whoever may have been writing here has drained, is dead, or can't be reached and
+        its right to write has run out.
+        """
+        loop = asyncio.get_running_loop()
+        changed = asyncio.Event()
+        self._wake = partial(loop.call_soon_threadsafe, changed.set)
+        try:
+            while not self._settled():
+                with suppress(TimeoutError):
+                    async with asyncio.timeout(TICK_S):
+                        await changed.wait()
+                changed.clear()
+                if self._quarantine is not None:
+                    self._quarantine.look()
+        finally:
+            self._wake = lambda: None
+        self._listening.close()
+        self._on_over(self)
+
+    # -- for the chunks' links
+
+    @property
+    def is_aborted(self) -> bool:
+        return self._aborted
+
+    def pump(self) -> None:
+        """Sends whatever may go now, and wakes who waits."""
+        posted: list[Future[None]] = []
+        gifts: list[Gift] = []
+        with self.changed:
+            if not self._aborted:
+                for chunk in self._chunks.values():
+                    self._open_buffers(chunk)
+                    self._give_credit(chunk)
+                    posted += self._send_blocks(chunk)
+                gifts = self._start_gifts()
+            self._say_drained()
+            self.changed.notify_all()
+        for write in posted:
+            write.add_done_callback(self._written)
+        for gift in gifts:
+            gift.over.add_done_callback(partial(self._given, gift))
+        self._wake()
+
+    # -- for the manager
+
+    def take(self, peer: str, message: RingMessage) -> None:
+        """A notification, on the transport's thread."""
+        with self.changed:
+            if peer not in self._contacts:
+                log.debug("%s of %s, which is of no group of %s", message.kind, peer, self.key)
+                return
+            self._contacts.heard(peer)
+            gifts = [gift for gift in self._gifts if gift.peer == peer]
+            wrong = self._read(peer, message)
+        for gift in gifts:
+            gift.heard()
+        if message.kind is RingKind.ABORT:
+            wrong = f"{self._name(peer)} gave up"
+        if wrong:
+            self._fail(wrong)
+        self.pump()
+
+    # -- inside, all under the lock but `_fail` and the ends of writes
+
+    def _read(self, peer: str, message: RingMessage) -> str:
+        """Takes a message in. Returns what is wrong with it, if so."""
+        kind, chunk, number = message.kind, message.chunk, message.number
+        if kind is RingKind.ABORT:
+            self._to_drain.add(peer)
+        elif kind is RingKind.DRAINED and self._quarantine is not None:
+            self._quarantine.drained(peer)
+        if self._aborted:
+            return ""
+        try:
+            self._take_in(peer, kind, chunk, number)
+        except (ValueError, KeyError) as error:
+            return f"{self._name(peer)}: {kind.name} {number} of chunk {chunk}: {error}"
+        return ""
+
+    def _take_in(self, peer: str, kind: RingKind, chunk: int, number: int) -> None:
+        """Raises ValueError or KeyError for what can't be."""
+        match kind:
+            case RingKind.BLOCK:
+                self._chunks[chunk].flow.arrived(number)
+            case RingKind.CREDIT:
+                self._credit(peer, chunk, number)
+            case RingKind.LAYER:
+                self._giving.arrivals.arrived(peer, chunk, number)
+            case RingKind.OFFER:
+                self._giving.offered(peer, chunk)
+                self._say_wants()
+            case RingKind.WANT:
+                self._giving.wanted(peer, chunk)
+            case RingKind.RENEW:
+                self._tell(peer, RingKind.ALIVE)
+            case _:
+                pass  # of its end
+
+    def _say_wants(self) -> None:
+        if not self._aborted:
+            for peer, chunk in self._giving.next_calls():
+                self._tell(peer, RingKind.WANT, chunk)
+
+    def _credit(self, peer: str, chunk: int, count: int) -> None:
+        link = self._chunks.get(chunk)
+        if link is None:
+            self._opened.add((peer, chunk))
+        elif link.next.peer != peer:
+            raise ValueError("it is not the next in the ring")
+        else:
+            link.flow.credit(count)
+
+    def _open_buffers(self, chunk: ChunkLink) -> None:
+        """Once nothing of other chunks is in the buffers or is to come there."""
+        others = (other for other in self._chunks.values() if other is not chunk and other.begun)
+        if chunk.begun and not chunk.flow.is_open and all(other.flow.is_idle for other in others):
+            chunk.flow.open_buffers()
+
+    def _give_credit(self, chunk: ChunkLink) -> None:
+        if (count := chunk.flow.next_credit()) is not None:
+            self._tell(chunk.previous.peer, RingKind.CREDIT, chunk.index, count)
+
+    def _send_blocks(self, chunk: ChunkLink) -> list[Future[None]]:
+        posted = []
+        peer = chunk.next.peer
+        while self._may_write(peer) and (block := chunk.next_send()) is not None:
+            number, runs = block
+            payload = self._message(RingKind.BLOCK, chunk.index, number).encode()
+            if len(runs):
+                here, there = self._me.region, chunk.next.region
+                write = self._transport.write(peer, runs, payload, region=here, peer_region=there)
+            else:
+                write = self._transport.notify(peer, payload)
+            self._writes[write] = _Block(chunk, number, runs.total_bytes)
+            posted.append(write)
+        return posted
+
+    def _start_gifts(self) -> list[Gift]:
+        started = []
+        for chunk, history in self._giving.next_gifts():
+            message = self._message(RingKind.LAYER, chunk)
+            heard_s = self._contacts.heard_s(history.peer)
+            started.append(
+                Gift(self._transport, history, message, lease_s=self._lease_s, heard_s=heard_s)
+            )
+        self._gifts.update(dict.fromkeys(started))
+        return started
+
+    def _may_write(self, peer: str) -> bool:
+        """Whether the peer was heard of lately enough; asks it else."""
+        may = self._contacts.may_write(peer)
+        if not may and self._contacts.is_to_ask(peer):
+            self._tell(peer, RingKind.RENEW)
+        return may
+
+    def _tell(self, peer: str, kind: RingKind, chunk: int = 0, number: int = 0) -> None:
+        self._contacts.told(peer)
+        told = self._transport.notify(peer, self._message(kind, chunk, number).encode())
+        if kind is not RingKind.DRAINED:  # who waits for that asks again
+            told.add_done_callback(partial(self._told, kind, chunk))
+
+    def _message(self, kind: RingKind, chunk: int = 0, number: int = 0) -> RingMessage:
+        request_id, attempt = self.key
+        return RingMessage(
+            kind=kind, request_id=request_id, attempt=attempt, chunk=chunk, number=number
+        )
+
+    def _name(self, peer: str) -> str:
+        """The instance whose transport it is; decode's is known by the transport alone."""
+        return next((m.instance_id for m in self._members.values() if m.peer == peer), peer)
+
+    def _say_drained(self) -> None:
+        busy = {write.chunk.next.peer for write in self._writes.values()}
+        busy |= {gift.peer for gift in self._gifts}
+        for peer in self._to_drain - busy:
+            self._tell(peer, RingKind.DRAINED)
+        self._to_drain &= busy
+
+    # -- ends, outside of the lock
+
+    def _written(self, write: Future[None]) -> None:
+        """On the transport's thread, or on an aborting one for a write that was not posted."""
+        error = None if write.cancelled() else write.exception()
+        with self.changed:
+            block = self._writes.pop(write)
+            if not write.cancelled() and error is None:
+                self.bytes_sent += block.nbytes
+                block.chunk.flow.written(block.number)
+        if error is not None:
+            self._fail(str(error))
+        self.pump()
+
+    def _told(self, kind: RingKind, chunk: int, told: Future[None]) -> None:
+        """A member waits for ever for a message that could not be sent: the group can't go on.
+
+        But for the last credits of a chunk, which no block waits for: the member may have left.
+        """
+        needed = kind is not RingKind.CREDIT or self._chunks[chunk].may_be_written
+        if needed and not told.cancelled() and (error := told.exception()) is not None:
+            self._fail(str(error))
+            self.pump()
+
+    def _given(self, gift: Gift, over: Future[None]) -> None:
+        with self.changed:
+            del self._gifts[gift]
+            self.bytes_sent += gift.bytes_sent
+        if (error := over.exception()) is not None:
+            self._fail(str(error))
+        self.pump()
+
+    def _fail(self, reason: str) -> None:
+        """The link ends by itself."""
+        if not self._aborted:
+            self.abort()
+            self._on_abort(reason)
+
+    # -- closing
+
+    def _settled(self) -> bool:
+        with self.changed:
+            if self._writes or self._gifts:
+                return False
+            if self._quarantine is not None:
+                return self._quarantine.is_over()
+            rings = all(chunk.flow.is_idle for chunk in self._chunks.values())
+            return rings and self._giving.is_over

@@ -1,0 +1,260 @@
+"""History that one instance writes into another's pages, layer by layer.
+
+A giver posts a layer at a time, two in flight, each with one notification: attention over a layer
+can begin while the next ones are on their way. It writes only as long as it heard from the
+receiver within `lease_s`, and asks when that is over.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from concurrent.futures import Future
+from dataclasses import dataclass, replace
+from functools import partial
+
+from millrace.core.errors import IntegrityError, TransferError
+from millrace.core.kv.layout import KvLayout
+from millrace.transfer.ring.messages import KEPT, RING_CHANNEL, RingKind, RingMessage
+from millrace.transfer.ring.recent import Recent
+from millrace.transfer.transport.base import Transport
+from millrace.transfer.transport.layout import at_layer
+from millrace.transfer.transport.runs import Runs
+
+#: While one layer moves the next one waits for its turn.
+MAX_IN_FLIGHT = 2
+
+
+class LayerArrivals:
+    """Which layers of what others give have arrived. Pure."""
+
+    def __init__(self, layers: range) -> None:
+        """`layers`: of the model, those that are here."""
+        self._layers = layers
+        self._missing: dict[tuple[str, int], set[int]] = {}  # by giver and chunk
+
+    def expect(self, giver: str, chunk: int) -> None:
+        """A peer will give all layers of its part of a chunk's history.
+
+        Raises ValueError when it was asked already.
+        """
+        if (giver, chunk) in self._missing:
+            raise ValueError(f"{giver} is asked for the history of chunk {chunk} already")
+        self._missing[giver, chunk] = set(self._layers)
+
+    def arrived(self, giver: str, chunk: int, layer: int) -> None:
+        """Raises ValueError for what was not asked for, or came before."""
+        try:
+            self._missing[giver, chunk].remove(layer)
+        except KeyError:
+            raise ValueError(
+                f"layer {layer} of the history of chunk {chunk} came uncalled for"
+            ) from None
+
+    def has(self, layer: int) -> bool:
+        """Whether nothing of the layer that was asked for is missing."""
+        return not any(layer in missing for missing in self._missing.values())
+
+    def awaited(self) -> set[tuple[str, int]]:
+        """Givers of which something is missing, with the chunk."""
+        return {given for given, missing in self._missing.items() if missing}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class History:
+    """What a giver writes: all layers of the peer, from `region` of `layout` to that of the peer.
+
+    `runs` are those of `transfer.transport.layout.layer_runs`; each layer's are these, shifted.
+    """
+
+    peer: str  # the transport's name
+    runs: Runs
+    layout: KvLayout
+    peer_layout: KvLayout
+    region: int = 0
+    peer_region: int = 0
+
+
+class Gift:
+    """All layers of some history on their way to a peer. Its methods may be called by any thread.
+
+    `over` is done once all layers lie there, or nothing is in flight any more after `stop` or
+    after a failure, which it then raises (TransferError).
+    """
+
+    def __init__(
+        self,
+        transport: Transport,
+        history: History,
+        message: RingMessage,
+        *,
+        lease_s: float,
+        heard_s: float,
+    ) -> None:
+        """`message`: of every layer; `number` says which of the model's. `heard_s`: when the peer
+        was last heard of, of time.monotonic."""
+        self.bytes_sent = 0
+        self.peer = history.peer
+        self.key = message.key
+        self.over: Future[None] = Future()
+        self.over.set_running_or_notify_cancel()  # `stop` ends it, nothing else
+        self._transport = transport
+        self._history = history
+        self._message = message
+        self._lease_s = lease_s
+        self._lock = threading.Lock()
+        self._heard_s = heard_s
+        self._asked = False
+        self._layer = history.peer_layout.layer_start
+        self._writes: set[Future[None]] = set()
+        self._stopped = self._told = False
+        self._failure: TransferError | None = None
+        self._pump()
+
+    def heard(self) -> None:
+        """The peer has given a sign of life: it still wants what it asked for."""
+        with self._lock:
+            self._heard_s = time.monotonic()
+            self._asked = False
+        self._pump()
+
+    def stop(self) -> None:
+        """Posts nothing more."""
+        with self._lock:
+            self._stopped = True
+            writes = list(self._writes)
+        for write in writes:
+            write.cancel()  # those that the transport has not posted yet
+        self._pump()
+
+    def _pump(self) -> None:
+        posted = []
+        with self._lock:
+            while self._has_more and len(self._writes) < MAX_IN_FLIGHT and self._may_write():
+                write = self._write(self._layer)
+                self._layer += 1
+                self._writes.add(write)
+                posted.append(write)
+            over = not self._has_more and not self._writes and not self._told
+            self._told = self._told or over
+        for write in posted:
+            write.add_done_callback(self._written)
+        if over and self._failure is None:
+            self.over.set_result(None)
+        elif over:
+            self.over.set_exception(self._failure)
+
+    @property
+    def _has_more(self) -> bool:
+        return not self._stopped and self._layer < self._history.peer_layout.layer_end
+
+    def _may_write(self) -> bool:
+        if time.monotonic() - self._heard_s <= self._lease_s:
+            return True
+        if not self._asked:
+            self._asked = True
+            renew = replace(self._message, kind=RingKind.RENEW, number=0)
+            self._transport.notify(self.peer, renew.encode())
+        return False
+
+    def _write(self, layer: int) -> Future[None]:
+        history = self._history
+        payload = replace(self._message, number=layer).encode()
+        if not len(history.runs):
+            return self._transport.notify(self.peer, payload)
+        return self._transport.write(
+            self.peer,
+            at_layer(history.runs, history.layout, history.peer_layout, layer),
+            payload,
+            region=history.region,
+            peer_region=history.peer_region,
+        )
+
+    def _written(self, write: Future[None]) -> None:
+        error = None if write.cancelled() else write.exception()
+        with self._lock:
+            self._writes.discard(write)
+            if error is not None:
+                self._stopped = True
+                self._failure = TransferError(
+                    f"history of request {self._message.request_id} for {self.peer}: {error}"
+                )
+            elif not write.cancelled():
+                self.bytes_sent += self._history.runs.total_bytes
+        self._pump()
+
+
+class HistoryGiver:
+    """At a decode instance: writes a kept prefix back to those who go on with the prompt.
+
+    One on a transport, and none where a RingManager is: both take the channel of the ring.
+    """
+
+    def __init__(self, transport: Transport, lease_s: float) -> None:
+        self._transport = transport
+        self._lease_s = lease_s
+        self._lock = threading.Lock()
+        self._gifts: dict[tuple[str, int, str], Gift] = {}  # by request, attempt and peer
+        self._given_up: Recent[tuple[str, int, str]] = Recent()
+        transport.subscribe(RING_CHANNEL, self._on_notification)
+
+    def give(self, request_id: str, attempt: int, history: History) -> Gift:
+        """Begins at once. The pages are read until the gift is `over`.
+
+        The receiver waits for it by `GroupLink.fetched`. Raises TransferError when it has given
+        the attempt up meanwhile, or is given it already.
+        """
+        message = RingMessage(
+            kind=RingKind.LAYER, request_id=request_id, attempt=attempt, chunk=KEPT
+        )
+        key = (request_id, attempt, history.peer)
+        with self._lock:
+            if key in self._given_up or key in self._gifts:
+                raise TransferError(
+                    f"request {request_id}: {history.peer} has no use for the history of attempt "
+                    f"{attempt}"
+                )
+            gift = self._gifts[key] = Gift(
+                self._transport,
+                history,
+                message,
+                lease_s=self._lease_s,
+                heard_s=time.monotonic(),
+            )
+        gift.over.add_done_callback(partial(self._on_over, key))
+        return gift
+
+    def check_integrity(self) -> None:
+        """Raises IntegrityError when something is still on its way: call this when idle."""
+        if self._gifts:
+            raise IntegrityError(f"history is still on its way: {sorted(self._gifts)}")
+
+    def _on_over(self, key: tuple[str, int, str], over: Future[None]) -> None:
+        with self._lock:
+            del self._gifts[key]
+        if over.exception() is not None:  # else the receiver would wait for the rest
+            request_id, attempt, peer = key
+            word = RingMessage(kind=RingKind.ABORT, request_id=request_id, attempt=attempt)
+            self._transport.notify(peer, word.encode())
+
+    def _on_notification(self, peer: str, payload: bytes) -> None:
+        """On the transport's thread."""
+        message = RingMessage.decode(payload)
+        key = (message.request_id, message.attempt, peer)
+        with self._lock:
+            gift = self._gifts.get(key)
+            if message.kind is RingKind.ABORT:
+                self._given_up.add(key)
+        if message.kind is not RingKind.ABORT:
+            if gift is not None:
+                gift.heard()
+            return
+        drained = partial(self._say_drained, peer, message)
+        if gift is None:
+            drained()
+        else:
+            gift.stop()
+            gift.over.add_done_callback(lambda _: drained())
+
+    def _say_drained(self, peer: str, message: RingMessage) -> None:
+        self._transport.notify(peer, replace(message, kind=RingKind.DRAINED).encode())

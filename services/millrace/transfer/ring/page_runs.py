@@ -1,0 +1,48 @@
+"""Runs of whole pages between two pools of like pages: a ring's blocks, and history that moves.
+
+Members of a group hold the same heads in pages of the same size; their pools may differ in length.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+
+from millrace.core.errors import TransferError
+from millrace.core.kv.layout import KvLayout
+from millrace.transfer.transport.runs import Offsets, Runs
+
+_ALIKE = (
+    *("model_hash", "dtype", "num_layers", "num_kv_heads", "head_dim", "page_tokens"),
+    *("head_start", "head_count", "parts", "layer_start", "model_layers"),
+)
+
+
+def check_alike(ours: KvLayout, theirs: KvLayout, peer: str) -> None:
+    """Raises TransferError when a page of ours could not be a page of theirs."""
+    for name in _ALIKE:
+        mine, other = getattr(ours, name), getattr(theirs, name)
+        if mine != other:
+            raise TransferError(
+                f"{name} of {peer} is {other!r}, ours is {mine!r}; the members of a group need "
+                "the same"
+            )
+
+
+def page_runs(
+    source: KvLayout, source_pages: Offsets, target: KvLayout, target_pages: Offsets
+) -> Runs:
+    """Each of `source_pages` to that of `target_pages`, in all parts; coalesced.
+
+    int64 [pages] both, of a part's pool seen as [layers * pages, ...]: in layer 0, page ids.
+    """
+    runs = Runs(
+        source_pages * source.page_bytes,
+        target_pages * target.page_bytes,
+        np.full(len(source_pages), source.page_bytes, dtype=np.int64),
+    ).coalesced()
+    parts = range(source.parts)
+    if len(parts) == 1:
+        return runs
+    return runs.repeated(
+        [part * source.part_bytes for part in parts], [part * target.part_bytes for part in parts]
+    )

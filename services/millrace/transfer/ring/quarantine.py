@@ -1,0 +1,75 @@
+"""Who may still write here after a link was given up: until nobody can, its pages stay taken."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Iterable, Mapping
+from concurrent.futures import Future
+from functools import partial
+
+from millrace.transfer.ring.messages import RingMessage
+from millrace.transfer.transport.base import PeerLostError, Transport
+from millrace.transfer.writer import Writer
+
+#: Who has not answered is asked again this often.
+ASK_AGAIN_S = 1.0
+
+
+class Quarantine:
+    """The possible writers of an aborted link. `abort` is the word that asks them to drain."""
+
+    def __init__(
+        self,
+        transport: Transport,
+        abort: RingMessage,
+        writers: Mapping[str, float],
+        lease_s: float,
+    ) -> None:
+        """`writers`: transports' names, and when each was last told anything (time.monotonic)."""
+        self._transport = transport
+        self._abort = abort.encode()
+        self._lease_s = lease_s
+        self._lock = threading.Lock()
+        self._writers = {
+            peer: Writer(peer=peer, renewed_s=told_s) for peer, told_s in writers.items()
+        }
+        self._asked_s = time.monotonic()
+
+    def tell(self, peers: Iterable[str]) -> None:
+        """Sends the word, to those too who can't be writing. Not under a lock of the caller's."""
+        for peer in peers:
+            told = self._transport.notify(peer, self._abort)
+            told.add_done_callback(partial(self._on_told, peer))
+
+    def drained(self, peer: str) -> None:
+        with self._lock:
+            if peer in self._writers:
+                self._writers[peer].drained = True
+
+    def look(self) -> None:
+        """Notices who has ended, and asks the others again."""
+        now_s = time.monotonic()
+        with self._lock:
+            open_ = [w for w in self._writers.values() if not w.drained]
+            for writer in open_:
+                if self._transport.is_dead(writer.peer):
+                    writer.lose(now_s, dead=True)
+            again = now_s - self._asked_s > ASK_AGAIN_S
+            if again:
+                self._asked_s = now_s
+        if again:
+            self.tell([writer.peer for writer in open_ if not writer.dead])
+
+    def is_over(self) -> bool:
+        """Whether nothing can land here any more."""
+        now_s = time.monotonic()
+        with self._lock:
+            return all(writer.quiet(now_s, self._lease_s) for writer in self._writers.values())
+
+    def _on_told(self, peer: str, told: Future[None]) -> None:
+        """On the transport's thread."""
+        if not told.cancelled() and isinstance(told.exception(), PeerLostError):
+            with self._lock:
+                if peer in self._writers:
+                    self._writers[peer].lose(time.monotonic(), dead=False)

@@ -1,0 +1,398 @@
+"""The real transport: NIXL over UCX.
+
+One thread does everything with the agent: NIXL's own progress thread would burn a core, and a post
+may copy all its bytes inside the call. It polls only while something is outstanding or someone
+listens, every 50 to 500 microseconds depending on what comes in; else it sleeps on its queue and
+looks once a second, so that lost connections are noticed. `progress` and urgent writes do its work
+on the thread of somebody who waits for an answer, who is spared the way there and back.
+
+UCX and NIXL read the environment when the agent is made: see `environment.py`.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, TypeVar
+
+import numpy as np
+
+from millrace.core.errors import TransferError
+from millrace.transfer.transport.base import Handler, PeerLostError, hand_over
+from millrace.transfer.transport.nixl.descriptors import descriptor_rows, segment
+from millrace.transfer.transport.nixl.library import nixl_api, nixl_bindings
+from millrace.transfer.transport.peers import PeerMetadata, ProcessIdentity
+from millrace.transfer.transport.poll_pace import ATTENDED_S, PollPace
+from millrace.transfer.transport.regions import Memory
+from millrace.transfer.transport.runs import Runs
+
+log = logging.getLogger(__name__)
+T = TypeVar("T")
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _Write:
+    peer: str
+    handle: Any
+    future: Future[None]
+
+
+class NixlTransport:
+    """A NIXL agent and its thread."""
+
+    def __init__(self, name: str) -> None:
+        """Starts the agent. Raises TransferError when NIXL or UCX can't start."""
+        self._name = name
+        self._process = ProcessIdentity.mine()
+        self._agent: Any = None
+        self._commands: deque[tuple[Future[Any], Callable[[], Any]]] = deque()
+        self._wake = threading.Event()
+        self._lock = threading.Lock()
+        self._turn = threading.Lock()  # held by whoever does something with the agent
+        self._listeners = 0
+        self._closed = False
+        self._attended_s = 0.0
+        self._handlers: dict[int, Handler] = {}
+        self._names: dict[bytes, str] = {}  # of connected peers by metadata; written by the thread
+        # below: of whoever has the turn
+        self._regions: list[Memory] = []
+        self._registered: list[Any] = []
+        self._peers: dict[str, bytes] = {}
+        self._known: dict[str, PeerMetadata] = {}
+        self._writes: list[_Write] = []
+        self._disconnected: type[Exception] = PeerLostError
+        self._thread = threading.Thread(target=self._run, name=f"nixl {name}", daemon=True)
+        self._thread.start()
+        try:
+            self._call(self._open_agent).result()
+        except Exception as error:
+            self.close()
+            raise TransferError(f"NIXL can't start: {error}") from error
+
+    @property
+    def name(self) -> str:
+        return self._name
+
+    def register(self, memory: Memory) -> int:
+        return self._call(lambda: self._register(memory)).result()
+
+    def metadata(self) -> bytes:
+        return self._call(self._metadata).result()
+
+    def connect(self, metadata: bytes) -> Future[str]:
+        if (peer := self._names.get(metadata)) is None:
+            return self._call(lambda: self._connect(metadata))
+        known: Future[str] = Future()
+        known.set_result(peer)
+        return known
+
+    def write(
+        self,
+        peer: str,
+        runs: Runs,
+        notification: bytes,
+        *,
+        region: int = 0,
+        peer_region: int = 0,
+        urgent: bool = False,
+    ) -> Future[None]:
+        future: Future[None] = Future()
+        post = partial(self._post, future, peer, runs, notification, (region, peer_region))
+        if not (urgent and self._run_now(post)):
+            self._enqueue(future, post)
+        return future
+
+    def notify(self, peer: str, payload: bytes, *, urgent: bool = False) -> Future[None]:
+        return self._call(lambda: self._notify(peer, payload), urgent=urgent)
+
+    def subscribe(self, channel: int, handler: Handler) -> None:
+        if channel in self._handlers:
+            raise ValueError(f"channel {channel} has a handler already")
+        self._handlers[channel] = handler
+
+    @contextmanager
+    def listening(self) -> Iterator[None]:
+        with self._lock:
+            self._listeners += 1
+        self._wake.set()
+        try:
+            yield
+        finally:
+            with self._lock:
+                self._listeners -= 1
+
+    def progress(self) -> bool:
+        self._attended_s = time.monotonic()
+        if self._turn.acquire(blocking=False):
+            with suppress(Exception):  # the thread meets it too, and logs it
+                if not self._closed:
+                    self._work()
+            self._turn.release()
+        return True
+
+    def is_dead(self, peer: str) -> bool:
+        known = self._known.get(peer)
+        return known is not None and known.process.has_ended(self._process)
+
+    def disconnect(self, peer: str) -> Future[None]:
+        return self._call(lambda: self._forget(peer))
+
+    def close(self) -> None:
+        with self._lock:
+            self._closed = True
+        self._wake.set()
+        self._thread.join()
+
+    # -- any thread
+
+    def _call(self, action: Callable[[], T], *, urgent: bool = False) -> Future[T]:
+        """Runs `action` on the thread, or at once; the future takes its result."""
+        future: Future[T] = Future()
+
+        def run() -> None:
+            if future.set_running_or_notify_cancel():
+                try:
+                    future.set_result(action())
+                except BaseException as error:  # the caller's to handle, whatever it is
+                    future.set_exception(error)
+
+        if not (urgent and self._run_now(run)):
+            self._enqueue(future, run)
+        return future
+
+    def _enqueue(self, future: Future[Any], run: Callable[[], None]) -> None:
+        with self._lock:
+            if not self._closed:
+                self._commands.append((future, run))
+                self._wake.set()
+                return
+        future.set_exception(PeerLostError(f"transport {self._name} is closed"))
+
+    def _run_now(self, run: Callable[[], None]) -> bool:
+        """Runs a command on the calling thread. False where others come first."""
+        if self._commands or self._closed or not self._turn.acquire(blocking=False):
+            return False
+        try:
+            run()
+        finally:
+            self._turn.release()
+        if not self._listeners:  # else the thread looks soon
+            self._wake.set()
+        return True
+
+    # -- whoever has the turn, and the thread
+
+    def _work(self) -> int:
+        return self._run_commands() + self._check_writes() + self._take_notifications()
+
+    def _run(self) -> None:
+        pace = PollPace(time.monotonic())
+        try:
+            while not self._closed:
+                self._wake.clear()
+                if time.monotonic() - self._attended_s < ATTENDED_S and not self._commands:
+                    self._wake.wait(ATTENDED_S)
+                    continue
+                with self._turn:
+                    worked = self._work() > 0
+                pause_s = pace.next_s(
+                    time.monotonic(),
+                    worked=worked,
+                    is_writing=bool(self._writes),
+                    is_listening=self._listeners > 0,
+                )
+                if pause_s:
+                    self._wake.wait(pause_s)
+                else:
+                    time.sleep(0)  # gives the interpreter to other threads
+        except Exception:
+            log.exception("transport %s failed; nothing can be transferred any more", self._name)
+            with self._lock:
+                self._closed = True
+        finally:
+            with self._turn:
+                self._shut()
+
+    def _run_commands(self) -> int:
+        """Up to the first that posts a write: that may have copied all its bytes, and its end is
+        to be told before the next one is posted. Returns how many."""
+        done, before = 0, len(self._writes)
+        while self._commands and not self._closed and len(self._writes) <= before:
+            _, run = self._commands.popleft()
+            run()
+            done += 1
+        return done
+
+    def _check_writes(self) -> int:
+        """Completes the writes that have ended. Returns how many."""
+        before = len(self._writes)
+        for write in list(self._writes):
+            if write not in self._writes:  # ended with its peer
+                continue
+            try:
+                state = self._agent.check_xfer_state(write.handle)
+            except self._disconnected:
+                self._forget(write.peer)
+                continue
+            except Exception as error:
+                self._end(write, TransferError(f"write to {write.peer} failed: {error}"))
+                continue
+            if state != "PROC":
+                failed = TransferError(f"write to {write.peer} failed: NIXL says {state}")
+                self._end(write, None if state == "DONE" else failed)
+        return before - len(self._writes)
+
+    def _take_notifications(self) -> int:
+        if self._agent is None:
+            return 0
+        arrived = self._agent.get_new_notifs()
+        for peer, payloads in arrived.items():
+            for payload in payloads:
+                hand_over(self._handlers, peer, payload)
+        return len(arrived)
+
+    def _open_agent(self) -> None:
+        # Here, not above: UCX and NIXL read their environment when they are loaded.
+        nixl = nixl_api()
+        self._disconnected = nixl_bindings().nixlRemoteDisconnectError
+        self._agent = nixl.nixl_agent(
+            self._name,
+            nixl.nixl_agent_config(
+                enable_prog_thread=False,
+                # NONE crashes with threads
+                sync_mode=nixl.nixl_thread_sync_t.NIXL_THREAD_SYNC_STRICT,
+            ),
+        )
+
+    def _register(self, memory: Memory) -> int:
+        rows = np.array([[memory.pointer, memory.nbytes, max(memory.device, 0)]], dtype=np.uint64)
+        self._registered.append(self._agent.register_memory(rows, segment(memory)))
+        self._regions.append(memory)
+        return len(self._regions) - 1
+
+    def _metadata(self) -> bytes:
+        return PeerMetadata(
+            name=self._name,
+            regions=tuple(self._regions),
+            process=self._process,
+            connection=self._agent.get_agent_metadata(),
+        ).encode()
+
+    def _connect(self, metadata: bytes) -> str:
+        peer = PeerMetadata.decode(metadata)
+        if self._peers.get(peer.name) != metadata:
+            if peer.name in self._peers:
+                self._forget(peer.name)
+            if peer.process.has_ended(self._process):
+                # A refused connection is not only an error to UCX: it has aborted processes.
+                raise PeerLostError(f"can't connect to {peer.name}: its process has ended")
+            try:
+                self._agent.add_remote_agent(peer.connection)
+                self._agent.make_connection(peer.name)
+            except Exception as error:
+                raise TransferError(f"can't connect to {peer.name}: {error}") from error
+            self._peers[peer.name] = metadata
+            self._names[metadata] = peer.name
+            self._known[peer.name] = peer
+        return peer.name
+
+    def _post(
+        self,
+        future: Future[None],
+        peer: str,
+        runs: Runs,
+        notification: bytes,
+        regions: tuple[int, int],
+    ) -> None:
+        if not future.set_running_or_notify_cancel():
+            return
+        try:
+            handle = self._make(peer, runs, notification, regions)
+            self._writes.append(_Write(peer, handle, future))
+            self._agent.transfer(handle)
+        except self._disconnected:
+            self._forget(peer)
+            error: Exception = PeerLostError(f"{peer} is gone")
+        except TransferError as refused:
+            error = refused
+        except Exception as unexpected:
+            error = TransferError(f"write to {peer} failed: {unexpected}")
+        else:
+            return
+        self._writes = [w for w in self._writes if w.future is not future]
+        if not future.done():
+            future.set_exception(error)
+
+    def _make(self, peer: str, runs: Runs, notification: bytes, regions: tuple[int, int]) -> Any:  # noqa: ANN401 - NIXL has no types
+        known = self._require(peer)
+        try:
+            local, remote = self._regions[regions[0]], known.regions[regions[1]]
+            runs.check_within(local.nbytes, remote.nbytes)
+        except (IndexError, ValueError) as error:
+            raise TransferError(f"write to {peer}: {error}") from error
+        descriptors = (
+            self._agent.get_xfer_descs(descriptor_rows(m, starts, runs.length), segment(m))
+            for m, starts in ((local, runs.source), (remote, runs.target))
+        )
+        return self._agent.initialize_xfer("WRITE", *descriptors, peer, notification)
+
+    def _notify(self, peer: str, payload: bytes) -> None:
+        self._require(peer)
+        try:
+            self._agent.send_notif(peer, payload)
+        except self._disconnected as error:
+            self._forget(peer)
+            raise PeerLostError(f"{peer} is gone") from error
+        except Exception as error:
+            raise TransferError(f"notification to {peer} failed: {error}") from error
+
+    def _require(self, peer: str) -> PeerMetadata:
+        if peer not in self._peers:
+            raise PeerLostError(f"{peer} is not connected")
+        return self._known[peer]
+
+    def _forget(self, peer: str) -> None:
+        for write in [w for w in self._writes if w.peer == peer]:
+            self._end(write, PeerLostError(f"{peer} is gone"))
+        if (metadata := self._peers.pop(peer, None)) is not None:
+            del self._names[metadata]
+            with suppress(Exception):  # NIXL may have dropped it by itself
+                self._agent.remove_remote_agent(peer)
+
+    def _end(self, write: _Write, error: Exception | None) -> None:
+        self._writes.remove(write)
+        self._release(write.handle)
+        if error is None:
+            write.future.set_result(None)
+        else:
+            write.future.set_exception(error)
+
+    def _release(self, handle: Any) -> None:  # noqa: ANN401 - NIXL has no types
+        try:
+            handle.release()
+        except Exception as error:
+            log.warning("NIXL kept a handle of %s: %s", self._name, error)
+
+    def _shut(self) -> None:
+        """Fails what is pending and takes the agent down, in NIXL's order."""
+        for write in list(self._writes):
+            self._end(write, PeerLostError(f"transport {self._name} is closed"))
+        while self._commands:
+            future, _ = self._commands.popleft()
+            if future.set_running_or_notify_cancel():
+                future.set_exception(PeerLostError(f"transport {self._name} is closed"))
+        if self._agent is None:
+            return
+        for peer in list(self._peers):
+            self._forget(peer)
+        for registered in self._registered:
+            with suppress(Exception):  # the agent goes next and takes them with it
+                self._agent.deregister_memory(registered)
+        self._agent = None

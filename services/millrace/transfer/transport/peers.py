@@ -1,0 +1,88 @@
+"""What a transport tells its peers of itself, and whether a peer's process still lives."""
+
+from __future__ import annotations
+
+import base64
+import binascii
+import json
+import os
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+from millrace.core.errors import TransferError
+from millrace.transfer.transport.regions import Memory
+
+
+@dataclass(frozen=True, slots=True)
+class ProcessIdentity:
+    """A process, told apart from every other one on every machine since it booted.
+
+    `host` and `namespace` are empty where the system does not say; then nothing is ever known.
+    """
+
+    host: str
+    namespace: str
+    pid: int
+    started: str
+
+    @staticmethod
+    def mine() -> ProcessIdentity:
+        pid = os.getpid()
+        try:
+            host = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+            return ProcessIdentity(host, os.readlink("/proc/self/ns/pid"), pid, _status(pid)[1])
+        except OSError:
+            return ProcessIdentity("", "", pid, "")
+
+    def has_ended(self, observer: ProcessIdentity) -> bool:
+        """Whether it is known to have ended, seen from `observer`, which must be this process.
+
+        False for a process of another machine or PID namespace: nothing is known of it.
+        """
+        if not self.host or (self.host, self.namespace) != (observer.host, observer.namespace):
+            return False
+        try:
+            state, started = _status(self.pid)
+        except OSError:
+            return True
+        return started != self.started or state in "ZX"
+
+
+def _status(pid: int) -> tuple[str, str]:
+    """(state letter, start time in clock ticks since boot): proc_pid_stat(5), fields 3 and 22."""
+    fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+    return fields[0], fields[19]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PeerMetadata:
+    """A transport's name, its regions, its process, and its library's own connection data."""
+
+    name: str
+    regions: tuple[Memory, ...]
+    process: ProcessIdentity
+    connection: bytes = b""
+
+    def encode(self) -> bytes:
+        return json.dumps(
+            {
+                "name": self.name,
+                "regions": [asdict(r) for r in self.regions],
+                "process": asdict(self.process),
+                "connection": base64.b64encode(self.connection).decode(),
+            }
+        ).encode()
+
+    @staticmethod
+    def decode(data: bytes) -> PeerMetadata:
+        """Raises TransferError for bytes that `encode` can't have made."""
+        try:
+            fields = json.loads(data)
+            return PeerMetadata(
+                name=fields["name"],
+                regions=tuple(Memory(**r) for r in fields["regions"]),
+                process=ProcessIdentity(**fields["process"]),
+                connection=base64.b64decode(fields["connection"], validate=True),
+            )
+        except (ValueError, TypeError, KeyError, binascii.Error) as error:
+            raise TransferError(f"not a transport's metadata: {error!r}") from error
