@@ -7,6 +7,8 @@ import os
 import signal
 import stat
 import sys
+import tempfile
+from collections.abc import Iterator
 from pathlib import Path
 
 import psutil
@@ -32,13 +34,20 @@ asyncio.run(main())
 """
 
 
+@pytest.fixture
+def short_path() -> Iterator[Path]:
+    """A folder whose sockets fit, whatever TMPDIR is."""
+    with tempfile.TemporaryDirectory(dir="/tmp") as folder:
+        yield Path(folder)
+
+
 async def settings(url: str, *names: str) -> dict[str, str]:
     async with Redis.from_url(url, decode_responses=True) as client:
         return {name: (await client.config_get(name))[name] for name in names}
 
 
-async def test_it_is_ours_alone_and_writes_nothing(tmp_path: Path) -> None:
-    directory = tmp_path / "with space % and é"
+async def test_it_is_ours_alone_and_writes_nothing(short_path: Path) -> None:
+    directory = short_path / "with space % and é"
     server = PrivateRedis()
     url = await server.start(directory)
     try:
@@ -60,11 +69,11 @@ async def test_it_is_ours_alone_and_writes_nothing(tmp_path: Path) -> None:
     assert sorted(p.name for p in directory.iterdir()) == ["redis.log"]
 
 
-async def test_stop_ends_that_process_and_start_works_again(tmp_path: Path) -> None:
+async def test_stop_ends_that_process_and_start_works_again(short_path: Path) -> None:
     server = PrivateRedis()
     await server.stop()
     for _ in range(2):
-        url = await server.start(tmp_path)
+        url = await server.start(short_path)
         pid = server.pid
         assert pid is not None
         async with Redis.from_url(url) as client:
@@ -74,10 +83,12 @@ async def test_stop_ends_that_process_and_start_works_again(tmp_path: Path) -> N
         assert server.pid is None and not psutil.pid_exists(pid)
 
 
-async def test_stop_does_not_wait_for_ever(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_stop_does_not_wait_for_ever(
+    short_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(private_redis, "STOP_TIMEOUT_S", 0.2)
     server = PrivateRedis()
-    await server.start(tmp_path)
+    await server.start(short_path)
     assert server.pid is not None
     process = psutil.Process(server.pid)
     process.suspend()
@@ -86,9 +97,9 @@ async def test_stop_does_not_wait_for_ever(tmp_path: Path, monkeypatch: pytest.M
 
 
 @pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGTERM])
-async def test_it_dies_with_its_parent(tmp_path: Path, how: signal.Signals) -> None:
+async def test_it_dies_with_its_parent(short_path: Path, how: signal.Signals) -> None:
     parent = await asyncio.create_subprocess_exec(
-        *(sys.executable, "-c", PARENT, str(tmp_path)), stdout=asyncio.subprocess.PIPE
+        *(sys.executable, "-c", PARENT, str(short_path)), stdout=asyncio.subprocess.PIPE
     )
     assert parent.stdout is not None
     _, pid = (await parent.stdout.readline()).split()
