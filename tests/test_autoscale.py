@@ -8,12 +8,12 @@ from dataclasses import dataclass, field, replace
 
 import pytest
 
-from millrace.autoscale import EVICTION_S, Autoscale, Decision, Pool
 from millrace.core.autoscale.load import FleetLoad, PoolLoad
 from millrace.core.autoscale.rules import AutoscaleConfig, Direction, PrefillTargets
 from millrace.core.config import ScalingConfig
 from millrace.core.errors import ConfigError
-from millrace.stack_scaling import Scaling, parse_sizes
+from millrace.local.autoscale import EVICTION_S, Autoscale, Decision, Pool
+from millrace.local.scaling import Scaling, parse_sizes
 from millrace.wire.scheduler_client import InstanceView, SchedulerUnavailable, UnknownInstance
 
 DRAIN_TIMEOUT_S = 10.0

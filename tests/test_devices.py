@@ -7,10 +7,10 @@ from typing import Any
 import pytest
 
 from millrace.core.errors import ConfigError
-from millrace.devices import DevicePool, _gpus_there, device_names
 from millrace.engine.assembly import CUDA_POOL_SHARE, cuda_pool_bytes
-from millrace.service import Service
-from millrace.stack import Stack, StackOptions
+from millrace.local.devices import DevicePool, _gpus_there, device_names
+from millrace.local.service import Service
+from millrace.local.stack import Stack, StackOptions
 from support.live_stack import eventually
 
 FOUR = ["0", "1", "2", "3"]
@@ -80,7 +80,7 @@ def test_shared_devices_are_split_evenly(there, fleet, taken, share) -> None:
 def test_the_devices_are_those_asked_for_or_visible(
     monkeypatch, option, visible, device, cuda, names
 ) -> None:
-    monkeypatch.setattr("millrace.devices._gpus_there", lambda: 2)
+    monkeypatch.setattr("millrace.local.devices._gpus_there", lambda: 2)
     assert device_names(option, visible, device=device, torch_cuda=cuda) == names
 
 

@@ -13,7 +13,7 @@ import sys
 import pytest
 import typer.main
 
-from millrace.cli import BENCHMARKS, app
+from millrace.cli.main import BENCHMARKS, app
 
 #: None of these is needed to print options; each costs from 20 ms to seconds.
 BANNED = {
@@ -57,7 +57,7 @@ _PROGRAM = """
 import contextlib, io, json, os, sys
 
 def told(arguments):
-    from millrace.cli import main
+    from millrace.cli.main import main
     sys.argv = ["millrace", *arguments]
     shown = io.StringIO()
     with contextlib.redirect_stdout(shown):
@@ -119,7 +119,9 @@ def test_help_is_what_the_parser_would_print(helps, words):
 @pytest.mark.parametrize("words", [["no-such-command"], ["sim", "no-such"], ["--no-such", "up"]])
 def test_help_of_no_command_is_an_error(words):
     ran = subprocess.run(
-        [sys.executable, "-m", "millrace.cli", *words, "--help"], capture_output=True, text=True
+        [sys.executable, "-m", "millrace.cli", *words, "--help"],
+        capture_output=True,
+        text=True,
     )
     assert ran.returncode == 2
     assert "No such" in ran.stderr

@@ -77,14 +77,17 @@ def absent_modules(*extras: str) -> set[str]:
 @pytest.mark.parametrize(
     ("extras", "modules"),
     [
-        ((), "millrace.cli,millrace.proxy.main,millrace.proxy.workers,millrace.telemetry.otlp"),
-        ((), "millrace.cli,millrace.scheduler.main,millrace.policy,millrace.settings_page"),
+        (
+            (),
+            "millrace.cli.main,millrace.proxy.main,millrace.proxy.workers,millrace.telemetry.otlp",
+        ),
+        ((), "millrace.cli.main,millrace.scheduler.main,millrace.cli.policy,millrace.cli.config"),
         (
             (),
             "millrace.wire.scheduler_client,millrace.core.autoscale.rules,millrace.core.autoscale.load",
         ),
-        (("engine",), "millrace.cli,millrace.prefill.main,millrace.decode.main"),
-        (("local",), "millrace.cli,millrace.up,millrace.chat,millrace.demo"),
+        (("engine",), "millrace.cli.main,millrace.prefill.main,millrace.decode.main"),
+        (("local",), "millrace.cli.main,millrace.local.up,millrace.cli.chat,millrace.cli.demo"),
     ],
     ids=["proxy", "scheduler", "operator's client", "engine", "local"],
 )

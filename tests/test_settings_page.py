@@ -3,8 +3,8 @@
 import tomllib
 from pathlib import Path
 
+from millrace.cli.config import as_markdown, as_toml
 from millrace.core.config import Config, load_config
-from millrace.settings_page import as_markdown, as_toml
 
 PAGE = Path(__file__).parents[1] / "docs" / "configuration.md"
 

@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 import pytest_asyncio
 
-from millrace.service import Service, StartupError
-from millrace.stack import Stack, StackOptions, UncleanStopError
+from millrace.local.service import Service, StartupError
+from millrace.local.stack import Stack, StackOptions, UncleanStopError
 from support.live_stack import eventually
 
 QUICK = ["--port", "0", "--set", "scheduler.drain_timeout_s=0.1"]

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 import yaml
 
-from millrace.up import missing_cpp
+from millrace.local.up import missing_cpp
 from millrace.version import version
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -104,7 +104,7 @@ with warnings.catch_warnings(record=True) as caught:
     queue_s = array("d", [0.0, 1.0, 2.0, 3.0])
     plans = {name: PLANNERS[name](inputs).plan(50_000, queue_s) for name in names}
 from millrace.shipped import SHIPPED_MODEL
-from millrace.up import missing_cpp
+from millrace.local.up import missing_cpp
 from millrace_kernels import cpu_backend
 print(json.dumps({
     "file": millrace_kernels.__file__,

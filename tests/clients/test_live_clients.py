@@ -18,7 +18,7 @@ import httpx
 import pytest
 import pytest_asyncio
 
-from millrace.cli import SHIPPED_MODEL
+from millrace.cli.main import SHIPPED_MODEL
 from support.live_stack import live_stack
 from support.request_recorder import Recorder, recorder
 

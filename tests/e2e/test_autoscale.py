@@ -16,11 +16,11 @@ from itertools import cycle
 import httpx
 import pytest
 
-from millrace.autoscale import Decision
 from millrace.core.autoscale.rules import DecodeTargets, PrefillTargets
 from millrace.core.config import ScalingConfig
-from millrace.stack import Stack
-from millrace.stack_scaling import PARKING, Scaling, autoscaled
+from millrace.local.autoscale import Decision
+from millrace.local.scaling import PARKING, Scaling, autoscaled
+from millrace.local.stack import Stack
 from support.live_stack import eventually, greedy_ids, live_stack
 from support.served_model import served_folder
 from support.tiny_models import oracle, prompt

@@ -9,7 +9,7 @@ import httpx
 import orjson
 import pytest
 
-from millrace.stack import Stack
+from millrace.local.stack import Stack
 from millrace.wire.scheduler_client import evict, get_instances, set_cordon
 from support.deadlines import HANG_S
 from support.live_stack import complete, eventually, live_stack

@@ -11,8 +11,8 @@ import orjson
 import pytest
 import redis.asyncio
 
-from millrace.service import StartupError
-from millrace.stack import Stack, StackOptions
+from millrace.local.service import StartupError
+from millrace.local.stack import Stack, StackOptions
 from support.deadlines import HANG_S
 from support.live_stack import eventually, greedy_ids, live_stack
 from support.served_model import served_folder

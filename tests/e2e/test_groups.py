@@ -16,7 +16,7 @@ import httpx
 import pytest
 
 import millrace.profiles
-from millrace.stack import Stack
+from millrace.local.stack import Stack
 from millrace.wire.scheduler_client import get_instances
 from support.deadlines import HANG_S
 from support.live_stack import eventually, greedy_ids, live_stack

@@ -13,7 +13,7 @@ import httpx
 import orjson
 import pytest
 
-from millrace.stack import Stack
+from millrace.local.stack import Stack
 from millrace.wire.scheduler_client import evict, get_instances
 from support.deadlines import HANG_S
 from support.live_stack import eventually, greedy_ids, live_stack

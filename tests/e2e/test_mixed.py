@@ -8,7 +8,7 @@ from typing import Any
 import httpx
 import pytest
 
-from millrace.stack import Stack, StackOptions
+from millrace.local.stack import Stack, StackOptions
 from millrace.wire.scheduler_client import evict, get_instances
 from support.deadlines import HANG_S
 from support.live_stack import POOL_BYTES, complete, eventually, greedy_ids, live_stack

@@ -12,7 +12,7 @@ import orjson
 import pytest
 import pytest_asyncio
 
-from millrace.stack import Stack
+from millrace.local.stack import Stack
 from support.deadlines import HANG_S
 from support.live_stack import complete, eventually, live_stack
 from support.served_model import served_folder

@@ -12,7 +12,7 @@ from typing import Any
 import httpx
 import pytest
 
-from millrace.stack import Stack, StackOptions
+from millrace.local.stack import Stack, StackOptions
 from support.deadlines import HANG_S
 from support.live_stack import POOL_BYTES, complete, eventually, greedy_ids
 from support.served_model import served_folder

@@ -14,7 +14,7 @@ import orjson
 import pytest
 import redis.asyncio
 
-from millrace.stack import Stack
+from millrace.local.stack import Stack
 from millrace.wire.channel import open_channel
 from millrace.wire.pb import scheduler_pb2, scheduler_pb2_grpc
 from support.deadlines import HANG_S

@@ -9,7 +9,7 @@ import signal
 import httpx
 import pytest
 
-from millrace.stack import Stack, StackOptions
+from millrace.local.stack import Stack, StackOptions
 from support.deadlines import HANG_S
 from support.live_stack import POOL_BYTES, eventually, greedy_ids
 from support.served_model import served_folder

@@ -14,7 +14,7 @@ from pathlib import Path
 import httpx
 import pytest
 
-from millrace.state.private_redis import find_redis_server
+from millrace.local.private_redis import find_redis_server
 from millrace.version import version
 from support.image_runner import Runner, find_runner
 

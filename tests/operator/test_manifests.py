@@ -8,7 +8,7 @@ import kubernetes_validate
 import pytest
 import typer
 
-from millrace.cli import app
+from millrace.cli.main import app
 from millrace.core.config import load_config
 from millrace.core.request import Slo
 from millrace_operator import manifests, pods

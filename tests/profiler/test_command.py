@@ -9,11 +9,12 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner
 
-from millrace.cli import app
+from millrace.cli.main import app
 from millrace.core.config import EngineConfig
 from millrace.core.cost.profile import Profile
 from millrace.engine.assembly import profile_key
-from millrace.profiler import command, first_start, measure
+from millrace.local import first_start
+from millrace.profiler import command, measure
 from millrace.profiles import load_profile
 from millrace.profiles.cache import ProfileCache
 from support.tiny_models import model_folder

@@ -252,7 +252,7 @@ def test_an_experiment_is_run_by_name(monkeypatch, tmp_path):
 def test_the_command_line_knows_it_and_imports_no_torch():
     probe = (
         "import sys; sys.modules['torch'] = None; sys.argv = ['millrace', 'sim', '--help'];"
-        "from millrace.cli import main; main()"
+        "from millrace.cli.main import main; main()"
     )
     found = subprocess.run([sys.executable, "-c", probe], capture_output=True, text=True)
     assert found.returncode == 0, found.stderr

@@ -15,15 +15,15 @@ import psutil
 import pytest
 from redis.asyncio import Redis
 
-from millrace.state import private_redis
-from millrace.state.private_redis import PrivateRedis, find_redis_server
+from millrace.local import private_redis
+from millrace.local.private_redis import PrivateRedis, find_redis_server
 from millrace.state.store import StoreError
 from support.deadlines import HANG_S
 
 PARENT = """
 import asyncio, sys
 from pathlib import Path
-from millrace.state.private_redis import PrivateRedis
+from millrace.local.private_redis import PrivateRedis
 
 async def main():
     server = PrivateRedis()

@@ -13,8 +13,8 @@ from redis.asyncio import Redis
 
 from millrace.core.config import StoreConfig
 from millrace.core.errors import ConfigError
+from millrace.local.private_redis import PrivateRedis
 from millrace.state import redis_store
-from millrace.state.private_redis import PrivateRedis
 from millrace.state.redis_store import RedisStore, shown_url
 from millrace.state.store import JournalEntry, StateUpdate, StoreError
 from support.deadlines import HANG_S

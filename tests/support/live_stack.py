@@ -10,7 +10,7 @@ from typing import Any
 
 import httpx
 
-from millrace.stack import Stack, StackOptions
+from millrace.local.stack import Stack, StackOptions
 from millrace.worker.tasks import stacks
 from support.deadlines import HANG_S
 

@@ -7,7 +7,7 @@ from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
 
-from millrace.state.private_redis import PrivateRedis
+from millrace.local.private_redis import PrivateRedis
 
 
 @asynccontextmanager

@@ -14,7 +14,6 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
-from millrace.autoscale import Decision
 from millrace.bench.load_test import ServeOptions
 from millrace.bench.load_test import run as send
 from millrace.bench.machine_limits import describe_machine
@@ -22,9 +21,10 @@ from millrace.bench.random_model import LLAMA_27M, write_random_model
 from millrace.bench.report import RequestRecord, summarise
 from millrace.core.config import ScalingConfig
 from millrace.core.errors import MillraceError
+from millrace.local.autoscale import Decision
+from millrace.local.scaling import Scaling, autoscaled
+from millrace.local.stack import Stack, StackOptions
 from millrace.sim.workload import SloClass, TraceRow, WorkloadOptions
-from millrace.stack import Stack, StackOptions
-from millrace.stack_scaling import Scaling, autoscaled
 from millrace.wire.scheduler_client import SchedulerUnavailable, get_load
 
 _ALONE = 8  # prompts alone, for what one instance does

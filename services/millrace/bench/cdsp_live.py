@@ -14,6 +14,7 @@ from millrace.bench.load_test import ServeOptions, run
 from millrace.core.config import load_config
 from millrace.core.cost.profile import Profile
 from millrace.core.errors import MillraceError
+from millrace.local.stack import Stack, StackOptions
 from millrace.sim.loop import Simulation
 from millrace.sim.report import Collector, RequestRecord
 from millrace.sim.spec import SimSpec
@@ -24,7 +25,6 @@ from millrace.sim.workload import (
     lognormal,
     plan,
 )
-from millrace.stack import Stack, StackOptions
 
 CDSP = "cdsp"
 PLANNERS = (CDSP, "single_chunk", "fixed_sp")

@@ -36,7 +36,7 @@ from millrace.bench.decode_window import Costs, Sample, Window, costs_of, length
 from millrace.bench.random_model import LLAMA_100M, write_random_model
 from millrace.bench.sse_client import Response, SseClient
 from millrace.core.errors import MillraceError
-from millrace.stack import Stack, StackOptions
+from millrace.local.stack import Stack, StackOptions
 
 SAMPLE_EVERY_S = 0.5
 _WARM_UP_TOKENS = 16

@@ -29,7 +29,7 @@ from millrace.bench.stub_fleet import StubFleet
 from millrace.bench.stub_model import write_stub_model
 from millrace.core.config import Config, load_config
 from millrace.core.errors import MillraceError
-from millrace.state.private_redis import PrivateRedis
+from millrace.local.private_redis import PrivateRedis
 from millrace.telemetry.log import setup_logging
 from millrace.wire.pb import common_pb2, decode_pb2
 

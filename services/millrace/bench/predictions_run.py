@@ -23,9 +23,9 @@ import httpx
 
 from millrace.core.config import load_config
 from millrace.core.errors import MillraceError
+from millrace.local.stack import Stack, StackOptions
+from millrace.local.up import measure_first
 from millrace.shipped import SHIPPED_MODEL
-from millrace.stack import Stack, StackOptions
-from millrace.up import measure_first
 
 #: Ids that stand for words in the shipped tokenizer.
 IDS = (10, 1500)

@@ -25,11 +25,11 @@ from millrace.core.errors import MillraceError
 from millrace.core.request import Chunk
 from millrace.core.scheduler import effects
 from millrace.core.scheduler.planning.plan import PlannedChunk
+from millrace.local.private_redis import PrivateRedis
+from millrace.local.service import Service, all_or_first_error
 from millrace.profiler.costs import Costs, read_costs
 from millrace.profiler.group_run import Run, Underway
-from millrace.service import Service, all_or_first_error
 from millrace.state.open import open_store
-from millrace.state.private_redis import PrivateRedis
 from millrace.state.store import RequestStore
 from millrace.wire import scheduler_codec as codec
 from millrace.wire.channel import open_channel

@@ -25,7 +25,7 @@ import grpc
 import torch
 
 from millrace.core.errors import TransferError
-from millrace.service import all_or_first_error
+from millrace.local.service import all_or_first_error
 from millrace.telemetry.metrics import Registry
 from millrace.transfer.probe.pattern import (
     PATTERN_BYTES,

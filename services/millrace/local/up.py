@@ -14,9 +14,9 @@ from pathlib import Path
 
 from rich.console import Console
 
-from millrace.profiler.first_start import profile_first
-from millrace.stack import Stack, StackOptions
-from millrace.stack_scaling import Scaling, autoscaled
+from millrace.local.first_start import profile_first
+from millrace.local.scaling import Scaling, autoscaled
+from millrace.local.stack import Stack, StackOptions
 from millrace.wire.scheduler_client import get_mechanisms
 
 CPP_MODULES = ("millrace_kernels._cpu", "millrace.core.scheduler.planning._cdsp")

@@ -15,9 +15,9 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from millrace.child import ending_with_this
 from millrace.core.config import EngineConfig
 from millrace.core.errors import ConfigError
+from millrace.local.child import ending_with_this
 from millrace.profiles.cache import ProfileCache, write_whole
 
 BUDGET_S = 4.0  # of one instance; and as much again of groups

@@ -60,7 +60,7 @@ def _environment() -> list[str]:
 
 def usable_devices(tree: Config, option: str) -> list[str]:
     """The GPUs that a local stack's instances may use; `option`: what --devices says."""
-    from millrace.devices import device_names
+    from millrace.local.devices import device_names
     from millrace.transfer.transport.nixl.library import torch_cuda
 
     visible = os.environ.get("CUDA_VISIBLE_DEVICES")

@@ -9,7 +9,8 @@ from typing import Annotated
 
 import typer
 
-from millrace.command_options import (
+from millrace.cli.help_text import show_help
+from millrace.cli.options import (
     Autoscale,
     ColocatedRole,
     Colocation,
@@ -35,8 +36,7 @@ from millrace.command_options import (
     Stages,
     with_stages,
 )
-from millrace.help_text import show_help
-from millrace.process import (
+from millrace.cli.process import (
     configure,
     leave_forks_alone,
     plain_errors,
@@ -44,8 +44,8 @@ from millrace.process import (
     tell,
     usable_devices,
 )
+from millrace.cli.workers import register
 from millrace.shipped import SHIPPED_MODEL
-from millrace.worker_commands import register
 
 app = typer.Typer(
     name="millrace",
@@ -168,9 +168,9 @@ def up(
     settings: Settings = [],  # noqa: B006
 ) -> None:
     """The whole stack on this machine, until Ctrl-C: proxy, scheduler, prefill, decode, Redis."""
-    from millrace.stack import StackOptions
-    from millrace.stack_scaling import PARKING, Scaling, parse_sizes
-    from millrace.up import run_until_stopped
+    from millrace.local.scaling import PARKING, Scaling, parse_sizes
+    from millrace.local.stack import StackOptions
+    from millrace.local.up import run_until_stopped
 
     if max_chunk_tokens is not None:
         settings = [*settings, f"engine.max_chunk_tokens={max_chunk_tokens}"]
@@ -274,7 +274,7 @@ def demo(
     model: ModelOrShipped = str(SHIPPED_MODEL),
 ) -> None:
     """Starts a stack, sends one long and several short chats, shows waterfalls, stops."""
-    from millrace.demo import run
+    from millrace.cli.demo import run
 
     configure(None, [], "demo")
     run_async(run(model))
@@ -292,7 +292,7 @@ def chat(
     trace: Annotated[bool, typer.Option("--trace", help="Show each answer's waterfall.")] = False,
 ) -> None:
     """Talk to a running gateway in the terminal."""
-    from millrace.chat import converse
+    from millrace.cli.chat import converse
 
     run_async(
         converse(
@@ -317,10 +317,10 @@ def policy(
     settings: Settings = [],  # noqa: B006
 ) -> None:
     """Show how a running scheduler ranks requests, or change it."""
-    from millrace.policy import show_or_change
+    from millrace.cli.policy import show_or_change_policy
 
     configure(config, settings, "policy")
-    run_async(show_or_change(scheduler, name, json_path))
+    run_async(show_or_change_policy(scheduler, name, json_path))
 
 
 @app.command()
@@ -331,7 +331,7 @@ def fleet(
     settings: Settings = [],  # noqa: B006
 ) -> None:
     """Show a running scheduler's instances, and the signals that its pools scale by."""
-    from millrace.fleet import show
+    from millrace.cli.fleet import show
 
     configure(config, settings, "fleet")
     run_async(show(scheduler, json_path))
@@ -351,10 +351,10 @@ def improvement_rate(
     settings: Settings = [],  # noqa: B006
 ) -> None:
     """Show what a larger prefill group must cut the time to first token by, or change it."""
-    from millrace.improvement_rate import show_or_change
+    from millrace.cli.policy import show_or_change_improvement_rate
 
     configure(config, settings, "improvement-rate")
-    run_async(show_or_change(scheduler, wanted))
+    run_async(show_or_change_improvement_rate(scheduler, wanted))
 
 
 @app.command("config")
@@ -362,7 +362,7 @@ def show_config(
     markdown: Annotated[bool, typer.Option("--markdown", help="As docs/configuration.md.")] = False,
 ) -> None:
     """Every setting with its default, range and meaning, as a TOML file to start from."""
-    from millrace.settings_page import as_markdown, as_toml
+    from millrace.cli.config import as_markdown, as_toml
 
     print(as_markdown() if markdown else as_toml(), end="")
 
@@ -401,7 +401,3 @@ def main() -> None:
         show_help(app, sys.argv[1 : sys.argv.index("--help")])
     with plain_errors():
         app()
-
-
-if __name__ == "__main__":
-    main()

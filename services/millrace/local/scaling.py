@@ -8,7 +8,6 @@ import logging
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
-from millrace.autoscale import Autoscale, Decision, Pool, SchedulerAt
 from millrace.core.autoscale.rules import (
     AutoscaleConfig,
     DecodeTargets,
@@ -18,7 +17,8 @@ from millrace.core.autoscale.rules import (
 )
 from millrace.core.config import ScalingConfig
 from millrace.core.errors import ConfigError
-from millrace.stack import Stack
+from millrace.local.autoscale import Autoscale, Decision, Pool, SchedulerAt
+from millrace.local.stack import Stack
 
 log = logging.getLogger(__name__)
 

@@ -16,8 +16,8 @@ from pathlib import Path
 
 import orjson
 
-from millrace.child import ending_with_this
 from millrace.core.errors import MillraceError
+from millrace.local.child import ending_with_this
 
 log = logging.getLogger(__name__)
 

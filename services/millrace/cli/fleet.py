@@ -10,8 +10,8 @@ from rich.box import SIMPLE_HEAD
 from rich.console import Console
 from rich.table import Table
 
+from millrace.cli.json_file import write_json
 from millrace.core.autoscale.load import FleetLoad
-from millrace.json_file import write_json
 from millrace.wire.scheduler_client import InstanceView, get_instances, get_load, get_mechanisms
 
 #: Column and field of `PoolLoad`; docs/autoscaling.md says what each signal means.

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import typer
 
-from millrace.command_options import (
+from millrace.cli.options import (
     ColocatedRole,
     Colocation,
     ConfigPath,
@@ -25,7 +25,7 @@ from millrace.command_options import (
     Stages,
     with_stages,
 )
-from millrace.process import configure, run_async, tell
+from millrace.cli.process import configure, run_async, tell
 
 #: By name: the module that serves, and what help says of it.
 _KINDS = {

@@ -18,9 +18,9 @@ from pathlib import Path
 
 from millrace.core.config import EngineConfig
 from millrace.core.errors import ConfigError, MillraceError
-from millrace.devices import DevicePool
-from millrace.service import Service, StartupError, all_or_first_error
-from millrace.state.private_redis import PrivateRedis
+from millrace.local.devices import DevicePool
+from millrace.local.private_redis import PrivateRedis
+from millrace.local.service import Service, StartupError, all_or_first_error
 
 log = logging.getLogger(__name__)
 

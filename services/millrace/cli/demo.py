@@ -12,12 +12,12 @@ from rich.console import Console
 from rich.live import Live
 from rich.table import Table
 
-from millrace.chat import delta_text, served_model, stream_chat
+from millrace.cli.chat import delta_text, served_model, stream_chat
+from millrace.cli.process import usable_devices
 from millrace.core.config import Config
-from millrace.process import usable_devices
-from millrace.stack import StackOptions
+from millrace.local.stack import StackOptions
+from millrace.local.up import start_with_progress
 from millrace.telemetry.trace import Waterfall
-from millrace.up import start_with_progress
 
 QUESTIONS = (
     "Tell me a story about a heron.",
