@@ -109,7 +109,7 @@ def test_help_is_what_the_parser_would_print(helps, words):
     sim_or_bench = "from millrace.sim.command import register; register(cli.sim)"
     if words[0] == "bench":
         sim_or_bench = f"cli._add_benchmarks({' '.join(words[1:])!r})"
-    program = f"from millrace import cli; {sim_or_bench}; cli.app(prog_name='millrace')"
+    program = f"from millrace.cli import main as cli; {sim_or_bench}; cli.app(prog_name='millrace')"
     ran = subprocess.run(
         [sys.executable, "-c", program, *words, "--help"], capture_output=True, text=True
     )

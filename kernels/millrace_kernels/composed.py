@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from millrace_kernels.dispatch import Rows
+from millrace_kernels.row_operations import Rows
 
 
 class ComposedLinear:

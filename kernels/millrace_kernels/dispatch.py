@@ -9,7 +9,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Hashable
 from functools import cache
-from typing import Final, Protocol
+from typing import Final
 
 import torch
 from torch import Tensor
@@ -23,6 +23,7 @@ from millrace_kernels import (
     triton_backend,
 )
 from millrace_kernels.plan import AttentionPlan, Backend
+from millrace_kernels.row_operations import Rows
 
 log = logging.getLogger(__name__)
 
@@ -108,47 +109,6 @@ def rows_backend(device: torch.device, dtype: torch.dtype) -> Backend:
     if triton_backend.unavailable(device) or triton_backend.refusal(dtype):
         return Backend.TORCH
     return Backend.TRITON
-
-
-class Rows(Protocol):
-    """What is not attention, a module for each backend; `api` says what the functions do."""
-
-    def merge_attention_(
-        self, out_nhd: Tensor, lse_nh: Tensor, other_out_nhd: Tensor, other_lse_nh: Tensor, /
-    ) -> None: ...
-
-    def rope_write_kv(  # noqa: PLR0913 - as the API has it
-        self,
-        qkv: Tensor,
-        cos: Tensor,
-        sin: Tensor,
-        kv_layer: Tensor,
-        slots: Tensor,
-        *,
-        num_q_heads: int,
-        q_norm: Tensor | None,
-        k_norm: Tensor | None,
-        eps: float,
-    ) -> Tensor: ...
-
-    def rms_norm(self, x: Tensor, weight: Tensor, eps: float, /) -> Tensor: ...
-
-    def add_rms_norm(
-        self, x: Tensor, residual: Tensor, weight: Tensor, eps: float, /
-    ) -> tuple[Tensor, Tensor]: ...
-
-    def silu_mul(self, gate_up: Tensor, /) -> Tensor: ...
-
-    def sample(
-        self,
-        logits: Tensor,
-        temperatures: Tensor,
-        top_k: Tensor,
-        top_p: Tensor,
-        min_p: Tensor,
-        uniforms: Tensor,
-        /,
-    ) -> tuple[Tensor, Tensor]: ...
 
 
 def rows(x: Tensor) -> Rows:

@@ -13,6 +13,7 @@ from torch import Tensor
 from millrace_kernels import cpu_linear, dispatch, torch_backend
 from millrace_kernels.composed import ComposedLinear
 from millrace_kernels.plan import Backend
+from millrace_kernels.row_operations import Rows
 
 
 class NativeLinear(Protocol):
@@ -59,7 +60,7 @@ class Linear(ComposedLinear):
         self._native, self._native_rows = _native_linear(self.weight, bias)
 
     @property
-    def _rows(self) -> dispatch.Rows:
+    def _rows(self) -> Rows:
         return dispatch.rows(self.weight)
 
     def __call__(self, x: Tensor, out: Tensor | None = None) -> Tensor:

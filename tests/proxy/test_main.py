@@ -15,7 +15,8 @@ from tokenizers import Tokenizer
 from millrace.bench.stub_model import write_stub_model
 from millrace.core.config import load_config
 from millrace.core.errors import MillraceError, ModelError
-from millrace.proxy.main import listen, serve
+from millrace.proxy.main import serve
+from millrace.proxy.service import listen
 from support.deadlines import HANG_S
 from support.gateway import MODEL, Fleet, Script, until
 

@@ -11,7 +11,7 @@ import pytest
 
 from millrace.bench.stub_model import write_stub_model
 from millrace.core.config import load_config
-from millrace.proxy.main import Proxy, listen
+from millrace.proxy.service import Proxy, listen
 from support.gateway import MODEL, until
 from support.scheduler_peers import quick, scheduler
 

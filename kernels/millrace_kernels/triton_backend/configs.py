@@ -2,7 +2,7 @@
 
 `configs.json` holds them, and its "source" says where they come from. Numbers that say "reasoned"
 were chosen from shared memory, registers and tile shapes and have not run on a GPU; `python -m
-millrace_kernels.triton_backend.tune` measures on one and writes the file anew. The sm_80 entries
+millrace_kernels.tune_triton` measures on one and writes the file anew. The sm_80 entries
 also serve 8.6 and 8.9, so they keep to the 99 KiB of shared memory that those have; sm_90 serves
 everything newer.
 """

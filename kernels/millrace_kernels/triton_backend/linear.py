@@ -10,7 +10,7 @@ from torch import Tensor
 
 from millrace_kernels import torch_backend
 from millrace_kernels.composed import ComposedLinear
-from millrace_kernels.dispatch import Rows
+from millrace_kernels.row_operations import Rows
 from millrace_kernels.triton_backend import configs, linear_kernels, rows
 from millrace_kernels.triton_backend.jit import dot_precision, launch
 

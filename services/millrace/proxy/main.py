@@ -1,41 +1,14 @@
-"""The proxy service: wiring, worker processes, shutdown."""
+"""`millrace proxy`: serves in this process, or in several that share its port, until a signal."""
 
 from __future__ import annotations
 
 import asyncio
-import contextlib
-import logging
 import signal
-import socket
-import time
-import uuid
-from collections.abc import Callable, Iterator
-
-import uvicorn
+from collections.abc import Callable
 
 from millrace.core.config import Config
-from millrace.core.errors import MillraceError
-from millrace.proxy.app import RenderMetrics, create_app
-from millrace.proxy.chat_template import ChatTemplate
-from millrace.proxy.codec import Life
-from millrace.proxy.gateway import Gateway
-from millrace.proxy.generate import Services
-from millrace.proxy.metrics import ProxyMetrics
-from millrace.proxy.model_card import ModelCard, read_model_card
-from millrace.proxy.objectives import Objectives
-from millrace.proxy.options import Limits
-from millrace.proxy.prompts import PromptReader
-from millrace.proxy.tokenizer import Tokenizer
-from millrace.proxy.validation import Bodies
-from millrace.state.open import open_store
-from millrace.telemetry.otlp import open_traces
-
-log = logging.getLogger(__name__)
-
-_KEEP_CONNECTION_S = 75
-_BACKLOG = 2048
-#: After the drain's end: for cancelled streams to say so and close.
-_CLOSE_S = 5.0
+from millrace.proxy.service import Proxy, listen
+from millrace.proxy.workers import serve_workers
 
 
 async def serve(
@@ -59,8 +32,6 @@ async def serve(
         loop.add_signal_handler(number, stop.set)
     try:
         if config.proxy.workers > 1:
-            from millrace.proxy.workers import serve_workers  # it imports this module
-
             await serve_workers(
                 config,
                 model=model,
@@ -78,152 +49,3 @@ async def serve(
     finally:
         for number in (signal.SIGTERM, signal.SIGINT):
             loop.remove_signal_handler(number)
-
-
-def listen(host: str, port: int, *, shared: bool = False) -> socket.socket:
-    """A bound TCP socket; `shared`: other processes may bind the port too (SO_REUSEPORT).
-
-    Raises MillraceError when the address can't be had.
-    """
-    family = socket.AF_INET6 if ":" in host else socket.AF_INET
-    bound = socket.socket(family, socket.SOCK_STREAM)
-    bound.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-    if shared:
-        bound.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
-    try:
-        bound.bind((host, port))
-    except OSError as error:
-        bound.close()
-        raise MillraceError(f"proxy.host {host}, proxy.port {port}: {error.strerror}") from error
-    bound.setblocking(False)
-    return bound
-
-
-class _HttpServer(uvicorn.Server):
-    """uvicorn without its signal handlers: the service decides when to stop."""
-
-    @contextlib.contextmanager
-    def capture_signals(self) -> Iterator[None]:
-        yield
-
-
-class Proxy:
-    """One proxy process: an HTTP server in front of a gateway."""
-
-    def __init__(
-        self, config: Config, *, model: str, model_name: str | None = None, scheduler: str
-    ) -> None:
-        """Reads the model's small files. Raises ModelError."""
-        self._config = config
-        self._scheduler = scheduler
-        card = read_model_card(model, config.engine.max_context_tokens)
-        life: Life = (f"proxy-{uuid.uuid4().hex[:8]}", time.time_ns())
-        self.store = open_store(config.store)
-        self.metrics = ProxyMetrics(lambda: self.gateway.inflight, lambda: self.gateway.parked)
-        self.gateway = Gateway(
-            life=life,
-            scheduler=scheduler,
-            store=self.store,
-            config=config.proxy,
-            metrics=self.metrics,
-        )
-        self._services = _services(config, card, model_name, self.gateway, self.metrics)
-        self._server: _HttpServer | None = None
-        self._serving: asyncio.Task[None] | None = None
-        self.port = 0
-
-    async def start(
-        self, bound: socket.socket, render_metrics: RenderMetrics | None = None
-    ) -> None:
-        """Accepts connections on `bound` when it returns."""
-        self.port = bound.getsockname()[1]
-        app = create_app(
-            self._services,
-            int(time.time_ns() // 10**9),
-            render_metrics or self.render,
-            self._scheduler,
-        )
-        http = uvicorn.Config(
-            app,
-            http="httptools",
-            loop="none",
-            ws="none",
-            lifespan="off",
-            access_log=False,
-            log_config=None,
-            server_header=False,
-            proxy_headers=False,
-            backlog=_BACKLOG,
-            timeout_keep_alive=_KEEP_CONNECTION_S,
-            timeout_graceful_shutdown=int(self._config.proxy.drain_timeout_s + _CLOSE_S) + 1,
-        )
-        self._server = server = _HttpServer(http)
-        self.gateway.start()
-        self._serving = asyncio.create_task(server.serve([bound]))
-        while not server.started:
-            if self._serving.done():
-                self._serving.result()
-                raise MillraceError("the HTTP server ended before it began")
-            await asyncio.sleep(0.005)
-        log.info("proxy %s serves on port %d", self.gateway.life[0], self.port)
-
-    async def render(self, accept: str) -> tuple[bytes, str]:
-        """This process's metrics."""
-        return self.metrics.registry.render(accept)
-
-    async def run_until(self, stop: asyncio.Event) -> None:
-        """Serves until `stop` is set, then shuts down."""
-        assert self._serving is not None, "start() comes first"
-        stopped = asyncio.create_task(stop.wait())
-        try:
-            await asyncio.wait({stopped, self._serving}, return_when=asyncio.FIRST_COMPLETED)
-        finally:
-            stopped.cancel()
-            await self.stop()
-
-    async def stop(self) -> None:
-        """Stops accepting, lets streams finish, cancels those that outlast the drain's time."""
-        assert self._server is not None and self._serving is not None, "start() comes first"
-        self.gateway.drain()
-        self._server.should_exit = True
-        await asyncio.wait({self._serving}, timeout=self._config.proxy.drain_timeout_s)
-        if not self._serving.done():
-            log.warning("cancelling %d requests that outlast the drain", self.gateway.inflight)
-        await self.gateway.close()
-        await self._serving
-        await self.store.close()
-        self._services.tokenizer.close()
-        if self._services.traces is not None:
-            await asyncio.to_thread(self._services.traces.close)
-
-
-def _services(
-    config: Config,
-    card: ModelCard,
-    model_name: str | None,
-    gateway: Gateway,
-    metrics: ProxyMetrics,
-) -> Services:
-    tokenizer = Tokenizer(card)
-    limits = Limits(
-        model=model_name or card.folder.resolve().name,
-        vocab_size=card.vocab_size,
-        context_tokens=card.context_tokens,
-        eos_token_ids=card.eos_token_ids,
-        defaults=card.defaults,
-        config=config.proxy,
-    )
-    template = None
-    if card.chat_template is not None:
-        template = ChatTemplate(card.chat_template, card.special_tokens)
-    return Services(
-        config=config,
-        limits=limits,
-        bodies=Bodies(limits),
-        tokenizer=tokenizer,
-        prompts=PromptReader(limits, tokenizer, template),
-        gateway=gateway,
-        metrics=metrics,
-        objectives=Objectives(config),
-        traces=open_traces(config.telemetry, "proxy") if config.telemetry.otlp_endpoint else None,
-    )

@@ -23,7 +23,7 @@ from prometheus_client.registry import Collector
 
 from millrace.core.config import Config
 from millrace.core.errors import MillraceError
-from millrace.proxy.main import Proxy, listen
+from millrace.proxy.service import Proxy, listen
 from millrace.telemetry.log import setup_logging
 from millrace.wire.tls import use_tls
 

@@ -1,6 +1,6 @@
 """Measures tile sizes on this machine's GPU and writes them to `configs.json`.
 
-    python -m millrace_kernels.triton_backend.tune
+    python -m millrace_kernels.tune_triton
 
 Each entry of this GPU's kind is timed on one representative call; the fastest candidate that
 compiles replaces it. The other kind's entries stay as they are. Serving never tunes.
