@@ -8,8 +8,8 @@ from __future__ import annotations
 import pytest
 
 from millrace.colocated.mixed import MixedRole
+from millrace.instance.host import WorkerContext
 from millrace.kvp.role import KvpRole
-from millrace.worker.host import WorkerContext
 from support.live_stack import eventually
 from support.mixed_role import Mixed, mixed_config, mixed_instance, operators
 from support.tiny_models import oracle, prompt

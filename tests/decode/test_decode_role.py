@@ -12,12 +12,12 @@ import pytest_asyncio
 
 from millrace.core.scheduler.fleet.freeness import pages_needed
 from millrace.decode.loop import DecodeRole
+from millrace.instance.gauges import add_gauges
 from millrace.prefill.loop import PrefillRole
 from millrace.state.memory_store import MemoryStore
 from millrace.state.store import StoreError
 from millrace.transfer.transport.memory import MemoryHub
 from millrace.wire.pb import common_pb2, scheduler_pb2
-from millrace.worker.gauges import add_gauges
 from support.deadlines import HANG_S
 from support.decode_pair import Pair, live_pair
 from support.live_stack import eventually

@@ -14,7 +14,7 @@ import pytest
 
 from millrace.core.config import Config
 from millrace.core.cost.decode_step import DecodeStepTime
-from millrace.proxy.continuation import continuation
+from millrace.proxy.generation.continuation import continuation
 from millrace.wire.pb import scheduler_pb2
 from support.decode_pair import Pair, live_pair
 from support.live_stack import eventually

@@ -7,8 +7,8 @@ import numpy as np
 import pytest
 
 from millrace.core.config import StoreConfig
-from millrace.decode import journal
-from millrace.decode.journal import Journal
+from millrace.decode.output import journal
+from millrace.decode.output.journal import Journal
 from millrace.state.open import open_store
 from millrace.state.store import JournalEntry, RequestStore, StoreError
 

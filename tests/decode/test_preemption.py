@@ -15,8 +15,8 @@ from hypothesis.strategies import integers, sampled_from
 
 from millrace.core.cost.decode_step import DecodeStepTime
 from millrace.core.errors import CapacityError
-from millrace.decode import priority
-from millrace.decode.swapping import Place
+from millrace.decode.memory import priority
+from millrace.decode.memory.swapping import Place
 from millrace.engine.sampling.spec import SamplingSpec
 from support.growing_requests import GrowingRequests
 from support.hashing_model import SPECS, greedy, prompt_of

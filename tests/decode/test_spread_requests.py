@@ -13,11 +13,11 @@ from typing import Any
 import pytest_asyncio
 
 from millrace.decode.loop import DecodeRole
+from millrace.instance.host import WorkerContext
 from millrace.kvp.role import KvpRole
 from millrace.prefill.loop import PrefillRole
 from millrace.transfer.transport.memory import MemoryHub
 from millrace.wire.pb import scheduler_pb2
-from millrace.worker.host import WorkerContext
 from support.decode_pair import BrokenStore, Pair
 from support.live_stack import eventually
 from support.tiny_models import oracle, prompt

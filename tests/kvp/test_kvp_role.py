@@ -14,13 +14,13 @@ import pytest_asyncio
 from millrace.core.errors import TransferError
 from millrace.core.kv.kvp_hold import AttachAsk, HoldAsk
 from millrace.core.kv.transfer import Incarnation
+from millrace.instance.host import WorkerContext
+from millrace.instance.shards.shard_host import MAX_ROWS
 from millrace.kvp.role import KvpRole
 from millrace.state.memory_store import MemoryStore
 from millrace.transfer.transport.memory import MemoryHub, MemoryTransport
 from millrace.transfer.transport.regions import Memory
 from millrace.wire.kvp_peer import Attachment, GrpcKvpPeer, KvpPeers
-from millrace.worker.host import WorkerContext
-from millrace.worker.shard_host import MAX_ROWS
 from support.deadlines import HANG_S
 from support.live_stack import eventually
 from support.worker_roles import LiveRole, config, live_roles

@@ -22,7 +22,7 @@ from millrace.scheduler.recorder import Recorder
 from millrace.state.memory_store import MemoryStore
 from millrace.telemetry.metrics import Registry
 from millrace.transfer.transport.memory import MemoryHub
-from millrace.wire import scheduler_codec as codec
+from millrace.wire.codec import scheduler as codec
 from millrace.wire.pb import common_pb2, scheduler_pb2
 from support.deadlines import HANG_S
 from support.scheduler_peers import register

@@ -10,8 +10,8 @@ import pytest_asyncio
 
 from millrace.core.config import ProxyConfig
 from millrace.core.priority import POLICIES
-from millrace.proxy.admin import POLICY, Rates, SchedulerAdmin
 from millrace.proxy.errors import ApiError
+from millrace.proxy.http.admin import POLICY, Rates, SchedulerAdmin
 from support.gateway import gateway
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")

@@ -5,9 +5,9 @@ from __future__ import annotations
 import re
 from pathlib import Path
 
-from millrace.proxy.fields import Ignored, Kind, Unsupported
-from millrace.proxy.options import Limits
-from millrace.proxy.validation import Bodies
+from millrace.proxy.request.fields import Ignored, Kind, Unsupported
+from millrace.proxy.request.options import Limits
+from millrace.proxy.request.validation import Bodies
 
 PAGE = Path(__file__).resolve().parents[2] / "docs" / "api.md"
 

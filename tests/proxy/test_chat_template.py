@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 
 from millrace.core.errors import ModelError
-from millrace.proxy.chat_template import ChatTemplate
 from millrace.proxy.errors import ApiError
+from millrace.proxy.text.chat_template import ChatTemplate
 
 SPECIAL = {"bos_token": "<s>", "eos_token": "</s>"}
 

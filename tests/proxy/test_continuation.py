@@ -7,8 +7,8 @@ import asyncio
 import orjson
 import pytest
 
-from millrace.proxy import gateway as gateway_module
-from millrace.proxy.continuation import continuation
+from millrace.proxy.fleet import gateway as gateway_module
+from millrace.proxy.generation.continuation import continuation
 from millrace.state.store import StoreError
 from millrace.wire.moves import PREEMPTED
 from millrace.wire.pb import common_pb2
@@ -23,8 +23,8 @@ TRACED = {"x-millrace-trace": "1"}
 
 @pytest.fixture
 async def stack(tmp_path, monkeypatch):
-    monkeypatch.setattr("millrace.proxy.gateway.WATCH_INTERVAL_S", 0.05)
-    monkeypatch.setattr("millrace.proxy.parking.REPORT_INTERVAL_S", 0.05)
+    monkeypatch.setattr("millrace.proxy.fleet.gateway.WATCH_INTERVAL_S", 0.05)
+    monkeypatch.setattr("millrace.proxy.fleet.parking.REPORT_INTERVAL_S", 0.05)
     async with gateway(tmp_path, "proxy.submit_timeout_s=1") as running:
         yield running
 
@@ -295,7 +295,7 @@ async def test_a_continuation_waits_until_there_is_a_fleet(stack):
 
 
 async def test_a_continuation_does_not_wait_for_ever(stack, monkeypatch):
-    monkeypatch.setattr("millrace.proxy.parking.CONTINUATION_WAIT_S", 0.2)
+    monkeypatch.setattr("millrace.proxy.fleet.parking.CONTINUATION_WAIT_S", 0.2)
 
     held = Script(reply=TEXT, hold=asyncio.Event(), hold_after=3)
     stack.fleet.script = held

@@ -11,9 +11,9 @@ from hypothesis import strategies as st
 from tokenizers import AddedToken, Tokenizer, decoders, models, normalizers
 
 from millrace.bench.stub_model import stub_tokenizer, write_stub_model
-from millrace.proxy.detokenizer import ByteDetokenizer, WindowDetokenizer
 from millrace.proxy.model_card import read_model_card
-from millrace.proxy.tokenizer import Tokenizer as ProxyTokenizer
+from millrace.proxy.text.detokenizer import ByteDetokenizer, WindowDetokenizer
+from millrace.proxy.text.tokenizer import Tokenizer as ProxyTokenizer
 
 
 @pytest.fixture(scope="module")

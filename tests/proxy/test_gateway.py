@@ -325,7 +325,7 @@ async def test_ready_follows_the_fleet(stack):
 
 
 async def test_silent_streams_get_comments(stack, monkeypatch):
-    monkeypatch.setattr("millrace.proxy.generate.KEEPALIVE_S", 0.05)
+    monkeypatch.setattr("millrace.proxy.http.generate.KEEPALIVE_S", 0.05)
     stack.fleet.script = Script(hold=asyncio.Event(), hold_after=0)
 
     def queue(spec):
@@ -362,8 +362,8 @@ async def test_silent_streams_get_comments(stack, monkeypatch):
 async def test_several_prompts_are_said_as_one_and_silence_of_the_scheduler_is_borne(
     stack, monkeypatch
 ):
-    monkeypatch.setattr("millrace.proxy.generate.KEEPALIVE_S", 0.05)
-    monkeypatch.setattr("millrace.proxy.prompts_ahead.ANSWER_S", 0.05)
+    monkeypatch.setattr("millrace.proxy.http.generate.KEEPALIVE_S", 0.05)
+    monkeypatch.setattr("millrace.proxy.fleet.prompts_ahead.ANSWER_S", 0.05)
     stack.fleet.script = Script(hold=asyncio.Event(), hold_after=0)
     body = {"model": MODEL, "prompt": ["one two", "three"], "stream": True}
     async with stack.http.stream("POST", "/v1/completions", json=body) as response:

@@ -6,7 +6,7 @@ import asyncio
 
 import pytest
 
-from millrace.proxy.parking import LoadReport
+from millrace.proxy.fleet.parking import LoadReport
 from support.gateway import MODEL, Script, gateway, until
 
 CHAT = "/v1/chat/completions"
@@ -15,7 +15,7 @@ BODY = {"model": MODEL, "messages": [{"role": "user", "content": "hi"}]}
 
 @pytest.fixture
 async def stack(tmp_path, monkeypatch):
-    monkeypatch.setattr("millrace.proxy.parking.REPORT_INTERVAL_S", 0.05)
+    monkeypatch.setattr("millrace.proxy.fleet.parking.REPORT_INTERVAL_S", 0.05)
     settings = ("proxy.park_timeout_s=5", "proxy.max_parked=3", "proxy.submit_timeout_s=1")
     async with gateway(tmp_path, *settings) as running:
         yield running
@@ -175,7 +175,7 @@ async def test_what_waits_outlives_its_scheduler_which_is_told_again(stack):
 
 
 async def test_load_is_told_once_a_while_and_ends_right(monkeypatch):
-    monkeypatch.setattr("millrace.proxy.parking.REPORT_INTERVAL_S", 0.05)
+    monkeypatch.setattr("millrace.proxy.fleet.parking.REPORT_INTERVAL_S", 0.05)
     told = []
     report = LoadReport(told.append)
     report.repeat()

@@ -11,8 +11,8 @@ import pytest
 
 from millrace.core.config import EngineConfig
 from millrace.core.kv.prefix import block_hashes, prefix_root
-from millrace.proxy.options import Options, Sampling
-from millrace.proxy.prefix import MOST_AT_ONCE_TOKENS, PromptHasher, add_blocks
+from millrace.proxy.request.options import Options, Sampling
+from millrace.proxy.text.prefix import MOST_AT_ONCE_TOKENS, PromptHasher, add_blocks
 from millrace.wire.pb import common_pb2
 from support.gateway import MODEL, Script, gateway, until
 

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from millrace.proxy.stop import StopScanner
+from millrace.proxy.text.stop import StopScanner
 
 
 def run(pieces, stops, include=False):

@@ -11,7 +11,7 @@ import pytest
 from millrace.bench.stub_model import stub_tokenizer, write_stub_model
 from millrace.core.errors import ModelError
 from millrace.proxy.model_card import read_model_card
-from millrace.proxy.tokenizer import INLINE_CHARACTERS, Tokenizer
+from millrace.proxy.text.tokenizer import INLINE_CHARACTERS, Tokenizer
 
 
 @pytest.fixture(scope="module")

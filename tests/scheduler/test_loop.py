@@ -21,7 +21,7 @@ from millrace.scheduler.peers import Proxy, Worker
 from millrace.scheduler.recorder import Recorder
 from millrace.state.open import open_store
 from millrace.telemetry.metrics import Registry
-from millrace.wire import scheduler_codec as codec
+from millrace.wire.codec import scheduler as codec
 from support.scheduler_peers import register, spec
 
 IN_ORDER = {"policy": "fcfs", "preemption": "none"}

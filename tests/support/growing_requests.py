@@ -16,18 +16,18 @@ import numpy as np
 from millrace.core.config import Config, EngineConfig, SchedulerConfig
 from millrace.core.cost.decode_step import DecodeStepTime
 from millrace.core.kv.layout import KvLayout
-from millrace.decode.book import RequestBook
 from millrace.decode.held_pages import HeldPages
+from millrace.decode.memory.request_pages import RequestPages
 from millrace.decode.metrics import DecodeMetrics
 from millrace.decode.request import DecodeRequest
-from millrace.decode.request_pages import RequestPages
+from millrace.decode.request_table import RequestBook
 from millrace.decode.running import Running
 from millrace.engine.decode_batch import TokenOut
 from millrace.engine.kv.pool import KvPool
 from millrace.engine.sampling.spec import SamplingSpec, finish_reason
+from millrace.instance.tasks import Tasks
 from millrace.telemetry.metrics import Registry
 from millrace.wire.pb import common_pb2
-from millrace.worker.tasks import Tasks
 from support.hashing_model import PAGE, HashingModel, reference
 
 PAGE_BYTES = 4 * 2 * PAGE

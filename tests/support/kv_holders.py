@@ -11,12 +11,12 @@ import numpy as np
 
 from millrace.core.config import TransferConfig
 from millrace.core.kv.layout import KvLayout
+from millrace.instance.transfer.kv_servicer import KvReceiverServicer
 from millrace.transfer.push.control import ReceiveCallbacks
 from millrace.transfer.push.receive.manager import ReceiveManager
 from millrace.transfer.transport.memory import MemoryHub, MemoryTransport
 from millrace.wire.pb import common_pb2, scheduler_pb2, transfer_pb2
 from millrace.wire.server import bind, create_server
-from millrace.worker.kv_servicer import KvReceiverServicer
 from support.deadlines import HANG_S
 from support.kv_nodes import Pool, read
 

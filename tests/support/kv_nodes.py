@@ -16,6 +16,7 @@ import numpy as np
 from millrace.core.config import TransferConfig
 from millrace.core.errors import TransferError
 from millrace.core.kv.layout import KvLayout
+from millrace.instance.transfer.kv_servicer import KvReceiverServicer
 from millrace.transfer.push.control import ReceiveCallbacks
 from millrace.transfer.push.receive.manager import ReceiveManager
 from millrace.transfer.push.send.manager import SendManager, SendSession
@@ -23,7 +24,6 @@ from millrace.transfer.transport.nixl.transport import NixlTransport
 from millrace.wire.kv_peer import KvPeers
 from millrace.wire.pb import transfer_pb2
 from millrace.wire.server import bind, create_server
-from millrace.worker.kv_servicer import KvReceiverServicer
 from support.deadlines import HANG_S
 from support.transfer_peers import ChildPipe
 

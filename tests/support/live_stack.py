@@ -10,8 +10,8 @@ from typing import Any
 
 import httpx
 
+from millrace.instance.tasks import stacks
 from millrace.local.stack import Stack, StackOptions
-from millrace.worker.tasks import stacks
 from support.deadlines import HANG_S
 
 POOL_BYTES = 64 << 20

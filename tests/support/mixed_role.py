@@ -15,11 +15,11 @@ from millrace.colocated.packing import Plan, Share
 from millrace.core.config import Config
 from millrace.core.config.sections import MixedConfig
 from millrace.core.cost.operators import DecodeAttention, OperatorModel, Table
+from millrace.instance.host import Role, WorkerContext
 from millrace.state.memory_store import MemoryStore
 from millrace.transfer.transport.memory import MemoryHub
 from millrace.wire.channel import open_channel
 from millrace.wire.pb import common_pb2, decode_pb2, decode_pb2_grpc, scheduler_pb2
-from millrace.worker.host import Role, WorkerContext
 from support.live_stack import eventually
 from support.tiny_models import prompt
 from support.worker_roles import (

@@ -18,12 +18,12 @@ from millrace.core.config import Config, EngineConfig, SchedulerConfig, StoreCon
 from millrace.engine.assembly import open_engine
 from millrace.engine.attention.ring import RingTask
 from millrace.engine.forward.local_runner import Boundary, PrefillTask
+from millrace.instance.host import Role, WorkerContext
 from millrace.state.memory_store import MemoryStore
 from millrace.telemetry.metrics import Registry
 from millrace.transfer.transport.memory import MemoryHub, MemoryTransport
 from millrace.wire.pb import common_pb2, scheduler_pb2
 from millrace.wire.server import bind, create_server
-from millrace.worker.host import Role, WorkerContext
 from support.deadlines import HANG_S
 from support.live_stack import eventually
 from support.tiny_models import model_folder

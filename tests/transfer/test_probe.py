@@ -14,6 +14,8 @@ import pytest
 import torch
 
 from millrace.core.errors import TransferError
+from millrace.instance.transfer import kv_path as kv_path_module
+from millrace.instance.transfer.kv_path import KvPath, chosen_peers
 from millrace.telemetry.metrics import Registry
 from millrace.transfer.probe.pattern import (
     PATTERN_BYTES,
@@ -31,8 +33,6 @@ from millrace.wire.channel import open_channel
 from millrace.wire.pb import common_pb2, transfer_pb2, transfer_pb2_grpc
 from millrace.wire.scheduler_client import InstanceView
 from millrace.wire.server import bind, create_server
-from millrace.worker import kv_path as kv_path_module
-from millrace.worker.kv_path import KvPath, chosen_peers
 from support.deadlines import HANG_S
 from support.live_stack import eventually
 from support.scheduler_peers import Net, scheduler

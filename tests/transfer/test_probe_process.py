@@ -14,6 +14,8 @@ import pytest
 import torch
 
 from millrace.core.errors import TransferError
+from millrace.instance.transfer import kv_path as kv_path_module
+from millrace.instance.transfer.kv_path import KvPath
 from millrace.telemetry.metrics import Registry
 from millrace.transfer.probe.pattern import (
     LOOPBACK_TRIES,
@@ -29,8 +31,6 @@ from millrace.transfer.transport.nixl.transport import NixlTransport
 from millrace.transfer.transport.peers import PeerMetadata
 from millrace.wire.pb import common_pb2
 from millrace.wire.server import bind, create_server
-from millrace.worker import kv_path as kv_path_module
-from millrace.worker.kv_path import KvPath
 from support.live_stack import eventually
 from support.scheduler_peers import Net, scheduler
 

@@ -10,7 +10,7 @@ from millrace.core.cost.decode_step import DecodeStepTime
 from millrace.core.cost.latency import Latency, SpLatency
 from millrace.core.request import Chunk, RequestState, Shard
 from millrace.core.scheduler import effects, events
-from millrace.wire import scheduler_codec as codec
+from millrace.wire.codec import scheduler as codec
 from millrace.wire.pb import common_pb2, scheduler_pb2
 
 LATENCY = Latency(a=1, b=2, c=3, d=4, points=((16, 0.5), (64, 0.5), (100, 2.0)))

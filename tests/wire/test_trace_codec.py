@@ -6,8 +6,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from millrace.core.span import Span
+from millrace.wire.codec.trace import spans_from_wire, spans_to_wire
 from millrace.wire.pb import common_pb2
-from millrace.wire.trace_codec import spans_from_wire, spans_to_wire
 
 TEXT = st.text(st.characters(exclude_categories=["Cs"]))
 SPANS = st.builds(

@@ -9,7 +9,7 @@ import pytest
 from millrace.core.errors import TransferError
 from millrace.core.kv.layout import KvLayout
 from millrace.core.kv.transfer import HandshakeAsk, HandshakeGrant, Incarnation, Ticket
-from millrace.wire.transfer_codec import (
+from millrace.wire.codec.transfer import (
     ask_message,
     ask_of,
     grant_message,

@@ -18,15 +18,15 @@ import torch
 from millrace.core.config import Config, EngineConfig, TelemetryConfig
 from millrace.core.errors import ConfigError
 from millrace.decode.loop import DecodeRole
+from millrace.instance import host as host_module
+from millrace.instance.host import WorkerOptions, serve_worker
+from millrace.instance.transfer import kv_path as kv_path_module
 from millrace.prefill.loop import PrefillRole
 from millrace.transfer.probe.pattern import End, ProbeDiedError
 from millrace.transfer.probe.process import ProbeServer
 from millrace.transfer.transport.peers import PeerMetadata
 from millrace.wire.address import host_port
 from millrace.wire.pb import scheduler_pb2
-from millrace.worker import host as host_module
-from millrace.worker import kv_path as kv_path_module
-from millrace.worker.host import WorkerOptions, serve_worker
 from support.deadlines import HANG_S
 from support.live_stack import eventually
 from support.scheduler_peers import Net, scheduler

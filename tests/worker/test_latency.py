@@ -13,9 +13,9 @@ import torch
 from millrace.core.config import EngineConfig
 from millrace.core.errors import ConfigError
 from millrace.engine.assembly import Engine, open_engine, profile_key
+from millrace.instance.latency import decode_step, prefill_latency
 from millrace.profiles import encode, load_profile
 from millrace.profiles.cache import ProfileCache
-from millrace.worker.latency import decode_step, prefill_latency
 from support.tiny_models import model_folder
 
 NAME = "llama3-8b-a100-tp1"

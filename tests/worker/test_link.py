@@ -7,10 +7,10 @@ from typing import Any
 import pytest
 import pytest_asyncio
 
+from millrace.instance import link as link_module
+from millrace.instance.link import WorkerLink, request_released
 from millrace.wire.pb import scheduler_pb2, scheduler_pb2_grpc
 from millrace.wire.server import bind, create_server
-from millrace.worker import link as link_module
-from millrace.worker.link import WorkerLink, request_released
 from support.deadlines import HANG_S
 from support.live_stack import eventually
 

@@ -21,7 +21,7 @@ from millrace.core.errors import ConfigError
 from millrace.engine.assembly import Engine, open_engine
 from millrace.engine.errors import EngineFallen
 from millrace.engine.forward.local_runner import PrefillTask
-from millrace.worker.stages import open_staged_engine
+from millrace.instance.stages.stages import open_staged_engine
 from support.deadlines import HANG_S
 from support.staged import FIVE_LAYERS
 from support.tiny_engine import Request, decode, prefill
@@ -122,7 +122,7 @@ import os, signal, sys
 import psutil
 
 from millrace.core.config import EngineConfig
-from millrace.worker.stages import open_staged_engine
+from millrace.instance.stages.stages import open_staged_engine
 
 if __name__ == "__main__":
     config = EngineConfig(device="cpu", stages=2, tensor_parallel=2, kv_bytes=1 << 22, threads=1)

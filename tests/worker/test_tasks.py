@@ -5,7 +5,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from millrace.worker.tasks import Tasks, awaited_frames, place_of, stacks
+from millrace.instance.tasks import Tasks, awaited_frames, place_of, stacks
 from support.deadlines import HANG_S
 
 

@@ -21,12 +21,12 @@ from millrace.core.kv.kvp_pass import RemoteShard
 from millrace.engine.assembly import open_kv_only
 from millrace.engine.attention.kvp_memory import exchange_memory
 from millrace.engine.attention.kvp_worker import ShardAttention
+from millrace.instance.shards.shard_host import exchange_shape
+from millrace.instance.shards.shard_metrics import TimedShards
 from millrace.transfer.kvp.exchange import KvpExchange
 from millrace.transfer.kvp.server import KvpDesk
 from millrace.transfer.transport.nixl.transport import NixlTransport
 from millrace.transfer.transport.regions import Memory
-from millrace.worker.shard_host import exchange_shape
-from millrace.worker.shard_metrics import TimedShards
 
 START_TIMEOUT_S = 300.0
 ANSWER_TIMEOUT_S = 60.0

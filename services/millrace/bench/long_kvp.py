@@ -37,11 +37,11 @@ from millrace.engine.attention.kvp_memory import exchange_memory
 from millrace.engine.attention.kvp_owner import Remote, reach_of
 from millrace.engine.forward.local_runner import ModelRunner
 from millrace.engine.forward.prefill_task import PrefillTask
+from millrace.instance.shards.shard_host import exchange_shape
 from millrace.transfer.kvp.exchange import KvpExchange
 from millrace.transfer.transport.nixl.environment import transport_environment
 from millrace.transfer.transport.nixl.transport import NixlTransport
 from millrace.transfer.transport.regions import Memory
-from millrace.worker.shard_host import exchange_shape
 
 Told = Callable[[str], None]
 Document = dict[str, Any]

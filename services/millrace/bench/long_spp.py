@@ -22,7 +22,7 @@ from millrace.bench.long_model import kv_bytes
 from millrace.core.config import EngineConfig
 from millrace.engine.assembly import Engine, open_engine
 from millrace.engine.forward.local_runner import PrefillTask
-from millrace.worker.stages import open_staged_engine
+from millrace.instance.stages.stages import open_staged_engine
 
 _HOST = "127.0.0.1"
 

@@ -13,7 +13,7 @@ from typing import Any, Generic, TypeVar
 import grpc
 
 from millrace.core.priority import POLICIES
-from millrace.wire import scheduler_codec as codec
+from millrace.wire.codec import scheduler as codec
 from millrace.wire.pb import (
     common_pb2,
     decode_pb2,

@@ -17,12 +17,12 @@ from millrace.core.config import TransferConfig
 from millrace.core.errors import TransferError
 from millrace.core.kv.layout import KvLayout
 from millrace.engine.kv.pool import KvPool
+from millrace.instance.transfer.kv_servicer import KvReceiverServicer
 from millrace.transfer.push.control import ReceiveCallbacks
 from millrace.transfer.push.receive.manager import ReceiveManager
 from millrace.transfer.transport.nixl.transport import NixlTransport
 from millrace.transfer.transport.regions import Memory
 from millrace.wire.server import bind, create_server
-from millrace.worker.kv_servicer import KvReceiverServicer
 
 MIB = 1 << 20
 #: Staging of each backend of the buffered receiver: a slot holds 1 MiB, 256 tokens of a layer.

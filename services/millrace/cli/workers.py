@@ -71,7 +71,7 @@ def _add(app: typer.Typer, role: str, module: str, summary: str) -> None:
         ready_fd: ReadyFd = None,
     ) -> None:
         serve = importlib.import_module(module).serve
-        from millrace.worker.host import WorkerOptions
+        from millrace.instance.host import WorkerOptions
 
         if role == "kvp" and stages is not None:
             raise typer.BadParameter(
@@ -110,7 +110,7 @@ def _colocated(
 ) -> None:
     """Prefill and decode in one process: as a pair of instances, or one that mixes its batches."""
     from millrace.colocated.main import serve
-    from millrace.worker.host import WorkerOptions
+    from millrace.instance.host import WorkerOptions
 
     tree = configure(config, with_stages(settings, stages), instance_id or "colocated")
     options = WorkerOptions(

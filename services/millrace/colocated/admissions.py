@@ -6,19 +6,19 @@ from collections.abc import Callable
 from typing import Final
 
 from millrace.core.errors import CapacityError
-from millrace.decode.book import RequestBook
+from millrace.decode.kvp.shards import SpreadRequests
+from millrace.decode.memory.prefix import RequestPrefixes
+from millrace.decode.memory.request_pages import RequestPages
 from millrace.decode.metrics import DecodeMetrics
-from millrace.decode.prefix import RequestPrefixes
 from millrace.decode.request import DecodeRequest
-from millrace.decode.request_pages import RequestPages
-from millrace.decode.shards import SpreadRequests
+from millrace.decode.request_table import RequestBook
 from millrace.engine.decode_batch import DecodeBatch
 from millrace.engine.kv.prefix_cache import PrefixCache
+from millrace.instance.host import WorkerContext
+from millrace.instance.link import request_failed, request_released
+from millrace.instance.prefix import prompt_blocks
+from millrace.instance.tasks import Tasks
 from millrace.wire.pb import common_pb2, scheduler_pb2
-from millrace.worker.host import WorkerContext
-from millrace.worker.link import request_failed, request_released
-from millrace.worker.prefix import prompt_blocks
-from millrace.worker.tasks import Tasks
 
 #: Tokens of spread prompts that a pass computes at most, and of the pool's room that they spill
 #: into, one part in so many.

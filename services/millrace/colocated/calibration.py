@@ -8,12 +8,12 @@ from dataclasses import replace
 from millrace.core.config import EngineConfig
 from millrace.core.cost.operators import OperatorModel, Table
 from millrace.engine.assembly import Engine
+from millrace.instance.latency import profile_of
 from millrace.profiler.measure import measure
 from millrace.profiler.mixed_fit import mixed_model
 from millrace.profiler.workload import Workload
 from millrace.profiles import load_profile
 from millrace.profiles.degrees import REFERENCE
-from millrace.worker.latency import profile_of
 
 log = logging.getLogger(__name__)
 

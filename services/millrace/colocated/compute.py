@@ -16,7 +16,7 @@ from millrace.engine.errors import EngineFallen
 from millrace.engine.forward.local_runner import ModelRunner
 from millrace.engine.forward.prefill_task import PrefillTask
 from millrace.engine.sampling.sampler import Sampler
-from millrace.prefill.first_tokens import (
+from millrace.prefill.compute.first_tokens import (
     PrefillOutcome,
     SamplingError,
     prompt_logprobs,

@@ -7,7 +7,7 @@ from collections.abc import Callable
 from millrace.colocated.mixed import serve as serve_mixed
 from millrace.colocated.pair import serve as serve_pair
 from millrace.core.config import Config
-from millrace.worker.host import WorkerOptions
+from millrace.instance.host import WorkerOptions
 
 #: By the name of `--role`.
 SERVE = {"pair": serve_pair, "mixed": serve_mixed}

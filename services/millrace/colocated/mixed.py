@@ -26,27 +26,27 @@ from millrace.colocated.prompts import Prompts
 from millrace.core.config import Config
 from millrace.core.cost.decode_step import DecodeStepTime
 from millrace.core.cost.operators import OperatorModel
-from millrace.decode.answers import Answers
-from millrace.decode.book import RequestBook
 from millrace.decode.metrics import DecodeMetrics
+from millrace.decode.output.output import Answers
 from millrace.decode.pace import TokenPace
 from millrace.decode.request import DecodeRequest
+from millrace.decode.request_table import RequestBook
 from millrace.decode.servicer import DecodeServicer
 from millrace.decode.token_streams import life_of
 from millrace.engine.kv.prefix_cache import PrefixCache
+from millrace.instance.codec import Stopwatch, decode_step_message
+from millrace.instance.host import Loaded, WorkerContext, WorkerOptions, open_for, serve_role
+from millrace.instance.latency import prefill_latency
+from millrace.instance.prefix import cached_blocks
+from millrace.instance.shards.kvp_servicer import KvpServicer
+from millrace.instance.shards.shard_host import ShardHost
+from millrace.instance.shards.shard_table import NOBODY, ShardBook
+from millrace.instance.tasks import Tasks, stop_event
+from millrace.instance.transfer.kv_servicer import KvReceiverServicer
+from millrace.instance.vitals import open_vitals
 from millrace.profiles import decode_step
 from millrace.transfer.push.receive.manager import ReceiveManager
 from millrace.wire.pb import scheduler_pb2
-from millrace.worker.codec import Stopwatch, decode_step_message
-from millrace.worker.host import Loaded, WorkerContext, WorkerOptions, open_for, serve_role
-from millrace.worker.kv_servicer import KvReceiverServicer
-from millrace.worker.kvp_servicer import KvpServicer
-from millrace.worker.latency import prefill_latency
-from millrace.worker.prefix import cached_blocks
-from millrace.worker.shard_book import NOBODY, ShardBook
-from millrace.worker.shard_host import ShardHost
-from millrace.worker.tasks import Tasks, stop_event
-from millrace.worker.vitals import open_vitals
 
 log = logging.getLogger(__name__)
 

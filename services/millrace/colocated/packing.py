@@ -27,7 +27,7 @@ from millrace.core.priority.lars import relative_slack
 from millrace.core.request import Request, Slo
 from millrace.core.scheduler.machine import DEADLINE_FACTOR, LEAST_DEADLINE_S
 from millrace.decode.request import DecodeRequest
-from millrace.prefill.first_tokens import LogprobsRun
+from millrace.prefill.compute.first_tokens import LogprobsRun
 
 log = logging.getLogger(__name__)
 

@@ -16,11 +16,11 @@ from dataclasses import replace
 
 from millrace.core.config import Config
 from millrace.decode.loop import DecodeRole
+from millrace.instance.host import Loaded, Role, WorkerContext, WorkerOptions, open_for, serve_role
+from millrace.instance.latency import decode_step, prefill_latency
+from millrace.instance.tasks import stop_event
+from millrace.instance.vitals import open_vitals
 from millrace.prefill.loop import PrefillRole
-from millrace.worker.host import Loaded, Role, WorkerContext, WorkerOptions, open_for, serve_role
-from millrace.worker.latency import decode_step, prefill_latency
-from millrace.worker.tasks import stop_event
-from millrace.worker.vitals import open_vitals
 
 ROLES: dict[str, Callable[[WorkerContext], Role]] = {"prefill": PrefillRole, "decode": DecodeRole}
 

@@ -12,16 +12,16 @@ from millrace.colocated.compute import Iteration
 from millrace.colocated.packing import IterationPacker, Plan, Prompt, Share
 from millrace.colocated.stretches import Stretches
 from millrace.core.errors import IntegrityError
-from millrace.decode.answers import Answers
-from millrace.decode.book import RequestBook
+from millrace.decode.output.output import Answers
 from millrace.decode.request import DecodeRequest
-from millrace.prefill.first_tokens import PrefillOutcome
+from millrace.decode.request_table import RequestBook
+from millrace.instance.codec import logprobs_message
+from millrace.instance.host import WorkerContext
+from millrace.instance.tasks import Tasks
+from millrace.prefill.compute.first_tokens import PrefillOutcome
 from millrace.prefill.prompt import fetch_whole
 from millrace.state.store import StoreError
 from millrace.wire.pb import common_pb2, scheduler_pb2, transfer_pb2
-from millrace.worker.codec import logprobs_message
-from millrace.worker.host import WorkerContext
-from millrace.worker.tasks import Tasks
 
 log = logging.getLogger(__name__)
 

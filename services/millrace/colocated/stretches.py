@@ -6,8 +6,8 @@ took. Between two stretches other prompts went before it.
 
 from __future__ import annotations
 
+from millrace.instance.codec import Stopwatch, span
 from millrace.wire.pb import common_pb2
-from millrace.worker.codec import Stopwatch, span
 
 
 class Stretches:

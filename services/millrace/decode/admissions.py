@@ -5,22 +5,22 @@ from __future__ import annotations
 import logging
 
 from millrace.core.errors import CapacityError, MillraceError, TransferError
-from millrace.decode.answers import Answers
-from millrace.decode.book import RequestBook
 from millrace.decode.held_pages import HeldPages
+from millrace.decode.kvp.shards import SpreadRequests
+from millrace.decode.memory.prefix import RequestPrefixes
+from millrace.decode.memory.request_pages import RequestPages
 from millrace.decode.metrics import DecodeMetrics
-from millrace.decode.prefix import RequestPrefixes
+from millrace.decode.output.output import Answers
 from millrace.decode.request import DecodeRequest
-from millrace.decode.request_pages import RequestPages
-from millrace.decode.shards import SpreadRequests
+from millrace.decode.request_table import RequestBook
+from millrace.instance.codec import span
+from millrace.instance.host import WorkerContext
+from millrace.instance.link import request_failed, request_released
+from millrace.instance.shards.shard_table import ShardBook
+from millrace.instance.tasks import Tasks
 from millrace.transfer.push.control import ReceiveCallbacks
 from millrace.transfer.push.receive.manager import ReceiveManager
 from millrace.wire.pb import scheduler_pb2, transfer_pb2
-from millrace.worker.codec import span
-from millrace.worker.host import WorkerContext
-from millrace.worker.link import request_failed, request_released
-from millrace.worker.shard_book import ShardBook
-from millrace.worker.tasks import Tasks
 
 log = logging.getLogger(__name__)
 

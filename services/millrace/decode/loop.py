@@ -16,23 +16,23 @@ from concurrent.futures import ThreadPoolExecutor
 import grpc
 
 from millrace.decode.admissions import Admissions
-from millrace.decode.answers import Answers
-from millrace.decode.book import RequestBook
 from millrace.decode.metrics import DecodeMetrics
+from millrace.decode.output.output import Answers
 from millrace.decode.pace import TokenPace
+from millrace.decode.request_table import RequestBook
 from millrace.decode.running import Running
 from millrace.decode.servicer import DecodeServicer
 from millrace.decode.token_streams import life_of
 from millrace.engine.decode_batch import TokenOut
+from millrace.instance.codec import decode_step_message
+from millrace.instance.host import WorkerContext
+from millrace.instance.prefix import cached_blocks
+from millrace.instance.shards.kvp_servicer import KvpServicer
+from millrace.instance.shards.shard_host import ShardHost
+from millrace.instance.shards.shard_table import ShardBook
+from millrace.instance.tasks import Tasks
+from millrace.instance.transfer.kv_servicer import KvReceiverServicer
 from millrace.wire.pb import scheduler_pb2
-from millrace.worker.codec import decode_step_message
-from millrace.worker.host import WorkerContext
-from millrace.worker.kv_servicer import KvReceiverServicer
-from millrace.worker.kvp_servicer import KvpServicer
-from millrace.worker.prefix import cached_blocks
-from millrace.worker.shard_book import ShardBook
-from millrace.worker.shard_host import ShardHost
-from millrace.worker.tasks import Tasks
 
 log = logging.getLogger(__name__)
 

@@ -6,7 +6,7 @@ from collections.abc import Callable
 
 from millrace.core.config import Config
 from millrace.decode.loop import DecodeRole
-from millrace.worker.host import WorkerOptions, serve_worker
+from millrace.instance.host import WorkerOptions, serve_worker
 
 
 async def serve(

@@ -14,9 +14,9 @@ from millrace.decode.held_pages import HeldPages
 from millrace.decode.token_streams import Life, life_of
 from millrace.engine.decode_batch import Sequence
 from millrace.engine.sampling.spec import SamplingSpec
+from millrace.instance.codec import Stopwatch, sampling_spec, span
+from millrace.instance.link import request_released
 from millrace.wire.pb import common_pb2, scheduler_pb2
-from millrace.worker.codec import Stopwatch, sampling_spec, span
-from millrace.worker.link import request_released
 
 
 @dataclass(slots=True, eq=False)

@@ -5,20 +5,20 @@ from __future__ import annotations
 import time
 
 from millrace.decode.admissions import Admissions
-from millrace.decode.answers import Answers
-from millrace.decode.book import RequestBook
+from millrace.decode.memory.preemption import Preemption
+from millrace.decode.memory.priority import in_danger
+from millrace.decode.memory.swapping import Preempted, Swapper
 from millrace.decode.metrics import DecodeMetrics
-from millrace.decode.preemption import Preemption
-from millrace.decode.priority import in_danger
+from millrace.decode.output.output import Answers
 from millrace.decode.request import DecodeRequest
-from millrace.decode.swapping import Preempted, Swapper
+from millrace.decode.request_table import RequestBook
 from millrace.engine.decode_batch import DecodeBatch, TokenOut
 from millrace.engine.forward.local_runner import ModelRunner
 from millrace.engine.kv.host_swap import KvSwap
 from millrace.engine.sampling.sampler import Sampler
+from millrace.instance.host import WorkerContext
+from millrace.instance.tasks import Tasks
 from millrace.wire.pb import scheduler_pb2
-from millrace.worker.host import WorkerContext
-from millrace.worker.tasks import Tasks
 
 
 class Running:

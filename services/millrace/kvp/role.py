@@ -7,13 +7,13 @@ import logging
 import grpc
 
 from millrace.engine.assembly import KvMemory
+from millrace.instance.host import HostContext
+from millrace.instance.shards.kvp_servicer import KvpServicer
+from millrace.instance.shards.shard_host import ShardHost
+from millrace.instance.shards.shard_table import NOBODY, ShardBook
+from millrace.instance.transfer.kv_servicer import KvReceiverServicer
 from millrace.transfer.push.receive.manager import ReceiveManager
 from millrace.wire.pb import scheduler_pb2
-from millrace.worker.host import HostContext
-from millrace.worker.kv_servicer import KvReceiverServicer
-from millrace.worker.kvp_servicer import KvpServicer
-from millrace.worker.shard_book import NOBODY, ShardBook
-from millrace.worker.shard_host import ShardHost
 
 log = logging.getLogger(__name__)
 

@@ -14,11 +14,11 @@ from millrace.core.kv.layout import KvLayout
 from millrace.core.kv.sp_layout import RING_BUFFERS, Layout, Run, layout
 from millrace.core.request import Chunk
 from millrace.engine.sampling.spec import SamplingSpec
+from millrace.instance.codec import Stopwatch, sampling_spec, span
 from millrace.prefill.metrics import PrefillMetrics
 from millrace.transfer.push.control import Sending
 from millrace.transfer.ring.manager import GroupLink
 from millrace.wire.pb import common_pb2, scheduler_pb2
-from millrace.worker.codec import Stopwatch, sampling_spec, span
 
 PREEMPTED: Final = "preempted"
 LATER_STAGES: Final = "later_stages"  # its pass is there; nothing to compute at the first

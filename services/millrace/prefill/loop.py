@@ -19,27 +19,27 @@ import torch
 from millrace.core.errors import CapacityError, MillraceError, TransferError
 from millrace.engine.errors import EngineFallen
 from millrace.engine.execution_pool import ExecutionPool, StopPoint
-from millrace.prefill.compute import Entry, PrefillCompute
-from millrace.prefill.gang import GangEntry
-from millrace.prefill.group import GroupError
+from millrace.instance.codec import logprobs_message
+from millrace.instance.host import WorkerContext
+from millrace.instance.link import request_failed, request_released
+from millrace.instance.prefix import cached_blocks
+from millrace.instance.tasks import Tasks
+from millrace.prefill.compute.entry import Entry, PrefillCompute
+from millrace.prefill.compute.gang_entry import GangEntry
+from millrace.prefill.compute.work import Work, request_of, task_name, task_names
+from millrace.prefill.group.membership import Meetings
+from millrace.prefill.group.rendezvous import GroupError
 from millrace.prefill.job import Cancelled, PrefillJob
-from millrace.prefill.meeting import Meetings
 from millrace.prefill.metrics import PrefillMetrics
 from millrace.prefill.prefix import PromptPrefixes
 from millrace.prefill.prompt import fetch_prompt
 from millrace.prefill.sending import open_session, transfer_spans
 from millrace.prefill.turns import OrderedTurn
-from millrace.prefill.work import Work, request_of, task_name, task_names
 from millrace.state.store import StoreError
 from millrace.transfer.push.control import Sending
 from millrace.transfer.push.send.manager import SendManager
 from millrace.wire.kv_peer import KvPeers
 from millrace.wire.pb import common_pb2, scheduler_pb2, transfer_pb2
-from millrace.worker.codec import logprobs_message
-from millrace.worker.host import WorkerContext
-from millrace.worker.link import request_failed, request_released
-from millrace.worker.prefix import cached_blocks
-from millrace.worker.tasks import Tasks
 
 log = logging.getLogger(__name__)
 

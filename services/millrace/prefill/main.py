@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from millrace.core.config import Config
+from millrace.instance.host import WorkerOptions, serve_worker
 from millrace.prefill.loop import PrefillRole
-from millrace.worker.host import WorkerOptions, serve_worker
 
 
 async def serve(

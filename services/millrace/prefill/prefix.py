@@ -15,10 +15,10 @@ from collections.abc import Iterable, Sequence
 
 from millrace.core.kv.prefix import reusable
 from millrace.core.kv.sp_layout import Run
+from millrace.instance.host import WorkerContext
+from millrace.instance.prefix import open_prefix_cache, prompt_blocks
 from millrace.prefill.job import PrefillJob
 from millrace.prefill.metrics import PrefillMetrics
-from millrace.worker.host import WorkerContext
-from millrace.worker.prefix import open_prefix_cache, prompt_blocks
 
 
 class PromptPrefixes:

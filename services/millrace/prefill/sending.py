@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from millrace.core.errors import TransferError
+from millrace.instance.codec import span
 from millrace.prefill.job import PrefillJob
 from millrace.transfer.push.control import Sending, Target
 from millrace.transfer.push.send.manager import SendManager
 from millrace.wire.kv_peer import KvPeers
 from millrace.wire.pb import common_pb2, scheduler_pb2, transfer_pb2
-from millrace.worker.codec import span
 
 
 async def open_session(sender: SendManager, peers: KvPeers, job: PrefillJob) -> Sending:

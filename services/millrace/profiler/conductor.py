@@ -31,8 +31,8 @@ from millrace.profiler.costs import Costs, read_costs
 from millrace.profiler.group_run import Run, Underway
 from millrace.state.open import open_store
 from millrace.state.store import RequestStore
-from millrace.wire import scheduler_codec as codec
 from millrace.wire.channel import open_channel
+from millrace.wire.codec import scheduler as codec
 from millrace.wire.pb import common_pb2, decode_pb2, decode_pb2_grpc, scheduler_pb2
 from millrace.wire.server import bind, create_server
 

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from millrace.core.request import Slo
 from millrace.proxy.errors import RETRY_AFTER_S, ApiError
-from millrace.proxy.options import Sampling
+from millrace.proxy.request.options import Sampling
 from millrace.wire.pb import common_pb2, scheduler_pb2
 
 Life = tuple[str, int]  # id and generation

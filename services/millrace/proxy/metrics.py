@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from millrace.proxy.generation import Generation
+from millrace.proxy.generation.generation import Generation
 from millrace.telemetry.metrics import Registry
 
 

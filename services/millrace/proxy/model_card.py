@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from millrace.core.errors import ModelError
-from millrace.proxy.options import SamplingDefaults
+from millrace.proxy.request.options import SamplingDefaults
 
 _DEFAULT_CONTEXT_TOKENS = 2048
 

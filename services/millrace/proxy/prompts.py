@@ -6,12 +6,12 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from millrace.proxy.chat_template import ChatTemplate
 from millrace.proxy.errors import ApiError, bad_field
-from millrace.proxy.options import Limits
-from millrace.proxy.prefix import NO_BLOCKS, PromptBlocks
-from millrace.proxy.tokenizer import TokenArray, Tokenizer
-from millrace.proxy.validation import CompletionRequest, Conversation, Prompt
+from millrace.proxy.request.options import Limits
+from millrace.proxy.request.validation import CompletionRequest, Conversation, Prompt
+from millrace.proxy.text.chat_template import ChatTemplate
+from millrace.proxy.text.prefix import NO_BLOCKS, PromptBlocks
+from millrace.proxy.text.tokenizer import TokenArray, Tokenizer
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

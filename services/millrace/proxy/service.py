@@ -14,18 +14,18 @@ import uvicorn
 
 from millrace.core.config import Config
 from millrace.core.errors import MillraceError
-from millrace.proxy.app import RenderMetrics, create_app
-from millrace.proxy.chat_template import ChatTemplate
 from millrace.proxy.codec import Life
-from millrace.proxy.gateway import Gateway
-from millrace.proxy.generate import Services
+from millrace.proxy.fleet.gateway import Gateway
+from millrace.proxy.http.app import RenderMetrics, create_app
+from millrace.proxy.http.generate import Services
+from millrace.proxy.http.objectives import Objectives
 from millrace.proxy.metrics import ProxyMetrics
 from millrace.proxy.model_card import ModelCard, read_model_card
-from millrace.proxy.objectives import Objectives
-from millrace.proxy.options import Limits
 from millrace.proxy.prompts import PromptReader
-from millrace.proxy.tokenizer import Tokenizer
-from millrace.proxy.validation import Bodies
+from millrace.proxy.request.options import Limits
+from millrace.proxy.request.validation import Bodies
+from millrace.proxy.text.chat_template import ChatTemplate
+from millrace.proxy.text.tokenizer import Tokenizer
 from millrace.state.open import open_store
 from millrace.telemetry.otlp import open_traces
 

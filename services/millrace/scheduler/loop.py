@@ -28,8 +28,8 @@ from millrace.scheduler.peers import Proxy, Worker
 from millrace.scheduler.recorder import Recorder
 from millrace.scheduler.recording import Recording
 from millrace.telemetry.metrics import Registry
-from millrace.wire import scheduler_codec as codec
-from millrace.wire import status_codec
+from millrace.wire.codec import scheduler as codec
+from millrace.wire.codec import status as status_codec
 from millrace.wire.pb import common_pb2, scheduler_pb2
 
 log = logging.getLogger(__name__)

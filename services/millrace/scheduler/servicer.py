@@ -14,8 +14,8 @@ import grpc
 from millrace.core.scheduler import effects, events
 from millrace.scheduler.loop import SchedulerLoop
 from millrace.scheduler.peers import Outbox, Proxy, Worker
-from millrace.wire import scheduler_codec as codec
-from millrace.wire.load_codec import load_message
+from millrace.wire.codec import scheduler as codec
+from millrace.wire.codec.load import load_message
 from millrace.wire.pb import common_pb2, scheduler_pb2, scheduler_pb2_grpc
 
 log = logging.getLogger(__name__)

@@ -14,13 +14,13 @@ from millrace.core.kv.transfer import (
     Ticket,
 )
 from millrace.wire.channel import Channels
-from millrace.wire.pb import transfer_pb2, transfer_pb2_grpc
-from millrace.wire.transfer_codec import (
+from millrace.wire.codec.transfer import (
     ask_message,
     grant_of,
     history_message,
     incarnation_message,
 )
+from millrace.wire.pb import transfer_pb2, transfer_pb2_grpc
 
 
 class GrpcKvPeer:

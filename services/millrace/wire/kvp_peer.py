@@ -10,7 +10,7 @@ import grpc
 from millrace.core.errors import TransferError
 from millrace.core.kv.kvp_hold import AttachAsk, AttachGrant, HoldAsk
 from millrace.wire.channel import Channels
-from millrace.wire.kvp_codec import attach_message, grant_of, hold_message
+from millrace.wire.codec.kvp import attach_message, grant_of, hold_message
 from millrace.wire.pb import kvp_pb2, kvp_pb2_grpc
 
 Q = TypeVar("Q")

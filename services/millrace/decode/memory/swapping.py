@@ -1,0 +1,198 @@
+"""Preempted requests: out of the batch, with their KV in its pages or in host memory."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field, replace
+from enum import Enum, auto
+
+from millrace.core.errors import CapacityError, IntegrityError
+from millrace.decode.held_pages import HeldPages
+from millrace.decode.memory.request_pages import RequestPages
+from millrace.decode.metrics import DecodeMetrics
+from millrace.decode.request import DecodeRequest
+from millrace.engine.decode_batch import PausedSequence
+from millrace.engine.kv.host_swap import KvSwap
+from millrace.instance.tasks import Tasks
+
+
+class Place(Enum):
+    """Where a preempted request's KV is."""
+
+    PAGES = auto()
+    LEAVING = auto()  # being copied to the host
+    HOST = auto()
+    RETURNING = auto()  # being copied back
+
+
+@dataclass(slots=True, eq=False)
+class Preempted:
+    """A request out of the batch, to go on there as if it had never left."""
+
+    request: DecodeRequest
+    sequences: list[PausedSequence]  # none: it had yet to join
+    page_tokens: int
+    grows: bool
+    place: Place = Place.PAGES
+    slots: list[int] = field(default_factory=list)  # in host memory; one a page that holds KV
+    was_swapped: bool = False
+
+    @property
+    def is_copying(self) -> bool:
+        return self.place in (Place.LEAVING, Place.RETURNING)
+
+    @property
+    def shared_pages(self) -> int:
+        return self.request.prompt_tokens // self.page_tokens
+
+    def kv_pages(self) -> dict[int, int]:
+        """Pages of its own that each choice's KV is in, beside the shared ones.
+
+        Of a request that had yet to join these are choice 0's: the others' copies of the prompt's
+        last page are yet to be made.
+        """
+        return self._own_pages(0)
+
+    def lacking(self) -> dict[int, int]:
+        """`wanted_pages`, beside those that it holds."""
+        held = self.request.pages.own
+        wanted = {c: n - len(held.get(c, ())) for c, n in self.wanted_pages().items()}
+        return {choice: count for choice, count in wanted.items() if count > 0}
+
+    def wanted_pages(self) -> dict[int, int]:
+        """Pages of its own that each choice needs: to be fed one token, or all that it may come to.
+
+        All where the request does not grow.
+        """
+        if self.grows:
+            return self._own_pages(1)
+        whole = self.request.prompt_tokens + self.request.sampling.max_tokens
+        count = -(-whole // self.page_tokens) - self.shared_pages
+        choices = [p.sequence.choice for p in self.sequences] or range(self.request.sampling.n)
+        return dict.fromkeys(choices, count)
+
+    def _own_pages(self, more_tokens: int) -> dict[int, int]:
+        if not self.sequences:
+            tokens = {0: self.request.prompt_tokens}
+        else:
+            tokens = {paused.sequence.choice: paused.kv_tokens for paused in self.sequences}
+        return {
+            choice: -(-(count + more_tokens) // self.page_tokens) - self.shared_pages
+            for choice, count in tokens.items()
+        }
+
+    def move_in(self) -> None:
+        """Its sequences are to read the pages that the request holds now."""
+        self.sequences = [
+            replace(
+                paused,
+                sequence=replace(
+                    paused.sequence, pages=self.request.pages.of_choice(paused.sequence.choice)
+                ),
+            )
+            for paused in self.sequences
+        ]
+
+
+class Swapper:
+    """Copies on a thread of its own; all else is on the event loop.
+
+    `vacate` waits until nothing writes to a request's pages any more; `wake` says that a copy has
+    ended.
+    """
+
+    def __init__(
+        self,
+        swap: KvSwap,
+        pages: RequestPages,
+        tasks: Tasks,
+        metrics: DecodeMetrics,
+        *,
+        vacate: Callable[[str], Awaitable[None]],
+        wake: Callable[[], None],
+    ) -> None:
+        self._swap = swap
+        self._pages = pages
+        self._tasks = tasks
+        self._metrics = metrics
+        self._vacate = vacate
+        self._wake = wake
+        self._thread = ThreadPoolExecutor(1, thread_name_prefix="decode-swap")
+
+    @property
+    def free_pages(self) -> int:
+        """Of host memory."""
+        return self._swap.free_pages
+
+    def begin_out(self, preempted: Preempted) -> bool:
+        """Begins to copy its KV to the host; the pages come free at the end. False: no room."""
+        own = preempted.kv_pages()
+        try:
+            slots = self._swap.reserve(preempted.shared_pages + sum(own.values()))
+        except CapacityError:
+            return False
+        preempted.slots, preempted.place = slots, Place.LEAVING
+        preempted.was_swapped = True
+        self._tasks.spawn(self._out(preempted, _with_kv(preempted.request.pages, own)))
+        return True
+
+    def begin_in(self, preempted: Preempted) -> None:
+        """Begins to copy its KV into pages anew. Raises CapacityError, and begins nothing."""
+        own = preempted.wanted_pages()
+        request = preempted.request
+        request.pages = self._pages.allocate(preempted.shared_pages, own)
+        preempted.place = Place.RETURNING
+        self._tasks.spawn(self._in(preempted, _with_kv(request.pages, preempted.kv_pages())))
+
+    def forget(self, preempted: Preempted) -> None:
+        """Gives up what the host holds of it. Not while it is copied."""
+        self._swap.release(preempted.slots)
+        preempted.slots = []
+
+    def check_integrity(self, used: int) -> None:
+        """Raises IntegrityError unless so many slots are in use."""
+        self._swap.check_integrity(expected_used=used)
+
+    def close(self) -> None:
+        """Waits for the copy that runs."""
+        self._thread.shutdown(wait=True, cancel_futures=True)
+
+    async def _out(self, preempted: Preempted, pages: list[int]) -> None:
+        await self._run(self._swap.swap_out, pages, preempted.slots)
+        await self._vacate(preempted.request.id)
+        self._pages.release(preempted.request)
+        preempted.place = Place.HOST
+        self._metrics.swapped_bytes.labels("out").inc(len(pages) * self._swap.page_bytes)
+        self._wake()
+
+    async def _in(self, preempted: Preempted, pages: list[int]) -> None:
+        await self._run(self._swap.swap_in, preempted.slots, pages)
+        self.forget(preempted)
+        preempted.move_in()
+        preempted.place = Place.PAGES
+        self._metrics.swapped_bytes.labels("in").inc(len(pages) * self._swap.page_bytes)
+        self._wake()
+
+    async def _run(
+        self, copy: Callable[[list[int], list[int]], None], source: list[int], target: list[int]
+    ) -> None:
+        loop = asyncio.get_running_loop()
+        await loop.run_in_executor(self._thread, copy, source, target)
+
+
+def _with_kv(pages: HeldPages, own: dict[int, int]) -> list[int]:
+    """The pages that hold KV: the shared ones, and so many of each choice."""
+    return [*pages.shared, *(p for choice, count in own.items() for p in pages.own[choice][:count])]
+
+
+def slots_of(preempted: list[Preempted]) -> int:
+    """Pages of host memory that these hold. Raises IntegrityError for one that holds both copies
+    without copying."""
+    for one in preempted:
+        if one.place is Place.HOST and len(one.request.pages):
+            raise IntegrityError(f"request {one.request.id} is swapped out, and holds pages")
+        if one.place is Place.PAGES and one.slots:
+            raise IntegrityError(f"request {one.request.id} is in its pages, and in host memory")
+    return sum(len(one.slots) for one in preempted)

@@ -1,0 +1,140 @@
+"""Answers on their way out: tokens to proxy and journal, and how a request may end."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Sequence as Many
+
+from millrace.decode.metrics import DecodeMetrics
+from millrace.decode.output.journal import Journal
+from millrace.decode.output.token_events import first_token_events, step_event
+from millrace.decode.request import DecodeRequest
+from millrace.decode.request_table import RequestBook
+from millrace.decode.token_streams import Life, TokenStreams
+from millrace.engine.decode_batch import TokenOut
+from millrace.engine.sampling.spec import finish_reason
+from millrace.instance.host import WorkerContext
+from millrace.instance.link import request_failed
+from millrace.wire.moves import PREEMPTED
+from millrace.wire.pb import decode_pb2, transfer_pb2
+
+log = logging.getLogger(__name__)
+
+#: Failures that an answer need not meet at another instance.
+_OF_THIS_PLACE = frozenset({"store", "transfer"})
+#: Failures that another attempt would meet, too, or that nobody wants one after.
+_FINAL = frozenset({"compute", "evicted", "proxy"})
+
+
+class Answers:
+    """`streams` and `journal` take the tokens; an ended request leaves by the book."""
+
+    def __init__(self, context: WorkerContext, book: RequestBook, metrics: DecodeMetrics) -> None:
+        self._id = context.incarnation.id
+        self._send = context.send
+        self._book = book
+        self._metrics = metrics
+        self.streams = TokenStreams(context.config.scheduler.lease_s, self._proxy_gone)
+        self.journal = Journal(context.store, context.config.store.journal_interval_ms / 1e3)
+
+    # -- tokens
+
+    def first_tokens(
+        self, request: DecodeRequest, message: transfer_pb2.FinishPrefillRequest
+    ) -> None:
+        """Those that prefill sampled, one a choice."""
+        for event in first_token_events(request, message):
+            self._emit(request, event, finish_reason(request.sampling, 1, event.token_ids[0]))
+
+    def step_tokens(self, outs: Many[TokenOut], batch: int) -> None:
+        """Those of a step of `batch` sequences; requests that ended meanwhile say no more."""
+        for out in outs:
+            request = self._book.live(out.request_id)
+            if request is None:
+                continue
+            if out.finish_reason == "lost":
+                self.fail(request, out.error, "transfer")
+                continue
+            if out.error:
+                request.is_sound = False
+                self.fail(request, out.error, "logits")
+                continue
+            request.stepped(self._id, batch)
+            self._emit(request, step_event(out), out.finish_reason)
+
+    def _emit(self, request: DecodeRequest, event: decode_pb2.TokenEvent, reason: str) -> None:
+        request.generated_tokens += len(event.token_ids)
+        if event.choice == 0:
+            request.answer_ids.extend(event.token_ids)
+        self._metrics.tokens.inc(len(event.token_ids))
+        if reason:
+            event.finish_reason = reason
+            if reason == "stop":
+                event.stop_token_id = event.token_ids[-1]
+            request.open_choices.discard(event.choice)
+            if not request.open_choices:
+                event.spans.extend(request.spans)
+        self.streams.publish(request.proxy, event)
+        self.journal.add(request.id, event.choice, event.token_ids)
+        if not request.open_choices and not request.ended:
+            request.finish_reason = reason
+            self._book.leave(request)
+
+    # -- ends before the last token
+
+    def fail(self, request: DecodeRequest, message: str, reason: str) -> None:
+        """Tells the scheduler at once. Before token one another attempt may do better; after it the
+        answer may go on elsewhere, where the reason is this place's."""
+        if request.ended:
+            return
+        log.warning("request %s: %s", request.id, message)
+        self._metrics.failed.labels(reason).inc()
+        if request.streams and reason in _OF_THIS_PLACE:
+            self.move(request)
+            return
+        retryable = not request.streams and reason not in _FINAL
+        self._send(
+            request_failed(request.id, message, retryable=retryable, attempt=request.attempt)
+        )
+        self._book.leave(request)
+
+    def move(self, request: DecodeRequest) -> None:
+        """Ends the request here, to go on elsewhere: its proxy knows the tokens that are out, and
+        the scheduler tries again what has none."""
+        self._move(request, "")
+
+    def preempt(self, request: DecodeRequest) -> None:
+        """`move` for the sake of others: it may come back here, and be preempted anew."""
+        self._move(request, PREEMPTED)
+
+    def _move(self, request: DecodeRequest, error: str) -> None:
+        if request.streams and not request.ended:
+            request.finish_reason = "moved"
+            event = decode_pb2.TokenEvent(
+                request_id=request.id,
+                finish_reason="moved",
+                error=error,
+                stop_token_id=-1,
+                spans=request.spans,
+            )
+            self.streams.publish(request.proxy, event)
+        self._book.leave(request)
+
+    def evict(self, *, abort: bool) -> None:
+        """Lets go of every request, to go on elsewhere or to end with an error."""
+        log.info("letting go of %d requests, abort %s", len(self._book), abort)
+        for request in self._book:
+            if abort:
+                self.fail(request, "the instance had to let go of its requests", "evicted")
+            else:
+                self.move(request)
+
+    def cancel(self, request: DecodeRequest) -> None:
+        """Nobody waits for it any more."""
+        self._metrics.cancelled.inc(not request.ended)
+        self._book.leave(request)
+
+    def _proxy_gone(self, proxy: Life) -> None:
+        for request in self._book:
+            if request.proxy == proxy:
+                self.fail(request, f"proxy {proxy[0]} is gone", "proxy")

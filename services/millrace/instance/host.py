@@ -1,0 +1,391 @@
+"""What every worker process does beside its role: memory, transport, store, servers, drain."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import platform
+import time
+import uuid
+from collections.abc import Callable
+from dataclasses import dataclass, fields
+from functools import partial
+from typing import Protocol
+
+import grpc
+import torch
+
+from millrace.core.config import Config, EngineConfig
+from millrace.core.cost.decode_step import DecodeStepTime
+from millrace.core.cost.latency import SpLatency
+from millrace.core.errors import ConfigError, MillraceError
+from millrace.engine.assembly import Engine, KvMemory, open_engines, resolve_device
+from millrace.instance.gauges import add_gauges
+from millrace.instance.latency import decode_step, prefill_latency
+from millrace.instance.link import WorkerLink
+from millrace.instance.stages.stages import open_staged_engine
+from millrace.instance.tasks import first_of, stacks, stop_event
+from millrace.instance.transfer.kv_path import KvPath
+from millrace.instance.transfer.transports import open_transport, set_environment
+from millrace.instance.vitals import Vitals, open_vitals
+from millrace.instance.watch import check_idle, watch
+from millrace.state.open import open_store
+from millrace.state.store import RequestStore
+from millrace.telemetry.metrics import Registry
+from millrace.transfer.transport.base import Transport
+from millrace.wire.address import host_port
+from millrace.wire.codec import scheduler as scheduler_codec
+from millrace.wire.pb import common_pb2, scheduler_pb2
+from millrace.wire.server import Health, add_health, bind, create_server
+
+log = logging.getLogger(__name__)
+
+PROGRESS_EVERY_S = 2.0
+LINK_CLOSE_S = 2.0
+#: For what is dropped at the end of a drain to be let go of. Only a stopped peer takes longer.
+DROP_TIMEOUT_S = 8.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class WorkerOptions:
+    """Where a worker stands. `scheduler` and the own address are host:port."""
+
+    model: str
+    model_name: str
+    scheduler: str
+    instance_id: str = ""
+    host: str = "127.0.0.1"
+    port: int = 0
+    drain_timeout_s: float = 30.0
+    node: str = ""  # where it stands; empty: the machine's own name
+    revision: str = ""  # of the model
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class HostContext:
+    """What any role is built from. `send` is for the event loop, `send_threadsafe` for others."""
+
+    config: Config
+    incarnation: common_pb2.Incarnation
+    transport: Transport
+    store: RequestStore
+    registry: Registry
+    send: Callable[[scheduler_pb2.WorkerMessage], None]
+    send_threadsafe: Callable[[scheduler_pb2.WorkerMessage], object]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class WorkerContext(HostContext):
+    """What a role that runs the model is built from."""
+
+    engine: Engine
+    decode_step: DecodeStepTime | None = None  # of batches that it runs; None: not known
+
+    @staticmethod
+    def of(
+        host: HostContext, engine: Engine, decode_step: DecodeStepTime | None = None
+    ) -> WorkerContext:
+        told = {field.name: getattr(host, field.name) for field in fields(HostContext)}
+        return WorkerContext(engine=engine, decode_step=decode_step, **told)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Loaded:
+    """What an instance with a model has before it serves."""
+
+    engine: Engine
+    latency: SpLatency
+    vitals: Vitals
+    decode_step: DecodeStepTime | None = None
+
+
+class Role(Protocol):
+    """The part of a worker that differs from kind to kind."""
+
+    name: str
+
+    @property
+    def kv_region(self) -> int:
+        """The KV pool, as the transport counts its regions."""
+
+    def attach(self, server: grpc.aio.Server) -> None:
+        """Adds the role's gRPC services."""
+
+    def on_command(self, command: scheduler_pb2.WorkerCommand) -> None:
+        """Takes one command of the scheduler; returns at once."""
+
+    def counts(self) -> tuple[int, int]:
+        """Requests in compute or in the batch, and those that wait."""
+
+    def heartbeat(self) -> scheduler_pb2.Heartbeat:
+        """What is told next; it may tell of the time since the last one, so each is sent."""
+
+    def fill_register(self, register: scheduler_pb2.Register) -> None:
+        """Adds what only this role knows."""
+
+    async def run(self) -> None:
+        """Works until cancelled."""
+
+    async def drop_all(self, reason: str) -> None:
+        """Gives up every request; returns when nothing of them is left."""
+
+    async def wait_idle(self) -> None:
+        """Returns when no request holds anything here."""
+
+    def check_integrity(self) -> None:
+        """Raises IntegrityError when an idle instance holds anything of a request."""
+
+    async def close(self) -> None:
+        """Stops all work, done or not."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Instance:
+    """Any kind of worker, before it serves. `fill_register` adds what its memory does not say."""
+
+    memory: KvMemory
+    vitals: Vitals
+    build: Callable[[HostContext], Role]
+    fill_register: Callable[[scheduler_pb2.Register], None] = lambda _: None
+
+
+async def serve_worker(
+    options: WorkerOptions,
+    config: Config,
+    build: Callable[[WorkerContext], Role],
+    on_ready: Callable[[int], None] | None = None,
+    decodes: bool = False,
+) -> None:
+    """Runs one worker until SIGTERM or SIGINT, then drains it.
+
+    on_ready gets the gRPC port once the scheduler has taken the registration: weights are loaded,
+    and KV can travel (`kv_path.py`). Raises MillraceError for a model that can't be served,
+    settings that can't be met and KV that can't leave this process, and whatever ends the role or
+    the link: a worker that can't work must not look alive.
+    """
+    stop = stop_event()
+    async with open_vitals(config.telemetry, options.host) as vitals:
+        (engine,) = await asyncio.to_thread(open_for, options, config, 1)
+        at_once = 1 if decodes else config.engine.stages
+        latency = await asyncio.to_thread(prefill_latency, engine, config.engine, at_once)
+        step = await asyncio.to_thread(decode_step, engine, config.engine) if decodes else None
+        loaded = Loaded(engine=engine, latency=latency, vitals=vitals, decode_step=step)
+        await serve_role(options, config, build, loaded, stop, on_ready)
+
+
+async def serve_role(
+    options: WorkerOptions,
+    config: Config,
+    build: Callable[[WorkerContext], Role],
+    loaded: Loaded,
+    stop: asyncio.Event,
+    on_ready: Callable[[int], None] | None = None,
+) -> None:
+    """`serve_worker` of a loaded engine, until `stop`."""
+    instance = Instance(
+        memory=loaded.engine,
+        vitals=loaded.vitals,
+        build=lambda host: build(WorkerContext.of(host, loaded.engine, loaded.decode_step)),
+        fill_register=partial(_fill_latency, loaded.latency),
+    )
+    await serve_instance(options, config, instance, stop, on_ready)
+
+
+async def serve_instance(
+    options: WorkerOptions,
+    config: Config,
+    instance: Instance,
+    stop: asyncio.Event,
+    on_ready: Callable[[int], None] | None = None,
+) -> None:
+    """`serve_worker` of an instance whose memory is there, until `stop`."""
+    memory, registry = instance.memory, instance.vitals.registry
+    instance_id = options.instance_id or f"worker-{uuid.uuid4().hex[:8]}"
+    incarnation = common_pb2.Incarnation(id=instance_id, generation=time.time_ns())
+    async with contextlib.AsyncExitStack() as stack:
+        stack.callback(memory.close)
+        transport, probes = await open_transport(stack, options.host, incarnation, memory)
+        store = open_store(config.store)
+        stack.push_async_callback(store.close)
+        loop = asyncio.get_running_loop()
+        role = instance.build(
+            HostContext(
+                config=config,
+                incarnation=incarnation,
+                transport=transport,
+                store=store,
+                registry=registry,
+                send=lambda message: link.send(message),
+                send_threadsafe=lambda message: loop.call_soon_threadsafe(link.send, message),
+            )
+        )
+        stack.push_async_callback(role.close)
+        add_gauges(registry, role, memory)
+        kv_path = KvPath(incarnation, probes.open_end, registry)
+        server, health, port = await _start_server(role, kv_path, options)
+        stack.push_async_callback(server.stop, grace=1)
+
+        def register() -> scheduler_pb2.Register:
+            message = _register(options, incarnation, memory, port)
+            instance.fill_register(message)
+            role.fill_register(message)
+            return message
+
+        link = WorkerLink(
+            options.scheduler,
+            register=register,
+            heartbeat=role.heartbeat,
+            on_command=role.on_command,
+            on_lost=lambda: role.drop_all("the scheduler's stream was lost"),
+        )
+        tasks = [
+            asyncio.create_task(role.run(), name=f"the {role.name} loop"),
+            asyncio.create_task(watch(memory), name="the watch over the engine"),
+        ]
+        stack.push_async_callback(_end_tasks, tasks)
+        proof = _prove(kv_path, role, transport, memory, options.scheduler)
+        await first_of([proof, stop.wait()], tasks)
+        if stop.is_set():
+            return
+        tasks.append(asyncio.create_task(link.run(), name="the link to the scheduler"))
+        stack.push_async_callback(_end_link, link, tasks[-1])
+        instance.vitals.ready = link.connected.is_set
+        await first_of([link.connected.wait(), stop.wait()], tasks)
+        await health.set_serving(True)
+        log.info("%s %s serves on %s", role.name, instance_id, host_port(options.host, port))
+        if on_ready is not None and not stop.is_set():
+            on_ready(port)
+        await first_of([stop.wait()], tasks)
+        await health.set_serving(False)
+        await first_of([_drain(role, link, options.drain_timeout_s)], tasks)
+        check_idle(role, memory)
+
+
+async def _start_server(
+    role: Role, kv_path: KvPath, options: WorkerOptions
+) -> tuple[grpc.aio.Server, Health, int]:
+    """The role's gRPC server, its health and the port it listens on."""
+    server = create_server()
+    role.attach(server)
+    kv_path.add_to(server)
+    health = add_health(server, [f"millrace.v1.{role.name.capitalize()}"])
+    port = bind(server, options.host, options.port)
+    await server.start()
+    return server, health, port
+
+
+async def _prove(
+    kv_path: KvPath, role: Role, transport: Transport, memory: KvMemory, scheduler: str
+) -> None:
+    """Returns once KV has travelled within this process, and to and from a peer if there is one."""
+    await kv_path.check_own(transport, role.kv_region, memory.storage)
+    await kv_path.reach_peers(scheduler, role.name)
+
+
+def open_for(options: WorkerOptions, config: Config, count: int) -> list[Engine]:
+    """`open_engines`, or an engine in stages, with its progress and its result in the log."""
+    check_transferable(config.engine, resolve_device(config.engine.device))
+    stages, told = config.engine.stages, {"revision": options.revision}
+    if stages > 1 and count > 1:
+        raise ConfigError(
+            f"engine.stages is {stages}; instances that share their weights can have 1"
+        )
+    if stages > 1:
+        set_environment(options.host)
+        progress = _log_progress()
+        engines = [open_staged_engine(options.model, config.engine, options.host, progress, **told)]
+    else:
+        engines = open_engines(options.model, config.engine, count, _log_progress(), **told)
+    log_memory("loaded", engines[0])
+    return engines
+
+
+def check_transferable(config: EngineConfig, device: torch.device) -> None:
+    """Raises ConfigError where an instance's KV could not be transferred whole."""
+    if config.tensor_parallel > 1 and device.type != "cpu":
+        raise ConfigError(
+            f"engine.tensor_parallel is {config.tensor_parallel} on {device}; it must be 1 there: "
+            "only the KV of rank 0 could be transferred. What works: more instances, which "
+            "share long prompts (scheduler.planner=cdsp), or engine.device=cpu"
+        )
+
+
+def log_memory(done: str, memory: KvMemory) -> None:
+    """What was opened, in one line of the log; `done` is its first word."""
+    log.info(
+        "%s %s on %s (%s): %d KV pages of %d tokens; %s",
+        done,
+        memory.folder.name,
+        memory.device,
+        memory.layout.dtype,
+        memory.layout.num_pages,
+        memory.layout.page_tokens,
+        memory.backends,
+    )
+
+
+def _log_progress() -> Callable[[float], None]:
+    """Logs the share of weights read, at most every two seconds."""
+    last_s = time.monotonic()
+
+    def progress(share: float) -> None:
+        nonlocal last_s
+        if time.monotonic() - last_s >= PROGRESS_EVERY_S:
+            last_s = time.monotonic()
+            log.info("loading weights: %d %%", round(100 * share))
+
+    return progress
+
+
+async def _end_link(link: WorkerLink, running: asyncio.Task[None]) -> None:
+    """Lets the link send what is queued."""
+    link.close()
+    await asyncio.wait([running], timeout=LINK_CLOSE_S)
+
+
+async def _end_tasks(tasks: list[asyncio.Task[None]]) -> None:
+    for task in tasks:
+        task.cancel()
+    await asyncio.gather(*tasks, return_exceptions=True)
+
+
+async def _drain(role: Role, link: WorkerLink, timeout_s: float) -> None:
+    """Tells the scheduler, lets what runs finish, and drops what is left at the deadline.
+
+    Commands that crossed the news are not taken: the stream's end tells the scheduler so.
+    """
+    link.send(scheduler_pb2.WorkerMessage(draining=scheduler_pb2.Draining()))
+    with contextlib.suppress(TimeoutError):
+        await asyncio.wait_for(role.wait_idle(), timeout_s)
+    link.refuse_commands()
+    try:
+        await asyncio.wait_for(role.drop_all("the instance is shutting down"), DROP_TIMEOUT_S)
+    except TimeoutError:
+        log.error("what the process still waits in:\n%s", stacks())
+        raise MillraceError(
+            f"requests still held memory {DROP_TIMEOUT_S:g} s after they were dropped"
+        ) from None
+
+
+def _register(
+    options: WorkerOptions,
+    incarnation: common_pb2.Incarnation,
+    memory: KvMemory,
+    port: int,
+) -> scheduler_pb2.Register:
+    return scheduler_pb2.Register(
+        incarnation=incarnation,
+        address=host_port(options.host, port),
+        model=options.model_name,
+        model_hash=memory.layout.model_hash,
+        kv_pages=memory.layout.num_pages,
+        page_tokens=memory.layout.page_tokens,
+        max_context_tokens=memory.max_context_tokens,
+        node=options.node or platform.node(),
+    )
+
+
+def _fill_latency(latency: SpLatency, register: scheduler_pb2.Register) -> None:
+    register.latency.CopyFrom(scheduler_codec.latency_message(latency.by_sp[1]))
+    register.sp_latency.extend(scheduler_codec.sp_latency_messages(latency))

@@ -1,0 +1,58 @@
+"""The Kvp gRPC service: the streams that owners of shards hold."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+
+import grpc
+
+from millrace.core.errors import MillraceError
+from millrace.instance.shards.shard_host import ShardHost
+from millrace.wire.codec.kvp import attach_of, grant_message, hold_of
+from millrace.wire.pb import kvp_pb2, kvp_pb2_grpc
+
+
+class KvpServicer(kvp_pb2_grpc.KvpServicer):
+    """Translates; what a stream stands for ends with it, from whichever side it ends."""
+
+    def __init__(self, host: ShardHost) -> None:
+        self._host = host
+
+    def add_to(self, server: grpc.aio.Server) -> None:
+        kvp_pb2_grpc.add_KvpServicer_to_server(self, server)
+
+    async def Attach(
+        self,
+        request: kvp_pb2.AttachRequest,
+        context: grpc.aio.ServicerContext[kvp_pb2.AttachRequest, AsyncIterator[kvp_pb2.AttachNews]],
+    ) -> AsyncIterator[kvp_pb2.AttachNews]:
+        try:
+            ask = attach_of(request)
+            grant = await self._host.attach(ask)
+        except MillraceError as error:
+            yield kvp_pb2.AttachNews(refusal=str(error))
+            return
+        try:
+            yield grant_message(grant)
+            await asyncio.get_running_loop().create_future()  # it is the owner who ends it
+        finally:
+            self._host.detach(ask.owner)
+
+    async def Hold(
+        self,
+        request: kvp_pb2.HoldRequest,
+        context: grpc.aio.ServicerContext[kvp_pb2.HoldRequest, AsyncIterator[kvp_pb2.HoldNews]],
+    ) -> AsyncIterator[kvp_pb2.HoldNews]:
+        try:
+            shard = self._host.hold(hold_of(request))
+        except MillraceError as error:
+            yield kvp_pb2.HoldNews(failed=str(error))
+            return
+        try:
+            yield kvp_pb2.HoldNews(opened=kvp_pb2.Opened(shard=shard.number))
+            if await self._host.landed(shard):
+                yield kvp_pb2.HoldNews(landed=kvp_pb2.Landed())
+            yield kvp_pb2.HoldNews(failed=await asyncio.shield(shard.lost))
+        finally:
+            self._host.let_go(shard)

@@ -1,0 +1,168 @@
+"""A later stage of an instance, in a process of its own that the first stage's has started."""
+
+from __future__ import annotations
+
+import os
+import signal
+import threading
+from collections.abc import Callable
+from contextlib import suppress
+from dataclasses import dataclass
+from functools import partial
+from multiprocessing.connection import Connection
+from multiprocessing.reduction import recv_handle
+
+import torch
+
+from millrace.engine.forward.stage_passes import Passes, StagePasses
+from millrace.engine.model.loader import Model, load_model
+from millrace.engine.model.stage import Stage
+from millrace.engine.parallel.commands import Load
+from millrace.engine.parallel.follower import end_with_parent
+from millrace.engine.parallel.kv_memory import mapped
+from millrace.engine.parallel.rank_group import RankGroup
+from millrace.engine.parallel.runner import load_ranks
+from millrace.engine.pipeline.group_passes import GroupPasses
+from millrace.engine.pipeline.messages import Done, Fallen, Open
+from millrace.engine.pipeline.stage_loop import StageLoop
+from millrace.instance.stages.stage_rows import IncomingRows, OutgoingRows, room_for_rows
+from millrace.transfer.activations import Inlet
+from millrace.transfer.transport.nixl.environment import transport_environment
+from millrace.transfer.transport.nixl.transport import NixlTransport
+
+CONNECT_TIMEOUT_S = 30.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StagePlace:
+    """What a stage's process is started with. `timeout_s`: for the next stage to take rows."""
+
+    name: str  # of its transport
+    host: str
+    ranks: int
+    threads: int  # of each
+    max_rows: int  # of a pass
+    timeout_s: float
+
+
+@dataclass(frozen=True, slots=True)
+class Met:
+    """The answer to `Open`: how the stages next to this one reach it."""
+
+    name: str
+    metadata: bytes
+
+
+@dataclass(frozen=True, slots=True)
+class Follow:
+    """These are to hand rows on to you; the answer is an `Inlet`."""
+
+    previous: Met
+
+
+@dataclass(frozen=True, slots=True)
+class Lead:
+    """Hand rows on to these, from now on; the answer is `Done`. Then passes come."""
+
+    inlet: Inlet
+
+
+def serve_stage(place: StagePlace, pipe: Connection) -> None:
+    """The stage's life: ends with the first stage, when told nothing more, or with an error."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # of a terminal it is for the first stage
+    threading.Thread(target=end_with_parent, daemon=True).start()
+    for name, value in transport_environment(place.host).items():
+        os.environ.setdefault(name, value)
+    torch.set_num_threads(place.threads)
+    try:
+        pipe.send(Done())
+        with torch.inference_mode():
+            _serve(place, pipe)
+    except (EOFError, ConnectionError):
+        return
+    except Exception as error:  # whatever the engine raises is for the first stage to tell
+        with suppress(ConnectionError):
+            pipe.send(Fallen(f"{type(error).__name__}: {error}"))
+        raise SystemExit(1) from error
+
+
+def _serve(place: StagePlace, pipe: Connection) -> None:
+    group = RankGroup(place.ranks, threads=place.threads) if place.ranks > 1 else None
+    try:
+        _run(place, pipe, _open(pipe, group))
+    finally:
+        if group is not None:
+            group.close()
+
+
+def _run(place: StagePlace, pipe: Connection, passes: Passes) -> None:
+    model, transport = passes.model, NixlTransport(place.name)
+    sizes = place.max_rows, model.config.hidden_size, model.dtype
+    out = OutgoingRows(transport, room_for_rows(*sizes), place.timeout_s)
+    loop = StageLoop(passes, out, pipe.send)
+    incoming = IncomingRows(transport, room_for_rows(*sizes), loop.hand)
+    metadata = transport.metadata()
+    pipe.send(Met(place.name, metadata))
+    follow = pipe.recv()
+    assert isinstance(follow, Follow)
+    transport.connect(follow.previous.metadata).result(CONNECT_TIMEOUT_S)
+    pipe.send(incoming.receiver.inlet(metadata, follow.previous.name))
+    lead = pipe.recv()
+    assert isinstance(lead, Lead)
+    peer = transport.connect(lead.inlet.agent_metadata).result(CONNECT_TIMEOUT_S)
+    out.sender.open(lead.inlet, peer)
+    with transport.listening():
+        pipe.send(Done())
+        threading.Thread(target=_listen, args=(pipe, loop), daemon=True).start()
+        loop.run()
+    passes.close()
+    transport.close()
+
+
+def _open(pipe: Connection, group: RankGroup | None) -> Passes:
+    load = pipe.recv()
+    assert isinstance(load, Load)
+    model = load_stage(load, group)
+    pipe.send(Done())
+    command = pipe.recv()
+    assert isinstance(command, Open)
+    handle = recv_handle(pipe)
+    try:
+        return open_passes(model, load.stage, command, handle, group)
+    finally:
+        os.close(handle)
+
+
+def load_stage(
+    load: Load, group: RankGroup | None, progress: Callable[[float], None] | None = None
+) -> Model:
+    """The stage's part of the model; with a group, that of each rank. Raises as `load_model`, and
+    RankError when another rank fails."""
+    read = partial(load_model, device="cpu") if group is None else partial(load_ranks, group)
+    return read(
+        load.folder,
+        dtype=load.dtype,
+        load_format=load.load_format,
+        seed=load.seed,
+        progress=progress,
+        stage=load.stage,
+    )
+
+
+def open_passes(
+    model: Model, stage: Stage, command: Open, handle: int, group: RankGroup | None
+) -> Passes:
+    """What runs the model of `load_stage` over the instance's memory, which `handle` is of."""
+    layout, backend = command.layout, command.attention_backend
+    if group is not None:
+        return GroupPasses(group, model, stage, layout, handle, backend)
+    return StagePasses(model, stage, layout, mapped(layout, handle)[0], backend)
+
+
+def _listen(pipe: Connection, loop: StageLoop) -> None:
+    """Gives the loop what the first stage says, until that is gone."""
+    try:
+        while True:
+            loop.tell(pipe.recv())
+    except (EOFError, OSError):
+        loop.close()

@@ -1,0 +1,298 @@
+"""A staged instance, seen from its first stage: starts the others, opens the engine over all.
+
+The KV of all stages lies in memory that they share, so that the instance is one to whoever sends it
+KV or asks for some; rows go between them over the transport (SPP, Mnemosyne section 4.3).
+"""
+
+from __future__ import annotations
+
+import atexit
+import logging
+import multiprocessing
+import os
+import signal
+import threading
+import uuid
+from collections.abc import Callable
+from dataclasses import replace
+from multiprocessing.connection import Connection, wait
+from multiprocessing.context import SpawnProcess
+from multiprocessing.reduction import send_handle
+from typing import Any, Final, TypeVar
+
+import torch
+from torch import Tensor
+
+from millrace.core.config import EngineConfig
+from millrace.core.errors import ConfigError
+from millrace.engine.assembly import Engine, KvShape, resolve_device, staged_engine
+from millrace.engine.forward.stage_passes import Passes
+from millrace.engine.kv.pool import KvPool
+from millrace.engine.model.config import ModelConfig
+from millrace.engine.model.stage import Stage
+from millrace.engine.model.tp_shard import Shard
+from millrace.engine.parallel.commands import Load
+from millrace.engine.parallel.kv_memory import mapped, new_memory
+from millrace.engine.parallel.rank_group import RankGroup
+from millrace.engine.pipeline.in_flight import StageError
+from millrace.engine.pipeline.messages import (
+    Answer,
+    Command,
+    Done,
+    Fallen,
+    Open,
+)
+from millrace.engine.pipeline.runner import PipelineRunner
+from millrace.instance.stages.stage_process import (
+    CONNECT_TIMEOUT_S,
+    Follow,
+    Lead,
+    Met,
+    StagePlace,
+    load_stage,
+    open_passes,
+    serve_stage,
+)
+from millrace.instance.stages.stage_rows import IncomingRows, OutgoingRows, room_for_rows
+from millrace.transfer.activations import Inlet
+from millrace.transfer.transport.nixl.transport import NixlTransport
+
+log = logging.getLogger(__name__)
+
+_START_TIMEOUT_S: Final = 120.0  # importing torch, on a machine where everybody does
+_LOAD_TIMEOUT_S: Final = 3600.0
+_STEP_TIMEOUT_S: Final = 60.0
+_FAREWELL_S: Final = 5.0
+
+_T = TypeVar("_T")
+
+
+def open_staged_engine(
+    model: str,
+    config: EngineConfig,
+    host: str,
+    progress: Callable[[float], None] | None = None,
+    revision: str = "",
+) -> Engine:
+    """An engine of `config.stages` stages, the first of which is here. Otherwise as `open_engine`.
+
+    Raises ConfigError where stages can't be, and StageError when one does not come up.
+    """
+    device = resolve_device(config.device)
+    if device.type != "cpu":
+        raise ConfigError(
+            f"engine.stages is {config.stages} on {device}; stages share their KV's memory, which "
+            f"they can on the host alone (engine.device=cpu)"
+        )
+    shape = KvShape.of(model, config, revision)
+    ranks = config.tensor_parallel
+    Stage(0, config.stages).check(shape.model)  # before any process is started
+    Shard(0, ranks).check(shape.model)
+    cores = config.threads or len(os.sched_getaffinity(0))
+    threads = max(1, cores // (config.stages * ranks))
+    torch.set_num_threads(threads)
+    stages, group = StageProcesses(config, host, threads), None
+    try:
+        load = Load(
+            folder=str(shape.folder),
+            dtype=config.dtype,
+            load_format=config.load_format,
+            seed=0,
+            stage=Stage(0, config.stages),
+        )
+        stages.start()
+        if ranks > 1:
+            group = RankGroup(ranks, threads=threads, name="stage 0, ")
+        stages.load(load)
+        own = load_stage(load, group, progress)
+        stages.collect(Done, _LOAD_TIMEOUT_S)
+        part = replace(shape.layout, head_count=shape.layout.part_heads, parts=1)
+        opened = Open(layout=part, attention_backend=config.attention_backend)
+        handle = new_memory(part)
+        try:
+            stages.open(opened, handle)
+            storage = mapped(part, handle)
+            passes = open_passes(own, load.stage, opened, handle, group)
+        finally:
+            os.close(handle)
+        runner = stages.connect(passes, KvPool(part, device, storage[0]), storage, shape.model)
+        return staged_engine(shape, runner, storage if ranks > 1 else storage[0])
+    except BaseException:
+        if group is not None:
+            group.close()
+        stages.close()
+        raise
+
+
+class StageProcesses:
+    """The later stages: `LaterStages` of a `PipelineRunner`. ``count`` of them."""
+
+    def __init__(self, config: EngineConfig, host: str, threads: int) -> None:
+        self.count = config.stages - 1
+        self._ranks = config.tensor_parallel
+        self._host = host
+        self._threads = threads
+        self._max_rows = config.max_chunk_tokens + config.max_batch
+        self._name = f"stages-{uuid.uuid4().hex[:12]}"
+        self._pipes: list[Connection] = []
+        self._processes: list[SpawnProcess] = []
+        self._telling = threading.Lock()
+        self._transport: NixlTransport | None = None
+        self._listening: Any = None
+        self._reader: threading.Thread | None = None
+        self._closing = False
+
+    def start(self) -> None:
+        """Starts them all: `load` waits for them."""
+        context = multiprocessing.get_context("spawn")
+        atexit.register(self.close)  # else an exit would wait for them
+        for index in range(1, self.count + 1):
+            place = StagePlace(
+                name=f"{self._name}-{index}",
+                host=self._host,
+                ranks=self._ranks,
+                threads=self._threads,
+                max_rows=self._max_rows,
+                timeout_s=_STEP_TIMEOUT_S,
+            )
+            ours, theirs = context.Pipe()
+            # No daemon: its ranks are its children.
+            process = context.Process(target=serve_stage, args=(place, theirs))
+            process.start()
+            theirs.close()
+            self._pipes.append(ours)
+            self._processes.append(process)
+
+    def load(self, load: Load) -> None:
+        """Has them read their weights, as the first stage by `load`: `collect` their `Done`."""
+        self.collect(Done, _START_TIMEOUT_S)
+        for index, pipe in enumerate(self._pipes, start=1):
+            pipe.send(replace(load, stage=Stage(index, self.count + 1)))
+
+    def open(self, command: Open, handle: int) -> None:
+        """Has them map the memory of the instance's KV: `connect` waits for them."""
+        for pipe, process in zip(self._pipes, self._processes, strict=True):
+            pipe.send(command)
+            send_handle(pipe, handle, process.pid)
+
+    def connect(
+        self, passes: Passes, pool: KvPool, storage: Tensor, whole: ModelConfig
+    ) -> PipelineRunner:
+        """Joins the stages to a chain that ends where it begins, here. Arguments as of
+        `PipelineRunner`."""
+        model = passes.model
+        transport = self._transport = NixlTransport(f"{self._name}-0")
+        sizes = self._max_rows, model.config.hidden_size, model.dtype
+        out = OutgoingRows(transport, room_for_rows(*sizes), _STEP_TIMEOUT_S)
+        runner = PipelineRunner(passes, pool, storage, whole, out, self, _STEP_TIMEOUT_S)
+        incoming = IncomingRows(transport, room_for_rows(*sizes), runner.behind.hand)
+        metadata = transport.metadata()
+        met = [Met(transport.name, metadata), *self.collect(Met, _START_TIMEOUT_S)]
+        for index, pipe in enumerate(self._pipes):
+            pipe.send(Follow(met[index]))
+        inlets = self.collect(Inlet, CONNECT_TIMEOUT_S)
+        transport.connect(met[-1].metadata).result(CONNECT_TIMEOUT_S)
+        inlets.append(incoming.receiver.inlet(metadata, met[-1].name))
+        for pipe, inlet in zip(self._pipes, inlets[1:], strict=True):
+            pipe.send(Lead(inlet))
+        peer = transport.connect(inlets[0].agent_metadata).result(CONNECT_TIMEOUT_S)
+        out.sender.open(inlets[0], peer)
+        self.collect(Done, CONNECT_TIMEOUT_S)
+        self._listening = transport.listening()
+        self._listening.__enter__()
+        self._reader = threading.Thread(
+            target=self._read, args=(runner, out), name="stages", daemon=True
+        )
+        self._reader.start()
+        return runner
+
+    def collect(self, kind: type[_T], timeout_s: float) -> list[_T]:
+        """Each stage's answer, while they start. Raises StageError for a stage without one."""
+        found: list[_T] = []
+        for index, pipe in enumerate(self._pipes):
+            try:
+                answer = pipe.recv() if pipe.poll(timeout_s) else None
+            except (EOFError, OSError):
+                raise StageError(self._ending(index)) from None
+            if isinstance(answer, Fallen):
+                raise StageError(f"stage {index + 1} failed: {answer.error}")
+            if not isinstance(answer, kind):
+                raise StageError(f"stage {index + 1} says nothing for {timeout_s:g} s")
+            found.append(answer)
+        return found
+
+    def tell(self, command: Command, stage: int | None = None) -> None:
+        """Raises StageError when a stage is gone."""
+        chosen = range(self.count) if stage is None else (stage,)
+        with self._telling:
+            for index in chosen:
+                try:
+                    self._pipes[index].send(command)
+                except (OSError, ValueError):
+                    raise StageError(self._ending(index)) from None
+
+    def close(self) -> None:
+        """Ends all stages; those that do not go are killed. May be called twice."""
+        self._closing = True
+        atexit.unregister(self.close)
+        for pipe in self._pipes:
+            pipe.close()  # a stage whose pipe ends ends
+        for process in self._processes:
+            process.join(_FAREWELL_S)
+            process.kill()
+            process.join()
+        if self._reader is not None:
+            self._reader.join(_FAREWELL_S)
+        if self._listening is not None:
+            self._listening.__exit__(None, None, None)
+            self._listening = None
+        if self._transport is not None:
+            self._transport.close()
+            self._transport = None
+
+    # -- on the reader's thread
+
+    def _read(self, runner: PipelineRunner, out: OutgoingRows) -> None:
+        """Gives the runner what the stages answer; what earlier ones said before a later one's
+        word comes before it."""
+        try:
+            while not self._closing:
+                ready = wait(self._pipes, 1.0)
+                last = self._answers(len(self._pipes) - 1, ready)
+                for index in range(len(self._pipes) - 1):
+                    for answer in self._answers(index, None if last else ready):
+                        runner.behind.hear(answer)
+                for answer in last:
+                    runner.behind.hear(answer)
+        except StageError as error:
+            if not self._closing:
+                log.error("%s", error)
+                runner.behind.fall(error)
+                out.sender.close(str(error))
+        except OSError:
+            return  # our ends of the pipes are closed
+
+    def _answers(self, index: int, ready: list[Any] | None) -> list[Answer]:
+        """What a stage has said. ready: pipes to look at; None: whatever is there."""
+        pipe = self._pipes[index]
+        if ready is not None and pipe not in ready:
+            return []
+        found: list[Answer] = []
+        try:
+            while pipe.poll(0):
+                answer = pipe.recv()
+                if isinstance(answer, Fallen):
+                    raise StageError(f"stage {index + 1} failed: {answer.error}")
+                found.append(answer)
+        except (EOFError, ConnectionError):  # reset: it died with something unread
+            raise StageError(self._ending(index)) from None
+        return found
+
+    def _ending(self, index: int) -> str:
+        process = self._processes[index]
+        process.join(1.0)
+        code = process.exitcode
+        if code is None:
+            return f"stage {index + 1} closed its pipe"
+        how = f"killed by {signal.Signals(-code).name}" if code < 0 else f"exit status {code}"
+        return f"stage {index + 1} died, {how}"

@@ -1,0 +1,288 @@
+"""What the compute thread does for a prefill instance: entries of its queue, pass by pass.
+
+An entry is a chunk of one prompt, or whole prompts computed together (FlowPrefill, Algorithm 1).
+Each runs as a task of the execution pool: a generator that yields at operator boundaries. A chunk
+that a group computes is a `gang.GangEntry`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Generator, Iterator, Sequence
+from contextlib import contextmanager
+from functools import partial
+
+import torch
+
+from millrace.engine.assembly import Engine
+from millrace.engine.completion import Awaited
+from millrace.engine.execution_pool import ExecutionPool, PoolTask, StopPoint
+from millrace.engine.forward.local_runner import Boundary, PrefillTask
+from millrace.engine.sampling.sampler import Sampler
+from millrace.prefill.compute.first_tokens import SamplingError, prompt_logprobs, sample_first
+from millrace.prefill.compute.publish import LayerPublisher
+from millrace.prefill.compute.work import Part, Work, task_name
+from millrace.prefill.job import LATER_STAGES, PREEMPTED
+from millrace.prefill.metrics import PrefillMetrics
+from millrace.transfer.ring.chunk_link import Waits
+from millrace.wire.pb import scheduler_pb2
+
+
+class PrefillCompute:
+    """The compute thread's half of a prefill instance, and its words to the scheduler."""
+
+    def __init__(
+        self,
+        engine: Engine,
+        max_chunk_tokens: int,
+        report: Callable[[scheduler_pb2.WorkerMessage], object],
+        metrics: PrefillMetrics,
+        pool: ExecutionPool,
+    ) -> None:
+        self.engine = engine
+        self.max_chunk_tokens = max_chunk_tokens
+        self.metrics = metrics
+        self.pool = pool
+        self._report = report
+        self._sampler = Sampler()
+        self.publisher = LayerPublisher(engine.device)
+
+    def close(self) -> None:
+        self.publisher.close()
+
+    @contextmanager
+    def one_pass(
+        self, task: PoolTask, boundaries: Generator[Boundary], tokens: int
+    ) -> Iterator[None]:
+        """Around a forward pass of the task, to its end or to where it is dropped."""
+        spent_s = task.spent_s()
+        try:
+            yield
+        finally:
+            boundaries.close()  # here and now: what it frees belongs to this thread
+            self.publisher.flush()  # the pages must not be freed under the device's hands
+        self.metrics.compute_s.observe(task.spent_s() - spent_s)
+        self.metrics.tokens.inc(tokens)
+
+    def publish(self, part: Part, layer: int, start: int, tokens: int) -> None:
+        """Hands a layer of neighbouring tokens of the part to its transfer."""
+        session = part.work.job.session
+        if session is not None and part.error is None:
+            self.publisher.after_device(
+                partial(session.layer_ready, part.number, layer, start, tokens)
+            )
+
+    def add_prompt_logprobs(self, work: Work, start: int, hidden: torch.Tensor) -> None:
+        """Log probabilities of the prompt's own tokens.
+
+        hidden: [L, hidden_size] of the positions from `start` on; each says the likeliness of the
+        next id.
+        """
+        top = work.job.sampling.prompt_logprobs
+        run = prompt_logprobs(self.engine.runner, top, work.prompt_ids, start, hidden)
+        work.prompt_logprobs.append(run)
+
+    def sample(self, part: Part, logits: torch.Tensor) -> None:
+        """Token one of every choice, from float32 [vocab]; the part's error where none comes."""
+        work = part.work
+        try:
+            work.outcome = sample_first(self._sampler, work.job.sampling, work.prompt_ids, logits)
+        except SamplingError as error:  # of this prompt: the others of its batch go on
+            part.error = error
+
+    # -- what the scheduler is told
+
+    def started(self, part: Part) -> None:
+        """A chunk begins to be computed, or goes on."""
+        job = part.work.job
+        job.go_on(self.metrics)
+        if job.leads:
+            started = scheduler_pb2.ChunkStarted(request_id=job.request_id, chunk_index=part.chunk)
+            self._report(scheduler_pb2.WorkerMessage(chunk_started=started))
+
+    def passed_over(self, work: Work) -> None:
+        """The chunks before the first one to compute were cached."""
+        for chunk in range(work.first_chunk):
+            finished = scheduler_pb2.ChunkFinished(
+                request_id=work.job.request_id, chunk_index=chunk
+            )
+            self._report(scheduler_pb2.WorkerMessage(chunk_finished=finished))
+
+    def suspended(self, part: Part, compute_s: float, why: str = PREEMPTED) -> None:
+        """The chunk was left for another."""
+        job = part.work.job
+        job.suspend(why)
+        if job.leads:
+            suspended = scheduler_pb2.ChunkSuspended(
+                request_id=job.request_id, chunk_index=part.chunk, compute_s=compute_s
+            )
+            self._report(scheduler_pb2.WorkerMessage(chunk_suspended=suspended))
+
+    def finished(self, part: Part, compute_s: float, waits: Waits | None = None) -> None:
+        """The part ends its chunk. `waits`: of `compute_s`, in a group."""
+        job = part.work.job
+        if job.leads:
+            self.metrics.chunks.inc()
+            finished = scheduler_pb2.ChunkFinished(
+                request_id=job.request_id,
+                chunk_index=part.chunk,
+                compute_s=compute_s,
+                last=part.work.is_last(part),
+                ring_wait_s=0.0 if waits is None else waits.blocks_s,
+                history_wait_s=0.0 if waits is None else waits.history_s,
+            )
+            self._report(scheduler_pb2.WorkerMessage(chunk_finished=finished))
+
+
+class Entry:
+    """An entry of the instance's queue at work: one job's chunk, and what is computed with it.
+
+    `fellows` names the tasks of the jobs that the scheduler batched with this one. Those that are
+    ready when it begins join it; the others go on their own. A job whose result nobody wants any
+    more leaves at the end of the pass, which writes its pages; one that is alone leaves at once.
+    `follow` gets the work and the number of its next chunk when one has ended.
+    """
+
+    def __init__(
+        self,
+        compute: PrefillCompute,
+        work: Work,
+        chunk: int,
+        fellows: Callable[[str], Sequence[str]],
+        follow: Callable[[Work, int], None],
+    ) -> None:
+        self._compute = compute
+        self._fellows = fellows
+        self._follow = follow
+        self._open = work.of_chunk(chunk)  # parts still to be computed, in their order
+        self._now: list[Part] = []  # in the pass at hand
+        self._is_behind = False  # the pass is in later stages; nothing is computed here
+        self.task = PoolTask(
+            name=task_name(work.job.request_id, chunk),
+            steps=self._steps(),
+            resumed=self._resumed,
+            suspended=self._suspended,
+            ended=self._ended,
+            is_unwanted=self._is_unwanted,
+            subject=self,
+        )
+
+    # -- the generator: on the pool's thread, as all of this
+
+    def _steps(self) -> Generator[StopPoint | Awaited]:
+        self._join()
+        while self._open:
+            self._now = self._next_pass()
+            yield from self._run_pass()
+            now, self._now = self._now, []
+            for part in now:
+                self._open.remove(part)
+                self._close(part)
+            if self._open:
+                yield StopPoint.PASS
+
+    def _join(self) -> None:
+        names = self._fellows(self.task.name)
+        for task in self._compute.pool.take(names):
+            fellow = task.subject
+            assert isinstance(fellow, Entry)  # groups are not batched
+            self._open += fellow._open
+            for part in {part.work: part for part in fellow._open}.values():
+                self._compute.started(part)
+
+    def _next_pass(self) -> list[Part]:
+        """The parts that fit into a pass, of one job at a time unless whole chunks fit."""
+        room, now = self._compute.max_chunk_tokens, [self._open[0]]
+        room -= now[0].tokens
+        for part in self._open[1:]:
+            if part.tokens > room:
+                break
+            now.append(part)
+            room -= part.tokens
+        for part in now:
+            part.work.job.begin_part()
+        return now
+
+    def _run_pass(self) -> Generator[StopPoint | Awaited]:
+        compute, parts = self._compute, self._now
+        tasks = [
+            PrefillTask(
+                token_ids=part.work.prompt_ids[part.start : part.start + part.tokens].to(
+                    compute.engine.device
+                ),
+                history_tokens=part.start,
+                pages=part.work.job.pages,
+                want_logits=part.work.is_last(part),
+                want_prompt_logprobs=part.work.job.sampling.prompt_logprobs >= 0,
+                name=parts[0].work.job.request_id,
+                on_layer=partial(self._publish, part),
+            )
+            for part in parts
+        ]
+        boundaries = compute.engine.runner.prefill_batch(tasks)
+        with compute.one_pass(self.task, boundaries, sum(part.tokens for part in parts)):
+            for boundary in boundaries:
+                self._look_after(parts)
+                if boundary.operator == "attn":
+                    for part in parts:
+                        self._publish(part, boundary.layer)
+                self._is_behind = boundary.awaited is not None
+                yield boundary.awaited or StopPoint.after(boundary.operator)
+        for part, task in zip(parts, tasks, strict=True):
+            part.work.job.end_part(part.name, tokens=part.tokens, history=part.start)
+            if part.error is None:
+                if task.hidden is not None:
+                    compute.add_prompt_logprobs(part.work, part.start, task.hidden)
+                if task.logits is not None:
+                    compute.sample(part, task.logits)
+
+    def _publish(self, part: Part, layer: int) -> None:
+        self._compute.publish(part, layer, part.start, part.tokens)
+
+    def _look_after(self, parts: list[Part]) -> None:
+        """Notes whose result has nowhere to go. Raises the reason when that is all of them."""
+        for part in parts:
+            part.error = part.error or part.work.failure()
+        if parts[0].error is not None and all(part.error is not None for part in parts):
+            raise parts[0].error
+
+    def _close(self, part: Part) -> None:
+        """After its pass: tells what has come to its end with the part."""
+        work = part.work
+        if part.error is not None:
+            self._open = [other for other in self._open if other.work is not work]
+            work.done(part.error)
+        elif all(other.work is not work for other in self._open):
+            self._compute.finished(part, self.task.spent_s())
+            if work.is_last(part):
+                work.done(None)
+            else:  # from here, so that it is in the pool before another can take its turn
+                self._follow(work, part.chunk + 1)
+
+    # -- what the pool tells
+
+    def _resumed(self) -> None:
+        for part in self._heads():
+            self._compute.started(part)
+        for part in self._now:
+            part.work.job.begin_part()
+
+    def _suspended(self) -> None:
+        if not self._is_behind:
+            self._compute.metrics.preempted.inc()
+        for part in self._now:
+            part.work.job.end_part(part.name, tokens=part.tokens, history=part.start)
+        for part in self._heads():
+            why = LATER_STAGES if self._is_behind else PREEMPTED
+            self._compute.suspended(part, self.task.compute_s, why)
+
+    def _ended(self, error: Exception | None) -> None:
+        for part in self._heads():  # none, unless it was cut short
+            self._compute.engine.runner.drop([part.work.job.request_id])
+            part.work.done(part.error or part.work.failure() or error)
+
+    def _is_unwanted(self) -> bool:
+        return all(part.error or part.work.failure() for part in self._open)
+
+    def _heads(self) -> list[Part]:
+        """The next part of each job that is not done."""
+        return list({part.work: part for part in reversed(self._open)}.values())[::-1]

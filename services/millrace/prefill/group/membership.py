@@ -1,0 +1,229 @@
+"""What ties this instance to the others of its requests' groups: joining, links, words."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future
+from contextlib import suppress
+from functools import partial
+
+import grpc
+
+from millrace.core.errors import IntegrityError, TransferError
+from millrace.core.instance import gang
+from millrace.core.kv.transfer import HistoryAsk, Incarnation, Ticket
+from millrace.instance.codec import logprobs_message
+from millrace.instance.host import WorkerContext
+from millrace.instance.transfer.transports import transport_name
+from millrace.prefill.compute.first_tokens import LogprobsRun
+from millrace.prefill.group.rendezvous import GroupDesk, GroupError, LeaderClient
+from millrace.prefill.job import PrefillJob
+from millrace.transfer.ring.manager import PeerInfo, RingManager
+from millrace.transfer.transport.base import outcome
+from millrace.wire.codec.transfer import layout_message, layout_of
+from millrace.wire.kv_peer import KvPeers
+from millrace.wire.pb import common_pb2, gang_pb2, scheduler_pb2
+
+HISTORY_TIMEOUT_S = 30.0
+
+
+class Meetings:
+    """One per prefill instance. For the event loop, but for `say`, which any thread may call."""
+
+    def __init__(
+        self,
+        context: WorkerContext,
+        peers: KvPeers,
+        region: int,
+        on_broken: Callable[[str, int, GroupError], None],
+    ) -> None:
+        """`region`: of the KV pool, as the transport counts it. `on_broken` is told, on the event
+        loop, when the group of a request's attempt can't go on.
+        """
+        self._on_broken = on_broken
+        self._context = context
+        self._layout = context.engine.layout
+        self._life = context.incarnation
+        self._transport = context.transport
+        self._peers = peers
+        self._region = region
+        self._loop = asyncio.get_running_loop()
+        self._metadata = context.transport.metadata()
+        self._desk = GroupDesk(context.incarnation)
+        self._leaders = LeaderClient()
+        self._ring = RingManager(context.transport, self._layout, region, context.config.transfer)
+        self._names: dict[str, str] = {}  # instance -> its transport, of its latest life
+        self._instances: dict[str, str] = {}
+
+    def attach(self, server: grpc.aio.Server) -> None:
+        self._desk.add_to(server)
+
+    # -- coming together
+
+    async def meet(self, job: PrefillJob) -> None:
+        """Joins the job's group and links to it. Raises TransferError when it can't come to be."""
+        assert job.layout is not None  # else it has no group
+        members = await self._join(job)
+        infos: dict[str, PeerInfo] = {}
+        for member in members:
+            info = await self._info(member)
+            infos[info.instance_id] = info
+        me = infos.pop(job.instance_id)
+
+        def broke(reason: str) -> None:
+            self._break(job.request_id, job.attempt, reason)
+
+        job.link = self._ring.open(job.request_id, job.attempt, me, infos, broke)
+        for shares in job.layout.chunks:
+            job.link.exchange(shares)
+        if job.layout.fetched.get(job.instance_id):
+            await self._fetch(job)
+
+    async def _join(self, job: PrefillJob) -> Sequence[gang_pb2.GroupMember]:
+        own = gang_pb2.JoinRequest(
+            request_id=job.request_id,
+            attempt=job.attempt,
+            member=gang_pb2.GroupMember(
+                incarnation=self._life,
+                layout=layout_message(self._layout),
+                pages=job.pages,
+                buffer_pages=job.buffers,
+                agent_metadata=self._metadata,
+            ),
+            max_chunk_tokens=self._context.config.engine.max_chunk_tokens,
+        )
+        if job.leads:
+            return await self._desk.join(job, own)
+        leader = _leader(job)
+        own.leader.CopyFrom(leader.incarnation)
+        return await self._leaders.join(leader.address, own)
+
+    async def _info(self, member: gang_pb2.GroupMember) -> PeerInfo:
+        """The member, known to the transport from here on."""
+        life, peer = member.incarnation, self._transport.name
+        if life != self._life:
+            peer = await outcome(self._transport.connect(member.agent_metadata))
+            self._instances.pop(self._names.get(life.id, ""), None)
+            self._names[life.id] = peer
+            self._instances[peer] = life.id
+        return PeerInfo(
+            instance_id=life.id,
+            generation=life.generation,
+            peer=peer,
+            region=self._region,
+            pages=tuple(member.pages),
+            buffer_pages=tuple(member.buffer_pages),
+            layout=layout_of(member.layout),
+        )
+
+    async def _fetch(self, job: PrefillJob) -> None:
+        """Has decode write back what an earlier attempt left there, layer by layer."""
+        assert job.layout is not None and job.link is not None and job.session is not None
+        decode = job.command.decode
+        await job.session.opened()  # it can then be asked whether it still writes
+        runs = job.layout.fetched[job.instance_id]
+        job.link.fetched(transport_name(decode.incarnation))
+        ask = HistoryAsk(
+            ticket=Ticket(
+                request_id=job.request_id,
+                sender=Incarnation(self._life.id, self._life.generation),
+                receiver=Incarnation(decode.incarnation.id, decode.incarnation.generation),
+                attempt=job.attempt,
+            ),
+            layout=self._layout,
+            pages=job.pages,
+            runs=runs,
+            agent_metadata=self._metadata,
+            region=self._region,
+        )
+        await self._peers.to(decode.address).send_history(ask, timeout_s=HISTORY_TIMEOUT_S)
+
+    # -- what the leader reports for all
+
+    async def collect(
+        self, job: PrefillJob, own: Sequence[LogprobsRun]
+    ) -> list[common_pb2.PositionLogprobs]:
+        """The prompt's log-probabilities, of all members; nothing where none were asked for."""
+        if job.sampling.prompt_logprobs < 0:
+            return []
+        runs = _runs_message(own)
+        if len(job.members) > 1:
+            for handed_in in await self._desk.handed_in(job):
+                runs += handed_in.logprobs
+        runs.sort(key=lambda run: run.start_token)
+        return [common_pb2.PositionLogprobs(), *(one for run in runs for one in run.positions)]
+
+    async def hand_in(self, job: PrefillJob, own: Sequence[LogprobsRun]) -> None:
+        """Gives the leader what this member computed of what it reports."""
+        if job.sampling.prompt_logprobs < 0:
+            return
+        request = gang_pb2.HandInRequest(
+            request_id=job.request_id,
+            attempt=job.attempt,
+            member=self._life,
+            logprobs=_runs_message(own),
+        )
+        await self._leaders.hand_in(_leader(job).address, request)
+
+    # -- the words of gangs
+
+    def say(self, instance_id: str, payload: bytes) -> None:
+        """Sends a gang's word to a member. From any thread. Members wait for each other's words, so
+        one that can't be sent breaks the group.
+        """
+        told = self._transport.notify(self._names[instance_id], payload)
+        told.add_done_callback(partial(self._sent, instance_id, payload))
+
+    def _sent(self, instance_id: str, payload: bytes, told: Future[None]) -> None:
+        if not told.cancelled() and (error := told.exception()) is not None:
+            key = gang.Message.decode(payload).key
+            self._break(key.request_id, key.attempt, f"a message to {instance_id}: {error}")
+
+    def _break(self, request_id: str, attempt: int, reason: str) -> None:
+        """On any thread."""
+        error = GroupError(f"request {request_id}: {reason}")
+        with suppress(RuntimeError):  # the loop has ended, and with it the instance
+            self._loop.call_soon_threadsafe(self._on_broken, request_id, attempt, error)
+
+    def listen(self, receive: Callable[[str, bytes], None]) -> None:
+        """`receive` gets (instance, word) on the transport's thread."""
+        self._transport.subscribe(gang.CHANNEL, partial(self._hear, receive))
+
+    def _hear(self, receive: Callable[[str, bytes], None], peer: str, payload: bytes) -> None:
+        if (instance_id := self._instances.get(peer)) is not None:
+            receive(instance_id, payload)
+
+    # -- the end
+
+    def end(self, job: PrefillJob) -> None:
+        """The job is over."""
+        if job.leads:
+            self._desk.end(job)
+
+    def check_integrity(self) -> None:
+        """Raises IntegrityError when an idle instance holds anything of a group."""
+        self._ring.check_integrity()
+        if tables := self._desk.check_idle():
+            raise IntegrityError(f"groups are left that nobody needs: {sorted(tables)}")
+
+    async def close(self) -> None:
+        await self._leaders.close()
+
+
+def _leader(job: PrefillJob) -> scheduler_pb2.Member:
+    """Raises TransferError when the command does not say where it is."""
+    for member in job.command.group:
+        if member.incarnation.id == job.members[0]:
+            return member
+    raise TransferError(f"request {job.request_id}: no address of its leader {job.members[0]}")
+
+
+def _runs_message(runs: Sequence[LogprobsRun]) -> list[gang_pb2.PromptLogprobsRun]:
+    return [
+        gang_pb2.PromptLogprobsRun(
+            start_token=start,
+            positions=[m for found in positions if (m := logprobs_message(found)) is not None],
+        )
+        for start, positions in runs
+    ]

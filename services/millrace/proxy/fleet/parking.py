@@ -1,0 +1,126 @@
+"""Requests that wait in the proxy until there is a fleet that can take them."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+
+from millrace.core.config import ProxyConfig
+from millrace.proxy.errors import ApiError, overloaded, unavailable
+from millrace.proxy.generation.generation import Generation, Stage
+
+#: An answer that lost its instance waits at least this long for another one, parking or not: its
+#: client has waited for the tokens so far, and an instance that died may be back by then.
+CONTINUATION_WAIT_S = 30.0
+REPORT_INTERVAL_S = 1.0
+
+
+class Parking:
+    """Parked requests, in the order in which they came."""
+
+    def __init__(self, config: ProxyConfig, changed: Callable[[int], None]) -> None:
+        """`changed` hears how many there are."""
+        self._timeout_s = config.park_timeout_s
+        self._most = config.max_parked
+        self._changed = changed
+        self._parked: dict[int, Generation] = {}  # by identity
+
+    def __len__(self) -> int:
+        return len(self._parked)
+
+    @property
+    def is_open(self) -> bool:
+        """Whether new requests may wait here."""
+        return self._timeout_s > 0
+
+    def takes(self, generation: Generation) -> bool:
+        return self.is_open or generation.moves > 0
+
+    def check_room(self, requests: int) -> None:
+        """Raises ApiError (429) when `requests` more are too many."""
+        if len(self._parked) + requests > self._most:
+            raise overloaded(
+                f"{len(self._parked)} requests wait for instances to start; the limit is "
+                f"{self._most}."
+            )
+
+    def add(self, generation: Generation, now: float) -> None:
+        """Raises ApiError (429) when there is no room; answers that go on always have some."""
+        if not generation.moves:
+            self.check_room(1)
+        generation.park(now)
+        self._parked[id(generation)] = generation
+        self._changed(len(self._parked))
+
+    def discard(self, generation: Generation) -> None:
+        if self._parked.pop(id(generation), None) is not None:
+            self._changed(len(self._parked))
+
+    def take_all(self) -> list[Generation]:
+        """Empties it."""
+        taken = list(self._parked.values())
+        if taken:
+            self._parked.clear()
+            self._changed(0)
+        return taken
+
+    def takes_refused(self, generation: Generation, code: str) -> bool:
+        """Whether a request that the scheduler refused may wait to be submitted again.
+
+        One that goes on elsewhere was admitted once: it waits for its turn, too.
+        """
+        if generation.moves:
+            return code in ("unavailable", "overloaded")
+        return self.is_open and code == "unavailable"
+
+    def shut(self) -> list[Generation]:
+        """Takes no new requests any more. Returns those that wait here, for the caller to end."""
+        self._timeout_s = 0.0
+        return [generation for generation in self._parked.values() if not generation.moves]
+
+    def expiry(self, generation: Generation, now: float) -> ApiError | None:
+        """The error (503) that ends a request's wait, if it has been too long."""
+        limit_s = self._timeout_s
+        if generation.moves:
+            limit_s = max(limit_s, CONTINUATION_WAIT_S)
+        since = generation.parked_since
+        if generation.stage is not Stage.PARKED or since is None or now - since <= limit_s:
+            return None
+        return unavailable(f"No instances were ready within {limit_s:g} s.")
+
+
+class LoadReport:
+    """Says how many requests are parked whenever that changes, once a second at most."""
+
+    def __init__(self, send: Callable[[int], None]) -> None:
+        self._send = send
+        self._parked = 0
+        self._pause: asyncio.TimerHandle | None = None  # there while nothing may be sent
+        self._pending = False
+
+    def set(self, parked: int) -> None:
+        self._parked = parked
+        if self._pause is None:
+            self._tell()
+        else:
+            self._pending = True
+
+    def repeat(self) -> None:
+        """To a scheduler that has not heard of any."""
+        if self._parked:
+            self.set(self._parked)
+
+    def close(self) -> None:
+        if self._pause is not None:
+            self._pause.cancel()
+
+    def _tell(self) -> None:
+        self._send(self._parked)
+        self._pending = False
+        loop = asyncio.get_running_loop()
+        self._pause = loop.call_later(REPORT_INTERVAL_S, self._resume)
+
+    def _resume(self) -> None:
+        self._pause = None
+        if self._pending:
+            self._tell()

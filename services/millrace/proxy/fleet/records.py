@@ -1,0 +1,72 @@
+"""The gateway's requests in the request store."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Coroutine
+from typing import Any
+
+from millrace.core.errors import MillraceError
+from millrace.proxy.errors import unavailable
+from millrace.proxy.text.tokenizer import TokenArray
+from millrace.state.store import RequestStore
+from millrace.wire.pb import common_pb2
+
+log = logging.getLogger(__name__)
+
+#: Endings are written this late, many in one round trip.
+ENDINGS_INTERVAL_S = 0.02
+
+
+class Records:
+    """What a request can't do without is awaited; the rest is written behind its back."""
+
+    def __init__(self, store: RequestStore) -> None:
+        self._store = store
+        self._endings: list[tuple[str, str]] = []
+        self._background: set[asyncio.Task[None]] = set()
+
+    async def create(self, spec: common_pb2.RequestSpec, prompt_ids: TokenArray) -> None:
+        """Raises ApiError (503)."""
+        try:
+            await self._store.create(
+                spec.request_id, spec=spec.SerializeToString(), prompt_ids=prompt_ids
+            )
+        except MillraceError as error:
+            log.warning("request %s: %s", spec.request_id, error)
+            raise unavailable("The request store does not answer.") from error
+
+    def finish(self, request_id: str, state: str) -> None:
+        """Writes the final state, a little later."""
+        if not self._endings:
+            asyncio.get_running_loop().call_later(ENDINGS_INTERVAL_S, self._write_endings)
+        self._endings.append((request_id, state))
+
+    def delete(self, request_id: str) -> None:
+        self.spawn(self._store.delete(request_id))
+
+    def spawn(self, work: Coroutine[Any, Any, None]) -> None:
+        """Runs work that nobody waits for, until `close`."""
+        task = asyncio.create_task(_logged(work))
+        self._background.add(task)
+        task.add_done_callback(self._background.discard)
+
+    async def close(self, timeout_s: float) -> None:
+        """Writes what is left."""
+        self._write_endings()
+        if self._background:
+            await asyncio.wait(self._background, timeout=timeout_s)
+
+    def _write_endings(self) -> None:
+        endings, self._endings = self._endings, []
+        for request_id, state in endings:
+            self.spawn(self._store.finish(request_id, state))
+
+
+async def _logged(work: Coroutine[Any, Any, None]) -> None:
+    """The store's clean-up never fails a request: records expire by themselves."""
+    try:
+        await work
+    except MillraceError as error:
+        log.warning("request store: %s", error)

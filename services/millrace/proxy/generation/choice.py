@@ -1,0 +1,157 @@
+"""One choice of a request: its tokens as they come, its text as it may be shown."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from millrace.proxy.codec import PositionLogprobs
+from millrace.proxy.request.options import Options
+from millrace.proxy.text.detokenizer import Detokenizer
+from millrace.proxy.text.stop import StopScanner
+
+
+@dataclass(slots=True, kw_only=True)
+class LogprobEntry:
+    """Log probabilities of one token. `offset`: characters of the choice's text before it.
+
+    `position` is None for a prompt's first token, which follows nothing.
+    """
+
+    token_id: int
+    position: PositionLogprobs | None
+    offset: int
+
+
+@dataclass(slots=True, kw_only=True)
+class Piece:
+    """What a choice has to show at once."""
+
+    text: str = ""
+    entries: Sequence[LogprobEntry] = ()
+    token_ids: Sequence[int] = ()
+
+
+class Choice:
+    """Takes tokens in order; cuts at stop strings; holds what must not be shown yet."""
+
+    __slots__ = (
+        "_detokenizer",
+        "_entries",
+        "_include_stop",
+        "_keeps_ids",
+        "_min_tokens",
+        "_scanner",
+        "_shows_nothing",
+        "decoded_characters",
+        "finish_reason",
+        "index",
+        "last_token_at",
+        "shown_characters",
+        "stop_reason",
+        "token_count",
+        "token_ids",
+    )
+
+    def __init__(
+        self, index: int, detokenizer: Detokenizer, options: Options, *, start: int = 0
+    ) -> None:
+        """`start`: characters that an echoed prompt puts before its text."""
+        #: Its place in the response's `choices`.
+        self.index = index
+        self._detokenizer = detokenizer
+        self._scanner = StopScanner(options.stop, options.include_stop) if options.stop else None
+        self._include_stop = options.include_stop
+        self._keeps_ids = options.return_token_ids
+        self._min_tokens = options.sampling.min_tokens
+        self._shows_nothing = options.scores_only
+        self._entries: list[LogprobEntry] = []
+        #: Generated tokens so far, a stop token included.
+        self.token_count = 0
+        #: When its last token came, on the monotonic clock.
+        self.last_token_at: float | None = None
+        self.finish_reason: str | None = None
+        #: The stop string or the stop token's id that ended it; None otherwise.
+        self.stop_reason: str | int | None = None
+        self.decoded_characters = start
+        self.shown_characters = start
+        self.token_ids: list[int] = []
+
+    @property
+    def met_stop_string(self) -> bool:
+        return self._scanner is not None and self._scanner.matched is not None
+
+    def feed(self, token_ids: Sequence[int], finish_reason: str, stop_token_id: int) -> str:
+        """Takes the next tokens; returns the text that may be shown now.
+
+        An empty `finish_reason` goes on. A stop token (`stop_token_id` >= 0) shows no text.
+        """
+        if self._shows_nothing:
+            self.finish_reason = "length"
+            return ""
+        self.token_count += len(token_ids)
+        if self._keeps_ids:
+            self.token_ids.extend(token_ids)
+        if finish_reason and stop_token_id >= 0 and not self._include_stop:
+            token_ids = token_ids[:-1]
+        text = self._detokenizer.feed(token_ids) if token_ids else ""
+        if finish_reason:
+            text += self._detokenizer.flush()
+        self.decoded_characters += len(text)
+        if self._scanner is not None and self.token_count > self._min_tokens:
+            text = self._scan(self._scanner, text, finish_reason)
+        if finish_reason and self.finish_reason is None:
+            self.finish_reason = finish_reason
+            self.stop_reason = stop_token_id if stop_token_id >= 0 else None
+        self.shown_characters += len(text)
+        return text
+
+    def feed_logprobs(
+        self,
+        token_ids: Sequence[int],
+        positions: Sequence[PositionLogprobs],
+        finish_reason: str,
+        stop_token_id: int,
+    ) -> Piece:
+        """As `feed`, token by token, with each token's log probabilities beside its text."""
+        if self._shows_nothing:
+            return Piece(text=self.feed(token_ids, finish_reason, stop_token_id))
+        text = ""
+        last = len(token_ids) - 1
+        for i, (token_id, position) in enumerate(zip(token_ids, positions, strict=True)):
+            ends = finish_reason if i == last else ""
+            stop_id = stop_token_id if i == last else -1
+            if not (ends and stop_id >= 0 and not self._include_stop):
+                self._entries.append(
+                    LogprobEntry(
+                        token_id=token_id, position=position, offset=self.decoded_characters
+                    )
+                )
+            text += self.feed([token_id], ends, stop_id)
+            if self.finish_reason is not None:
+                break
+        return Piece(text=text, entries=self._take_entries())
+
+    def take_ids(self) -> list[int]:
+        """Token ids since the last call."""
+        ids, self.token_ids = self.token_ids, []
+        return ids
+
+    def _scan(self, scanner: StopScanner, text: str, finish_reason: str) -> str:
+        text = scanner.feed(text)
+        if scanner.matched is not None:
+            self.finish_reason, self.stop_reason = "stop", scanner.matched
+        elif finish_reason:
+            text += scanner.flush()
+        return text
+
+    def _take_entries(self) -> list[LogprobEntry]:
+        """Entries of tokens whose text begins in what was shown; all of them at a natural end."""
+        entries = self._entries
+        whole = self.shown_characters == self.decoded_characters
+        if whole or (self.finish_reason is not None and not self.met_stop_string):
+            self._entries = []
+            return entries
+        ready = [e for e in entries if e.offset < self.shown_characters]
+        self._entries = entries[len(ready) :]
+        return ready

@@ -1,0 +1,32 @@
+"""The prompt given back before a completion."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from millrace.proxy.codec import PositionLogprobs
+from millrace.proxy.generation.choice import LogprobEntry, Piece
+from millrace.proxy.text.tokenizer import TokenArray, Tokenizer
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Echo:
+    """A prompt's text and ids (int32 [tokens])."""
+
+    text: str
+    prompt_ids: TokenArray
+    tokenizer: Tokenizer
+    skip_special_tokens: bool
+
+    def piece(self, positions: Sequence[PositionLogprobs]) -> Piece:
+        """`positions`: the prompt's log probabilities, of which the first says nothing; or none."""
+        if not positions:
+            return Piece(text=self.text)
+        detokenizer = self.tokenizer.detokenizer(None, skip_special_tokens=self.skip_special_tokens)
+        entries, offset = [], 0
+        for i, token_id in enumerate(self.prompt_ids.tolist()):
+            position = positions[i] if 0 < i < len(positions) else None
+            entries.append(LogprobEntry(token_id=token_id, position=position, offset=offset))
+            offset += len(detokenizer.feed([token_id]))
+        return Piece(text=self.text, entries=entries)

@@ -1,0 +1,217 @@
+"""The HTTP application: FastAPI, with the routes that take bodies as raw ASGI inside it."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Awaitable, Callable, Mapping
+from typing import Any
+
+import orjson
+from fastapi import FastAPI, Request, Response
+from starlette.exceptions import HTTPException
+from starlette.routing import Route
+
+from millrace.proxy.errors import ApiError
+from millrace.proxy.http.admin import METHODS, ROUTES, SchedulerAdmin
+from millrace.proxy.http.asgi import (
+    Disconnected,
+    Receive,
+    Scope,
+    Send,
+    openapi,
+    read_json,
+    send_error,
+    send_json,
+)
+from millrace.proxy.http.generate import GenerateEndpoint, Services
+from millrace.proxy.request.validation import Conversation
+from millrace.version import version
+
+log = logging.getLogger(__name__)
+
+Json = dict[str, Any]
+#: Renders the metrics of all workers for an Accept header: the exposition and its content type.
+RenderMetrics = Callable[[str], Awaitable[tuple[bytes, str]]]
+
+
+#: Answers a request and returns the status; raises ApiError while nothing was sent.
+Answer = Callable[[Scope, Receive, Send], Awaitable[int]]
+
+
+class RawEndpoint:
+    """A raw ASGI application around an `Answer`: errors become answers, all are counted."""
+
+    def __init__(self, services: Services, route: str, answer: Answer) -> None:
+        self._requests = services.metrics.requests
+        self._route = route
+        self._answer = answer
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        status = 499  # the client left before it had an answer
+        try:
+            status = await self._answer(scope, receive, send)
+        except Disconnected:
+            return
+        except ApiError as error:
+            status = error.status
+            await send_error(send, receive, error)
+        except Exception:
+            status = 500
+            log.exception("%s failed", self._route)
+            await send_error(send, receive, ApiError(500, "Internal error."))
+        finally:
+            self._requests.labels(self._route, status).inc()
+
+
+class GatewayApp(FastAPI):
+    """FastAPI whose document describes the raw routes too, and which they don't pay for.
+
+    A POST to one of `raw` goes to it at once: FastAPI's ten layers of middleware and routing cost
+    more than the rest of a request. Anything else, a wrong method included, goes through them.
+    """
+
+    def __init__(self, services: Services, raw: Mapping[str, RawEndpoint]) -> None:
+        super().__init__(title="Millrace gateway", version=version())
+        self._bodies = services.bodies
+        self._classes = services.objectives.classes
+        self._raw = raw
+        self.router.routes.extend(Route(path, end, methods=["POST"]) for path, end in raw.items())
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] == "http" and scope["method"] == "POST":
+            endpoint = self._raw.get(scope["path"])
+            if endpoint is not None:
+                await endpoint(scope, receive, send)
+                return
+        await super().__call__(scope, receive, send)
+
+    def openapi(self) -> Json:
+        if not self.openapi_schema:
+            self.openapi_schema = openapi.document(
+                self._bodies, self._classes, self.title, self.version
+            )
+        return self.openapi_schema
+
+
+class JsonEndpoint:
+    """A JSON body in, a JSON document out."""
+
+    def __init__(self, services: Services, handle: Callable[[Any], Awaitable[Json]]) -> None:
+        self._max_body_bytes = services.config.proxy.max_body_bytes
+        self._handle = handle
+
+    async def answer(self, scope: Scope, receive: Receive, send: Send) -> int:
+        """Returns the status that was sent. Raises ApiError before anything was sent."""
+        document = await self._handle(await read_json(scope, receive, self._max_body_bytes))
+        await send_json(send, 200, orjson.dumps(document))
+        return 200
+
+
+class TokenEndpoints:
+    """/tokenize and /detokenize."""
+
+    def __init__(self, services: Services) -> None:
+        self._services = services
+
+    async def tokenize(self, body: object) -> Json:
+        services = self._services
+        request = services.bodies.read_tokenize(body)
+        if isinstance(request, Conversation):
+            prompt = await services.prompts.read_chat(request)
+        else:
+            [prompt] = await services.prompts.read_completion(request)
+        ids = prompt.ids.tolist()
+        return {
+            "count": len(ids),
+            "max_model_len": services.limits.context_tokens,
+            "tokens": ids,
+        }
+
+    async def detokenize(self, body: object) -> Json:
+        ids, skip = self._services.bodies.read_detokenize(body)
+        return {"prompt": self._services.tokenizer.decode(ids, skip_special_tokens=skip)}
+
+
+def create_app(
+    services: Services, created: int, render_metrics: RenderMetrics, scheduler: str
+) -> FastAPI:
+    """`created`: Unix time shown as the model's; `scheduler`: its host:port."""
+    tokens = TokenEndpoints(services)
+    handlers: dict[str, Answer] = {
+        "/v1/chat/completions": GenerateEndpoint(services, chat=True).answer,
+        "/v1/completions": GenerateEndpoint(services, chat=False).answer,
+        "/tokenize": JsonEndpoint(services, tokens.tokenize).answer,
+        "/detokenize": JsonEndpoint(services, tokens.detokenize).answer,
+    }
+    raw = {path: RawEndpoint(services, path, answer) for path, answer in handlers.items()}
+    app = GatewayApp(services, raw)
+    for route in ROUTES:
+        admin = SchedulerAdmin(services.config.proxy, scheduler, route)
+        endpoint = RawEndpoint(services, route.path, admin.answer)
+        app.router.routes.append(Route(route.path, endpoint, methods=METHODS))
+    _add_models(app, services, created)
+    _add_probes(app, services, render_metrics)
+    app.add_exception_handler(HTTPException, _http_error)
+    app.add_exception_handler(Exception, _internal_error)
+    return app
+
+
+def _add_models(app: FastAPI, services: Services, created: int) -> None:
+    model = {
+        "id": services.limits.model,
+        "object": "model",
+        "created": created,
+        "owned_by": "millrace",
+        "max_model_len": services.limits.context_tokens,
+    }
+
+    @app.get("/v1/models")
+    async def list_models() -> Response:
+        return _json({"object": "list", "data": [model]})
+
+    @app.get("/v1/models/{name:path}")
+    async def show_model(name: str) -> Response:
+        try:
+            services.bodies.check_model(name)
+        except ApiError as error:
+            return Response(error.body(), error.status, media_type="application/json")
+        return _json(model)
+
+
+def _add_probes(app: FastAPI, services: Services, render_metrics: RenderMetrics) -> None:
+    @app.get("/health")
+    async def health() -> Response:
+        return _json({"status": "ok"})
+
+    @app.get("/ready")
+    async def ready() -> Response:
+        if services.gateway.ready:
+            return _json({"status": "ready"})
+        return _json({"status": "not ready"}, 503)
+
+    @app.get("/metrics")
+    async def metrics(request: Request) -> Response:
+        body, content_type = await render_metrics(request.headers.get("accept", ""))
+        return Response(body, headers={"content-type": content_type})
+
+
+def _json(document: Json, status: int = 200) -> Response:
+    return Response(orjson.dumps(document), status, media_type="application/json")
+
+
+async def _http_error(request: Request, error: Exception) -> Response:
+    assert isinstance(error, HTTPException)  # it is registered for these
+    if error.status_code == 404:
+        found = ApiError(404, f"No route {request.method} {request.url.path}.", code="not_found")
+    elif error.status_code == 405:
+        found = ApiError(405, f"{request.method} is not allowed here.", code="method_not_allowed")
+    else:
+        found = ApiError(error.status_code, str(error.detail))
+    return Response(
+        found.body(), found.status, headers=error.headers, media_type="application/json"
+    )
+
+
+async def _internal_error(request: Request, error: Exception) -> Response:
+    """The traceback goes to the log, not to the client."""
+    return Response(ApiError(500, "Internal error.").body(), 500, media_type="application/json")

@@ -1,0 +1,194 @@
+"""The two completion endpoints: from a request's bytes to the last byte of its answer."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from dataclasses import dataclass, replace
+
+from millrace.core.config import Config
+from millrace.proxy.errors import ApiError
+from millrace.proxy.fleet.gateway import Gateway
+from millrace.proxy.fleet.prompts_ahead import PromptsAhead
+from millrace.proxy.http.asgi import (
+    JSON,
+    Receive,
+    Scope,
+    Send,
+    read_json,
+    send_json,
+)
+from millrace.proxy.http.objectives import Objectives, traceparent, wants_trace
+from millrace.proxy.metrics import ProxyMetrics
+from millrace.proxy.prompts import EnginePrompt, PromptReader
+from millrace.proxy.reply.builder import Arrival, Builder
+from millrace.proxy.reply.explain import waterfall
+from millrace.proxy.reply.reply import Reply, StreamReply, WholeReply
+from millrace.proxy.request.options import Limits, Options
+from millrace.proxy.request.validation import Bodies
+from millrace.proxy.text.prefix import PromptHasher
+from millrace.proxy.text.tokenizer import Tokenizer
+from millrace.telemetry.otlp import TraceExporter
+
+#: A stream that says nothing gets a comment this often, so that nothing on the way gives it up.
+KEEPALIVE_S = 10.0
+
+_EVENT_STREAM = [
+    (b"content-type", b"text/event-stream; charset=utf-8"),
+    (b"cache-control", b"no-cache"),
+    (b"x-accel-buffering", b"no"),
+]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Services:
+    """What the endpoints work with. `traces` None: nothing collects traces."""
+
+    config: Config
+    limits: Limits
+    bodies: Bodies
+    tokenizer: Tokenizer
+    prompts: PromptReader
+    gateway: Gateway
+    metrics: ProxyMetrics
+    objectives: Objectives
+    traces: TraceExporter | None
+
+
+class GenerateEndpoint:
+    """Answers completion requests over raw ASGI; `chat` chooses between the two APIs."""
+
+    def __init__(self, services: Services, *, chat: bool) -> None:
+        self._services = services
+        self._gateway = services.gateway
+        self._chat = chat
+        self._hasher = PromptHasher(services.config.engine)
+        self._builder = Builder(
+            services.limits, services.tokenizer, services.gateway.life, chat=chat
+        )
+
+    async def answer(self, scope: Scope, receive: Receive, send: Send) -> int:
+        """Returns the status that was sent. Raises ApiError before anything was sent."""
+        at, unix_s = time.monotonic(), time.time_ns() / 1e9
+        body = await read_json(scope, receive, self._services.config.proxy.max_body_bytes)
+        arrival = Arrival(
+            at=at,
+            unix_s=unix_s,
+            slo=self._services.objectives.read(scope),
+            trace=wants_trace(scope),
+            traceparent=traceparent(scope),
+        )
+        prompts, options = await self._read(body)
+        self._gateway.admit(len(prompts))
+        response_id, reply, generations = self._builder.build(prompts, options, arrival)
+        watch = asyncio.create_task(_until_disconnect(receive))
+        watch.add_done_callback(lambda _: self._leave(reply))
+        request_id = [(b"x-request-id", response_id.encode())]
+        try:
+            for generation in generations:
+                await self._gateway.submit(generation)
+            if isinstance(reply, StreamReply):
+                return await _send_stream(reply, send, request_id, self._gateway.prompts)
+            return await _send_whole(reply, send, request_id)
+        finally:
+            watch.cancel()
+            self._leave(reply)
+            self._export(reply, arrival)
+
+    async def _read(self, body: object) -> tuple[list[EnginePrompt], Options]:
+        services = self._services
+        if self._chat:
+            chat = services.bodies.read_chat(body)
+            options = chat.options
+            prompts = [await services.prompts.read_chat(chat.conversation)]
+        else:
+            completion = services.bodies.read_completion(body)
+            options = completion.options
+            prompts = await services.prompts.read_completion(completion)
+        hasher = self._hasher
+        return [replace(p, blocks=await hasher.blocks(p.ids, options)) for p in prompts], options
+
+    def _leave(self, reply: Reply) -> None:
+        """Cancels what is unfinished: the client is gone, or the answer has failed."""
+        for generation in reply.progress.generations:
+            self._gateway.leave(generation, "disconnected")
+        reply.progress.fail(ApiError(499, "The client closed the connection."))
+
+    def _export(self, reply: Reply, arrival: Arrival) -> None:
+        if self._services.traces is not None:
+            for generation in reply.progress.generations:
+                found = waterfall(generation, arrival.unix_s, self._gateway.life[0])
+                self._services.traces.export(found, arrival.traceparent)
+
+
+Headers = list[tuple[bytes, bytes]]
+
+
+async def _send_whole(reply: WholeReply, send: Send, headers: Headers) -> int:
+    progress = reply.progress
+    while not progress.finished:
+        await progress.signal.wait()
+    if progress.error is not None:
+        raise progress.error
+    await send_json(send, 200, reply.document(), JSON + headers)
+    return 200
+
+
+async def _send_stream(
+    reply: StreamReply, send: Send, headers: Headers, prompts: PromptsAhead
+) -> int:
+    """Sends whatever is ready in one piece. Raises ApiError while nothing was sent."""
+    progress = reply.progress
+    keep_alive = _KeepAlive(reply, prompts)
+    try:
+        while not (data := reply.take()) and not progress.finished:
+            await progress.signal.wait()
+        if progress.error is not None:
+            raise progress.error
+        await send(
+            {"type": "http.response.start", "status": 200, "headers": _EVENT_STREAM + headers}
+        )
+        while not progress.finished:
+            if data:
+                await send({"type": "http.response.body", "body": data, "more_body": True})
+            else:
+                await progress.signal.wait()
+            data = reply.take()
+        data += reply.take()
+        if progress.error is not None:
+            data += b"data: " + progress.error.body() + b"\n\n"
+        await send({"type": "http.response.body", "body": data})
+        return 200
+    finally:
+        keep_alive.close()
+
+
+class _KeepAlive:
+    """Hands a comment to a stream that was silent for one to two intervals."""
+
+    def __init__(self, reply: StreamReply, prompts: PromptsAhead) -> None:
+        self._reply = reply
+        self._prompts = prompts
+        self._loop = asyncio.get_running_loop()
+        self._timer = self._loop.call_later(KEEPALIVE_S, self._tick)
+        self._speaking: asyncio.Task[None] | None = None
+
+    def close(self) -> None:
+        self._timer.cancel()
+        if self._speaking is not None:
+            self._speaking.cancel()
+
+    def _tick(self) -> None:
+        if self._reply.silent and (self._speaking is None or self._speaking.done()):
+            self._speaking = asyncio.create_task(self._speak())
+        self._reply.silent = True
+        self._timer = self._loop.call_later(KEEPALIVE_S, self._tick)
+
+    async def _speak(self) -> None:
+        said = await self._prompts.describe(self._reply.progress.generations)
+        self._reply.comment((said or "waiting").encode())
+
+
+async def _until_disconnect(receive: Receive) -> None:
+    while (await receive())["type"] != "http.disconnect":
+        continue

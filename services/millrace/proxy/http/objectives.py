@@ -1,0 +1,101 @@
+"""What a request's headers say: objectives, class, trace."""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Mapping
+
+from millrace.core.config import Config
+from millrace.core.request import Slo
+from millrace.proxy.errors import ApiError, bad_field, shown
+from millrace.proxy.http.asgi import Scope, header
+
+TTFT_HEADER = "x-millrace-ttft-slo-ms"
+TBT_HEADER = "x-millrace-tbt-slo-ms"
+CLASS_HEADER = "x-millrace-class"
+TRACE_HEADER = "x-millrace-trace"
+
+_LARGEST_MS = 1e9
+_TRACEPARENT = re.compile(
+    r"(?!ff)[0-9a-f]{2}-(?!0{32})[0-9a-f]{32}-(?!0{16})[0-9a-f]{16}-[0-9a-f]{2}"
+)
+
+
+class Objectives:
+    """Objectives of requests, TTFT and TBT each by itself: the header's, else the class's, else
+    the default of `proxy`. A request without a class is of the class `default`."""
+
+    def __init__(self, config: Config) -> None:
+        proxy = config.proxy
+        fallback = Slo(
+            ttft_s=proxy.default_ttft_slo_ms / 1e3 or None,
+            tbt_s=proxy.default_tbt_slo_ms / 1e3 or None,
+        )
+        self._classes: Mapping[str, Slo] = {fallback.class_name: fallback} | {
+            name: Slo(
+                ttft_s=fallback.ttft_s if slo.ttft_s is None else slo.ttft_s,
+                tbt_s=fallback.tbt_s if slo.tbt_s is None else slo.tbt_s,
+                class_name=name,
+            )
+            for name, slo in config.slo_classes.items()
+        }
+        self._default = self._classes[fallback.class_name]
+
+    @property
+    def classes(self) -> list[str]:
+        """Names a request may give."""
+        return sorted(self._classes)
+
+    def read(self, scope: Scope) -> Slo:
+        """Raises ApiError naming the header."""
+        slo = self._default
+        name = header(scope, CLASS_HEADER.encode())
+        if name is not None:
+            if name not in self._classes:
+                known = ", ".join(self.classes)
+                raise bad_field(CLASS_HEADER, f"must be one of {known}, got {shown(name)}.")
+            slo = self._classes[name]
+        ttft_s = _seconds(scope, TTFT_HEADER)
+        tbt_s = _seconds(scope, TBT_HEADER)
+        if ttft_s is None and tbt_s is None:
+            return slo
+        return Slo(
+            ttft_s=slo.ttft_s if ttft_s is None else ttft_s,
+            tbt_s=slo.tbt_s if tbt_s is None else tbt_s,
+            class_name=slo.class_name,
+        )
+
+
+def _seconds(scope: Scope, name: str) -> float | None:
+    text = header(scope, name.encode())
+    if text is None:
+        return None
+    try:
+        value = math.nan if "_" in text else float(text)  # Python would take 1_000
+    except ValueError:
+        value = math.nan
+    if not 0 < value <= _LARGEST_MS:
+        raise bad_field(
+            name, f"must be a number of milliseconds above 0, at most 1e9; got {shown(text)}."
+        )
+    return value / 1e3
+
+
+def wants_trace(scope: Scope) -> bool:
+    """Raises ApiError unless the header is absent, 0 or 1."""
+    text = header(scope, TRACE_HEADER.encode())
+    if text not in (None, "0", "1"):
+        raise ApiError(
+            400,
+            f"Invalid '{TRACE_HEADER}': must be 0 or 1.",
+            param=TRACE_HEADER,
+            code="invalid_value",
+        )
+    return text == "1"
+
+
+def traceparent(scope: Scope) -> str:
+    """The W3C trace context; empty when absent or malformed (which the standard says to ignore)."""
+    text = header(scope, b"traceparent") or ""
+    return text if _TRACEPARENT.match(text) else ""

@@ -1,0 +1,127 @@
+"""From a checked request to its engine requests and the reply that gathers their output."""
+
+from __future__ import annotations
+
+import uuid
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import partial
+
+from millrace.core.request import Slo
+from millrace.proxy.codec import Life, incarnation_of, sampling_message, slo_message
+from millrace.proxy.generation.choice import Choice
+from millrace.proxy.generation.echo import Echo
+from millrace.proxy.generation.generation import Generation
+from millrace.proxy.prompts import EnginePrompt
+from millrace.proxy.reply.explain import explain
+from millrace.proxy.reply.formats import ChatFormat, CompletionFormat, Format
+from millrace.proxy.reply.reply import Progress, Reply, StreamReply, WholeReply
+from millrace.proxy.request.options import Limits, Options
+from millrace.proxy.text.tokenizer import Tokenizer
+from millrace.wire.pb import common_pb2
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Arrival:
+    """When and how a request came. `at` is on the monotonic clock, in seconds."""
+
+    at: float
+    unix_s: float
+    slo: Slo
+    trace: bool
+    traceparent: str
+
+
+class Builder:
+    """Builds for one of the two APIs."""
+
+    def __init__(self, limits: Limits, tokenizer: Tokenizer, life: Life, *, chat: bool) -> None:
+        self._limits = limits
+        self._tokenizer = tokenizer
+        self._life = life
+        self._chat = chat
+        self._id_prefix = "chatcmpl-" if chat else "cmpl-"
+
+    def build(
+        self, prompts: Sequence[EnginePrompt], options: Options, arrival: Arrival
+    ) -> tuple[str, Reply, list[Generation]]:
+        """The response's id, its reply and its requests, ready to be submitted.
+
+        Raises ApiError (context_length_exceeded) when a prompt leaves no room.
+        """
+        response_id = self._id_prefix + uuid.uuid4().hex
+        progress = Progress(
+            partial(explain, arrival_unix_s=arrival.unix_s, proxy_id=self._life[0])
+            if arrival.trace
+            else None
+        )
+        reply = self._reply(response_id, len(prompts) * options.choices, options, arrival, progress)
+        generations = []
+        for i, prompt in enumerate(prompts):
+            request_id = response_id if len(prompts) == 1 else f"{response_id}-{i}"
+            choices = self._choices(i * options.choices, prompt, options)
+            generation = Generation(
+                spec=self._spec(request_id, prompt, options, arrival),
+                prompt_ids=prompt.ids,
+                sink=reply,
+                choices=choices,
+                slo=arrival.slo,
+                detailed=options.sampling.logprobs >= 0 or options.return_token_ids,
+                echo=self._echo(prompt, options) if options.echo else None,
+                arrived_at=arrival.at,
+            )
+            progress.add(generation)
+            generations.append(generation)
+        return response_id, reply, generations
+
+    def _reply(
+        self, response_id: str, choices: int, options: Options, arrival: Arrival, progress: Progress
+    ) -> Reply:
+        make: Callable[..., Format] = ChatFormat if self._chat else CompletionFormat
+        fmt = make(response_id, int(arrival.unix_s), self._limits.model, options, self._tokenizer)
+        if options.stream:
+            return StreamReply(fmt, choices, options, progress)
+        return WholeReply(fmt, choices, progress)
+
+    def _choices(self, first: int, prompt: EnginePrompt, options: Options) -> list[Choice]:
+        skip = options.skip_special_tokens
+        return [
+            Choice(
+                index,
+                self._tokenizer.detokenizer(prompt.ids, skip_special_tokens=skip),
+                options,
+                start=len(prompt.text) if options.echo else 0,
+            )
+            for index in range(first, first + options.choices)
+        ]
+
+    def _echo(self, prompt: EnginePrompt, options: Options) -> Echo:
+        return Echo(
+            text=prompt.text,
+            prompt_ids=prompt.ids,
+            tokenizer=self._tokenizer,
+            skip_special_tokens=options.skip_special_tokens,
+        )
+
+    def _spec(
+        self, request_id: str, prompt: EnginePrompt, options: Options, arrival: Arrival
+    ) -> common_pb2.RequestSpec:
+        prompt_field, prompt_tokens = "messages" if self._chat else "prompt", prompt.ids.size
+        return common_pb2.RequestSpec(
+            request_id=request_id,
+            proxy=incarnation_of(self._life),
+            model=self._limits.model,
+            prompt_tokens=prompt_tokens,
+            sampling=sampling_message(
+                options.sampling,
+                max_tokens=options.new_tokens(prompt_tokens, self._limits, prompt_field),
+                choices=options.choices,
+                prompt_logprobs=options.prompt_logprobs,
+            ),
+            slo=slo_message(arrival.slo),
+            arrival_unix_s=arrival.unix_s,
+            traceparent=arrival.traceparent,
+            prefix_hashes=prompt.blocks.hashes,
+            prefix_block_tokens=prompt.blocks.block_tokens,
+            prefix_root=prompt.blocks.root,
+        )

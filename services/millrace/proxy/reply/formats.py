@@ -1,0 +1,260 @@
+"""The JSON of OpenAI's two completion APIs: whole documents, and chunks of a stream.
+
+A chunk of plain text is a prefix made once a choice, the text as JSON, and a fixed suffix.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import orjson
+
+from millrace.proxy.codec import PositionLogprobs, TokenLogprob
+from millrace.proxy.generation.choice import Choice, LogprobEntry, Piece
+from millrace.proxy.request.options import Options
+from millrace.proxy.text.tokenizer import Tokenizer
+
+Json = dict[str, Any]
+
+DONE = b"data: [DONE]\n\n"
+_MARK = "\u0000"
+_MARK_JSON = b'"\\u0000"'
+#: JSON has no infinity; OpenAI's API shows impossible tokens like this too.
+_LOWEST_LOGPROB = -9999.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Usage:
+    """Token counts of a response; several prompts' are summed."""
+
+    prompt_tokens: int
+    completion_tokens: int
+    cached_tokens: int
+
+    def to_dict(self) -> Json:
+        return {
+            "prompt_tokens": self.prompt_tokens,
+            "completion_tokens": self.completion_tokens,
+            "total_tokens": self.prompt_tokens + self.completion_tokens,
+            "prompt_tokens_details": {"cached_tokens": self.cached_tokens},
+        }
+
+
+@dataclass(slots=True)
+class Whole:
+    """A choice's output gathered for a document."""
+
+    choice: Choice
+    text: list[str]
+    entries: list[LogprobEntry]
+    token_ids: list[int]
+
+
+class Format(Protocol):
+    """One API's JSON, for one response."""
+
+    def text_frame(self, index: int) -> tuple[bytes, bytes]:
+        """What goes before and after the JSON string of a chunk of plain text."""
+
+    def opening(self, index: int, extra: Json) -> bytes:
+        """The chunk before a choice's first text; empty where the API has none.
+
+        `extra` goes beside `choices`, here and in the other chunks.
+        """
+
+    def piece(self, index: int, piece: Piece, extra: Json) -> bytes: ...
+
+    def closing(self, choice: Choice, extra: Json) -> bytes:
+        """The chunk with the choice's finish reason."""
+
+    def usage(self, usage: Usage, extra: Json) -> bytes: ...
+
+    def document(self, wholes: Sequence[Whole], usage: Usage, extra: Json) -> bytes: ...
+
+
+class _Head:
+    """What the chunks and the document of one response share."""
+
+    def __init__(self, response_id: str, created: int, model: str, options: Options) -> None:
+        self._id, self._created, self._model = response_id, created, model
+        self._include_usage = options.include_usage
+        self.options = options
+
+    def chunk(self, kind: str, choices: list[Json], extra: Json | None = None) -> bytes:
+        return b"data: " + orjson.dumps(self._chunk(kind, choices, extra or {})) + b"\n\n"
+
+    def frame(self, kind: str, choice: Json) -> tuple[bytes, bytes]:
+        """Splits a chunk at the marked string in `choice`."""
+        prefix, suffix = self.chunk(kind, [choice]).split(_MARK_JSON)
+        return prefix, suffix
+
+    def usage(self, kind: str, usage: Usage, extra: Json) -> bytes:
+        return self.chunk(kind, [], {"usage": usage.to_dict(), **extra})
+
+    def document(self, kind: str, choices: list[Json], usage: Usage, extra: Json) -> bytes:
+        return orjson.dumps(
+            {**self._common(kind), "choices": choices, "usage": usage.to_dict(), **extra}
+        )
+
+    def _common(self, kind: str) -> Json:
+        return {"id": self._id, "object": kind, "created": self._created, "model": self._model}
+
+    def _chunk(self, kind: str, choices: list[Json], extra: Json) -> Json:
+        chunk = {**self._common(kind), "choices": choices}
+        if self._include_usage:
+            chunk["usage"] = None
+        return chunk | extra
+
+
+class ChatFormat:
+    """/v1/chat/completions."""
+
+    _CHUNK = "chat.completion.chunk"
+
+    def __init__(
+        self, response_id: str, created: int, model: str, options: Options, tokenizer: Tokenizer
+    ) -> None:
+        self._head = _Head(response_id, created, model, options)
+        self._tokenizer = tokenizer
+
+    def text_frame(self, index: int) -> tuple[bytes, bytes]:
+        return self._head.frame(self._CHUNK, _delta(index, {"content": _MARK}))
+
+    def opening(self, index: int, extra: Json) -> bytes:
+        opened = _delta(index, {"role": "assistant", "content": ""})
+        return self._head.chunk(self._CHUNK, [opened], extra)
+
+    def piece(self, index: int, piece: Piece, extra: Json) -> bytes:
+        choice = _delta(index, {"content": piece.text})
+        choice["logprobs"] = self._logprobs(piece.entries)
+        if self._head.options.return_token_ids:
+            choice["token_ids"] = piece.token_ids
+        return self._head.chunk(self._CHUNK, [choice], extra)
+
+    def closing(self, choice: Choice, extra: Json) -> bytes:
+        closed = _delta(choice.index, {})
+        closed["finish_reason"] = choice.finish_reason
+        closed["stop_reason"] = choice.stop_reason
+        return self._head.chunk(self._CHUNK, [closed], extra)
+
+    def usage(self, usage: Usage, extra: Json) -> bytes:
+        return self._head.usage(self._CHUNK, usage, extra)
+
+    def document(self, wholes: Sequence[Whole], usage: Usage, extra: Json) -> bytes:
+        choices = []
+        for whole in wholes:
+            choice: Json = {
+                "index": whole.choice.index,
+                "message": {
+                    "role": "assistant",
+                    "content": "".join(whole.text),
+                    "refusal": None,
+                },
+                "logprobs": self._logprobs(whole.entries),
+                "finish_reason": whole.choice.finish_reason,
+                "stop_reason": whole.choice.stop_reason,
+            }
+            if self._head.options.return_token_ids:
+                choice["token_ids"] = whole.token_ids
+            choices.append(choice)
+        return self._head.document("chat.completion", choices, usage, extra)
+
+    def _logprobs(self, entries: Sequence[LogprobEntry]) -> Json | None:
+        if self._head.options.sampling.logprobs < 0:
+            return None
+        return {"content": [self._entry(entry) for entry in entries], "refusal": None}
+
+    def _entry(self, entry: LogprobEntry) -> Json:
+        assert entry.position is not None  # chat has no log probabilities of the prompt
+        shown = self._token(entry.position.chosen)
+        shown["top_logprobs"] = [self._token(token) for token in entry.position.top]
+        return shown
+
+    def _token(self, token: TokenLogprob) -> Json:
+        raw = self._tokenizer.token_bytes(token.token_id)
+        return {
+            "token": raw.decode("utf-8", "replace"),
+            "logprob": max(token.logprob, _LOWEST_LOGPROB),
+            "bytes": list(raw),
+        }
+
+
+def _delta(index: int, delta: Json) -> Json:
+    return {"index": index, "delta": delta, "logprobs": None, "finish_reason": None}
+
+
+class CompletionFormat:
+    """/v1/completions."""
+
+    _KIND = "text_completion"
+
+    def __init__(
+        self, response_id: str, created: int, model: str, options: Options, tokenizer: Tokenizer
+    ) -> None:
+        self._head = _Head(response_id, created, model, options)
+        self._tokenizer = tokenizer
+
+    def text_frame(self, index: int) -> tuple[bytes, bytes]:
+        return self._head.frame(self._KIND, _text_choice(index, _MARK))
+
+    def opening(self, index: int, extra: Json) -> bytes:
+        return b""
+
+    def piece(self, index: int, piece: Piece, extra: Json) -> bytes:
+        choice = _text_choice(index, piece.text)
+        choice["logprobs"] = self._logprobs(piece.entries)
+        if self._head.options.return_token_ids:
+            choice["token_ids"] = piece.token_ids
+        return self._head.chunk(self._KIND, [choice], extra)
+
+    def closing(self, choice: Choice, extra: Json) -> bytes:
+        closed = _text_choice(choice.index, "")
+        closed["finish_reason"] = choice.finish_reason
+        closed["stop_reason"] = choice.stop_reason
+        return self._head.chunk(self._KIND, [closed], extra)
+
+    def usage(self, usage: Usage, extra: Json) -> bytes:
+        return self._head.usage(self._KIND, usage, extra)
+
+    def document(self, wholes: Sequence[Whole], usage: Usage, extra: Json) -> bytes:
+        choices = []
+        for whole in wholes:
+            choice = _text_choice(whole.choice.index, "".join(whole.text))
+            choice["logprobs"] = self._logprobs(whole.entries)
+            choice["finish_reason"] = whole.choice.finish_reason
+            choice["stop_reason"] = whole.choice.stop_reason
+            if self._head.options.return_token_ids:
+                choice["token_ids"] = whole.token_ids
+            choices.append(choice)
+        return self._head.document(self._KIND, choices, usage, extra)
+
+    def _logprobs(self, entries: Sequence[LogprobEntry]) -> Json | None:
+        asked = self._head.options.sampling.logprobs
+        if asked < 0:
+            return None
+        positions = [entry.position for entry in entries]
+        return {
+            "tokens": [self._text(entry.token_id) for entry in entries],
+            "token_logprobs": [p and max(p.chosen.logprob, _LOWEST_LOGPROB) for p in positions],
+            "top_logprobs": [p and self._alternatives(p) for p in positions] if asked else None,
+            "text_offset": [entry.offset for entry in entries],
+        }
+
+    def _alternatives(self, position: PositionLogprobs) -> dict[str, float]:
+        """The likeliest tokens, and the one that stands there."""
+        tokens = (*position.top, position.chosen)
+        return {self._text(t.token_id): max(t.logprob, _LOWEST_LOGPROB) for t in tokens}
+
+    def _text(self, token_id: int) -> str:
+        raw = self._tokenizer.token_bytes(token_id)
+        try:
+            return raw.decode()
+        except UnicodeDecodeError:
+            # As OpenAI's API writes tokens that are part of a character.
+            return "bytes:" + "".join(f"\\x{byte:02x}" for byte in raw)
+
+
+def _text_choice(index: int, text: str) -> Json:
+    return {"index": index, "text": text, "logprobs": None, "finish_reason": None}

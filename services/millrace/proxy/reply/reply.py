@@ -1,0 +1,247 @@
+"""HTTP responses in the making: what generations hand in, ready to be sent."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import orjson
+
+from millrace.proxy.errors import ApiError
+from millrace.proxy.generation.choice import Choice, LogprobEntry, Piece
+from millrace.proxy.generation.generation import Generation
+from millrace.proxy.reply.formats import DONE, Format, Usage, Whole
+from millrace.proxy.request.options import Options
+
+Json = dict[str, Any]
+
+
+class Signal:
+    """Wakes the one task that waits for it; a wake before the wait is not lost."""
+
+    __slots__ = ("_set", "_waiter")
+
+    def __init__(self) -> None:
+        self._set = False
+        self._waiter: asyncio.Future[None] | None = None
+
+    def wake(self) -> None:
+        self._set = True
+        if self._waiter is not None and not self._waiter.done():
+            self._waiter.set_result(None)
+
+    async def wait(self) -> None:
+        if not self._set:
+            self._waiter = asyncio.get_running_loop().create_future()
+            await self._waiter
+        self._set = False
+
+
+class Progress:
+    """How far a response is: its requests, their end, its error. Shared by both kinds of reply."""
+
+    __slots__ = (
+        "_open_generations",
+        "error",
+        "explain",
+        "finished",
+        "generations",
+        "signal",
+    )
+
+    def __init__(self, explain: Callable[[list[Generation]], Json] | None) -> None:
+        """`explain` makes the trace of all requests; None when the client asked for none."""
+        self.generations: list[Generation] = []
+        self._open_generations = 0
+        self.explain = explain
+        self.signal = Signal()
+        self.error: ApiError | None = None
+        #: Nothing more will be handed in.
+        self.finished = False
+
+    def add(self, generation: Generation) -> None:
+        self.generations.append(generation)
+        self._open_generations += 1
+
+    def done(self) -> None:
+        """One request has ended well."""
+        self._open_generations -= 1
+        if self._open_generations == 0:
+            self.finished = True
+        self.signal.wake()
+
+    def fail(self, error: ApiError) -> None:
+        """The first error stays."""
+        if not self.finished:
+            self.error = error
+            self.finished = True
+            self.signal.wake()
+
+    def choice_usage(self, choice: Choice) -> Usage:
+        """What one choice has taken so far: its own prompt and its own tokens."""
+        first = self.generations[0]
+        generation = self.generations[choice.index // len(first.choices)]
+        return Usage(
+            prompt_tokens=generation.prompt_tokens,
+            completion_tokens=choice.token_count,
+            cached_tokens=generation.cached_tokens,
+        )
+
+    def usage(self) -> Usage:
+        return Usage(
+            prompt_tokens=sum(g.prompt_tokens for g in self.generations),
+            completion_tokens=sum(g.completion_tokens for g in self.generations),
+            cached_tokens=sum(g.cached_tokens for g in self.generations),
+        )
+
+    def extra(self) -> Json:
+        """What goes beside `choices` at the end."""
+        return {"millrace": self.explain(self.generations)} if self.explain else {}
+
+
+class StreamReply:
+    """Server-sent events. Whatever is ready goes out in one piece."""
+
+    __slots__ = (
+        "_continuous_usage",
+        "_format",
+        "_frames",
+        "_include_usage",
+        "_open_choices",
+        "_out",
+        "progress",
+        "silent",
+    )
+
+    def __init__(self, fmt: Format, choices: int, options: Options, progress: Progress) -> None:
+        """`choices`: of the whole response."""
+        self._format = fmt
+        self._frames: list[tuple[bytes, bytes] | None] = [None] * choices
+        self._open_choices = choices
+        self._include_usage = options.include_usage
+        self._continuous_usage = options.continuous_usage
+        self._out: list[bytes] = []
+        #: Nothing was handed in since this was last set.
+        self.silent = True
+        self.progress = progress
+
+    def take(self) -> bytes:
+        """Everything ready; empty when nothing is."""
+        out, self._out = self._out, []
+        return out[0] if len(out) == 1 else b"".join(out)
+
+    def comment(self, text: bytes) -> None:
+        """A line that clients skip: shows proxies on the way that the connection lives."""
+        self._out.append(b": " + text + b"\n\n")
+        self.progress.signal.wake()
+
+    def on_text(self, choice: Choice, text: str) -> None:
+        self.silent = False
+        frame = self._frames[choice.index] or self._open(choice)
+        if text and self._continuous_usage:
+            piece = Piece(text=text)
+            self._out.append(self._format.piece(choice.index, piece, self._usage_so_far(choice)))
+        elif text:
+            self._out.append(frame[0] + orjson.dumps(text) + frame[1])
+        if choice.finish_reason is not None:
+            self._close(choice)
+        self.progress.signal.wake()
+
+    def on_piece(self, choice: Choice, piece: Piece) -> None:
+        self.silent = False
+        if self._frames[choice.index] is None:
+            self._open(choice)
+        if piece.text or piece.entries or piece.token_ids:
+            self._out.append(self._format.piece(choice.index, piece, self._usage_so_far(choice)))
+        if choice.finish_reason is not None:
+            self._close(choice)
+        self.progress.signal.wake()
+
+    def echo(self, choice: Choice, piece: Piece) -> None:
+        """The prompt, before the choice's own text."""
+        self._open(choice)
+        self._out.append(self._format.piece(choice.index, piece, self._usage_so_far(choice)))
+
+    def on_done(self, generation: Generation) -> None:
+        self.progress.done()
+        if self.progress.finished:
+            self._out.append(DONE)
+
+    def on_error(self, error: ApiError) -> None:
+        self.progress.fail(error)
+
+    def _open(self, choice: Choice) -> tuple[bytes, bytes]:
+        frame = self._frames[choice.index] = self._format.text_frame(choice.index)
+        if opening := self._format.opening(choice.index, self._usage_at_start(choice)):
+            self._out.append(opening)
+        return frame
+
+    def _close(self, choice: Choice) -> None:
+        self._open_choices -= 1
+        last = self._open_choices == 0
+        extra = self.progress.extra() if last else {}
+        so_far = self._usage_so_far(choice)
+        if last and self._include_usage:
+            self._out.append(self._format.closing(choice, so_far))
+            self._out.append(self._format.usage(self.progress.usage(), extra))
+        else:
+            self._out.append(self._format.closing(choice, so_far | extra))
+
+    def _usage_so_far(self, choice: Choice) -> Json:
+        """What a chunk of this choice shows beside it."""
+        if not self._continuous_usage:
+            return {}
+        return {"usage": self.progress.choice_usage(choice).to_dict()}
+
+    def _usage_at_start(self, choice: Choice) -> Json:
+        """Beside the chunk that comes before a choice's first token."""
+        if not self._continuous_usage:
+            return {}
+        return {"usage": replace(self.progress.choice_usage(choice), completion_tokens=0).to_dict()}
+
+
+class WholeReply:
+    """One JSON document at the end."""
+
+    __slots__ = ("_format", "_wholes", "progress")
+
+    def __init__(self, fmt: Format, choices: int, progress: Progress) -> None:
+        self._format = fmt
+        self._wholes: list[Whole | None] = [None] * choices
+        self.progress = progress
+
+    def document(self) -> bytes:
+        """The response's body, once `progress.finished`."""
+        wholes = [whole for whole in self._wholes if whole is not None]
+        return self._format.document(wholes, self.progress.usage(), self.progress.extra())
+
+    def on_text(self, choice: Choice, text: str) -> None:
+        self._whole(choice).text.append(text)
+
+    def on_piece(self, choice: Choice, piece: Piece) -> None:
+        whole = self._whole(choice)
+        whole.text.append(piece.text)
+        whole.entries.extend(piece.entries)
+        whole.token_ids.extend(piece.token_ids)
+
+    def echo(self, choice: Choice, piece: Piece) -> None:
+        """The prompt, before the choice's own text."""
+        self.on_piece(choice, piece)
+
+    def on_done(self, generation: Generation) -> None:
+        self.progress.done()
+
+    def on_error(self, error: ApiError) -> None:
+        self.progress.fail(error)
+
+    def _whole(self, choice: Choice) -> Whole:
+        whole = self._wholes[choice.index]
+        if whole is None:
+            entries: list[LogprobEntry] = []
+            whole = self._wholes[choice.index] = Whole(choice, [], entries, [])
+        return whole
+
+
+Reply = StreamReply | WholeReply

@@ -1,0 +1,120 @@
+"""Text to token ids and back, with the model's own tokenizer."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+
+import numpy as np
+import numpy.typing as npt
+from tokenizers import Tokenizer as RawTokenizer
+
+from millrace.core.errors import ModelError
+from millrace.proxy.model_card import ModelCard
+from millrace.proxy.text.detokenizer import ByteDetokenizer, Detokenizer, WindowDetokenizer
+
+#: Longer texts are tokenised on a thread: 8 KiB take about a millisecond.
+INLINE_CHARACTERS = 8192
+_CONTEXT_TOKENS = 8
+
+TokenArray = npt.NDArray[np.int32]
+
+
+class Tokenizer:
+    """One model's tokenizer.json. Raises ModelError when it is missing or damaged."""
+
+    def __init__(self, card: ModelCard) -> None:
+        path = card.folder / "tokenizer.json"
+        try:
+            document = path.read_text(encoding="utf-8")
+            self._raw = RawTokenizer.from_str(document)
+        except Exception as error:  # tokenizers raises bare Exception
+            raise ModelError(f"can't read {path}: {error}") from error
+        self._raw.no_padding()
+        self._raw.no_truncation()
+        self.vocab_size = max(card.vocab_size, self._raw.get_vocab_size(with_added_tokens=True))
+        self._special = frozenset(
+            i for i, token in self._raw.get_added_tokens_decoder().items() if token.special
+        )
+        self._bytes: list[bytes] | None = None
+        if _is_byte_level(json.loads(document).get("decoder")):
+            self._bytes = [self._byte_level(i) for i in range(self.vocab_size)]
+            self._shown_bytes = [
+                b"" if i in self._special else piece for i, piece in enumerate(self._bytes)
+            ]
+        self._threads = ThreadPoolExecutor(2, thread_name_prefix="tokenise")
+
+    def encode(self, text: str, *, add_special_tokens: bool) -> TokenArray:
+        """int32 [tokens]. `add_special_tokens` runs tokenizer.json's post-processor."""
+        # encode_batch_fast leaves offsets out, which are most of the work.
+        encoding = self._raw.encode_batch_fast([text], add_special_tokens=add_special_tokens)[0]
+        return np.array(encoding.ids, dtype=np.int32)
+
+    async def encode_async(self, text: str, *, add_special_tokens: bool) -> TokenArray:
+        """As `encode`; long texts leave the event loop free meanwhile."""
+        if len(text) <= INLINE_CHARACTERS:
+            return self.encode(text, add_special_tokens=add_special_tokens)
+        loop = asyncio.get_running_loop()
+        return await loop.run_in_executor(
+            self._threads, lambda: self.encode(text, add_special_tokens=add_special_tokens)
+        )
+
+    def decode(self, token_ids: Sequence[int], *, skip_special_tokens: bool) -> str:
+        """Text of a whole sequence."""
+        return self._raw.decode(token_ids, skip_special_tokens=skip_special_tokens)
+
+    def detokenizer(
+        self, prompt_ids: TokenArray | None, *, skip_special_tokens: bool
+    ) -> Detokenizer:
+        """A detokeniser for what follows `prompt_ids` (None: nothing goes before)."""
+        if self._bytes is not None:
+            return ByteDetokenizer(self._shown_bytes if skip_special_tokens else self._bytes)
+        context = [] if prompt_ids is None else prompt_ids[-_CONTEXT_TOKENS:].tolist()
+        decode = self._raw.decode
+        return WindowDetokenizer(
+            lambda ids: decode(ids, skip_special_tokens=skip_special_tokens), context
+        )
+
+    def token_bytes(self, token_id: int) -> bytes:
+        """One token's bytes, as log probabilities show it. Ids beyond the vocabulary are empty."""
+        if self._bytes is not None:
+            return self._bytes[token_id]
+        token = self._raw.id_to_token(token_id)
+        if token is None:
+            return b""
+        if len(token) == 6 and token.startswith("<0x") and token.endswith(">"):
+            return bytes([int(token[3:5], 16)])
+        return token.replace("\u2581", " ").encode()
+
+    def close(self) -> None:
+        self._threads.shutdown(wait=False, cancel_futures=True)
+
+    def _byte_level(self, token_id: int) -> bytes:
+        token = self._raw.id_to_token(token_id)
+        if token is None:
+            return b""
+        try:
+            return bytes([_BYTE_OF[character] for character in token])
+        except KeyError:
+            return token.encode()
+
+
+def _is_byte_level(decoder: object) -> bool:
+    if not isinstance(decoder, dict):
+        return False
+    if decoder.get("type") == "Sequence":
+        return [_is_byte_level(d) for d in decoder.get("decoders", [])] == [True]
+    return decoder.get("type") == "ByteLevel"
+
+
+def _byte_alphabet() -> dict[str, int]:
+    """Byte-level BPE's alphabet: printable Latin-1 stands for itself, the rest follows U+0100."""
+    printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
+    others = [byte for byte in range(0x100) if byte not in printable]
+    alphabet = {chr(byte): byte for byte in printable}
+    return alphabet | {chr(0x100 + i): byte for i, byte in enumerate(others)}
+
+
+_BYTE_OF = _byte_alphabet()

@@ -1,1 +1,0 @@
-"""What prefill and decode instances share: identity, link to the scheduler, wire conversions."""
