@@ -12,13 +12,13 @@ from starlette.exceptions import HTTPException
 from starlette.routing import Route
 
 from millrace.proxy.errors import ApiError
+from millrace.proxy.http import openapi
 from millrace.proxy.http.admin import METHODS, ROUTES, SchedulerAdmin
 from millrace.proxy.http.asgi import (
     Disconnected,
     Receive,
     Scope,
     Send,
-    openapi,
     read_json,
     send_error,
     send_json,
