@@ -106,7 +106,7 @@ def test_help_loads_only_options(helps, words):
 def test_help_is_what_the_parser_would_print(helps, words):
     """`show_help` goes around typer's parser: it must say the same."""
     found = helps[name_of(words)]
-    sim_or_bench = "from millrace.sim.command import register; register(cli.sim)"
+    sim_or_bench = "from millrace.cli.sim.command import register; register(cli.sim)"
     if words[0] == "bench":
         sim_or_bench = f"cli._add_benchmarks({' '.join(words[1:])!r})"
     program = f"from millrace.cli import main as cli; {sim_or_bench}; cli.app(prog_name='millrace')"

@@ -11,7 +11,7 @@ from rich.console import Console
 from millrace.bench import autoscale_report, autoscale_run
 from millrace.bench.autoscale_run import Phase, RequestsLostError, Settings
 from millrace.bench.report import RequestRecord, summarise
-from millrace.sim.workload import SloClass
+from millrace.sim.workload.workload import SloClass
 
 SETTINGS = Settings(
     phases=(

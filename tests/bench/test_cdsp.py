@@ -15,7 +15,7 @@ from millrace.bench.cdsp_live import Mix, Served
 from millrace.profiler.costs import Costs
 from millrace.profiler.group_run import ChunkTime, Run
 from millrace.profiles import load_profile
-from millrace.sim.workload import plan
+from millrace.sim.workload.workload import plan
 
 TINY = {
     "vocab_size": 64,

@@ -27,8 +27,8 @@ from millrace.bench.report import RequestRecord
 from millrace.core.config import EngineConfig, load_config
 from millrace.core.errors import ConfigError
 from millrace.engine.assembly import open_engine
-from millrace.sim.papers import flowprefill
-from millrace.sim.workload import PlannedRequest, SloClass, plan
+from millrace.experiments.flowprefill import common as flowprefill
+from millrace.sim.workload.workload import PlannedRequest, SloClass, plan
 
 TINY = {
     "vocab_size": 64,

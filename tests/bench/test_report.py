@@ -10,7 +10,7 @@ from rich.console import Console
 
 from millrace.bench.plot import attainment_at, draw
 from millrace.bench.report import Distribution, RequestRecord, print_report, summarise
-from millrace.sim.workload import SloClass
+from millrace.sim.workload.workload import SloClass
 
 CHAT = SloClass(name="chat", ttft_s=0.2, tbt_s=0.05)
 BULK = SloClass(name="bulk")

@@ -19,7 +19,7 @@ from millrace.bench.report import summarise
 from millrace.bench.serve import command
 from millrace.bench.sse_client import SseClient
 from millrace.core.errors import ConfigError
-from millrace.sim.workload import SloClass, TraceRow, WorkloadOptions, parse_lengths
+from millrace.sim.workload.workload import SloClass, TraceRow, WorkloadOptions, parse_lengths
 from support.deadlines import HANG_S
 from support.sse_server import SseServer, running
 

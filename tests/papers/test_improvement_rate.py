@@ -24,9 +24,9 @@ from millrace.core.cost.rates import (
 )
 from millrace.core.errors import ConfigError
 from millrace.core.scheduler.effects import RunPrefill
+from millrace.experiments.tetris.common import TESTBEDS, TRACES, shipped_rates
 from millrace.profiles import load_profile
-from millrace.sim.mixes import MIXES, MixOptions
-from millrace.sim.papers.tetris import TESTBEDS, TRACES, shipped_rates
+from millrace.sim.workload.mixes import MIXES, MixOptions
 from support.core_events import Bench, instance, request
 
 ROWS = ((0.5, 0.1), (1.0, 0.3), (1.5, 0.5), (2.0, 0.7))

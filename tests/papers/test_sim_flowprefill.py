@@ -11,17 +11,18 @@ import pytest
 from rich.console import Console
 
 from millrace.core.cost.operators import BatchShape
-from millrace.sim.papers import EXPERIMENTS, flowprefill_rounds, load_experiment
-from millrace.sim.papers import flowprefill as fp
-from millrace.sim.papers.flowprefill_fig9 import SYSTEMS
-from millrace.sim.papers.flowprefill_fig10 import SYSTEMS as POLICIES
-from millrace.sim.papers.flowprefill_fig11 import SYSTEMS as BUDGETS
-from millrace.sim.papers.flowprefill_fig11 import flood
-from millrace.sim.papers.flowprefill_fig12 import blocking, expected_ratio
-from millrace.sim.papers.flowprefill_fig15 import SYSTEMS as CHUNKED
-from millrace.sim.papers.flowprefill_fig15 import longest_blocking_ms
-from millrace.sim.papers.flowprefill_fig16 import SYSTEMS as COLOCATED
-from millrace.sim.prefill_work import PrefillTimes
+from millrace.experiments import EXPERIMENTS, load_experiment
+from millrace.experiments.flowprefill import common as fp
+from millrace.experiments.flowprefill import rounds as flowprefill_rounds
+from millrace.experiments.flowprefill.fig9 import SYSTEMS
+from millrace.experiments.flowprefill.fig10 import SYSTEMS as POLICIES
+from millrace.experiments.flowprefill.fig11 import SYSTEMS as BUDGETS
+from millrace.experiments.flowprefill.fig11 import flood
+from millrace.experiments.flowprefill.fig12 import blocking, expected_ratio
+from millrace.experiments.flowprefill.fig15 import SYSTEMS as CHUNKED
+from millrace.experiments.flowprefill.fig15 import longest_blocking_ms
+from millrace.experiments.flowprefill.fig16 import SYSTEMS as COLOCATED
+from millrace.sim.models.prefill_work import PrefillTimes
 from millrace.sim.scenario import simulate
 
 SIZE = replace(fp.QUICK, tolerance=0.1)

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import pytest
 
-from millrace.sim.papers import joined
+from millrace.experiments.joined import common as joined
 from millrace.sim.scenario import Traffic
 
 

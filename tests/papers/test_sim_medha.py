@@ -12,21 +12,17 @@ import pytest
 from rich.console import Console
 
 from millrace.core.errors import ConfigError
+from millrace.experiments import EXPERIMENTS, load_experiment, load_traced
+from millrace.experiments import long_context as mn
+from millrace.experiments.medha import chunking as medha_chunking
+from millrace.experiments.medha import common as medha
+from millrace.experiments.medha import convoy as medha_convoy
+from millrace.experiments.medha import policies as medha_policies
+from millrace.experiments.medha.common import Hour, Load, Spread, run_hour
 from millrace.sim.loop import Simulation
 from millrace.sim.objectives import isolated_prefill, with_objectives
-from millrace.sim.papers import (
-    EXPERIMENTS,
-    load_experiment,
-    load_traced,
-    medha,
-    medha_chunking,
-    medha_convoy,
-    medha_policies,
-)
-from millrace.sim.papers import mnemosyne as mn
-from millrace.sim.papers.medha import Hour, Load, Spread, run_hour
-from millrace.sim.report import Collector, RequestRecord
-from millrace.sim.workload import PlannedRequest, SloClass
+from millrace.sim.results.report import Collector, RequestRecord
+from millrace.sim.workload.workload import PlannedRequest, SloClass
 
 WINDOW_S = 400.0
 

@@ -8,8 +8,11 @@ import pytest
 from rich.console import Console
 
 from millrace.core.instance.packing import PackingConfig
-from millrace.sim.papers import load_experiment, mnemosyne_batching, mnemosyne_kvp, mnemosyne_spp
-from millrace.sim.papers import mnemosyne as mn
+from millrace.experiments import load_experiment
+from millrace.experiments import long_context as mn
+from millrace.experiments.mnemosyne import batching as mnemosyne_batching
+from millrace.experiments.mnemosyne import kvp as mnemosyne_kvp
+from millrace.experiments.mnemosyne import spp as mnemosyne_spp
 
 H100 = mn.operators(mn.H100)
 

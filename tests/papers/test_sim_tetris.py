@@ -12,18 +12,18 @@ import typer
 from rich.console import Console
 from typer.testing import CliRunner
 
+from millrace.cli.sim.command import register
 from millrace.core.config import SchedulerConfig
 from millrace.core.cost.rates import ImprovementRates
-from millrace.sim.command import register
-from millrace.sim.papers import EXPERIMENTS, load_experiment
-from millrace.sim.papers import tetris as paper
-from millrace.sim.papers.tetris import LOONGSERVE, SINGLE_CHUNK, TESTBEDS, TETRIS
-from millrace.sim.papers.tetris_examples import long_behind_short, two_requests
-from millrace.sim.papers.tetris_fig14 import balancing, halved, transfer
-from millrace.sim.papers.tetris_load import load_test
-from millrace.sim.papers.tetris_table1 import TABLE_1
-from millrace.sim.papers.tetris_table1 import measure as measure_table_1
-from millrace.sim.rate_profile import profile_rates
+from millrace.experiments import EXPERIMENTS, load_experiment
+from millrace.experiments.tetris import common as paper
+from millrace.experiments.tetris.common import LOONGSERVE, SINGLE_CHUNK, TESTBEDS, TETRIS
+from millrace.experiments.tetris.examples import long_behind_short, two_requests
+from millrace.experiments.tetris.fig14 import balancing, halved, transfer
+from millrace.experiments.tetris.load import load_test
+from millrace.experiments.tetris.table1 import TABLE_1
+from millrace.experiments.tetris.table1 import measure as measure_table_1
+from millrace.sim.studies.rate_profile import profile_rates
 
 SMALL = TESTBEDS["8b"]
 

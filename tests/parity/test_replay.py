@@ -13,12 +13,12 @@ import pytest
 from typer import Typer
 from typer.testing import CliRunner
 
+from millrace.cli.sim.replay_command import command
 from millrace.core.scheduler.machine import Machine
 from millrace.core.scheduler.recording import RecordingError
 from millrace.local.service import Service
 from millrace.local.stack import Stack, StackOptions
 from millrace.sim.replay import replay
-from millrace.sim.replay_command import command
 from millrace.wire.pb import scheduler_pb2
 from support.live_stack import POOL_BYTES, eventually, greedy_ids
 from support.scheduler_peers import Net, Worker, quick, scheduler, spec

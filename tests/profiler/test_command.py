@@ -62,7 +62,7 @@ def test_it_measures_keeps_writes_and_is_read_by_the_simulator(
 
     import typer
 
-    from millrace.sim.command import register
+    from millrace.cli.sim.command import register
 
     simulator = typer.Typer()
     register(simulator)

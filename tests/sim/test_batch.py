@@ -7,8 +7,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from millrace.core.request import Request, Shard
-from millrace.sim.batch import Batch
-from millrace.sim.job import Job
+from millrace.sim.cluster.batch import Batch
+from millrace.sim.cluster.job import Job
 from support.simulation import decode_step_s, planned
 
 

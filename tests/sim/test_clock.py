@@ -5,7 +5,7 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from millrace.sim.clock import Clock
+from millrace.sim.cluster.clock import Clock
 
 
 @given(st.lists(st.floats(0, 10)))

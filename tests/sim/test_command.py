@@ -11,8 +11,8 @@ import pytest
 import typer
 from typer.testing import CliRunner
 
+from millrace.cli.sim.command import register
 from millrace.sim import papers
-from millrace.sim.command import register
 
 TRACES = Path(__file__).parents[1] / "data" / "traces"
 APP = typer.Typer()

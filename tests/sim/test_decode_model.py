@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 
 from millrace.core.config import SchedulerConfig
-from millrace.sim.spec import Failure, SimSpec
-from millrace.sim.workload import PlannedRequest
+from millrace.sim.cluster.spec import Failure, SimSpec
+from millrace.sim.workload.workload import PlannedRequest
 from support.simulation import (
     DECODE_ATTN_S,
     LAYERS,

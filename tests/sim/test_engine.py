@@ -14,11 +14,11 @@ from hypothesis import strategies as st
 from millrace.core.config import SchedulerConfig
 from millrace.core.errors import ConfigError
 from millrace.core.instance.packing import PackingConfig
+from millrace.sim.cluster.spec import Failure, SimSpec
 from millrace.sim.loop import Simulation
-from millrace.sim.report import Collector
-from millrace.sim.spec import Failure, SimSpec
-from millrace.sim.timeline import Timeline
-from millrace.sim.workload import PlannedRequest, SloClass
+from millrace.sim.results.report import Collector
+from millrace.sim.results.timeline import Timeline
+from millrace.sim.workload.workload import PlannedRequest, SloClass
 from support.simulation import Run, planned, prefill_s, toy_profile, toy_spec
 
 

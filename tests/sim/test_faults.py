@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from millrace.core.config import SchedulerConfig
-from millrace.sim.spec import Failure
+from millrace.sim.cluster.spec import Failure
 from support.simulation import Run, planned, prefill_s, toy_spec
 
 

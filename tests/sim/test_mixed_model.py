@@ -9,9 +9,9 @@ import pytest
 from millrace.core.config import SchedulerConfig
 from millrace.core.cost.operators import BatchShape
 from millrace.core.instance.packing import PackingConfig
-from millrace.sim.sharded_passes import spread_pass_s
-from millrace.sim.spec import Failure, SimSpec
-from millrace.sim.workload import SloClass
+from millrace.sim.cluster.sharded_passes import spread_pass_s
+from millrace.sim.cluster.spec import Failure, SimSpec
+from millrace.sim.workload.workload import SloClass
 from support.simulation import (
     LAYERS,
     OVERHEAD_S,

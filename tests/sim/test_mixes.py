@@ -13,17 +13,17 @@ from millrace.core.cost.prefill_times import PrefillTimes
 from millrace.core.errors import ConfigError
 from millrace.core.instance.packing import PackingConfig
 from millrace.profiles import load_profile
-from millrace.sim.lengths import (
+from millrace.sim.cluster.spec import SimSpec
+from millrace.sim.objectives import isolated_prefill, with_objectives
+from millrace.sim.workload.lengths import (
     by_quantiles,
     log_uniform,
     lognormal_by_quantiles,
     mixture,
     truncated_lognormal,
 )
-from millrace.sim.mixes import MIXES, MixOptions, build_mix
-from millrace.sim.objectives import isolated_prefill, with_objectives
-from millrace.sim.spec import SimSpec
-from millrace.sim.workload import PlannedRequest, SloClass, TraceRow, WorkloadOptions, plan
+from millrace.sim.workload.mixes import MIXES, MixOptions, build_mix
+from millrace.sim.workload.workload import PlannedRequest, SloClass, TraceRow, WorkloadOptions, plan
 
 COUNT = 30_000
 

@@ -8,7 +8,7 @@ import pytest
 from matplotlib.figure import Figure
 
 from millrace.core.errors import ConfigError
-from millrace.sim.plots import (
+from millrace.sim.results.plots import (
     Curve,
     draw_attainment,
     draw_board,
@@ -16,8 +16,8 @@ from millrace.sim.plots import (
     draw_run,
     draw_ttft_cdf,
 )
-from millrace.sim.report import Collector, RequestRecord
-from millrace.sim.timeline import Block
+from millrace.sim.results.report import Collector, RequestRecord
+from millrace.sim.results.timeline import Block
 
 PNG = b"\x89PNG\r\n\x1a\n"
 

@@ -14,9 +14,9 @@ from millrace.core.errors import IntegrityError
 from millrace.core.request import Chunk, Request
 from millrace.core.scheduler import events
 from millrace.core.scheduler.effects import CancelOn, ChunkRef, Order, RunPrefill
+from millrace.sim.cluster.job import Job
+from millrace.sim.cluster.world import World
 from millrace.sim.fleet import Fleet
-from millrace.sim.job import Job
-from millrace.sim.world import World
 from support.simulation import LAYERS, LINEAR_S, planned, prefill_s, toy_operators, toy_spec
 
 

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from millrace.core.cost.operators import BatchShape
 from millrace.core.request import Chunk
-from millrace.sim.prefill_work import Balancing, PrefillTimes
+from millrace.sim.models.prefill_work import Balancing, PrefillTimes
 from support.simulation import LAYERS, prefill_s, toy_operators, toy_profile, toy_spec
 
 OPERATORS = toy_operators()

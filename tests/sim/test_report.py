@@ -11,9 +11,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from millrace.core.errors import ConfigError
-from millrace.sim.histogram import Histogram
-from millrace.sim.report import CDF_SHARES, Collector, RequestRecord, write_json
-from millrace.sim.timeline import Timeline
+from millrace.sim.results.histogram import Histogram
+from millrace.sim.results.report import CDF_SHARES, Collector, RequestRecord, write_json
+from millrace.sim.results.timeline import Timeline
 
 
 def record(index=0, name="a", **values):

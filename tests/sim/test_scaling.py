@@ -8,8 +8,8 @@ from millrace.core.autoscale.rules import AutoscaleConfig, DecodeTargets, Direct
 from millrace.core.config import SchedulerConfig
 from millrace.core.errors import ConfigError
 from millrace.core.instance.packing import PackingConfig
-from millrace.sim.spec import AutoscalePlan, Failure
-from millrace.sim.timeline import Timeline
+from millrace.sim.cluster.spec import AutoscalePlan, Failure
+from millrace.sim.results.timeline import Timeline
 from support.simulation import Run, planned, prefill_s, toy_spec
 
 QUICK = {

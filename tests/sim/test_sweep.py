@@ -11,11 +11,11 @@ from hypothesis import strategies as st
 from millrace.core.config import SchedulerConfig
 from millrace.core.errors import ConfigError
 from millrace.profiles import load_profile
-from millrace.sim.report import Collector, RequestRecord
+from millrace.sim.cluster.spec import SimSpec
+from millrace.sim.results.report import Collector, RequestRecord
 from millrace.sim.scenario import Scenario, Traffic, Watch, misses_allowed, simulate
-from millrace.sim.search import largest_load
-from millrace.sim.spec import SimSpec
-from millrace.sim.sweep import SweepOptions, sweep
+from millrace.sim.studies.search import largest_load
+from millrace.sim.studies.sweep import SweepOptions, sweep
 
 
 def searched(start, tolerance, carries):
@@ -116,7 +116,7 @@ def test_a_load_is_carried_at_the_goal_exactly(monkeypatch, requests, attained, 
             collector.add(record)
         return collector.report(1.0)
 
-    monkeypatch.setattr("millrace.sim.sweep.simulate", simulate)
+    monkeypatch.setattr("millrace.sim.studies.sweep.simulate", simulate)
     one = scenario(requests=requests)
     result = sweep({"one": one}, SweepOptions(start=4.0, tolerance=0.01, jobs=1))[0]
     assert result.edge == pytest.approx(20.0 if carried else 8.0, rel=0.011)

@@ -5,11 +5,11 @@ from __future__ import annotations
 import pytest
 
 from millrace.core.request import Chunk, Request
-from millrace.sim.clock import Clock
-from millrace.sim.counters import Tally
-from millrace.sim.decode_model import DecodeInstance
-from millrace.sim.job import Attempt, Job
-from millrace.sim.transfer_model import Transfers
+from millrace.sim.cluster.clock import Clock
+from millrace.sim.cluster.job import Attempt, Job
+from millrace.sim.models.decode_model import DecodeInstance
+from millrace.sim.models.transfer_model import Transfers
+from millrace.sim.results.counters import Tally
 from support.simulation import planned, toy_spec
 
 

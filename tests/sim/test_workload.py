@@ -1,5 +1,5 @@
 """Traces, lengths and arrivals. The rows written here were made up; their formats are the public
-ones that `millrace.sim.workload` names.
+ones that `millrace.sim.workload.workload` names.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from pathlib import Path
 import pytest
 
 from millrace.core.errors import ConfigError
-from millrace.sim.workload import (
+from millrace.sim.workload.workload import (
     SloClass,
     TraceRow,
     WorkloadOptions,

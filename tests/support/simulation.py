@@ -8,10 +8,10 @@ from millrace.core.config import SchedulerConfig
 from millrace.core.cost.latency import Latency, SpLatency
 from millrace.core.cost.operators import DecodeAttention, OperatorModel, Table
 from millrace.core.cost.profile import Profile
+from millrace.sim.cluster.spec import SimSpec
 from millrace.sim.loop import Simulation
-from millrace.sim.report import Collector, RequestRecord
-from millrace.sim.spec import SimSpec
-from millrace.sim.workload import PlannedRequest, SloClass
+from millrace.sim.results.report import Collector, RequestRecord
+from millrace.sim.workload.workload import PlannedRequest, SloClass
 
 LAYERS = 4
 OVERHEAD_S = 1e-3

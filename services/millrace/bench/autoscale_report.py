@@ -10,7 +10,7 @@ from rich.box import SIMPLE_HEAD
 from rich.console import Console
 from rich.table import Table
 
-from millrace.sim.plots import Panel, draw_panels
+from millrace.sim.results.plots import Panel, draw_panels
 
 Document = Mapping[str, Any]
 Points = list[tuple[float, float]]

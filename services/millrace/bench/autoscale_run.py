@@ -24,7 +24,7 @@ from millrace.core.errors import MillraceError
 from millrace.local.autoscale import Decision
 from millrace.local.scaling import Scaling, autoscaled
 from millrace.local.stack import Stack, StackOptions
-from millrace.sim.workload import SloClass, TraceRow, WorkloadOptions
+from millrace.sim.workload.workload import SloClass, TraceRow, WorkloadOptions
 from millrace.wire.scheduler_client import SchedulerUnavailable, get_load
 
 _ALONE = 8  # prompts alone, for what one instance does

@@ -15,10 +15,10 @@ from millrace.core.config import load_config
 from millrace.core.cost.profile import Profile
 from millrace.core.errors import MillraceError
 from millrace.local.stack import Stack, StackOptions
+from millrace.sim.cluster.spec import SimSpec
 from millrace.sim.loop import Simulation
-from millrace.sim.report import Collector, RequestRecord
-from millrace.sim.spec import SimSpec
-from millrace.sim.workload import (
+from millrace.sim.results.report import Collector, RequestRecord
+from millrace.sim.workload.workload import (
     PlannedRequest,
     TraceRow,
     WorkloadOptions,

@@ -10,7 +10,7 @@ from rich.box import SIMPLE_HEAD
 from rich.console import Console
 from rich.table import Table
 
-from millrace.sim.plots import Panel, draw_panels
+from millrace.sim.results.plots import Panel, draw_panels
 
 #: Tetris section 7.5: the most that cache balancing added, and what transfers added on average.
 PAPER_BALANCING, PAPER_HANDSHAKE = 0.018, 0.021

@@ -26,7 +26,7 @@ from millrace.profiler.fitting import Subject, build_profile
 from millrace.profiler.groups import measure_groups
 from millrace.profiler.measure import Measured, measure
 from millrace.profiler.workload import Workload
-from millrace.sim.workload import plan
+from millrace.sim.workload.workload import plan
 
 Told = Callable[[str], None]
 

@@ -18,7 +18,7 @@ from millrace.bench.report import RequestRecord
 from millrace.bench.sse_client import SseClient
 from millrace.core.errors import MillraceError
 from millrace.local.stack import Stack, StackOptions
-from millrace.sim.workload import SloClass, TraceRow, WorkloadOptions, plan
+from millrace.sim.workload.workload import SloClass, TraceRow, WorkloadOptions, plan
 
 #: Requests that may transfer to decode at once: a suspended prompt keeps its place.
 BACKENDS = 64

@@ -11,7 +11,7 @@ from rich.console import Console
 from rich.table import Table
 
 from millrace.bench.hol_traffic import GOAL
-from millrace.sim.plots import Panel, draw_panels
+from millrace.sim.results.plots import Panel, draw_panels
 
 Document = Mapping[str, Any]
 

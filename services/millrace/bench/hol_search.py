@@ -6,7 +6,7 @@ from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 
 from millrace.bench.hol_traffic import Attainment
-from millrace.sim.search import largest_load
+from millrace.sim.studies.search import largest_load
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

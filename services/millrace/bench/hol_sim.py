@@ -9,10 +9,10 @@ from millrace.bench.hol_systems import System
 from millrace.bench.hol_traffic import Attainment, Traffic
 from millrace.core.config import load_config
 from millrace.core.cost.profile import Profile
+from millrace.sim.cluster.spec import SimSpec
 from millrace.sim.loop import Simulation
-from millrace.sim.report import Collector, RequestRecord
-from millrace.sim.spec import SimSpec
-from millrace.sim.workload import plan
+from millrace.sim.results.report import Collector, RequestRecord
+from millrace.sim.workload.workload import plan
 
 
 def attainment(

@@ -1,10 +1,10 @@
 """Traffic of `millrace bench hol`: FlowPrefill's four classes, scaled to the machine.
 
-Lengths are Table 1's, drawn as in `sim.mixes` and divided by the run's scale. The objective of a
-class is a multiple of its isolated TTFT, which the run measures: of a prompt of the class's mean
-length, alone in the stack. The multiple is what Table 2 allows Llama-3-8B over that length's
-prefill on an A100 (by the shipped profile): 5.9 for text, 12.8 for image, 9.8 for search, 12.8 for
-file. So objectives are as tight here as there, whatever the machine.
+Lengths are Table 1's, drawn as in `sim.workload.mixes` and divided by the run's scale. The
+objective of a class is a multiple of its isolated TTFT, which the run measures: of a prompt of the
+class's mean length, alone in the stack. The multiple is what Table 2 allows Llama-3-8B over that
+length's prefill on an A100 (by the shipped profile): 5.9 for text, 12.8 for image, 9.8 for search,
+12.8 for file. So objectives are as tight here as there, whatever the machine.
 
 Arrivals are Poisson. A rate stretches the gaps and leaves the requests alone, as in the paper.
 """
@@ -17,10 +17,16 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
 
 from millrace.bench.report import RequestRecord
-from millrace.sim.mixes import MixOptions, build_mix, table_2
-from millrace.sim.papers import flowprefill
+from millrace.experiments.flowprefill import common as flowprefill
 from millrace.sim.scenario import misses_allowed
-from millrace.sim.workload import PlannedRequest, RowDraw, SloClass, TraceRow, WorkloadOptions
+from millrace.sim.workload.mixes import MixOptions, build_mix, table_2
+from millrace.sim.workload.workload import (
+    PlannedRequest,
+    RowDraw,
+    SloClass,
+    TraceRow,
+    WorkloadOptions,
+)
 
 #: Table 1: mean prompt length of each class.
 MEAN_TOKENS: Mapping[str, int] = {"text": 590, "image": 532, "search": 5976, "file": 6833}

@@ -15,7 +15,7 @@ from rich.progress import Progress
 from millrace.bench.report import RequestRecord
 from millrace.bench.sse_client import Response, SseClient
 from millrace.core.errors import ConfigError
-from millrace.sim.workload import PlannedRequest, SloClass, WorkloadOptions, plan
+from millrace.sim.workload.workload import PlannedRequest, SloClass, WorkloadOptions, plan
 
 # Tokenised by the server to learn ids that it takes: a prompt of them is valid and of exact length.
 _SAMPLE_TEXT = (

@@ -10,7 +10,7 @@ from rich.box import SIMPLE_HEAD
 from rich.console import Console
 from rich.table import Table
 
-from millrace.sim.plots import Panel, draw_panels
+from millrace.sim.results.plots import Panel, draw_panels
 
 #: Median error of predictions, and what decodes may cost an iteration.
 PREDICTOR_GOAL, BATCHING_GOAL = 0.1, 1.1

@@ -8,7 +8,7 @@ from pathlib import Path
 import numpy as np
 
 from millrace.bench.report import RequestRecord
-from millrace.sim.workload import SloClass
+from millrace.sim.workload.workload import SloClass
 
 SCALES = np.geomspace(0.1, 10.0, 81)
 

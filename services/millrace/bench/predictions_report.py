@@ -10,7 +10,7 @@ from rich.box import SIMPLE_HEAD
 from rich.console import Console
 from rich.table import Table
 
-from millrace.sim.plots import Panel, draw_panels
+from millrace.sim.results.plots import Panel, draw_panels
 
 #: Of all prompts: what the median and the 95th percentile of the error are to stay below.
 MEDIAN_GOAL, P95_GOAL = 0.15, 0.4

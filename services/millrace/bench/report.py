@@ -20,7 +20,7 @@ from rich.box import SIMPLE_HEAD
 from rich.console import Console
 from rich.table import Table
 
-from millrace.sim.workload import SloClass
+from millrace.sim.workload.workload import SloClass
 
 PERCENTILES = (50, 90, 99)
 

@@ -110,7 +110,7 @@ def command(  # noqa: PLR0913 - every option of the command line is a parameter
     from millrace.bench.report import print_report, summarise
     from millrace.bench.serve_run import id_range, lengths, run_with_progress
     from millrace.core.errors import ConfigError, MillraceError
-    from millrace.sim.workload import SloClass, WorkloadOptions, read_trace
+    from millrace.sim.workload.workload import SloClass, WorkloadOptions, read_trace
 
     console = Console()
     try:

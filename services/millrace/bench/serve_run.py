@@ -11,7 +11,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from millrace.bench.load_test import ServeOptions, run
 from millrace.bench.report import RequestRecord
 from millrace.core.errors import ConfigError
-from millrace.sim.workload import Draw, parse_lengths
+from millrace.sim.workload.workload import Draw, parse_lengths
 
 
 async def run_with_progress(options: ServeOptions, console: Console) -> list[RequestRecord]:

@@ -396,7 +396,7 @@ def main() -> None:
     if "bench" in sys.argv[1:2]:
         _add_benchmarks(next(iter(sys.argv[2:]), ""))
     if "sim" in sys.argv[1:2]:
-        importlib.import_module("millrace.sim.command").register(sim)
+        importlib.import_module("millrace.cli.sim.command").register(sim)
     if "--help" in sys.argv[1:]:
         show_help(app, sys.argv[1 : sys.argv.index("--help")])
     with plain_errors():

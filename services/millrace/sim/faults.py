@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
+from millrace.sim.cluster.spec import Failure
+from millrace.sim.cluster.world import World
 from millrace.sim.fleet import Fleet
-from millrace.sim.spec import Failure
-from millrace.sim.world import World
 
 
 class Faults:

@@ -4,16 +4,16 @@ from __future__ import annotations
 
 from millrace.core.scheduler import effects as fx
 from millrace.core.scheduler import events
-from millrace.sim.decode_model import DecodeInstance, DecodePool
-from millrace.sim.job import Job
-from millrace.sim.kvp_model import KvpPool, KvpWorker
-from millrace.sim.mixed_latency import mixed_latency
-from millrace.sim.mixed_model import MixedInstance, MixedPool
+from millrace.sim.cluster.job import Job
+from millrace.sim.cluster.spec import SimSpec
+from millrace.sim.cluster.world import World
+from millrace.sim.models.decode_model import DecodeInstance, DecodePool
+from millrace.sim.models.kvp_model import KvpPool, KvpWorker
+from millrace.sim.models.mixed_latency import mixed_latency
+from millrace.sim.models.mixed_model import MixedInstance, MixedPool
+from millrace.sim.models.prefill_instance import PrefillInstance
+from millrace.sim.models.prefill_model import PrefillPool
 from millrace.sim.objectives import isolated_prefill
-from millrace.sim.prefill_instance import PrefillInstance
-from millrace.sim.prefill_model import PrefillPool
-from millrace.sim.spec import SimSpec
-from millrace.sim.world import World
 
 Instance = PrefillInstance | DecodeInstance | MixedInstance | KvpWorker
 

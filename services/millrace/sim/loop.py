@@ -15,16 +15,16 @@ from millrace.core.request import Request, Slo
 from millrace.core.scheduler import effects as fx
 from millrace.core.scheduler import events
 from millrace.core.scheduler.machine import Machine
-from millrace.sim.counters import EngineCounters
+from millrace.sim.cluster.job import Job
+from millrace.sim.cluster.spec import SimSpec
+from millrace.sim.cluster.world import World
 from millrace.sim.faults import Faults
 from millrace.sim.fleet import Fleet
-from millrace.sim.job import Job
-from millrace.sim.report import Collector, RequestRecord
+from millrace.sim.results.counters import EngineCounters
+from millrace.sim.results.report import Collector, RequestRecord
+from millrace.sim.results.timeline import Timeline
 from millrace.sim.scaling import Scaling
-from millrace.sim.spec import SimSpec
-from millrace.sim.timeline import Timeline
-from millrace.sim.workload import PlannedRequest, SloClass
-from millrace.sim.world import World
+from millrace.sim.workload.workload import PlannedRequest, SloClass
 
 #: Requests between two calls of `progress`.
 PROGRESS_EVERY = 100

@@ -12,9 +12,9 @@ from types import MappingProxyType
 
 from millrace.core.cost.latency import SpLatency
 from millrace.core.scheduler.machine import DEADLINE_FACTOR, LEAST_DEADLINE_S
-from millrace.sim.mixed_latency import mixed_latency
-from millrace.sim.spec import SimSpec
-from millrace.sim.workload import PlannedRequest, SloClass
+from millrace.sim.cluster.spec import SimSpec
+from millrace.sim.models.mixed_latency import mixed_latency
+from millrace.sim.workload.workload import PlannedRequest, SloClass
 
 
 def isolated_prefill(spec: SimSpec) -> Callable[[int], float]:

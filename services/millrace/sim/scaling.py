@@ -17,10 +17,10 @@ from millrace.core.scheduler import events
 from millrace.core.scheduler.effects import Effect
 from millrace.core.scheduler.fleet.instances import Instance
 from millrace.core.scheduler.machine import Machine
-from millrace.sim.counters import ScaleEvent
+from millrace.sim.cluster.spec import AutoscalePlan
+from millrace.sim.cluster.world import World
 from millrace.sim.fleet import Fleet, role_of
-from millrace.sim.spec import AutoscalePlan
-from millrace.sim.world import World
+from millrace.sim.results.counters import ScaleEvent
 
 #: Between two looks at whether a draining instance is idle.
 DRAIN_POLL_S = 1.0

@@ -11,13 +11,13 @@ from pathlib import Path
 
 from millrace.core.cost.profile import Profile
 from millrace.core.errors import ConfigError
+from millrace.sim.cluster.spec import SimSpec
 from millrace.sim.loop import Simulation
-from millrace.sim.mixes import LONG_FRACTION, TABLE_2_TTFT_S, MixOptions, build_mix
 from millrace.sim.objectives import isolated_prefill, with_objectives
-from millrace.sim.report import Collector, Report, RequestRecord
-from millrace.sim.spec import SimSpec
-from millrace.sim.timeline import Timeline
-from millrace.sim.workload import (
+from millrace.sim.results.report import Collector, Report, RequestRecord
+from millrace.sim.results.timeline import Timeline
+from millrace.sim.workload.mixes import LONG_FRACTION, TABLE_2_TTFT_S, MixOptions, build_mix
+from millrace.sim.workload.workload import (
     PlannedRequest,
     SloClass,
     TraceRow,

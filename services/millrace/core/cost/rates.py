@@ -7,7 +7,7 @@ and live the recorded rate nearest to the observed one gives it.
 Deviation: such a table holds for the lengths and the pool that it was found for. Where none was
 given, `BY_LOAD` is looked up by the prefill work that arrives, in seconds a second and instance: by
 that measure the six tables of Figures 11 and 12 that `millrace sim` found (8B and 70B, three mixes,
-sim/papers/tetris_rates.json) nearly agree, and `BY_LOAD` is their middle.
+experiments/tetris/rates.json) nearly agree, and `BY_LOAD` is their middle.
 
 Ours where the paper gives no figure: the window is 60 s long, and until one has passed the
 observed rate is that since the first arrival. Both ends of a tie give the lower rate's entry.

@@ -1,0 +1,43 @@
+"""Finds the best improvement rate of each arrival rate, for `millrace sim profile-rates`."""
+
+from __future__ import annotations
+
+from dataclasses import asdict
+from typing import Any
+
+from rich.console import Console
+
+from millrace.cli.sim.asked import document, progress, systems
+from millrace.cli.sim.options import parse_numbers
+from millrace.cli.sim.tables import print_rates
+from millrace.core.cost.rates import format_rates
+from millrace.sim.results.report import write_json
+from millrace.sim.studies.rate_profile import profile_rates, table_of
+from millrace.sim.workload.mixes import LONG_FRACTION
+
+
+def run_rates(given: dict[str, Any]) -> None:
+    """Runs, prints and writes what `given`, the options of the command, asks for."""
+    tried_rps, tried = (
+        parse_numbers(given["arrivals"], "--arrivals"),
+        parse_numbers(given["rates"], "--rates"),
+    )
+    absent = {"rate": 1.0, "rate_scale": 1.0, "slo_scale": 1.0, "slo_class": [], "failure": []}
+    absent |= {"mixed": 0, "kvp": 0, "spp": 1, "long_fraction": LONG_FRACTION, "autoscale": []}
+    found = systems(given | absent, ["fcfs"], [given["planner"]], ["none"], [0])
+    scenario = next(iter(found.values()))
+    console = Console()
+    with progress(console) as shown:
+        bar = shown.add_task("runs", total=len(tried_rps) * len(tried), note="")
+
+        def told(arrivals_rps: float, rate: float) -> None:
+            shown.update(bar, advance=1, note=f"{arrivals_rps:g}/s, improvement rate {rate:g}")
+
+        rows = profile_rates(scenario, tried_rps, tried, told)
+    print_rates(rows, console)
+    setting = format_rates(table_of(rows))
+    print(f"scheduler.improvement_rate=-1\nscheduler.improvement_rates={setting}")
+    json = given["json"]
+    if json is not None:
+        results = {"improvement_rates": setting, "rows": [asdict(row) for row in rows]}
+        write_json(json, document("profile-rates", given, scenario) | {"results": results})

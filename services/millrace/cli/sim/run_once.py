@@ -1,0 +1,72 @@
+"""Simulates one system on one workload, for `millrace sim run`."""
+
+from __future__ import annotations
+
+import json as json_lines
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+
+from millrace.cli.sim.asked import document, progress, systems
+from millrace.cli.sim.options import parse_range
+from millrace.cli.sim.tables import print_report
+from millrace.core.errors import ConfigError
+from millrace.sim.results.plots import draw_board, draw_run
+from millrace.sim.results.report import RequestRecord, write_json
+from millrace.sim.results.timeline import Timeline
+from millrace.sim.scenario import Watch, simulate
+
+_SYSTEM = ("policy", "planner", "preemption", "batch_tokens")
+
+
+def run_once(given: dict[str, Any]) -> None:
+    """Runs, prints and writes what `given`, the options of `millrace sim run`, asks for."""
+    records, gantt = given["records"], given["gantt"]
+    json, plot = given["json"], given["plot"]
+    found = systems(given, *([given[name]] for name in _SYSTEM))
+    scenario = next(iter(found.values()))
+    console = Console()
+    with ExitStack() as stack:
+        watch = Watch(
+            sink=None if records is None else stack.enter_context(_record_sink(records)),
+            timeline=None if gantt is None else _timeline(given["gantt_window"]),
+            progress=stack.enter_context(_bar(console, "requests", scenario.traffic.count())),
+        )
+        report = simulate(scenario, watch)
+    print_report(report, console)
+    if json is not None:
+        write_json(json, document("run", given, scenario) | {"results": report.to_json()})
+    if plot is not None:
+        draw_run(report, plot)
+    if gantt is not None and watch.timeline is not None:
+        draw_board(watch.timeline.blocks, gantt)
+
+
+def _timeline(window: str) -> Timeline:
+    start_s, end_s = parse_range(window, "--gantt-window")
+    return Timeline(start_s=start_s, end_s=end_s)
+
+
+@contextmanager
+def _record_sink(path: Path) -> Iterator[Callable[[RequestRecord], None]]:
+    try:
+        file = path.open("w", encoding="utf-8")
+    except OSError as error:
+        raise ConfigError(f"--records {path}: {error}") from error
+    with file:
+        yield lambda record: print(json_lines.dumps(asdict(record)), file=file)
+
+
+@contextmanager
+def _bar(console: Console, what: str, total: int) -> Iterator[Callable[[int, float], None]]:
+    with progress(console) as shown:
+        bar = shown.add_task(what, total=total, note="")
+
+        def told(ended: int, now_s: float) -> None:
+            shown.update(bar, completed=ended, note=f"simulated {now_s:,.0f} s")
+
+        yield told

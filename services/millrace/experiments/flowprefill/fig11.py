@@ -1,0 +1,163 @@
+"""FlowPrefill figure 11: token budgets of SLO-aware batching, attainment and throughput.
+
+Attainment at fixed rates, every budget on the same draws: its differences are smaller than what
+one draw differs from the next, so they are taken draw by draw, with their standard error.
+
+Throughput is what one prefill instance computes when it never runs dry: at a rate far beyond what
+it can do. Objectives are ten times as loose there, so that deadlines leave batches room to fill the
+budget. The gain is bounded by how much faster a GPU computes many tokens at once, hence the two
+costs of a forward pass: as profiled, and as the paper's public code has it.
+
+Memory is ample, so that budgets alone differ: what S-EDF gives up keeps its KV pages, and under
+overload the pool of a real GPU fills with it. With a task held ahead more requests reach the
+instance before they are given up; one system shows what that costs with the memory of the GPU.
+"""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+
+from rich.console import Console
+
+from millrace.experiments.flowprefill import common as fp
+from millrace.experiments.outcome import Finding, Outcome, watched
+from millrace.sim.results.plots import Panel
+from millrace.sim.scenario import simulate
+
+_MODEL = "Llama-3-8B"
+RATES_RPS = (6.0, 8.0, 10.0)
+_FLOOD_RPS = 20.0  # three times what the instance can do
+_FLOOD_SLO_SCALE = 10.0
+_NONE = "none"
+
+_KV_TOKENS = 4_000_000  # ten times what the GPU holds: see above
+_BATCHING = replace(fp.FLOWPREFILL, kv_tokens=_KV_TOKENS)
+
+SYSTEMS = {
+    _NONE: replace(_BATCHING, batch_tokens=0),
+    "2K": _BATCHING,
+    "4K": replace(_BATCHING, batch_tokens=4096),
+    "8K": replace(_BATCHING, batch_tokens=8192),
+    "2K, one held ahead": replace(_BATCHING, tasks_ahead=2),
+    "2K, one held ahead, 80 GB": replace(fp.FLOWPREFILL, tasks_ahead=2),
+}
+
+#: Rate -> system -> attainment of each draw.
+Draws = Mapping[float, Mapping[str, Sequence[float]]]
+
+
+def measure(size: fp.Size, told: fp.Told) -> Outcome:
+    """Attainment by rate and throughput, by budget and cost of a pass."""
+    size = replace(size, requests=size.requests // 2, seeds=2 * size.seeds)
+    draws: dict[str, Draws] = {}
+    floods: dict[str, dict[str, fp.Load]] = {}
+    for label, pass_s in fp.PASSES.items():
+        systems = {name: replace(one, pass_s=pass_s) for name, one in SYSTEMS.items()}
+        told(label)
+        draws[label] = {
+            rate: {name: attainments(one, rate, size) for name, one in systems.items()}
+            for rate in RATES_RPS
+        }
+        floods[label] = {name: flood(one, size) for name, one in systems.items()}
+    return Outcome(
+        title="FlowPrefill figure 11: batching budgets, Llama-3-8B",
+        assumptions=(*fp.ASSUMPTIONS, fp.PASSES_ASSUMPTION),
+        findings=_findings(draws, floods),
+        results={
+            label: {
+                "attainment": {f"{rate:g}": by_name for rate, by_name in draws[label].items()},
+                "throughput": {name: one.to_json() for name, one in floods[label].items()},
+            }
+            for label in fp.PASSES
+        },
+        panels=[
+            [
+                Panel(
+                    title=f"attainment, {label}",
+                    x="request rate (1/s)",
+                    y="TTFT attainment (%)",
+                    lines={
+                        name: [
+                            (rate, 100 * statistics.mean(by_name[name]))
+                            for rate, by_name in draws[label].items()
+                        ]
+                        for name in SYSTEMS
+                    },
+                )
+                for label in fp.PASSES
+            ],
+            [
+                Panel(
+                    title="throughput without end of work",
+                    x="budget (tokens)",
+                    y="requests/s",
+                    lines={
+                        label: [
+                            (one.batch_tokens, by_name[name].requests_per_s)
+                            for name, one in SYSTEMS.items()
+                            if one.tasks_ahead == 1
+                        ]
+                        for label, by_name in floods.items()
+                    },
+                )
+            ],
+        ],
+    )
+
+
+def attainments(system: fp.System, rate_rps: float, size: fp.Size) -> list[float]:
+    """Attainment of each draw."""
+    return [
+        simulate(fp.scenario(system, _MODEL, rate_rps, size, seed=seed)).total.attainment
+        for seed in range(size.seeds)
+    ]
+
+
+def flood(system: fp.System, size: fp.Size) -> fp.Load:
+    """A run with more requests than can be done."""
+    of = fp.scenario(system, _MODEL, _FLOOD_RPS, size)
+    return fp.load(of.at_slo_scale(_FLOOD_SLO_SCALE))
+
+
+def _findings(
+    draws: Mapping[str, Draws], floods: Mapping[str, Mapping[str, fp.Load]]
+) -> list[Finding]:
+    rows: list[Finding] = []
+    for label, by_rate in draws.items():
+        none_rps = floods[label][_NONE].requests_per_s
+        for name, flooded in floods[label].items():
+            gain = flooded.requests_per_s / none_rps - 1
+            rows.append(
+                Finding(
+                    what=f"{label}, budget {name}: throughput (1/s), passes a request",
+                    paper="" if name == _NONE else "more than none",
+                    ours=f"{flooded.requests_per_s:.2f} ({gain:+.1%}), "
+                    f"{flooded.passes_per_request:.2f}",
+                )
+            )
+        for rate, by_name in by_rate.items():
+            rows += [
+                Finding(
+                    what=f"{label}, budget {name} at {rate:g}/s: attainment, less that of none",
+                    paper="" if name == _NONE else "more than none",
+                    ours=_less(by_name[name], by_name[_NONE]),
+                )
+                for name in SYSTEMS
+            ]
+    return rows
+
+
+def _less(ours: Sequence[float], theirs: Sequence[float]) -> str:
+    """Mean, and mean difference with its standard error in points, draw by draw."""
+    gaps = [100 * (one - other) for one, other in zip(ours, theirs, strict=True)]
+    error = statistics.stdev(gaps) / len(gaps) ** 0.5
+    return f"{statistics.mean(ours):.1%} ({statistics.mean(gaps):+.2f} +- {error:.2f})"
+
+
+def run(console: Console, json_path: Path | None, plot_path: Path | None, quick: bool) -> None:
+    """See `papers.Experiment`."""
+    size = fp.QUICK if quick else fp.FULL
+    watched(console, lambda told: measure(size, told)).publish(console, json_path, plot_path)

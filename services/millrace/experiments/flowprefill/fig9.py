@@ -1,0 +1,88 @@
+"""FlowPrefill figure 9: attainment by request rate and by SLO scale, goodput at 90 %.
+
+Beyond what an instance can compute, S-EDF gives long requests up, and those that had begun keep
+their KV pages: in the end none are free for requests that could be in time. How far this limits
+FlowPrefill is shown by a system with ten times the memory. The baselines' goodput lies below that.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+from rich.console import Console
+
+from millrace.experiments.flowprefill import common as fp
+from millrace.experiments.outcome import Finding, Outcome, watched
+
+_OURS = "FlowPrefill"
+
+SYSTEMS = {
+    _OURS: fp.FLOWPREFILL,
+    "DistServe": fp.DISTSERVE,
+    "DistServe-CP2K": fp.CP2K,
+    "DistServe-CP8K": fp.CP8K,
+    "FlowPrefill, 10 x KV": replace(fp.FLOWPREFILL, kv_tokens=4_000_000),
+}
+
+#: Fixed rate of the SLO axis, which the paper does not name: about 40 % of what one can do.
+RATES_RPS = {"Llama-3-8B": 3.0, "Llama-3-70B": 1.2}
+
+_RATIOS = {
+    ("rate", "DistServe"): "4.7-5.6",
+    ("rate", "DistServe-CP2K"): "up to 2.0",
+    ("rate", "DistServe-CP8K"): "up to 4.5",
+    ("slo-scale", "DistServe-CP2K"): "1.5-2.3",
+    ("slo-scale", "DistServe-CP8K"): "2.1-3.1",
+}
+
+
+def measure(size: fp.Size, told: fp.Told, models: tuple[str, ...] = tuple(fp.MODELS)) -> Outcome:
+    """Both rows of the figure for each model."""
+    found: dict[str, dict[str, fp.Comparison]] = {}
+    for model in models:
+        rate = RATES_RPS[model]
+        rates = [rate * step for step in (0.25, 0.5, 0.75, 1, 1.5, 2, 2.5, 3, 3.5, 4)]
+        scales = (0.2, 0.3, 0.4, 0.6, 0.8, 1.0, 1.5, 2.0, 3.0)
+        one = replace(size, seeds=1)
+        found[model] = {
+            "rate": fp.compare(SYSTEMS, model, "rate", rate, size, told, points=rates),
+            "slo-scale": fp.compare(SYSTEMS, model, "slo-scale", rate, one, told, points=scales),
+        }
+    return Outcome(
+        title="FlowPrefill figure 9: TTFT attainment by request rate and SLO scale",
+        assumptions=(*fp.ASSUMPTIONS, f"fixed rates of the SLO axis: {RATES_RPS}"),
+        findings=[*_goodputs(found), *_ratios(found)],
+        results={
+            model: {axis: one.to_json() for axis, one in by_axis.items()}
+            for model, by_axis in found.items()
+        },
+        panels=[[axis.panel(model) for axis in by.values()] for model, by in found.items()],
+    )
+
+
+def _goodputs(found: dict[str, dict[str, fp.Comparison]]) -> list[Finding]:
+    return [
+        Finding(what=f"{model}: goodput of {name} (1/s)", paper="", ours=f"{edge.median:.2f}")
+        for model, by_axis in found.items()
+        for name, edge in by_axis["rate"].edges.items()
+    ]
+
+
+def _ratios(found: dict[str, dict[str, fp.Comparison]]) -> list[Finding]:
+    words = {"rate": "times the goodput of", "slo-scale": "times tighter objectives than"}
+    return [
+        Finding(
+            what=f"{model}: {words[axis]} {other}",
+            paper=paper,
+            ours=f"{by_axis[axis].ratio(_OURS, other):.2f}",
+        )
+        for model, by_axis in found.items()
+        for (axis, other), paper in _RATIOS.items()
+    ]
+
+
+def run(console: Console, json_path: Path | None, plot_path: Path | None, quick: bool) -> None:
+    """See `papers.Experiment`."""
+    size = fp.QUICK if quick else fp.FULL
+    watched(console, lambda told: measure(size, told)).publish(console, json_path, plot_path)

@@ -1,0 +1,71 @@
+"""What an experiment found: printed beside the paper's figures, written as JSON, drawn as PNG."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+from rich.box import SIMPLE_HEAD
+from rich.console import Console
+from rich.table import Table
+
+from millrace.sim.results.plots import Panel, draw_panels
+from millrace.sim.results.report import write_json
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Finding:
+    """One figure: what it is, the paper's value and ours, as people read them."""
+
+    what: str
+    paper: str
+    ours: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Outcome:
+    """All of an experiment. `assumptions` say in what its setting is not the paper's."""
+
+    title: str
+    assumptions: Sequence[str]
+    findings: Sequence[Finding]
+    results: Mapping[str, Any]  # for the JSON document: plain values only
+    panels: Sequence[Sequence[Panel]] = field(default_factory=tuple)  # rows of charts
+
+    def publish(self, console: Console, json_path: Path | None, plot_path: Path | None) -> None:
+        """Prints it and writes the files asked for. Raises ConfigError for a bad path."""
+        console.print(self.title, style="bold")
+        for assumption in self.assumptions:
+            console.print(f"  {assumption}", style="dim")
+        table = Table(box=SIMPLE_HEAD, pad_edge=False)
+        table.add_column("")
+        table.add_column("paper", justify="right")
+        table.add_column("here", justify="right")
+        for finding in self.findings:
+            table.add_row(finding.what, finding.paper, finding.ours)
+        console.print(table)
+        if json_path is not None:
+            document = asdict(self)
+            del document["panels"]
+            write_json(json_path, _short(document))
+        if plot_path is not None:
+            draw_panels(self.panels, plot_path)
+
+
+def watched(console: Console, measure: Callable[[Callable[[str], None]], Outcome]) -> Outcome:
+    """Runs `measure(told)` with the text that it last told on the terminal meanwhile."""
+    with console.status("") as status:
+        return measure(status.update)
+
+
+def _short(value: Any) -> Any:  # noqa: ANN401 - a JSON value
+    """Floats by five digits: seeds differ by more than what is cut off."""
+    if isinstance(value, float):
+        return float(f"{value:.5g}")
+    if isinstance(value, Mapping):
+        return {str(name): _short(one) for name, one in value.items()}
+    if isinstance(value, list | tuple):
+        return [_short(one) for one in value]
+    return value

@@ -1,0 +1,76 @@
+"""Variants of Tetris against Tetris itself, by load: the ground of figures 11 to 13."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from millrace.core.config import SchedulerConfig
+from millrace.experiments.tetris.common import (
+    TETRIS,
+    Point,
+    Size,
+    Testbed,
+    Told,
+    point,
+    scenario,
+    shipped_rates,
+    systems,
+)
+from millrace.sim.results.plots import Panel
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Ablation:
+    """Points of Tetris and of each variant at the same rates, ascending."""
+
+    tetris: tuple[Point, ...]
+    variants: Mapping[str, tuple[Point, ...]]
+
+    def slowdowns(self, name: str, which: str) -> list[tuple[float, float]]:
+        """(rate, a variant's TTFT over Tetris's); `which` is p50, p99 or mean."""
+        pairs = zip(self.variants[name], self.tetris, strict=True)
+        return [
+            (own.rate_rps, getattr(other, f"{which}_s") / getattr(own, f"{which}_s"))
+            for other, own in pairs
+        ]
+
+    def to_json(self) -> dict[str, Any]:
+        return asdict(self)
+
+    def panel(self, title: str, which: str) -> Panel:
+        """Slowdown by load."""
+        return Panel(
+            title=f"{title}: {which}",
+            x="requests/s",
+            y="TTFT / Tetris",
+            mark=1.0,
+            lines={name: self.slowdowns(name, which) for name in self.variants},
+        )
+
+
+def ablation(
+    key: str,
+    testbed: Testbed,
+    trace: str,
+    variants: Mapping[str, SchedulerConfig],
+    *,
+    size: Size,
+    told: Told,
+) -> Ablation:
+    """Runs all of them at every rate of the shipped table, up to saturation."""
+    rates_rps = [
+        arrivals_rps for arrivals_rps, _ in shipped_rates()[key][trace].rows[:: size.stride]
+    ]
+
+    def points(name: str, config: SchedulerConfig) -> Iterator[Point]:
+        of = scenario(testbed, trace, config)
+        for rate_rps in rates_rps:
+            told(f"{testbed.name}, {trace}: {name} at {rate_rps:g}/s")
+            yield point(of, rate_rps, size)
+
+    return Ablation(
+        tetris=tuple(points(TETRIS, systems(testbed, trace)[TETRIS])),
+        variants={name: tuple(points(name, config)) for name, config in variants.items()},
+    )

@@ -1,0 +1,78 @@
+"""Tetris figure 13: TTFT of single-chunk scheduling (Algorithm 2 alone) over CDSP's, by load.
+
+Beside it Algorithm 2 with the least improvement rate of figures 11 and 12 at any load, to tell what
+chunks bring from what the rate's adjustment brings.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from rich.console import Console
+
+from millrace.experiments.outcome import Finding, Outcome, watched
+from millrace.experiments.tetris.ablation import ablation
+from millrace.experiments.tetris.common import (
+    ASSUMPTIONS,
+    FULL,
+    QUICK,
+    SINGLE_CHUNK,
+    Told,
+    cases,
+    scheduler,
+    systems,
+)
+
+_PAPER = {
+    ("8b", "p50"): "2.33-4.17",
+    ("8b", "p99"): "2.64-3.58",
+    ("70b", "p50"): "2.71-4.77",
+    ("70b", "p99"): "2.43-3.23",
+}
+
+
+FIXED = f"{SINGLE_CHUNK}, rate 0.1"
+
+
+def measure(quick: bool, told: Told) -> Outcome:
+    """Both at every load, with the same table of improvement rates."""
+    found = {
+        (key, trace): ablation(
+            key,
+            testbed,
+            trace,
+            {
+                SINGLE_CHUNK: systems(testbed, trace)[SINGLE_CHUNK],
+                FIXED: scheduler(planner="single_chunk", improvement_rate=0.1),
+            },
+            size=QUICK if quick else FULL,
+            told=told,
+        )
+        for key, testbed, trace in cases(quick)
+    }
+    return Outcome(
+        title="Tetris figure 13: slowdown of single-chunk scheduling",
+        assumptions=ASSUMPTIONS,
+        findings=[
+            Finding(
+                what=f"{key}, {trace}: largest {which.upper()} slowdown{of}",
+                paper=_PAPER[key, which] if name == SINGLE_CHUNK else "",
+                ours="{1:.2f} at {0:g}/s".format(
+                    *max(one.slowdowns(name, which), key=lambda pair: pair[1])
+                ),
+            )
+            for (key, trace), one in found.items()
+            for name, of in ((SINGLE_CHUNK, ""), (FIXED, ", rate 0.1"))
+            for which in ("p50", "p99")
+        ],
+        results={", ".join(case): one.to_json() for case, one in found.items()},
+        panels=[
+            [one.panel(", ".join(case), which) for which in ("p50", "p99")]
+            for case, one in found.items()
+        ],
+    )
+
+
+def run(console: Console, json_path: Path | None, plot_path: Path | None, quick: bool) -> None:
+    """See `papers.Experiment`."""
+    watched(console, lambda told: measure(quick, told)).publish(console, json_path, plot_path)

@@ -1,0 +1,96 @@
+"""Tetris figure 8: TTFT against load, and the load that Tetris carries beyond its baselines."""
+
+from __future__ import annotations
+
+from dataclasses import asdict
+from pathlib import Path
+
+from rich.console import Console
+
+from millrace.experiments.outcome import Finding, Outcome, watched
+from millrace.experiments.tetris.common import (
+    ASSUMPTIONS,
+    FULL,
+    LIMIT_X,
+    QUICK,
+    SINGLE_CHUNK,
+    TETRIS,
+    Point,
+    Told,
+    cases,
+    systems,
+)
+from millrace.experiments.tetris.load import LoadTest, load_test
+from millrace.sim.results.plots import Panel
+
+_GAIN = {"8b": "20-45 %", "70b": "21-43 %"}
+
+
+def measure(quick: bool, told: Told) -> Outcome:
+    """Curves and edges of Tetris and its baselines on every testbed and trace."""
+    found: dict[str, dict[str, LoadTest]] = {}
+    size = QUICK if quick else FULL
+    for key, testbed, trace in cases(quick):
+        configs = systems(testbed, trace)
+        del configs[SINGLE_CHUNK]
+        test = load_test(testbed, trace, configs, size=size, told=told)
+        found.setdefault(key, {})[trace] = test
+    return Outcome(
+        title="Tetris figure 8: TTFT against load",
+        assumptions=(
+            *ASSUMPTIONS,
+            f"carried: P50 and P99 within {LIMIT_X:g}x those of the best system under light load",
+        ),
+        findings=[
+            finding
+            for key, by in found.items()
+            for t, test in by.items()
+            for finding in _findings(key, t, test)
+        ],
+        results={
+            key: {trace: asdict(test) for trace, test in by.items()} for key, by in found.items()
+        },
+        panels=[
+            [_panel(f"{key}, {trace}", test, which) for trace, test in by.items()]
+            for key, by in found.items()
+            for which in ("p50", "p99")
+        ],
+    )
+
+
+def _findings(key: str, trace: str, test: LoadTest) -> list[Finding]:
+    where = f"{key}, {trace}"
+    baselines = [name for name in test.curves if name != TETRIS]
+    best = test.best(baselines)
+    gain = test.curves[TETRIS].capacity_rps / test.curves[best].capacity_rps - 1
+    carried = [
+        Finding(what=f"{where}: {name} carries (1/s)", paper="", ours=f"{curve.capacity_rps:.2f}")
+        for name, curve in test.curves.items()
+    ]
+    return [
+        *carried,
+        Finding(what=f"{where}: Tetris over {best}", paper=_GAIN[key], ours=f"{gain:.0%}"),
+    ]
+
+
+def _panel(title: str, test: LoadTest, which: str) -> Panel:
+    light_s = test.light_p50_s if which == "p50" else test.light_p99_s
+
+    def scaled(found: Point) -> float:
+        return (found.p50_s if which == "p50" else found.p99_s) / (LIMIT_X * light_s)
+
+    return Panel(
+        title=f"{title}: {which.upper()}",
+        x="requests/s",
+        y=f"TTFT / {LIMIT_X:g}x light load",
+        mark=1.0,
+        lines={
+            name: [(p.rate_rps, scaled(p)) for p in curve.points if scaled(p) < 2.0]
+            for name, curve in test.curves.items()
+        },
+    )
+
+
+def run(console: Console, json_path: Path | None, plot_path: Path | None, quick: bool) -> None:
+    """See `papers.Experiment`."""
+    watched(console, lambda told: measure(quick, told)).publish(console, json_path, plot_path)

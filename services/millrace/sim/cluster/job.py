@@ -1,0 +1,148 @@
+"""What the engine keeps of a request until it has ended, and of the work that it is cut into."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from millrace.core.kv.kvp_shards import Reservation
+from millrace.core.request import Chunk, Request, Shard
+
+if TYPE_CHECKING:
+    from millrace.sim.models.decode_model import DecodeInstance
+    from millrace.sim.models.prefill_instance import PrefillInstance
+    from millrace.sim.workload.workload import PlannedRequest
+
+
+class Job:
+    """A request as its client sees it. Times are simulated seconds, None until they are known."""
+
+    __slots__ = (
+        "attempt",
+        "attempts",
+        "chunks",
+        "first_start_s",
+        "first_token_s",
+        "id",
+        "idle_since_s",
+        "isolated_s",
+        "longest_suspension_s",
+        "onboarded",
+        "plan",
+        "request",
+        "sp",
+        "spread",
+        "suspended_s",
+    )
+
+    def __init__(self, plan: PlannedRequest, request: Request, isolated_s: float) -> None:
+        self.id = request.id
+        self.plan = plan
+        self.request = request
+        self.isolated_s = isolated_s
+        self.attempt: Attempt | None = None
+        self.attempts = 0
+        self.chunks = 0
+        self.sp = 0
+        self.first_start_s: float | None = None
+        self.first_token_s: float | None = None
+        self.idle_since_s: float | None = None  # begun, and not computing since
+        self.suspended_s = 0.0
+        self.longest_suspension_s = 0.0
+        self.spread: Reservation | None = None  # where its KV is to be; None: at one instance
+        self.onboarded = 0  # workers beside the home that have some of it
+
+    def placed(self, shards: tuple[Shard, ...]) -> None:
+        """Another attempt begins, with its KV here."""
+        self.spread = Reservation(shards=shards) if shards else None
+        self.onboarded = 0
+
+
+class Attempt:
+    """One prefill of a request: its chunks, who holds them, how far its KV has come."""
+
+    __slots__ = (
+        "chunks",
+        "closed",
+        "computed_s",
+        "decode",
+        "done",
+        "granted_s",
+        "holders",
+        "job",
+        "landed_s",
+        "number",
+        "queued_for_backend",
+        "rate",
+        "tasks",
+        "unsent_bytes",
+    )
+
+    def __init__(
+        self, job: Job, chunks: tuple[Chunk, ...], decode: DecodeInstance | None, number: int
+    ) -> None:
+        self.job = job
+        self.number = number  # as the machine counts them
+        self.chunks = chunks
+        self.decode = decode
+        self.tasks = [Task([(self, chunk)]) for chunk in chunks]
+        self.done = 0  # chunks computed
+        self.closed = False  # cancelled, lost, or all of its KV has landed
+        self.holders: dict[PrefillInstance, None] = {}
+        self.computed_s: float | None = None  # since when all chunks are computed
+        self.granted_s: float | None = None  # since when it has a backend at the decode instance
+        self.queued_for_backend = False
+        self.landed_s = 0.0  # when all that is computed so far has landed
+        self.unsent_bytes = 0.0  # computed before there was a backend
+        self.rate = 0.0  # bytes/s of the last chunk's group
+
+
+class Task:
+    """What one group computes at a time: a chunk, or whole prompts batched together.
+
+    Progress is in nominal seconds: `factor` turns them into true ones.
+    """
+
+    __slots__ = (
+        "begun",
+        "begun_s",
+        "compute_s",
+        "done_s",
+        "factor",
+        "finished",
+        "members",
+        "parts",
+        "signal_s",
+        "signals",
+        "started_s",
+        "stretch",
+        "work_s",
+    )
+
+    def __init__(self, parts: list[tuple[Attempt, Chunk]]) -> None:
+        self.parts = parts
+        self.members: list[PrefillInstance] = []
+        self.begun = False
+        self.begun_s = 0.0
+        self.finished = False
+        self.work_s = 0.0
+        self.done_s = 0.0
+        self.factor = 1.0
+        self.compute_s = 0.0  # true seconds of the stretches that ended
+        self.started_s: float | None = None  # of the running stretch
+        self.stretch = 0  # tells this stretch's callbacks from those of an earlier one
+        self.signal_s: float | None = None  # since when it is to stop
+        self.signals = 0
+
+    @property
+    def sequences(self) -> list[tuple[int, int]]:
+        """(tokens, history) of each part."""
+        return [(chunk.num_tokens, chunk.start_token) for _, chunk in self.parts]
+
+    @property
+    def heads_all(self) -> bool:
+        """Whether all members want to run it."""
+        return all(member.queue and member.queue[0] is self for member in self.members)
+
+    def is_of(self, attempt: Attempt) -> bool:
+        """Whether it has nothing else to compute than this request's."""
+        return len(self.parts) == 1 and self.parts[0][0] is attempt

@@ -1,0 +1,115 @@
+"""What all models of one simulation share."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from random import Random
+
+from millrace.core.errors import IntegrityError
+from millrace.core.scheduler.events import Event, RequestFinished, RequestReleased
+from millrace.sim.cluster.batch import Sequence
+from millrace.sim.cluster.clock import Clock
+from millrace.sim.cluster.job import Job
+from millrace.sim.cluster.spec import SimSpec
+from millrace.sim.results.counters import Tally
+from millrace.sim.results.timeline import Timeline
+
+
+class World:
+    """Time, the requests that have not ended, and what instances have to say.
+
+    Models append what they report to `outbox`; the loop brings it to the scheduler once the
+    callback that is running has returned. `finished(job)` is called when a request has its last
+    token.
+    """
+
+    __slots__ = (
+        "clock",
+        "finished",
+        "holders",
+        "jobs",
+        "outbox",
+        "rng",
+        "spec",
+        "tally",
+        "timeline",
+    )
+
+    def __init__(self, spec: SimSpec, timeline: Timeline | None) -> None:
+        self.spec = spec
+        self.timeline = timeline
+        self.clock = Clock()
+        self.tally = Tally()
+        self.rng = Random(spec.seed)
+        self.jobs: dict[str, Job] = {}
+        self.outbox: list[Event] = []
+        self.finished: Callable[[Job], None] = _nobody
+        #: Of requests that the scheduler spread: who holds shards for the home, with their lives.
+        self.holders: dict[str, dict[str, int]] = {}
+
+    def noise(self) -> float:
+        """True over predicted seconds of one piece of work; its mean is 1."""
+        sigma = self.spec.noise
+        return self.rng.lognormvariate(-sigma * sigma / 2, sigma) if sigma else 1.0
+
+    def onboard(self, job: Job, context_tokens: int) -> None:
+        """So many of its tokens have KV by now, or are about to: further workers may hold some."""
+        if job.spread is not None:
+            workers = job.spread.degree(context_tokens) - 1
+            self.tally.kvp_onboardings += max(workers - job.onboarded, 0)
+            job.onboarded = max(workers, job.onboarded)
+
+    def served(self, instance_id: str, generation: int, job: Job) -> None:
+        """The instance has given the request its last token."""
+        self.finished(job)
+        self.outbox.append(
+            RequestFinished(
+                instance_id=instance_id,
+                generation=generation,
+                request_id=job.id,
+                reason="length",
+                generated_tokens=job.plan.output_tokens,
+            )
+        )
+        for holder_id in list(self.holders.get(job.id, ())):
+            self.let_go(holder_id, job.id)
+
+    def held_at(self, holder_id: str, generation: int) -> list[str]:
+        """Requests of which this life of an instance holds a shard for the home."""
+        return [name for name, held in self.holders.items() if held.get(holder_id) == generation]
+
+    def forget_holder(self, holder_id: str) -> None:
+        """The instance has died with all the shards that it held."""
+        for held in self.holders.values():
+            held.pop(holder_id, None)
+        self.holders = {name: held for name, held in self.holders.items() if held}
+
+    def let_go(self, holder_id: str, request_id: str) -> None:
+        """The instance drops the shard that it holds of the request, if it does."""
+        held = self.holders.get(request_id, {})
+        generation = held.pop(holder_id, None)
+        if generation is None:
+            return
+        if not held:
+            del self.holders[request_id]
+        self.outbox.append(
+            RequestReleased(instance_id=holder_id, generation=generation, request_id=request_id)
+        )
+
+    def check_empty(self) -> None:
+        """Raises IntegrityError when anybody still holds shards."""
+        if self.holders:
+            raise IntegrityError(f"shards are still held: {self.holders}")
+
+    def left_batch(self, instance_id: str, sequence: Sequence) -> None:
+        """A sequence left its batch, ended or not."""
+        self.onboard(sequence.job, sequence.computed)
+        if self.timeline is not None:
+            job = sequence.job
+            self.timeline.block(
+                instance_id, sequence.joined_s, self.clock.now_s, job.plan.index, "decode"
+            )
+
+
+def _nobody(job: Job) -> None:
+    del job

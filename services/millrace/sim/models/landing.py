@@ -1,0 +1,47 @@
+"""What decode has of a prompt when its prefill dies, in the middle of a chunk too.
+
+A live decode instance says so pass by pass, while they land; only a death asks for it, so here it
+is worked out then, and told right before the death.
+"""
+
+from __future__ import annotations
+
+from millrace.core.scheduler.events import PrefixLanded
+from millrace.sim.cluster.job import Attempt
+from millrace.sim.cluster.world import World
+from millrace.sim.models.prefill_work import PrefillTimes
+from millrace.sim.models.transfer_model import Transfers
+
+
+class Landing:
+    """Tells the scheduler of prefixes."""
+
+    def __init__(self, world: World, times: PrefillTimes, transfers: Transfers) -> None:
+        self._world = world
+        self._times = times
+        self._transfers = transfers
+
+    def tell(self, attempt: Attempt) -> None:
+        """Says what has landed of the attempt, which is still open."""
+        decode, chunks = attempt.decode, attempt.chunks
+        if decode is None or not decode.alive or attempt.done == len(chunks):
+            return
+        chunk, task = chunks[attempt.done], attempt.tasks[attempt.done]
+        running = 0
+        if task.begun and len(task.parts) == 1:
+            position_s = task.done_s
+            if task.started_s is not None:
+                position_s += (self._world.clock.now_s - task.started_s) / task.factor
+            sp = len(chunk.instance_ids)
+            running = self._times.tokens_done(chunk.num_tokens, chunk.start_token, sp, position_s)
+        tokens = self._transfers.landed_tokens(attempt, chunk.start_token, running, task.begun_s)
+        if tokens > chunks[0].start_token:
+            self._world.outbox.append(
+                PrefixLanded(
+                    instance_id=decode.id,
+                    generation=decode.generation,
+                    request_id=attempt.job.id,
+                    attempt=attempt.number,
+                    tokens=tokens,
+                )
+            )

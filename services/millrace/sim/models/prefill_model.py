@@ -1,0 +1,390 @@
+"""Prefill instances and their groups: order, gang starts, preemption, what they hold.
+
+What an instance does is fixed by `effects.RunPrefill`, `Order` and `CancelOn`. How long work takes,
+where it may stop (FlowPrefill sections 5.1 and 6.4: blocking time) and what a growing group adds to
+it come from `prefill_work`.
+"""
+
+from __future__ import annotations
+
+from millrace.core.errors import IntegrityError
+from millrace.core.request import Chunk
+from millrace.core.scheduler import events
+from millrace.core.scheduler.effects import CancelOn, ChunkRef, Order, RunPrefill
+from millrace.sim.cluster.job import Attempt, Job, Task
+from millrace.sim.cluster.world import World
+from millrace.sim.models.decode_model import DecodePool
+from millrace.sim.models.landing import Landing
+from millrace.sim.models.prefill_instance import PrefillInstance
+from millrace.sim.models.prefill_work import Balancing, PrefillTimes
+from millrace.sim.models.transfer_model import Transfers
+
+
+class PrefillPool:
+    """All prefill instances. After commands and callbacks the loop calls `settle`."""
+
+    def __init__(self, world: World, decode: DecodePool) -> None:
+        self.instances: dict[str, PrefillInstance] = {}
+        self._world = world
+        self._clock = world.clock
+        self._tally = world.tally
+        self._decode = decode
+        self._granularity = world.spec.scheduler.preemption
+        self._times = PrefillTimes(world.spec.profile, world.spec.max_chunk_tokens)
+        self._balancing = Balancing(world.spec, self._times)
+        self._transfers = Transfers(world.spec, world.clock, world.tally, self._landed)
+        self._landing = Landing(world, self._times, self._transfers)
+        self.changed: dict[PrefillInstance, None] = {}  # to be settled
+
+    # ---- commands
+
+    def run(self, instance: PrefillInstance, effect: RunPrefill, job: Job) -> None:
+        """Queues the chunks that name the instance."""
+        attempt = job.attempt
+        if attempt is None or attempt.closed:
+            attempt = job.attempt = Attempt(
+                job, effect.chunks, self._decode.instances.get(effect.decode_id), effect.attempt
+            )
+            job.attempts += 1
+        if effect.request_id in instance.held:
+            raise IntegrityError(f"{instance.id} got {effect.request_id}, which it still holds")
+        instance.held[effect.request_id] = attempt
+        attempt.holders[instance] = None
+        for task in attempt.tasks:
+            if instance.id in task.parts[0][1].instance_ids:
+                task.members.append(instance)
+                instance.queue.append(task)
+        self.changed[instance] = None
+
+    def order(self, instance: PrefillInstance, effect: Order) -> None:
+        """Replaces the queue. References to what is finished or gone are skipped."""
+        queue: list[Task] = []
+        held = instance.held
+        for refs in effect.queue:
+            task: Task | None = None
+            if len(refs) == 1:
+                attempt = held.get(refs[0].request_id)
+                if attempt is None or attempt.closed:
+                    continue
+                task = attempt.tasks[refs[0].chunk_index]
+            if task is None or len(task.parts) > 1:
+                task = self._batch(instance, refs)
+            if task is not None and not task.finished:
+                queue.append(task)
+        instance.queue = list(dict.fromkeys(queue))
+        self.changed[instance] = None
+
+    def _batch(self, instance: PrefillInstance, refs: tuple[ChunkRef, ...]) -> Task | None:
+        """The task that computes just these, or a new one. One that has begun stays as it is."""
+        parts: list[tuple[Attempt, Chunk]] = []
+        for ref in refs:
+            attempt = instance.held.get(ref.request_id)
+            if attempt is not None and not attempt.closed:
+                task = attempt.tasks[ref.chunk_index]
+                if task.begun and not task.finished:
+                    return task
+                if not task.finished:
+                    parts.append((attempt, attempt.chunks[ref.chunk_index]))
+        if not parts:
+            return None
+        task = parts[0][0].tasks[parts[0][1].index]
+        if task.parts == parts:
+            return task
+        members = task.members
+        task = Task(parts)
+        task.members = list(members)
+        for attempt, chunk in parts:
+            attempt.tasks[chunk.index] = task
+        return task
+
+    def cancel(self, instance: PrefillInstance, effect: CancelOn) -> None:
+        """Drops the request, at the next boundary if it runs."""
+        attempt = instance.held.get(effect.request_id)
+        if attempt is None:
+            return
+        self._close(attempt)
+        running = instance.running
+        if running is not None and any(part[0] is attempt for part in running.parts):
+            if all(part[0].closed for part in running.parts):
+                instance.cancelled[attempt] = None
+                if running.signal_s is None:
+                    self._signal(running)
+                return
+            self._leave_batch(running, attempt)
+        self._release(instance, attempt)
+
+    def _leave_batch(self, task: Task, attempt: Attempt) -> None:
+        """The others go on; the pass is as long as before, for its tokens are all in it."""
+        task.parts = [part for part in task.parts if part[0] is not attempt]
+
+    def _close(self, attempt: Attempt) -> None:
+        if not attempt.closed:
+            attempt.closed = True
+            self._transfers.release(attempt)
+
+    def _release(
+        self, instance: PrefillInstance, attempt: Attempt, *, complete: bool = False
+    ) -> None:
+        """The instance lets go of all it holds of the request, and says so."""
+        job_id = attempt.job.id
+        del instance.held[job_id]
+        del attempt.holders[instance]
+        if any(not task.finished for task in attempt.tasks):
+            instance.queue = [t for t in instance.queue if not t.is_of(attempt)]
+            for task in instance.queue:
+                if len(task.parts) > 1:
+                    self._leave_batch(task, attempt)
+        self.changed[instance] = None
+        self._world.outbox.append(
+            events.RequestReleased(
+                instance_id=instance.id,
+                generation=instance.generation,
+                request_id=job_id,
+                complete=complete,
+            )
+        )
+
+    # ---- what runs
+
+    def settle(self) -> None:
+        """Starts and stops what the queues of the `changed` instances ask for."""
+        changed, self.changed = self.changed, {}
+        for instance in changed:
+            if not instance.alive:
+                continue
+            running, queue = instance.running, instance.queue
+            if running is not None:
+                self._steer(running, bool(queue) and queue[0] is running)
+            elif queue:
+                self._try_start(queue[0])
+                if instance.running is None and instance.waits_since_s is None:
+                    instance.waits_since_s = self._clock.now_s
+
+    def _steer(self, running: Task, is_head: bool) -> None:
+        if running.signal_s is None:
+            if not is_head:
+                self._signal(running)
+        elif is_head and running.heads_all and not any(p[0].closed for p in running.parts):
+            running.signal_s = None  # taken back before it took effect
+            running.signals += 1
+
+    def _try_start(self, task: Task) -> None:
+        members = task.members
+        if len(members) < len(task.parts[0][1].instance_ids):
+            return
+        for member in members:
+            if member.running is not None or not member.queue or member.queue[0] is not task:
+                return
+        for attempt, chunk in task.parts:
+            if attempt.done != chunk.index or attempt.closed:
+                return
+        self._start(task)
+
+    def _start(self, task: Task) -> None:
+        now_s = self._clock.now_s
+        if not task.begun:
+            self._begin(task)
+        task.started_s = now_s
+        task.stretch += 1
+        timeline = self._world.timeline
+        for member in task.members:
+            member.running = task
+            if member.waits_since_s is not None:
+                if timeline is not None:
+                    index = task.parts[0][0].job.plan.index
+                    timeline.block(member.id, member.waits_since_s, now_s, index, "idle wait")
+                member.waits_since_s = None
+        for attempt, chunk in task.parts:
+            job = attempt.job
+            if job.idle_since_s is not None:
+                gap_s = now_s - job.idle_since_s
+                job.suspended_s += gap_s
+                if gap_s > job.longest_suspension_s:
+                    job.longest_suspension_s = gap_s
+                job.idle_since_s = None
+            elif job.first_start_s is None:
+                job.first_start_s = now_s
+            self._say(events.ChunkStarted, task, attempt, chunk)
+        end_s = now_s + (task.work_s - task.done_s) * task.factor
+        self._clock.at(end_s, self._ended, (task, task.stretch))
+
+    def _begin(self, task: Task) -> None:
+        task.begun = True
+        task.begun_s = self._clock.now_s
+        chunk = task.parts[0][1]
+        sp = len(task.members)
+        task.work_s = self._times.work_s(task.sequences, sp)
+        if chunk.index:
+            before = len(task.parts[0][0].chunks[chunk.index - 1].instance_ids)
+            one_node = len({member.node for member in task.members}) == 1
+            added_s = self._balancing.added_s(chunk, before, one_node=one_node)
+            self._tally.balancing_s += added_s
+            task.work_s += added_s
+        else:
+            task.work_s += self._balancing.fetched_s(chunk)
+            for attempt, _ in task.parts:
+                if attempt.job.plan.output_tokens > 1:
+                    self._transfers.begin(attempt)
+        task.factor = self._world.noise()
+
+    def _signal(self, task: Task) -> None:
+        """Asks the running task to stop at its next boundary."""
+        now_s = self._clock.now_s
+        task.signal_s = now_s
+        task.signals += 1
+        assert task.started_s is not None  # it runs
+        position_s = task.done_s + (now_s - task.started_s) / task.factor
+        boundary_s = self._times.boundary_s(
+            task.sequences, len(task.members), position_s, self._granularity
+        )
+        # Balancing comes on top of the profile's seconds: a stop in that rest is at the very end.
+        if boundary_s < task.work_s - 1e-12 and position_s <= boundary_s:
+            stop_s = now_s + (boundary_s - position_s) * task.factor
+            self._clock.at(stop_s, self._stopped, (task, task.stretch, task.signals, boundary_s))
+
+    def _stopped(self, what: tuple[Task, int, int, float]) -> None:
+        task, stretch, signals, boundary_s = what
+        if task.started_s is None or task.stretch != stretch or task.signals != signals:
+            return
+        task.done_s = boundary_s
+        self._end_stretch(task)
+        now_s = self._clock.now_s
+        self._tally.preemptions += not all(attempt.closed for attempt, _ in task.parts)
+        for attempt, chunk in task.parts:
+            attempt.job.idle_since_s = now_s
+            if not attempt.closed:
+                self._say(events.ChunkSuspended, task, attempt, chunk, compute_s=task.compute_s)
+        self._let_go(task)
+
+    def _ended(self, what: tuple[Task, int]) -> None:
+        task, stretch = what
+        if task.started_s is None or task.stretch != stretch:
+            return
+        task.finished = True
+        self._tally.chunks += 1
+        self._end_stretch(task)
+        for member in task.members:
+            if member.queue and member.queue[0] is task:
+                del member.queue[0]
+            elif task in member.queue:
+                member.queue.remove(task)
+        for attempt, chunk in task.parts:
+            self._tally.prefill_tokens += chunk.num_tokens
+            attempt.job.idle_since_s = self._clock.now_s
+            if not attempt.closed:
+                self._chunk_done(task, attempt, chunk)
+        self._let_go(task)
+
+    def _chunk_done(self, task: Task, attempt: Attempt, chunk: Chunk) -> None:
+        attempt.done += 1
+        job, sp = attempt.job, len(task.members)
+        last = attempt.done == len(attempt.chunks)
+        if last:
+            job.chunks = len(attempt.chunks)
+            job.sp = sp
+        self._say(events.ChunkFinished, task, attempt, chunk, compute_s=task.compute_s, last=last)
+        if not last:
+            for member in attempt.tasks[attempt.done].members:
+                self.changed[member] = None
+        if job.plan.output_tokens > 1:
+            tokens = self._times.last_pass_tokens(chunk.num_tokens, sp)
+            self._transfers.chunk_computed(attempt, chunk, task.begun_s, tokens)
+        if last:
+            job.first_token_s = self._clock.now_s
+            job.idle_since_s = None
+            if job.plan.output_tokens > 1:
+                self._transfers.finish(attempt)
+            else:
+                self._decode.only_token(attempt)
+                self._landed(attempt)
+
+    def _end_stretch(self, task: Task) -> None:
+        now_s, started_s = self._clock.now_s, task.started_s
+        assert started_s is not None
+        spent_s = now_s - started_s
+        task.compute_s += spent_s
+        task.started_s = None
+        signal_s = task.signal_s
+        if signal_s is not None:
+            self._tally.blocking.add(now_s - signal_s)
+            task.signal_s = None
+        self._tally.busy("prefill", spent_s * len(task.members))
+        timeline = self._world.timeline
+        for member in task.members:
+            member.running = None
+            self.changed[member] = None
+            if timeline is not None:
+                index = task.parts[0][0].job.plan.index
+                until_s = now_s if signal_s is None else signal_s
+                timeline.block(member.id, started_s, until_s, index, "prefill")
+                timeline.block(member.id, until_s, now_s, index, "blocked")
+
+    def _let_go(self, task: Task) -> None:
+        """Frees what was cancelled while the task ran."""
+        for member in task.members:
+            if member.cancelled:
+                cancelled, member.cancelled = member.cancelled, {}
+                for attempt in cancelled:
+                    self._release(member, attempt)
+
+    def _landed(self, attempt: Attempt) -> None:
+        """All of the request's KV is at decode, or it needs none there."""
+        attempt.closed = True
+        if attempt.job.plan.output_tokens > 1:
+            self._decode.landed(attempt)
+        for holder in list(attempt.holders):
+            self._release(holder, attempt, complete=True)
+        if attempt.job.attempt is attempt:
+            attempt.job.attempt = None
+
+    # ---- lives
+
+    def join(self, instance_id: str, generation: int, node: str) -> None:
+        self.instances[instance_id] = PrefillInstance(instance_id, generation, node)
+
+    def leave(self, instance: PrefillInstance) -> None:
+        """It dies: what it held is gone, and groups that it was part of stop."""
+        instance.alive = False
+        running = instance.running
+        for attempt in list(instance.held.values()):
+            if not attempt.closed:
+                self._landing.tell(attempt)
+            self._close(attempt)
+            del attempt.holders[instance]
+        instance.held.clear()
+        instance.cancelled.clear()
+        if running is not None:
+            self._end_stretch(running)
+            for attempt, _ in running.parts:
+                attempt.job.idle_since_s = self._clock.now_s
+            self._let_go(running)
+        instance.queue.clear()
+
+    def is_idle(self, instance: PrefillInstance) -> bool:
+        """Whether it holds nothing, so that a draining one may go."""
+        return not instance.held
+
+    def check_empty(self) -> None:
+        """Raises IntegrityError when an instance holds anything."""
+        for instance in self.instances.values():
+            if instance.alive and (instance.held or instance.queue or instance.running):
+                raise IntegrityError(
+                    f"{instance.id} still holds {sorted(instance.held)}, "
+                    f"{len(instance.queue)} tasks are queued"
+                )
+
+    def _say(self, kind: type, task: Task, attempt: Attempt, chunk: Chunk, **more: object) -> None:
+        """The group's leader reports on one of the task's requests."""
+        leader_id = chunk.instance_ids[0]
+        leader = task.members[0]
+        if leader.id != leader_id:
+            leader = next(member for member in task.members if member.id == leader_id)
+        self._world.outbox.append(
+            kind(
+                instance_id=leader_id,
+                generation=leader.generation,
+                request_id=attempt.job.id,
+                chunk_index=chunk.index,
+                **more,
+            )
+        )

@@ -1,0 +1,232 @@
+"""Synthetic workloads by name, where the papers' own traces were not published.
+
+Lengths follow the published moments, arrivals are Poisson at the rate asked for. Results from them
+are to be called synthetic. Output lengths that no paper gives are drawn from the moments of the
+Azure 2023 conversation trace (mean 211, standard deviation 163; CC-BY-4.0, Splitwise, ISCA 2024).
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from types import MappingProxyType
+
+from millrace.core.errors import ConfigError
+from millrace.sim.workload.lengths import (
+    SHAREGPT_INPUT,
+    SHAREGPT_OUTPUT,
+    by_quantiles,
+    gamma,
+    log_uniform,
+    lognormal_by_quantiles,
+    mixture,
+    truncated_lognormal,
+)
+from millrace.sim.workload.workload import Draw, SloClass, TraceRow, lognormal
+
+#: FlowPrefill, Table 2: TTFT objectives in seconds by model and class.
+TABLE_2_TTFT_S: Mapping[str, Mapping[str, float]] = MappingProxyType(
+    {
+        "llama3-8b": {"text": 0.25, "image": 0.5, "search": 4.0, "file": 6.0},
+        "qwen2.5-14b": {"text": 0.4, "image": 0.8, "search": 6.5, "file": 9.0},
+        "llama3-70b": {"text": 1.0, "image": 2.0, "search": 15.0, "file": 18.0},
+    }
+)
+
+LONG_TOKENS = (128_000, 1_000_000)  # Medha, figure 8's long requests
+LONG_FRACTION = 0.05
+
+_CHAT_OUTPUT = lognormal(211.1, 162.9)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MixClass:
+    """One kind of request; `slo.weight` is its share of the mix."""
+
+    slo: SloClass
+    input_tokens: Draw
+    output_tokens: Draw = _CHAT_OUTPUT
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Mix:
+    """A workload of several kinds of request, drawn one by one."""
+
+    classes: tuple[MixClass, ...]
+
+    @property
+    def slo_classes(self) -> tuple[SloClass, ...]:
+        return tuple(kind.slo for kind in self.classes)
+
+    def row_draw(self) -> Callable[[random.Random], TraceRow]:
+        """Draws the next request: its class by weight, then its lengths."""
+        choose = mixture([kind.slo.weight for kind in self.classes])
+        classes = self.classes
+
+        def draw(rng: random.Random) -> TraceRow:
+            kind = classes[choose(rng)]
+            return TraceRow(
+                arrival_s=None,
+                input_tokens=kind.input_tokens(rng),
+                output_tokens=kind.output_tokens(rng),
+                class_name=kind.slo.name,
+            )
+
+        return draw
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MixOptions:
+    """What the mixes can be told. `short_rows` replace medha-mix's shipped ShareGPT quantiles."""
+
+    model: str = "llama3-8b"
+    long_fraction: float = LONG_FRACTION
+    short_rows: Sequence[TraceRow] = ()
+
+    def __post_init__(self) -> None:
+        if not 0.0 <= self.long_fraction <= 1.0:
+            raise ConfigError(f"--long-fraction {self.long_fraction:g}: it must be between 0 and 1")
+
+
+def table_2(model: str) -> Mapping[str, float]:
+    """FlowPrefill's TTFT objectives (s) of a model. Raises ConfigError where it has none."""
+    if model not in TABLE_2_TTFT_S:
+        raise ConfigError(
+            f"model {model!r}: FlowPrefill's Table 2 has objectives for "
+            f"{', '.join(TABLE_2_TTFT_S)} only"
+        )
+    return TABLE_2_TTFT_S[model]
+
+
+def _qwen(options: MixOptions) -> Mix:
+    """FlowPrefill's QwenTrace by Table 1's mean, deviation and shares, with Table 2's objectives.
+
+    Gamma or lognormal, whichever comes nearer to Table 1's P99: lognormal for image alone.
+    """
+    ttft_s = table_2(options.model)
+    lengths = {
+        "text": (gamma(590, 652), 68),
+        "image": (lognormal(532, 510), 8),
+        "search": (gamma(5976, 3456), 20),
+        "file": (gamma(6833, 5186), 4),
+    }
+    return Mix(
+        classes=tuple(
+            MixClass(
+                slo=SloClass(name=name, ttft_s=ttft_s[name], weight=float(percent)),
+                input_tokens=draw,
+            )
+            for name, (draw, percent) in lengths.items()
+        )
+    )
+
+
+def _qwen_colocated(options: MixOptions) -> Mix:
+    """The same where prefill shares its instances with decode: TTFT x 3, and TBT (section 6.5)."""
+    tbt_s = {"text": 0.1, "image": 0.1, "search": 0.2, "file": 0.2}
+    return Mix(
+        classes=tuple(
+            replace(
+                kind,
+                slo=replace(
+                    kind.slo, ttft_s=3 * (kind.slo.ttft_s or 0.0), tbt_s=tbt_s[kind.slo.name]
+                ),
+            )
+            for kind in _qwen(options).classes
+        )
+    )
+
+
+def _sharegpt_2k(options: MixOptions) -> Mix:
+    """FlowPrefill section 6.5's single objective: ShareGPT prompts of at most 2k tokens, as chat.
+
+    Lengths by the shipped quantiles, prompt and output drawn apart.
+    """
+    chat = SloClass(name="text", ttft_s=table_2(options.model)["text"])
+    short = [tokens for tokens in SHAREGPT_INPUT if tokens <= 2048]
+    return Mix(
+        classes=(
+            MixClass(
+                slo=chat,
+                input_tokens=by_quantiles(short),
+                output_tokens=by_quantiles(SHAREGPT_OUTPUT),
+            ),
+        )
+    )
+
+
+def _tetris(name: str, low_k: int, high_k: int, mean_k: float) -> Callable[[MixOptions], Mix]:
+    """Tetris section 6.1: only range and mean are public; 1k is taken as 1024 tokens."""
+
+    def build(options: MixOptions) -> Mix:
+        del options
+        lengths = truncated_lognormal(low_k * 1024, high_k * 1024, mean_k * 1024)
+        return Mix(classes=(MixClass(slo=SloClass(name=name), input_tokens=lengths),))
+
+    return build
+
+
+def _medha_mix(options: MixOptions) -> Mix:
+    """Medha section 6.1: ShareGPT4 (8k at most) with a share of 128k to 1M token requests.
+
+    Log-uniform prompts in that range have a median of 358k and a P90 of 814k tokens, beside the
+    393k and 839k of MEDHA-SWE; outputs are lognormal by its P50 and P90 (518, 808).
+    """
+    rows = options.short_rows
+    inputs = sorted(row.input_tokens for row in rows) or SHAREGPT_INPUT
+    outputs = sorted(row.output_tokens for row in rows) or SHAREGPT_OUTPUT
+    short = MixClass(
+        slo=SloClass(name="short", weight=1.0 - options.long_fraction),
+        input_tokens=by_quantiles(inputs),
+        output_tokens=by_quantiles(outputs),
+    )
+    long = MixClass(
+        slo=SloClass(name="long", weight=options.long_fraction),
+        input_tokens=log_uniform(*LONG_TOKENS),
+        output_tokens=lognormal_by_quantiles(518, 808),
+    )
+    return Mix(classes=tuple(kind for kind in (short, long) if kind.slo.weight > 0))
+
+
+def _mixed(options: MixOptions) -> Mix:
+    """Our own: from chats of a hundred tokens to documents of a million on one fleet.
+
+    No paper's: log-uniform lengths, each class eight times the one before it or more, and shares
+    that give every class a good part of the prefill work.
+    """
+    del options
+    kinds = (
+        ("chat", 68.0, (100, 2_000)),
+        ("retrieval", 25.0, (2_000, 16_000)),
+        ("document", 6.0, (16_000, 128_000)),
+        ("book", 1.0, LONG_TOKENS),
+    )
+    return Mix(
+        classes=tuple(
+            MixClass(slo=SloClass(name=name, weight=weight), input_tokens=log_uniform(*range_))
+            for name, weight, range_ in kinds
+        )
+    )
+
+
+#: Every mix by name.
+MIXES: Mapping[str, Callable[[MixOptions], Mix]] = MappingProxyType(
+    {
+        "qwen": _qwen,
+        "qwen-colocated": _qwen_colocated,
+        "sharegpt-2k": _sharegpt_2k,
+        "tetris-short": _tetris("short", 4, 95, 23.6),
+        "tetris-medium": _tetris("medium", 8, 142, 32.8),
+        "tetris-long": _tetris("long", 16, 190, 50.1),
+        "medha-mix": _medha_mix,
+        "mixed": _mixed,
+    }
+)
+
+
+def build_mix(name: str, options: MixOptions) -> Mix:
+    """The mix of that name. Raises ConfigError for an unknown one."""
+    if name not in MIXES:
+        raise ConfigError(f"--mix {name!r}: there are {', '.join(MIXES)}")
+    return MIXES[name](options)
