@@ -8,9 +8,10 @@ import json
 import pytest
 from rich.console import Console
 
-from millrace.bench import autoscale_report, autoscale_run
-from millrace.bench.autoscale_run import Phase, RequestsLostError, Settings
-from millrace.bench.report import RequestRecord, summarise
+from millrace.bench.autoscale import report as autoscale_report
+from millrace.bench.autoscale import run as autoscale_run
+from millrace.bench.autoscale.run import Phase, RequestsLostError, Settings
+from millrace.bench.common.report import RequestRecord, summarise
 from millrace.sim.workload.workload import SloClass
 
 SETTINGS = Settings(

@@ -10,8 +10,12 @@ import pytest
 import typer
 from rich.console import Console
 
-from millrace.bench import cdsp, cdsp_groups, cdsp_live, cdsp_report, cdsp_run
-from millrace.bench.cdsp_live import Mix, Served
+from millrace.bench.cdsp import command as cdsp
+from millrace.bench.cdsp import groups as cdsp_groups
+from millrace.bench.cdsp import live as cdsp_live
+from millrace.bench.cdsp import report as cdsp_report
+from millrace.bench.cdsp import run as cdsp_run
+from millrace.bench.cdsp.live import Mix, Served
 from millrace.profiler.costs import Costs
 from millrace.profiler.group_run import ChunkTime, Run
 from millrace.profiles import load_profile

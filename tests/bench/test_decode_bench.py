@@ -9,8 +9,8 @@ import pytest
 import typer
 from rich.console import Console
 
-from millrace.bench import decode_run as decode
-from millrace.bench.decode import command
+from millrace.bench.decode import run as decode
+from millrace.bench.decode.command import command
 from millrace.core.errors import MillraceError
 
 TINY = {

@@ -12,13 +12,13 @@ import torch
 import typer
 from rich.console import Console
 
-from millrace.bench import engine_run as engine
-from millrace.bench.engine import command
-from millrace.bench.engine_report import as_table, draw
-from millrace.bench.llama_cpp import LlamaCppEngine, write_gguf
-from millrace.bench.machine_limits import gemm_flops_per_s, read_bytes_per_s
-from millrace.bench.model_costs import decode_step_bytes, prefill_flops
-from millrace.bench.random_model import LLAMA_100M, write_random_llama
+from millrace.bench.common.machine_limits import gemm_flops_per_s, read_bytes_per_s
+from millrace.bench.common.random_model import LLAMA_100M, write_random_llama
+from millrace.bench.engine import run as engine
+from millrace.bench.engine.command import command
+from millrace.bench.engine.llama_cpp import LlamaCppEngine, write_gguf
+from millrace.bench.engine.model_costs import decode_step_bytes, prefill_flops
+from millrace.bench.engine.report import as_table, draw
 from millrace.core.errors import MillraceError
 
 TINY = {

@@ -6,7 +6,7 @@ from dataclasses import asdict
 
 from rich.console import Console
 
-from millrace.bench.gateway_run import run, table
+from millrace.bench.gateway.run import run, table
 
 
 async def test_measures_a_real_proxy_process():

@@ -10,10 +10,16 @@ import pytest
 import typer
 from rich.console import Console
 
-from millrace.bench import hol, hol_pool, hol_report, hol_run, hol_sim
-from millrace.bench.hol_search import goodput
-from millrace.bench.hol_systems import NAMES, systems
-from millrace.bench.hol_traffic import (
+from millrace.bench.common.random_model import write_random_llama
+from millrace.bench.common.report import RequestRecord
+from millrace.bench.hol import command as hol
+from millrace.bench.hol import pool as hol_pool
+from millrace.bench.hol import report as hol_report
+from millrace.bench.hol import run as hol_run
+from millrace.bench.hol import simulated as hol_sim
+from millrace.bench.hol.search import goodput
+from millrace.bench.hol.systems import NAMES, systems
+from millrace.bench.hol.traffic import (
     Attainment,
     Traffic,
     Watch,
@@ -22,8 +28,6 @@ from millrace.bench.hol_traffic import (
     multiples,
     objectives,
 )
-from millrace.bench.random_model import write_random_llama
-from millrace.bench.report import RequestRecord
 from millrace.core.config import EngineConfig, load_config
 from millrace.core.errors import ConfigError
 from millrace.engine.assembly import open_engine

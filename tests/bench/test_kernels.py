@@ -11,10 +11,10 @@ import torch
 import typer
 from rich.console import Console
 
-from millrace.bench import kernels_run as kernels
-from millrace.bench.choices import KERNELS
-from millrace.bench.kernel_case import Case, Sides, Sizes
-from millrace.bench.kernels import command
+from millrace.bench.common.choices import KERNELS
+from millrace.bench.kernels import run as kernels
+from millrace.bench.kernels.case import Case, Sides, Sizes
+from millrace.bench.kernels.command import command
 from millrace.core.errors import MillraceError
 
 SETTINGS = kernels.Settings

@@ -13,8 +13,12 @@ import pytest
 import typer
 from rich.console import Console
 
-from millrace.bench import long, long_kvp, long_mixed, long_report, long_run
-from millrace.bench.long_kvp import PassTime
+from millrace.bench.long import command as long
+from millrace.bench.long import kvp as long_kvp
+from millrace.bench.long import mixed as long_mixed
+from millrace.bench.long import report as long_report
+from millrace.bench.long import run as long_run
+from millrace.bench.long.kvp import PassTime
 from millrace.core.cost.operators import BatchShape
 from millrace.profiles import load_profile
 

@@ -8,8 +8,8 @@ import json
 
 from rich.console import Console
 
-from millrace.bench import planner_run as planner
-from millrace.bench.planner import command
+from millrace.bench.planner import run as planner
+from millrace.bench.planner.command import command
 
 
 def test_a_whole_report(tmp_path):

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from millrace.bench.predictions_run import Asked, Settings, summary
+from millrace.bench.predictions.run import Asked, Settings, summary
 from support.command import millrace
 from support.deadlines import HANG_S
 

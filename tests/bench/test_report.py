@@ -8,8 +8,8 @@ import orjson
 import pytest
 from rich.console import Console
 
-from millrace.bench.plot import attainment_at, draw
-from millrace.bench.report import Distribution, RequestRecord, print_report, summarise
+from millrace.bench.common.plot import attainment_at, draw
+from millrace.bench.common.report import Distribution, RequestRecord, print_report, summarise
 from millrace.sim.workload.workload import SloClass
 
 CHAT = SloClass(name="chat", ttft_s=0.2, tbt_s=0.05)

@@ -1,4 +1,4 @@
-"""`bench/ring.py` on a small case, between two real processes."""
+"""`bench/transfer/ring.py` on a small case, between two real processes."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import pytest
 
-from millrace.bench import ring
+from millrace.bench.transfer import ring
 
 
 def test_both_ways_move_the_blocks_of_all_members():

@@ -14,10 +14,10 @@ import pytest
 import typer
 from typer.testing import CliRunner
 
-from millrace.bench.load_test import ServeOptions, run
-from millrace.bench.report import summarise
-from millrace.bench.serve import command
-from millrace.bench.sse_client import SseClient
+from millrace.bench.common.load_test import ServeOptions, run
+from millrace.bench.common.report import summarise
+from millrace.bench.common.sse_client import SseClient
+from millrace.bench.serve.command import command
 from millrace.core.errors import ConfigError
 from millrace.sim.workload.workload import SloClass, TraceRow, WorkloadOptions, parse_lengths
 from support.deadlines import HANG_S
@@ -285,7 +285,7 @@ async def _command(*arguments):
     process = await asyncio.create_subprocess_exec(
         sys.executable,
         "-c",
-        "import typer; from millrace.bench.serve import command; typer.run(command)",
+        "import typer; from millrace.bench.serve.command import command; typer.run(command)",
         *arguments,
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,

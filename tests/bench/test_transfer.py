@@ -7,8 +7,8 @@ import json
 
 from rich.console import Console
 
-from millrace.bench.transfer_report import as_tables
-from millrace.bench.transfer_run import run
+from millrace.bench.transfer.report import as_tables
+from millrace.bench.transfer.run import run
 
 
 def test_a_small_run_reports_every_case():

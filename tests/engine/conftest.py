@@ -9,7 +9,7 @@ from typing import Any
 import psutil
 import pytest
 
-from millrace.bench.random_model import write_random_llama
+from millrace.bench.common.random_model import write_random_llama
 from millrace.engine.forward.recorded_step import RecordedStep
 from millrace.engine.parallel.rank_group import RankGroup
 from support.staged import FIVE_LAYERS, Staged

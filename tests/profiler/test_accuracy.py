@@ -10,7 +10,7 @@ from statistics import median
 import psutil
 import pytest
 
-from millrace.bench.predictions_run import busy_processes
+from millrace.bench.predictions.run import busy_processes
 from millrace.core.config import EngineConfig
 from millrace.core.cost.correction import Corrections, band_of
 from millrace.engine.assembly import open_engine

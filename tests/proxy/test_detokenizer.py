@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from tokenizers import AddedToken, Tokenizer, decoders, models, normalizers
 
-from millrace.bench.stub_model import stub_tokenizer, write_stub_model
+from millrace.bench.gateway.stub_model import stub_tokenizer, write_stub_model
 from millrace.proxy.model_card import read_model_card
 from millrace.proxy.text.detokenizer import ByteDetokenizer, WindowDetokenizer
 from millrace.proxy.text.tokenizer import Tokenizer as ProxyTokenizer

@@ -12,7 +12,7 @@ import httpx
 import pytest
 from tokenizers import Tokenizer
 
-from millrace.bench.stub_model import write_stub_model
+from millrace.bench.gateway.stub_model import write_stub_model
 from millrace.core.config import load_config
 from millrace.core.errors import MillraceError, ModelError
 from millrace.proxy.main import serve

@@ -6,7 +6,7 @@ import json
 
 import pytest
 
-from millrace.bench.stub_model import write_stub_model
+from millrace.bench.gateway.stub_model import write_stub_model
 from millrace.core.errors import ModelError
 from millrace.proxy.model_card import read_model_card
 

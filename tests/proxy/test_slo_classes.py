@@ -9,7 +9,7 @@ from contextlib import asynccontextmanager
 import httpx
 import pytest
 
-from millrace.bench.stub_model import write_stub_model
+from millrace.bench.gateway.stub_model import write_stub_model
 from millrace.core.config import load_config
 from millrace.proxy.service import Proxy, listen
 from support.gateway import MODEL, until

@@ -8,7 +8,7 @@ import time
 import numpy as np
 import pytest
 
-from millrace.bench.stub_model import stub_tokenizer, write_stub_model
+from millrace.bench.gateway.stub_model import stub_tokenizer, write_stub_model
 from millrace.core.errors import ModelError
 from millrace.proxy.model_card import read_model_card
 from millrace.proxy.text.tokenizer import INLINE_CHARACTERS, Tokenizer

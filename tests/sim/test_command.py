@@ -11,8 +11,8 @@ import pytest
 import typer
 from typer.testing import CliRunner
 
+from millrace import experiments
 from millrace.cli.sim.command import register
-from millrace.sim import papers
 
 TRACES = Path(__file__).parents[1] / "data" / "traces"
 APP = typer.Typer()
@@ -245,7 +245,7 @@ def test_an_experiment_is_run_by_name(monkeypatch, tmp_path):
         "    console.print(f'ran {json_path} {plot_path} {quick}')\n"
     )
     monkeypatch.syspath_prepend(str(tmp_path))
-    monkeypatch.setattr(papers, "EXPERIMENTS", {"table-9": "made_up_experiment"})
+    monkeypatch.setattr(experiments, "EXPERIMENTS", {"table-9": "made_up_experiment"})
     assert "ran a.json None True" in ran("paper", "table-9", "--json", "a.json", "--quick").output
 
 

@@ -13,8 +13,8 @@ import httpx
 import openai
 from tokenizers import Tokenizer
 
-from millrace.bench.stub_fleet import StubFleet
-from millrace.bench.stub_model import write_stub_model
+from millrace.bench.gateway.stub_fleet import StubFleet
+from millrace.bench.gateway.stub_model import write_stub_model
 from millrace.core.config import Config, load_config
 from millrace.proxy.service import Proxy, listen
 from millrace.wire.pb import common_pb2, decode_pb2, scheduler_pb2

@@ -15,7 +15,7 @@ import psutil
 import pytest
 import torch
 
-from millrace.bench.random_model import write_random_llama
+from millrace.bench.common.random_model import write_random_llama
 from millrace.core.config import EngineConfig
 from millrace.core.errors import ConfigError
 from millrace.engine.assembly import Engine, open_engine

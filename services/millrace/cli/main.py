@@ -386,7 +386,7 @@ BENCHMARKS = (
 def _add_benchmarks(wanted: str) -> None:
     """Adds the named benchmark, or all for their help: each imports a good deal."""
     for name in (wanted,) if wanted in BENCHMARKS else BENCHMARKS:
-        module = importlib.import_module(f"millrace.bench.{name}")
+        module = importlib.import_module(f"millrace.bench.{name}.command")
         bench.command(name)(module.command)
 
 

@@ -1,0 +1,290 @@
+"""The stacks of `millrace bench autoscale`, the load they all get, and the document they make."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import random
+import statistics
+import tempfile
+import time
+from collections.abc import AsyncIterator, Callable, Iterable, Sequence
+from dataclasses import asdict, dataclass, field
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+from millrace.bench.common.load_test import ServeOptions
+from millrace.bench.common.load_test import run as send
+from millrace.bench.common.machine_limits import describe_machine
+from millrace.bench.common.random_model import LLAMA_27M, write_random_model
+from millrace.bench.common.report import RequestRecord, summarise
+from millrace.core.config import ScalingConfig
+from millrace.core.errors import MillraceError
+from millrace.local.autoscale import Decision
+from millrace.local.scaling import Scaling, autoscaled
+from millrace.local.stack import Stack, StackOptions
+from millrace.sim.workload.workload import SloClass, TraceRow, WorkloadOptions
+from millrace.wire.scheduler_client import SchedulerUnavailable, get_load
+
+_ALONE = 8  # prompts alone, for what one instance does
+_SAMPLE_S = 1.0
+_BIN_S = 10.0  # of attainment and load over time
+_TOKEN_IDS = (0, LLAMA_27M["vocab_size"] - 1)
+
+Told = Callable[[str], None]
+
+
+class RequestsLostError(MillraceError):
+    """Requests failed, or their answers were cut short."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Phase:
+    """`load` is a share of what one prefill instance does."""
+
+    name: str
+    load: float
+    seconds: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Settings:
+    """most: prefill instances. slo_factor: TTFT objective over the TTFT of a prompt alone.
+
+    Prompts are uniform between half of `prompt_tokens` and one and a half times as many.
+    """
+
+    phases: tuple[Phase, ...]
+    most: int = 2
+    slo_factor: float = 5.0
+    prompt_tokens: int = 768
+    output_tokens: int = 8
+    threads: int = 1
+    kv_bytes: int = 1 << 30  # room at decode for all that waits: what is scaled is prefill
+    seed: int = 0
+    scaling: ScalingConfig = field(
+        default_factory=lambda: ScalingConfig(
+            interval_s=1.0, up_period_s=5.0, down_window_s=6.0, down_period_s=5.0
+        )
+    )
+
+    def systems(self) -> dict[str, tuple[int, int]]:
+        """Least and most prefill instances, by name."""
+        return {
+            "fixed, 1": (1, 1),
+            f"autoscaled, 1 to {self.most}": (1, self.most),
+            f"fixed, {self.most}": (self.most, self.most),
+        }
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Served:
+    """What all stacks are measured with: one instance's TTFT alone, the objectives, the load."""
+
+    alone_s: float
+    classes: list[SloClass]
+    rows: list[TraceRow]
+
+
+async def run(settings: Settings, told: Told = lambda what: None) -> dict[str, Any]:
+    """Measures and returns the document. Raises MillraceError, also when a request is lost."""
+    begun_s = time.perf_counter()
+    with tempfile.TemporaryDirectory() as folder:
+        model = str(write_random_model(Path(folder), LLAMA_27M))
+        served: Served | None = None
+        systems = []
+        for name, sizes in settings.systems().items():
+            told(f"{name}: starting the stack")
+            async with Stack(_stack_options(model, settings, sizes[0])) as stack:
+                if served is None:
+                    told("a prompt alone")
+                    served = _served(settings, await _alone_s(stack, settings))
+                seconds = sum(phase.seconds for phase in settings.phases)
+                told(f"{name}: {len(served.rows)} requests in {seconds:.0f} s")
+                systems.append({"name": name, **await _system(stack, settings, served, sizes)})
+    assert served is not None
+    return {
+        "benchmark": "autoscale",
+        "settings": asdict(settings),
+        "machine": describe_machine(),
+        "alone_s": served.alone_s,
+        "ttft_slo_s": settings.slo_factor * served.alone_s,
+        "requests": len(served.rows),
+        "offered": _offered(served.rows),
+        "systems": systems,
+        "took_s": time.perf_counter() - begun_s,
+    }
+
+
+def _stack_options(model: str, settings: Settings, prefill: int) -> StackOptions:
+    return StackOptions(
+        model=model,
+        prefill=prefill,
+        decode=1,
+        port=0,
+        threads=settings.threads,
+        settings=[
+            "engine.device=cpu",
+            "engine.dtype=float32",
+            "engine.profile=none",
+            f"engine.kv_bytes={settings.kv_bytes}",
+            "engine.prefix_cache=off",  # it measures instances that compute
+        ],
+    )
+
+
+async def _alone_s(stack: Stack, settings: Settings) -> float:
+    """Median TTFT of prompts of the mean length, one after another."""
+    row = TraceRow(
+        arrival_s=None, input_tokens=settings.prompt_tokens, output_tokens=settings.output_tokens
+    )
+    workload = WorkloadOptions(trace=[row], open_arrivals=True, requests=_ALONE)
+    found = await send(
+        ServeOptions(url=stack.url, workload=workload, concurrency=1, token_ids=_TOKEN_IDS)
+    )
+    check_none_lost(found)
+    return statistics.median(record.ttft_s for record in found)
+
+
+def _served(settings: Settings, alone_s: float) -> Served:
+    slo_s = settings.slo_factor * alone_s
+    return Served(
+        alone_s=alone_s,
+        classes=[SloClass(name=phase.name, ttft_s=slo_s) for phase in settings.phases],
+        rows=list(arrivals(settings, 1.0 / alone_s)),
+    )
+
+
+def arrivals(settings: Settings, capacity_rps: float) -> Iterable[TraceRow]:
+    """Poisson arrivals whose rate is the phase's; a request's class is the phase it came in."""
+    rng = random.Random(settings.seed)
+    begin_s = 0.0
+    for phase in settings.phases:
+        at_s = begin_s
+        begin_s += phase.seconds
+        while (at_s := at_s + rng.expovariate(phase.load * capacity_rps)) < begin_s:
+            tokens = rng.randint(settings.prompt_tokens // 2, 3 * settings.prompt_tokens // 2)
+            yield TraceRow(
+                arrival_s=at_s,
+                input_tokens=tokens,
+                output_tokens=settings.output_tokens,
+                class_name=phase.name,
+            )
+
+
+async def _system(
+    stack: Stack, settings: Settings, served: Served, sizes: tuple[int, int]
+) -> dict[str, Any]:
+    """One stack under the load: what clients saw, and what there was to serve them."""
+    decisions: list[Decision] = []
+    samples: list[dict[str, Any]] = []
+    lines: list[str] = []
+    async with contextlib.AsyncExitStack() as around:
+        if sizes[0] < sizes[1]:
+            scaling = Scaling(sizes={"prefill": sizes}, config=settings.scaling)
+            await around.enter_async_context(
+                autoscaled(stack, scaling, lines.append, decisions.append)
+            )
+        begun_s = time.monotonic()
+        async with _sampled(stack, begun_s, samples):
+            workload = WorkloadOptions(trace=served.rows, classes=served.classes)
+            found = await send(
+                ServeOptions(url=stack.url, workload=workload, token_ids=_TOKEN_IDS, warmup=0)
+            )
+            # All systems are watched for as long, whatever was left of the peak.
+            end_s = begun_s + sum(phase.seconds for phase in settings.phases)
+            await asyncio.sleep(max(0.0, end_s - time.monotonic()))
+    check_none_lost(found)
+    return {
+        "sizes": sizes,
+        "instance_s": instance_seconds(samples),
+        "results": summarise(found, served.classes).to_json(),
+        "attainment": attainment(found, served.classes),
+        "samples": samples,
+        "decisions": [_decision(one, begun_s) for one in decisions],
+        "lines": lines,
+    }
+
+
+@contextlib.asynccontextmanager
+async def _sampled(
+    stack: Stack, begun_s: float, samples: list[dict[str, Any]]
+) -> AsyncIterator[None]:
+    """Notes the prefill pool's size and load every second until the end of the block."""
+    task = asyncio.create_task(_sample(stack, begun_s, samples))
+    try:
+        yield
+    finally:
+        task.cancel()
+        await asyncio.wait([task])
+    if not task.cancelled():
+        task.result()
+
+
+async def _sample(stack: Stack, begun_s: float, samples: list[dict[str, Any]]) -> None:
+    address = f"127.0.0.1:{stack.services['scheduler'].port}"
+    while True:
+        with contextlib.suppress(SchedulerUnavailable):
+            load = (await get_load(address)).of("prefill")
+            names = stack.instances("prefill")
+            samples.append(
+                {
+                    "at_s": time.monotonic() - begun_s,
+                    "processes": len(names),
+                    "ready": load.ready,
+                    "draining": load.draining,
+                    "backlog_s": load.backlog_s,
+                    "arriving": load.arriving,
+                    "ttft_slo_ratio": load.ttft_slo_ratio,
+                }
+            )
+        await asyncio.sleep(_SAMPLE_S)
+
+
+def check_none_lost(records: Sequence[RequestRecord]) -> None:
+    """Raises RequestsLostError unless every request has its whole answer."""
+    lost = [r for r in records if r.error or r.output_tokens != r.asked_tokens]
+    if lost:
+        first = lost[0].error or f"{lost[0].output_tokens} of {lost[0].asked_tokens} tokens"
+        raise RequestsLostError(
+            f"{len(lost)} of {len(records)} requests were lost, the first by: {first} "
+            f"{lost[0].detail}"
+        )
+
+
+def instance_seconds(samples: Sequence[dict[str, Any]]) -> float:
+    """Of prefill processes, those that start and drain included: the integral over the samples."""
+    return sum((a["processes"] * (b["at_s"] - a["at_s"]) for a, b in pairwise(samples)), 0.0)
+
+
+def attainment(
+    records: Sequence[RequestRecord], classes: Sequence[SloClass]
+) -> list[tuple[float, float]]:
+    """Share of the requests sent within each bin that met their objective, by the bin's middle."""
+    slos = {slo.name: slo for slo in classes}
+    bins: dict[int, list[bool]] = {}
+    for record in records:
+        met = record.meets_ttft(slos[record.class_name])
+        bins.setdefault(int(record.sent_s // _BIN_S), []).append(met)
+    return [((i + 0.5) * _BIN_S, statistics.fmean(met)) for i, met in sorted(bins.items())]
+
+
+def _offered(rows: Sequence[TraceRow]) -> list[tuple[float, float]]:
+    """Requests per second, by the middle of each bin."""
+    counts: dict[int, int] = {}
+    for row in rows:
+        place = int((row.arrival_s or 0.0) // _BIN_S)
+        counts[place] = counts.get(place, 0) + 1
+    return [((i + 0.5) * _BIN_S, n / _BIN_S) for i, n in sorted(counts.items())]
+
+
+def _decision(one: Decision, begun_s: float) -> dict[str, Any]:
+    return {
+        "at_s": one.at_s - begun_s,
+        "size": one.size,
+        "recommended": one.recommendation.replicas,
+        "wished": one.recommendation.wished,
+        "reason": one.recommendation.reason,
+        "limited_by": one.recommendation.limited_by,
+    }

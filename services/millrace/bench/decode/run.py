@@ -1,0 +1,283 @@
+"""`millrace bench decode`: decode through the whole stack beside the bare engine, in one run.
+
+A stack of one prefill and one decode instance, scheduler, gateway and Redis starts on this machine
+with a random-weight Llama of about 100 million parameters. In each round, `--batch` streaming
+requests are sent at once, long enough to take about `--steps` steps together (a warm-up tells how
+much longer the first must be for that). From the moment when all decode until the first ends, the
+tokens that reach the client are counted; then the bare engine (`DecodeBatch.step` in this process,
+with the decode instance's threads) takes as many steps from the same context lengths, the stack
+idle.
+
+Where the rest goes is read off at the decode instance within the same window: the time of a step
+there against the bare engine's (what other processes on the same cores cost it), the time between
+steps (what the instance's own loop costs), and CPU time a step by process.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import random
+import socket
+import statistics
+import tempfile
+import time
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+import orjson
+import psutil
+from rich.table import Table
+
+from millrace.bench.common.random_model import LLAMA_100M, write_random_model
+from millrace.bench.common.sse_client import Response, SseClient
+from millrace.bench.decode.bare import BareDecode
+from millrace.bench.decode.window import Costs, Sample, Window, costs_of, length_for, window_of
+from millrace.core.errors import MillraceError
+from millrace.local.stack import Stack, StackOptions
+
+SAMPLE_EVERY_S = 0.5
+_WARM_UP_TOKENS = 16
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Settings:
+    """threads: compute threads of the decode instance and of the bare engine; 0: half the cores."""
+
+    batch: int = 8
+    prompt_tokens: int = 512
+    steps: int = 256
+    rounds: int = 3
+    threads: int = 0
+    prefill_threads: int = 0  # 0: as `threads`
+    dtype: str = "bfloat16"
+    model: Mapping[str, Any] = field(default_factory=lambda: LLAMA_100M)
+
+    def kv_bytes(self, output_tokens: int) -> int:
+        """A pool for all sequences, with a few pages of room each."""
+        head_dim = self.model["hidden_size"] // self.model["num_attention_heads"]
+        a_token = 2 * self.model["num_hidden_layers"] * self.model["num_key_value_heads"] * head_dim
+        tokens = self.prompt_tokens + output_tokens + 64
+        return int(self.batch * tokens * a_token * (4 if self.dtype == "float32" else 2))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Round:
+    """Both sides once. `costs` is None where the window was too short to read any."""
+
+    window_s: float
+    stack_tokens_per_s: float
+    bare_tokens_per_s: float
+    bare_step_ms: float
+    costs: Costs | None
+
+
+async def run(
+    settings: Settings, on_progress: Callable[[str], None] = lambda what: None
+) -> dict[str, Any]:
+    """Measures and returns the report as one JSON-ready document.
+
+    Raises MillraceError when the stack does not start, a request fails, or the requests are too
+    short to decode all at once.
+    """
+    threads = settings.threads or max(1, len(os.sched_getaffinity(0)) // 2)
+    metrics_port = _free_port()
+    with tempfile.TemporaryDirectory() as name:
+        folder = write_random_model(Path(name), settings.model)
+        options = StackOptions(
+            model=str(folder),
+            prefill=1,
+            decode=1,
+            port=0,
+            threads=threads,
+            settings=[f"engine.dtype={settings.dtype}", "proxy.max_new_tokens=32768"],
+            role_settings={
+                "prefill": [f"engine.threads={settings.prefill_threads or threads}"],
+                "decode": [f"telemetry.metrics_port={metrics_port}"],
+            },
+        )
+        async with Stack(options, on_progress) as stack:
+            served = _Served(stack, metrics_port, settings)
+            try:
+                on_progress("warming up")
+                output_tokens = await served.warm_up()
+                bare = BareDecode(
+                    folder,
+                    dtype=settings.dtype,
+                    threads=threads,
+                    kv_bytes=settings.kv_bytes(output_tokens),
+                )
+                rounds = [
+                    await _round(served, bare, settings, number, on_progress)
+                    for number in range(settings.rounds)
+                ]
+            finally:
+                served.close()
+    stack_rate = statistics.median(r.stack_tokens_per_s for r in rounds)
+    bare_rate = statistics.median(r.bare_tokens_per_s for r in rounds)
+    return {
+        "benchmark": "decode",
+        "settings": {**asdict(settings), "model": dict(settings.model), "threads": threads},
+        "output_tokens": output_tokens,
+        "cpus": os.cpu_count(),
+        "stack_tokens_per_s": stack_rate,
+        "bare_tokens_per_s": bare_rate,
+        "ratio": stack_rate / bare_rate,
+        "rounds": [asdict(r) for r in rounds],
+    }
+
+
+async def _round(
+    served: _Served,
+    bare: BareDecode,
+    settings: Settings,
+    number: int,
+    on_progress: Callable[[str], None],
+) -> Round:
+    on_progress(f"round {number + 1} of {settings.rounds}: the stack")
+    window, costs = await served.measure(number)
+    on_progress(f"round {number + 1} of {settings.rounds}: the bare engine")
+    steps = max(1, window.tokens // settings.batch)
+    rate = await asyncio.to_thread(bare.tokens_per_s, window.context_tokens, steps)
+    return Round(
+        window_s=window.end_s - window.start_s,
+        stack_tokens_per_s=window.tokens_per_s,
+        bare_tokens_per_s=rate,
+        bare_step_ms=1e3 * settings.batch / rate,
+        costs=costs,
+    )
+
+
+class _Served:
+    """The client's side of the stack."""
+
+    def __init__(self, stack: Stack, metrics_port: int, settings: Settings) -> None:
+        self._settings = settings
+        self._output_tokens = _WARM_UP_TOKENS
+        self._client = SseClient(stack.url)
+        self._metrics = SseClient(f"http://127.0.0.1:{metrics_port}")
+        self._processes = {
+            name: psutil.Process(service.process.pid)
+            for name, service in stack.services.items()
+            if service.process is not None
+        }
+        self._processes["client"] = psutil.Process()
+
+    def close(self) -> None:
+        self._client.close()
+        self._metrics.close()
+
+    async def warm_up(self) -> int:
+        """One round of short outputs. Returns the tokens that each request asks for from now on."""
+        self._output_tokens = length_for(await self._generate("warm-up"), self._settings.steps)
+        return self._output_tokens
+
+    async def measure(self, number: int) -> tuple[Window, Costs | None]:
+        """One round: all requests at once, to their ends."""
+        samples: list[Sample] = []
+        watching = asyncio.create_task(self._watch(samples))
+        try:
+            streams = await self._generate(str(number))
+        finally:
+            watching.cancel()
+            await asyncio.wait({watching})
+        if not watching.cancelled():
+            watching.result()
+        window = window_of(streams, self._settings.prompt_tokens)
+        return window, costs_of(samples, window)
+
+    async def _generate(self, seed: str) -> list[list[tuple[float, int]]]:
+        """Sends all requests at once; (time, tokens) of each event, by stream."""
+        bodies = [self._body(f"{seed}/{i}") for i in range(self._settings.batch)]
+        responses = await asyncio.gather(
+            *(self._client.post("/v1/completions", body) for body in bodies)
+        )
+        return [list(_arrivals(response)) for response in responses]
+
+    def _body(self, seed: str) -> bytes:
+        prompt = random.Random(seed).choices(
+            range(self._settings.model["vocab_size"]), k=self._settings.prompt_tokens
+        )
+        return orjson.dumps(
+            {
+                "model": "random-llama",
+                "prompt": prompt,
+                "max_tokens": self._output_tokens,
+                "ignore_eos": True,
+                "temperature": 0,
+                "stream": True,
+            }
+        )
+
+    async def _watch(self, samples: list[Sample]) -> None:
+        while True:
+            found = (await self._metrics.get("/metrics")).body.decode()
+            name = "millrace_decode_step_seconds"
+            samples.append(
+                Sample(
+                    at_s=time.perf_counter(),
+                    steps=_value(found, f"{name}_count"),
+                    step_s=_value(found, f"{name}_sum"),
+                    cpu_s={n: sum(p.cpu_times()[:2]) for n, p in self._processes.items()},
+                )
+            )
+            await asyncio.sleep(SAMPLE_EVERY_S)
+
+
+def _value(metrics: str, name: str) -> float:
+    for line in metrics.splitlines():
+        if line.startswith(f"{name} "):
+            return float(line.split()[1])
+    raise MillraceError(f"the decode instance's metrics lack {name}")
+
+
+def _arrivals(response: Response) -> Iterator[tuple[float, int]]:
+    """(time, tokens) of each event of a stream; every token is a word of its own."""
+    if response.status != 200:
+        raise MillraceError(f"HTTP status {response.status}: {bytes(response.body[:300])!r}")
+    for at_s, data in response.events:
+        if data == b"[DONE]":
+            return
+        event = orjson.loads(data)
+        if "error" in event:
+            raise MillraceError(f"a request failed: {event['error']}")
+        if words := sum(len(choice["text"].split()) for choice in event["choices"]):
+            yield at_s, words
+    raise MillraceError("a stream broke off")
+
+
+def _free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
+
+
+def as_table(report: Mapping[str, Any]) -> Table:
+    """A row a round: both rates, their ratio, and where the stack's time went."""
+    settings = report["settings"]
+    table = Table(
+        title=f"decode, {settings['batch']} x {settings['prompt_tokens']} tokens of context, "
+        f"{settings['dtype']}, {settings['threads']} threads",
+        title_justify="left",
+        caption=f"medians: {report['stack_tokens_per_s']:.1f} of "
+        f"{report['bare_tokens_per_s']:.1f} tokens/s, ratio {report['ratio']:.3f}",
+        caption_justify="left",
+    )
+    for heading in ("stack tok/s", "bare tok/s", "ratio", "bare step ms", "step ms", "between ms"):
+        table.add_column(heading, justify="right")
+    table.add_column("CPU ms a step, by process")
+    for found in report["rounds"]:
+        stack, bare, costs = found["stack_tokens_per_s"], found["bare_tokens_per_s"], found["costs"]
+        cells = [
+            f"{stack:.1f}",
+            f"{bare:.1f}",
+            f"{stack / bare:.3f}",
+            f"{found['bare_step_ms']:.2f}",
+        ]
+        if costs is not None:
+            cells += [f"{costs['step_ms']:.2f}", f"{costs['between_steps_ms']:.2f}"]
+            cells.append(", ".join(f"{n} {ms:.1f}" for n, ms in costs["cpu_ms"].items()))
+        table.add_row(*cells)
+    return table

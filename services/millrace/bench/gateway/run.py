@@ -1,0 +1,305 @@
+"""`millrace bench gateway`: what the proxy costs, with nothing behind it that computes.
+
+The real proxy runs as a process of its own, with the real request store; a scheduler and a decode
+instance in this process answer at once over gRPC. CPU is the proxy process's own (user and system).
+Latencies are the client's, so they hold all that is not the model: proxy, store, gRPC, both ways.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import dataclasses
+import multiprocessing
+import tempfile
+import time
+from collections.abc import AsyncIterator, Callable, Sequence
+from contextlib import asynccontextmanager
+from dataclasses import dataclass
+from multiprocessing.connection import Connection
+from pathlib import Path
+
+import orjson
+import psutil
+import uvloop
+from rich.table import Table
+from tokenizers import Tokenizer
+
+from millrace.bench.common.sse_client import SseClient
+from millrace.bench.gateway.stub_fleet import StubFleet
+from millrace.bench.gateway.stub_model import write_stub_model
+from millrace.core.config import Config, load_config
+from millrace.core.errors import MillraceError
+from millrace.local.private_redis import PrivateRedis
+from millrace.telemetry.log import setup_logging
+from millrace.wire.pb import common_pb2, decode_pb2
+
+#: Goals of the project, microseconds of CPU.
+GOAL_REQUEST_US = 500.0
+GOAL_TOKEN_US = 35.0
+
+_TEXT = "Rivers turn wheels, and wheels turn stones; the mill grinds what the fields gave. "
+_START_TIMEOUT_S = 60.0
+_WARM_UP_REQUESTS = 200
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RequestCost:
+    """Unary chat requests of one token. CPU and latency in microseconds."""
+
+    concurrency: int
+    requests: int
+    cpu_us: float
+    p50_us: float
+    p99_us: float
+    requests_per_s: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StreamCost:
+    """Streams side by side, one token each a step. `step_ms` 0: as fast as they go."""
+
+    streams: int
+    step_ms: float
+    tokens: int
+    cpu_us_per_token: float
+    tokens_per_s: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GatewayReport:
+    prompt_characters: int
+    requests: list[RequestCost]
+    streams: list[StreamCost]
+
+
+class _Engine:
+    """Answers for the fleet: a unary request gets its one token at once, streams step together."""
+
+    def __init__(self, token_ids: Sequence[int]) -> None:
+        """`token_ids`: what streams say, over and over; each must make text."""
+        self._token_ids = token_ids
+        self.fleet = StubFleet(self._submitted, self._cancelled)
+        self._open: dict[str, common_pb2.RequestSpec] = {}
+        self._arrived = asyncio.Event()
+
+    def _submitted(self, spec: common_pb2.RequestSpec) -> None:
+        self.fleet.place(spec)
+        if spec.sampling.max_tokens == 1:
+            self.fleet.emit(spec.proxy.id, [self._event(spec, 0, last=True)])
+            return
+        self._open[spec.request_id] = spec
+        self._arrived.set()
+
+    def _cancelled(self, cancel: object) -> None:
+        raise MillraceError(f"the proxy cancelled a request of the bench: {cancel}")
+
+    async def arrived(self, count: int) -> list[common_pb2.RequestSpec]:
+        """The next `count` streams, once they are here."""
+        while len(self._open) < count:
+            self._arrived.clear()
+            await self._arrived.wait()
+        specs = list(self._open.values())
+        self._open.clear()
+        return specs
+
+    async def run_streams(
+        self, specs: Sequence[common_pb2.RequestSpec], tokens: int, step_s: float
+    ) -> None:
+        """Emits `tokens` tokens for each, a step at a time."""
+        next_s = time.perf_counter()
+        for position in range(tokens):
+            last = position == tokens - 1
+            self.fleet.emit(specs[0].proxy.id, [self._event(s, position, last=last) for s in specs])
+            if step_s:
+                next_s += step_s
+                await asyncio.sleep(max(0.0, next_s - time.perf_counter()))
+            else:
+                await self.fleet.taken(specs[0].proxy.id)
+
+    def _event(
+        self, spec: common_pb2.RequestSpec, position: int, *, last: bool
+    ) -> decode_pb2.TokenEvent:
+        return decode_pb2.TokenEvent(
+            request_id=spec.request_id,
+            token_ids=[self._token_ids[position % len(self._token_ids)]],
+            stop_token_id=-1,
+            finish_reason="length" if last else "",
+        )
+
+
+class _Bench:
+    """One proxy process and its client."""
+
+    def __init__(self, engine: _Engine, process: psutil.Process, port: int, prompt: str) -> None:
+        self._engine = engine
+        self._process = process
+        self._client = SseClient(f"http://127.0.0.1:{port}")
+        self._message = {"model": "stub", "messages": [{"role": "user", "content": prompt}]}
+
+    async def wait_ready(self) -> None:
+        deadline = time.perf_counter() + _START_TIMEOUT_S
+        while (await self._client.get("/ready")).status != 200:
+            if time.perf_counter() > deadline:
+                raise MillraceError("the proxy did not become ready")
+            await asyncio.sleep(0.05)
+
+    async def requests(self, concurrency: int, count: int) -> RequestCost:
+        body = orjson.dumps({**self._message, "max_tokens": 1})
+        latencies: list[float] = []
+        left = iter(range(count))
+
+        async def one_after_another() -> None:
+            for _ in left:
+                response = await self._client.post("/v1/chat/completions", body)
+                if response.status != 200:
+                    raise MillraceError(f"status {response.status}: {bytes(response.body)!r}")
+                latencies.append(response.ended_s - response.sent_s)
+
+        cpu_s, began = self._cpu_s(), time.perf_counter()
+        async with asyncio.TaskGroup() as group:
+            for _ in range(concurrency):
+                group.create_task(one_after_another())
+        wall_s, cpu_s = time.perf_counter() - began, self._cpu_s() - cpu_s
+        latencies.sort()
+        return RequestCost(
+            concurrency=concurrency,
+            requests=count,
+            cpu_us=cpu_s / count * 1e6,
+            p50_us=latencies[count // 2] * 1e6,
+            p99_us=latencies[count * 99 // 100] * 1e6,
+            requests_per_s=count / wall_s,
+        )
+
+    async def streams(self, count: int, tokens: int, step_s: float) -> StreamCost:
+        body = orjson.dumps({**self._message, "max_tokens": tokens, "stream": True})
+        path = "/v1/chat/completions"
+        async with asyncio.TaskGroup() as group:
+            posts = [group.create_task(self._client.post(path, body)) for _ in range(count)]
+            specs = await self._engine.arrived(count)
+            cpu_s, began = self._cpu_s(), time.perf_counter()
+            await self._engine.run_streams(specs, tokens, step_s)
+        ended = max(post.result().ended_s for post in posts)
+        cpu_s = self._cpu_s() - cpu_s
+        for post in posts:
+            # Beside the tokens: the opening chunk, the closing one and [DONE].
+            if len(post.result().events) != tokens + 3:
+                raise MillraceError(f"a stream had {len(post.result().events)} events")
+        return StreamCost(
+            streams=count,
+            step_ms=step_s * 1e3,
+            tokens=tokens * count,
+            cpu_us_per_token=cpu_s / (tokens * count) * 1e6,
+            tokens_per_s=tokens * count / (ended - began),
+        )
+
+    def close(self) -> None:
+        self._client.close()
+
+    def _cpu_s(self) -> float:
+        times = self._process.cpu_times()
+        return float(times.user + times.system)
+
+
+async def run(
+    *,
+    model: Path | None = None,
+    requests: int = 4000,
+    streams: int = 64,
+    tokens: int = 400,
+    prompt_characters: int = 200,
+    on_progress: Callable[[str], None] = lambda _: None,
+) -> GatewayReport:
+    """Measures; `on_progress` hears of each part. Raises MillraceError if the proxy misbehaves."""
+    prompt = (_TEXT * (prompt_characters // len(_TEXT) + 1))[:prompt_characters]
+    async with _started(model) as (engine, process, port):
+        bench = _Bench(engine, process, port, prompt)
+        try:
+            await bench.wait_ready()
+            on_progress("warming up")
+            await bench.requests(8, _WARM_UP_REQUESTS)
+            unary = []
+            for concurrency, share in ((1, 2), (32, 1)):
+                on_progress(f"requests, {concurrency} at a time")
+                unary.append(await bench.requests(concurrency, requests // share))
+            streamed = []
+            for step_s in (0.025, 0.0):
+                on_progress(f"{streams} streams, " + ("paced" if step_s else "as fast as they go"))
+                length = tokens if step_s == 0 else tokens // 4
+                streamed.append(await bench.streams(streams, length, step_s))
+        finally:
+            bench.close()
+    return GatewayReport(prompt_characters=prompt_characters, requests=unary, streams=streamed)
+
+
+@asynccontextmanager
+async def _started(model: Path | None) -> AsyncIterator[tuple[_Engine, psutil.Process, int]]:
+    """The stub fleet, a private Redis and the proxy process; yields its HTTP port too."""
+    redis = PrivateRedis()
+    with tempfile.TemporaryDirectory(prefix="millrace-bench-") as folder:
+        model = model or write_stub_model(Path(folder) / "stub")
+        tokenizer = Tokenizer.from_file(str(model / "tokenizer.json"))
+        engine = _Engine(tokenizer.encode(_TEXT, add_special_tokens=False).ids)
+        config = load_config(
+            overrides=[
+                "proxy.port=0",
+                f"store.url={await redis.start(Path(folder))}",
+                "telemetry.log_level=warning",
+            ]
+        )
+        # The default, a mapping proxy, does not travel to another process.
+        config = dataclasses.replace(config, slo_classes={})
+        await engine.fleet.start()
+        context = multiprocessing.get_context("spawn")
+        ours, theirs = context.Pipe(duplex=False)
+        process = context.Process(
+            target=_run_proxy,
+            args=(config, str(model), engine.fleet.scheduler_address, theirs),
+            daemon=True,
+        )
+        process.start()
+        theirs.close()
+        try:
+            yield engine, psutil.Process(process.pid), await _receive_port(ours)
+        finally:
+            process.terminate()
+            await asyncio.to_thread(process.join, 10.0)
+            await engine.fleet.stop()
+            await redis.stop()
+
+
+async def _receive_port(pipe: Connection) -> int:
+    try:
+        if await asyncio.to_thread(pipe.poll, _START_TIMEOUT_S):
+            return int(pipe.recv())
+    except EOFError:
+        pass
+    raise MillraceError("the proxy process did not start")
+
+
+def _run_proxy(config: Config, model: str, scheduler: str, ready: Connection) -> None:
+    from millrace.proxy.main import serve
+
+    setup_logging(config.telemetry, "proxy")
+    with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
+        runner.run(
+            serve(config, model=model, model_name="stub", scheduler=scheduler, on_ready=ready.send)
+        )
+
+
+def table(report: GatewayReport) -> Table:
+    """The report for a terminal."""
+    shown = Table(title=f"Gateway, prompts of {report.prompt_characters} characters")
+    for heading in ("measure", "result", "goal"):
+        shown.add_column(heading, justify="left" if heading == "measure" else "right")
+    for cost in report.requests:
+        at = f"{cost.concurrency} at a time"
+        shown.add_row(f"CPU a request, {at}", f"{cost.cpu_us:.0f} us", f"{GOAL_REQUEST_US:.0f} us")
+        shown.add_row(f"added latency p50 / p99, {at}", f"{cost.p50_us:.0f} / {cost.p99_us:.0f} us")
+        shown.add_row(f"requests, {at}", f"{cost.requests_per_s:.0f} /s")
+    for stream in report.streams:
+        pace = f"a step every {stream.step_ms:.0f} ms" if stream.step_ms else "flat out"
+        at = f"{stream.streams} streams, {pace}"
+        cpu = f"{stream.cpu_us_per_token:.1f} us"
+        shown.add_row(f"CPU a streamed token, {at}", cpu, f"{GOAL_TOKEN_US:.0f} us")
+        shown.add_row(f"streamed tokens, {at}", f"{stream.tokens_per_s:.0f} /s")
+    return shown

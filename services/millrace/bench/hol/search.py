@@ -1,0 +1,59 @@
+"""Goodput of one system on one draw: the highest rate tried at which 90 % are in time."""
+
+from __future__ import annotations
+
+from collections.abc import Awaitable, Callable
+from dataclasses import dataclass
+
+from millrace.bench.hol.traffic import Attainment
+from millrace.sim.studies.search import largest_load
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Goodput:
+    """What a search found. `rate_rps` 0: nothing that was tried was carried.
+
+    `failed_rps`: the lowest rate above `rate_rps` that was tried and not carried; None when the
+    search ended before it found one. `runs` ascend by rate.
+    """
+
+    rate_rps: float
+    failed_rps: float | None
+    runs: tuple[Attainment, ...]
+
+    @property
+    def at_edge(self) -> Attainment | None:
+        """The run at the goodput."""
+        return next((run for run in self.runs if run.rate_rps == self.rate_rps), None)
+
+
+async def goodput(
+    run: Callable[[float], Awaitable[Attainment]],
+    start_rps: float,
+    *,
+    tolerance: float,
+    step: float,
+    most_runs: int,
+) -> Goodput:
+    """Tries rates from `start_rps` on (see `largest_load`), `most_runs` at most."""
+    loads = largest_load(start_rps, tolerance, step)
+    runs: list[Attainment] = []
+    rate = next(loads)
+    while len(runs) < most_runs:
+        runs.append(await run(rate))
+        try:
+            rate = loads.send(runs[-1].carried)
+        except StopIteration:
+            break
+    return found(runs)
+
+
+def found(runs: list[Attainment]) -> Goodput:
+    """The goodput that runs at several rates show."""
+    best = max((run.rate_rps for run in runs if run.carried), default=0.0)
+    above = [run.rate_rps for run in runs if not run.carried and run.rate_rps > best]
+    return Goodput(
+        rate_rps=best,
+        failed_rps=min(above, default=None),
+        runs=tuple(sorted(runs, key=lambda run: run.rate_rps)),
+    )

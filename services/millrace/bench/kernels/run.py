@@ -1,0 +1,322 @@
+"""`millrace bench kernels`: each kernel of the public API beside torch's own way, and the machine.
+
+A call is held to what the machine can do at best: the time that its FLOPs take at the measured peak
+of a matrix product of its dtype, or that its bytes take at the measured bandwidth of reading
+memory, whichever is longer. That share of the peak, and the rate in the unit that bounds it, are
+reported for both sides. Row-by-row kernels are bound by memory; at 8 rows their data is in a cache,
+so that the share can pass 1, or fall to the cost of a call.
+
+The sides take turns within one run, so that other load hits both alike; medians are compared, and
+the sides' first results must agree. Apart from the cases, attention's time a token is taken for
+small chunks and for large ones over the same long history: what chunking costs.
+"""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from rich.box import SIMPLE_HEAD
+from rich.table import Table
+from torch import Tensor
+
+from millrace.bench.common.choices import CHUNKS, KERNEL_NAMES
+from millrace.bench.common.machine_limits import (
+    describe_machine,
+    gemm_flops_per_s,
+    read_bytes_per_s,
+)
+from millrace.bench.kernels.attention_cases import PagedKv, attention_cases
+from millrace.bench.kernels.case import DTYPES, Case, Item, Sizes
+from millrace.bench.kernels.row_cases import row_cases
+from millrace.core.errors import MillraceError
+from millrace_kernels import api
+
+GOAL_CHUNKS = 1.25
+"""A token of a small chunk may cost this many times one of a large chunk."""
+
+_SAMPLES = 15
+_SHORT = {"float32": "fp32", "bfloat16": "bf16"}
+_TOLERANCE = {"float32": 2e-3, "bfloat16": 5e-2}
+"""Largest difference of the sides' results, of the largest value."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Settings:
+    """What to measure. `budget_s`: of a case, unless its first calls take longer."""
+
+    names: Sequence[str] = KERNEL_NAMES
+    dtypes: Sequence[str] = tuple(DTYPES)
+    sizes: Sizes = field(default_factory=Sizes)
+    budget_s: float
+    peak_side: int = 2048
+    read_bytes: int = 512 * 2**20
+    chunk_rows: tuple[int, int] = (32, 2048)
+    chunk_history: int = 65536
+
+    def cases(self) -> list[Case]:
+        """The lines, in the order they run."""
+        return [
+            case
+            for dtype in self.dtypes
+            for cases in (attention_cases, row_cases)
+            for case in cases(self.sizes, dtype)
+            if case.kernel in self.names
+        ]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Peaks:
+    """What the machine does at best: FLOP/s of a matrix product by dtype, bytes/s of reading."""
+
+    flops_per_s: dict[str, float]
+    bytes_per_s: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Result:
+    """One line: rates in `unit`, `share` of the peak of both, `ratio` above 1 where ours is faster.
+
+    ours_s, other_s: median seconds of a call.
+    """
+
+    kernel: str
+    shape: str
+    dtype: str
+    against: str
+    ours_s: float
+    other_s: float
+    unit: str
+    ours: float
+    other: float
+    ours_share: float
+    other_share: float
+    ratio: float
+
+
+def run(
+    settings: Settings,
+    *,
+    threads: int | None = None,
+    on_progress: Callable[[int, int, str], None] = lambda done, total, what: None,
+) -> dict[str, Any]:
+    """Measure every case and return the report as one JSON-ready document.
+
+    threads: torch's own choice when None. on_progress(cases done, in total, what runs now) is
+    called before each. Raises MillraceError when a kernel's result differs from torch's.
+    """
+    threads_before = torch.get_num_threads()
+    torch.set_num_threads(threads or threads_before)
+    cases = settings.cases()
+    chunked = settings.dtypes if CHUNKS in settings.names else ()
+    total = 1 + len(cases) + len(chunked)
+    results: list[Result] = []
+    try:
+        with torch.inference_mode():
+            on_progress(0, total, "the machine's peaks")
+            peaks = measure_peaks(settings)
+            for done, case in enumerate(cases, 1):
+                on_progress(done, total, f"{case.kernel} {case.dtype} {case.shape}")
+                results.append(_compare(case, peaks, settings.budget_s))
+            chunks: list[dict[str, Any]] = []
+            for dtype in chunked:
+                on_progress(1 + len(cases) + len(chunks), total, f"chunks {dtype}")
+                chunks.append(measure_chunks(settings, dtype))
+            machine = describe_machine()
+    finally:
+        torch.set_num_threads(threads_before)
+    on_progress(total, total, "done")
+    return {
+        "benchmark": "kernels",
+        "machine": machine,
+        "peaks": asdict(peaks),
+        "results": [asdict(result) for result in results],
+        "chunks": chunks,
+        "goal_chunks": GOAL_CHUNKS,
+    }
+
+
+def measure(
+    calls: Sequence[Callable[[], Item]],
+    budget_s: float,
+    check: Callable[[Sequence[Item]], None] = lambda results: None,
+) -> list[list[float]]:
+    """Seconds of a call, several samples of each; the calls take turns until the budget is spent.
+
+    A sample is as many calls as its share of the budget holds. Where the first calls alone, which
+    touch memory and start threads, take long, they are the samples. `check` gets their results.
+    """
+    results, first = [], []
+    for call in calls:
+        started = time.perf_counter()
+        results.append(call())
+        first.append(time.perf_counter() - started)
+    check(results)
+    if sum(first) > 4 * budget_s:
+        return [[took] for took in first]
+    share_s = budget_s / _SAMPLES / len(calls)
+    counts = [max(1, int(share_s / max(_time(call, 1), 1e-9))) for call in calls]
+    samples: list[list[float]] = [[] for _ in calls]
+    ends = time.perf_counter() + budget_s
+    while not samples[0] or time.perf_counter() < ends:
+        for call, count, found in zip(calls, counts, samples, strict=True):
+            found.append(_time(call, count))
+    return samples
+
+
+def _time(call: Callable[[], object], count: int) -> float:
+    started = time.perf_counter()
+    for _ in range(count):
+        call()
+    return (time.perf_counter() - started) / count
+
+
+def measure_peaks(settings: Settings) -> Peaks:
+    """What bfloat16 holds can be multiplied in float32, whose peak is the least of both."""
+    flops_per_s: dict[str, float] = {}
+    for dtype in DTYPES:
+        rate = gemm_flops_per_s(dtype, settings.peak_side)
+        flops_per_s[dtype] = max(rate, *flops_per_s.values(), 0.0)
+    return Peaks(flops_per_s=flops_per_s, bytes_per_s=read_bytes_per_s(settings.read_bytes))
+
+
+def _compare(case: Case, peaks: Peaks, budget_s: float) -> Result:
+    sides = case.make()
+    samples = measure(
+        (sides.ours, sides.other), budget_s, lambda results: _check_agreement(case, *results)
+    )
+    ours_s, other_s = map(statistics.median, samples)
+    compute_s = case.flops / peaks.flops_per_s[case.dtype]
+    read_s = case.moved_bytes / peaks.bytes_per_s
+    work, unit = (case.flops, "GFLOP/s") if compute_s > read_s else (case.moved_bytes, "GB/s")
+    least_s = max(compute_s, read_s)
+    return Result(
+        kernel=case.kernel,
+        shape=case.shape,
+        dtype=case.dtype,
+        against=case.against,
+        ours_s=ours_s,
+        other_s=other_s,
+        unit=unit,
+        ours=work / ours_s / 1e9,
+        other=work / other_s / 1e9,
+        ours_share=least_s / ours_s,
+        other_share=least_s / other_s,
+        ratio=other_s / ours_s,
+    )
+
+
+def _check_agreement(case: Case, ours: Tensor, other: Tensor) -> None:
+    largest = float(other.double().abs().max())
+    difference = float((ours.double() - other.double()).abs().max())
+    if not difference <= _TOLERANCE[case.dtype] * largest:
+        raise MillraceError(
+            f"{case.kernel} {case.dtype} ({case.shape}) differs by {difference:g} from "
+            f"{case.against}: they don't do the same"
+        )
+
+
+def measure_chunks(settings: Settings, dtype: str) -> dict[str, Any]:
+    """Attention's microseconds a token in small and in large chunks over one long history."""
+    calls = []
+    for rows in settings.chunk_rows:
+        kv_len = settings.chunk_history + rows
+        paged = PagedKv(settings.sizes, dtype, batch=1, q_len=rows, kv_len=kv_len)
+        plan, layer, q_nhd, scale = paged.plan(), paged.layer(), paged.q_nhd, settings.sizes.scale
+        calls.append(
+            lambda plan=plan, q=q_nhd, kv=layer, scale=scale: api.run_attention(
+                plan, q, kv, scale=scale
+            )
+        )
+    medians = map(statistics.median, measure(calls, 8 * settings.budget_s))
+    small_us, large_us = (
+        took / rows * 1e6 for took, rows in zip(medians, settings.chunk_rows, strict=True)
+    )
+    return {
+        "dtype": dtype,
+        "history": settings.chunk_history,
+        "rows": settings.chunk_rows,
+        "us_per_token": (small_us, large_us),
+        "ratio": small_us / large_us,
+    }
+
+
+def as_table(report: dict[str, Any]) -> Table:
+    """A row a case: rates, ours as a share of the peak, and ours over the other's."""
+    peaks = report["peaks"]
+    rates = [f"{rate / 1e9:.0f} GFLOP/s {kind}" for kind, rate in peaks["flops_per_s"].items()]
+    title = (
+        f"Medians; {report['machine']['threads']} threads. "
+        f"Peaks: {', '.join(rates)}, {peaks['bytes_per_s'] / 1e9:.1f} GB/s.\n"
+        "The other way is torch's, of after_norm and after_silu the pieces they join."
+    )
+    table = Table(title=title, box=SIMPLE_HEAD, padding=0, pad_edge=False)
+    table.title_justify = table.caption_justify = "left"
+    for heading in ("kernel", "shape", ""):
+        table.add_column(heading, no_wrap=True)
+    for heading in ("millrace", "other", "", "share", "ratio"):
+        table.add_column(heading, justify="right", no_wrap=True)
+    for result in report["results"]:
+        table.add_row(
+            result["kernel"],
+            result["shape"],
+            _SHORT[result["dtype"]],
+            f"{result['ours']:.1f}",
+            f"{result['other']:.1f}",
+            result["unit"],
+            f"{result['ours_share']:.0%}",
+            _judged(result["ratio"], result["ratio"] >= 1),
+        )
+    table.caption = "\n".join(_chunk_line(chunks) for chunks in report["chunks"])
+    return table
+
+
+def _judged(ratio: float, good: bool) -> str:
+    return f"[{'green' if good else 'red'}]{ratio:.2f}[/]"
+
+
+def _chunk_line(chunks: dict[str, Any]) -> str:
+    (small, large), (small_us, large_us) = chunks["rows"], chunks["us_per_token"]
+    ratio = _judged(chunks["ratio"], chunks["ratio"] <= GOAL_CHUNKS)
+    return (
+        f"{_SHORT[chunks['dtype']]} attention after {chunks['history']}: {small_us:.0f} µs a token "
+        f"in chunks of {small}, {large_us:.0f} of {large}: {ratio}"
+    )
+
+
+def draw(report: dict[str, Any], path: Path) -> None:
+    """A PNG: bars of the share of peak, ours beside the other, a panel a dtype."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+
+    panels = [
+        (dtype, rows)
+        for dtype in report["peaks"]["flops_per_s"]
+        if (rows := [result for result in report["results"] if result["dtype"] == dtype])
+    ]
+    height = 1.5 + 0.24 * max((len(rows) for _, rows in panels), default=1)
+    figure, grid = pyplot.subplots(
+        1, max(1, len(panels)), figsize=(7 * max(1, len(panels)), height), squeeze=False
+    )
+    for axes, (dtype, rows) in zip(grid[0], panels, strict=False):
+        places = range(len(rows))
+        for side, shift, label in (("ours", -0.2, "Millrace"), ("other", 0.2, "other way")):
+            shares = [result[f"{side}_share"] for result in rows]
+            axes.barh([place + shift for place in places], shares, 0.38, label=label)
+        labels = [f"{result['kernel']} {result['shape']}" for result in rows]
+        axes.set_yticks(places, labels, fontsize=7)
+        axes.margins(y=0.01)
+        axes.invert_yaxis()
+        axes.axvline(1, color="grey", linestyle=":")
+        axes.set(xlabel="share of peak", title=dtype, xlim=(0, 1.5))
+        axes.legend(fontsize=8)
+    figure.tight_layout()
+    figure.savefig(path, dpi=150)
+    pyplot.close(figure)

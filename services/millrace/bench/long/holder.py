@@ -1,0 +1,161 @@
+"""A process of `bench/long/kvp.py` that holds shards: attention over them, timed by its own CPU.
+
+Its command is a tuple of a word and arguments; every one has an answer.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import multiprocessing as mp
+import os
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import Any
+
+from millrace.core.config import EngineConfig
+from millrace.core.errors import TransferError
+from millrace.core.kv.kvp_pass import RemoteShard
+from millrace.engine.assembly import open_kv_only
+from millrace.engine.attention.kvp_memory import exchange_memory
+from millrace.engine.attention.kvp_worker import ShardAttention
+from millrace.instance.shards.shard_host import exchange_shape
+from millrace.instance.shards.shard_metrics import TimedShards
+from millrace.transfer.kvp.exchange import KvpExchange
+from millrace.transfer.kvp.server import KvpDesk
+from millrace.transfer.transport.nixl.transport import NixlTransport
+from millrace.transfer.transport.regions import Memory
+
+START_TIMEOUT_S = 300.0
+ANSWER_TIMEOUT_S = 60.0
+LEASE_S = 5.0
+
+
+class HolderProcess:
+    """A holder as its home sees it. `shard` is what it holds now, if anything."""
+
+    def __init__(self, name: str, model: Path, config: EngineConfig) -> None:
+        self.name = name
+        context = mp.get_context("spawn")
+        self._pipe, theirs = context.Pipe()
+        self._process = context.Process(
+            target=_serve, args=(theirs, name, model, config), daemon=True
+        )
+        self._process.start()
+        theirs.close()
+
+    async def attach(self, exchange: KvpExchange, metadata: bytes) -> None:
+        """Makes it one of the exchange's holders. metadata: the home's transport's."""
+        self._hear(START_TIMEOUT_S)  # that it has started
+        offer = exchange.offer()
+        told = self.ask("attach", metadata, offer.region, offer.offset)
+        await exchange.attach(self.name, offer, **told)
+
+    def hold(self, start_token: int, end_token: int, kv_tokens: int) -> RemoteShard:
+        """Lets go of what it holds and takes a shard, the first `kv_tokens` of which are there."""
+        shard = self.ask("hold", start_token, end_token, kv_tokens)
+        return RemoteShard(
+            holder=self.name, shard=shard, start_token=start_token, end_token=end_token
+        )
+
+    def attention_s(self) -> float:
+        """CPU seconds of attention over its shard since it was last asked."""
+        return float(self.ask("attention_s"))
+
+    def ask(self, *command: Any) -> Any:  # noqa: ANN401 - as the command has it
+        """Raises TransferError when there is no answer in time."""
+        self._pipe.send(command)
+        return self._hear(ANSWER_TIMEOUT_S)
+
+    def _hear(self, timeout_s: float) -> Any:  # noqa: ANN401
+        if not self._pipe.poll(timeout_s):
+            raise TransferError(f"{self.name} said nothing in time")
+        try:
+            return self._pipe.recv()
+        except EOFError as error:
+            raise TransferError(f"{self.name} has ended") from error
+
+    def kill(self) -> None:
+        self._process.kill()
+        self._process.join()
+
+
+@contextmanager
+def holders(count: int, model: Path, config: EngineConfig) -> Iterator[list[HolderProcess]]:
+    """Processes, which end with the block."""
+    started = [HolderProcess(f"holder-{number}", model, config) for number in range(count)]
+    try:
+        yield started
+    finally:
+        for holder in started:
+            holder.kill()
+
+
+class _Holder:
+    def __init__(self, name: str, model: Path, config: EngineConfig) -> None:
+        memory = open_kv_only(model, config)
+        self._pool = memory.pool
+        self._pool.storage.normal_()
+        shape = exchange_shape(memory)
+        exchanged = exchange_memory(KvpDesk.memory_bytes(shape, 1))
+        attention = ShardAttention(
+            memory.storage, shape, exchanged, memory.shape.sliding_windows, config.attention_backend
+        )
+        self._cpu_s = 0.0
+        self._transport = NixlTransport(f"{name}-{os.getpid()}")
+        self._desk = KvpDesk(
+            self._transport,
+            Memory.of_tensor(exchanged),
+            shape,
+            TimedShards(attention, self._took, time.thread_time),
+            owners=1,
+            lease_s=LEASE_S,
+        )
+        self._shard = 0
+        self._pages: list[int] = []
+
+    async def attach(self, metadata: bytes, region: int, offset: int) -> dict[str, Any]:
+        seat = await self._desk.attach(metadata=metadata, region=region, offset=offset)
+        return {
+            "metadata": self._transport.metadata(),
+            "slot": seat.slot,
+            "region": seat.region,
+            "offset": seat.offset,
+        }
+
+    async def hold(self, start_token: int, end_token: int, kv_tokens: int) -> int:
+        if self._shard:
+            await asyncio.wrap_future(self._desk.close_shard(self._shard))
+            self._pool.free(self._pages)
+        self._pages = self._pool.allocate(self._pool.layout.pages_for(end_token - start_token))
+        self._shard = self._desk.open_shard(self._pages, start_token, end_token)
+        self._desk.landed(self._shard, start_token + kv_tokens)
+        return self._shard
+
+    def _took(self, cpu_s: float) -> None:
+        self._cpu_s += cpu_s
+
+    def attention_s(self) -> float:
+        spent_s, self._cpu_s = self._cpu_s, 0.0
+        return spent_s
+
+
+def _serve(pipe: Connection, name: str, model: Path, config: EngineConfig) -> None:
+    holder = _Holder(name, model, config)
+    pipe.send("started")
+    asyncio.run(_obey(pipe, holder))
+
+
+async def _obey(pipe: Connection, holder: _Holder) -> None:
+    while True:
+        answer: object
+        match await asyncio.to_thread(pipe.recv):
+            case "attach", metadata, region, offset:
+                answer = await holder.attach(metadata, region, offset)
+            case "hold", start_token, end_token, kv_tokens:
+                answer = await holder.hold(start_token, end_token, kv_tokens)
+            case _:
+                answer = holder.attention_s()
+        pipe.send(answer)

@@ -1,0 +1,221 @@
+"""The measurements of `millrace bench long` in their order, and the document they make."""
+
+from __future__ import annotations
+
+import asyncio
+import tempfile
+import time
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+
+from millrace.bench.common.choices import LONG_MIXED_PARTS, LONG_PARTS
+from millrace.bench.common.machine_limits import describe_machine
+from millrace.bench.common.random_model import write_random_model
+from millrace.bench.long import kvp as long_kvp
+from millrace.bench.long import mixed as long_mixed
+from millrace.bench.long import spp as long_spp
+from millrace.bench.long.mixed import Document, Told
+from millrace.bench.long.model import LONG_LLAMA_27M, kv_bytes
+from millrace.core.config import EngineConfig
+from millrace.core.cost.operators import OperatorModel
+from millrace.engine.assembly import Engine, open_engine
+from millrace.profiler.measure import Measured, measure
+from millrace.profiler.mixed_fit import mixed_model
+from millrace.profiler.workload import Workload
+from millrace.profiles import load_profile
+from millrace.profiles.degrees import REFERENCE
+
+#: Of one engine; the rest runs on several.
+
+MAX_CHUNK_TOKENS = 2048
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Settings:
+    """parts: of `LONG_PARTS`. threads: of each engine, 0: all cores. prompt_tokens: of the long
+    prompt.
+
+    Of the predictor: profile_s to measure for, `batches` random ones, `rounds` times each. Of
+    chunking: the static chunks' tokens, `decodes` on `context_tokens` each beside them. Of
+    batching: `short_decodes` on `short_context_tokens` each beside chunks of `chunk_tokens`, at so
+    many histories, `batching_rounds` times. Of spp: a prompt in chunks through so many stages.
+    """
+
+    parts: tuple[str, ...] = LONG_PARTS
+    dtype: str = "bfloat16"
+    threads: int = 0
+    prompt_tokens: int = 24_576
+    profile_s: float = 20.0
+    batches: int = 60
+    rounds: int = 3
+    most_decodes: int = 32
+    static: tuple[int, ...] = (128, 512, 2048)
+    decodes: int = 8
+    context_tokens: int = 512
+    short_decodes: int = 32
+    short_context_tokens: int = 256
+    chunk_tokens: int = 512
+    histories: int = 5
+    batching_rounds: int = 9
+    degrees: tuple[int, ...] = (1, 2, 4)
+    contexts: tuple[int, ...] = (4096, 8192, 16_384, 32_768, 65_536)
+    token_repeats: int = 15
+    most_tokens: int = 12_288
+    growth_steps: int = 8
+    growth_chunk_tokens: int = 32
+    growth_repeats: int = 3
+    stages: tuple[int, ...] = (1, 2, 4)
+    stage_prompt_tokens: int = 8192
+    stage_chunk_tokens: int = 256
+    stage_repeats: int = 3
+
+    def quick(self) -> Settings:
+        """Less of everything: for a look, not for figures to quote."""
+        return replace(
+            self,
+            prompt_tokens=min(self.prompt_tokens, 8192),
+            profile_s=min(self.profile_s, 5.0),
+            batches=min(self.batches, 20),
+            rounds=1,
+            static=self.static[::2],
+            histories=3,
+            batching_rounds=3,
+            contexts=self.contexts[1:4:2],
+            token_repeats=5,
+            most_tokens=min(self.most_tokens, 4096),
+            growth_steps=4,
+            growth_repeats=1,
+            stages=self.stages[:2],
+            stage_prompt_tokens=4096,
+            stage_repeats=1,
+        )
+
+
+async def run(settings: Settings, told: Told = lambda what: None) -> Document:
+    """Measures and returns the document. Raises MillraceError for what can't be done."""
+    begun_s = time.perf_counter()
+    document: Document = {"benchmark": "long", "settings": asdict(settings)}
+    with tempfile.TemporaryDirectory() as folder:
+        model = write_random_model(Path(folder), LONG_LLAMA_27M)
+        if set(settings.parts) & set(LONG_MIXED_PARTS):
+            document |= await asyncio.to_thread(_mixed, model, settings, told)
+        if "spp" in settings.parts:
+            document["spp"] = await asyncio.to_thread(
+                long_spp.stages,
+                model,
+                dtype=settings.dtype,
+                degrees=settings.stages,
+                prompt_tokens=settings.stage_prompt_tokens,
+                chunk_tokens=settings.stage_chunk_tokens,
+                repeats=settings.stage_repeats,
+                told=told,
+            )
+        if "kvp" in settings.parts:
+            document["kvp"] = await asyncio.to_thread(_kvp, model, settings, told)
+    document["machine"] = describe_machine()
+    document["took_s"] = time.perf_counter() - begun_s
+    return document
+
+
+def _mixed(model: Path, settings: Settings, told: Told) -> Document:
+    config = EngineConfig(
+        device="cpu",
+        dtype=settings.dtype,
+        threads=settings.threads,
+        kv_bytes=kv_bytes(2 * settings.prompt_tokens, settings.dtype),
+        max_chunk_tokens=MAX_CHUNK_TOKENS,
+    )
+    engine = open_engine(model, config)
+    workload = Workload(
+        engine,
+        max_chunk_tokens=MAX_CHUNK_TOKENS,
+        max_batch=config.max_batch,
+        # The prompt, and the decodes beside it.
+        max_tokens=settings.prompt_tokens * 3 // 2,
+    )
+    found: Document = {}
+    try:
+        if set(settings.parts) & {"predictor", "chunking"}:
+            predicted, measured = _model(engine, workload, settings, told)
+            found |= _predicted(workload, predicted, measured, settings, told)
+        if "batching" in settings.parts:
+            found["batching"] = long_mixed.batching(
+                workload,
+                chunk_tokens=settings.chunk_tokens,
+                histories=long_mixed.histories_of(
+                    settings.prompt_tokens, settings.chunk_tokens, settings.histories
+                ),
+                contexts=(settings.short_context_tokens,) * settings.short_decodes,
+                rounds=settings.batching_rounds,
+                told=told,
+            )
+    finally:
+        workload.close()
+        engine.close()
+    return found
+
+
+def _model(
+    engine: Engine, workload: Workload, settings: Settings, told: Told
+) -> tuple[OperatorModel, Measured]:
+    """As `millrace profile` makes it."""
+    told("measuring a profile")
+    measured = measure(workload, settings.profile_s)
+    found = mixed_model(measured, engine.layout.num_layers, load_profile(REFERENCE).operators)
+    assert found is not None  # there is room for decodes
+    return found, measured
+
+
+def _predicted(
+    workload: Workload,
+    model: OperatorModel,
+    measured: Measured,
+    settings: Settings,
+    told: Told,
+) -> Document:
+    found: Document = {}
+    if "predictor" in settings.parts:
+        batches = long_mixed.random_batches(
+            settings.batches,
+            most_tokens=MAX_CHUNK_TOKENS // 2,
+            most_history=settings.prompt_tokens // 2,
+            most_decodes=settings.most_decodes,
+        )
+        found["predictor"] = long_mixed.predictor(
+            workload, model, measured, batches, settings.rounds, told
+        )
+    if "chunking" in settings.parts:
+        found["chunking"] = long_mixed.chunking(
+            workload,
+            model,
+            prompt_tokens=settings.prompt_tokens,
+            static=settings.static,
+            contexts=(settings.context_tokens,) * settings.decodes,
+            told=told,
+        )
+    return found
+
+
+def _kvp(model: Path, settings: Settings, told: Told) -> Document:
+    degree = max(settings.degrees)
+    longest = settings.most_tokens * degree
+    steps = settings.growth_steps
+    grown = [longest * (number + 1) // steps for number in range(steps)]
+    told("kvp: starting workers")
+    context = max(longest, *settings.contexts)
+    with long_kvp.home(model, dtype=settings.dtype, context=context, degree=degree) as at:
+        return {
+            "token": long_kvp.token_times(
+                at, settings.contexts, settings.degrees, settings.token_repeats, told
+            ),
+            "growth": long_kvp.growth(
+                at,
+                grown,
+                settings.most_tokens,
+                settings.growth_chunk_tokens,
+                settings.growth_repeats,
+                told,
+            ),
+            "most_tokens": settings.most_tokens,
+            "chunk_tokens": settings.growth_chunk_tokens,
+        }

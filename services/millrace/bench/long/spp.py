@@ -1,0 +1,88 @@
+"""What stages bring a long prompt (SPP, Mnemosyne section 4.3 and Figure 17).
+
+A prompt's chunks follow each other through instances of several stages, a thread a stage. On as
+many cores of its own a chain of s stages takes an s-th of the time that one takes, but for filling
+and emptying it, the rows between stages, and the slowest stage. Stages beyond the machine's cores
+share them: efficiency counts the cores that there are.
+"""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Sequence
+from contextlib import closing
+from itertools import pairwise
+from pathlib import Path
+
+import torch
+
+from millrace.bench.long.mixed import Document, Told
+from millrace.bench.long.model import kv_bytes
+from millrace.core.config import EngineConfig
+from millrace.engine.assembly import Engine, open_engine
+from millrace.engine.forward.local_runner import PrefillTask
+from millrace.instance.stages.stages import open_staged_engine
+
+_HOST = "127.0.0.1"
+
+
+def stages(
+    model: Path,
+    *,
+    dtype: str,
+    degrees: Sequence[int],
+    prompt_tokens: int,
+    chunk_tokens: int,
+    repeats: int,
+    told: Told,
+) -> Document:
+    """Seconds of a prompt and of its first chunk alone, by stages; the best of some."""
+    cores = len(os.sched_getaffinity(0))
+    rows: list[Document] = []
+    for degree in degrees:
+        told(f"spp: {degree} stages" if degree > 1 else "spp: one stage")
+        config = EngineConfig(
+            device="cpu",
+            dtype=dtype,
+            threads=degree,
+            stages=degree,
+            kv_bytes=kv_bytes(prompt_tokens + chunk_tokens, dtype),
+            max_chunk_tokens=chunk_tokens,
+        )
+        opened = open_staged_engine(str(model), config, _HOST) if degree > 1 else None
+        with closing(opened or open_engine(model, config)) as engine:
+            _prompt_s(engine, 2 * chunk_tokens, chunk_tokens)  # warm
+            whole = min(_prompt_s(engine, prompt_tokens, chunk_tokens) for _ in range(repeats))
+            one = min(_prompt_s(engine, chunk_tokens, chunk_tokens) for _ in range(repeats))
+        rows.append({"stages": degree, "prompt_s": whole, "chunk_s": one})
+    first = rows[0]
+    for row in rows:
+        row["speedup"] = first["prompt_s"] / row["prompt_s"]
+        row["efficiency"] = row["speedup"] / min(row["stages"], cores)
+    return {
+        "prompt_tokens": prompt_tokens,
+        "chunk_tokens": chunk_tokens,
+        "cores": cores,
+        "rows": rows,
+    }
+
+
+def _prompt_s(engine: Engine, tokens: int, chunk_tokens: int) -> float:
+    """From the first chunk's begin to the last one's logits."""
+    pages = engine.pool.allocate(engine.layout.pages_for(tokens))
+    bounds = [*range(0, tokens, chunk_tokens), tokens]
+    start_s = time.perf_counter()
+    for start, stop in pairwise(bounds):
+        task = PrefillTask(
+            token_ids=torch.arange(start, stop) % engine.shape.vocab_size,
+            history_tokens=start,
+            pages=pages,
+            want_logits=stop == tokens,
+        )
+        for boundary in engine.runner.prefill(task):
+            if boundary.awaited is not None:
+                boundary.awaited.wait()
+    took_s = time.perf_counter() - start_s
+    engine.pool.free(pages)
+    return took_s
