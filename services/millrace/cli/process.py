@@ -95,11 +95,12 @@ def plain_errors() -> Iterator[None]:
 
 
 def tell(fd: int | None) -> Callable[[int], None]:
-    """Writes the port to `fd` for the process that started this one."""
+    """Writes the port to `fd` for the process that started this one, if it still listens."""
 
     def write(port: int) -> None:
         if fd is not None:
-            os.write(fd, json.dumps({"port": port}).encode() + b"\n")
+            with contextlib.suppress(BrokenPipeError):  # it is about to end this process
+                os.write(fd, json.dumps({"port": port}).encode() + b"\n")
             os.close(fd)
 
     return write

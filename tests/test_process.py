@@ -1,0 +1,26 @@
+"""How the processes of commands begin and end."""
+
+from __future__ import annotations
+
+import json
+import os
+
+import pytest
+
+from millrace.cli.process import tell
+
+
+def test_the_port_is_told_once() -> None:
+    read_fd, write_fd = os.pipe()
+    tell(write_fd)(8000)
+    with os.fdopen(read_fd, "rb") as told:
+        assert json.loads(told.read()) == {"port": 8000}
+
+
+def test_a_port_that_nobody_waits_for_any_more_is_no_error() -> None:
+    """Its parent is about to end it. Click would exit with status 1, without a word."""
+    read_fd, write_fd = os.pipe()
+    os.close(read_fd)
+    tell(write_fd)(8000)
+    with pytest.raises(OSError, match="Bad file descriptor"):
+        os.fstat(write_fd)
