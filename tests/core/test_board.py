@@ -12,15 +12,15 @@ from hypothesis import strategies as st
 from millrace.core.cost.correction import band_of
 from millrace.core.request import Chunk, Request
 from millrace.core.scheduler.fleet.instances import PrefillInstance
-from millrace.core.scheduler.fleet.run_queue import YIELDING_WEIGHT, Board, Task, masks
+from millrace.core.scheduler.fleet.run_queue import YIELDING_WEIGHT, RunQueue, Task, masks
 from support.core_events import instance, queues
 from support.prefill_fleet import Work, Workers
 
 BEHIND = ((math.inf,), 10**9, 0)  # a rank that goes after all others
 
 
-def pool(count: int, *, preemptive: bool) -> tuple[Board, list[PrefillInstance]]:
-    board = Board(preemptive=preemptive)
+def pool(count: int, *, preemptive: bool) -> tuple[RunQueue, list[PrefillInstance]]:
+    board = RunQueue(preemptive=preemptive)
     found = [PrefillInstance(instance(f"p{i}"), 1 << i) for i in range(count)]
     board.everyone = (1 << count) - 1
     return board, found
@@ -56,7 +56,7 @@ def tasks(
     return found
 
 
-def chosen(board: Board) -> list[str]:
+def chosen(board: RunQueue) -> list[str]:
     return [_name(task) for task in board.ranked if task.chosen]
 
 
@@ -64,14 +64,14 @@ def _name(task: Task) -> str:
     return task.requests[0].id + (f".{task.chunk.index}" if task.chunk.index else "")
 
 
-def put(board: Board, *many: list[Task]) -> dict[str, list[str]]:
+def put(board: RunQueue, *many: list[Task]) -> dict[str, list[str]]:
     """Adds each request's tasks, then chooses; the queues that are ordered."""
     for found in many:
         board.add(found)
     return queues(board.orders())
 
 
-def end(board: Board, task: Task) -> dict[str, list[str]]:
+def end(board: RunQueue, task: Task) -> dict[str, list[str]]:
     assert board.finish(task, task.requests[0])
     return queues(board.orders())
 
@@ -218,7 +218,7 @@ def test_without_preemption_what_runs_comes_before_a_better_group_that_waits() -
 
 
 @st.composite
-def boards(draw: st.DrawFn, *, rounds: bool) -> tuple[Board, list[PrefillInstance]]:
+def boards(draw: st.DrawFn, *, rounds: bool) -> tuple[RunQueue, list[PrefillInstance]]:
     """Random requests of one or two chunks, some of them come only once others run."""
     count = draw(st.integers(1, 4))
     board, ps = pool(count, preemptive=draw(st.booleans()))
@@ -235,7 +235,7 @@ def boards(draw: st.DrawFn, *, rounds: bool) -> tuple[Board, list[PrefillInstanc
     return board, ps
 
 
-def replay_s(board: Board, ps: list[PrefillInstance], rank) -> list[float]:
+def replay_s(board: RunQueue, ps: list[PrefillInstance], rank) -> list[float]:
     """When each instance is free of what goes before `rank`, by events: in turn, without stops.
 
     An instance computes what comes first on it. What runs already comes first where it can't be

@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 
 from millrace.core.priority import POLICIES
 from millrace.core.request import Request
-from millrace.core.scheduler.fleet.waiting_queue import WaitingLine
+from millrace.core.scheduler.fleet.waiting_queue import WaitingQueue
 
 
 def request(order: int, arrival_s: float, work_s: float = 0.1) -> Request:
@@ -25,7 +25,7 @@ def request(order: int, arrival_s: float, work_s: float = 0.1) -> Request:
     work_s=st.floats(1e-6, 1e6),
 )
 def test_first_come_first_served_whatever_order_they_are_added_in(arrivals, leavers, work_s):
-    policy, line = POLICIES["fcfs"], WaitingLine()
+    policy, line = POLICIES["fcfs"], WaitingQueue()
     requests = [request(order, arrival_s, work_s) for order, arrival_s in enumerate(arrivals)]
     for one, key in reversed(list(zip(requests, policy.keys(requests, 9.0, 1), strict=True))):
         line.add(one, key)

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from millrace.engine.decode_batch import DecodeBatch
-from millrace.engine.errors import EngineFallen
+from millrace.engine.errors import EngineDied
 from millrace.engine.forward.local_runner import Boundary, PrefillTask
 from millrace.engine.forward.mixed_pass import NO_DECODES, DecodeRows
 from millrace.engine.kv.step_tables import page_table_of
@@ -289,7 +289,7 @@ def test_a_stage_that_falls_is_named_to_whoever_waits_and_ever_after(five_layers
 
     one.passes[1].run = broken
     request = Request(one.runner, prompt(10))
-    heard: list[EngineFallen] = []
+    heard: list[EngineDied] = []
     one.runner.when_fallen(heard.append)
     with pytest.raises(StageError, match="out of luck"):
         prefill(one.runner, request)

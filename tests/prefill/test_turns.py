@@ -5,7 +5,7 @@ import random
 
 import pytest
 
-from millrace.prefill.turns import OrderedTurn
+from millrace.prefill.priority_lock import PriorityLock
 from support.deadlines import HANG_S
 
 
@@ -14,7 +14,7 @@ class Crowd:
 
     def __init__(self, order: list[str]) -> None:
         self.order = order
-        self.turn = OrderedTurn(order)
+        self.turn = PriorityLock(order)
         self.went: list[str] = []
         self.tasks: dict[str, asyncio.Task[None]] = {}
 
@@ -106,7 +106,7 @@ async def test_after_the_last_one_the_turn_is_free() -> None:
 
 async def test_the_holder_gives_way_to_earlier_ones_only_and_comes_back() -> None:
     order = ["a", "b", "c"]
-    turn = OrderedTurn(order)
+    turn = PriorityLock(order)
     had: list[str] = []
 
     async def other(name: str) -> None:
@@ -125,7 +125,7 @@ async def test_the_holder_gives_way_to_earlier_ones_only_and_comes_back() -> Non
 
 async def test_cancelled_while_it_gives_way_it_has_the_turn_no_more() -> None:
     order = ["b", "a"]
-    turn = OrderedTurn(order)
+    turn = PriorityLock(order)
 
     async def gives_way() -> None:
         async with turn.of("b"):
@@ -149,7 +149,7 @@ async def test_cancelled_while_it_gives_way_it_has_the_turn_no_more() -> None:
 async def test_nobody_is_lost_and_none_share_it_whatever_happens(seed: int) -> None:
     rng = random.Random(seed)
     order = [f"j{i}" for i in range(12)]
-    turn = OrderedTurn(order)
+    turn = PriorityLock(order)
     inside: list[str] = []
     went: set[str] = set()
 

@@ -13,7 +13,7 @@ from typing import NamedTuple
 
 from millrace.core.config import SchedulerConfig
 from millrace.core.instance.gang import Gang, GangKey, GangSpec, State, Step
-from millrace.core.instance.preemption import PoolRule
+from millrace.core.instance.preemption import PreemptionRule
 from millrace.core.instance.standstill import Standstill
 from millrace.core.instance.stop_point import StopPoint
 from millrace.core.request import RequestState
@@ -269,7 +269,7 @@ class Node:
 
     name: str
     stops: tuple[StopPoint, ...]
-    rule: PoolRule[ModelTask]
+    rule: PreemptionRule[ModelTask]
     inside: bool = False
     jobs: dict[str, effects.RunPrefill] = field(default_factory=dict)
     meeting: set[str] = field(default_factory=set)  # jobs that still meet their groups

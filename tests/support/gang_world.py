@@ -12,7 +12,7 @@ from collections.abc import Hashable
 from typing import Protocol
 
 from millrace.core.instance.gang import GangKey, Message, Word
-from millrace.core.instance.preemption import PoolRule
+from millrace.core.instance.preemption import PreemptionRule
 from millrace.core.instance.stop_point import StopPoint
 from millrace.core.scheduler import effects, events
 from support.gang_node import (
@@ -104,7 +104,7 @@ class World:
         self.commands: dict[str, tuple[effects.Effect, ...]] = {}  # alike
         self.stops = 0
         for number in range(scenario.instances):
-            node = Node(f"p{number}", scenario.stops, PoolRule(scenario.most_held))
+            node = Node(f"p{number}", scenario.stops, PreemptionRule(scenario.most_held))
             node.rule.finest = StopPoint.of(scenario.preemption)
             self.nodes[node.name] = part(node)
 

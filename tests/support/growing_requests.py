@@ -20,7 +20,7 @@ from millrace.decode.held_pages import HeldPages
 from millrace.decode.memory.request_pages import RequestPages
 from millrace.decode.metrics import DecodeMetrics
 from millrace.decode.request import DecodeRequest
-from millrace.decode.request_table import RequestBook
+from millrace.decode.request_table import RequestTable
 from millrace.decode.running import Running
 from millrace.engine.decode_batch import TokenOut
 from millrace.engine.kv.pool import KvPool
@@ -59,7 +59,7 @@ class _Model(HashingModel):
 class Landings:
     """In the place of `Admissions`: a let-in request's KV is there once `land` is called."""
 
-    def __init__(self, pages: RequestPages, book: RequestBook, tasks: Tasks) -> None:
+    def __init__(self, pages: RequestPages, book: RequestTable, tasks: Tasks) -> None:
         self.pages = pages
         self.prefixes = SimpleNamespace(joined=lambda request: None)
         self.receiver = SimpleNamespace(release=self._quiet)
@@ -137,7 +137,7 @@ class GrowingRequests:
             decode_step=step,
         )
         self.tasks = Tasks()
-        self.book = RequestBook()
+        self.book = RequestTable()
         self.metrics = DecodeMetrics(Registry())
         self.landings = Landings(
             RequestPages(context, may_grow=reserve == "grow"), self.book, self.tasks

@@ -23,7 +23,7 @@ from millrace.engine.parallel.runner import GroupRunner
 from millrace.engine.pipeline.runner import PipelineRunner
 from millrace.engine.sampling.spec import SamplingSpec
 from millrace.transfer.kvp.exchange import KvpExchange
-from millrace.transfer.kvp.server import KvpDesk
+from millrace.transfer.kvp.server import KvpServer
 from millrace.transfer.transport.base import INLINE_BYTES, Transport
 from millrace.transfer.transport.memory import MemoryHub, MemoryTransport
 from millrace.transfer.transport.regions import Memory
@@ -63,14 +63,14 @@ class Holder:
         self.transport = transport
         self.pool = make_pool(model, page_tokens=page_tokens, num_pages=num_pages)
         shape = shape_of(model, max_rows)
-        self.memory = exchange_memory(KvpDesk.memory_bytes(shape, 2))
+        self.memory = exchange_memory(KvpServer.memory_bytes(shape, 2))
         layers, pages, planes, heads, *rest = self.pool.storage.shape
         storage = torch.zeros(
             pools, layers, pages, planes, heads // pools, *rest, dtype=model.dtype
         )
         windows = model.config.sliding_windows
         self.attention = ShardAttention(storage, shape, self.memory, windows)
-        self.desk = KvpDesk(
+        self.desk = KvpServer(
             transport,
             Memory.of_tensor(self.memory),
             shape,

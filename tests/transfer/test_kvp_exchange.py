@@ -12,7 +12,7 @@ from millrace.core.errors import CapacityError, IntegrityError, TransferError
 from millrace.core.kv.kvp_pass import ExchangeShape, Request
 from millrace.transfer.kvp.exchange import KvpExchange
 from millrace.transfer.kvp.messages import KvpKind, KvpMessage, missing_body
-from millrace.transfer.kvp.server import KvpDesk
+from millrace.transfer.kvp.server import KvpServer
 from millrace.transfer.transport.base import INLINE_BYTES
 from millrace.transfer.transport.memory import MemoryHub, MemoryTransport
 from millrace.transfer.transport.regions import Memory
@@ -65,7 +65,7 @@ class Ends:
         hub = MemoryHub()
         self.owner, self.holder = MemoryTransport("owner", hub), MemoryTransport("holder", hub)
         self.sent = np.zeros(KvpExchange.memory_bytes(SHAPE, places), dtype=np.uint8)
-        inbox = np.zeros(KvpDesk.memory_bytes(SHAPE, places), dtype=np.uint8)
+        inbox = np.zeros(KvpServer.memory_bytes(SHAPE, places), dtype=np.uint8)
         self.lost: list[tuple[str, str]] = []
         self.exchange = KvpExchange(
             self.owner,
@@ -78,7 +78,7 @@ class Ends:
             inline_bytes=inline_bytes,
         )
         self.echo = Echo(inbox)
-        self.desk = KvpDesk(
+        self.desk = KvpServer(
             self.holder,
             Memory.of_array(inbox),
             SHAPE,

@@ -19,7 +19,7 @@ from millrace.bench.common.random_model import write_random_llama
 from millrace.core.config import EngineConfig
 from millrace.core.errors import ConfigError
 from millrace.engine.assembly import Engine, open_engine
-from millrace.engine.errors import EngineFallen
+from millrace.engine.errors import EngineDied
 from millrace.engine.forward.local_runner import PrefillTask
 from millrace.instance.stages.stages import open_staged_engine
 from support.deadlines import HANG_S
@@ -106,7 +106,7 @@ def test_processes_are_one_engine_until_one_dies(folder, stages, ranks, victim, 
         os.kill(pids[victim][0], signal.SIGKILL)
         task: PrefillTask = request.task(0, 50)
         begun_s = time.monotonic()
-        with pytest.raises(EngineFallen, match=message):
+        with pytest.raises(EngineDied, match=message):
             for _ in engine.runner.prefill(task):
                 pass
         assert time.monotonic() - begun_s < 30  # found out by its end, not by a timeout

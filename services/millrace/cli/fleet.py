@@ -10,7 +10,7 @@ from rich.box import SIMPLE_HEAD
 from rich.console import Console
 from rich.table import Table
 
-from millrace.cli.json_file import write_json
+from millrace.cli.process import write_json
 from millrace.core.autoscale.load import FleetLoad
 from millrace.wire.scheduler_client import InstanceView, get_instances, get_load, get_mechanisms
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from millrace.cli.json_file import write_json
+from millrace.cli.process import write_json
 from millrace.wire.scheduler_client import get_settings, set_improvement_rate, set_policy
 
 

@@ -7,10 +7,10 @@ import json
 import logging
 import os
 import sys
-from collections.abc import Callable, Coroutine, Iterator
+from collections.abc import Callable, Coroutine, Iterator, Mapping
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import typer
 
@@ -104,3 +104,13 @@ def tell(fd: int | None) -> Callable[[int], None]:
             os.close(fd)
 
     return write
+
+
+def write_json(path: Path, document: Mapping[str, Any]) -> None:
+    """What a command writes where `--json PATH` says. Raises MillraceError for a bad path."""
+    import orjson
+
+    try:
+        path.write_bytes(orjson.dumps(document, option=orjson.OPT_INDENT_2) + b"\n")
+    except OSError as error:
+        raise MillraceError(f"--json {path}: {error}") from error

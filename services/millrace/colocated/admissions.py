@@ -11,7 +11,7 @@ from millrace.decode.memory.prefix import RequestPrefixes
 from millrace.decode.memory.request_pages import RequestPages
 from millrace.decode.metrics import DecodeMetrics
 from millrace.decode.request import DecodeRequest
-from millrace.decode.request_table import RequestBook
+from millrace.decode.request_table import RequestTable
 from millrace.engine.decode_batch import DecodeBatch
 from millrace.engine.kv.prefix_cache import PrefixCache
 from millrace.instance.host import WorkerContext
@@ -32,7 +32,7 @@ class MixedAdmissions:
     def __init__(
         self,
         context: WorkerContext,
-        book: RequestBook,
+        table: RequestTable,
         metrics: DecodeMetrics,
         tasks: Tasks,
         on_lost: Callable[[DecodeRequest, str], None],
@@ -44,7 +44,7 @@ class MixedAdmissions:
         self._page_tokens = engine.layout.page_tokens
         self._max_batch = context.config.engine.max_batch
         self._pages = RequestPages(context, may_grow=False)
-        self._book = book
+        self._table = table
         self._metrics = metrics
         self._tasks = tasks
         self._prefixes = RequestPrefixes(context, metrics, tasks)
@@ -68,7 +68,7 @@ class MixedAdmissions:
 
         Its prompt begins with what of it is cached, however much the scheduler took that to be.
         """
-        request = self._book.get(admit.request.request_id)
+        request = self._table.get(admit.request.request_id)
         if request is not None:  # that has ended: its release answers this too
             request.attempt = admit.attempt
             return
@@ -86,7 +86,7 @@ class MixedAdmissions:
         request = DecodeRequest.of(admit.request, pages, admit.attempt or 1)
         request.cached_tokens = len(cached) * self._page_tokens
         self._metrics.cached_tokens.inc(request.cached_tokens)
-        self._book.add(request)
+        self._table.add(request)
 
     def _admit_spread(self, admit: scheduler_pb2.AdmitDecode) -> None:
         """Reserves pages for the first shard, and has the holders of the others reserve theirs."""
@@ -96,13 +96,13 @@ class MixedAdmissions:
         pages = self._pages.reserve_shard(admit.request, own.end_token)
         request = DecodeRequest.of(admit.request, pages, admit.attempt or 1)
         request.is_spread = True
-        self._book.add(request)
+        self._table.add(request)
         self.spread.open(request, others, sent_tokens=0)
 
     def _shards_opened(self, request: DecodeRequest) -> None:
         """The prompt can be computed, its KV be kept."""
         del request
-        self._book.wake.set()
+        self._table.wake.set()
 
     def _cached(self, spec: common_pb2.RequestSpec) -> list[int]:
         """Pages of the prompt's first blocks, now held; the last token is computed in any case."""
@@ -122,7 +122,7 @@ class MixedAdmissions:
 
     def let_in(self, batch: DecodeBatch) -> None:
         """Who has its first tokens joins, as far as the batch has room."""
-        joining = self._book.joining
+        joining = self._table.joining
         while joining:
             request = joining[0]
             if not request.ended:
@@ -163,5 +163,5 @@ class MixedAdmissions:
     def _release(self, request: DecodeRequest) -> None:
         self._prefixes.keep(request)
         self._pages.release(request)
-        self._book.remove(request)
+        self._table.remove(request)
         self._send(request.last_word())

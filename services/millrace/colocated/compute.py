@@ -12,7 +12,7 @@ import torch
 from millrace.colocated.packing import Share
 from millrace.engine.assembly import Engine
 from millrace.engine.decode_batch import DecodeBatch, TokenOut
-from millrace.engine.errors import EngineFallen
+from millrace.engine.errors import EngineDied
 from millrace.engine.forward.local_runner import ModelRunner
 from millrace.engine.forward.prefill_task import PrefillTask
 from millrace.engine.sampling.sampler import Sampler
@@ -64,7 +64,7 @@ class MixedCompute:
         if tasks:
             try:
                 self._pass(shares, tasks, result)
-            except EngineFallen:
+            except EngineDied:
                 raise
             except Exception as error:  # what a prompt can do to a pass is for its request to hear
                 log.exception("an iteration with %d prompts failed", len(shares))

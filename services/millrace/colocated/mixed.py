@@ -27,10 +27,10 @@ from millrace.core.config import Config
 from millrace.core.cost.decode_step import DecodeStepTime
 from millrace.core.cost.operators import OperatorModel
 from millrace.decode.metrics import DecodeMetrics
-from millrace.decode.output.output import Answers
+from millrace.decode.output.output import Output
 from millrace.decode.pace import TokenPace
 from millrace.decode.request import DecodeRequest
-from millrace.decode.request_table import RequestBook
+from millrace.decode.request_table import RequestTable
 from millrace.decode.servicer import DecodeServicer
 from millrace.decode.token_streams import life_of
 from millrace.engine.kv.prefix_cache import PrefixCache
@@ -63,18 +63,18 @@ class MixedRole:
         self._operators = operators
         self._tasks = Tasks()
         self._pace = TokenPace()
-        self._book = RequestBook()
+        self._table = RequestTable()
         self._metrics = MixedMetrics(context.registry)
         self._predictor = Predictor(operators)
         metrics = self._decode_metrics = DecodeMetrics(context.registry)
-        self._answers = Answers(context, self._book, metrics)
+        self._output = Output(context, self._table, metrics)
         self._admissions = MixedAdmissions(
-            context, self._book, metrics, self._tasks, self._shard_lost
+            context, self._table, metrics, self._tasks, self._shard_lost
         )
         self._packer = IterationPacker(
             operators, self._predictor, context.config, self._admissions.most_spread_tokens
         )
-        self._prompts = Prompts(context, self._book, self._answers, self._packer, self._tasks)
+        self._prompts = Prompts(context, self._table, self._output, self._packer, self._tasks)
         self._compute = MixedCompute(context.engine, context.config.engine.max_batch)
         self._hosted = ShardBook()
         self._receiver = ReceiveManager(
@@ -104,7 +104,7 @@ class MixedRole:
 
     def attach(self, server: grpc.aio.Server) -> None:
         life = life_of(self._context.incarnation)
-        DecodeServicer(self._answers.streams, life).add_to(server)
+        DecodeServicer(self._output.streams, life).add_to(server)
         KvReceiverServicer(self._receiver).add_to(server)
         KvpServicer(self._host).add_to(server)
 
@@ -118,8 +118,8 @@ class MixedRole:
         self.prefix_cache.tell_all()
 
     def counts(self) -> tuple[int, int]:
-        running = self._book.counts()[0] + self._prompts.begun
-        return running, len(self._book) - running
+        running = self._table.counts()[0] + self._prompts.begun
+        return running, len(self._table) - running
 
     def heartbeat(self) -> scheduler_pb2.Heartbeat:
         (running, waiting), tbt_s = self.counts(), self._pace.take_s()
@@ -144,27 +144,27 @@ class MixedRole:
         elif kind == "cancel":
             self._cancel(command.cancel.request_id)
         elif kind == "drain":
-            self._answers.evict(abort=command.drain.abort)
+            self._output.evict(abort=command.drain.abort)
             self._host.lose_all("its holder had to let go of it")
 
     def _cancel(self, request_id: str) -> None:
-        if (request := self._book.get(request_id)) is not None:
-            self._answers.cancel(request)
+        if (request := self._table.get(request_id)) is not None:
+            self._output.cancel(request)
         else:
             self._host.forget(request_id)
 
     def _shard_lost(self, request: DecodeRequest, why: str) -> None:
-        self._answers.fail(request, why, "transfer")
+        self._output.fail(request, why, "transfer")
 
     async def run(self) -> None:
         self._tasks.spawn(self._host.run())
-        self._tasks.spawn(self._answers.journal.run())
+        self._tasks.spawn(self._output.journal.run())
         self._tasks.spawn(self._iterate_forever())
         await self._tasks.watch()
 
     async def _iterate_forever(self) -> None:
         loop = asyncio.get_running_loop()
-        wake, last = self._book.wake, Iteration()
+        wake, last = self._table.wake, Iteration()
         while True:
             self._let_out()
             self._admissions.let_in(self._compute.batch)
@@ -173,12 +173,12 @@ class MixedRole:
             if decodes or plan.shares:
                 self._prompts.begin(plan)
                 iteration = loop.run_in_executor(self._thread, self._compute.run, plan.shares)
-                self._answers.step_tokens(last.tokens, decodes)  # while the next one computes
+                self._output.step_tokens(last.tokens, decodes)  # while the next one computes
                 last = await iteration
                 self._take(plan, last)
             else:
                 self._pace.paused()
-                self._answers.step_tokens(last.tokens, 0)
+                self._output.step_tokens(last.tokens, 0)
                 last = Iteration()
                 await wake.wait()
             wake.clear()
@@ -195,7 +195,7 @@ class MixedRole:
 
     def _tightest_tbt_s(self) -> float | None:
         """Of the answers that run."""
-        objectives = [r.spec.slo.tbt_s for r in self._book if r.joined and r.spec.slo.tbt_s]
+        objectives = [r.spec.slo.tbt_s for r in self._table if r.joined and r.spec.slo.tbt_s]
         return min(objectives, default=None)
 
     def _take(self, plan: Plan, iteration: Iteration) -> None:
@@ -209,20 +209,20 @@ class MixedRole:
             self._admissions.keep_prefix(request)
 
     def _let_out(self) -> None:
-        for request in self._book.leaving:
+        for request in self._table.leaving:
             self._prompts.drop(request.id)
             self._compute.batch.remove(request.id)
             self._admissions.release(request)
-        self._book.leaving.clear()
+        self._table.leaving.clear()
 
     async def wait_idle(self) -> None:
-        while len(self._book) or len(self._hosted):
-            await asyncio.gather(self._book.wait_idle(), self._hosted.wait_idle())
+        while len(self._table) or len(self._hosted):
+            await asyncio.gather(self._table.wait_idle(), self._hosted.wait_idle())
 
     async def drop_all(self, reason: str) -> None:
-        log.info("dropping %d requests: %s", len(self._book), reason)
-        for request in self._book:
-            self._answers.move(request)
+        log.info("dropping %d requests: %s", len(self._table), reason)
+        for request in self._table:
+            self._output.move(request)
         self._host.lose_all(reason)
         await self.wait_idle()
 
@@ -238,7 +238,7 @@ class MixedRole:
     async def close(self) -> None:
         await self._tasks.cancel()
         await asyncio.to_thread(self._thread.shutdown, wait=True)
-        await self._answers.journal.flush()
+        await self._output.journal.flush()
         await self._admissions.spread.close_all()
         await self._host.close()
         await self._receiver.close()

@@ -12,9 +12,9 @@ from millrace.colocated.compute import Iteration
 from millrace.colocated.packing import IterationPacker, Plan, Prompt, Share
 from millrace.colocated.stretches import Stretches
 from millrace.core.errors import IntegrityError
-from millrace.decode.output.output import Answers
+from millrace.decode.output.output import Output
 from millrace.decode.request import DecodeRequest
-from millrace.decode.request_table import RequestBook
+from millrace.decode.request_table import RequestTable
 from millrace.instance.codec import logprobs_message
 from millrace.instance.host import WorkerContext
 from millrace.instance.tasks import Tasks
@@ -32,16 +32,16 @@ class Prompts:
     def __init__(
         self,
         context: WorkerContext,
-        book: RequestBook,
-        answers: Answers,
+        table: RequestTable,
+        output: Output,
         packer: IterationPacker,
         tasks: Tasks,
     ) -> None:
         self._id = context.incarnation.id
         self._send = context.send
         self._store = context.store
-        self._book = book
-        self._answers = answers
+        self._table = table
+        self._output = output
         self._packer = packer
         self._tasks = tasks
         self._orders = count()
@@ -58,7 +58,7 @@ class Prompts:
 
     def expect(self, request_id: str) -> None:
         """The prompt is to be computed. Nothing happens where its request was not admitted."""
-        request = self._book.live(request_id)
+        request = self._table.live(request_id)
         if request is not None:
             self._tasks.spawn(self._fetch(request, next(self._orders)))
 
@@ -67,7 +67,7 @@ class Prompts:
         try:
             ids = await fetch_whole(self._store, request.id, request.prompt_tokens)
         except StoreError as error:
-            self._answers.fail(request, str(error), "store")
+            self._output.fail(request, str(error), "store")
             return
         if request.ended:
             return
@@ -83,7 +83,7 @@ class Prompts:
         if request.cached_tokens:
             stretches.found(request.cached_tokens)
             self._packer.advance(prompt, request.cached_tokens)
-        self._book.wake.set()
+        self._table.wake.set()
 
     def drop(self, request_id: str) -> None:
         """Its request has ended."""
@@ -121,9 +121,9 @@ class Prompts:
             if request.ended:
                 continue
             if (error := iteration.errors.get(request.id)) is not None:
-                self._answers.fail(request, error, "compute")
+                self._output.fail(request, error, "compute")
             elif (why := iteration.lost.get(request.id)) is not None:
-                self._answers.fail(request, why, "transfer")
+                self._output.fail(request, why, "transfer")
             elif is_last:
                 self._through(share, iteration.first_tokens[request.id])
                 yield request
@@ -141,8 +141,8 @@ class Prompts:
         request.first_token_s = request.clock.now_s()
         request.open_choices = set(range(len(outcome.token_ids)))
         request.landed = True
-        self._answers.first_tokens(request, _first_tokens(prompt, outcome))
-        self._book.join_if_ready(request)
+        self._output.first_tokens(request, _first_tokens(prompt, outcome))
+        self._table.join_if_ready(request)
 
 
 def _first_tokens(prompt: Prompt, outcome: PrefillOutcome) -> transfer_pb2.FinishPrefillRequest:

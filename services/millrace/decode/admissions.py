@@ -10,9 +10,9 @@ from millrace.decode.kvp.shards import SpreadRequests
 from millrace.decode.memory.prefix import RequestPrefixes
 from millrace.decode.memory.request_pages import RequestPages
 from millrace.decode.metrics import DecodeMetrics
-from millrace.decode.output.output import Answers
+from millrace.decode.output.output import Output
 from millrace.decode.request import DecodeRequest
-from millrace.decode.request_table import RequestBook
+from millrace.decode.request_table import RequestTable
 from millrace.instance.codec import span
 from millrace.instance.host import WorkerContext
 from millrace.instance.link import request_failed, request_released
@@ -31,8 +31,8 @@ class Admissions:
     def __init__(
         self,
         context: WorkerContext,
-        book: RequestBook,
-        answers: Answers,
+        table: RequestTable,
+        output: Output,
         metrics: DecodeMetrics,
         tasks: Tasks,
         hosted: ShardBook,
@@ -46,8 +46,8 @@ class Admissions:
         self.pages = RequestPages(context, may_grow=grows)
         self._waiting: dict[str, scheduler_pb2.AdmitDecode] = {}
         self.prefixes = RequestPrefixes(context, metrics, tasks)
-        self._book = book
-        self._answers = answers
+        self._table = table
+        self._output = output
         self._metrics = metrics
         self._tasks = tasks
         self.receiver = ReceiveManager(
@@ -67,7 +67,7 @@ class Admissions:
         )
         self.spread = SpreadRequests(
             context,
-            book.join_if_ready,
+            table.join_if_ready,
             self._shard_lost,
             pass_tokens=context.config.engine.max_batch,  # one a sequence
         )
@@ -76,7 +76,7 @@ class Admissions:
 
     def admit(self, admit: scheduler_pb2.AdmitDecode) -> None:
         """A new request, or another attempt at one whose first tokens were kept."""
-        request = self._book.get(admit.request.request_id)
+        request = self._table.get(admit.request.request_id)
         if request is not None:
             request.attempt = admit.attempt  # if it has ended, its release answers this too
             if not request.ended:
@@ -104,10 +104,10 @@ class Admissions:
         except CapacityError as error:
             self._refuse(admit, str(error), "capacity")
             return
-        self._book.add(request)
+        self._table.add(request)
         if self.pages.may_grow:
             self._waiting[request.id] = admit
-            self._book.wake.set()
+            self._table.wake.set()
         else:
             self._expect(request)
 
@@ -132,14 +132,14 @@ class Admissions:
 
     def waiting(self) -> list[DecodeRequest]:
         """Requests without pages, whose senders wait."""
-        return [r for r in map(self._book.live, self._waiting) if r is not None]
+        return [r for r in map(self._table.live, self._waiting) if r is not None]
 
     def let_in(self, request: DecodeRequest) -> None:
         """Reserves a waiting request's pages, of which there are enough."""
         try:
             self._take_pages(request, self._waiting.pop(request.id))
         except TransferError as error:
-            self._answers.fail(request, str(error), "transfer")
+            self._output.fail(request, str(error), "transfer")
         else:
             self._expect(request)
 
@@ -156,7 +156,7 @@ class Admissions:
             return
         request = DecodeRequest.of(admit.request, pages, admit.attempt or 1)
         request.is_spread = True
-        self._book.add(request)
+        self._table.add(request)
         end = min(own.end_token, request.prompt_tokens)
         self.receiver.admit(
             request.id,
@@ -178,7 +178,7 @@ class Admissions:
                 raise TransferError(f"request {request.id} has begun to stream")
             self.receiver.rewind(request.id, admit.attempt, admit.kept_tokens)
         except TransferError as error:
-            self._answers.fail(request, str(error), "transfer")
+            self._output.fail(request, str(error), "transfer")
 
     def _refuse(self, admit: scheduler_pb2.AdmitDecode, message: str, reason: str) -> None:
         request_id, attempt = admit.request.request_id, admit.attempt
@@ -190,25 +190,25 @@ class Admissions:
         try:
             request.prompt_ids = await self._store.prompt_ids(request.id)
         except MillraceError as error:
-            self._answers.fail(request, str(error), "store")
+            self._output.fail(request, str(error), "store")
         else:
-            self._book.join_if_ready(request)
+            self._table.join_if_ready(request)
 
     # -- what the receiver tells
 
     def _first_tokens(self, request_id: str, message: transfer_pb2.FinishPrefillRequest) -> None:
-        request = self._book.live(request_id)
+        request = self._table.live(request_id)
         if request is None:
             return
         request.first_token_ids = [t.token_id for t in message.first_tokens]
         request.first_token_s = request.clock.now_s()
         request.open_choices = set(range(len(message.first_tokens)))
         request.transfer = next((s for s in message.spans if s.name == "kv_transfer"), None)
-        self._answers.first_tokens(request, message)
-        self._book.join_if_ready(request)
+        self._output.first_tokens(request, message)
+        self._table.join_if_ready(request)
 
     def _landed(self, request_id: str) -> None:
-        request = self._book.live(request_id)
+        request = self._table.live(request_id)
         if request is None:
             return
         request.landed = True
@@ -218,10 +218,10 @@ class Admissions:
             request.spans.append(request.transfer)
         else:
             request.spans.append(span("kv_transfer", self._id, request.admitted_s, now_s))
-        self._book.join_if_ready(request)
+        self._table.join_if_ready(request)
 
     def _prefix_landed(self, request_id: str, attempt: int, tokens: int) -> None:
-        request = self._book.get(request_id)
+        request = self._table.get(request_id)
         if request is None or not request.may_go_on:
             return
         landed = scheduler_pb2.PrefixLanded(request_id=request_id, attempt=attempt, tokens=tokens)
@@ -231,11 +231,11 @@ class Admissions:
         self, request_id: str, message: str, attempt: int, kept_tokens: int
     ) -> None:
         """With a prefix to go on from the scheduler decides: another attempt, or a cancel."""
-        request = self._book.live(request_id)
+        request = self._table.live(request_id)
         if request is None:
             return
         if not kept_tokens or not request.may_go_on:
-            self._answers.fail(request, message, "transfer")
+            self._output.fail(request, message, "transfer")
             return
         log.warning("request %s: %s; %d tokens are kept", request_id, message, kept_tokens)
         self._metrics.failed.labels("transfer").inc()
@@ -246,7 +246,7 @@ class Admissions:
         )
 
     def _shard_lost(self, request: DecodeRequest, why: str) -> None:
-        self._answers.fail(request, why, "transfer")
+        self._output.fail(request, why, "transfer")
 
     # -- out
 
@@ -261,5 +261,5 @@ class Admissions:
         await self.receiver.release(request.id)
         self.prefixes.keep(request)
         self.pages.release(request)
-        self._book.remove(request)
+        self._table.remove(request)
         self._send(request.last_word())

@@ -17,9 +17,9 @@ import grpc
 
 from millrace.decode.admissions import Admissions
 from millrace.decode.metrics import DecodeMetrics
-from millrace.decode.output.output import Answers
+from millrace.decode.output.output import Output
 from millrace.decode.pace import TokenPace
-from millrace.decode.request_table import RequestBook
+from millrace.decode.request_table import RequestTable
 from millrace.decode.running import Running
 from millrace.decode.servicer import DecodeServicer
 from millrace.decode.token_streams import life_of
@@ -47,17 +47,17 @@ class DecodeRole:
         self._pool = context.engine.pool
         self._tasks = Tasks()
         self._pace = TokenPace()
-        self._book = RequestBook()
+        self._table = RequestTable()
         metrics = DecodeMetrics(context.registry)
-        self._answers = Answers(context, self._book, metrics)
+        self._output = Output(context, self._table, metrics)
         hosted = self._hosted = ShardBook()
         self._admissions = Admissions(
-            context, self._book, self._answers, metrics, self._tasks, hosted
+            context, self._table, self._output, metrics, self._tasks, hosted
         )
         self._host = ShardHost(context, context.engine, hosted, self._admissions.receiver)
         self.prefix_cache = self._admissions.prefixes.cache
         self._running = Running(
-            context, self._book, self._admissions, self._answers, metrics, self._tasks
+            context, self._table, self._admissions, self._output, metrics, self._tasks
         )
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="decode-compute")
 
@@ -73,7 +73,7 @@ class DecodeRole:
     def attach(self, server: grpc.aio.Server) -> None:
         life = life_of(self._context.incarnation)
         KvReceiverServicer(self._admissions.receiver).add_to(server)
-        DecodeServicer(self._answers.streams, life).add_to(server)
+        DecodeServicer(self._output.streams, life).add_to(server)
         KvpServicer(self._host).add_to(server)
 
     def fill_register(self, register: scheduler_pb2.Register) -> None:
@@ -86,7 +86,7 @@ class DecodeRole:
         self.prefix_cache.tell_all()
 
     def counts(self) -> tuple[int, int]:
-        return self._book.counts()
+        return self._table.counts()
 
     def heartbeat(self) -> scheduler_pb2.Heartbeat:
         (running, waiting), tbt_s = self.counts(), self._pace.take_s()
@@ -105,47 +105,47 @@ class DecodeRole:
         elif kind == "cancel":
             self._cancel(command.cancel.request_id)
         elif kind == "drain":
-            self._answers.evict(abort=command.drain.abort)
+            self._output.evict(abort=command.drain.abort)
             self._host.lose_all("its holder had to let go of it")
 
     def _cancel(self, request_id: str) -> None:
-        if (request := self._book.get(request_id)) is not None:
-            self._answers.cancel(request)
+        if (request := self._table.get(request_id)) is not None:
+            self._output.cancel(request)
         else:
             self._host.forget(request_id)
 
     async def run(self) -> None:
         self._tasks.spawn(self._host.run())
-        self._tasks.spawn(self._answers.journal.run())
+        self._tasks.spawn(self._output.journal.run())
         self._tasks.spawn(self._step_forever())
         await self._tasks.watch()
 
     async def _step_forever(self) -> None:
         loop = asyncio.get_running_loop()
-        batch, wake = self._running.batch, self._book.wake
+        batch, wake = self._running.batch, self._table.wake
         emitted: Many[TokenOut] = ()
         while True:
             self._running.apply_changes()
             if batch.size:
                 step = loop.run_in_executor(self._thread, self._running.step)
-                self._answers.step_tokens(emitted, batch.size)  # while the next step computes
+                self._output.step_tokens(emitted, batch.size)  # while the next step computes
                 emitted = await step
                 self._pace.stepped(time.perf_counter())
             else:
                 self._pace.paused()
-                self._answers.step_tokens(emitted, 0)
+                self._output.step_tokens(emitted, 0)
                 emitted = ()
                 await wake.wait()
             wake.clear()
 
     async def wait_idle(self) -> None:
-        while len(self._book) or len(self._hosted):
-            await asyncio.gather(self._book.wait_idle(), self._hosted.wait_idle())
+        while len(self._table) or len(self._hosted):
+            await asyncio.gather(self._table.wait_idle(), self._hosted.wait_idle())
 
     async def drop_all(self, reason: str) -> None:
-        log.info("dropping %d requests: %s", len(self._book), reason)
-        for request in self._book:
-            self._answers.move(request)
+        log.info("dropping %d requests: %s", len(self._table), reason)
+        for request in self._table:
+            self._output.move(request)
         self._host.lose_all(reason)
         await self.wait_idle()
 
@@ -161,7 +161,7 @@ class DecodeRole:
         await self._tasks.cancel()
         await asyncio.to_thread(self._thread.shutdown, wait=True)
         await asyncio.to_thread(self._running.close)
-        await self._answers.journal.flush()
+        await self._output.journal.flush()
         await self._admissions.spread.close_all()
         await self._host.close()
         await self._admissions.receiver.close()

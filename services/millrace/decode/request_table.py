@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from millrace.decode.request import DecodeRequest
 
 
-class RequestBook:
+class RequestTable:
     """Used from the event loop only. Changes to the batch wait here until no step runs."""
 
     def __init__(self) -> None:

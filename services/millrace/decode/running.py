@@ -9,9 +9,9 @@ from millrace.decode.memory.preemption import Preemption
 from millrace.decode.memory.priority import in_danger
 from millrace.decode.memory.swapping import Preempted, Swapper
 from millrace.decode.metrics import DecodeMetrics
-from millrace.decode.output.output import Answers
+from millrace.decode.output.output import Output
 from millrace.decode.request import DecodeRequest
-from millrace.decode.request_table import RequestBook
+from millrace.decode.request_table import RequestTable
 from millrace.engine.decode_batch import DecodeBatch, TokenOut
 from millrace.engine.forward.local_runner import ModelRunner
 from millrace.engine.kv.host_swap import KvSwap
@@ -27,9 +27,9 @@ class Running:
     def __init__(
         self,
         context: WorkerContext,
-        book: RequestBook,
+        table: RequestTable,
         admissions: Admissions,
-        answers: Answers,
+        output: Output,
         metrics: DecodeMetrics,
         tasks: Tasks,
     ) -> None:
@@ -38,7 +38,7 @@ class Running:
         self._runner = engine.runner
         self._page_tokens = engine.layout.page_tokens
         self._max_batch = config.max_batch
-        self._book = book
+        self._table = table
         self._admissions = admissions
         self._metrics = metrics
         self._step_time = context.decode_step
@@ -51,17 +51,17 @@ class Running:
             tasks,
             metrics,
             vacate=admissions.receiver.release,
-            wake=book.wake.set,
+            wake=table.wake.set,
         )
         self._preemption = Preemption(
             instance_id=context.incarnation.id,
-            book=book,
+            table=table,
             batch=self.batch,
             pages=admissions.pages,
             swapper=self._swapper,
             waiting=admissions,
             metrics=metrics,
-            move=answers.preempt,
+            move=output.preempt,
         )
 
     def step(self) -> list[TokenOut]:
@@ -95,17 +95,17 @@ class Running:
         self._swapper.close()
 
     def _let_out(self) -> None:
-        leaving, self._book.leaving = self._book.leaving, []
+        leaving, self._table.leaving = self._table.leaving, []
         for request in leaving:
             if not self._preemption.let_go(request):
-                self._book.leaving.append(request)  # until the copy that reads its pages has ended
+                self._table.leaving.append(request)  # until the copy that reads its pages has ended
                 continue
             self.batch.remove(request.id)
             self._admissions.release(request)
 
     def _let_in(self) -> None:
         """In order of priority; nobody passes by one that has to wait."""
-        joining, ready = self._book.joining, self._preemption.ready()
+        joining, ready = self._table.joining, self._preemption.ready()
         if not joining and not ready:
             return
         back = {preempted.request.id: preempted for preempted in ready}
@@ -138,7 +138,7 @@ class Running:
             return False
         if not size or self._step_time is None or in_danger(request, self._preemption.mean_away_s):
             return True
-        running = (self._book.get(request_id) for request_id in self.batch.requests())
+        running = (self._table.get(request_id) for request_id in self.batch.requests())
         tightest_s = min((r.spec.slo.tbt_s for r in running if r and r.spec.slo.tbt_s), default=0.0)
         if not tightest_s:
             return True

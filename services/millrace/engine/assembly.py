@@ -13,7 +13,7 @@ import torch
 from millrace.core.config import EngineConfig
 from millrace.core.errors import ConfigError
 from millrace.core.kv.layout import KvLayout
-from millrace.engine.errors import EngineFallen
+from millrace.engine.errors import EngineDied
 from millrace.engine.forward.local_runner import ModelRunner
 from millrace.engine.kv.pool import KvPool
 from millrace.engine.model.config import ModelConfig
@@ -56,7 +56,7 @@ class KvMemory:
         """Raises IntegrityError when the pool's book does not add up."""
         self.pool.check_integrity()
 
-    def when_fallen(self, call: Callable[[EngineFallen], None]) -> None:
+    def when_fallen(self, call: Callable[[EngineDied], None]) -> None:
         """Has `call` made when a process that is part of it has fallen, on any thread."""
 
     def close(self) -> None:
@@ -74,7 +74,7 @@ class Engine(KvMemory):
         KvMemory.check_integrity(self)
         self.runner.check_integrity()
 
-    def when_fallen(self, call: Callable[[EngineFallen], None]) -> None:
+    def when_fallen(self, call: Callable[[EngineDied], None]) -> None:
         """Likewise, where its processes are watched over."""
         self.runner.when_fallen(call)
 

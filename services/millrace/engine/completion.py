@@ -6,7 +6,7 @@ import threading
 from collections.abc import Callable
 
 
-class Awaited:
+class Completion:
     """Yielded in place of a boundary: others may run until it is ready. Who goes on with the
     computation before that waits."""
 

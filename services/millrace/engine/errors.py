@@ -5,5 +5,5 @@ from __future__ import annotations
 from millrace.core.errors import MillraceError
 
 
-class EngineFallen(MillraceError):
+class EngineDied(MillraceError):
     """A process of the engine fell, and the engine with it: nothing is computed any more."""

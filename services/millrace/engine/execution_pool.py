@@ -24,9 +24,9 @@ from typing import Final
 import torch
 
 from millrace.core.instance.gang import GangSpec, Step
-from millrace.core.instance.preemption import PoolRule
+from millrace.core.instance.preemption import PreemptionRule
 from millrace.core.instance.stop_point import StopPoint as StopPoint
-from millrace.engine.completion import Awaited
+from millrace.engine.completion import Completion
 
 RUN_AHEAD_OPERATORS: Final = 4
 """Operators that the host may have enqueued on a GPU beyond the one that executes."""
@@ -42,7 +42,7 @@ class PoolTask:
     """
 
     name: str
-    steps: Generator[StopPoint | Awaited]
+    steps: Generator[StopPoint | Completion]
     resumed: Callable[[], None]  # begins, or goes on
     suspended: Callable[[], None]
     ended: Callable[[Exception | None], None]
@@ -81,7 +81,7 @@ class ExecutionPool:
         `send` takes a payload to another instance's `receive`, those to one instance in order. It
         may be called on any thread that called the pool; it returns at once and raises nothing.
         """
-        self._rule: PoolRule[PoolTask] = PoolRule(most_held)
+        self._rule: PreemptionRule[PoolTask] = PreemptionRule(most_held)
         self._blocked = blocked
         self._send = send
         self._sending = threading.Lock()
@@ -110,7 +110,7 @@ class ExecutionPool:
         return self._rule.suspended
 
     def standstill(self) -> tuple[list[str], str, str] | None:
-        """`PoolRule.standstill`, if no operator has begun or ended since the last call, else None.
+        """`PreemptionRule.standstill`; None if an operator has begun or ended since the last call.
 
         One caller asks, regularly.
         """
@@ -262,7 +262,7 @@ class ExecutionPool:
         run_ahead = self._run_ahead
         for ended in task.steps:
             self._begun += 1
-            if isinstance(ended, Awaited):
+            if isinstance(ended, Completion):
                 if self._awaits(task, ended):
                     return True
                 continue
@@ -271,7 +271,7 @@ class ExecutionPool:
                 return True
         return False
 
-    def _awaits(self, task: PoolTask, awaited: Awaited) -> bool:
+    def _awaits(self, task: PoolTask, awaited: Completion) -> bool:
         """True when the task is to be left until something is ready; False when that is."""
         with self._changed:
             task.awaits, task.mid_pass = True, False

@@ -7,7 +7,7 @@ import contextlib
 from typing import Protocol
 
 from millrace.engine.assembly import KvMemory
-from millrace.engine.errors import EngineFallen
+from millrace.engine.errors import EngineDied
 
 
 class Holder(Protocol):
@@ -26,9 +26,9 @@ def check_idle(*holders: Holder) -> None:
 async def watch(memory: KvMemory) -> None:
     """Raises EngineFallen when a process of an engine has fallen, whether it is in use or not."""
     loop = asyncio.get_running_loop()
-    fell: asyncio.Future[EngineFallen] = loop.create_future()
+    fell: asyncio.Future[EngineDied] = loop.create_future()
 
-    def on_fall(error: EngineFallen) -> None:
+    def on_fall(error: EngineDied) -> None:
         with contextlib.suppress(RuntimeError):  # the loop is closed: the worker has ended
             loop.call_soon_threadsafe(_resolve, fell, error)
 
@@ -36,6 +36,6 @@ async def watch(memory: KvMemory) -> None:
     raise await fell
 
 
-def _resolve(fell: asyncio.Future[EngineFallen], error: EngineFallen) -> None:
+def _resolve(fell: asyncio.Future[EngineDied], error: EngineDied) -> None:
     if not fell.done():
         fell.set_result(error)

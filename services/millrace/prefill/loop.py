@@ -17,7 +17,7 @@ import grpc
 import torch
 
 from millrace.core.errors import CapacityError, MillraceError, TransferError
-from millrace.engine.errors import EngineFallen
+from millrace.engine.errors import EngineDied
 from millrace.engine.execution_pool import ExecutionPool, StopPoint
 from millrace.instance.codec import logprobs_message
 from millrace.instance.host import WorkerContext
@@ -27,14 +27,14 @@ from millrace.instance.tasks import Tasks
 from millrace.prefill.compute.entry import Entry, PrefillCompute
 from millrace.prefill.compute.gang_entry import GangEntry
 from millrace.prefill.compute.work import Work, request_of, task_name, task_names
-from millrace.prefill.group.membership import Meetings
+from millrace.prefill.group.membership import Membership
 from millrace.prefill.group.rendezvous import GroupError
 from millrace.prefill.job import Cancelled, PrefillJob
 from millrace.prefill.metrics import PrefillMetrics
 from millrace.prefill.prefix import PromptPrefixes
 from millrace.prefill.prompt import fetch_prompt
 from millrace.prefill.sending import open_session, transfer_spans
-from millrace.prefill.turns import OrderedTurn
+from millrace.prefill.priority_lock import PriorityLock
 from millrace.state.store import StoreError
 from millrace.transfer.push.control import Sending
 from millrace.transfer.push.send.manager import SendManager
@@ -59,7 +59,7 @@ class PrefillRole:
         self._engine = context.engine
         self._pool = context.engine.pool
         self._jobs: dict[str, PrefillJob] = {}
-        self._prepare_turn = OrderedTurn(self._jobs)
+        self._prepare_turn = PriorityLock(self._jobs)
         self._together: dict[str, tuple[str, ...]] = {}  # tasks that the scheduler batched
         self._changed = asyncio.Event()  # pages came free, or the order is another
         self._tasks = Tasks()
@@ -74,14 +74,14 @@ class PrefillRole:
         )
         self._prefixes = PromptPrefixes(context, self._metrics)
         self.prefix_cache = self._prefixes.cache
-        self._meetings = Meetings(context, self._peers, self._sender.region, self._broken)
+        self._membership = Membership(context, self._peers, self._sender.region, self._broken)
         self._execution = ExecutionPool(
             context.engine.device,
             most_held=context.config.engine.max_suspended,
             blocked=self._metrics.blocking_s.observe,
-            send=self._meetings.say,
+            send=self._membership.say,
         )
-        self._meetings.listen(self._execution.receive)
+        self._membership.listen(self._execution.receive)
         self._metrics.watch(self._execution)
         self._compute = PrefillCompute(
             context.engine,
@@ -96,7 +96,7 @@ class PrefillRole:
         return self._sender.region
 
     def attach(self, server: grpc.aio.Server) -> None:
-        self._meetings.attach(server)
+        self._membership.attach(server)
 
     def fill_register(self, register: scheduler_pb2.Register) -> None:
         register.role = self.name
@@ -201,7 +201,7 @@ class PrefillRole:
         self._pool.check_integrity(expected_used=0)
         self.prefix_cache.check_integrity()
         self._sender.check_integrity()
-        self._meetings.check_integrity()
+        self._membership.check_integrity()
 
     async def close(self) -> None:
         for job in self._jobs.values():
@@ -210,14 +210,14 @@ class PrefillRole:
         await asyncio.to_thread(self._compute.close)
         await self._tasks.cancel()
         await self._sender.close()
-        await self._meetings.close()
+        await self._membership.close()
         await self._peers.close()
 
     # -- a job's life
 
     async def _serve(self, job: PrefillJob) -> None:
         reason = ""
-        fallen: EngineFallen | None = None
+        fallen: EngineDied | None = None
         try:
             await self._work(job)
         except Cancelled:
@@ -226,7 +226,7 @@ class PrefillRole:
         except MillraceError as error:
             reason = str(error)
             self._report(job, error)
-            fallen = error if isinstance(error, EngineFallen) else None
+            fallen = error if isinstance(error, EngineDied) else None
         if reason and job.link is not None:
             job.link.abort()  # else closing waits for what will never come
         if job.session is not None:
@@ -235,7 +235,7 @@ class PrefillRole:
         if job.link is not None:
             await job.link.close()
             self._metrics.exchanged(job.link)
-        self._meetings.end(job)
+        self._membership.end(job)
         self._pool.free(job.pages + job.buffers)
         self._execution.forget(task_names(job))
         del self._jobs[job.request_id]
@@ -249,15 +249,15 @@ class PrefillRole:
         with job.cancellable():
             prompt_ids, session = await self._prepare(job)
             if job.layout is not None:
-                await self._meetings.meet(job)
+                await self._membership.meet(job)
         work = await self._run_compute(job, prompt_ids)
         self._prefixes.keep(job)
         with job.cancellable():
             if job.leads:
-                logprobs = await self._meetings.collect(job, work.prompt_logprobs)
+                logprobs = await self._membership.collect(job, work.prompt_logprobs)
                 await session.finish(self._finish_message(job, session, work, logprobs))
             else:
-                await self._meetings.hand_in(job, work.prompt_logprobs)
+                await self._membership.hand_in(job, work.prompt_logprobs)
                 await session.finish(None)
 
     async def _prepare(self, job: PrefillJob) -> tuple[torch.Tensor, Sending]:

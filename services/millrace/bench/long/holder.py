@@ -24,7 +24,7 @@ from millrace.engine.attention.kvp_worker import ShardAttention
 from millrace.instance.shards.shard_host import exchange_shape
 from millrace.instance.shards.shard_metrics import TimedShards
 from millrace.transfer.kvp.exchange import KvpExchange
-from millrace.transfer.kvp.server import KvpDesk
+from millrace.transfer.kvp.server import KvpServer
 from millrace.transfer.transport.nixl.transport import NixlTransport
 from millrace.transfer.transport.regions import Memory
 
@@ -99,13 +99,13 @@ class _Holder:
         self._pool = memory.pool
         self._pool.storage.normal_()
         shape = exchange_shape(memory)
-        exchanged = exchange_memory(KvpDesk.memory_bytes(shape, 1))
+        exchanged = exchange_memory(KvpServer.memory_bytes(shape, 1))
         attention = ShardAttention(
             memory.storage, shape, exchanged, memory.shape.sliding_windows, config.attention_backend
         )
         self._cpu_s = 0.0
         self._transport = NixlTransport(f"{name}-{os.getpid()}")
-        self._desk = KvpDesk(
+        self._desk = KvpServer(
             self._transport,
             Memory.of_tensor(exchanged),
             shape,

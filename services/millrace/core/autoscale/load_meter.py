@@ -262,9 +262,9 @@ class LoadMeter:
         found = None
         for pool in self._machine.cluster.ready_pools():
             homes = pool.homes()
-            if not pool.spreading.wanted(request, homes):
+            if not pool.kvp_placement.wanted(request, homes):
                 return None
-            found = max(found or 0, pool.spreading.longest_shard(homes))
+            found = max(found or 0, pool.kvp_placement.longest_shard(homes))
         return found
 
 

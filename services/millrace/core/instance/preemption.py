@@ -48,7 +48,7 @@ MOST_TOLD: Final = 8
 T = TypeVar("T", bound=Task)
 
 
-class PoolRule(Generic[T]):
+class PreemptionRule(Generic[T]):
     """The tasks of one instance, in their order.
 
     `outgoing` collects what is to be sent to other instances, in this order: (instance, payload).

@@ -71,7 +71,7 @@ def _too_large(request: Request, pools: list[Pool]) -> Refusal:
     decodes = [one for pool in pools for one in pool.decode.values()]
     slots = max(one.card.kv_pages * one.page_tokens for one in decodes)
     context = max(one.card.max_context_tokens for one in decodes)
-    spread = max(pool.spreading.most_tokens() for pool in pools)
+    spread = max(pool.kvp_placement.most_tokens() for pool in pools)
     notes = [f"the largest decode instance has room for {slots} tokens and a context of {context}"]
     if spread:
         notes.append(f"all instances together hold {spread} of one request")

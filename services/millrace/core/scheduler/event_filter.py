@@ -24,7 +24,7 @@ _OfInstance = (
 )
 
 
-class Speakers:
+class EventFilter:
     """Finds the instance that an event is from; `ignored` counts events that change nothing."""
 
     def __init__(self, cluster: Cluster) -> None:

@@ -16,30 +16,30 @@ from millrace.core.scheduler.fleet.instances import (
     PrefillInstance,
     pages_of,
 )
-from millrace.core.scheduler.fleet.run_queue import Board
-from millrace.core.scheduler.fleet.waiting_queue import WaitingLine
-from millrace.core.scheduler.request_table import Lifecycle
+from millrace.core.scheduler.fleet.run_queue import RunQueue
+from millrace.core.scheduler.fleet.waiting_queue import WaitingQueue
+from millrace.core.scheduler.request_table import RequestTable
 
 
-def check(life: Lifecycle) -> None:
+def check(table: RequestTable) -> None:
     """Raises IntegrityError that names the instance or request and both values."""
-    _check_pools(life.cluster)
-    for instance in life.cluster.instances.values():
+    _check_pools(table.cluster)
+    for instance in table.cluster.instances.values():
         _check_sums(instance)
-        _check_holdings(instance, life)
+        _check_holdings(instance, table)
         if isinstance(instance, DecodeInstance):
             _check_freeness(instance)
-    for request in life.requests.values():
-        _check_request(request, life)
-    _check_line("unplaced", life.unplaced)
-    for model_hash, pool in life.cluster.pools.items():
+    for request in table.requests.values():
+        _check_request(request, table)
+    _check_line("unplaced", table.unplaced)
+    for model_hash, pool in table.cluster.pools.items():
         _check_line(f"pool {model_hash}", pool.line)
-    queued = {r.id for r in life.requests.values() if r.state is RequestState.QUEUED}
-    _same("queued requests", life.line_of.keys(), queued)
+    queued = {r.id for r in table.requests.values() if r.state is RequestState.QUEUED}
+    _same("queued requests", table.line_of.keys(), queued)
     by_proxy: dict[str, set[str]] = {}
-    for request in life.requests.values():
+    for request in table.requests.values():
         by_proxy.setdefault(request.proxy_id, set()).add(request.id)
-    kept = {proxy_id: set(mine) for proxy_id, mine in life.by_proxy.items()}
+    kept = {proxy_id: set(mine) for proxy_id, mine in table.by_proxy.items()}
     _same("requests by proxy", kept, by_proxy)
 
 
@@ -65,14 +65,14 @@ def _check_pools(cluster: Cluster) -> None:
         _same(f"kvp of pool {model_hash}", kept.kvp, kvp)
         mixed = sum(one.card.role == "mixed" for one in decode.values())
         _same(f"prefilling of pool {model_hash}", kept.prefillers, len(prefill) + mixed)
-        _check_board(model_hash, kept.board, of_pool)
+        _check_board(model_hash, kept.run_queue, of_pool)
 
 
-def _check_board(model_hash: str, board: Board, members: list[Instance]) -> None:
+def _check_board(model_hash: str, run_queue: RunQueue, members: list[Instance]) -> None:
     """Every task stands once in the ranking and once in each member's queue, and nowhere else."""
-    ranked = sorted(board.ranked, key=lambda task: task.rank)
-    _same(f"board of {model_hash}: ranking", board.ranked, ranked)
-    of_requests = {id(task) for tasks in board.tasks.values() for task in tasks}
+    ranked = sorted(run_queue.ranked, key=lambda task: task.rank)
+    _same(f"board of {model_hash}: ranking", run_queue.ranked, ranked)
+    of_requests = {id(task) for tasks in run_queue.tasks.values() for task in tasks}
     _same(f"board of {model_hash}: tasks", {id(task) for task in ranked}, of_requests)
     everyone = 0
     for instance in members:
@@ -81,7 +81,7 @@ def _check_board(model_hash: str, board: Board, members: list[Instance]) -> None
             mine = {id(task) for task in ranked if instance in task.members}
             queue = [id(task) for task in instance.queue]
             _same(f"{instance.id}: queue", (len(queue), set(queue)), (len(mine), mine))
-    _same(f"board of {model_hash}: members", board.everyone, everyone)
+    _same(f"board of {model_hash}: members", run_queue.everyone, everyone)
     claimed = 0
     for task in ranked:
         if task.chosen:
@@ -126,12 +126,12 @@ def _check_freeness(instance: DecodeInstance) -> None:
     _same(f"{instance.id}: freeness", instance.freeness, counted)
 
 
-def _check_holdings(instance: Instance, life: Lifecycle) -> None:
+def _check_holdings(instance: Instance, table: RequestTable) -> None:
     """What counts belongs to a live request that names the instance; the rest is leaving."""
     for request_id, holding in instance.holdings.items():
         if holding.leaving:
             continue
-        request = life.requests.get(request_id)
+        request = table.requests.get(request_id)
         if request is None or instance.id not in _named(request):
             raise IntegrityError(f"{instance.id}: holds {request_id} for nobody")
         if isinstance(instance, PrefillInstance):
@@ -147,7 +147,7 @@ def _check_holdings(instance: Instance, life: Lifecycle) -> None:
         _same(f"{instance.id}: pages of {request_id}", holding.pages, pages)
 
 
-def _check_shards(request: Request, life: Lifecycle) -> None:
+def _check_shards(request: Request, table: RequestTable) -> None:
     """They are all of its life, end to end, and held; holders may have let go since token one."""
     ends = [0, *(shard.end_token for shard in request.shards)]
     starts = [*(shard.start_token for shard in request.shards), ends[-1]]
@@ -157,39 +157,40 @@ def _check_shards(request: Request, life: Lifecycle) -> None:
     _same(f"{request.id}: tokens of its shards", ends[-1], tokens)
     if request.state in (RequestState.QUEUED, RequestState.PREFILLING):
         for holder_id in request.holders:
-            holder = life.cluster.instances.get(holder_id)
-            if holder is None or life.served(request.id, holder) is not request:
+            holder = table.cluster.instances.get(holder_id)
+            if holder is None or table.served(request.id, holder) is not request:
                 raise IntegrityError(f"{request.id}: has a shard at {holder_id}, which lacks it")
 
 
-def _check_request(request: Request, life: Lifecycle) -> None:
+def _check_request(request: Request, table: RequestTable) -> None:
     """A live request holds what its state says."""
-    instances = life.cluster.instances
+    instances = table.cluster.instances
     decode = instances.get(request.decode_id or "")
-    held = decode is not None and life.served(request.id, decode) is request
+    held = decode is not None and table.served(request.id, decode) is request
     _same(f"{request.id}: held by decode", held, request.decode_id is not None)
     if isinstance(decode, DecodeInstance):
         decodes = request.state is RequestState.DECODING
         _same(f"{request.id}: in the batch", decode.holdings[request.id].decoding, decodes)
     _check_prefix(request)
     if request.shards:
-        _check_shards(request, life)
+        _check_shards(request, table)
     if request.state is RequestState.QUEUED:
         _same(f"{request.id}: chunks", request.chunks, ())
-        pool = life.cluster.pool_of(decode) if decode is not None else None
-        line = life.unplaced if pool is None else pool.line
-        if request.id not in line or life.line_of.get(request.id) is not line:
+        pool = table.cluster.pool_of(decode) if decode is not None else None
+        line = table.unplaced if pool is None else pool.line
+        if request.id not in line or table.line_of.get(request.id) is not line:
             raise IntegrityError(f"{request.id}: waits in no line, or in the wrong one")
     if request.state is RequestState.PREFILLING:
-        for instance_id in _computing(request, life):
+        for instance_id in _computing(request, table):
             prefill = instances.get(instance_id)
-            if prefill is None or life.served(request.id, prefill) is not request:
+            if prefill is None or table.served(request.id, prefill) is not request:
                 raise IntegrityError(f"{request.id}: prefills at {instance_id}, which lacks it")
 
 
-def _computing(request: Request, life: Lifecycle) -> set[str]:
+def _computing(request: Request, table: RequestTable) -> set[str]:
     """Prefill instances that the request still needs: members may have done their part."""
-    tasks = life.board_of[request.id].tasks[request.id] if request.id in life.board_of else ()
+    run_queue = table.run_queue_of.get(request.id)
+    tasks = run_queue.tasks[request.id] if run_queue is not None else ()
     members = {member.id for task in tasks for member in task.members}
     return members | ({request.chunks[0].instance_ids[0]} - {request.decode_id})
 
@@ -210,7 +211,7 @@ def _check_prefix(request: Request) -> None:
         raise IntegrityError(f"{name}: {kept} tokens are kept nowhere")
 
 
-def _check_line(name: str, line: WaitingLine) -> None:
+def _check_line(name: str, line: WaitingQueue) -> None:
     work_s = math.fsum(request.predicted_prefill_s for request in line)
     if not math.isclose(line.work_s, work_s, rel_tol=1e-6, abs_tol=1e-6):
         raise IntegrityError(f"{name}: kept {line.work_s} s of work, counted {work_s} s")

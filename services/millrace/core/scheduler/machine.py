@@ -36,14 +36,14 @@ from millrace.core.config import SchedulerConfig
 from millrace.core.request import Request, RequestState
 from millrace.core.scheduler import events, integrity
 from millrace.core.scheduler.admission import refusal
-from millrace.core.scheduler.dispatch.chunk_progress import Computing
-from millrace.core.scheduler.dispatch.dispatcher import Rounds
-from millrace.core.scheduler.dispatch.request_progress import Reports
+from millrace.core.scheduler.dispatch.chunk_progress import ChunkProgress
+from millrace.core.scheduler.dispatch.dispatcher import Dispatcher
+from millrace.core.scheduler.dispatch.request_progress import RequestProgress
 from millrace.core.scheduler.effects import Effect, Refuse
-from millrace.core.scheduler.event_filter import Speakers
+from millrace.core.scheduler.event_filter import EventFilter
 from millrace.core.scheduler.fleet.cluster import Cluster, Pool
 from millrace.core.scheduler.fleet.instances import DecodeInstance, Instance, PrefillInstance
-from millrace.core.scheduler.request_table import Lifecycle, still_needs
+from millrace.core.scheduler.request_table import RequestTable, still_needs
 from millrace.core.scheduler.stall_watch import StallWatch
 
 #: Deadline of token one where a request has no objective: after this many times its prefill alone,
@@ -58,12 +58,12 @@ class Machine:
     def __init__(self, config: SchedulerConfig) -> None:
         self.config = config
         self.cluster = Cluster(config)
-        self._life = Lifecycle(config, self.cluster)
-        self._rounds = Rounds(self._life)
-        self._speakers = Speakers(self.cluster)
-        self._stall_watch = StallWatch(self._life)
-        computing = Computing(self._life, self._rounds, self._speakers)
-        reports = Reports(self._life, self._rounds, self._speakers)
+        self._table = RequestTable(config, self.cluster)
+        self._dispatcher = Dispatcher(self._table)
+        self._event_filter = EventFilter(self.cluster)
+        self._stall_watch = StallWatch(self._table)
+        chunk_progress = ChunkProgress(self._table, self._dispatcher, self._event_filter)
+        request_progress = RequestProgress(self._table, self._dispatcher, self._event_filter)
         self._handlers: dict[type, Callable[[Any], None]] = {
             events.InstanceJoined: self._joined,
             events.InstanceLeft: self._left,
@@ -73,14 +73,14 @@ class Machine:
             events.Submitted: self._submitted,
             events.CancelRequested: self._cancel,
             events.ProxyLeft: self._proxy_left,
-            events.ChunkStarted: computing.started,
-            events.ChunkFinished: computing.finished,
-            events.ChunkSuspended: computing.suspended,
-            events.RequestReleased: reports.released,
-            events.PrefixLanded: reports.prefix_landed,
-            events.DecodeStarted: reports.decode_started,
-            events.RequestFinished: reports.finished,
-            events.RequestFailed: reports.failed,
+            events.ChunkStarted: chunk_progress.started,
+            events.ChunkFinished: chunk_progress.finished,
+            events.ChunkSuspended: chunk_progress.suspended,
+            events.RequestReleased: request_progress.released,
+            events.PrefixLanded: request_progress.prefix_landed,
+            events.DecodeStarted: request_progress.decode_started,
+            events.RequestFinished: request_progress.finished,
+            events.RequestFailed: request_progress.failed,
             events.PolicyChanged: self._policy_changed,
             events.ImprovementRateChanged: self._rate_changed,
             events.Tick: self._tick,
@@ -89,25 +89,25 @@ class Machine:
     def step(self, event: events.Event, now_s: float) -> list[Effect]:
         """Takes one event in and returns what is to be done. `now_s` never runs backwards."""
         effects: list[Effect] = []
-        self._life.now_s = now_s
-        self._life.effects = effects
+        self._table.now_s = now_s
+        self._table.effects = effects
         self._handlers[type(event)](event)
         return effects
 
     @property
     def requests(self) -> Mapping[str, Request]:
         """Requests that have not ended, by id, oldest first."""
-        return self._life.requests
+        return self._table.requests
 
     @property
     def ignored(self) -> int:
         """Events that changed nothing."""
-        return self._speakers.ignored
+        return self._event_filter.ignored
 
     @property
     def policy(self) -> str:
         """The priority policy in force: `config.policy`, or what it was changed to."""
-        return self._life.policy.name
+        return self._table.policy.name
 
     @property
     def improvement_rate(self) -> float:
@@ -117,33 +117,33 @@ class Machine:
     @property
     def queued(self) -> int:
         """Requests that no prefill instance has yet."""
-        return len(self._life.line_of)
+        return len(self._table.line_of)
 
     @property
     def queued_s(self) -> float:
         """Predicted seconds of prefill of the queued requests."""
         pools = self.cluster.pools.values()
-        return self._life.unplaced.work_s + sum(pool.line.work_s for pool in pools)
+        return self._table.unplaced.work_s + sum(pool.line.work_s for pool in pools)
 
     @property
     def rounds(self) -> int:
         """Scheduling rounds so far."""
-        return self._rounds.count
+        return self._dispatcher.count
 
     @property
     def commands(self) -> int:
         """Commands to prefill instances so far."""
-        return self._rounds.commands
+        return self._dispatcher.commands
 
     @property
     def preemptions(self) -> int:
         """Tasks told to yield while they ran, in the pools there are now."""
-        return sum(pool.board.preemptions for pool in self.cluster.pools.values())
+        return sum(pool.run_queue.preemptions for pool in self.cluster.pools.values())
 
     @property
     def release_timeouts(self) -> int:
         """Holdings that were freed without their instance's word: a worker's defect."""
-        return self._life.release_timeouts
+        return self._table.release_timeouts
 
     @property
     def stalled(self) -> int:
@@ -152,47 +152,47 @@ class Machine:
 
     def check_integrity(self) -> None:
         """Counts everything anew from the requests. Raises IntegrityError on a difference."""
-        integrity.check(self._life)
+        integrity.check(self._table)
 
     # ---- instances
 
     def _joined(self, event: events.InstanceJoined) -> None:
         known = self.cluster.instances.get(event.instance_id)
         if known is not None and known.card.generation >= event.generation:
-            self._speakers.ignored += 1
+            self._event_filter.ignored += 1
             return
         if known is not None:
             self._leave(known)
         self.cluster.add(event)
-        self._rounds.run()
+        self._dispatcher.run()
 
     def _left(self, event: events.InstanceLeft) -> None:
-        if (instance := self._speakers.current(event)) is not None:
+        if (instance := self._event_filter.current(event)) is not None:
             self._leave(instance)
-            self._rounds.run()
+            self._dispatcher.run()
 
     def _leave(self, instance: Instance) -> None:
         pool = self.cluster.pool_of(instance)
         self.cluster.remove(instance)
         for request_id in instance.holdings:
-            request = self._life.served(request_id, instance)
+            request = self._table.served(request_id, instance)
             if request is not None and still_needs(request, instance):
-                self._life.lost(request, instance, f"{instance.card.role} {instance.id} died")
+                self._table.lost(request, instance, f"{instance.card.role} {instance.id} died")
             elif request is not None:
-                self._life.drop_tasks(request)  # it decodes before prefill said that it was done
+                self._table.drop_tasks(request)  # it decodes before prefill said that it was done
         if isinstance(instance, PrefillInstance):
-            pool.board.forget(instance)
+            pool.run_queue.forget(instance)
         self._unplace_unserved(pool)
         self.cluster.drop_if_empty(instance.card.model_hash)
 
     def _draining(self, event: events.InstanceDraining) -> None:
-        instance = self._speakers.current(event)
+        instance = self._event_filter.current(event)
         if instance is not None and not instance.leaving:
             self.cluster.drain(instance)
             self._make_way(instance)
 
     def _cordoned(self, event: events.InstanceCordoned) -> None:
-        if (instance := self._speakers.current(event)) is not None:
+        if (instance := self._event_filter.current(event)) is not None:
             self.cluster.cordon(instance, cordoned=event.cordoned)
             self._make_way(instance)
 
@@ -206,10 +206,10 @@ class Machine:
         for request in list(pool.line) if instance.draining else ():
             waits = instance.id in request.holders and not request.goes_on
             queued = waits and request.state is RequestState.QUEUED
-            if queued and self._rounds.has_room(request):
-                self._life.retry(request, f"{instance.card.role} {instance.id} takes no new work")
-                self._rounds.place()  # it takes that room before the next one looks
-        self._rounds.run()
+            if queued and self._dispatcher.has_room(request):
+                self._table.retry(request, f"{instance.card.role} {instance.id} takes no new work")
+                self._dispatcher.place()  # it takes that room before the next one looks
+        self._dispatcher.run()
 
     def _unplace_unserved(self, pool: Pool) -> None:
         """Without a prefill instance for its model a decode instance is no place to wait at.
@@ -219,30 +219,30 @@ class Machine:
         if not (pool.is_ready and pool.prefill):
             for request in list(pool.line):
                 if not request.goes_on:
-                    self._life.retry(request, "no prefill instance serves this model now")
+                    self._table.retry(request, "no prefill instance serves this model now")
 
     def _load(self, event: events.LoadReported) -> None:
-        if (instance := self._speakers.current(event)) is not None:
+        if (instance := self._event_filter.current(event)) is not None:
             instance.heard(event)
             if isinstance(instance, PrefillInstance):
                 self._stall_watch.heard(instance, event)
             if isinstance(instance, DecodeInstance) and instance.told_free_pages is not None:
-                self._rounds.room_made(instance)  # there may be more than it was believed to have
+                self._dispatcher.room_made(instance)  # it may have more than was believed
             elif isinstance(instance, PrefillInstance) and event.cached and event.cached.added:
-                self._rounds.run()  # what waits for one that has its prefix may go to this one
+                self._dispatcher.run()  # what waits for one that has its prefix may go to this one
 
     # ---- what proxies say
 
     def _submitted(self, event: events.Submitted) -> None:
         request = event.request
         if request.id in self.requests:
-            self._speakers.ignored += 1
+            self._event_filter.ignored += 1
             return
         if ready := self.cluster.ready_pools():
             ready[0].predict(request)  # also of one to refuse: it is load, too
         refused = refusal(request, self.cluster, self.queued, self.queued_s, self.config)
         if refused is not None:
-            self._life.effects.append(
+            self._table.effects.append(
                 Refuse(
                     request_id=request.id,
                     proxy_id=request.proxy_id,
@@ -252,42 +252,42 @@ class Machine:
                 )
             )
             return
-        self.cluster.arrived(request, self._life.now_s)
+        self.cluster.arrived(request, self._table.now_s)
         request.deadline_s = request.arrival_s + (
             request.slo.ttft_s
             or max(DEADLINE_FACTOR * request.predicted_prefill_s, LEAST_DEADLINE_S)
         )
-        self._life.add(request)
-        self._rounds.run()
+        self._table.add(request)
+        self._dispatcher.run()
 
     def _cancel(self, event: events.CancelRequested) -> None:
         request = self.requests.get(event.request_id)
         if request is None:
-            self._speakers.ignored += 1
+            self._event_filter.ignored += 1
             return
         # A proxy that met a stop string has the whole answer.
         complete = event.reason == "stop" and request.state is not RequestState.QUEUED
         end = RequestState.FINISHED if complete else RequestState.CANCELLED
-        self._life.end(request, end, event.reason)
-        self._rounds.run()
+        self._table.end(request, end, event.reason)
+        self._dispatcher.run()
 
     def _proxy_left(self, event: events.ProxyLeft) -> None:
-        for request_id in list(self._life.by_proxy.get(event.proxy_id, ())):
-            self._life.end(self.requests[request_id], RequestState.CANCELLED, "its proxy left")
-        self._rounds.run()
+        for request_id in list(self._table.by_proxy.get(event.proxy_id, ())):
+            self._table.end(self.requests[request_id], RequestState.CANCELLED, "its proxy left")
+        self._dispatcher.run()
 
     # ---- settings and time
 
     def _policy_changed(self, event: events.PolicyChanged) -> None:
-        self._life.change_policy(event.policy)
-        self._rounds.run()
+        self._table.change_policy(event.policy)
+        self._dispatcher.run()
 
     def _rate_changed(self, event: events.ImprovementRateChanged) -> None:
-        self.cluster.change_rate(event, self._life.now_s)
-        self._rounds.run()
+        self.cluster.change_rate(event, self._table.now_s)
+        self._dispatcher.run()
 
     def _tick(self, event: events.Tick) -> None:
         del event  # the time is all it says
-        self._life.expire()
+        self._table.expire()
         self._stall_watch.look()
-        self._rounds.run()
+        self._dispatcher.run()

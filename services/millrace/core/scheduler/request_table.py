@@ -16,8 +16,8 @@ from millrace.core.request import Request, RequestState
 from millrace.core.scheduler.effects import AdmitDecode, CancelOn, Effect, Fail, Record
 from millrace.core.scheduler.fleet.cluster import Cluster, Pool
 from millrace.core.scheduler.fleet.instances import Holding, Instance, PrefillInstance
-from millrace.core.scheduler.fleet.run_queue import Board
-from millrace.core.scheduler.fleet.waiting_queue import WaitingLine
+from millrace.core.scheduler.fleet.run_queue import RunQueue
+from millrace.core.scheduler.fleet.waiting_queue import WaitingQueue
 
 _HAS_TOKEN = frozenset({RequestState.TRANSFERRING, RequestState.DECODING, RequestState.FINISHED})
 
@@ -29,7 +29,7 @@ _HAS_TOKEN = frozenset({RequestState.TRANSFERRING, RequestState.DECODING, Reques
 MIN_KEPT_TOKENS = 64
 
 
-class Lifecycle:
+class RequestTable:
     """Holds the table of live requests and the two kinds of line that they wait in."""
 
     def __init__(self, config: SchedulerConfig, cluster: Cluster) -> None:
@@ -39,9 +39,9 @@ class Lifecycle:
         self.effects: list[Effect] = []
         self.requests: dict[str, Request] = {}  # oldest first
         self.by_proxy: dict[str, dict[str, None]] = {}
-        self.unplaced = WaitingLine()
-        self.line_of: dict[str, WaitingLine] = {}  # every queued request's line
-        self.board_of: dict[str, Board] = {}  # requests with something left to compute
+        self.unplaced = WaitingQueue()
+        self.line_of: dict[str, WaitingQueue] = {}  # every queued request's line
+        self.run_queue_of: dict[str, RunQueue] = {}  # requests with something left to compute
         self.release_timeouts = 0  # holdings freed without their instance's word
         self._leaving: deque[tuple[float, Instance, Holding, str]] = deque()
         self._orders = count()
@@ -56,7 +56,7 @@ class Lifecycle:
         self.by_proxy.setdefault(request.proxy_id, {})[request.id] = None
         self.enqueue(request, self.unplaced)
 
-    def enqueue(self, request: Request, line: WaitingLine) -> None:
+    def enqueue(self, request: Request, line: WaitingQueue) -> None:
         line.add(request, self.keys([request], 1)[request.id])
         self.line_of[request.id] = line
 
@@ -67,9 +67,9 @@ class Lifecycle:
 
     def rerank(self, pool: Pool) -> None:
         """Gives all that waits in the pool's line, and all that its instances hold, new keys."""
-        keys = self.keys([*pool.line, *pool.board.heads()], len(pool.prefill))
+        keys = self.keys([*pool.line, *pool.run_queue.heads()], len(pool.prefill))
         pool.line.rerank(keys)
-        pool.board.rerank(keys)
+        pool.run_queue.rerank(keys)
 
     def rerank_unplaced(self) -> None:
         self.unplaced.rerank(self.keys(list(self.unplaced), len(self.cluster.instances)))
@@ -275,10 +275,10 @@ class Lifecycle:
 
     def drop_tasks(self, request: Request) -> bool:
         """The request computes no more; False when it had nothing left to compute."""
-        board = self.board_of.pop(request.id, None)
-        if board is None:
+        run_queue = self.run_queue_of.pop(request.id, None)
+        if run_queue is None:
             return False
-        board.remove(request.id)
+        run_queue.remove(request.id)
         return True
 
     def computed(self, request: Request) -> None:
@@ -288,9 +288,9 @@ class Lifecycle:
 
     def did_part(self, request: Request, instance: Instance) -> None:
         """A member has nothing of the request any more, which others still compute."""
-        board = self.board_of.get(request.id)
-        if board is not None and isinstance(instance, PrefillInstance):
-            board.leave(request.id, instance)
+        run_queue = self.run_queue_of.get(request.id)
+        if run_queue is not None and isinstance(instance, PrefillInstance):
+            run_queue.leave(request.id, instance)
 
     def _instances_of(self, request: Request) -> Iterator[Instance]:
         ids = dict.fromkeys(i for chunk in request.chunks for i in chunk.instance_ids)

@@ -20,8 +20,8 @@ from millrace.core.request import RequestState
 from millrace.core.scheduler.effects import Stalled
 from millrace.core.scheduler.events import LoadReported
 from millrace.core.scheduler.fleet.instances import PrefillInstance
-from millrace.core.scheduler.fleet.run_queue import Board, Task
-from millrace.core.scheduler.request_table import Lifecycle
+from millrace.core.scheduler.fleet.run_queue import RunQueue, Task
+from millrace.core.scheduler.request_table import RequestTable
 
 LEAST_S: Final = 10.0
 FACTOR: Final = 4.0
@@ -30,34 +30,34 @@ FACTOR: Final = 4.0
 class StallWatch:
     """Notes how long each prefill instance has stood still, and takes back what stalls."""
 
-    def __init__(self, life: Lifecycle) -> None:
+    def __init__(self, table: RequestTable) -> None:
         self.stalled = 0  # requests that were taken back
-        self._life = life
+        self._table = table
 
     def heard(self, instance: PrefillInstance, event: LoadReported) -> None:
         """A heartbeat."""
         before, still = instance.still_since_s, event.standstill
         prepared = () if still is None else still.prepared
-        instance.still_since_s = {one: before.get(one, self._life.now_s) for one in prepared}
+        instance.still_since_s = {one: before.get(one, self._table.now_s) for one in prepared}
         instance.standstill = still
 
     def look(self) -> None:
         """Takes back what stalls. Whoever calls this runs a round after it."""
-        for pool in self._life.cluster.pools.values():
-            for task in [task for task in pool.board.ranked if self._stalls(task)]:
-                self._take_back(task, pool.board)
+        for pool in self._table.cluster.pools.values():
+            for task in [task for task in pool.run_queue.ranked if self._stalls(task)]:
+                self._take_back(task, pool.run_queue)
 
     def _stalls(self, task: Task) -> bool:
         if not task.chosen:
             return False
         since_s = max((_still_since_s(task, member) for member in task.members), default=None)
-        if since_s is None or self._life.now_s - since_s <= LEAST_S:
+        if since_s is None or self._table.now_s - since_s <= LEAST_S:
             return False
         held = (one.predicted_s for member in task.members for one in member.queue)
-        return self._life.now_s - since_s > LEAST_S + FACTOR * max(held, default=0.0)
+        return self._table.now_s - since_s > LEAST_S + FACTOR * max(held, default=0.0)
 
-    def _take_back(self, task: Task, board: Board) -> None:
-        if not any(request.id in board.tasks for request in task.requests):
+    def _take_back(self, task: Task, run_queue: RunQueue) -> None:
+        if not any(request.id in run_queue.tasks for request in task.requests):
             return  # with another that stalled
         found = {request.id for request in task.requests}
         waits = []
@@ -66,14 +66,15 @@ class StallWatch:
             if standstill is not None:
                 found.add(standstill.claimed)
                 waits.append((member.id, standstill.waits_for))
-        requests = [self._life.requests[one] for one in sorted(found & self._life.requests.keys())]
+        known = self._table.requests
+        requests = [known[one] for one in sorted(found & known.keys())]
         taken = [one for one in requests if one.state is RequestState.PREFILLING]
         self.stalled += len(taken)
-        self._life.effects.append(
+        self._table.effects.append(
             Stalled(request_ids=tuple(one.id for one in taken), waits=tuple(waits))
         )
         for request in taken:
-            self._life.take_back(request, "its prefill instances stood still")
+            self._table.take_back(request, "its prefill instances stood still")
 
 
 def _still_since_s(task: Task, member: PrefillInstance) -> float:

@@ -26,7 +26,7 @@ from millrace.decode.memory.request_pages import RequestPages
 from millrace.decode.memory.swapping import Place, Preempted, Swapper, slots_of
 from millrace.decode.metrics import DecodeMetrics
 from millrace.decode.request import DecodeRequest
-from millrace.decode.request_table import RequestBook
+from millrace.decode.request_table import RequestTable
 from millrace.engine.decode_batch import DecodeBatch
 from millrace.instance.codec import span
 
@@ -52,7 +52,7 @@ class Preemption:
         self,
         *,
         instance_id: str,
-        book: RequestBook,
+        table: RequestTable,
         batch: DecodeBatch,
         pages: RequestPages,
         swapper: Swapper,
@@ -62,7 +62,7 @@ class Preemption:
     ) -> None:
         """`move` ends a request here, to go on elsewhere or anew."""
         self._id = instance_id
-        self._book = book
+        self._table = table
         self._batch = batch
         self._pages = pages
         self._swapper = swapper
@@ -124,7 +124,7 @@ class Preemption:
         """Raises IntegrityError for a preempted request that is gone or in the batch, or host
         memory that nobody holds."""
         for request_id in self._away:
-            if self._book.get(request_id) is None:
+            if self._table.get(request_id) is None:
                 raise IntegrityError(f"request {request_id} is preempted, but not here")
         if both := self._away.keys() & set(self._batch.requests()):
             raise IntegrityError(f"preempted, and in the batch: {sorted(both)}")
@@ -160,7 +160,7 @@ class Preemption:
         for request_id, one in self._away.items():
             if one.place is Place.PAGES and (lacking := one.lacking()):
                 found[request_id] = lacking
-        live = ((self._book.live(request_id), lacking) for request_id, lacking in found.items())
+        live = ((self._table.live(request_id), lacking) for request_id, lacking in found.items())
         return [(request, lacking) for request, lacking in live if request is not None]
 
     def _grow(self, request: DecodeRequest, lacking: dict[int, int]) -> None:
@@ -222,8 +222,8 @@ class Preemption:
         """Requests whose KV is here, whole, and can be elsewhere: those of several choices could
         not move. Who has had its last token is in no batch, and will be gone when that is out."""
         running = set(self._batch.requests()) | self._away.keys()
-        running.update(request.id for request in self._book.joining)
-        for request in self._book:
+        running.update(request.id for request in self._table.joining)
+        for request in self._table:
             if request.ended or request.is_spread or self._is_leaving(request):
                 continue
             may_leave = request.sampling.n == 1 or len(request.pages) <= self._swapper.free_pages
@@ -256,7 +256,7 @@ class Preemption:
         if preempted is None:
             sequences = self._batch.pause(request.id)
             if not sequences:
-                self._book.joining.remove(request)
+                self._table.joining.remove(request)
             grows = self._pages.grows(request.spec)
             preempted = Preempted(request, sequences, self._pages.page_tokens, grows)
             self._away[request.id] = preempted
@@ -266,7 +266,7 @@ class Preemption:
     def _coming(self) -> int:
         """Pages that will be free once copies and releases under way have ended."""
         leaving = (one for one in self._away.values() if one.place is Place.LEAVING)
-        ended = (request for request in self._book if request.ended)
+        ended = (request for request in self._table if request.ended)
         return sum(len(one.request.pages) for one in leaving if not one.request.ended) + sum(
             len(request.pages) for request in ended
         )

@@ -9,7 +9,7 @@ from millrace.decode.metrics import DecodeMetrics
 from millrace.decode.output.journal import Journal
 from millrace.decode.output.token_events import first_token_events, step_event
 from millrace.decode.request import DecodeRequest
-from millrace.decode.request_table import RequestBook
+from millrace.decode.request_table import RequestTable
 from millrace.decode.token_streams import Life, TokenStreams
 from millrace.engine.decode_batch import TokenOut
 from millrace.engine.sampling.spec import finish_reason
@@ -26,13 +26,13 @@ _OF_THIS_PLACE = frozenset({"store", "transfer"})
 _FINAL = frozenset({"compute", "evicted", "proxy"})
 
 
-class Answers:
+class Output:
     """`streams` and `journal` take the tokens; an ended request leaves by the book."""
 
-    def __init__(self, context: WorkerContext, book: RequestBook, metrics: DecodeMetrics) -> None:
+    def __init__(self, context: WorkerContext, table: RequestTable, metrics: DecodeMetrics) -> None:
         self._id = context.incarnation.id
         self._send = context.send
-        self._book = book
+        self._table = table
         self._metrics = metrics
         self.streams = TokenStreams(context.config.scheduler.lease_s, self._proxy_gone)
         self.journal = Journal(context.store, context.config.store.journal_interval_ms / 1e3)
@@ -49,7 +49,7 @@ class Answers:
     def step_tokens(self, outs: Many[TokenOut], batch: int) -> None:
         """Those of a step of `batch` sequences; requests that ended meanwhile say no more."""
         for out in outs:
-            request = self._book.live(out.request_id)
+            request = self._table.live(out.request_id)
             if request is None:
                 continue
             if out.finish_reason == "lost":
@@ -78,7 +78,7 @@ class Answers:
         self.journal.add(request.id, event.choice, event.token_ids)
         if not request.open_choices and not request.ended:
             request.finish_reason = reason
-            self._book.leave(request)
+            self._table.leave(request)
 
     # -- ends before the last token
 
@@ -96,7 +96,7 @@ class Answers:
         self._send(
             request_failed(request.id, message, retryable=retryable, attempt=request.attempt)
         )
-        self._book.leave(request)
+        self._table.leave(request)
 
     def move(self, request: DecodeRequest) -> None:
         """Ends the request here, to go on elsewhere: its proxy knows the tokens that are out, and
@@ -118,12 +118,12 @@ class Answers:
                 spans=request.spans,
             )
             self.streams.publish(request.proxy, event)
-        self._book.leave(request)
+        self._table.leave(request)
 
     def evict(self, *, abort: bool) -> None:
         """Lets go of every request, to go on elsewhere or to end with an error."""
-        log.info("letting go of %d requests, abort %s", len(self._book), abort)
-        for request in self._book:
+        log.info("letting go of %d requests, abort %s", len(self._table), abort)
+        for request in self._table:
             if abort:
                 self.fail(request, "the instance had to let go of its requests", "evicted")
             else:
@@ -132,9 +132,9 @@ class Answers:
     def cancel(self, request: DecodeRequest) -> None:
         """Nobody waits for it any more."""
         self._metrics.cancelled.inc(not request.ended)
-        self._book.leave(request)
+        self._table.leave(request)
 
     def _proxy_gone(self, proxy: Life) -> None:
-        for request in self._book:
+        for request in self._table:
             if request.proxy == proxy:
                 self.fail(request, f"proxy {proxy[0]} is gone", "proxy")

@@ -15,7 +15,7 @@ from millrace.engine.kv.host_memory import host_zeros
 
 
 def exchange_memory(nbytes: int) -> Tensor:
-    """uint8 [nbytes] on the host, for `KvpExchange` or `KvpDesk`: taken where it is touched."""
+    """uint8 [nbytes] on the host, for `KvpExchange` or `KvpServer`: taken where it is touched."""
     return host_zeros((nbytes,), torch.uint8)
 
 

@@ -11,8 +11,8 @@ from torch import Tensor
 from millrace.core.errors import ModelError
 from millrace.engine.attention.kvp_owner import Remote, RemoteAttention
 from millrace.engine.attention.ring import RingAttention, RingTask
-from millrace.engine.completion import Awaited
-from millrace.engine.errors import EngineFallen
+from millrace.engine.completion import Completion
+from millrace.engine.errors import EngineDied
 from millrace.engine.forward.mixed_pass import (
     NO_DECODES,
     DecodeRows,
@@ -51,7 +51,7 @@ class Boundary:
 
     layer: int
     operator: str
-    awaited: Awaited | None = None
+    awaited: Completion | None = None
 
 
 class ModelRunner:
@@ -205,7 +205,7 @@ class ModelRunner:
     def check_integrity(self) -> None:
         """Nothing stays behind: likewise."""
 
-    def when_fallen(self, call: Callable[[EngineFallen], None]) -> None:
+    def when_fallen(self, call: Callable[[EngineDied], None]) -> None:
         """It is in no other process, and never calls."""
 
     def rest(self) -> None:

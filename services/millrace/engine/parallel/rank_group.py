@@ -15,7 +15,7 @@ from typing import Final
 import torch
 
 from millrace.core.errors import ConfigError
-from millrace.engine.errors import EngineFallen
+from millrace.engine.errors import EngineDied
 from millrace.engine.model.communicator import Communicator, PeerLost
 from millrace.engine.parallel.commands import Done, Failed, Order
 from millrace.engine.parallel.follower import Place, follow
@@ -26,7 +26,7 @@ _VERDICT_S: Final = 3.0  # within which a rank that fell, and those it pulled do
 _FAREWELL_S: Final = 5.0
 
 
-class RankError(EngineFallen):
+class RankError(EngineDied):
     """A rank of a tensor-parallel group fell, and the group with it: names the rank."""
 
 

@@ -14,7 +14,7 @@ from torch import Tensor
 from millrace.core.kv.layout import KvLayout
 from millrace.engine.attention.kvp_owner import Remote
 from millrace.engine.attention.ring import RingTask
-from millrace.engine.errors import EngineFallen
+from millrace.engine.errors import EngineDied
 from millrace.engine.forward.local_runner import Boundary, ModelRunner, PrefillTask
 from millrace.engine.forward.mixed_pass import DecodeRows
 from millrace.engine.forward.prefill_task import check_tasks
@@ -188,7 +188,7 @@ class GroupRunner:
     def check_integrity(self) -> None:
         """Nothing stays behind: likewise."""
 
-    def when_fallen(self, call: Callable[[EngineFallen], None]) -> None:
+    def when_fallen(self, call: Callable[[EngineDied], None]) -> None:
         """Never calls: a rank that fell is found out by the next pass."""
 
     def rest(self) -> None:

@@ -16,8 +16,8 @@ from typing import Final, Protocol
 from torch import Tensor
 
 from millrace.core.errors import IntegrityError
-from millrace.engine.completion import Awaited
-from millrace.engine.errors import EngineFallen
+from millrace.engine.completion import Completion
+from millrace.engine.errors import EngineDied
 from millrace.engine.pipeline.messages import (
     Answer,
     Command,
@@ -38,7 +38,7 @@ Call = LinkCall | RemoteCall | Stepped
 """What comes of a stage while the first one's computing thread waits for it."""
 
 
-class StageError(EngineFallen):
+class StageError(EngineDied):
     """A stage fell, and the instance with it: names the stage."""
 
 
@@ -64,7 +64,7 @@ class PassBehind:
     name: str
     on_layer: Callable[[int], None]
     to_come: int  # words of its layers, and of its end
-    through: Awaited = field(default_factory=Awaited)
+    through: Completion = field(default_factory=Completion)
     rows: Tensor | None = None  # that came back
     handed_on: bool = False  # by the first stage
     is_served: bool = False  # the computing thread waits in `Behind.next_call`
@@ -80,17 +80,17 @@ class Behind:
         self._passes: dict[int, PassBehind] = {}
         self._lock = threading.Lock()
         self._calls: queue.SimpleQueue[Call | PassBehind | None] = queue.SimpleQueue()
-        self._dropped: Awaited | None = None
+        self._dropped: Completion | None = None
         self._answer: Dropped | None = None
         self._failure: StageError | None = None
-        self._on_fall: Callable[[EngineFallen], None] = lambda error: None
+        self._on_fall: Callable[[EngineDied], None] = lambda error: None
 
     def __len__(self) -> int:
         """Passes that are somewhere in the pipeline."""
         with self._lock:
             return len(self._passes)
 
-    def when_fallen(self, call: Callable[[EngineFallen], None]) -> None:
+    def when_fallen(self, call: Callable[[EngineDied], None]) -> None:
         """Has `call` made once a stage has fallen: at once if one has, else on another thread."""
         with self._lock:
             self._on_fall = call
@@ -179,7 +179,7 @@ class Behind:
     def _drop(self, number: int, stage: int, *, comes: bool) -> bool:
         """Whether the stage had the pass and dropped it."""
         with self._lock:
-            waiter = self._dropped = Awaited()
+            waiter = self._dropped = Completion()
         self.tell(Drop(number, comes), stage)
         if not waiter.wait(_DROP_TIMEOUT_S):
             raise StageError(f"stage {stage + 1} does not let go of a pass")

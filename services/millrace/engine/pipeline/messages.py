@@ -175,11 +175,11 @@ class Dropped:
 
 
 @dataclass(frozen=True, slots=True)
-class Fallen:
+class Died:
     """A stage's last word."""
 
     error: str
 
 
 Command = Pass | RingStart | Step | LinkReply | Ranks | Drop
-Answer = LayerDone | LinkCall | RemoteCall | Stepped | Through | Dropped | Fallen
+Answer = LayerDone | LinkCall | RemoteCall | Stepped | Through | Dropped | Died

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from millrace.engine.attention.kvp_owner import Remote, RemoteAttention
 from millrace.engine.attention.ring import RingLink, RingTask
-from millrace.engine.errors import EngineFallen
+from millrace.engine.errors import EngineDied
 from millrace.engine.forward.local_runner import Boundary, PrefillTask
 from millrace.engine.forward.mixed_pass import (
     DecodeRows,
@@ -159,7 +159,7 @@ class PipelineRunner:
         others = self.storage[1:]
         others[:, :, target].copy_(others[:, :, source])
 
-    def when_fallen(self, call: Callable[[EngineFallen], None]) -> None:
+    def when_fallen(self, call: Callable[[EngineDied], None]) -> None:
         """Has `call` made once a stage has fallen, on another thread."""
         self.behind.when_fallen(call)
 

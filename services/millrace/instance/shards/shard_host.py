@@ -23,7 +23,7 @@ from millrace.instance.link import request_released
 from millrace.instance.shards.shard_metrics import ShardMetrics, TimedShards
 from millrace.instance.shards.shard_table import HeldShard, ShardBook
 from millrace.instance.tasks import Tasks
-from millrace.transfer.kvp.server import KvpDesk
+from millrace.transfer.kvp.server import KvpServer
 from millrace.transfer.push.handshake import stale_receiver
 from millrace.transfer.push.receive.manager import ReceiveManager
 from millrace.transfer.transport.layout import mismatch
@@ -63,7 +63,7 @@ class ShardHost:
         self._send = context.send
         self._metrics = ShardMetrics(context.registry, book)
         shape = exchange_shape(memory)
-        exchanged = exchange_memory(KvpDesk.memory_bytes(shape, OWNERS))
+        exchanged = exchange_memory(KvpServer.memory_bytes(shape, OWNERS))
         attention = ShardAttention(
             memory.storage,
             shape,
@@ -71,7 +71,7 @@ class ShardHost:
             memory.shape.sliding_windows,
             context.config.engine.attention_backend,
         )
-        self._desk = KvpDesk(
+        self._desk = KvpServer(
             context.transport,
             Memory.of_tensor(exchanged),
             shape,

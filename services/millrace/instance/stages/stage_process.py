@@ -23,7 +23,7 @@ from millrace.engine.parallel.kv_memory import mapped
 from millrace.engine.parallel.rank_group import RankGroup
 from millrace.engine.parallel.runner import load_ranks
 from millrace.engine.pipeline.group_passes import GroupPasses
-from millrace.engine.pipeline.messages import Done, Fallen, Open
+from millrace.engine.pipeline.messages import Died, Done, Open
 from millrace.engine.pipeline.stage_loop import StageLoop
 from millrace.instance.stages.stage_rows import IncomingRows, OutgoingRows, room_for_rows
 from millrace.transfer.activations import Inlet
@@ -82,7 +82,7 @@ def serve_stage(place: StagePlace, pipe: Connection) -> None:
         return
     except Exception as error:  # whatever the engine raises is for the first stage to tell
         with suppress(ConnectionError):
-            pipe.send(Fallen(f"{type(error).__name__}: {error}"))
+            pipe.send(Died(f"{type(error).__name__}: {error}"))
         raise SystemExit(1) from error
 
 

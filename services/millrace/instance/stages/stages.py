@@ -38,8 +38,8 @@ from millrace.engine.pipeline.in_flight import StageError
 from millrace.engine.pipeline.messages import (
     Answer,
     Command,
+    Died,
     Done,
-    Fallen,
     Open,
 )
 from millrace.engine.pipeline.runner import PipelineRunner
@@ -214,7 +214,7 @@ class StageProcesses:
                 answer = pipe.recv() if pipe.poll(timeout_s) else None
             except (EOFError, OSError):
                 raise StageError(self._ending(index)) from None
-            if isinstance(answer, Fallen):
+            if isinstance(answer, Died):
                 raise StageError(f"stage {index + 1} failed: {answer.error}")
             if not isinstance(answer, kind):
                 raise StageError(f"stage {index + 1} says nothing for {timeout_s:g} s")
@@ -281,7 +281,7 @@ class StageProcesses:
         try:
             while pipe.poll(0):
                 answer = pipe.recv()
-                if isinstance(answer, Fallen):
+                if isinstance(answer, Died):
                     raise StageError(f"stage {index + 1} failed: {answer.error}")
                 found.append(answer)
         except (EOFError, ConnectionError):  # reset: it died with something unread

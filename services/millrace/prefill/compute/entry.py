@@ -14,7 +14,7 @@ from functools import partial
 import torch
 
 from millrace.engine.assembly import Engine
-from millrace.engine.completion import Awaited
+from millrace.engine.completion import Completion
 from millrace.engine.execution_pool import ExecutionPool, PoolTask, StopPoint
 from millrace.engine.forward.local_runner import Boundary, PrefillTask
 from millrace.engine.sampling.sampler import Sampler
@@ -168,7 +168,7 @@ class Entry:
 
     # -- the generator: on the pool's thread, as all of this
 
-    def _steps(self) -> Generator[StopPoint | Awaited]:
+    def _steps(self) -> Generator[StopPoint | Completion]:
         self._join()
         while self._open:
             self._now = self._next_pass()
@@ -202,7 +202,7 @@ class Entry:
             part.work.job.begin_part()
         return now
 
-    def _run_pass(self) -> Generator[StopPoint | Awaited]:
+    def _run_pass(self) -> Generator[StopPoint | Completion]:
         compute, parts = self._compute, self._now
         tasks = [
             PrefillTask(

@@ -17,7 +17,7 @@ from millrace.instance.codec import logprobs_message
 from millrace.instance.host import WorkerContext
 from millrace.instance.transfer.transports import transport_name
 from millrace.prefill.compute.first_tokens import LogprobsRun
-from millrace.prefill.group.rendezvous import GroupDesk, GroupError, LeaderClient
+from millrace.prefill.group.rendezvous import GroupError, LeaderClient, Rendezvous
 from millrace.prefill.job import PrefillJob
 from millrace.transfer.ring.manager import PeerInfo, RingManager
 from millrace.transfer.transport.base import outcome
@@ -28,7 +28,7 @@ from millrace.wire.pb import common_pb2, gang_pb2, scheduler_pb2
 HISTORY_TIMEOUT_S = 30.0
 
 
-class Meetings:
+class Membership:
     """One per prefill instance. For the event loop, but for `say`, which any thread may call."""
 
     def __init__(
@@ -50,14 +50,14 @@ class Meetings:
         self._region = region
         self._loop = asyncio.get_running_loop()
         self._metadata = context.transport.metadata()
-        self._desk = GroupDesk(context.incarnation)
+        self._rendezvous = Rendezvous(context.incarnation)
         self._leaders = LeaderClient()
         self._ring = RingManager(context.transport, self._layout, region, context.config.transfer)
         self._names: dict[str, str] = {}  # instance -> its transport, of its latest life
         self._instances: dict[str, str] = {}
 
     def attach(self, server: grpc.aio.Server) -> None:
-        self._desk.add_to(server)
+        self._rendezvous.add_to(server)
 
     # -- coming together
 
@@ -94,7 +94,7 @@ class Meetings:
             max_chunk_tokens=self._context.config.engine.max_chunk_tokens,
         )
         if job.leads:
-            return await self._desk.join(job, own)
+            return await self._rendezvous.join(job, own)
         leader = _leader(job)
         own.leader.CopyFrom(leader.incarnation)
         return await self._leaders.join(leader.address, own)
@@ -149,7 +149,7 @@ class Meetings:
             return []
         runs = _runs_message(own)
         if len(job.members) > 1:
-            for handed_in in await self._desk.handed_in(job):
+            for handed_in in await self._rendezvous.handed_in(job):
                 runs += handed_in.logprobs
         runs.sort(key=lambda run: run.start_token)
         return [common_pb2.PositionLogprobs(), *(one for run in runs for one in run.positions)]
@@ -199,12 +199,12 @@ class Meetings:
     def end(self, job: PrefillJob) -> None:
         """The job is over."""
         if job.leads:
-            self._desk.end(job)
+            self._rendezvous.end(job)
 
     def check_integrity(self) -> None:
         """Raises IntegrityError when an idle instance holds anything of a group."""
         self._ring.check_integrity()
-        if tables := self._desk.check_idle():
+        if tables := self._rendezvous.check_idle():
             raise IntegrityError(f"groups are left that nobody needs: {sorted(tables)}")
 
     async def close(self) -> None:

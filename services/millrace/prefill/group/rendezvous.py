@@ -50,7 +50,7 @@ class _Table:
         self.changed = asyncio.Event()
 
 
-class GroupDesk(gang_pb2_grpc.PrefillGroupServicer):
+class Rendezvous(gang_pb2_grpc.PrefillGroupServicer):
     """Serves `PrefillGroup` at the leader. A table lives from an attempt's first word to `end`."""
 
     def __init__(self, life: common_pb2.Incarnation) -> None:

@@ -64,7 +64,7 @@ class Seat:
     offset: int
 
 
-class KvpDesk:
+class KvpServer:
     """Of one holder, for all owners. Called from any thread."""
 
     def __init__(

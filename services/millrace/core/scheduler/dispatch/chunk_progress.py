@@ -8,32 +8,34 @@ from __future__ import annotations
 
 from millrace.core.request import Request
 from millrace.core.scheduler import events
-from millrace.core.scheduler.dispatch.dispatcher import Rounds
-from millrace.core.scheduler.event_filter import Speakers
+from millrace.core.scheduler.dispatch.dispatcher import Dispatcher
+from millrace.core.scheduler.event_filter import EventFilter
 from millrace.core.scheduler.fleet.cluster import ANYONE
 from millrace.core.scheduler.fleet.instances import DecodeInstance
 from millrace.core.scheduler.fleet.run_queue import Task
-from millrace.core.scheduler.request_table import Lifecycle
+from millrace.core.scheduler.request_table import RequestTable
 
 _OfChunk = events.ChunkStarted | events.ChunkSuspended | events.ChunkFinished
 
 
-class Computing:
+class ChunkProgress:
     """Follows the tasks from their start to their end."""
 
-    def __init__(self, life: Lifecycle, rounds: Rounds, speakers: Speakers) -> None:
-        self._life = life
-        self._rounds = rounds
-        self._speakers = speakers
+    def __init__(
+        self, table: RequestTable, dispatcher: Dispatcher, event_filter: EventFilter
+    ) -> None:
+        self._table = table
+        self._dispatcher = dispatcher
+        self._event_filter = event_filter
 
     def started(self, event: events.ChunkStarted) -> None:
         found = self._task_of(event)
         if found is not None:
             task, request = found
             if task.started_s is None:
-                task.started_s = self._life.now_s
+                task.started_s = self._table.now_s
             if request.running_since_s is None:
-                request.running_since_s = self._life.now_s
+                request.running_since_s = self._table.now_s
 
     def suspended(self, event: events.ChunkSuspended) -> None:
         found = self._task_of(event)
@@ -48,55 +50,55 @@ class Computing:
         if found is None:
             return
         task, request = found
-        board = self._life.board_of[request.id]
-        done = board.finish(task, request)
+        run_queue = self._table.run_queue_of[request.id]
+        done = run_queue.finish(task, request)
         request.chunks_done = event.chunk_index + 1
         request.executed_s = self._executed_s(request)
         request.running_since_s = None
         if request.chunks_done == len(request.chunks):
-            self._life.board_of.pop(request.id)
-            self._life.computed(request)
+            self._table.run_queue_of.pop(request.id)
+            self._table.computed(request)
         if done:
             self._learn(task, request, event.compute_s)
-            self._rounds.dispatch()
+            self._dispatcher.dispatch()
 
     def _learn(self, task: Task, request: Request, compute_s: float) -> None:
         """Corrects what is predicted of the leader. Batches are predicted on the safe side."""
         if task.batched:
             return
-        cluster, leader = self._life.cluster, task.members[0]
+        cluster, leader = self._table.cluster, task.members[0]
         pool = cluster.pool_of(leader)
         for known, name in ((cluster.corrections, leader.id), (pool.corrections, ANYONE)):
             known.observe(name, task.band, predicted_s=task.modelled_s, observed_s=compute_s)
         if task.is_alone and not task.executed_s:
             request.computed_alone_s = compute_s
-            self._life.learn_on_top(request)
+            self._table.learn_on_top(request)
 
     def _task_of(self, event: _OfChunk) -> tuple[Task, Request] | None:
         """The task the event speaks of, if its leader speaks and the request still needs it."""
-        instance = self._speakers.current(event)
+        instance = self._event_filter.current(event)
         if instance is None:
             return None
         if isinstance(instance, DecodeInstance) and instance.card.role == "mixed":
             self._mixed_said(event, instance)
             return None
-        board = self._life.board_of.get(event.request_id)
-        if board is not None:
-            task = board.find(event.request_id, event.chunk_index)
+        run_queue = self._table.run_queue_of.get(event.request_id)
+        if run_queue is not None:
+            task = run_queue.find(event.request_id, event.chunk_index)
             if task is not None and task.members[0] is instance and task.ready:
-                return task, self._life.requests[event.request_id]
-        self._speakers.ignored += 1
+                return task, self._table.requests[event.request_id]
+        self._event_filter.ignored += 1
         return None
 
     def _mixed_said(self, event: _OfChunk, instance: DecodeInstance) -> None:
         """A mixed instance orders its own work: only the end of a prefill matters here."""
-        request = self._life.served(event.request_id, instance)
+        request = self._table.served(event.request_id, instance)
         if isinstance(event, events.ChunkFinished) and request is not None:
-            self._life.computed(request)
+            self._table.computed(request)
         else:
-            self._speakers.ignored += request is None
+            self._event_filter.ignored += request is None
 
     def _executed_s(self, request: Request) -> float:
         """Predicted seconds of the request's finished chunks."""
-        left = self._life.board_of[request.id].tasks.get(request.id, ())
+        left = self._table.run_queue_of[request.id].tasks.get(request.id, ())
         return request.predicted_prefill_s - sum(task.predicted_s for task in left)

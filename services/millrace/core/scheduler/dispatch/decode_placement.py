@@ -16,7 +16,7 @@ from millrace.core.scheduler.fleet.cluster import Pool
 from millrace.core.scheduler.fleet.freeness import freest
 from millrace.core.scheduler.fleet.instances import DecodeInstance, PrefillInstance
 from millrace.core.scheduler.fleet.run_queue import Rank
-from millrace.core.scheduler.request_table import MIN_KEPT_TOKENS, Lifecycle
+from millrace.core.scheduler.request_table import MIN_KEPT_TOKENS, RequestTable
 
 #: So many requests at the head may wait for decode instances' pages while later ones go ahead.
 #: Each keeps one instance's pages to itself until it fits (those of all its holders, if it is to be
@@ -46,19 +46,19 @@ class _Spot(NamedTuple):
     kept_tokens: int = 0  # that the home takes out of its prefix cache
 
 
-class Placement:
+class DecodePlacement:
     """Places the requests of the line `unplaced`."""
 
-    def __init__(self, life: Lifecycle, send: Send) -> None:
-        self._life = life
-        self._cluster = life.cluster
+    def __init__(self, table: RequestTable, send: Send) -> None:
+        self._table = table
+        self._cluster = table.cluster
         self._send = send
 
     def place(self) -> None:
         """All that has room now."""
-        unplaced = self._life.unplaced
-        if not self._life.policy.static and len(unplaced) > 1:
-            self._life.rerank_unplaced()
+        unplaced = self._table.unplaced
+        if not self._table.policy.static and len(unplaced) > 1:
+            self._table.rerank_unplaced()
         pools = self._cluster.ready_pools()
         reserved: set[str] = set()
         index = waiting = 0
@@ -96,7 +96,7 @@ class Placement:
         if spot is not None:
             return spot
         for pool in fitting.spread:
-            shards = pool.spreading.find(request, pool.homes(), reserved)
+            shards = pool.kvp_placement.find(request, pool.homes(), reserved)
             if shards:
                 return _Spot(pool.decode[shards[0].worker_id], shards)
         return None
@@ -146,9 +146,9 @@ class Placement:
         return kept
 
     def _place(self, request: Request, spot: _Spot) -> None:
-        life, home = self._life, spot.home
+        table, home = self._table, spot.home
         pool = self._cluster.pool_of(home)
-        life.unqueue(request)
+        table.unqueue(request)
         self._hold(request, spot)
         request.decode_id = home.id
         request.shards = spot.shards
@@ -156,7 +156,7 @@ class Placement:
         request.attempt += 1
         if request.attempt > 1 or spot.kept_tokens or len(self._cluster.pools) > 1:
             pool.predict(request)  # by the pool that it goes to: it may be another one now
-        life.effects.append(
+        table.effects.append(
             Place(
                 request_id=request.id,
                 proxy_id=request.proxy_id,
@@ -164,10 +164,10 @@ class Placement:
                 predicted_ttft_s=self._predicted_ttft_s(request, pool),
             )
         )
-        life.admit(request)
-        life.record(request)
+        table.admit(request)
+        table.record(request)
         if home.card.role != "mixed":
-            life.enqueue(request, pool.line)
+            table.enqueue(request, pool.line)
         else:
             kept = spot.kept_tokens
             whole = Chunk(
@@ -194,11 +194,11 @@ class Placement:
         own_s = request.predicted_prefill_s + pool.on_top.seconds(request.prompt_tokens)
         if not pool.line and any(not prefill.queue for prefill in pool.prefill.values()):
             return own_s
-        life, now_s = self._life, self._life.now_s
-        key = life.keys([request], len(pool.prefill))[request.id]
+        table, now_s = self._table, self._table.now_s
+        key = table.keys([request], len(pool.prefill))[request.id]
         rank: Rank = (key, request.order, 0)
         ahead_s = [
-            pool.board.ahead_s(prefill, rank, now_s) for prefill in pool.prefill.values()
+            pool.run_queue.ahead_s(prefill, rank, now_s) for prefill in pool.prefill.values()
         ] or [0.0]
         line_s = pool.line.work_before_s(key, request.order)
         return own_s + ((sum(ahead_s) + line_s) / len(ahead_s) if line_s else min(ahead_s))
@@ -211,9 +211,9 @@ def _fitting(request: Request, pools: list[Pool]) -> _Fitting:
         if not pool.could_prefill(request):
             continue
         homes = pool.homes()
-        if not pool.spreading.wanted(request, homes):
+        if not pool.kvp_placement.wanted(request, homes):
             found += homes
-        elif pool.spreading.could_hold(request, homes):
+        elif pool.kvp_placement.could_hold(request, homes):
             spread.append(pool)
     return _Fitting(found, spread)
 
@@ -225,6 +225,6 @@ def _kept(request: Request, fitting: _Fitting, reserved: Collection[str]) -> tup
     if free:
         return (max(free, key=lambda one: (one.open_pages, one.id)).id,)
     for pool in fitting.spread:
-        if kept := pool.spreading.kept(request, pool.homes(), reserved):
+        if kept := pool.kvp_placement.kept(request, pool.homes(), reserved):
             return kept
     return ()

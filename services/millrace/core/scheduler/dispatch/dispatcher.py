@@ -15,13 +15,13 @@ from millrace.core.cost.correction import band_of
 from millrace.core.kv.prompt_pages import pages_of_plan
 from millrace.core.request import Chunk, Request, RequestState
 from millrace.core.scheduler.batching import batch
-from millrace.core.scheduler.dispatch.decode_placement import Placement
+from millrace.core.scheduler.dispatch.decode_placement import DecodePlacement
 from millrace.core.scheduler.effects import RunPrefill
 from millrace.core.scheduler.fleet.cluster import Pool
 from millrace.core.scheduler.fleet.instances import Instance, PrefillInstance
 from millrace.core.scheduler.fleet.run_queue import Rank, Task, masks
 from millrace.core.scheduler.planning.plan import Plan, PlannedChunk
-from millrace.core.scheduler.request_table import Lifecycle
+from millrace.core.scheduler.request_table import RequestTable
 
 #: With preemption, so many requests at the head of the line may be passed by later ones.
 MAX_PASSED = 8
@@ -43,16 +43,16 @@ class _Planned:
     cached_tokens: int = 0  # of the first chunk, that its one instance has in its prefix cache
 
 
-class Rounds:
+class Dispatcher:
     """Runs a round after every event that may have made room or brought work."""
 
-    def __init__(self, life: Lifecycle) -> None:
+    def __init__(self, table: RequestTable) -> None:
         self.count = 0
         self.commands = 0  # told to prefill instances
-        self._life = life
-        self._cluster = life.cluster
-        self._config = life.config
-        self._placement = Placement(life, self._send)
+        self._table = table
+        self._cluster = table.cluster
+        self._config = table.config
+        self._placement = DecodePlacement(table, self._send)
 
     def run(self) -> None:
         """Places and dispatches all that has room now."""
@@ -61,7 +61,7 @@ class Rounds:
 
     def place(self) -> None:
         """The first half alone, for what must be placed before more is decided."""
-        if self._life.unplaced:
+        if self._table.unplaced:
             self._placement.place()
 
     def has_room(self, request: Request) -> bool:
@@ -70,7 +70,7 @@ class Rounds:
 
     def room_made(self, instance: Instance) -> None:
         """Pages came free: whoever waited for them goes on. Nobody runs in another order for it."""
-        if self._life.unplaced:
+        if self._table.unplaced:
             self.run()
         elif isinstance(instance, PrefillInstance):
             pool = self._cluster.pool_of(instance)
@@ -80,17 +80,17 @@ class Rounds:
     def dispatch(self) -> None:
         """The second half alone, for events that made room at prefill instances only."""
         for pool in self._cluster.pools.values():
-            if pool.line or pool.board.ranked:
+            if pool.line or pool.run_queue.ranked:
                 self._round(pool)
 
     def _round(self, pool: Pool) -> None:
         self.count += 1
-        if not self._life.policy.static and len(pool.line) + len(pool.board.ranked) > 1:
-            self._life.rerank(pool)
+        if not self._table.policy.static and len(pool.line) + len(pool.run_queue.ranked) > 1:
+            self._table.rerank(pool)
         self._dispatch(pool)
-        orders = pool.board.orders()
+        orders = pool.run_queue.orders()
         self.commands += len(orders)
-        self._life.effects += orders
+        self._table.effects += orders
 
     # ---- prefill
 
@@ -106,7 +106,7 @@ class Rounds:
             elif not pool.could_prefill(request):
                 index += 1  # an earlier attempt is still wherever it could go
                 pool.lacks_pages = True
-            elif pool.board.preemptive and index < MAX_PASSED:
+            elif pool.run_queue.preemptive and index < MAX_PASSED:
                 index += 1  # whoever passes it yields when it can start, but not its pages
                 kept.update(self._waits_for(request, pool, kept))
                 if len(kept) == len(pool.prefill):
@@ -134,11 +134,11 @@ class Rounds:
         """
         instances = list(pool.prefill.values())
         rank: Rank = (pool.line.key(request), request.order, 0)
-        board, ahead = pool.board, self._config.tasks_ahead
-        slots = [len(one.queue) < ahead or board.ahead(one, rank) < ahead for one in instances]
+        run_queue, ahead = pool.run_queue, self._config.tasks_ahead
+        slots = [len(one.queue) < ahead or run_queue.ahead(one, rank) < ahead for one in instances]
         if not any(slots):
             return None
-        queue_s = board.queue_s(instances, rank, self._life.now_s)
+        queue_s = run_queue.queue_s(instances, rank, self._table.now_s)
         shares = pool.shares(request)
         least, tokens, request_id = min(shares.values()), request.prompt_tokens, request.id
         for index, one in enumerate(instances):
@@ -219,7 +219,7 @@ class Rounds:
         key, chunks = pool.line.key(request), planned.chunks
         together = self._batch(request, planned, pool)
         for one in (request, *together):
-            self._life.unqueue(one)
+            self._table.unqueue(one)
         tasks: list[Task] = []
         for chunk in chunks:
             members = tuple(pool.prefill[instance_id] for instance_id in chunk.instance_ids)
@@ -257,8 +257,8 @@ class Rounds:
             card = pool.prefill[alone.instance_ids[0]].card
             self._send(other, (alone,), pages_of_plan((alone,), card.page_tokens, 0))
         for one in (request, *together):
-            self._life.board_of[one.id] = pool.board
-        pool.board.add(tasks)
+            self._table.run_queue_of[one.id] = pool.run_queue
+        pool.run_queue.add(tasks)
 
     def _batch(self, head: Request, planned: _Planned, pool: Pool) -> list[Request]:
         """Requests behind `head` in the line that are computed in one pass with it.
@@ -277,7 +277,7 @@ class Rounds:
             head,
             islice(behind, MAX_BATCHED),
             budget,
-            self._life.now_s,
+            self._table.now_s,
             lambda tokens: corrections.seconds(leader, band, latency.chunk_s(tokens, 0, 1)),
         )
         together: list[Request] = []
@@ -296,14 +296,14 @@ class Rounds:
         assert request.decode_id is not None  # only placed requests are sent
         request.chunks = chunks
         request.attempts += 1
-        request.dispatched_s = self._life.now_s
+        request.dispatched_s = self._table.now_s
         request.token_out_s = request.computed_alone_s = None  # of an earlier attempt
         for instance_id in chunks[-1].instance_ids:  # it holds all groups before it
             instance = self._cluster.instances[instance_id]
             if isinstance(instance, PrefillInstance):
                 instance.hold(request, pages[instance_id])
             self.commands += 1
-            self._life.effects.append(
+            self._table.effects.append(
                 RunPrefill(
                     instance_id=instance_id,
                     request_id=request.id,
@@ -313,7 +313,7 @@ class Rounds:
                     shards=request.shards,
                 )
             )
-        self._life.advance(request, RequestState.PREFILLING)
+        self._table.advance(request, RequestState.PREFILLING)
 
 
 def _planned(request: Request, pool: Pool, plan: Plan) -> _Planned:

@@ -4,54 +4,56 @@ from __future__ import annotations
 
 from millrace.core.request import TRANSITIONS, Request, RequestState
 from millrace.core.scheduler import events
-from millrace.core.scheduler.dispatch.dispatcher import Rounds
-from millrace.core.scheduler.event_filter import Speakers
+from millrace.core.scheduler.dispatch.dispatcher import Dispatcher
+from millrace.core.scheduler.event_filter import EventFilter
 from millrace.core.scheduler.fleet.instances import DecodeInstance, Instance, PrefillInstance
-from millrace.core.scheduler.request_table import Lifecycle, still_needs
+from millrace.core.scheduler.request_table import RequestTable, still_needs
 
 _COMPUTED = frozenset({RequestState.TRANSFERRING, RequestState.DECODING})
 
 
-class Reports:
+class RequestProgress:
     """Follows requests over their instances, from the first KV that lands to the last page freed.
 
     Of a request that is spread the home speaks; its holders only say that they let go.
     """
 
-    def __init__(self, life: Lifecycle, rounds: Rounds, speakers: Speakers) -> None:
-        self._life = life
-        self._rounds = rounds
-        self._speakers = speakers
+    def __init__(
+        self, table: RequestTable, dispatcher: Dispatcher, event_filter: EventFilter
+    ) -> None:
+        self._table = table
+        self._dispatcher = dispatcher
+        self._event_filter = event_filter
 
     def released(self, event: events.RequestReleased) -> None:
-        instance = self._speakers.holder(event)
+        instance = self._event_filter.holder(event)
         if instance is None:
             return
-        request = self._life.served(event.request_id, instance)
-        if request is not None and self._speakers.is_of_earlier(event, request, instance):
+        request = self._table.served(event.request_id, instance)
+        if request is not None and self._event_filter.is_of_earlier(event, request, instance):
             return
         instance.release(event.request_id)
         if request is not None and _did_its_part(event, request, instance):
-            self._life.did_part(request, instance)
-            self._rounds.run()
+            self._table.did_part(request, instance)
+            self._dispatcher.run()
             return
         if request is not None and not _is_spared(request, instance):
-            self._life.lost(request, instance, f"{instance.card.role} {instance.id} gave up")
-            self._rounds.run()
+            self._table.lost(request, instance, f"{instance.card.role} {instance.id} gave up")
+            self._dispatcher.run()
         elif isinstance(instance, PrefillInstance) and self._drop_tasks(request):
-            self._rounds.run()  # decode had its cache before prefill said that it was done
+            self._dispatcher.run()  # decode had its cache before prefill said that it was done
         else:
-            self._rounds.room_made(instance)
+            self._dispatcher.room_made(instance)
 
     def _drop_tasks(self, request: Request | None) -> bool:
-        return request is not None and self._life.drop_tasks(request)
+        return request is not None and self._table.drop_tasks(request)
 
     def prefix_landed(self, event: events.PrefixLanded) -> None:
-        instance = self._speakers.holder(event)
+        instance = self._event_filter.holder(event)
         if instance is None:
             return
-        request = self._life.served(event.request_id, instance)
-        if request is not None and self._speakers.is_of_earlier(event, request, instance):
+        request = self._table.served(event.request_id, instance)
+        if request is not None and self._event_filter.is_of_earlier(event, request, instance):
             return
         tokens = min(event.tokens, request.prompt_tokens) if request is not None else 0
         if (
@@ -60,69 +62,69 @@ class Reports:
             or request.state is RequestState.QUEUED
             or tokens <= request.landed_tokens
         ):
-            self._speakers.ignored += 1
+            self._event_filter.ignored += 1
             return
         request.landed_tokens = tokens
-        self._life.record(request)
+        self._table.record(request)
 
     def decode_started(self, event: events.DecodeStarted) -> None:
-        instance = self._speakers.current(event)
+        instance = self._event_filter.current(event)
         request = None
         if isinstance(instance, DecodeInstance):
-            request = self._life.served(event.request_id, instance)
+            request = self._table.served(event.request_id, instance)
         if (
             request is None
             or event.instance_id != request.decode_id
             or RequestState.DECODING not in TRANSITIONS[request.state]
             or _never_computed(request)
         ):
-            self._speakers.ignored += instance is not None
+            self._event_filter.ignored += instance is not None
             return
         assert isinstance(instance, DecodeInstance)  # or it would serve no request here
         instance.start(request.id)
         if request.state is RequestState.QUEUED:  # all had landed before the death of prefill
-            self._life.unqueue(request)
+            self._table.unqueue(request)
         request.landed_tokens = request.prompt_tokens
-        request.token_out_s = self._life.now_s - max(event.since_token_s, 0.0)
-        self._life.advance(request, RequestState.DECODING)
-        self._life.learn_on_top(request)
+        request.token_out_s = self._table.now_s - max(event.since_token_s, 0.0)
+        self._table.advance(request, RequestState.DECODING)
+        self._table.learn_on_top(request)
 
     def finished(self, event: events.RequestFinished) -> None:
-        instance = self._speakers.holder(event)
+        instance = self._event_filter.holder(event)
         if not isinstance(instance, DecodeInstance) or instance.holdings[event.request_id].is_shard:
-            self._speakers.ignored += instance is not None
+            self._event_filter.ignored += instance is not None
             return
-        request = self._life.served(event.request_id, instance)
+        request = self._table.served(event.request_id, instance)
         instance.release(event.request_id)
-        computing = event.request_id in self._life.board_of  # prefill's news may be late
+        computing = event.request_id in self._table.run_queue_of  # prefill's news may be late
         if request is not None:
             if event.reason != "cancelled" and not _never_computed(request):
-                self._life.end(request, RequestState.FINISHED, None)
+                self._table.end(request, RequestState.FINISHED, None)
             else:
-                self._life.lost(request, instance, f"decode {instance.id} gave up")
+                self._table.lost(request, instance, f"decode {instance.id} gave up")
                 computing = True
         if request is not None and computing:
-            self._rounds.run()
+            self._dispatcher.run()
         else:
-            self._rounds.room_made(instance)
+            self._dispatcher.room_made(instance)
 
     def failed(self, event: events.RequestFailed) -> None:
-        instance = self._speakers.holder(event)
+        instance = self._event_filter.holder(event)
         if instance is None:
             return
-        request = self._life.served(event.request_id, instance)
-        if request is not None and self._speakers.is_of_earlier(event, request, instance):
+        request = self._table.served(event.request_id, instance)
+        if request is not None and self._event_filter.is_of_earlier(event, request, instance):
             return
         if request is not None and still_needs(request, instance):
             why = f"{instance.card.role} {instance.id}: {event.message}"
             kept = event.kept_tokens if instance.id == request.decode_id else 0
             if event.retryable:
-                self._life.lost(request, instance, why, kept)
+                self._table.lost(request, instance, why, kept)
             else:
-                self._life.fail(request, why, None if kept else instance)
+                self._table.fail(request, why, None if kept else instance)
         elif request is not None:
-            self._life.drop_tasks(request)
-        self._rounds.run()
+            self._table.drop_tasks(request)
+        self._dispatcher.run()
 
 
 def _did_its_part(event: events.RequestReleased, request: Request, instance: Instance) -> bool:

@@ -20,9 +20,9 @@ from millrace.core.scheduler.fleet.instances import (
     KvpInstance,
     PrefillInstance,
 )
-from millrace.core.scheduler.fleet.kvp_placement import Spreading
-from millrace.core.scheduler.fleet.run_queue import Board
-from millrace.core.scheduler.fleet.waiting_queue import WaitingLine
+from millrace.core.scheduler.fleet.kvp_placement import KvpPlacement
+from millrace.core.scheduler.fleet.run_queue import RunQueue
+from millrace.core.scheduler.fleet.waiting_queue import WaitingQueue
 from millrace.core.scheduler.planning import PLANNERS, Planner, PlannerInputs, degrees_used
 from millrace.core.scheduler.planning.one_chunk import quickest_chunk
 from millrace.core.scheduler.planning.plan import Plan
@@ -42,13 +42,13 @@ class Pool:
         self.prefill: dict[str, PrefillInstance] = {}
         self.decode: dict[str, DecodeInstance] = {}
         self.kvp: dict[str, KvpInstance] = {}
-        self.spreading = Spreading(config, self.decode, self.kvp)
+        self.kvp_placement = KvpPlacement(config, self.decode, self.kvp)
         self.members = 0
         self.corrections = Corrections()
         self.on_top = OnTop()
         self.lacks_pages = False  # in the last round an instance lacked the pages for a request
-        self.line = WaitingLine()  # placed, waiting to be sent to prefill instances
-        self.board = Board(preemptive=config.preemption != "none")
+        self.line = WaitingQueue()  # placed, waiting to be sent to prefill instances
+        self.run_queue = RunQueue(preemptive=config.preemption != "none")
         self._config = config
         self._inputs: PlannerInputs | None = None
         self._planner: Planner | None = None
@@ -180,8 +180,8 @@ class Pool:
 
     def could_decode(self, request: Request) -> bool:
         homes = self.homes()
-        if self.spreading.wanted(request, homes):
-            return self.spreading.could_hold(request, homes)
+        if self.kvp_placement.wanted(request, homes):
+            return self.kvp_placement.could_hold(request, homes)
         return any(d.could_hold(request) for d in homes)
 
     def homes(self) -> list[DecodeInstance]:
@@ -273,9 +273,9 @@ class Cluster:
         pool.members += 1
         instance: Instance
         if card.role == "prefill":
-            taken = pool.board.everyone
+            taken = pool.run_queue.everyone
             bit = ~taken & (taken + 1)  # the lowest free one
-            pool.board.everyone |= bit
+            pool.run_queue.everyone |= bit
             instance = PrefillInstance(card, bit)
         elif card.role == "kvp":
             instance = KvpInstance(card)

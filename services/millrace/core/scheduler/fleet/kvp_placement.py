@@ -33,7 +33,7 @@ class _Room(NamedTuple):
     free_pages: int
 
 
-class Spreading:
+class KvpPlacement:
     """Spreads requests over one pool's instances that take new work."""
 
     def __init__(

@@ -71,7 +71,7 @@ class Task:
 _rank = attrgetter("rank")
 
 
-class Board:
+class RunQueue:
     """The tasks that a pool's prefill instances hold, best first."""
 
     def __init__(self, *, preemptive: bool) -> None:

@@ -11,7 +11,7 @@ from millrace.core.request import Request
 _Entry = tuple[PriorityKey, int, Request]
 
 
-class WaitingLine:
+class WaitingQueue:
     """Requests by (key, order of submission). Adding and removing cost O(log n) comparisons."""
 
     def __init__(self) -> None:

@@ -18,7 +18,7 @@ from millrace.transfer.transport.runs import Runs
 log = logging.getLogger(__name__)
 
 
-class HistoryDesk:
+class HistoryServer:
     """Of a ReceiveManager; belongs to its event loop. `on_over` says that a gift has ended."""
 
     def __init__(

@@ -30,7 +30,7 @@ from millrace.transfer.push.messages import TO_RECEIVER, Kind, Message
 from millrace.transfer.push.receive.admission import Admission, AdmissionState
 from millrace.transfer.push.receive.buffers import Buffers
 from millrace.transfer.push.receive.coverage import CoverageError
-from millrace.transfer.push.receive.history_server import HistoryDesk
+from millrace.transfer.push.receive.history_server import HistoryServer
 from millrace.transfer.push.receive.lease_table import LeaseTable
 from millrace.transfer.push.receive.waiting import AdmissionTable
 from millrace.transfer.transport.base import Transport, outcome
@@ -71,7 +71,7 @@ class ReceiveManager:
         self._active = AdmissionTable()
         self._quarantine: dict[Admission, asyncio.Future[None]] = {}
         self._leases = LeaseTable(transport, self._identity, config.lease_s, self._on_lost)
-        self._history = HistoryDesk(transport, self._region, config.lease_s, self._settle)
+        self._history = HistoryServer(transport, self._region, config.lease_s, self._settle)
         self._fences = Fences(self._identity, layout)
         self._inbox = Inbox(transport, TO_RECEIVER, self._read)
         self._ticker = self._loop.create_task(self._tick_forever())

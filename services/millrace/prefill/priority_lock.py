@@ -1,7 +1,7 @@
 """Who of an instance's jobs goes next.
 
 The scheduler says in which order the jobs that an instance holds are to go, and may say so anew at
-any time (`core.scheduler.effects.Order`). What one job at a time may have is an `OrderedTurn`; it
+any time (`core.scheduler.effects.Order`). What one job at a time may have is an `PriorityLock`; it
 is given away by the order of that moment, never by who began to wait first.
 """
 
@@ -12,7 +12,7 @@ from collections.abc import AsyncIterator, Iterable
 from contextlib import asynccontextmanager
 
 
-class OrderedTurn:
+class PriorityLock:
     """One has it; when it comes free, the first of those who wait gets it.
 
     `order` names who may wait, first to go first. It is read whenever the turn passes on, so its
