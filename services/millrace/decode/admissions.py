@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 
+from millrace.core.arithmetic import ceil_div
 from millrace.core.errors import CapacityError, MillraceError, TransferError
 from millrace.decode.held_pages import HeldPages
 from millrace.decode.kvp.shards import SpreadRequests
@@ -118,7 +119,7 @@ class Admissions:
 
     def _expect(self, request: DecodeRequest) -> None:
         """Lets the prompt's KV come."""
-        prompt_pages = -(-request.prompt_tokens // self._page_tokens)
+        prompt_pages = ceil_div(request.prompt_tokens, self._page_tokens)
         self.receiver.admit(
             request.id,
             request.pages.of_choice(0)[:prompt_pages],
@@ -160,7 +161,7 @@ class Admissions:
         end = min(own.end_token, request.prompt_tokens)
         self.receiver.admit(
             request.id,
-            pages.of_choice(0)[: -(-end // self._page_tokens)],
+            pages.of_choice(0)[: ceil_div(end, self._page_tokens)],
             request.prompt_tokens,
             request.attempt,
             shard=(0, end),

@@ -10,6 +10,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import partial
 
+from millrace.core.arithmetic import ceil_div
 from millrace.core.cost.operators import BatchShape, OperatorModel
 from millrace.core.instance.packing import Packer, PackingConfig
 from millrace.profiles import load_profile
@@ -55,7 +56,7 @@ class Sharding:
     workers: int
 
     def degree(self, context: int) -> int:
-        return min(max(-(-context // self.shard_tokens), 1), self.workers)
+        return min(max(ceil_div(context, self.shard_tokens), 1), self.workers)
 
 
 NO_KVP = Sharding(shard_tokens=1 << 40, workers=1)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
+from millrace.core.arithmetic import ceil_div
 from millrace.core.errors import ConfigError
 
 _DEVICE_FILES = Path("/dev")
@@ -30,7 +31,7 @@ class DevicePool:
         self._holders = dict.fromkeys(devices, 0)
         self._held: dict[str, tuple[str, ...]] = {}
         needed = each * sum(instances.values())
-        self._most = -(-needed // len(devices)) if devices else 1  # holders of one device
+        self._most = ceil_div(needed, len(devices)) if devices else 1  # holders of one device
         if not devices:
             return
         there = (

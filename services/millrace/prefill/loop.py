@@ -32,9 +32,9 @@ from millrace.prefill.group.rendezvous import GroupError
 from millrace.prefill.job import Cancelled, PrefillJob
 from millrace.prefill.metrics import PrefillMetrics
 from millrace.prefill.prefix import PromptPrefixes
+from millrace.prefill.priority_lock import PriorityLock
 from millrace.prefill.prompt import fetch_prompt
 from millrace.prefill.sending import open_session, transfer_spans
-from millrace.prefill.priority_lock import PriorityLock
 from millrace.state.store import StoreError
 from millrace.transfer.push.control import Sending
 from millrace.transfer.push.send.manager import SendManager

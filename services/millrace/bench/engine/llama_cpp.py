@@ -19,6 +19,7 @@ import torch
 from safetensors import safe_open
 from torch import Tensor
 
+from millrace.core.arithmetic import ceil_div
 from millrace.core.errors import MillraceError
 from millrace.engine.model.config import ModelConfig
 
@@ -181,7 +182,7 @@ class _Context:
         self._vocab_size = vocab_size
         sequences, tokens = shape
         parameters = api.llama_context_default_params()
-        parameters.n_ctx = sequences * -(-tokens // _CONTEXT_STEP) * _CONTEXT_STEP
+        parameters.n_ctx = sequences * ceil_div(tokens, _CONTEXT_STEP) * _CONTEXT_STEP
         parameters.n_batch = BATCH_TOKENS
         parameters.n_ubatch = MICRO_BATCH_TOKENS
         parameters.n_seq_max = sequences

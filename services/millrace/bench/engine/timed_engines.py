@@ -11,6 +11,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
+from millrace.core.arithmetic import ceil_div
 from millrace.core.errors import MillraceError
 from millrace.core.kv.layout import KvLayout
 from millrace.engine.forward.local_runner import ModelRunner, PrefillTask
@@ -59,14 +60,14 @@ class MillraceEngine:
             page_tokens=PAGE_TOKENS,
             head_start=0,
             head_count=config.num_kv_heads,
-            num_pages=-(-pool_tokens // PAGE_TOKENS),
+            num_pages=ceil_div(pool_tokens, PAGE_TOKENS),
         )
         self._pool = KvPool(layout)
         self._pool.storage.normal_()
         self._runner = ModelRunner(model, self._pool)
 
     def prefill(self, prompt: Tensor) -> Tensor:
-        pages = self._pool.allocate(-(-len(prompt) // PAGE_TOKENS))
+        pages = self._pool.allocate(ceil_div(len(prompt), PAGE_TOKENS))
         task = PrefillTask(token_ids=prompt, history_tokens=0, pages=pages)
         for _ in self._runner.prefill(task):
             pass

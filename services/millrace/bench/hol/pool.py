@@ -15,6 +15,7 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
+from millrace.core.arithmetic import ceil_div
 from millrace.engine.assembly import Engine
 from millrace.engine.execution_pool import ExecutionPool, PoolTask, StopPoint
 from millrace.engine.forward.local_runner import PrefillTask
@@ -124,7 +125,7 @@ def blocking(
         begun_s = time.perf_counter()
         long.bare()  # warm, and how long a granule is
         alone_s = time.perf_counter() - begun_s
-        granules = _granules(engine, granularity, -(-tokens // chunk_tokens))
+        granules = _granules(engine, granularity, ceil_div(tokens, chunk_tokens))
         until_s = time.perf_counter() + budget_s
         number = 0
         while time.perf_counter() < until_s:

@@ -13,6 +13,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from millrace.bench.kernels.case import DTYPES, Case, Sides, Sizes, copies, random, turns
+from millrace.core.arithmetic import ceil_div
 from millrace_kernels import api
 from millrace_kernels.reference import gather_kv
 
@@ -22,7 +23,7 @@ class PagedKv:
 
     def __init__(self, sizes: Sizes, dtype: str, *, batch: int, q_len: int, kv_len: int) -> None:
         self._sizes, self._kv_len = sizes, kv_len
-        pages = -(-kv_len // sizes.page_tokens)
+        pages = ceil_div(kv_len, sizes.page_tokens)
         self.table = torch.randperm(batch * pages).int().view(batch, pages)
         self._dtype = DTYPES[dtype]
         self.q_nhd = random((batch * q_len, sizes.num_q_heads, sizes.head_dim), self._dtype)

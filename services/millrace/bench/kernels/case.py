@@ -11,6 +11,8 @@ from typing import Final, TypeVar
 import torch
 from torch import Tensor
 
+from millrace.core.arithmetic import ceil_div
+
 DTYPES: Final = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 Item = TypeVar("Item")
 
@@ -72,7 +74,7 @@ def random(shape: Sequence[int], dtype: torch.dtype) -> Tensor:
     """Normal values, repeated after some 260,000: drawing them all takes longer than timing."""
     count = math.prod(shape)
     pattern = torch.randn(min(count, 262_147)).to(dtype)
-    return pattern.repeat(-(-count // max(1, pattern.numel())))[:count].view(tuple(shape))
+    return pattern.repeat(ceil_div(count, max(1, pattern.numel())))[:count].view(tuple(shape))
 
 
 def copies(tensor: Tensor, sizes: Sizes) -> list[Tensor]:

@@ -10,6 +10,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from millrace.bench.kernels.case import DTYPES, Case, Sides, Sizes, copies, random, turns
+from millrace.core.arithmetic import ceil_div
 from millrace_kernels import api, torch_backend
 
 _EPS = 1e-5
@@ -61,7 +62,7 @@ def _rope_case(sizes: Sizes, dtype: str, rows: int) -> Case:
         qkv = random((rows, heads, s.head_dim), kind)
         angles = random((rows, s.head_dim // 2), torch.float32)
         cos, sin = angles.cos(), angles.sin()
-        pages = -(-rows // s.page_tokens)
+        pages = ceil_div(rows, s.page_tokens)
         layer = random((pages, 2, s.num_kv_heads, s.page_tokens, s.head_dim), kind)
         slots = torch.randperm(pages * s.page_tokens)[:rows]
         torch_qkv, torch_layer = qkv.clone(), layer.clone()

@@ -29,6 +29,7 @@ import torch
 
 from millrace.bench.long.holder import LEASE_S, HolderProcess, holders
 from millrace.bench.long.model import kv_bytes
+from millrace.core.arithmetic import ceil_div
 from millrace.core.config import EngineConfig
 from millrace.core.kv.kvp_pass import RemoteShard, Reply
 from millrace.engine.assembly import Engine, open_engine
@@ -231,7 +232,7 @@ def growth(
     waits_s = {1: 0.0}
     for context in contexts:
         told(f"kvp: workers join (a context of {context})")
-        workers = -(-context // most_tokens)
+        workers = ceil_div(context, most_tokens)
         if workers not in waits_s:
             waits_s[workers] = _communication_s(at, workers, chunk_tokens, repeats)
         ends = [most_tokens * (number + 1) for number in range(workers)]

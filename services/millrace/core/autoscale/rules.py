@@ -34,6 +34,7 @@ import math
 from collections import deque
 from dataclasses import dataclass, field
 
+from millrace.core.arithmetic import ceil_div
 from millrace.core.errors import ConfigError
 from millrace.core.kv.kvp_shards import degree
 
@@ -186,7 +187,7 @@ class KvpTargets:
         del config
         sizes = [context.tokens_after(self.lead_s) for context in m.contexts]
         longest = degree(max(sizes), self.tokens_per_worker) if any(sizes) else 0
-        memory = -(-sum(sizes) // (self.worker_kv_tokens or self.tokens_per_worker))
+        memory = ceil_div(sum(sizes), self.worker_kv_tokens or self.tokens_per_worker)
         needed = max(min(longest, self.max_workers_per_request), memory)
         reason = f"{sum(sizes)} context tokens in {self.lead_s:g} s need {needed} workers"
         return [

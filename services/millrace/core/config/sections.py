@@ -11,6 +11,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
+from millrace.core.arithmetic import ceil_div
 from millrace.core.cost.rates import parse_rates
 from millrace.core.errors import ConfigError
 
@@ -219,7 +220,7 @@ class EngineConfig(_Section):
     @property
     def block_tokens(self) -> int:
         """Tokens of a block of the prefix cache: whole pages."""
-        return -(-self.prefix_block_tokens // self.page_tokens) * self.page_tokens
+        return ceil_div(self.prefix_block_tokens, self.page_tokens) * self.page_tokens
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -14,6 +14,7 @@ import math
 from bisect import bisect_right
 from dataclasses import dataclass, field
 
+from millrace.core.arithmetic import ceil_div
 from millrace.core.errors import ConfigError
 
 #: The operators of a dense layer, in order; a prefill can be suspended at the end of each.
@@ -223,7 +224,7 @@ class OperatorModel:
             return self.attn.at(tokens * tokens)
         if kvp > 1:
             # A shard holds a k-th of the history; the chunk's own rows are on one worker.
-            history = -(-history // kvp)
+            history = ceil_div(history, kvp)
         attn = self.attn
         pair_s = 2.0 * self.history_factor.at(tokens) * attn.slopes[-1]
         seconds = attn.at(tokens * tokens) + pair_s * tokens * history

@@ -43,6 +43,7 @@ from dataclasses import dataclass
 from itertools import islice
 from typing import Protocol, TypeVar
 
+from millrace.core.arithmetic import ceil_div
 from millrace.core.cost.operators import BatchShape
 from millrace.core.errors import ConfigError
 
@@ -218,7 +219,7 @@ class _Forming:
             return 0
         config = self._config
         least, most = min(config.min_chunk_tokens, left), min(config.max_chunk_tokens, left)
-        last = -(-(most - least) // config.granularity)
+        last = ceil_div(most - least, config.granularity)
         bracket = _Bracket(fits=-1, fits_s=self.seconds, over=last + 1)
         probe = 0 if self._full else last
         while bracket.fits + 1 < bracket.over:

@@ -12,6 +12,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import Final, NamedTuple
 
+from millrace.core.arithmetic import ceil_div
 from millrace.core.errors import ConfigError, TransferError
 
 # shard u64, first position u32, rows u32, new rows u32
@@ -212,4 +213,4 @@ class ExchangeShape:
 
 
 def _aligned(nbytes: int) -> int:
-    return -(-nbytes // _ALIGN_BYTES) * _ALIGN_BYTES
+    return ceil_div(nbytes, _ALIGN_BYTES) * _ALIGN_BYTES

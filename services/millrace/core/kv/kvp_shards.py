@@ -29,6 +29,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Protocol
 
+from millrace.core.arithmetic import ceil_div
 from millrace.core.errors import ConfigError
 from millrace.core.request import Shard
 
@@ -109,7 +110,7 @@ class Reservation:
 
 def degree(context_tokens: int, max_kv_tokens_per_worker: int) -> int:
     """KVP degree of a context whose shards are all full but for the last; at least 1."""
-    return max(-(-context_tokens // max_kv_tokens_per_worker), 1)
+    return max(ceil_div(context_tokens, max_kv_tokens_per_worker), 1)
 
 
 def reserve(

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from millrace.core.arithmetic import ceil_div
 from millrace.core.errors import ConfigError
 
 #: Bytes of one element of every dtype a pool may hold.
@@ -137,4 +138,4 @@ class KvLayout:
 
     def pages_for(self, tokens: int) -> int:
         """Pages that hold `tokens` tokens."""
-        return -(-tokens // self.page_tokens)
+        return ceil_div(tokens, self.page_tokens)

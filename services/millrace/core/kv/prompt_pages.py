@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from millrace.core.arithmetic import ceil_div
 from millrace.core.kv.sp_layout import RING_BUFFERS, pages_taken
 from millrace.core.request import Chunk
 
@@ -19,7 +20,7 @@ def pages_of_plan(chunks: Sequence[Chunk], page_tokens: int, kv_layers: int) -> 
     """Pages that the request takes at each member of its last group, ring buffers included."""
     last = chunks[-1]
     if len(last.instance_ids) == 1:
-        return {last.instance_ids[0]: -(-(last.start_token + last.num_tokens) // page_tokens)}
+        return {last.instance_ids[0]: ceil_div(last.start_token + last.num_tokens, page_tokens)}
     return pages_taken(chunks, page_tokens, kv_layers)
 
 
@@ -29,11 +30,11 @@ def pages_of_share(tokens: int, history: int, sp: int, page_tokens: int, kv_laye
     `history`: tokens before them, which are fetched from decode.
     """
     if sp == 1:
-        return -(-(history + tokens) // page_tokens)
+        return ceil_div(history + tokens, page_tokens)
     fetched = (history + page_tokens - 1) // page_tokens  # pages, of the whole group
     own = (tokens + sp - 1) // sp  # tokens of the first rank
     share = (fetched + sp - 1) // sp + (own + page_tokens - 1) // page_tokens
-    return share + (RING_BUFFERS * -(-share // kv_layers) if kv_layers else 0)
+    return share + (RING_BUFFERS * ceil_div(share, kv_layers) if kv_layers else 0)
 
 
 class Shares:

@@ -21,6 +21,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
 
+from millrace.core.arithmetic import ceil_div
 from millrace.core.request import Chunk
 
 #: Stands in slots that hold no token: behind every position that there is.
@@ -141,7 +142,7 @@ class Layout:
         takes few. 0 where no chunk is on a group of several.
         """
         most = max((c.block_pages() for c in self.chunks if len(c.group) > 1), default=0)
-        return -(-most // kv_layers)
+        return ceil_div(most, kv_layers)
 
 
 def zigzag(tokens: int, members: int) -> list[tuple[tuple[int, int], tuple[int, int]]]:
@@ -167,8 +168,8 @@ def pass_tokens(tokens: int, members: int, max_chunk_tokens: int) -> list[int]:
     All but the last divide by the members, so that a member's share of the passes together is that
     of the chunk.
     """
-    passes = -(-tokens // (members * max_chunk_tokens))
-    step = -(-tokens // (passes * members)) * members
+    passes = ceil_div(tokens, members * max_chunk_tokens)
+    step = ceil_div(tokens, passes * members) * members
     return [min(step, tokens - start) for start in range(0, tokens, step)]
 
 
@@ -227,7 +228,7 @@ def pages_taken(chunks: Sequence[Chunk], page_tokens: int, kv_layers: int) -> di
     for chunk in chunks:
         size = len(chunk.instance_ids)
         if not live:
-            live = _even(-(-history // page_tokens), size)
+            live = _even(ceil_div(history, page_tokens), size)
             taken = live[:]
             tokens = [history] if size == 1 else []
         elif size > len(live):
@@ -237,14 +238,14 @@ def pages_taken(chunks: Sequence[Chunk], page_tokens: int, kv_layers: int) -> di
             live = targets
         if size == 1:
             tokens[0] += chunk.num_tokens
-            live[0] = taken[0] = -(-tokens[0] // page_tokens)
+            live[0] = taken[0] = ceil_div(tokens[0], page_tokens)
             continue
         for rank, share in enumerate(_even(chunk.num_tokens, size)):
-            pages = -(-share // page_tokens)
+            pages = ceil_div(share, page_tokens)
             live[rank] += pages
             taken[rank] += pages
         largest = max(largest, *live)
-    buffers = RING_BUFFERS * -(-largest // kv_layers) if kv_layers else 0
+    buffers = RING_BUFFERS * ceil_div(largest, kv_layers) if kv_layers else 0
     return {
         instance_id: pages + buffers
         for instance_id, pages in zip(chunks[-1].instance_ids, taken, strict=True)
@@ -276,7 +277,7 @@ class _Keeper:
     def add(self, start_token: int, num_tokens: int) -> Run:
         run = Run(start_token, num_tokens, len(self.positions))
         self.positions.extend(range(start_token, start_token + num_tokens))
-        lacking = -(-len(self.positions) // self.page_tokens) - len(self.pages)
+        lacking = ceil_div(len(self.positions), self.page_tokens) - len(self.pages)
         if lacking:
             self.take_pages(lacking)
         return run
@@ -307,7 +308,7 @@ def _fetch(
     chunk: Chunk, keepers: dict[str, _Keeper], page_tokens: int
 ) -> dict[str, tuple[Run, ...]]:
     """Spreads the history that decode holds over the first group."""
-    pages = _even(-(-chunk.start_token // page_tokens), len(chunk.instance_ids))
+    pages = _even(ceil_div(chunk.start_token, page_tokens), len(chunk.instance_ids))
     start = 0
     fetched: dict[str, tuple[Run, ...]] = {}
     for instance_id, count in zip(chunk.instance_ids, pages, strict=True):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
+from millrace.core.arithmetic import ceil_div
 from millrace.core.errors import CapacityError
 from millrace.core.scheduler.fleet.freeness import pages_needed
 from millrace.decode.held_pages import HeldPages
@@ -69,7 +70,7 @@ class RequestPages:
         Raises CapacityError, and takes none.
         """
         tokens = min(end_token, spec.prompt_tokens + spec.sampling.max_tokens - 1)
-        pages = self._pool.allocate(-(-tokens // self.page_tokens))
+        pages = self._pool.allocate(ceil_div(tokens, self.page_tokens))
         shared = min(tokens, spec.prompt_tokens) // self.page_tokens
         return HeldPages.of(pages, shared, {0: len(pages) - shared})
 

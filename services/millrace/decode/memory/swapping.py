@@ -8,6 +8,7 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
 from enum import Enum, auto
 
+from millrace.core.arithmetic import ceil_div
 from millrace.core.errors import CapacityError, IntegrityError
 from millrace.decode.held_pages import HeldPages
 from millrace.decode.memory.request_pages import RequestPages
@@ -69,7 +70,7 @@ class Preempted:
         if self.grows:
             return self._own_pages(1)
         whole = self.request.prompt_tokens + self.request.sampling.max_tokens
-        count = -(-whole // self.page_tokens) - self.shared_pages
+        count = ceil_div(whole, self.page_tokens) - self.shared_pages
         choices = [p.sequence.choice for p in self.sequences] or range(self.request.sampling.n)
         return dict.fromkeys(choices, count)
 
@@ -79,7 +80,7 @@ class Preempted:
         else:
             tokens = {paused.sequence.choice: paused.kv_tokens for paused in self.sequences}
         return {
-            choice: -(-(count + more_tokens) // self.page_tokens) - self.shared_pages
+            choice: ceil_div(count + more_tokens, self.page_tokens) - self.shared_pages
             for choice, count in tokens.items()
         }
 

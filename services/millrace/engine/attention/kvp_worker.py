@@ -17,6 +17,7 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
+from millrace.core.arithmetic import ceil_div
 from millrace.core.errors import TransferError
 from millrace.core.kv.kvp_pass import ExchangeShape, TableEntry, unpack_table
 from millrace.engine.attention.kvp_memory import NewRows, PieceViews
@@ -78,7 +79,7 @@ class ShardAttention:
 
     def open(self, shard: int, pages: Sequence[int], start_token: int, end_token: int) -> None:
         """A shard of tokens [start_token, end_token). Raises ValueError for too few pages."""
-        needed = -(-(end_token - start_token) // self._page_tokens)
+        needed = ceil_div(end_token - start_token, self._page_tokens)
         if end_token <= start_token or len(pages) < needed:
             raise ValueError(
                 f"shard of tokens {start_token} to {end_token}: it needs {needed} pages and has "

@@ -18,6 +18,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from millrace.core.arithmetic import ceil_div
 from millrace.core.kv.layout import KvLayout
 from millrace.core.kv.sp_layout import ChunkShares, buffer_memory, buffer_of
 from millrace_kernels import api as kernels
@@ -240,7 +241,7 @@ def _block(
     slots = filled[rank]
     used: array[int] = shares.shares[rank].positions[:slots]
     positions = torch.from_numpy(np.array(used, dtype=np.int32))
-    return KvBlock(pages[: -(-slots // page_tokens)], positions)
+    return KvBlock(pages[: ceil_div(slots, page_tokens)], positions)
 
 
 def _concatenated(ranges: Sequence[tuple[int, int]]) -> Tensor:

@@ -20,6 +20,7 @@ from torch._C._distributed_c10d import (
 )
 from torch.nn.functional import pad
 
+from millrace.core.arithmetic import ceil_div
 from millrace_kernels.linear import Linear
 
 _LOOPBACK = "127.0.0.1"
@@ -111,7 +112,7 @@ class SplitHead:
         rows, own = columns.shape
         if not rows:
             return columns.new_empty(0, self._vocab_size)
-        widest = -(-self._vocab_size // self._ranks.size)
+        widest = ceil_div(self._vocab_size, self._ranks.size)
         parts = self._ranks.gather(pad(columns, (0, widest - own)).contiguous())
         return torch.cat(parts, dim=1)[:, : self._vocab_size] if parts else columns
 

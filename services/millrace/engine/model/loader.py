@@ -11,6 +11,7 @@ from pathlib import Path
 
 import torch
 
+from millrace.core.arithmetic import ceil_div
 from millrace.core.errors import ModelError
 from millrace.engine.kv.host_memory import host_zeros
 from millrace.engine.model.config import ModelConfig
@@ -214,7 +215,7 @@ def _rooms(
         for spec in specs:
             yield torch.empty(spec.shape, dtype=dtype, device=device)
         return
-    starts = [0, *accumulate(-(-spec.elements // _ALIGNED) * _ALIGNED for spec in specs)]
+    starts = [0, *accumulate(ceil_div(spec.elements, _ALIGNED) * _ALIGNED for spec in specs)]
     whole = host_zeros((starts[-1],), dtype)
     for spec, start in zip(specs, starts, strict=False):
         yield whole[start : start + spec.elements].view(spec.shape)

@@ -13,6 +13,7 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
+from millrace.core.arithmetic import ceil_div
 from millrace.core.errors import ConfigError
 from millrace.engine.model.config import ModelConfig
 from millrace.engine.model.weights.fused import WeightSpec
@@ -75,7 +76,7 @@ class Shard:
 
     def vocabulary(self, vocab_size: int) -> _Span:
         """[start, stop) of the rank's rows of lm_head; the last ranks may have fewer."""
-        rows = -(-vocab_size // self.size)
+        rows = ceil_div(vocab_size, self.size)
         return min(self.rank * rows, vocab_size), min((self.rank + 1) * rows, vocab_size)
 
     def piece(self, config: ModelConfig, name: str, spec: WeightSpec) -> WeightSpec | None:

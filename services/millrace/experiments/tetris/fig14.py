@@ -14,6 +14,7 @@ from pathlib import Path
 
 from rich.console import Console
 
+from millrace.core.arithmetic import ceil_div
 from millrace.core.request import Chunk
 from millrace.experiments.outcome import Finding, Outcome, watched
 from millrace.experiments.tetris.common import (
@@ -103,7 +104,7 @@ def halved(key: str, testbed: Testbed, trace: str, size: Size) -> dict[str, floa
     enough = next(n for n in _doubling() if added(n)[0].transfer_wait_s == 0.0)
     while enough > 1 and added(enough - 1)[0].transfer_wait_s == 0.0:
         enough -= 1
-    half = -(-enough // 2)
+    half = ceil_div(enough, 2)
     return {
         "backends": enough,
         "enough": added(enough)[1],

@@ -10,6 +10,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 
+from millrace.core.arithmetic import ceil_div
 from millrace.core.cost.operators import BatchShape, OperatorModel
 from millrace.core.kv.kvp_shards import Reservation, degree
 
@@ -24,7 +25,7 @@ class ShardedPasses:
 
     def pass_s(self, batch: BatchShape) -> float:
         shard, workers = self._shard_tokens, self._workers
-        degrees = [min(-(-sum(part) // shard), workers) for part in batch.prefills]
+        degrees = [min(ceil_div(sum(part), shard), workers) for part in batch.prefills]
         return spread_pass_s(self._operators, batch, degrees)
 
 

@@ -17,6 +17,7 @@ pass waits for the one that has most of it. The further workers' other work is n
 
 from __future__ import annotations
 
+from millrace.core.arithmetic import ceil_div
 from millrace.core.cost.operators import BatchShape
 from millrace.core.errors import IntegrityError
 from millrace.core.instance.packing import Packer, PassModel
@@ -198,7 +199,7 @@ class MixedPool:
 
     def _decodes(self, instance: MixedInstance) -> tuple[int, int]:
         """Sequences of an iteration, and the context that they read."""
-        decodes = -(-len(instance.batch) // self._stages)
+        decodes = ceil_div(len(instance.batch), self._stages)
         return decodes, round(instance.batch.context / self._stages)
 
     def _iterate(self, instance: MixedInstance, packed: list[tuple[Prefill, int]]) -> None:
@@ -319,7 +320,7 @@ class MixedPool:
     def _step_s(self, batch: Batch, context: float) -> float:
         """Seconds between two tokens of a request: its share of the batch in all stages."""
         degree = batch.degree
-        decodes = -(-len(batch) // self._stages)
+        decodes = ceil_div(len(batch), self._stages)
         tokens = round(context * degree / self._stages)
         step_s = self._operators.decode_step_s(decodes, tokens, degree)
         return self._per_stage(step_s) * self._stages

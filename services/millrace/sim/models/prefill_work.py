@@ -16,6 +16,7 @@ from bisect import bisect_right
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
+from millrace.core.arithmetic import ceil_div
 from millrace.core.cost.operators import BatchShape
 
 if TYPE_CHECKING:
@@ -94,7 +95,7 @@ class PrefillTimes:
         if not 0 < longest < tokens:
             return 0
         end_s_of = self._pass_ends(tokens, history, sp, self.work_s([(tokens, history)], sp))
-        passes = -(-tokens // longest)
+        passes = ceil_div(tokens, longest)
         return (bisect_right(range(passes), position_s, key=end_s_of) - 1) * longest
 
     def feed_forward_s(self, tokens: int, history: int, sp: int) -> float:
@@ -122,7 +123,7 @@ class PrefillTimes:
         tokens, history = parts[0]
         longest = self.max_chunk_tokens * sp or tokens
         end_s_of = self._pass_ends(tokens, history, sp, end_s)
-        passes = -(-tokens // longest)
+        passes = ceil_div(tokens, longest)
         index = min(bisect_right(range(passes + 1), position_s, key=end_s_of), passes)
         done = (index - 1) * longest
         shape = self._share(min(longest, tokens - done), history + done, sp)
@@ -170,7 +171,7 @@ class PrefillTimes:
         Zigzag gives each member tokens / sp queries, which look on average at the history and
         half of the chunk (Tetris section 4.1): as one sequence, so many tokens on that history.
         """
-        own = -(-tokens // sp)
+        own = ceil_div(tokens, sp)
         return BatchShape(prefills=((own, history + (tokens - own) // 2),))
 
 

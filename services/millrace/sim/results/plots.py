@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from millrace.core.arithmetic import ceil_div
 from millrace.core.errors import ConfigError
 from millrace.sim.results.report import CDF_SHARES, ClassReport, Report
 from millrace.sim.results.timeline import Block
@@ -138,7 +139,7 @@ def draw_board(blocks: Sequence[Block], path: Path) -> None:
                 edgecolor="white",
                 linewidth=0.3,
             )
-        step = -(-len(names) // _MOST_LABELS)
+        step = ceil_div(len(names), _MOST_LABELS)
         axes.set_yticks(range(0, len(names), max(1, step)), names[:: max(1, step)], fontsize=7)
         axes.set(xlabel="time (s)", ylabel="instance", ylim=(len(names) - 0.4, -0.6))
         axes.margins(x=0.01)

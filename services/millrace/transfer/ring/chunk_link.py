@@ -11,6 +11,7 @@ from typing import Protocol
 
 import numpy as np
 
+from millrace.core.arithmetic import ceil_div
 from millrace.core.errors import TransferError
 from millrace.core.kv.layout import KvLayout
 from millrace.core.kv.sp_layout import (
@@ -197,7 +198,7 @@ class ChunkLink:
 
     def _block_runs(self, step: int, slots: int) -> Runs:
         """From where a step's block lies here, in layer 0, to the buffer that it has next."""
-        count = -(-slots // self.me.layout.page_tokens)
+        count = ceil_div(slots, self.me.layout.page_tokens)
         if step:
             source = self._buffers[0][buffer_of(step)]
         else:

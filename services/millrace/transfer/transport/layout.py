@@ -12,6 +12,7 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
+from millrace.core.arithmetic import ceil_div
 from millrace.core.kv.layout import KvLayout
 from millrace.core.kv.sp_layout import Run
 from millrace.transfer.transport.runs import Offsets, Runs
@@ -93,7 +94,7 @@ class Side:
         step = self.layout.page_tokens
         for i in range(first, last):
             page_begins = self.starts[i] + -self.slots[i] % step
-            skipped = max(0, -(-(start - page_begins) // step))
+            skipped = max(0, ceil_div(start - page_begins, step))
             until = min(end, self.ends[i])
             found.append(np.arange(page_begins + skipped * step, until, step, dtype=np.int64))
         return [cuts[(cuts > start) & (cuts < end)] for cuts in found]

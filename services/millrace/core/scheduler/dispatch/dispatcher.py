@@ -11,6 +11,7 @@ from array import array
 from dataclasses import dataclass, replace
 from itertools import islice
 
+from millrace.core.arithmetic import ceil_div
 from millrace.core.cost.correction import band_of
 from millrace.core.kv.prompt_pages import pages_of_plan
 from millrace.core.request import Chunk, Request, RequestState
@@ -286,7 +287,7 @@ class Dispatcher:
         for one in found:
             if one is head:
                 continue
-            pages = -(-one.prompt_tokens // instance.card.page_tokens)
+            pages = ceil_div(one.prompt_tokens, instance.card.page_tokens)
             if pages <= free and instance.takes(one):
                 together.append(one)
                 free -= pages

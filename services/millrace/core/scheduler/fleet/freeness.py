@@ -19,6 +19,8 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable
 from typing import Protocol, TypeVar
 
+from millrace.core.arithmetic import ceil_div
+
 
 class DecodeRoom(Protocol):
     """What placement looks at in a decode instance."""
@@ -46,7 +48,7 @@ def pages_needed(prompt_tokens: int, max_new_tokens: int, choices: int, page_tok
     slot of each choice stays spare.
     """
     shared = prompt_tokens // page_tokens
-    own = -(-(prompt_tokens + max_new_tokens) // page_tokens) - shared
+    own = ceil_div(prompt_tokens + max_new_tokens, page_tokens) - shared
     return shared + choices * own
 
 

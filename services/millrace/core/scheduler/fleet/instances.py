@@ -11,6 +11,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass, field
 
+from millrace.core.arithmetic import ceil_div
 from millrace.core.instance.standstill import Standstill
 from millrace.core.request import Request, Shard
 from millrace.core.scheduler.events import InstanceJoined, LoadReported
@@ -346,7 +347,7 @@ class DecodeInstance:
 
 def pages_of(shard: Shard, page_tokens: int) -> int:
     """Pages that a shard takes of its holder."""
-    return -(-shard.num_tokens // page_tokens)
+    return ceil_div(shard.num_tokens, page_tokens)
 
 
 Holder = KvpInstance | DecodeInstance

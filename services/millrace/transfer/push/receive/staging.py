@@ -8,6 +8,7 @@ from functools import lru_cache
 
 import numpy as np
 
+from millrace.core.arithmetic import ceil_div
 from millrace.core.errors import ConfigError
 from millrace.core.kv.layout import KvLayout
 from millrace.transfer.push.handshake import SLOTS
@@ -35,7 +36,7 @@ class Staging:
             )
         self.buffer_bytes = buffer_bytes
         self._pool = pool
-        self._stride = -(-buffer_bytes // ALIGN_BYTES) * ALIGN_BYTES
+        self._stride = ceil_div(buffer_bytes, ALIGN_BYTES) * ALIGN_BYTES
         self._bytes = np.zeros(count * self._stride, dtype=np.uint8)
         self._memory = Memory.of_array(self._bytes)
         self.region = transport.register(self._memory)
