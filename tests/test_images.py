@@ -216,7 +216,7 @@ def test_the_operator_imports_nothing_that_its_image_uninstalls() -> None:
     (folder,) = re.findall(r"site-packages/(\S+)", removed)
     gone |= {folder.replace("/", ".")}
     assert {"numpy", "tokenizers", "huggingface_hub", "hf_xet", "kubernetes.aio"} <= gone
-    modules = "millrace_operator.main,millrace_operator.handlers,millrace_operator.scaler"
+    modules = "millrace_operator.main,millrace_operator.run.handlers,millrace_operator.run.scaler"
     absent = ",".join(absent_modules("operator") | gone)
     subprocess.run([sys.executable, "-c", IMPORT_WITHOUT, absent, modules], check=True, timeout=60)
 

@@ -23,16 +23,16 @@ from millrace.core.errors import MillraceError
 from millrace.telemetry.log import setup_logging
 from millrace.telemetry.metrics import Registry, serve_metrics
 from millrace.wire.tls import use_tls
-from millrace_operator.cluster import Cluster, Parts, scheduler_address
-from millrace_operator.crds import apply_crds, read_crds, wait_until_served
-from millrace_operator.election import Election, Terms
-from millrace_operator.handlers import Touches, watch
-from millrace_operator.kube import Kube, load_configuration
-from millrace_operator.load import Schedulers
 from millrace_operator.metrics import OperatorMetrics
-from millrace_operator.queue import Key, Pace, WorkQueue
-from millrace_operator.runner import Runner
-from millrace_operator.scaler import Scaler
+from millrace_operator.run.cluster import Cluster, Parts, scheduler_address
+from millrace_operator.run.crds import apply_crds, read_crds, wait_until_served
+from millrace_operator.run.election import Election, Terms
+from millrace_operator.run.handlers import Touches, watch
+from millrace_operator.run.kube import Kube, load_configuration
+from millrace_operator.run.load import Schedulers
+from millrace_operator.run.queue import Key, Pace, WorkQueue
+from millrace_operator.run.runner import Runner
+from millrace_operator.run.scaler import Scaler
 from millrace_operator.spec import KINDS, Defaults
 
 log = logging.getLogger(__name__)

@@ -8,8 +8,8 @@ import pytest
 import typer
 
 from millrace.core.config import TlsConfig
-from millrace_operator import config_file, manifests, naming, pods
 from millrace_operator.main import app, defaults_from
+from millrace_operator.manifests import config_file, naming, objects, pods
 from support.chart import NEWEST, PROFILES, ROOT, Object, find, profile, render, values_of
 from support.custom_resources import SCHEMAS, defaulted
 
@@ -32,11 +32,11 @@ def made(name: str) -> list[Object]:
     context = pods.Context.of(
         defaulted(SCHEMAS["ModelService"], service), defaults_from(environment(name))
     )
-    found = manifests.of_service(context)
+    found = objects.of_service(context)
     for pool in [o for o in found if o["kind"] in SCHEMAS]:
         pool = defaulted(SCHEMAS[pool["kind"]], deepcopy(pool))
         pool["metadata"] |= {"uid": f"uid-of-{pool['kind']}", "generation": 1}
-        found += manifests.of_pool(pool, pods.instance(pool, context), 1)
+        found += objects.of_pool(pool, pods.instance(pool, context), 1)
     return found
 
 

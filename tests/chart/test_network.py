@@ -2,7 +2,7 @@
 
 import pytest
 
-from millrace_operator import naming
+from millrace_operator.manifests import naming
 from support.chart import Object, find, objects, profile, values_of
 from support.network import OUTSIDE, Pod, allowed
 

@@ -4,7 +4,7 @@ import re
 
 import pytest
 
-from millrace_operator.kube import RESOURCES
+from millrace_operator.run.kube import RESOURCES
 from support.chart import ROOT, Object, find, objects, profile, values_of
 
 POOLS = ("prefillgroups", "decodepools", "kvpworkerpools")

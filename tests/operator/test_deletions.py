@@ -13,13 +13,13 @@ from kmock import Request
 
 from millrace.core.errors import MillraceError
 from millrace.telemetry.metrics import Registry
-from millrace_operator.cluster import Cluster, Parts
-from millrace_operator.kube import Kube
-from millrace_operator.load import Schedulers
 from millrace_operator.metrics import OperatorMetrics
-from millrace_operator.queue import Key
-from millrace_operator.runner import Runner
-from millrace_operator.scaler import Scaler
+from millrace_operator.run.cluster import Cluster, Parts
+from millrace_operator.run.kube import Kube
+from millrace_operator.run.load import Schedulers
+from millrace_operator.run.queue import Key
+from millrace_operator.run.runner import Runner
+from millrace_operator.run.scaler import Scaler
 from millrace_operator.spec import Defaults
 from support.custom_objects import service
 from support.kube_emulator import KubeEmulator, configuration_of, kube_emulator

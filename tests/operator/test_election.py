@@ -8,8 +8,8 @@ from collections.abc import AsyncIterator
 import pytest
 
 from millrace.core.errors import MillraceError
-from millrace_operator.election import Election, LeaseLost, Terms
-from millrace_operator.kube import Kube, KubeRefused
+from millrace_operator.run.election import Election, LeaseLost, Terms
+from millrace_operator.run.kube import Kube, KubeRefused
 from support.kube_emulator import Fault, KubeEmulator, configuration_of, kube_emulator
 
 TERMS = Terms(lease_s=15.0, renew_s=10.0, retry_s=0.01)

@@ -11,9 +11,9 @@ import pytest
 from kubernetes import client
 from kubernetes.config import incluster_config
 
-from millrace_operator.handlers import Touches, make_registry, make_settings
-from millrace_operator.kube import load_configuration
-from millrace_operator.queue import Key
+from millrace_operator.run.handlers import Touches, make_registry, make_settings
+from millrace_operator.run.kube import load_configuration
+from millrace_operator.run.queue import Key
 
 SERVICE = Key("ModelService", "ns", "chat")
 PREFILL = Key("PrefillGroup", "ns", "chat-prefill")

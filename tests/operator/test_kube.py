@@ -10,8 +10,8 @@ import yaml
 from kubernetes import client
 
 from millrace.core.errors import MillraceError
-from millrace_operator import crds, kube
-from millrace_operator.kube import Kube, KubeError, KubeRefused, load_configuration
+from millrace_operator.run import crds, kube
+from millrace_operator.run.kube import Kube, KubeError, KubeRefused, load_configuration
 from support.kube_emulator import Fault, KubeEmulator, configuration_of, kube_emulator
 
 SETTINGS = {

@@ -11,8 +11,8 @@ import pytest
 
 from millrace.wire import scheduler_client
 from millrace.wire.pb import scheduler_pb2
-from millrace_operator import cluster as around
-from millrace_operator.election import LeaseLost
+from millrace_operator.run import cluster as around
+from millrace_operator.run.election import LeaseLost
 from support.custom_objects import service
 from support.kube_emulator import Fault, KubeEmulator, kube_emulator
 from support.kube_objects import Object

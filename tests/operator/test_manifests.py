@@ -11,10 +11,10 @@ import typer
 from millrace.cli.main import app
 from millrace.core.config import load_config
 from millrace.core.request import Slo
-from millrace_operator import manifests, pods
-from millrace_operator.config_file import digest_for, tables, text
-from millrace_operator.naming import TEMPLATE_LABEL, owner
-from millrace_operator.pods import Context
+from millrace_operator.manifests import objects, pods
+from millrace_operator.manifests.config_file import digest_for, tables, text
+from millrace_operator.manifests.naming import TEMPLATE_LABEL, owner
+from millrace_operator.manifests.pods import Context
 from millrace_operator.spec import Defaults, SpecError
 from support.custom_resources import DEFAULTS, SCHEMAS, defaulted, model_service, pool
 
@@ -47,15 +47,15 @@ WEIGHTS: dict[str, dict[str, Any]] = {
 MIXED: dict[str, Any] = {"prefill": None, "decode": {"role": "mixed", "stages": 2, "gpus": 0}}
 
 
-def objects(**spec: Any) -> dict[tuple[str, str], dict[str, Any]]:
+def all_objects(**spec: Any) -> dict[tuple[str, str], dict[str, Any]]:
     """All of a service and its pools, by kind and name."""
     context = Context.of(model_service(**spec), DEFAULTS)
-    found = manifests.of_service(context)
+    found = objects.of_service(context)
     for manifest in list(found):
         if manifest["kind"] in SCHEMAS:
             child = defaulted(SCHEMAS[manifest["kind"]], manifest)
             child["metadata"]["uid"] = "u"
-            found += manifests.of_pool(child, pods.instance(child, context), 2)
+            found += objects.of_pool(child, pods.instance(child, context), 2)
     return {(m["kind"], m["metadata"]["name"]): m for m in found}
 
 
@@ -69,7 +69,7 @@ def main(manifest: dict[str, Any]) -> dict[str, Any]:
     ids=["minimal", "everything", "mixed", *WEIGHTS],
 )
 def test_every_object_is_valid(spec):
-    found = objects(**spec)
+    found = all_objects(**spec)
     for (kind, _), manifest in found.items():
         if kind in SCHEMAS:
             continue
@@ -79,7 +79,7 @@ def test_every_object_is_valid(spec):
 
 def test_the_services_read_their_file(tmp_path):
     file = tmp_path / "config.toml"
-    file.write_text(objects(**EVERYTHING)["ConfigMap", "chat-config"]["data"]["config.toml"])
+    file.write_text(all_objects(**EVERYTHING)["ConfigMap", "chat-config"]["data"]["config.toml"])
     config = load_config(file)
     assert config.slo_classes["chat"] == Slo(ttft_s=0.5, tbt_s=0.05, class_name="chat")
     assert config.slo_classes["a b"] == Slo(class_name="a b")
@@ -115,7 +115,7 @@ def test_the_file_takes_any_text(tmp_path):
     ],
 )
 def test_the_command_line_is_millraces(kind, name):
-    command, *arguments = main(objects(**EVERYTHING)[kind, name])["args"]
+    command, *arguments = main(all_objects(**EVERYTHING)[kind, name])["args"]
     given = typer.main.get_command(app).commands[command].make_context(command, arguments).params
     assert str(given["config"]) == "/etc/millrace/config.toml"
     if command != "scheduler":
@@ -129,7 +129,7 @@ def test_the_command_line_is_millraces(kind, name):
 
 def test_mixed_instances_have_a_decode_pools_pods_and_a_command_of_their_own():
     mixed, decode = (
-        objects(prefill=prefill, decode={"role": role, "stages": 2, "gpus": 0})
+        all_objects(prefill=prefill, decode={"role": role, "stages": 2, "gpus": 0})
         for prefill, role in ((None, "mixed"), ({}, "decode"))
     )
     assert not [name for kind, name in mixed if "prefill" in name or kind == "PrefillGroup"]
@@ -149,7 +149,7 @@ def test_mixed_instances_have_a_decode_pools_pods_and_a_command_of_their_own():
 
 
 def test_pods_are_restricted():
-    for (kind, _), manifest in objects(**EVERYTHING).items():
+    for (kind, _), manifest in all_objects(**EVERYTHING).items():
         if kind not in ("Deployment", "StatefulSet"):
             continue
         pod = manifest["spec"]["template"]["spec"]
@@ -169,7 +169,7 @@ def test_pods_are_restricted():
 
 
 def test_selectors_read_only_what_never_changes():
-    for (kind, _), manifest in objects(**EVERYTHING).items():
+    for (kind, _), manifest in all_objects(**EVERYTHING).items():
         if kind in ("Deployment", "StatefulSet"):
             labels = manifest["spec"]["template"]["metadata"]["labels"]
             selector = manifest["spec"]["selector"]["matchLabels"]
@@ -178,7 +178,7 @@ def test_selectors_read_only_what_never_changes():
 
 
 def test_devices():
-    found = objects(**EVERYTHING)
+    found = all_objects(**EVERYTHING)
     assert main(found["StatefulSet", "chat-prefill"])["resources"] == {
         "limits": {"nvidia.com/gpu": "4"}
     }
@@ -191,7 +191,7 @@ def environment(container: dict[str, Any]) -> dict[str, Any]:
 
 
 def test_secrets_come_as_references():
-    found = objects(
+    found = all_objects(
         **EVERYTHING,
     )
     gateway = environment(main(found["Deployment", "chat-proxy"]))
@@ -200,30 +200,30 @@ def test_secrets_come_as_references():
     assert gateway["MILLRACE_PROXY__ADMIN_TOKEN"] == {
         "secretKeyRef": {"name": "admin", "key": "token"}
     }
-    ranks = objects(prefill={"tensorParallel": 4, "gpus": 0})["StatefulSet", "chat-prefill"]
+    ranks = all_objects(prefill={"tensorParallel": 4, "gpus": 0})["StatefulSet", "chat-prefill"]
     assert environment(main(ranks))["MILLRACE_ENGINE__TENSOR_PARALLEL"] == "4"
     assert "resources" not in main(ranks)
-    hub = environment(main(objects(weights=WEIGHTS["hub"])["StatefulSet", "chat-decode"]))
+    hub = environment(main(all_objects(weights=WEIGHTS["hub"])["StatefulSet", "chat-decode"]))
     assert hub["HF_TOKEN"] == {"secretKeyRef": {"name": "hub", "key": "token"}}
 
 
 @pytest.mark.parametrize("on_timeout, grace_s", [("Migrate", 160), ("Abort", 160), ("Wait", 86460)])
 def test_kubernetes_waits_longer_than_the_instance_drains(on_timeout, grace_s):
     drain = {"timeoutSeconds": 100, "onTimeout": on_timeout}
-    manifest = objects(decode={"drain": drain})["StatefulSet", "chat-decode"]
+    manifest = all_objects(decode={"drain": drain})["StatefulSet", "chat-decode"]
     assert manifest["spec"]["template"]["spec"]["terminationGracePeriodSeconds"] == grace_s
     arguments = main(manifest)["args"]
     assert arguments[arguments.index("--drain-timeout-s") + 1] == str(grace_s - 60)
 
 
 def test_budgets():
-    found = objects(gateway={"replicas": 1})
+    found = all_objects(gateway={"replicas": 1})
     assert found["PodDisruptionBudget", "chat-proxy"]["spec"]["minAvailable"] == 0
     assert found["PodDisruptionBudget", "chat-decode"]["spec"]["maxUnavailable"] == 1
 
 
 def test_a_pool_has_no_replicas_of_the_operators():
-    found = objects(prefill={"replicas": 3})
+    found = all_objects(prefill={"replicas": 3})
     assert "replicas" not in found["PrefillGroup", "chat-prefill"]["spec"]
     assert found["PrefillGroup", "chat-prefill"]["metadata"]["annotations"] == {
         "millrace.dev/initial-replicas": "3",
@@ -234,7 +234,7 @@ def test_a_pool_has_no_replicas_of_the_operators():
 
 
 def test_children_go_with_their_owner():
-    for (kind, name), manifest in objects().items():
+    for (kind, name), manifest in all_objects().items():
         (reference,) = manifest["metadata"]["ownerReferences"]
         assert reference["controller"], (kind, name)
     assert owner(model_service())["blockOwnerDeletion"] is False
@@ -330,12 +330,12 @@ def test_a_role_starts_anew_for_what_it_reads(role, sections):
 )
 def test_errors_name_the_field(spec, message):
     with pytest.raises(SpecError, match=message):
-        manifests.of_service(Context.of(model_service(**spec), DEFAULTS))
+        objects.of_service(Context.of(model_service(**spec), DEFAULTS))
 
 
 def test_without_redis_or_images_nothing_is_made():
     with pytest.raises(SpecError, match=r"spec\.redis is missing"):
-        manifests.of_service(Context.of(model_service(), Defaults(images={"scheduler": "x"})))
+        objects.of_service(Context.of(model_service(), Defaults(images={"scheduler": "x"})))
     with pytest.raises(SpecError, match="container millrace of scheduler has no image"):
         defaults = Defaults(images={}, redis_secret="redis")
-        manifests.of_service(Context.of(model_service(), defaults))
+        objects.of_service(Context.of(model_service(), defaults))

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from millrace_operator.observed import Pod
-from millrace_operator.pod_state import finished, pods_of
+from millrace_operator.reconcile.pod_state import finished, pods_of
 
 CREATED, LATER = "2026-01-01T00:00:00Z", "2026-01-01T00:01:00Z"
 CREATED_S, LATER_S = 1767225600.0, 1767225660.0

@@ -7,14 +7,14 @@ from typing import Any
 
 import pytest
 
-from millrace_operator.actions import (
+from millrace_operator.observed import ObservedPool
+from millrace_operator.reconcile.actions import (
     Cordon,
     Evict,
     SetReplicas,
 )
-from millrace_operator.conditions import by_type, timestamp
-from millrace_operator.observed import ObservedPool
-from millrace_operator.reconcile import reconcile_pool
+from millrace_operator.reconcile.conditions import by_type, timestamp
+from millrace_operator.reconcile.reconcile import reconcile_pool
 from support.custom_resources import DEFAULTS, model_service, pool
 from support.pool_scene import CALM, NAME, NOW_S, Scene, advice, held, kinds, reasons, size
 

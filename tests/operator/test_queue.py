@@ -10,8 +10,8 @@ from itertools import pairwise
 import pytest
 
 from millrace.core.errors import MillraceError
-from millrace_operator.kube import KubeError
-from millrace_operator.queue import Key, Pace, WorkQueue
+from millrace_operator.run.kube import KubeError
+from millrace_operator.run.queue import Key, Pace, WorkQueue
 from support.deadlines import HANG_S
 
 A, B = Key("DecodePool", "default", "a"), Key("DecodePool", "default", "b")

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from millrace_operator.quota import devices, room
+from millrace_operator.run.quota import devices, room
 
 GPU = "nvidia.com/gpu"
 

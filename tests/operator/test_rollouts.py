@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import pytest
 
-from millrace_operator.actions import (
+from millrace_operator.observed import Peer, Pod
+from millrace_operator.reconcile.actions import (
     Cordon,
     Delete,
 )
-from millrace_operator.conditions import by_type
-from millrace_operator.observed import Peer, Pod
+from millrace_operator.reconcile.conditions import by_type
 from support.pool_scene import NAME, Scene, advice, held, reasons, size
 
 

@@ -11,10 +11,10 @@ import pytest
 from millrace.core.autoscale.load import FleetLoad, PoolLoad
 from millrace.core.autoscale.rules import AutoscaleConfig, DecodeTargets, PrefillTargets
 from millrace.wire.scheduler_client import InstanceView, SchedulerUnavailable, UnknownInstance
-from millrace_operator import load
-from millrace_operator.load import Schedulers
 from millrace_operator.observed import Instance
-from millrace_operator.scaler import Pool, Scaler, View
+from millrace_operator.run import load
+from millrace_operator.run.load import Schedulers
+from millrace_operator.run.scaler import Pool, Scaler, View
 
 ADDRESS = "chat-scheduler.default.svc:7070"
 

@@ -7,10 +7,10 @@ from typing import Any
 import jsonschema
 import pytest
 
-from millrace_operator.actions import Apply, Delete, Report, SetStatus
-from millrace_operator.conditions import by_type
 from millrace_operator.observed import ObservedService
-from millrace_operator.reconcile import reconcile_service
+from millrace_operator.reconcile.actions import Apply, Delete, Report, SetStatus
+from millrace_operator.reconcile.conditions import by_type
+from millrace_operator.reconcile.reconcile import reconcile_service
 from support.custom_resources import DEFAULTS, SCHEMAS, defaulted, model_service
 
 

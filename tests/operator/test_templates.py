@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import pytest
 
-from millrace_operator import pods
-from millrace_operator.pods import Context
+from millrace_operator.manifests import pods
+from millrace_operator.manifests.pods import Context
+from millrace_operator.manifests.templates import merged
 from millrace_operator.spec import SpecError
-from millrace_operator.templates import merged
 from support.custom_resources import DEFAULTS, model_service, pool
 
 

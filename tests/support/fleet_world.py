@@ -15,7 +15,9 @@ from random import Random
 from typing import Any
 
 from millrace.core.autoscale.rules import Autoscaler, PoolMetrics
-from millrace_operator.actions import (
+from millrace_operator.manifests.naming import REVISION_LABEL, TEMPLATE_LABEL
+from millrace_operator.observed import Instance, ObservedPool, ObservedService, Peer, Pod
+from millrace_operator.reconcile.actions import (
     Action,
     Apply,
     Cordon,
@@ -25,10 +27,8 @@ from millrace_operator.actions import (
     SetReplicas,
     SetStatus,
 )
-from millrace_operator.conditions import by_type, seconds
-from millrace_operator.naming import REVISION_LABEL, TEMPLATE_LABEL
-from millrace_operator.observed import Instance, ObservedPool, ObservedService, Peer, Pod
-from millrace_operator.reconcile import reconcile_pool, reconcile_service
+from millrace_operator.reconcile.conditions import by_type, seconds
+from millrace_operator.reconcile.reconcile import reconcile_pool, reconcile_service
 from millrace_operator.spec import KINDS, autoscale_config
 from support.custom_resources import DEFAULTS, SCHEMAS, defaulted, model_service
 

@@ -25,7 +25,7 @@ import kmock
 from kmock import KubernetesEmulator, KubernetesError, Request, Server
 from kubernetes import client
 
-from millrace_operator.kube import RESOURCES
+from millrace_operator.run.kube import RESOURCES
 from support.deadlines import HANG_S
 from support.kube_objects import (
     Object,

@@ -11,10 +11,10 @@ from typing import Any
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
-from millrace_operator import crds, handlers, load, runner
-from millrace_operator.election import Terms
 from millrace_operator.main import Operator, Options
-from millrace_operator.queue import Pace
+from millrace_operator.run import crds, handlers, load, runner
+from millrace_operator.run.election import Terms
+from millrace_operator.run.queue import Pace
 from millrace_operator.spec import Defaults
 from support.deadlines import HANG_S
 from support.kube_emulator import KubeEmulator, configuration_of

@@ -8,15 +8,15 @@ from typing import Any
 import jsonschema
 
 from millrace.core.autoscale.rules import PoolMetrics, Recommendation
-from millrace_operator.actions import (
+from millrace_operator.observed import Instance, ObservedPool, Pod
+from millrace_operator.reconcile.actions import (
     Apply,
     Cordon,
     Report,
     SetStatus,
 )
-from millrace_operator.conditions import by_type
-from millrace_operator.observed import Instance, ObservedPool, Pod
-from millrace_operator.reconcile import reconcile_pool
+from millrace_operator.reconcile.conditions import by_type
+from millrace_operator.reconcile.reconcile import reconcile_pool
 from support.custom_resources import DEFAULTS, SCHEMAS, model_service, pool
 
 NOW_S = 10_000.0

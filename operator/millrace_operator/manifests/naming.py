@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from millrace_operator.config_file import digest
+from millrace_operator.manifests.config_file import digest
 from millrace_operator.observed import Object
 
 MANAGER = "millrace-operator"

@@ -7,13 +7,14 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from millrace.core.autoscale.rules import Recommendation
-from millrace_operator import conditions, manifests
-from millrace_operator.actions import Report
-from millrace_operator.conditions import Condition, seconds, timestamp
-from millrace_operator.drain import Leaving
+from millrace_operator.manifests import objects
 from millrace_operator.observed import Object, ObservedPool, Pod
-from millrace_operator.pool_metrics import seen
-from millrace_operator.rollout import Rollout
+from millrace_operator.reconcile import conditions
+from millrace_operator.reconcile.actions import Report
+from millrace_operator.reconcile.conditions import Condition, seconds, timestamp
+from millrace_operator.reconcile.drain import Leaving
+from millrace_operator.reconcile.pool_metrics import seen
+from millrace_operator.reconcile.rollout import Rollout
 
 #: Signals change all the time; on their own they are written no more often than this.
 SIGNALS_S = 30.0
@@ -73,7 +74,7 @@ def status(pool: Object, observed: ObservedPool, outcome: Outcome) -> dict[str, 
         "updatedReadyReplicas": sum(pod.ready for pod in updated),
         "drainingReplicas": len(outcome.leaving) + len(observed.pods) - len(there),
         "draining": [*(one.entry() for one in outcome.leaving), *outcome.returning],
-        "selector": ",".join(f"{k}={v}" for k, v in manifests.pool_selector(pool).items()),
+        "selector": ",".join(f"{k}={v}" for k, v in objects.pool_selector(pool).items()),
         "revision": outcome.revision,
         "servingRevisions": sorted({pod.revision for pod in serving})[:16],
         "template": outcome.template,

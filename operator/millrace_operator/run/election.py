@@ -23,7 +23,7 @@ from datetime import UTC, datetime
 from typing import Any
 
 from millrace.core.errors import MillraceError
-from millrace_operator.kube import RESOURCES, Kube, KubeError
+from millrace_operator.run.kube import RESOURCES, Kube, KubeError
 
 log = logging.getLogger(__name__)
 

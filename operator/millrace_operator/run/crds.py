@@ -17,7 +17,7 @@ from typing import Any
 import yaml
 
 from millrace.core.errors import MillraceError
-from millrace_operator.kube import MILLRACE, OPERATOR, RESOURCES, Kube, KubeError
+from millrace_operator.run.kube import MILLRACE, OPERATOR, RESOURCES, Kube, KubeError
 from millrace_operator.spec import KINDS
 
 log = logging.getLogger(__name__)

@@ -22,8 +22,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from millrace_operator.drain import Rules
 from millrace_operator.observed import Peer, Pod
+from millrace_operator.reconcile.drain import Rules
 
 #: An old pod that has not been ready this long is replaced at once: it is no capacity.
 BROKEN_S = 60.0

@@ -6,9 +6,9 @@ import re
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
-from millrace_operator.conditions import by_type, seconds
-from millrace_operator.naming import REVISION_LABEL, TEMPLATE_LABEL
+from millrace_operator.manifests.naming import REVISION_LABEL, TEMPLATE_LABEL
 from millrace_operator.observed import Object, Pod
+from millrace_operator.reconcile.conditions import by_type, seconds
 
 #: What a container waits for while it starts as it should.
 _NORMAL = frozenset({"", "ContainerCreating", "PodInitializing"})

@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from millrace.core.errors import MillraceError
-from millrace_operator.kube import KubeError
+from millrace_operator.run.kube import KubeError
 
 log = logging.getLogger(__name__)
 

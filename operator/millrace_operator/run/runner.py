@@ -5,14 +5,14 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from millrace_operator.actions import Action, SetStatus
-from millrace_operator.cluster import Cluster, OwnerGone
-from millrace_operator.conditions import Condition, updated
-from millrace_operator.kube import KubeRefused
 from millrace_operator.metrics import OperatorMetrics
 from millrace_operator.observed import Object
-from millrace_operator.queue import Key
-from millrace_operator.reconcile import reconcile_pool, reconcile_service
+from millrace_operator.reconcile.actions import Action, SetStatus
+from millrace_operator.reconcile.conditions import Condition, updated
+from millrace_operator.reconcile.reconcile import reconcile_pool, reconcile_service
+from millrace_operator.run.cluster import Cluster, OwnerGone
+from millrace_operator.run.kube import KubeRefused
+from millrace_operator.run.queue import Key
 from millrace_operator.spec import Defaults
 
 #: In seconds. A service is seen through events; what they miss is made good after so long.

@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from millrace_operator import config_file, naming, pods
+from millrace_operator.manifests import config_file, naming, pods
+from millrace_operator.manifests.pods import Context
 from millrace_operator.observed import Object
-from millrace_operator.pods import Context
 from millrace_operator.schema import API_VERSION
 from millrace_operator.spec import KINDS, PoolKind
 

@@ -11,14 +11,21 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from millrace_operator import manifests, pods
-from millrace_operator.actions import Action, Apply, Delete, Report, SetReplicas, SetStatus
-from millrace_operator.drain import Leaving, Rules
-from millrace_operator.naming import INITIAL, REVISION_LABEL, TEMPLATE_LABEL
+from millrace_operator.manifests import objects, pods
+from millrace_operator.manifests.naming import INITIAL, REVISION_LABEL, TEMPLATE_LABEL
+from millrace_operator.manifests.pods import Context
 from millrace_operator.observed import Object, ObservedPool, Pod
-from millrace_operator.pods import Context
-from millrace_operator.pool_status import Outcome, Scaled, reports, rolling_out, status
-from millrace_operator.rollout import Rollout
+from millrace_operator.reconcile.actions import (
+    Action,
+    Apply,
+    Delete,
+    Report,
+    SetReplicas,
+    SetStatus,
+)
+from millrace_operator.reconcile.drain import Leaving, Rules
+from millrace_operator.reconcile.pool_status import Outcome, Scaled, reports, rolling_out, status
+from millrace_operator.reconcile.rollout import Rollout
 from millrace_operator.spec import KINDS, Defaults, SpecError, autoscale_config
 
 
@@ -154,14 +161,12 @@ class Plan:
         ]
 
     def _applies(self) -> list[Apply]:
-        wanted = manifests.of_pool(self.pool, self.template, self.size)
+        wanted = objects.of_pool(self.pool, self.template, self.size)
         live = self.observed.live
         return [
             Apply(manifest=manifest)
             for manifest in wanted
-            if manifests.differs(
-                live.get((manifest["kind"], manifest["metadata"]["name"])), manifest
-            )
+            if objects.differs(live.get((manifest["kind"], manifest["metadata"]["name"])), manifest)
         ]
 
     def _deletions(self) -> list[Delete]:

@@ -6,7 +6,7 @@ be stopped and started anywhere. A pass over what the pass before brought about 
 
 from __future__ import annotations
 
-from millrace_operator.pool import reconcile_pool
-from millrace_operator.service import reconcile_service
+from millrace_operator.reconcile.pool import reconcile_pool
+from millrace_operator.reconcile.service import reconcile_service
 
 __all__ = ["reconcile_pool", "reconcile_service"]

@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 
 from millrace.core.autoscale.load import PoolLoad
 from millrace.core.autoscale.rules import AutoscaleConfig, Autoscaler, PoolMetrics, Recommendation
-from millrace_operator.load import Sample, Schedulers
+from millrace_operator.run.load import Sample, Schedulers
 
 #: A sample serves all pools of a service that ask within this share of an interval.
 SHARED = 0.9

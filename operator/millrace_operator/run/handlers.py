@@ -20,9 +20,9 @@ import kopf
 from kubernetes import client
 
 from millrace.core.errors import MillraceError
-from millrace_operator.kube import MILLRACE, RESOURCES
-from millrace_operator.naming import COMPONENT_LABEL, POOL_LABEL, SERVICE_LABEL
-from millrace_operator.queue import Key
+from millrace_operator.manifests.naming import COMPONENT_LABEL, POOL_LABEL, SERVICE_LABEL
+from millrace_operator.run.kube import MILLRACE, RESOURCES
+from millrace_operator.run.queue import Key
 from millrace_operator.spec import KINDS
 
 _POOLS = {kind.role: kind.kind for kind in KINDS.values()}  # by component label

@@ -18,7 +18,16 @@ from functools import partial
 from typing import Any
 
 from millrace.core.errors import MillraceError
-from millrace_operator.actions import (
+from millrace_operator.manifests.naming import (
+    APPLIED,
+    POOL_LABEL,
+    SCHEDULER_PORT,
+    SERVICE_LABEL,
+    scheduler_name,
+)
+from millrace_operator.metrics import OperatorMetrics
+from millrace_operator.observed import Instance, Object, ObservedPool, ObservedService, Peer
+from millrace_operator.reconcile.actions import (
     Action,
     Apply,
     Cordon,
@@ -28,21 +37,12 @@ from millrace_operator.actions import (
     SetReplicas,
     SetStatus,
 )
-from millrace_operator.kube import OPERATOR, RESOURCES, Kube, KubeRefused
-from millrace_operator.load import Schedulers
-from millrace_operator.metrics import OperatorMetrics
-from millrace_operator.naming import (
-    APPLIED,
-    POOL_LABEL,
-    SCHEDULER_PORT,
-    SERVICE_LABEL,
-    scheduler_name,
-)
-from millrace_operator.observed import Instance, Object, ObservedPool, ObservedService, Peer
-from millrace_operator.pod_state import finished, pods_of
-from millrace_operator.queue import Key
-from millrace_operator.quota import room
-from millrace_operator.scaler import Pool, Scaler, View
+from millrace_operator.reconcile.pod_state import finished, pods_of
+from millrace_operator.run.kube import OPERATOR, RESOURCES, Kube, KubeRefused
+from millrace_operator.run.load import Schedulers
+from millrace_operator.run.queue import Key
+from millrace_operator.run.quota import room
+from millrace_operator.run.scaler import Pool, Scaler, View
 from millrace_operator.spec import KINDS, SpecError, autoscale_config, heard, role_of
 
 log = logging.getLogger(__name__)

@@ -16,9 +16,9 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from millrace_operator.actions import Cordon, Evict
-from millrace_operator.conditions import seconds, timestamp
 from millrace_operator.observed import Instance, Pod
+from millrace_operator.reconcile.actions import Cordon, Evict
+from millrace_operator.reconcile.conditions import seconds, timestamp
 
 #: What an eviction may take. Then the pod goes: at SIGTERM it drains once more by itself.
 EVICTION_S = 60.0

@@ -12,8 +12,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from millrace.core.config import Config, EngineConfig
-from millrace_operator import config_file, naming, templates
-from millrace_operator.config_file import Table, digest, digest_for
+from millrace_operator.manifests import config_file, naming, templates
+from millrace_operator.manifests.config_file import Table, digest, digest_for
 from millrace_operator.observed import Object
 from millrace_operator.spec import KINDS, Defaults, SpecError, gpus, role_of
 

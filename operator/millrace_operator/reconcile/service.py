@@ -5,11 +5,12 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from millrace_operator import conditions, manifests, naming
-from millrace_operator.actions import Action, Apply, Delete, Report, SetStatus
-from millrace_operator.conditions import Condition
+from millrace_operator.manifests import naming, objects
+from millrace_operator.manifests.pods import Context
 from millrace_operator.observed import Object, ObservedService
-from millrace_operator.pods import Context
+from millrace_operator.reconcile import conditions
+from millrace_operator.reconcile.actions import Action, Apply, Delete, Report, SetStatus
+from millrace_operator.reconcile.conditions import Condition
 from millrace_operator.spec import KINDS, Defaults, PoolKind, SpecError
 
 
@@ -23,7 +24,7 @@ def reconcile_service(
         return _told(service, observed, revision=_last(service).get("revision", ""))
     try:
         context = Context.of(service, defaults)
-        wanted = manifests.of_service(context)
+        wanted = objects.of_service(context)
     except SpecError as error:
         problem = Report(reason="InvalidSpec", message=str(error), warning=True)
         revision = _last(service).get("revision", "")
@@ -31,7 +32,7 @@ def reconcile_service(
     changes = [
         Apply(manifest=manifest)
         for manifest in wanted
-        if manifests.differs(
+        if objects.differs(
             observed.live.get((manifest["kind"], manifest["metadata"]["name"])), manifest
         )
     ]
