@@ -124,7 +124,7 @@ async def test_a_drain_moves_who_is_in_host_memory_too() -> None:
 async def test_a_proxy_that_is_gone_takes_its_swapped_requests_along() -> None:
     async with asking(settings(swap_pages=100)) as asker:
         await filled(asker)
-        asker.pair.decode.role._answers._proxy_gone((PROXY.id, PROXY.generation))
+        asker.pair.decode.role._output._proxy_gone((PROXY.id, PROXY.generation))
         await asker.pair.decode.role.wait_idle()
         assert asker.pair.used_pages == 0
         kinds = {kind for kind, _ in asker.pair.decode.messages}

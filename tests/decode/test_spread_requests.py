@@ -8,10 +8,12 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
+from dataclasses import replace
 from typing import Any
 
 import pytest_asyncio
 
+from millrace.core.config import SchedulerConfig
 from millrace.decode.loop import DecodeRole
 from millrace.instance.host import WorkerContext
 from millrace.kvp.role import KvpRole
@@ -23,7 +25,10 @@ from support.live_stack import eventually
 from support.tiny_models import oracle, prompt
 from support.worker_roles import LiveRole, config, live_roles, remember, run_prefill, spec
 
-SETTINGS = config(max_batch=4, max_chunk_tokens=64)
+SETTINGS = replace(
+    config(max_batch=4, max_chunk_tokens=64),
+    scheduler=SchedulerConfig(heartbeat_s=0.1, lease_s=10),  # for which holders may take to answer
+)
 PAGE = SETTINGS.engine.page_tokens
 
 
