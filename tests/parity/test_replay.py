@@ -57,6 +57,19 @@ async def work(net: Net, prefill: Worker, decodes: dict[str, Worker], computed: 
             await decode.finished(request_id)
 
 
+async def let_go(decode: Worker) -> None:
+    """Frees what a decode worker is told to drop, as a real one does: other requests need it."""
+    attempts: dict[str, int] = {}
+    while True:
+        command = await decode.next()
+        if command.WhichOneof("kind") == "admit_decode":
+            admit = command.admit_decode
+            attempts[admit.request.request_id] = admit.attempt
+        elif command.WhichOneof("kind") == "cancel":
+            request_id = command.cancel.request_id
+            await decode.released(request_id, attempts[request_id])
+
+
 async def run(path: Path) -> None:
     """A dozen requests, one cancel, one death of a prefill and one of a decode instance."""
     async with scheduler(quick(), record=path) as net:
@@ -73,15 +86,20 @@ async def run(path: Path) -> None:
         for policy in ("s_edf", "lars"):
             await net.stub().SetPolicy(scheduler_pb2.SetPolicyRequest(policy=policy))
         computed: set[str] = set()
-        working = asyncio.create_task(work(net, prefill, decodes, computed))
+        working = [asyncio.create_task(work(net, prefill, decodes, computed))]
+        working += [asyncio.create_task(let_go(decode)) for decode in decodes.values()]
 
         async def ended() -> bool:
+            for task in working:
+                if task.done():
+                    await task  # raises what went wrong in it
             status = await net.status()
             return not (status.queued or status.prefilling or status.decoding)
 
         await eventually(ended)
-        working.cancel()
-        await asyncio.gather(working, return_exceptions=True)
+        for task in working:
+            task.cancel()
+        await asyncio.gather(*working, return_exceptions=True)
 
 
 @pytest.fixture(scope="module")

@@ -194,8 +194,9 @@ class Worker(Peer):
             )
         )
 
-    async def released(self, request_id: str) -> None:
-        await self.say(request_released=scheduler_pb2.RequestReleased(request_id=request_id))
+    async def released(self, request_id: str, attempt: int = 0) -> None:
+        released = scheduler_pb2.RequestReleased(request_id=request_id, attempt=attempt)
+        await self.say(request_released=released)
 
     async def decoding(self, request_id: str) -> None:
         await self.say(decode_started=scheduler_pb2.DecodeStarted(request_id=request_id))
