@@ -133,7 +133,7 @@ def test_the_readme_lists_every_value() -> None:
 
 @pytest.mark.parametrize("name", ["minimal", "cpu", "mixed"])
 def test_profiles_to_start_from_need_no_secret_and_no_volume(name: str) -> None:
-    """Their commands in README.md and docs/kubernetes.md work as they are printed."""
+    """Their commands in README.md and docs/guides/kubernetes.md work as they are printed."""
     text = str(values_of(name))
     assert "secret" not in text.lower() and "claimName" not in text
     assert "image" not in values_of(name) and "weights" not in values_of(name)

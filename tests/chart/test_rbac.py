@@ -103,7 +103,7 @@ def test_a_release_without_the_operator_grants_nothing() -> None:
 
 
 def test_the_documentation_has_the_same_table() -> None:
-    text = (ROOT / "docs/kubernetes.md").read_text()
+    text = (ROOT / "docs/guides/kubernetes.md").read_text()
     written = {
         (group.replace("core", ""), resource): verbs.replace(",", "")
         for group, resources, verbs in re.findall(

@@ -1,4 +1,7 @@
-"""A stack of the images that `make images` built: `make test-images`. See docs/kubernetes.md."""
+"""A stack of the images that `make images` built: `make test-images`.
+
+See docs/guides/kubernetes.md.
+"""
 
 from __future__ import annotations
 

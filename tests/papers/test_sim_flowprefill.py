@@ -1,6 +1,6 @@
 """FlowPrefill section 6 in the simulator, in small: who beats whom, and by how much at least.
 
-The full experiments and their figures are in docs/papers.md. Margins are wide: 300 requests.
+The full experiments and their figures are in docs/papers/index.md. Margins are wide: 300 requests.
 """
 
 import json

@@ -1,6 +1,6 @@
 """Millrace's order against the papers' on one small draw: who is in time, and who waits how long.
 
-The full comparison is `millrace sim paper millrace-policies`; docs/papers.md has its figures.
+The full comparison is `millrace sim paper millrace-policies`; docs/papers/index.md has its figures.
 """
 
 from __future__ import annotations

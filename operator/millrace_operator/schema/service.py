@@ -239,7 +239,7 @@ def service_spec() -> Schema:
             "settings": {
                 "type": "object",
                 "description": (
-                    "Further settings of all services, as in docs/configuration.md: "
+                    "Further settings of all services, as in docs/reference/configuration.md: "
                     "`section.field: value`."
                 ),
                 "additionalProperties": text("The value, as text.", longest=1024),

@@ -1,4 +1,4 @@
-"""Every setting as a TOML file to start from, and as docs/configuration.md."""
+"""Every setting as a TOML file to start from, and as docs/reference/configuration.md."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ def as_toml() -> str:
 
 
 def as_markdown() -> str:
-    """docs/configuration.md."""
+    """docs/reference/configuration.md."""
     lines = [HEAD]
     for section, fields in itertools.groupby(settings(), key=attrgetter("section")):
         lines += [f"## {section}", "", *TABLE_HEAD]

@@ -14,7 +14,7 @@ from millrace.cli.process import write_json
 from millrace.core.autoscale.load import FleetLoad
 from millrace.wire.scheduler_client import InstanceView, get_instances, get_load, get_mechanisms
 
-#: Column and field of `PoolLoad`; docs/autoscaling.md says what each signal means.
+#: Column and field of `PoolLoad`; docs/guides/autoscaling.md says what each signal means.
 SIGNALS = (
     ("backlog s", "backlog_s"),
     ("arriving", "arriving"),

@@ -359,7 +359,9 @@ def improvement_rate(
 
 @app.command("config")
 def show_config(
-    markdown: Annotated[bool, typer.Option("--markdown", help="As docs/configuration.md.")] = False,
+    markdown: Annotated[
+        bool, typer.Option("--markdown", help="As docs/reference/configuration.md.")
+    ] = False,
 ) -> None:
     """Every setting with its default, range and meaning, as a TOML file to start from."""
     from millrace.cli.config import as_markdown, as_toml

@@ -1,14 +1,13 @@
 """The watch over a pool in which work is prepared and nothing begins.
 
-The protocol of gangs stops in no order of messages (docs/architecture.md, *Gangs*). The watch is
-for what is outside of its assumptions: a message that a broken transport lost, a defect. A task
-stalls when it is chosen to run, all its members have it prepared, and for longer than a bound none
-of them has begun an operator of anything. The bound grows with the work that the members hold:
-`LEAST_S` plus `FACTOR` times the longest predicted task among it, for an operator is never longer
-than its task.
+The protocol of gangs stops in no order of messages (docs/concepts/architecture.md, *Gangs*). The
+watch covers what lies outside of the protocol's assumptions: a lost message, a defect. A task
+stalls when the scheduler chose it to run, all its members have prepared it, and none of them has
+begun an operator of any task for longer than a bound. The bound is `LEAST_S` plus `FACTOR` times
+the longest predicted task that the members hold: an operator is never longer than its task.
 
-What stalls is taken back and planned again, and so is whatever its members keep themselves free
-for: the instances drop both, which ends every wait between them.
+The scheduler takes a stalled task back and plans it again, together with the tasks that its members
+keep themselves free for. The instances drop them, and every wait between the instances ends.
 """
 
 from __future__ import annotations

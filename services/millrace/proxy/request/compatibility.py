@@ -1,8 +1,8 @@
 """Fields that clients of OpenAI's API and of vLLM send, and that Millrace does not serve.
 
 A field without an effect on the answer's tokens is ignored, as vLLM ignores it. A field that asks
-for another answer is refused by name, except for the values that ask for nothing. docs/api.md says
-why.
+for another answer is refused by name, except for the values that ask for nothing.
+docs/reference/api.md says why.
 """
 
 from __future__ import annotations
