@@ -14,14 +14,8 @@ from typing import Final
 import torch
 from torch import Tensor
 
-from millrace_kernels import (
-    cpu_backend,
-    cpu_rows,
-    flashinfer_backend,
-    torch_backend,
-    trial,
-    triton_backend,
-)
+from millrace_kernels import cpu_backend, flashinfer_backend, torch_backend, trial, triton_backend
+from millrace_kernels.cpu_backend import rows as cpu_rows
 from millrace_kernels.plan import AttentionPlan, Backend
 from millrace_kernels.row_operations import Rows
 

@@ -10,8 +10,9 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from millrace_kernels import cpu_linear, dispatch, torch_backend
+from millrace_kernels import dispatch, torch_backend
 from millrace_kernels.composed import ComposedLinear
+from millrace_kernels.cpu_backend import linear as cpu_linear
 from millrace_kernels.plan import Backend
 from millrace_kernels.row_operations import Rows
 

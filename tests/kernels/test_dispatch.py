@@ -12,12 +12,12 @@ import torch
 from millrace_kernels import (
     api,
     cpu_backend,
-    cpu_rows,
     dispatch,
     flashinfer_backend,
     torch_backend,
     triton_backend,
 )
+from millrace_kernels.cpu_backend import rows as cpu_rows
 from millrace_kernels.plan import Backend
 from support.attention_calls import Call
 

@@ -7,8 +7,10 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from millrace_kernels import api, cpu_backend, cpu_linear, cpu_rows, reference
-from millrace_kernels.cpu_linear import CpuExperts, CpuLinear
+from millrace_kernels import api, cpu_backend, reference
+from millrace_kernels.cpu_backend import linear as cpu_linear
+from millrace_kernels.cpu_backend import rows as cpu_rows
+from millrace_kernels.cpu_backend.linear import CpuExperts, CpuLinear
 
 TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 2e-2}
 DTYPES = pytest.mark.parametrize("dtype", TOLERANCE, ids=str)

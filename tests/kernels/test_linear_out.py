@@ -7,7 +7,8 @@ from collections.abc import Iterator
 import pytest
 import torch
 
-from millrace_kernels import api, cpu_backend, cpu_linear
+from millrace_kernels import api, cpu_backend
+from millrace_kernels.cpu_backend import linear as cpu_linear
 
 DTYPES = pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
 ROWS = pytest.mark.parametrize("rows", [0, 1, 3, 8, 9, 500])

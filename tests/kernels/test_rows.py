@@ -10,7 +10,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from millrace_kernels import api, cpu_backend, cpu_rows, reference, torch_backend
+from millrace_kernels import api, cpu_backend, reference, torch_backend
+from millrace_kernels.cpu_backend import rows as cpu_rows
 
 TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 2e-2}
 DTYPES = pytest.mark.parametrize("dtype", TOLERANCE, ids=str)

@@ -10,7 +10,9 @@ import torch
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
-from millrace_kernels import api, cpu_backend, cpu_rows, reference, torch_sampling
+from millrace_kernels import api, cpu_backend, reference
+from millrace_kernels.cpu_backend import rows as cpu_rows
+from millrace_kernels.torch_backend import sampling as torch_sampling
 
 NEAR = 1e-9  # with a uniform or share closer to a threshold than this, rounding may decide
 SETTINGS = settings(max_examples=60)

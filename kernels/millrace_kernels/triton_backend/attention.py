@@ -13,10 +13,10 @@ import torch
 from torch import Tensor
 
 from millrace_kernels.plan import AttentionPlan
-from millrace_kernels.triton_backend import attention_kernels as kernels
 from millrace_kernels.triton_backend import attention_plan, configs
 from millrace_kernels.triton_backend.configs import Config
 from millrace_kernels.triton_backend.jit import block, dot_precision, launch
+from millrace_kernels.triton_backend.kernels import attention as kernels
 
 _MERGED_AT_ONCE = 16
 """Partial results of a row that one step of the merge reads."""

@@ -11,8 +11,9 @@ from torch import Tensor
 from millrace_kernels import torch_backend
 from millrace_kernels.composed import ComposedLinear
 from millrace_kernels.row_operations import Rows
-from millrace_kernels.triton_backend import configs, linear_kernels, rows
+from millrace_kernels.triton_backend import configs, rows
 from millrace_kernels.triton_backend.jit import dot_precision, launch
+from millrace_kernels.triton_backend.kernels import linear as linear_kernels
 
 FEW_ROWS: Final = 8
 """Rows of x up to which the kernel runs: decode of a few sequences, all of it reading weights."""

@@ -9,9 +9,9 @@ import torch
 from torch import Tensor
 
 from millrace_kernels.triton_backend import configs
-from millrace_kernels.triton_backend import moe_kernels as kernels
 from millrace_kernels.triton_backend.configs import Config
 from millrace_kernels.triton_backend.jit import dot_precision, launch
+from millrace_kernels.triton_backend.kernels import moe as kernels
 
 _FEW_PER_EXPERT: Final = 16
 """Assignments an expert on average up to which the small tiles run."""

@@ -10,9 +10,9 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from millrace_kernels.triton_backend import row_kernels as kernels
 from millrace_kernels.triton_backend.attention import merge_attention_ as merge_attention_
 from millrace_kernels.triton_backend.jit import block, launch
+from millrace_kernels.triton_backend.kernels import rows as kernels
 from millrace_kernels.triton_backend.sampling import sample as sample
 
 _SILU_BLOCK = 1024

@@ -14,8 +14,8 @@ from typing import Final
 import torch
 from torch import Tensor
 
-from millrace_kernels.triton_backend import sampling_kernels as kernels
 from millrace_kernels.triton_backend.jit import block, launch
+from millrace_kernels.triton_backend.kernels import sampling as kernels
 
 CANDIDATES: Final = 1024
 _BLOCK: Final = 4096

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from millrace.engine.sampling.logprobs import top_tokens
 from millrace.engine.sampling.philox import uniforms
 from millrace.engine.sampling.sampler import Sampler, SamplingRow, SamplingSpec
-from millrace_kernels.torch_sampling import CANDIDATES, ranked
+from millrace_kernels.torch_backend.sampling import CANDIDATES, ranked
 
 NEAR = 1e-9  # closer to a threshold than this, the order of summation may decide
 

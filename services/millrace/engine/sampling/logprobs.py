@@ -11,7 +11,7 @@ from typing import Final
 import torch
 from torch import Tensor
 
-from millrace_kernels.torch_sampling import ranked
+from millrace_kernels.torch_backend.sampling import ranked
 
 _SPARE: Final = (
     32  # candidates beyond those wanted, so that a tie at the edge rarely costs a full sort
