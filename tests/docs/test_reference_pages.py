@@ -1,0 +1,49 @@
+"""The generated pages of docs/reference are what the code says."""
+
+import re
+from pathlib import Path
+
+import pytest
+from docs.reference.generate import CHART, PAGES, ROOT
+from docs.reference.metrics_in_code import ROLES, metrics
+
+from millrace.proxy.metrics import ProxyMetrics
+
+FOLDER = ROOT / "docs/reference"
+WRITTEN_BY_HAND = {"api.md"}
+
+
+@pytest.mark.parametrize("name", PAGES)
+def test_the_page_is_current(name: str) -> None:
+    assert (FOLDER / name).read_text() == PAGES[name](), "run `make docs`"
+
+
+def test_every_other_page_is_written_by_hand() -> None:
+    assert {path.name for path in FOLDER.glob("*.md")} == set(PAGES) | WRITTEN_BY_HAND
+
+
+def test_metrics_are_read_as_the_registry_has_them() -> None:
+    text, _ = ProxyMetrics(lambda: 0.0, lambda: 0.0).registry.render()
+    served = re.findall(r"^# TYPE (millrace_\w+) (\w+)$", text.decode(), re.MULTILINE)
+    found = {(one.name, one.kind) for one in metrics(ROOT) if one.name.startswith("millrace_proxy")}
+    assert {(name, kind) for name, kind in served if not name.endswith("_created")} == found
+
+
+def test_the_dashboards_and_alerts_ask_for_metrics_of_the_page() -> None:
+    page = PAGES["metrics.md"]()
+    page = "".join([page, *(page.replace("ROLE", role) for role in ROLES)])
+    files = [*CHART.glob("dashboards/*.json"), CHART / "templates/alerts.yaml"]
+    asked = {name for path in files for name in _metrics_in(path)}
+    assert asked
+    missing = {name for name in asked if f"`{name}`" not in page}
+    assert not {name for name in missing if f"`{_base(name)}`" not in page}
+
+
+def _metrics_in(path: Path) -> list[str]:
+    """Names of series; `millrace_dev_service` and its like are labels."""
+    return re.findall(r"\bmillrace_(?!dev_)[a-z]+_[a-z_]+", path.read_text())
+
+
+def _base(series: str) -> str:
+    """The name of the histogram whose series this is."""
+    return re.sub(r"_(bucket|sum|count)$", "", series)
