@@ -1,10 +1,10 @@
-"""Activations from one stage of a pipeline to the next (SPP, Mnemosyne section 4.3).
+"""Moves activations from one pipeline stage to the next (SPP, Mnemosyne section 4.3).
 
-Both ends have the same few slots, each with room for the rows of a pass. A pass's rows are written
-out of a slot of the sender into the same slot of the receiver, its description goes along in the
-notification, as do few rows themselves; the slot is used again once the receiver has said that it
-has taken the rows. So the sender runs ahead of the receiver by as many passes as there are slots,
-and no further.
+The sender and the receiver have the same number of slots. Each slot has room for the rows of one
+pass. The sender writes a pass's rows out of its slot into the receiver's slot of the same number.
+The notification carries the pass's description, and the rows too when there are few. The receiver
+acknowledges the rows once it has taken them, and the slot is free again. So the sender runs ahead
+of the receiver by at most as many passes as there are slots.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Who has a right to write here, and when nothing of its can land any more."""
+"""A peer's right to write here, and the check that none of its writes can land any more."""
 
 from __future__ import annotations
 

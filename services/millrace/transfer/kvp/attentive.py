@@ -1,4 +1,4 @@
-"""Waiting for a peer's word on the thread that needs it."""
+"""Waits for a peer's message on the thread that needs it."""
 
 from __future__ import annotations
 

@@ -1,10 +1,11 @@
-"""The owner's end of KV parallelism: queries and new K/V to holders, partial results back.
+"""Sends queries and new K/V from the KV owner to KVP workers, and collects partial results.
 
-One exchange an instance, one pair a holder's life. A pair has one request on its way at most, so
-that its memory at either side is nobody else's until the answer has come; what is to be sent lies
-in this end's memory already. An answer counts when it names the pass, piece and layer that are
-waited for: a late one, of an earlier pass, is dropped. A pair that was lost stays so: its memory is
-lent anew only once no write of the holder can land there.
+Each instance has one exchange, and one pair per incarnation of a KVP worker. A pair has at most one
+request in flight, so no other request uses the pair's memory at either end until the answer has
+arrived. The data to send already lies in this end's memory. An answer counts when it names the
+pass, piece and layer of the open request; the exchange drops late answers of earlier passes. A lost
+pair is never used again: the exchange lends its memory to another pair only after no write of that
+worker can land there.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""The notifications between a long request's home and a holder of its shards: a fixed header."""
+"""The notifications between the KV owner of a long request and a KVP worker: a fixed header."""
 
 from __future__ import annotations
 

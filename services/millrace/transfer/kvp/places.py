@@ -1,4 +1,7 @@
-"""Equal places in a region, one a peer; one is lent again once no write of its peer can land."""
+"""Equal places in a memory region, one per peer.
+
+A place is lent again only after no write of its last peer can land there.
+"""
 
 from __future__ import annotations
 

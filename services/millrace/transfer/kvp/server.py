@@ -1,8 +1,9 @@
-"""The holder's end of KV parallelism: attends for the owners of the shards that lie here.
+"""Serves attention over the shards of one KVP worker to the shards' KV owners.
 
-Owners write queries and new K/V into their places; a thread of its own serves them in the order of
-their coming, so that instances that hold for each other never wait for one another's passes. Only
-that thread reads or writes shards' pages, so what `close_shard` gives back is nobody's any more.
+KV owners write queries and new K/V into their places. One thread serves the places in the order of
+arrival, so two instances that hold shards for each other never wait for each other's passes. Only
+this thread reads and writes the pages of shards. So after `close_shard` has returned, nothing uses
+the shard's pages any more.
 """
 
 from __future__ import annotations

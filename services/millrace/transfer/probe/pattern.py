@@ -1,9 +1,9 @@
-"""Whether bytes really travel: either side writes a pattern to the other and checks what came.
+"""Checks that bytes really travel: each end writes a pattern to the other end and compares.
 
-The end that a peer writes to is a transport of its own, made for one probe and closed after it.
-What a probe leaves undone can't touch what requests go over, and all that it held goes with it:
-the registered buffer, the peer, whatever was in flight. An instance makes these ends in processes
-of their own (`probe_process.py`): where the transport's library aborts, only the probe fails.
+An end is a transport of its own, made for one probe and closed after it. Requests use another
+transport, so an unfinished probe cannot touch their memory. When the end closes, its registered
+buffer, its peer and its writes in flight go with it. An instance makes these ends in separate
+processes (`process.py`): if the transport's library aborts, only the probe fails.
 """
 
 from __future__ import annotations

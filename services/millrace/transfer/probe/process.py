@@ -1,8 +1,8 @@
-"""Ends of probes in processes of their own, so that a crash of one touches nothing else.
+"""Runs each end of a probe in a process of its own, so that a crash touches nothing else.
 
-The transport's library is not ours: an assertion in it ends its process. A probe meets peers that
-nobody has met before, dead ones among them, so its end lives in a child (`probe_server.py`). A
-child that dies is a failed probe, with the name of the signal.
+An assertion inside the transport's library ends its process. A probe meets new and dead peers, so
+its end lives in a child process (`server.py`). If the child dies, the probe has failed, and the
+error names the signal.
 """
 
 from __future__ import annotations

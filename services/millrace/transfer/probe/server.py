@@ -1,8 +1,8 @@
 """The program that makes the ends of probes, each in a process of its own.
 
-`python -m millrace.transfer.probe.server FD DEVICE` is started by `probe_process.py`. It loads what
-an end needs once, opens no transport, and forks a child for each end that is asked for. So an end
-costs a fork, and neither a start of Python nor one of UCX.
+`process.py` starts `python -m millrace.transfer.probe.server FD DEVICE`. The program loads once
+what every end needs, opens no transport, and forks one child per end. So an end costs a fork, and
+no start of Python or UCX.
 
 The socket FD takes a request and, with it, a socket that belongs to this end alone:
 
@@ -13,8 +13,8 @@ The socket FD takes a request and, with it, a socket that belongs to this end al
     parent  end of file                   the child closes its transport and ends
     server  {"ended"}                     the child's exit status, negative for a signal
 
-Each message is a line of JSON; metadata is in base64. The server ends with FD, and its children
-with it.
+Each message is a line of JSON; metadata is in base64. When FD closes, the server ends and its
+children end too.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Whom the two halves of a transfer speak to: each other's control side, and the pages' owner."""
+"""The protocols that the two ends of a transfer need: the peer's control side, the pages' owner."""
 
 from __future__ import annotations
 

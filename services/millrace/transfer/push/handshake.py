@@ -1,13 +1,14 @@
-"""Backend allocation handshake of Tetris §4.2, as pure decisions; the clock is passed in.
+"""Decides the backend allocation handshake (Tetris section 4.2). Pure: the clock is an argument.
 
-Buffer-free receivers ("Otherwise ..." does not apply) grant at once: data goes straight into the
-request's pages and needs no backend, so `transfer.backends` limits buffered receivers alone. A
-buffered receiver has that many staging buffers. When none is free, "requests are sorted by the
-first handshake timestamp", and backends are reserved "for each request until all its chunks are
-transferred": a backend that a request got stays with it, and serves its next sender, until the
-request ends. A later request never takes a backend that an earlier one waits for. Each attempt at
-a request is a claim of its own: its place is that of the request's first handshake, but a failed
-one reserves nothing while the request is planned anew.
+A receiver without staging buffers grants at once: data goes straight into the request's pages and
+needs no backend. So `transfer.backends` limits buffered receivers only. A buffered receiver has
+that many staging buffers. When none is free, "requests are sorted by the first handshake
+timestamp", and backends are reserved "for each request until all its chunks are transferred": a
+backend stays with its request and serves the request's next sender until the request ends. A later
+request never takes a backend that an earlier request waits for.
+
+Each attempt at a request is a claim of its own. The claim is ordered by the request's first
+handshake. A failed claim reserves nothing while the scheduler plans the request again.
 """
 
 from __future__ import annotations

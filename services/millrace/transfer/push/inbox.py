@@ -1,4 +1,4 @@
-"""Notifications on their way from the transport's thread to the event loop, in order."""
+"""Passes notifications from the transport's thread to the event loop, in order."""
 
 from __future__ import annotations
 

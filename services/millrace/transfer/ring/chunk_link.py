@@ -1,4 +1,4 @@
-"""A chunk's ring as one member's compute sees it: publish, wait, release."""
+"""One chunk's ring as the compute of one member uses it: publish, wait, release."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
-"""When each peer of a link was heard of and told anything last.
+"""Records when a link last heard from each peer and last sent to it.
 
-A member writes to a peer only within `lease_s` seconds of the peer's last word: a peer that waits
-longer than that for a member may take its pages back.
+A member writes to a peer only within `lease_s` seconds of the peer's last message. A peer that has
+waited for a member for longer than `lease_s` may free its pages.
 """
 
 from __future__ import annotations

@@ -1,13 +1,14 @@
-"""What may be sent round a ring when: order, window and forwarding, without any I/O.
+"""Decides which block a member may send round the ring at which moment. Pure, without I/O.
 
-N members; member r sends to r + 1. A layer goes round in N - 1 steps: at step s a member receives
-what began at member r - s. Blocks are numbered over the whole chunk: number ``layer * (N - 1) +
-step - 1``, for the one who receives it and, as the same write, for the one who sends it. A sender
-begins a layer with its own block and forwards each that arrives but the last one.
+A ring has N members; member r sends to member r + 1. A layer takes N - 1 steps: at step s, a member
+receives the block that began at member r - s. Blocks are numbered over the whole chunk: number
+``layer * (N - 1) + step - 1``. The receiver and the sender use the same number for the same write.
+A sender begins a layer with its own block, then forwards every arriving block except the last.
 
-Two buffers take the steps of a layer in turn, so that the attention's inputs lie in the same pages
-in each layer. A block may be sent once the last one in its buffer has left it, which the receiver
-says in cumulative credits; it has left once it has been attended to *and* forwarded.
+The steps of a layer use two buffers in turn, so that the attention's inputs lie in the same pages
+in each layer. A member may send a block when the previous block in the same buffer has left it. A
+block has left its buffer once it was attended to *and* forwarded; the receiver reports this by
+cumulative credits.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
-"""Who gives which history to whom, at one member of a group. Pure.
+"""Decides which member of an SP group gives which history to which other member. Pure.
 
-A giver offers, the receiver answers that it wants the history, and the giver gives once it has
-computed it. A giver that has offered is linked to the receiver: from its WANT on it may write, and
-it can say that it writes no more.
+A giver sends OFFER, the receiver answers WANT, and the giver writes the history once it has
+computed it. A giver that has sent OFFER is linked to the receiver: after WANT it may write, and it
+can report that it will write no more.
 """
 
 from __future__ import annotations

@@ -1,9 +1,9 @@
-"""One request's K/V between the members of its group, at one of them.
+"""One request's K/V between the members of its SP group, at one of the members.
 
-Notifications are handled on the transport's thread: blocks are forwarded and credits given as soon
-as they can be, whatever compute is at. No member writes here unasked: a credit, a WANT or a call of
-decode comes first, so that the possible writers are always known. A WANT answers the giver's OFFER:
-a giver that is not linked to this member yet could not say that it has drained.
+The transport's thread handles notifications: it forwards blocks and grants credits at once,
+independent of compute. No member writes here without permission: a credit, a WANT or a call of
+decode comes first, so the set of possible writers is always known. WANT answers OFFER because a
+giver that is not yet linked to this member could not report that its writes have drained.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
-"""History that one instance writes into another's pages, layer by layer.
+"""Writes the history of one instance into another instance's pages, layer by layer.
 
-A giver posts a layer at a time, two in flight, each with one notification: attention over a layer
-can begin while the next ones are on their way. It writes only as long as it heard from the
-receiver within `lease_s`, and asks when that is over.
+A giver has at most two layers in flight, each with one notification, so attention over a layer can
+begin while later layers are in flight. It writes only within `lease_s` of the receiver's last
+message, and asks the receiver when the lease has run out.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
-"""K/V inside sequence-parallel groups (Tetris section 4.1): round the ring, and given before it.
+"""K/V transfers inside SP groups (Tetris section 4.1): round the ring, and history given before it.
 
-One RingManager a prefill instance, one GroupLink a request and attempt, one ChunkLink a chunk on
-several instances.
+A prefill instance has one RingManager, a request's attempt has one GroupLink, and a chunk on
+several instances has one ChunkLink.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""The notifications inside a sequence-parallel group: a fixed header, then the request's id."""
+"""The notifications inside an SP group: a fixed header, then the request's id."""
 
 from __future__ import annotations
 

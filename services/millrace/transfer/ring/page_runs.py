@@ -1,4 +1,4 @@
-"""Runs of whole pages between two pools of like pages: a ring's blocks, and history that moves.
+"""Runs of whole pages between two pools with pages of equal size: ring blocks and moved history.
 
 Members of a group hold the same heads in pages of the same size; their pools may differ in length.
 """

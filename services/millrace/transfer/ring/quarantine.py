@@ -1,4 +1,4 @@
-"""Who may still write here after a link was given up: until nobody can, its pages stay taken."""
+"""Keeps pages of a failed link taken while any peer may still write to them."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""What has ended, remembered for a while: late words about it are known from early ones."""
+"""Remembers ended links for a while, to tell their late messages from early messages of new links.
+"""
 
 from __future__ import annotations
 

@@ -1,8 +1,8 @@
 """Moves bytes between processes: one-sided writes with a notification, and notifications alone.
 
-General enough for all that Millrace moves between pods. Methods may be called from any thread and
-return at once; a future's callbacks and handlers run on the transport's own thread, or on one that
-makes `progress` in its place, and must be short. From asyncio, await `outcome` of a future.
+All data between pods uses this interface. Methods may be called from any thread and return at once.
+A future's callbacks and handlers run on the transport's thread, or on a thread that calls
+`progress`; they must be short. From asyncio, await a future's `outcome`.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""A tensor's memory as bytes, from the host."""
+"""The bytes of a tensor's memory, as the host sees them."""
 
 from __future__ import annotations
 

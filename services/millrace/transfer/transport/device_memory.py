@@ -1,4 +1,4 @@
-"""Whether the transport can move a device's memory, found out before an instance counts on it."""
+"""Finds out whether the transport can move a device's memory, before an instance depends on it."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
-"""Where a token range's K and V lie at the sender and where they belong at the receiver.
+"""Maps a token range's K and V from the sender's memory to the receiver's memory.
 
-Both sides may differ in page size, page order and the heads and layers they hold. Nothing assumes
-whole pages: a piece ends where either side's page ends, and neighbours are joined afterwards.
+The two ends may differ in page size, page order, heads and layers. A piece ends where a page of
+either end ends; neighbouring pieces are joined afterwards.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""A transport within one process: the same promises, bytes moved by the host itself."""
+"""A transport inside one process: the same guarantees, with copies by the host."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""What a transport tells its peers of itself, and whether a peer's process still lives."""
+"""The metadata that a transport gives its peers, and a check whether a peer's process still lives.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""How often a transport's thread looks for work: nothing wakes it when some has come."""
+"""Sets how often a transport's thread polls: new work does not wake the thread."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Memory that a transport may read and write, and copies between pieces of it on the host."""
+"""Memory that a transport may read and write, and copies between its pieces on the host."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Which bytes go where: matching runs of a source and a target region."""
+"""Matches byte runs of a source region with byte runs of a target region."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A request at the receiver: what it waits for, what has landed, and why it failed."""
+"""The state of one request at the receiver: missing data, landed data, the reason of a failure."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A buffered receiver's staging buffers: who may write to which, and the copies out of them."""
+"""Assigns a receiver's staging buffers to senders and runs the copies out of the buffers."""
 
 from __future__ import annotations
 

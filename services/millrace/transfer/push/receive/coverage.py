@@ -1,4 +1,4 @@
-"""Accounting of what arrived: every (layer, head, token) of a range exactly once."""
+"""Counts arrived data: every (layer, head, token) of a range exactly once."""
 
 from __future__ import annotations
 

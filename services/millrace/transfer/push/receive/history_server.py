@@ -1,4 +1,5 @@
-"""What has landed at a decode instance, on its way back to the members of a group that goes on."""
+"""Returns K/V that landed at a decode instance to the prefill instances that continue the prompt.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The leases that a receiver has given out, and the words it sends to their holders."""
+"""Keeps the leases that a receiver has granted, and sends messages to their holders."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
-"""The receiving half of a KV transfer: admits, grants, accounts, and guards pages until it is safe.
+"""The receiving half of a KV transfer: admits requests, grants writes, counts data, guards pages.
 
-All state belongs to the event loop; the transport's thread only queues notifications for it. A
-request decodes after every (chunk, layer, run) was accounted for, and never otherwise.
+The event loop owns all state; the transport's thread only queues notifications. A request decodes
+only after the receiver has counted every (chunk, layer, run).
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Staging buffers of a buffered receiver, and the scatter from them into KV pages."""
+"""The staging memory of a buffered receiver, and the copies from it into KV pages."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What handshakes wait for at the receiver: the scheduler's admission, and a free backend."""
+"""Queues handshakes that wait for the scheduler's admission or for a free backend."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
-"""What a sender has ready, cut into parts and put together into writes. Pure bookkeeping.
+"""Cuts a sender's ready data into parts and joins the parts into writes. Pure bookkeeping.
 
-Everything that is ready goes into one write, up to a limit: while compute is slower than the wire
-that is one layer at a time, and while it is faster the fixed cost of a write is shared.
+One write takes everything that is ready, up to a limit. While compute is slower than the wire, a
+write has one layer; while compute is faster, several layers share a write's fixed cost.
 """
 
 from __future__ import annotations

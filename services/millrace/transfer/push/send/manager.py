@@ -1,4 +1,4 @@
-"""The sending half of a KV transfer: one manager per prefill instance, a session a receiver."""
+"""The sending half of a KV transfer: one manager per prefill instance, one session per receiver."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
-"""One request's sending: queue layers, write them as soon as the handshake allows, account, drain.
+"""Sends one request's K/V: queues layers, writes them once granted, counts and drains them.
 
-State belongs to the event loop; `layer_ready` alone may be called from another thread. Writes are
-posted by the transport's thread.
+The event loop owns the state; only `layer_ready` may be called from another thread. The transport's
+thread posts the writes.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""A prompt's sending to several receivers, each of which holds a shard of its tokens (KVP)."""
+"""Sends one prompt's K/V to several receivers, each of which holds a shard of its tokens (KVP)."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Memory as NIXL names it."""
+"""Describes memory in NIXL's terms."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What UCX and NIXL read from the environment. A service's main sets it before the first agent."""
+"""The environment variables of UCX and NIXL. A service's main sets them before its first agent."""
 
 from __future__ import annotations
 

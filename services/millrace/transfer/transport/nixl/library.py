@@ -1,8 +1,7 @@
-"""Which build of NIXL a process uses.
+"""Chooses the build of NIXL that a process uses.
 
-NIXL's wheels are built for one major version of CUDA each, under a module name of their own, and
-moving device memory takes the one that torch is built for. Host memory needs no CUDA: there any
-build will do.
+NIXL publishes one wheel per major version of CUDA, each with a module name of its own. To move
+device memory, a process needs the wheel of torch's CUDA version. For host memory any wheel works.
 """
 
 from __future__ import annotations

@@ -1,10 +1,10 @@
 """The real transport: NIXL over UCX.
 
-One thread does everything with the agent: NIXL's own progress thread would burn a core, and a post
-may copy all its bytes inside the call. It polls only while something is outstanding or someone
-listens, every 50 to 500 microseconds depending on what comes in; else it sleeps on its queue and
-looks once a second, so that lost connections are noticed. `progress` and urgent writes do its work
-on the thread of somebody who waits for an answer, who is spared the way there and back.
+One thread makes all calls to the agent: NIXL's own progress thread would use a whole core, and a
+post may copy all its bytes inside the call. The thread polls only while a transfer is outstanding
+or a handler listens, every 50 to 500 microseconds depending on traffic. Otherwise it sleeps on its
+queue and looks once a second, to notice lost connections. `progress` and urgent writes run on the
+thread of a caller that waits for an answer, which saves two thread switches.
 
 UCX and NIXL read the environment when the agent is made: see `environment.py`.
 """
