@@ -81,6 +81,25 @@ proto: setup ## regenerate services/millrace/wire/pb from proto/
 clean:
 	rm -rf $(VENV) build
 
+# ---- Documentation ---------------------------------------------------------------------------------
+# The site's tools get an environment of their own: nothing else needs them.
+.PHONY: docs docs-pages
+
+DOCS := build/docs-venv
+DOCS_STAMP := $(DOCS)/.installed
+docs: docs-pages $(DOCS_STAMP) ## the generated pages of docs/reference, then the site in build/site; broken links fail
+	NO_MKDOCS_2_WARNING=1 $(DOCS)/bin/python -m mkdocs build --strict
+
+docs-pages: setup ## the generated pages of docs/reference
+	PYTHONPATH=. $(BIN)/python docs/reference/generate.py
+
+# The extra `docs` alone, without Millrace: pip reads the pin from pyproject.toml.
+$(DOCS_STAMP): pyproject.toml
+	@test -x $(DOCS)/bin/python || $(PYTHON) -m venv $(DOCS)
+	$(DOCS)/bin/python -m pip install --disable-pip-version-check \
+		$$(sed -n 's/^docs = \["\(.*\)"\]$$/\1/p' pyproject.toml)
+	@touch $@
+
 # ---- Images, chart, shell --------------------------------------------------------------------------
 # services/images.sh says which variables (BUILDER, REGISTRY, PYTHON_IMAGE, TORCH_INDEX, IMAGE_FLAGS, ...) count.
 .PHONY: version images test-images chart shell

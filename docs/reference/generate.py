@@ -100,8 +100,8 @@ CRDS_HEAD = """# Custom resources
 
 {written} All kinds are of group and version `{version}`.
 `kubectl explain pg.spec.autoscaling` prints the same on a cluster.
-[kubernetes.md](../guides/kubernetes.md#objects) says which object is made by the chart and which
-by the operator. `[]` after a name means each element of a list; `.*` means the value of each key.
+[kubernetes.md](../guides/kubernetes.md#what-there-is) says which objects the chart makes, and which
+the operator. `[]` after a name means each element of a list; `.*` means the value of each key.
 """
 
 

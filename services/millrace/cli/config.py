@@ -12,7 +12,7 @@ from millrace.core.config import Setting, settings
 HEAD = """# Configuration
 
 One tree of settings serves all commands. Defaults are overridden by a TOML file (`--config FILE`,
-a table a section), then by the environment (`MILLRACE_SECTION__FIELD`, such as
+one table per section), then by the environment (`MILLRACE_SECTION__FIELD`, such as
 `MILLRACE_STORE__URL`), then by `--set section.field=value`. A value out of range ends the command
 with a line that names the field, the value and the range. `_s` are seconds, `_ms` milliseconds;
 sizes are in bytes or tokens as the name says.
@@ -25,20 +25,21 @@ ttft_s = 0.5
 tbt_s = 0.05
 ```
 
-What a class leaves out is `proxy.default_ttft_slo_ms` and `proxy.default_tbt_slo_ms`, as for
-requests without a class; a request's own headers go before both. The class of requests that name
-none is `default`, and may have a table too.
+A class without `ttft_s` or `tbt_s` takes `proxy.default_ttft_slo_ms` or `proxy.default_tbt_slo_ms`,
+as requests without a class do. A request's own headers override its class. Requests that name no
+class are of the class `default`, which may have a table too.
 
-With `tls`, all gRPC between services is mutual TLS: each end shows its certificate, and takes only
-peers whose certificate the CA has signed. Every certificate must be valid for the DNS name
-`millrace.internal`, which is what clients check: instances come and go, and are reached by their
-addresses. Files that were renewed are used for every connection from then on, without a restart.
-Who speaks to a scheduler (`millrace policy`) needs the settings too. HTTP (the proxy's API and
-`/metrics`) and KV between instances stay as they are ([transfer.md](transfer.md#encryption)).
-A Redis that speaks TLS has a URL with `rediss://`; with certificates from a CA of one's own:
+With `tls`, all gRPC between services is mutual TLS: both ends show a certificate, and each end
+accepts only peers whose certificate the CA has signed. Every certificate must be valid for the DNS
+name `millrace.internal`: clients check this name, because instances come and go and are reached by
+their addresses. After a file is renewed, every new connection uses it without a restart. Commands
+that call a scheduler (`millrace policy`) need the settings too. HTTP (the proxy's API and
+`/metrics`) and KV between instances are not encrypted by these settings
+([transfer.md](../concepts/transfer.md#encryption)).
+A Redis that speaks TLS has a URL with `rediss://`; with certificates from a private CA:
 `rediss://:PASSWORD@HOST:6379/0?ssl_ca_certs=ca.crt&ssl_certfile=tls.crt&ssl_keyfile=tls.key`.
 
-This page is written by `millrace config --markdown`.
+`millrace config --markdown` prints this page, and `make docs` writes it.
 """
 
 TABLE_HEAD = ("| setting | default | range | meaning |", "|---|---|---|---|")
