@@ -43,7 +43,7 @@ def shape_of(model: Model, max_rows: int) -> ExchangeShape:
 
 
 class Holder:
-    """Pages and a desk; its K/V of prompts comes by the exchange too."""
+    """Pages and a server; its K/V of prompts comes by the exchange too."""
 
     def __init__(
         self,
@@ -70,7 +70,7 @@ class Holder:
         )
         windows = model.config.sliding_windows
         self.attention = ShardAttention(storage, shape, self.memory, windows)
-        self.desk = KvpServer(
+        self.server = KvpServer(
             transport,
             Memory.of_tensor(self.memory),
             shape,
@@ -83,20 +83,20 @@ class Holder:
 
     def open(self, start_token: int, end_token: int) -> int:
         pages = self.pool.allocate(self.pool.layout.pages_for(end_token - start_token))
-        shard = self.desk.open_shard(pages, start_token, end_token)
+        shard = self.server.open_shard(pages, start_token, end_token)
         self.pages[shard] = pages
         return shard
 
     def close_shard(self, shard: int) -> None:
-        self.desk.close_shard(shard).result(5)
+        self.server.close_shard(shard).result(5)
         self.pool.free(self.pages.pop(shard))
 
     def check(self) -> None:
-        self.desk.check_integrity(idle=False)
+        self.server.check_integrity(idle=False)
         self.pool.check_integrity(sum(map(len, self.pages.values())))
 
     def close(self) -> None:
-        self.desk.close()
+        self.server.close()
         self.transport.close()
 
 
@@ -139,18 +139,18 @@ class Home:
 
     async def attach(self, holder: Holder) -> int:
         offer = self.exchange.offer()
-        seat = await holder.desk.attach(
+        attachment = await holder.server.attach(
             metadata=self.transport.metadata(), region=offer.region, offset=offer.offset
         )
         await self.exchange.attach(
             holder.name,
             offer,
             metadata=holder.transport.metadata(),
-            slot=seat.slot,
-            region=seat.region,
-            offset=seat.offset,
+            slot=attachment.slot,
+            region=attachment.region,
+            offset=attachment.offset,
         )
-        return seat.slot
+        return attachment.slot
 
 
 class World:

@@ -146,6 +146,6 @@ def test_a_dead_receiver_is_noticed() -> None:
 
 def test_smaller_slots_at_the_receiver_are_refused() -> None:
     pair = Pair("memory", receiver_rows=ROWS - 1)
-    with pytest.raises(TransferError, match="bytes of activations a pass"):
+    with pytest.raises(TransferError, match="bytes of activations per pass"):
         pair.open()
     pair.close()

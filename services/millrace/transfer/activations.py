@@ -26,22 +26,22 @@ from millrace.transfer.transport.runs import Runs
 
 log = logging.getLogger(__name__)
 
-#: First bytes of notifications: to the end that receives rows, and to the one that sends them.
+#: First bytes of notifications: to the receiver of rows, and to the sender of rows.
 ROWS_CHANNEL, CREDIT_CHANNEL = 7, 8
 
-#: Passes that the sender may be ahead.
+#: The most passes that the sender may run ahead of the receiver.
 SLOTS = 4
 
 # channel u8, slot u8, rows u32, bytes of rows at the end u32, pass number u64, link u64
 _HEADER = struct.Struct("<BBIIQQ")
-_LOOK_S = 0.05  # between two looks whether the peer is dead
+_LOOK_S = 0.05  # between two checks whether the peer is dead
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Inlet:
-    """Where a sender's rows go: what `ActivationReceiver.inlet` tells it, over the control plane.
+    """The place at the receiver for a sender's rows: the control plane carries it to the sender.
 
-    `link` is a number that the receiver never uses twice in its life.
+    `link` is a number that the receiver never uses twice in its incarnation.
     """
 
     agent_metadata: bytes
@@ -52,17 +52,17 @@ class Inlet:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Arrival:
-    """A pass's rows lie in a slot. `take` ends its use of it, once they were read or copied."""
+    """A pass whose rows lie in a slot. `take` frees the slot after the rows were read or copied."""
 
-    number: int  # of the link's passes, from 0 on
+    number: int  # number of the pass in the link, from 0 on
     slot: int
     rows: int
-    about: bytes  # what the sender said of the pass
+    about: bytes  # the sender's description of the pass
     take: Callable[[], None]
 
 
 class ActivationSender:
-    """The earlier stage's end. `reserve` and `send` are for one thread, the computing one."""
+    """The end of the earlier stage. Only the computing thread may call `reserve` and `send`."""
 
     def __init__(
         self,
@@ -71,8 +71,9 @@ class ActivationSender:
         row_bytes: int,
         inline_bytes: int = INLINE_BYTES,
     ) -> None:
-        """storage: [SLOTS, most rows, ...], contiguous on the host, which stays the caller's; a row
-        has `row_bytes`. `inline_bytes`: what is more goes by a write."""
+        """`storage` has shape [SLOTS, most rows, ...], is contiguous on the host and stays the
+        caller's; a row has `row_bytes`. Rows of more than `inline_bytes` in total go by a write.
+        """
         self._transport = transport
         memory = Memory.of_tensor(storage)
         self._region = transport.register(memory)
@@ -89,13 +90,13 @@ class ActivationSender:
         transport.subscribe(CREDIT_CHANNEL, self._credited)
 
     def open(self, inlet: Inlet, peer: str) -> None:
-        """Sends to `peer`, to which the transport is connected, from now on; all slots are free.
+        """Sends to `peer` from now on; all slots are free. The transport is connected to the peer.
 
-        Raises TransferError when its slots are smaller than ours.
+        Raises TransferError when the peer's slots are smaller than the slots here.
         """
         if inlet.slot_bytes < self._slot_bytes:
             raise TransferError(
-                f"{peer} takes {inlet.slot_bytes} bytes of activations a pass, of which there "
+                f"{peer} takes {inlet.slot_bytes} bytes of activations per pass, of which there "
                 f"may be {self._slot_bytes}"
             )
         with self._changed:
@@ -104,15 +105,16 @@ class ActivationSender:
             self._number, self._error = 0, None
 
     def close(self, reason: str) -> None:
-        """Nothing is sent any more: who waits for a slot, or asks for one, gets TransferError."""
+        """Stops sending: a caller that waits for a slot, or asks for a slot, gets TransferError."""
         with self._changed:
             self._error = self._error or TransferError(reason)
             self._changed.notify_all()
 
     def reserve(self, timeout_s: float) -> int:
-        """A slot to write rows into; waits while the receiver is behind.
+        """Returns a slot to write rows into; waits while the receiver has freed none.
 
-        Raises TransferError when it is dead, has taken nothing for `timeout_s`, or is not there.
+        Raises TransferError when the receiver is dead, has freed no slot for `timeout_s`, or is not
+        connected.
         """
         deadline_s = time.monotonic() + timeout_s
         with self._changed:
@@ -133,9 +135,9 @@ class ActivationSender:
                 self._changed.wait(min(left_s, _LOOK_S))
 
     def send(self, slot: int, rows: int, about: bytes) -> None:
-        """Sends the first rows of a reserved slot, which is the receiver's until it took them.
+        """Sends the first `rows` rows of a reserved slot; the receiver frees the slot.
 
-        A write that fails is told by the next `reserve`.
+        If the write fails, the next `reserve` raises the error.
         """
         inlet = self._inlet
         if inlet is None or rows * self._row_bytes > self._slot_bytes:
@@ -158,7 +160,7 @@ class ActivationSender:
         sent.add_done_callback(self._written)
 
     def check_integrity(self) -> None:
-        """Raises IntegrityError when a slot is lost or in use: call it when idle."""
+        """Raises IntegrityError when a slot is lost or in use; call it when idle."""
         with self._changed:
             if self._inlet is not None and sorted(self._free) != list(range(SLOTS)):
                 raise IntegrityError(f"of {SLOTS} slots for activations {self._free} are free")
@@ -168,7 +170,7 @@ class ActivationSender:
             self.close(f"{self._peer} did not get activations: {error}")
 
     def _credited(self, peer: str, payload: bytes) -> None:
-        """On the transport's thread."""
+        """Handles a credit of the receiver, on the transport's thread."""
         _, slot, _, _, _, link = _HEADER.unpack_from(payload)
         with self._changed:
             inlet = self._inlet
@@ -180,8 +182,9 @@ class ActivationSender:
 
 
 class ActivationReceiver:
-    """The later stage's end. `on_arrival` is called on the transport's thread, pass by pass in the
-    order of sending, and returns at once."""
+    """The end of the later stage. The transport's thread calls `on_arrival` once per pass, in the
+    order of sending; the callback must return at once.
+    """
 
     def __init__(
         self,
@@ -189,7 +192,9 @@ class ActivationReceiver:
         storage: TensorLike,
         on_arrival: Callable[[Arrival], None],
     ) -> None:
-        """storage: [SLOTS, most rows, ...], contiguous on the host; it stays the caller's."""
+        """`storage` has shape [SLOTS, most rows, ...], is contiguous on the host and stays the
+        caller's.
+        """
         self._transport = transport
         memory = Memory.of_tensor(storage)
         self._region = transport.register(memory)
@@ -201,12 +206,13 @@ class ActivationReceiver:
         self._peer = ""
         self._next = 0
         self._taken: set[int] = set()  # slots with rows that were not taken
-        self._early: dict[int, Arrival] = {}  # by number: one before them is still to come
+        self._early: dict[int, Arrival] = {}  # passes by number that arrived before an earlier pass
         transport.subscribe(ROWS_CHANNEL, self._arrived)
 
     def inlet(self, metadata: bytes, peer: str) -> Inlet:
-        """A new link, from the transport named `peer`; what still comes of an earlier one is
-        dropped. `metadata`: of this transport."""
+        """Opens a new link from the transport named `peer`; late passes of an earlier link are
+        dropped. `metadata` is this transport's.
+        """
         with self._lock:
             self._links += 1
             self._peer = peer
@@ -221,7 +227,7 @@ class ActivationReceiver:
             )
 
     def check_integrity(self) -> None:
-        """Raises IntegrityError when rows lie in a slot: call it when idle."""
+        """Raises IntegrityError when rows lie in a slot; call it when idle."""
         with self._lock:
             if self._taken:
                 raise IntegrityError(f"activations in slots {sorted(self._taken)} were not taken")

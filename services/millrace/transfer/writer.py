@@ -4,16 +4,16 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-#: After a sender's end is established, writes already on their way land or are lost within this.
+#: Seconds after a sender's end within which its writes in flight land or are lost.
 GRACE_S = 1.0
 
 
 @dataclass(slots=True, kw_only=True, eq=False)
 class Writer:
-    """A peer that may write here, and what is known of its end. Times are of the caller's clock.
+    """A peer that may write here, and the known state of its end. Times are of the caller's clock.
 
-    `renewed_s` is when it was last told that it may go on; it stops by itself when it hears nothing
-    for `lease_s`.
+    `renewed_s` is the time of the last message that renewed the peer's right to write; the peer
+    stops by itself when it gets no such message for `lease_s`.
     """
 
     peer: str
@@ -23,18 +23,18 @@ class Writer:
     dead: bool = False
 
     def lose(self, now_s: float, *, dead: bool) -> None:
-        """It is unreachable; with `dead` its process is known to have ended."""
+        """Marks the peer as unreachable; with `dead` its process is known to have ended."""
         if self.lost_s is None:
             self.lost_s = now_s
         self.dead = self.dead or dead
 
     def quiet(self, now_s: float, lease_s: float) -> bool:
-        """Whether no write of its can land any more.
+        """Returns whether none of its writes can land any more.
 
-        True once it said so, or its process is known to be dead, or it is unreachable and its right
-        to write has run out; the last two after a grace for what was on its way. One that is only
-        silent may have been stopped in the middle of a write and go on with it later: nothing but
-        its word or its end makes that safe.
+        True once the peer sent that it has drained, or is dead, or is unreachable and its right to
+        write has run out; the last two after a grace for writes in flight. A peer that is only
+        silent may have been stopped in the middle of a write and continue it later: only its
+        message or its end makes the memory safe.
         """
         if self.drained:
             return True

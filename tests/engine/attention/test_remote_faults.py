@@ -160,7 +160,7 @@ def test_closing_a_shard_waits_for_what_computes_over_its_pages(scene):
     stepping = threading.Thread(target=scene.batch.step)
     stepping.start()
     begun.wait(HANG_S)
-    closed = holder.desk.close_shard(scene.requests[0].shards[0].shard)
+    closed = holder.server.close_shard(scene.requests[0].shards[0].shard)
     assert not closed.done()
     go_on.set()
     closed.result(5)

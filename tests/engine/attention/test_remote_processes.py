@@ -28,8 +28,8 @@ def serve(pipe: ChildPipe, folder: Path) -> None:
     holder = Holder("holder", model, transport, page_tokens=8, max_rows=16)
     pipe.say(transport.metadata())
     metadata, region, offset = pipe.hear()
-    seat = asyncio.run(holder.desk.attach(metadata=metadata, region=region, offset=offset))
-    pipe.say((seat.slot, seat.region, seat.offset))
+    attachment = asyncio.run(holder.server.attach(metadata=metadata, region=region, offset=offset))
+    pipe.say((attachment.slot, attachment.region, attachment.offset))
     while True:
         pipe.say(holder.open(*pipe.hear()))
 

@@ -1,4 +1,4 @@
-"""The exchange and the desk by their bytes: who may write where, and what is dropped."""
+"""The exchange and the server by their bytes: who may write where, and what is dropped."""
 
 from __future__ import annotations
 
@@ -78,7 +78,7 @@ class Ends:
             inline_bytes=inline_bytes,
         )
         self.echo = Echo(inbox)
-        self.desk = KvpServer(
+        self.server = KvpServer(
             self.holder,
             Memory.of_array(inbox),
             SHAPE,
@@ -92,18 +92,18 @@ class Ends:
         offer = self.exchange.offer()
 
         async def both() -> int:
-            seat = await self.desk.attach(
+            attachment = await self.server.attach(
                 metadata=self.owner.metadata(), region=offer.region, offset=offer.offset
             )
             await self.exchange.attach(
                 "h",
                 offer,
                 metadata=self.holder.metadata(),
-                slot=seat.slot,
-                region=seat.region,
-                offset=seat.offset,
+                slot=attachment.slot,
+                region=attachment.region,
+                offset=attachment.offset,
             )
-            return seat.slot
+            return attachment.slot
 
         return asyncio.run(both())
 
@@ -120,7 +120,7 @@ class Ends:
         while time.monotonic() < deadline_s:
             try:
                 self.exchange.check_integrity(idle=True)
-                self.desk.check_integrity(idle=True)
+                self.server.check_integrity(idle=True)
                 return
             except IntegrityError:
                 time.sleep(0.01)
@@ -131,7 +131,7 @@ class Ends:
 def ends(request):
     made = Ends(inline_bytes=getattr(request, "param", INLINE_BYTES))
     yield made
-    made.desk.close()
+    made.server.close()
     made.owner.close()
     made.holder.close()
 
@@ -222,7 +222,7 @@ def test_a_place_is_lent_again_once_its_peer_has_said_goodbye(ends):
 
 
 def test_a_place_waits_for_a_peer_that_may_still_write(ends, monkeypatch):
-    """Nobody serves the desk's notifications: the owner's two places stay taken."""
+    """Nobody serves the server's notifications: the owner's two places stay taken."""
     clock = given_to("millrace.transfer", monkeypatch)
     ends.attach()
     ends.holder.deliver = lambda *_: None
@@ -242,7 +242,7 @@ def test_a_place_waits_for_a_peer_that_may_still_write(ends, monkeypatch):
 def test_the_holder_may_end_the_exchange(ends):
     slot = ends.attach()
     ends.exchange.begin()
-    ends.desk.detach(slot)
+    ends.server.detach(slot)
     deadline_s = time.monotonic() + HANG_S
     while not ends.exchange.holders()["h"] and time.monotonic() < deadline_s:
         time.sleep(0.01)

@@ -172,7 +172,7 @@ async def test_a_server_that_died_is_started_again_and_its_children_are_told_of(
         async with a.open_end("1", 1, SIZE) as end:
             os.kill(parent_of(pid_of(end)), signal.SIGKILL)
             os.kill(pid_of(end), signal.SIGKILL)
-            with pytest.raises(ProbeDiedError, match="was ended with the server"):
+            with pytest.raises(ProbeDiedError, match="was ended with its server"):
                 await end.exchange(end.metadata, 1, WAIT_S)
         async with a.open_end("2", 1, SIZE) as end:
             assert is_there(pid_of(end))

@@ -152,7 +152,7 @@ def test_a_giver_writes_nothing_once_its_right_has_run_out(pair, clock):
     job.link.fetched("decode")
     decode.transport.gate.clear()
     gift = decode.giver.give("r", 2, decode.history(info, job.laid))
-    with pytest.raises(IntegrityError, match="history is still on its way"):
+    with pytest.raises(IntegrityError, match="history is still in flight"):
         decode.giver.check_integrity()
     heard = []
     hear, gift.heard = gift.heard, lambda: (heard.append(True), hear())
@@ -200,7 +200,7 @@ def test_nothing_to_give_is_still_told(pair):
 
 def test_arrivals_are_counted_by_giver_chunk_and_layer():
     arrivals = LayerArrivals(range(2))
-    assert arrivals.has(0) and not arrivals.awaited()
+    assert arrivals.has(0) and not arrivals.missing()
     arrivals.expect("a", 1)
     arrivals.expect("b", 1)
     with pytest.raises(ValueError, match="a is asked for the history of chunk 1 already"):
@@ -210,7 +210,7 @@ def test_arrivals_are_counted_by_giver_chunk_and_layer():
     arrivals.arrived("b", 1, 0)
     assert arrivals.has(0) and not arrivals.has(1)
     for giver, chunk, layer in (("a", 1, 0), ("a", 2, 1), ("c", 1, 0), ("a", 1, 2)):
-        with pytest.raises(ValueError, match="came uncalled for"):
+        with pytest.raises(ValueError, match="came unexpectedly"):
             arrivals.arrived(giver, chunk, layer)
     arrivals.arrived("a", 1, 1)
-    assert arrivals.awaited() == {("b", 1)}
+    assert arrivals.missing() == {("b", 1)}

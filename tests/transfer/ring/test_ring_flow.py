@@ -146,14 +146,14 @@ def test_a_buffer_is_free_once_it_was_released_and_forwarded():
 
 def test_what_nobody_may_have_sent_is_refused():
     flow = RingFlow(3)
-    with pytest.raises(ValueError, match="block 0 came uncalled for"):
+    with pytest.raises(ValueError, match="block 0 came unexpectedly"):
         flow.arrived(0)
     flow.open_buffers()
     flow.next_credit()
     flow.arrived(0)
-    with pytest.raises(ValueError, match="block 0 came uncalled for"):
+    with pytest.raises(ValueError, match="block 0 came unexpectedly"):
         flow.arrived(0)
-    with pytest.raises(ValueError, match="block 2 came uncalled for"):
+    with pytest.raises(ValueError, match="block 2 came unexpectedly"):
         flow.arrived(2)
     with pytest.raises(ValueError, match="a credit of 3 blocks, of which 0 were sent"):
         flow.credit(3)

@@ -432,8 +432,8 @@ async def test_targets_that_cannot_be() -> None:
         one = receiver.target()
         for targets, pattern in (
             ([one, one], "two of its shards are at one receiver"),
-            ([dataclasses.replace(one, end_token=51)], r"tokens 0\.\.50 for holder-0 are none of"),
-            ([dataclasses.replace(one, start_token=50)], r"tokens 50\.\.49 for holder-0 are none"),
+            ([dataclasses.replace(one, end_token=51)], r"tokens 0\.\.50 for holder-0 are not in"),
+            ([dataclasses.replace(one, start_token=50)], r"tokens 50\.\.49 for holder-0 are not in"),
         ):
             with pytest.raises(TransferError, match=pattern):
                 await sender.open(targets, kv)
@@ -442,11 +442,14 @@ async def test_targets_that_cannot_be() -> None:
 @pytest.mark.parametrize(
     ("options", "pattern"),
     [
-        ({"shard": (10, 10)}, r"tokens 10\.\.9 are none of a prompt of 50"),
-        ({"shard": (40, 51)}, r"tokens 40\.\.50 are none of a prompt of 50"),
+        ({"shard": (10, 10)}, r"tokens 10\.\.9 are not in a prompt of 50"),
+        ({"shard": (40, 51)}, r"tokens 40\.\.50 are not in a prompt of 50"),
         ({"shard": (0, 40)}, "2 pages of 16 tokens can't hold 40 tokens"),
-        ({"shard": (0, 20), "kept_tokens": 3}, "3 tokens can't be kept of 50, nor any of a shard"),
-        ({"kept_tokens": 50}, "50 tokens can't be kept of 50"),
+        (
+            {"shard": (0, 20), "kept_tokens": 3},
+            "kept_tokens is 3; it must be below 50, and 0 for a shard",
+        ),
+        ({"kept_tokens": 50}, "kept_tokens is 50; it must be below 50"),
     ],
 )
 async def test_shards_that_cannot_be(options, pattern) -> None:
@@ -484,7 +487,7 @@ async def test_history_of_layers_that_are_elsewhere_is_refused_with_both_named()
     kv = expected_kv(pool(), 1, TOKENS)
     async with spread([pool(), pool((1, 3))], [pool((2, 4))]) as ((sender, asker), (receiver,)):
         ask, _ = await asked_for(sender, asker, receiver, kv)
-        with pytest.raises(HandshakeRefused, match=r"asks for layers 1\.\.2, 2\.\.3 are here"):
+        with pytest.raises(HandshakeRefused, match=r"asks for layers 1\.\.2, 2\.\.3 lie here"):
             await receiver.peer.send_history(ask, timeout_s=1)
 
 

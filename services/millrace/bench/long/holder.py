@@ -105,7 +105,7 @@ class _Holder:
         )
         self._cpu_s = 0.0
         self._transport = NixlTransport(f"{name}-{os.getpid()}")
-        self._desk = KvpServer(
+        self._server = KvpServer(
             self._transport,
             Memory.of_tensor(exchanged),
             shape,
@@ -117,21 +117,21 @@ class _Holder:
         self._pages: list[int] = []
 
     async def attach(self, metadata: bytes, region: int, offset: int) -> dict[str, Any]:
-        seat = await self._desk.attach(metadata=metadata, region=region, offset=offset)
+        attachment = await self._server.attach(metadata=metadata, region=region, offset=offset)
         return {
             "metadata": self._transport.metadata(),
-            "slot": seat.slot,
-            "region": seat.region,
-            "offset": seat.offset,
+            "slot": attachment.slot,
+            "region": attachment.region,
+            "offset": attachment.offset,
         }
 
     async def hold(self, start_token: int, end_token: int, kv_tokens: int) -> int:
         if self._shard:
-            await asyncio.wrap_future(self._desk.close_shard(self._shard))
+            await asyncio.wrap_future(self._server.close_shard(self._shard))
             self._pool.free(self._pages)
         self._pages = self._pool.allocate(self._pool.layout.pages_for(end_token - start_token))
-        self._shard = self._desk.open_shard(self._pages, start_token, end_token)
-        self._desk.landed(self._shard, start_token + kv_tokens)
+        self._shard = self._server.open_shard(self._pages, start_token, end_token)
+        self._server.landed(self._shard, start_token + kv_tokens)
         return self._shard
 
     def _took(self, cpu_s: float) -> None:

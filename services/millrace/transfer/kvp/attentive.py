@@ -12,11 +12,11 @@ from millrace.transfer.transport.base import Transport
 T = TypeVar("T")
 
 ATTENTIVE_S: Final = 2e-3
-"""Answers of an exchange come within this, layer for layer; what takes longer is slept over."""
+"""Time in seconds to poll without sleeping: an exchange's answer per layer comes within it."""
 
 
 def next_of(queue: SimpleQueue[T], transport: Transport, timeout_s: float | None) -> T | None:
-    """What a handler of the transport puts next into the queue; None when it took too long.
+    """Returns the next item that a transport's handler puts into `queue`; None after `timeout_s`.
 
     At first the calling thread makes the transport's progress itself, where it can.
     """

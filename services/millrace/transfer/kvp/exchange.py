@@ -35,13 +35,13 @@ from millrace.transfer.transport.runs import Runs
 log = logging.getLogger(__name__)
 
 LOOK_S: Final = 0.05
-"""While an answer is waited for, its holder's end and the deadline are looked for this often."""
+"""Seconds between checks for dead KVP workers and missed deadlines during a wait."""
 
-_MOST_RUNS: Final = 256  # of different sizes that are kept
+_MOST_RUNS: Final = 256  # the most byte runs that a pair caches, by size
 
 
 class Offer(NamedTuple):
-    """What a holder is told at `Kvp.Attach`: where its partial results go."""
+    """Where a KVP worker writes its partial results; `Kvp.Attach` carries it to the worker."""
 
     place: int
     region: int
@@ -64,9 +64,9 @@ class _Pair:
 
 
 class KvpExchange:
-    """Of one owner, to all its holders.
+    """Connects one KV owner to all its KVP workers.
 
-    `begin`, `post` and `wait` are the compute thread's; everything else is called from any.
+    Only the compute thread may call `begin`, `post` and `wait`; any thread may call the rest.
     """
 
     def __init__(
@@ -81,14 +81,14 @@ class KvpExchange:
         on_lost: Callable[[str, str], None] = lambda holder, why: None,
         inline_bytes: int = INLINE_BYTES,
     ) -> None:
-        """memory: `memory_bytes` on the host, which the exchange registers. `timeout_s`: for one
-        answer. `on_lost`: told once, on any thread, of a holder that was lost, and why.
-        `inline_bytes`: what is more goes by a write.
+        """`memory` has `memory_bytes` bytes on the host; the exchange registers it. `timeout_s`
+        limits the wait for one answer. `on_lost` is called once per lost KVP worker, on any thread,
+        with the reason. Requests of more than `inline_bytes` go by a write.
 
         Raises ValueError when the memory is too small.
         """
         if memory.nbytes < self.memory_bytes(shape, holders):
-            raise ValueError(f"{memory.nbytes} bytes can't hold an exchange with {holders} holders")
+            raise ValueError(f"{memory.nbytes} bytes can't hold an exchange with {holders} workers")
         self.shape = shape
         self._transport = transport
         self._timeout_s = timeout_s
@@ -102,37 +102,37 @@ class KvpExchange:
         self._by_slot: dict[tuple[str, int], _Pair] = {}
         self._listening = ExitStack()
         self._events: SimpleQueue[tuple[_Pair, KvpMessage | None]] = SimpleQueue()
-        # below: the compute thread's
-        self._of_pass: dict[str, _Pair] = {}  # as it began
-        self._number = 0  # of the pass
-        self._outstanding = 0  # answers
+        # Only the compute thread uses the fields below.
+        self._of_pass: dict[str, _Pair] = {}  # the pairs of the open pass
+        self._number = 0  # number of the pass
+        self._outstanding = 0  # answers that are due
         transport.subscribe(TO_OWNER, self._on_notification)
 
     @staticmethod
     def memory_bytes(shape: ExchangeShape, holders: int) -> int:
-        """Of an exchange with so many holders at once."""
+        """Returns the bytes of memory of an exchange with `holders` KVP workers at once."""
         return holders * (shape.request_bytes + shape.reply_bytes)
 
     # -- attaching
 
     def offer(self) -> Offer:
-        """A place for a holder to come; `attach` it or `withdraw` it.
+        """Reserves a place for a new KVP worker; call `attach` or `withdraw` next.
 
-        Raises CapacityError when there is none.
+        Raises CapacityError when no place is free.
         """
         place = self._places.take()
         return Offer(place, self._region, self._reply_at(place))
 
     def withdraw(self, offer: Offer) -> None:
-        """The holder refused, and knows nothing of the place."""
+        """Takes back the place of a KVP worker that refused and does not know the place."""
         self._places.give(offer.place)
 
     async def attach(
         self, holder: str, offer: Offer, *, metadata: bytes, slot: int, region: int, offset: int
     ) -> None:
-        """Opens the pair with what the holder answered at `Kvp.Attach`.
+        """Opens the pair with the KVP worker's answer to `Kvp.Attach`.
 
-        Raises TransferError, with the place withdrawn, when it can't be connected to.
+        Raises TransferError, with the place withdrawn, when the worker can't be reached.
         """
         try:
             peer = await outcome(self._transport.connect(metadata))
@@ -150,19 +150,19 @@ class KvpExchange:
                 if not self._pairs:
                     self._listening.enter_context(self._transport.listening())
                 self._pairs[holder] = self._by_slot[peer, slot] = pair
-        except BaseException:  # cancelled, too
+        except BaseException:  # also when cancelled
             self._places.give(offer.place)
             raise
 
     def lose(self, holder: str, why: str) -> None:
-        """The holder can't be relied on any more: who waits for it goes on without it, at once."""
+        """Marks a KVP worker as lost: a waiting caller continues without it, at once."""
         with self._lock:
             pair = self._pairs.get(holder)
         if pair is not None:
             self._lose(pair, why)
 
     def detach(self, holder: str) -> None:
-        """Ends a pair; the holder may be attached anew. Harmless when there is none."""
+        """Ends a pair, if there is one; the KVP worker may attach again."""
         with self._lock:
             pair = self._pairs.pop(holder, None)
             if pair is None:
@@ -179,22 +179,26 @@ class KvpExchange:
             pair.write.add_done_callback(lambda _: self._say_bye(pair))
 
     def holders(self) -> dict[str, str]:
-        """Those attached, and why each is lost; empty while it is not."""
+        """Returns the attached KVP workers, each with the reason of its loss; empty while it
+        works.
+        """
         with self._lock:
             return {holder: pair.lost for holder, pair in self._pairs.items()}
 
     # -- a pass
 
     def begin(self) -> None:
-        """A new pass. What an earlier one left unanswered is waited for, or lost."""
+        """Opens a new pass, after every request of the earlier pass was answered or lost."""
         while self.wait() is not None:
             pass
         self._of_pass = {}
         self._number += 1
 
     def at(self, holder: str) -> tuple[int, int] | None:
-        """Takes a holder into the pass: where requests to it are to lie in this end's memory, as an
-        `ExchangeShape` says, and where its partial results come. None: there is no such holder."""
+        """Takes a KVP worker into the pass and returns two offsets in this end's memory: of the
+        request to it, as `ExchangeShape` lays it out, and of its partial results. None without such
+        a worker.
+        """
         with self._lock:
             pair = self._pairs.get(holder)
         if pair is None:
@@ -204,13 +208,13 @@ class KvpExchange:
         return at, at + self.shape.request_bytes
 
     def post(self, holder: str, request: Request) -> None:
-        """Sends what lies at the holder's place; its answer, or its loss, is waited for next.
+        """Sends the request that lies at the worker's place; `wait` returns its answer or its loss.
 
-        Raises TransferError for a holder that has not answered yet.
+        Raises TransferError when the worker has not answered the last request yet.
         """
         pair = self._of_pass[holder]
         if pair.waiting is not None:
-            raise TransferError(f"{holder} has not answered to what it was sent before")
+            raise TransferError(f"{holder} has not answered the last request")
         piece, layer, rows, new_rows, entries = request
         pair.waiting = self._number, piece, layer
         pair.posted_s = time.monotonic()
@@ -239,7 +243,7 @@ class KvpExchange:
         pair.write.add_done_callback(partial(self._on_written, pair))
 
     def wait(self) -> Reply | None:
-        """The next answer of any holder; None when none is to come."""
+        """Returns the next answer of any KVP worker; None when no answer is due."""
         while self._outstanding:
             event = next_of(self._events, self._transport, LOOK_S)
             if event is None:
@@ -280,14 +284,14 @@ class KvpExchange:
         return place * (shape.request_bytes + shape.reply_bytes) + shape.request_bytes
 
     def _body(self, pair: _Pair, nbytes: int, table_bytes: int) -> bytes:
-        """What `_runs` would write: the row table, the queries and K/V."""
+        """Returns the row table, the queries and the K/V as bytes, in the order of `_runs`."""
         table = self._reply_at(pair.place) - self.shape.request_bytes
         q = table + self.shape.queries_at
         parts = self._bytes[table : table + table_bytes], self._bytes[q : q + nbytes]
         return b"".join(part.tobytes() for part in parts)
 
     def _runs(self, pair: _Pair, nbytes: int, entries: int) -> Runs:
-        """The queries and K/V, and before them the row table, from our memory to the holder's."""
+        """Returns the runs of row table, queries and K/V from our memory to the worker's memory."""
         runs = pair.runs.get((nbytes, entries))
         if runs is None:
             source = self._reply_at(pair.place) - self.shape.request_bytes
@@ -303,7 +307,7 @@ class KvpExchange:
         return runs
 
     def _look(self) -> None:
-        """Notices holders that have ended, and deadlines that have passed."""
+        """Finds KVP workers that have ended, and deadlines that have passed."""
         now_s = time.monotonic()
         for pair in self._of_pass.values():
             if pair.waiting is None:
@@ -321,7 +325,7 @@ class KvpExchange:
             self._on_lost(pair.holder, why)
 
     def _on_written(self, pair: _Pair, write: Future[None]) -> None:
-        """On the transport's thread."""
+        """Loses the worker when a write failed. Runs on the transport's thread."""
         error = None if write.cancelled() else write.exception()
         if error is not None:
             self._lose(pair, f"{pair.holder}: {error}")
@@ -331,7 +335,7 @@ class KvpExchange:
         self._places.watch(pair.peer, pair.slot, told)
 
     def _on_notification(self, peer: str, payload: bytes) -> None:
-        """On the transport's thread."""
+        """Handles a KVP worker's notification, on the transport's thread."""
         message = KvpMessage.decode(payload)
         key = (peer, message.slot)
         pair = self._by_slot.get(key)

@@ -9,7 +9,7 @@ from typing import NamedTuple
 
 from millrace.core.errors import TransferError
 
-#: First bytes of notifications, by which a transport tells its subscribers apart.
+#: First byte of a notification, by which a transport finds its subscriber.
 TO_HOLDER = 5
 TO_OWNER = 6
 
@@ -18,13 +18,13 @@ _HEADER = struct.Struct("<BBHIQIIII")
 
 
 class KvpKind(IntEnum):
-    """What a notification says."""
+    """The kinds of a pair's notifications."""
 
-    LAYER = 1  # to the holder: q and new K/V of a piece, and with entries its row table
-    BYE = 2  # to the holder: no write of mine is in flight, and none will follow; say GONE
-    PARTIAL = 3  # to the owner: a piece's partial results
-    FAILED = 4  # to the owner: there are none, for the reason behind the header
-    GONE = 5  # to the owner: no write of mine is in flight, and none will follow
+    LAYER = 1  # to the KVP worker: q and new K/V of a piece; with entries, also its row table
+    BYE = 2  # to the KVP worker: no write of mine is in flight, none will follow; send GONE
+    PARTIAL = 3  # to the KV owner: a piece's partial results
+    FAILED = 4  # to the KV owner: no partial results; the reason follows the header
+    GONE = 5  # to the KV owner: no write of mine is in flight, and none will follow
 
     @property
     def channel(self) -> int:
@@ -32,11 +32,14 @@ class KvpKind(IntEnum):
 
 
 class KvpMessage(NamedTuple):
-    """One notification of a pair. `slot` is the pair's number at the holder, `number` the pass's at
-    the owner; `entries` of PARTIAL: how many of the table's have lost their shard.
+    """One notification of a pair.
 
-    `body` of LAYER: row table, q and K/V, or nothing where these were written; of PARTIAL: u32 of
-    each entry whose shard is gone, then the results, unless they were written; of FAILED: why.
+    `slot` is the pair's number at the KVP worker, `number` is the pass's number at the KV owner. In
+    PARTIAL, `entries` counts the table's entries that have lost their shard.
+
+    `body` of LAYER: row table, q and K/V, or nothing where these were written. `body` of PARTIAL:
+    u32 per entry whose shard is gone, then the results, unless they were written. `body` of FAILED:
+    the reason.
     """
 
     kind: KvpKind
@@ -83,15 +86,15 @@ class KvpMessage(NamedTuple):
             raise TransferError(f"not a notification of an exchange: {error}") from error
 
     def missing(self) -> tuple[int, ...]:
-        """Of a PARTIAL: the entries of the piece's table whose shard is gone."""
+        """Returns the entries of the piece's table whose shard is gone. For a PARTIAL."""
         return struct.unpack_from(f"<{self.entries}I", self.body)
 
     @property
     def results(self) -> bytes:
-        """Of a PARTIAL, where they are not written."""
+        """Returns the results in the body of a PARTIAL; empty where they were written."""
         return self.body[4 * self.entries :]
 
 
 def missing_body(entries: Sequence[int]) -> bytes:
-    """`KvpMessage.missing`, packed."""
+    """Packs the entries that `KvpMessage.missing` returns."""
     return struct.pack(f"<{len(entries)}I", *entries)

@@ -16,19 +16,19 @@ from millrace.transfer.writer import Writer
 
 
 class Places:
-    """Thread-safe."""
+    """Lends places to peers and takes them back. Thread-safe."""
 
     def __init__(self, transport: Transport, count: int, lease_s: float) -> None:
-        """lease_s: what was on its way to an unreachable peer is over after this."""
+        """`lease_s`: after this time no write of an unreachable peer is in flight any more."""
         self._transport = transport
         self._lease_s = lease_s
         self._lock = threading.Lock()
         self._count = count
         self._free = list(range(count))
-        self._leaving: dict[tuple[str, int], tuple[int, Writer]] = {}  # by peer and its slot
+        self._leaving: dict[tuple[str, int], tuple[int, Writer]] = {}  # by peer and the peer's slot
 
     def take(self) -> int:
-        """A place that nobody can write to. Raises CapacityError when there is none."""
+        """Returns a place that no peer can write to. Raises CapacityError when there is none."""
         with self._lock:
             self._sweep()
             if not self._free:
@@ -39,24 +39,24 @@ class Places:
             return self._free.pop(0)
 
     def give(self, place: int) -> None:
-        """Takes a place back that nobody can write to."""
+        """Takes a place back that no peer can write to."""
         with self._lock:
             self._free.append(place)
 
     def leave(self, place: int, peer: str, slot: int) -> None:
-        """Takes a place back where the peer of a pair may still write, until it has `drained`."""
+        """Takes a place back whose peer may still write; it stays taken until `drained`."""
         with self._lock:
             writer = Writer(peer=peer, renewed_s=time.monotonic())
             self._leaving[peer, slot] = place, writer
 
     def drained(self, peer: str, slot: int) -> None:
-        """No write of the peer is in flight, and none will follow."""
+        """Notes that no write of the peer is in flight, and that none will follow."""
         with self._lock:
             if (left := self._leaving.get((peer, slot))) is not None:
                 left[1].drained = True
 
     def watch(self, peer: str, slot: int, told: Future[None]) -> None:
-        """`told`: of a notification to the peer that is leaving; shows whether it is lost."""
+        """Watches `told`, the sending of a notification to the leaving peer, for a lost peer."""
         told.add_done_callback(partial(self._on_told, (peer, slot)))
 
     def check_integrity(self, *, idle: bool) -> None:
@@ -81,7 +81,7 @@ class Places:
                 self._free.append(place)
 
     def _on_told(self, key: tuple[str, int], told: Future[None]) -> None:
-        """On the transport's thread."""
+        """Notes a lost peer. Runs on the transport's thread."""
         if not told.cancelled() and isinstance(told.exception(), PeerLostError):
             with self._lock:
                 if (left := self._leaving.get(key)) is not None:

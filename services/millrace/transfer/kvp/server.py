@@ -34,7 +34,9 @@ log = logging.getLogger(__name__)
 
 
 class ShardCompute(Protocol):
-    """`engine.attention.kvp_worker.ShardAttention`; all but `open` and `landed` on its thread."""
+    """`engine.attention.kvp_worker.ShardAttention`; any thread may call `open` and `landed`, only
+    the server's thread the rest.
+    """
 
     def open(self, shard: int, pages: Sequence[int], start_token: int, end_token: int) -> None: ...
     def landed(self, shard: int, end_token: int) -> None: ...
@@ -51,14 +53,14 @@ class _Owner:
     place: int
     region: int
     offset: int
-    number: int = 0  # of its last pass
+    number: int = 0  # number of its last pass
     write: Future[None] | None = None
     runs: dict[int, Runs] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True)
-class Seat:
-    """What an owner is told at `Kvp.Attach`: its slot, and where its queries go."""
+class Attachment:
+    """The answer to `Kvp.Attach`: the KV owner's slot, and where its queries go."""
 
     slot: int
     region: int
@@ -66,7 +68,7 @@ class Seat:
 
 
 class KvpServer:
-    """Of one holder, for all owners. Called from any thread."""
+    """Serves the shards of one KVP worker to all their KV owners. Any thread may call it."""
 
     def __init__(
         self,
@@ -79,13 +81,13 @@ class KvpServer:
         lease_s: float,
         inline_bytes: int = INLINE_BYTES,
     ) -> None:
-        """memory: `memory_bytes` on the host, which the desk registers; `compute` has the same.
-        `inline_bytes`: what is more goes by a write.
+        """`memory` has `memory_bytes` bytes on the host; the server registers it, and `compute` has
+        the same memory. Results of more than `inline_bytes` go by a write.
 
         Raises ValueError when the memory is too small.
         """
         if memory.nbytes < self.memory_bytes(shape, owners):
-            raise ValueError(f"{memory.nbytes} bytes can't hold a desk for {owners} owners")
+            raise ValueError(f"{memory.nbytes} bytes can't hold a server for {owners} owners")
         self._transport = transport
         self._shape = shape
         self._compute = compute
@@ -100,26 +102,26 @@ class KvpServer:
         self._shards: set[int] = set()
         self._works: SimpleQueue[Callable[[], None] | None] = SimpleQueue()
         self._listening = ExitStack()
-        self._thread = threading.Thread(target=self._serve, name="kvp-desk", daemon=True)
+        self._thread = threading.Thread(target=self._serve, name="kvp-server", daemon=True)
         self._thread.start()
         transport.subscribe(TO_HOLDER, self._on_notification)
 
     @staticmethod
     def memory_bytes(shape: ExchangeShape, owners: int) -> int:
-        """Of a desk for so many owners at once."""
+        """Returns the bytes of memory of a server for `owners` KV owners at once."""
         return owners * (shape.request_bytes + shape.reply_bytes)
 
     # -- owners
 
-    async def attach(self, *, metadata: bytes, region: int, offset: int) -> Seat:
-        """Opens a pair with what an owner asked for at `Kvp.Attach`.
+    async def attach(self, *, metadata: bytes, region: int, offset: int) -> Attachment:
+        """Opens a pair with the data of a KV owner's `Kvp.Attach`.
 
-        Raises CapacityError when there is no place, TransferError when it can't be connected to.
+        Raises CapacityError when no place is free, TransferError when the owner can't be reached.
         """
         place = self._places.take()
         try:
             peer = await outcome(self._transport.connect(metadata))
-        except BaseException:  # cancelled, too
+        except BaseException:  # also when cancelled
             self._places.give(place)
             raise
         owner = _Owner(peer=peer, slot=next(self._slots), place=place, region=region, offset=offset)
@@ -127,12 +129,12 @@ class KvpServer:
             if not self._owners:
                 self._listening.enter_context(self._transport.listening())
             self._owners[owner.slot] = owner
-        return Seat(owner.slot, self._region, self._at(owner)[0])
+        return Attachment(owner.slot, self._region, self._at(owner)[0])
 
     def detach(self, slot: int) -> None:
-        """Ends a pair, from this side or because the owner has gone. Harmless when there is none.
+        """Ends a pair, if there is one, from this side or because the KV owner has gone.
 
-        Its place is lent anew once no write of the owner can land there.
+        Its place is lent again once no write of the KV owner can land there.
         """
         with self._lock:
             owner = self._owners.pop(slot, None)
@@ -146,8 +148,9 @@ class KvpServer:
     # -- shards
 
     def open_shard(self, pages: Sequence[int], start_token: int, end_token: int) -> int:
-        """A shard of the tokens [start_token, end_token), on pages that are the caller's to free
-        after `close_shard`. Returns its number, never used twice."""
+        """Opens a shard of the tokens [start_token, end_token) and returns its number, never used
+        twice. The caller frees the pages after `close_shard`.
+        """
         number = next(self._numbers)
         self._compute.open(number, pages, start_token, end_token)
         with self._lock:
@@ -155,12 +158,15 @@ class KvpServer:
         return number
 
     def landed(self, shard: int, end_token: int) -> None:
-        """The K/V of [start_token, end_token) lies in the shard's pages: what comes by the exchange
-        goes on from there."""
+        """Notes that the K/V of [start_token, end_token) lies in the shard's pages: K/V from the
+        exchange is stored from end_token on.
+        """
         self._compute.landed(shard, end_token)
 
     def close_shard(self, shard: int) -> Future[None]:
-        """Done once nothing reads or writes the shard's pages for a pass, nor will."""
+        """Returns a future that is done once no pass reads or writes the shard's pages, now or
+        later.
+        """
         closed: Future[None] = Future()
 
         def close() -> None:
@@ -173,11 +179,13 @@ class KvpServer:
         return closed
 
     def check_integrity(self, *, idle: bool) -> None:
-        """Raises IntegrityError when a place was lost, or with `idle` when something is open."""
+        """Raises IntegrityError when a place was lost, or with `idle` when a pair or shard is
+        open.
+        """
         with self._lock:
             if idle and (self._owners or self._shards):
                 raise IntegrityError(
-                    f"the desk has {len(self._owners)} owners and shards {sorted(self._shards)}"
+                    f"the server has {len(self._owners)} owners and shards {sorted(self._shards)}"
                 )
         self._places.check_integrity(idle=idle)
 
@@ -200,15 +208,15 @@ class KvpServer:
             try:
                 work()
             except Exception:
-                log.exception("the desk failed at a piece of work")
+                log.exception("the KVP server failed at an event")
 
     def _layer(self, owner: _Owner, message: KvpMessage) -> None:
-        """A layer of a piece: K/V kept, attended to, the partial results on their way."""
-        if self._owners.get(owner.slot) is not owner:  # it has left
+        """Computes a layer of a piece: stores its K/V, attends, and sends the partial results."""
+        if self._owners.get(owner.slot) is not owner:  # the KV owner has left
             return
         try:
             missing = self._attend(owner, message)
-        except Exception as error:  # whatever it is, its owner need not wait for the deadline
+        except Exception as error:  # else the KV owner waits for its deadline
             log.warning("a piece of %s failed", owner.peer, exc_info=True)
             reason = str(error).encode()
             told = message._replace(kind=KvpKind.FAILED, entries=0, body=reason).encode()
@@ -249,7 +257,7 @@ class KvpServer:
         return self._compute.layer(owner.slot, message.piece, message.layer)
 
     def _take_in(self, owner: _Owner, message: KvpMessage) -> None:
-        """Puts what came in the notification where it would have been written."""
+        """Copies a notification's data to the place where a write would have put it."""
         shape, at = self._shape, self._at(owner)[0]
         end = message.entries * shape.entry_bytes
         nbytes = shape.sent_bytes(message.rows, message.new_rows)
@@ -273,7 +281,7 @@ class KvpServer:
     # -- inside
 
     def _at(self, owner: _Owner) -> tuple[int, int]:
-        """Where its queries and its partial results lie here."""
+        """Returns the offsets of the KV owner's queries and of its partial results here."""
         at = owner.place * (self._shape.request_bytes + self._shape.reply_bytes)
         return at, at + self._shape.request_bytes
 
@@ -288,7 +296,7 @@ class KvpServer:
         self._places.watch(owner.peer, owner.slot, told)
 
     def _on_notification(self, peer: str, payload: bytes) -> None:
-        """On the transport's thread."""
+        """Handles a KV owner's notification, on the transport's thread."""
         message = KvpMessage.decode(payload)
         owner = self._owners.get(message.slot)
         is_its = owner is not None and owner.peer == peer

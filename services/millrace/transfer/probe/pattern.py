@@ -24,26 +24,26 @@ from millrace.transfer.transport.runs import Runs
 
 log = logging.getLogger(__name__)
 
-#: Bytes of a pattern between instances, the same at both. Large enough that UCX moves it as it
-#: moves KV, and not as it moves short messages.
+#: Bytes of a pattern between instances, equal at both ends. Large enough that UCX moves it in the
+#: way it moves KV, not as a short message.
 PATTERN_BYTES = 256 << 10
 
-#: Of the loopback, where the process of its other end dies.
+#: Attempts of the loopback probe when the process of its other end dies.
 LOOPBACK_TRIES = 3
 
-#: For the death of the other end to be told, where our own end has failed.
+#: Seconds to wait for news of the other end's death after our own end has failed.
 DEATH_S = 1.0
 
-#: First byte of a probe's notification, by which a transport tells its subscribers apart.
+#: First byte of a probe's notification, by which a transport finds its subscriber.
 CHANNEL = 9
 
 
 class ProbeError(TransferError):
-    """The bytes did not come, or others did."""
+    """The bytes did not arrive, or other bytes did."""
 
 
 class ByteView(Protocol):
-    """Memory that a transport may write to, read and written from the host."""
+    """Memory that a transport may write to and the host reads and writes."""
 
     @property
     def memory(self) -> Memory: ...
@@ -58,43 +58,44 @@ class ProbeDiedError(ProbeError):
 
 
 class End(Protocol):
-    """One of the two ends of a probe. It wants the pattern of `seed`."""
+    """One of the two ends of a probe. It expects the pattern of its `seed`."""
 
     @property
     def name(self) -> str:
-        """Of its transport."""
+        """The name of its transport."""
 
     @property
     def seed(self) -> int: ...
 
     @property
     def metadata(self) -> bytes:
-        """Of its transport."""
+        """The metadata of its transport."""
 
     async def exchange(
         self, metadata: bytes, seed: int, timeout_s: float, *, peer_region: int = 0
     ) -> None:
-        """Writes the pattern of `seed` to the end that `metadata` describes, and checks our own.
+        """Writes the pattern of `seed` to the end that `metadata` describes, and checks the pattern
+        here.
 
-        Raises ProbeError saying what did not happen, TransferError if the transport says so. Leaves
-        the peer to the transport.
+        Raises ProbeError with the step that failed, or the transport's TransferError. The caller's
+        transport forgets the peer when it closes.
         """
 
 
-#: Opens an end under (name, seed, bytes of a pattern). Raises TransferError where that fails.
+#: Opens an end under (name, seed, bytes of a pattern). Raises TransferError on failure.
 OpenEnd = Callable[[str, int, int], AbstractAsyncContextManager[End]]
 
 
 class ProbeEnd:
     """An end in this process, as `End`; belongs to an event loop.
 
-    It sends from the first `size` bytes of its region and gets what comes in the next `size`.
+    It sends from the first `size` bytes of its region and receives into the next `size` bytes.
     """
 
     def __init__(
         self, transport: Transport, view: ByteView, *, region: int, seed: int, size: int
     ) -> None:
-        """`view`: of the transport's `region`, which is registered already."""
+        """`view` shows the transport's `region`, which is registered already."""
         self.name = transport.name
         self.seed = seed
         self.metadata = transport.metadata()
@@ -127,16 +128,16 @@ class ProbeEnd:
         self._check()
 
     def _hear(self, peer: str, payload: bytes) -> None:
-        """On the transport's thread."""
+        """Notes that a peer has written. Runs on the transport's thread."""
         if not (arrived := self._arrival(peer)).done():
             arrived.set_result(None)
 
     def _arrival(self, peer: str) -> Future[None]:
-        """Done once `peer` has written, which may come before we know the peer."""
+        """Returns a future that is done once `peer` has written, maybe before we know the peer."""
         with self._lock:
             if peer not in self._arrived:
                 self._arrived[peer] = Future()
-                self._arrived[peer].set_running_or_notify_cancel()  # nobody's wait can cancel it
+                self._arrived[peer].set_running_or_notify_cancel()  # waiters cannot cancel it
             return self._arrived[peer]
 
     def _check(self) -> None:
@@ -149,7 +150,7 @@ class ProbeEnd:
 
 
 def pattern(seed: int, size: int) -> bytes:
-    """The same bytes for the same seed, in every process."""
+    """Returns the same bytes for the same seed in every process."""
     return random.Random(seed).randbytes(size)
 
 
@@ -157,7 +158,7 @@ def pattern(seed: int, size: int) -> bytes:
 async def probe_end(
     open_transport: Callable[[], Transport], view: ByteView, *, seed: int, size: int
 ) -> AsyncIterator[ProbeEnd]:
-    """An end with a transport of its own, which is closed with all it holds at the end.
+    """Opens an end with a transport of its own, and closes both at the end of the context.
 
     Raises TransferError when the transport can't be opened.
     """
@@ -177,23 +178,24 @@ async def probe_end(
 
 
 async def _close_opened(opening: asyncio.Future[Transport]) -> None:
-    """What is being opened can't be interrupted, and must not be forgotten."""
+    """Closes a transport whose opening can't be interrupted, once it is open."""
     with suppress(TransferError):
         await _close(await opening)
 
 
 async def _close(transport: Transport) -> None:
-    """Whoever is cancelled meanwhile, also before a thread is free for it, it is closed."""
+    """Closes the transport even when the caller is cancelled before a thread is free for it."""
     await asyncio.shield(asyncio.get_running_loop().run_in_executor(None, transport.close))
 
 
 async def probe_loopback(
     transport: Transport, region: int, pool: ByteView, open_end: OpenEnd, timeout_s: float
 ) -> None:
-    """Whether `transport` moves bytes out of its `region` and others can write into it.
+    """Checks that `transport` moves bytes out of its `region`, and that others can write into it.
 
-    `pool` is that region, which nobody may use meanwhile; it is left as it was. Where the process
-    of the other end dies it is tried again, LOOPBACK_TRIES times in all. Raises TransferError.
+    `pool` is that region; nothing else may use it during the call, and its bytes are restored. If
+    the process of the other end dies, the probe tries again, LOOPBACK_TRIES times in all. Raises
+    TransferError.
     """
     size = min(PATTERN_BYTES, pool.memory.nbytes // 2)
     before = pool.read(0, 2 * size)
@@ -215,7 +217,7 @@ async def probe_loopback(
 async def _both_ways(
     transport: Transport, own: ProbeEnd, other: End, region: int, timeout_s: float
 ) -> None:
-    """Leaves nothing of `other` at the `transport`."""
+    """Runs the probe in both directions, and makes `transport` forget the other end."""
     try:
         with transport.listening():
             await _all_or_why(
@@ -227,7 +229,7 @@ async def _both_ways(
 
 
 async def _all_or_why(own: Coroutine[None, None, None], other: Coroutine[None, None, None]) -> None:
-    """Runs both. Where one fails it raises why: the other end's death explains our own error."""
+    """Runs both. If one fails, raises the cause: the other end's death explains our own error."""
     tasks = [asyncio.create_task(own), asyncio.create_task(other)]
     try:
         await asyncio.wait(tasks, return_when=asyncio.FIRST_EXCEPTION)

@@ -22,28 +22,29 @@ from typing import Any
 from millrace.core.errors import TransferError
 from millrace.transfer.probe.pattern import ProbeDiedError, ProbeError
 
-#: For a child to open its transport. The first one waits for the server's imports as well.
+#: Seconds for a child to open its transport. The first child also waits for the server's imports.
 OPEN_TIMEOUT_S = 20.0
-#: Beyond the exchange's own timeout.
+#: Seconds beyond the exchange's own timeout.
 ANSWER_TIMEOUT_S = 5.0
-#: For a child, or the server, to end when it is asked to; the kernel ends a child before.
+#: Seconds for a child, or the server, to end when asked; the kernel ends a child before.
 CLOSE_TIMEOUT_S = 10.0
-#: Of one message of a child.
+#: The most bytes of one message of a child.
 MOST_BYTES = 1 << 20
 _PROGRAM = "millrace.transfer.probe.server"
-#: An end needs one thread, and a process that has more can't be forked safely.
+#: An end needs one thread, and a process with more threads can't be forked safely.
 _ONE_THREAD = {"OPENBLAS_NUM_THREADS": "1", "OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1"}
 
 
 class ProbeServer:
-    """The parent's side of the server: opens ends, and starts the server again where it died.
+    """The parent's side of the server: opens ends, restarts a dead server.
 
     async with ProbeServer(...) as probes:
         async with probes.open_end(...) as end: ...
     """
 
     def __init__(self, prefix: str, device: str) -> None:
-        """`prefix`: of the names of the ends. `device`: where their buffers lie, as torch names it.
+        """The ends' names begin with `prefix`. `device` holds their buffers, named as torch names
+        it.
 
         Children inherit the environment, which the transport's library reads.
         """
@@ -53,7 +54,7 @@ class ProbeServer:
         self._process: subprocess.Popen[bytes] | None = None
 
     async def __aenter__(self) -> ProbeServer:
-        """Starts the server, which imports what it needs while the parent goes on."""
+        """Starts the server; the parent continues while the server imports its modules."""
         self._start()
         return self
 
@@ -78,7 +79,7 @@ class ProbeServer:
 
     @asynccontextmanager
     async def open_end(self, name: str, seed: int, size: int) -> AsyncIterator[ChildEnd]:
-        """An end in a child, which has ended when this has. Raises TransferError."""
+        """Opens an end in a child; the child ends with the context. Raises TransferError."""
         ours, theirs = socket.socketpair()
         name = f"{self._prefix}-{name}"
         with theirs:
@@ -131,7 +132,7 @@ class ChildEnd:
     async def exchange(
         self, metadata: bytes, seed: int, timeout_s: float, *, peer_region: int = 0
     ) -> None:
-        """As `End.exchange`; ProbeDiedError when the child dies meanwhile."""
+        """Works as `End.exchange`; raises ProbeDiedError when the child dies during the call."""
         self._child.write(
             {
                 "metadata": base64.b64encode(metadata).decode(),
@@ -154,11 +155,13 @@ class _Child:
         self._writer.write(_line(message))
 
     async def read(self, timeout_s: float) -> dict[str, Any]:
-        """The child's next message. Raises ProbeError, or ProbeDiedError when there is none."""
+        """Returns the child's next message. Raises ProbeError, or ProbeDiedError when the child
+        died.
+        """
         try:
             line = await asyncio.wait_for(self._reader.readline(), timeout_s)
         except TimeoutError:
-            raise ProbeError(f"the probe's process said nothing for {timeout_s:g} s") from None
+            raise ProbeError(f"the probe's process sent nothing for {timeout_s:g} s") from None
         except ConnectionError:
             line = b""
         message: dict[str, Any] = json.loads(line or b'{"ended": null}')
@@ -169,7 +172,7 @@ class _Child:
         return message
 
     async def close(self) -> None:
-        """Returns once the child has ended, or is about to be ended by the kernel."""
+        """Returns once the child has ended, or the kernel is about to end it."""
         with suppress(TransferError, OSError):
             self._writer.write_eof()
             while True:
@@ -177,9 +180,9 @@ class _Child:
 
 
 def _how(status: int | None) -> str:
-    """How a process ended, from its exit status as `subprocess` gives it."""
+    """Says how a process ended, from its exit status as `subprocess` gives it."""
     if status is None:
-        return "was ended with the server of its kind"
+        return "was ended with its server"
     if status < 0:
         return f"was ended by {signal.Signals(-status).name}"
     return f"ended with status {status}"

@@ -41,11 +41,11 @@ from millrace.transfer.transport.nixl.library import load_ucx
 from millrace.transfer.transport.nixl.transport import NixlTransport
 from millrace.transfer.transport.regions import Memory
 
-#: A child that lives longer is ended by the kernel, whatever the transport's library does.
+#: Seconds after which the kernel ends a child, whatever the transport's library does.
 LIFE_S = 60
-#: The same, from the moment on when it is no longer wanted.
+#: The same, counted from the moment when the child is no longer wanted.
 CLOSE_S = 5
-#: Of one message.
+#: The most bytes of one message.
 MOST_BYTES = 1 << 20
 
 
@@ -75,7 +75,7 @@ class _Child:
 def serve(control: socket.socket, device: str) -> None:
     """Forks a child for each request, until the other end of `control` is closed."""
     children: dict[int, _Child] = {}  # by pidfd
-    ended: dict[int, socket.socket] = {}  # of children that have, until the parent hangs up
+    ended: dict[int, socket.socket] = {}  # of ended children, until the parent closes its socket
     poll = select.poll()
     poll.register(control, select.POLLIN)
     try:
@@ -84,7 +84,7 @@ def serve(control: socket.socket, device: str) -> None:
                 if fd in children:
                     poll.unregister(fd)
                     spent = _report(fd, children.pop(fd))
-                    poll.register(spent, 0)  # says when the parent hangs up
+                    poll.register(spent, 0)  # readable when the parent closes its socket
                     ended[spent.fileno()] = spent
                 elif fd in ended:
                     poll.unregister(fd)
@@ -104,19 +104,19 @@ def serve(control: socket.socket, device: str) -> None:
 
 
 def _asked(control: socket.socket) -> tuple[dict[str, Any], socket.socket] | None:
-    """The next request and the socket of its end; None when the parent is gone."""
+    """Returns the next request and the socket of its end; None when the parent is gone."""
     message, fds, _, _ = socket.recv_fds(control, MOST_BYTES, 1)
     return (json.loads(message), socket.socket(fileno=fds[0])) if message else None
 
 
 def _report(pidfd: int, child: _Child) -> socket.socket:
-    """Tells the parent how the child ended, which it has or is about to.
+    """Reports to the parent how the child ended, once it has ended.
 
-    Its socket stays open: a parent that writes to a closed one is told of that and reads no more.
+    Its socket stays open: a parent that writes to a closed socket gets an error and reads no more.
     """
     os.close(pidfd)
     _, status = os.waitpid(child.pid, 0)
-    with suppress(OSError):  # the parent has hung up
+    with suppress(OSError):  # the parent has closed its socket
         child.socket.sendall(_line(ended=os.waitstatus_to_exitcode(status)))
         child.socket.shutdown(socket.SHUT_WR)
     return child.socket
@@ -128,7 +128,7 @@ def _fork(
     device: str,
     others: list[socket.socket],
 ) -> int:
-    """The pid of a child that is the end. It closes what is of `others`."""
+    """Forks a child that becomes the end, and returns its pid. The child closes `others`."""
     if pid := os.fork():
         return pid
     status = 1
@@ -146,10 +146,10 @@ def _fork(
 
 async def _be_end(request: dict[str, Any], theirs: socket.socket, device: str) -> None:
     reader, writer = await asyncio.open_connection(sock=theirs, limit=MOST_BYTES)
-    with suppress(ConnectionError):  # the parent has hung up
+    with suppress(ConnectionError):  # the parent has closed its socket
         try:
             await _live(request, reader, writer, device)
-        except Exception as error:  # whatever it is, the parent is to hear of it
+        except Exception as error:  # the parent gets every error as a message
             writer.write(_line(error=_text(error)))
             await writer.drain()
 
@@ -170,7 +170,7 @@ async def _live(
         writer.write(_line(metadata=base64.b64encode(end.metadata).decode()))
         if line := await reader.readline():
             exchange = asyncio.create_task(_exchange(end, json.loads(line), writer))
-            await reader.read()  # until the parent wants no more
+            await reader.read()  # until the parent closes its socket
             exchange.cancel()
             await asyncio.gather(exchange, return_exceptions=True)
         signal.alarm(CLOSE_S)
@@ -185,21 +185,21 @@ async def _exchange(end: ProbeEnd, wanted: dict[str, Any], writer: asyncio.Strea
             wanted["timeout_s"],
             peer_region=wanted["peer_region"],
         )
-    except Exception as failed:  # likewise
+    except Exception as failed:  # as in _be_end: the parent gets every error
         error = _text(failed)
     writer.write(_line(error=error))
 
 
 def _text(error: Exception) -> str:
-    """A TransferError says what failed; of any other the type says a part."""
+    """Returns the text of a TransferError; for other errors, the type and the text."""
     return str(error) if isinstance(error, TransferError) else repr(error)
 
 
 def _buffer(device: str, size: int) -> ByteView:
-    """Zeros where KV lies."""
+    """Returns zeros on the device that holds KV."""
     if device == "cpu":
         return HostBytes(size)
-    import torch  # a second to import: only where the memory is torch's
+    import torch  # the import takes a second: only where torch owns the memory
 
     from millrace.transfer.transport.byte_window import ByteWindow
 
@@ -212,9 +212,10 @@ def _line(**fields: str | int) -> bytes:
 
 def main() -> None:
     fd, device = int(sys.argv[1]), sys.argv[2]
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # of a terminal it is for the parent
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # a terminal's interrupt is for the parent
     if device != "cpu":
-        importlib.import_module("torch")  # once, for all children; starts nothing on the device
+        importlib.import_module("torch")  # once for all children; starts nothing on the device
+
     load_ucx()
     with socket.socket(fileno=fd) as control:
         serve(control, device)

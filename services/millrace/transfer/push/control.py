@@ -12,32 +12,35 @@ from millrace.transfer.transport.base import Transport
 
 
 class KvPeer(Protocol):
-    """The receiver's control side, as a sender sees it. Every call raises TransferError."""
+    """The receiver's control side, as a sender calls it. Every call raises TransferError."""
 
     async def handshake(self, ask: HandshakeAsk, *, timeout_s: float) -> HandshakeGrant:
-        """Raises HandshakeQueued when the receiver answered that there is no backend yet."""
+        """Raises HandshakeQueued when the receiver answered that no backend is free yet."""
 
     async def finish(self, ticket: Ticket, message: Any, *, timeout_s: float) -> None:  # noqa: ANN401 - the wire's type
-        """Tells that prefill has finished."""
+        """Reports that prefill has finished."""
 
     async def abort(self, ticket: Ticket, *, reason: str, drained: bool, timeout_s: float) -> None:
-        """Tells that the sender gives up."""
+        """Reports that the sender gives up."""
 
     async def send_history(self, ask: HistoryAsk, *, timeout_s: float) -> None:
-        """Has the receiver write KV that it kept of an earlier attempt to the asker's pages.
+        """Asks the receiver to write the KV that it kept of an earlier attempt to the asker's
+        pages.
 
-        Returns when it is on its way. Raises HandshakeRefused when it does not have all of it.
+        Returns when the writes are in flight. Raises HandshakeRefused when some of the KV is
+        missing.
         """
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ReceiveCallbacks:
-    """What a receiver tells the owner of its pages, by request.
+    """The calls by which a receiver reports to the owner of its pages, by request.
 
-    on_first_tokens gets the message of `finish` as it came; on_landed says that all KV is in its
-    pages. on_prefix(request, attempt, tokens) says that one more pass, but for the last, has landed
-    with all before it; on_failed(request, message, attempt, kept_tokens) that the attempt will
-    never land, and how many first tokens have: `rewind` to them, or `release`.
+    `on_first_tokens` gets the unchanged message of `finish`. `on_landed` reports that all KV is in
+    its pages. `on_prefix(request, attempt, tokens)` reports that one more pass, other than the
+    last, has landed with all passes before it. `on_failed(request, message, attempt, kept_tokens)`
+    reports that the attempt will never land, and how many first tokens have landed: call `rewind`
+    to them, or `release`.
     """
 
     on_first_tokens: Callable[[str, Any], None]
@@ -48,7 +51,7 @@ class ReceiveCallbacks:
 
 @dataclass(frozen=True, slots=True)
 class Outlet:
-    """What all sessions of a manager send through."""
+    """The transport and the region that all sessions of a manager send from."""
 
     transport: Transport
     region: int
@@ -59,9 +62,9 @@ class Outlet:
 class Target:
     """A receiver of a prompt's KV, and the tokens [start_token, end_token) that belong there.
 
-    It has the model's `layers`; None where only its answer tells. `word` makes of the message of
-    `Sending.finish` what this receiver is told of the end; None where another sender tells it. The
-    home is told token one.
+    It has the model's `layers`; None where only its answer to the handshake says so. `word` makes
+    this receiver's end message from the message of `Sending.finish`; None where another sender
+    reports the end. The KV owner (`is_home`) gets the first token.
     """
 
     peer: KvPeer
@@ -74,49 +77,52 @@ class Target:
 
 
 class Sending(Protocol):
-    """A prompt's KV on its way, to one receiver or spread over several. Over once `finish` or
-    `abort` has returned."""
+    """A prompt's KV in flight to one receiver, or spread over several receivers. It is over once
+    `finish` or `abort` has returned.
+    """
 
     @property
     def failure(self) -> TransferError | None:
-        """Why nothing more can be sent; None while it can. `finish` raises it."""
+        """Returns the reason why nothing more can be sent; None while sending works. `finish`
+        raises it.
+        """
 
     @property
     def timings(self) -> SendTimings:
-        """As far as it has come."""
+        """Returns the timings so far."""
 
     @property
     def receiver_ids(self) -> tuple[str, ...]:
-        """Where the KV goes, in the order of the tokens."""
+        """Returns the ids of the receivers, in the order of their tokens."""
 
     def layer_ready(self, chunk_index: int, layer: int, start_token: int, num_tokens: int) -> None:
-        """A layer of a chunk lies in its pages: send it. From any thread; returns at once.
+        """Sends a layer of a chunk that lies in its pages. Any thread may call it; returns at once.
 
-        On a device the caller makes sure that the kernels that wrote it have ended. `layer` is the
-        model's.
+        On a device the caller makes sure that the kernels that wrote the layer have ended. `layer`
+        counts the model's layers.
         """
 
     async def opened(self) -> None:
-        """Returns when the handshakes are over, well or not."""
+        """Returns when every handshake has succeeded or failed."""
 
     async def finish(self, message: Any | None) -> None:  # noqa: ANN401 - the wire's type
-        """Sends `message` once shaken hands, then waits until every write was acknowledged.
+        """Sends `message` after the handshake, then waits until every write was acknowledged.
 
-        None of a member that is not the leader of its group: it has nothing to say. Returns too
-        when a receiver has no more use for the KV. Raises TransferError when it was refused,
-        failed, or made no progress for `transfer_timeout_s`; call `abort` then.
+        `message` is None for a member that does not lead its group. Returns early when a receiver
+        no longer needs the KV. Raises TransferError when the receiver refused, the transfer failed,
+        or it made no progress for `transfer_timeout_s`; call `abort` then.
         """
 
     async def abort(self, reason: str) -> None:
         """Gives up. Returns when nothing of the request is in flight: its pages may be freed.
 
-        A peer that was stopped in the middle of a write holds this up until it goes on or dies.
+        If a peer was stopped in the middle of a write, this waits until the peer continues or dies.
         """
 
 
 @dataclass(slots=True)
 class SendTimings:
-    """For the waterfall. Seconds of time.monotonic; 0 while it has not happened."""
+    """Times for the waterfall, in seconds of time.monotonic; 0 for a step that has not happened."""
 
     opened_s: float
     granted_s: float = 0.0
@@ -127,5 +133,5 @@ class SendTimings:
 
     @property
     def handshake_s(self) -> float:
-        """From opening to the grant."""
+        """Returns the seconds from opening to the grant."""
         return max(0.0, self.granted_s - self.opened_s)

@@ -22,7 +22,7 @@ from millrace.core.kv.transfer import HandshakeAsk, HandshakeRefused, HistoryAsk
 from millrace.transfer.transport.layout import mismatch
 from millrace.transfer.writer import Writer
 
-#: Staging buffers are cut in slots: some are scattered while the next ones are written.
+#: A staging buffer is cut into slots: some are scattered while the next ones are written.
 SLOTS = 8
 
 
@@ -33,9 +33,9 @@ def refusal(
     layout: KvLayout,
     newest: Mapping[str, int],
 ) -> str:
-    """Why a handshake is fenced off; empty when it is not.
+    """Returns the reason to refuse a handshake as stale; empty to accept it.
 
-    `newest` is the greatest generation seen of each sender: an earlier life of it is stale.
+    `newest` maps each sender to its greatest generation so far: earlier incarnations are stale.
     """
     ticket = ask.ticket
     if stale := stale_receiver(ticket.receiver, receiver):
@@ -48,7 +48,7 @@ def refusal(
 
 
 class Fences:
-    """At a receiver: which lives of which senders may speak to it."""
+    """Decides at a receiver which incarnations of senders may speak to it."""
 
     def __init__(self, receiver: Incarnation, layout: KvLayout) -> None:
         self._receiver = receiver
@@ -56,7 +56,9 @@ class Fences:
         self._newest: dict[str, int] = {}
 
     def check(self, ask: HandshakeAsk | HistoryAsk) -> None:
-        """Raises HandshakeRefused; else earlier lives of the sender are stale from here on."""
+        """Raises HandshakeRefused for a stale ask; else fences earlier incarnations of the
+        sender.
+        """
         reason = refusal(ask, receiver=self._receiver, layout=self._layout, newest=self._newest)
         if reason:
             raise HandshakeRefused(f"request {ask.ticket.request_id}: {reason}")
@@ -64,7 +66,9 @@ class Fences:
 
 
 def stale_receiver(meant: Incarnation, actual: Incarnation) -> str:
-    """Why a message for `meant` is not for `actual`; empty when they are the same life."""
+    """Returns why a message for `meant` is not for `actual`; empty when both are one
+    incarnation.
+    """
     return (
         "" if meant == actual else f"stale receiver: the message is for {meant}, this is {actual}"
     )
@@ -72,7 +76,7 @@ def stale_receiver(meant: Incarnation, actual: Incarnation) -> str:
 
 @dataclass(slots=True, kw_only=True, eq=False)
 class Lease(Writer):
-    """One sender's right to write for one attempt at a request, and what is known of its end.
+    """One sender's right to write for one attempt at a request, and the known state of its end.
 
     Times are of the caller's clock.
     """
@@ -88,13 +92,13 @@ class Lease(Writer):
     copies: int = 0
 
     def lapsed(self, now_s: float, lease_s: float) -> bool:
-        """Whether the sender has been silent for too long."""
+        """Returns whether the sender has been silent for more than `lease_s`."""
         return not self.drained and now_s - self.heard_s > lease_s
 
 
 @dataclass(slots=True)
 class _Claim:
-    """A request's place in the order, the senders that wait, and the backends it holds."""
+    """A request's place in the order, its waiting senders, and the backends that it holds."""
 
     first_ask_s: float
     order: int
@@ -105,7 +109,7 @@ class _Claim:
 
 
 class Backends:
-    """Who has which staging buffer, and who is next."""
+    """Assigns staging buffers to senders in the order of their requests' first handshakes."""
 
     def __init__(self, count: int) -> None:
         self._count = count
@@ -118,7 +122,7 @@ class Backends:
         return len(self._free)
 
     def ask(self, claim_id: str, sender: Incarnation, first_ask_s: float) -> None:
-        """Puts a sender in line. A request's place is that of its first handshake, for ever."""
+        """Adds a sender that waits. Its request keeps the place of its first handshake for ever."""
         claim = self._claims.get(claim_id)
         if claim is None:
             self._asks += 1
@@ -127,16 +131,17 @@ class Backends:
             claim.waiting.append(sender)
 
     def withdraw(self, claim_id: str, sender: Incarnation) -> None:
-        """A sender no longer waits. Its request keeps its place."""
+        """Removes a sender that waited. Its request keeps its place."""
         claim = self._claims.get(claim_id)
         if claim is not None and sender in claim.waiting:
             claim.waiting.remove(sender)
 
     def grant(self) -> list[tuple[str, Incarnation, int]]:
-        """Hands out what can be handed out now: (request, sender, backend), in order.
+        """Grants every backend that can be granted now; returns (request, sender, backend) in
+        order.
 
-        A request that waits has taken all that was free. A later one goes on with what it has, for
-        the earlier one may have to wait for its end; it gets nothing else.
+        A waiting request has taken all free backends. A later request continues with the backends
+        that it holds, since the earlier request may have to wait for its end; it gets no others.
         """
         granted = []
         ordered = sorted(self._claims.items(), key=lambda c: (c[1].first_ask_s, c[1].order))
@@ -149,14 +154,16 @@ class Backends:
         return granted
 
     def done(self, claim_id: str, sender: Incarnation) -> None:
-        """Nothing of the sender can reach its buffer any more; it serves the request's next."""
+        """Frees a sender's buffer, which no write can reach any more, for the request's next
+        sender.
+        """
         claim = self._claims.get(claim_id)
         if claim is not None and sender in claim.busy:
             claim.idle.append(claim.busy.pop(sender))
             self._settle(claim_id, claim)
 
     def end(self, claim_id: str) -> None:
-        """The request needs no more. Buffers still written to follow when their sender is done."""
+        """Ends a request. Each buffer that is still written to is freed when its sender is done."""
         claim = self._claims.get(claim_id)
         if claim is not None:
             claim.ended = True

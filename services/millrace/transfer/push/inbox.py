@@ -15,9 +15,10 @@ log = logging.getLogger(__name__)
 
 
 class Inbox:
-    """Hands every message of one channel to `read(peer, message)` on the loop it was made on.
+    """Hands every message of one channel to `read(peer, message)` on the loop that made it.
 
-    The loop is woken once for all that waits. What can't be decoded or read is logged.
+    The loop is woken once for all waiting messages. A message that can't be decoded or read is
+    logged.
     """
 
     def __init__(
@@ -26,18 +27,20 @@ class Inbox:
         self._loop = asyncio.get_running_loop()
         self._read = read
         self._waiting: deque[tuple[str, bytes]] = deque()
-        self._called = False  # whether the loop is about to come by for what waits
+        self._called = False  # whether the loop will soon read the waiting messages
         transport.subscribe(channel, self._on_notification)
 
     def _on_notification(self, peer: str, payload: bytes) -> None:
-        """On any of the transport's threads, several at once: two may both call, never neither."""
+        """Queues a notification. Several threads of the transport may call it at once: then both
+        may wake the loop, but never neither.
+        """
         self._waiting.append((peer, payload))
         if not self._called:
             self._called = True
             self._loop.call_soon_threadsafe(self._read_all)
 
     def _read_all(self) -> None:
-        self._called = False  # first: what comes from here on calls again
+        self._called = False  # first: a message from here on wakes the loop again
         while self._waiting:
             peer, payload = self._waiting.popleft()
             try:

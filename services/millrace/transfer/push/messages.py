@@ -9,7 +9,7 @@ from typing import NamedTuple
 
 from millrace.core.errors import TransferError
 
-#: First byte of a notification, by which a transport tells its subscribers apart.
+#: First byte of a notification, by which a transport finds its subscriber.
 TO_RECEIVER = 1
 TO_SENDER = 2
 
@@ -17,21 +17,21 @@ TO_SENDER = 2
 # chunk u32, layer u16, start u32, tokens u32, bytes u64; then the request's id
 _HEADER = struct.Struct("<BBHIIQ")
 _PART = struct.Struct("<IHIIQ")
-#: A notification of this many parts stays below 3 KiB.
+#: A notification of this many parts has less than 3 KiB.
 MAX_PARTS = 128
 
 
 class Kind(IntEnum):
-    """What a notification says."""
+    """The kinds of notifications between a sender and a receiver."""
 
     WRITTEN = 1  # to the receiver: the bytes of some parts lie there
     ALIVE = 2  # to the receiver: the sender still holds the lease
-    DONE = 3  # to the receiver: all that this sender has was written, and nothing will follow
-    DRAINED = 4  # to the receiver: given up; no write of the lease is in flight nor will follow
+    DONE = 3  # to the receiver: the sender has written everything; nothing will follow
+    DRAINED = 4  # to the receiver: given up; no write of the lease is in flight, none will follow
     SLOT_FREE = 5  # to the sender: a staging slot may be written again
-    RENEW = 6  # to the sender: the lease goes on
-    DROP = 7  # to the sender: the KV is not needed any more; drain and say DRAINED
-    STOP = 8  # to the sender: the transfer failed; drain and say DRAINED
+    RENEW = 6  # to the sender: the lease is renewed
+    DROP = 7  # to the sender: the KV is not needed any more; drain and send DRAINED
+    STOP = 8  # to the sender: the transfer failed; drain and send DRAINED
 
     @property
     def channel(self) -> int:
@@ -39,7 +39,7 @@ class Kind(IntEnum):
 
 
 class Part(NamedTuple):
-    """A token range of a layer of a chunk, and how many bytes of it were written."""
+    """A token range of a layer of a chunk, and the number of its bytes that were written."""
 
     chunk: int
     layer: int
@@ -52,7 +52,7 @@ class Part(NamedTuple):
 class Message:
     """One notification. `generation` is the receiver's.
 
-    A write carries `parts`, in this order in its staging `slot` where there is one.
+    A write carries `parts`; in a staging `slot` they lie in this order.
     """
 
     kind: Kind

@@ -28,10 +28,11 @@ from millrace.transfer.transport.runs import Offsets, Runs
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PeerInfo:
-    """What the members of a group know of each other for one request.
+    """A member's data for one request, as the other members of the group know it.
 
-    ``peer``: the transport's name; ``region``: that of its pool there; ``pages``: the request's, in
-    the order of its layout; ``buffer_pages``: those lent to the ring, buffer after buffer.
+    ``peer``: the transport's name; ``region``: its pool's number there; ``pages``: the request's
+    pages in the order of its layout; ``buffer_pages``: the pages lent to the ring, buffer after
+    buffer.
     """
 
     instance_id: str
@@ -43,7 +44,7 @@ class PeerInfo:
     generation: int
 
     def buffer(self, number: int) -> Offsets:
-        """Flat pages of a buffer, in the order in which a block fills them. int64."""
+        """Returns a buffer's flat pages, in the order in which a block fills them. int64."""
         pages = ring_buffers(self.buffer_pages)[number]
         memory = buffer_memory(pages, self.layout.num_layers, self.layout.num_pages)
         return np.array(memory, dtype=np.int64)
@@ -51,14 +52,14 @@ class PeerInfo:
 
 @dataclass(slots=True)
 class Waits:
-    """Seconds that compute has stood still in a chunk."""
+    """Seconds that compute has waited in a chunk."""
 
     blocks_s: float = 0.0
     history_s: float = 0.0
 
 
 class Group(Protocol):
-    """What a chunk's link needs of the group's."""
+    """The calls of the group's link that a chunk's link needs."""
 
     changed: Condition
 
@@ -70,7 +71,9 @@ class Group(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class _Layer:
-    """What a member sends of one layer, step after step; of those it forwards, once for all."""
+    """A member's own blocks of one layer, step after step; its runs of forwarded blocks are
+    computed once.
+    """
 
     own: Runs
     forwarded: tuple[Runs, ...]
@@ -80,9 +83,10 @@ class _Layer:
 
 
 class ChunkLink:
-    """Made by `GroupLink.chunk`. An `engine.attention.ring.RingLink`; one thread computes.
+    """Sends a chunk's blocks round the ring; made by `GroupLink.chunk`. An
+    `engine.attention.ring.RingLink` for one compute thread.
 
-    `waits` counts the seconds that it waited.
+    `waits` counts the seconds that the thread waited.
     """
 
     def __init__(
@@ -93,9 +97,9 @@ class ChunkLink:
         rank: int,
         after_device: Callable[[Callable[[], None]], None],
     ) -> None:
-        """`members`: those of the chunk's group, in order.
+        """`members`: the members of the chunk's group, in order.
 
-        Raises TransferError when the pages or buffers of one can't hold what they have to.
+        Raises TransferError when the pages or buffers of a member are too few.
         """
         self.rank = rank
         self.size = len(members)
@@ -109,8 +113,8 @@ class ChunkLink:
         self._group = group
         self._shares = shares
         self._after_device = after_device
-        self._layers = 0  # that were published, by compute's count
-        self._sends: dict[int, _Layer] = {}  # by that count
+        self._layers = 0  # published layers, by compute's count
+        self._sends: dict[int, _Layer] = {}  # published layers, as the device has reached them
         self._of_pass: _Layer | None = None  # layer 0 of the pass
         for member, share in zip(members, shares.shares, strict=True):
             _check(member, max(share.pages, default=-1) + 1, shares.block_pages())
@@ -122,10 +126,10 @@ class ChunkLink:
     # -- for compute
 
     def begin_pass(self, index: int) -> None:
-        """Before each pass of the chunk: from here on its blocks go round.
+        """Opens a pass of the chunk: from here on its blocks go round. Call it before each pass.
 
-        The first pass opens this member's buffers to the one before, so all of earlier chunks must
-        be over here.
+        The first pass opens this member's buffers to the previous member, so all earlier chunks
+        must be over here.
         """
         filled = self._shares.passes[index].filled
         runs = [
@@ -139,14 +143,18 @@ class ChunkLink:
             self._group.pump()
 
     def history(self, layer: int) -> bool:
-        """Waits until all that others give of a layer has arrived. False: aborted."""
+        """Waits until all history that others give of a layer has arrived. Returns False when
+        aborted.
+        """
         started_s = time.monotonic()
         came = self._group.history(layer)
         self.waits.history_s += time.monotonic() - started_s
         return came
 
     def publish(self, layer: int) -> None:
-        """This member's block of the layer will lie in its pages once the device gets here."""
+        """Sends this member's block of the layer once the device gets here: then it lies in its
+        pages.
+        """
         if self._of_pass is None:
             raise ValueError(f"layer {layer} is published before a pass has begun")
         runs, offset = self._of_pass, self.me.layout.layer_offset(layer)
@@ -155,7 +163,9 @@ class ChunkLink:
         self._layers += 1
 
     def wait(self, step: int) -> bool:
-        """Waits until the block of a step (1 to size - 1) has arrived. False: aborted."""
+        """Waits until the block of a step (1 to size - 1) has arrived. Returns False when
+        aborted.
+        """
         number = self._number(step)
         started_s = time.monotonic()
         with self._group.changed:
@@ -167,11 +177,11 @@ class ChunkLink:
         return came
 
     def release(self, step: int) -> None:
-        """The step's buffer may be used again once the device gets here."""
+        """Frees the step's buffer once the device gets here."""
         self._after_device(partial(self._released, self._number(step)))
 
     def end(self) -> None:
-        """All of the chunk is computed here, and the device has done it."""
+        """Ends the chunk: all of it is computed here, and the device has ended its work."""
         with self._group.changed:
             self.ended = True
         self._group.pump()
@@ -179,7 +189,7 @@ class ChunkLink:
     # -- for the group, under its lock
 
     def next_send(self) -> tuple[int, Runs] | None:
-        """Takes the next block that may be sent: its number, and what to write."""
+        """Takes the next block that may be sent; returns its number and the runs to write."""
         number = self.flow.next_send()
         if number is None:
             return None
@@ -191,13 +201,13 @@ class ChunkLink:
 
     @property
     def may_be_written(self) -> bool:
-        """Whether the member before may be writing into our buffers for this chunk."""
+        """Returns whether the previous member may be writing into our buffers for this chunk."""
         return self.flow.is_open and not (self.ended and self.flow.has_all_received)
 
     # -- inside
 
     def _block_runs(self, step: int, slots: int) -> Runs:
-        """From where a step's block lies here, in layer 0, to the buffer that it has next."""
+        """Returns the runs of a step's block in layer 0, from its place here to its next buffer."""
         count = ceil_div(slots, self.me.layout.page_tokens)
         if step:
             source = self._buffers[0][buffer_of(step)]

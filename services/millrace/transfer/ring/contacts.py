@@ -11,7 +11,9 @@ from collections.abc import Iterable, Iterator
 
 
 class Contacts:
-    """Peers by their transports' names. The link's lock guards it."""
+    """When each peer was last heard of and last sent a message, by transport name. The link's lock
+    guards it.
+    """
 
     def __init__(self, peers: Iterable[str], lease_s: float) -> None:
         now_s = time.monotonic()
@@ -37,19 +39,21 @@ class Contacts:
         self._told_s[peer] = time.monotonic()
 
     def heard_s(self, peer: str) -> float:
-        """By time.monotonic."""
+        """Returns when the peer was last heard of, in seconds of time.monotonic."""
         return self._heard_s[peer]
 
     def told_s(self, peer: str) -> float:
-        """By time.monotonic."""
+        """Returns when the peer was last sent a message, in seconds of time.monotonic."""
         return self._told_s[peer]
 
     def may_write(self, peer: str) -> bool:
-        """Whether the peer was heard of lately enough."""
+        """Returns whether the peer was heard of within `lease_s`."""
         return time.monotonic() - self._heard_s[peer] <= self._lease_s
 
     def is_to_ask(self, peer: str) -> bool:
-        """Whether the peer was not asked yet since its last word; it is taken to be asked now."""
+        """Returns True once per message of the peer: the caller then asks whether it may still
+        write.
+        """
         if peer in self._asked:
             return False
         self._asked.add(peer)

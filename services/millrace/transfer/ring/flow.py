@@ -17,7 +17,7 @@ from millrace.core.kv.sp_layout import RING_BUFFERS, buffer_of
 
 
 class RingOrder:
-    """Numbers of blocks in a ring of `size` members."""
+    """Numbers the blocks in a ring of `size` members."""
 
     def __init__(self, size: int) -> None:
         if size < 2:
@@ -25,43 +25,48 @@ class RingOrder:
         self.steps = size - 1
 
     def number(self, layer: int, step: int) -> int:
-        """Of what arrives in a step (from 1 on) of the ring's `layer`-th layer (from 0 on)."""
+        """Returns the number of the block of a step (from 1 on) in the ring's `layer`-th layer
+        (from 0 on).
+        """
         return layer * self.steps + step - 1
 
     def step(self, number: int) -> int:
-        """In which step a block arrives."""
+        """Returns the step in which a block arrives."""
         return number % self.steps + 1
 
     def is_forwarded(self, number: int) -> bool:
-        """Whether who receives it sends it on, as the block of the next number."""
+        """Returns whether the receiver forwards the block, as the block of the next number."""
         return self.step(number) < self.steps
 
     def freed_before(self, number: int) -> int:
-        """How many blocks must have left the receiver's buffers before this one may be sent."""
+        """Returns how many blocks must have left the receiver's buffers before this block may be
+        sent.
+        """
         step = self.step(number)
         if step > RING_BUFFERS:
             return number - RING_BUFFERS + 1
         layer = number // self.steps
         if not layer:
             return 0
-        last = self.steps  # of the layer before, in the same buffer
+        last = self.steps  # of the previous layer, in the same buffer
         if buffer_of(last) != buffer_of(step):
             last -= 1
         return self.number(layer - 1, last) + 1
 
 
 class RingFlow:
-    """One member's side of a chunk's ring. Each call says what happened or takes what may follow.
+    """One member's side of a chunk's ring. Each call reports an event or takes a permitted action.
 
-    Raises ValueError for what can't be: an uncalled-for block, a credit beyond what was sent.
+    Raises ValueError for events that can't be: an unexpected block, a credit beyond the sent
+    blocks.
     """
 
     def __init__(self, size: int) -> None:
         self.order = RingOrder(size)
         self._opened = False  # our buffers
         self._told = -1  # the last credit that we gave
-        self._credit = -1  # the last that we got; -1: the buffers of the next are closed
-        self._published = 0  # blocks that the layers begun here have to send
+        self._credit = -1  # the last credit that we got; -1: the next member's buffers are closed
+        self._published = 0  # blocks that the layers published here have to send
         self._sent = 0
         self._written: set[int] = set()
         self._arrived: set[int] = set()
@@ -71,35 +76,35 @@ class RingFlow:
     # -- what happened
 
     def open_buffers(self) -> None:
-        """Nobody uses our buffers any more: the one before may send."""
+        """Opens our buffers, which nothing else uses any more: the previous member may send."""
         self._opened = True
 
     def publish(self) -> None:
-        """The next layer's own block is ready."""
+        """Notes that the next layer's own block is ready."""
         self._published += self.order.steps
 
     def credit(self, count: int) -> None:
-        """The next member says how many blocks have left its buffers."""
+        """Takes the next member's report of how many blocks have left its buffers."""
         if count > self._sent:
             raise ValueError(f"a credit of {count} blocks, of which {self._sent} were sent")
         self._credit = max(self._credit, count)
 
     def arrived(self, number: int) -> None:
-        """A block lies in its buffer."""
+        """Notes that a block lies in its buffer."""
         if self._told < self.order.freed_before(number) or number in self._arrived:
-            raise ValueError(f"block {number} came uncalled for")
+            raise ValueError(f"block {number} came unexpectedly")
         if number < self._left:
             raise ValueError(f"block {number} came twice")
         self._arrived.add(number)
 
     def released(self, number: int) -> None:
-        """A block has been attended to."""
+        """Notes that a block has been attended to."""
         self._released.add(number)
         self._move_on()
 
     def written(self, number: int) -> None:
-        """A block that we sent lies at the next member."""
-        if self.order.step(number) > 1:  # one that came through our buffers
+        """Notes that a block that we sent lies at the next member."""
+        if self.order.step(number) > 1:  # a block that came through our buffers
             self._written.add(number)
             self._move_on()
 
@@ -109,7 +114,7 @@ class RingFlow:
         return number in self._arrived or number < self._left
 
     def next_send(self) -> int | None:
-        """Takes the next block that is to be sent, if it may be."""
+        """Takes the next block to send, if it may be sent."""
         number = self._sent
         if number >= self._published or self._credit < self.order.freed_before(number):
             return None
@@ -119,7 +124,7 @@ class RingFlow:
         return number
 
     def next_credit(self) -> int | None:
-        """Takes the credit that the member before is to be told, if it is a new one."""
+        """Takes the credit to send to the previous member, if it is a new credit."""
         if not self._opened or self._left == self._told:
             return None
         self._told = self._left
@@ -127,22 +132,24 @@ class RingFlow:
 
     @property
     def has_all_sent(self) -> bool:
-        """Whether everything published so far, and to be forwarded with it, was handed out."""
+        """Returns whether all published blocks, and the blocks to forward with them, were handed
+        out.
+        """
         return self._sent == self._published
 
     @property
     def has_all_received(self) -> bool:
-        """Whether a block of every other member arrived for each layer published here."""
+        """Returns whether a block of every other member arrived for each layer published here."""
         return self._left + len(self._arrived) == self._published
 
     @property
     def is_open(self) -> bool:
-        """Whether the member before was told that it may write into our buffers."""
+        """Returns whether the previous member was sent the right to write into our buffers."""
         return self._told >= 0
 
     @property
     def is_idle(self) -> bool:
-        """Whether all that was published went round: sent on, received and released."""
+        """Returns whether all published blocks went round: sent, received and released."""
         return self.has_all_sent and self._left == self._published
 
     def _move_on(self) -> None:

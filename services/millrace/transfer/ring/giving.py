@@ -22,58 +22,60 @@ _Given = tuple[str, int]
 
 
 class Giving:
-    """What this member receives and what it gives."""
+    """The history that this member receives and gives."""
 
     def __init__(self, layers: range) -> None:
-        """`layers`: of the model, those that are here."""
+        """`layers`: the model's layers on this instance."""
         self.arrivals = LayerArrivals(layers)
         self._offered: set[_Given] = set()
-        self._called: set[_Given] = set()  # WANT was said
+        self._called: set[_Given] = set()  # offers that were answered by WANT
         self._wanted: set[_Given] = set()  # by peers
         self._to_give: dict[_Given, History] = {}
 
     # -- as a receiver
 
     def offered(self, peer: str, chunk: int) -> None:
-        """A peer will give history."""
+        """Notes that a peer will give history."""
         self._offered.add((peer, chunk))
 
     def next_calls(self) -> list[_Given]:
-        """Takes the offers that this member waits for: each peer is to be told WANT."""
-        calls = sorted(self._offered & self.arrivals.awaited())
+        """Takes the offers that this member waits for; the caller sends WANT to each peer."""
+        calls = sorted(self._offered & self.arrivals.missing())
         self._offered.difference_update(calls)
         self._called.update(calls)
         return calls
 
     def writers(self) -> set[str]:
-        """Peers that may be writing here; decode may from the moment when it was asked."""
-        awaited = self.arrivals.awaited()
-        return {one for one, chunk in awaited if chunk == KEPT or (one, chunk) in self._called}
+        """Returns the peers that may be writing here; decode may write from the moment it was
+        asked.
+        """
+        missing = self.arrivals.missing()
+        return {one for one, chunk in missing if chunk == KEPT or (one, chunk) in self._called}
 
     # -- as a giver
 
     def wanted(self, peer: str, chunk: int) -> None:
-        """A peer may be written to."""
+        """Notes that a peer may be written to."""
         self._wanted.add((peer, chunk))
 
     def give(self, chunk: int, history: History) -> None:
-        """What a peer gets before a chunk is computed."""
+        """Notes the history that peers get before a chunk is computed."""
         self._to_give[history.peer, chunk] = history
 
     def next_gifts(self) -> list[tuple[int, History]]:
-        """Takes what is computed and wanted, with its chunk."""
+        """Takes the histories that are computed and wanted, each with its chunk."""
         ready = sorted(self._wanted & self._to_give.keys())
         self._wanted.difference_update(ready)
         return [(given[1], self._to_give.pop(given)) for given in ready]
 
     @property
     def is_over(self) -> bool:
-        """Whether all has come, and nothing is left to give."""
-        return not self._to_give and not self.arrivals.awaited()
+        """Returns whether all history has come, and nothing is left to give."""
+        return not self._to_give and not self.arrivals.missing()
 
 
 def history_of(moves: Sequence[Move], giver: PeerInfo, receiver: PeerInfo) -> History:
-    """What the giver writes to the receiver by these moves of pages."""
+    """Returns the giver's writes to the receiver for these moves of pages."""
     source, target = (
         np.array([pages[number] for numbers in some for number in numbers], dtype=np.int64)
         for pages, some in (

@@ -29,7 +29,7 @@ from millrace.transfer.transport.base import Transport
 
 log = logging.getLogger(__name__)
 
-#: While a link closes, changes in who may still write here are looked for this often.
+#: Seconds between checks, while a link closes, for peers that may still write here.
 TICK_S = 0.1
 
 _Key = tuple[str, int]
@@ -37,7 +37,7 @@ _Key = tuple[str, int]
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _Block:
-    """A block on its way to the next member."""
+    """A block in flight to the next member."""
 
     chunk: ChunkLink
     number: int
@@ -45,9 +45,9 @@ class _Block:
 
 
 class GroupLink:
-    """One request's and attempt's K/V between the members, at one of them.
+    """Moves the K/V of one request's attempt between the members, at one member.
 
-    Made by `RingManager.open`. `bytes_sent` counts what went to other members.
+    Made by `RingManager.open`. `bytes_sent` counts the bytes that went to other members.
     """
 
     def __init__(
@@ -62,7 +62,7 @@ class GroupLink:
         on_over: Callable[[GroupLink], None],
     ) -> None:
         self.key = key
-        self.changed = threading.Condition()  # guards all below, and the chunks' flows
+        self.changed = threading.Condition()  # guards all fields below, and the chunks' flows
         self.bytes_sent = 0
         self._me = me
         self._members = {**peers, me.instance_id: me}
@@ -78,8 +78,8 @@ class GroupLink:
         self._writes: dict[Future[None], _Block] = {}
         self._aborted = False
         self._to_drain: set[str] = set()  # peers that wait for our DRAINED
-        self._quarantine: Quarantine | None = None  # from an abort on
-        self._wake: Callable[[], object] = lambda: None  # whoever waits in `close`
+        self._quarantine: Quarantine | None = None  # set by an abort
+        self._wake: Callable[[], object] = lambda: None  # wakes the caller of `close`
         self._listening = ExitStack()
         self._listening.enter_context(transport.listening())
 
@@ -88,7 +88,8 @@ class GroupLink:
     def chunk(
         self, shares: ChunkShares, after_device: Callable[[Callable[[], None]], None]
     ) -> ChunkLink:
-        """The ring of a chunk on several instances. `after_device` runs a call after the device.
+        """Opens the ring of a chunk on several instances. `after_device` runs a call after the
+        device.
 
         Raises TransferError when pages or buffers of the group can't hold the chunk.
         """
@@ -104,8 +105,8 @@ class GroupLink:
         return link
 
     def exchange(self, shares: ChunkShares) -> None:
-        """Offers what this member is to give before a chunk, and takes what it is to receive: its
-        pages for that are free.
+        """Offers the history that this member will give before a chunk, and expects the history
+        that it will receive: the pages for it are free.
         """
         me, chunk = self._me.instance_id, shares.chunk.index
         receivers = {move.receiver for move in shares.moves if move.giver == me}
@@ -119,7 +120,9 @@ class GroupLink:
                     self._tell(self._members[receiver].peer, RingKind.OFFER, chunk)
 
     def give(self, shares: ChunkShares) -> None:
-        """This member has computed all before a chunk: who wants what it gives may get it."""
+        """Gives the history before a chunk, which this member has computed, to every member that
+        wants it.
+        """
         chunk = shares.chunk.index
         own = [move for move in shares.moves if move.giver == self._me.instance_id]
         with self.changed:
@@ -130,22 +133,26 @@ class GroupLink:
         self.pump()
 
     def fetched(self, peer: str) -> None:
-        """Decode, the transport's `peer`, is about to be asked for what an earlier attempt left.
+        """Expects an earlier attempt's KV from decode, the transport's `peer`.
 
-        Call it before: from then on that peer may write here.
+        Call it before decode is asked: from then on that peer may write here.
         """
         with self.changed:
             self._giving.arrivals.expect(peer, KEPT)
             self._contacts.add(peer)
 
     def history(self, layer: int) -> bool:
-        """Waits until all that was wanted or is fetched of a layer has arrived. False: aborted."""
+        """Waits until all wanted or fetched history of a layer has arrived. Returns False when
+        aborted.
+        """
         with self.changed:
             self.changed.wait_for(lambda: self._aborted or self._giving.arrivals.has(layer))
             return not self._aborted
 
     def abort(self) -> None:
-        """Ends all waits, with False, and stops what is queued. From any thread, at any time."""
+        """Ends all waits with False and drops all queued writes. Any thread may call it at any
+        time.
+        """
         with self.changed:
             if self._aborted:
                 return
@@ -161,7 +168,7 @@ class GroupLink:
             writes, gifts, peers = list(self._writes), list(self._gifts), list(self._contacts)
         quarantine.tell(peers)
         for write in writes:
-            write.cancel()  # those that the transport has not posted yet
+            write.cancel()  # writes that the transport has not posted yet
         for gift in gifts:
             gift.stop()
         self.pump()
@@ -169,9 +176,9 @@ class GroupLink:
     async def close(self) -> None:
         """Returns when nothing of the request is in flight, in or out: its pages may be freed.
 
-        Without an abort that is once all that was published and is to be given has gone. After one
-        it is once whoever may have been writing here has drained, is dead, or can't be reached and
-        its right to write has run out.
+        Without an abort it waits until all published blocks and all history to give have gone.
+        After an abort it waits until each possible writer has drained, is dead, or is unreachable
+        and its right to write has run out.
         """
         loop = asyncio.get_running_loop()
         changed = asyncio.Event()
@@ -196,7 +203,7 @@ class GroupLink:
         return self._aborted
 
     def pump(self) -> None:
-        """Sends whatever may go now, and wakes who waits."""
+        """Sends all blocks and messages that may go now, and wakes waiting threads."""
         posted: list[Future[None]] = []
         gifts: list[Gift] = []
         with self.changed:
@@ -217,10 +224,10 @@ class GroupLink:
     # -- for the manager
 
     def take(self, peer: str, message: RingMessage) -> None:
-        """A notification, on the transport's thread."""
+        """Takes a notification, on the transport's thread."""
         with self.changed:
             if peer not in self._contacts:
-                log.debug("%s of %s, which is of no group of %s", message.kind, peer, self.key)
+                log.debug("%s of %s, which is in no group of %s", message.kind, peer, self.key)
                 return
             self._contacts.heard(peer)
             gifts = [gift for gift in self._gifts if gift.peer == peer]
@@ -233,10 +240,10 @@ class GroupLink:
             self._fail(wrong)
         self.pump()
 
-    # -- inside, all under the lock but `_fail` and the ends of writes
+    # -- inside; all under the lock except `_fail` and the ends of writes
 
     def _read(self, peer: str, message: RingMessage) -> str:
-        """Takes a message in. Returns what is wrong with it, if so."""
+        """Takes a message in. Returns the error in it, or ""."""
         kind, chunk, number = message.kind, message.chunk, message.number
         if kind is RingKind.ABORT:
             self._to_drain.add(peer)
@@ -251,7 +258,7 @@ class GroupLink:
         return ""
 
     def _take_in(self, peer: str, kind: RingKind, chunk: int, number: int) -> None:
-        """Raises ValueError or KeyError for what can't be."""
+        """Takes a valid message in. Raises ValueError or KeyError for an impossible message."""
         match kind:
             case RingKind.BLOCK:
                 self._chunks[chunk].flow.arrived(number)
@@ -284,7 +291,7 @@ class GroupLink:
             link.flow.credit(count)
 
     def _open_buffers(self, chunk: ChunkLink) -> None:
-        """Once nothing of other chunks is in the buffers or is to come there."""
+        """Opens our buffers for a chunk once no block of another chunk is in them or will come."""
         others = (other for other in self._chunks.values() if other is not chunk and other.begun)
         if chunk.begun and not chunk.flow.is_open and all(other.flow.is_idle for other in others):
             chunk.flow.open_buffers()
@@ -320,7 +327,7 @@ class GroupLink:
         return started
 
     def _may_write(self, peer: str) -> bool:
-        """Whether the peer was heard of lately enough; asks it else."""
+        """Returns whether the peer was heard of within the lease; otherwise asks it."""
         may = self._contacts.may_write(peer)
         if not may and self._contacts.is_to_ask(peer):
             self._tell(peer, RingKind.RENEW)
@@ -329,7 +336,7 @@ class GroupLink:
     def _tell(self, peer: str, kind: RingKind, chunk: int = 0, number: int = 0) -> None:
         self._contacts.told(peer)
         told = self._transport.notify(peer, self._message(kind, chunk, number).encode())
-        if kind is not RingKind.DRAINED:  # who waits for that asks again
+        if kind is not RingKind.DRAINED:  # a peer that waits for it asks again
             told.add_done_callback(partial(self._told, kind, chunk))
 
     def _message(self, kind: RingKind, chunk: int = 0, number: int = 0) -> RingMessage:
@@ -339,7 +346,7 @@ class GroupLink:
         )
 
     def _name(self, peer: str) -> str:
-        """The instance whose transport it is; decode's is known by the transport alone."""
+        """Returns the instance of a transport; decode has only its transport's name."""
         return next((m.instance_id for m in self._members.values() if m.peer == peer), peer)
 
     def _say_drained(self) -> None:
@@ -352,7 +359,9 @@ class GroupLink:
     # -- ends, outside of the lock
 
     def _written(self, write: Future[None]) -> None:
-        """On the transport's thread, or on an aborting one for a write that was not posted."""
+        """Runs on the transport's thread, or on an aborting thread for a write that was not
+        posted.
+        """
         error = None if write.cancelled() else write.exception()
         with self.changed:
             block = self._writes.pop(write)
@@ -364,9 +373,10 @@ class GroupLink:
         self.pump()
 
     def _told(self, kind: RingKind, chunk: int, told: Future[None]) -> None:
-        """A member waits for ever for a message that could not be sent: the group can't go on.
+        """Fails the group when a message could not be sent: its receiver would wait for ever.
 
-        But for the last credits of a chunk, which no block waits for: the member may have left.
+        The last credits of a chunk don't count: no block waits for them, and the member may have
+        left.
         """
         needed = kind is not RingKind.CREDIT or self._chunks[chunk].may_be_written
         if needed and not told.cancelled() and (error := told.exception()) is not None:
@@ -382,7 +392,7 @@ class GroupLink:
         self.pump()
 
     def _fail(self, reason: str) -> None:
-        """The link ends by itself."""
+        """Ends the link with an error of its own."""
         if not self._aborted:
             self.abort()
             self._on_abort(reason)

@@ -21,50 +21,50 @@ from millrace.transfer.transport.base import Transport
 from millrace.transfer.transport.layout import at_layer
 from millrace.transfer.transport.runs import Runs
 
-#: While one layer moves the next one waits for its turn.
+#: Layers in flight at most: while one moves, the next one waits.
 MAX_IN_FLIGHT = 2
 
 
 class LayerArrivals:
-    """Which layers of what others give have arrived. Pure."""
+    """Counts the layers of others' history that have arrived. Pure."""
 
     def __init__(self, layers: range) -> None:
-        """`layers`: of the model, those that are here."""
+        """`layers`: the model's layers on this instance."""
         self._layers = layers
         self._missing: dict[tuple[str, int], set[int]] = {}  # by giver and chunk
 
     def expect(self, giver: str, chunk: int) -> None:
-        """A peer will give all layers of its part of a chunk's history.
+        """Expects a peer's history of a chunk, in all layers.
 
-        Raises ValueError when it was asked already.
+        Raises ValueError when that history is expected already.
         """
         if (giver, chunk) in self._missing:
             raise ValueError(f"{giver} is asked for the history of chunk {chunk} already")
         self._missing[giver, chunk] = set(self._layers)
 
     def arrived(self, giver: str, chunk: int, layer: int) -> None:
-        """Raises ValueError for what was not asked for, or came before."""
+        """Notes a layer. Raises ValueError for a layer that is not expected, or came before."""
         try:
             self._missing[giver, chunk].remove(layer)
         except KeyError:
             raise ValueError(
-                f"layer {layer} of the history of chunk {chunk} came uncalled for"
+                f"layer {layer} of the history of chunk {chunk} came unexpectedly"
             ) from None
 
     def has(self, layer: int) -> bool:
-        """Whether nothing of the layer that was asked for is missing."""
+        """Returns whether all expected history of the layer has arrived."""
         return not any(layer in missing for missing in self._missing.values())
 
-    def awaited(self) -> set[tuple[str, int]]:
-        """Givers of which something is missing, with the chunk."""
+    def missing(self) -> set[tuple[str, int]]:
+        """Returns (giver, chunk) of every expected history with a missing layer."""
         return {given for given, missing in self._missing.items() if missing}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class History:
-    """What a giver writes: all layers of the peer, from `region` of `layout` to that of the peer.
+    """A giver's writes to a peer: all layers, from `region` with `layout` to the peer's region.
 
-    `runs` are those of `transfer.transport.layout.layer_runs`; each layer's are these, shifted.
+    `runs` come from `transfer.transport.layout.layer_runs`; each layer shifts them.
     """
 
     peer: str  # the transport's name
@@ -76,10 +76,10 @@ class History:
 
 
 class Gift:
-    """All layers of some history on their way to a peer. Its methods may be called by any thread.
+    """All layers of some history in flight to a peer. Any thread may call its methods.
 
-    `over` is done once all layers lie there, or nothing is in flight any more after `stop` or
-    after a failure, which it then raises (TransferError).
+    `over` is done once all layers lie at the peer. After `stop` or a failure it is done once
+    nothing is in flight any more; a failure raises TransferError.
     """
 
     def __init__(
@@ -91,13 +91,14 @@ class Gift:
         lease_s: float,
         heard_s: float,
     ) -> None:
-        """`message`: of every layer; `number` says which of the model's. `heard_s`: when the peer
-        was last heard of, of time.monotonic."""
+        """`message` goes with every layer; `number` gives the model's layer. `heard_s`: when the
+        peer was last heard of, in seconds of time.monotonic.
+        """
         self.bytes_sent = 0
         self.peer = history.peer
         self.key = message.key
         self.over: Future[None] = Future()
-        self.over.set_running_or_notify_cancel()  # `stop` ends it, nothing else
+        self.over.set_running_or_notify_cancel()  # only `stop` ends it
         self._transport = transport
         self._history = history
         self._message = message
@@ -112,19 +113,19 @@ class Gift:
         self._pump()
 
     def heard(self) -> None:
-        """The peer has given a sign of life: it still wants what it asked for."""
+        """Notes a message of the peer: it still wants the history."""
         with self._lock:
             self._heard_s = time.monotonic()
             self._asked = False
         self._pump()
 
     def stop(self) -> None:
-        """Posts nothing more."""
+        """Posts no more layers."""
         with self._lock:
             self._stopped = True
             writes = list(self._writes)
         for write in writes:
-            write.cancel()  # those that the transport has not posted yet
+            write.cancel()  # writes that the transport has not posted yet
         self._pump()
 
     def _pump(self) -> None:
@@ -185,9 +186,9 @@ class Gift:
 
 
 class HistoryGiver:
-    """At a decode instance: writes a kept prefix back to those who go on with the prompt.
+    """Writes a kept prefix from a decode instance to the members that continue the prompt.
 
-    One on a transport, and none where a RingManager is: both take the channel of the ring.
+    A transport has one HistoryGiver or one RingManager, not both: both take the ring's channel.
     """
 
     def __init__(self, transport: Transport, lease_s: float) -> None:
@@ -199,10 +200,10 @@ class HistoryGiver:
         transport.subscribe(RING_CHANNEL, self._on_notification)
 
     def give(self, request_id: str, attempt: int, history: History) -> Gift:
-        """Begins at once. The pages are read until the gift is `over`.
+        """Begins to write at once. The pages are read until the gift is `over`.
 
-        The receiver waits for it by `GroupLink.fetched`. Raises TransferError when it has given
-        the attempt up meanwhile, or is given it already.
+        The receiver waits for it by `GroupLink.fetched`. Raises TransferError when the receiver has
+        given the attempt up, or gets the history already.
         """
         message = RingMessage(
             kind=RingKind.LAYER, request_id=request_id, attempt=attempt, chunk=KEPT
@@ -225,20 +226,20 @@ class HistoryGiver:
         return gift
 
     def check_integrity(self) -> None:
-        """Raises IntegrityError when something is still on its way: call this when idle."""
+        """Raises IntegrityError when a gift is still in flight: call this when idle."""
         if self._gifts:
-            raise IntegrityError(f"history is still on its way: {sorted(self._gifts)}")
+            raise IntegrityError(f"history is still in flight: {sorted(self._gifts)}")
 
     def _on_over(self, key: tuple[str, int, str], over: Future[None]) -> None:
         with self._lock:
             del self._gifts[key]
-        if over.exception() is not None:  # else the receiver would wait for the rest
+        if over.exception() is not None:  # otherwise the receiver would wait for the rest
             request_id, attempt, peer = key
-            word = RingMessage(kind=RingKind.ABORT, request_id=request_id, attempt=attempt)
-            self._transport.notify(peer, word.encode())
+            abort = RingMessage(kind=RingKind.ABORT, request_id=request_id, attempt=attempt)
+            self._transport.notify(peer, abort.encode())
 
     def _on_notification(self, peer: str, payload: bytes) -> None:
-        """On the transport's thread."""
+        """Handles a receiver's notification, on the transport's thread."""
         message = RingMessage.decode(payload)
         key = (message.request_id, message.attempt, peer)
         with self._lock:

@@ -21,7 +21,7 @@ from millrace.transfer.transport.base import Transport
 
 __all__ = ["ChunkLink", "GroupLink", "PeerInfo", "RingManager"]
 
-#: Requests of which peers may have spoken before they are opened here.
+#: The most requests with messages that came before the request was opened here.
 MAX_EARLY = 1024
 _KEPT_EARLY = (RingKind.CREDIT, RingKind.OFFER, RingKind.ABORT)
 
@@ -29,7 +29,9 @@ _Key = tuple[str, int]
 
 
 class RingManager:
-    """One per prefill instance. `region` is that of its pool, which lies as `layout` says."""
+    """Opens group links; one per prefill instance. `region` is its pool's, with the given
+    `layout`.
+    """
 
     def __init__(
         self, transport: Transport, layout: KvLayout, region: int, config: TransferConfig
@@ -52,11 +54,12 @@ class RingManager:
         peers: Mapping[str, PeerInfo],
         on_abort: Callable[[str], None],
     ) -> GroupLink:
-        """The group's link, until its `close` returns. `peers`: the other members, by instance id.
+        """Opens the group's link, until its `close` returns. `peers`: the other members, by
+        instance id.
 
-        The transport is connected to all of them. `on_abort` is told, on any thread, why the link
-        has ended by itself. Raises TransferError for a member whose pages differ from ours, and
-        for an attempt that was opened before.
+        The transport is connected to all of them. `on_abort` gets the reason, on any thread, when
+        the link ends with an error. Raises TransferError for a member whose pages differ from ours,
+        and for an attempt that was opened before.
         """
         key = (request_id, attempt)
         for peer in peers.values():
@@ -91,7 +94,7 @@ class RingManager:
             self._closed.add(link.key)
 
     def _on_notification(self, peer: str, payload: bytes) -> None:
-        """On the transport's thread."""
+        """Handles a member's notification, on the transport's thread."""
         message = RingMessage.decode(payload)
         with self._lock:
             link = self._links.get(message.key)
@@ -99,14 +102,14 @@ class RingManager:
                 self._keep_early(peer, message)
         if link is not None:
             link.take(peer, message)
-        elif message.kind is RingKind.ABORT:  # nothing is in flight, nor will it be
+        elif message.kind is RingKind.ABORT:  # nothing is in flight, now or later
             answer = RingMessage(
                 kind=RingKind.DRAINED, request_id=message.request_id, attempt=message.attempt
             )
             self._transport.notify(peer, answer.encode())
 
     def _keep_early(self, peer: str, message: RingMessage) -> None:
-        """A member may hear of its group after others have begun, or given it up."""
+        """Keeps a message that came before the link was opened, or after the member gave it up."""
         if message.kind not in _KEPT_EARLY or message.key in self._closed:
             return
         words = self._early.setdefault(message.key, [])

@@ -8,10 +8,10 @@ from enum import IntEnum
 
 from millrace.core.errors import TransferError
 
-#: First byte of a notification, by which a transport tells its subscribers apart.
+#: First byte of a notification, by which a transport finds its subscriber.
 RING_CHANNEL = 3
 
-#: Stands for a chunk in words about what decode sends back before the first one.
+#: The chunk number in messages about decode's history, which comes before the first chunk.
 KEPT = 2**32 - 1
 
 # channel u8, kind u8, attempt u32, chunk u32, number u64
@@ -19,15 +19,15 @@ _HEADER = struct.Struct("<BBIIQ")
 
 
 class RingKind(IntEnum):
-    """What a notification says. `number` is given where it means something."""
+    """The kinds of notifications between members. `number` is 0 where it has no meaning."""
 
-    BLOCK = 1  # to the next in the ring: block `number` lies in its buffer
-    CREDIT = 2  # to the one before: so many blocks have left the buffers; 0 opens them
-    WANT = 3  # to a giver that offered: the pages for this chunk's moves may be written
-    LAYER = 4  # to a receiver: what is given of layer `number` lies in its pages
+    BLOCK = 1  # to the next member: block `number` lies in its buffer
+    CREDIT = 2  # to the previous member: `number` blocks have left the buffers; 0 opens them
+    WANT = 3  # to a giver that sent OFFER: the pages for this chunk's moves may be written
+    LAYER = 4  # to a receiver: layer `number` of the given history lies in its pages
     RENEW = 5  # to a receiver: may I still write?
-    ALIVE = 6  # the answer: yes
-    ABORT = 7  # to all: write nothing more here, and say DRAINED
+    ALIVE = 6  # the answer to it: yes
+    ABORT = 7  # to all: write nothing more here, and send DRAINED
     DRAINED = 8  # no write of mine to you is in flight, and none will follow
     OFFER = 9  # to a receiver: I am linked to you, and give you history for this chunk
 

@@ -18,7 +18,7 @@ _ALIKE = (
 
 
 def check_alike(ours: KvLayout, theirs: KvLayout, peer: str) -> None:
-    """Raises TransferError when a page of ours could not be a page of theirs."""
+    """Raises TransferError when our pages and the peer's pages differ in shape."""
     for name in _ALIKE:
         mine, other = getattr(ours, name), getattr(theirs, name)
         if mine != other:
@@ -31,9 +31,10 @@ def check_alike(ours: KvLayout, theirs: KvLayout, peer: str) -> None:
 def page_runs(
     source: KvLayout, source_pages: Offsets, target: KvLayout, target_pages: Offsets
 ) -> Runs:
-    """Each of `source_pages` to that of `target_pages`, in all parts; coalesced.
+    """Returns runs from each of `source_pages` to each of `target_pages`, in all parts; coalesced.
 
-    int64 [pages] both, of a part's pool seen as [layers * pages, ...]: in layer 0, page ids.
+    Both are int64 [pages], numbered in a pool part of shape [layers * pages, ...]: page ids in
+    layer 0.
     """
     runs = Runs(
         source_pages * source.page_bytes,

@@ -12,12 +12,14 @@ from millrace.transfer.ring.messages import RingMessage
 from millrace.transfer.transport.base import PeerLostError, Transport
 from millrace.transfer.writer import Writer
 
-#: Who has not answered is asked again this often.
+#: Seconds after which a peer that has not answered is asked again.
 ASK_AGAIN_S = 1.0
 
 
 class Quarantine:
-    """The possible writers of an aborted link. `abort` is the word that asks them to drain."""
+    """Tracks the possible writers of an aborted link. `abort` is the message that asks them to
+    drain.
+    """
 
     def __init__(
         self,
@@ -26,7 +28,9 @@ class Quarantine:
         writers: Mapping[str, float],
         lease_s: float,
     ) -> None:
-        """`writers`: transports' names, and when each was last told anything (time.monotonic)."""
+        """`writers`: transports' names, with the time of the last message to each
+        (time.monotonic).
+        """
         self._transport = transport
         self._abort = abort.encode()
         self._lease_s = lease_s
@@ -37,7 +41,7 @@ class Quarantine:
         self._asked_s = time.monotonic()
 
     def tell(self, peers: Iterable[str]) -> None:
-        """Sends the word, to those too who can't be writing. Not under a lock of the caller's."""
+        """Sends the abort, also to peers that can't be writing. The caller must hold no lock."""
         for peer in peers:
             told = self._transport.notify(peer, self._abort)
             told.add_done_callback(partial(self._on_told, peer))
@@ -48,7 +52,7 @@ class Quarantine:
                 self._writers[peer].drained = True
 
     def look(self) -> None:
-        """Notices who has ended, and asks the others again."""
+        """Finds writers that have ended, and asks the others again."""
         now_s = time.monotonic()
         with self._lock:
             open_ = [w for w in self._writers.values() if not w.drained]
@@ -62,13 +66,13 @@ class Quarantine:
             self.tell([writer.peer for writer in open_ if not writer.dead])
 
     def is_over(self) -> bool:
-        """Whether nothing can land here any more."""
+        """Returns whether nothing can land here any more."""
         now_s = time.monotonic()
         with self._lock:
             return all(writer.quiet(now_s, self._lease_s) for writer in self._writers.values())
 
     def _on_told(self, peer: str, told: Future[None]) -> None:
-        """On the transport's thread."""
+        """Notes a lost writer. Runs on the transport's thread."""
         if not told.cancelled() and isinstance(told.exception(), PeerLostError):
             with self._lock:
                 if peer in self._writers:

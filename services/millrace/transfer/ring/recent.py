@@ -1,4 +1,5 @@
-"""Remembers ended links for a while, to tell their late messages from early messages of new links.
+"""Remembers ended links for a while, to tell their late messages from early messages of new
+links.
 """
 
 from __future__ import annotations
@@ -8,16 +9,16 @@ from typing import Generic, TypeVar
 
 K = TypeVar("K", bound=Hashable)
 
-#: Far more than can end while a word about the first of them is on its way.
+#: Far more links than can end while a message about the first of them is in flight.
 KEPT_KEYS = 8192
 
 
 class Recent(Generic[K]):
-    """A set that forgets the oldest."""
+    """A set of at most `most` keys that drops the oldest key first."""
 
     def __init__(self, most: int = KEPT_KEYS) -> None:
         self._most = most
-        self._keys: dict[K, None] = {}  # in the order in which they came
+        self._keys: dict[K, None] = {}  # in order of arrival
 
     def __contains__(self, key: K) -> bool:
         return key in self._keys

@@ -21,8 +21,8 @@ from millrace.transfer.transport.runs import Runs
 log = logging.getLogger(__name__)
 T = TypeVar("T")
 
-#: Up to so many bytes are better off in a notification than in a write and a notification behind
-#: it: they arrive in a third of the time. Some way below where UCX begins to ask before it sends.
+#: The most bytes that go faster in a notification than in a write with a notification: they arrive
+#: in a third of the time. Well below the size at which UCX begins to ask before it sends.
 INLINE_BYTES: Final = 72 << 10
 
 #: Called with (peer's name, payload) on the transport's thread.
@@ -34,7 +34,9 @@ class PeerLostError(TransferError):
 
 
 def hand_over(handlers: Mapping[int, Handler], peer: str, payload: bytes) -> None:
-    """Gives a notification to its channel's handler; what nobody takes is logged and dropped."""
+    """Gives a notification to its channel's handler; logs and drops a notification without a
+    handler.
+    """
     handler = handlers.get(payload[0]) if payload else None
     if handler is None:
         log.warning("dropped a notification of %s on no known channel", peer)
@@ -46,27 +48,33 @@ def hand_over(handlers: Mapping[int, Handler], peer: str, payload: bytes) -> Non
 
 
 async def outcome(future: Future[T]) -> T:
-    """Awaits a transport's future from asyncio; one that is done costs no round of the loop."""
+    """Awaits a transport's future from asyncio; a done future costs no round of the loop."""
     return future.result() if future.done() else await asyncio.wrap_future(future)
 
 
 class Transport(Protocol):
-    """One process's end. Both implementations pass `tests/contract/test_transport.py`."""
+    """One process's end of the data plane. Every implementation passes
+    `tests/contract/test_transport.py`.
+    """
 
     @property
     def name(self) -> str:
-        """Unique among all lives of all processes that may ever meet."""
+        """The transport's name, unique over all incarnations of all processes that may ever
+        meet.
+        """
 
     def register(self, memory: Memory) -> int:
         """Opens a region to writes, ours and peers'. Returns its index: 0, 1, ... in order."""
 
     def metadata(self) -> bytes:
-        """What a peer needs to `connect` here. Covers the regions registered so far."""
+        """Returns the data that a peer needs to `connect` here, with the regions registered so
+        far.
+        """
 
     def connect(self, metadata: bytes) -> Future[str]:
-        """Makes the peer of `metadata` known and gives its name; known already: does nothing.
+        """Makes the peer of `metadata` known and returns its name; does nothing for a known peer.
 
-        Raises TransferError for bytes that are no metadata.
+        Raises TransferError for bytes that are not metadata.
         """
 
     def write(
@@ -79,38 +87,43 @@ class Transport(Protocol):
         peer_region: int = 0,
         urgent: bool = False,
     ) -> Future[None]:
-        """Writes runs of our `region` to the peer's; it gets `notification` after the last byte.
+        """Writes runs of our `region` to the peer's; the peer gets `notification` after the last
+        byte.
 
-        Done once the peer's memory holds the bytes. Raises PeerLostError, or TransferError for an
-        unknown peer or runs that leave a region. Cancelling works until the write is posted; a
-        future that runs can't be cancelled, and says when our memory is no longer read. `urgent`:
-        few bytes that somebody waits for; the calling thread posts them itself where it can.
+        The future is done once the peer's memory holds the bytes. It raises PeerLostError, or
+        TransferError for an unknown peer or runs that leave a region. A write can be cancelled
+        until it is posted; a running future can't be cancelled, and ends when our memory is no
+        longer read. `urgent` is for few bytes that a caller waits for: the calling thread posts
+        them itself where it can.
         """
 
     def notify(self, peer: str, payload: bytes, *, urgent: bool = False) -> Future[None]:
-        """Sends a notification alone. Raises PeerLostError; done says nothing of its arrival.
+        """Sends a notification alone. Raises PeerLostError; a done future does not prove its
+        arrival.
 
-        `urgent`: as of `write`.
+        `urgent` works as in `write`.
         """
 
     def subscribe(self, channel: int, handler: Handler) -> None:
-        """Notifications whose first byte is `channel` go to `handler`. One handler a channel."""
+        """Sends notifications whose first byte is `channel` to `handler`. A channel has one
+        handler.
+        """
 
     def listening(self) -> AbstractContextManager[None]:
-        """While open, incoming data and notifications are waited for actively.
+        """While open, the transport actively polls for incoming data and notifications.
 
         A peer's writes may make no progress until this side listens.
         """
 
     def progress(self) -> bool:
-        """Does the transport's work, as far as there is any, on the calling thread.
+        """Does the transport's pending work on the calling thread.
 
-        For one that waits for a peer's answer, between two looks for it: the way over the
-        transport's own thread takes longer. False: that thread alone can do it.
+        A caller that waits for a peer's answer calls it between two checks: the way over the
+        transport's own thread takes longer. Returns False if only that thread can do the work.
         """
 
     def is_dead(self, peer: str) -> bool:
-        """True once the peer's process is known to have ended; False if it lives or who knows."""
+        """Returns True once the peer's process is known to have ended; else False."""
 
     def disconnect(self, peer: str) -> Future[None]:
         """Forgets a peer. Writes in flight to it fail with PeerLostError and may still land."""

@@ -21,7 +21,7 @@ class ByteWindow:
         return self._bytes[start : start + count].cpu().numpy().tobytes()
 
     def write(self, start: int, data: bytes) -> None:
-        """Returns when the device holds them."""
+        """Writes bytes; returns when the device holds them."""
         source = torch.frombuffer(bytearray(data), dtype=torch.uint8)
         self._bytes[start : start + len(data)].copy_(source)
         if self._bytes.is_cuda:

@@ -9,7 +9,7 @@ from millrace.transfer.transport.regions import HOST, Memory
 
 
 def check_registers(name: str, memory: Memory) -> str:
-    """Registers `memory` at a transport of that name, for once. Returns what is to be said of it.
+    """Registers `memory` once at a transport named `name`. Returns the text for the log.
 
     Raises TransferError when the device's memory can't be registered.
     """

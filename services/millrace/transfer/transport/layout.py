@@ -20,10 +20,11 @@ from millrace.transfer.transport.runs import Offsets, Runs
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Side:
-    """One end of a transfer: a pool, a request's pages in it, and which tokens lie in their slots.
+    """One end of a transfer: a pool, a request's pages in it, and the tokens in the pages' slots.
 
-    A page has `page_tokens` slots, counted on from page to page. Tokens lie in runs: run i has
-    those of ``[starts[i], ends[i])``, from slot ``slots[i]`` on. int64 [runs] all three; ascending.
+    A page has `page_tokens` slots, counted on from page to page. Tokens lie in runs: run i has the
+    tokens ``[starts[i], ends[i])``, from slot ``slots[i]`` on. All three are int64 [runs] and
+    ascending.
     """
 
     layout: KvLayout
@@ -34,7 +35,8 @@ class Side:
 
     @staticmethod
     def of(layout: KvLayout, pages: Sequence[int], num_tokens: int, start_token: int = 0) -> Side:
-        """Neighbouring tokens in order, from the first slot on: a prompt, or a shard of one.
+        """Makes a side of neighbouring tokens in order from the first slot on: a prompt, or a
+        shard.
 
         Raises ValueError when the pages don't hold the tokens or aren't the pool's.
         """
@@ -47,10 +49,10 @@ class Side:
 
     @staticmethod
     def of_runs(layout: KvLayout, pages: Sequence[int], runs: Sequence[Run]) -> Side:
-        """Some tokens of a prompt: a member's share of it (Tetris section 4.1).
+        """Makes a side of some tokens of a prompt: a member's share of it (Tetris section 4.1).
 
-        Raises ValueError when a run is empty or leaves the pages, when two have a token or a slot
-        in common, or the pages aren't the pool's.
+        Raises ValueError when a run is empty or leaves the pages, when two runs share a token or a
+        slot, or the pages aren't the pool's.
         """
         array = _pool_pages(layout, pages)
         table = np.array(
@@ -68,11 +70,11 @@ class Side:
         return Side(layout, array, starts, starts + counts, slots)
 
     def has_any(self, start: int, end: int) -> bool:
-        """Whether a token of ``[start, end)`` lies here."""
+        """Returns whether a token of ``[start, end)`` lies here."""
         return bool(((self.starts < end) & (start < self.ends)).any())
 
     def rows(self, tokens: Offsets) -> tuple[Offsets, Offsets]:
-        """(byte offset of each token's page, the token's row in it). int64 [tokens] both.
+        """Returns (byte offset of each token's page, the token's row in it), both int64 [tokens].
 
         Raises ValueError for a token that does not lie here.
         """
@@ -85,7 +87,9 @@ class Side:
         return self.pages[index] * self.layout.page_bytes, row
 
     def cuts(self, start: int, end: int) -> list[Offsets]:
-        """Tokens within ``[start, end)`` at which a page or a run begins, or a run ends."""
+        """Returns the tokens within ``[start, end)`` at which a page or a run begins, or a run
+        ends.
+        """
         first, last = (
             np.searchsorted(self.ends, start, side="right"),
             np.searchsorted(self.starts, end),
@@ -101,7 +105,7 @@ class Side:
 
 
 def mismatch(sender: KvLayout, receiver: KvLayout) -> str:
-    """Why KV of `sender` can't live at `receiver`; empty when it can. Names both values."""
+    """Returns why KV of `sender` does not fit `receiver`, with both values; empty when it fits."""
     for name in ("model_hash", "dtype", "model_layers", "num_kv_heads", "head_dim"):
         ours, theirs = getattr(receiver, name), getattr(sender, name)
         if ours != theirs:
@@ -120,24 +124,23 @@ def mismatch(sender: KvLayout, receiver: KvLayout) -> str:
 
 
 def shared_layers(one: range, other: range) -> range:
-    """The layers that are in both; empty when there are none."""
+    """Returns the layers that are in both; empty when there are none."""
     return range(max(one.start, other.start), min(one.stop, other.stop))
 
 
 def shared_heads(one: KvLayout, other: KvLayout) -> tuple[int, int] | None:
-    """(first, count) of the heads that both hold, or None."""
+    """Returns (first, count) of the heads that both hold, or None."""
     first = max(one.head_start, other.head_start)
     count = min(one.head_end, other.head_end) - first
     return (first, count) if count > 0 else None
 
 
 def layer_runs(sender: Side, receiver: Side, start_token: int, num_tokens: int) -> Runs:
-    """Runs that carry tokens ``[start_token, start_token + num_tokens)`` of a layer.
+    """Returns runs that carry tokens ``[start_token, start_token + num_tokens)`` of one layer.
 
-    From the first layer at the sender to the first at the receiver, whichever these are; those of
-    a layer that both have are `at_layer` of these. Of the heads that both sides hold; coalesced.
-    Offsets count from each pool's start. Needs no loop over tokens: 1M tokens take tens of
-    milliseconds.
+    The runs go from the sender's first layer to the receiver's first layer; `at_layer` shifts them
+    to a layer that both have. They cover the heads that both hold, and are coalesced. Offsets are
+    in bytes from each pool's start. No loop over tokens: 1M tokens take tens of milliseconds.
     """
     heads = shared_heads(sender.layout, receiver.layout)
     if heads is None or num_tokens == 0:
@@ -154,15 +157,15 @@ def layer_runs(sender: Side, receiver: Side, start_token: int, num_tokens: int) 
 
 
 def at_layer(runs: Runs, sender: KvLayout, receiver: KvLayout, layer: int) -> Runs:
-    """The runs of the model's `layer`, given those of `layer_runs`."""
+    """Returns the runs of the model's `layer`, given the runs of `layer_runs`."""
     return runs.shifted(sender.layer_offset(layer), receiver.layer_offset(layer))
 
 
 def packed(sender: KvLayout, receiver: Side, start_token: int, num_tokens: int) -> Side:
-    """A piece of a staging slot that holds just this token range of one layer, tightly.
+    """Returns a packed side of a staging slot: only this token range of one layer, without gaps.
 
-    Whole pages of the receiver, which has neighbouring tokens in order, lie in it as they will in
-    the pool, so that they move in one piece; any other range is a single page of its own size.
+    Whole pages of the receiver, with neighbouring tokens in order, have the pool's layout, so that
+    they move in one piece; any other range is a single page of its own size.
     """
     heads = shared_heads(sender, receiver.layout)
     if heads is None:
@@ -186,7 +189,7 @@ def packed(sender: KvLayout, receiver: Side, start_token: int, num_tokens: int) 
 
 
 def layer_token_bytes(sender: KvLayout, receiver: KvLayout) -> int:
-    """Bytes that one token of one layer sends: K and V of the common heads."""
+    """Returns the bytes that one token of one layer sends: K and V of the common heads."""
     heads = shared_heads(sender, receiver)
     return 0 if heads is None else 2 * heads[1] * sender.row_bytes
 
@@ -199,7 +202,7 @@ def _pool_pages(layout: KvLayout, pages: Sequence[int]) -> npt.NDArray[np.int64]
 
 
 def _one_run(start_token: int, num_tokens: int) -> tuple[Offsets, Offsets, Offsets]:
-    """(starts, ends, slots) of tokens that lie in order from slot 0 on."""
+    """Returns (starts, ends, slots) of tokens that lie in order from slot 0 on."""
     return (
         np.array([start_token], dtype=np.int64),
         np.array([start_token + num_tokens], dtype=np.int64),
@@ -208,7 +211,9 @@ def _one_run(start_token: int, num_tokens: int) -> tuple[Offsets, Offsets, Offse
 
 
 def _addresses(side: Side, tokens: Offsets, head: int, heads: int) -> Offsets:
-    """Byte offsets [pieces, 2, heads] of the pieces that begin with `tokens`, in memory order."""
+    """Returns byte offsets [pieces, 2, heads] of the pieces that begin with `tokens`, in memory
+    order.
+    """
     layout = side.layout
     page, row = side.rows(tokens)
     head_bytes = layout.page_tokens * layout.row_bytes

@@ -19,14 +19,14 @@ T = TypeVar("T")
 
 
 class MemoryHub:
-    """Where the transports of one process find each other."""
+    """Connects the transports of one process by name."""
 
     def __init__(self) -> None:
         self._ends: dict[str, MemoryTransport] = {}
         self._lock = threading.Lock()
 
     def join(self, end: MemoryTransport) -> None:
-        """Raises TransferError when the name is taken."""
+        """Adds a transport. Raises TransferError when its name is taken."""
         with self._lock:
             if self._ends.setdefault(end.name, end) is not end:
                 raise TransferError(f"a transport is named {end.name} already")
@@ -36,7 +36,7 @@ class MemoryHub:
             self._ends.pop(end.name, None)
 
     def find(self, name: str) -> MemoryTransport:
-        """Raises PeerLostError when it has left, or never came."""
+        """Returns a transport. Raises PeerLostError when it has left, or never joined."""
         with self._lock:
             end = self._ends.get(name)
         if end is None:
@@ -45,7 +45,7 @@ class MemoryHub:
 
 
 class MemoryTransport:
-    """One end. Its thread copies what this end writes, in order."""
+    """One end. Its own thread copies the bytes of its writes, in order."""
 
     def __init__(self, name: str, hub: MemoryHub) -> None:
         self._name = name
@@ -96,11 +96,11 @@ class MemoryTransport:
 
     @contextmanager
     def listening(self) -> Iterator[None]:
-        """Writes need no help of their target here."""
+        """Does nothing: writes here need no help of their target."""
         yield
 
     def progress(self) -> bool:
-        """Its thread keeps the order of what this end writes."""
+        """Does nothing: only the end's thread keeps its writes in order."""
         return False
 
     def is_dead(self, peer: str) -> bool:
@@ -126,8 +126,8 @@ class MemoryTransport:
         hand_over(self._handlers, sender, payload)
 
     def _submit(self, call: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> Future[T]:
-        # While `close` cancels what waits, callbacks of that come here: the executor, asked by the
-        # thread that shuts it down, would wait for itself.
+        # `close` cancels waiting writes, and their callbacks come here. The executor must not be
+        # called then: asked by the thread that shuts it down, it would wait for itself.
         if not self._closed:
             with suppress(RuntimeError):  # another thread has just shut it down
                 return self._thread.submit(call, *args, **kwargs)
@@ -142,7 +142,7 @@ class MemoryTransport:
         return peer.name
 
     def copy(self, peer: str, runs: Runs, notification: bytes, regions: tuple[int, int]) -> None:
-        """Carries a write out, on this end's thread: here a fault or a delay would strike."""
+        """Carries a write out, on this end's thread. Tests inject faults and delays here."""
         known, end = self._require(peer)
         try:
             copy_on_host(self._regions[regions[0]], known.regions[regions[1]], runs)

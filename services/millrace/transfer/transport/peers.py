@@ -1,4 +1,5 @@
-"""The metadata that a transport gives its peers, and a check whether a peer's process still lives.
+"""The metadata that a transport gives its peers, and a check whether a peer's process still
+lives.
 """
 
 from __future__ import annotations
@@ -16,9 +17,10 @@ from millrace.transfer.transport.regions import Memory
 
 @dataclass(frozen=True, slots=True)
 class ProcessIdentity:
-    """A process, told apart from every other one on every machine since it booted.
+    """Identifies a process among all processes of every machine since its boot.
 
-    `host` and `namespace` are empty where the system does not say; then nothing is ever known.
+    `host` and `namespace` are empty where the system does not report them; then `has_ended` is
+    always False.
     """
 
     host: str
@@ -36,9 +38,9 @@ class ProcessIdentity:
             return ProcessIdentity("", "", pid, "")
 
     def has_ended(self, observer: ProcessIdentity) -> bool:
-        """Whether it is known to have ended, seen from `observer`, which must be this process.
+        """Returns whether the process is known to have ended, seen from `observer`, this process.
 
-        False for a process of another machine or PID namespace: nothing is known of it.
+        Returns False for a process of another machine or PID namespace: its state is not known.
         """
         if not self.host or (self.host, self.namespace) != (observer.host, observer.namespace):
             return False
@@ -50,7 +52,9 @@ class ProcessIdentity:
 
 
 def _status(pid: int) -> tuple[str, str]:
-    """(state letter, start time in clock ticks since boot): proc_pid_stat(5), fields 3 and 22."""
+    """Returns (state letter, start time in clock ticks since boot): proc_pid_stat(5), fields 3 and
+    22.
+    """
     fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
     return fields[0], fields[19]
 

@@ -7,25 +7,27 @@ from typing import Final
 POLL_FIRST_S: Final = 50e-6
 POLL_MOST_S: Final = 500e-6
 IDLE_POLL_S: Final = 1.0
-#: UCX moves the bytes of our writes inside our polls, so none is slept over until a write has
-#: seen no progress for this long: then it waits for its peer, not for us.
+#: Seconds without progress of a write after which the thread sleeps between polls. UCX moves the
+#: bytes of our writes inside our polls; a write that stands still waits for its peer.
 SPIN_S: Final = 2e-3
-#: After a command the thread keeps polling this long: notifications and connections to peers are
-#: sent on while it polls, and nothing says when they are.
+#: Seconds of polling after a command: UCX sends notifications and connection requests while it
+#: polls, and no event says when they are sent.
 LINGER_S: Final = 0.05
-#: While other threads make progress, this one leaves them the agent and the interpreter.
+#: Seconds for which the thread leaves agent and interpreter to other threads that poll.
 ATTENDED_S: Final = 1e-3
 
 
 class PollPace:
-    """Times in seconds of one clock."""
+    """Sets the pause between polls. Times are in seconds of one clock."""
 
     def __init__(self, now_s: float) -> None:
         self._pause_s = POLL_FIRST_S
         self._worked_s = now_s
 
     def next_s(self, now_s: float, *, worked: bool, is_writing: bool, is_listening: bool) -> float:
-        """How long to wait for the next look; 0: not at all. `worked`: there was something."""
+        """Returns the seconds to wait for the next poll; 0 for no wait. `worked`: the poll found
+        work.
+        """
         if worked:
             self._worked_s, self._pause_s = now_s, POLL_FIRST_S
         quiet_s = now_s - self._worked_s

@@ -13,12 +13,12 @@ from millrace.transfer.transport.runs import Runs
 
 HOST = -1
 
-# Below this mean length one vectorised copy of rows beats a call of memmove a run.
+# Below this mean run length, one vectorised copy of rows is faster than one memmove per run.
 _VECTOR_BELOW_BYTES = 2048
 
 
 class TensorLike(Protocol):
-    """What of torch.Tensor a region is made from, so that this package imports no torch."""
+    """The methods of torch.Tensor that a region needs, so that this package imports no torch."""
 
     def data_ptr(self) -> int: ...
     def numel(self) -> int: ...
@@ -37,7 +37,7 @@ class Memory:
 
     @staticmethod
     def of_tensor(tensor: TensorLike) -> Memory:
-        """The memory of a contiguous tensor. Raises ValueError for any other."""
+        """Returns the memory of a contiguous tensor. Raises ValueError for any other."""
         if not tensor.is_contiguous():
             raise ValueError("only a contiguous tensor can be registered as one region")
         nbytes = tensor.numel() * tensor.element_size()
@@ -45,14 +45,14 @@ class Memory:
 
     @staticmethod
     def of_array(array: npt.NDArray[np.uint8]) -> Memory:
-        """The memory of a contiguous NumPy array. Raises ValueError for any other."""
+        """Returns the memory of a contiguous NumPy array. Raises ValueError for any other."""
         if not array.flags.c_contiguous:
             raise ValueError("only a contiguous array can be registered as one region")
         return Memory(array.ctypes.data, array.nbytes)
 
 
 def host_bytes(memory: Memory) -> npt.NDArray[np.uint8]:
-    """A region on the host as uint8 [nbytes]. Raises ValueError for a device's."""
+    """Returns a host region as uint8 [nbytes]. Raises ValueError for a device's region."""
     if memory.device != HOST:
         raise ValueError("only memory on the host can be seen as bytes")
     found: npt.NDArray[np.uint8] = _rows(memory, memory.nbytes)[0]

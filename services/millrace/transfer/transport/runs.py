@@ -13,10 +13,10 @@ Indices = npt.NDArray[np.int32]
 
 
 class Runs:
-    """`length[i]` bytes go from `source[i]` to `target[i]`. All int64 [runs], offsets in bytes.
+    """Byte runs: `length[i]` bytes go from `source[i]` to `target[i]`. All int64 [runs], in bytes.
 
-    Immutable. The layers of a chunk have the same runs at other offsets: what was found out about
-    one is kept for those shifted from it.
+    Immutable. The layers of a chunk have the same runs at other offsets: shifted runs share the
+    cached facts of the runs they came from.
     """
 
     __slots__ = ("_base", "_grain", "_indices", "_shift", "_span", "length", "source", "target")
@@ -33,12 +33,12 @@ class Runs:
 
     @staticmethod
     def of(source: int, target: int, length: int) -> Runs:
-        """A single run."""
+        """Makes a single run."""
         return Runs(*(np.array([v], dtype=np.int64) for v in (source, target, length)))
 
     @staticmethod
     def joined(pieces: Sequence[Runs]) -> Runs:
-        """All runs of the pieces, in order."""
+        """Joins all runs of the pieces, in order."""
         if len(pieces) == 1:
             return pieces[0]
         return Runs(
@@ -55,14 +55,14 @@ class Runs:
         return self._facts()[5]
 
     def shifted(self, source: int, target: int) -> Runs:
-        """The same runs `source` and `target` bytes further on."""
+        """Returns the same runs, shifted by `source` and `target` bytes."""
         moved = Runs(self.source + source, self.target + target, self.length)
         moved._base = self
         moved._shift = (source, target)
         return moved
 
     def repeated(self, sources: Sequence[int], targets: Sequence[int]) -> Runs:
-        """All runs once for each pair of shifts, in bytes, in their order."""
+        """Returns all runs once per pair of shifts, in bytes, in their order."""
         by_source, by_target = (np.asarray(shifts, dtype=np.int64) for shifts in (sources, targets))
         return Runs(
             np.add.outer(by_source, self.source).ravel(),
@@ -71,7 +71,7 @@ class Runs:
         )
 
     def coalesced(self) -> Runs:
-        """Joins a run to the one before it where both sides are neighbours; order is kept."""
+        """Joins a run to the previous run where both sides are neighbours; the order is kept."""
         if len(self) < 2:
             return self
         joins = (self.source[:-1] + self.length[:-1] == self.source[1:]) & (
@@ -81,9 +81,10 @@ class Runs:
         return Runs(self.source[firsts], self.target[firsts], np.add.reduceat(self.length, firsts))
 
     def grain(self) -> int:
-        """A number of bytes that divides every offset and every length; 0 of none.
+        """Returns a number of bytes that divides every offset and every length; 0 without runs.
 
-        The greatest one, but for shifted runs: theirs divides that of the runs they came from.
+        It is the greatest such number, except for shifted runs: theirs divides the number of their
+        origin.
         """
         if self._grain is None:
             if self._base is not None:
@@ -94,7 +95,7 @@ class Runs:
         return self._grain
 
     def indices(self, grain: int) -> tuple[Indices, Indices]:
-        """Numbers, in units of `grain` bytes, of all grains of source and target, in order."""
+        """Numbers all grains of source and target, in units of `grain` bytes, in order."""
         if self._indices is None or self._indices[0] != grain:
             base = self._base
             if base is not None and base.grain() == grain:
@@ -125,7 +126,9 @@ class Runs:
                 raise ValueError(f"a run leaves the {name} region of {size} bytes")
 
     def _facts(self) -> tuple[int, int, int, int, int, int]:
-        """Shortest length, least source and its end, least target and its end, sum of lengths."""
+        """Returns shortest length, least source and its end, least target and its end, sum of
+        lengths.
+        """
         if self._span is None:
             if self._base is not None:
                 shortest, source, source_end, target, target_end, total = self._base._facts()
@@ -147,7 +150,7 @@ class Runs:
 
 
 def _within(counts: Offsets) -> Offsets:
-    """The number of each grain within its run."""
+    """Returns the number of each grain within its run."""
     ends = np.cumsum(counts)
     total = int(ends[-1]) if len(ends) else 0
     return np.arange(total, dtype=np.int64) - np.repeat(ends - counts, counts)

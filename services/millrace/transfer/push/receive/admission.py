@@ -20,18 +20,18 @@ class AdmissionState(Enum):
     OPEN = "open"
     LANDED = "landed"
     FAILED = "failed"
-    RELEASED = "released"  # its owner wants the pages back
+    RELEASED = "released"  # the owner of the pages wants them back
 
 
 class Admission:
-    """Pure bookkeeping: times are passed in, nothing is sent from here.
+    """Keeps the state of one request at the receiver. Pure: times are arguments, nothing is sent
+    here.
 
-    Of a prompt that is spread over several receivers a shard is expected, `[start_token,
-    end_token)`. Nothing is gone on from a part of a prompt: it has no prefix to speak of, and
-    another attempt at it begins anew.
+    If a prompt is spread over several receivers, this receiver expects a shard `[start_token,
+    end_token)`. A shard has no prefix to continue from, so another attempt at it starts again.
 
-    The leases of earlier attempts stay until they are quiet, for they may still write to the pages;
-    what they say is not accounted for.
+    The leases of earlier attempts stay until they are quiet, because their senders may still write
+    to the pages; their messages are not counted.
     """
 
     def __init__(
@@ -44,29 +44,29 @@ class Admission:
         shard: tuple[int, int] | None = None,
         kept_tokens: int = 0,
     ) -> None:
-        """`shard`: [start, end) of the prompt, whose tokens `pages` hold in order; None: all of it,
-        of which the first `kept_tokens` lie there already.
+        """`shard`: tokens [start, end) of the prompt, which `pages` hold in order; None for the
+        whole prompt, of which the first `kept_tokens` lie there already.
 
-        Raises ValueError when the pages don't hold the tokens, or these can't be.
+        Raises ValueError when the pages can't hold the tokens, or the token range is not possible.
         """
         self.is_spread = shard is not None
         self.start_token, self.end_token = shard or (0, prompt_tokens)
         if not 0 <= self.start_token < self.end_token <= prompt_tokens:
             raise ValueError(
-                f"tokens {self.start_token}..{self.end_token - 1} are none of a prompt of "
+                f"tokens {self.start_token}..{self.end_token - 1} are not in a prompt of "
                 f"{prompt_tokens}"
             )
         if kept_tokens and (self.is_spread or not 0 < kept_tokens < prompt_tokens):
             raise ValueError(
-                f"{kept_tokens} tokens can't be kept of {prompt_tokens}, nor any of a shard"
+                f"kept_tokens is {kept_tokens}; it must be below {prompt_tokens}, and 0 for a shard"
             )
         self.request_id = request_id
         self.attempt = attempt
-        self.first_ask_s: float | None = None  # the place of all attempts in the backends' order
+        self.first_ask_s: float | None = None  # the place of all attempts in the order of backends
         self._number = next(_admissions)
         num_tokens = self.end_token - self.start_token
         self.side = Side.of(layout, pages, num_tokens, self.start_token)
-        #: Those that something is written to: what lies there already, others may read as well.
+        #: The pages that transfers write to; others may read the kept pages as well.
         self.own_pages = pages[kept_tokens // layout.page_tokens :]
         self.prompt_tokens = prompt_tokens
         self.state = AdmissionState.OPEN
@@ -75,14 +75,14 @@ class Admission:
         self.leases: list[Lease] = []
         self.progress_s = 0.0
         self._total_chunks: int | None = None
-        self._pass_ends: dict[int, int] = {}  # as far as parts of each pass have come
+        self._pass_ends: dict[int, int] = {}  # for each pass, the tokens that have come so far
         self._told_tokens = kept_tokens
         self._coverage = Coverage(layout, num_tokens, self.start_token)
         self._coverage.keep(kept_tokens)
 
     @property
     def claim(self) -> str:
-        """Names the attempt at hand among those that want backends."""
+        """Names the current attempt among those that want backends."""
         return self.claim_of(self.attempt)
 
     def claim_of(self, attempt: int) -> str:
@@ -90,20 +90,22 @@ class Admission:
 
     @property
     def prefix_tokens(self) -> int:
-        """How many first tokens lie in the pages, whole; 0 of a shard."""
+        """Returns how many first tokens have landed in all layers and heads; 0 for a shard."""
         return 0 if self.is_spread else self._coverage.prefix_tokens
 
     @property
     def kept_tokens(self) -> int:
-        """What another attempt may go on from: token one needs the last token's pass anew."""
+        """Returns the tokens that another attempt may keep: the first token needs the last pass
+        again.
+        """
         return min(self.prefix_tokens, self.prompt_tokens - 1)
 
     def awaits(self, attempt: int) -> bool:
-        """Whether what senders of an attempt write is accounted for."""
+        """Returns whether the writes of an attempt's senders are counted."""
         return self.state is AdmissionState.OPEN and attempt == self.attempt
 
     def mismatch(self, start_token: int, num_tokens: int) -> str:
-        """Why a sender with tokens for here can't be meant; empty when it can. Names both."""
+        """Returns why a sender means other tokens than this receiver; empty if they agree."""
         meant = (start_token, start_token + num_tokens)
         if meant == (self.start_token, self.end_token):
             return ""
@@ -113,11 +115,13 @@ class Admission:
         )
 
     def counts(self, lease: Lease) -> bool:
-        """Whether a lease is of the attempt at hand and its sender has more to send."""
+        """Returns whether a lease is of the current attempt and its sender has more to send."""
         return lease.attempt == self.attempt and not lease.drained
 
     def rewind(self, attempt: int, kept_tokens: int) -> None:
-        """Another attempt goes on from the first tokens. Raises ValueError if it can't."""
+        """Starts another attempt after the first `kept_tokens` tokens. Raises ValueError if it
+        can't.
+        """
         if attempt <= self.attempt:
             raise ValueError(f"attempt {attempt} can't follow attempt {self.attempt}")
         if kept_tokens > self.prefix_tokens:
@@ -136,9 +140,10 @@ class Admission:
         self._coverage.keep(kept_tokens)
 
     def news(self) -> int:
-        """The end of the last whole pass, if it was not told yet and there is more to come; or 0.
+        """Returns the end of the last whole pass if it was not reported yet and more will come;
+        else 0.
 
-        A pass that ends the prompt is no news: nobody could go on from its end.
+        The end of the prompt's last pass is not reported: no attempt could continue from it.
         """
         prefix = self.prefix_tokens
         whole = max((end for end in self._pass_ends.values() if end <= prefix), default=0)
@@ -149,14 +154,16 @@ class Admission:
 
     @property
     def finished(self) -> bool:
-        """Whether prefill has reported its end."""
+        """Returns whether prefill has reported its end."""
         return self._total_chunks is not None
 
     @property
     def complete(self) -> bool:
-        """Whether every (layer, head, token) of every announced chunk has landed exactly once.
+        """Returns whether every (layer, head, token) of every announced chunk has landed exactly
+        once.
 
-        Of a shard: of every one that reaches into it. These follow each other, as their tokens do.
+        For a shard: of every chunk that reaches into it. These chunks follow each other without a
+        gap.
         """
         if self._total_chunks is None or not (self._pass_ends and self._coverage.complete):
             return False
@@ -169,18 +176,18 @@ class Admission:
         )
 
     def finish_refusal(self, sender: Incarnation) -> str:
-        """Why a sender can't report the end; empty when it can."""
+        """Returns why a sender can't report the end; empty when it can."""
         if sender not in self.senders:
             return f"{sender} has not shaken hands"
         return "prefill has finished already" if self.finished else ""
 
     def finish(self, total_chunks: int, now_s: float) -> None:
-        """Prefill says how many chunks there are; from here on progress has a deadline."""
+        """Notes prefill's end and its number of chunks; from here on progress has a deadline."""
         self._total_chunks = total_chunks
         self.progress_s = now_s
 
     def check(self, parts: Sequence[Part], lease: Lease) -> None:
-        """Raises CoverageError when a part has not the bytes that its tokens need."""
+        """Raises CoverageError when a part's bytes do not match its tokens."""
         token_bytes = layer_token_bytes(lease.layout, self.side.layout)
         for part in parts:
             if part.nbytes != part.num_tokens * token_bytes:
@@ -190,7 +197,7 @@ class Admission:
                 )
 
     def landed(self, parts: Sequence[Part], lease: Lease, now_s: float) -> None:
-        """Accounts for each part. Raises CoverageError for one that came before or can't be."""
+        """Counts each part. Raises CoverageError for a part that came before or can't be."""
         heads = shared_heads(lease.layout, self.side.layout)
         if heads is None:
             raise CoverageError("the sender has no head of this receiver")
@@ -201,7 +208,7 @@ class Admission:
         self.progress_s = now_s
 
     def overdue(self, now_s: float, transfer_timeout_s: float) -> str:
-        """Why the transfer has failed by now; empty while it has not."""
+        """Returns why the transfer has failed by now; empty while it has not failed."""
         if not self.finished or now_s - self.progress_s <= transfer_timeout_s:
             return ""
         missing = self._coverage.missing()

@@ -19,10 +19,12 @@ from millrace.transfer.transport.regions import Memory
 
 
 class Buffers:
-    """`transfer.backends` buffers of `transfer.buffer_bytes`. Belongs to the event loop."""
+    """The `transfer.backends` staging buffers of `transfer.buffer_bytes`. Belongs to the event
+    loop.
+    """
 
     def __init__(self, transport: Transport, pool: Memory, config: TransferConfig) -> None:
-        """Raises ConfigError for a pool that they can't serve."""
+        """Raises ConfigError for a pool in memory that the buffers can't serve."""
         self._buffer_bytes = config.buffer_bytes
         self._staging = Staging(
             transport, pool, count=config.backends, buffer_bytes=config.buffer_bytes
@@ -34,13 +36,14 @@ class Buffers:
         return self._staging.region
 
     def offset(self, backend: int) -> int:
-        """Where a backend's buffer begins in the region."""
+        """Returns where a backend's buffer begins in the region, in bytes."""
         return self._staging.offset(backend)
 
     async def acquire(self, admission: Admission, ask: HandshakeAsk, deadline_s: float) -> int:
-        """A backend, once it is the request's turn. Raises HandshakeQueued at the deadline.
+        """Waits for the request's turn and returns a backend. Raises HandshakeQueued at the
+        deadline.
 
-        Raises HandshakeRefused for a sender with too much KV a token for any buffer.
+        Raises HandshakeRefused for a sender whose KV per token is too large for any buffer.
         """
         token_bytes = layer_token_bytes(ask.layout, admission.side.layout)
         if slot_tokens(self._buffer_bytes, token_bytes) < 1:
@@ -57,15 +60,17 @@ class Buffers:
     def scatter(
         self, message: Message, lease: Lease, backend: int, admission: Admission
     ) -> Future[None]:
-        """Copies a slot's parts into the pages. Done when the slot may be written again."""
+        """Copies a slot's parts into the pages. The future is done when the slot may be written
+        again.
+        """
         return self._staging.scatter(message, backend, lease.layout, admission.side)
 
     def done(self, admission: Admission, whose: Lease | Ticket) -> None:
-        """Nothing of the sender can reach its buffer any more."""
+        """Frees a sender's buffer, which no write can reach any more."""
         self._queue.done(admission.claim_of(whose.attempt), whose.sender)
 
     def end(self, claim: str) -> None:
-        """The attempt needs no more; a sender of it that still waits is refused."""
+        """Ends an attempt; the attempt's senders that still wait are refused."""
         self._queue.end(claim)
 
     def check_integrity(self, *, idle: bool) -> None:

@@ -12,14 +12,14 @@ class CoverageError(Exception):
 
 
 class Coverage:
-    """Union of the parts of one request that have landed, of the layers and heads of `layout`.
+    """The union of one request's parts that have landed, over the layers and heads of `layout`.
 
     A part is a rectangle of heads x tokens of one layer. Neighbouring token ranges of the same
-    heads are joined, so that a chunked prompt needs a few intervals a layer, not one a part.
+    heads are joined, so a chunked prompt needs a few intervals per layer, not one per part.
     """
 
     def __init__(self, layout: KvLayout, num_tokens: int, start_token: int = 0) -> None:
-        """Of tokens ``[start_token, start_token + num_tokens)``."""
+        """Expects the tokens ``[start_token, start_token + num_tokens)``."""
         self._layout = layout
         self._start = start_token
         self._end = start_token + num_tokens
@@ -32,7 +32,7 @@ class Coverage:
 
     @property
     def prefix_tokens(self) -> int:
-        """How many first tokens of the range have landed in all layers and heads."""
+        """Returns how many first tokens of the range have landed in all layers and heads."""
         return min(self._prefixes) - self._start
 
     @property
@@ -42,8 +42,8 @@ class Coverage:
     def add(self, layer: int, heads: tuple[int, int], start: int, count: int) -> None:
         """Marks tokens ``[start, start + count)`` of `heads` (first, count) of a layer as landed.
 
-        Raises CoverageError, and marks nothing, for a part that overlaps one that landed before or
-        is outside of what the receiver holds.
+        Raises CoverageError, and marks nothing, for a part that overlaps a landed part or lies
+        outside the receiver's range.
         """
         first, number = heads
         end = start + count
@@ -66,7 +66,7 @@ class Coverage:
             self._prefixes[at_layer] = self._prefix(landed)
 
     def keep(self, tokens: int) -> None:
-        """The first `tokens` of the range are here; all others are expected anew."""
+        """Keeps the first `tokens` of the range as landed; all others are expected again."""
         end = self._start + tokens
         whole = (self._layout.head_start, self._layout.head_count)
         for layer in range(self._layout.num_layers):
@@ -75,7 +75,7 @@ class Coverage:
         self._missing = self._cells(self._end - end)
 
     def missing(self) -> str:
-        """Says what has not landed yet: how much, and the first gap."""
+        """Says what has not landed yet: the share in percent, and the first gap."""
         num_tokens = self._end - self._start
         total = self._cells(num_tokens)
         share = 100 * self._missing / total if total else 0.0
@@ -89,10 +89,10 @@ class Coverage:
         return self._layout.num_layers * self._layout.head_count * tokens
 
     def _prefix(self, landed: dict[tuple[int, int], list[tuple[int, int]]]) -> int:
-        """Where the first gap of a layer begins, over all heads."""
+        """Returns where the first gap of a layer begins, over all heads."""
         edges = {self._layout.head_start, *(h for first, n in landed for h in (first, first + n))}
         prefixes = []
-        for head in edges - {self._layout.head_end}:  # heads between two edges are all alike
+        for head in edges - {self._layout.head_end}:  # equal ranges up to the next edge
             ranges = sorted(
                 r
                 for (first, n), found in landed.items()

@@ -1,4 +1,5 @@
-"""Returns K/V that landed at a decode instance to the prefill instances that continue the prompt.
+"""Returns K/V that landed at a decode instance to the prefill instances that continue the
+prompt.
 """
 
 from __future__ import annotations
@@ -20,12 +21,14 @@ log = logging.getLogger(__name__)
 
 
 class HistoryServer:
-    """Of a ReceiveManager; belongs to its event loop. `on_over` says that a gift has ended."""
+    """Sends kept K/V for a ReceiveManager; belongs to its event loop. `on_over` reports the end of
+    a gift.
+    """
 
     def __init__(
         self, transport: Transport, region: int, lease_s: float, on_over: Callable[[], None]
     ) -> None:
-        """`region`: the pool's."""
+        """`region` is the pool's."""
         self._transport = transport
         self._region = region
         self._giver = HistoryGiver(transport, lease_s)
@@ -34,9 +37,9 @@ class HistoryServer:
         self._gifts: dict[Admission, set[Gift]] = {}
 
     def give(self, admission: Admission, ask: HistoryAsk, peer: str) -> None:
-        """Begins to write what is asked for to `peer`; the admission's pages are read until then.
+        """Begins to write the wanted K/V to `peer`; the admission's pages are read until it ends.
 
-        Raises HandshakeRefused when not all of it has landed, or it has no place at the asker.
+        Raises HandshakeRefused when some of it has not landed, or the asker has no place for it.
         """
         request_id = ask.ticket.request_id
         try:
@@ -47,7 +50,7 @@ class HistoryServer:
         if shared_layers(ours, theirs) != theirs:
             raise HandshakeRefused(
                 f"request {request_id}: {ask.ticket.sender.id} asks for layers "
-                f"{theirs.start}..{theirs.stop - 1}, {ours.start}..{ours.stop - 1} are here"
+                f"{theirs.start}..{theirs.stop - 1}, {ours.start}..{ours.stop - 1} lie here"
             )
         wanted = max((run.start_token + run.num_tokens for run in ask.runs), default=0)
         if wanted > admission.prefix_tokens:
@@ -75,16 +78,18 @@ class HistoryServer:
         )
 
     def stop(self, admission: Admission) -> None:
-        """Nobody wants it any more: posts nothing more, and what is in flight has to end."""
+        """Stops gifts that nobody wants any more: posts no more writes; writes in flight must
+        end.
+        """
         for gift in self._gifts.get(admission, ()):
             gift.stop()
 
     def reads(self, admission: Admission) -> bool:
-        """Whether something may still be read from the admission's pages."""
+        """Returns whether a write may still read the admission's pages."""
         return admission in self._gifts
 
     def check_integrity(self) -> None:
-        """Raises IntegrityError when something is on its way: call this when idle."""
+        """Raises IntegrityError when a gift is in flight: call this when idle."""
         self._giver.check_integrity()
 
     def _ended(self, admission: Admission, gift: Gift, listening: ExitStack) -> None:
@@ -98,7 +103,7 @@ class HistoryServer:
 
 
 def _runs(source: Side, target: Side) -> Runs:
-    """Those of `layer_runs`, of all tokens that the target has a place for."""
+    """Returns the runs of `layer_runs` for all tokens that the target has a place for."""
     return Runs.joined(
         [
             layer_runs(source, target, int(start), int(end - start))

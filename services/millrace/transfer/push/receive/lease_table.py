@@ -15,10 +15,10 @@ from millrace.transfer.push.messages import Kind, Message
 from millrace.transfer.push.receive.admission import Admission, AdmissionState
 from millrace.transfer.transport.base import PeerLostError, Transport
 
-#: A sender hears of its lease this many times in `lease_s`.
+#: The receiver renews each lease this many times in `lease_s`.
 RENEWALS = 4
 
-_WORD = {
+_KINDS = {
     AdmissionState.OPEN: Kind.RENEW,
     AdmissionState.FAILED: Kind.STOP,
     AdmissionState.RELEASED: Kind.DROP,
@@ -27,9 +27,10 @@ _WORD = {
 
 
 class LeaseTable:
-    """Leases by number. Listens on the transport while there are any. Belongs to the event loop.
+    """Holds leases by number. Listens on the transport while it holds any. Belongs to the event
+    loop.
 
-    on_lost gets a lease whose sender has ended or can't be reached any more.
+    `on_lost` gets a lease whose sender has ended or can't be reached any more.
     """
 
     def __init__(
@@ -54,7 +55,7 @@ class LeaseTable:
     def open(
         self, admission: Admission, ask: HandshakeAsk, peer: str, backend: int | None
     ) -> Lease:
-        """A new lease of an open admission."""
+        """Opens a new lease of an open admission."""
         now_s = time.monotonic()
         self._numbers += 1
         lease = Lease(
@@ -77,7 +78,7 @@ class LeaseTable:
         return lease
 
     def standing(self, admission: Admission, ticket: Ticket) -> Lease | None:
-        """The lease of the ticket's sender and attempt while it stands."""
+        """Returns the lease of the ticket's sender and attempt while it stands."""
         whose = (ticket.sender, ticket.attempt)
         return next(
             (
@@ -89,12 +90,12 @@ class LeaseTable:
         )
 
     def drained(self, admission: Admission, ticket: Ticket) -> None:
-        """The ticket's sender writes no more for its attempt."""
+        """Notes that the ticket's sender writes no more for its attempt."""
         if (lease := self.standing(admission, ticket)) is not None:
             lease.drained = True
 
     def of_message(self, peer: str, message: Message) -> tuple[Lease, Admission] | None:
-        """Whom a notification speaks of; None for a stale one."""
+        """Returns the lease and admission of a notification; None when it is stale."""
         held = self._leases.get(message.lease)
         if held is None or message.generation != self._identity.generation:
             return None
@@ -102,9 +103,9 @@ class LeaseTable:
         return held if known == (peer, message.request_id) else None
 
     def reaches_pages(self, admission: Admission) -> bool:
-        """Whether anything may still write to the pages of an admission.
+        """Returns whether a write may still reach the pages of an admission.
 
-        A buffered sender reaches its staging buffer alone; only our own copies reach pages.
+        A buffered sender reaches only its staging buffer; only our own copies reach pages.
         """
         return any(
             lease.copies or (lease.backend is None and lease.number in self._leases)
@@ -112,7 +113,7 @@ class LeaseTable:
         )
 
     def tell(self, lease: Lease, kind: Kind, slot: int = 0) -> None:
-        """Sends a holder a word. That it is gone may come out this way."""
+        """Sends a message to the lease's sender, and may find out that the sender is gone."""
         message = Message(
             kind=kind,
             request_id=lease.request_id,
@@ -127,13 +128,15 @@ class LeaseTable:
         sent.add_done_callback(partial(self._on_told, lease.number))
 
     def tell_state(self, admission: Admission) -> None:
-        """Tells all holders what has become of the admission."""
+        """Reports the admission's state to the senders of all its leases."""
         for lease in admission.leases:
             if lease.number in self._leases and lease.lost_s is None:
-                self.tell(lease, _word(lease, admission))
+                self.tell(lease, _kind_for(lease, admission))
 
     def lose_lives(self, sender_id: str, before: int | None = None) -> None:
-        """All lives of a sender have ended; with `before`, those of lesser generations."""
+        """Marks all incarnations of a sender as ended; with `before`, those of lesser
+        generations.
+        """
         for lease, admission in list(self._leases.values()):
             if lease.sender.id == sender_id and (
                 before is None or lease.sender.generation < before
@@ -141,19 +144,19 @@ class LeaseTable:
                 self._lose(lease, admission, dead=False)
 
     def renew(self, now_s: float) -> list[tuple[Lease, Admission]]:
-        """Renews what is due and notices who has ended. Returns the leases that have lapsed."""
+        """Renews due leases and finds ended senders. Returns the leases that have lapsed."""
         lapsed = []
         for lease, admission in list(self._leases.values()):
             if self._transport.is_dead(lease.peer):
                 self._lose(lease, admission, dead=True)
             elif lease.lost_s is None and now_s - lease.told_s > self._lease_s / RENEWALS:
-                self.tell(lease, _word(lease, admission))
+                self.tell(lease, _kind_for(lease, admission))
             if lease.lapsed(now_s, self._lease_s):
                 lapsed.append((lease, admission))
         return lapsed
 
     def sweep(self, now_s: float) -> list[tuple[Lease, Admission]]:
-        """Takes out, and returns, the leases that nothing can be written under any more."""
+        """Removes and returns the leases under which nothing can be written any more."""
         ended = [
             (lease, admission)
             for lease, admission in self._leases.values()
@@ -172,7 +175,7 @@ class LeaseTable:
             self._listening = None
 
     def _on_told(self, number: int, sent: Future[None]) -> None:
-        """On the transport's thread."""
+        """Notes a lost sender. Runs on the transport's thread."""
         if not sent.cancelled() and isinstance(sent.exception(), PeerLostError):
             self._loop.call_soon_threadsafe(self._unreachable, number)
 
@@ -185,6 +188,8 @@ class LeaseTable:
         self._on_lost(lease, admission)
 
 
-def _word(lease: Lease, admission: Admission) -> Kind:
-    """An earlier attempt is over, whatever has become of the one at hand."""
-    return _WORD[admission.state] if lease.attempt == admission.attempt else Kind.STOP
+def _kind_for(lease: Lease, admission: Admission) -> Kind:
+    """Returns the message for a lease: STOP where its attempt is over, else by the admission's
+    state.
+    """
+    return _KINDS[admission.state] if lease.attempt == admission.attempt else Kind.STOP

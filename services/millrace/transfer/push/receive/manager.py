@@ -42,9 +42,9 @@ TICK_S = 0.1
 
 
 class ReceiveManager:
-    """One per decode instance. Build it on the running event loop; callbacks run there.
+    """Receives KV at one decode instance. Build it on the running event loop; callbacks run there.
 
-    `storage` is the pool, shaped as `KvLayout` says.
+    `storage` is the pool, with the shape that `KvLayout` gives.
     """
 
     def __init__(
@@ -67,7 +67,7 @@ class ReceiveManager:
         pool = Memory.of_tensor(storage)
         self._region = transport.register(pool)
         self._buffers = Buffers(transport, pool, config) if config.buffer_bytes else None
-        self._metadata = transport.metadata()  # once: it may wait for the transport's thread
+        self._metadata = transport.metadata()  # the call may wait: ask once
         self._active = AdmissionTable()
         self._quarantine: dict[Admission, asyncio.Future[None]] = {}
         self._leases = LeaseTable(transport, self._identity, config.lease_s, self._on_lost)
@@ -78,14 +78,14 @@ class ReceiveManager:
 
     @property
     def region(self) -> int:
-        """Of the pool, as the transport counts it."""
+        """Returns the pool's number at the transport."""
         return self._region
 
     # -- for the owner of the pages
 
     @property
     def num_leases(self) -> int:
-        """Senders that may still write here."""
+        """Returns the number of senders that may still write here."""
         return len(self._leases)
 
     def admit(
@@ -100,9 +100,9 @@ class ReceiveManager:
     ) -> None:
         """Expects a request's prompt in `pages`, in token order.
 
-        With `shard` just its tokens [start, end), which `pages` then hold: each of many receivers
-        lands for itself. The first `kept_tokens` lie in `pages` already. Raises TransferError if it
-        is admitted already, or the pages can't hold it.
+        With `shard`, expects only its tokens [start, end), which `pages` then hold: each of many
+        receivers lands on its own. The first `kept_tokens` lie in `pages` already. Raises
+        TransferError if the request is admitted already, or the pages can't hold it.
         """
         try:
             admission = Admission(
@@ -113,11 +113,11 @@ class ReceiveManager:
         self._active.add(admission)
 
     def rewind(self, request_id: str, attempt: int, kept_tokens: int) -> None:
-        """Another attempt sends what follows the first tokens, which must have landed.
+        """Starts another attempt that sends the tokens after `kept_tokens`, which must have landed.
 
-        The senders of earlier attempts account for nothing from here on. They may still finish
-        writes of the same request's KV into the same pages, which changes nothing; the pages'
-        `release` waits for them. Raises TransferError when the request or the tokens aren't here.
+        Messages of earlier attempts' senders are not counted any more. Those senders may still
+        finish writes of the same KV into the same pages, which is harmless; `release` waits for
+        them. Raises TransferError when the request or the tokens aren't here.
         """
         admission = self._active.get(request_id)
         if admission is None:
@@ -133,11 +133,11 @@ class ReceiveManager:
         self._active.wake(request_id)
 
     async def release(self, request_id: str) -> None:
-        """Gives a request up, or takes its landed pages over. Returns when they may be reused.
+        """Gives a request up, or takes its landed pages over. Returns when the pages may be reused.
 
-        At once if all had landed or nothing was granted. Else the pages are in quarantine until
-        no write can reach them, see `Lease.quiet`, and no history is read from them. The id may be
-        admitted anew meanwhile.
+        Returns at once if all has landed or nothing was granted. Else the pages are in quarantine
+        until no write can reach them, see `Lease.quiet`, and no history is read from them. The id
+        may be admitted again during the quarantine.
         """
         admission = self._active.pop(request_id)
         if admission is None:
@@ -152,7 +152,7 @@ class ReceiveManager:
         await asyncio.shield(free)
 
     def sender_lost(self, sender_id: str) -> None:
-        """The control plane has fenced a sender off: none of its lives will come back."""
+        """Fences a sender off for the control plane: none of its incarnations will come back."""
         self._leases.lose_lives(sender_id)
 
     # -- for senders
@@ -160,8 +160,8 @@ class ReceiveManager:
     async def handshake(self, ask: HandshakeAsk, wait_s: float) -> HandshakeGrant:
         """Grants a sender the right to write; waits up to `wait_s` for admission and a backend.
 
-        Raises HandshakeRefused when it never will, HandshakeQueued when the sender may ask again:
-        its request keeps its place.
+        Raises HandshakeRefused when the sender will never be granted, HandshakeQueued when it may
+        ask again: its request keeps its place.
         """
         deadline_s = self._loop.time() + wait_s
         ticket = ask.ticket
@@ -185,7 +185,7 @@ class ReceiveManager:
     async def finish(
         self, ticket: Ticket, *, total_chunks: int, message: object, wait_s: float
     ) -> str:
-        """Prefill reports its end: hands `message` on. Returns a refusal, or nothing."""
+        """Takes prefill's report of its end and passes `message` on. Returns a refusal, or ""."""
         if reason := stale_receiver(ticket.receiver, self._identity):
             return f"request {ticket.request_id}: {reason}"
         try:
@@ -200,7 +200,7 @@ class ReceiveManager:
         return ""
 
     def abort(self, ticket: Ticket, *, reason: str, drained: bool) -> None:
-        """A sender gives up; with `drained` none of its writes is in flight any more."""
+        """Takes a sender's abort; with `drained` none of its writes is in flight any more."""
         if ticket.receiver != self._identity:
             return
         current = self._active.get(ticket.request_id)
@@ -214,10 +214,10 @@ class ReceiveManager:
         self._settle()
 
     async def send_history(self, ask: HistoryAsk, wait_s: float) -> None:
-        """Begins to write what an earlier attempt left to the asker, layer by layer.
+        """Begins to write an earlier attempt's KV to the asker, layer by layer.
 
-        Waits up to `wait_s` for the attempt's admission. Raises HandshakeRefused when not all of it
-        has landed here, or TransferError for bad metadata.
+        Waits up to `wait_s` for the attempt's admission. Raises HandshakeRefused when some of the
+        KV has not landed here, or TransferError for bad metadata.
         """
         admission = await self._expected(ask, self._loop.time() + wait_s)
         peer = await outcome(self._transport.connect(ask.agent_metadata))
@@ -242,7 +242,7 @@ class ReceiveManager:
             raise IntegrityError(f"no request is admitted, yet there are {self.num_leases} leases")
 
     async def close(self) -> None:
-        """Ends upkeep. Whoever still waits in `release` returns: the pool ends with the process."""
+        """Ends upkeep. Callers that wait in `release` return: the pool ends with the process."""
         self._ticker.cancel()
         await asyncio.gather(self._ticker, return_exceptions=True)
         for free in self._quarantine.values():
@@ -258,7 +258,7 @@ class ReceiveManager:
             try:
                 self._tick(time.monotonic())
             except Exception:
-                log.exception("upkeep of KV transfers failed; it goes on")
+                log.exception("upkeep of KV transfers failed; it continues")
 
     def _tick(self, now_s: float) -> None:
         """Renews leases, and ends what is overdue."""
@@ -273,7 +273,7 @@ class ReceiveManager:
     # -- leases
 
     async def _expected(self, ask: HandshakeAsk | HistoryAsk, deadline_s: float) -> Admission:
-        """The admission that a sender means. Raises HandshakeRefused."""
+        """Returns the admission that a sender means. Raises HandshakeRefused."""
         sender = ask.ticket.sender
         self._fences.check(ask)
         self._leases.lose_lives(sender.id, before=sender.generation)
@@ -304,12 +304,14 @@ class ReceiveManager:
         self._fail_of(lease, admission, f"{lease.sender.id} is gone")
 
     def _fail_of(self, lease: Lease, admission: Admission, why: str) -> None:
-        """A sender has ended; that is of account if it was to send more."""
+        """Fails the attempt when its sender ended with data left to send."""
         if admission.counts(lease):
             self._fail(admission, why)
 
     def _fail(self, admission: Admission, message: str, *, sound: bool = True) -> None:
-        """`sound`: what has landed is right, and may be gone on from."""
+        """Fails an attempt. `sound`: the landed KV is right, and another attempt may continue from
+        it.
+        """
         if admission.state is not AdmissionState.OPEN:
             return
         admission.state = AdmissionState.FAILED
@@ -320,7 +322,7 @@ class ReceiveManager:
         self._tell.on_failed(admission.request_id, message, admission.attempt, kept_tokens)
 
     def _settle(self) -> None:
-        """Ends leases that are quiet, and frees the pages that nothing can reach any more."""
+        """Ends quiet leases, and frees pages that no write can reach any more."""
         for lease, admission in self._leases.sweep(time.monotonic()):
             if self._buffers is not None:
                 self._buffers.done(admission, lease)
@@ -339,7 +341,7 @@ class ReceiveManager:
             return
         lease, admission = held
         now_s = time.monotonic()
-        if lease.lapsed(now_s, self._config.lease_s):  # before the news hides the silence
+        if lease.lapsed(now_s, self._config.lease_s):  # before it is renewed
             self._fail_of(lease, admission, f"no news from {lease.sender.id} in time")
         lease.heard_s = now_s
         if message.kind is Kind.WRITTEN and admission.awaits(lease.attempt):

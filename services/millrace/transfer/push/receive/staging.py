@@ -18,12 +18,12 @@ from millrace.transfer.transport.layout import Side, layer_runs, packed
 from millrace.transfer.transport.regions import HOST, Memory, copy_on_host
 from millrace.transfer.transport.runs import Runs
 
-#: Slots begin at multiples of this, so that the rows of a slot and of a page divide alike.
+#: Alignment of slots in bytes, so that the rows of a slot and of a page have the same grain.
 ALIGN_BYTES = 256
 
 
 class Staging:
-    """`count` buffers of `buffer_bytes` in one region. Copies run on a thread of their own."""
+    """Keeps `count` buffers of `buffer_bytes` in one region. Its own thread runs the copies."""
 
     def __init__(
         self, transport: Transport, pool: Memory, *, count: int, buffer_bytes: int
@@ -43,13 +43,15 @@ class Staging:
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="kv-scatter")
 
     def offset(self, backend: int) -> int:
-        """Where a backend's buffer begins in the region."""
+        """Returns where a backend's buffer begins in the region, in bytes."""
         return backend * self._stride
 
     def scatter(
         self, message: Message, backend: int, sender: KvLayout, receiver: Side
     ) -> Future[None]:
-        """Copies a slot's parts into the pages. Done when the slot may be written again."""
+        """Copies a slot's parts into the pages. The future is done when the slot may be written
+        again.
+        """
         offset = slot_offset(self.offset(backend), self.buffer_bytes, message.slot)
         return self._thread.submit(self._scatter, message.parts, offset, sender, receiver)
 
@@ -68,22 +70,22 @@ class Staging:
 
 @lru_cache(maxsize=16)
 def _runs_of(sender: KvLayout, receiver: Side, start_token: int, num_tokens: int) -> Runs:
-    """From a slot's beginning to the first layer. Kept: all layers of a chunk need the same."""
+    """Returns the runs from a slot's beginning to the first layer; cached for a chunk's layers."""
     slot = packed(sender, receiver, start_token, num_tokens)
     return layer_runs(slot, receiver, start_token, num_tokens)
 
 
 def slot_bytes(buffer_bytes: int) -> int:
-    """Size of each slot of a buffer."""
+    """Returns the size of each slot of a buffer, in bytes."""
     share = buffer_bytes // SLOTS
     return share - share % ALIGN_BYTES or share
 
 
 def slot_offset(buffer_offset: int, buffer_bytes: int, slot: int) -> int:
-    """Where a slot of a buffer begins in the staging region."""
+    """Returns where a slot of a buffer begins in the staging region."""
     return buffer_offset + slot * slot_bytes(buffer_bytes)
 
 
 def slot_tokens(buffer_bytes: int, token_bytes: int) -> int:
-    """How many tokens of one layer fit in a slot."""
+    """Returns how many tokens of one layer fit in a slot."""
     return slot_bytes(buffer_bytes) // token_bytes

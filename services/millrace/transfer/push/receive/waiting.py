@@ -12,7 +12,7 @@ from millrace.transfer.push.receive.admission import Admission, AdmissionState
 
 
 class AdmissionTable:
-    """Requests that are expected, by id. Deadlines are of the event loop's clock."""
+    """The expected requests, by id. Deadlines are of the event loop's clock."""
 
     def __init__(self) -> None:
         self._admissions: dict[str, Admission] = {}
@@ -28,14 +28,16 @@ class AdmissionTable:
         return self._admissions.get(request_id)
 
     def add(self, admission: Admission) -> None:
-        """Wakes who waits for it. Raises TransferError if the request is there already."""
+        """Adds an admission and wakes its waiting callers. Raises TransferError if the request
+        exists.
+        """
         if admission.request_id in self._admissions:
             raise TransferError(f"request {admission.request_id} is admitted already")
         self._admissions[admission.request_id] = admission
         self.wake(admission.request_id)
 
     def wake(self, request_id: str) -> None:
-        """There is news for who waits for the request."""
+        """Wakes the callers that wait for the request."""
         for wait in self._waits.get(request_id, ()):
             if not wait.done():
                 wait.set_result(None)
@@ -44,7 +46,7 @@ class AdmissionTable:
         return self._admissions.pop(request_id, None)
 
     async def wait_for(self, ticket: Ticket, deadline_s: float) -> Admission:
-        """The ticket's admission, which the scheduler's command may bring a moment after it.
+        """Returns the ticket's admission, which the scheduler's command may bring a moment later.
 
         Raises HandshakeRefused when the attempt is over or has failed, or did not come in time.
         """
@@ -77,7 +79,7 @@ class AdmissionTable:
 class BackendQueue:
     """The asyncio side of `Backends`: senders wait here for their turn.
 
-    A claim is one attempt of one admission: an id that is admitted anew is a new claim.
+    A claim is one attempt of one admission: an id that is admitted again is a new claim.
     """
 
     def __init__(self, count: int) -> None:
@@ -88,7 +90,9 @@ class BackendQueue:
     async def acquire(
         self, claim: str, sender: Incarnation, first_ask_s: float, deadline_s: float
     ) -> int:
-        """A backend, once it is the request's turn. Raises HandshakeQueued at the deadline."""
+        """Waits for the request's turn and returns a backend. Raises HandshakeQueued at the
+        deadline.
+        """
         key = (claim, sender)
         if key in self._waits:
             raise HandshakeQueued(f"{claim}: {sender} waits for a backend already")
@@ -101,7 +105,7 @@ class BackendQueue:
                 return backend
         except BaseException as error:
             self._backends.withdraw(*key)
-            if wait.done() and not wait.cancelled():  # granted in the moment its asker left
+            if wait.done() and not wait.cancelled():  # granted at the moment when its asker left
                 self._backends.done(*key)
             if isinstance(error, TimeoutError):
                 raise HandshakeQueued(f"{claim} waits for one of {self._count} backends") from None
@@ -111,12 +115,12 @@ class BackendQueue:
             self._hand_out()
 
     def done(self, claim: str, sender: Incarnation) -> None:
-        """Nothing of the sender can reach its buffer any more."""
+        """Frees a sender's buffer, which no write can reach any more."""
         self._backends.done(claim, sender)
         self._hand_out()
 
     def end(self, claim: str) -> None:
-        """The request needs no more; a sender of it that still waits is refused."""
+        """Ends a claim; its senders that still wait are refused."""
         self._backends.end(claim)
         for key, wait in self._waits.items():
             if key[0] == claim and not wait.done():

@@ -24,10 +24,10 @@ from millrace.transfer.transport.layout import (
 )
 from millrace.transfer.transport.runs import Runs
 
-#: A write has at most this many bytes, so that the transport's thread comes round often, and a
+#: The most bytes of one write, so that the transport's thread is soon free for other work and a
 #: cancelled transfer drains soon.
 MAX_WRITE_BYTES = 32 << 20
-#: Token ranges whose runs are kept; the layers of a chunk share one.
+#: The most token ranges whose runs are cached; the layers of a chunk share one range.
 MAX_KEPT_RUNS = 64
 
 
@@ -43,17 +43,19 @@ class Ready:
 
 @dataclass(frozen=True, slots=True)
 class Batch:
-    """One write."""
+    """One write: its parts, runs and bytes."""
 
     parts: tuple[Part, ...]
     runs: Runs
 
 
 class PartQueue:
-    """Of one request and one grant. `add` alone may be called from another thread."""
+    """Cuts one request's ready layers into writes for one grant. Only `add` is thread-safe."""
 
     def __init__(self, side: Side, num_tokens: int, start_token: int = 0) -> None:
-        """To a receiver where tokens ``[start_token, start_token + num_tokens)`` belong."""
+        """Prepares writes to a receiver of the tokens ``[start_token, start_token +
+        num_tokens)``.
+        """
         self._side = side
         self._num_tokens = num_tokens
         self._start_token = start_token
@@ -61,7 +63,7 @@ class PartQueue:
         self._parts: deque[Part] = deque()
         self._grant: HandshakeGrant | None = None
         self._target: Side
-        self._layers: range  # that both sides hold
+        self._layers: range  # heads that both sides hold
         self._token_bytes: int
         self._runs: dict[tuple[int, int], Runs] = {}
 
@@ -72,17 +74,19 @@ class PartQueue:
         self._ready.append(ready)
 
     def open(self, grant: HandshakeGrant) -> None:
-        """Where to write. Raises ValueError when the grant's pages can't hold the tokens."""
+        """Takes the grant's target. Raises ValueError when the grant's pages can't hold the
+        tokens.
+        """
         self._target = Side.of(grant.layout, grant.pages, self._num_tokens, self._start_token)
         self._layers = shared_layers(self._side.layout.layers, grant.layout.layers)
         self._token_bytes = layer_token_bytes(self._side.layout, grant.layout)
         self._grant = grant
 
     def take(self, slot: int) -> Batch | None:
-        """The next write, into `slot` where the grant is buffered; None while nothing is ready.
+        """Takes the next write, into `slot` where the grant is buffered; None while none is ready.
 
-        Layers that the receiver has not are passed over. Raises ValueError for what is not the
-        sender's.
+        Skips layers that the receiver does not have. Raises ValueError for tokens or layers that
+        the sender does not have.
         """
         if (grant := self._grant) is None:
             return None
@@ -96,7 +100,7 @@ class PartQueue:
         return Batch(tuple(parts), self._runs_of(parts, grant, slot)) if parts else None
 
     def clear(self) -> None:
-        """Nothing more will be sent."""
+        """Drops everything that was not sent."""
         self._ready.clear()
         self._parts.clear()
 
@@ -106,9 +110,10 @@ class PartQueue:
         return self._parts[0] if self._parts else None
 
     def _cut(self, ready: Ready, grant: HandshakeGrant) -> Iterator[Part]:
-        """Cuts a layer of a chunk where both sides' pages end, if pages are small enough.
+        """Cuts a layer of a chunk where a page of either side ends, if pages are small enough.
 
-        Nothing of a layer that is not the receiver's. Raises ValueError for one that is not ours.
+        Yields nothing for a layer that the receiver does not have. Raises ValueError for a layer
+        that the sender does not have.
         """
         if ready.layer not in self._layers:
             if ready.layer not in self._side.layout.layers:
@@ -120,13 +125,13 @@ class PartQueue:
             step = grant.layout.page_tokens
             most = min(most, slot_tokens(grant.buffer_bytes, self._token_bytes))
         stride = most - most % step or most
-        first = self._start_token  # of the receiver's pages, which are counted from there
+        first = self._start_token  # the receiver's pages count from here
         at = ready.start_token - first
         end = at + ready.num_tokens
         while at < end:
             until = min(end, at - at % stride + stride)
             if grant.buffered and until == end and (whole := end - end % step) > at:
-                until = whole  # what is left of a page is packed apart from whole pages
+                until = whole  # the rest of a page is packed apart from whole pages
             if grant.buffered and at % step and (whole := at - at % step + step) < until:
                 until = whole
             count = until - at
@@ -134,7 +139,7 @@ class PartQueue:
             at = until
 
     def _runs_of(self, parts: Sequence[Part], grant: HandshakeGrant, slot: int) -> Runs:
-        """The runs of all parts, in order; layers that send the same tokens share theirs."""
+        """Returns the runs of all parts, in order; layers with the same tokens share their runs."""
         sender, at = self._side.layout, 0
         if grant.buffered:
             at = slot_offset(grant.buffer_offset, grant.buffer_bytes, slot)
@@ -151,7 +156,9 @@ class PartQueue:
         return Runs.joined(pieces)
 
     def _tokens_runs(self, tokens: tuple[int, int], grant: HandshakeGrant) -> Runs:
-        """As `layer_runs`, to the pages or to a slot's beginning. Kept: all layers need them."""
+        """Returns `layer_runs` to the pages or to a slot's beginning; cached for a chunk's
+        layers.
+        """
         if tokens not in self._runs:
             if len(self._runs) >= MAX_KEPT_RUNS:
                 self._runs.clear()

@@ -30,7 +30,9 @@ TICK_S = 0.1
 
 
 class SendManager:
-    """Build it on the running event loop. `storage` is the pool, shaped as `KvLayout` says."""
+    """Opens send sessions. Build it on the running event loop. `storage` is the pool, with the
+    shape that `KvLayout` gives.
+    """
 
     def __init__(
         self,
@@ -57,12 +59,12 @@ class SendManager:
 
     @property
     def region(self) -> int:
-        """Of the pool, as the transport counts it."""
+        """Returns the pool's number at the transport."""
         return self._outlet.region
 
     @property
     def num_sessions(self) -> int:
-        """Sessions that are not over: their writes may be on their way."""
+        """Returns the number of open sessions: their writes may be in flight."""
         return len(self._sessions)
 
     async def open(
@@ -76,11 +78,11 @@ class SendManager:
         attempt: int = 1,
         runs: Sequence[Run] | None = None,
     ) -> SendSession:
-        """Starts a request's handshake and returns at once: compute need not wait for it.
+        """Starts a request's handshake and returns at once, so that compute need not wait for it.
 
-        `pages` hold the prompt, in token order, or just the tokens of `runs`, a member's share
-        of it. A session of an earlier attempt may still drain meanwhile. Raises TransferError if
-        the attempt has a session already or the pages can't hold the tokens.
+        `pages` hold the prompt in token order, or only the tokens of `runs`, a member's share of
+        it. A session of an earlier attempt may still drain. Raises TransferError if the attempt has
+        a session already or the pages can't hold the tokens.
         """
         target = Target(peer=peer, receiver=receiver, start_token=0, end_token=prompt_tokens)
         self._check_new(request_id, attempt, (target,))
@@ -97,18 +99,18 @@ class SendManager:
         attempt: int = 1,
         runs: Sequence[Run] | None = None,
     ) -> SpreadSession:
-        """As `open`, of a prompt whose tokens belong at several receivers.
+        """Works as `open` for a prompt whose tokens belong at several receivers.
 
-        One with which this instance shares no layer gets no session, nor one for which it has no
-        token and no word. Raises TransferError, too, when two targets are one receiver, or have
-        tokens that are not the prompt's.
+        A receiver gets no session if it shares no layer with this instance, or if there are neither
+        tokens nor a message for it. Also raises TransferError when two targets are one receiver, or
+        have tokens that are not the prompt's.
         """
         self._check_new(request_id, attempt, targets)
         for one in targets:
             if not 0 <= one.start_token < one.end_token <= prompt_tokens:
                 raise TransferError(
                     f"request {request_id}: tokens {one.start_token}..{one.end_token - 1} for "
-                    f"{one.receiver[0]} are none of a prompt of {prompt_tokens}"
+                    f"{one.receiver[0]} are not in a prompt of {prompt_tokens}"
                 )
         side = self._side(request_id, pages, prompt_tokens, runs)
         shares = [
@@ -167,7 +169,7 @@ class SendManager:
             raise IntegrityError(f"send sessions are still open: {sorted(self._sessions)}")
 
     async def close(self) -> None:
-        """Ends upkeep. Sessions should be over."""
+        """Ends upkeep. All sessions should be over."""
         self._ticker.cancel()
         await asyncio.gather(self._ticker, return_exceptions=True)
         if self._listening is not None:
@@ -188,11 +190,12 @@ class SendManager:
 
     def _read(self, peer: str, message: Message) -> None:
         sessions = [s for (name, *_), s in self._sessions.items() if name == message.request_id]
-        # All are asked: one that has no grant yet can't tell whether it is meant.
+        # Every session is asked: a session without a grant can't tell whether the message is for
+        # it.
         taken = [session.take(peer, message) for session in sessions]
         if any(taken):
             return
-        # A lease that no session holds: nothing is in flight under it, nor ever will be.
+        # No session has this lease: nothing is in flight under it, nor ever will be.
         answer = Message(
             kind=Kind.DRAINED,
             request_id=message.request_id,

@@ -26,16 +26,16 @@ from millrace.transfer.transport.layout import Side, mismatch
 
 log = logging.getLogger(__name__)
 
-#: While one write moves the next one waits for its turn; what gets ready meanwhile goes together.
+#: Writes in flight at most: while one moves, the next waits; layers that get ready go together.
 MAX_IN_FLIGHT = 2
 ABORT_TIMEOUT_S = 5.0
 
 
 class SendSession:
-    """To one receiver; made by `SendManager`. A `Sending`.
+    """Sends KV to one receiver; made by `SendManager`. A `Sending`.
 
-    Sends what `side` has of the tokens [start, end) that belong at the receiver, and of the layers
-    that it has. One that `speaks` not has nothing to send and nothing to say.
+    It sends the tokens [start, end) that `side` has and the receiver wants, in the layers that the
+    receiver has. With `speaks` False it has nothing to send and sends no end message.
     """
 
     def __init__(
@@ -61,10 +61,10 @@ class SendSession:
         self._on_over = on_over
         self._loop = asyncio.get_running_loop()
         self._queue = PartQueue(side, tokens[1] - tokens[0], tokens[0])
-        self._called = False  # whether the loop is about to come by for what is queued
+        self._called = False  # whether the loop will soon take the queued layers
         self._writes: dict[Future[None], int] = {}
         self._done: deque[Future[None]] = deque()
-        self._told = False  # whether the loop is about to come by for what is done
+        self._told = False  # whether the loop will soon take the ended writes
         self._free_slots = set(range(SLOTS))
         self._grant: HandshakeGrant | None = None
         self._peer = ""
@@ -95,9 +95,10 @@ class SendSession:
             self._loop.call_soon_threadsafe(self._come_by)
 
     async def answered(self) -> None:
-        """Returns when the receiver has granted, refused or queued the handshake, or is not there.
+        """Returns when the receiver has granted, refused or queued the handshake, or can't be
+        reached.
 
-        So it ends within `handshake_timeout_s`, whoever waits for whom.
+        It ends within `handshake_timeout_s`, also when two requests wait for each other.
         """
         await self._answered.wait()
 
@@ -105,7 +106,7 @@ class SendSession:
         await asyncio.wait([self._opening])
 
     async def finish(self, message: Any | None) -> None:  # noqa: ANN401 - the wire's type
-        await self.opened()  # a short prompt is computed before the hands met
+        await self.opened()  # a short prompt is computed before the handshake is over
         if message is not None:
             await self._tell_finish(message)
         while not self._settled:
@@ -123,7 +124,7 @@ class SendSession:
         self._opening.cancel()
         if self._aborting is None:
             self._aborting = self._loop.create_task(self._abort(reason))
-        await asyncio.shield(self._aborting)  # the session ends, whoever waits for it
+        await asyncio.shield(self._aborting)  # the session ends even if the caller is cancelled
 
     async def _abort(self, reason: str) -> None:
         if self._writes:
@@ -137,7 +138,7 @@ class SendSession:
     # -- for the manager
 
     def take(self, peer: str, message: Message) -> bool:
-        """A notification of a receiver. False if it speaks of a lease that is not this one's."""
+        """Takes a receiver's notification. Returns False if the lease is not this session's."""
         if self._grant is None:
             return True  # the grant itself has not arrived yet
         if (peer, message.lease) != (self._peer, self._grant.lease):
@@ -158,7 +159,7 @@ class SendSession:
         return True
 
     def tick(self, now_s: float) -> None:
-        """Fails when what should move has not moved for `transfer_timeout_s`."""
+        """Fails the session when writes have not moved for `transfer_timeout_s`."""
         waits = len(self._free_slots) < SLOTS and self._failure is None and not self._dropped
         moving = self._writes or waits
         if moving and now_s - self._progress_s > self._config.transfer_timeout_s:
@@ -171,7 +172,7 @@ class SendSession:
             )
 
     def fail(self, error: TransferError) -> None:
-        """Nothing more is queued or posted; what is in flight has to drain."""
+        """Fails the session: nothing more is queued or posted; writes in flight must drain."""
         if self._failure is None:
             self._failure = error
         self._drop_queue()
@@ -180,7 +181,7 @@ class SendSession:
 
     @property
     def _settled(self) -> bool:
-        """Whether `finish` has its answer."""
+        """Returns whether `finish` has its answer."""
         if self._failure is not None:
             return True
         if self._writes or (self._grant is None and not self._dropped):
@@ -188,7 +189,7 @@ class SendSession:
         return self._dropped or not self._queue
 
     async def _open(self) -> None:
-        """The handshake, while compute goes on (Tetris figure 7-b)."""
+        """Does the handshake while compute continues (Tetris figure 7-b)."""
         if self._dropped:
             return
         ask = HandshakeAsk(
@@ -225,11 +226,11 @@ class SendSession:
                 log.debug("%s; asking again", queued)
 
     def _come_by(self) -> None:
-        self._called = False  # first: what is queued from here on calls again
+        self._called = False  # first: a layer that is queued from here on wakes the loop again
         self._pump()
 
     def _pump(self) -> None:
-        """Posts what may be posted."""
+        """Posts the writes that may be posted now."""
         while (
             self._grant is not None
             and self._failure is None
@@ -280,9 +281,9 @@ class SendSession:
         write.add_done_callback(self._on_done)
 
     def _on_done(self, write: Future[None]) -> None:
-        """On the transport's thread, or on the loop when a queued write is cancelled.
+        """Runs on the transport's thread, or on the loop when a queued write is cancelled.
 
-        On both at once, too: then both may call the loop, but never neither.
+        Both may run at once: then both may wake the loop, but never neither.
         """
         self._done.append(write)
         if not self._told:
@@ -290,7 +291,7 @@ class SendSession:
             self._loop.call_soon_threadsafe(self._take_done)
 
     def _take_done(self) -> None:
-        self._told = False  # first: what is done from here on calls again
+        self._told = False  # first: a write that ends from here on wakes the loop again
         while self._done:
             self._written(self._done.popleft())
         self._say_drained()
@@ -312,12 +313,14 @@ class SendSession:
     def _drop_queue(self) -> None:
         self._queue.clear()
         for write in list(self._writes):
-            write.cancel()  # those that the transport has not posted yet
+            write.cancel()  # writes that the transport has not posted yet
         self._say_drained()
         self._changed.set()
 
     def _say_drained(self) -> None:
-        """Once the session is given up and nothing is in flight: nothing will follow."""
+        """Sends DRAINED once the session is given up and nothing is in flight: nothing will
+        follow.
+        """
         if (self._failure is not None or self._dropped) and not self._writes:
             self._notify(Kind.DRAINED)
 
@@ -351,7 +354,7 @@ class SendSession:
                 self.ticket, reason=reason, drained=drained, timeout_s=ABORT_TIMEOUT_S
             )
         except TransferError as error:
-            log.debug("%s was not told of the abort: %s", self.ticket.receiver.id, error)
+            log.debug("%s did not get the abort: %s", self.ticket.receiver.id, error)
 
     async def _end(self) -> None:
         self._over = True

@@ -13,14 +13,14 @@ from millrace.transfer.push.send.session import SendSession
 
 
 class SpreadSession:
-    """One `SendSession` a receiver, as one; made by `SendManager.open_spread`. A `Sending`.
+    """Joins one `SendSession` per receiver; made by `SendManager.open_spread`. A `Sending`.
 
-    All or nothing: what fails one of them fails the whole. They send side by side, and none waits
-    for another.
+    If one session fails, the whole fails. The sessions send in parallel and never wait for each
+    other.
     """
 
     def __init__(self, shares: Sequence[tuple[Target, SendSession]]) -> None:
-        """`shares`: the receivers that this instance has something for."""
+        """`shares`: the receivers that this instance has KV or a message for."""
         self._shares = shares
         self._sessions = [session for _, session in shares]
         self._opened_s = time.monotonic()
@@ -35,7 +35,9 @@ class SpreadSession:
 
     @property
     def timings(self) -> SendTimings:
-        """Of all: granted when the last one was, written from the first write to the last."""
+        """Returns the timings of all: granted with the last grant, written from the first to the
+        last write.
+        """
         every = [session.timings for session in self._sessions]
         granted = [one.granted_s for one in every]
         return SendTimings(
@@ -59,10 +61,11 @@ class SpreadSession:
         await asyncio.gather(*(session.opened() for session in self._sessions))
 
     async def finish(self, message: Any | None) -> None:  # noqa: ANN401 - the wire's type
-        """Every receiver gets its `Target.word` of the message.
+        """Sends every receiver its message, which `Target.word` makes.
 
-        The home, once all have answered the handshake: whether one refuses is known before token
-        one is out. It does not wait for those that have queued it, which may wait for the home.
+        The KV owner gets its message after all receivers have answered the handshake, so that a
+        refusal is known before the first token is out. It does not wait for receivers that queued
+        the handshake, since these may wait for the KV owner.
         """
         if (failure := self.failure) is not None:
             raise failure
@@ -72,7 +75,7 @@ class SpreadSession:
         ]
         try:
             await asyncio.gather(*finishing)
-        finally:  # after a failure the others' receivers need not be waited for
+        finally:  # after a failure, the other receivers need not be waited for
             for one in finishing:
                 one.cancel()
             await asyncio.gather(*finishing, return_exceptions=True)

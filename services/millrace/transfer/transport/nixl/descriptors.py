@@ -9,12 +9,12 @@ from millrace.transfer.transport.runs import Offsets
 
 
 def segment(memory: Memory) -> str:
-    """NIXL's name of the kind of memory."""
+    """Returns NIXL's name of the kind of memory."""
     return "DRAM" if memory.device == HOST else "VRAM"
 
 
 def descriptor_rows(memory: Memory, starts: Offsets, lengths: Offsets) -> Offsets:
-    """int64 [runs, 3]: address, length and device of each run of a region."""
+    """Returns int64 [runs, 3]: address, length and device of each run of a region."""
     rows = np.empty((len(starts), 3), dtype=np.int64)
     rows[:, 0] = starts + memory.pointer
     rows[:, 1] = lengths

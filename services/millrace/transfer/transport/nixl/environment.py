@@ -6,11 +6,11 @@ import ipaddress
 
 
 def transport_environment(host: str) -> dict[str, str]:
-    """Defaults for a process that serves on `host`; values the user has set take precedence.
+    """Returns defaults for a process that serves on `host`; values of the user take precedence.
 
-    `NIXL_LOG_LEVEL=WARN`: NIXL is silent but for trouble. `UCX_NET_DEVICES=lo` on a loopback
-    address: connections stay on the loopback device even where others exist. UCX_TLS stays
-    unset: UCX picks shared memory and CMA inside a machine, RDMA or TCP between machines.
+    `NIXL_LOG_LEVEL=WARN`: NIXL logs only warnings and errors. `UCX_NET_DEVICES=lo` on a loopback
+    address: connections stay on the loopback device even where others exist. UCX_TLS stays unset:
+    UCX picks shared memory and CMA inside a machine, RDMA or TCP between machines.
     """
     environment = {"NIXL_LOG_LEVEL": "WARN", "UCX_LOG_LEVEL": "ERROR"}
     try:

@@ -14,26 +14,28 @@ from types import ModuleType
 
 from millrace.core.errors import TransferError
 
-#: By CUDA's major version; the first is taken where nothing says which.
+#: The modules by CUDA's major version; the first is taken where no version is known.
 BUILDS = {13: "nixl_cu13", 12: "nixl_cu12"}
 
 
 @dataclass(frozen=True, slots=True)
 class Build:
-    """A build of NIXL beside one of torch. `torch_cuda`: empty for a torch without CUDA."""
+    """A build of NIXL and torch's version of CUDA. `torch_cuda` is empty for a torch without
+    CUDA.
+    """
 
     module: str
     torch_cuda: str
 
     @property
     def wanted(self) -> str:
-        """The module that torch's CUDA asks for; empty where any will do."""
+        """The module for torch's version of CUDA; empty where any module works."""
         major = int(self.torch_cuda.partition(".")[0] or 0)
         return BUILDS.get(major, f"nixl_cu{major}") if major else ""
 
     @property
     def fits(self) -> bool:
-        """Whether device memory that torch allocates can be moved."""
+        """Returns whether this build can move device memory that torch allocates."""
         return self.wanted in ("", self.module)
 
     def __str__(self) -> str:
@@ -43,7 +45,9 @@ class Build:
 
 
 def choose(torch_cuda: str, installed: list[str]) -> Build:
-    """The build for a torch of that CUDA, else any that is `installed`. Raises TransferError."""
+    """Chooses the build for torch's version of CUDA, else any `installed` build. Raises
+    TransferError.
+    """
     if not installed:
         raise TransferError(f"NIXL is not installed: one of {', '.join(BUILDS.values())} is needed")
     fitting = Build(installed[0], torch_cuda).wanted
@@ -52,19 +56,19 @@ def choose(torch_cuda: str, installed: list[str]) -> Build:
 
 @cache
 def build() -> Build:
-    """The build of this process. Imports neither NIXL nor torch. Raises TransferError."""
+    """Returns the build of this process. Imports neither NIXL nor torch. Raises TransferError."""
     return choose(
         torch_cuda(), [name for name in BUILDS.values() if importlib.util.find_spec(name)]
     )
 
 
 def nixl_api() -> ModuleType:
-    """NIXL's Python interface. Loads the library, which reads its environment."""
+    """Returns NIXL's Python interface. Loads the library, which reads its environment."""
     return importlib.import_module(f"{build().module}._api")
 
 
 def nixl_bindings() -> ModuleType:
-    """What lies below it, errors among it."""
+    """Returns the bindings below NIXL's interface, with its errors."""
     return importlib.import_module(f"{build().module}._bindings")
 
 
@@ -75,15 +79,15 @@ def load_ucx() -> None:
 
 
 def torch_cuda() -> str:
-    """The version of CUDA that torch is built for; empty without CUDA, or without torch.
+    """Returns torch's version of CUDA; empty without CUDA, or without torch.
 
-    Read from the file that torch keeps it in: importing torch takes a second or more.
+    It is read from torch's version file: importing torch takes a second or more.
     """
     torch = importlib.util.find_spec("torch")
     places = (torch.submodule_search_locations if torch else None) or []
     for place in places:
         spec = importlib.util.spec_from_file_location("_torch_version", f"{place}/version.py")
-        assert spec is not None and spec.loader is not None  # of a path that ends in .py
+        assert spec is not None and spec.loader is not None  # it has a path that ends in .py
         version = importlib.util.module_from_spec(spec)
         try:
             spec.loader.exec_module(version)

@@ -55,13 +55,13 @@ class NixlTransport:
         self._commands: deque[tuple[Future[Any], Callable[[], Any]]] = deque()
         self._wake = threading.Event()
         self._lock = threading.Lock()
-        self._turn = threading.Lock()  # held by whoever does something with the agent
+        self._turn = threading.Lock()  # held by the thread that calls the agent
         self._listeners = 0
         self._closed = False
         self._attended_s = 0.0
         self._handlers: dict[int, Handler] = {}
         self._names: dict[bytes, str] = {}  # of connected peers by metadata; written by the thread
-        # below: of whoever has the turn
+        # below: only for the thread that holds `_turn`
         self._regions: list[Memory] = []
         self._registered: list[Any] = []
         self._peers: dict[str, bytes] = {}
@@ -131,7 +131,7 @@ class NixlTransport:
     def progress(self) -> bool:
         self._attended_s = time.monotonic()
         if self._turn.acquire(blocking=False):
-            with suppress(Exception):  # the thread meets it too, and logs it
+            with suppress(Exception):  # the transport's thread meets the error too, and logs it
                 if not self._closed:
                     self._work()
             self._turn.release()
@@ -153,14 +153,14 @@ class NixlTransport:
     # -- any thread
 
     def _call(self, action: Callable[[], T], *, urgent: bool = False) -> Future[T]:
-        """Runs `action` on the thread, or at once; the future takes its result."""
+        """Runs `action` on the transport's thread, or at once; the future takes its result."""
         future: Future[T] = Future()
 
         def run() -> None:
             if future.set_running_or_notify_cancel():
                 try:
                     future.set_result(action())
-                except BaseException as error:  # the caller's to handle, whatever it is
+                except BaseException as error:  # the caller handles every error
                     future.set_exception(error)
 
         if not (urgent and self._run_now(run)):
@@ -176,18 +176,18 @@ class NixlTransport:
         future.set_exception(PeerLostError(f"transport {self._name} is closed"))
 
     def _run_now(self, run: Callable[[], None]) -> bool:
-        """Runs a command on the calling thread. False where others come first."""
+        """Runs a command on the calling thread. Returns False if other work comes first."""
         if self._commands or self._closed or not self._turn.acquire(blocking=False):
             return False
         try:
             run()
         finally:
             self._turn.release()
-        if not self._listeners:  # else the thread looks soon
+        if not self._listeners:  # else the thread polls soon
             self._wake.set()
         return True
 
-    # -- whoever has the turn, and the thread
+    # -- the thread that holds `_turn`
 
     def _work(self) -> int:
         return self._run_commands() + self._check_writes() + self._take_notifications()
@@ -221,8 +221,9 @@ class NixlTransport:
                 self._shut()
 
     def _run_commands(self) -> int:
-        """Up to the first that posts a write: that may have copied all its bytes, and its end is
-        to be told before the next one is posted. Returns how many."""
+        """Runs queued commands up to the first that posts a write, and returns how many. A post may
+        have copied all its bytes, and its end must be reported before the next post.
+        """
         done, before = 0, len(self._writes)
         while self._commands and not self._closed and len(self._writes) <= before:
             _, run = self._commands.popleft()
@@ -291,7 +292,7 @@ class NixlTransport:
             if peer.name in self._peers:
                 self._forget(peer.name)
             if peer.process.has_ended(self._process):
-                # A refused connection is not only an error to UCX: it has aborted processes.
+                # UCX does not only fail on a refused connection: it has aborted processes.
                 raise PeerLostError(f"can't connect to {peer.name}: its process has ended")
             try:
                 self._agent.add_remote_agent(peer.connection)
@@ -381,7 +382,7 @@ class NixlTransport:
             log.warning("NIXL kept a handle of %s: %s", self._name, error)
 
     def _shut(self) -> None:
-        """Fails what is pending and takes the agent down, in NIXL's order."""
+        """Fails all pending work and takes the agent down, in the order that NIXL needs."""
         for write in list(self._writes):
             self._end(write, PeerLostError(f"transport {self._name} is closed"))
         while self._commands:
