@@ -17,6 +17,7 @@ from millrace.core.config import SchedulerConfig
 from millrace.core.errors import ConfigError
 from millrace.engine.forward.local_runner import ModelRunner
 from millrace.wire.pb import common_pb2, scheduler_pb2
+from support.deadlines import HANG_S
 from support.live_stack import eventually
 from support.mixed_role import Mixed, mixed_config, mixed_instance, operators
 from support.tiny_models import oracle, prompt
@@ -108,7 +109,7 @@ async def test_a_long_prefill_does_not_stop_decodes() -> None:
 async def test_a_prompt_that_yields_to_others_goes_on_where_it_stopped() -> None:
     settings = replace(
         mixed_config({**SMALL_CHUNKS, "multi_prefill": "off"}, max_chunk_tokens=256),
-        scheduler=SchedulerConfig(heartbeat_s=0.1, lease_s=0.5, policy="edf"),
+        scheduler=SchedulerConfig(heartbeat_s=0.1, lease_s=HANG_S, policy="edf"),
     )
     async with mixed_instance(settings) as mixed:
         with mixed.slowed(0.05):
@@ -128,7 +129,7 @@ def told_policy(name: str) -> scheduler_pb2.WorkerCommand:
 async def test_a_new_policy_ranks_the_prompts_that_wait() -> None:
     settings = replace(
         mixed_config({**SMALL_CHUNKS, "multi_prefill": "off"}, max_chunk_tokens=32),
-        scheduler=SchedulerConfig(heartbeat_s=0.1, lease_s=0.5, policy="edf"),
+        scheduler=SchedulerConfig(heartbeat_s=0.1, lease_s=HANG_S, policy="edf"),
     )
     registered = scheduler_pb2.Registered(heartbeat_s=0.1, policy="fcfs")  # not what it is set to
     async with mixed_instance(settings) as mixed:

@@ -5,6 +5,7 @@ a request at whatever stage.
 import asyncio
 import threading
 from collections.abc import AsyncIterator
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -289,17 +290,19 @@ async def test_a_prompt_that_penalties_need_but_the_store_has_not(pair: Pair) ->
     await pair.decode.said("request_released", "r")
 
 
-async def test_a_proxy_that_is_gone_frees_its_requests(pair: Pair) -> None:
-    request = spec("r", 20, max_tokens=2000)
-    request.proxy.id = "proxy-1"  # nobody reads its tokens
-    await remember(pair.store, request, prompt(20))
-    pair.decode.role.on_command(admit_decode(request))
-    pair.prefill.role.on_command(run_prefill(request, pair.decode.member))
+async def test_a_proxy_that_is_gone_frees_its_requests() -> None:
+    soon = replace(SETTINGS, scheduler=replace(SETTINGS.scheduler, heartbeat_s=0.05, lease_s=0.1))
+    async with live_pair(SETTINGS, soon) as pair:
+        request = spec("r", 20, max_tokens=2000)
+        request.proxy.id = "proxy-1"  # nobody reads its tokens
+        await remember(pair.store, request, prompt(20))
+        pair.decode.role.on_command(admit_decode(request))
+        pair.prefill.role.on_command(run_prefill(request, pair.decode.member))
 
-    failed = await pair.decode.said("request_failed", "r")
-    assert "proxy-1" in failed.message
-    assert not failed.retryable
-    await pair.decode.said("request_released", "r")
+        failed = await pair.decode.said("request_failed", "r")
+        assert "proxy-1" in failed.message
+        assert not failed.retryable
+        await pair.decode.said("request_released", "r")
 
 
 async def one_streams_and_one_waits(pair: Pair) -> None:

@@ -111,7 +111,7 @@ async def test_decode_follows_the_load_and_no_answer_is_lost(drain_timeout_s: fl
     async with scaled_stack(scaling) as scaled:
         calm = asyncio.Event()
         clients = [asyncio.create_task(scaled.ask_until(calm, seed)) for seed in range(CLIENTS)]
-        await eventually(lambda: scaled.serving("decode") == 2, 90)
+        await eventually(lambda: scaled.serving("decode") == 2)
         assert scaled.largest("decode") == 2
 
         # Less load: long answers on each instance, of which one is to go.
@@ -122,7 +122,7 @@ async def test_decode_follows_the_load_and_no_answer_is_lost(drain_timeout_s: fl
         await eventually(lambda: len(scaled.stack.instances("decode")) == 1)
         gone.set()
         await asyncio.gather(*answers)
-        evicted = [line for line in scaled.lines if line.endswith("goes on elsewhere")]
+        evicted = [line for line in scaled.lines if line.endswith("is migrated")]
         assert len(evicted) == (drain_timeout_s < 1)
         for ids, tokens, answer in scaled.answers[-4:] if evicted else ():
             assert answer == await greedy_ids(scaled.client, ids, tokens)
@@ -137,7 +137,7 @@ async def test_an_idle_stack_goes_entirely_and_the_next_request_wakes_it() -> No
     async with scaled_stack(scaling, PARKING) as scaled:
         services = scaled.stack.services
         await scaled.ask(prompt(50), 20)
-        await eventually(lambda: set(services) == {"scheduler", "proxy"}, 90)
+        await eventually(lambda: set(services) == {"scheduler", "proxy"})
 
         await asyncio.gather(*(scaled.ask(prompt(50, seed), 20) for seed in range(3)))
         assert {"prefill-1", "decode-1"} <= set(services)

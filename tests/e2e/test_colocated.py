@@ -21,7 +21,7 @@ def options(model: Path, colocated: int) -> StackOptions:
         colocated=colocated,
         port=0,
         threads=1,
-        start_timeout_s=90,
+        start_timeout_s=2 * HANG_S,
         settings=[
             *(f"engine.kv_bytes={POOL_BYTES}", "engine.dtype=float32"),
             *("engine.max_chunk_tokens=256", "scheduler.preemption=operator"),

@@ -44,7 +44,7 @@ def options(colocated: int = 1, *more: str) -> StackOptions:
         colocation="mixed",
         port=0,
         threads=1,
-        start_timeout_s=90,
+        start_timeout_s=2 * HANG_S,
         settings=[f"engine.kv_bytes={POOL_BYTES}", *SETTINGS, *more],
     )
 

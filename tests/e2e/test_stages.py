@@ -35,7 +35,7 @@ def options(of_prefill: int, of_decode: int, **others: Any) -> StackOptions:
         model_name="tiny",
         port=0,
         threads=1,
-        start_timeout_s=120,
+        start_timeout_s=2 * HANG_S,
         settings=[f"engine.kv_bytes={POOL_BYTES}", *SETTINGS, *given.pop("settings", ())],
         role_settings={
             "prefill": [f"engine.stages={of_prefill}", "engine.max_chunk_tokens=128"],

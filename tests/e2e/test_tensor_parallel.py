@@ -24,7 +24,7 @@ def options(prefill: int, decode: int) -> StackOptions:
         decode=1,
         port=0,
         threads=1,
-        start_timeout_s=120,
+        start_timeout_s=2 * HANG_S,
         settings=[f"engine.kv_bytes={POOL_BYTES}", "engine.dtype=float32"],
         role_settings={
             "prefill": [f"engine.tensor_parallel={prefill}", "engine.max_chunk_tokens=128"],

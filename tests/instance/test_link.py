@@ -177,7 +177,7 @@ async def test_a_new_stream_carries_nothing_of_an_earlier_life(net: Net, worker:
     worker.link.send(request_released("into the void"))
     await eventually(lambda: worker.seen[-1] == "dropped")
     await net.serve()
-    await eventually(lambda: len(net.scheduler.streams) == 2, 15)
+    await eventually(lambda: len(net.scheduler.streams) == 2)
     await connected(worker)
     worker.link.send(request_released("news"))
 
@@ -192,7 +192,7 @@ async def test_keeps_trying_while_there_is_no_scheduler(net: Net, worker: Worker
     await asyncio.sleep(0.3)
     assert worker.seen.count("dropping") == 1
     await net.serve()
-    await eventually(worker.link.connected.is_set, 15)
+    await eventually(worker.link.connected.is_set)
 
 
 async def test_a_draining_worker_takes_no_more_commands(net: Net, worker: Worker) -> None:

@@ -74,6 +74,19 @@ async def test_stacks_show_where_tasks_and_threads_wait() -> None:
     task.cancel()
 
 
+async def test_stacks_go_on_below_what_compiled_code_awaits() -> None:
+    """gRPC awaits a handler's coroutine in a wrapper, which names nothing of it."""
+
+    async def handler() -> None:
+        await asyncio.Event().wait()
+
+    coroutine = handler()
+    wrapper = coroutine.__await__()
+    next(wrapper)
+    assert [frame.f_code.co_name for frame in awaited_frames(wrapper)] == ["handler", "wait"]
+    coroutine.close()
+
+
 async def test_stacks_of_compiled_frames_have_no_line() -> None:
     """An event loop that is compiled shows such frames; the log must not fail on them."""
 

@@ -72,7 +72,7 @@ async def test_a_stack_that_is_stopped_in_a_restart_leaves_no_process() -> None:
     first = service.process
     assert first is not None
     os.kill(first.pid, signal.SIGKILL)
-    await eventually(lambda: service.process is not first, 10)  # on its way up
+    await eventually(lambda: service.process is not first)  # on its way up
 
     await stack.stop()
 
@@ -102,7 +102,7 @@ async def test_a_role_s_instances_are_never_named_twice() -> None:
     second = stack.add("prefill")
     assert (first, second) == ("prefill-0", "prefill-1")
     assert stack.instances("prefill") == [first, second]
-    await eventually(lambda: not stack.instances("prefill"), 60)  # neither could start
+    await eventually(lambda: not stack.instances("prefill"))  # neither could start
     assert stack.add("prefill") == "prefill-2"
     assert stack.add("decode") == "decode-0"
 
@@ -121,7 +121,7 @@ async def test_an_instance_that_is_removed_is_not_started_again() -> None:
 
     stack.remove("decode-0")
     assert stack.instances("decode") == []
-    await eventually(lambda: process.returncode is not None, 30)
+    await eventually(lambda: process.returncode is not None)
     await stack.stop()
 
     assert service.process is process

@@ -20,6 +20,7 @@ from millrace.local.service import Service
 from millrace.local.stack import Stack, StackOptions
 from millrace.sim.replay import replay
 from millrace.wire.pb import scheduler_pb2
+from support.deadlines import HANG_S
 from support.live_stack import POOL_BYTES, eventually, greedy_ids
 from support.scheduler_peers import Net, Worker, quick, scheduler, spec
 from support.served_model import served_folder
@@ -269,7 +270,7 @@ async def test_real_workers_and_a_death_replay_alike(tmp_path) -> None:
         model_name="tiny",
         port=0,
         threads=1,
-        start_timeout_s=90,
+        start_timeout_s=2 * HANG_S,
         settings=[
             *settings,
             "scheduler.heartbeat_s=0.2",
@@ -293,7 +294,7 @@ async def test_real_workers_and_a_death_replay_alike(tmp_path) -> None:
         ends = await asyncio.gather(*answers, return_exceptions=True)
         assert any(isinstance(end, list) for end in ends)  # a death after token one costs a request
         lost = stack.services["prefill-0"]
-        await eventually(lambda: lost.restarts == 1 and lost.serving, 30)
+        await eventually(lambda: lost.restarts == 1 and lost.serving)
         await eventually(lambda: {"InstanceLeft", "CancelRequested"} <= events_so_far(path))
     result = replay(path)
     assert result.agrees and not result.cut, str(result.difference)

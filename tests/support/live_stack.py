@@ -36,7 +36,7 @@ async def live_stack(
         kvp=kvp,
         port=0,
         threads=1,
-        start_timeout_s=90,
+        start_timeout_s=2 * HANG_S,
         settings=[f"engine.kv_bytes={POOL_BYTES}", *settings],
         role_settings=role_settings or {},
     )

@@ -125,7 +125,7 @@ class Mixed:
 
     async def answer(self, request_id: str) -> list[int]:
         """All tokens of choice 0, once the proxy has its end."""
-        await eventually(lambda: (request_id, 0) in self.ends, 30)
+        await eventually(lambda: (request_id, 0) in self.ends)
         return self.tokens[request_id, 0]
 
     def spans(self, request_id: str) -> list[common_pb2.Span]:

@@ -36,8 +36,9 @@ def config(**engine: Any) -> Config:
     settings: dict[str, Any] = {"dtype": "float32", "threads": 1, "kv_bytes": 8 << 20, **engine}
     return Config(
         engine=EngineConfig(device="cpu", **settings),
-        scheduler=SchedulerConfig(heartbeat_s=0.1, lease_s=0.5),
-        transfer=TransferConfig(handshake_timeout_s=120, transfer_timeout_s=120, lease_s=30),
+        # No proxy listens in most tests: none of them is gone before its request is done.
+        scheduler=SchedulerConfig(heartbeat_s=0.1, lease_s=HANG_S),
+        transfer=TransferConfig(handshake_timeout_s=600, transfer_timeout_s=600, lease_s=HANG_S),
         store=StoreConfig(journal_interval_ms=10),
     )
 

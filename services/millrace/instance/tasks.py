@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import signal
 import sys
 import threading
@@ -98,7 +99,10 @@ def awaited_frames(work: Any) -> Iterator[FrameType]:  # noqa: ANN401 - a corout
         frame = getattr(work, "cr_frame", None) or getattr(work, "gi_frame", None)
         if frame is not None:
             yield frame
-        work = getattr(work, "cr_await", None) or getattr(work, "gi_yieldfrom", None)
+        if type(work).__name__ == "coroutine_wrapper":  # what compiled code awaits: gRPC's handlers
+            (work,) = gc.get_referents(work)
+        else:
+            work = getattr(work, "cr_await", None) or getattr(work, "gi_yieldfrom", None)
 
 
 def place_of(frame: FrameType) -> str:

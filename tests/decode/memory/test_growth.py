@@ -53,7 +53,7 @@ class Asker:
         found: list[int] = []
         while True:
             self.pair.prefill.role.on_command(run_prefill(request, self.pair.decode.member))
-            await eventually(lambda life=life: (life, 0) in self.pair.ends, 60)
+            await eventually(lambda life=life: (life, 0) in self.pair.ends)
             found += self.pair.tokens[life, 0]
             if self.pair.ends[life, 0] != "moved":
                 return found
@@ -105,7 +105,7 @@ async def filled(asker: Asker, count: int = 4) -> None:
     for i in range(count):
         await asker.pair.ask(f"r{i}", 30, max_tokens=200)
         await eventually(lambda i=i: asker.pair.tokens.get((f"r{i}", 0)) or asker.preempted("swap"))
-    await eventually(lambda: asker.preempted("swap"), 30)
+    await eventually(lambda: asker.preempted("swap"))
 
 
 async def test_a_drain_moves_who_is_in_host_memory_too() -> None:
