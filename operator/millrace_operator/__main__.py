@@ -1,4 +1,4 @@
-"""`python -m millrace_operator`."""
+"""Runs the operator: `python -m millrace_operator`."""
 
 from millrace_operator.main import main
 

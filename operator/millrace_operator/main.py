@@ -1,4 +1,4 @@
-"""Runs the operator: who leads, what the leader does, and how it ends. Reads the environment."""
+"""Runs the operator: elects the leader, starts its work and ends it. Reads the environment."""
 
 from __future__ import annotations
 
@@ -40,17 +40,18 @@ log = logging.getLogger(__name__)
 TLS = "MILLRACE_TLS__"
 ROLES = ("proxy", "scheduler", *(kind.role for kind in KINDS.values()))
 
-#: A renewal that takes longer is tried again: the lease must outlive several of them. In seconds.
+#: Timeout in seconds of one renewal, which is then tried again: the lease must outlive several
+#: renewals.
 LEASE_CALL_S = 3.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Options:
-    """What an operator is told."""
+    """The operator's options."""
 
-    configuration: Callable[[], client.Configuration]  # read again when a token has run out
+    configuration: Callable[[], client.Configuration]  # read again when a token has expired
     defaults: Defaults
-    namespaces: tuple[str, ...] = ()  # none: all
+    namespaces: tuple[str, ...] = ()  # empty: all namespaces
     lease_namespace: str = "default"
     lease_name: str = "millrace-operator"
     identity: str
@@ -63,7 +64,9 @@ class Options:
 
 
 class Operator:
-    """One process's. `run` ends when it is cancelled, or raises what it can't get over."""
+    """One operator process. `run` ends when it is cancelled, or raises an error that it can't
+    handle.
+    """
 
     def __init__(self, options: Options) -> None:
         self._options = options
@@ -99,9 +102,9 @@ class Operator:
         self._metrics.watch_queue(self._queue.waiting)
 
     async def run(self) -> None:
-        """Waits for its turn, leads, and lets another lead when it is cancelled.
+        """Waits for the lease, leads, and releases the lease when it is cancelled.
 
-        Raises LeaseLost, KubeRefused for rights that it lacks, and whatever ends kopf.
+        Raises LeaseLost, KubeRefused for missing rights, and any error that ends kopf.
         """
         options = self._options
         async with contextlib.AsyncExitStack() as stack:
@@ -111,14 +114,16 @@ class Operator:
             )
             stack.push_async_callback(server.close)
             stack.push_async_callback(self.election.release)
-            # What it has begun to write is written before another operator leads.
+            # Started writes end before another operator leads.
             stack.push_async_callback(asyncio.to_thread, self._kube.close)
             await self.election.acquire()
             self._metrics.leads(True)
             await until_one_ends(self.election.hold(), self._work())
 
     def ready(self) -> bool:
-        """For /ready: leads and watches, or waits in good order."""
+        """Returns the answer to /ready: the operator leads and watches, or waits without an
+        error.
+        """
         return self._watching if self.election.leading else self.election.in_order()
 
     async def _work(self) -> None:
@@ -141,7 +146,7 @@ class Operator:
 
 
 async def until_one_ends(*works: Coroutine[Any, Any, object]) -> None:
-    """Runs all until one returns or raises, which this does then, once the others are cancelled."""
+    """Runs all calls until one returns or raises, cancels the others, and then does the same."""
     tasks = [asyncio.create_task(work) for work in works]
     try:
         done, _ = await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
@@ -162,7 +167,9 @@ async def serve(options: Options) -> None:
 
 
 def defaults_from(environment: Mapping[str, str]) -> Defaults:
-    """Images and secrets of specs that name none. Raises MillraceError for an image not given."""
+    """Reads the images and secrets for specs that name none. Raises MillraceError for a missing
+    image.
+    """
     images = {role: environment.get(f"MILLRACE_IMAGE_{role.upper()}", "") for role in ROLES}
     missing = [f"MILLRACE_IMAGE_{role.upper()}" for role, image in images.items() if not image]
     if missing:
@@ -175,7 +182,7 @@ def defaults_from(environment: Mapping[str, str]) -> Defaults:
 
 
 def use_settings_of(environment: Mapping[str, str], *, log_format: str, log_level: str) -> None:
-    """TLS towards schedulers, by MILLRACE_TLS__*, and logging. Raises ConfigError."""
+    """Sets TLS to schedulers from MILLRACE_TLS__*, and logging. Raises ConfigError."""
     given = {
         f"tls.{name.removeprefix(TLS).lower()}": value
         for name, value in environment.items()
@@ -233,7 +240,7 @@ def run(  # noqa: PLR0913 - a command's options are its arguments
             namespaces=tuple(namespace),
             lease_namespace=lease_namespace or environment.get("POD_NAMESPACE", "default"),
             lease_name=lease_name,
-            identity=f"{pod}_{uuid.uuid4()}",  # a container that starts again is another one
+            identity=f"{pod}_{uuid.uuid4()}",  # a restarted container has another name
             metrics_port=metrics_port,
             crds=tuple(read_crds(Path(crds))) if crds else (),
             address=lambda namespace, service: scheduler_address.format(

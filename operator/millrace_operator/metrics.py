@@ -1,4 +1,4 @@
-"""The operator's own metrics: what `millrace.telemetry.metrics` serves at /metrics."""
+"""The operator's own metrics, which `millrace.telemetry.metrics` serves at /metrics."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ class OperatorMetrics:
         self._leading.set(float(leads))
 
     def count_call(self, verb: str, status: int) -> None:
-        """For `Kube`'s `on_call`."""
+        """Counts an answer; for `Kube`'s `on_call`."""
         if status != 404 and not 200 <= status < 300:
             self.api_errors.labels(verb, str(status)).inc()
 
@@ -56,7 +56,7 @@ class OperatorMetrics:
         )
 
     def forget(self, kind: str, pool: str) -> None:
-        """The series of a pool that is gone."""
+        """Removes the series of a deleted pool."""
         self.recommended.remove(kind, pool)
         for direction in ("up", "down"):
             self.scalings.remove(kind, pool, direction)

@@ -1,6 +1,7 @@
-"""What the operator found: the inputs of `reconcile`. Plain data, read by `cluster.py`.
+"""The inputs of `reconcile`: the state that the operator observed. Plain data, read by
+`cluster.py`.
 
-Objects of the API are dicts as the API server gives them, defaults filled in.
+Objects of the API are dicts as the API server gives them, with defaults filled in.
 """
 
 from __future__ import annotations
@@ -23,31 +24,31 @@ class Pod:
     name: str
     uid: str
     ordinal: int
-    template: str  # the label millrace.dev/template: which template it was made from
-    revision: str = ""  # the label millrace.dev/revision: of the model that it serves
+    template: str  # the label millrace.dev/template: the template that it was made from
+    revision: str = ""  # the label millrace.dev/revision: the model's revision that it serves
     ready: bool = False
-    unready_since_s: float = math.inf  # unix seconds, of one that is not ready; inf: not known
+    unready_since_s: float = math.inf  # unix seconds since when it is not ready; inf: not known
     terminating: bool = False
     trouble: str = ""  # why it does not start: "Unschedulable: ...", "CrashLoopBackOff: ..."
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Instance:
-    """What the scheduler says of an instance."""
+    """An instance's state, as the scheduler reports it."""
 
     cordoned: bool
-    held_requests: int  # in compute, in the batch, or with a lease on its pages
+    held_requests: int  # requests in compute, in the batch, or with a lease on its pages
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Peer:
-    """Another pool of the service, as its status says: rollouts go on in pairs."""
+    """The status of another pool of the service: rollouts of two pools proceed together."""
 
     name: str
-    revision: str  # of the model that it is to serve
+    revision: str  # the model's revision that it will serve
     replicas: int  # spec.replicas
-    updated_ready: int  # ready pods of the template that it is to have
-    serving: frozenset[str] = frozenset()  # revisions of the instances that take work
+    updated_ready: int  # ready pods of its current template
+    serving: frozenset[str] = frozenset()  # revisions of its serving instances
 
     @classmethod
     def of(cls, pool: Object) -> Peer:
@@ -63,14 +64,14 @@ class Peer:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ObservedPool:
-    """Around one PrefillGroup, DecodePool or KVPWorkerPool."""
+    """The observed state of a PrefillGroup, DecodePool or KVPWorkerPool."""
 
-    service: Object | None  # the ModelService that serviceRef names
+    service: Object | None  # the ModelService in serviceRef
     live: Mapping[tuple[str, str], Object] = field(default_factory=dict)  # (kind, name): children
     pods: tuple[Pod, ...] = ()
     instances: Mapping[str, Instance] | None = None  # by id; None: the scheduler does not answer
     peers: tuple[Peer, ...] = ()
-    metrics: PoolMetrics | None = None  # the last sample, however old
+    metrics: PoolMetrics | None = None  # the last sample, of any age
     recommendation: Recommendation | None = None
     metrics_error: str = ""  # why there is no fresh sample
     now_s: float  # unix seconds
@@ -78,7 +79,7 @@ class ObservedPool:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ObservedService:
-    """Around one ModelService."""
+    """The observed state of a ModelService."""
 
     live: Mapping[tuple[str, str], Object] = field(default_factory=dict)  # (kind, name): children
     now_s: float  # unix seconds

@@ -1,7 +1,8 @@
-"""What specs mean: a pool's kind and autoscaling, and what a spec leaves to the operator.
+"""Interprets specs: a pool's kind and autoscaling, and the fields that a spec leaves to the
+operator.
 
 The API server has checked types, bounds and enums, and filled in defaults, before anything here
-runs; what it cannot check is an error here, with the field's path and value.
+runs. Everything else that is wrong is an error here, with the field's path and value.
 """
 
 from __future__ import annotations
@@ -25,12 +26,12 @@ from millrace_operator.schema import pools
 
 
 class SpecError(MillraceError):
-    """A spec that the API server took and that makes no sense: names field and value."""
+    """The API server accepted a spec that is wrong: the error names field and value."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Defaults:
-    """What the operator's own environment says, for specs that leave it out."""
+    """Values of the operator's environment, for specs that leave them out."""
 
     images: Mapping[str, str]  # by role: proxy, scheduler, prefill, decode, kvp
     pull_policy: str = "IfNotPresent"
@@ -41,7 +42,8 @@ class Defaults:
 class PoolKind:
     """A kind of pool: its role, and its section in a ModelService's spec.
 
-    `role` names the section, images and labels; what instances are to the scheduler is `role_of`.
+    `role` names the section, images and labels; `role_of` gives the instances' role at the
+    scheduler.
     """
 
     kind: str
@@ -49,7 +51,7 @@ class PoolKind:
     role: str
 
     def name_in(self, service: str) -> str:
-        """Name of the pool that a ModelService makes of the section."""
+        """Returns the name of the pool that a ModelService makes from the section."""
         return f"{service}-{self.role}"
 
 
@@ -65,7 +67,7 @@ KINDS: Mapping[str, PoolKind] = {
 
 @dataclass(frozen=True, slots=True)
 class Signal:
-    """A name of spec.autoscaling.metrics, in the words of `core.autoscale.rules`."""
+    """Maps a name of spec.autoscaling.metrics to the terms of `core.autoscale.rules`."""
 
     target: str  # field of the targets
     measured: str  # field of PoolLoad and PoolMetrics
@@ -81,12 +83,12 @@ SIGNALS: Mapping[str, Signal] = {
 
 
 def role_of(pool: Object) -> str:
-    """What the pool's instances register as: prefill, decode, mixed or kvp."""
+    """Returns the role with which the pool's instances register: prefill, decode, mixed or kvp."""
     return str(pool["spec"].get("role", KINDS[pool["kind"]].role))
 
 
 def signals(pool: Object) -> Sequence[Mapping[str, str]]:
-    """Names and targets of the signals that the pool follows; none of a KVPWorkerPool."""
+    """Returns names and targets of the pool's signals; empty for a KVPWorkerPool."""
     given: Sequence[Mapping[str, str]] | None = pool["spec"]["autoscaling"].get("metrics")
     if given is not None or pool["kind"] != pools.DECODE.kind:
         return given or ()
@@ -96,7 +98,7 @@ def signals(pool: Object) -> Sequence[Mapping[str, str]]:
 
 
 def decimal(path: str, text: str) -> float:
-    """A number given as text. Raises SpecError."""
+    """Reads a number given as text. Raises SpecError."""
     try:
         return float(text)
     except ValueError as error:
@@ -104,7 +106,7 @@ def decimal(path: str, text: str) -> float:
 
 
 def autoscale_config(pool: Object) -> AutoscaleConfig:
-    """The autoscaler's limits and targets of a pool. Raises SpecError."""
+    """Returns a pool's limits and targets for the autoscaler. Raises SpecError."""
     given: Mapping[str, Any] = pool["spec"]["autoscaling"]
     zero = given["scaleToZero"]
     try:
@@ -123,14 +125,14 @@ def autoscale_config(pool: Object) -> AutoscaleConfig:
 
 
 def heard(pool: Object, load: PoolLoad) -> PoolLoad:
-    """The load without the signals that the pool's spec does not list: they have no say."""
+    """Removes the signals that the pool's spec does not list from the load."""
     listed = {signal["name"] for signal in signals(pool)}
     unheard: dict[str, Any] = {s.measured: None for n, s in SIGNALS.items() if n not in listed}
     return replace(load, **unheard)
 
 
 def gpus(spec: Mapping[str, Any]) -> int:
-    """Units of spec.gpuResource that an instance asks for."""
+    """Returns the units of spec.gpuResource per instance."""
     given: int | None = spec.get("gpus")
     if given is not None:
         return given
@@ -183,7 +185,7 @@ def _kvp_targets(spec: Mapping[str, Any]) -> KvpTargets:
 
 
 def _in_terms_of_the_spec(message: str) -> str:
-    """Names the field as the spec does, for core names it as its own config does."""
+    """Renames fields in core's message to their names in the spec."""
     fields = {f"autoscale.targets.{s.target}": f"metrics[{n}].target" for n, s in SIGNALS.items()}
     fields |= {
         "autoscale.min_replicas": "minReplicas",

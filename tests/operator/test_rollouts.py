@@ -101,7 +101,7 @@ def test_a_new_revision_comes_in_pairs(peer, goes):
     assert any(isinstance(a, Cordon) for a in actions) == goes
     if not goes:
         message = by_type(scene.pool["status"])["Progressing"]["message"]
-        assert message == "1 of 3 are replaced; chat-prefill has to come as far first"
+        assert message == "1 of 3 are replaced; chat-prefill must first replace as large a share"
 
 
 def shrink(scene: Scene, *, serving: set[str]) -> set[int]:

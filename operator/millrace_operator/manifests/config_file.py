@@ -1,4 +1,4 @@
-"""config.toml of a ModelService: the settings that its spec gives all services."""
+"""Writes config.toml of a ModelService: the settings that its spec gives to all services."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ from millrace_operator.spec import SpecError, decimal
 METRICS_PORT = 9090
 FOLDER = "/etc/millrace"
 
-#: Streams that a gateway pod has open end within this long, or go on at another pod.
+#: Seconds within which a gateway pod's open streams end, or continue at another pod.
 GATEWAY_DRAIN_S = 600
 
-#: What the operator itself sets; another value would break what it builds.
+#: Settings that the operator itself sets; another value would break the pods that it builds.
 _OWN = {
     "store.url": "spec.redis",
     "proxy.admin_token": "spec.gateway.adminTokenSecretRef",
@@ -32,7 +32,7 @@ _OWN = {
     "tls.key_file": "spec.tls",
 }
 
-#: What kinds of workers read besides what all read.
+#: The sections that one kind of worker reads, besides the sections that all workers read.
 _READ_BESIDES: dict[str, tuple[str, ...]] = {
     "prefill": (),
     "decode": ("scheduler.decode_reserve", "scheduler.decode_headroom_tokens"),
@@ -40,7 +40,7 @@ _READ_BESIDES: dict[str, tuple[str, ...]] = {
     "kvp": (),
 }
 
-#: Sections, or fields of them, that a role reads at its start. Others may change under it.
+#: Sections, or fields of them, that a role reads at its start. Others may change while it runs.
 _READ = {
     "proxy": {
         *("proxy", "slo_classes", "store", "telemetry", "tls"),
@@ -57,7 +57,9 @@ Table = dict[str, Any]
 
 
 def tables(service: Object) -> dict[str, Table]:
-    """The sections of the file. Raises SpecError; `config` finds what `millrace` would not take."""
+    """Returns the sections of the file. Raises SpecError; `config` also finds values that
+    `millrace` would refuse.
+    """
     spec: Mapping[str, Any] = service["spec"]
     found: dict[str, Table] = {
         "proxy": _proxy(spec),
@@ -81,7 +83,7 @@ def tables(service: Object) -> dict[str, Table]:
 
 
 def config(given: Mapping[str, Table]) -> Config:
-    """The sections as the services will read them. Raises SpecError."""
+    """Returns the sections as the services will read them. Raises SpecError."""
     overrides = tuple(
         f"{section}.{name}={value}"
         for section, table in given.items()
@@ -94,13 +96,13 @@ def config(given: Mapping[str, Table]) -> Config:
         raise SpecError(f"spec.settings: {error}") from error
 
 
-@lru_cache(maxsize=64)  # by far the longest part of a pass, and the same in the next
+@lru_cache(maxsize=64)  # cached: the longest part of a pass by far, and equal in the next pass
 def _loaded(overrides: tuple[str, ...]) -> Config:
     return load_config(overrides=overrides)
 
 
 def text(given: Mapping[str, Table]) -> str:
-    """The file."""
+    """Returns the file's text."""
     blocks = []
     for section, table in given.items():
         nested = {k: v for k, v in table.items() if isinstance(v, dict)}
@@ -112,7 +114,9 @@ def text(given: Mapping[str, Table]) -> str:
 
 
 def digest_for(role: str, given: Mapping[str, Table]) -> str:
-    """Hash of what a role reads: it changes when its processes have to start again."""
+    """Returns a hash of the settings that a role reads: when it changes, the role's processes must
+    restart.
+    """
     read = _READ[role]
     seen = {
         f"{section}.{name}": value
@@ -124,7 +128,7 @@ def digest_for(role: str, given: Mapping[str, Table]) -> str:
 
 
 def digest(value: object) -> str:
-    """A short hash of plain data, whatever the order of its mappings."""
+    """Returns a short hash of plain data, independent of the order of mappings."""
     canonical = json.dumps(value, sort_keys=True, separators=(",", ":"))
     return hashlib.sha256(canonical.encode()).hexdigest()[:10]
 
@@ -150,7 +154,9 @@ def _scheduler(scheduling: Mapping[str, Any]) -> Table:
 
 
 def _spreading(kvp: Mapping[str, Any] | None) -> Table:
-    """The decode instance that is a request's home holds a part of it, as each KVP worker does."""
+    """Sets the most instances per request: the decode instance that owns the KV holds a part of it,
+    too.
+    """
     if kvp is None:
         return {}
     return {
@@ -189,5 +195,5 @@ def _key(name: str) -> str:
 
 
 def _quoted(value: str) -> str:
-    """A basic string: TOML's escapes are JSON's, but for DEL, which TOML wants escaped."""
+    """Quotes a basic string: TOML's escapes are JSON's, but TOML also escapes DEL."""
     return json.dumps(value, ensure_ascii=False).replace("\x7f", "\\u007f")

@@ -1,4 +1,4 @@
-"""Names, labels and ports of what the operator makes."""
+"""Names, labels and ports of the objects that the operator makes."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ MANAGER = "millrace-operator"
 
 SERVICE_LABEL = "millrace.dev/service"
 POOL_LABEL = "millrace.dev/pool"
-TEMPLATE_LABEL = "millrace.dev/template"  # which template a pod was made from
-REVISION_LABEL = "millrace.dev/revision"  # of the model that it serves
+TEMPLATE_LABEL = "millrace.dev/template"  # the template that a pod was made from
+REVISION_LABEL = "millrace.dev/revision"  # the model's revision that the pod serves
 COMPONENT_LABEL = "app.kubernetes.io/component"
 
-#: Hash of the manifest that was applied last: what differs is applied again, nothing else is.
+#: Hash of the manifest that was applied last: only objects with another hash are applied again.
 APPLIED = "millrace.dev/applied"
 CONFIG = "millrace.dev/config"  # hash of the settings that a pod has read
 INITIAL = "millrace.dev/initial-replicas"  # of a pool that a ModelService makes
@@ -39,7 +39,7 @@ def config_name(service: str) -> str:
 
 
 def labels(service: str, component: str) -> dict[str, str]:
-    """On everything of one component."""
+    """Returns the labels of every object of one component."""
     return {
         "app.kubernetes.io/name": "millrace",
         COMPONENT_LABEL: component,
@@ -55,7 +55,7 @@ def component_selector(service: str, component: str) -> dict[str, str]:
 
 
 def owner(of: Object) -> dict[str, Any]:
-    """The reference by which a child goes with its owner."""
+    """Returns the ownerReference by which a child is deleted with its owner."""
     return {
         "apiVersion": of["apiVersion"],
         "kind": of["kind"],
@@ -67,7 +67,7 @@ def owner(of: Object) -> dict[str, Any]:
 
 
 def stamped(manifest: Mapping[str, Any]) -> dict[str, Any]:
-    """The manifest with its own hash in the annotation `APPLIED`."""
+    """Returns the manifest with its own hash in the annotation `APPLIED`."""
     metadata = manifest["metadata"]
     annotations = {**metadata.get("annotations", {}), APPLIED: digest(manifest)}
     return {**manifest, "metadata": {**metadata, "annotations": annotations}}

@@ -1,4 +1,4 @@
-"""The objects that a ModelService and a pool are made of, as they are applied."""
+"""Makes the manifests of a ModelService and of a pool, as they are applied."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ Manifest = dict[str, Any]
 
 
 def of_service(context: Context) -> list[Manifest]:
-    """Everything of a ModelService, in the order in which it is needed."""
+    """Returns every object of a ModelService, in the order of their dependencies."""
     found = [
         _config_map(context),
         _scheduler_service(context),
@@ -30,19 +30,19 @@ def of_service(context: Context) -> list[Manifest]:
 
 
 def of_pool(pool: Object, template: Mapping[str, Any], replicas: int) -> list[Manifest]:
-    """Everything of a pool; `template` is `pods.instance`'s."""
+    """Returns every object of a pool; `template` comes from `pods.instance`."""
     found = [_headless(pool), _pool_budget(pool), _stateful_set(pool, template, replicas)]
     return [naming.stamped(manifest) for manifest in found]
 
 
 def differs(live: Object | None, manifest: Manifest) -> bool:
-    """Whether an object has to be applied: it is not there, or is not what was applied last."""
+    """Returns whether an object must be applied: it is missing, or differs from the last apply."""
     if live is None:
         return True
     applied = live["metadata"].get("annotations", {}).get(naming.APPLIED)
     if applied != manifest["metadata"]["annotations"][naming.APPLIED]:
         return True
-    # A size that somebody else has set; of pools it is not ours.
+    # A size that another writer has set; of pools the size is not ours.
     size = manifest["spec"].get("replicas") if "spec" in manifest else None
     return size is not None and live["spec"].get("replicas") != size
 
@@ -125,7 +125,7 @@ def _deployment(
 
 
 def _scheduler(context: Context) -> Manifest:
-    """One pod, never two: it alone holds the order of all requests."""
+    """Makes a single pod, never two: only one scheduler may order the requests."""
     spec = {
         "replicas": 1,
         "strategy": {"type": "Recreate"},
@@ -147,7 +147,7 @@ def _gateway(context: Context) -> Manifest:
 
 
 def _budget(metadata: Manifest, selector: Mapping[str, str], **limit: int) -> Manifest:
-    """Pods that are not ready may always be evicted: they serve nobody."""
+    """Lets pods that are not ready always be evicted: they serve no requests."""
     return {
         "apiVersion": "policy/v1",
         "kind": "PodDisruptionBudget",
@@ -164,14 +164,14 @@ def _gateway_budget(context: Context) -> Manifest:
     metadata = _metadata(
         context.service, naming.gateway_name(context.name), naming.labels(context.name, "proxy")
     )
-    # A single pod may go, or a node could never be emptied.
+    # A single pod may be evicted, or a node could never be emptied.
     least = context.spec["gateway"]["replicas"] - 1
     selector = naming.component_selector(context.name, "proxy")
     return _budget(metadata, selector, minAvailable=least)
 
 
 def _pool(context: Context, kind: PoolKind) -> Manifest:
-    """A pool without `replicas`: those are the autoscaler's, an HPA's or a person's."""
+    """Makes a pool without `replicas`: the autoscaler, an HPA or a person sets them."""
     section = dict(context.spec[kind.role])
     initial = section.pop("replicas", max(section["autoscaling"]["minReplicas"], 1))
     metadata = _metadata(
@@ -224,7 +224,7 @@ def _stateful_set(pool: Object, template: Mapping[str, Any], replicas: int) -> M
             "replicas": replicas,
             "serviceName": pool["metadata"]["name"],
             "podManagementPolicy": "Parallel",
-            # The operator deletes old pods itself, when they are empty and it is their turn.
+            # The operator deletes old pods itself, one by one, once they are empty.
             "updateStrategy": {"type": "OnDelete"},
             "revisionHistoryLimit": 3,
             "selector": {"matchLabels": pool_selector(pool)},

@@ -1,6 +1,6 @@
-"""Pod templates of the scheduler, the gateway and the instances.
+"""Makes the pod templates of the scheduler, the gateway and the instances.
 
-Pods meet the pod security level `restricted` as they are (hostPath weights do not); RDMA needs a
+The pods meet the pod security level `restricted` (except with hostPath weights); RDMA needs a
 template that adds the capability IPC_LOCK.
 """
 
@@ -20,25 +20,25 @@ from millrace_operator.spec import KINDS, Defaults, SpecError, gpus, role_of
 MODELS = "/models"
 CACHE = "/cache"
 
-#: Kubernetes kills a pod that ends later than it may drain by this: it has to say goodbye, too.
+#: Seconds beyond a pod's drain time before Kubernetes kills it: it must also deregister.
 GOODBYE_S = 60
-#: What an instance may take that drains until it is done; Kubernetes wants a number.
+#: The drain time of an instance without a limit, in seconds: Kubernetes needs a number.
 DAY_S = 86400
-#: A gateway pod that is to end serves on this long, until no endpoint list names it.
+#: Seconds that an ending gateway pod still serves, until no endpoint list names it.
 LINGER_S = 5
-#: Weights take long to load: half an hour, in steps of 5 s.
+#: Weights take long to load: the limit is half an hour, in steps of 5 s.
 STARTUP_PROBES = 360
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Context:
-    """What all pods of a ModelService share. Raises SpecError when made of a wrong spec."""
+    """The values that all pods of a ModelService share. Raises SpecError for a wrong spec."""
 
     service: Object
     defaults: Defaults
     tables: Mapping[str, Table]
-    config: Config  # what the services make of the tables
-    revision: str  # hash of what makes KV of two instances differ
+    config: Config  # the tables as the services read them
+    revision: str  # hash of the fields that make two instances' KV differ
 
     @classmethod
     def of(cls, service: Object, defaults: Defaults) -> Context:
@@ -75,7 +75,7 @@ def _revision(model: Mapping[str, Any], engine: EngineConfig) -> str:
 
 
 def scheduler(context: Context) -> dict[str, Any]:
-    """The scheduler's pod template."""
+    """Returns the scheduler's pod template."""
     ports = {"grpc": naming.SCHEDULER_PORT, "metrics": config_file.METRICS_PORT}
     container = {
         **_container(context, "scheduler", ports),
@@ -92,7 +92,7 @@ def scheduler(context: Context) -> dict[str, Any]:
 
 
 def gateway(context: Context) -> dict[str, Any]:
-    """The gateway's pod template."""
+    """Returns the gateway's pod template."""
     gateway_spec = context.spec["gateway"]
     container = {
         **_container(context, "proxy", {"http": naming.GATEWAY_PORT}),
@@ -117,7 +117,7 @@ def gateway(context: Context) -> dict[str, Any]:
 
 
 def instance(pool: Object, context: Context) -> dict[str, Any]:
-    """The pod template of a pool's instances, with the labels that rollouts go by."""
+    """Returns the pod template of a pool's instances, with the labels that rollouts read."""
     spec, role = pool["spec"], KINDS[pool["kind"]].role
     drain_s = DAY_S if spec["drain"]["onTimeout"] == "Wait" else spec["drain"]["timeoutSeconds"]
     ports = {"grpc": naming.WORKER_PORT, "metrics": config_file.METRICS_PORT}
@@ -237,7 +237,7 @@ def _with_weights(context: Context, pod: dict[str, Any]) -> dict[str, Any]:
 
 
 def _environment(context: Context) -> list[dict[str, Any]]:
-    """Of every pod: who it is, where it may write, and the store."""
+    """Returns every pod's environment: its identity, its writable folders, and the store."""
     redis = context.spec.get("redis", {}).get("secretRef")
     if redis is None and context.defaults.redis_secret:
         redis = {"name": context.defaults.redis_secret, "key": "url"}
@@ -274,7 +274,7 @@ def _parallel(spec: Mapping[str, Any]) -> list[dict[str, Any]]:
 
 
 def _probes(port: str) -> dict[str, Any]:
-    """By HTTP: Kubernetes' gRPC probes do not speak TLS."""
+    """Makes HTTP probes: Kubernetes' gRPC probes do not support TLS."""
 
     def get(path: str, period_s: int, failures: int) -> dict[str, Any]:
         return {
@@ -292,7 +292,9 @@ def _probes(port: str) -> dict[str, Any]:
 
 
 def _placement(spec: Mapping[str, Any], selector: Mapping[str, str]) -> dict[str, Any]:
-    """Prefill instances close together, for their groups; others spread, against failures."""
+    """Places prefill instances close together, for their groups; spreads others, against
+    failures.
+    """
     if "topologyKey" not in spec:
         return {"topologySpreadConstraints": [_spread(selector)]}
     term = {
@@ -325,7 +327,7 @@ def _template(
     section: Mapping[str, Any],
     more: Mapping[str, str] | None = None,
 ) -> dict[str, Any]:
-    """The user's template over ours; labels that selectors read stay ours."""
+    """Merges the user's template over ours; the labels of selectors stay ours."""
     read = digest_for(section.get("role", component), context.tables)
     base = {"metadata": {"labels": {}, "annotations": {naming.CONFIG: read}}, "spec": pod}
     template = templates.merged(base, section.get("template", {}), "spec.template")

@@ -1,4 +1,4 @@
-"""Pod templates: the user's over the operator's, and the hash by which a pod is known to be old."""
+"""Merges the user's pod template over the operator's, and hashes the result to find old pods."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import Any
 
 from millrace_operator.spec import SpecError
 
-#: Lists whose entries are known by a key. An entry of the user's takes the place of the operator's.
+#: Lists whose entries have a key. A user's entry replaces the operator's entry of the same key.
 _REPLACED_BY = {
     "env": "name",
     "ports": "name",
@@ -17,14 +17,15 @@ _REPLACED_BY = {
     "imagePullSecrets": "name",
     "hostAliases": "ip",
 }
-#: Lists whose entries are merged with the operator's entry of that name.
+#: Lists whose entries are merged with the operator's entry of the same name.
 _MERGED_BY = {"containers": "name", "initContainers": "name"}
 
 
 def merged(base: Mapping[str, Any], over: Mapping[str, Any], path: str) -> dict[str, Any]:
-    """`over` laid on `base`: mappings key by key, known lists by their keys, the rest replaced.
+    """Merges `over` into `base`: mappings key by key, known lists by their keys; the rest is
+    replaced.
 
-    None takes a key away. Raises SpecError where `over` has another type than `base`.
+    None removes a key. Raises SpecError where `over` has another type than `base`.
     """
     result = dict(base)
     for key, value in over.items():
@@ -58,7 +59,7 @@ def _merged_list(
 
 
 def _entries(value: Any, key: str, path: str) -> dict[str, Any]:  # noqa: ANN401
-    """A list's entries by what they are known by, in order."""
+    """Returns a list's entries by their key, in order."""
     known_by = _REPLACED_BY.get(key) or _MERGED_BY[key]
     if not isinstance(value, Sequence) or isinstance(value, str):
         raise SpecError(f"{path} is {value!r}; it must be a list")

@@ -1,6 +1,6 @@
-"""What `reconcile` decides; `cluster.py` carries it out in the order given. Plain data.
+"""The actions that `reconcile` returns; `cluster.py` carries them out in order. Plain data.
 
-Each can be done twice without harm: whoever is interrupted starts again from what it observes.
+Every action is idempotent: an interrupted operator starts again from the observed state.
 """
 
 from __future__ import annotations
@@ -12,16 +12,16 @@ from typing import Any
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Apply:
-    """Server-side apply of a whole object, as manager `millrace-operator`, with force."""
+    """Applies a whole object on the server side, as manager `millrace-operator`, with force."""
 
     manifest: Mapping[str, Any]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Delete:
-    """Deletes an object of the operator's own that is not wanted any more; gone is fine.
+    """Deletes an object of the operator that is not wanted any more; it may be gone already.
 
-    With `uid`, only that very object.
+    With `uid`, only the object with that UID.
     """
 
     kind: str
@@ -33,7 +33,7 @@ class Delete:
 class SetReplicas:
     """Sets spec.replicas of the pool itself through its scale subresource.
 
-    As manager `millrace-autoscaler`, the way an HPA does.
+    It acts as manager `millrace-autoscaler`, as an HPA does.
     """
 
     replicas: int
@@ -49,7 +49,7 @@ class Cordon:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Evict:
-    """Ends what an instance still holds: elsewhere, or with an error when `abort`."""
+    """Ends all requests of an instance: they are migrated, or end with an error with `abort`."""
 
     instance_id: str
     abort: bool
@@ -57,14 +57,14 @@ class Evict:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SetStatus:
-    """The status subresource of the object that was reconciled, whole, when it differs."""
+    """Writes the whole status subresource of the reconciled object, if it differs."""
 
     status: Mapping[str, Any]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Report:
-    """A Kubernetes Event on the object."""
+    """Posts a Kubernetes Event on the object."""
 
     reason: str  # CamelCase
     message: str

@@ -1,4 +1,4 @@
-"""Conditions of a status, as Kubernetes' API conventions ask for them, and its times."""
+"""Builds conditions and times of a status, as Kubernetes' API conventions define them."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ LONGEST_MESSAGE = 1024
 
 @dataclass(frozen=True, slots=True)
 class Condition:
-    """What to say; since when is found by comparing."""
+    """A condition without its time, which `updated` finds by comparison."""
 
     type: str
     status: bool | None  # None: unknown
@@ -21,12 +21,12 @@ class Condition:
 
 
 def timestamp(unix_s: float) -> str:
-    """A time of the API: UTC, whole seconds."""
+    """Formats a time of the API: UTC, whole seconds."""
     return datetime.fromtimestamp(int(unix_s), UTC).strftime("%Y-%m-%dT%H:%M:%SZ")
 
 
 def seconds(time: str) -> float:
-    """Unix seconds of a time of the API."""
+    """Returns the unix seconds of a time of the API."""
     return datetime.fromisoformat(time.replace("Z", "+00:00")).timestamp()
 
 
@@ -37,7 +37,9 @@ def by_type(status: Mapping[str, Any]) -> dict[str, Mapping[str, Any]]:
 def updated(
     before: Mapping[str, Any], now: Iterable[Condition], *, generation: int, now_s: float
 ) -> list[dict[str, Any]]:
-    """The list for a status whose last one is `before`: a time changes only with its status."""
+    """Returns the conditions for a status after `before`: a time changes only with its condition's
+    status.
+    """
     known = by_type(before)
     found = []
     for condition in now:

@@ -1,13 +1,13 @@
-"""How an instance leaves: cordoned at the scheduler, emptied, and only then removed.
+"""Drains an instance: cordons it at the scheduler, empties it, and only then removes its pod.
 
-An instance that is to leave gets no new work. Its pod goes when the scheduler says that it holds
-nothing. After drain.timeoutSeconds what it holds goes on elsewhere (Migrate), ends with an error
-(Abort), or is waited for (Wait). Since when it drains stands in the pool's status, with the pod's
-UID, so that another pod of that name starts again.
+A leaving instance gets no new work. Its pod is deleted once the scheduler reports that it holds no
+requests. After drain.timeoutSeconds its requests are migrated (Migrate), end with an error (Abort),
+or are waited for (Wait). The pool's status keeps the start of the drain with the pod's UID, so a
+new pod of the same name starts a drain of its own.
 
-An instance that is wanted again takes work once the scheduler says so. Until then (the scheduler
-does not answer, or the instance is not there) its entry stays in the status as `returning`, and
-nothing counts on it.
+An instance that is wanted again takes work once the scheduler confirms it. If the scheduler does
+not answer, or the instance is missing, its entry stays in the status as `returning`, and the
+instance does not count as capacity.
 """
 
 from __future__ import annotations
@@ -20,13 +20,13 @@ from millrace_operator.observed import Instance, Pod
 from millrace_operator.reconcile.actions import Cordon, Evict
 from millrace_operator.reconcile.conditions import seconds, timestamp
 
-#: What an eviction may take. Then the pod goes: at SIGTERM it drains once more by itself.
+#: The longest eviction in seconds. Then the pod is deleted: at SIGTERM it drains by itself.
 EVICTION_S = 60.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Leaving:
-    """A pod that is to go."""
+    """A pod that will be removed."""
 
     pod: Pod
     since_s: float  # unix seconds
@@ -41,7 +41,7 @@ class Leaving:
         return self.instance.held_requests if self.instance else 0
 
     def entry(self) -> dict[str, Any]:
-        """Of status.draining."""
+        """Returns its entry of status.draining."""
         return {
             "pod": self.pod.name,
             "uid": self.pod.uid,
@@ -54,7 +54,7 @@ class Leaving:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Rules:
-    """How a pool drains, and what is known of those that do."""
+    """A pool's drain settings, and the draining pods that are known."""
 
     timeout_s: float
     on_timeout: str  # Migrate | Abort | Wait
@@ -81,11 +81,11 @@ class Rules:
         )
 
     def drains(self, pod: Pod) -> bool:
-        """Whether it was draining already."""
+        """Returns whether the pod was draining before this pass."""
         return (pod.name, pod.uid) in self.known
 
     def doubted(self, pods: Iterable[Pod]) -> frozenset[Pod]:
-        """Pods that were taken out of service, and that the scheduler can't be told to use now."""
+        """Returns pods that were cordoned and that the scheduler can't uncordon now."""
         return frozenset(
             pod
             for pod in pods
@@ -95,7 +95,7 @@ class Rules:
         )
 
     def returning(self, pods: Iterable[Pod], leaving: Iterable[Leaving]) -> list[dict[str, Any]]:
-        """Entries of status.draining for doubted pods that are wanted again."""
+        """Returns the entries of status.draining for doubted pods that are wanted again."""
         leave = {one.pod for one in leaving}
         entries = {**self.known, **self.back}
         return [
@@ -123,7 +123,7 @@ class Rules:
         )
 
     def still(self, pods: Iterable[Pod]) -> list[Leaving]:
-        """Those that drained already, for a pass that changes nothing."""
+        """Returns the pods that drained before, for a pass that changes nothing."""
         return [
             self.leaving(pod, self.known[pod.name, pod.uid].get("reason", "ScaleIn"))
             for pod in pods
@@ -132,18 +132,18 @@ class Rules:
 
     def _removable(self, pod: Pod, instance: Instance | None, waited_s: float) -> bool:
         if instance is not None and not instance.held_requests:
-            # Until the scheduler has cordoned it, work may be on its way.
+            # Until the scheduler has cordoned it, work may be in flight to it.
             return instance.cordoned or not pod.ready
         if self.instances is not None and instance is None and not pod.ready:
-            return True  # starting, or lost: without its stream it has dropped what it held
+            return True  # starting, or lost: without its stream it has dropped its requests
         if self.on_timeout == "Wait":
             return False
-        # One that is ready and that the scheduler does not know is only about to register again.
+        # A ready instance that the scheduler does not know will soon register again.
         grace_s = EVICTION_S if instance is not None else 0.0
         return waited_s >= self.timeout_s + grace_s
 
     def evictions(self, leaving: Iterable[Leaving]) -> list[Evict]:
-        """For those whose time is over: repeated until they hold nothing."""
+        """Evicts instances whose drain time is over, in each pass until they hold nothing."""
         if self.on_timeout == "Wait":
             return []
         return [
@@ -153,7 +153,9 @@ class Rules:
         ]
 
     def cordons(self, leaving: Iterable[Leaving], pods: Iterable[Pod]) -> list[Cordon]:
-        """What the scheduler has to be told. One that ends by itself is left alone."""
+        """Returns the cordons that the scheduler lacks, without instances that end by
+        themselves.
+        """
         leave = {one.pod.name for one in leaving}
         known = self.instances or {}
         return [

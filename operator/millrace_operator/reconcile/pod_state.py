@@ -1,4 +1,4 @@
-"""A StatefulSet's pods as the operator sees them, and what keeps one from starting. Pure."""
+"""Reads a StatefulSet's pods, and why a pod does not start. Pure."""
 
 from __future__ import annotations
 
@@ -10,17 +10,17 @@ from millrace_operator.manifests.naming import REVISION_LABEL, TEMPLATE_LABEL
 from millrace_operator.observed import Object, Pod
 from millrace_operator.reconcile.conditions import by_type, seconds
 
-#: What a container waits for while it starts as it should.
+#: Reasons for which a container waits during a normal start.
 _NORMAL = frozenset({"", "ContainerCreating", "PodInitializing"})
 
-#: Long enough for what a kubelet says, short enough for a condition's message.
+#: The longest message: enough for a kubelet's texts, short enough for a condition.
 _LONGEST = 300
 
 
 def pods_of(name: str, objects: Iterable[Object]) -> tuple[Pod, ...]:
-    """The pods among `objects` that the StatefulSet `name` made, by ordinal.
+    """Returns the pods among `objects` that the StatefulSet `name` made, by ordinal.
 
-    Copies for debugging and the like, which bear the same labels, are not among them.
+    Copies of pods, such as for debugging, have the same labels but do not count.
     """
     found = []
     for obj in objects:
@@ -32,7 +32,9 @@ def pods_of(name: str, objects: Iterable[Object]) -> tuple[Pod, ...]:
 
 
 def finished(obj: Object) -> bool:
-    """Whether all containers of the pod have ended for good: it uses nothing any more."""
+    """Returns whether all containers of the pod have ended for good: it uses no resources any
+    more.
+    """
     return obj.get("status", {}).get("phase") in ("Failed", "Succeeded")
 
 
@@ -63,7 +65,7 @@ def _pod(obj: Object, ordinal: int) -> Pod:
 
 
 def _troubles(status: Mapping[str, Any]) -> Iterator[str]:
-    """What keeps the pod from starting, as `Reason: message`; the cause of the others first."""
+    """Yields why the pod does not start, as `Reason: message`; root causes first."""
     if status.get("phase") == "Failed":
         yield _line(status.get("reason") or "Failed", status.get("message", ""))
     for entry in status.get("conditions", []):
@@ -77,7 +79,7 @@ def _troubles(status: Mapping[str, Any]) -> Iterator[str]:
 
 
 def _ending(container: Mapping[str, Any]) -> str:
-    """How the container ended last: the reason of its next start's delay."""
+    """Returns how the container ended last: the reason for the delay of its next start."""
     ended = container.get("lastState", {}).get("terminated")
     if not ended:
         return ""

@@ -1,8 +1,8 @@
-"""`reconcile_pool`: from a pool as it is to the pool that is wanted, one pass at a time.
+"""`reconcile_pool`: decides the next actions that bring a pool to its wanted state.
 
-The order of actions makes a pass safe to stop anywhere. An instance that is wanted again is
-uncordoned before the status forgets that it drained; an instance that is to leave stands in the
-status, with the time, before the scheduler hears of it.
+The order of actions makes a pass safe to stop anywhere. A wanted instance is uncordoned before the
+status forgets its drain. A leaving instance is written to the status, with the time, before the
+scheduler hears of it.
 """
 
 from __future__ import annotations
@@ -30,10 +30,10 @@ from millrace_operator.spec import KINDS, Defaults, SpecError, autoscale_config
 
 
 def reconcile_pool(pool: Object, observed: ObservedPool, defaults: Defaults) -> list[Action]:
-    """What to do now for a PrefillGroup, DecodePool or KVPWorkerPool."""
+    """Returns the actions for a PrefillGroup, DecodePool or KVPWorkerPool."""
     service = observed.service
     if _going(pool) or (service is not None and _going(service)):
-        return []  # its children go with it, and pods drain at SIGTERM
+        return []  # its children are deleted with it, and pods drain at SIGTERM
     if service is None:
         name = pool["spec"]["serviceRef"]["name"]
         problem = Report(
@@ -74,7 +74,7 @@ def _only_status(
 
 
 def _told(pool: Object, observed: ObservedPool, outcome: Outcome) -> list[Action]:
-    """Events, and the status where it says something new."""
+    """Returns Events, and the status if it has changed."""
     found: list[Action] = [*reports(pool, observed, outcome)]
     now = status(pool, observed, outcome)
     if now != pool.get("status", {}):
@@ -84,7 +84,7 @@ def _told(pool: Object, observed: ObservedPool, outcome: Outcome) -> list[Action
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Plan:
-    """What a pool is to become."""
+    """The wanted state of a pool."""
 
     pool: Object
     observed: ObservedPool
@@ -97,7 +97,7 @@ class Plan:
 
     @classmethod
     def of(cls, pool: Object, observed: ObservedPool, service: Object, defaults: Defaults) -> Plan:
-        """Raises SpecError."""
+        """Makes the plan. Raises SpecError."""
         autoscale_config(pool)
         context = Context.of(service, defaults)
         template = pods.instance(pool, context)
@@ -170,7 +170,7 @@ class Plan:
         ]
 
     def _deletions(self) -> list[Delete]:
-        """Old pods that are done, for their successors to start."""
+        """Deletes drained old pods, so that their successors start."""
         return [
             Delete(kind="Pod", name=one.pod.name, uid=one.pod.uid)
             for one in self.leaving
@@ -179,7 +179,7 @@ class Plan:
 
 
 def _scaled(pool: Object, observed: ObservedPool) -> Scaled | None:
-    """The pool's own new size, where it is the operator's to set."""
+    """Returns the pool's new size, if the operator sets it."""
     initial = pool["metadata"].get("annotations", {}).get(INITIAL)
     advice = observed.recommendation
     if initial is not None and "observedGeneration" not in pool.get("status", {}):
@@ -192,14 +192,16 @@ def _scaled(pool: Object, observed: ObservedPool) -> Scaled | None:
 
 
 def _retired(pool: Object, service: Object) -> bool:
-    """Whether a ModelService made the pool and wants it no more."""
+    """Returns whether a ModelService made the pool and does not want it any more."""
     owners = pool["metadata"].get("ownerReferences", [])
     made = any(owner.get("uid") == service["metadata"]["uid"] for owner in owners)
     return made and KINDS[pool["kind"]].role not in service["spec"]
 
 
 def _leaving(existing: Sequence[Pod], rollout: Rollout, rules: Rules, reason: str) -> list[Leaving]:
-    """Pods beyond the wanted size, for `reason`, but for one that is kept, and old ones."""
+    """Returns leaving pods: pods beyond the wanted size, for `reason`, except the kept pod; and old
+    pods.
+    """
     surplus = [
         rules.leaving(pod, reason)
         for pod in existing
@@ -211,7 +213,9 @@ def _leaving(existing: Sequence[Pod], rollout: Rollout, rules: Rules, reason: st
 
 
 def _size(live: Object | None, leaving: Sequence[Leaving], wanted: int) -> int:
-    """Of the StatefulSet: it removes the highest ordinals, so the highest have to be done."""
+    """Returns the StatefulSet's size: it removes the highest ordinals, so these must have
+    drained.
+    """
     size: int = live["spec"]["replicas"] if live is not None else 0
     stays = {one.pod.ordinal for one in leaving if not one.removable}
     while size > wanted and size - 1 not in stays:

@@ -1,4 +1,4 @@
-"""What was measured of a pool, as its status shows it."""
+"""The measured signals of a pool, in the form of its status."""
 
 from __future__ import annotations
 
@@ -9,12 +9,13 @@ from millrace.core.autoscale.rules import PoolMetrics
 from millrace_operator.observed import Object
 from millrace_operator.spec import SIGNALS, signals
 
-#: Of a signal, which would fade for hours in the status of an idle pool.
+#: The least value of a signal that is shown: it would decay for hours in the status of an idle
+#: pool.
 LEAST = 0.005
 
 
 def seen(pool: Object, metrics: PoolMetrics) -> list[dict[str, Any]]:
-    """Signals with their targets, in the spec's order."""
+    """Returns signals with their targets, in the spec's order."""
     followed = signals(pool)
     if not followed:
         return _contexts(metrics)
@@ -31,7 +32,7 @@ def seen(pool: Object, metrics: PoolMetrics) -> list[dict[str, Any]]:
 
 
 def _measured(metrics: PoolMetrics) -> Mapping[str, float]:
-    """By name, an instance; what nobody measured is left out."""
+    """Returns the measured values by name, per instance; unmeasured signals are left out."""
     capacity = max(metrics.capacity, 1)
     found = {}
     for name, signal in SIGNALS.items():
@@ -50,5 +51,5 @@ def _contexts(metrics: PoolMetrics) -> list[dict[str, Any]]:
 
 
 def _rounded(value: float) -> str:
-    """Two digits: less is noise. What fades away is written down as nothing in the end."""
+    """Rounds to two digits: less is noise. A decayed value is written as 0."""
     return "0" if value < LEAST else f"{float(f'{value:.2g}'):.15g}"

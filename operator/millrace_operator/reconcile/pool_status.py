@@ -1,4 +1,4 @@
-"""The status of a pool, and the Events that tell of what changed in it."""
+"""Builds the status of a pool, and the Events that report its changes."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ from millrace_operator.reconcile.drain import Leaving
 from millrace_operator.reconcile.pool_metrics import seen
 from millrace_operator.reconcile.rollout import Rollout
 
-#: Signals change all the time; on their own they are written no more often than this.
+#: Signals change all the time; if only signals change, the status waits this many seconds.
 SIGNALS_S = 30.0
 _SIGNALS = ("metrics", "metricsTime", "recommendationReason")
 
 ROLLING_OUT = "RollingOut"
 _LIMITS = {"step": "Step", "minimum": "MinReplicas", "maximum": "MaxReplicas", "quota": "Quota"}
 _WHY = {
-    "ScaleIn": "it is one too many",
+    "ScaleIn": "the pool has one too many",
     "Rollout": "its template is old",
     "Retired": "the ModelService has no such pool any more",
 }
@@ -39,27 +39,27 @@ class Scaled:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Outcome:
-    """What a pass made of a pool."""
+    """The result of a pass over a pool."""
 
     wanted: int
     template: str
     revision: str
     leaving: tuple[Leaving, ...]
     returning: tuple[Mapping[str, Any], ...]  # entries of status.draining
-    rollout: Rollout | None  # None: nothing was changed
-    problem: Report | None = None  # with the spec
+    rollout: Rollout | None  # None: no change
+    problem: Report | None = None  # from the spec
     paused: bool = False
     scaled: Scaled | None = None
 
 
 def rolling_out(pool: Object) -> bool:
-    """Whether the last status speaks of a rollout."""
+    """Returns whether the last status shows a rollout."""
     last = conditions.by_type(pool.get("status", {})).get("Progressing", {})
     return last.get("reason") == ROLLING_OUT
 
 
 def status(pool: Object, observed: ObservedPool, outcome: Outcome) -> dict[str, Any]:
-    """The whole status; equal to the last one as long as nothing has changed."""
+    """Returns the whole status; equal to the last status as long as nothing has changed."""
     last = pool.get("status", {})
     there = [pod for pod in observed.pods if not pod.terminating]
     serving = _serving(observed.pods, outcome)
@@ -91,13 +91,13 @@ def status(pool: Object, observed: ObservedPool, outcome: Outcome) -> dict[str, 
     if outcome.scaled is not None:
         found["lastScaleTime"] = timestamp(observed.now_s)
         found["lastScaleReason"] = outcome.scaled.reason[:512]
-    # An empty list would never be equal: server-side apply keeps none where entries were.
+    # An empty list would never be equal: server-side apply drops empty lists.
     found = {k: v for k, v in found.items() if v != []}
     return found | _signals(pool, observed, found)
 
 
 def _signals(pool: Object, observed: ObservedPool, found: Mapping[str, Any]) -> dict[str, Any]:
-    """What was measured, as of now or as the last status has it."""
+    """Returns the signals, as measured now or as in the last status."""
     last = pool.get("status", {})
     before = {k: last[k] for k in _SIGNALS if k in last}
     now = dict(before)
@@ -114,7 +114,7 @@ def _signals(pool: Object, observed: ObservedPool, found: Mapping[str, Any]) -> 
 
 
 def _serving(pods: Sequence[Pod], outcome: Outcome) -> list[Pod]:
-    """Instances that take work."""
+    """Returns the instances that take work."""
     out = {one.pod.name for one in outcome.leaving} | {e["pod"] for e in outcome.returning}
     return [p for p in pods if p.ready and not p.terminating and p.name not in out]
 
@@ -166,7 +166,7 @@ def _metrics_available(observed: ObservedPool) -> Condition:
     if observed.metrics is None or observed.metrics_error:
         message = observed.metrics_error or "no sample yet"
         return Condition("MetricsAvailable", False, "NoFreshSample", message)
-    return Condition("MetricsAvailable", True, "Fresh", "the scheduler tells the pool's load")
+    return Condition("MetricsAvailable", True, "Fresh", "the scheduler reports the pool's load")
 
 
 def _scaling_active(pool: Object, outcome: Outcome, metrics: Condition) -> Condition:
@@ -183,7 +183,9 @@ def _scaling_active(pool: Object, outcome: Outcome, metrics: Condition) -> Condi
 
 
 def _advice(pool: Object, observed: ObservedPool) -> Recommendation | None:
-    """The recommendation, without the steps where nobody takes them: it would come and go."""
+    """Returns the recommendation; without the steps if no writer follows it, as they would change
+    all the time.
+    """
     advice, limits = observed.recommendation, pool["spec"]["autoscaling"]
     if advice is None or limits["mode"] == "Internal" or advice.limited_by != "step":
         return advice
@@ -221,7 +223,7 @@ def _trouble(pods: Sequence[Pod]) -> str:
 
 
 def reports(pool: Object, observed: ObservedPool, outcome: Outcome) -> list[Report]:
-    """Events for what the last status did not say yet."""
+    """Returns Events for changes since the last status."""
     found = _of_rollout(pool, outcome) + _of_drains(pool, outcome)
     if (scaled := outcome.scaled) is not None:
         sizes = f"from {pool['spec']['replicas']} to {scaled.replicas}"

@@ -1,7 +1,7 @@
-"""The operator's decisions: what is wanted and what was observed in, what to do now out.
+"""Decides: takes the wanted and the observed state, and returns the actions to do now.
 
-Pure and level-triggered: nothing is remembered but in the objects' status, so that an operator may
-be stopped and started anywhere. A pass over what the pass before brought about asks for nothing.
+Pure and level-triggered: all memory is in the objects' status, so the operator may be stopped and
+started at any time. A second pass over the result of a first pass returns no actions.
 """
 
 from __future__ import annotations

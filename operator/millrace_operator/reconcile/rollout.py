@@ -1,20 +1,21 @@
-"""Replacing instances of an old template, one at a time, without losing capacity.
+"""Replaces instances of an old template, one at a time, without losing capacity.
 
 An extra instance starts first (rollout.maxSurge), so that `replicas` instances serve throughout.
-Then one old instance after the other drains and is deleted; its StatefulSet makes it anew.
+Then the old instances drain one by one and are deleted; the StatefulSet makes each pod again.
 
-Instances of two revisions of the model exchange no KV. So when the revision changes, the pools of
-a service go together:
+Instances of two revisions of the model exchange no KV. So when the revision changes, the pools of a
+service proceed together:
 
-- none drains an old instance before every other pool has a new one ready, nor while another pool
-  has come less far, by shares of their instances;
-- none drains the last instance of the last revision that all pools have, not even where a revision
-  follows the other before the first is out.
+- A pool drains an old instance only after every other pool has a new instance ready, and no other
+  pool has a smaller share of new instances.
+- No pool drains the last instance of the last revision that all pools have, even if a new revision
+  starts before the last rollout has ended.
 
-Without an extra instance each pool's first new one needs an old one's place, and waits for nobody.
+Without an extra instance, each pool's first new instance takes an old instance's place and does not
+wait for other pools.
 
-A pool that shrinks meanwhile keeps one instance beyond its size, which of those that stay none can
-stand in for (`Rollout.kept`).
+If a pool shrinks during a rollout, it keeps one instance beyond its size if no remaining instance
+can replace that instance (`Rollout.kept`).
 """
 
 from __future__ import annotations
@@ -25,13 +26,13 @@ from dataclasses import dataclass
 from millrace_operator.observed import Peer, Pod
 from millrace_operator.reconcile.drain import Rules
 
-#: An old pod that has not been ready this long is replaced at once: it is no capacity.
+#: Seconds after which an old pod that is not ready is replaced at once: it is no capacity.
 BROKEN_S = 60.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Rollout:
-    """The pool's pods against the template that they are to have."""
+    """Compares the pool's pods with their wanted template."""
 
     template: str
     revision: str
@@ -40,17 +41,17 @@ class Rollout:
     pods: Sequence[Pod]
     peers: Sequence[Peer]
     under_way: bool  # by the last status
-    doubted: frozenset[Pod] = frozenset()  # perhaps still cordoned (`Rules.doubted`)
+    doubted: frozenset[Pod] = frozenset()  # pods that may still be cordoned (`Rules.doubted`)
     now_s: float
 
     @property
     def surge(self) -> int:
-        """Extra instances now."""
+        """Returns the number of extra instances now."""
         return self.max_surge if self.active else 0
 
     @property
     def active(self) -> bool:
-        """While an old instance is left, and until all new ones are ready."""
+        """Returns True while an old instance is left, and until all new instances are ready."""
         if not self.replicas:
             return False
         old = any(not self._new(pod) for pod in self._wanted())
@@ -58,15 +59,16 @@ class Rollout:
 
     @property
     def size(self) -> int:
-        """Pods that the StatefulSet is to have, but for those that still drain."""
+        """Returns the StatefulSet's size, without pods that still drain."""
         return self.replicas + self.surge
 
     @property
     def kept(self) -> Pod | None:
-        """Whom a smaller size has to wait for.
+        """Returns the pod that a smaller size has to wait for, or None.
 
-        The first beyond it of a revision that all pools serve, where the rest has none. Or the
-        first new one, where the rest is one old instance that is to go without an extra one.
+        It is the first pod beyond the size with a revision that all pools serve, if no remaining
+        pod has such a revision. Or it is the first new pod, if the only remaining instance is old
+        and is replaced without an extra instance.
         """
         if not self.replicas:
             return None
@@ -82,7 +84,7 @@ class Rollout:
         return min(fit, key=lambda pod: pod.ordinal, default=None)
 
     def _common(self, pods: Sequence[Pod]) -> set[str]:
-        """Revisions of `pods` that all other pools serve, too."""
+        """Returns the revisions of `pods` that all other pools serve, too."""
         found = {pod.revision for pod in pods}
         return found.intersection(*(peer.serving for peer in self._peers()))
 
@@ -102,7 +104,7 @@ class Rollout:
         return sum(self._new(pod) and self._serves(pod) for pod in self.pods)
 
     def broken(self) -> list[Pod]:
-        """Old pods that do not serve: replaced without waiting for anybody."""
+        """Returns old pods that do not serve: they are replaced at once."""
         return [
             pod
             for pod in self.pods
@@ -114,17 +116,17 @@ class Rollout:
         ]
 
     def next(self, rules: Rules) -> Pod | None:
-        """The old pod that drains now: one that does already goes on."""
+        """Returns the old pod that drains now; a draining pod comes first."""
         old = sorted(self._old(), key=lambda pod: (rules.drains(pod), pod.ordinal), reverse=True)
         return next((pod for pod in old if not self._blocked(pod)), None)
 
     def waits_for(self) -> str:
-        """Why no old pod drains, or ""."""
+        """Returns why no old pod drains, or ""."""
         reasons = [self._blocked(pod) for pod in self._old()]
         return reasons[0] if all(reasons) and reasons else ""
 
     def _old(self) -> list[Pod]:
-        """Old pods that are up; a rollout takes them one by one."""
+        """Returns old pods that are up; a rollout takes them one by one."""
         within = (pod for pod in self.pods if pod.ordinal < self.size)
         return [pod for pod in within if not self._new(pod) and _is_up(pod)]
 
@@ -139,33 +141,35 @@ class Rollout:
         return _is_up(pod) and pod not in self.doubted
 
     def _blocked(self, pod: Pod) -> str:
-        """Why an old pod has to stay for now, or ""."""
+        """Returns why an old pod has to stay for now, or ""."""
         others = [other for other in self._serving() if other != pod]
         least = self.replicas - (1 - self.max_surge)
         if len(others) < least:
-            return f"{len(others)} others take work of the {least} that have to meanwhile"
+            return f"{len(others)} others take work of the {least} needed"
         if others and self._last_pair(pod, others):
             return f"the other pools have no other revision than {pod.revision} in common with it"
         if pod.revision == self.revision or self._no_slot():
             return ""
-        behind = [peer.name for peer in self._peers() if not self._level(peer)]
-        return f"{', '.join(behind)} has to come as far first" if behind else ""
+        late = [peer.name for peer in self._peers() if not self._level(peer)]
+        return f"{', '.join(late)} must first replace as large a share" if late else ""
 
     def _last_pair(self, pod: Pod, others: Sequence[Pod]) -> bool:
-        """Whether no revision is left that all pools serve when `pod` leaves."""
+        """Returns whether all pools would share no revision once `pod` leaves."""
         return bool(self._common([pod, *others])) and not self._common(others)
 
     def _no_slot(self) -> bool:
-        """Whether old pods leave no place for a first new one: nobody has to be waited for then.
+        """Returns whether old pods leave no place for a first new pod: then the pool waits for no
+        other pool.
 
-        So it is without an extra instance, or where that one is of an earlier, unfinished rollout.
+        This is so without an extra instance, or when the extra instance is of an earlier,
+        unfinished rollout.
         """
         there = [pod for pod in self.pods if pod.ordinal < self.size]
         none_new = not any(self._new(pod) for pod in [*there, *self._serving()])
         return len(there) == self.size and none_new
 
     def _level(self, peer: Peer) -> bool:
-        """Whether the other pool has come as far as this one, by shares of its instances."""
+        """Returns whether the other pool has at least this pool's share of new instances."""
         if peer.revision != self.revision or not peer.updated_ready:
             return False
         theirs = min(peer.updated_ready, peer.replicas) * self.replicas

@@ -1,4 +1,4 @@
-"""`reconcile_service`: the children of a ModelService, and its status from theirs."""
+"""`reconcile_service`: makes the children of a ModelService, and its status from theirs."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ from millrace_operator.spec import KINDS, Defaults, PoolKind, SpecError
 def reconcile_service(
     service: Object, observed: ObservedService, defaults: Defaults
 ) -> list[Action]:
-    """What to do now for a ModelService."""
+    """Returns the actions for a ModelService."""
     if "deletionTimestamp" in service["metadata"]:
-        return []  # the garbage collector takes the children
+        return []  # the garbage collector deletes the children
     if service["spec"]["paused"]:
         return _told(service, observed, revision=_last(service).get("revision", ""))
     try:
@@ -49,7 +49,7 @@ def _last(service: Object) -> Mapping[str, Any]:
 
 
 def _retired(service: Object, observed: ObservedService) -> list[Delete]:
-    """Pools that the spec names no more, once they are empty: they drain themselves first."""
+    """Deletes pools that the spec does not name any more, after they have drained."""
     return [
         Delete(kind=kind.kind, name=pool["metadata"]["name"], uid=pool["metadata"]["uid"])
         for kind in KINDS.values()
@@ -124,7 +124,7 @@ def _phase(
 def _available(
     service: Object, observed: ObservedService, pools: Mapping[str, Object | None]
 ) -> Condition:
-    """Whether a request that comes now is answered, if need be after a pool has woken."""
+    """Returns whether a new request is answered, if necessary after the pools have woken."""
     name = service["metadata"]["name"]
     for part, child in (
         ("scheduler", naming.scheduler_name(name)),

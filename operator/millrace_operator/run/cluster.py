@@ -1,7 +1,7 @@
-"""Observes what is round an object, and carries out what `reconcile` decides.
+"""Observes the objects around an object, and carries out the actions of `reconcile`.
 
-Both can be repeated: what was done is seen at the next look. Clock readings of the scaler are
-monotonic; what is handed to `reconcile` is in unix seconds.
+Both can be repeated: the next pass sees the effects. The scaler uses a monotonic clock; `reconcile`
+gets unix seconds.
 """
 
 from __future__ import annotations
@@ -50,11 +50,12 @@ log = logging.getLogger(__name__)
 _POOL_CHILDREN = ("StatefulSet", "Service", "PodDisruptionBudget")
 _SERVICE_CHILDREN = ("ConfigMap", "Deployment", "Service", "PodDisruptionBudget")
 
-#: The same Event on the same object is posted again after so long, in seconds.
+#: Seconds after which the same Event on the same object is posted again.
 EVENT_S = 600.0
 
-#: A pool is looked at once an interval for its load's sake. What is round it is read again when
-#: something there changes, and at least so often, in seconds: not all of it is watched.
+#: The longest time in seconds between two reads of a pool's neighbours. A pool is reconciled once
+#: per interval for its load; its neighbours are read again when they change, and at least this
+#: often: not all of them are watched.
 READ_AGAIN_S = 30.0
 
 
@@ -63,17 +64,17 @@ class NotLeading(MillraceError):
 
 
 class OwnerGone(MillraceError):
-    """The object was deleted while it was looked at: nothing is made for it any more."""
+    """The object was deleted during its pass: the operator makes nothing more for it."""
 
 
 def scheduler_address(namespace: str, service: str) -> str:
-    """Inside the cluster."""
+    """Returns a scheduler's address inside the cluster."""
     return f"{scheduler_name(service)}.{namespace}.svc:{SCHEDULER_PORT}"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Parts:
-    """What the operator acts through."""
+    """The clients through which the operator acts."""
 
     kube: Kube
     schedulers: Schedulers
@@ -87,10 +88,10 @@ class Parts:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Round:
-    """What the API server said of the objects round a pool."""
+    """The API server's answers about the objects around a pool."""
 
     service: Object | None
-    pools: list[dict[str, Any]]  # of the same service
+    pools: list[dict[str, Any]]  # pools of the same service
     quotas: list[dict[str, Any]]
     pods: list[dict[str, Any]]
     children: list[list[dict[str, Any]]]
@@ -103,14 +104,15 @@ class Cluster:
     def __init__(self, parts: Parts) -> None:
         self._parts = parts
         self._kube = parts.kube
-        #: Answers to the last apply, by owner's and child's UID: what differs has drifted.
+        #: Answers to the last apply, by the UIDs of owner and child: a differing object has
+        #: drifted.
         self._applied: dict[str, dict[str, dict[str, Any]]] = {}
         self._uids: dict[Key, str] = {}
         self._rounds: dict[Key, _Round] = {}
-        self._posted: dict[tuple[str, str, str], float] = {}  # Events, by when
+        self._posted: dict[tuple[str, str, str], float] = {}  # posted Events, by time
 
     async def get(self, key: Key) -> dict[str, Any] | None:
-        """The object; None when it is gone or on its way, and then it is forgotten."""
+        """Returns the object; None, and forgets it, when it is gone or being deleted."""
         obj = await self._kube.get(key.kind, key.namespace, key.name)
         if obj is None or "deletionTimestamp" in obj["metadata"]:
             self._forget(key)
@@ -119,11 +121,11 @@ class Cluster:
         return obj
 
     def now_s(self) -> float:
-        """Unix seconds."""
+        """Returns unix seconds."""
         return self._parts.wall()
 
     async def observe_service(self, service: Object) -> ObservedService:
-        """Round a ModelService."""
+        """Observes the objects around a ModelService."""
         namespace, name = service["metadata"]["namespace"], service["metadata"]["name"]
         selector = f"{SERVICE_LABEL}={name},!{POOL_LABEL}"
         lists = [self._kube.list(kind, namespace, selector) for kind in _SERVICE_CHILDREN]
@@ -133,7 +135,7 @@ class Cluster:
         )
 
     async def observe_pool(self, pool: Object) -> ObservedPool:
-        """Round a pool. Its autoscaler thinks, too."""
+        """Observes the objects around a pool, and runs its autoscaler."""
         namespace, name, uid = (pool["metadata"][part] for part in ("namespace", "name", "uid"))
         found = await self._round(pool)
         live = self._live(pool, found.children)
@@ -156,7 +158,7 @@ class Cluster:
         )
 
     def changed(self, key: Key) -> None:
-        """Something round the object is news: it is read again."""
+        """Notes a change around the object: it is read again."""
         self._rounds.pop(key, None)
 
     async def _round(self, pool: Object) -> _Round:
@@ -186,15 +188,16 @@ class Cluster:
             children=children,
             read_s=now_s,
         )
-        if self._rounds.get(key) is reading:  # nothing was news meanwhile
+        if self._rounds.get(key) is reading:  # nothing changed during the reads
             self._rounds[key] = found
         return found
 
     async def carry_out(self, obj: Object, actions: Sequence[Action]) -> None:
-        """In order; stops at the first that fails.
+        """Carries out the actions in order; stops at the first failure.
 
-        Raises KubeError, KubeRefused, SchedulerUnavailable, NotLeading before any change that this
-        operator has no right to any more, and OwnerGone before a child of a deleted `obj` is made.
+        Raises KubeError, KubeRefused and SchedulerUnavailable; NotLeading before any change for
+        which this operator has no right any more; and OwnerGone before a child of a deleted `obj`
+        is made.
         """
         if any(isinstance(action, Apply | Delete) for action in actions):
             meta = obj["metadata"]
@@ -233,13 +236,14 @@ class Cluster:
                 await self._report(obj, action)
 
     async def _apply(self, owner: Object, manifest: Mapping[str, Any]) -> None:
-        """Applies only onto an object of the owner's: a force apply would take anybody's.
+        """Applies a manifest, but only onto an object of the owner: a force apply would take any
+        object.
 
-        An apply makes what is not there. A child that is there is applied by its UID, so that the
-        API server refuses to make it again if it was deleted meanwhile. Before a child is made or
-        taken over, the owner is read again, as Kubernetes' own controllers do. If the owner is
-        deleted even later, the child's ownerReference names the UID of the deleted owner, and the
-        garbage collector removes the child.
+        An apply makes a missing object. An existing child is applied by its UID, so that the API
+        server refuses to make it again if it was deleted since. Before a child is made or taken
+        over, the owner is read again, as Kubernetes' own controllers do. If the owner is deleted
+        even later, the child's ownerReference names the UID of the deleted owner, and the garbage
+        collector removes the child.
         """
         meta = manifest["metadata"]
         where = manifest["kind"], meta.get("namespace", ""), meta["name"]
@@ -255,7 +259,7 @@ class Cluster:
         children[applied["metadata"]["uid"]] = _asked(applied)
 
     async def _check_exists(self, owner: Object) -> None:
-        """Raises OwnerGone when the object with the owner's UID is gone or on its way."""
+        """Raises OwnerGone when the object with the owner's UID is gone or being deleted."""
         kind, meta = owner["kind"], owner["metadata"]
         now = await self._kube.get(kind, meta["namespace"], meta["name"])
         found = now["metadata"] if now is not None else {}
@@ -263,7 +267,7 @@ class Cluster:
             raise OwnerGone(f"{kind} {meta['namespace']}/{meta['name']} was deleted")
 
     async def _report(self, obj: Object, report: Report) -> None:
-        """Posts an Event, unless the same one was posted lately. What fails is only logged."""
+        """Posts an Event, unless the same Event was posted lately. A failure is only logged."""
         meta, now_s = obj["metadata"], time.monotonic()
         event = (meta["uid"], report.reason, report.message)
         self._posted = {e: at_s for e, at_s in self._posted.items() if now_s - at_s < EVENT_S}
@@ -294,7 +298,7 @@ class Cluster:
             log.warning("an Event was not posted: %s", error)
 
     async def _pools(self, namespace: str, service: str) -> list[dict[str, Any]]:
-        """All pools of a service, its own and others that refer to it."""
+        """Returns all pools of a service: its own, and others that refer to it."""
         lists = await asyncio.gather(*(self._kube.list(kind, namespace) for kind in KINDS))
         return [
             pool
@@ -315,7 +319,7 @@ class Cluster:
     async def _think(
         self, pool: Object, service: Object | None, quota: int | None
     ) -> tuple[View | None, str]:
-        """What the autoscaler says, and why it has nothing fresh to go by."""
+        """Returns the autoscaler's view, and why it has no fresh sample."""
         if service is None:
             return None, f"there is no ModelService {pool['spec']['serviceRef']['name']}"
         try:
@@ -347,7 +351,9 @@ class Cluster:
     def _live(
         self, owner: Object, lists: Iterable[Iterable[dict[str, Any]]]
     ) -> dict[tuple[str, str], Object]:
-        """By kind and name. What somebody has changed since has lost the mark of its last apply."""
+        """Returns objects by kind and name. An object that others changed loses the mark of its
+        last apply.
+        """
         applied = self._applied.get(owner["metadata"]["uid"], {})
         return {
             (obj["kind"], obj["metadata"]["name"]): _checked(obj, applied)
@@ -367,7 +373,7 @@ class Cluster:
 
 
 def _checked(obj: dict[str, Any], applied: Mapping[str, dict[str, Any]]) -> dict[str, Any]:
-    """The object; without the mark of its last apply when it is not as that left it."""
+    """Returns the object, without the mark of its last apply if it has changed since."""
     meta = obj["metadata"]
     if APPLIED not in meta.get("annotations", {}) or applied.get(meta["uid"]) == _asked(obj):
         return obj
@@ -376,7 +382,9 @@ def _checked(obj: dict[str, Any], applied: Mapping[str, dict[str, Any]]) -> dict
 
 
 def _is_child(obj: Object, owner: Object) -> bool:
-    """Controlled by the owner; or left behind by one of its name, and its to take over."""
+    """Returns whether the owner controls the object, or may take it over from a deleted owner of
+    its name.
+    """
     if controllers := _controllers(obj):
         return controllers == [owner["metadata"]["uid"]]
     labels = obj["metadata"].get("labels", {})
@@ -384,13 +392,13 @@ def _is_child(obj: Object, owner: Object) -> bool:
 
 
 def _controllers(obj: Object) -> list[str]:
-    """The UID of the object's controller, if it has one."""
+    """Returns the UID of the object's controller, if it has one."""
     references = obj["metadata"].get("ownerReferences", [])
     return [ref["uid"] for ref in references if ref.get("controller")]
 
 
 def _asked(obj: Object) -> dict[str, Any]:
-    """What was asked for: all but the status and the API server's bookkeeping."""
+    """Returns the wanted fields: all but the status and the API server's bookkeeping."""
     books = ("resourceVersion", "managedFields")
     meta = {name: value for name, value in obj["metadata"].items() if name not in books}
     return {name: value for name, value in obj.items() if name != "status"} | {"metadata": meta}

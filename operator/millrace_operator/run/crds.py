@@ -1,8 +1,8 @@
 """Brings the cluster's CustomResourceDefinitions to the version of this operator.
 
-Helm applies the files of a chart's `crds/` folder when it installs, and never when it upgrades; the
-operator does. It does so in the name of whoever applied them last: under a name of its own, Helm's
-next install of another version would end with a conflict.
+Helm applies a chart's `crds/` folder on install, never on upgrade; so the operator does. It uses
+the field manager of the last apply: with a manager of its own, Helm's next install of another
+version would end with a conflict.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from millrace_operator.spec import KINDS
 
 log = logging.getLogger(__name__)
 
-#: What the operator can't work without.
+#: The resources that the operator needs.
 _KINDS = ("ModelService", *KINDS)
 
 RETRY_S = 2.0
@@ -30,7 +30,7 @@ WAIT_S = 60.0
 
 
 def read_crds(folder: Path) -> list[dict[str, Any]]:
-    """The manifests in *.yaml of `folder`. Raises MillraceError when there is none."""
+    """Reads the manifests in *.yaml of `folder`. Raises MillraceError when there is none."""
     manifests = [
         manifest
         for path in sorted(folder.glob("*.yaml"))
@@ -42,7 +42,7 @@ def read_crds(folder: Path) -> list[dict[str, Any]]:
 
 
 async def apply_crds(kube: Kube, manifests: Sequence[Mapping[str, Any]]) -> None:
-    """Server-side apply of all. Raises KubeRefused, or KubeError once it has lasted too long."""
+    """Applies all on the server side. Raises KubeRefused, or KubeError after too many retries."""
     for manifest in manifests:
         await _patiently(partial(_apply, kube, manifest))
     log.info("%d CustomResourceDefinitions are this version's", len(manifests))
@@ -54,7 +54,7 @@ async def _apply(kube: Kube, manifest: Mapping[str, Any]) -> None:
 
 
 def _applier(crd: Mapping[str, Any]) -> str:
-    """The field manager of its schema."""
+    """Returns the field manager of its schema."""
     owners = (
         entry["manager"]
         for entry in crd["metadata"].get("managedFields", ())
@@ -76,7 +76,9 @@ async def wait_until_served(kube: Kube) -> None:
 
 
 async def _patiently(call: Callable[[], Awaitable[object]]) -> None:
-    """Tries again while the API server can't do it, for WAIT_S. Then raises its last KubeError."""
+    """Retries for WAIT_S while the API server is not able to answer, then raises its last
+    KubeError.
+    """
     clock = asyncio.get_running_loop().time
     until_s = clock() + WAIT_S
     while True:

@@ -1,11 +1,11 @@
-"""Which of several operators acts: the holder of a Lease (coordination.k8s.io/v1).
+"""Elects the operator that acts: the holder of a Lease (coordination.k8s.io/v1).
 
-The rules are those of client-go's leaderelection package (its package documentation and
-`tryAcquireOrRenew`): a lease is free when nobody holds it, or when its record has not changed for
-its duration by the clock of the one who looks; clocks are never compared. The holder renews it and
-gives up `renew_s` after the last success, before anybody else may take it. Deviations: times come
-from a monotonic clock, and whoever loses the lease ends (LeaseLost) and never waits to lead again,
-so that nothing of the old term can act in a new one.
+The rules come from client-go's leaderelection package (its package documentation and
+`tryAcquireOrRenew`): a lease is free when it has no holder, or when its record has not changed for
+its duration by the observer's clock; clocks of two processes are never compared. The holder renews
+it and gives up `renew_s` after the last success, before another candidate may take it. Deviations:
+times come from a monotonic clock, and an operator that loses the lease ends (LeaseLost) and never
+waits to lead again, so that nothing of the old term can act in a new term.
 
 The package's own `kubernetes.leaderelection` is not used: it sleeps in its thread, can't be
 stopped, keeps the lease when the process ends, and reads the wall clock.
@@ -27,21 +27,21 @@ from millrace_operator.run.kube import RESOURCES, Kube, KubeError
 
 log = logging.getLogger(__name__)
 
-#: Whoever can't give the lease back in so many tries lets it run out.
+#: The most attempts to release the lease; after them it expires.
 RELEASE_TRIES = 3
 
 
 class LeaseLost(MillraceError):
-    """Somebody else may lead now: stop at once."""
+    """Another operator may lead now: stop at once."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Terms:
     """Times in seconds; the defaults are those of Kubernetes' own components."""
 
-    lease_s: float = 15.0  # others wait so long for a silent leader
-    renew_s: float = 10.0  # the leader gives up so long after its last success
-    retry_s: float = 2.0  # between two tries of anybody
+    lease_s: float = 15.0  # other candidates wait this long for a silent leader
+    renew_s: float = 10.0  # the leader gives up this long after its last success
+    retry_s: float = 2.0  # between two attempts of a candidate
 
     def __post_init__(self) -> None:
         if not 0.0 < self.retry_s < self.renew_s < self.lease_s:
@@ -49,7 +49,9 @@ class Terms:
 
 
 class Election:
-    """One candidate. Calls go by a client of its own, so that nothing else holds a renewal up."""
+    """One candidate. It calls through a client of its own, so that no other call delays a
+    renewal.
+    """
 
     def __init__(
         self,
@@ -67,9 +69,9 @@ class Election:
         self._terms = terms or Terms()
         self._clock = clock
         self._lease: dict[str, Any] | None = None  # as last seen
-        self._changed_s = -math.inf  # when its record was first seen so
+        self._changed_s = -math.inf  # when this process first saw this record
         self._heard_s = -math.inf  # when the API server last answered
-        self._renewed_s = -math.inf  # when this candidate last had it
+        self._renewed_s = -math.inf  # when this candidate last held it
         self.leading = False
 
     async def acquire(self) -> None:
@@ -96,15 +98,15 @@ class Election:
                 raise LeaseLost(f"{self._identity} lost the lease {self._name}: it stops")
 
     def may_act(self) -> bool:
-        """Whether nobody else can lead yet, by this process's clock."""
+        """Returns whether no other candidate can lead yet, by this process's clock."""
         return self.leading and self._clock() - self._renewed_s < self._terms.renew_s
 
     def in_order(self) -> bool:
-        """Whether this candidate leads, or has lately seen who does."""
+        """Returns whether this candidate leads, or has lately seen the leader."""
         return self.may_act() or self._clock() - self._heard_s < self._terms.lease_s
 
     async def release(self) -> None:
-        """Lets another candidate lead at once; does nothing for one that does not lead."""
+        """Lets another candidate lead at once; does nothing if this candidate does not lead."""
         if not self.leading:
             return
         self.leading = False
@@ -115,7 +117,7 @@ class Election:
                     spec = {**lease["spec"], "holderIdentity": "", "leaseDurationSeconds": 1}
                     await self._kube.replace({**lease, "spec": spec})
                 return
-            except MillraceError as error:  # perhaps the last renewal was still under way
+            except MillraceError as error:  # perhaps the last renewal was still in flight
                 log.warning("the lease %s is not released yet: %s", self._name, error)
 
     def _ended(self) -> bool:
@@ -123,7 +125,7 @@ class Election:
         return lost or self._clock() - self._renewed_s >= self._terms.renew_s
 
     async def _try(self) -> bool:
-        """Takes or renews the lease if that is possible. A KubeRefused passes through."""
+        """Takes or renews the lease if it is free. Raises KubeRefused."""
         asked_s = self._clock()  # a term counts from before the call
         try:
             lease = await self._kube.get("Lease", self._namespace, self._name)
@@ -154,7 +156,7 @@ class Election:
         return bool(self._clock() - self._changed_s > duration_s)
 
     def _record(self, lease: Mapping[str, Any] | None) -> dict[str, Any]:
-        """The lease as this candidate's."""
+        """Returns the lease with this candidate as its holder."""
         now = datetime.now(UTC).isoformat(timespec="microseconds").replace("+00:00", "Z")
         spec: dict[str, Any] = dict(lease.get("spec") or {}) if lease else {}
         if _holder(lease or {}) != self._identity:

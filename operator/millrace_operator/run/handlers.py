@@ -1,10 +1,10 @@
-"""What kopf watches, and which objects a change concerns. Handlers only touch the work queue.
+"""Watches objects with kopf and touches the affected objects in the work queue. Writes nothing.
 
 Only `kopf.on.event` is used: kopf's other handlers keep their state in annotations and finalizers,
-and an object with a finalizer can't be deleted while the operator is away. Nothing here writes.
+and an object with a finalizer can't be deleted while the operator is down.
 
-kopf runs in a thread and an event loop of its own, since it ends all tasks that it finds in its
-loop when it stops, and takes the process's signals when it is in the main thread.
+kopf runs in a thread and an event loop of its own: it ends all tasks in its loop when it stops, and
+it takes the process's signals when it is in the main thread.
 """
 
 from __future__ import annotations
@@ -28,8 +28,8 @@ from millrace_operator.spec import KINDS
 _POOLS = {kind.role: kind.kind for kind in KINDS.values()}  # by component label
 _CHILDREN = ("StatefulSet", "Deployment", "Pod")
 
-#: In seconds. Watches end at the server after a while, so that a dead connection is no news for no
-#: longer; an answer is as slow as the largest list.
+#: Timeouts in seconds. Watches end at the server after a while, so a dead connection hides changes
+#: for at most that long; an answer takes as long as the largest list.
 WATCH_S = 300  # the API server takes whole seconds
 REQUEST_S = 30.0
 CONNECT_S = 10.0
@@ -37,15 +37,15 @@ STOP_S = 3.0
 
 
 class Touches:
-    """Turns events into touches of a queue."""
+    """Turns events into touches of the queue."""
 
     def __init__(self, touch: Callable[[Key], object]) -> None:
         self._touch = touch
-        self._seen: dict[Key, tuple[object, object]] = {}  # what matters to itself, and to others
+        self._seen: dict[Key, tuple[object, object]] = {}  # for itself, for others
         self._pools: dict[tuple[str, str], set[Key]] = {}  # by (namespace, service)
 
     def service(self, event: str | None, body: Mapping[str, Any]) -> None:
-        """Of a ModelService. Its pools are built from its spec, too."""
+        """Touches a ModelService and its pools, which are built from its spec, too."""
         key = _key("ModelService", body)
         if self._changed(key, event, body)[0]:
             self._touch(key)
@@ -53,7 +53,9 @@ class Touches:
                 self._touch(pool)
 
     def pool(self, kind: str, event: str | None, body: Mapping[str, Any]) -> None:
-        """Of a pool: the service shows its state, and its siblings' rollouts wait for it."""
+        """Touches a pool, its service, which shows its state, and its siblings, whose rollouts wait
+        for it.
+        """
         key = _key(kind, body)
         spec_changed, state_changed = self._changed(key, event, body)
         name = (body.get("spec") or {}).get("serviceRef", {}).get("name", "")
@@ -71,7 +73,7 @@ class Touches:
                 del self._pools[key.namespace, name]
 
     def child(self, body: Mapping[str, Any]) -> None:
-        """Of a StatefulSet, a Deployment or a pod, by its labels."""
+        """Touches the owner of a StatefulSet, a Deployment or a pod, by its labels."""
         meta = body.get("metadata", {})
         labels, namespace = meta.get("labels", {}), meta.get("namespace", "")
         kind = _POOLS.get(labels.get(COMPONENT_LABEL, ""))
@@ -81,7 +83,7 @@ class Touches:
             self._touch(Key("ModelService", namespace, labels[SERVICE_LABEL]))
 
     def _changed(self, key: Key, event: str | None, body: Mapping[str, Any]) -> tuple[bool, bool]:
-        """Whether what was asked for, and what others read of its state, is news."""
+        """Returns whether the spec, and the state that other objects read, have changed."""
         if event == "DELETED":
             self._seen.pop(key, None)
             return True, True
@@ -97,7 +99,7 @@ def _asked(body: Mapping[str, Any]) -> object:
 
 
 def _state(body: Mapping[str, Any]) -> object:
-    """Counts, revisions and conditions; not the metrics, which change all the time."""
+    """Returns counts, revisions and conditions; not the metrics, which change all the time."""
     status = body.get("status") or {}
     names = ("replicas", "readyReplicas", "updatedReplicas", "updatedReadyReplicas")
     conditions = [(entry["type"], entry["status"]) for entry in status.get("conditions", [])]
@@ -111,7 +113,9 @@ def _key(kind: str, body: Mapping[str, Any]) -> Key:
 def make_registry(
     touches: Touches, configuration: Callable[[], client.Configuration]
 ) -> kopf.OperatorRegistry:
-    """The handlers. `configuration` is read again whenever the API server asks who is there."""
+    """Makes the handlers. kopf calls `configuration` again whenever the API server asks for a
+    login.
+    """
     registry = kopf.OperatorRegistry()
 
     @kopf.on.login(registry=registry)
@@ -142,7 +146,7 @@ def _selector(kind: str) -> tuple[str, str]:
 
 
 def make_settings() -> kopf.OperatorSettings:
-    """Short waits, no Events of kopf's own, and no watch on namespaces or CRDs."""
+    """Sets short waits, no Events of kopf itself, and no watch on namespaces or CRDs."""
     settings = kopf.OperatorSettings()
     settings.posting.enabled = False
     settings.scanning.disabled = True
@@ -163,10 +167,9 @@ async def watch(
     *,
     namespaces: Iterable[str],
 ) -> None:
-    """Runs kopf in a thread until this is cancelled; in all namespaces when none is named.
+    """Runs kopf in a thread until it is cancelled; in all namespaces when none is named.
 
-    Raises what kopf can't get over before that, such as lacking rights. `touches` are called in
-    that thread.
+    Raises an error that kopf can't handle, such as missing rights. That thread calls `touches`.
     """
     loop, stop = asyncio.get_running_loop(), threading.Event()
     ended: asyncio.Future[Exception | None] = loop.create_future()
@@ -180,7 +183,7 @@ async def watch(
         with contextlib.suppress(RuntimeError):  # the loop did not wait for it
             loop.call_soon_threadsafe(ended.set_result, error)
 
-    # A daemon: what hangs in kopf must not keep the process.
+    # A daemon: a hanging call in kopf must not keep the process alive.
     thread = threading.Thread(target=lambda: asyncio.run(run()), name="kopf", daemon=True)
     thread.start()
     try:
@@ -197,7 +200,7 @@ async def _run_kopf(
     namespaces: list[str],
     stop: threading.Event,
 ) -> None:
-    # It warns of not getting signals, which is what this thread is for.
+    # kopf warns that it gets no signals; this is why it has a thread of its own.
     logging.getLogger("kopf._core.reactor.running").setLevel(logging.ERROR)
     others = asyncio.all_tasks()
     tasks = await kopf.spawn_tasks(
@@ -209,7 +212,7 @@ async def _run_kopf(
         stop_flag=stop,
     )
     ending = asyncio.create_task(kopf.run_tasks(tasks, ignored=others))
-    # Once one of its tasks ends they all should. Some hang when another has failed.
+    # Once one of its tasks ends, all should end. Some hang when another task has failed.
     failed, _ = await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
     await asyncio.wait([ending], timeout=STOP_S)
     for task in failed:
@@ -217,7 +220,7 @@ async def _run_kopf(
 
 
 def _connection(configuration: client.Configuration) -> kopf.ConnectionInfo:
-    """The `kubernetes` package's settings as kopf takes them."""
+    """Converts the `kubernetes` package's settings for kopf."""
     # "Bearer TOKEN", or "bearer TOKEN" from a service account.
     header = configuration.get_api_key_with_prefix("BearerToken", alias="authorization") or ""
     return kopf.ConnectionInfo(

@@ -1,8 +1,8 @@
-"""The calls to the Kubernetes API that the operator makes, and no others.
+"""Makes the operator's calls to the Kubernetes API.
 
 Objects are dicts as the API server gives them. The `kubernetes` package does authentication, TLS
-and connections; its calls block, so they run in threads of this client's own. Nothing is retried
-here: the work queue does that, which knows how often an object has failed.
+and connections; its calls block, so they run in threads of this client. Nothing is retried here:
+the work queue retries, and knows how often an object has failed.
 """
 
 from __future__ import annotations
@@ -20,17 +20,18 @@ from kubernetes import client, config
 
 from millrace.core.errors import MillraceError
 
-#: Manager of all that the operator applies, and of replicas that its autoscaler sets.
+#: Field manager of the objects that the operator applies, and of the replicas that its autoscaler
+#: sets.
 OPERATOR = "millrace-operator"
 AUTOSCALER = "millrace-autoscaler"
 
-#: To connect, and between two packets of an answer, in seconds.
+#: Timeout in seconds, to connect and between two packets of an answer.
 TIMEOUT_S = 10.0
 
 #: Objects of one page of a list.
 PAGE = 500
 
-#: Who answers so may answer otherwise in a moment. 409: the object has changed, observe again.
+#: Statuses of temporary errors. 409: the object has changed, observe again.
 _RETRYABLE = frozenset({401, 404, 408, 409, 410, 429})
 
 _APPLY = "application/apply-patch+yaml"
@@ -38,9 +39,9 @@ _MERGE = "application/merge-patch+json"
 
 
 class KubeError(MillraceError):
-    """The API server can't do it now: observe again, then try again.
+    """The API server can't answer now: observe again, then try again.
 
-    `status` is the HTTP status (0: no answer), `retry_after_s` what the server asks for, or 0.
+    `status` is the HTTP status (0: no answer); `retry_after_s` is the server's Retry-After, or 0.
     """
 
     def __init__(self, message: str, *, status: int = 0, retry_after_s: float = 0.0) -> None:
@@ -50,7 +51,7 @@ class KubeError(MillraceError):
 
 
 class KubeRefused(MillraceError):
-    """The API server refuses what is asked, or lets others only ask it: somebody must act."""
+    """The API server refuses the request, or this account has no right to it: a person must act."""
 
     def __init__(self, message: str, *, status: int) -> None:
         super().__init__(message)
@@ -59,14 +60,16 @@ class KubeRefused(MillraceError):
 
 @dataclass(frozen=True, slots=True)
 class Resource:
-    """Where a kind lives."""
+    """The API group, version and plural of a kind."""
 
     api_version: str
     plural: str
     namespaced: bool = True
 
     def path(self, namespace: str, name: str = "", subresource: str = "") -> str:
-        """The URL's path of one object, or of all (in every namespace when `namespace` is "")."""
+        """Returns the URL's path of one object, or of all (in every namespace when `namespace` is
+        "").
+        """
         root = "/api/" if self.api_version == "v1" else "/apis/"
         parts = [self.api_version]
         if self.namespaced and namespace:
@@ -97,7 +100,8 @@ RESOURCES = {
 
 
 def load_configuration(kubeconfig: str = "", context: str = "") -> client.Configuration:
-    """From a kubeconfig when one is named, else from the pod's service account, else the user's.
+    """Loads a kubeconfig if one is named, else the pod's service account, else the user's
+    kubeconfig.
 
     Raises MillraceError when there is none.
     """
@@ -119,7 +123,7 @@ def load_configuration(kubeconfig: str = "", context: str = "") -> client.Config
 
 
 class Kube:
-    """Raises KubeError and KubeRefused from every call. Close it."""
+    """Calls the API server. Every call raises KubeError and KubeRefused. Close it after use."""
 
     def __init__(
         self,
@@ -129,7 +133,7 @@ class Kube:
         timeout_s: float = TIMEOUT_S,
         on_call: Callable[[str, int], None] = lambda verb, status: None,
     ) -> None:
-        """`on_call` hears of every answer: the HTTP verb and the status, 0 without an answer."""
+        """`on_call` gets every answer: the HTTP verb and the status, 0 without an answer."""
         configuration.retries = False
         configuration.connection_pool_maxsize = threads
         self._api = client.ApiClient(configuration)
@@ -139,16 +143,16 @@ class Kube:
         self._on_call = on_call
 
     def close(self) -> None:
-        """Waits for the calls that have begun, and drops the others. It blocks."""
+        """Waits for the started calls and drops the others. It blocks."""
         self._threads.shutdown(cancel_futures=True)
         self._api.close()
 
     async def get(self, kind: str, namespace: str, name: str) -> dict[str, Any] | None:
-        """None when there is none."""
+        """Returns an object; None when it is missing."""
         return await self._call("GET", RESOURCES[kind].path(namespace, name))
 
     async def list(self, kind: str, namespace: str, selector: str = "") -> list[dict[str, Any]]:
-        """All objects that a label selector finds, each with its apiVersion and kind."""
+        """Returns all objects that a label selector finds, each with its apiVersion and kind."""
         resource, items, token = RESOURCES[kind], [], ""
         while True:
             query = {"limit": str(PAGE), "labelSelector": selector, "continue": token}
@@ -161,11 +165,11 @@ class Kube:
                 return [{"apiVersion": resource.api_version, "kind": kind} | item for item in items]
 
     async def apply(self, manifest: Mapping[str, Any], manager: str = OPERATOR) -> dict[str, Any]:
-        """Server-side apply of a whole object with force; answers with the object as it is now."""
+        """Applies a whole object on the server side with force; returns the object as it is now."""
         return _found(await self._apply(manifest, "", manager))
 
     async def patch_status(self, obj: Mapping[str, Any], status: Mapping[str, Any]) -> None:
-        """Makes `status` the whole of what the operator says; nothing when `obj` is gone."""
+        """Replaces the operator's fields of the status; does nothing when `obj` is gone."""
         meta = {name: obj["metadata"][name] for name in ("name", "namespace", "uid")}
         manifest = {"apiVersion": obj["apiVersion"], "kind": obj["kind"], "metadata": meta}
         await self._apply({**manifest, "status": status}, "status")
@@ -177,25 +181,29 @@ class Kube:
         await self._call("PATCH", path, {"fieldManager": AUTOSCALER}, body, _MERGE)
 
     async def delete(self, kind: str, namespace: str, name: str, uid: str = "") -> None:
-        """Gone is fine. With `uid`, only that very object (another one: KubeError, 409)."""
+        """Deletes an object, which may be gone. With `uid`, only that object (else KubeError,
+        409).
+        """
         body: dict[str, Any] = {"propagationPolicy": "Background"}
         if uid:
             body["preconditions"] = {"uid": uid}
         await self._call("DELETE", RESOURCES[kind].path(namespace, name), {}, body)
 
     async def create(self, manifest: Mapping[str, Any]) -> dict[str, Any]:
-        """One that exists: KubeError, 409."""
+        """Makes an object. If it exists: KubeError, 409."""
         path = RESOURCES[manifest["kind"]].path(manifest["metadata"]["namespace"])
         return _found(await self._call("POST", path, {"fieldManager": OPERATOR}, manifest))
 
     async def replace(self, manifest: Mapping[str, Any]) -> dict[str, Any]:
-        """One that has changed since `manifest` was read: KubeError, 409."""
+        """Replaces an object. If it has changed since `manifest` was read: KubeError, 409."""
         meta = manifest["metadata"]
         path = RESOURCES[manifest["kind"]].path(meta["namespace"], meta["name"])
         return _found(await self._call("PUT", path, {"fieldManager": OPERATOR}, manifest))
 
     async def served(self, api_version: str) -> frozenset[str]:
-        """Plural names of the resources of a group and version; empty when it is not known."""
+        """Returns the plural names of a group and version's resources; empty when it is not
+        known.
+        """
         answer = await self._call("GET", f"/apis/{api_version}") or {}
         return frozenset(entry["name"] for entry in answer.get("resources", []))
 
@@ -240,7 +248,9 @@ class Kube:
         body: Mapping[str, Any] | None,
         content_type: str,
     ) -> tuple[int, Mapping[str, str], Mapping[str, Any]]:
-        """Status, headers and body; the status is 0 and the message says why without an answer."""
+        """Returns status, headers and body; without an answer, status 0 and a message with the
+        reason.
+        """
         headers = {"Accept": "application/json", "Content-Type": content_type}
         request = self._api.param_serialize(
             verb,
@@ -257,7 +267,7 @@ class Kube:
             return 0, {}, {"message": f"no answer: {error}"}
         try:
             answer = json.loads(text)
-        except ValueError:  # a proxy or load balancer before the API server
+        except ValueError:  # from a proxy or load balancer before the API server
             answer = {"message": text[:200].decode(errors="replace")}
         return response.status, response.headers, answer if isinstance(answer, dict) else {}
 
@@ -269,5 +279,7 @@ def _found(answer: dict[str, Any] | None) -> dict[str, Any]:
 
 
 def _seconds(retry_after: str) -> float:
-    """Of a Retry-After header; a date, which the API server never sends, counts as nothing."""
+    """Returns the seconds of a Retry-After header; 0 for a date, which the API server never
+    sends.
+    """
     return float(retry_after) if retry_after.isdecimal() else 0.0

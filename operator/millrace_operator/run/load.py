@@ -1,6 +1,6 @@
-"""What the schedulers say of their pools: one call an interval for all pools of a service.
+"""Reads the load of pools from the schedulers: one call per interval for all pools of a service.
 
-Times are those of a monotonic clock, in seconds.
+Times are of a monotonic clock, in seconds.
 """
 
 from __future__ import annotations
@@ -22,10 +22,11 @@ from millrace.wire.scheduler_client import (
 )
 from millrace_operator.observed import Instance
 
-#: What instances hold changes by the moment: an answer is good for one round of all pools.
+#: Seconds for which a list of instances is reused: for one round of all pools.
 INSTANCES_FRESH_S = 1.0
 
-#: A scheduler that did not answer is left alone so long, and whoever asks gets its last answer.
+#: Seconds for which a scheduler that did not answer is not called again; callers get its last
+#: answer.
 SILENCE_S = 5.0
 
 T = TypeVar("T")
@@ -33,7 +34,7 @@ T = TypeVar("T")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Sample:
-    """The last load that a scheduler told, and why there is no newer one ("": it is fresh)."""
+    """The last load that a scheduler reported, and why there is no newer load ("": it is fresh)."""
 
     load: FleetLoad | None = None
     sampled_s: float = -float("inf")
@@ -42,18 +43,20 @@ class Sample:
 
 @dataclass(slots=True, eq=False)
 class _Scheduler:
-    """What is known of one."""
+    """The known state of one scheduler."""
 
     lock: asyncio.Lock = field(default_factory=asyncio.Lock)
     sample: Sample = Sample()
     instances: Mapping[str, Instance] = field(default_factory=dict)
     instances_s: float = -float("inf")
-    silent_s: float = -float("inf")  # when it last did not answer
+    silent_s: float = -float("inf")  # when it last failed to answer
     error: str = ""
 
 
 class Schedulers:
-    """By address. A scheduler is asked one thing at a time, so that pools share the answers."""
+    """Schedulers by address. Each has one call in flight at most, so that pools share the
+    answers.
+    """
 
     def __init__(
         self,
@@ -66,7 +69,7 @@ class Schedulers:
         self._known: dict[str, _Scheduler] = {}
 
     async def load(self, address: str, *, fresh_s: float) -> Sample:
-        """A sample at most `fresh_s` old, or else the last one, with the error."""
+        """Returns a sample at most `fresh_s` old, or else the last sample, with the error."""
         known = self._known.setdefault(address, _Scheduler())
         async with known.lock:
             if self._clock() - known.sample.sampled_s >= fresh_s:
@@ -82,7 +85,7 @@ class Schedulers:
             )
 
     async def instances(self, address: str) -> Mapping[str, Instance] | None:
-        """By id; None when the scheduler does not answer."""
+        """Returns instances by id; None when the scheduler does not answer."""
         known = self._known.setdefault(address, _Scheduler())
         async with known.lock:
             if self._clock() - known.instances_s < INSTANCES_FRESH_S:
@@ -99,15 +102,19 @@ class Schedulers:
             return known.instances
 
     async def cordon(self, address: str, instance_id: str, *, cordoned: bool) -> None:
-        """An instance that is gone needs nothing. Raises SchedulerUnavailable."""
+        """Cordons or uncordons an instance; does nothing if it is gone. Raises
+        SchedulerUnavailable.
+        """
         await self._tell(address, lambda: set_cordon(address, instance_id, cordoned))
 
     async def evict(self, address: str, instance_id: str, *, abort: bool) -> None:
-        """An instance that is gone needs nothing. Raises SchedulerUnavailable."""
+        """Evicts an instance's requests; does nothing if it is gone. Raises
+        SchedulerUnavailable.
+        """
         await self._tell(address, lambda: evict(address, instance_id, abort=abort))
 
     def forget(self, address: str) -> None:
-        """Its service is deleted."""
+        """Forgets a scheduler whose service is deleted."""
         self._known.pop(address, None)
 
     async def _ask(self, known: _Scheduler, call: Callable[[], Awaitable[T]]) -> T | None:

@@ -1,7 +1,7 @@
-"""The level-triggered work queue: which objects to look at, when, and never twice at once.
+"""The level-triggered work queue: which objects to reconcile, when, and never twice at once.
 
-A touch says that something about an object may have changed, not what; touches that come before it
-is looked at, or while it is, count as one. `reconcile` answers when it wants to look again.
+A touch says that an object may have changed, not how. Touches before a pass, or during it, count as
+one touch. `reconcile` returns when it wants the next pass.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ log = logging.getLogger(__name__)
 
 
 class Key(NamedTuple):
-    """One object."""
+    """Names one object."""
 
     kind: str
     namespace: str
@@ -31,19 +31,22 @@ class Key(NamedTuple):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Pace:
-    """Times in seconds. Waits are spread by up to `jitter` of themselves, so that herds part."""
+    """Waiting times in seconds. Each wait varies by up to `jitter` of itself, to spread the
+    load.
+    """
 
-    gap_s: float = 0.5  # between the end of one look at an object and the next, whatever happens
+    gap_s: float = 0.5  # least time between two passes over an object
     first_retry_s: float = 0.5  # doubles with each failure
     last_retry_s: float = 60.0
-    #: An event ends a longer wait after a failure: perhaps somebody has mended the cause.
+    #: An event cuts a longer wait after a failure to this: it may report that the cause is
+    #: repaired.
     event_retry_s: float = 5.0
     jitter: float = 0.2
 
 
 @dataclass(slots=True, eq=False)
 class _Entry:
-    """What the queue knows of an object."""
+    """The queue's state of an object."""
 
     due_s: float | None = None  # None: nothing to do
     running: bool = False
@@ -52,10 +55,10 @@ class _Entry:
 
 
 class WorkQueue:
-    """Runs `reconcile(key)`, at most `workers` at a time and one a key.
+    """Runs `reconcile(key)` for at most `workers` keys at a time, and once at a time per key.
 
-    `reconcile` answers with the seconds until it wants to look again; None forgets the key. An
-    exception is logged and tried again, ever later; what KubeError.retry_after_s asks for is kept.
+    `reconcile` returns the seconds until its next pass; None forgets the key. An exception is
+    logged and retried after growing waits; KubeError.retry_after_s is respected.
     """
 
     def __init__(
@@ -74,17 +77,17 @@ class WorkQueue:
         self._changed = asyncio.Event()
 
     def touch(self, key: Key) -> None:
-        """Look at the object soon."""
+        """Schedules a pass over the object soon."""
         entry = self._entries.setdefault(key, _Entry())
         self._wake(entry, max(_now(), entry.not_before_s))
 
     def waiting(self) -> int:
-        """Objects that are due, and not looked at yet."""
+        """Returns the number of objects that are due."""
         now_s = _now()
         return sum(e.due_s is not None and e.due_s <= now_s for e in self._entries.values())
 
     async def run(self) -> None:
-        """Until it is cancelled."""
+        """Runs until it is cancelled."""
         async with asyncio.TaskGroup() as group:
             while True:
                 await self._workers.acquire()
@@ -111,14 +114,14 @@ class WorkQueue:
             if key is not None and due_s <= _now():
                 return key, self._entries[key]
             wait_s = None if key is None else due_s - _now()
-            with contextlib.suppress(TimeoutError):  # somebody is due
+            with contextlib.suppress(TimeoutError):  # an object is due
                 async with asyncio.timeout(wait_s):
                     await self._changed.wait()
 
     async def _look(self, key: Key, entry: _Entry) -> None:
         try:
             again_s = await self._reconcile(key)
-        except Exception as error:  # one object's trouble must not end the others' work
+        except Exception as error:  # one object's error must not end the work on others
             again_s = self._retry_s(entry, error)
             entry.not_before_s = _now() + self._floor_s(again_s, error)
             _report(key, error, again_s)
@@ -129,7 +132,7 @@ class WorkQueue:
             entry.running = False
             self._workers.release()
             self._changed.set()
-        if entry.due_s is not None:  # touched while it was looked at
+        if entry.due_s is not None:  # touched during the pass
             entry.due_s = max(entry.due_s, entry.not_before_s)
         if again_s is not None:
             self._wake(entry, _now() + max(again_s * self._spreading(), self._pace.gap_s))
@@ -143,7 +146,7 @@ class WorkQueue:
         return max(min(doubled_s, self._pace.last_retry_s), asked_s)
 
     def _floor_s(self, retry_s: float, error: Exception) -> float:
-        """How long no event can bring the next try forward."""
+        """Returns the seconds for which no event can bring the next attempt forward."""
         asked_s = error.retry_after_s if isinstance(error, KubeError) else 0.0
         return max(min(retry_s, self._pace.event_retry_s), asked_s)
 

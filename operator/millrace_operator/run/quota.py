@@ -1,9 +1,9 @@
-"""How many instances of a pool the namespace's ResourceQuotas have room for.
+"""Counts the instances of a pool that the namespace's ResourceQuotas have room for.
 
 Kubernetes' documentation, "Resource Quotas": extended resources (GPUs, RDMA devices) are limited
 under `requests.<resource>` only, the number of pods under `pods` and `count/pods`; a quota with
-scopes counts only the pods that all its scopes match. CPU and memory are left to the API server:
-a pool is sized by its devices.
+scopes counts only the pods that all its scopes match. CPU and memory are left to the API server: a
+pool is sized by its devices.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ _POD_COUNTS = ("pods", "count/pods")
 def room(
     quotas: Iterable[Mapping[str, Any]], template: Mapping[str, Any], existing: int
 ) -> int | None:
-    """Pods made from `template` that all quotas allow, `existing` ones (of the pool) included.
+    """Returns how many pods of `template` all quotas allow, the pool's `existing` pods included.
 
     None when no quota limits them. Quotas are ResourceQuota objects, `template` is a StatefulSet's.
     """
@@ -39,7 +39,7 @@ def room(
 
 
 def devices(pod_spec: Mapping[str, Any]) -> dict[str, Decimal]:
-    """Extended resources that a pod asks for: names with a domain other than kubernetes.io.
+    """Returns a pod's extended resources: names with a domain other than kubernetes.io.
 
     Init containers run before the others: the larger need of the two counts.
     """
@@ -65,13 +65,15 @@ def _asked(container: Mapping[str, Any]) -> dict[str, Decimal]:
 
 
 def _limits(quota: Mapping[str, Any]) -> tuple[Mapping[str, Any], Mapping[str, Any]]:
-    """What is enforced, and what of it is used. A quota not yet counted uses nothing."""
+    """Returns the enforced limits and their use. A quota without a count uses nothing."""
     status = quota.get("status", {})
     return status.get("hard") or quota.get("spec", {}).get("hard", {}), status.get("used", {})
 
 
 def _counts(quota: Mapping[str, Any], pod: Mapping[str, Any]) -> bool:
-    """Whether the quota counts such pods: long-running, with requests, of a priority class."""
+    """Returns whether the quota counts such pods: long-running, with requests, of a priority
+    class.
+    """
     named = [{"scopeName": name, "operator": "Exists"} for name in quota.get("scopes", [])]
     asked = quota.get("scopeSelector", {}).get("matchExpressions", [])
     return all(_in_scope(entry, pod) for entry in [*named, *asked])
@@ -87,7 +89,7 @@ def _in_scope(scope: Mapping[str, Any], pod: Mapping[str, Any]) -> bool:
             return "activeDeadlineSeconds" in pod
         case "NotBestEffort":
             return True  # a pod with a device has a request
-        case _:  # BestEffort, and what pods of ours never are
+        case _:  # BestEffort, and scopes that our pods never match
             return False
 
 

@@ -1,4 +1,6 @@
-"""One look at one object: observe, decide (`reconcile`), carry out; and when to look again."""
+"""One pass over one object: observe, decide (`reconcile`), carry out; and the time of the next
+pass.
+"""
 
 from __future__ import annotations
 
@@ -15,15 +17,16 @@ from millrace_operator.run.kube import KubeRefused
 from millrace_operator.run.queue import Key
 from millrace_operator.spec import Defaults
 
-#: In seconds. A service is seen through events; what they miss is made good after so long.
+#: Seconds between passes. Events report a service's changes; a pass after this time finds missed
+#: changes.
 SERVICE_S = 30.0
 
-#: What drains is asked for what it still holds.
+#: Seconds between passes while an instance drains, to ask what it still holds.
 DRAIN_S = 2.0
 
 
 class Runner:
-    """`reconcile` is what the work queue runs."""
+    """Runs passes; the work queue calls `reconcile`."""
 
     def __init__(self, cluster: Cluster, defaults: Defaults, metrics: OperatorMetrics) -> None:
         self._cluster = cluster
@@ -31,7 +34,9 @@ class Runner:
         self._metrics = metrics
 
     async def reconcile(self, key: Key) -> float | None:
-        """Seconds until the next look; None when the object is gone. Raises what went wrong."""
+        """Returns the seconds until the next pass; None when the object is gone. Raises any
+        failure.
+        """
         result = "error"
         try:
             with self._metrics.reconcile_seconds.labels(key.kind).time():
@@ -63,19 +68,19 @@ class Runner:
             await self._cluster.carry_out(obj, [SetStatus(status=status)])
             raise
         except OwnerGone:
-            return 0.0  # the next look forgets it, or finds another object of its name
+            return 0.0  # the next pass forgets it, or finds another object of its name
         return min(again_s, DRAIN_S) if _status(obj, actions).get("draining") else again_s
 
 
 def _status(obj: Object, actions: Sequence[Action]) -> Mapping[str, Any]:
-    """As it will be."""
+    """Returns the status after the actions."""
     wanted = [action.status for action in actions if isinstance(action, SetStatus)]
     status: Mapping[str, Any] = wanted[-1] if wanted else obj.get("status", {})
     return status
 
 
 def _degraded(obj: Object, actions: Sequence[Action], message: str, now_s: float) -> dict[str, Any]:
-    """The status, saying that the API server refuses something."""
+    """Returns the status with the condition that the API server refuses a change."""
     status = _status(obj, actions)
     [condition] = updated(
         obj.get("status", {}),

@@ -1,7 +1,7 @@
-"""One autoscaler a pool, asked once an interval with the scheduler's load. Nothing is written here.
+"""Runs one autoscaler per pool, once per interval, with the scheduler's load. Writes nothing.
 
-An autoscaler remembers some minutes (`core.autoscale.rules`); after a restart it finds them again
-by waiting a window, so nothing of it is stored.
+An autoscaler remembers some minutes (`core.autoscale.rules`); after a restart it waits for one
+window and has them again, so nothing is stored.
 """
 
 from __future__ import annotations
@@ -15,13 +15,13 @@ from millrace.core.autoscale.load import PoolLoad
 from millrace.core.autoscale.rules import AutoscaleConfig, Autoscaler, PoolMetrics, Recommendation
 from millrace_operator.run.load import Sample, Schedulers
 
-#: A sample serves all pools of a service that ask within this share of an interval.
+#: The share of an interval for which one sample serves all pools of a service.
 SHARED = 0.9
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Pool:
-    """What the scaler has to know of a pool."""
+    """The scaler's inputs for a pool."""
 
     uid: str
     role: str  # prefill | decode | mixed | kvp
@@ -30,16 +30,16 @@ class Pool:
     interval_s: float
     wanted: int  # its spec.replicas
     quota: int | None  # replicas that the namespace's quotas have room for
-    heard: Callable[[PoolLoad], PoolLoad]  # takes away the signals that it does not follow
+    heard: Callable[[PoolLoad], PoolLoad]  # removes the signals that the pool does not follow
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class View:
-    """What the scaler says of a pool."""
+    """The scaler's results for a pool."""
 
     metrics: PoolMetrics | None  # None: never measured
     recommendation: Recommendation
-    age_s: float  # of the sample; infinite without one
+    age_s: float  # of the sample; infinite without a sample
     error: str  # why there is no fresh sample, or ""
 
 
@@ -48,11 +48,11 @@ class _Memory:
     autoscaler: Autoscaler
     stepped_s: float
     recommendation: Recommendation
-    expected: tuple[int, int]  # sizes of the pool, before the recommendation is followed and after
+    expected: tuple[int, int]  # sizes of the pool, before and after the recommendation is followed
 
 
 class Scaler:
-    """All pools of the operator."""
+    """The autoscalers of all pools."""
 
     def __init__(
         self, schedulers: Schedulers, *, clock: Callable[[], float] = time.monotonic
@@ -62,9 +62,10 @@ class Scaler:
         self._pools: dict[str, _Memory] = {}
 
     async def look(self, pool: Pool) -> View:
-        """The pool's load and size. The size is thought over once an interval, not at every look.
+        """Returns the pool's load and size. The size is computed once per interval, not in every
+        pass.
 
-        A size that somebody else has changed meanwhile is thought over at once.
+        If another writer has changed the size, it is computed again at once.
         """
         fresh_s = SHARED * pool.interval_s
         sample = await self._schedulers.load(pool.scheduler, fresh_s=fresh_s)
@@ -85,7 +86,7 @@ class Scaler:
         return self._view(sample, metrics, recommendation, now_s)
 
     def forget(self, uid: str) -> None:
-        """A pool that is gone."""
+        """Forgets a deleted pool."""
         self._pools.pop(uid, None)
 
     @staticmethod
@@ -101,7 +102,7 @@ class Scaler:
 
 
 def _metrics(pool: Pool, sample: Sample) -> PoolMetrics:
-    """The sample as the autoscaler takes it; one that was never measured is infinitely old."""
+    """Returns the sample for the autoscaler; without a measurement it is infinitely old."""
     told = PoolLoad(role=pool.role) if sample.load is None else sample.load.of(pool.role)
     return pool.heard(told).metrics(
         sampled_s=sample.sampled_s if sample.load else -math.inf,

@@ -1,7 +1,7 @@
 """The custom resources of Millrace, group millrace.dev/v1alpha1.
 
-`python -m millrace_operator.schema` writes them to charts/millrace/crds. They are made by code, for
-a pool's fields stand in its own kind and again in ModelService.
+`python -m millrace_operator.schema` writes them to charts/millrace/crds. Code makes them because a
+pool's fields appear in its own kind and again in ModelService.
 """
 
 from __future__ import annotations
@@ -15,8 +15,8 @@ GROUP = "millrace.dev"
 VERSION = "v1alpha1"
 API_VERSION = f"{GROUP}/{VERSION}"
 
-#: A pod of a StatefulSet carries the set's name and a hash of ten characters in a label, which
-#: has 63 at most; a ModelService adds `-prefill`.
+#: The longest names. A StatefulSet's pod carries the set's name and a hash of ten characters in a
+#: label, which has at most 63 characters; a ModelService adds `-prefill`.
 LONGEST_POOL_NAME = 52
 LONGEST_SERVICE_NAME = LONGEST_POOL_NAME - len("-prefill")
 
@@ -119,7 +119,7 @@ def _names(kind: str, plural: str, short: str) -> dict[str, Any]:
 
 
 def definitions() -> list[dict[str, Any]]:
-    """The CustomResourceDefinitions, as the API server takes them."""
+    """Returns the CustomResourceDefinitions, as the API server takes them."""
     service_root = _root(
         "A model that is served: its gateway, its scheduler and its pools.",
         service.service_spec(),

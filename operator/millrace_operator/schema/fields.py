@@ -1,8 +1,8 @@
-"""Fields of a structural schema, one function a type; every field has a description.
+"""Makes fields of a structural schema, with one function per type; every field has a description.
 
 Structural: https://kubernetes.io/docs/tasks/extend-kubernetes/custom-resources, "Specifying a
-structural schema". Lists, maps and texts are bounded, for the API server estimates the cost of a
-CEL rule by the largest value that it may see.
+structural schema". Lists, maps and texts are bounded, because the API server estimates the cost of
+a CEL rule by the largest possible value.
 """
 
 from __future__ import annotations
@@ -11,13 +11,13 @@ from typing import Any
 
 Schema = dict[str, Any]
 
-#: A number as text: floats do not survive all that reads and writes YAML.
+#: A number as text: some readers and writers of YAML change floats.
 DECIMAL = r"^[0-9]+(\.[0-9]+)?$"
 DNS_LABEL = r"^[a-z]([-a-z0-9]*[a-z0-9])?$"
 
 
 def rule(expression: str, message: str) -> Schema:
-    """A CEL rule and what people read who break it."""
+    """Makes a CEL rule with the message for users who break it."""
     return {"rule": expression, "message": message}
 
 
@@ -38,7 +38,7 @@ def integer(doc: str, low: int, high: int, **more: Any) -> Schema:  # noqa: ANN4
 
 
 def count(doc: str) -> Schema:
-    """An integer of a status: without bounds, for nobody types it."""
+    """Makes an integer of a status: without bounds, since no user writes it."""
     return {"type": "integer", "description": doc}
 
 
@@ -62,9 +62,9 @@ def record(
     default: Schema | None = None,
     rules: tuple[Schema, ...] = (),
 ) -> Schema:
-    """An object. One with rules must not have `{}` as its default.
+    """Makes an object. An object with rules must not have `{}` as its default.
 
-    The API server checks a default as it is written, before it fills in those of the fields: a
+    The API server checks a default as it is written, before it fills in the fields' defaults: a
     rule that reads a field would find none.
     """
     schema: Schema = {"type": "object", "description": doc, "properties": properties}
@@ -78,7 +78,7 @@ def record(
 
 
 def keyed_list(doc: str, key: str, most: int, item: Schema, **more: Any) -> Schema:  # noqa: ANN401
-    """A list whose entries server-side apply merges by `key`."""
+    """Makes a list whose entries server-side apply merges by `key`."""
     return {
         "type": "array",
         "description": doc,
@@ -103,7 +103,7 @@ def pod_template(what: str) -> Schema:
 
 
 def secret_key(doc: str, key: str) -> Schema:
-    """A reference to one key of a Secret of the same namespace."""
+    """Makes a reference to one key of a Secret of the same namespace."""
     return record(
         doc,
         {

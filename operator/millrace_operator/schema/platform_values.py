@@ -1,4 +1,4 @@
-"""What the chart's values say of the platform: images, operator, Redis, ways in, security."""
+"""The chart's values for the platform: images, operator, Redis, ingress, security."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from millrace_operator.schema.fields import Schema, boolean, choice, integer, re
 
 
 def opaque(doc: str) -> Schema:
-    """An object of Kubernetes' own, which the API server checks."""
+    """Makes an object of Kubernetes itself, which the API server checks."""
     return {"type": "object", "description": doc}
 
 
@@ -286,7 +286,7 @@ def _monitoring() -> Schema:
 
 
 def platform() -> dict[str, Schema]:
-    """All values but those that make the ModelService."""
+    """Returns all values other than those of the ModelService."""
     return {
         **_images(),
         **_operator(),

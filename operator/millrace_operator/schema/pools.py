@@ -1,4 +1,4 @@
-"""The spec of a pool: alone, and as a section of a ModelService."""
+"""The spec of a pool: on its own, and as a section of a ModelService."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from millrace_operator.schema.fields import (
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Direction:
-    """Defaults of scaleUp or scaleDown; `tolerance` None where the pool has no band."""
+    """Defaults of scaleUp or scaleDown; `tolerance` is None for a pool without a band."""
 
     window_s: int
     max_step: int
@@ -58,7 +58,7 @@ class Direction:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Kind:
-    """What sets one kind of pool apart from the others."""
+    """The properties in which the kinds of pools differ."""
 
     kind: str
     plural: str
@@ -66,12 +66,12 @@ class Kind:
     role: str
     doc: str
     limits: tuple[int, int]  # default minReplicas and maxReplicas
-    zero: bool  # whether it sleeps without requests, by default
+    zero: bool  # whether it scales to zero when idle, by default
     up: Direction
     down: Direction
     targets: dict[str, str]  # default target by signal
     target_doc: str = ""
-    mixed_targets: dict[str, str] = field(default_factory=dict)  # of mixed instances, besides
+    mixed_targets: dict[str, str] = field(default_factory=dict)  # more signals of role mixed
 
 
 SLOWLY = Direction(window_s=300, max_step=1, period_s=60, tolerance=20)
@@ -124,7 +124,7 @@ KVP = Kind(
 )
 KINDS = (PREFILL, DECODE, KVP)
 
-#: What a DecodePool's instances may be.
+#: The possible roles of a DecodePool's instances.
 DECODE_ROLES = ("decode", "mixed")
 
 
@@ -214,7 +214,7 @@ def _autoscaling(kind: Kind) -> Schema:
 
 
 def _compute() -> dict[str, Schema]:
-    """What an instance computes on, of the pools that run the model."""
+    """Returns the fields for compute, of the pools that run the model."""
     return {
         "tensorParallel": {
             "type": "integer",
@@ -242,7 +242,7 @@ def _role() -> Schema:
 
 
 def _contexts() -> dict[str, Schema]:
-    """What sizes a pool of KVP workers."""
+    """Returns the fields that size a pool of KVP workers."""
     return {
         "tokensPerWorker": integer(
             "Tokens of one context that a worker holds at most; a longer one is cut.",
@@ -271,7 +271,7 @@ def _contexts() -> dict[str, Schema]:
 
 
 def fields(kind: Kind) -> dict[str, Schema]:
-    """What a pool and the section of a ModelService that makes one have in common."""
+    """Returns the fields that a pool and its section of a ModelService share."""
     own: dict[str, Schema] = _contexts() if kind is KVP else _compute()
     if kind is DECODE:
         own["role"] = _role()
@@ -330,7 +330,7 @@ def fields(kind: Kind) -> dict[str, Schema]:
 
 
 def rules(kind: Kind) -> tuple[Schema, ...]:
-    """Rules of the fields above together."""
+    """Returns the rules over the fields above."""
     if kind is KVP:
         return (
             rule(
@@ -367,7 +367,7 @@ def _role_rules() -> tuple[Schema, ...]:
 
 
 def section(kind: Kind) -> Schema:
-    """The pool as a section of a ModelService."""
+    """Makes the pool as a section of a ModelService."""
     initial = integer(
         "Instances at the start; later kubectl scale, an HPA or autoscaling sets the number in "
         f"the {kind.kind}. Default: autoscaling.minReplicas, at least 1.",
@@ -378,7 +378,7 @@ def section(kind: Kind) -> Schema:
 
 
 def pool_spec(kind: Kind) -> Schema:
-    """The spec of a pool itself."""
+    """Makes the spec of a pool."""
     own: dict[str, Any] = {
         "serviceRef": record(
             "The ModelService that the pool belongs to.",

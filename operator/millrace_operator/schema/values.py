@@ -1,7 +1,7 @@
 """The schema of the chart's values: `python -m millrace_operator.schema.values FILE` writes it.
 
-What the values say of a ModelService has the custom resource's own schema; the rest is here. Helm
-reads it as JSON Schema; defaults stand in values.yaml, where people look for them.
+The values of a ModelService have the custom resource's own schema; the other values are described
+here. Helm reads the file as JSON Schema; defaults stand in values.yaml, where users look for them.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from millrace_operator.schema.platform_values import (
     texts,
 )
 
-#: What JSON Schema does not know, and defaults, which values.yaml has.
+#: Keywords that JSON Schema does not know, and defaults, which values.yaml has.
 _STRUCTURAL_ONLY = (
     "default",
     "x-kubernetes-validations",
@@ -33,7 +33,7 @@ _STRUCTURAL_ONLY = (
 
 
 def _closed(schema: Schema) -> Schema:
-    """As JSON Schema that refuses what the API server would silently drop."""
+    """Returns JSON Schema that refuses fields which the API server would silently drop."""
     kept = {name: value for name, value in schema.items() if name not in _STRUCTURAL_ONLY}
     if "properties" in kept:
         kept["properties"] = {name: _closed(field) for name, field in kept["properties"].items()}
@@ -44,7 +44,7 @@ def _closed(schema: Schema) -> Schema:
 
 
 def _part() -> dict[str, Schema]:
-    """Values that make the pod template of a part of the ModelService."""
+    """Returns the values that make the pod template of one part of the ModelService."""
     return {
         **placement(),
         "topologySpreadConstraints": items(
@@ -83,7 +83,7 @@ def _pool(kind: pools.Kind) -> Schema:
 
 
 def _service() -> dict[str, Schema]:
-    """The values that make the ModelService."""
+    """Returns the values that make the ModelService."""
     spec = service.service_spec()["properties"]
     model, weights, gateway = spec["model"], spec["weights"], spec["gateway"]
     del model["required"]
@@ -103,7 +103,7 @@ def _service() -> dict[str, Schema]:
 
 
 def schema() -> dict[str, Any]:
-    """values.schema.json."""
+    """Returns values.schema.json."""
     values = record(
         "Values of the chart millrace.",
         {
@@ -121,7 +121,7 @@ def schema() -> dict[str, Any]:
 
 
 def as_file() -> str:
-    """The file's text."""
+    """Returns the file's text."""
     return json.dumps(schema(), indent=1, ensure_ascii=False) + "\n"
 
 
