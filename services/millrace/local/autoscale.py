@@ -1,11 +1,12 @@
-"""Autoscaling live: asks for load, lets `core.autoscale.rules` decide, sets pools' sizes.
+"""Autoscales live pools: reads the load, asks `core.autoscale.rules` for sizes, and sets them.
 
-What a pool's instances are made of stands behind `Connector`; `millrace up --autoscale` has
-processes there. One loop looks at the instances, carries on what was begun, and once an interval
-decides anew. Everything is level-triggered: what could not be done now is found again at the next
-look, and the scheduler or an instance may die at any time.
+A `Connector` starts and stops a pool's instances; in `millrace up --autoscale` these are processes.
+One loop checks the instances, continues started drains, and decides once per interval. It is
+level-triggered: an action that failed is tried again at the next check, and the scheduler or an
+instance may die at any time.
 
-An instance that is to go is cordoned first and ended once the scheduler says that it holds nothing.
+A leaving instance is cordoned first, and ended once the scheduler reports that it holds no
+requests.
 """
 
 from __future__ import annotations
@@ -25,42 +26,43 @@ from millrace.wire.scheduler_client import InstanceView, SchedulerUnavailable, U
 
 log = logging.getLogger(__name__)
 
-#: Between two looks at what drains.
+#: Seconds between two checks of draining instances.
 LOOK_EVERY_S = 0.25
-#: From an eviction until an instance is ended, whatever the scheduler says that it holds.
+#: Seconds from an eviction until an instance is ended, even if it still holds requests.
 EVICTION_S = 15.0
 
 
 class Connector(Protocol):
-    """The instances of one pool, whatever they are made of. Every call returns at once."""
+    """Starts and stops the instances of one pool, of any kind. Every call returns at once."""
 
     role: str
 
     def instances(self) -> Sequence[str]:
-        """Ids of those that were asked for and not told to stop, oldest first.
+        """Returns the ids of started instances without a call of `stop`, oldest first.
 
-        One that could not be started is not among them any more; one that died and comes back is.
+        An instance that failed to start is left out; an instance that died and is restarted is
+        included.
         """
 
     def start(self) -> str:
-        """Asks for one more, with an id that none had before; returns it."""
+        """Starts one more instance and returns its id, which no instance had before."""
 
     def stop(self, instance_id: str) -> None:
-        """Ends one for good. It may finish what it has."""
+        """Ends an instance for good. It may finish its requests."""
 
 
 class Scheduler(Protocol):
-    """The calls to a scheduler that scaling needs. All raise SchedulerUnavailable."""
+    """The calls to a scheduler that autoscaling needs. All raise SchedulerUnavailable."""
 
     async def get_load(self) -> FleetLoad: ...
 
     async def get_instances(self) -> Sequence[InstanceView]: ...
 
     async def set_cordon(self, instance_id: str, cordoned: bool) -> None:
-        """Raises UnknownInstance."""
+        """Cordons or uncordons an instance. Raises UnknownInstance."""
 
     async def evict(self, instance_id: str) -> None:
-        """What it holds goes on elsewhere. Raises UnknownInstance."""
+        """Ends an instance's requests here: they are migrated. Raises UnknownInstance."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,7 +86,7 @@ class SchedulerAt:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Decision:
-    """What one step of a pool's autoscaler saw and said; `size` is what the pool had before."""
+    """One decision of a pool's autoscaler, with its input; `size` is the pool's size before."""
 
     at_s: float  # monotonic
     role: str
@@ -93,14 +95,14 @@ class Decision:
     recommendation: Recommendation
 
     def __str__(self) -> str:
-        """A line for people: 'prefill 1 -> 2: backlog of 6.1 s an instance, target 4'."""
+        """Returns a line for users: 'prefill 1 -> 2: backlog of 6.1 s an instance, target 4'."""
         found = self.recommendation
         return f"{self.role} {self.size} -> {found.replicas}: {found.reason}"
 
 
 @dataclass(slots=True)
 class _Drain:
-    """An instance that is to go."""
+    """The state of an instance that is leaving."""
 
     since_s: float
     evicted: bool = False
@@ -109,7 +111,7 @@ class _Drain:
 class Pool:
     """Brings the instances of a connector to a size, and loses no request on the way.
 
-    told: gets a line when something happens to an instance that people would want to know.
+    `told` gets a line for each change of an instance that a user wants to know.
     """
 
     def __init__(
@@ -127,16 +129,18 @@ class Pool:
         self._drain_timeout_s = drain_timeout_s
         self._told = told
         self._drains: dict[str, _Drain] = {}
-        self._cordoned: set[str] = set()  # by this pool, and not lifted again
-        self._held: dict[str, int] = {}  # requests at registered instances, by the last look
+        self._cordoned: set[str] = set()  # cordoned by this pool, and not uncordoned again
+        self._held: dict[str, int] = {}  # requests at registered instances, by the last check
 
     @property
     def size(self) -> int:
-        """Instances that take work or will: what drains is not among them."""
+        """Returns the number of instances that take work or will: draining instances don't
+        count.
+        """
         return len(self._staying())
 
     def resize(self, size: int, now_s: float) -> None:
-        """Starts instances, or tells some to go; a drain that is under way is undone first."""
+        """Starts instances, or drains some; running drains are cancelled first."""
         for _ in range(self.size, size):
             if self._drains:
                 fullest = max(self._drains, key=lambda name: self._held.get(name, 0))
@@ -147,7 +151,7 @@ class Pool:
             self._drains[self._least_held()] = _Drain(since_s=now_s)
 
     async def settle(self, instances: Mapping[str, InstanceView] | None, now_s: float) -> None:
-        """Carries on with cordons and drains. `instances` None: the scheduler does not answer."""
+        """Continues cordons and drains. `instances` is None when the scheduler does not answer."""
         known = set(self.connector.instances())
         self._cordoned &= known
         self._drains = {name: drain for name, drain in self._drains.items() if name in known}
@@ -168,22 +172,24 @@ class Pool:
     async def _has_drained(
         self, drain: _Drain, name: str, view: InstanceView | None, overdue_s: float
     ) -> bool:
-        """Whether an instance may end. What the scheduler has no news of holds nothing."""
+        """Returns whether an instance may end. An instance that the scheduler does not know holds
+        nothing.
+        """
         if view is None or (view.draining and not view.held_requests):
             return True
         if not view.draining:
             await self._set_cordon(name, cordoned=True)
         elif overdue_s >= 0 and not drain.evicted:
             self._told(
-                f"{name} did not drain in {self._drain_timeout_s:g} s: what it holds "
-                f"({view.held_requests}) goes on elsewhere"
+                f"{name} did not drain in {self._drain_timeout_s:g} s: its work "
+                f"({view.held_requests} requests) is migrated"
             )
             await self._scheduler.evict(name)
             drain.evicted = True
         return overdue_s >= EVICTION_S
 
     async def _set_cordon(self, name: str, *, cordoned: bool) -> None:
-        # Noted before it is known to have come about: lifting one too many harms nobody.
+        # Noted before the call's result is known: uncordoning one instance too many is harmless.
         self._cordoned.add(name)
         await self._scheduler.set_cordon(name, cordoned)
         if not cordoned:
@@ -199,13 +205,15 @@ class Pool:
         return [name for name in self.connector.instances() if name not in self._drains]
 
     def _least_held(self) -> str:
-        """What is not registered yet, then what holds the least; of equals the youngest."""
+        """Returns an unregistered instance, else the one with the fewest requests; among equals the
+        youngest.
+        """
         youngest_first = reversed(self._staying())
         return min(youngest_first, key=lambda name: self._held.get(name, -1))
 
 
 class Autoscale:
-    """The loop over all pools of one scheduler. decided: gets every decision."""
+    """Runs the loop over all pools of one scheduler. `decided` gets every decision."""
 
     def __init__(
         self,
@@ -229,10 +237,10 @@ class Autoscale:
             await asyncio.sleep(min(LOOK_EVERY_S, self._interval_s))
 
     async def look(self, now_s: float) -> None:
-        """Carries on what was begun, and decides anew when that is due."""
+        """Continues started drains, and decides again when the interval is over."""
         instances = await self._instances()
         for pool in self.pools:
-            with contextlib.suppress(SchedulerUnavailable, UnknownInstance):  # the next look sees
+            with contextlib.suppress(SchedulerUnavailable, UnknownInstance):  # checked again
                 await pool.settle(instances, now_s)
         if now_s >= self._next_s:
             self._next_s = now_s + self._interval_s
@@ -246,7 +254,7 @@ class Autoscale:
             return None
 
     async def _decide(self, now_s: float) -> None:
-        """Old news is better than none: autoscalers know how old it is."""
+        """Decides each pool's size. An old load is used, too: autoscalers know its age."""
         with contextlib.suppress(SchedulerUnavailable):
             self._load, self._sampled_s = await self._scheduler.get_load(), now_s
         if self._load is None:

@@ -1,4 +1,4 @@
-"""Which instance of a local stack gets which GPUs, and what share of their memory."""
+"""Assigns GPUs, and shares of their memory, to the instances of a local stack."""
 
 from __future__ import annotations
 
@@ -12,26 +12,26 @@ _DEVICE_FILES = Path("/dev")
 
 
 class DevicePool:
-    """GPUs to give out, `each` of them to an instance; an instance gives back what it had.
+    """Lends GPUs to instances, `each` of them per instance; an instance gives its GPUs back.
 
-    Devices are named as CUDA_VISIBLE_DEVICES names them. With no devices, instances get none: they
+    Devices have the names of CUDA_VISIBLE_DEVICES. Without devices, instances get none: they
     compute on CPUs.
     """
 
     def __init__(
         self, devices: Sequence[str], instances: Mapping[str, int], *, each: int, shared: bool
     ) -> None:
-        """`instances`: by role, the most that there will ever be.
+        """`instances`: the most instances at any time, by role.
 
-        Raises ConfigError when there are too few devices and they are not to be shared, or fewer
-        than one instance needs.
+        Raises ConfigError when there are too few devices and they can't be shared, or fewer than
+        one instance needs.
         """
         self._each = each
         self._shared = shared
         self._holders = dict.fromkeys(devices, 0)
         self._held: dict[str, tuple[str, ...]] = {}
         needed = each * sum(instances.values())
-        self._most = ceil_div(needed, len(devices)) if devices else 1  # holders of one device
+        self._most = ceil_div(needed, len(devices)) if devices else 1  # instances on each device
         if not devices:
             return
         there = (
@@ -48,11 +48,13 @@ class DevicePool:
 
     @property
     def memory_share(self) -> float:
-        """Of each device's memory, for one instance: as many share it as ever will."""
+        """Returns one instance's share of each device's memory, for the most instances at any
+        time.
+        """
         return 1 / max(1, self._most)
 
     def take(self, instance: str) -> tuple[str, ...]:
-        """The least shared devices, in order. Raises ConfigError when none is free to take."""
+        """Returns the least shared devices, in order. Raises ConfigError when none is free."""
         if not self._holders:
             return ()
         least = sorted(self._holders, key=lambda device: self._holders[device])[: self._each]
@@ -65,17 +67,17 @@ class DevicePool:
         return chosen
 
     def give_back(self, instance: str) -> None:
-        """What the instance has, if anything."""
+        """Takes back an instance's devices, if it has any."""
         for device in self._held.pop(instance, ()):
             self._holders[device] -= 1
 
 
 def device_names(option: str, visible: str | None, *, device: str, torch_cuda: str) -> list[str]:
-    """The devices that instances may use.
+    """Returns the devices that instances may use.
 
-    `option`: of the command line, else what CUDA_VISIBLE_DEVICES says (`visible`), else all that
-    the system has. None where `device`, the setting, or a torch without CUDA rules them out.
-    Raises ConfigError when they are asked for all the same, or one is named twice.
+    `option` is the command line's list, else CUDA_VISIBLE_DEVICES (`visible`), else all devices of
+    the system. None when `device`, the setting, or a torch without CUDA excludes them. Raises
+    ConfigError when excluded devices are asked for, or a device is named twice.
     """
     uses_gpus = device != "cpu" and bool(torch_cuda)
     if option and not uses_gpus:
@@ -87,7 +89,7 @@ def device_names(option: str, visible: str | None, *, device: str, torch_cuda: s
         names = [name.strip() for name in (option or visible or "").split(",") if name.strip()]
     else:
         names = [str(i) for i in range(_gpus_there())]
-    if device.startswith("cuda:"):  # one of them, by its place
+    if device.startswith("cuda:"):  # one device, by its index
         place = int(device.removeprefix("cuda:"))
         names = names[place : place + 1]
     if twice := {name for name in names if names.count(name) > 1}:
@@ -96,6 +98,6 @@ def device_names(option: str, visible: str | None, *, device: str, torch_cuda: s
 
 
 def _gpus_there(folder: Path = _DEVICE_FILES) -> int:
-    """NVIDIA GPUs of this machine or container, by their device files."""
+    """Returns the number of NVIDIA GPUs of this machine or container, by their device files."""
     names = (path.name.removeprefix("nvidia") for path in folder.glob("nvidia*"))
     return sum(name.isdecimal() for name in names)

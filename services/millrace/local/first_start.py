@@ -1,8 +1,7 @@
-"""Before the first start of a stack its model is measured, as a prefill instance would compute.
+"""Measures a stack's model before its first start, as a prefill instance would compute.
 
-In a process of its own, which shows its progress and gives its memory back. That it was done is
-noted beside the profile, by what can be seen without loading torch, so that later starts wait for
-nothing.
+The measurement runs in a process of its own, which shows its progress and frees its memory. A note
+beside the profile, keyed without loading torch, records it, so that later starts do not wait.
 """
 
 from __future__ import annotations
@@ -20,7 +19,7 @@ from millrace.core.errors import ConfigError
 from millrace.local.child import ending_with_this
 from millrace.profiles.cache import ProfileCache, write_whole
 
-BUDGET_S = 4.0  # of one instance; and as much again of groups
+BUDGET_S = 4.0  # for one instance; the same again for groups
 
 
 async def profile_first(
@@ -33,10 +32,10 @@ async def profile_first(
 ) -> None:
     """Runs `millrace profile --if-missing` unless it was run for the same before.
 
-    engine, arguments: the prefill instances' settings, and how the command line gives them.
-    group_sizes: of groups to measure, too.
-    budget_s: 0 means `BUDGET_S`. When measuring fails, its process has said why, and the instances
-    fit their prefill times themselves.
+    engine, arguments: the prefill instances' settings, and their form on the command line.
+    group_sizes: the sizes of groups to measure, too.
+    budget_s: 0 means `BUDGET_S`. When measuring fails, its process has printed the reason, and the
+    instances fit their prefill times themselves.
     """
     budget_s = budget_s or BUDGET_S
     if group_sizes:
@@ -63,7 +62,9 @@ async def profile_first(
 
 
 def _note(model: str, engine: EngineConfig, arguments: Sequence[str]) -> Path:
-    """Another one whenever a setting or a file of the model is another; a hub id has no files."""
+    """Returns the note's path: each change of a setting or a file of the model changes it; a hub id
+    has no files.
+    """
     folder = Path(model).expanduser()
     files = sorted(folder.iterdir()) if folder.is_dir() else []
     stats = [(file.name, file.stat().st_size, file.stat().st_mtime_ns) for file in files]
@@ -72,7 +73,7 @@ def _note(model: str, engine: EngineConfig, arguments: Sequence[str]) -> Path:
 
 
 def _still_holds(note: Path) -> bool:
-    """Whether the profile that a note names is there."""
+    """Returns whether the profile that a note names exists."""
     try:
         return Path(note.read_text("utf-8")).is_file()
     except (OSError, ValueError):

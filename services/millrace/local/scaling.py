@@ -1,4 +1,4 @@
-"""Autoscaling of a local stack: its instances are processes that really start and drain."""
+"""Autoscales a local stack: starts and drains real processes."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from millrace.local.stack import Stack
 
 log = logging.getLogger(__name__)
 
-#: Where no setting says how long a request waits at the proxy for a pool to wake.
+#: Seconds that a request waits at the proxy for a pool to wake, without a setting.
 PARKING = "proxy.park_timeout_s=120"
 
 _FIXED_SIZES = {"prefill": "2", "decode": "1"}
@@ -32,9 +32,9 @@ _TARGETS: Mapping[str, Targets] = {"prefill": PrefillTargets(), "decode": Decode
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Scaling:
-    """How many instances of a role there are at least and at most, and how they change.
+    """The least and most instances of each role, and the rules of their changes.
 
-    With `to_zero`, an idle pool goes entirely; a request that the proxy parks wakes it.
+    With `to_zero`, an idle pool goes to zero; a request that the proxy parks wakes it.
     """
 
     sizes: Mapping[str, tuple[int, int]]
@@ -43,7 +43,7 @@ class Scaling:
     targets: Mapping[str, Targets] = field(default_factory=lambda: _TARGETS)
 
     def of(self, role: str) -> AutoscaleConfig:
-        """Of one pool."""
+        """Returns one pool's configuration."""
         low, high = self.sizes[role]
         c = self.config
         return AutoscaleConfig(
@@ -63,7 +63,7 @@ class Scaling:
 
 
 def parse_sizes(given: Mapping[str, str], *, autoscale: bool) -> dict[str, tuple[int, int]]:
-    """Least and most instances by role, of `N` or `LOW:HIGH`; empty: the default.
+    """Returns least and most instances by role, from `N` or `LOW:HIGH`; empty text: the default.
 
     Raises ConfigError.
     """
@@ -105,7 +105,8 @@ async def autoscaled(
     told: Callable[[str], None],
     decided: Callable[[Decision], None] = lambda decision: None,
 ) -> AsyncIterator[None]:
-    """Scales a stack's pools until the end of the block. Raises there what ended the scaling.
+    """Scales a stack's pools until the end of the block. Raises there the error that ended the
+    scaling.
 
     told: gets a line whenever a pool changes. decided: gets every decision.
     """
@@ -139,4 +140,4 @@ async def autoscaled(
 
 def _log_failure(task: asyncio.Task[None]) -> None:
     if not task.cancelled() and (error := task.exception()) is not None:
-        log.error("nothing is scaled any more", exc_info=error)
+        log.error("autoscaling failed; pools keep their sizes", exc_info=error)

@@ -1,6 +1,6 @@
-"""One service as a process of its own, as `millrace up` and benchmarks start them.
+"""Runs one service as a process of its own, for `millrace up` and benchmarks.
 
-It gets a pipe to say when it serves, logs to its own file and dies with its parent.
+The service reports over a pipe when it serves, logs to its own file and dies with its parent.
 """
 
 from __future__ import annotations
@@ -25,12 +25,12 @@ STOP_TIMEOUT_S = 40.0
 
 
 class StartupError(MillraceError):
-    """A service ended before it served. The message is its last line."""
+    """A service ended before it served. The message is its last log line."""
 
 
 @dataclass(slots=True, eq=False)
 class Service:
-    """One supervised process. `port` is where it serves, once it does.
+    """One supervised process. `port` is its port, once it serves.
 
     `environment` is added to this process's own.
     """
@@ -70,7 +70,9 @@ class Service:
         self._ready_fd = read_fd
 
     async def wait_until_it_serves(self, timeout_s: float) -> None:
-        """Call it once after `launch`. Raises StartupError when the process ends first."""
+        """Waits until it serves. Call it once after `launch`. Raises StartupError when it ends
+        first.
+        """
         assert self.process is not None
         try:
             line = await asyncio.wait_for(_read_line(self._ready_fd), timeout_s)
@@ -86,19 +88,21 @@ class Service:
         self.serving = True
 
     def last_words(self) -> str:
-        """The last line of the service's log."""
+        """Returns the last line of the service's log."""
         lines = self.log_path.read_text(errors="replace").strip().splitlines()
-        return lines[-1] if lines else "ended without a word"
+        return lines[-1] if lines else "ended with an empty log"
 
     @property
     def ended_well(self) -> bool:
-        """Whether it ended as asked. One that did not serve yet may end by the signal itself."""
+        """Returns whether it ended as asked. A service that did not serve yet may end by the signal
+        itself.
+        """
         if self.process is None or self.process.returncode == 0:
             return True
         return not self.serving and self.process.returncode == -signal.SIGTERM
 
     async def stop(self) -> None:
-        """SIGTERM, and SIGKILL for one that has not drained in time."""
+        """Sends SIGTERM, and SIGKILL if the service has not drained in time."""
         if self.process is None or self.process.returncode is not None:
             return
         self.process.send_signal(signal.SIGTERM)
@@ -111,7 +115,7 @@ class Service:
 
 
 async def all_or_first_error(starts: Iterable[Coroutine[None, None, None]]) -> None:
-    """Runs all at once; the first error ends the wait and the others."""
+    """Runs all at once; the first error cancels the others."""
     tasks = [asyncio.create_task(start) for start in starts]
     try:
         await asyncio.gather(*tasks)
@@ -122,7 +126,7 @@ async def all_or_first_error(starts: Iterable[Coroutine[None, None, None]]) -> N
 
 
 async def _read_line(fd: int) -> bytes:
-    """One line from a pipe; empty when its writer ended without a word."""
+    """Reads one line from a pipe; empty when its writer ended without a line."""
     loop = asyncio.get_running_loop()
     reader = asyncio.StreamReader()
     transport, _ = await loop.connect_read_pipe(

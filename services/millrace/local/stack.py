@@ -1,6 +1,6 @@
-"""The whole stack on this machine: each service its own process, supervised.
+"""Runs the whole stack on this machine: each service is its own supervised process.
 
-A service that dies by itself is started again. Instances come and go while it runs.
+A service that dies by itself is started again. Instances may be added and removed at any time.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from millrace.local.service import Service, StartupError, all_or_first_error
 
 log = logging.getLogger(__name__)
 
-#: Services by the order in which they stop.
+#: The services, in the order in which they stop.
 _WAVES = (("proxy",), ("prefill", "decode", "colocated"), ("kvp",), ("scheduler",))
 
 RESTART_FIRST_S = 0.5
@@ -32,16 +32,16 @@ RESTART_MOST_S = 10.0
 
 
 class UncleanStopError(MillraceError):
-    """A service did not end well when it was asked to: it leaked, crashed or had to be killed."""
+    """A stopped service did not end well: it leaked, crashed or had to be killed."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StackOptions:
-    """What `millrace up` starts; colocated instances, if any, in place of prefill and decode.
+    """The services that `millrace up` starts; colocated instances replace prefill and decode.
 
-    `settings` (`section.field=value`) go to every service, `role_settings` to the instances of one
-    role, over all others. With `profile`, the engine's settings, a model that was never measured
-    here is measured before anything starts.
+    `settings` (`section.field=value`) go to every service. `role_settings` go to the instances of
+    one role and take precedence. With `profile`, the engine's settings, a model that was never
+    measured here is measured before the services start.
     """
 
     model: str
@@ -60,21 +60,22 @@ class StackOptions:
     threads: int = 0
     start_timeout_s: float = 600.0
     profile: EngineConfig | None = None
-    devices: Sequence[str] = ()  # GPUs to give out to instances; none: they are not looked at
+    devices: Sequence[str] = ()  # GPUs for instances; empty: CPUs
     devices_each: int = 1
     share_devices: bool = False
-    most: Mapping[str, int] = field(default_factory=dict)  # instances by role, where they scale
+    most: Mapping[str, int] = field(default_factory=dict)  # instances by role, autoscaled
 
     @property
     def compute_threads(self) -> int:
-        """Of each instance."""
+        """Returns the compute threads of each instance."""
         return self.threads or max(1, len(os.sched_getaffinity(0)) // 2)
 
     @property
     def group_sizes(self) -> tuple[int, ...]:
-        """Powers of two whose instances have the machine's cores to themselves; with GPUs none.
+        """Returns the powers of two of instances that have the machine's cores to themselves; empty
+        with GPUs.
 
-        On devices of their own groups' times are estimated from those of one instance.
+        On devices of their own, groups' times are estimated from the times of one instance.
         """
         most = 0 if self.colocated else max(self.prefill, self.most.get("prefill", 0))
         if self.devices:
@@ -84,7 +85,7 @@ class StackOptions:
 
     @property
     def fleet(self) -> dict[str, int]:
-        """Instances by role."""
+        """Returns the instances by role."""
         fleet = {"prefill": self.prefill, "decode": self.decode}
         if self.colocated:
             fleet = {"colocated": self.colocated}
@@ -92,19 +93,19 @@ class StackOptions:
 
     @property
     def common_arguments(self) -> list[str]:
-        """What configures every service alike."""
+        """Returns the arguments that configure every service."""
         named = [] if self.config is None else ["--config", str(self.config)]
         return named + _set(*self.settings)
 
     def engine_settings(self, role: str) -> list[str]:
-        """What further configures the instances of a role."""
+        """Returns the further arguments of the instances of a role."""
         own = self.role_settings.get(role, ())
         if (share := self.device_pool().memory_share) < 1:
             own = [f"engine.device_share={share:.4f}", *own]
         return _set(f"engine.threads={self.compute_threads}", *own)
 
     def device_pool(self) -> DevicePool:
-        """Raises ConfigError when the devices do not suffice."""
+        """Makes the pool of devices. Raises ConfigError when the devices do not suffice."""
         return DevicePool(
             self.devices,
             {**self.fleet, **self.most},
@@ -130,7 +131,7 @@ class Stack:
         self._progress = progress
         self._redis: PrivateRedis | None = None
         self._workers: list[str] = []  # arguments of every instance
-        self._made = Counter[str]()  # instances by role, ever: a name is never given twice
+        self._made = Counter[str]()  # instances by role, ever: a name is never used twice
         self._removals: set[asyncio.Task[None]] = set()
         self._unclean: list[str] = []
         self._stopping = False
@@ -142,7 +143,7 @@ class Stack:
 
     @property
     def scheduler_address(self) -> str:
-        """Its gRPC address, host:port."""
+        """The scheduler's gRPC address, host:port."""
         return f"127.0.0.1:{self.services['scheduler'].port}"
 
     async def __aenter__(self) -> Stack:
@@ -187,25 +188,25 @@ class Stack:
         return service
 
     def keep(self) -> None:
-        """From now on, services that die are started again."""
+        """Restarts services that die, from now on."""
         for service in self.services.values():
             service.keeper = asyncio.create_task(self._keep(service))
 
     def instances(self, role: str) -> list[str]:
-        """Names of the instances of a role, oldest first, those that start included."""
+        """Returns the instances' names of a role, oldest first, starting instances included."""
         return [name for name in self.services if name.rpartition("-")[0] == role]
 
     def add(self, role: str) -> str:
         """Starts one more instance and returns its name at once.
 
-        It is `serving` later, or not among the services any more when it could not start.
+        Its service is `serving` later, or is removed from the services if it could not start.
         """
         service = self._instance(role)
         service.keeper = asyncio.create_task(self._bring_up(service))
         return service.name
 
     def remove(self, name: str) -> None:
-        """Ends an instance for good, in the background: SIGTERM, upon which it drains."""
+        """Ends an instance for good, in the background: SIGTERM makes it drain."""
         removal = asyncio.create_task(self._remove(self.services.pop(name)))
         self._removals.add(removal)
         removal.add_done_callback(self._removals.discard)
@@ -226,7 +227,7 @@ class Stack:
         died = service.process is not None and service.process.returncode is not None
         await service.stop()
         self._devices.give_back(service.name)
-        if not died:  # by itself, which is nothing to complain of at the end
+        if not died:  # it ended by itself, which is not an error
             self._unclean += _complaints([service])
 
     def _instance(self, role: str) -> Service:
@@ -241,12 +242,12 @@ class Stack:
         return self.supervise(Service(name, arguments, self.directory / f"{name}.log"))
 
     def _give_devices(self, service: Service) -> None:
-        """Raises ConfigError when none are free."""
+        """Lends devices to a service. Raises ConfigError when none are free."""
         if names := self._devices.take(service.name):
             service.environment = {"CUDA_VISIBLE_DEVICES": ",".join(names)}
 
     async def _wait_for_devices(self, service: Service) -> None:
-        """Likewise, once no instance that leaves holds any."""
+        """Lends devices to a service, after leaving instances have given theirs back."""
         while True:
             try:
                 return self._give_devices(service)
@@ -256,7 +257,7 @@ class Stack:
             await asyncio.wait(self._removals, return_when=asyncio.FIRST_COMPLETED)
 
     async def _keep(self, service: Service) -> None:
-        """Starts a service again when it dies by itself, after a pause that grows."""
+        """Restarts a service when it dies by itself, after a pause that grows."""
         pause_s = RESTART_FIRST_S
         while True:
             if service.process is not None:
@@ -272,16 +273,17 @@ class Stack:
                 log.warning("%s could not be started: %s", service.name, error)
 
     async def stop(self) -> None:
-        """Proxy first, so that running answers finish; then workers, those that hold KV for others
-        last, scheduler and Redis.
+        """Stops the proxy first, so that running answers finish; then the workers, KVP workers
+        last; then scheduler and Redis.
 
-        Raises UncleanStopError when a service ended with an error, unless one is under way.
+        Raises UncleanStopError when a service ended with an error, unless another exception is
+        raised.
         """
         if self._stopping:
             return
         self._stopping = True
         await asyncio.gather(*self._removals)
-        await _end(self.services.values())  # first, so that none starts one behind our back
+        await _end(self.services.values())  # first, so that no service is started during the stop
         for wave in _WAVES:
             await asyncio.gather(
                 *(s.stop() for n, s in self.services.items() if n.split("-")[0] in wave)
@@ -295,7 +297,7 @@ class Stack:
 
 
 async def _end(services: Iterable[Service]) -> None:
-    """Ends their keepers: nobody starts them again."""
+    """Cancels the tasks that would restart the services."""
     keepers = [service.keeper for service in services if service.keeper is not None]
     for keeper in keepers:
         keeper.cancel()
@@ -305,7 +307,7 @@ async def _end(services: Iterable[Service]) -> None:
 
 
 def _complaints(services: Iterable[Service]) -> list[str]:
-    """Of those that did not end well."""
+    """Returns an error line for each service that did not end well."""
     return [
         f"{s.name} ended with status {s.process.returncode}: {s.last_words()}"
         for s in services

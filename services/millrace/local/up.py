@@ -1,4 +1,4 @@
-"""`millrace up`: starts the whole stack on this machine, says how to use it, and stops it.
+"""`millrace up`: starts the whole stack on this machine, prints how to use it, and stops it.
 
 With `--autoscale` its pools of instances grow and shrink with the load.
 """
@@ -54,7 +54,7 @@ async def run_until_stopped(options: StackOptions, scaling: Scaling | None = Non
 
 
 async def start_with_progress(options: StackOptions, console: Console) -> Stack:
-    """Starts a stack, saying what it does: a spinner on a terminal, lines elsewhere."""
+    """Starts a stack and shows the progress: a spinner on a terminal, lines elsewhere."""
     if missing := missing_cpp():
         console.print(
             f"Warning: Millrace is installed without its C++ modules ({', '.join(missing)}): torch "
@@ -70,9 +70,9 @@ async def start_with_progress(options: StackOptions, console: Console) -> Stack:
 
 
 async def measure_first(options: StackOptions, budget_s: float = 0.0) -> None:
-    """Measures the model as the stack's prefill instances compute, if that was never done.
+    """Measures the model as the stack's prefill instances compute, if it was never measured.
 
-    budget_s: as `profile_first` has it.
+    budget_s: as in `profile_first`.
     """
     if options.profile is not None:
         await profile_first(
@@ -85,12 +85,12 @@ async def measure_first(options: StackOptions, budget_s: float = 0.0) -> None:
 
 
 def missing_cpp() -> list[str]:
-    """The C++ modules that this installation lacks: it was made without a compiler."""
+    """Returns the C++ modules that this installation lacks: it was made without a compiler."""
     return [name for name in CPP_MODULES if importlib.util.find_spec(name) is None]
 
 
 def usage(url: str, model_name: str) -> str:
-    """The lines a new user tries first."""
+    """Returns the first commands for a new user."""
     return f"""Millrace serves {model_name} at {url}
 
 curl {url}/v1/chat/completions -H 'content-type: application/json' -d '{{

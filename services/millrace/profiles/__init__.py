@@ -1,7 +1,7 @@
-"""The hardware profiles that ship with Millrace, and the reader for others.
+"""The hardware profiles that ship with Millrace, and the reader for other profiles.
 
-`build.py` makes the shipped ones from public measurements; README.md names the sources. `cache.py`
-keeps what `millrace profile` measured on this machine.
+`build.py` makes the shipped profiles from public measurements; README.md names the sources.
+`cache.py` keeps the results of `millrace profile` on this machine.
 """
 
 from __future__ import annotations
@@ -18,14 +18,14 @@ from millrace.core.errors import ConfigError
 
 @cache
 def profile_names() -> tuple[str, ...]:
-    """Names of the shipped profiles, sorted."""
+    """Returns the names of the shipped profiles, sorted."""
     files = resources.files(__name__).iterdir()
     return tuple(sorted(file.name[:-5] for file in files if file.name.endswith(".json")))
 
 
 @cache
 def load_profile(name_or_path: str) -> Profile:
-    """A shipped profile by name, or one from a file whose path ends in .json.
+    """Loads a shipped profile by name, or a profile from a file whose path ends in .json.
 
     Raises ConfigError for an unknown name, and for a file that can't be read or isn't a profile.
     """
@@ -48,7 +48,7 @@ def load_profile(name_or_path: str) -> Profile:
 
 
 def encode(fields: Mapping[str, object]) -> str:
-    """The text of a profile's file, a line a field."""
+    """Returns the text of a profile's file, one line per field."""
     lines = [
         f" {json.dumps(key)}: {json.dumps(value, separators=(',', ':'))}"
         for key, value in fields.items()

@@ -33,14 +33,14 @@ from millrace.profiles.measured import (
 DEGREES = (1, 2, 4, 8, 16, 32, 64, 128)
 FIT_TOKENS = tuple(128 << i for i in range(12))  # 128 to 256k
 
-#: Seconds of a pass that no kernel accounts for: launching a captured graph, sampling.
+#: Seconds of a pass outside of all kernels: launching a captured graph, sampling.
 PASS_OVERHEAD_S = 1e-3
 
-#: HBM bytes a second; element-wise work is scaled by it from A100 to the others.
+#: HBM bytes per second; element-wise work is scaled by it from A100 to the others.
 HBM_BYTES_S = {"a100": 2.039e12, "h100": 3.35e12, "h200": 4.8e12}
-#: Bytes a second of one GPU's network card: Tetris section 7.1, Mnemosyne section 6.
+#: Bytes per second of one GPU's network card: Tetris section 7.1, Mnemosyne section 6.
 RDMA_BYTES_S = {"a100": 25e9, "h100": 50e9, "h200": 50e9}
-#: Of a worker without RDMA.
+#: The same for a worker without RDMA.
 TCP_BYTES_S = 2.5e9
 
 
@@ -59,11 +59,11 @@ class Model:
 
     @property
     def kv_bytes_per_token(self) -> int:
-        """Bytes of keys and values in bf16, all layers."""
+        """Returns the bytes of one token's keys and values in bf16, in all layers."""
         return 2 * self.kv_heads * self.head_dim * 2 * self.layers
 
     def gemms(self, tp: int) -> Mapping[str, tuple[int, int]]:
-        """Operator -> (n, k) of one rank."""
+        """Returns operator -> (n, k) of one rank."""
         q, kv = self.heads * self.head_dim, self.kv_heads * self.head_dim
         return {
             "qkv_proj": ((q + 2 * kv) // tp, self.width),
@@ -84,7 +84,7 @@ BUILDS = tuple(
 
 
 class Builder:
-    """Builds profiles from one source folder, fitting what they share once."""
+    """Builds profiles from one source folder, and fits their common constants once."""
 
     def __init__(self, source: Path) -> None:
         self._source = source
@@ -98,7 +98,7 @@ class Builder:
         self._kvp_message_s = fitted.kvp_message_s(bare)
 
     def profile(self, model: Model, device: str, tp: int) -> Profile:
-        """One profile with its errors."""
+        """Builds one profile with its errors."""
         operators = self._operators(model, device, tp, self._kvp_message_s)
         bare = Profile(
             name=f"{model.name}-{device}-tp{tp}",
@@ -123,7 +123,9 @@ class Builder:
         return replace(bare, errors=MappingProxyType(errors), checks=MappingProxyType(checks))
 
     def _gaps_s(self) -> list[float]:
-        """Table 1, SP 1, less the pass's overhead, GEMMs and attention, from 4k to 16k tokens."""
+        """Returns Table 1, SP 1, less the pass's overhead, GEMMs and attention, from 4k to 16k
+        tokens.
+        """
         device, gemms = self._device("a100"), self._gemms(LLAMA3_8B, "a100", 1).values()
         attn = table(device.prefill_attention(LLAMA3_8B.heads, LLAMA3_8B.kv_heads))
         gaps = []
@@ -164,9 +166,9 @@ class Builder:
         )
 
     def _gemms(self, model: Model, device_name: str, tp: int) -> Mapping[str, Table]:
-        """Operator -> seconds of one layer's GEMM over tokens.
+        """Returns operator -> seconds of one layer's GEMM over tokens.
 
-        The last point is not measured: from the longest one on, time grows with the tokens.
+        The last point is extrapolated: beyond the longest measurement, time grows with the tokens.
         """
         device, found = self._device(device_name), {}
         for name, (n, k) in model.gemms(tp).items():
@@ -177,9 +179,10 @@ class Builder:
         return found
 
     def _attn(self, device: str, heads: int, kv_heads: int) -> Table:
-        """Prefill attention, carried on to prompts longer than the 16k tokens measured.
+        """Returns prefill attention, extrapolated beyond the 16k tokens measured.
 
-        On A100 at what Table 1 shows of the measured slope; nothing is known of the others.
+        On A100 with the share of the measured slope that Table 1 shows; for the others no data
+        exist.
         """
         points = dict(self._device(device).prefill_attention(heads, kv_heads))
         measured = table(points)
@@ -192,9 +195,10 @@ class Builder:
 
     @staticmethod
     def _decode(device: Device, heads: int, kv_heads: int) -> tuple[DecodeAttention, float]:
-        """Decode attention and the seconds to read a token's KV, by a batch that fills the GPU.
+        """Returns decode attention and the seconds to read a token's KV with a batch that fills the
+        GPU.
 
-        Each row is carried on at that rate: the kernels measured split a short batch's context
+        Each row is extrapolated at that rate: the measured kernels split a short batch's context
         into too few parts to fill a GPU, which a context of millions need not suffer from.
         """
         measured = device.decode_attention(heads, kv_heads)
@@ -208,7 +212,7 @@ class Builder:
         return decode, rounded(read_s)
 
     def _long_attention(self) -> float:
-        """`fitted.long_factor` of A100."""
+        """Returns `fitted.long_factor` of A100."""
         device, gemms = self._device("a100"), self._gemms(LLAMA3_8B, "a100", 1).values()
         attn = table(device.prefill_attention(LLAMA3_8B.heads, LLAMA3_8B.kv_heads))
         layers = LLAMA3_8B.layers
@@ -217,7 +221,9 @@ class Builder:
         )
 
     def _beside(self, model: Model, device: str, tp: int) -> Mapping[str, Table]:
-        """Operator -> seconds over tokens of what is folded in: element-wise work, all-reduces."""
+        """Returns operator -> seconds over tokens of the remaining work: element-wise work,
+        all-reduces.
+        """
         work, memory = self._elementwise, HBM_BYTES_S["a100"] / HBM_BYTES_S[device]
         wide = model.width / LLAMA3_8B.width
         norm, add = work.shares["norm"] * wide, work.shares["add"] * wide
@@ -259,13 +265,13 @@ class Builder:
         )
 
     def _measured(self, model: Model, device: str, tp: int) -> dict[int, Latency]:
-        """By SP degree; empty but for the testbed of Table 1."""
+        """Returns measured latencies by SP degree; empty except for the testbed of Table 1."""
         if (model, device, tp) != (LLAMA3_8B, "a100", 1):
             return {}
         return {sp: latency(*fit(points), points) for sp, points in self._table_1.items()}
 
     def _transfer(self, device: str, tp: int) -> dict[str, float]:
-        # No H200 was measured; its links are those of H100.
+        # H200's links were not measured; they are those of H100.
         link = send_bytes_s(self._source, "a100" if device == "a100" else "h100")
         return {
             "nvlink": rounded(link * tp),
@@ -279,7 +285,7 @@ def _round_table(points: Mapping[float, float]) -> Table:
 
 
 def _sources(model: Model, device: str, tp: int) -> tuple[str, ...]:
-    """Where the numbers of a profile come from."""
+    """Returns the sources of a profile's numbers."""
     sources = [
         f"GEMM, attention{' and all-reduce' if tp > 1 else ''} of {device.upper()}: "
         "ai-dynamo/aiconfigurator 095f58a5, vLLM 0.14.0 data, Apache-2.0, (c) NVIDIA",
@@ -293,7 +299,7 @@ def _sources(model: Model, device: str, tp: int) -> tuple[str, ...]:
 
 
 def _assumptions(model: Model, device: str, tp: int) -> tuple[str, ...]:
-    """What was not measured."""
+    """Returns the assumptions for values that were not measured."""
     found = [
         "c = 2 d (FLOP counting): no prefill attention with long history was measured on this GPU",
         "history is worked off at the rate of long prompts in any chunk (KV split, as in Medha)",

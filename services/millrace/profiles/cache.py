@@ -1,7 +1,7 @@
-"""What was measured on this machine, kept between starts.
+"""Keeps this machine's measurements between starts.
 
-One file a key, named by the key's hash and holding the key itself. A file that is no profile, or
-one of another key, is not used: the caller measures again.
+Each key has one file, named by the key's hash and holding the key itself. A file that is not a
+profile, or has another key, is not used: the caller measures again.
 """
 
 from __future__ import annotations
@@ -21,16 +21,16 @@ from millrace.profiles import encode
 
 log = logging.getLogger(__name__)
 
-#: Under the cache folder of a user whose XDG_CACHE_HOME says nothing else.
+#: Below the user's cache folder, unless XDG_CACHE_HOME is set.
 DEFAULT_FOLDER = "~/.cache/millrace/profiles"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ProfileKey:
-    """All that measured times depend on.
+    """All values that measured times depend on.
 
-    device: the processor's name. threads: compute threads. max_chunk_tokens: of a pass, for a
-    longer prompt is timed pass by pass.
+    device: the processor's name. threads: compute threads. max_chunk_tokens: the longest pass in
+    tokens; a longer prompt is timed pass by pass.
     """
 
     model_hash: str
@@ -50,14 +50,16 @@ class ProfileCache:
     """A folder of profiles by key."""
 
     def __init__(self, folder: str = "") -> None:
-        """An empty `folder` is `DEFAULT_FOLDER`."""
+        """`folder` is empty for `DEFAULT_FOLDER`."""
         self.folder = Path(folder or DEFAULT_FOLDER).expanduser()
 
     def path(self, key: ProfileKey) -> Path:
         return self.folder / key.file_name
 
     def load(self, key: ProfileKey) -> Profile | None:
-        """The key's profile; None when there is none, and with a warning when it can't be used."""
+        """Returns the key's profile; None when there is none, and with a warning when it can't be
+        used.
+        """
         path = self.path(key)
         try:
             data = json.loads(path.read_text("utf-8"))
@@ -72,26 +74,26 @@ class ProfileCache:
         return profile
 
     def store(self, key: ProfileKey, profile: Profile) -> Path:
-        """Keeps a profile in place of the key's old one. Raises ConfigError when it can't."""
+        """Replaces the key's profile. Raises ConfigError when it can't."""
         path = self.path(key)
         write_whole(path, keyed(key, profile))
         return path
 
 
 def keyed(key: ProfileKey, profile: Profile) -> str:
-    """The text of a measured profile's file: the profile and what it is of."""
+    """Returns the text of a measured profile's file: the profile and its key."""
     return encode(profile.to_json() | {"key": asdict(key)})
 
 
 def require_writable(path: Path) -> None:
-    """Raises ConfigError when a file can't be put there; what takes a minute asks before it."""
+    """Raises ConfigError when a file can't be written there; call it before a long measurement."""
     folder = next(p for p in path.absolute().parents if p.exists())
     if path.is_dir() or not folder.is_dir() or not os.access(folder, os.W_OK):
         raise ConfigError(f"{path} can't be written")
 
 
 def write_whole(path: Path, text: str) -> None:
-    """Writes a file that is there whole or not at all, and makes its folder.
+    """Writes a file atomically, and makes its folder.
 
     Raises ConfigError that names the file when it can't be written.
     """

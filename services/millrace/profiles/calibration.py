@@ -1,8 +1,8 @@
-"""What the measured tables leave open, settled against numbers printed in the papers.
+"""Fits the constants that the measured tables lack to numbers printed in the papers.
 
-Fitted here: what a pass costs beyond its GEMMs and attention (Tetris Table 1, SP 1), attention of
-prompts longer than were measured (the same), what a ring step costs (Table 1, SP 2 to 16), and
-what KV parallelism's communication costs (Medha section 3.4 and Mnemosyne section 6). Fits are
+Fitted here: a pass's cost beyond its GEMMs and attention (Tetris Table 1, SP 1), attention of
+prompts longer than the measured prompts (the same), the cost of a ring step (Table 1, SP 2 to 16),
+and the cost of KV parallelism's communication (Medha section 3.4 and Mnemosyne section 6). Fits are
 linear least squares on relative error.
 """
 
@@ -22,7 +22,9 @@ K = 1024  # one "k" of Table 1
 
 
 def table_1(papers: Mapping[str, Any]) -> Mapping[int, Points]:
-    """SP degree -> measured (tokens, seconds) of Llama-3-8B on A100, TP 1 (Tetris Table 1)."""
+    """Returns SP degree -> measured (tokens, seconds) of Llama-3-8B on A100, TP 1 (Tetris Table
+    1).
+    """
     printed = papers["tetris"]["table1_prefill_latency_s_llama3_8b_a100_tp1_bs1"]
     return {
         sp: tuple(
@@ -35,9 +37,10 @@ def table_1(papers: Mapping[str, Any]) -> Mapping[int, Points]:
 
 
 def ring(one: Latency, sp: int, layers: int, step_s: float) -> Latency:
-    """SP degree `sp` by the ring model: compute divided, `sp` - 1 steps of the ring in each layer.
+    """Returns SP degree `sp` by the ring model: compute divided, `sp` - 1 steps of the ring per
+    layer.
 
-    `one` is degree 1; its constant is paid whole by each member.
+    `one` is degree 1; each member pays its whole constant.
     """
     start_s = one.a + layers * (sp - 1) * step_s
     points = tuple((m, rounded(start_s + (s - one.a) / sp)) for m, s in one.points)
@@ -45,7 +48,9 @@ def ring(one: Latency, sp: int, layers: int, step_s: float) -> Latency:
 
 
 def ring_step_s(table: Mapping[int, Points], layers: int) -> float:
-    """The seconds of a ring step in a layer that bring the ring model closest to Table 1."""
+    """Returns the seconds of a ring step in a layer that bring the ring model closest to Table
+    1.
+    """
     one = latency(*fit(table[1]), table[1])
     steps, over = [], []
     for sp in (2, 4, 8, 16):
@@ -57,7 +62,9 @@ def ring_step_s(table: Mapping[int, Points], layers: int) -> float:
 
 
 def long_slope(attn: Table) -> float:
-    """Seconds a squared token of a layer's attention, over the longest half of the lengths."""
+    """Returns seconds per squared token of a layer's attention, over the longest half of the
+    lengths.
+    """
     far = attn.xs[-1]
     return (attn.ys[-1] - attn.at(far / 4)) / (far - far / 4)
 
@@ -65,9 +72,10 @@ def long_slope(attn: Table) -> float:
 def long_factor(
     points: Points, attn: Table, linear_s: Callable[[int], float], layers: int
 ) -> float:
-    """How much of `long_slope` Table 1, SP 1, shows at 32k and 128k tokens; 64k is left out.
+    """Returns the share of `long_slope` that Table 1, SP 1, shows at 32k and 128k tokens, without
+    64k.
 
-    `linear_s`: seconds of a pass of so many tokens but for attention.
+    `linear_s`: seconds of a pass over its tokens, without attention.
     """
     by_tokens = dict(points)
     low, high = 32 * K, 128 * K
@@ -77,9 +85,9 @@ def long_factor(
 
 @dataclass(frozen=True)
 class Elementwise:
-    """Seconds a layer spends outside its GEMMs and attention, on A100 for Llama-3-8B, TP 1.
+    """Seconds that a layer spends outside its GEMMs and attention, on A100 for Llama-3-8B, TP 1.
 
-    `launch_s` at one token, growing linearly to `level_s` at `ramp_tokens`, level from there on.
+    `launch_s` at one token, growing linearly to `level_s` at `ramp_tokens`, constant from there on.
     `shares` of it by kernel: norm (each of two), rope, act, add (each of two).
     """
 
@@ -92,11 +100,11 @@ class Elementwise:
 def elementwise(
     vidur: Mapping[str, Mapping[int, float]], gaps_s: Sequence[float], layers: int
 ) -> Elementwise:
-    """From Vidur's kernels at one token, and from `gaps_s`: Table 1 less GEMMs and attention.
+    """Fits Vidur's kernels at one token, and `gaps_s`: Table 1 less GEMMs and attention.
 
     The gap of Table 1 is a constant from 4k to 16k tokens. Element-wise work is linear in tokens
-    and reaches about that much at 4k, so the constant is taken to be reached there: a short chunk
-    must not pay the whole of it. What goes on growing beyond is within the GEMMs' error.
+    and has about the gap's size at 4k, so it is taken to reach the constant there: a short chunk
+    must not pay the whole of it. Its further growth is within the GEMMs' error.
     """
     kernels = {
         "norm": ("input_layernorm", "post_attention_layernorm"),
@@ -124,7 +132,7 @@ KVP_RATIOS = ((10_000_000, 2, 0.6), (10_000_000, 4, 1 / 2.5), (4_000_000, 4, 1 /
 
 
 def kvp_message_s(operators: OperatorModel) -> float:
-    """Seconds of one round of KVP communication in a layer, from `KVP_RATIOS`.
+    """Returns the seconds of one round of KVP communication in a layer, from `KVP_RATIOS`.
 
     `operators`: of Llama-3-8B on H100, TP 8, without communication.
     """

@@ -1,9 +1,9 @@
-"""The fit of a decode step's seconds: base + per_sequence n + per_context_token C.
+"""Fits a decode step's seconds: base + per_sequence n + per_context_token C.
 
-n are the sequences of the batch, C their context tokens in total: Mnemosyne section 4.4 takes
-decode attention as linear in the context (T_d^attn(n) of Eq. (9)), and weights are read once a
-step, whatever the batch. What a decode instance registers with, so that the scheduler can tell
-what a step will take with one request more.
+n is the number of sequences of the batch, C the number of their context tokens in total: Mnemosyne
+section 4.4 takes decode attention as linear in the context (T_d^attn(n) of Eq. (9)), and weights
+are read once per step for any batch. A decode instance registers with this fit, so that the
+scheduler can predict a step with one more request.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from millrace.profiles.eq_1 import rounded
 
 
 def fit(steps: Sequence[tuple[int, int, float]]) -> tuple[float, float, float]:
-    """(base_s, per_sequence_s, per_context_token_s), none below 0.
+    """Returns (base_s, per_sequence_s, per_context_token_s), none below 0.
 
     steps: (sequences, their context tokens in total, seconds), one or more. Least squares on
     relative error; a term that would be negative is left out.
@@ -36,7 +36,7 @@ def fit(steps: Sequence[tuple[int, int, float]]) -> tuple[float, float, float]:
 
 
 def of_profile(operators: OperatorModel) -> tuple[float, float, float]:
-    """`fit` to the steps that a profile's tables hold."""
+    """Returns `fit` over the steps in a profile's tables."""
     decode = operators.decode_attn
     return fit(
         [

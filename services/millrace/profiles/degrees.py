@@ -1,4 +1,4 @@
-"""SP degrees that nobody measured: from the times of one instance, by the ring model."""
+"""Estimates SP degrees without measurements from the times of one instance, by the ring model."""
 
 from __future__ import annotations
 
@@ -9,14 +9,15 @@ from millrace.profiles import load_profile
 from millrace.profiles.calibration import ring
 from millrace.profiles.eq_1 import rounded
 
-#: Where what one machine can't measure comes from: the ring, KV parallelism, rates of links.
+#: The profile with the values that one machine can't measure: the ring, KV parallelism, links.
 REFERENCE = "llama3-8b-a100-tp1"
 
 
 def estimated(one: Latency, layers: int) -> dict[int, Latency]:
-    """Degrees 2 to 128 of a model of so many layers on devices of one's own for each instance.
+    """Estimates degrees 2 to 128 of a model of `layers` layers, with devices of its own per
+    instance.
 
-    Compute is divided by the degree; each step of the ring costs what it does in `REFERENCE`.
+    Compute is divided by the degree; each step of the ring costs as much as in `REFERENCE`.
     """
     reference = load_profile(REFERENCE)
     return {

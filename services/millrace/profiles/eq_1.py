@@ -1,7 +1,7 @@
-"""The fit of Tetris Eq. (1), T = a + b L + c C L + d L^2, to measured prefills.
+"""Fits Tetris Eq. (1), T = a + b L + c C L + d L^2, to measured prefills.
 
-L are the chunk's tokens, C the history's. Linear least squares on relative error (Tetris section
-5.1 fits offline by least squares; it does not say how it weighs short prompts against long ones).
+L is the chunk's tokens, C the history's. Linear least squares on relative error (Tetris section 5.1
+fits offline by least squares; it does not say how it weighs short prompts against long ones).
 """
 
 from __future__ import annotations
@@ -17,10 +17,10 @@ Points = tuple[tuple[int, float], ...]
 
 
 def fit(points: Sequence[tuple[int, float]], d: float | None = None) -> tuple[float, float, float]:
-    """(a, b, d) of Eq. (1) without history; a term that would be negative is left out.
+    """Returns (a, b, d) of Eq. (1) without history; a term that would be negative is left out.
 
-    points: (tokens, seconds), one or more. d: where attention was measured by itself; a and b are
-    then fitted to what it leaves.
+    points: (tokens, seconds), one or more. d: given where attention was measured by itself; a and b
+    are then fitted to the remaining time.
     """
     tokens = np.array([float(point[0]) for point in points])
     seconds = np.array([point[1] for point in points])
@@ -37,11 +37,13 @@ def fit(points: Sequence[tuple[int, float]], d: float | None = None) -> tuple[fl
 
 
 def latency(a: float, b: float, d: float, points: Points = ()) -> Latency:
-    """Eq. (1) with c = 2 d: a history token meets every token of the chunk, an own token half."""
+    """Returns Eq. (1) with c = 2 d: a history token meets every token of the chunk, an own token
+    half.
+    """
     a, b, d = rounded(a), rounded(b), rounded(d)
     return Latency(a=a, b=b, c=2 * d, d=d, points=points)
 
 
 def rounded(value: float) -> float:
-    """Six digits: more than the data hold, and the same bytes from every machine."""
+    """Rounds to six digits: more than the data hold, and the same bytes on every machine."""
     return float(f"{value:.6g}")

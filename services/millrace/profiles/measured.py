@@ -1,8 +1,8 @@
-"""The measured tables that profiles are built from, read and put in seconds.
+"""Reads the measured tables that profiles are built from, and converts them to seconds.
 
-One `Device` holds what was measured on one kind of GPU: GEMM times by (m, n, k), attention by
-heads, all-reduces by size. Shapes that were not measured are interpolated in n and k, where the
-work of a GEMM is linear in both.
+One `Device` holds the measurements of one kind of GPU: GEMM times by (m, n, k), attention by heads,
+all-reduces by size. Shapes without a measurement are interpolated in n and k, where the work of a
+GEMM is linear in both.
 """
 
 from __future__ import annotations
@@ -27,22 +27,22 @@ _JUMP = 1.75
 
 
 def rows(path: Path) -> Iterator[dict[str, str]]:
-    """The rows of a gzipped CSV file with a heading."""
+    """Yields the rows of a gzipped CSV file with a heading."""
     with gzip.open(path, "rt", encoding="utf-8", newline="") as file:
         yield from csv.DictReader(file)
 
 
 def table(points: Mapping[float, float]) -> Table:
-    """A table through (x, y) pairs."""
+    """Returns a table through (x, y) pairs."""
     xs = tuple(sorted(points))
     return Table(xs=xs, ys=tuple(points[x] for x in xs))
 
 
 def _cleaned(by_m: Mapping[float, float]) -> Mapping[float, float]:
-    """GEMM seconds by tokens; a time that jumps up at 1k tokens or more is interpolated instead.
+    """Returns GEMM seconds by tokens; a time that jumps up at 1k tokens or more is interpolated.
 
-    A jump is more than `_JUMP` times what growing with the tokens gives: tiles can't do that (two
-    of the H100 shapes used here have one, at 3 and 4 times the time of half the tokens).
+    A jump is more than `_JUMP` times the growth with the tokens: tiles can't cause that (two of the
+    H100 shapes used here have a jump, at 3 and 4 times the time of half the tokens).
     """
     kept: dict[float, float] = {}
     for m in sorted(by_m):
@@ -68,7 +68,7 @@ class Device:
 
     @cached_property
     def gemm(self) -> Mapping[tuple[int, int], Mapping[float, float]]:
-        """(n, k) -> m -> seconds of a bf16 GEMM."""
+        """Returns (n, k) -> m -> seconds of a bf16 GEMM."""
         found: dict[tuple[int, int], dict[float, float]] = {}
         for row in self._rows("gemm_bf16"):
             shape = int(row["n"]), int(row["k"])
@@ -81,15 +81,18 @@ class Device:
 
     @cached_property
     def tokens(self) -> tuple[float, ...]:
-        """Token counts measured of every shape, but for those just past a tile's end (17, 33...).
+        """Returns the token counts measured for every shape, without those just after a tile's end
+        (17, 33...).
 
-        Of a staircase, tables keep the ends of the treads.
+        The times form a staircase; tables keep the ends of its steps.
         """
         common = set.intersection(*(set(by_m) for by_m in self.gemm.values()))
         return tuple(sorted(m for m in common if m <= 16 or m % 16 == 0))
 
     def gemm_s(self, m: float, n: int, k: int) -> float:
-        """Seconds of an m x n x k GEMM; n and k are interpolated, n also beyond the largest."""
+        """Returns seconds of an m x n x k GEMM; n and k are interpolated, n also beyond the
+        largest.
+        """
         total = 0.0
         for size_n, share_n in self._around(n):
             for size_k, share_k in self._around(k):
@@ -97,7 +100,7 @@ class Device:
         return total
 
     def _around(self, size: int, without: int = 0) -> list[tuple[int, float]]:
-        """Measured sizes beside `size` (never `without`) with their shares."""
+        """Returns measured sizes beside `size` (never `without`) with their shares."""
         sizes = [s for s in self._sizes if s != without]
         if size in sizes:
             return [(size, 1.0)]
@@ -107,7 +110,9 @@ class Device:
         return [(low, 1.0 - share), (high, share)]
 
     def shape_errors(self, n: int, k: int) -> list[float]:
-        """Relative errors of measured GEMMs beside n x k when their own n or k is interpolated."""
+        """Returns relative errors of measured GEMMs beside n x k when their own n or k is
+        interpolated.
+        """
         errors = []
         for near_n, _ in self._around(n):
             for near_k, _ in self._around(k):
@@ -116,7 +121,7 @@ class Device:
                     [(share, (near_n, size)) for size, share in self._around(near_k, near_k)],
                 ]
                 if near_n == self._sizes[-1]:
-                    del guesses[0]  # nothing beyond it to interpolate with
+                    del guesses[0]  # no larger size to interpolate with
                 for m in self.tokens:
                     truth = self.gemm[near_n, near_k][m]
                     for beside in guesses:
@@ -125,10 +130,10 @@ class Device:
         return errors
 
     def prefill_attention(self, heads: int, kv_heads: int) -> Mapping[float, float]:
-        """Squared tokens -> seconds of one layer, batch 1, no history.
+        """Returns squared tokens -> seconds of one layer, batch 1, no history.
 
-        Left out: a point that is more than half above what quadratic growth from the one before
-        gives, for no kernel does that (H100 with 8 / 1 heads at 16k is 3.6 times above).
+        Left out: a point more than half above quadratic growth from the previous point, since no
+        kernel behaves so (H100 with 8 / 1 heads at 16k is 3.6 times above).
         """
         found: dict[float, float] = {}
         before = (0.0, math.inf)
@@ -145,7 +150,7 @@ class Device:
         return found
 
     def decode_attention(self, heads: int, kv_heads: int) -> Mapping[int, Mapping[float, float]]:
-        """Batch -> total context tokens -> seconds of one layer."""
+        """Returns batch -> total context tokens -> seconds of one layer."""
         found: dict[int, dict[float, float]] = {}
         for row in self._rows("generation_attention"):
             if (int(row["num_heads"]), int(row["num_kv_heads"])) == (heads, kv_heads):
@@ -155,7 +160,9 @@ class Device:
         return dict(sorted(found.items()))
 
     def all_reduce(self, gpus: int) -> Mapping[float, float]:
-        """Elements of 2 bytes -> seconds: the faster of NCCL and vLLM's own kernel at each size."""
+        """Returns elements of 2 bytes -> seconds: the faster of NCCL and vLLM's own kernel at each
+        size.
+        """
         own = {
             float(row["message_size"]): float(row["latency_ms"]) * 1e-3
             for row in self._rows("vllm_allreduce_bf16")
@@ -170,9 +177,9 @@ class Device:
 
 
 def refined(attention: Table) -> Table:
-    """Prefill attention over squared tokens with a point added in the middle of each gap below 4k.
+    """Adds a point in the middle of each gap below 4k to prefill attention over squared tokens.
 
-    There the time grows with the tokens rather than with their square, for a GPU is not full.
+    There the time grows with the tokens, not with their square, because the GPU is not full.
     """
     points = dict(zip(attention.xs, attention.ys, strict=True))
     for low, high in pairwise(attention.xs):
@@ -183,13 +190,13 @@ def refined(attention: Table) -> Table:
 
 
 def papers(source: Path) -> dict[str, Any]:
-    """Numbers printed in the papers, keyed by paper."""
+    """Returns the numbers printed in the papers, keyed by paper."""
     loaded: dict[str, Any] = json.loads((source / "papers.json").read_text("utf-8"))
     return loaded
 
 
 def vidur_layer(source: Path, name: str, tp: int) -> Mapping[str, Mapping[int, float]]:
-    """Operator -> tokens -> median seconds of one layer, from Vidur's profiling runs."""
+    """Returns operator -> tokens -> median seconds of one layer, from Vidur's profiling runs."""
     prefix, suffix = "time_stats.", ".median"
     found: dict[str, dict[int, list[float]]] = {}
     for row in rows(source / f"vidur_{name}_mlp.csv.gz"):
@@ -204,7 +211,7 @@ def vidur_layer(source: Path, name: str, tp: int) -> Mapping[str, Mapping[int, f
 
 
 def send_bytes_s(source: Path, device: str) -> float:
-    """Bytes a second of the largest measured send between two GPUs of one node."""
+    """Returns bytes per second of the largest measured send between two GPUs of one node."""
     best = (0.0, 0.0)
     for row in rows(source / f"vidur_{device}_dgx_send_recv.csv.gz"):
         if row["devices_per_node"] == "2":

@@ -1,9 +1,9 @@
-"""How far off a profile is: held-out rows of its own tables, and measurements of other origin.
+"""Measures a profile's errors: on held-out rows of its own tables, and on other sources' data.
 
-Held out: each inner point of a table's grid is predicted from all the others; of a GEMM, each
+Held out: each inner point of a table's grid is predicted from all other points; for GEMMs, each
 shape beside the layer's is predicted from the other shapes. The shipped tables keep all points.
-Foreign measurements enter no fit; they say how far two testbeds differ as much as how good the
-model is.
+Measurements of other sources enter no fit; their errors contain the difference of two testbeds as
+well as the model's error.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ def _without(full: Table, xs: Container[float]) -> Table:
 
 
 def held_out(full: Table) -> list[float]:
-    """Relative error at each inner point of a table, predicted from the others."""
+    """Returns the relative error at each inner point of a table, predicted from the others."""
     return [_without(full, (x,)).at(x) / full.at(x) - 1.0 for x in full.xs[1:-1]]
 
 
@@ -41,16 +41,16 @@ def errors(
     attn: Table,
     operators: OperatorModel,
 ) -> dict[str, float]:
-    """Median relative error on held-out measurements, by table, and of whole prefills.
+    """Returns the median relative error on held-out measurements, by table, and of whole prefills.
 
     attn: prefill attention as measured. The GEMMs' errors are over shapes. prefill: of passes at a
-    token count that every table leaves out, against the pass put together from what was measured.
+    token count that every table leaves out, against the pass computed from the measurements.
     """
     found = {name: _median(device.shape_errors(n, k)) for name, (n, k) in gemms.items()}
     found["attn"] = _median(
         refined(_without(attn, (x,))).at(x) / attn.at(x) - 1.0 for x in attn.xs[1:-1]
     )
-    # The last point of a row is no measurement: it carries the row on.
+    # The last point of a row is extrapolated, not measured.
     decode = [_without(row, row.xs[-1:]) for row in operators.decode_attn.tables]
     found["decode_attn"] = _median(error for row in decode for error in held_out(row))
     if tp > 1:
@@ -77,7 +77,9 @@ def _prefill_errors(attn: Table, operators: OperatorModel) -> list[float]:
 
 
 def checks(source: Path, profile: Profile, table_1: Mapping[int, Points]) -> dict[str, float]:
-    """Median relative difference from measurements of other origin, where there are any."""
+    """Returns the median relative difference from measurements of other sources, where they
+    exist.
+    """
     found: dict[str, list[float]] = {}
     if profile.name == "llama3-8b-a100-tp1":
         found["table_1_sp1"] = [
@@ -99,7 +101,7 @@ def checks(source: Path, profile: Profile, table_1: Mapping[int, Points]) -> dic
             for context, kvp, ratio in KVP_RATIOS
         ]
     for name in ("qkv_proj", "o_proj", "gate_up_proj", "down_proj"):
-        # The last point is no measurement either.
+        # The last point is extrapolated here, too.
         full: Table = getattr(profile.operators, name)
         found[f"{name}_between_tokens"] = held_out(_without(full, full.xs[-1:]))
     found["history"], found["history_chunk_below_512"] = _history(source, profile.operators)
@@ -114,14 +116,14 @@ def checks(source: Path, profile: Profile, table_1: Mapping[int, Points]) -> dic
 
 
 def prefill_s(operators: OperatorModel, tokens: int) -> float:
-    """Seconds of a whole prompt in one pass."""
+    """Returns the seconds of a whole prompt in one pass."""
     return operators.pass_s(BatchShape(prefills=((tokens, 0),)))
 
 
 def _history(source: Path, operators: OperatorModel) -> tuple[list[float], list[float]]:
-    """Attention over history on an RTX PRO 6000 by the profile's rule: long chunks, short chunks.
+    """Returns errors of attention over history on an RTX PRO 6000: of long chunks, of short chunks.
 
-    The rule is applied to that GPU's own table without history (32 / 8 heads).
+    The profile's rule is applied to that GPU's own table without history (32 / 8 heads).
     """
     alone: dict[float, float] = {}
     with_history = []
@@ -144,7 +146,8 @@ def _history(source: Path, operators: OperatorModel) -> tuple[list[float], list[
 
 
 def _vidur_history(source: Path, operators: OperatorModel) -> list[float]:
-    """What a (query, history) pair costs on A100 with 32 heads a rank, by chunks of 1k and more.
+    """Returns errors of a (query, history) pair's time on A100 with 32 heads per rank, chunks from
+    1k on.
 
     Vidur's rows of one chunk length lie on a line over the history; its slope is compared.
     """
@@ -165,7 +168,9 @@ def _vidur_history(source: Path, operators: OperatorModel) -> list[float]:
 
 
 def _vidur(source: Path, profile: Profile) -> list[float]:
-    """A layer's GEMMs and element-wise kernels (no attention, no all-reduce), TP 1 only."""
+    """Returns errors of a layer's GEMMs and element-wise kernels (no attention, no all-reduce), TP
+    1 only.
+    """
     if profile.name != "llama3-8b-a100-tp1":
         return []
     layer = vidur_layer(source, "a100_llama3-8b", 1)
@@ -183,7 +188,9 @@ def _vidur(source: Path, profile: Profile) -> list[float]:
 
 
 def _splitwise(source: Path, profile: Profile) -> tuple[list[float], list[float]]:
-    """Prompt and token times of Llama-2-70B, which has the layers of Llama-3-70B, batch 1 to 64."""
+    """Returns errors of prompt and token times of Llama-2-70B, with Llama-3-70B's layers, batch 1
+    to 64.
+    """
     hardware = f"{profile.device}-80gb"
     prompts, tokens = [], []
     for row in rows(source / "splitwise_perf_model.csv.gz"):

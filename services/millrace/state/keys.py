@@ -1,10 +1,10 @@
 """Names of a request's keys in Redis, and the bytes of its journal.
 
-The braces make one hash slot of a request's keys, so that a script may touch them together on any
+The braces put a request's keys into one hash slot, so that a script may use them together on any
 kind of server.
 
-A journal is a row of frames, each of little-endian int32: the choice's number, how many ids follow,
-the ids. One key holds all choices: every key of a request is known from its id.
+A journal is a sequence of frames, each of little-endian int32: the choice's number, the number of
+ids, the ids. One key holds all choices: every key of a request is known from its id.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ def journal_frame(choice: int, token_ids: Sequence[int]) -> bytes:
 
 
 def journal_tokens(journal: bytes, choice: int) -> npt.NDArray[np.int32]:
-    """The ids of `choice` in `journal`, in order; int32 [tokens]."""
+    """Returns the ids of `choice` in `journal`, in order; int32 [tokens]."""
     numbers = np.frombuffer(journal, dtype=ID_DTYPE)
     found = [np.empty(0, dtype=np.int32)]
     position = 0

@@ -1,4 +1,4 @@
-"""The request store inside one process: for tests and tools that run without Redis."""
+"""Keeps the request store inside one process: for tests and tools that run without Redis."""
 
 from __future__ import annotations
 
@@ -36,17 +36,19 @@ class _Entry:
 
 
 class MemoryStore:
-    """A RequestStore in a dictionary. `clock` gives seconds that never run backwards."""
+    """A RequestStore in a dictionary. `clock` returns seconds that never decrease."""
 
     def __init__(self, config: StoreConfig, *, clock: Callable[[], float] = time.monotonic) -> None:
         self._ttl_s = config.ttl_s
         self._finished_ttl_s = config.finished_ttl_s
         self._clock = clock
         self._entries: dict[str, _Entry] = {}
-        self._deadlines: list[tuple[float, str]] = []  # heap; those of deleted entries stay in it
+        self._deadlines: list[tuple[float, str]] = []  # heap, with deleted requests
 
     def __len__(self) -> int:
-        """Requests in memory, expired ones that were not dropped yet among them."""
+        """Returns the number of requests in memory, with expired requests that were not dropped
+        yet.
+        """
         return len(self._entries)
 
     async def create(

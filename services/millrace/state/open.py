@@ -10,7 +10,8 @@ from millrace.state.store import RequestStore
 
 
 def open_store(config: StoreConfig) -> RequestStore:
-    """The store at `config.url`. Connects at the first call; `ping` says whether it answers.
+    """Opens the store at `config.url`. It connects at the first call; `ping` checks that it
+    answers.
 
     Raises ConfigError for a URL of another kind.
     """

@@ -1,6 +1,6 @@
-"""The request store in Redis, shared by all services of a fleet.
+"""Keeps the request store in Redis, shared by all services of a fleet.
 
-Every change is one Lua script, so that "only if the request is still there" and the change are one
+Every change is one Lua script, which checks that the request still exists and changes it in one
 step: Redis' own APPEND and HSET would create a missing key.
 """
 
@@ -39,9 +39,10 @@ T = TypeVar("T")
 MAX_CONNECTIONS = 64
 CONNECT_TIMEOUT_S = 5.0
 ANSWER_TIMEOUT_S = 10.0
-RETRY_DELAYS_S = (0.05, 0.25)  # of calls that may be made twice
+RETRY_DELAYS_S = (0.05, 0.25)  # attempts of idempotent calls
 
-# A record's fields: state, decode_id, kv_tokens, spec, prompt_tokens; `final` once its state is.
+# A record's fields: state, decode_id, kv_tokens, spec, prompt_tokens; `final` once the state is
+# final.
 _CREATE = Script("""
 if redis.call('EXISTS', KEYS[1]) == 1 then return 0 end
 redis.call('HSET', KEYS[1], 'state', ARGV[1], 'spec', ARGV[2], 'prompt_tokens', ARGV[3])
@@ -76,13 +77,13 @@ return 1
 
 
 def shown_url(url: str) -> str:
-    """`url` without user, password and query: fit for messages and logs."""
+    """Returns `url` without user, password and query, for messages and logs."""
     parts = urlsplit(url)
     return f"{parts.scheme}://{parts.netloc.rpartition('@')[2]}{parts.path}"
 
 
 def _bytes(answer: bytes | str | None) -> bytes:
-    """An answer of the client, which knows no `str` here (`decode_responses` is off)."""
+    """Returns the client's answer as bytes: it returns no `str` (`decode_responses` is off)."""
     return answer if isinstance(answer, bytes) else b""
 
 
@@ -90,7 +91,7 @@ class RedisStore:
     """A RequestStore over redis-py's asyncio client with a bounded pool of connections."""
 
     def __init__(self, config: StoreConfig) -> None:
-        """Connects at the first call. Raises ConfigError when `config.url` makes no sense."""
+        """Connects at the first call. Raises ConfigError when `config.url` is not valid."""
         self._shown_url = shown_url(config.url)
         self._prefix = config.key_prefix
         self._ttl_ms = round(config.ttl_s * 1000)
@@ -103,7 +104,7 @@ class RedisStore:
                 timeout=ANSWER_TIMEOUT_S,
                 socket_connect_timeout=CONNECT_TIMEOUT_S,
                 socket_timeout=ANSWER_TIMEOUT_S,
-                # Which calls may be made twice is decided here, not in the library.
+                # This class decides which calls are retried, not the library.
                 retry=Retry(NoBackoff(), 0),
                 protocol=2,
                 driver_info=None,
@@ -217,7 +218,7 @@ class RedisStore:
         await self._client.aclose()
 
     async def _again(self, call: Callable[[], Awaitable[T]]) -> T:
-        """Makes a call that does no harm twice; tries again when the connection was lost."""
+        """Makes an idempotent call; tries again when the connection was lost."""
         for delay_s in RETRY_DELAYS_S:
             try:
                 return await call()

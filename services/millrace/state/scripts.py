@@ -1,7 +1,7 @@
-"""Lua scripts on Redis, many callers to a round trip.
+"""Runs Lua scripts on Redis, with the calls of many callers in one round trip.
 
-A round trip costs the client some 100 us of CPU, whatever it carries: calls made while one is under
-way wait for it and go together in the next.
+A round trip costs the client some 100 us of CPU, independent of its size: calls made during a round
+trip wait for its end and go together in the next.
 """
 
 from __future__ import annotations
@@ -14,13 +14,13 @@ from dataclasses import dataclass
 from redis.asyncio import Redis
 from redis.exceptions import NoScriptError
 
-#: A group of calls larger than this travels alone, so that small ones don't wait for it.
+#: Bytes above which a group of calls travels alone, so that small groups don't wait for it.
 LARGE_BYTES = 256 << 10
 MAX_BATCH_CALLS = 1024
 
 
 class Script:
-    """A Lua script and the name Redis gives it."""
+    """A Lua script and its name at Redis."""
 
     def __init__(self, source: str) -> None:
         self.source = source
@@ -29,7 +29,7 @@ class Script:
 
 @dataclass(frozen=True, slots=True)
 class ScriptCall:
-    """One run of a script, which answers with a number."""
+    """One run of a script, which returns a number."""
 
     script: Script
     keys: Sequence[bytes]
@@ -43,7 +43,7 @@ class _Group:
 
 
 class ScriptRunner:
-    """Runs scripts in the order in which they were asked for (large groups aside)."""
+    """Runs scripts in the order of the calls (except large groups)."""
 
     def __init__(self, client: Redis) -> None:
         self._client = client
@@ -51,9 +51,9 @@ class ScriptRunner:
         self._sender: asyncio.Task[None] | None = None
 
     async def run(self, calls: Sequence[ScriptCall]) -> list[int]:
-        """The answers, in order. Raises redis' error of the first call that failed.
+        """Returns the answers, in order. Raises redis' error of the first call that failed.
 
-        What a caller that is cancelled asked for may still be done.
+        If the caller is cancelled, its calls may still run.
         """
         if not calls:
             return []
@@ -66,7 +66,7 @@ class ScriptRunner:
         return await group.done
 
     async def close(self) -> None:
-        """Returns when nothing is under way any more."""
+        """Returns when no call is in flight any more."""
         if self._sender is not None:
             await self._sender
 
@@ -110,7 +110,7 @@ class ScriptRunner:
                 group.done.set_exception(error)
 
     async def _evaluate(self, calls: Sequence[ScriptCall]) -> list[int | Exception]:
-        """One round trip; two more when the server does not know a script yet."""
+        """Makes one round trip; two more when the server does not know a script yet."""
         answers = await self._pipeline(calls)
         unknown = [i for i, answer in enumerate(answers) if isinstance(answer, NoScriptError)]
         if unknown:

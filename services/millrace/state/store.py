@@ -1,8 +1,8 @@
-"""The request store: what every service may know of a request beyond the messages about it.
+"""The request store: the data of a request that every service may read.
 
-A request's record, its prompt ids and the journal of its emitted tokens live and die together: all
-three carry the same deadline from the moment they are created, and nothing brings back a request
-that was deleted or has expired. Request ids are printable ASCII without spaces and braces.
+A request's record, its prompt ids and the journal of its emitted tokens have one lifetime: all
+three have the same deadline from their creation, and a deleted or expired request never comes back.
+Request ids are printable ASCII without spaces and braces.
 """
 
 from __future__ import annotations
@@ -21,15 +21,14 @@ _REQUEST_ID = re.compile(r"[!-z|~]{1,128}")  # printable ASCII without space, { 
 
 
 class StoreError(MillraceError):
-    """The store can't be reached, or does not hold what was asked for."""
+    """The store can't be reached, or does not have the requested data."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StateUpdate:
-    """A request's new state (a value of core.request.RequestState), and where it decodes.
+    """A request's new state (a value of core.request.RequestState), and its decode instance.
 
-    An empty `decode_id` leaves the recorded one as it is. The KV of the first `kv_tokens` tokens
-    lies there.
+    An empty `decode_id` keeps the recorded one. The KV of the first `kv_tokens` tokens lies there.
     """
 
     request_id: str
@@ -40,7 +39,9 @@ class StateUpdate:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class JournalEntry:
-    """Tokens that choice number `choice` of a request emitted, in order, after those before."""
+    """Tokens that choice number `choice` of a request emitted, in order, after its earlier
+    tokens.
+    """
 
     request_id: str
     choice: int
@@ -73,52 +74,55 @@ class RequestStore(Protocol):
     async def prompt_ids(
         self, request_id: str, start: int = 0, stop: int | None = None
     ) -> npt.NDArray[np.int32]:
-        """The prompt's ids [start, stop), stop None: to the end; int32 [tokens], writable.
+        """Returns the prompt's ids [start, stop), with stop None to the end; int32 [tokens],
+        writable.
 
-        Reads that slice alone. Raises StoreError when the request is unknown or finished, or the
+        Reads only that slice. Raises StoreError when the request is unknown or finished, or the
         prompt is shorter than `stop` (or not longer than `start`, without a stop).
         """
 
     async def prompt_slices(
         self, request_id: str, slices: Sequence[tuple[int, int]]
     ) -> list[npt.NDArray[np.int32]]:
-        """The prompt's ids of each [start, stop), in one round trip; otherwise as `prompt_ids`."""
+        """Returns the prompt's ids of each [start, stop), in one round trip; otherwise as
+        `prompt_ids`.
+        """
 
     async def set_states(self, updates: Sequence[StateUpdate]) -> None:
-        """Sets states in one round trip. Requests that are gone or finished stay as they are."""
+        """Sets states in one round trip. Deleted and finished requests stay as they are."""
 
     async def append_tokens(self, entries: Sequence[JournalEntry]) -> None:
-        """Appends to journals in one round trip. Requests that are gone stay gone.
+        """Appends to journals in one round trip. Deleted requests stay deleted.
 
         After a StoreError it is unknown which entries were appended.
         """
 
     async def journal(self, request_id: str, choice: int) -> npt.NDArray[np.int32]:
-        """Tokens journalled for a choice, int32 [tokens]; empty when there are none."""
+        """Returns the tokens journalled for a choice, int32 [tokens]; empty when there are none."""
 
     async def get(self, request_id: str) -> RequestRecord | None:
-        """The request's record, or None when it is gone."""
+        """Returns the request's record, or None when it is deleted or expired."""
 
     async def finish(self, request_id: str, state: str) -> None:
-        """Sets the final state, removes the prompt and lets the rest live `finished_ttl_s` more.
+        """Sets the final state, removes the prompt and keeps the rest for `finished_ttl_s` more.
 
         The first final state stays. A `finished_ttl_s` of 0 deletes at once.
         """
 
     async def delete(self, request_id: str) -> None:
-        """Removes all of a request; harmless when there is nothing."""
+        """Removes all data of a request; does nothing when there is none."""
 
     async def ping(self) -> None:
         """Returns when the store answers."""
 
     async def close(self) -> None:
-        """Lets go of the store's connections."""
+        """Closes the store's connections."""
 
 
 def check_new_request(request_id: str, prompt_ids: npt.NDArray[np.int32]) -> bytes:
-    """Checks what `create` is given; returns the ids as little-endian int32 bytes.
+    """Checks the arguments of `create`; returns the ids as little-endian int32 bytes.
 
-    Raises StoreError that names what is wrong.
+    Raises StoreError that names the wrong argument.
     """
     if _REQUEST_ID.fullmatch(request_id) is None:
         raise StoreError(

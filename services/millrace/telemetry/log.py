@@ -1,4 +1,4 @@
-"""Logging to stderr: readable lines, or one JSON object a line for a collector."""
+"""Logs to stderr: readable lines, or one JSON object per line for a collector."""
 
 from __future__ import annotations
 
@@ -9,12 +9,14 @@ from datetime import UTC, datetime
 
 from millrace.core.config import TelemetryConfig
 
-#: Attributes that every LogRecord has; the others came by `extra=`.
+#: Attributes of every LogRecord; all others came by `extra=`.
 _STANDARD = frozenset(vars(logging.makeLogRecord({}))) | {"message", "asctime", "taskName"}
 
 
 class _JsonLines(logging.Formatter):
-    """time (RFC 3339, UTC), level, service, logger, message, the exception, and every `extra`."""
+    """Formats time (RFC 3339, UTC), level, service, logger, message, exception, and every
+    `extra`.
+    """
 
     def __init__(self, service: str) -> None:
         super().__init__()
@@ -34,7 +36,7 @@ class _JsonLines(logging.Formatter):
 
 
 class _TextLines(logging.Formatter):
-    """`HH:MM:SS.mmm level service logger: message key=value ...`, then the traceback if any."""
+    """Formats `HH:MM:SS.mmm level service logger: message key=value ...`, then any traceback."""
 
     def __init__(self, service: str) -> None:
         super().__init__(datefmt="%H:%M:%S")
@@ -56,7 +58,7 @@ def _extras(record: logging.LogRecord) -> dict[str, object]:
 def setup_logging(config: TelemetryConfig, service: str) -> None:
     """Sends all of the process's log records at `config.log_level` and above to stderr.
 
-    `service` names the process, such as "decode-0". Calling it again replaces what it set up.
+    `service` names the process, such as "decode-0". Another call replaces the settings.
     """
     handler = logging.StreamHandler(sys.stderr)
     handler.setFormatter(

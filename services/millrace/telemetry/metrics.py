@@ -1,4 +1,4 @@
-"""A process's metrics, and the small HTTP endpoint of services that have no HTTP of their own.
+"""A process's metrics, and a small HTTP endpoint for services without HTTP of their own.
 
 Names are `millrace_<area>_<what>_<unit>`; a counter's ends in `_total` after its unit.
 """
@@ -28,7 +28,7 @@ MAX_REQUEST_BYTES = 16 << 10
 MAX_CONNECTIONS = 64
 REQUEST_TIMEOUT_S = 5.0
 
-#: What may stand last in a name (before a counter's `_total`): base units and things counted.
+#: The last part of a name (before a counter's `_total`): base units and counted things.
 UNITS = frozenset(
     {
         *("seconds", "bytes", "tokens", "ratio", "info"),
@@ -39,7 +39,7 @@ UNITS = frozenset(
 )
 _NAME = re.compile(r"millrace(_[a-z][a-z0-9]*){2,}_(?P<unit>[a-z]+)")
 
-#: From a decode step on the fastest GPU to a prefill of a million tokens, in seconds.
+#: In seconds, from a decode step on the fastest GPU to a prefill of a million tokens.
 SECONDS_BUCKETS = (
     *(0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5),
     *(1.0, 2.5, 5.0, 10.0, 25.0, 50.0, 100.0, 250.0),
@@ -57,25 +57,27 @@ class Registry:
         ProcessCollector(registry=self._collectors)
 
     def counter(self, name: str, documentation: str, labels: Sequence[str] = ()) -> Counter:
-        """`name` ends in `_total`. Raises ValueError for a name out of form or taken."""
+        """Makes a counter; `name` ends in `_total`. Raises ValueError for a malformed or used
+        name.
+        """
         if not name.endswith("_total"):
             raise ValueError(f"counter {name!r} must end in _total")
         _check(name.removesuffix("_total"))
         return Counter(name, documentation, labels, registry=self._collectors)
 
     def gauge(self, name: str, documentation: str, labels: Sequence[str] = ()) -> Gauge:
-        """Raises ValueError for a name out of form or taken."""
+        """Makes a gauge. Raises ValueError for a malformed or used name."""
         _check(name)
         return Gauge(name, documentation, labels, registry=self._collectors)
 
     def gauge_function(self, name: str, documentation: str, value: Callable[[], float]) -> None:
-        """A gauge that asks `value` whenever it is read. Raises ValueError as `gauge` does."""
+        """Makes a gauge that calls `value` at every read. Raises ValueError as `gauge` does."""
         self.gauge(name, documentation).set_function(value)
 
     def gauges_by(self, label: str, documentation: Mapping[str, str], sample: Sample) -> None:
-        """Gauges with one label, by name: one call of `sample` gives all of them, when asked for.
+        """Makes gauges with one label, by name: each scrape calls `sample` once for all of them.
 
-        What it leaves out, or says None of, is not exposed. Raises ValueError as `gauge` does.
+        Missing and None values are not exposed. Raises ValueError as `gauge` does.
         """
         for name in documentation:
             _check(name)
@@ -89,12 +91,16 @@ class Registry:
         *,
         buckets: Sequence[float] = SECONDS_BUCKETS,
     ) -> Histogram:
-        """`buckets` are upper bounds in the name's unit. Raises ValueError as `gauge` does."""
+        """Makes a histogram; `buckets` are upper bounds in the name's unit. Raises ValueError as
+        `gauge` does.
+        """
         _check(name)
         return Histogram(name, documentation, labels, buckets=buckets, registry=self._collectors)
 
     def render(self, accept: str = "") -> tuple[bytes, str]:
-        """The exposition and its content type, in the format an Accept header prefers."""
+        """Returns the exposition and its content type, in the format that an Accept header
+        prefers.
+        """
         encode, content_type = choose_encoder(accept)
         return encode(self._collectors), content_type
 
@@ -106,7 +112,7 @@ class _Sampled(Collector):
         self._sample = sample
 
     def describe(self) -> Iterable[GaugeMetricFamily]:
-        """The names, without asking for a sample."""
+        """Returns the names, without a call of `sample`."""
         return self._families().values()
 
     def collect(self) -> Iterable[GaugeMetricFamily]:
@@ -140,17 +146,17 @@ _TEXT = "text/plain; charset=utf-8"
 
 
 class MetricsServer:
-    """Answers GET and HEAD, one request a connection. Made by `serve_metrics`."""
+    """Answers GET and HEAD, one request per connection. Made by `serve_metrics`."""
 
     def __init__(self, registry: Registry, ready: Callable[[], bool]) -> None:
         self._registry = registry
         self._ready = ready
         self._server: asyncio.Server | None = None
-        self.port = 0  # the real one once it listens
+        self.port = 0  # the real port once it listens
         self._connections: set[asyncio.Task[None]] = set()
 
     async def listen(self, host: str, port: int) -> None:
-        """Raises MillraceError naming host and port when the address can't be had."""
+        """Listens. Raises MillraceError naming host and port when the address can't be used."""
         try:
             self._server = await asyncio.start_server(
                 self._accept, host, port, limit=MAX_REQUEST_BYTES
@@ -230,9 +236,9 @@ def _error(status: HTTPStatus) -> _Answer:
 async def serve_metrics(
     port: int, ready: Callable[[], bool], *, registry: Registry, host: str = "127.0.0.1"
 ) -> MetricsServer:
-    """Serves /metrics, /ready (503 while `ready()` is false) and /health; port 0: a free one.
+    """Serves /metrics, /ready (503 while `ready()` is false) and /health; port 0: any free port.
 
-    Raises MillraceError when it can't listen. Close what it returns.
+    Raises MillraceError when it can't listen. Close the returned server.
     """
     server = MetricsServer(registry, ready)
     await server.listen(host, port)

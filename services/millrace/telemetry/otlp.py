@@ -1,4 +1,4 @@
-"""Waterfalls to an OpenTelemetry collector."""
+"""Sends waterfalls to an OpenTelemetry collector."""
 
 from __future__ import annotations
 
@@ -16,17 +16,17 @@ from millrace.telemetry.trace import Waterfall
 
 
 class TraceExporter(Protocol):
-    """Where finished waterfalls go."""
+    """Takes finished waterfalls."""
 
     def export(self, waterfall: Waterfall, traceparent: str = "") -> None:
-        """Hands a waterfall on; never waits. `traceparent` is the caller's W3C trace context."""
+        """Queues a waterfall; never waits. `traceparent` is the caller's W3C trace context."""
 
     def close(self) -> None:
-        """Sends what is still queued; waits a few seconds at most."""
+        """Sends the queued waterfalls; waits a few seconds at most."""
 
 
 class NoTraces:
-    """Without an endpoint, traces stay in the process."""
+    """Drops waterfalls: without an endpoint, traces stay in the process."""
 
     def export(self, waterfall: Waterfall, traceparent: str = "") -> None:
         return
@@ -36,7 +36,7 @@ class NoTraces:
 
 
 class OtlpTraces:
-    """Sends over OTLP/gRPC from a thread of its own; what its bounded queue can't hold is lost."""
+    """Sends over OTLP/gRPC from a thread of its own; its bounded queue drops the excess."""
 
     def __init__(self, endpoint: str, service: str) -> None:
         """`endpoint` is host:port or an http(s):// URL; only https:// is encrypted."""
@@ -54,7 +54,9 @@ class OtlpTraces:
         self._tracer = self._provider.get_tracer("millrace")
 
     def export(self, waterfall: Waterfall, traceparent: str = "") -> None:
-        """One span for the request, below `traceparent`'s, and one below it for each bar."""
+        """Sends one span for the request, below `traceparent`'s, and one span below it for each
+        bar.
+        """
         parent = TraceContextTextMapPropagator().extract({"traceparent": traceparent})
         request = self._tracer.start_span(
             "request",
@@ -80,14 +82,14 @@ class OtlpTraces:
 
 
 def _nanoseconds(waterfall: Waterfall, since_arrival_s: float) -> int:
-    """Unix time of a moment of the waterfall. (Added as integers: a double's steps at today's Unix
-    time are 240 ns.)
+    """Returns the Unix time of a moment of the waterfall, in ns. (Added as integers: a double's
+    steps at today's Unix time are 240 ns.)
     """
     return round(waterfall.arrival_unix_s * 1e9) + round(since_arrival_s * 1e9)
 
 
 def open_traces(config: TelemetryConfig, service: str) -> TraceExporter:
-    """The exporter to `config.otlp_endpoint`, or one that does nothing when that is empty."""
+    """Returns the exporter to `config.otlp_endpoint`, or `NoTraces` when that is empty."""
     if config.otlp_endpoint:
         return OtlpTraces(config.otlp_endpoint, service)
     return NoTraces()

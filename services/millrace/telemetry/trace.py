@@ -1,4 +1,6 @@
-"""The TTFT waterfall: where a request's time went, as text, as JSON and as OpenTelemetry spans."""
+"""The TTFT waterfall: the time that each step of a request took, as text, JSON and OpenTelemetry
+spans.
+"""
 
 from __future__ import annotations
 
@@ -9,13 +11,13 @@ from typing import Any
 
 from millrace.core.span import Span
 
-_SHORTEST_S = 1e-9  # no clock tells less apart
+_SHORTEST_S = 1e-9  # seconds: clocks distinguish no less
 _MIN_BAR = 8  # columns
 
 
 @dataclass(slots=True, kw_only=True)
 class Waterfall:
-    """A request's spans. `arrival_unix_s` is when it came to the proxy, in Unix seconds."""
+    """A request's spans. `arrival_unix_s` is its arrival at the proxy, in Unix seconds."""
 
     request_id: str
     arrival_unix_s: float
@@ -26,17 +28,18 @@ class Waterfall:
 
     @property
     def end_s(self) -> float:
-        """When the last span ended, in seconds since arrival; 0 without spans."""
+        """Returns the end of the last span, in seconds since arrival; 0 without spans."""
         return max((span.end_s for span in self.spans), default=0.0)
 
     def in_order(self) -> list[Span]:
         return sorted(self.spans, key=lambda span: (span.start_s, span.end_s))
 
     def render(self, width: int = 100) -> str:
-        """A picture `width` columns wide: name, instance, start and end in ms, and a bar each.
+        """Draws a picture `width` columns wide: name, instance, start and end in ms, and a bar
+        each.
 
-        Bars share one scale, from arrival to the last end. Wider than `width` only when the names
-        leave no room for a bar of 8 columns.
+        Bars share one scale, from arrival to the last end. The picture is wider than `width` only
+        when the names leave no room for a bar of 8 columns.
         """
         rows = [
             (span.name, span.instance_id, f"{span.start_s * 1e3:.1f}", f"{span.end_s * 1e3:.1f}")
@@ -51,7 +54,7 @@ class Waterfall:
         return "\n".join(lines)
 
     def to_dict(self) -> dict[str, Any]:
-        """A JSON document; `from_dict` reads it back."""
+        """Returns a JSON document; `from_dict` reads it back."""
         return {
             "request_id": self.request_id,
             "arrival_unix_s": self.arrival_unix_s,
@@ -69,7 +72,9 @@ class Waterfall:
 
     @classmethod
     def from_dict(cls, document: Mapping[str, Any]) -> Waterfall:
-        """Raises KeyError or TypeError for a document of another shape."""
+        """Reads a document of `to_dict`. Raises KeyError or TypeError for a document of another
+        shape.
+        """
         return cls(
             request_id=document["request_id"],
             arrival_unix_s=document["arrival_unix_s"],
@@ -86,7 +91,7 @@ def _row(cells: tuple[str, ...], columns: list[int], bar: str) -> str:
 
 
 def _bar(span: Span, total_s: float, room: int) -> str:
-    """At least one mark, inside `room` columns that stand for [0, total_s]."""
+    """Draws at least one mark, inside `room` columns that stand for [0, total_s]."""
     scale = room / total_s if total_s > _SHORTEST_S else 0.0
     first = min(room - 1, max(0, math.floor(span.start_s * scale)))
     last = min(room, max(first + 1, math.ceil(span.end_s * scale)))
