@@ -152,7 +152,7 @@ def test_prompts_that_do_not_fit_are_refused():
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        ({"parts": "sp,gpu"}, "'gpu' is none of"),
+        ({"parts": "sp,gpu"}, "'gpu' is not one of"),
         ({"lengths": "10,x"}, "--lengths '10,x'"),
         ({"sp": "0"}, "--sp '0'"),
     ],

@@ -88,5 +88,5 @@ async def test_a_whole_run(monkeypatch):
 
 
 def test_a_dtype_that_is_not_computed_in():
-    with pytest.raises(typer.BadParameter, match="'float16' is none of"):
+    with pytest.raises(typer.BadParameter, match="'float16' is not one of"):
         command(dtype="float16")

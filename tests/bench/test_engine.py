@@ -172,9 +172,9 @@ def test_costs_of_a_model_counted_by_hand():
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        ({"against": "transformers,other"}, "'other' is none of transformers, llama.cpp"),
-        ({"dtypes": "float16"}, "'float16' is none of"),
-        ({"prefill": "512,x"}, "no list of whole numbers"),
+        ({"against": "transformers,other"}, "'other' is not one of transformers, llama.cpp"),
+        ({"dtypes": "float16"}, "'float16' is not one of"),
+        ({"prefill": "512,x"}, "not a list of numbers"),
         ({"contexts": "0"}, "at least 1"),
     ],
 )

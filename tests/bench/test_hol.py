@@ -346,8 +346,8 @@ def test_quick_is_less_of_everything():
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        ({"dtype": "float16"}, "'float16' is none of"),
-        ({"systems": "fcfs,fifo"}, "'fifo' is none of"),
+        ({"dtype": "float16"}, "'float16' is not one of"),
+        ({"systems": "fcfs,fifo"}, "'fifo' is not one of"),
         ({"rates": "1,0"}, "--rates '1,0'"),
         ({"rates": "1,fast"}, "--rates '1,fast'"),
         ({"seeds": "0,x"}, "--seeds '0,x'"),

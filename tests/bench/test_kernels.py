@@ -155,5 +155,5 @@ def test_the_command_writes_both_files(tmp_path, capsys, monkeypatch):
 
 @pytest.mark.parametrize("arguments", [{"only": "linear,other"}, {"dtypes": "other"}])
 def test_options_that_make_no_sense(arguments):
-    with pytest.raises(typer.BadParameter, match="'other' is none of"):
+    with pytest.raises(typer.BadParameter, match="'other' is not one of"):
         command(**arguments)

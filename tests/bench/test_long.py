@@ -219,8 +219,8 @@ def test_stages_from_end_to_end(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        ({"parts": "sp"}, "'sp' is none of predictor, chunking, batching, spp, kvp"),
-        ({"dtype": "int8"}, "'int8' is none of float32, bfloat16"),
+        ({"parts": "sp"}, "'sp' is not one of predictor, chunking, batching, spp, kvp"),
+        ({"dtype": "int8"}, "'int8' is not one of float32, bfloat16"),
         ({"static": "0"}, "--static '0'"),
         ({"json_path": Path("nowhere/x.json")}, "there is no folder nowhere"),
     ],

@@ -1,14 +1,14 @@
-"""`millrace bench autoscale`: a stack that scales itself beside stacks of fixed size.
+"""`millrace bench autoscale`: compares an autoscaled stack with stacks of fixed size.
 
-All in one run on this machine, with the random model of `bench hol` on one thread an instance: the
-same requests in a calm, a peak and a calm again, sent to a stack with the least number of prefill
-instances, to one that scales from the least to the most (`millrace up --autoscale`), and to one
-with the most. What counts is the share of requests whose first token came in time, and the seconds
-of prefill instances that this took. A run in which a request is lost fails.
+All stacks run one after another on this machine, with the random model of `bench hol` and one
+thread per instance. Each gets the same requests in a calm phase, a peak and another calm phase. The
+first stack has the least number of prefill instances, the second scales from the least to the most
+(`millrace up --autoscale`), the third has the most. The result is the share of requests with a
+first token in time, and the seconds of prefill instances used. A run fails if it loses a request.
 
-Rates and objectives are relative to what one instance does here, measured first. Instances share
+Rates and objectives are relative to one instance's capacity here, measured first. Instances share
 this machine's cores with the scheduler, the proxy, decode and the client: a second prefill instance
-brings less than on a machine of its own, and the start of one takes time from those that serve.
+adds less capacity than on a machine of its own, and its start takes time from the others.
 """
 
 from __future__ import annotations

@@ -1,4 +1,6 @@
-"""What `millrace bench autoscale` found, as tables and as a picture. Takes the JSON document."""
+"""Prints the results of `millrace bench autoscale` as tables and as a picture. Reads the JSON
+document.
+"""
 
 from __future__ import annotations
 
@@ -17,7 +19,7 @@ Points = list[tuple[float, float]]
 
 
 def print_tables(document: Document, console: Console) -> None:
-    """A line a system, and what the scaled one did."""
+    """Prints one line per system, and the decisions of the autoscaled system."""
     phases = [phase["name"] for phase in document["settings"]["phases"]]
     table = Table(
         title=f"First tokens within {document['ttft_slo_s']:.2f} s, % of the requests of a phase",
@@ -86,7 +88,7 @@ def draw(document: Document, path: Path) -> None:
 
 
 def _sizes(systems: Sequence[Document]) -> dict[str, Points]:
-    """Of the scaled system: what was recommended, what there was, what took work."""
+    """Returns the autoscaled system's sizes: recommended, existing, serving."""
     (scaled,) = (system for system in systems if system["decisions"])
     return {
         "recommended": _steps(_points((d["at_s"], d["recommended"]) for d in scaled["decisions"])),
@@ -104,7 +106,7 @@ def _points(pairs: Iterable[Sequence[float]]) -> Points:
 
 
 def _steps(points: Points) -> Points:
-    """Each value holds until the next."""
+    """Returns steps: each value holds until the next."""
     found: Points = []
     for x, y in points:
         if found:

@@ -1,4 +1,4 @@
-"""The stacks of `millrace bench autoscale`, the load they all get, and the document they make."""
+"""Runs the stacks of `millrace bench autoscale` under the same load and makes the document."""
 
 from __future__ import annotations
 
@@ -27,9 +27,9 @@ from millrace.local.stack import Stack, StackOptions
 from millrace.sim.workload.workload import SloClass, TraceRow, WorkloadOptions
 from millrace.wire.scheduler_client import SchedulerUnavailable, get_load
 
-_ALONE = 8  # prompts alone, for what one instance does
+_ALONE = 8  # prompts alone, to measure one instance's capacity
 _SAMPLE_S = 1.0
-_BIN_S = 10.0  # of attainment and load over time
+_BIN_S = 10.0  # seconds, of attainment and load over time
 _TOKEN_IDS = (0, LLAMA_27M["vocab_size"] - 1)
 
 Told = Callable[[str], None]
@@ -41,7 +41,7 @@ class RequestsLostError(MillraceError):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Phase:
-    """`load` is a share of what one prefill instance does."""
+    """A phase of the load. `load` is a share of one prefill instance's capacity."""
 
     name: str
     load: float
@@ -61,7 +61,7 @@ class Settings:
     prompt_tokens: int = 768
     output_tokens: int = 8
     threads: int = 1
-    kv_bytes: int = 1 << 30  # room at decode for all that waits: what is scaled is prefill
+    kv_bytes: int = 1 << 30  # decode holds all waiting requests: only prefill is scaled
     seed: int = 0
     scaling: ScalingConfig = field(
         default_factory=lambda: ScalingConfig(
@@ -70,7 +70,7 @@ class Settings:
     )
 
     def systems(self) -> dict[str, tuple[int, int]]:
-        """Least and most prefill instances, by name."""
+        """Returns least and most prefill instances, by name."""
         return {
             "fixed, 1": (1, 1),
             f"autoscaled, 1 to {self.most}": (1, self.most),
@@ -80,7 +80,7 @@ class Settings:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Served:
-    """What all stacks are measured with: one instance's TTFT alone, the objectives, the load."""
+    """The inputs of all stacks: one instance's TTFT alone, the objectives, the load."""
 
     alone_s: float
     classes: list[SloClass]
@@ -135,7 +135,7 @@ def _stack_options(model: str, settings: Settings, prefill: int) -> StackOptions
 
 
 async def _alone_s(stack: Stack, settings: Settings) -> float:
-    """Median TTFT of prompts of the mean length, one after another."""
+    """Returns the median TTFT in seconds of prompts of the mean length, one after another."""
     row = TraceRow(
         arrival_s=None, input_tokens=settings.prompt_tokens, output_tokens=settings.output_tokens
     )
@@ -157,7 +157,9 @@ def _served(settings: Settings, alone_s: float) -> Served:
 
 
 def arrivals(settings: Settings, capacity_rps: float) -> Iterable[TraceRow]:
-    """Poisson arrivals whose rate is the phase's; a request's class is the phase it came in."""
+    """Yields Poisson arrivals at each phase's rate; a request's class is the phase of its
+    arrival.
+    """
     rng = random.Random(settings.seed)
     begin_s = 0.0
     for phase in settings.phases:
@@ -176,7 +178,7 @@ def arrivals(settings: Settings, capacity_rps: float) -> Iterable[TraceRow]:
 async def _system(
     stack: Stack, settings: Settings, served: Served, sizes: tuple[int, int]
 ) -> dict[str, Any]:
-    """One stack under the load: what clients saw, and what there was to serve them."""
+    """Runs one stack under the load; returns the clients' figures and the instances over time."""
     decisions: list[Decision] = []
     samples: list[dict[str, Any]] = []
     lines: list[str] = []
@@ -192,7 +194,7 @@ async def _system(
             found = await send(
                 ServeOptions(url=stack.url, workload=workload, token_ids=_TOKEN_IDS, warmup=0)
             )
-            # All systems are watched for as long, whatever was left of the peak.
+            # All systems are watched for an equal time, even if requests of the peak still run.
             end_s = begun_s + sum(phase.seconds for phase in settings.phases)
             await asyncio.sleep(max(0.0, end_s - time.monotonic()))
     check_none_lost(found)
@@ -254,14 +256,18 @@ def check_none_lost(records: Sequence[RequestRecord]) -> None:
 
 
 def instance_seconds(samples: Sequence[dict[str, Any]]) -> float:
-    """Of prefill processes, those that start and drain included: the integral over the samples."""
+    """Integrates the number of prefill processes, starting and draining ones included, over the
+    samples.
+    """
     return sum((a["processes"] * (b["at_s"] - a["at_s"]) for a, b in pairwise(samples)), 0.0)
 
 
 def attainment(
     records: Sequence[RequestRecord], classes: Sequence[SloClass]
 ) -> list[tuple[float, float]]:
-    """Share of the requests sent within each bin that met their objective, by the bin's middle."""
+    """Returns the share of requests sent within each bin that met their objective, by the bin's
+    middle.
+    """
     slos = {slo.name: slo for slo in classes}
     bins: dict[int, list[bool]] = {}
     for record in records:
@@ -271,7 +277,7 @@ def attainment(
 
 
 def _offered(rows: Sequence[TraceRow]) -> list[tuple[float, float]]:
-    """Requests per second, by the middle of each bin."""
+    """Returns requests per second, by the middle of each bin."""
     counts: dict[int, int] = {}
     for row in rows:
         place = int((row.arrival_s or 0.0) // _BIN_S)

@@ -1,13 +1,14 @@
-"""`millrace bench cdsp`: prompts on groups of instances, the figures that Tetris stands for.
+"""`millrace bench cdsp`: measures prompts on groups of instances, for Tetris' figures.
 
-All in one run on this machine, with the random model of `bench hol` on one thread an instance.
-Prompts on 1 to 4 instances as the paper's Table 1, with communication apart; what cache balancing
-and handshakes cost (section 7.5); the ring's exchange beside bare NIXL writes; CDSP beside
-single-chunk and fixed groups under load, live and simulated with a profile of the same run.
+All parts run on this machine, with the random model of `bench hol` and one thread per instance:
+prompts on 1 to 4 instances as in the paper's Table 1, with communication apart; the cost of cache
+balancing and handshakes (section 7.5); the ring's exchange compared with bare NIXL writes; CDSP
+compared with single-chunk and fixed groups under load, live and simulated with a profile of the
+same run.
 
-Instances share this machine's cores. A group is at most as much faster as there are cores, and
-beyond them its members wait for each other: there CPU time tells what a group costs, and TTFT
-does not tell what it gains elsewhere.
+Instances share this machine's cores. A group's speedup is at most the number of cores; with more
+members than cores they wait for each other: then CPU time shows the cost of a group, but TTFT does
+not show its gain on other machines.
 """
 
 from __future__ import annotations

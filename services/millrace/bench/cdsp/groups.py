@@ -1,4 +1,4 @@
-"""Live groups measured one prompt at a time: SP degrees, cache balancing, handshakes."""
+"""Measures live groups one prompt at a time: SP degrees, cache balancing, handshakes."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from millrace.core.scheduler.planning.plan import PlannedChunk
 from millrace.profiler.conductor import Conductor
 from millrace.profiler.measure import usual
 
-#: (instances that hold the history, instances of the chunk after it).
+#: (instances that hold the history, instances of the next chunk).
 GROWTHS = ((1, 2), (1, 4), (2, 4))
 
 Told = Callable[[str], None]
@@ -20,12 +20,12 @@ Told = Callable[[str], None]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Sample:
-    """A prompt on a group, in seconds. Of its leader: compute and what of it were waits.
+    """Times of a prompt on a group, in seconds; of its leader: compute, and the waits within it.
 
-    ttft_s: from the commands to token one; start_s: until the first chunk began; landing_s: from
-    token one until decode had all K/V. handshake_s: a member's mean. members_s: compute of all
-    members without waits; cpu_s: of all their processes on their cores. ring_bytes: from member to
-    member.
+    ttft_s: from the commands to the first token; start_s: until the first chunk began; landing_s:
+    from the first token until decode had all K/V. handshake_s: a member's mean. members_s: compute
+    of all members without waits; cpu_s: of all their processes on their cores. ring_bytes: from
+    member to member.
     """
 
     ttft_s: float
@@ -41,7 +41,7 @@ class Sample:
 
 
 async def sample(conductor: Conductor, plan: Sequence[PlannedChunk]) -> Sample:
-    """Has a prompt computed as planned."""
+    """Computes a prompt as planned and returns its times."""
     before = await conductor.costs()
     run = await conductor.run(plan)
     spent = [now - then for now, then in zip(await conductor.costs(), before, strict=True)]
@@ -61,7 +61,7 @@ async def sample(conductor: Conductor, plan: Sequence[PlannedChunk]) -> Sample:
 
 
 def typical(samples: Sequence[Sample]) -> dict[str, float]:
-    """Each figure's lower quartile: what else the machine does only adds."""
+    """Returns each figure's lower quartile: other load on the machine can only increase a time."""
     return {
         field.name: usual([getattr(one, field.name) for one in samples]) for field in fields(Sample)
     }
@@ -70,11 +70,13 @@ def typical(samples: Sequence[Sample]) -> dict[str, float]:
 async def scaling(
     conductor: Conductor, lengths: Sequence[int], degrees: Sequence[int], rounds: int, told: Told
 ) -> list[dict[str, Any]]:
-    """A row for every length and SP degree, which take turns in a new order each round."""
+    """Returns a row for every length and SP degree, which take turns in a new order in each
+    round.
+    """
     cases = [(tokens, sp) for tokens in lengths for sp in degrees]
     samples: dict[tuple[int, int], list[Sample]] = {case: [] for case in cases}
     for sp in degrees:
-        await conductor.run([PlannedChunk(min(lengths), tuple(range(sp)))])  # they connect
+        await conductor.run([PlannedChunk(min(lengths), tuple(range(sp)))])  # the members connect
     order = random.Random(0)
     for number in range(rounds):
         told(f"SP degrees {', '.join(map(str, degrees))}, round {number + 1} of {rounds}")
@@ -89,10 +91,10 @@ async def scaling(
 
 
 def _against_one(own: Mapping[str, float], one: Mapping[str, float] | None) -> dict[str, float]:
-    """Of the same prompt on one instance: how much faster, and how much more work over all.
+    """Compares with the same prompt on one instance: speedup, and additional work in total.
 
-    Work as CPU time counts the exchange's, too; as compute it has what waiting for a core adds,
-    where instances are more than cores.
+    Work as CPU time includes the exchange; work as compute includes waits for a core, if there are
+    more instances than cores.
     """
     if one is None:
         return {}
@@ -111,11 +113,12 @@ async def balancing(
     rounds: int,
     told: Told,
 ) -> list[dict[str, Any]]:
-    """What a chunk of so many tokens on a grown group takes more for the moves before it.
+    """Measures the extra time of a chunk on a grown group for the moves of history before it.
 
-    Tetris section 7.5, figure 14: history of `shares` of the chunk's tokens. The same chunk after
-    the same history without moves: the larger group has computed the history, too. wait_share: of
-    the chunk, what the member that waited longest stood still for its history.
+    Tetris section 7.5, figure 14: history of `shares` of the chunk's tokens. It is compared with
+    the same chunk after the same history without moves: the larger group has computed the history,
+    too. wait_share: the share of the chunk's time for which the slowest member waited for its
+    history.
     """
     rows: list[dict[str, Any]] = []
     told(f"cache balancing before chunks of {tokens} tokens")
@@ -146,21 +149,21 @@ async def balancing(
 async def _last_chunk(
     conductor: Conductor, history: int, old: int, tokens: int, new: int
 ) -> tuple[float, float]:
-    """Seconds of the chunk after the history, and those that a member waited for its history."""
+    """Returns seconds of the chunk after the history, and of a member's wait for its history."""
     before = await conductor.costs()
     run = await conductor.run(
         [PlannedChunk(history, tuple(range(old))), PlannedChunk(tokens, tuple(range(new)))]
     )
     spent = [now - then for now, then in zip(await conductor.costs(), before, strict=True)]
-    waited_s = max(one.history_wait_s for one in spent)  # nobody waits in the chunk before
+    waited_s = max(one.history_wait_s for one in spent)  # no member waits in the earlier chunk
     return run.chunks[-1].compute_s, waited_s
 
 
 def handshakes(rows: Sequence[Mapping[str, Any]]) -> dict[str, float]:
-    """Of all rows of `scaling`: what the way to decode adds to TTFT, as shares of it.
+    """Returns the transfers' additions to TTFT over all rows of `scaling`, as shares of it.
 
-    handshake: of a member with decode, which runs beside compute; landing: from token one until
-    decode has all K/V (Tetris section 7.5 has 0.6 to 11.8 % for transfers, 2.1 % on average).
+    handshake: a member's with decode, which runs beside compute; landing: from the first token
+    until decode has all K/V (Tetris section 7.5 has 0.6 to 11.8 % for transfers, 2.1 % on average).
     """
     handshake = [row["handshake_s"] / row["ttft_s"] for row in rows]
     landing = [row["landing_s"] / row["ttft_s"] for row in rows]

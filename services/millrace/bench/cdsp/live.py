@@ -1,4 +1,6 @@
-"""CDSP beside fixed and single-chunk groups under load: live through the stack, and simulated."""
+"""Compares CDSP with fixed and single-chunk groups under load: live through the stack, and
+simulated.
+"""
 
 from __future__ import annotations
 
@@ -30,16 +32,17 @@ CDSP = "cdsp"
 PLANNERS = (CDSP, "single_chunk", "fixed_sp")
 LONG_SHARE = 0.2
 
-_ALONE = 6  # short prompts alone, for what a TTFT has beyond prefill
+_ALONE = 6  # short prompts alone, to measure the TTFT beyond prefill
 
 Told = Callable[[str], None]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Mix:
-    """Short prompts, lognormal, and a share of long ones, uniform from half of `long_tokens` to it.
+    """Short prompts, lognormal, and a share of long prompts, uniform from half of `long_tokens` to
+    it.
 
-    One token is asked for: decode shares the cores here, and is not what counts.
+    Each request asks for one token: decode shares the cores here and is not measured.
     """
 
     short_tokens: int
@@ -48,7 +51,7 @@ class Mix:
     seed: int
 
     def at(self, rate_rps: float) -> WorkloadOptions:
-        """The same requests at any rate, their gaps stretched."""
+        """Returns the same requests at any rate, with scaled gaps."""
         short = lognormal(self.short_tokens, self.short_tokens / 2)
 
         def draw(rng: random.Random) -> TraceRow:
@@ -67,7 +70,7 @@ class Mix:
         )
 
     def capacity_rps(self, profile: Profile, instances: int) -> float:
-        """What so many instances compute, each alone and all the time."""
+        """Returns the requests/s that the instances can compute, each alone and all the time."""
         requests = list(plan(self.at(1.0)))
         work_s = fmean(profile.prefill.chunk_s(r.input_tokens) for r in requests)
         return instances / work_s
@@ -75,7 +78,9 @@ class Mix:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Served:
-    """What every stack of a run serves. `settings` (`section.field=value`): of all of them."""
+    """The inputs of every stack of a run. `settings` (`section.field=value`) hold for all
+    stacks.
+    """
 
     model: str
     profile_path: Path
@@ -85,7 +90,7 @@ class Served:
     settings: Sequence[str]
 
     def with_planner(self, planner: str) -> list[str]:
-        """As Tetris runs them: first come first served, nothing preempted."""
+        """Returns settings as in Tetris: first come first served, without preemption."""
         return [
             *self.settings,
             f"scheduler.planner={planner}",
@@ -96,7 +101,7 @@ class Served:
 
 
 def figures(ttft_s: Sequence[float]) -> dict[str, float]:
-    """Seconds."""
+    """Returns mean, median and percentiles in seconds."""
     ascending = sorted(ttft_s)
     return {
         "mean_s": fmean(ascending),
@@ -108,7 +113,9 @@ def figures(ttft_s: Sequence[float]) -> dict[str, float]:
 async def live(
     planner: str, served: Served, mix: Mix, rates_rps: Sequence[float], told: Told
 ) -> dict[str, Any]:
-    """TTFTs at every rate on a stack of its own, and a short prompt's alone on it (median)."""
+    """Returns TTFTs at every rate on a stack of its own, and the median of a short prompt alone on
+    it.
+    """
     told(f"{planner}: starting the stack")
     options = StackOptions(
         model=served.model,
@@ -135,7 +142,9 @@ async def live(
 async def _send(
     url: str, served: Served, workload: WorkloadOptions, concurrency: int | None = None
 ) -> list[float]:
-    """TTFTs in seconds, from when a request was due. Raises MillraceError when one fails."""
+    """Returns TTFTs in seconds, from each request's due time. Raises MillraceError when one
+    fails.
+    """
     options = ServeOptions(
         url=url, workload=workload, concurrency=concurrency, token_ids=served.token_ids
     )
@@ -153,7 +162,7 @@ def simulated(
     requests: Sequence[PlannedRequest],
     beyond_s: float,
 ) -> dict[str, float]:
-    """The same in the simulator. beyond_s: what a live TTFT has that is not simulated."""
+    """Returns the simulator's figures. beyond_s: the part of a live TTFT that is not simulated."""
     config = load_config(overrides=served.with_planner(planner))
     rates = profile.kv_transfer_bytes_s
     spec = SimSpec(

@@ -1,4 +1,6 @@
-"""What `millrace bench cdsp` found, as tables and as a picture. Takes the JSON document."""
+"""Prints the results of `millrace bench cdsp` as tables and as a picture. Reads the JSON
+document.
+"""
 
 from __future__ import annotations
 
@@ -12,16 +14,16 @@ from rich.table import Table
 
 from millrace.sim.results.plots import Panel, draw_panels
 
-#: Tetris section 7.5: the most that cache balancing added, and what transfers added on average.
+#: Tetris section 7.5: the most that cache balancing added, and the mean that transfers added.
 PAPER_BALANCING, PAPER_HANDSHAKE = 0.018, 0.021
-#: Of bare NIXL writes of the same bytes.
+#: As a share of bare NIXL writes of the same bytes.
 RING_GOAL = 0.8
 
 Document = Mapping[str, Any]
 
 
 def print_tables(document: Document, console: Console) -> None:
-    """Everything that was measured, a table a part."""
+    """Prints all measurements, one table per part."""
     if "sp" in document:
         console.print(_ttft(document["sp"]))
         console.print(_parts(document["sp"]))
@@ -43,7 +45,7 @@ def _table(title: str, *headings: str) -> Table:
 
 
 def _ttft(rows: Sequence[Document]) -> Table:
-    """As Tetris Table 1: a line a degree, a column a length."""
+    """Makes a table as Tetris Table 1: one line per degree, one column per length."""
     lengths = sorted({row["tokens"] for row in rows})
     table = _table("TTFT, ms (over one instance's)", "SP", *map(str, lengths))
     by_case = {(row["sp"], row["tokens"]): row for row in rows}
@@ -96,9 +98,9 @@ def _work(rows: Sequence[Document]) -> Table:
 def _print_handshake(found: Document, console: Console) -> None:
     console.print(
         f"Handshakes take {found['handshake_mean']:.1%} of TTFT on average "
-        f"({found['handshake_most']:.1%} at most), beside compute. From token one until decode "
-        f"has all K/V: {found['landing_mean']:.1%} ({found['landing_most']:.1%}); the paper's "
-        f"transfers {PAPER_HANDSHAKE:.1%} on average\n"
+        f"({found['handshake_most']:.1%} at most), beside compute. From the first token until "
+        f"decode has all K/V: {found['landing_mean']:.1%} ({found['landing_most']:.1%}); the "
+        f"paper's transfers {PAPER_HANDSHAKE:.1%} on average\n"
     )
 
 

@@ -1,4 +1,4 @@
-"""The measurements of `millrace bench cdsp` in their order, and the document they make."""
+"""Runs the measurements of `millrace bench cdsp` in order and makes the document."""
 
 from __future__ import annotations
 
@@ -35,10 +35,11 @@ Told = Callable[[str], None]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Settings:
-    """parts: of `CDSP_PARTS`. threads: of each instance. lengths, degrees: prompts on groups of
-    these sizes, `rounds` times each. chunk_tokens, shares: a chunk, its history as shares of it.
-    instances: that serve the load, 0: as many as have cores of their own, 2 to 4; loads: as shares
-    of what they can compute. operators_s, profile_s: to measure for in this process, and live.
+    """parts: of `CDSP_PARTS`. threads: per instance. lengths, degrees: prompts on groups of these
+    sizes, `rounds` times each. chunk_tokens, shares: a chunk, its history as shares of it.
+    instances: the number under load, 0: as many as have cores of their own, 2 to 4; loads: as
+    shares of their capacity. operators_s, profile_s: seconds of measuring in this process, and
+    live.
     """
 
     parts: tuple[str, ...] = CDSP_PARTS
@@ -63,7 +64,7 @@ class Settings:
     profile_s: float = 20.0
 
     def quick(self) -> Settings:
-        """Less of everything: for a look, not for figures to quote."""
+        """Returns settings for a short run: its figures are not to be quoted."""
         return replace(
             self,
             lengths=self.lengths[:3],
@@ -78,13 +79,15 @@ class Settings:
 
     @property
     def group_degrees(self) -> tuple[int, ...]:
-        """Those that the instances under load can form, powers of two and all of them."""
+        """Returns the degrees that the instances under load can form: powers of two, and all of
+        them.
+        """
         powers = {1 << bits for bits in range(1, self.instances.bit_length())}
         return tuple(sorted(powers | {self.instances}))
 
     @property
     def fleet(self) -> int:
-        """Prefill instances that the parts need together."""
+        """Returns the number of prefill instances that the parts need together."""
         needed = [self.instances] if "load" in self.parts else []
         needed += self.degrees if "sp" in self.parts else ()
         needed += [new for _, new in self.growths] if "balancing" in self.parts else []
@@ -92,14 +95,14 @@ class Settings:
 
 
 def resolved(settings: Settings) -> Settings:
-    """With a number of instances. Raises ConfigError for prompts that don't fit the KV."""
+    """Fills in the number of instances. Raises ConfigError for prompts that don't fit the KV."""
     token_bytes = _token_bytes(LLAMA_27M)
     longest = max(
         *settings.lengths,
         settings.long_tokens,
         round(settings.chunk_tokens * (1 + max(settings.shares))),
     )
-    # Its own pages and the ring's two buffers, of which each is a layer's block.
+    # The pages of the prompt and the ring's two buffers, each with a layer's block.
     room = min(settings.kv_bytes // (2 * token_bytes), LLAMA_27M["max_position_embeddings"])
     if longest >= room:
         raise ConfigError(
@@ -112,7 +115,7 @@ def resolved(settings: Settings) -> Settings:
 
 
 async def run(settings: Settings, told: Told = lambda what: None) -> dict[str, Any]:
-    """Measures and returns the document. Raises MillraceError for what can't be done."""
+    """Measures and returns the document. Raises MillraceError for impossible settings."""
     begun_s = time.perf_counter()
     settings = resolved(settings)
     document: dict[str, Any] = {
@@ -138,7 +141,7 @@ async def run(settings: Settings, told: Told = lambda what: None) -> dict[str, A
 
 
 def _token_bytes(config: Mapping[str, Any]) -> int:
-    """K/V of a token in float32, all layers."""
+    """Returns the bytes of K/V of a token in float32, all layers."""
     head_dim = config["hidden_size"] // config["num_attention_heads"]
     return int(8 * config["num_hidden_layers"] * config["num_key_value_heads"] * head_dim)
 
@@ -164,7 +167,7 @@ def _ring(settings: Settings, told: Told) -> list[dict[str, Any]]:
 
 
 def _one_instance(model: Path, settings: Settings, told: Told) -> tuple[Subject, Measured]:
-    """What `millrace profile` measures of an instance alone."""
+    """Measures one instance alone, as `millrace profile` does."""
     told("measuring a profile: operators")
     config = EngineConfig(
         device="cpu", dtype="float32", threads=settings.threads, kv_bytes=settings.kv_bytes
@@ -191,7 +194,7 @@ def _one_instance(model: Path, settings: Settings, told: Told) -> tuple[Subject,
 async def _groups(
     model: Path, settings: Settings, one: tuple[Subject, Measured] | None, told: Told
 ) -> tuple[dict[str, Any], Profile | None]:
-    """All that the conductor measures, and the profile if the load needs one."""
+    """Runs the conductor's measurements; also returns the profile if the load needs one."""
     found: dict[str, Any] = {}
     profile = None
     fleet = FleetOptions(
@@ -231,7 +234,7 @@ async def _groups(
 async def _load(
     model: Path, profile_path: Path, profile: Profile, settings: Settings, told: Told
 ) -> dict[str, Any]:
-    """Every planner at every load, live and simulated; TTFT over that of CDSP."""
+    """Runs every planner at every load, live and simulated; TTFT over that of CDSP."""
     served = Served(
         model=str(model),
         profile_path=profile_path,
@@ -280,7 +283,7 @@ async def _load(
 
 
 def _over_cdsp(figures: Mapping[str, Mapping[str, float]]) -> dict[str, dict[str, float]]:
-    """With each planner's mean and p99 over CDSP's."""
+    """Returns each planner's mean and p99 over CDSP's."""
     ours = figures[CDSP]
     return {
         planner: {

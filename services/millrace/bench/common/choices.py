@@ -1,4 +1,4 @@
-"""The names that options of benchmarks take. They stand here so that `--help` loads no engine."""
+"""The names for options of benchmarks. They stand here so that `--help` loads no engine."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ CDSP_PARTS: Final = ("sp", "balancing", "ring", "load")
 LONG_MIXED_PARTS: Final = ("predictor", "chunking", "batching")
 LONG_PARTS: Final = (*LONG_MIXED_PARTS, "spp", "kvp")
 
-#: Of `bench kernels`.
+#: Kernels of `bench kernels`.
 KERNELS: Final = (
     "prefill",
     "decode",

@@ -17,7 +17,7 @@ from millrace.bench.common.sse_client import Response, SseClient
 from millrace.core.errors import ConfigError
 from millrace.sim.workload.workload import PlannedRequest, SloClass, WorkloadOptions, plan
 
-# Tokenised by the server to learn ids that it takes: a prompt of them is valid and of exact length.
+# The server tokenises it to find valid ids: a prompt of them is valid and has an exact length.
 _SAMPLE_TEXT = (
     "The quick brown fox jumps over the lazy dog while seven wizards quietly pack boxes of jam. "
     "Requests come and go; some are short, others hold whole books. 0123456789."
@@ -26,12 +26,12 @@ _SAMPLE_TEXT = (
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ServeOptions:
-    """A test of one server. `concurrency` None: requests leave at their own times."""
+    """A test of one server. With `concurrency` None, requests leave at their own times."""
 
     url: str
     workload: WorkloadOptions
     concurrency: int | None = None
-    model: str = ""  # "": the first that the server lists
+    model: str = ""  # "": the first model that the server lists
     api_key: str = ""
     token_ids: tuple[int, int] | None = None  # prompt ids are drawn from [low, high]
     temperature: float = 0.0
@@ -41,7 +41,7 @@ class ServeOptions:
 
 @dataclass(slots=True, kw_only=True)
 class _Target:
-    """What the server told about itself."""
+    """The server's model and its valid token ids."""
 
     client: SseClient
     model: str
@@ -190,7 +190,7 @@ def _record_of(request: PlannedRequest, due_s: float | None) -> RequestRecord:
 
 
 def read_response(response: Response, record: RequestRecord, start_s: float) -> None:
-    """Fills in tokens, times and error of a record from a response that came to its end."""
+    """Fills in tokens, times and error of a record from a complete response."""
     record.ended_s = response.ended_s - start_s
     if response.status != 200:
         record.error = f"http {response.status}"
@@ -215,7 +215,7 @@ def read_response(response: Response, record: RequestRecord, start_s: float) -> 
             record.token_times_s.append(at_s - start_s)
     if not (finished and record.token_times_s):
         record.error, record.detail = "incomplete", f"{len(response.events)} events, no end"
-    elif not record.output_tokens:  # a server without usage: one token an event is the best guess
+    elif not record.output_tokens:  # a server without usage: assume one token per event
         record.output_tokens = len(record.token_times_s)
 
 
@@ -233,7 +233,7 @@ def _slo_headers(slo: SloClass) -> dict[str, str]:
 
 
 async def _inspect(client: SseClient, options: ServeOptions) -> _Target:
-    """Asks the server for its model and for token ids that it takes."""
+    """Asks the server for its model and for valid token ids."""
     model = options.model
     try:
         if not model:

@@ -1,7 +1,6 @@
-"""What this machine is, and what it can do at most, measured: products of matrices, and reading
-memory.
+"""Describes this machine and measures its limits: products of matrices, and reading memory.
 
-The threads are those that torch has been set to.
+The threads are the threads that torch uses.
 """
 
 from __future__ import annotations
@@ -18,13 +17,13 @@ from millrace_kernels.api import describe_backends, prepare_linear
 
 GEMM_SIZE = 2048
 READ_BYTES = 512 << 20
-"""Far beyond any cache."""
+"""Bytes far beyond any cache."""
 
-_ROW = 4096  # columns of the matrix that readers take the bytes for
+_ROW = 4096  # columns of the matrix that the readers see in the bytes
 
 
 def describe_machine() -> dict[str, Any]:
-    """What a report says of the machine."""
+    """Returns the machine's description for a report."""
     return {
         "cpus": os.cpu_count(),
         "threads": torch.get_num_threads(),
@@ -35,7 +34,9 @@ def describe_machine() -> dict[str, Any]:
 
 
 def gemm_flops_per_s(dtype: str, size: int = GEMM_SIZE, repeats: int = 5) -> float:
-    """FLOP/s of a square product [size, size] x [size, size], the best of torch's and our own."""
+    """Returns FLOP/s of a square product [size, size] x [size, size], the best of torch's and our
+    own.
+    """
     left, right = torch.randn(2, size, size).to(getattr(torch, dtype))
     linear = prepare_linear(right)
     products: tuple[Callable[[], object], ...] = (lambda: left @ right, lambda: linear(left))
@@ -43,7 +44,7 @@ def gemm_flops_per_s(dtype: str, size: int = GEMM_SIZE, repeats: int = 5) -> flo
 
 
 def read_bytes_per_s(size_bytes: int = READ_BYTES, repeats: int = 5) -> float:
-    """Bytes/s of streaming reads, the best of several readers."""
+    """Returns bytes/s of streaming reads, the best of several readers."""
     matrix = torch.ones(max(size_bytes // (4 * _ROW), 1), _ROW)
     vector = torch.ones(_ROW)
     row = vector[None]
@@ -59,7 +60,9 @@ def read_bytes_per_s(size_bytes: int = READ_BYTES, repeats: int = 5) -> float:
 
 
 def _best_s(work: Callable[[], object], repeats: int) -> float:
-    """Seconds of the fastest call. One more goes first; a slow call is not repeated as often."""
+    """Returns seconds of the fastest call, after one warm-up; a slow call is repeated less
+    often.
+    """
     work()
     best_s = spent_s = 0.0
     for _ in range(repeats):

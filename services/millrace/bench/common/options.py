@@ -1,4 +1,4 @@
-"""Options that several benchmarks read alike."""
+"""Options that several benchmarks have in common."""
 
 from __future__ import annotations
 
@@ -18,15 +18,15 @@ Document = dict[str, Any]
 
 
 def names(text: str, known: Sequence[str]) -> list[str]:
-    """Comma-separated names, each once. Raises BadParameter for one that is not `known`."""
+    """Returns comma-separated names without repeats. Raises BadParameter for an unknown name."""
     found = [part.strip() for part in text.split(",")]
     if unknown := sorted(set(found) - set(known)):
-        raise typer.BadParameter(f"{unknown[0]!r} is none of {', '.join(known)}")
+        raise typer.BadParameter(f"{unknown[0]!r} is not one of {', '.join(known)}")
     return list(dict.fromkeys(found))
 
 
 def numbers(text: str, option: str) -> tuple[int, ...]:
-    """Ascending whole numbers above 0. Raises BadParameter."""
+    """Returns ascending whole numbers above 0. Raises BadParameter."""
     parts = text.split(",")
     if not all(part.isdecimal() and int(part) for part in parts):
         raise typer.BadParameter(f"{option} {text!r}: write whole numbers with commas between")
@@ -34,7 +34,9 @@ def numbers(text: str, option: str) -> tuple[int, ...]:
 
 
 def progress_lines(console: Console) -> Callable[[str], None]:
-    """Where there is no terminal: a line whenever something else begins, without its seconds."""
+    """Prints progress without a terminal: a line whenever another step begins, without its
+    seconds.
+    """
     last = ""
 
     def told(what: str) -> None:
@@ -54,9 +56,9 @@ def measure(
     json_path: Path | None,
     plot: Path | None,
 ) -> None:
-    """Runs a benchmark, which is told whom to tell what it is at, and shows and keeps its report.
+    """Runs a benchmark with a progress callback, then shows and stores its report.
 
-    Raises BadParameter, before it begins, for a file in no folder.
+    Raises BadParameter, before it begins, for a file in a missing folder.
     """
     import uvloop
     from rich.console import Console

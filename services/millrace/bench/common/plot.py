@@ -1,4 +1,4 @@
-"""The picture of a load test: how TTFT is spread, and attainment as objectives tighten."""
+"""Draws a load test: the distribution of TTFT, and attainment over tighter objectives."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ SCALES = np.geomspace(0.1, 10.0, 81)
 def attainment_at(
     records: Sequence[RequestRecord], slos: dict[str, SloClass], scale: float
 ) -> float:
-    """The share of `records`, 0 to 1, that would attain objectives `scale` times as long."""
+    """Returns the share of `records`, 0 to 1, that attains objectives `scale` times as long."""
     scaled = {
         name: SloClass(
             name=name,

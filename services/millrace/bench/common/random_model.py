@@ -1,4 +1,4 @@
-"""A random-weight Llama as a Hugging Face folder: what benchmarks run where no real model is."""
+"""Makes a random-weight Llama as a Hugging Face folder, for benchmarks without a real model."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ LLAMA_100M = {
     "max_position_embeddings": 32_768,
     "tie_word_embeddings": True,
 }
-"""A Llama of about 100 million parameters, as config.json has it."""
+"""A Llama of about 100 million parameters, in the terms of config.json."""
 
 LLAMA_27M = {
     "vocab_size": 4096,
@@ -33,7 +33,7 @@ LLAMA_27M = {
     "max_position_embeddings": 16_384,
     "tie_word_embeddings": True,
 }
-"""One of 27 million: small enough that whole stacks of it share a machine."""
+"""A Llama of 27 million parameters: several whole stacks of it fit on one machine."""
 
 _STANDARD_DEVIATION = 0.02
 
@@ -76,7 +76,7 @@ def write_random_llama(folder: Path, config: Mapping[str, Any], dtype: str = "fl
 def write_word_tokenizer(folder: Path, vocab_size: int) -> None:
     """Writes a tokenizer.json in which token i is the word " w<i>".
 
-    Every token brings text by itself, so that a client can count tokens by counting words.
+    Every token is one word, so a client can count tokens by counting words.
     """
     tokenizer = Tokenizer(models.BPE({f"\u0120w{i}": i for i in range(vocab_size)}, []))
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)

@@ -1,11 +1,11 @@
-"""What a load test found: percentiles, throughput, goodput, and how many objectives were met.
+"""Summarises a load test: percentiles, throughput, goodput, and the share of objectives met.
 
-Definitions. TTFT: from the moment the request was sent to its first token. TBT: the gap between two
-events with tokens of one stream, as the client saw them; a stream's mean TBT is the time from its
-first token to its last, per further token. E2E: from sending to the end of the stream. A request
-attains its class's objectives when it succeeds, its TTFT is within the one and its mean TBT within
-the other. Goodput counts attaining requests per second. (FlowPrefill's goodput, section 6.1, is the
-largest request rate at 90 % attainment: run several rates and read it off.)
+Definitions. TTFT: from the sending of a request to its first token. TBT: the gap between two events
+with tokens of one stream at the client; a stream's mean TBT is the time from its first token to its
+last, per further token. E2E: from sending to the end of the stream. A request attains its class's
+objectives when it succeeds and both its TTFT and its mean TBT are within the objectives. Goodput
+counts attaining requests per second. (FlowPrefill's goodput, section 6.1, is the largest request
+rate at 90 % attainment: run several rates to find it.)
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ class RequestRecord:
     """One request as the client saw it. Times are seconds since the test's start.
 
     `error` is empty on success, else the kind ("http 429", "timeout", ...). `token_times_s` has one
-    entry an event that brought tokens, `output_tokens` is what the server says it generated.
+    entry per event with tokens; `output_tokens` is the server's count of generated tokens.
     """
 
     index: int
@@ -51,7 +51,7 @@ class RequestRecord:
 
     @property
     def mean_tbt_s(self) -> float | None:
-        """None of a single token."""
+        """Returns None for a single token."""
         if self.output_tokens < 2:
             return None
         return (self.token_times_s[-1] - self.token_times_s[0]) / (self.output_tokens - 1)
@@ -72,7 +72,9 @@ class RequestRecord:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Distribution:
-    """Of values in milliseconds; percentiles by linear interpolation. All zero when empty."""
+    """Statistics of values in milliseconds; percentiles by linear interpolation. All zero when
+    empty.
+    """
 
     count: int
     mean: float
@@ -99,7 +101,7 @@ class Distribution:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ClassReport:
-    """One objective class, or all together. Attainments are shares of its requests, 0 to 1."""
+    """Figures of one objective class, or of all. Attainments are shares of its requests, 0 to 1."""
 
     requests: int
     succeeded: int
@@ -115,7 +117,7 @@ class ClassReport:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Report:
-    """`wall_s` is from the first request sent to the last stream's end."""
+    """Figures of a load test. `wall_s` is from the first request sent to the last stream's end."""
 
     wall_s: float
     requests: int
@@ -126,7 +128,7 @@ class Report:
     errors: dict[str, int]
     error_examples: dict[str, str]
     short_outputs: int  # succeeded with fewer tokens than asked for
-    send_lag_ms: Distribution  # how late the client sent; large values spoil the other figures
+    send_lag_ms: Distribution  # how late the client sent; large values spoil all figures
     total: ClassReport
     classes: dict[str, ClassReport]
 
@@ -135,7 +137,7 @@ class Report:
 
 
 def summarise(records: Sequence[RequestRecord], classes: Sequence[SloClass]) -> Report:
-    """Computes the report of finished requests, every one of a class in `classes`."""
+    """Computes the report of finished requests; each has a class in `classes`."""
     good = [record for record in records if not record.error]
     start_s = min((record.sent_s for record in records), default=0.0)
     wall_s = max((record.ended_s for record in records), default=0.0) - start_s

@@ -1,7 +1,7 @@
-"""A light HTTP/1.1 client for server-sent events: it must cost far less than what it measures.
+"""A light HTTP/1.1 client for server-sent events, far cheaper than the measured server.
 
-Responses are parsed by httptools as bytes arrive, and every event is stamped with the time at which
-its last byte was read. Connections are kept and used again.
+Responses are parsed by httptools as bytes arrive. Every event gets the time at which its last byte
+was read. Connections are kept and used again.
 """
 
 from __future__ import annotations
@@ -23,8 +23,8 @@ from millrace.core.errors import ConfigError
 class Response:
     """A response; times are of `time.perf_counter()`.
 
-    `events` holds (time, data) of each server-sent event when the body is a stream of them, else
-    `body` holds the body.
+    `events` holds (time, data) of each server-sent event of a stream; for other bodies, `body`
+    holds the bytes.
     """
 
     sent_s: float
@@ -34,12 +34,12 @@ class Response:
     ended_s: float = 0.0
 
     def json(self) -> object:
-        """The body parsed. Raises orjson.JSONDecodeError."""
+        """Parses the body. Raises orjson.JSONDecodeError."""
         return orjson.loads(self.body)
 
 
 class _Stale(ConnectionResetError):
-    """A kept connection was closed before any byte of an answer: the request may be sent anew."""
+    """A kept connection was closed before any byte of an answer: the request may be sent again."""
 
 
 class _Connection(asyncio.Protocol):
@@ -51,7 +51,7 @@ class _Connection(asyncio.Protocol):
         self._done: asyncio.Future[None] | None = None
         self._parser: httptools.HttpResponseParser | None = None
         self._is_stream = False
-        self._is_delimited = False  # the body has a length or chunks, else it lasts to the end
+        self._is_delimited = False  # else the body ends with the connection
         self._exchanges = 0
         self._line = bytearray()
         self._data: list[bytes] = []
@@ -66,7 +66,7 @@ class _Connection(asyncio.Protocol):
 
     def data_received(self, data: bytes) -> None:
         self._now_s = time.perf_counter()
-        if self._parser is None:  # bytes between responses: not a server to talk to again
+        if self._parser is None:  # bytes between responses: don't use this server again
             self.close()
             return
         try:
@@ -160,7 +160,7 @@ class _Connection(asyncio.Protocol):
 
 
 class SseClient:
-    """Talks to one base URL. Opens as many connections as there are requests at once."""
+    """Talks to one base URL. Opens one connection per concurrent request."""
 
     def __init__(self, url: str, headers: Mapping[str, str] | None = None) -> None:
         """Raises ConfigError for a URL that is not http:// or https:// with a host."""
@@ -176,7 +176,7 @@ class SseClient:
         self._idle: list[_Connection] = []
 
     async def get(self, path: str) -> Response:
-        """Raises OSError when the server can't be reached or hangs up."""
+        """Sends a GET. Raises OSError when the server can't be reached or closes the connection."""
         head = f"GET {self._path}{path} HTTP/1.1\r\n{self._headers}\r\n"
         return await self._send(head.encode())
 

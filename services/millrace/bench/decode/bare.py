@@ -1,4 +1,4 @@
-"""The decode batch alone in this process: what a served stack's decode is compared with."""
+"""The decode batch alone in this process, which the served stack's decode is compared with."""
 
 from __future__ import annotations
 
@@ -25,7 +25,9 @@ class BareDecode:
         self._engine.pool.storage.normal_()
 
     def tokens_per_s(self, context_tokens: Many[int], steps: int) -> float:
-        """Greedy `DecodeBatch.step`s of one sequence for each context; one more goes first."""
+        """Measures greedy `DecodeBatch.step`s of one sequence per context, after one warm-up
+        step.
+        """
         pool, layout = self._engine.pool, self._engine.layout
         batch = DecodeBatch(self._engine.runner, pool, Sampler(), max_batch=len(context_tokens))
         spec = SamplingSpec(max_tokens=steps + 3, temperature=0.0)

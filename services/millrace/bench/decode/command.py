@@ -1,4 +1,4 @@
-"""The options of `millrace bench decode`: decode through a whole stack. `decode_run` measures."""
+"""The options of `millrace bench decode`: decode through a whole stack. `run.py` measures."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def command(
     from millrace.bench.decode.run import Settings, as_table, run
 
     if dtype not in ("float32", "bfloat16"):
-        raise typer.BadParameter(f"{dtype!r} is none of float32, bfloat16")
+        raise typer.BadParameter(f"{dtype!r} is not one of float32, bfloat16")
     settings = Settings(
         batch=batch,
         prompt_tokens=prompt_tokens,

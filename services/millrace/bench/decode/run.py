@@ -1,16 +1,17 @@
-"""`millrace bench decode`: decode through the whole stack beside the bare engine, in one run.
+"""`millrace bench decode`: compares decode through the whole stack with the bare engine, in one
+run.
 
 A stack of one prefill and one decode instance, scheduler, gateway and Redis starts on this machine
 with a random-weight Llama of about 100 million parameters. In each round, `--batch` streaming
-requests are sent at once, long enough to take about `--steps` steps together (a warm-up tells how
-much longer the first must be for that). From the moment when all decode until the first ends, the
-tokens that reach the client are counted; then the bare engine (`DecodeBatch.step` in this process,
-with the decode instance's threads) takes as many steps from the same context lengths, the stack
-idle.
+requests are sent at once, long enough for about `--steps` common steps (a warm-up measures how much
+longer the first request must be). The tokens that reach the client are counted from the moment when
+all requests decode until the first one ends. Then the bare engine (`DecodeBatch.step` in this
+process, with the decode instance's threads) takes as many steps from the same context lengths,
+while the stack is idle.
 
-Where the rest goes is read off at the decode instance within the same window: the time of a step
-there against the bare engine's (what other processes on the same cores cost it), the time between
-steps (what the instance's own loop costs), and CPU time a step by process.
+The decode instance's metrics within the same window show the remaining costs: the time of a step
+there compared with the bare engine (the cost of other processes on the same cores), the time
+between steps (the cost of the instance's own loop), and CPU time per step by process.
 """
 
 from __future__ import annotations
@@ -56,7 +57,7 @@ class Settings:
     model: Mapping[str, Any] = field(default_factory=lambda: LLAMA_100M)
 
     def kv_bytes(self, output_tokens: int) -> int:
-        """A pool for all sequences, with a few pages of room each."""
+        """Returns the bytes of a pool for all sequences, with a few spare pages each."""
         head_dim = self.model["hidden_size"] // self.model["num_attention_heads"]
         a_token = 2 * self.model["num_hidden_layers"] * self.model["num_key_value_heads"] * head_dim
         tokens = self.prompt_tokens + output_tokens + 64
@@ -65,7 +66,7 @@ class Settings:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Round:
-    """Both sides once. `costs` is None where the window was too short to read any."""
+    """Both sides, measured once. `costs` is None where the window was too short to measure them."""
 
     window_s: float
     stack_tokens_per_s: float
@@ -151,7 +152,7 @@ async def _round(
 
 
 class _Served:
-    """The client's side of the stack."""
+    """The client of the stack."""
 
     def __init__(self, stack: Stack, metrics_port: int, settings: Settings) -> None:
         self._settings = settings
@@ -170,12 +171,14 @@ class _Served:
         self._metrics.close()
 
     async def warm_up(self) -> int:
-        """One round of short outputs. Returns the tokens that each request asks for from now on."""
+        """Sends one round of short outputs. Returns the tokens that each request asks for from now
+        on.
+        """
         self._output_tokens = length_for(await self._generate("warm-up"), self._settings.steps)
         return self._output_tokens
 
     async def measure(self, number: int) -> tuple[Window, Costs | None]:
-        """One round: all requests at once, to their ends."""
+        """Runs one round: all requests at once, to their ends."""
         samples: list[Sample] = []
         watching = asyncio.create_task(self._watch(samples))
         try:
@@ -189,7 +192,7 @@ class _Served:
         return window, costs_of(samples, window)
 
     async def _generate(self, seed: str) -> list[list[tuple[float, int]]]:
-        """Sends all requests at once; (time, tokens) of each event, by stream."""
+        """Sends all requests at once; returns (time, tokens) of each event, by stream."""
         bodies = [self._body(f"{seed}/{i}") for i in range(self._settings.batch)]
         responses = await asyncio.gather(
             *(self._client.post("/v1/completions", body) for body in bodies)
@@ -234,7 +237,7 @@ def _value(metrics: str, name: str) -> float:
 
 
 def _arrivals(response: Response) -> Iterator[tuple[float, int]]:
-    """(time, tokens) of each event of a stream; every token is a word of its own."""
+    """Yields (time, tokens) of each event of a stream; every token is one word."""
     if response.status != 200:
         raise MillraceError(f"HTTP status {response.status}: {bytes(response.body[:300])!r}")
     for at_s, data in response.events:
@@ -245,7 +248,7 @@ def _arrivals(response: Response) -> Iterator[tuple[float, int]]:
             raise MillraceError(f"a request failed: {event['error']}")
         if words := sum(len(choice["text"].split()) for choice in event["choices"]):
             yield at_s, words
-    raise MillraceError("a stream broke off")
+    raise MillraceError("a stream ended early")
 
 
 def _free_port() -> int:
@@ -255,7 +258,7 @@ def _free_port() -> int:
 
 
 def as_table(report: Mapping[str, Any]) -> Table:
-    """A row a round: both rates, their ratio, and where the stack's time went."""
+    """Makes a table with a row per round: both rates, their ratio, and the stack's costs."""
     settings = report["settings"]
     table = Table(
         title=f"decode, {settings['batch']} x {settings['prompt_tokens']} tokens of context, "

@@ -1,4 +1,4 @@
-"""The part of a round of `millrace bench decode` in which every request decodes."""
+"""Finds the part of a round of `millrace bench decode` in which every request decodes."""
 
 from __future__ import annotations
 
@@ -8,18 +8,18 @@ from dataclasses import dataclass
 
 from millrace.core.errors import MillraceError
 
-_SPARE = 1.3  # of the time that the prompts of the warm-up took
+_SPARE = 1.3  # share of the time that the warm-up's prompts took
 _LEAST_STEP_S = 1e-4
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Window:
-    """The time in which every stream decodes: from `start_s` up to and with `end_s`."""
+    """The time in which every stream decodes: after `start_s`, until `end_s` inclusive."""
 
     start_s: float
     end_s: float
     tokens: int
-    context_tokens: list[int]  # of each stream at its start
+    context_tokens: list[int]  # context tokens of each stream at its start
 
     @property
     def tokens_per_s(self) -> float:
@@ -28,7 +28,7 @@ class Window:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Sample:
-    """Counters at one moment: of the decode instance's steps, and CPU seconds by process."""
+    """Counters at one moment: the decode instance's steps, and CPU seconds by process."""
 
     at_s: float
     steps: float
@@ -38,7 +38,7 @@ class Sample:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Costs:
-    """Milliseconds a step: in it, between two, and of CPU by process."""
+    """Milliseconds per step: in the step, between two steps, and of CPU by process."""
 
     step_ms: float
     between_steps_ms: float
@@ -46,7 +46,7 @@ class Costs:
 
 
 def length_for(warm_up: Sequence[Sequence[tuple[float, int]]], steps: int) -> int:
-    """Tokens of each answer, so that the first goes on for `steps` after the last prompt.
+    """Returns the tokens of each answer, so that the first has `steps` more after the last prompt.
 
     warm_up: (time, tokens) of each event of short answers, by stream.
     """
@@ -60,9 +60,10 @@ def length_for(warm_up: Sequence[Sequence[tuple[float, int]]], steps: int) -> in
 
 
 def window_of(arrivals: Sequence[Sequence[tuple[float, int]]], prompt_tokens: int) -> Window:
-    """arrivals: (time, tokens) of each event, by stream. A stream decodes from its second event on.
+    """Finds the window. arrivals: (time, tokens) of each event, by stream, which decodes from its
+    second event on.
 
-    Raises MillraceError when there is no time in which all do.
+    Raises MillraceError when at no time all streams decode.
     """
     start_s = max((events[1][0] for events in arrivals if len(events) > 1), default=0.0)
     end_s = min(events[-1][0] for events in arrivals)
@@ -79,7 +80,7 @@ def window_of(arrivals: Sequence[Sequence[tuple[float, int]]], prompt_tokens: in
 
 
 def costs_of(samples: Sequence[Sample], window: Window) -> Costs | None:
-    """Between the first and the last sample within the window."""
+    """Returns the costs between the first and the last sample within the window."""
     inside = [s for s in samples if window.start_s <= s.at_s <= window.end_s]
     if len(inside) < 2 or (steps := inside[-1].steps - inside[0].steps) <= 0:
         return None

@@ -1,4 +1,4 @@
-"""The options of `millrace bench engine`: the engine's speed. `engine_run` measures."""
+"""The options of `millrace bench engine`: the engine's speed. `run.py` measures."""
 
 from __future__ import annotations
 
@@ -90,7 +90,7 @@ def _numbers(text: str) -> list[int]:
     try:
         numbers = [int(part) for part in text.split(",")]
     except ValueError as error:
-        raise typer.BadParameter(f"{text!r} is no list of whole numbers like 512,2048") from error
+        raise typer.BadParameter(f"{text!r} is not a list of numbers like 512,2048") from error
     if min(numbers) < 1:
         raise typer.BadParameter(f"{text!r}: every number must be at least 1")
     return numbers

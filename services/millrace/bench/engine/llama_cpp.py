@@ -1,7 +1,7 @@
-"""llama.cpp as `millrace bench engine` times it: its C API through llama-cpp-python.
+"""llama.cpp in `millrace bench engine`: its C API through llama-cpp-python.
 
-The weights are written to a GGUF file in the dtype compared. The rest is as llama.cpp's defaults
-have it: K/V in F16, flash attention, prompts in batches of 2048 tokens and micro-batches of 512.
+The weights are written to a GGUF file in the compared dtype. All else has llama.cpp's defaults: K/V
+in F16, flash attention, prompts in batches of 2048 tokens and micro-batches of 512.
 """
 
 from __future__ import annotations
@@ -47,12 +47,12 @@ _OUTER_NAMES = {
 
 
 def _package(name: str) -> ModuleType:
-    """An optional package, imported only here and only when it is compared with."""
+    """Imports an optional package, only when the engine is compared with it."""
     try:
         return importlib.import_module(name)
     except ImportError as error:
         raise MillraceError(
-            f"llama.cpp can't be compared with: {error}; "
+            f"llama.cpp is missing: {error}; "
             "install it with `pip install llama-cpp-python==0.3.36 gguf==0.19.0`"
         ) from error
 
@@ -60,8 +60,8 @@ def _package(name: str) -> ModuleType:
 def write_gguf(folder: Path, path: Path, dtype: str) -> None:
     """Writes the Llama in `folder` (config.json, model.safetensors) as GGUF.
 
-    dtype: float32 or bfloat16, of the matrices; norms are float32 always. Raises MillraceError
-    when the gguf package is missing.
+    dtype: float32 or bfloat16, of the matrices; norms are float32 always. Raises MillraceError when
+    the gguf package is missing.
     """
     gguf = _package("gguf")
     config = ModelConfig.from_folder(folder)
@@ -105,22 +105,23 @@ def _gguf_weights(folder: Path, config: ModelConfig) -> Iterator[tuple[str, Tens
 
 
 def _interleaved(weight: Tensor, heads: int) -> Tensor:
-    """Rows of a q or k projection for a rotation of neighbours, which is GGUF's Llama.
+    """Orders rows of a q or k projection for the rotation of neighbours in GGUF's Llama.
 
-    Hugging Face's rotates rows i and i + d/2 of a head together; here they become 2i and 2i + 1.
+    Hugging Face rotates rows i and i + d/2 of a head together; here they become 2i and 2i + 1.
     """
     rows = weight.shape[0]
     return weight.view(heads, 2, rows // heads // 2, -1).transpose(1, 2).reshape(rows, -1)
 
 
 class LlamaCppEngine:
-    """One model, with a context for the case that was asked for last."""
+    """One model, with a context for the latest case."""
 
     def __init__(self, gguf_path: Path, threads: int) -> None:
         """Raises MillraceError when llama.cpp is not installed or can't read the file."""
         self._api = api = _package("llama_cpp")
         self._threads = threads
-        # Kept, as the library holds on to it. It prints a hundred lines about a model otherwise.
+        # Kept alive, since the library uses it. Without it llama.cpp prints a hundred lines per
+        # model.
         self._quiet = api.llama_log_callback(lambda *_: None)
         api.llama_log_set(self._quiet, None)
         api.llama_backend_init()
@@ -133,14 +134,15 @@ class LlamaCppEngine:
         self._context: _Context | None = None
 
     def prefill(self, prompt: Tensor) -> Tensor:
-        """int64 [n] to float32 logits [vocab] of the last position."""
+        """Takes int64 [n]; returns float32 logits [vocab] of the last position."""
         context = self._context_for(1, len(prompt))
         context.prefill(prompt)
         return context.logits(1)[0]
 
     def start_decode(self, batch: int, context_tokens: int) -> Callable[[Tensor], Tensor]:
-        """As `Engine.start_decode`. The random context is computed once and copied to every
-        sequence; the next start at the same size only forgets what was decoded since."""
+        """Works as `Engine.start_decode`. The random context is computed once and copied to every
+        sequence; the next start at the same size only drops the decoded tokens.
+        """
         context = self._context_for(batch, context_tokens + _DECODE_ROOM_TOKENS)
         if context.kept_tokens != context_tokens:
             context.prefill(torch.randint(self._vocab_size, (context_tokens,)))
@@ -156,7 +158,9 @@ class LlamaCppEngine:
         self._api.llama_model_free(self._model)
 
     def _context_for(self, batch: int, tokens: int) -> _Context:
-        """One for `batch` sequences of up to `tokens` each; the last one when it is such."""
+        """Returns a context for `batch` sequences of up to `tokens` each; the last one if it
+        fits.
+        """
         shape = (batch, tokens)
         if self._context is None or self._context.shape != shape:
             if self._context is not None:
@@ -177,7 +181,7 @@ class _Context:
         vocab_size: int,
     ) -> None:
         self.shape = shape
-        self.kept_tokens = 0  # that every sequence has, before those decoded
+        self.kept_tokens = 0  # of every sequence, before the decoded tokens
         self._api = api
         self._vocab_size = vocab_size
         sequences, tokens = shape
@@ -198,7 +202,7 @@ class _Context:
         self._rows.wanted[:] = 1
 
     def prefill(self, prompt: Tensor) -> None:
-        """Forgets everything and computes a prompt in sequence 0, for its last logits."""
+        """Drops everything and computes a prompt in sequence 0, for its last logits."""
         self._api.llama_memory_clear(self._memory, False)
         batch, end = self._prompt, len(prompt)
         for start in range(0, end, BATCH_TOKENS):
@@ -216,20 +220,24 @@ class _Context:
             self._api.llama_memory_seq_cp(self._memory, 0, sequence, -1, -1)
 
     def rewind(self) -> None:
-        """Forgets what was decoded after the prompt."""
+        """Drops the tokens decoded after the prompt."""
         for sequence in range(self.shape[0]):
             self._api.llama_memory_seq_rm(self._memory, sequence, self.kept_tokens, -1)
         self._rows.positions[:] = self.kept_tokens
 
     def decode(self, token_ids: Tensor) -> Tensor:
-        """One token of every sequence, int64 [sequences], to logits [sequences, vocab]."""
+        """Decodes one token of every sequence, int64 [sequences]; returns logits [sequences,
+        vocab].
+        """
         self._rows.tokens[:] = token_ids
         self._run(self._rows, len(token_ids))
         self._rows.positions += 1
         return self.logits(len(token_ids))
 
     def logits(self, rows: int) -> Tensor:
-        """float32 [rows, vocab] of the last call, in memory that the next call uses again."""
+        """Returns float32 [rows, vocab] of the last call, in memory that the next call
+        overwrites.
+        """
         found = self._api.llama_get_logits(self._context)
         return torch.from_numpy(np.ctypeslib.as_array(found, (rows, self._vocab_size)))
 
@@ -250,7 +258,7 @@ class _Batch:
         rows, number = len(sequences), ctypes.POINTER(ctypes.c_int32)
         self.tokens = np.zeros(rows, dtype=np.int32)
         self.positions = np.zeros(rows, dtype=np.int32)
-        self.wanted = np.zeros(rows, dtype=np.int8)  # whether a row's logits are
+        self.wanted = np.zeros(rows, dtype=np.int8)  # whether a row's logits are wanted
         ones = np.ones(rows, dtype=np.int32)
         first = sequences.ctypes.data
         pointers = (number * rows)(*(ctypes.cast(first + 4 * row, number) for row in range(rows)))

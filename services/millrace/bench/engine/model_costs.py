@@ -1,4 +1,4 @@
-"""What a Llama's forward pass must compute and read, from its config.json."""
+"""Counts the FLOPs and bytes of a Llama's forward pass, from its config.json."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import Any
 
 
 def _layer_parameters(model: Mapping[str, Any]) -> tuple[int, int]:
-    """Parameters of one layer's qkv projection, and of its other matrices."""
+    """Returns the parameters of one layer's qkv projection, and of its other matrices."""
     hidden = model["hidden_size"]
     qkv = hidden * (hidden + 2 * _kv_width(model))
     return qkv, hidden * hidden + 3 * hidden * model["intermediate_size"]
@@ -19,7 +19,7 @@ def _kv_width(model: Mapping[str, Any]) -> int:
 
 
 def prefill_flops(model: Mapping[str, Any], tokens: int) -> float:
-    """FLOPs that the last position's logits of one prompt of n tokens take, no more.
+    """Returns the least FLOPs for the last position's logits of one prompt of n tokens.
 
     With l layers, q the parameters of a layer's qkv projection, r of its other matrices, H the
     hidden size (heads times head_dim) and V the vocabulary:
@@ -27,9 +27,9 @@ def prefill_flops(model: Mapping[str, Any], tokens: int) -> float:
         linear     2 n (l q + (l - 1) r) + 2 (r + V H)
         attention  4 H (l - 1) n (n + 1) / 2 + 4 H n
 
-    A multiply-add counts two. Each position attends to itself and those before it. Of the last
-    layer, only K and V of the other positions are used (their q, in one product with them, is
-    counted): an engine that computes all of it does up to 1/l more than is counted here.
+    A multiply-add counts two. Each position attends to itself and all earlier positions. Of the
+    last layer, only K and V of the other positions are used (their q, in one product with them, is
+    counted): an engine that computes all of it does up to 1/l more FLOPs.
     """
     layers, hidden = int(model["num_hidden_layers"]), int(model["hidden_size"])
     qkv, rest = _layer_parameters(model)
@@ -42,7 +42,8 @@ def prefill_flops(model: Mapping[str, Any], tokens: int) -> float:
 def decode_step_bytes(
     model: Mapping[str, Any], batch: int, context_tokens: int, element_bytes: int
 ) -> float:
-    """Bytes that one decode step reads: every matrix once, the output's included, and all K/V.
+    """Returns the bytes that one decode step reads: every matrix once, with the output's, and all
+    K/V.
 
     The embedding's few rows, norms and activations are left out.
     """

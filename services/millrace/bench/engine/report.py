@@ -1,4 +1,4 @@
-"""What `millrace bench engine` found, as a table and as a picture."""
+"""Shows the results of `millrace bench engine` as a table and as a picture."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from rich.table import Table
 
 
 def as_table(report: dict[str, Any]) -> Table:
-    """The report's results, a row a case; ratios below 1 in red."""
+    """Makes a table of the report's results, one row per case; ratios below 1 in red."""
     table = Table(
         title=f"tokens/s, medians; {report['machine']['threads']} threads",
         title_justify="left",
@@ -39,7 +39,7 @@ def as_table(report: dict[str, Any]) -> Table:
 
 
 def _limits(report: dict[str, Any]) -> str:
-    """What the shares are of."""
+    """Describes the limits that the shares refer to."""
     gemm = ", ".join(
         f"{found['gemm_flops_per_s'] / 1e9:.0f} GFLOP/s in {dtype}"
         for dtype, found in report["limits"].items()
@@ -51,7 +51,7 @@ def _limits(report: dict[str, Any]) -> str:
 
 
 def draw(report: dict[str, Any], path: Path) -> None:
-    """Bars of the ratios, a group a case and a colour an engine, as a PNG at `path`."""
+    """Writes a PNG at `path`: bars of the ratios, one group per case and one colour per engine."""
     from matplotlib.backends.backend_agg import FigureCanvasAgg  # slow to import
     from matplotlib.figure import Figure
 

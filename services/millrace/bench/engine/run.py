@@ -1,19 +1,19 @@
-"""`millrace bench engine`: tokens/s of the engine on the CPU, beside others in the same run.
+"""`millrace bench engine`: compares tokens/s of CPU engines in one run.
 
-All run one random-weight Llama of about 100 million parameters with the same weights and the same
-number of threads. Before anything is timed, their logits must agree.
+All engines run one random-weight Llama of about 100 million parameters with the same weights and
+the same number of threads. Before the timing, their logits must agree.
 
-Prefill is one prompt to the logits of its last position. Decode is a batch that stands at one
-context length: model step and greedy choice, without sampling, scheduler or detokeniser.
-transformers runs its forward pass with a DynamicCache, which is what `generate` does less its own
-bookkeeping; llama.cpp runs `llama_decode`, each sequence with K/V of its own.
+Prefill is one prompt to the logits of its last position. Decode is a batch at one context length:
+model step and greedy choice, without sampling, scheduler or detokeniser. transformers runs its
+forward pass with a DynamicCache, as `generate` does, without its bookkeeping; llama.cpp runs
+`llama_decode`, each sequence with K/V of its own.
 
-The engines take turns, so that other load on the machine hits all alike, and medians are compared.
-Each has `budget_s` seconds in a case: it repeats up to `repeats` times while they last, once at
-least. Its first repetition warms up and does not count when others followed.
+The engines take turns, so that other load on the machine affects all equally, and medians are
+compared. Each has `budget_s` seconds in a case and repeats it up to `repeats` times, at least once.
+Its first repetition warms up and does not count if others follow.
 
-Beside its tokens/s stands what share of the machine Millrace uses: of prefill, the FLOPs of
-`model_costs.prefill_flops` against the best product of large matrices; of decode, the bytes of
+Tokens/s come with Millrace's share of the machine's limit: for prefill, the FLOPs of
+`model_costs.prefill_flops` against the best product of large matrices; for decode, the bytes of
 `model_costs.decode_step_bytes` against the best streaming reader, both measured in the same run.
 """
 
@@ -70,8 +70,8 @@ class Case:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Result:
-    """Median tokens/s by engine, how many repetitions each is the median of, and what the medians
-    mean: `ratios` above 1 say that Millrace is the faster, `machine_share` is Millrace's.
+    """Median tokens/s by engine, the repetitions behind each median, and their meaning: `ratios`
+    above 1 say that Millrace is faster, `machine_share` is Millrace's.
     """
 
     case: Case
@@ -83,7 +83,7 @@ class Result:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Limits:
-    """The machine's, in one dtype."""
+    """The machine's limits, in one dtype."""
 
     gemm_flops_per_s: float
     read_bytes_per_s: float
@@ -91,7 +91,9 @@ class Limits:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Settings:
-    """What to measure: every prefill length, and every decode batch at every context length."""
+    """The cases to measure: every prefill length, and every decode batch at every context
+    length.
+    """
 
     against: Sequence[str] = OTHERS
     dtypes: Sequence[str] = ("float32", "bfloat16")
@@ -104,7 +106,7 @@ class Settings:
     model: Mapping[str, Any] = field(default_factory=lambda: LLAMA_100M)
 
     def cases(self, dtype: str) -> list[Case]:
-        """The lines of one dtype, in the order they run."""
+        """Returns the cases of one dtype, in the order they run."""
         prefill = [
             Case(phase="prefill", dtype=dtype, batch=1, tokens=tokens)
             for tokens in self.prefill_tokens
@@ -117,16 +119,16 @@ class Settings:
 
     @property
     def pool_tokens(self) -> int:
-        """KV that the largest case needs, each sequence in pages of its own."""
+        """Returns the KV tokens that the largest case needs, each sequence in pages of its own."""
         decode = max(self.contexts) + self.steps + 1 + PAGE_TOKENS
         return max(_AGREEMENT_TOKENS, *self.prefill_tokens, max(self.batches) * decode)
 
     def prompt(self, tokens: int) -> Tensor:
-        """Random token ids, int64 [tokens]."""
+        """Returns random token ids, int64 [tokens]."""
         return torch.randint(self.model["vocab_size"], (tokens,))
 
     def machine_share(self, case: Case, tokens_per_s: float, limits: Limits) -> float:
-        """How much of the machine's limit a rate amounts to."""
+        """Returns a rate's share of the machine's limit."""
         if case.phase == "prefill":
             flops = prefill_flops(self.model, case.tokens) / case.tokens
             return flops * tokens_per_s / limits.gemm_flops_per_s
@@ -137,7 +139,7 @@ class Settings:
 
 
 def tokens_per_s(case: Case, engine: Engine, settings: Settings) -> float:
-    """One repetition. Caches are made, and one decode step run, before the clock starts.
+    """Runs one repetition. The clock starts after caches are made and one decode step has run.
 
     Decode ends early, between two steps, when the budget is spent.
     """
@@ -158,7 +160,9 @@ def tokens_per_s(case: Case, engine: Engine, settings: Settings) -> float:
 
 
 def check_agreement(ours: Engine, other: Engine, dtype: str, prompt: Tensor) -> float:
-    """The largest difference of the two engines' logits; MillraceError when it is too large."""
+    """Returns the largest difference of two engines' logits; raises MillraceError when it is too
+    large.
+    """
     difference = float((ours.prefill(prompt) - other.prefill(prompt).float()).abs().max())
     if not difference <= _LOGIT_TOLERANCE[dtype]:
         raise MillraceError(
@@ -185,7 +189,7 @@ class _Turns:
 
     @property
     def counted(self) -> list[float]:
-        """Those after the first, which warmed up, unless there is but the first."""
+        """Returns all repetitions but the first, which warmed up, unless it is the only one."""
         return self._rates[1:] or self._rates
 
     def take(self) -> None:
@@ -200,9 +204,9 @@ def run(
     threads: int | None = None,
     on_progress: Callable[[int, int, str], None] = lambda done, total, what: None,
 ) -> dict[str, Any]:
-    """Measure every case and return the report as one JSON-ready document.
+    """Measures every case and returns the report as one JSON-ready document.
 
-    threads: torch's own choice when None. on_progress(cases done, in total, what runs now) is
+    threads: torch's own choice when None. on_progress(cases done, in total, the running step) is
     called before each repetition. Raises MillraceError when the engines' logits disagree or one of
     the others is not installed.
     """
@@ -275,7 +279,7 @@ def _compare(
     settings: Settings,
     announce: Callable[[str], None],
 ) -> dict[str, list[float]]:
-    """Tokens/s of each engine's repetitions of a case; the engines take turns."""
+    """Returns tokens/s of each engine's repetitions of a case; the engines take turns."""
     turns = {name: _Turns(case, engine, settings) for name, engine in engines.items()}
     while waiting := [name for name in turns if not turns[name].done]:
         for name in waiting:

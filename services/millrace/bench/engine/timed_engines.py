@@ -1,4 +1,4 @@
-"""Millrace and transformers as `millrace bench engine` times them."""
+"""Millrace and transformers as engines of `millrace bench engine`."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ PAGE_TOKENS = 16
 
 
 def _transformers() -> ModuleType:
-    """The package, imported only here and only when it is compared with."""
+    """Imports the package, only when the engine is compared with it."""
     try:
         return importlib.import_module("transformers")
     except ImportError as error:
@@ -32,21 +32,22 @@ def _transformers() -> ModuleType:
 
 
 class Engine(Protocol):
-    """What is timed, for one engine with its weights loaded."""
+    """An engine with its weights loaded, and its timed operations."""
 
     def prefill(self, prompt: Tensor) -> Tensor:
-        """prompt: int64 [n]; returns logits [vocab] of its last position, good until the next
-        call."""
+        """Takes int64 [n]; returns logits [vocab] of its last position, valid until the next
+        call.
+        """
 
     def start_decode(self, batch: int, context_tokens: int) -> Callable[[Tensor], Tensor]:
-        """Give `batch` sequences a random context and return their step.
+        """Gives `batch` sequences a random context and returns their step.
 
-        A step takes token ids int64 [batch] and returns those chosen next.
+        A step takes token ids int64 [batch] and returns the next ids.
         """
 
 
 class MillraceEngine:
-    """The model runner over a paged pool big enough for the largest case."""
+    """The model runner over a paged pool that fits the largest case."""
 
     def __init__(self, folder: Path, dtype: str, pool_tokens: int) -> None:
         model = load_model(folder, device="cpu", dtype=dtype)
@@ -72,7 +73,7 @@ class MillraceEngine:
         for _ in self._runner.prefill(task):
             pass
         self._pool.free(pages)
-        assert task.logits is not None  # the task asked for them
+        assert task.logits is not None  # the task asked for logits
         return task.logits
 
     def start_decode(self, batch: int, context_tokens: int) -> Callable[[Tensor], Tensor]:

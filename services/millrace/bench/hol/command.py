@@ -1,19 +1,20 @@
-"""`millrace bench hol`: head-of-line blocking in prefill, the figures that FlowPrefill stands for.
+"""`millrace bench hol`: measures head-of-line blocking in prefill, for FlowPrefill's figures.
 
-All in one run on this machine. In this process: a profile of the model, what a preemption waits
-for (section 6.4, figure 12), and what the checks at operators cost. Then, for one system after
-another, a live stack of one prefill and one decode instance: how high a rate it carries with 90 %
-of the requests in time (goodput, section 6.1, figure 9), and short prompts that arrive during a
-long one. The same requests go through the simulator with the profile of this run.
+All parts run on this machine. In this process: a profile of the model, the time that a preemption
+waits (section 6.4, figure 12), and the cost of checks at operators. Then, for one system after
+another, a live stack of one prefill and one decode instance: the highest rate with 90 % of the
+requests in time (goodput, section 6.1, figure 9), and short prompts that arrive during a long
+prompt. The simulator runs the same requests with the profile of this run.
 
 The model is a random Llama of 27 million parameters in 16 layers: deep and thin, so that one
-operator is to a prompt about what it is on the paper's 8B, and so fast on one thread (some 1,400
-tokens/s on a machine with AVX2) that prompts a twentieth as long as the paper's take tens (text)
-and hundreds (search, file) of milliseconds. Requests ask for one token: decode shares the cores
-that prefill is measured on here, and is not what counts.
+operator takes about the same share of a prompt as on the paper's 8B, and so fast on one thread
+(some 1,400 tokens/s on a machine with AVX2) that prompts a twentieth as long as the paper's take
+tens (text) and hundreds (search, file) of milliseconds. Requests ask for one token: decode shares
+the cores with prefill here and is not measured.
 
-Objectives are multiples of isolated TTFTs (`hol_traffic`); they are measured once, on the first
-system's stack, and hold for all. A search begins at the goodput that the simulator predicts.
+Objectives are multiples of isolated TTFTs (`traffic.py`); they are measured once, on the first
+system's stack, and hold for all systems. A search begins at the goodput that the simulator
+predicts.
 """
 
 from __future__ import annotations
@@ -79,7 +80,7 @@ def command(  # noqa: PLR0913 - every option of the command line is a parameter
     from millrace.bench.hol.run import Settings, run
 
     if dtype not in ("float32", "bfloat16"):
-        raise typer.BadParameter(f"{dtype!r} is none of float32, bfloat16")
+        raise typer.BadParameter(f"{dtype!r} is not one of float32, bfloat16")
     settings = Settings(
         model=model,
         dtype=dtype,
@@ -99,7 +100,7 @@ def command(  # noqa: PLR0913 - every option of the command line is a parameter
 
 
 def _rates(text: str) -> tuple[float, ...]:
-    """Ascending requests/s. Raises BadParameter."""
+    """Returns ascending requests/s. Raises BadParameter."""
     try:
         found = sorted(float(part) for part in text.split(",")) if text else []
     except ValueError:

@@ -1,4 +1,4 @@
-"""One system as a live stack: one prefill and one decode instance, measured as a client sees it."""
+"""Runs one system as a live stack: one prefill and one decode instance, measured at the client."""
 
 from __future__ import annotations
 
@@ -30,9 +30,9 @@ _LONG, _SHORT = "long", "short"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Served:
-    """What every stack of a run serves, and the profile that its scheduler predicts with.
+    """The inputs of every stack of a run, with the profile for its scheduler's predictions.
 
-    `token_ids`: the model's, None to ask the server.
+    `token_ids`: valid ids of the model; None to ask the server.
     """
 
     model: str
@@ -45,14 +45,14 @@ class Served:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Interrupted:
-    """Short prompts that arrived while a long one was computed; TTFTs in seconds."""
+    """Short prompts that arrived while a long prompt was computed; TTFTs in seconds."""
 
     isolated_s: float
     ttft_s: tuple[float, ...]
 
     @property
     def ratio(self) -> float:
-        """Median TTFT over the isolated one."""
+        """Returns the median TTFT over the isolated TTFT."""
         return statistics.median(self.ttft_s) / self.isolated_s
 
 
@@ -95,7 +95,9 @@ class LiveSystem:
         await self._stack.__aexit__(*raised)
 
     async def isolated_s(self, tokens: Mapping[str, int], repeats: int) -> dict[str, float]:
-        """Median TTFTs in seconds of prompts alone in the stack, by name; they take turns."""
+        """Returns median TTFTs in seconds of prompts alone in the stack, by name; they take
+        turns.
+        """
         self._told(f"{self._system.name}: {', '.join(tokens)} alone")
         turns = itertools.cycle(
             TraceRow(arrival_s=None, input_tokens=count, output_tokens=1, class_name=name)
@@ -117,7 +119,7 @@ class LiveSystem:
         }
 
     async def attainment(self, traffic: Traffic, rate_rps: float, seed: int) -> Attainment:
-        """Sends the traffic; ends when all is settled. Then waits until the stack is idle."""
+        """Sends the traffic until the outcome is known. Then waits until the stack is idle."""
         options = traffic.at(rate_rps, seed)
         watch = Watch(planned=tuple(plan(options)))
         stop = asyncio.Event()
@@ -144,8 +146,8 @@ class LiveSystem:
     async def interrupted(
         self, *, long: tuple[int, float], short: tuple[int, float], repeats: int, seed: int
     ) -> Interrupted:
-        """long, short: (tokens, objective in seconds). Short ones arrive at random moments of the
-        long one's first part, each after the one before is done.
+        """long, short: (tokens, objective in seconds). Short prompts arrive at random moments of
+        the long prompt's first part, each after the previous one is done.
         """
         isolated_s = (await self.isolated_s({_SHORT: short[0]}, 2 * repeats))[_SHORT]
         long_s = (await self.isolated_s({_LONG: long[0]}, 1))[_LONG]
@@ -187,7 +189,7 @@ class LiveSystem:
         return await run(options, None, stop, on_end)
 
     async def _idle(self) -> None:
-        """Waits for requests that were given up to leave the stack. Raises MillraceError."""
+        """Waits for cancelled requests to leave the stack. Raises MillraceError."""
         assert self._client is not None  # within the context
         until_s = time.perf_counter() + _IDLE_TIMEOUT_S
         name = "millrace_proxy_inflight_requests "
@@ -197,7 +199,7 @@ class LiveSystem:
             if not values:
                 raise MillraceError(f"the gateway's metrics lack {name}")
             if not sum(values):
-                await asyncio.sleep(2 * _LOOK_EVERY_S)  # for the instances to let go, too
+                await asyncio.sleep(2 * _LOOK_EVERY_S)  # for the instances to free them, too
                 return
             await asyncio.sleep(_LOOK_EVERY_S)
         raise MillraceError(f"the stack was not idle within {_IDLE_TIMEOUT_S:g} s")

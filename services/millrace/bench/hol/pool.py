@@ -1,6 +1,6 @@
-"""The execution pool by itself: what a preemption waits for, and what the checks cost.
+"""Measures the execution pool by itself: the wait of a preemption, and the cost of the checks.
 
-In this process, over `engine.execution_pool.ExecutionPool` as a prefill instance uses it.
+It runs in this process, over `engine.execution_pool.ExecutionPool` as a prefill instance uses it.
 """
 
 from __future__ import annotations
@@ -20,12 +20,12 @@ from millrace.engine.assembly import Engine
 from millrace.engine.execution_pool import ExecutionPool, PoolTask, StopPoint
 from millrace.engine.forward.local_runner import PrefillTask
 
-_WAIT_S = 120.0  # for a task, before the pool counts as broken
+_WAIT_S = 120.0  # seconds for a task, before the pool counts as broken
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Blocking:
-    """Milliseconds from signal to effect, beside the longest single operator of the same passes.
+    """Milliseconds from signal to effect, and the longest single operator of the same passes.
 
     `deciles_ms`: the least, each tenth, and the longest.
     """
@@ -45,8 +45,8 @@ class Blocking:
 class Checks:
     """Median seconds of one prefill: bare, and through the pool.
 
-    `cost`: the share that it takes longer, median over the rounds; `cpu_cost`: the same of CPU
-    time, which other processes disturb less.
+    `cost`: the relative extra time through the pool, median over the rounds; `cpu_cost`: the same
+    for CPU time, which other processes disturb less.
     """
 
     tokens: int
@@ -58,7 +58,7 @@ class Checks:
 
 
 class LongPrefill:
-    """One prompt as the pool runs it: passes of at most `chunk_tokens`, in pages of its own."""
+    """One prompt for the pool: passes of at most `chunk_tokens`, in pages of its own."""
 
     def __init__(self, engine: Engine, tokens: int, chunk_tokens: int) -> None:
         """`tokens`: no more than `engine.pool_context_tokens`."""
@@ -84,20 +84,20 @@ class LongPrefill:
             )
 
     def bare(self) -> None:
-        """The runner's own loop."""
+        """Runs the runner's own loop, without the pool."""
         for task in self.passes():
             for _ in self._engine.runner.prefill(task):
                 pass
 
     def steps(self) -> Generator[StopPoint]:
-        """What the pool runs: a boundary after every operator and pass."""
+        """Yields for the pool: a boundary after every operator and pass."""
         for task in self.passes():
             for boundary in self._engine.runner.prefill(task):
                 yield StopPoint.after(boundary.operator)
             yield StopPoint.PASS
 
     def timed_steps(self) -> Generator[StopPoint]:
-        """`steps`, with an eye on the longest operator."""
+        """Runs `steps` and measures the longest operator."""
         steps = self.steps()
         while True:
             begun_s = time.perf_counter()
@@ -113,8 +113,8 @@ def blocking(
 ) -> Blocking:
     """Preempts a prefill of `tokens` at random moments for about `budget_s` seconds.
 
-    The task that preempts has nothing to do. The next signal comes after a random time of up to
-    two granules. Signals while nothing runs, the long prompt being done, don't count.
+    The preempting task is empty. The next signal comes after a random time of up to two granules.
+    Signals while nothing runs, after the long prompt, don't count.
     """
     long = LongPrefill(engine, tokens, chunk_tokens)
     found: list[float] = []
@@ -123,7 +123,7 @@ def blocking(
     rng = random.Random(f"{seed}/{granularity}/{chunk_tokens}")
     try:
         begun_s = time.perf_counter()
-        long.bare()  # warm, and how long a granule is
+        long.bare()  # warm, and the duration of a granule
         alone_s = time.perf_counter() - begun_s
         granules = _granules(engine, granularity, ceil_div(tokens, chunk_tokens))
         until_s = time.perf_counter() + budget_s
@@ -153,9 +153,9 @@ def blocking(
 
 
 def checks(engine: Engine, *, tokens: int, rounds: int) -> Checks:
-    """Prefills of `tokens` bare and through the pool, in turns that swap who goes first.
+    """Prefills `tokens` bare and through the pool, in turns that swap the order.
 
-    Both on a thread of their own: memory costs a thread more than the process's first one.
+    Both run on a thread of their own: memory costs a thread more than the process's first thread.
     """
     long = LongPrefill(engine, tokens, tokens)
     pool = ExecutionPool(engine.device, most_held=1)
@@ -197,12 +197,14 @@ def checks(engine: Engine, *, tokens: int, rounds: int) -> Checks:
 
 
 def _granules(engine: Engine, granularity: str, passes: int) -> int:
-    """In a whole prefill. For operators, layers: a signal is to fall on any operator of one."""
+    """Returns the granules of a whole prefill. For operators, layers: a signal hits any operator of
+    one.
+    """
     return passes if granularity == "chunk" else passes * engine.layout.num_layers
 
 
 def _submit(pool: ExecutionPool, name: str, steps: Generator[StopPoint]) -> Future[None]:
-    """Done at the task's end, with what it raised."""
+    """Returns a future that is done at the task's end, with the task's error."""
     done: Future[None] = Future()
 
     def ended(error: Exception | None) -> None:

@@ -1,4 +1,4 @@
-"""A profile of the model on this machine, measured within the run, for the simulated side."""
+"""Measures a profile of the model on this machine within the run, for the simulator."""
 
 from __future__ import annotations
 
@@ -11,7 +11,9 @@ from millrace.profiler.workload import Workload
 
 
 def measure_profile(engine: Engine, budget_s: float, threads: int) -> Profile:
-    """Measures whole prompts for about `budget_s` seconds: each is one pass, as long as it is."""
+    """Measures whole prompts for about `budget_s` seconds: each is one pass of the prompt's
+    length.
+    """
     workload = Workload(engine, max_chunk_tokens=WHOLE_TOKENS, max_batch=1)
     try:
         measured = measure(workload, budget_s)

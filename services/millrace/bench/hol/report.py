@@ -1,4 +1,6 @@
-"""What `millrace bench hol` found, as tables and as a picture. Takes the JSON document."""
+"""Prints the results of `millrace bench hol` as tables and as a picture. Reads the JSON
+document.
+"""
 
 from __future__ import annotations
 
@@ -17,7 +19,7 @@ Document = Mapping[str, Any]
 
 
 def print_tables(document: Document, console: Console) -> None:
-    """Everything that was measured, a table a part."""
+    """Prints all measurements, one table per part."""
     console.print(_classes(document))
     console.print(_goodput(document))
     console.print(_at_edge(document))
@@ -132,7 +134,7 @@ def _times(ratio: float | None) -> str:
 
 
 def draw(document: Document, path: Path) -> None:
-    """Writes a PNG: attainment by rate, live and simulated; by class live, a chart a system."""
+    """Writes a PNG: attainment by rate, live and simulated; by class live, one chart per system."""
     goodput = document["goodput"]
     rows = [
         [

@@ -1,4 +1,4 @@
-"""The measurements of `millrace bench hol` in their order, and the document they make."""
+"""Runs the measurements of `millrace bench hol` in order and makes the document."""
 
 from __future__ import annotations
 
@@ -37,19 +37,20 @@ from millrace.engine.assembly import Engine, open_engine
 _LONG_MULTIPLE = 12.8  # objective of the long prompt over its isolated TTFT: a file's
 _SIM_TOLERANCE, _SIM_STEP, _SIM_RUNS = 0.03, 2.0, 40
 _QUICK = (FCFS, "edf-small", OURS)
-_START = (0.2, 1.6)  # a search begins within these shares of the capacity, whatever `sim` says
+_START = (0.2, 1.6)  # a search begins within these shares of the capacity, whatever `sim` predicts
 
 Told = Callable[[str], None]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Settings:
-    """model: a folder, "" for the random one. threads: of each engine; 0: half the cores.
+    """model: a folder, "" for the random model. threads: per engine; 0: half the cores.
 
-    rates: requests/s to run every system at; without any, each one's goodput is searched: in steps
-    of the factor `step` and then within 1 + `tolerance`, `most_runs` runs at most. Runs are of
-    `requests` requests, drawn anew for each of `seeds`. repeats: of an isolated TTFT; shorts: short
-    prompts during long ones. profile_s and blocking_s (of each granularity) are budgets.
+    rates: requests/s to run every system at; without any, each system's goodput is searched: in
+    steps of the factor `step` and then within 1 + `tolerance`, `most_runs` runs at most. Runs have
+    `requests` requests, drawn again for each of `seeds`. repeats: of an isolated TTFT; shorts:
+    short prompts during long prompts. profile_s and blocking_s (per granularity) are budgets in
+    seconds.
     """
 
     model: str = ""
@@ -73,7 +74,7 @@ class Settings:
     check_rounds: int = 20
 
     def quick(self) -> Settings:
-        """Less of everything: for a look, not for figures to quote."""
+        """Returns settings for a short run: its figures are not to be quoted."""
         return replace(
             self,
             systems=_QUICK if self.systems == NAMES else self.systems,
@@ -91,7 +92,7 @@ class Settings:
 
 
 async def run(settings: Settings, told: Told = lambda what: None) -> dict[str, Any]:
-    """Measures and returns the document. Raises MillraceError for what can't be served."""
+    """Measures and returns the document. Raises MillraceError for prompts that don't fit."""
     begun_s = time.perf_counter()
     threads = settings.threads or max(1, len(os.sched_getaffinity(0)) // 2)
     blocking_tokens = round(FILE_P99_TOKENS / settings.scale)
@@ -143,7 +144,7 @@ async def run(settings: Settings, told: Told = lambda what: None) -> dict[str, A
 
 
 def _model(model: str, folder: Path) -> tuple[Path | str, tuple[int, int] | None]:
-    """The model and the ids that prompts are drawn from, None to ask the server."""
+    """Returns the model and the ids that prompts are drawn from; None to ask the server."""
     if model:
         return model, None
     return write_random_model(folder, LLAMA_27M), (0, LLAMA_27M["vocab_size"] - 1)
@@ -152,7 +153,9 @@ def _model(model: str, folder: Path) -> tuple[Path | str, tuple[int, int] | None
 def _in_process(
     engine: Engine, settings: Settings, blocking_tokens: int, told: Told
 ) -> dict[str, Any]:
-    """The parts over the execution pool alone: chunks as of the systems that stop after them."""
+    """Runs the parts over the execution pool alone: chunks as in the systems that stop after
+    them.
+    """
     cases = [("operator", WHOLE_TOKENS), ("layer", WHOLE_TOKENS)]
     of_chunks = systems(NAMES, settings.scale)
     cases += [("chunk", one.chunk_tokens) for one in of_chunks if one.preemption == "chunk"]
@@ -176,7 +179,7 @@ def _in_process(
 
 
 class _Comparison:
-    """The systems side by side, live and simulated."""
+    """Compares the systems, live and simulated."""
 
     def __init__(
         self, settings: Settings, served: Served, profile: Profile, most_tokens: int, told: Told
@@ -191,7 +194,7 @@ class _Comparison:
         self._traffic: Traffic | None = None
 
     async def run(self, compared: Sequence[System]) -> dict[str, Any]:
-        """The document's parts "classes", "goodput" and "interrupted"."""
+        """Returns the document's parts "classes", "goodput" and "interrupted"."""
         live: dict[str, list[Goodput]] = {}
         simulated: dict[str, list[Goodput]] = {}
         drift: dict[str, float] = {}
@@ -236,12 +239,14 @@ class _Comparison:
 
     @property
     def _beyond_prefill_s(self) -> float:
-        """What a text's TTFT has beyond its prefill: gateway, scheduler, store, handshake."""
+        """Returns a text's TTFT beyond its prefill: gateway, scheduler, store, handshake."""
         prefill_s = self._profile.prefill.isolated_s(self._tokens["text"])
         return max(self._isolated_s["text"] - prefill_s, 0.0)
 
     async def _isolate(self, stack: LiveSystem) -> float:
-        """Isolated TTFT of a text on this stack; on the first one, every class's objective."""
+        """Returns the isolated TTFT of a text on this stack; on the first stack, sets all
+        objectives.
+        """
         repeats = self._settings.repeats
         if self._isolated_s:
             return (await stack.isolated_s({"text": self._tokens["text"]}, repeats))["text"]
@@ -314,7 +319,7 @@ class _Comparison:
         simulated: Mapping[str, Sequence[Goodput]],
         drift: float,
     ) -> dict[str, Any]:
-        """`drift`: a text's isolated TTFT on this system's stack over that on the first one."""
+        """`drift`: a text's isolated TTFT on this system's stack over that on the first stack."""
         own = live[system.name]
         edge = own[0].at_edge
         return {
@@ -355,6 +360,6 @@ def _median(searches: Sequence[Goodput]) -> float:
 
 
 def _ratio(searches: Mapping[str, Sequence[Goodput]], name: str) -> float | None:
-    """Goodput over that of FCFS, None where there is none to compare with."""
+    """Returns goodput over that of FCFS; None without a value to compare with."""
     base = _median(searches[FCFS]) if FCFS in searches else 0.0
     return _median(searches[name]) / base if base else None

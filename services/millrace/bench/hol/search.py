@@ -1,4 +1,4 @@
-"""Goodput of one system on one draw: the highest rate tried at which 90 % are in time."""
+"""Finds the goodput of one system on one draw: the highest rate tried with 90 % in time."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ from millrace.sim.studies.search import largest_load
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Goodput:
-    """What a search found. `rate_rps` 0: nothing that was tried was carried.
+    """The result of a search. `rate_rps` 0: no rate reached the goal.
 
-    `failed_rps`: the lowest rate above `rate_rps` that was tried and not carried; None when the
-    search ended before it found one. `runs` ascend by rate.
+    `failed_rps`: the lowest rate above `rate_rps` that missed the goal; None when the search ended
+    before it found such a rate. `runs` ascend by rate.
     """
 
     rate_rps: float
@@ -23,7 +23,7 @@ class Goodput:
 
     @property
     def at_edge(self) -> Attainment | None:
-        """The run at the goodput."""
+        """Returns the run at the goodput."""
         return next((run for run in self.runs if run.rate_rps == self.rate_rps), None)
 
 
@@ -49,7 +49,7 @@ async def goodput(
 
 
 def found(runs: list[Attainment]) -> Goodput:
-    """The goodput that runs at several rates show."""
+    """Returns the goodput from runs at several rates."""
     best = max((run.rate_rps for run in runs if run.carried), default=0.0)
     above = [run.rate_rps for run in runs if not run.carried and run.rate_rps > best]
     return Goodput(

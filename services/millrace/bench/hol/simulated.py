@@ -1,4 +1,4 @@
-"""The same systems and the same requests in the simulator, with this machine's profile."""
+"""Runs the same systems and the same requests in the simulator, with this machine's profile."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ from millrace.sim.workload.workload import plan
 def attainment(
     system: System, profile: Profile, traffic: Traffic, rate_rps: float, seed: int, beyond_s: float
 ) -> Attainment:
-    """One simulated run. Every TTFT counts as `beyond_s` longer: what a live one has that is not
-    simulated, and that holds up no other request.
+    """Runs one simulation. Every TTFT counts as `beyond_s` longer: the part of a live TTFT that is
+    not simulated and delays no other request.
     """
     spec = SimSpec(
         profile=profile,

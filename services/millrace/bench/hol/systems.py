@@ -1,9 +1,10 @@
-"""The systems that `millrace bench hol` compares: what each sets in the live stack and in `sim`.
+"""The systems that `millrace bench hol` compares, with their settings in the live stack and in
+`sim`.
 
 FlowPrefill section 6.1: DistServe with first come first served; the same with EDF and chunks of
-2,048 and 8,192 tokens; FlowPrefill. Ours computes prompts in the larger chunks (section 6.5), for
-an operator of a shorter pass holds others up for less time. Token counts are divided by the run's
-scale, as lengths are.
+2,048 and 8,192 tokens; FlowPrefill. Ours computes prompts in the larger chunks (section 6.5),
+because an operator of a shorter pass delays others for less time. Token counts are divided by the
+run's scale, as lengths are.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ NAMES = (FCFS, "edf-small", "edf-large", "s-edf", OURS)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class System:
-    """How prefill is scheduled; `chunk_tokens` of a forward pass at most."""
+    """A way to schedule prefill; a forward pass has at most `chunk_tokens`."""
 
     name: str
     policy: str
@@ -34,7 +35,7 @@ class System:
 
     @property
     def settings(self) -> list[str]:
-        """`section.field=value` of every service."""
+        """Returns `section.field=value` for every service."""
         return [
             f"scheduler.policy={self.policy}",
             f"scheduler.preemption={self.preemption}",
@@ -44,7 +45,7 @@ class System:
 
 
 def systems(names: Sequence[str], scale: float) -> list[System]:
-    """Those named, one or more of `NAMES`, in the order of `NAMES`; token counts over `scale`."""
+    """Returns the systems with these names, in the order of `NAMES`; token counts over `scale`."""
 
     def scaled(tokens: int) -> int:
         return max(1, round(tokens / scale))

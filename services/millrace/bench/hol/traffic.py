@@ -1,12 +1,12 @@
 """Traffic of `millrace bench hol`: FlowPrefill's four classes, scaled to the machine.
 
 Lengths are Table 1's, drawn as in `sim.workload.mixes` and divided by the run's scale. The
-objective of a class is a multiple of its isolated TTFT, which the run measures: of a prompt of the
-class's mean length, alone in the stack. The multiple is what Table 2 allows Llama-3-8B over that
-length's prefill on an A100 (by the shipped profile): 5.9 for text, 12.8 for image, 9.8 for search,
-12.8 for file. So objectives are as tight here as there, whatever the machine.
+objective of a class is a multiple of its isolated TTFT, which the run measures with a prompt of the
+class's mean length, alone in the stack. The multiple is Table 2's objective for Llama-3-8B over
+that length's prefill on an A100 (by the shipped profile): 5.9 for text, 12.8 for image, 9.8 for
+search, 12.8 for file. So objectives are as tight as in the paper on any machine.
 
-Arrivals are Poisson. A rate stretches the gaps and leaves the requests alone, as in the paper.
+Arrivals are Poisson. A rate scales the gaps and keeps the requests, as in the paper.
 """
 
 from __future__ import annotations
@@ -31,30 +31,32 @@ from millrace.sim.workload.workload import (
 #: Table 1: mean prompt length of each class.
 MEAN_TOKENS: Mapping[str, int] = {"text": 590, "image": 532, "search": 5976, "file": 6833}
 
-#: The attainment that counts as carried: goodput's definition, section 6.1.
+#: The attainment that a goodput must reach: goodput's definition, section 6.1.
 GOAL = 0.9
 
 #: Table 1: the P99 of the longest class.
 FILE_P99_TOKENS = 22_390
 
 _PAPER_MODEL = "Llama-3-8B"
-_NO_HOPE = 2  # times the misses allowed: the rate is far too high, and the run ends
+_NO_HOPE = 2  # times the allowed misses: the rate is far too high, and the run ends
 
 
 def mean_tokens(scale: float) -> dict[str, int]:
-    """A prompt of each class's mean length, scaled."""
+    """Returns a prompt of each class's mean length, scaled."""
     return {name: max(1, round(tokens / scale)) for name, tokens in MEAN_TOKENS.items()}
 
 
 def multiples() -> dict[str, float]:
-    """Table 2's objective of each class over its mean prompt's prefill alone, Llama-3-8B."""
+    """Returns Table 2's objective of each class over its mean prompt's prefill alone,
+    Llama-3-8B.
+    """
     latency = flowprefill.operator_profile(flowprefill.MODELS[_PAPER_MODEL]).prefill
     objectives = table_2("llama3-8b")
     return {name: objectives[name] / latency.isolated_s(n) for name, n in MEAN_TOKENS.items()}
 
 
 def objectives(isolated_s: Mapping[str, float], slo_scale: float = 1.0) -> list[SloClass]:
-    """The classes with objectives for isolated TTFTs in seconds, all times `slo_scale`."""
+    """Returns the classes with objectives for isolated TTFTs in seconds, all times `slo_scale`."""
     return [
         SloClass(name=name, ttft_s=slo_scale * times * isolated_s[name])
         for name, times in multiples().items()
@@ -62,7 +64,7 @@ def objectives(isolated_s: Mapping[str, float], slo_scale: float = 1.0) -> list[
 
 
 def capacity_rps(isolated_s: Mapping[str, float]) -> float:
-    """About what one instance can compute, by the classes' isolated TTFTs and shares."""
+    """Estimates one instance's capacity from the classes' isolated TTFTs and shares."""
     kinds = build_mix("qwen", MixOptions()).classes
     shares = {kind.slo.name: kind.slo.weight for kind in kinds}
     work_s = sum(shares[name] * seconds for name, seconds in isolated_s.items())
@@ -71,7 +73,7 @@ def capacity_rps(isolated_s: Mapping[str, float]) -> float:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Traffic:
-    """The requests of every run: the same ones at any rate. `most_tokens` of a prompt."""
+    """The requests of every run, equal at any rate. A prompt has at most `most_tokens`."""
 
     classes: tuple[SloClass, ...]
     scale: float
@@ -79,7 +81,7 @@ class Traffic:
     most_tokens: int
 
     def at(self, rate_rps: float, seed: int) -> WorkloadOptions:
-        """A run of one output token a request: what comes after the first is not what counts."""
+        """Returns a run with one output token per request: later tokens are not measured."""
         return WorkloadOptions(
             draw_row=_scaled(build_mix("qwen", MixOptions()).row_draw(), self.scale),
             rate_rps=rate_rps,
@@ -100,10 +102,10 @@ def _scaled(draw: RowDraw, scale: float) -> RowDraw:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Attainment:
-    """Requests within their objective, of those whose outcome is known, at one rate.
+    """Requests within their objective, among the requests with a known outcome, at one rate.
 
-    `stopped`: the run ended early, so that the shares are of its first requests. `errors`: requests
-    that failed, by kind; they have missed.
+    `stopped`: the run ended early, so the shares are of its first requests. `errors`: failed
+    requests by kind; they count as missed.
     """
 
     rate_rps: float
@@ -114,7 +116,7 @@ class Attainment:
 
     @property
     def total(self) -> float:
-        """The share of all, 0 to 1."""
+        """Returns the share of all, 0 to 1."""
         return sum(self.met.values()) / max(1, sum(self.known.values()))
 
     @property
@@ -128,32 +130,32 @@ class Attainment:
 
 @dataclass(slots=True, kw_only=True)
 class Watch:
-    """Follows a run of `planned`, to end it once nothing can change its outcome any more.
+    """Follows a run of `planned`, to end it once its outcome can't change any more.
 
-    Times are seconds since the run's start; a request that has not ended is given `grace_s` beyond
-    its objective before it counts as missed.
+    Times are seconds since the run's start; a request that has not ended counts as missed `grace_s`
+    after its objective.
     """
 
     planned: tuple[PlannedRequest, ...]
     grace_s: float = 0.25
-    _ended: dict[int, bool] = field(default_factory=dict)  # whether in time, by index
+    _ended: dict[int, bool] = field(default_factory=dict)  # by index: in time or not
     _errors: Counter[str] = field(default_factory=Counter)
 
     def end(self, record: RequestRecord) -> None:
-        """Takes note of a request that ended."""
+        """Notes a request that ended."""
         if record.error:
             self._errors[f"{record.error}: {record.detail}"] += 1
         self._ended[record.index] = record.meets_ttft(self.planned[record.index].slo)
 
     def is_over(self, now_s: float) -> bool:
-        """True when all outcomes are known, or there are too many misses for it to matter."""
+        """Returns True when all outcomes are known, or too many requests have missed."""
         outcomes = list(self._known(now_s))
         missed = sum(not met for _, met in outcomes)
         most = _NO_HOPE * misses_allowed(len(self.planned), GOAL)
         return missed > most or len(outcomes) == len(self.planned)
 
     def attainment(self, rate_rps: float, now_s: float) -> Attainment:
-        """What is known at `now_s`."""
+        """Returns the known outcomes at `now_s`."""
         met = {request.slo.name: 0 for request in self.planned}
         known = dict(met)
         for request, is_met in self._known(now_s):

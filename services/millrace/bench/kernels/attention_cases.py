@@ -1,4 +1,4 @@
-"""Attention's cases: torch gets K/V already gathered out of the pages, and masks already made.
+"""Cases of attention: torch gets K/V already gathered from the pages, and ready masks.
 
 Shape letters: n rows, h q heads, k kv heads, d head_dim, b sequences, p positions of K/V.
 """
@@ -19,7 +19,7 @@ from millrace_kernels.reference import gather_kv
 
 
 class PagedKv:
-    """`batch` sequences of `kv_len` tokens, their pages scattered over a pool of just those."""
+    """`batch` sequences of `kv_len` tokens, with their pages scattered over a pool of this size."""
 
     def __init__(self, sizes: Sizes, dtype: str, *, batch: int, q_len: int, kv_len: int) -> None:
         self._sizes, self._kv_len = sizes, kv_len
@@ -30,13 +30,15 @@ class PagedKv:
         self._q_len = q_len
 
     def layer(self) -> Tensor:
-        """A K/V pool."""
+        """Makes a layer's K/V pool."""
         s = self._sizes
         shape = (self.table.numel(), 2, s.num_kv_heads, s.page_tokens, s.head_dim)
         return random(shape, self._dtype)
 
     def plan(self, positions: Tensor | None = None) -> api.AttentionPlan:
-        """The plan, with rows and slots of each sequence at `positions`, int32 [p], if given."""
+        """Makes the plan, with rows and slots of each sequence at `positions`, int32 [p], if
+        given.
+        """
         s, batch = self._sizes, len(self.table)
         return api.plan_attention(
             q_indptr=torch.arange(batch + 1, dtype=torch.int32) * self._q_len,
@@ -53,7 +55,7 @@ class PagedKv:
         )
 
     def gathered(self, layer: Tensor) -> tuple[Tensor, Tensor]:
-        """K and V as contiguous [b, k, p, d]."""
+        """Returns K and V as contiguous [b, k, p, d]."""
         pairs = [gather_kv(layer, pages, self._kv_len) for pages in self.table]
         k_bkpd, v_bkpd = (torch.stack(side) for side in zip(*pairs, strict=True))
         return k_bkpd, v_bkpd
@@ -61,7 +63,7 @@ class PagedKv:
     def case(
         self, kernel: str, shape: str, dtype: str, pairs: float, make: Callable[[], Sides]
     ) -> Case:
-        """`pairs`: of a row and a position that it sees, in all sequences."""
+        """`pairs`: the number of (row, visible position) pairs, over all sequences."""
         s = self._sizes
         kv_bytes = 2 * len(self.table) * self._kv_len * s.num_kv_heads * s.head_dim
         return Case(
@@ -130,7 +132,7 @@ def _decode_case(sizes: Sizes, dtype: str, batch: int, context: int) -> Case:
 
 
 def _ring_case(sizes: Sizes, dtype: str) -> Case:
-    """The first step of a rank of four: its own zigzag blocks, the second and the seventh."""
+    """Makes the first step of a rank of four: its own zigzag blocks, the second and the seventh."""
     tokens, half = sizes.ring_tokens, sizes.ring_tokens // 2
     paged = PagedKv(sizes, dtype, batch=1, q_len=tokens, kv_len=tokens)
     position = torch.cat([torch.arange(half) + half, torch.arange(half) + 6 * half]).int()

@@ -1,4 +1,6 @@
-"""A case of `millrace bench kernels`: one kernel at one shape, the other way, and their data."""
+"""A case of `millrace bench kernels`: one kernel at one shape, torch's alternative, and their
+data.
+"""
 
 from __future__ import annotations
 
@@ -45,13 +47,13 @@ class Sizes:
 
     @property
     def scale(self) -> float:
-        """Of attention's scores."""
+        """Returns the scale of attention's scores."""
         return float(self.head_dim**-0.5)
 
 
 @dataclass(frozen=True, slots=True)
 class Sides:
-    """The two that are timed. Their first results must agree."""
+    """The two timed calls. Their first results must agree."""
 
     ours: Callable[[], Tensor]
     other: Callable[[], Tensor]
@@ -59,7 +61,7 @@ class Sides:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Case:
-    """One line. `flops` and `moved_bytes`: what a call must do at least; `against`: the other."""
+    """One line. `flops` and `moved_bytes`: the least work of a call; `against`: the alternative."""
 
     kernel: str
     shape: str
@@ -71,18 +73,20 @@ class Case:
 
 
 def random(shape: Sequence[int], dtype: torch.dtype) -> Tensor:
-    """Normal values, repeated after some 260,000: drawing them all takes longer than timing."""
+    """Returns normal values, repeated after some 260,000: drawing all of them takes longer than
+    timing.
+    """
     count = math.prod(shape)
     pattern = torch.randn(min(count, 262_147)).to(dtype)
     return pattern.repeat(ceil_div(count, max(1, pattern.numel())))[:count].view(tuple(shape))
 
 
 def copies(tensor: Tensor, sizes: Sizes) -> list[Tensor]:
-    """The tensor and as many copies as exceed the caches."""
+    """Returns the tensor and as many copies as exceed the caches."""
     count = max(1, math.ceil(sizes.cold_bytes / max(1, tensor.nbytes)))
     return [tensor, *(tensor.clone() for _ in range(count - 1))]
 
 
 def turns(items: Sequence[Item]) -> Iterator[Item]:
-    """The items over and over."""
+    """Yields the items in a cycle."""
     return itertools.cycle(items)

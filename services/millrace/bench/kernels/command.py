@@ -1,4 +1,4 @@
-"""The options of `millrace bench kernels`: the kernels' speed. `kernels_run` measures."""
+"""The options of `millrace bench kernels`: the kernels' speed. `run.py` measures."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The cases of everything that works row by row: norms, rope, linears, experts, sampling."""
+"""Cases of the row-by-row kernels: norms, rope, linears, experts, sampling."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _EPS = 1e-5
 
 
 def row_cases(sizes: Sizes, dtype: str) -> Iterator[Case]:
-    """Every case of one dtype."""
+    """Yields every case of one dtype."""
     for case in (_merge_case, _rope_case, _norm_case, _silu_case):
         for rows in sizes.rows:
             yield case(sizes, dtype, rows)
@@ -33,7 +33,7 @@ def row_cases(sizes: Sizes, dtype: str) -> Iterator[Case]:
 
 
 def _merge_case(sizes: Sizes, dtype: str, rows: int) -> Case:
-    """A partial result of the dtype into a float32 one."""
+    """Merges a partial result of the dtype into a float32 result."""
     shape = (rows, sizes.num_q_heads, sizes.head_dim)
 
     def make() -> Sides:
@@ -113,7 +113,7 @@ def _row_case(
     moved: tuple[int, int],
     make: Callable[[], Sides],
 ) -> Case:
-    """`moved`: bytes of float32 data, and times that data of the dtype moves, for each element."""
+    """`moved`: bytes of float32 data, and accesses to data of the dtype, for each element."""
     return Case(
         kernel=kernel,
         shape=f"{rows} rows of {elements // rows}",
@@ -224,7 +224,7 @@ def _experts_case(sizes: Sizes, dtype: str, rows: int) -> Case:
 
 
 def _sample_case(sizes: Sizes, batch: int) -> Case:
-    """Temperature 0.8, the likeliest 50, of these the likeliest 95 %."""
+    """Samples with temperature 0.8, top-k 50, top-p 0.95."""
     temperature, top_k, top_p = 0.8, 50, 0.95
 
     def make() -> Sides:

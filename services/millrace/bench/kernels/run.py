@@ -1,14 +1,14 @@
-"""`millrace bench kernels`: each kernel of the public API beside torch's own way, and the machine.
+"""`millrace bench kernels`: compares each kernel of the public API with torch and with the machine.
 
-A call is held to what the machine can do at best: the time that its FLOPs take at the measured peak
-of a matrix product of its dtype, or that its bytes take at the measured bandwidth of reading
-memory, whichever is longer. That share of the peak, and the rate in the unit that bounds it, are
-reported for both sides. Row-by-row kernels are bound by memory; at 8 rows their data is in a cache,
-so that the share can pass 1, or fall to the cost of a call.
+A call is compared with the machine's limit: the time that its FLOPs take at the measured peak of a
+matrix product of its dtype, or that its bytes take at the measured bandwidth of reading memory,
+whichever is longer. Both sides report this share of the peak, and the rate in the unit that bounds
+it. Row-by-row kernels are bound by memory; at 8 rows their data is in a cache, so the share can
+exceed 1, or be as low as the cost of a call allows.
 
-The sides take turns within one run, so that other load hits both alike; medians are compared, and
-the sides' first results must agree. Apart from the cases, attention's time a token is taken for
-small chunks and for large ones over the same long history: what chunking costs.
+The sides take turns within one run, so that other load affects both equally; medians are compared,
+and the sides' first results must agree. Apart from the cases, attention's time per token is
+measured for small chunks and for large chunks over the same long history: the cost of chunking.
 """
 
 from __future__ import annotations
@@ -38,17 +38,17 @@ from millrace.core.errors import MillraceError
 from millrace_kernels import api
 
 GOAL_CHUNKS = 1.25
-"""A token of a small chunk may cost this many times one of a large chunk."""
+"""The most that a token of a small chunk may cost, in costs of a token of a large chunk."""
 
 _SAMPLES = 15
 _SHORT = {"float32": "fp32", "bfloat16": "bf16"}
 _TOLERANCE = {"float32": 2e-3, "bfloat16": 5e-2}
-"""Largest difference of the sides' results, of the largest value."""
+"""The largest allowed difference of the sides' results, relative to the largest value."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Settings:
-    """What to measure. `budget_s`: of a case, unless its first calls take longer."""
+    """The measurements. `budget_s`: seconds per case, unless its first calls take longer."""
 
     names: Sequence[str] = KERNEL_NAMES
     dtypes: Sequence[str] = tuple(DTYPES)
@@ -60,7 +60,7 @@ class Settings:
     chunk_history: int = 65536
 
     def cases(self) -> list[Case]:
-        """The lines, in the order they run."""
+        """Returns the cases, in the order they run."""
         return [
             case
             for dtype in self.dtypes
@@ -72,7 +72,7 @@ class Settings:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Peaks:
-    """What the machine does at best: FLOP/s of a matrix product by dtype, bytes/s of reading."""
+    """The machine's limits: FLOP/s of a matrix product by dtype, bytes/s of reading."""
 
     flops_per_s: dict[str, float]
     bytes_per_s: float
@@ -105,10 +105,10 @@ def run(
     threads: int | None = None,
     on_progress: Callable[[int, int, str], None] = lambda done, total, what: None,
 ) -> dict[str, Any]:
-    """Measure every case and return the report as one JSON-ready document.
+    """Measures every case and returns the report as one JSON-ready document.
 
-    threads: torch's own choice when None. on_progress(cases done, in total, what runs now) is
-    called before each. Raises MillraceError when a kernel's result differs from torch's.
+    threads: torch's own choice when None. on_progress(cases done, in total, the running step) is
+    called before each case. Raises MillraceError when a kernel's result differs from torch's.
     """
     threads_before = torch.get_num_threads()
     torch.set_num_threads(threads or threads_before)
@@ -146,9 +146,10 @@ def measure(
     budget_s: float,
     check: Callable[[Sequence[Item]], None] = lambda results: None,
 ) -> list[list[float]]:
-    """Seconds of a call, several samples of each; the calls take turns until the budget is spent.
+    """Returns seconds of a call, several samples of each; the calls take turns until the budget is
+    spent.
 
-    A sample is as many calls as its share of the budget holds. Where the first calls alone, which
+    A sample has as many calls as its share of the budget holds. If the first calls alone, which
     touch memory and start threads, take long, they are the samples. `check` gets their results.
     """
     results, first = [], []
@@ -177,7 +178,9 @@ def _time(call: Callable[[], object], count: int) -> float:
 
 
 def measure_peaks(settings: Settings) -> Peaks:
-    """What bfloat16 holds can be multiplied in float32, whose peak is the least of both."""
+    """Measures the peaks. Bfloat16 data can be multiplied in float32, so float32's peak is the
+    least of both.
+    """
     flops_per_s: dict[str, float] = {}
     for dtype in DTYPES:
         rate = gemm_flops_per_s(dtype, settings.peak_side)
@@ -217,12 +220,14 @@ def _check_agreement(case: Case, ours: Tensor, other: Tensor) -> None:
     if not difference <= _TOLERANCE[case.dtype] * largest:
         raise MillraceError(
             f"{case.kernel} {case.dtype} ({case.shape}) differs by {difference:g} from "
-            f"{case.against}: they don't do the same"
+            f"{case.against}: the results must agree"
         )
 
 
 def measure_chunks(settings: Settings, dtype: str) -> dict[str, Any]:
-    """Attention's microseconds a token in small and in large chunks over one long history."""
+    """Returns attention's microseconds per token in small and in large chunks over one long
+    history.
+    """
     calls = []
     for rows in settings.chunk_rows:
         kv_len = settings.chunk_history + rows
@@ -247,7 +252,9 @@ def measure_chunks(settings: Settings, dtype: str) -> dict[str, Any]:
 
 
 def as_table(report: dict[str, Any]) -> Table:
-    """A row a case: rates, ours as a share of the peak, and ours over the other's."""
+    """Makes a table, one row per case: rates, ours as a share of the peak, and ours over the
+    other's.
+    """
     peaks = report["peaks"]
     rates = [f"{rate / 1e9:.0f} GFLOP/s {kind}" for kind, rate in peaks["flops_per_s"].items()]
     title = (
@@ -290,7 +297,7 @@ def _chunk_line(chunks: dict[str, Any]) -> str:
 
 
 def draw(report: dict[str, Any], path: Path) -> None:
-    """A PNG: bars of the share of peak, ours beside the other, a panel a dtype."""
+    """Writes a PNG: bars of the share of peak, ours beside the other, one panel per dtype."""
     import matplotlib
 
     matplotlib.use("Agg")

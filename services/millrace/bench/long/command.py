@@ -1,17 +1,17 @@
-"""`millrace bench long`: long contexts, the figures that Mnemosyne and Medha stand for.
+"""`millrace bench long`: measures long contexts, for Mnemosyne's and Medha's figures.
 
-All in one run on this machine, with a random Llama of 27 million parameters. On one engine: how far
-predictions of mixed batches are off (Medha section 4.3); a long prompt beside decodes in adaptive
-and in static chunks (Mnemosyne Figure 8, Medha Figure 4); what short decodes cost an iteration of a
-long prefill (Mnemosyne Figure 22). On several: the time between tokens and of an iteration when a
-context lies at up to four workers (KVP, Mnemosyne section 4.4 and Figure 19), which are processes
-that exchange queries and partial results over NIXL.
+All parts run on this machine, with a random Llama of 27 million parameters. On one engine: the
+error of predictions of mixed batches (Medha section 4.3); a long prompt beside decodes in adaptive
+and in static chunks (Mnemosyne Figure 8, Medha Figure 4); the cost of short decodes for an
+iteration of a long prefill (Mnemosyne Figure 22). On several engines: the time between tokens and
+of an iteration when a context lies at up to four workers (KVP, Mnemosyne section 4.4 and Figure
+19), which are processes that exchange queries and partial results over NIXL.
 
-Further, what stages bring a long prompt whose chunks follow each other through them (SPP, Mnemosyne
+Also the speedup of a long prompt whose chunks follow each other through stages (SPP, Mnemosyne
 section 4.3).
 
-KVP workers share this machine's cores; what a pass would take on cores of their own is put together
-from CPU times and communication, beside the time on the clock (`long_kvp`).
+KVP workers share this machine's cores; a pass's time with cores of their own is computed from CPU
+times and communication, and shown beside the measured time (`kvp.py`).
 """
 
 from __future__ import annotations
@@ -65,7 +65,7 @@ def command(  # noqa: PLR0913 - every option of the command line is a parameter
     from millrace.bench.long.run import Settings, run
 
     if dtype not in ("float32", "bfloat16"):
-        raise typer.BadParameter(f"{dtype!r} is none of float32, bfloat16")
+        raise typer.BadParameter(f"{dtype!r} is not one of float32, bfloat16")
     settings = Settings(
         parts=tuple(names(parts, LONG_PARTS)),
         dtype=dtype,

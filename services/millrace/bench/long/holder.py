@@ -1,6 +1,6 @@
-"""A process of `bench/long/kvp.py` that holds shards: attention over them, timed by its own CPU.
+"""A KVP worker process of `bench/long/kvp.py`: attention over its shard, timed by its own CPU.
 
-Its command is a tuple of a word and arguments; every one has an answer.
+A command is a tuple of a method's name and its arguments; every command has an answer.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ LEASE_S = 5.0
 
 
 class HolderProcess:
-    """A holder as its home sees it. `shard` is what it holds now, if anything."""
+    """A KVP worker process as its KV owner sees it. `shard` is its shard now, if any."""
 
     def __init__(self, name: str, model: Path, config: EngineConfig) -> None:
         self.name = name
@@ -47,21 +47,21 @@ class HolderProcess:
         theirs.close()
 
     async def attach(self, exchange: KvpExchange, metadata: bytes) -> None:
-        """Makes it one of the exchange's holders. metadata: the home's transport's."""
-        self._hear(START_TIMEOUT_S)  # that it has started
+        """Attaches the worker to the exchange. `metadata` is the KV owner's transport's."""
+        self._hear(START_TIMEOUT_S)  # the process has started
         offer = exchange.offer()
         told = self.ask("attach", metadata, offer.region, offer.offset)
         await exchange.attach(self.name, offer, **told)
 
     def hold(self, start_token: int, end_token: int, kv_tokens: int) -> RemoteShard:
-        """Lets go of what it holds and takes a shard, the first `kv_tokens` of which are there."""
+        """Frees the worker's shard and opens a shard whose first `kv_tokens` tokens are there."""
         shard = self.ask("hold", start_token, end_token, kv_tokens)
         return RemoteShard(
             holder=self.name, shard=shard, start_token=start_token, end_token=end_token
         )
 
     def attention_s(self) -> float:
-        """CPU seconds of attention over its shard since it was last asked."""
+        """Returns CPU seconds of attention over its shard since the last call."""
         return float(self.ask("attention_s"))
 
     def ask(self, *command: Any) -> Any:  # noqa: ANN401 - as the command has it
@@ -71,7 +71,7 @@ class HolderProcess:
 
     def _hear(self, timeout_s: float) -> Any:  # noqa: ANN401
         if not self._pipe.poll(timeout_s):
-            raise TransferError(f"{self.name} said nothing in time")
+            raise TransferError(f"{self.name} did not answer in time")
         try:
             return self._pipe.recv()
         except EOFError as error:
@@ -84,7 +84,7 @@ class HolderProcess:
 
 @contextmanager
 def holders(count: int, model: Path, config: EngineConfig) -> Iterator[list[HolderProcess]]:
-    """Processes, which end with the block."""
+    """Starts KVP worker processes, which end with the block."""
     started = [HolderProcess(f"holder-{number}", model, config) for number in range(count)]
     try:
         yield started

@@ -1,15 +1,16 @@
-"""A long context over several workers (KVP, Mnemosyne section 4.4): what a pass takes, and of what.
+"""Measures a long context over several workers (KVP, Mnemosyne section 4.4): a pass's time and its
+parts.
 
-The home is this process, the holders are processes of their own, each computes on one thread; the
-exchange goes over NIXL as it does between instances. Shards are equal parts of the context, filled
+The KV owner is this process, the KVP workers are processes of their own, each computes on one
+thread; the exchange uses NIXL as between instances. Shards are equal parts of the context, filled
 with random numbers.
 
-The workers share this machine's cores. So beside the time on the clock stands what a pass would
-take if each had a core: CPU time of the home outside attention, CPU time of attention over the
-largest shard, and communication. That is measured over shards that are nearly empty: the CPU time
-of the home's attention operators, but for waiting, and what it waits on the clock where there is
-one holder, so that each has a core; of several with cores of their own it would wait for all at
-once.
+The workers share this machine's cores. So the report gives the measured time, and the time that a
+pass would take if each worker had a core: CPU time of the KV owner outside attention, CPU time of
+attention over the largest shard, and communication. Communication is measured over shards that are
+nearly empty: the CPU time of the KV owner's attention operators without waits, and its measured
+wait with one KVP worker, so that each has a core; with several KVP workers on cores of their own it
+would wait for all at once.
 """
 
 from __future__ import annotations
@@ -48,25 +49,25 @@ Told = Callable[[str], None]
 Document = dict[str, Any]
 
 TIMEOUT_S = 30.0
-#: Of shards that leave nothing but communication.
+#: Tokens of shards that leave only communication.
 EMPTY_TOKENS = 16
-#: Of every pool, beyond the context: for what a home keeps until it is sent.
+#: Pages of every pool beyond the context, for K/V that the KV owner keeps until it is sent.
 ROOM_TOKENS = 256
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PassTime:
-    """Of one pass, typically."""
+    """Typical times of one pass."""
 
     wall_s: float
-    wait_s: float  # on the clock, for holders' answers
-    operators_s: float  # CPU seconds of the home's attention operators, but for waiting
+    wait_s: float  # seconds of waiting for KVP workers' answers
+    operators_s: float  # CPU seconds of the KV owner's attention operators, without waits
     attention_s: float  # CPU seconds over the largest shard
-    rest_s: float  # CPU seconds of the home outside attention
+    rest_s: float  # CPU seconds of the KV owner outside attention
 
 
 class _Watched:
-    """An exchange, and what its user has waited in it."""
+    """An exchange that counts the seconds its user has waited."""
 
     def __init__(self, exchange: KvpExchange) -> None:
         self._exchange = exchange
@@ -83,7 +84,7 @@ class _Watched:
 
 
 class Home:
-    """An engine and its way to holders."""
+    """The KV owner's engine and its exchange with KVP workers."""
 
     def __init__(self, engine: Engine, workers: Sequence[HolderProcess]) -> None:
         self._engine = engine
@@ -103,7 +104,7 @@ class Home:
         self._watched = _Watched(self._exchange)
         link = ExchangeLink(self._watched, memory, engine.pool.storage.dtype, layout.page_tokens)
         spill = engine.pool.allocate(layout.pages_for(shape.max_rows))
-        assert isinstance(engine.runner, ModelRunner)  # as `home` opens it
+        assert isinstance(engine.runner, ModelRunner)  # opened by `home`
         engine.runner.remote = Remote(link, spill, reach_of(engine.shape.sliding_windows))
         self._pages = engine.pool.allocate(engine.pool.free_pages)
         engine.pool.storage.normal_()
@@ -120,8 +121,8 @@ class Home:
     def passes(
         self, ends: Sequence[int], tokens: int, context: int, repeats: int, warm: int = 1
     ) -> PassTime:
-        """The last `tokens` of `context` as a chunk. ends: of the shards, the home's first; the
-        last one may lie beyond the context.
+        """Computes the last `tokens` of `context` as a chunk. ends: of the shards, the KV owner's
+        first; the last shard may end after the context.
         """
         shards = self._spread(ends, context - tokens)
         for _ in range(warm):
@@ -138,13 +139,15 @@ class Home:
         )
 
     def recorded_s(self, context: int, repeats: int) -> float:
-        """A step of one sequence without shards, as a decode instance runs it."""
+        """Returns seconds of a step of one sequence without shards, as a decode instance runs
+        it.
+        """
         pages = torch.tensor([self._pages[: self._engine.layout.pages_for(context)]])
         rows = (torch.zeros(1, dtype=torch.int64), torch.tensor([context - 1]))
         kv_lens = torch.tensor([context], dtype=torch.int32)
         times = []
         with torch.inference_mode():
-            for _ in range(repeats + 2):  # the first is recorded
+            for _ in range(repeats + 2):  # the first step is recorded
                 begun_s = time.perf_counter()
                 self._engine.runner.decode(*rows, pages.int(), kv_lens)
                 times.append(time.perf_counter() - begun_s)
@@ -157,12 +160,12 @@ class Home:
         ]
 
     def _attention_s(self, shards: Sequence[RemoteShard]) -> float:
-        """CPU seconds of the busiest holder since it was last asked."""
+        """Returns CPU seconds of the busiest KVP worker since the last call."""
         return max((worker.attention_s() for worker in self._workers[: len(shards)]), default=0.0)
 
     @torch.inference_mode()
     def _pass(self, shards: Sequence[RemoteShard], tokens: int, context: int) -> PassTime:
-        """attention_s: the home's own."""
+        """attention_s: the KV owner's own."""
         own = shards[0].start_token if shards else context
         task = PrefillTask(
             token_ids=torch.zeros(tokens, dtype=torch.int64),
@@ -189,7 +192,9 @@ class Home:
 
 @contextmanager
 def home(model: Path, *, dtype: str, context: int, degree: int) -> Iterator[Home]:
-    """An engine for contexts of so many tokens, and holders for shards of up to half of one."""
+    """Opens an engine for contexts of `context` tokens, and KVP workers for shards of up to half of
+    it.
+    """
     for name, value in transport_environment("127.0.0.1").items():
         os.environ.setdefault(name, value)
     room = context + ROOM_TOKENS
@@ -209,7 +214,7 @@ def home(model: Path, *, dtype: str, context: int, degree: int) -> Iterator[Home
 def token_times(
     at: Home, contexts: Sequence[int], degrees: Sequence[int], repeats: int, told: Told
 ) -> list[Document]:
-    """Time between tokens of one request by its context and the workers that hold it."""
+    """Measures the time between tokens of one request by its context and its number of workers."""
     waits_s = {degree: _communication_s(at, degree, 1, repeats) for degree in degrees}
     rows = []
     for context in contexts:
@@ -225,8 +230,8 @@ def token_times(
 def growth(
     at: Home, contexts: Sequence[int], most_tokens: int, chunk_tokens: int, repeats: int, told: Told
 ) -> list[Document]:
-    """The last chunk of contexts that grow, as workers join so that none holds more than
-    `most_tokens` (Mnemosyne Figure 19), beside the same chunk where the home holds all.
+    """Measures the last chunk of growing contexts, as workers join so that none holds more than
+    `most_tokens` (Mnemosyne Figure 19), and the same chunk where the KV owner holds all.
     """
     rows = []
     waits_s = {1: 0.0}
@@ -250,13 +255,13 @@ def growth(
 
 
 def _equal(context: int, degree: int) -> list[int]:
-    """Where each of `degree` shards ends."""
+    """Returns where each of `degree` shards ends."""
     return [context * (number + 1) // degree for number in range(degree)]
 
 
 def _communication_s(at: Home, degree: int, tokens: int, repeats: int) -> float:
-    """What a pass's attention operators take over shards that hold next to nothing, of workers with
-    cores of their own; 0 where there is nobody to talk to.
+    """Returns seconds of a pass's attention operators over nearly empty shards, for workers with
+    cores of their own; 0 without KVP workers.
     """
     if degree == 1:
         return 0.0

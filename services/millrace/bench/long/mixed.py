@@ -1,7 +1,8 @@
-"""Mixed batches of one engine: how far predictions are off, chunks sized by them, decodes beside.
+"""Mixed batches of one engine: errors of predictions, chunks sized by predictions, decodes beside
+chunks.
 
 Passes are `ModelRunner.mixed` with sampling, as an instance of the mixed role runs them, on pages
-that hold whatever they hold: times depend on how much there is, not on what.
+with arbitrary content: times depend on the amount of data, not on its values.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ from millrace.profiler.workload import Workload
 Told = Callable[[str], None]
 Document = dict[str, Any]
 
-#: Of a way's iterations that the document keeps, about.
+#: About how many iterations per way the document keeps.
 POINTS = 64
 #: Passes that the target of an iteration is taken from.
 TARGETS = 5
@@ -30,7 +31,7 @@ TARGETS = 5
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Batch:
-    """What one pass holds: chunks (tokens, history), and decodes by their contexts."""
+    """The content of one pass: chunks (tokens, history), and decodes by their contexts."""
 
     chunks: tuple[tuple[int, int], ...]
     contexts: tuple[int, ...]
@@ -50,8 +51,9 @@ class Batch:
 def random_batches(
     count: int, *, most_tokens: int, most_history: int, most_decodes: int, seed: int = 0
 ) -> list[Batch]:
-    """One chunk, or two in a quarter of them, beside up to `most_decodes` decodes; lengths are
-    spread evenly over their logarithm, three in ten chunks have no history.
+    """Makes batches of one chunk, or of two chunks in a quarter of them, beside up to
+    `most_decodes` decodes. The logarithms of lengths are uniform; three in ten chunks have no
+    history.
     """
     draw = random.Random(seed)
 
@@ -79,8 +81,8 @@ def predictor(
     rounds: int,
     told: Told,
 ) -> Document:
-    """Every batch `rounds` times, all once before any again. Predicted from the profile alone, and
-    as a mixed instance does, corrected by the batches before.
+    """Runs every batch `rounds` times, in rounds over all batches. Predictions come from the
+    profile alone, and corrected by earlier batches, as in a mixed instance.
     """
     fitting = [
         batch
@@ -107,7 +109,7 @@ def predictor(
                 "predicted_s": predicted_s,
                 "error": predicted_s / measured_s - 1.0,
                 "corrected_error": corrected_s / measured_s - 1.0,
-                # What no predictor can know.
+                # The noise that no predictor can know.
                 "spread": median(abs(taken / measured_s - 1.0) for taken in times),
             }
         )
@@ -134,7 +136,7 @@ class Prompt:
 
     packer: Packer
     prompt_tokens: int
-    t_target_s: float  # for static chunks what they are measured by
+    t_target_s: float  # the static chunks' objective
     predictor: Predictor | None = None  # of adaptive chunks, corrected by their passes
     done: int = 0
 
@@ -148,12 +150,13 @@ def chunking(
     contexts: Sequence[int],
     told: Told,
 ) -> Document:
-    """A long prompt in static and in adaptive chunks beside the same decodes (Mnemosyne Figure 8).
+    """Runs a long prompt in static and in adaptive chunks beside the same decodes (Mnemosyne Figure
+    8).
 
-    To each static chunk belongs an adaptive way, whose target is what that chunk takes at the
-    prompt's end: iterations that are as long at most. (The longest chunk that a pass may have needs
-    none: it can't be longer at the beginning.) The ways take turns, whoever is furthest behind, so
-    that a slow spell of the machine falls on all of them.
+    Each static chunk has an adaptive way, whose target is that chunk's time at the prompt's end:
+    iterations of at most equal length. (The longest chunk that a pass may have needs none: it can't
+    be longer at the beginning.) The ways take turns, the least advanced first, so that a slow phase
+    of the machine affects all of them.
     """
     prompts: dict[str, Prompt] = {}
     for tokens in static:
@@ -200,8 +203,8 @@ def _no_slack(prompt: Prompt) -> float:
 
 
 def _way(found: Sequence[tuple[int, int, float]], t_target_s: float) -> Document:
-    """Time between tokens of the decodes is an iteration's time: its percentiles, its growth from
-    the prompt's first eighth to its last, and the whole prefill's.
+    """Returns the decodes' time between tokens, which is an iteration's time: its percentiles, its
+    growth from the prompt's first eighth to its last, and the whole prefill's time.
     """
     seconds = [taken_s for _, _, taken_s in found]
     end = found[-1][0] + found[-1][1]
@@ -231,11 +234,11 @@ def batching(
     rounds: int,
     told: Told,
 ) -> Document:
-    """An iteration of `chunk_tokens` with and without decodes in it (Mnemosyne Figure 22).
+    """Measures an iteration of `chunk_tokens` with and without decodes in it (Mnemosyne Figure 22).
 
-    same_tokens: the decodes' tokens are of the budget, the chunk has as many fewer; same_chunk:
-    they come on top. `whole` sums the iterations over the histories, as a prefill goes through
-    them.
+    same_tokens: the decodes' tokens are part of the budget, and the chunk is shorter by them;
+    same_chunk: they are added to it. `whole` sums the iterations over the histories, as a prefill
+    goes through them.
     """
     rows = []
     for history in histories:
@@ -261,7 +264,7 @@ def batching(
 
 
 def _turns(rounds: int) -> Iterator[Sequence[str]]:
-    """Each kind is first, second and third equally often."""
+    """Yields orders in which each kind is first, second and third equally often."""
     order = ["alone", "same_tokens", "same_chunk"]
     for number in range(rounds):
         first = number % len(order)
@@ -275,6 +278,6 @@ def _percentile(values: Sequence[float], percent: int) -> float:
 
 
 def histories_of(prompt_tokens: int, chunk_tokens: int, count: int) -> list[int]:
-    """Evenly over a prompt, from its begin to its last chunk."""
+    """Returns histories evenly spread over a prompt, from its start to its last chunk."""
     last = max(prompt_tokens - chunk_tokens, 0)
     return [math.floor(last * number / (count - 1)) for number in range(count)]

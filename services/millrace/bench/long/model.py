@@ -10,7 +10,7 @@ LONG_LLAMA_27M: dict[str, Any] = {**LLAMA_27M, "max_position_embeddings": 131_07
 
 
 def kv_bytes(tokens: int, dtype: str) -> int:
-    """K/V of so many tokens, all layers."""
+    """Returns the bytes of K/V of `tokens` tokens, all layers."""
     model = LONG_LLAMA_27M
     head_dim = model["hidden_size"] // model["num_attention_heads"]
     element = 4 if dtype == "float32" else 2

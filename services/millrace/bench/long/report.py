@@ -1,4 +1,6 @@
-"""What `millrace bench long` found, as tables and as a picture. Takes the JSON document."""
+"""Prints the results of `millrace bench long` as tables and as a picture. Reads the JSON
+document.
+"""
 
 from __future__ import annotations
 
@@ -12,7 +14,7 @@ from rich.table import Table
 
 from millrace.sim.results.plots import Panel, draw_panels
 
-#: Median error of predictions, and what decodes may cost an iteration.
+#: Goals: median error of predictions, and the relative cost of decodes for an iteration.
 PREDICTOR_GOAL, BATCHING_GOAL = 0.1, 1.1
 
 Document = Mapping[str, Any]
@@ -20,7 +22,7 @@ Lines = dict[str, list[tuple[float, float]]]
 
 
 def print_tables(document: Document, console: Console) -> None:
-    """Everything that was measured, a table a part."""
+    """Prints all measurements, one table per part."""
     if "predictor" in document:
         _print_predictor(document["predictor"], console)
     if "chunking" in document:
@@ -161,7 +163,7 @@ def _over(seconds: float, first_s: float | None) -> str:
 
 
 def draw(document: Document, path: Path) -> None:
-    """Writes a PNG: errors, iterations as a prefill goes on, decodes beside it, shards."""
+    """Writes a PNG: errors, iterations over a prefill, decodes beside it, shards."""
     panels = []
     if "predictor" in document:
         panels.append(_error_panel(document["predictor"]))

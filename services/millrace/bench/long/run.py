@@ -1,4 +1,4 @@
-"""The measurements of `millrace bench long` in their order, and the document they make."""
+"""Runs the measurements of `millrace bench long` in order and makes the document."""
 
 from __future__ import annotations
 
@@ -25,20 +25,20 @@ from millrace.profiler.workload import Workload
 from millrace.profiles import load_profile
 from millrace.profiles.degrees import REFERENCE
 
-#: Of one engine; the rest runs on several.
+#: Parts on one engine; the rest runs on several.
 
 MAX_CHUNK_TOKENS = 2048
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Settings:
-    """parts: of `LONG_PARTS`. threads: of each engine, 0: all cores. prompt_tokens: of the long
-    prompt.
+    """parts: of `LONG_PARTS`. threads: per engine, 0: all cores. prompt_tokens: of the long prompt.
 
-    Of the predictor: profile_s to measure for, `batches` random ones, `rounds` times each. Of
-    chunking: the static chunks' tokens, `decodes` on `context_tokens` each beside them. Of
-    batching: `short_decodes` on `short_context_tokens` each beside chunks of `chunk_tokens`, at so
-    many histories, `batching_rounds` times. Of spp: a prompt in chunks through so many stages.
+    Predictor: profile_s seconds of measuring, `batches` random batches, `rounds` times each.
+    Chunking: the static chunks' tokens, with `decodes` on `context_tokens` each beside them.
+    Batching: `short_decodes` on `short_context_tokens` each beside chunks of `chunk_tokens`, at
+    `histories` histories, `batching_rounds` times. Spp: a prompt in chunks through each number of
+    stages.
     """
 
     parts: tuple[str, ...] = LONG_PARTS
@@ -70,7 +70,7 @@ class Settings:
     stage_repeats: int = 3
 
     def quick(self) -> Settings:
-        """Less of everything: for a look, not for figures to quote."""
+        """Returns settings for a short run: its figures are not to be quoted."""
         return replace(
             self,
             prompt_tokens=min(self.prompt_tokens, 8192),
@@ -92,7 +92,7 @@ class Settings:
 
 
 async def run(settings: Settings, told: Told = lambda what: None) -> Document:
-    """Measures and returns the document. Raises MillraceError for what can't be done."""
+    """Measures and returns the document. Raises MillraceError for impossible settings."""
     begun_s = time.perf_counter()
     document: Document = {"benchmark": "long", "settings": asdict(settings)}
     with tempfile.TemporaryDirectory() as folder:
@@ -158,7 +158,7 @@ def _mixed(model: Path, settings: Settings, told: Told) -> Document:
 def _model(
     engine: Engine, workload: Workload, settings: Settings, told: Told
 ) -> tuple[OperatorModel, Measured]:
-    """As `millrace profile` makes it."""
+    """Fits the model as `millrace profile` does."""
     told("measuring a profile")
     measured = measure(workload, settings.profile_s)
     found = mixed_model(measured, engine.layout.num_layers, load_profile(REFERENCE).operators)

@@ -1,9 +1,9 @@
-"""What stages bring a long prompt (SPP, Mnemosyne section 4.3 and Figure 17).
+"""Measures the speedup of a long prompt by stages (SPP, Mnemosyne section 4.3 and Figure 17).
 
-A prompt's chunks follow each other through instances of several stages, a thread a stage. On as
-many cores of its own a chain of s stages takes an s-th of the time that one takes, but for filling
-and emptying it, the rows between stages, and the slowest stage. Stages beyond the machine's cores
-share them: efficiency counts the cores that there are.
+A prompt's chunks follow each other through instances of several stages, with one thread per stage.
+On as many cores of its own a chain of s stages takes 1/s of one stage's time, plus the time to fill
+and empty it, to send rows between stages, and to wait for the slowest stage. Stages beyond the
+machine's cores share cores: efficiency counts the existing cores.
 """
 
 from __future__ import annotations
@@ -37,7 +37,9 @@ def stages(
     repeats: int,
     told: Told,
 ) -> Document:
-    """Seconds of a prompt and of its first chunk alone, by stages; the best of some."""
+    """Returns seconds of a prompt and of its first chunk alone, by stages; the best of several
+    runs.
+    """
     cores = len(os.sched_getaffinity(0))
     rows: list[Document] = []
     for degree in degrees:
@@ -69,7 +71,7 @@ def stages(
 
 
 def _prompt_s(engine: Engine, tokens: int, chunk_tokens: int) -> float:
-    """From the first chunk's begin to the last one's logits."""
+    """Returns seconds from the first chunk's start to the last chunk's logits."""
     pages = engine.pool.allocate(engine.layout.pages_for(tokens))
     bounds = [*range(0, tokens, chunk_tokens), tokens]
     start_s = time.perf_counter()

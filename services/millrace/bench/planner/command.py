@@ -1,4 +1,4 @@
-"""The options of `millrace bench planner`: what a plan costs. `planner_run` measures."""
+"""The options of `millrace bench planner`: the cost of a plan. `run.py` measures."""
 
 from __future__ import annotations
 

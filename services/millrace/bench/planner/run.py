@@ -1,17 +1,17 @@
-"""`millrace bench planner`: what one CDSP plan costs, as in Tetris Table 2.
+"""`millrace bench planner`: measures the cost of one CDSP plan, as in Tetris Table 2.
 
 Random prompt lengths and queue times, 1,000 trials, a pool of as many instances as the largest SP
-degree, eight a node. A trial is one call from Python: the queue times go in as an array, the plan
+degree, eight per node. A trial is one call from Python: the queue times go in as an array, the plan
 comes out as Python objects.
 
-Two latency models: the shipped profile of Llama-3-8B on A100, whose degrees above 16 carry the cost
-of a long ring and are rarely worth it; and one whose degrees all scale perfectly, where large
-groups always pay and the search is at its widest.
+Two latency models: the shipped profile of Llama-3-8B on A100, whose degrees above 16 include the
+cost of a long ring and are rarely worth it; and a model whose degrees all scale perfectly, where
+large groups always pay and the search is largest.
 
-Every trial runs several times. The first pass is reported as it came; another process that takes
-the core adds milliseconds to one trial there, so that its maximum says more about the machine. The
-median pass takes each trial's median over the passes: what the planner itself costs. All of it
-twice: with the garbage collector frozen and off, as a server should have it while it plans, and on.
+Every trial runs several times. The first pass is reported as it is; another process that takes the
+core adds milliseconds to a trial there, so its maximum says more about the machine. The median pass
+takes each trial's median over the passes: the cost of the planner itself. Both run twice: with the
+garbage collector frozen and off, as a server should have it while it plans, and on.
 """
 
 from __future__ import annotations
@@ -66,7 +66,7 @@ class Settings:
     seed: int = 0
 
     def trials_of(self, instances: int) -> list[Trial]:
-        """The trials of one pool, the same for every model."""
+        """Returns the trials of one pool, equal for every model."""
         rng = random.Random(f"{self.seed} {instances}")
         return [
             (
@@ -79,7 +79,7 @@ class Settings:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Result:
-    """Microseconds a call, and what the plans looked like. `gc`: off (and frozen) or on."""
+    """Microseconds per call, and statistics of the plans. `gc`: off (and frozen) or on."""
 
     model: str
     max_sp: int
@@ -93,7 +93,7 @@ class Result:
 
 
 def models() -> dict[str, SpLatency]:
-    """The latency models by name; both have the degrees 1 to 128."""
+    """Returns the latency models by name; both have the degrees 1 to 128."""
     scaling = {
         sp: Latency(a=0.03, b=5.6e-5 / sp, c=2.5e-9 / sp, d=1.25e-9 / sp)
         for sp in (2**k for k in range(8))
@@ -140,7 +140,7 @@ def _planner(latency: SpLatency, instances: int, settings: Settings) -> Planner:
 
 
 def _one_pass(planner: Planner, trials: Sequence[Trial]) -> list[int]:
-    """Nanoseconds of each trial's call."""
+    """Returns nanoseconds of each trial's call."""
     clock, plan, took_ns = time.perf_counter_ns, planner.plan, []
     for tokens, queue_s in trials:
         started_ns = clock()
@@ -180,7 +180,9 @@ def _result(
 
 
 def as_table(report: dict[str, Any]) -> Table:
-    """A row a model, pool and collector state, as average / maximum; the paper's beside."""
+    """Makes a table, one row per model, pool and collector state, as average / maximum, with the
+    paper's.
+    """
     goal_us = report["goal_us"]
     title = f"Microseconds a plan, average / maximum; goal {goal_us[0]:g} / {goal_us[1]:g}"
     table = Table(title=title, title_justify="left", box=SIMPLE_HEAD, padding=0, pad_edge=False)
@@ -204,7 +206,7 @@ def as_table(report: dict[str, Any]) -> Table:
 
 
 def _pair(found_us: tuple[float, float], goal_us: tuple[float, float]) -> str:
-    """Red where the goal is missed."""
+    """Formats a pair, in red where the goal is missed."""
     return " / ".join(
         f"[{'green' if found <= goal else 'red'}]{found:.1f}[/]"
         for found, goal in zip(found_us, goal_us, strict=True)
@@ -212,7 +214,7 @@ def _pair(found_us: tuple[float, float], goal_us: tuple[float, float]) -> str:
 
 
 def draw(report: dict[str, Any], path: Path) -> None:
-    """A PNG: bars of the median pass, collector off, beside the paper's Table 2."""
+    """Writes a PNG: bars of the median pass, collector off, beside the paper's Table 2."""
     import matplotlib
 
     matplotlib.use("Agg")

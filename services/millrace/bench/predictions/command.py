@@ -1,4 +1,4 @@
-"""The options of `millrace bench predictions`: how far off predicted first tokens are."""
+"""The options of `millrace bench predictions`: errors of predicted first tokens."""
 
 from __future__ import annotations
 

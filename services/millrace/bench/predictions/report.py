@@ -1,4 +1,6 @@
-"""What `millrace bench predictions` found, as tables and as a picture. Takes the JSON document."""
+"""Prints the results of `millrace bench predictions` as tables and as a picture. Reads the JSON
+document.
+"""
 
 from __future__ import annotations
 
@@ -12,7 +14,7 @@ from rich.table import Table
 
 from millrace.sim.results.plots import Panel, draw_panels
 
-#: Of all prompts: what the median and the 95th percentile of the error are to stay below.
+#: Goals for the median and the 95th percentile of the error, over all prompts.
 MEDIAN_GOAL, P95_GOAL = 0.15, 0.4
 PASSES = ("idle", "busy")
 
@@ -20,7 +22,7 @@ Document = Mapping[str, Any]
 
 
 def print_tables(document: Document, console: Console) -> None:
-    """A table a pass."""
+    """Prints one table per pass."""
     for name in PASSES:
         if name in document:
             console.print(_table(name, document[name]))
@@ -33,7 +35,7 @@ def print_tables(document: Document, console: Console) -> None:
 
 
 def draw(document: Document, path: Path) -> None:
-    """Writes a PNG: predicted over real time of every prompt's length, a curve a pass."""
+    """Writes a PNG: predicted over real time by prompt length, one curve per pass."""
     lines = {
         name: [
             (float(tokens), row["predicted_s"] / row["real_s"])

@@ -1,7 +1,7 @@
 """Runs `millrace bench predictions`: prompts one after another, each traced by the gateway.
 
-What is compared is what a client is told: `predicted_ttft_ms` and `ttft_ms` of `x-millrace-trace`.
-The model is measured anew, as `millrace up` does before a first start.
+It compares `predicted_ttft_ms` and `ttft_ms` of `x-millrace-trace`, as a client gets them. The
+model is measured again, as `millrace up` does before a first start.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ Told = Callable[[str], None]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Settings:
-    """As the options say."""
+    """The values of the options."""
 
     lengths: tuple[int, ...]
     repeats: int
@@ -49,7 +49,7 @@ class Settings:
     budget_s: float
 
     def order(self) -> list[int]:
-        """Lengths of all prompts of a pass, mixed."""
+        """Returns the lengths of all prompts of a pass, mixed."""
         found = [
             length
             for length in self.lengths
@@ -61,7 +61,7 @@ class Settings:
 
 @dataclass(frozen=True, slots=True)
 class Asked:
-    """One prompt: its tokens, and seconds."""
+    """One prompt: its tokens, and times in seconds."""
 
     tokens: int
     predicted_s: float
@@ -69,12 +69,12 @@ class Asked:
 
     @property
     def error(self) -> float:
-        """Relative, above 0 where it came sooner than predicted."""
+        """Returns the relative error, above 0 where the token came sooner than predicted."""
         return self.predicted_s / self.real_s - 1.0
 
 
 async def run(settings: Settings, told: Told) -> dict[str, Any]:
-    """The report. Raises MillraceError when a request fails."""
+    """Measures and returns the report. Raises MillraceError when a request fails."""
     with tempfile.TemporaryDirectory(prefix="millrace-") as folder:
         model = _widened(Path(folder) / "millrace-tiny", max(settings.lengths) + 64)
         profiles = f"engine.profile_cache={folder}/profiles"
@@ -109,7 +109,7 @@ async def run(settings: Settings, told: Told) -> dict[str, Any]:
 
 
 def summary(found: Sequence[Asked]) -> dict[str, Any]:
-    """Errors by length and of all, as shares; each prompt under `prompts`."""
+    """Returns errors by length and of all, as shares; each prompt under `prompts`."""
 
     def of(some: Sequence[Asked]) -> dict[str, float]:
         errors = sorted(abs(one.error) for one in some)
@@ -140,7 +140,7 @@ async def _pass(
 
 
 async def _ask(client: httpx.AsyncClient, draw: random.Random, tokens: int) -> Asked:
-    """A prompt of its own, so that no cache has its beginning."""
+    """Sends a new prompt, so that no cache has its beginning."""
     response = await client.post(
         "/v1/completions",
         json={
@@ -157,7 +157,7 @@ async def _ask(client: httpx.AsyncClient, draw: random.Random, tokens: int) -> A
 
 
 def _widened(folder: Path, context_tokens: int) -> Path:
-    """A copy of the shipped model with room for so many tokens."""
+    """Returns a copy of the shipped model with room for `context_tokens`."""
     shutil.copytree(SHIPPED_MODEL, folder)
     path = folder / "config.json"
     config = json.loads(path.read_text())
@@ -168,7 +168,7 @@ def _widened(folder: Path, context_tokens: int) -> Path:
 
 @contextmanager
 def busy_processes(count: int) -> Iterator[None]:
-    """So many processes that compute all the time."""
+    """Runs `count` processes that compute all the time."""
     spinning = [subprocess.Popen([sys.executable, "-c", SPIN]) for _ in range(count)]
     try:
         yield

@@ -1,4 +1,4 @@
-"""`millrace bench serve`: a load test of any OpenAI-compatible server. `serve_run` sends it."""
+"""`millrace bench serve`: a load test of any OpenAI-compatible server. `run.py` sends it."""
 
 from __future__ import annotations
 

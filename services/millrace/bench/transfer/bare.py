@@ -1,4 +1,4 @@
-"""NIXL by itself between two pools: what `millrace bench transfer` compares with."""
+"""NIXL by itself between two pools: the reference of `millrace bench transfer`."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ RECEIVER = "bench-bare-receiver"
 
 
 def bare_agent(name: str, memory: Memory) -> Any:  # noqa: ANN401 - NIXL has no types
-    """An agent as `NixlTransport` makes one, with one region."""
+    """Returns an agent as `NixlTransport` makes it, with one region."""
     nixl = nixl_api()
     strict = nixl.nixl_thread_sync_t.NIXL_THREAD_SYNC_STRICT
     config = nixl.nixl_agent_config(enable_prog_thread=False, sync_mode=strict)
@@ -31,7 +31,7 @@ def bare_agent(name: str, memory: Memory) -> Any:  # noqa: ANN401 - NIXL has no 
 
 
 class BareReceiver:
-    """The target of bare writes; a thread polls its agent while asked to."""
+    """The target of bare writes; a thread polls its agent on demand."""
 
     def __init__(self, pool: Memory) -> None:
         self._agent = bare_agent(RECEIVER, pool)
@@ -61,7 +61,7 @@ class BareWriter:
         self._agent.make_connection(RECEIVER)
 
     def write(self, requests: Sequence[Runs], in_flight: int = 1) -> float:
-        """Seconds for all requests, one write each, `in_flight` at a time."""
+        """Returns seconds for all requests, one write each, `in_flight` at a time."""
         rows = [
             tuple(
                 descriptor_rows(pool, starts, runs.length)

@@ -1,4 +1,4 @@
-"""The options of `millrace bench transfer`: KV transfer. `transfer_run` measures."""
+"""The options of `millrace bench transfer`: KV transfer. `run.py` measures."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def command(
     try:
         sizes_mib = [int(part) for part in sizes.split(",")]
     except ValueError as error:
-        raise typer.BadParameter(f"{sizes!r} is no list of whole numbers like 8,64") from error
+        raise typer.BadParameter(f"{sizes!r} is not a list of whole numbers like 8,64") from error
     if min(sizes_mib) < 1:
         raise typer.BadParameter(f"{sizes!r}: every size must be at least 1")
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn())

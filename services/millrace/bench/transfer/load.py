@@ -1,4 +1,4 @@
-"""Compute that stands for a layer's, so that transfers have something to hide behind."""
+"""Compute that stands for a layer's, which can hide transfers."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import torch
 
 
 class LayerProduct:
-    """A layer's worth of compute: matrix products that take about `layer_ms`."""
+    """Matrix products that take about `layer_ms`, as a layer does."""
 
     def __init__(self, layer_ms: float) -> None:
         self._left = torch.rand(384, 384)

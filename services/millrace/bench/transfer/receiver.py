@@ -1,4 +1,4 @@
-"""The receiving process of `millrace bench transfer`, and the sending one's hold on it."""
+"""The receiving process of `millrace bench transfer`, and its proxy in the sending process."""
 
 from __future__ import annotations
 
@@ -29,12 +29,12 @@ MIB = 1 << 20
 BUFFER_BYTES = 8 * MIB
 ANSWER_TIMEOUT_S = 60.0
 
-#: A request that is to come: its id, its pages and its tokens.
+#: A future request: its id, its pages and its tokens.
 Expected = tuple[str, list[int], int]
 
 
 class Receiver:
-    """The receiving process, seen from the sender's."""
+    """The receiving process, as the sender sees it."""
 
     def __init__(self, pipe: Connection) -> None:
         self._pipe = pipe
@@ -45,18 +45,18 @@ class Receiver:
 
     def hear(self) -> Any:  # noqa: ANN401 - whatever the child says
         if not self._pipe.poll(ANSWER_TIMEOUT_S):
-            raise TransferError("the receiving process said nothing in time")
+            raise TransferError("the receiving process did not answer in time")
         return self._pipe.recv()
 
     def ask(self, *command: object) -> Any:  # noqa: ANN401
-        """Commands, as `_Commands` has them: a method's name and its arguments."""
+        """Sends a command of `_Commands`: a method's name and its arguments."""
         self._pipe.send(command)
         return self.hear()
 
 
 @contextmanager
 def receiver_process(layout: KvLayout) -> Iterator[Receiver]:
-    """A process that receives with a buffer-free and a buffered manager, until the block ends."""
+    """Starts a process with a buffer-free and a buffered receiver, until the block ends."""
     context = mp.get_context("spawn")
     ours, theirs = context.Pipe()
     process = context.Process(target=_receive, args=(theirs, layout), daemon=True)
@@ -73,7 +73,7 @@ def _receive(pipe: Connection, layout: KvLayout) -> None:
 
 
 class _Commands:
-    """What the sending process may ask for."""
+    """The commands of the sending process."""
 
     def __init__(self, pool: Memory) -> None:
         self.managers: dict[str, ReceiveManager] = {}
@@ -81,7 +81,9 @@ class _Commands:
         self.bare = BareReceiver(pool)
 
     async def expect(self, mode: str, requests: Sequence[Expected], in_flight: int) -> None:
-        """Admits the first `in_flight` requests; a later one takes the pages of one that landed."""
+        """Admits the first `in_flight` requests; a later request takes the pages of a landed
+        request.
+        """
         for request in requests[:in_flight]:
             self.managers[mode].admit(*request)
         self._serving = asyncio.create_task(self._serve(mode, requests, in_flight))
@@ -106,7 +108,7 @@ class _Commands:
 
 
 async def _serve(pipe: Connection, layout: KvLayout) -> None:
-    """Says where the receivers and the bare agent are, then obeys."""
+    """Reports the addresses of the receivers and the bare agent, then obeys."""
     pool = KvPool(layout).storage.fill_(1)  # so that no page is touched for the first time later
     memory = Memory.of_tensor(pool)
     commands = _Commands(memory)

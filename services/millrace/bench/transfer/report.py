@@ -1,4 +1,4 @@
-"""The report of `millrace bench transfer` as tables."""
+"""Shows the report of `millrace bench transfer` as tables."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from millrace.bench.transfer.receiver import MIB
 
 
 def as_tables(report: dict[str, Any]) -> list[Table]:
-    """Rates, and what overlap hides; ratios below 0.8 in red."""
+    """Makes tables of rates, and of the share that overlap hides; ratios below 0.8 in red."""
     title = "KV of requests against bare NIXL writes of the same bytes, medians"
     rates = Table(title=title, box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0))
     for heading in ("pages", "mode"):

@@ -1,10 +1,11 @@
-"""K/V round a ring of processes, without compute, against bare NIXL writes of the same blocks.
+"""Measures K/V round a ring of processes, without compute, against bare NIXL writes of the same
+blocks.
 
 Every member publishes layer after layer and takes each block as soon as it has arrived. The bare
 writes carry the same bytes from and to the same pages: every member writes all its blocks to the
-next one, two in flight, with nothing to wait for; each ends when its writes are done and all of the
-member before it have come. The two take turns, so that other load hits both alike, and a ratio
-is the median of those of the repetitions.
+next member, two in flight, without waiting for others; each ends when its writes are done and all
+blocks of the previous member have come. The ring and the bare writes take turns, so that other load
+affects both equally, and the ratio is the median over the repetitions.
 """
 
 from __future__ import annotations
@@ -52,7 +53,7 @@ def measure(
     kv: KvLayout = LAYOUT,
     on_progress: Callable[[str], None] = lambda what: None,
 ) -> list[RingRate]:
-    """A rate for every group size and block size. `kv` gives the shape of a page.
+    """Measures every group size and block size. `kv` gives the shape of a page.
 
     Blocks are whole pages. on_progress(what) is called before each case. Raises TransferError when
     a transfer fails.
@@ -93,7 +94,7 @@ def _rate(size: int, pages: int, kv: KvLayout, repeats: int) -> RingRate:
 
 
 def _lay_out(size: int, pages: int, kv: KvLayout) -> Layout:
-    """One pass of one chunk, after which every member has as many pages."""
+    """Lays out one pass of one chunk, after which every member has as many pages."""
     tokens = pages * kv.page_tokens
     group = tuple(f"member-{rank}" for rank in range(size))
     chunk = Chunk(index=0, start_token=0, num_tokens=size * tokens, instance_ids=group)
@@ -101,7 +102,7 @@ def _lay_out(size: int, pages: int, kv: KvLayout) -> Layout:
 
 
 class _Ring:
-    """The members' processes, seen from here."""
+    """The members' processes, as the parent sees them."""
 
     def __init__(self, pipes: Sequence[Connection]) -> None:
         self._pipes = pipes
@@ -111,7 +112,7 @@ class _Ring:
         self._hear()
 
     def ask(self, *command: object) -> list[Any]:
-        """Has all members do something at once. Their answers, by rank."""
+        """Sends a command to all members at once. Returns their answers, by rank."""
         for pipe in self._pipes:
             pipe.send(command)
         return self._hear()
@@ -120,7 +121,7 @@ class _Ring:
         answers = []
         for rank, pipe in enumerate(self._pipes):
             if not pipe.poll(ANSWER_TIMEOUT_S):
-                raise TransferError(f"member {rank} of the ring said nothing in time")
+                raise TransferError(f"member {rank} of the ring did not answer in time")
             try:
                 answers.append(pipe.recv())
             except EOFError as error:

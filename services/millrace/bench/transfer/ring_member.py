@@ -27,17 +27,17 @@ from millrace.transfer.transport.runs import Runs
 
 log = logging.getLogger(__name__)
 
-#: Bare writes that are under way at a time, as two blocks of a ring may be.
+#: Bare writes in flight at a time, like the two blocks of a ring.
 IN_FLIGHT = 2
-#: A bare member that only waits for others looks this often.
+#: Seconds between checks of a bare member that only waits for others.
 POLL_S = 50e-6
 
-#: When a member began and ended, of time.monotonic: the same clock in all processes.
+#: A member's start and end, in seconds of time.monotonic: the same clock in all processes.
 Span = tuple[float, float]
 
 
 class RingMember:
-    """`introduction` is what the others `meet`: by rank, as they gave it."""
+    """A member. The other members `meet` its `introduction`, by rank."""
 
     def __init__(self, rank: int, kv: KvLayout, laid: Layout) -> None:
         self._rank = rank
@@ -63,7 +63,7 @@ class RingMember:
         self.introduction = (self._me, self._transport.metadata(), self._bare.introduction)
 
     def meet(self, introduced: Sequence[Any]) -> None:
-        """Connects to all others. `introduced`: everybody's `introduction`."""
+        """Connects to all others. `introduced`: the `introduction` of every member."""
         self._peers = {}
         for info, metadata, _ in introduced:
             if info.instance_id != self._me.instance_id:
@@ -73,7 +73,7 @@ class RingMember:
         self._bare.connect(bare, self._writes(follower))
 
     async def exchange(self, number: int) -> Span:
-        """One pass of all layers round the ring."""
+        """Sends one pass of all layers round the ring."""
         link = self._manager.open(f"exchange-{number}", 1, self._me, self._peers, log.error)
         chunk = link.chunk(self._laid.chunks[0], lambda call: call())
         span = await asyncio.to_thread(self._go_round, link, chunk)
@@ -81,7 +81,7 @@ class RingMember:
         return span
 
     async def bare(self) -> Span:
-        """The same writes by NIXL alone."""
+        """Does the same writes by NIXL alone."""
         return self._bare.write_all()
 
     def _go_round(self, link: GroupLink, chunk: ChunkLink) -> Span:
@@ -97,7 +97,7 @@ class RingMember:
         return started_s, time.monotonic()
 
     def _writes(self, follower: PeerInfo) -> list[Runs]:
-        """All of an exchange's, in order."""
+        """Returns all writes of an exchange, in order."""
         count = len(self._me.pages)
         writes = []
         for layer in range(self._kv.num_layers):
@@ -111,7 +111,7 @@ class RingMember:
 
 
 class BareMember:
-    """An agent that writes to the next one and is written to by the one before."""
+    """An agent that writes to the next member; the previous member writes to it."""
 
     def __init__(self, name: str, memory: Memory) -> None:
         self._agent = bare_agent(name, memory)
@@ -147,5 +147,6 @@ class BareMember:
                     raise TransferError(f"a bare NIXL write failed: {state}")
             came += sum(len(words) for words in self._agent.get_new_notifs().values())
             if not waiting and not handles:
-                time.sleep(POLL_S)  # leaves the core to those who still write
+                time.sleep(POLL_S)  # leaves the core to members that still write
+
         return started_s, time.monotonic()
