@@ -1,3 +1,3 @@
-"""Attention and the small operators around it, for the CPU and CUDA: see `api`. Imports torch, no
-more.
+"""Attention and the small operators around it, for the CPU and CUDA: see `api`. Imports only
+torch.
 """

@@ -1,6 +1,6 @@
-"""The kernels that the engine calls, each sent to the fastest backend for its device and size.
+"""The kernels that the engine calls. Each call goes to the fastest backend for its device and size.
 
-K/V always lies in pages, those of a ring's buffers and of a KVP worker too.
+K/V always lies in pages, also in a ring's buffers and at a KVP worker.
 Shape letters: n tokens of all sequences, h q heads, k kv heads, d head_dim, B sequences.
 A layer's K/V pool is kv_layer [pages, 2, kv_heads, page_tokens, head_dim]: K at 0, V at 1.
 """
@@ -57,27 +57,28 @@ def plan_attention(  # noqa: PLR0913 - one argument for each thing that fixes th
     backend: str = "auto",
     device_table: Tensor | None = None,
 ) -> AttentionPlan:
-    """Check and plan one step's attention; the plan serves every layer of that step.
+    """Checks and plans one step's attention; the plan serves every layer of that step.
 
-    q_indptr: int32 [B + 1], first query row of each sequence; kv_lens: int32 [B], K/V tokens
-    in pages, those of this step included; page_table: int32 [B, max_pages], each sequence's
-    pages in order (entries past its K/V are not read; the table must not change while the plan is
-    in use).
+    q_indptr: int32 [B + 1], first query row of each sequence; kv_lens: int32 [B], K/V tokens in
+    pages, with this step's tokens; page_table: int32 [B, max_pages], each sequence's pages in order
+    (entries past its K/V are not read; the table must not change while the plan is in use).
 
     Row i of a sequence stands at position kv_len - q_len + i and slot j of its K/V holds position
     j, unless `q_positions` (int32 [n]) or `kv_positions` (int32 [sum(kv_lens)], sequence after
     sequence) say otherwise, in any order: a ring step over zigzag or striped blocks and a shard of
-    a long context are plans like any other. A row sees positions up to its own (all, when not
-    `causal`), and with `sliding_window` w only those above its own - w. `soft_cap` c bends scaled
-    scores to c tanh(score / c).
+    a long context are plans of the same kind. A row sees positions up to its own (all, when not
+    `causal`), and with `sliding_window` w only positions above its own - w. `soft_cap` c bends
+    scaled scores to c tanh(score / c).
 
-    `device_table`: page_table as it is kept on the device already, for backends that would else
-    copy it there; rows may be further apart, and entries that are not read may differ.
+    `device_table`: a copy of page_table that is on the device already, for backends that would
+    otherwise copy it; its rows may be further apart, and entries that are not read may differ.
 
     Raises ValueError when tables disagree, heads don't divide, or a backend can't do it.
     """
     if num_kv_heads < 1 or num_q_heads % num_kv_heads:
-        raise ValueError(f"num_q_heads {num_q_heads} is no multiple of num_kv_heads {num_kv_heads}")
+        raise ValueError(
+            f"num_q_heads {num_q_heads} is not a multiple of num_kv_heads {num_kv_heads}"
+        )
     if sliding_window is not None and sliding_window < 1:
         raise ValueError(f"sliding_window must be at least 1, got {sliding_window}")
     if soft_cap is not None and not soft_cap > 0:
@@ -121,11 +122,11 @@ def run_attention(
     out: Tensor | None = None,
     lse_out: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """Attention of q [n, num_q_heads, head_dim] over one layer's pages: (out_nhd, lse_nh).
+    """Computes attention of q [n, num_q_heads, head_dim] over one layer's pages: (out_nhd, lse_nh).
 
-    out: written and returned when given; of the plan's dtype, or float32, in which partial results
-    wait for others without losing bits. lse_out: float32 [n, num_q_heads], the natural-log sum of
-    exponentials of each row's scaled scores. A row that sees nothing has out 0 and lse -inf.
+    out: written and returned when given; of the plan's dtype, or float32, which keeps all bits of
+    partial results until they are merged. lse_out: float32 [n, num_q_heads], the natural-log sum of
+    exponentials of each row's scaled scores. A row that sees no position has out 0 and lse -inf.
     Raises ValueError when q, the pages or the outputs don't fit the plan.
     """
     expected = _shape_of(plan, q_nhd, kv_layer)
@@ -156,7 +157,7 @@ def run_attention(
 
 
 def _shape_of(plan: AttentionPlan, q_nhd: Tensor, kv_layer: Tensor) -> tuple[int, int, int]:
-    """[n, h, d] of q and out, once q and the pages are found to fit the plan."""
+    """Returns [n, h, d] of q and out, after the check that q and the pages fit the plan."""
     expected = (plan.num_tokens, plan.num_q_heads, plan.head_dim)
     if tuple(q_nhd.shape) != expected or q_nhd.dtype != plan.dtype:
         raise ValueError(f"q is {q_nhd.dtype} {tuple(q_nhd.shape)}, the plan has {expected}")
@@ -173,9 +174,9 @@ def _shape_of(plan: AttentionPlan, q_nhd: Tensor, kv_layer: Tensor) -> tuple[int
 def merge_attention_(
     out_nhd: Tensor, lse_nh: Tensor, other_out_nhd: Tensor, other_lse_nh: Tensor
 ) -> None:
-    """Take a partial result over other K/V into out_nhd [n, h, d] and lse_nh [n, h], IN PLACE.
+    """Merges a partial result over other K/V into out_nhd [n, h, d] and lse_nh [n, h], IN PLACE.
 
-    Sums in float32; the two outs may differ in dtype. Either side's rows may have seen nothing
+    Sums in float32; the two outs may differ in dtype. Rows of either side may have seen no position
     (lse -inf). Raises ValueError when shapes differ.
     """
     if out_nhd.shape != other_out_nhd.shape or out_nhd.shape[:2] != lse_nh.shape:
@@ -187,7 +188,7 @@ def merge_attention_(
             f"the other {other_lse_nh.dtype} {tuple(other_lse_nh.shape)}"
         )
     rows = dispatch.rows(out_nhd)
-    if dispatch.rows(other_out_nhd) is not rows:  # of a dtype that only torch takes
+    if dispatch.rows(other_out_nhd) is not rows:  # of a dtype that only torch supports
         rows = torch_backend
     rows.merge_attention_(out_nhd, lse_nh, other_out_nhd, other_lse_nh)
 
@@ -204,15 +205,15 @@ def rope_write_kv(  # noqa: PLR0913 - one argument for each thing that fixes the
     k_norm: Tensor | None = None,
     eps: float = 0.0,
 ) -> Tensor:
-    """Rotate q and k of qkv [n, h + 2k, d] and write k and v into a layer's pages; return q.
+    """Rotates q and k of qkv [n, h + 2k, d], writes k and v into a layer's pages, and returns q.
 
-    q is rotated IN PLACE and returned as the view [n, h, d]; what is left in k is not defined.
+    q is rotated IN PLACE and returned as the view [n, h, d]; k's memory is undefined afterwards.
     Half-rotation (GPT-NeoX order) by cos, sin float32 [n, d / 2], each row the angles of that
     token's position. q and k are RMS-normed per head first where q_norm and k_norm [d] are given
     (Qwen3). slots: int64 [n], page * page_tokens + offset of each row; no slot may occur twice.
 
-    Raises ValueError when shapes or dtypes disagree, and IndexError for a slot outside the pool,
-    but in Triton, which leaves such a row unwritten rather than make the host wait.
+    Raises ValueError when shapes or dtypes disagree, and IndexError for a slot outside the pool.
+    Triton does not raise: it leaves such a row unwritten, so that the host need not wait.
     """
     return dispatch.rows(qkv).rope_write_kv(
         qkv,
@@ -228,17 +229,19 @@ def rope_write_kv(  # noqa: PLR0913 - one argument for each thing that fixes the
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
-    """Root-mean-square norm over the last dimension, float32 inside; weight: [x.shape[-1]]."""
+    """Computes the root-mean-square norm over the last dimension, float32 inside; weight:
+    [x.shape[-1]].
+    """
     return dispatch.rows(x).rms_norm(x, weight, eps)
 
 
 def add_rms_norm(x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
-    """Return (rms_norm(residual + x), residual + x); the sum is rounded to x's dtype first."""
+    """Returns (rms_norm(residual + x), residual + x); the sum is rounded to x's dtype first."""
     return dispatch.rows(x).add_rms_norm(x, residual, weight, eps)
 
 
 def silu_mul(gate_up: Tensor) -> Tensor:
-    """silu(gate) * up for gate_up [..., 2 * i] with gate in the first half; returns [..., i]."""
+    """Returns silu(gate) * up, [..., i], for gate_up [..., 2 * i] with gate in the first half."""
     return dispatch.rows(gate_up).silu_mul(gate_up)
 
 
@@ -250,19 +253,21 @@ def sample(
     min_p: Tensor,
     uniforms: Tensor,
 ) -> tuple[Tensor, Tensor]:
-    """A token for each row of logits (float32 [b, vocab]): ids int64 [b], and peaks float32 [b].
+    """Draws a token for each row of logits (float32 [b, vocab]): ids int64 [b], and peaks float32
+    [b].
 
-    The settings are [b] on the host, one a row: temperatures (0: greedy), top_p (1: all), min_p
-    (0: off) and uniforms in [0, 1) float64, top_k int64 (0: all). Of the tokens ranked by logit,
-    equal ones by lowest id, `top_k` keeps the first; of those `top_p` the fewest whose mass
-    reaches that share; of those `min_p` the ones at least that likely relative to the likeliest.
-    The CDF of what is kept, in that order, is inverted at the row's uniform; the order is that of
-    ids where nothing is filtered. Sums are float64, so two implementations agree unless a
-    threshold lies within rounding (1e-12 or so) of a running sum; each alone gives a row the same
-    token in every batch and on any number of threads.
+    The settings are [b] on the host, one per row: temperatures (0: greedy), top_p (1: all), min_p
+    (0: off) and uniforms in [0, 1) float64, top_k int64 (0: all). Tokens are ranked by logit, equal
+    logits by lowest id. `top_k` keeps the first tokens; of these `top_p` keeps the fewest whose
+    mass reaches that share; of these `min_p` keeps the tokens at least that likely relative to the
+    likeliest. The CDF of the kept tokens, in that order, is inverted at the row's uniform; without
+    a filter the order is by id. Sums are float64, so two implementations agree unless a threshold
+    lies within rounding (1e-12 or so) of a running sum; each alone gives a row the same token in
+    every batch and on any number of threads.
 
-    peaks are the rows' largest logits, NaN where any is. Where a peak isn't finite the id says
-    nothing: the row is the caller's to refuse. Raises ValueError when shapes or dtypes disagree.
+    peaks are the rows' largest logits, NaN where any is. Where a peak isn't finite the id is
+    meaningless, and the caller must refuse the row. Raises ValueError when shapes or dtypes
+    disagree.
     """
     settings = (temperatures, top_k, top_p, min_p, uniforms)
     for column, dtype in zip(settings, _SETTING_TYPES, strict=True):
@@ -280,6 +285,6 @@ def sample(
 
 
 def describe_backends() -> str:
-    """One line on which backends this machine has, and why not the others, for logs."""
+    """Describes in one line the backends of this machine, and why others are missing, for logs."""
     device = torch.cuda.get_device_name() if torch.cuda.is_available() else "cpu"
     return f"kernels: torch {torch.__version__} ({device}), {dispatch.describe()}"

@@ -1,4 +1,4 @@
-"""A linear together with what comes right before it, where no kernel does both in one call."""
+"""Joins a linear with the operation before it, where no kernel does both in one call."""
 
 from __future__ import annotations
 
@@ -8,7 +8,9 @@ from millrace_kernels.row_operations import Rows
 
 
 class ComposedLinear:
-    """x @ weight.T + bias after a norm or an activation that is a call of its own, in `_rows`."""
+    """Computes x @ weight.T + bias after a norm or an activation, which is a separate call of
+    `_rows`.
+    """
 
     __slots__ = ()
 
@@ -17,7 +19,7 @@ class ComposedLinear:
         raise NotImplementedError
 
     def __call__(self, x: Tensor, out: Tensor | None = None) -> Tensor:
-        """x [n, H] -> [n, O], into `out` where it is given."""
+        """Maps x [n, H] to [n, O], into `out` where it is given."""
         raise NotImplementedError
 
     def after_norm(
@@ -29,12 +31,14 @@ class ComposedLinear:
         out: Tensor | None = None,
         total: Tensor | None = None,
     ) -> tuple[Tensor, Tensor]:
-        """(linear(rms_norm(total)), total) for total = x + residual, or x without a residual."""
+        """Returns (linear(rms_norm(total)), total) for total = x + residual, or x without a
+        residual.
+        """
         if residual is None:
             return self(self._rows.rms_norm(x, norm_weight, eps), out), x
         normed, summed = self._rows.add_rms_norm(x, residual, norm_weight, eps)
         return self(normed, out), summed if total is None else total.copy_(summed)
 
     def after_silu(self, gate_up: Tensor, out: Tensor | None = None) -> Tensor:
-        """linear(silu(gate) * up) for gate_up [n, 2 * H] with gate in the first half."""
+        """Returns linear(silu(gate) * up) for gate_up [n, 2 * H] with gate in the first half."""
         return self(self._rows.silu_mul(gate_up), out)

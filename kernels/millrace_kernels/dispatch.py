@@ -1,7 +1,8 @@
-"""Which backend does what on which device. The choice is by capability alone, never by timing: two
-workers of one kind choose alike. FlashInfer, which compiles when it is first used, is tried first.
+"""Chooses the backend for each operation and device. The choice depends on capability alone, never
+on timing: two workers of one kind choose alike. FlashInfer, which compiles at its first use, is
+tried first.
 
-Triton and FlashInfer are optional, so nothing of theirs is imported before a call needs it.
+Triton and FlashInfer are optional, so neither is imported before a call needs it.
 """
 
 from __future__ import annotations
@@ -29,9 +30,9 @@ _tried: dict[Hashable, str] = {}  # why FlashInfer failed, by shape
 
 
 def with_backend(plan: AttentionPlan) -> AttentionPlan:
-    """Choose the plan's backend and make that backend's own plan; returns the same plan.
+    """Chooses the plan's backend and makes that backend's own plan; returns the same plan.
 
-    Raises ValueError when the backend asked for can't do it.
+    Raises ValueError when the wanted backend can't do it.
     """
     is_auto = plan.backend is Backend.AUTO
     if is_auto:
@@ -59,9 +60,9 @@ def with_backend(plan: AttentionPlan) -> AttentionPlan:
 
 
 def _trial(plan: AttentionPlan) -> str:
-    """Why FlashInfer fails on calls of the plan's shape, empty where it works. Each is tried once.
+    """Returns why FlashInfer fails on calls of the plan's shape, or "". Each shape is tried once.
 
-    Its compiled modules differ by what is in the key.
+    The key has all properties by which its compiled modules differ.
     """
     key = (
         plan.device,
@@ -82,7 +83,7 @@ def _tell_once(device: torch.device, reason: str, instead: Backend) -> None:
 
 
 def _refusal(backend: Backend, plan: AttentionPlan) -> str:
-    """Why a backend can't do the plan, empty when it can."""
+    """Returns why a backend can't do the plan, or ""."""
     if backend is Backend.CPU:
         if cpu_backend.takes_dtype(plan.device, plan.dtype):
             return ""
@@ -97,7 +98,7 @@ def _refusal(backend: Backend, plan: AttentionPlan) -> str:
 
 
 def rows_backend(device: torch.device, dtype: torch.dtype) -> Backend:
-    """Who computes what is not attention: linears, norms, sampling."""
+    """Returns the backend of all operations other than attention: linears, norms, sampling."""
     if cpu_backend.takes_dtype(device, dtype):
         return Backend.CPU
     if triton_backend.unavailable(device) or triton_backend.refusal(dtype):
@@ -106,7 +107,7 @@ def rows_backend(device: torch.device, dtype: torch.dtype) -> Backend:
 
 
 def rows(x: Tensor) -> Rows:
-    """The functions of the backend for tensors like x."""
+    """Returns the backend's functions for tensors like x."""
     if cpu_backend.takes(x):  # a decode step asks dozens of times
         return cpu_rows
     is_triton = rows_backend(x.device, x.dtype) is Backend.TRITON
@@ -121,6 +122,6 @@ def _triton_rows() -> Rows:
 
 
 def describe() -> str:
-    """What this machine has beside torch, and why it lacks the rest, for logs."""
+    """Describes the backends beside torch, and why others are missing, for logs."""
     described = (cpu_backend.describe(), triton_backend.describe(), flashinfer_backend.describe())
     return ", ".join(described)

@@ -1,9 +1,9 @@
 """Attention by FlashInfer's paged kernels, on NVIDIA GPUs that have the package.
 
 FlashInfer knows two masks: none, and causal with the last row at the last K/V slot. Explicit
-positions are brought to these by pieces: where a sequence's K/V slots stand in ascending order of
-position, a row sees a prefix of them, and a run of rows that all see the same prefix, or each one
-slot more than the row before it, is one such call. A step of a zigzag ring is one piece.
+positions are cut into pieces with these masks: where a sequence's K/V slots stand in ascending
+order of position, a row sees a prefix of them, and a run of rows that all see the same prefix, or
+each one slot more than the row before it, is one such call. A step of a zigzag ring is one piece.
 
 Shape letters: n tokens, h q heads, k kv heads, d head_dim, P pieces.
 """
@@ -31,14 +31,14 @@ from millrace_kernels.plan import AttentionPlan
 DTYPES: Final = (torch.bfloat16, torch.float16)
 HEAD_DIMS: Final = (64, 128, 256)
 MOST_PIECES: Final = 8192
-"""FlashInfer keeps a call's lengths in a table of fixed size."""
+"""The size of FlashInfer's fixed table for a call's lengths."""
 
 _LEAST_CAPABILITY = (8, 0)
 _WORKSPACE_BYTES = 128 * 2**20
-"""Partial results of K/V that is split over blocks of threads; FlashInfer's advice."""
+"""Bytes for partial results of K/V that is split over thread blocks; FlashInfer's advice."""
 
 _CUDA_CORE_GROUP = 2
-"""Query heads a kv head up to which decode is faster, or as fast, without tensor cores."""
+"""Query heads per kv head up to which decode is as fast or faster without tensor cores."""
 
 _LN_2 = math.log(2.0)
 
@@ -46,10 +46,10 @@ Kind = Literal["prefill", "decode", "grouped decode"]
 
 
 class Wrapper(Protocol):
-    """What FlashInfer's prefill and decode wrappers share."""
+    """The common methods of FlashInfer's prefill and decode wrappers."""
 
     def plan(self, *tables_and_shape: Tensor | int, **options: object) -> None:
-        """Works out the schedule of one call."""
+        """Computes the schedule of one call."""
 
     def run(
         self,
@@ -60,12 +60,12 @@ class Wrapper(Protocol):
         out: Tensor | None,
         return_lse: bool,
     ) -> tuple[Tensor, Tensor]:
-        """The planned call's (out_nhd, base-2 lse_nh)."""
+        """Runs the planned call; returns (out_nhd, base-2 lse_nh)."""
 
 
 @cache
 def unavailable(device: torch.device) -> str:
-    """Why FlashInfer can't run on the device, empty where it can."""
+    """Returns why FlashInfer can't run on the device, or ""."""
     if device.type != "cuda":
         return f"FlashInfer needs a CUDA device, not {device}"
     if importlib.util.find_spec("flashinfer") is None:
@@ -83,14 +83,14 @@ def unavailable(device: torch.device) -> str:
 
 
 def describe() -> str:
-    """One phrase on what is here, for logs."""
+    """Describes FlashInfer in one phrase, for logs."""
     if reason := unavailable(torch.device("cuda")):
         return f"no FlashInfer ({reason})"
     return f"FlashInfer {importlib.metadata.version('flashinfer-python')}"
 
 
 def refusal(plan: AttentionPlan) -> str:
-    """Why FlashInfer can't do this plan, empty when it can."""
+    """Returns why FlashInfer can't do this plan, or ""."""
     if plan.dtype not in DTYPES:
         return f"FlashInfer takes bfloat16 and float16, not {plan.dtype}"
     if plan.head_dim not in HEAD_DIMS:
@@ -107,7 +107,7 @@ def refusal(plan: AttentionPlan) -> str:
 
 
 def plan(checked: AttentionPlan) -> FlashInferPlan:
-    """FlashInfer's side of a plan. Raises ValueError where it isn't supported."""
+    """Makes FlashInfer's side of a plan. Raises ValueError where it isn't supported."""
     if reason := refusal(checked):
         raise ValueError(reason)
     return FlashInferPlan(checked)
@@ -117,7 +117,7 @@ def plan(checked: AttentionPlan) -> FlashInferPlan:
 class Piece:
     """Rows `start` to `stop` - 1, over the first `kv_len` K/V slots of their sequence.
 
-    Causal: the last row sees all of those, each row before it one slot less; else all see all.
+    Causal: the last row sees all slots, each earlier row one slot less; otherwise all rows see all.
     A single row is not causal.
     """
 
@@ -129,12 +129,12 @@ class Piece:
 
     @property
     def q_len(self) -> int:
-        """Rows of q."""
+        """The number of rows of q."""
         return self.stop - self.start
 
 
 def pieces_of(plan: AttentionPlan) -> list[Piece]:
-    """The plan as pieces, in order of their rows; rows that see nothing are in none.
+    """Returns the plan as pieces, in order of their rows, without rows that see nothing.
 
     The K/V slots of each sequence must be in order of position.
     """
@@ -158,7 +158,7 @@ def pieces_of(plan: AttentionPlan) -> list[Piece]:
         for first, last, causal in _runs(seen):
             if not seen[last]:
                 continue
-            begin = first if seen[first] else first + 1  # a causal run may begin at nothing
+            begin = first if seen[first] else first + 1  # skips a row that sees nothing
             pieces.append(
                 Piece(
                     sequence=index,
@@ -172,9 +172,10 @@ def pieces_of(plan: AttentionPlan) -> list[Piece]:
 
 
 def _runs(seen: Tensor) -> list[tuple[int, int, bool]]:
-    """Runs of rows as (first, last, causal), for the K/V slots that each row sees.
+    """Returns runs of rows as (first, last, causal), from the number of K/V slots that each row
+    sees.
 
-    Within a run each row sees as many as the row before it, or each one more.
+    Within a run each row sees as many slots as the row before it, or each row one more.
     """
     steps = seen.diff()
     changes: list[int] = (steps.diff().nonzero().flatten() + 1).tolist()
@@ -207,7 +208,7 @@ class PageLists:
 
 
 def page_lists(pieces: Sequence[Piece], page_table: Tensor, page_tokens: int) -> PageLists:
-    """The pages of each piece's K/V, from page_table [B, max_pages]."""
+    """Returns the pages of each piece's K/V, from page_table [B, max_pages]."""
     kv_lens = torch.tensor([piece.kv_len for piece in pieces], dtype=torch.int32)
     counts = (kv_lens + page_tokens - 1) // page_tokens
     rows = page_table.cpu()[[piece.sequence for piece in pieces]]
@@ -234,7 +235,7 @@ class _Call:
 
 
 class FlashInferPlan:
-    """A plan's FlashInfer calls: one for its causal pieces and one for those that see everything.
+    """A plan's FlashInfer calls: one for its causal pieces and one for its pieces without a mask.
 
     The calls of a device share one workspace, so plans must run on one stream.
     """
@@ -285,7 +286,7 @@ class FlashInferPlan:
 
 
 def _groups(pieces: Sequence[Piece]) -> list[list[Piece]]:
-    """The pieces of each mask; single rows go with the causal ones where there are any."""
+    """Groups the pieces by mask; single rows join the causal pieces, if there are any."""
     if not any(piece.causal for piece in pieces):
         return [list(pieces)] if pieces else []
     causal = [piece for piece in pieces if piece.causal or piece.q_len == 1]
@@ -324,15 +325,15 @@ def _plan(wrapper: Wrapper, kind: Kind, checked: AttentionPlan, pieces: Sequence
 class _Store:
     """A device's workspace, and the wrappers that no live plan holds.
 
-    A wrapper keeps what it planned, so each call of a live plan needs one to itself; making one
-    pins 8 MiB of host memory, so they are kept.
+    A wrapper keeps its plan, so each call of a live plan needs a wrapper of its own; making a
+    wrapper pins 8 MiB of host memory, so they are kept.
     """
 
     workspace: Tensor
     _idle: defaultdict[Kind, list[Wrapper]] = field(default_factory=lambda: defaultdict(list))
 
     def take(self, kind: Kind) -> Wrapper:
-        """A wrapper to plan."""
+        """Returns a wrapper to plan."""
         if idle := self._idle[kind]:
             return idle.pop()
         package = _flashinfer()
@@ -349,7 +350,7 @@ class _Store:
         return wrapper
 
     def give_back(self, held: list[tuple[Kind, Wrapper]]) -> None:
-        """Takes the wrappers of a plan that is gone."""
+        """Takes back the wrappers of a deleted plan."""
         for kind, wrapper in held:
             self._idle[kind].append(wrapper)
 

@@ -1,6 +1,6 @@
-"""Weight matrices made ready once, at load, for the device and dtype they are on.
+"""Prepares weight matrices once, at load, for their device and dtype.
 
-Shape letters: n rows of x, H in, O out; E experts, X width of one, t experts a token.
+Shape letters: n rows of x, H in, O out; E experts, X width of an expert, t experts per token.
 """
 
 from __future__ import annotations
@@ -42,14 +42,14 @@ class NativeExperts(Protocol):
 
 
 class Linear(ComposedLinear):
-    """x @ weight.T + bias, alone or together with what comes right before it.
+    """Computes x @ weight.T + bias, alone or together with the operation before it.
 
     `out` [n, O] and `total` [n, H], contiguous and of x's dtype, are written and returned where
-    they are given. `out` may not overlap what is read; `total` may be the residual itself.
+    they are given. `out` may not overlap the inputs; `total` may be the residual itself.
     """
 
     def __init__(self, weight: Tensor, bias: Tensor | None = None) -> None:
-        """weight [O, H], bias [O]. Raises ValueError when they don't fit each other."""
+        """Takes weight [O, H], bias [O]. Raises ValueError when they don't fit each other."""
         if bias is not None and (bias.shape != weight.shape[:1] or bias.dtype != weight.dtype):
             raise ValueError(
                 f"bias is {bias.dtype} {tuple(bias.shape)}, "
@@ -65,7 +65,7 @@ class Linear(ComposedLinear):
         return dispatch.rows(self.weight)
 
     def __call__(self, x: Tensor, out: Tensor | None = None) -> Tensor:
-        """x [n, H] -> [n, O]. Raises ValueError or RuntimeError for another shape or dtype."""
+        """Maps x [n, H] to [n, O]. Raises ValueError or RuntimeError for another shape or dtype."""
         if self._native is not None and 0 < x.shape[0] <= self._native_rows:
             return self._native(x, out)
         return torch_backend.linear(x, self.weight, self.bias, out)
@@ -79,23 +79,27 @@ class Linear(ComposedLinear):
         out: Tensor | None = None,
         total: Tensor | None = None,
     ) -> tuple[Tensor, Tensor]:
-        """(linear(rms_norm(total)), total) for total = x + residual, or x without a residual."""
+        """Returns (linear(rms_norm(total)), total) for total = x + residual, or x without a
+        residual.
+        """
         if self._native is not None and 0 < x.shape[0] <= self._native_rows:
             return self._native.after_norm(x, residual, norm_weight, eps, out, total)
         return super().after_norm(x, residual, norm_weight, eps, out, total)
 
     def after_silu(self, gate_up: Tensor, out: Tensor | None = None) -> Tensor:
-        """linear(silu(gate) * up) for gate_up [n, 2 * H] with gate in the first half."""
+        """Returns linear(silu(gate) * up) for gate_up [n, 2 * H] with gate in the first half."""
         if self._native is not None and 0 < gate_up.shape[0] <= self._native_rows:
             return self._native.after_silu(gate_up, out)
         return super().after_silu(gate_up, out)
 
 
 class Experts:
-    """The SwiGLU experts of a mixture, each row of x through its own few."""
+    """The SwiGLU experts of a mixture; each row of x uses its own few experts."""
 
     def __init__(self, gate_up: Tensor, down: Tensor) -> None:
-        """gate_up [E, 2 * X, H] with gate first, down [E, H, X]. Raises ValueError otherwise."""
+        """Takes gate_up [E, 2 * X, H] with gate first, down [E, H, X]. Raises ValueError
+        otherwise.
+        """
         experts, wide, hidden = gate_up.shape
         if down.shape != (experts, hidden, wide // 2) or wide % 2 or down.dtype != gate_up.dtype:
             raise ValueError(
@@ -108,10 +112,10 @@ class Experts:
         self.down = [Linear(weight) for weight in down]
 
     def __call__(self, x: Tensor, expert_ids: Tensor, weights: Tensor) -> Tensor:
-        """[n, H]: the outputs of each row's experts, weighted and summed in float32.
+        """Returns [n, H]: the outputs of each row's experts, weighted and summed in float32.
 
         x [n, H]; expert_ids int64 [n, t]; weights float32 [n, t]. Rows are sorted by expert, so
-        that each expert that was chosen runs one matrix product a projection.
+        that each chosen expert runs one matrix product per projection.
         """
         tokens, per_token = expert_ids.shape
         if self._native is not None and 0 < tokens * per_token <= self._native_rows:
@@ -133,7 +137,7 @@ class Experts:
 
 
 def _native_linear(weight: Tensor, bias: Tensor | None) -> tuple[NativeLinear | None, int]:
-    """The backend's linear, and the most rows of x that it takes; more are torch's."""
+    """Returns the backend's linear, and the most rows of x that it takes; torch takes more rows."""
     backend = dispatch.rows_backend(weight.device, weight.dtype)
     if backend is Backend.TORCH or not weight.numel():
         return None, 0
@@ -145,7 +149,7 @@ def _native_linear(weight: Tensor, bias: Tensor | None) -> tuple[NativeLinear | 
 
 
 def _native_experts(gate_up: Tensor, down: Tensor) -> tuple[NativeExperts | None, int]:
-    """The backend's experts, and the most assignments that they take."""
+    """Returns the backend's experts, and the most assignments that they take."""
     backend = dispatch.rows_backend(down.device, down.dtype)
     if backend is Backend.TORCH or not down.numel():
         return None, 0
@@ -157,10 +161,10 @@ def _native_experts(gate_up: Tensor, down: Tensor) -> tuple[NativeExperts | None
 
 
 def prepare_linear(weight: Tensor, bias: Tensor | None = None) -> Linear:
-    """A linear ready to run: weight [O, H], bias [O]. The weight is not copied if contiguous."""
+    """Prepares a linear: weight [O, H], bias [O]. A contiguous weight is not copied."""
     return Linear(weight, bias)
 
 
 def prepare_experts(gate_up: Tensor, down: Tensor) -> Experts:
-    """Experts ready to run: gate_up [E, 2 * X, H] with gate first, down [E, H, X]."""
+    """Prepares experts: gate_up [E, 2 * X, H] with gate first, down [E, H, X]."""
     return Experts(gate_up, down)

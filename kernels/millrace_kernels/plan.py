@@ -1,4 +1,4 @@
-"""What one attention call over paged K/V is going to do, worked out once per step.
+"""The plan of one attention call over paged K/V, computed once per step.
 
 A plan holds for every layer of a step: the layers share lengths, page tables and positions, and
 differ only in the data. Shape letters: n tokens of all sequences, h heads, d head_dim, B sequences.
@@ -15,9 +15,9 @@ from torch import Tensor
 
 
 class Backend(StrEnum):
-    """Who computes attention.
+    """The backends that compute attention.
 
-    AUTO gives each sequence to the fastest that the device can run; the others take them all.
+    AUTO gives each sequence to the fastest backend of the device; the others take all sequences.
     """
 
     AUTO = "auto"
@@ -29,10 +29,10 @@ class Backend(StrEnum):
 
 
 class Sight(Enum):
-    """What the rows of a sequence see of its K/V."""
+    """The K/V slots that the rows of a sequence see."""
 
     ALL = auto()
-    CAUSAL = auto()  # the last row all, each before it one less
+    CAUSAL = auto()  # the last row sees all, each earlier row one less
     MASKED = auto()  # anything else
 
 
@@ -50,16 +50,16 @@ class AttentionPlan:
     """A checked attention call: ragged queries over paged K/V.
 
     Row i of a sequence with q_len rows stands at position `q_positions` says, or else at kv_len -
-    q_len + i; its j-th K/V slot holds position `kv_positions` says, or else j. A row sees what
-    stands at or before its own position (anything, when not `causal`), and with a window only
-    positions above its own - `sliding_window`.
+    q_len + i; its j-th K/V slot holds position `kv_positions` says, or else j. A row sees positions
+    at or before its own (all, when not `causal`), and with a window only positions above its own -
+    `sliding_window`.
 
-    q_indptr: int32 [B + 1] on the CPU, kv_lens: int32 [B] on the CPU, page_table: int32
-    [B, max_pages]. q_positions: int32 [n], kv_positions: int32 [sum(kv_lens)], both on the CPU.
-    `sequences` holds (first row, last row + 1, kv_len) of each; those with at most `native_rows`
-    rows of q are `native`'s, the rest torch's. `dispatch` fills in these three; nothing else
-    changes a plan (not frozen: making one is part of every decode step). `device_table` has the
-    entries of `page_table` that are read, on the device; None: they are nowhere but there.
+    q_indptr: int32 [B + 1] on the CPU, kv_lens: int32 [B] on the CPU, page_table: int32 [B,
+    max_pages]. q_positions: int32 [n], kv_positions: int32 [sum(kv_lens)], both on the CPU.
+    `sequences` holds (first row, last row + 1, kv_len) of each; sequences with at most
+    `native_rows` rows of q go to `native`, the rest to torch. `dispatch` fills in these three;
+    nothing else changes a plan (not frozen: making a plan is part of every decode step).
+    `device_table` has the entries of `page_table` that are read, on the device, or is None.
     """
 
     backend: Backend
@@ -84,16 +84,16 @@ class AttentionPlan:
 
     @property
     def num_tokens(self) -> int:
-        """Rows of q and out."""
+        """The number of rows of q and out."""
         return self.sequences[-1][1] if self.sequences else 0
 
     @property
     def has_positions(self) -> bool:
-        """Whether rows or K/V slots stand elsewhere than their order says."""
+        """Whether rows or K/V slots have positions other than their order gives."""
         return self.q_positions is not None or self.kv_positions is not None
 
     def sight(self, index: int) -> Sight:
-        """Of one sequence, as far as it costs little to tell."""
+        """Returns a sequence's sight, as far as it is cheap to find out."""
         start, stop, kv_len = self.sequences[index]
         if self.kv_positions is not None or kv_len == 0:
             return Sight.MASKED
@@ -110,7 +110,7 @@ class AttentionPlan:
         return Sight.CAUSAL if is_causal else Sight.MASKED
 
     def positions(self, index: int) -> tuple[Tensor, Tensor]:
-        """Positions of one sequence's rows and of its K/V slots, int64 on the CPU."""
+        """Returns the positions of one sequence's rows and of its K/V slots, int64 on the CPU."""
         start, stop, kv_len = self.sequences[index]
         if self.q_positions is None:
             rows = torch.arange(kv_len - (stop - start), kv_len)
@@ -130,7 +130,7 @@ def check_tables(
     q_positions: Tensor | None,
     kv_positions: Tensor | None,
 ) -> tuple[tuple[int, int, int], ...]:
-    """Check that the tables agree; return (first row, last row + 1, kv_len) of each sequence.
+    """Checks that the tables agree; returns (first row, last row + 1, kv_len) of each sequence.
 
     Raises ValueError naming the table and the sequence at fault.
     """

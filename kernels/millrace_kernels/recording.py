@@ -1,7 +1,7 @@
-"""The native calls of a step, recorded once and then made again without Python around them.
+"""Records the native calls of a step, and replays them without Python in between.
 
-What a CUDA graph is on a GPU: the calls find the same memory, and so whatever was put there since.
-Python takes more time over a small model's decode step than the kernels it calls.
+It works as a CUDA graph on a GPU: the calls use the same memory with its present content. Python
+takes more time over a small model's decode step than the kernels that it calls.
 """
 
 from __future__ import annotations
@@ -30,12 +30,12 @@ def launch(native: Callable[..., object], *args: object) -> None:
 
 @contextmanager
 def record() -> Iterator[list[NativeCall]]:
-    """The calls that this thread launches in the block, in their order.
+    """Records the calls that this thread launches in the block, in their order.
 
-    Made again they give what the block gave, for what lies by then in the memory that it used;
-    tables of a plan made in the block are read anew. All that memory is the caller's to keep. Only
-    C++ launches: attention plans and their runs, `rope_write_kv`, linears; whatever else the block
-    did is missing, so the caller counts.
+    A replay computes the block again with the present content of its memory; tables of a plan made
+    in the block are read again. The caller keeps all that memory alive. Only C++ launches are
+    recorded: attention plans and their runs, `rope_write_kv`, linears; other work of the block is
+    missing, so the caller counts the calls.
     """
     before, _recorder.calls = _recorder.calls, []
     try:

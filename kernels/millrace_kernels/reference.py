@@ -1,6 +1,6 @@
 """The oracle: every kernel in plain torch and float64, one sequence and one loop at a time.
 
-Slow on purpose. Tests hold the other backends to it. Shape letters: n tokens, h q heads, k kv
+Slow on purpose. Tests compare the other backends with it. Shape letters: n tokens, h q heads, k kv
 heads, d head_dim, p positions of one sequence's K/V.
 """
 
@@ -13,7 +13,7 @@ from millrace_kernels.plan import AttentionPlan
 
 
 def gather_kv(kv_layer: Tensor, pages: Tensor, kv_len: int) -> tuple[Tensor, Tensor]:
-    """K and V of one sequence as [kv_heads, kv_len, head_dim], copied out of its pages.
+    """Copies K and V of one sequence out of its pages, as [kv_heads, kv_len, head_dim].
 
     kv_layer: [pages, 2, kv_heads, page_tokens, head_dim]; pages: int [max_pages], in order.
     """
@@ -27,8 +27,9 @@ def gather_kv(kv_layer: Tensor, pages: Tensor, kv_len: int) -> tuple[Tensor, Ten
 def attention(
     plan: AttentionPlan, q_nhd: Tensor, kv_layer: Tensor, *, scale: float
 ) -> tuple[Tensor, Tensor]:
-    """Return out_nhd in float64 and the natural-log lse_nh in float32 (0 and -inf on rows that
-    see nothing)."""
+    """Returns out_nhd in float64 and the natural-log lse_nh in float32 (0 and -inf on rows that see
+    nothing).
+    """
     out_nhd = torch.zeros(q_nhd.shape, dtype=torch.float64, device=q_nhd.device)
     lse_nh = torch.full(q_nhd.shape[:2], float("-inf"), dtype=torch.float32, device=q_nhd.device)
     group = plan.num_q_heads // plan.num_kv_heads
@@ -52,7 +53,7 @@ def attention(
 
 
 def visible(plan: AttentionPlan, row: Tensor, column: Tensor) -> Tensor:
-    """Bool [rows, columns]: which K/V positions a row sees, by both's positions."""
+    """Returns bool [rows, columns]: which K/V positions a row sees, from the positions of both."""
     seen = torch.ones(row.shape[0], column.shape[0], dtype=torch.bool, device=row.device)
     if plan.causal:
         seen &= column[None, :] <= row[:, None]
@@ -64,7 +65,7 @@ def visible(plan: AttentionPlan, row: Tensor, column: Tensor) -> Tensor:
 def merge_attention(
     out_nhd: Tensor, lse_nh: Tensor, other_out_nhd: Tensor, other_lse_nh: Tensor
 ) -> tuple[Tensor, Tensor]:
-    """Two partial results over disjoint K/V as one: (out float64, lse float32)."""
+    """Merges two partial results over disjoint K/V: (out float64, lse float32)."""
     lse = torch.logaddexp(lse_nh.double(), other_lse_nh.double())
     share, other_share = (
         (part.double() - lse).exp().nan_to_num(0.0)[..., None] for part in (lse_nh, other_lse_nh)
@@ -73,7 +74,7 @@ def merge_attention(
 
 
 def write_kv(kv_layer: Tensor, k_nhd: Tensor, v_nhd: Tensor, slots: Tensor) -> None:
-    """Write row i of k and v to page slots[i] // page_tokens, row slots[i] % page_tokens."""
+    """Writes row i of k and v to page slots[i] // page_tokens, row slots[i] % page_tokens."""
     page_tokens = kv_layer.shape[3]
     for row, slot in enumerate(slots.tolist()):
         page, offset = divmod(slot, page_tokens)
@@ -82,7 +83,7 @@ def write_kv(kv_layer: Tensor, k_nhd: Tensor, v_nhd: Tensor, slots: Tensor) -> N
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
-    """Root-mean-square norm over the last dimension, in float64 throughout."""
+    """Computes the root-mean-square norm over the last dimension, in float64 throughout."""
     wide = x.double()
     return (wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + eps) * weight.double()).to(
         x.dtype
@@ -90,20 +91,20 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
 
 
 def silu_mul(gate_up: Tensor) -> Tensor:
-    """silu(gate) * up for gate_up [n, 2 * i] with gate first; returns [n, i]."""
+    """Returns silu(gate) * up, [n, i], for gate_up [n, 2 * i] with gate first."""
     gate, up = gate_up.double().chunk(2, -1)
     return (gate * torch.sigmoid(gate) * up).to(gate_up.dtype)
 
 
 def rope(x_nhd: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """Half-rotation (GPT-NeoX order) of x by the angles whose cos and sin are [n, d / 2]."""
+    """Rotates x by half-rotation (GPT-NeoX order); cos and sin of the angles are [n, d / 2]."""
     low, high = x_nhd.double().chunk(2, -1)
     c, s = cos.double()[:, None], sin.double()[:, None]
     return torch.cat([low * c - high * s, high * c + low * s], -1).to(x_nhd.dtype)
 
 
 def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-    """x @ weight.T + bias for weight [out, in]."""
+    """Returns x @ weight.T + bias for weight [out, in]."""
     out = x.double() @ weight.double().T
     if bias is not None:
         out += bias.double()
@@ -118,7 +119,7 @@ def sample(
     min_p: Tensor,
     uniforms: Tensor,
 ) -> tuple[Tensor, Tensor]:
-    """Ids int64 [b] and peaks float32 [b], row by row as `api.sample` describes it."""
+    """Returns ids int64 [b] and peaks float32 [b], row by row as `api.sample` describes it."""
     peaks = logits.amax(-1)
     ids = torch.empty(len(logits), dtype=torch.int64)
     columns = (temperatures, top_k, top_p, min_p, uniforms)
@@ -130,7 +131,9 @@ def sample(
 def draw(
     logits: Tensor, temperature: float, top_k: int, top_p: float, min_p: float, uniform: float
 ) -> int:
-    """One row's token: its vocabulary sorted if filters ask for it, cut, and the CDF inverted."""
+    """Draws one row's token: sorts the vocabulary if a filter needs it, cuts it, inverts the
+    CDF.
+    """
     ranking = logits.sort(descending=True, stable=True).indices
     if temperature == 0:
         return int(ranking[0])

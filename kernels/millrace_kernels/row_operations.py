@@ -1,4 +1,4 @@
-"""What every backend does besides attention: the interface that its module has."""
+"""The interface of a backend's module for all operations other than attention."""
 
 from __future__ import annotations
 
@@ -8,7 +8,9 @@ from torch import Tensor
 
 
 class Rows(Protocol):
-    """What is not attention, a module for each backend; `api` says what the functions do."""
+    """The operations other than attention, one module per backend; `api` describes the
+    functions.
+    """
 
     def merge_attention_(
         self, out_nhd: Tensor, lse_nh: Tensor, other_out_nhd: Tensor, other_lse_nh: Tensor, /

@@ -1,7 +1,7 @@
-"""A tiny attention call by a backend, held against the reference.
+"""Runs a tiny attention call on a backend and compares it with the reference.
 
-A package that imports may still fail at its first plan: FlashInfer compiles what it has no prebuilt
-module for, which needs a compiler. So what is chosen by itself is tried first.
+A package that imports may still fail at its first plan: FlashInfer compiles modules that are not
+prebuilt, which needs a compiler. So AUTO tries a backend before it uses it.
 """
 
 from __future__ import annotations
@@ -16,28 +16,28 @@ import torch
 from millrace_kernels import reference
 from millrace_kernels.plan import AttentionPlan, Backend, NativePlan
 
-#: (rows of q, K/V tokens) of each sequence: a prompt behind some history, and a decode step.
+#: (rows of q, K/V tokens) of each sequence: a prompt after some history, and a decode step.
 _CALLS: Final = (((3, 5), (2, 19)), ((1, 7), (1, 33)))
-#: Of values of about 1, in bfloat16 and float16.
+#: Tolerance for values of about 1, in bfloat16 and float16.
 _TOLERANCE: Final = 0.03
-_WORDS: Final = 300  # of a reason, which may be a compiler's output
+_WORDS: Final = 300  # characters of a reason, which may be a compiler's output
 
 
 def failure(like: AttentionPlan, make: Callable[[AttentionPlan], NativePlan]) -> str:
-    """Why the backend whose plans `make` makes fails on calls of the shape of `like`; else empty.
+    """Returns why plans made by `make` fail on calls of the shape of `like`, or "".
 
-    Tried are a prompt and a decode step of that dtype, window and heads, on that device.
+    It tries a prompt and a decode step of that dtype, window and heads, on that device.
     """
     try:
         errors = [_error(_plan(like, call), make) for call in _CALLS]
-    except Exception as error:  # whatever the package, its compiler or the driver raises
+    except Exception as error:  # any error of the package, its compiler or the driver
         return " ".join(f"{type(error).__name__}: {error}".split())[:_WORDS]
     worst = max(errors)
     return "" if worst <= _TOLERANCE else f"its results are off by {worst:.2g}"
 
 
 def _plan(like: AttentionPlan, call: tuple[tuple[int, int], ...]) -> AttentionPlan:
-    """A plan of `call` over pages in an order of their own."""
+    """Returns a plan of `call` over pages in a random order."""
     lengths = torch.tensor([kv_len for _, kv_len in call], dtype=torch.int32)
     most = -(-int(lengths.max()) // like.page_tokens)
     bounds = [0, *accumulate(rows for rows, _ in call)]
@@ -58,7 +58,7 @@ def _plan(like: AttentionPlan, call: tuple[tuple[int, int], ...]) -> AttentionPl
 
 
 def _error(plan: AttentionPlan, make: Callable[[AttentionPlan], NativePlan]) -> float:
-    """The largest deviation from the reference."""
+    """Returns the largest deviation from the reference."""
     numbers = torch.Generator().manual_seed(0)
 
     def drawn(*shape: int) -> torch.Tensor:

@@ -75,7 +75,7 @@ _CHOICES: Final = {
 
 
 def main() -> int:
-    """Tune every entry of this GPU's kind; 1 and a reason on stderr where there is no GPU."""
+    """Tunes every entry of this GPU's kind; returns 1, with a reason on stderr, without a GPU."""
     device = torch.device("cuda")
     if reason := unavailable(device):
         print(f"tune: {reason}", file=sys.stderr)
@@ -110,7 +110,7 @@ def _fastest(kernel: str, before: Config, dtype: torch.dtype, call: Call) -> Con
         with configs.trying(**{kernel: config}):
             try:
                 spent_ms = float(triton.testing.do_bench(call, warmup=5, rep=20))
-            except TritonError:  # more shared memory or registers than there are
+            except TritonError:  # the GPU has too little shared memory or too few registers
                 continue
         if spent_ms < best_ms:
             best, best_ms = config, spent_ms
@@ -118,7 +118,7 @@ def _fastest(kernel: str, before: Config, dtype: torch.dtype, call: Call) -> Con
 
 
 def _call(kernel: str, dtype: torch.dtype, head_dim: int | None) -> Call:
-    """What an entry is timed on."""
+    """Returns the call that an entry is timed on."""
     if head_dim is not None:
         rows, kv_lens = ([1] * 16, [8192] * 16) if kernel == "attend_few" else ([2048], [16384])
         return _attention_call(dtype, head_dim, rows, kv_lens)
@@ -159,7 +159,7 @@ def _attention_call(dtype: torch.dtype, head_dim: int, rows: list[int], kv_lens:
     planned: dict[str, attention.TritonPlan] = {}
 
     def call() -> None:
-        # A plan holds its tiles: new ones under trial need a new plan, once.
+        # A plan holds its tiles: new tiles on trial need a new plan, once.
         tiles = repr([configs.lookup(k, checked.device, dtype, head_dim) for k in _ATTENTION])
         if tiles not in planned:
             planned.clear()
@@ -170,7 +170,7 @@ def _attention_call(dtype: torch.dtype, head_dim: int, rows: list[int], kv_lens:
 
 
 def _as_json(table: dict[str, Config], source: str) -> str:
-    """One line an entry, so that a change of one reads as one."""
+    """Formats one line per entry, so that a change of an entry changes one line."""
     lines = ",\n".join(f'    "{name}": {json.dumps(table[name])}' for name in sorted(table))
     return f'{{\n  "source": {json.dumps(source)},\n  "configs": {{\n{lines}\n  }}\n}}\n'
 

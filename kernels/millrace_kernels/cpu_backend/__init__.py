@@ -1,8 +1,8 @@
-"""The C++ kernels of `_cpu`: checks tensors, then hands their addresses over.
+"""Calls the C++ kernels of `_cpu`: checks tensors, then passes their addresses.
 
 Addresses, not DLPack: a decode step makes over a hundred of these calls, and taking an address
-costs a tenth of an exchange. So every check that keeps C++ inside its memory is made here.
-Shape letters: n tokens, h q heads, k kv heads, d head_dim.
+costs a tenth of an exchange. So every check that keeps C++ inside its memory is made here. Shape
+letters: n tokens, h q heads, k kv heads, d head_dim.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from millrace_kernels.recording import launch
 
 try:
     from millrace_kernels import _cpu
-except ImportError as error:  # not built on this machine: torch does it all
+except ImportError as error:  # not built on this machine: torch computes everything
     AVAILABLE = False
     TYPES = {}
     warnings.warn(
@@ -36,27 +36,31 @@ else:
 ALL_ROWS: Final = 2**31 - 1
 
 _AMX_ROWS: Final = 8
-"""Query rows up to which a sequence is bound by reading K/V rather than by multiplying."""
+"""Query rows up to which a sequence is bound by reading K/V, not by multiplying."""
 
 
 def takes(x: Tensor) -> bool:
-    """Whether the kernels can work on tensors like x."""
+    """Returns whether the kernels can work on tensors like x."""
     return x.is_cpu and x.dtype in TYPES
 
 
 def takes_dtype(device: torch.device, dtype: torch.dtype) -> bool:
-    """Whether the kernels can work on this device and dtype."""
+    """Returns whether the kernels can work on this device and dtype."""
     return device.type == "cpu" and dtype in TYPES
 
 
 def instruction_sets() -> list[str]:
-    """The variants that this machine can run, fastest first; empty when `_cpu` isn't built."""
+    """Returns the variants that this machine can run, fastest first; empty when `_cpu` isn't
+    built.
+    """
     return _cpu.instruction_sets() if AVAILABLE else []
 
 
 @contextmanager
 def instruction_set(name: str) -> Iterator[None]:
-    """Use one variant in this block, in the whole process; ValueError when it can't run here."""
+    """Uses one variant in this block, in the whole process; raises ValueError when it can't run
+    here.
+    """
     before = _cpu.instruction_set()
     _cpu.use_instruction_set(name)
     try:
@@ -66,16 +70,16 @@ def instruction_set(name: str) -> Iterator[None]:
 
 
 def describe() -> str:
-    """The variant in use, for `describe_backends`."""
+    """Returns the variant in use, for `describe_backends`."""
     return f"C++ {_cpu.instruction_set()}" if AVAILABLE else "C++ not built"
 
 
 def attention_rows(plan: AttentionPlan) -> int:
-    """The most query rows of a sequence that the C++ kernels take of a plan in AUTO; torch's rest.
+    """Returns the most query rows of a sequence that AUTO gives to C++; torch gets longer ones.
 
-    All of them, but for bfloat16 where the CPU has AMX: there torch's matrix products (oneDNN) are
-    several times as fast as any vector instruction, and chunks are torch's, unless some of them
-    need a mask.
+    All rows go to C++, except for bfloat16 where the CPU has AMX: there torch's matrix products
+    (oneDNN) are several times as fast as any vector instruction, so torch computes chunks, unless
+    some of them need a mask.
     """
     if plan.dtype is not torch.bfloat16 or not _cpu.has_amx() or plan.soft_cap:
         return ALL_ROWS
@@ -89,13 +93,14 @@ class CpuPlan:
     """The tasks of the sequences that have at most `native_rows` query rows."""
 
     def __init__(self, checked: AttentionPlan) -> None:
-        """Raises IndexError when the page table names a negative page where it is read.
+        """Raises IndexError when the page table has a negative page among the entries that are
+        read.
 
-        Recorded, it plans anew from what the tables hold by then.
+        If the step is recorded, each replay plans again from the tables' present content.
         """
         table = checked.page_table.cpu().contiguous()
         q_at, kv_at = checked.q_positions, checked.kv_positions
-        self._read_in_place = (table, q_at, kv_at)  # C++ has but their addresses
+        self._read_in_place = (table, q_at, kv_at)  # C++ has only their addresses
         self._plan = _cpu.AttentionPlan(
             checked.q_indptr.data_ptr(),
             checked.kv_lens.data_ptr(),
@@ -144,14 +149,14 @@ class CpuPlan:
 
 
 def plan(checked: AttentionPlan) -> CpuPlan:
-    """The C++ side of a plan."""
+    """Makes the C++ side of a plan."""
     return CpuPlan(checked)
 
 
 def merge_attention_(
     out_nhd: Tensor, lse_nh: Tensor, other_out_nhd: Tensor, other_lse_nh: Tensor
 ) -> None:
-    """Take another partial result into contiguous out_nhd and lse_nh, in float32 inside."""
+    """Merges another partial result into contiguous out_nhd and lse_nh, in float32 inside."""
     other_out_nhd, other_lse_nh = other_out_nhd.contiguous(), other_lse_nh.contiguous()
     _need_contiguous(out_nhd, lse_nh)
     _cpu.merge_attention(

@@ -1,6 +1,6 @@
 """Linears and experts in C++: one call for a product and the norm or activation before it.
 
-Shape letters: n rows of x, H in, O out; E experts, X width of one, t experts a token.
+Shape letters: n rows of x, H in, O out; E experts, X width of an expert, t experts per token.
 """
 
 from __future__ import annotations
@@ -17,15 +17,15 @@ if cpu_backend.AVAILABLE:
     from millrace_kernels import _cpu
 
 _SKINNY_ROWS: Final = 8
-"""Rows of x up to which reading the weights is all that counts."""
+"""Rows of x up to which only the reading of the weights takes time."""
 
 
 def most_rows(dtype: torch.dtype) -> int:
-    """Rows of x up to which C++ runs a linear rather than torch, by what the processor can do.
+    """Returns the rows of x up to which C++ runs a linear, and not torch, on this processor.
 
-    Few rows always. Many rows in float32 with AVX2, where it beats MKL; in bfloat16 on every x86
-    that has no matrix unit (AMX) for it. With AVX-512 torch's float32 product is as good, and on
-    other processors torch brings the vendor's library.
+    Few rows always. Many rows in float32 with AVX2, where C++ beats MKL; in bfloat16 on every x86
+    processor without a matrix unit (AMX). With AVX-512 torch's float32 product is as good, and on
+    other processors torch uses the vendor's library.
     """
     native = _cpu.instruction_set()
     if dtype == torch.bfloat16:
@@ -34,8 +34,9 @@ def most_rows(dtype: torch.dtype) -> int:
 
 
 def most_assignments() -> int:
-    """Rows of x times experts of each up to which C++ runs experts rather than torch, whose calls
-    for each expert are many and small: always, where the processor's vectors are used."""
+    """Returns the most assignments (rows of x times experts of each) that C++ runs. Torch makes
+    many small calls per expert, so C++ runs them always, if it uses the processor's vectors.
+    """
     return _SKINNY_ROWS if _cpu.instruction_set() == "portable" else cpu_backend.ALL_ROWS
 
 
@@ -44,11 +45,11 @@ def _shape(*tensors: Tensor) -> str:
 
 
 class CpuLinear:
-    """x @ weight.T + bias over a contiguous weight [O, H], whose address C++ keeps.
+    """Computes x @ weight.T + bias over a contiguous weight [O, H], whose address C++ keeps.
 
-    A decode step makes dozens of these calls on a few rows, so what a check needs of a tensor is
-    asked for once. `out` and `total` are written and returned where they are given; `out` may not
-    overlap what is read, `total` may be the residual itself.
+    A decode step makes dozens of these calls on a few rows, so each attribute of a tensor is read
+    once for the checks. `out` and `total` are written and returned where they are given; `out` may
+    not overlap the inputs, `total` may be the residual itself.
     """
 
     __slots__ = ("_norm", "_norm_at", "_tensors", "dtype", "inputs", "native", "outputs")
@@ -78,7 +79,9 @@ class CpuLinear:
         )
 
     def __call__(self, x: Tensor, out: Tensor | None = None) -> Tensor:
-        """x [n, H], rows contiguous or not -> [n, O]. Raises ValueError for another shape."""
+        """Maps x [n, H], with rows contiguous or not, to [n, O]. Raises ValueError for another
+        shape.
+        """
         x, rows, stride = self._rows(x, self.inputs)
         out = self._room(out, rows, self.outputs)
         launch(self.native.run, x.data_ptr(), stride, rows, out.data_ptr(), get_num_threads())
@@ -93,7 +96,7 @@ class CpuLinear:
         out: Tensor | None = None,
         total: Tensor | None = None,
     ) -> tuple[Tensor, Tensor]:
-        """(linear(rms_norm(total)), total): bitwise what norm and linear give one by one.
+        """Returns (linear(rms_norm(total)), total), bitwise equal to norm and linear one by one.
 
         x, residual [n, H]; norm_weight [H]. Raises ValueError for other shapes or dtypes.
         """
@@ -125,7 +128,9 @@ class CpuLinear:
         return out, total
 
     def after_silu(self, gate_up: Tensor, out: Tensor | None = None) -> Tensor:
-        """linear(silu(gate) * up) for gate_up [n, 2 * H], bitwise what the two give one by one."""
+        """Returns linear(silu(gate) * up) for gate_up [n, 2 * H], bitwise equal to both one by
+        one.
+        """
         gate_up, rows, stride = self._rows(gate_up, 2 * self.inputs)
         if stride != 2 * self.inputs:
             gate_up = gate_up.contiguous()
@@ -140,7 +145,7 @@ class CpuLinear:
         return out
 
     def _rows(self, x: Tensor, width: int) -> tuple[Tensor, int, int]:
-        """x with contiguous rows, how many, and how far apart."""
+        """Returns x with contiguous rows, the number of rows, and their distance."""
         shape = x.shape
         if len(shape) != 2 or shape[1] != width or x.dtype is not self.dtype or not x.is_cpu:
             raise ValueError(f"x must be {self.dtype} [n, {width}] on the CPU, got {_shape(x)}")
@@ -185,7 +190,7 @@ class CpuLinear:
                 f"norm_weight must be contiguous {self.dtype} [{self.inputs}], "
                 f"got {_shape(norm_weight)}"
             )
-        self._norm = norm_weight  # the next call brings the same
+        self._norm = norm_weight  # the next call has the same weight
         self._norm_at = norm_weight.data_ptr()
 
 
@@ -193,7 +198,9 @@ class CpuExperts:
     """SwiGLU experts whose projections each run as one loop over all experts."""
 
     def __init__(self, gate_up: Tensor, down: Tensor) -> None:
-        """gate_up [E, 2 * X, H] and down [E, H, X], contiguous on the CPU, else ValueError."""
+        """Takes gate_up [E, 2 * X, H] and down [E, H, X], contiguous on the CPU, else raises
+        ValueError.
+        """
         for projection in (gate_up, down):
             if not projection.is_contiguous() or not cpu_backend.takes(projection):
                 raise ValueError(f"experts must be contiguous on the CPU: {_shape(projection)}")
@@ -210,9 +217,9 @@ class CpuExperts:
         )
 
     def __call__(self, x: Tensor, expert_ids: Tensor, weights: Tensor) -> Tensor:
-        """x [n, H], expert_ids int64 [n, t], weights float32 [n, t] -> [n, H].
+        """Maps x [n, H], expert_ids int64 [n, t], weights float32 [n, t] to [n, H].
 
-        Raises ValueError for other shapes or dtypes, IndexError for an expert there isn't.
+        Raises ValueError for other shapes or dtypes, IndexError for an unknown expert.
         """
         if x.dim() != 2 or x.shape[1] != self.hidden or x.dtype != self.dtype or not x.is_cpu:
             raise ValueError(f"x must be {self.dtype} [n, {self.hidden}], got {_shape(x)}")

@@ -1,7 +1,7 @@
 """The C++ kernels that work row by row. Shape letters: n tokens, h q heads, k kv heads, d head_dim.
 
 A decode step makes dozens of these calls on a few rows, where Python costs more than the work: so
-checks are cheap, and what they need of a tensor is asked for once.
+checks are cheap, and each attribute of a tensor is read once.
 """
 
 from __future__ import annotations
@@ -19,17 +19,19 @@ if cpu_backend.AVAILABLE:
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
-    """x [..., width] over its root mean square, rounded to x's dtype, times weight [width]."""
+    """Divides x [..., width] by its root mean square, rounds to x's dtype, multiplies by weight
+    [width].
+    """
     return norm(x, None, weight, eps)[0]
 
 
 def add_rms_norm(x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
-    """(rms_norm(total), total) for total = residual + x."""
+    """Returns (rms_norm(total), total) for total = residual + x."""
     return norm(x, residual, weight, eps)
 
 
 def norm(x: Tensor, residual: Tensor | None, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
-    """(rms_norm(total), total) for total = residual + x, or x itself without a residual."""
+    """Returns (rms_norm(total), total) for total = residual + x, or x itself without a residual."""
     shape, dtype = x.shape, x.dtype
     width = shape[-1]
     need(
@@ -74,7 +76,7 @@ def norm(x: Tensor, residual: Tensor | None, weight: Tensor, eps: float) -> tupl
 
 
 def silu_mul(gate_up: Tensor) -> Tensor:
-    """silu(gate) * up for gate_up [..., 2 * i] with gate first; returns [..., i]."""
+    """Returns silu(gate) * up, [..., i], for gate_up [..., 2 * i] with gate first."""
     *outer, wide = gate_up.shape
     need(wide % 2 == 0, "silu_mul needs an even width", gate_up)
     gate_up = gate_up.contiguous()
@@ -180,7 +182,9 @@ def sample(
     min_p: Tensor,
     uniforms: Tensor,
 ) -> tuple[Tensor, Tensor]:
-    """Ids int64 [b] and peaks float32 [b]; api.sample has checked and described the arguments."""
+    """Returns ids int64 [b] and peaks float32 [b]; api.sample has checked and described the
+    arguments.
+    """
     rows, vocab = logits.shape
     if logits.stride()[1] != 1:
         logits = logits.contiguous()

@@ -27,7 +27,7 @@ def attention(
     out_nhd: Tensor,
     lse_nh: Tensor,
 ) -> None:
-    """Fill out_nhd and lse_nh, one sequence after another.
+    """Fills out_nhd and lse_nh, one sequence after another.
 
     Leaves out the sequences that the plan gives to its native kernel.
     """
@@ -55,7 +55,7 @@ def attention(
 def _blocks(
     plan: AttentionPlan, index: int, q_hnd: Tensor, k_kpd: Tensor, v_kpd: Tensor, scale: float
 ) -> tuple[Tensor, Tensor]:
-    """Blocks of query rows, each under its mask and over just the span of K/V that it can see."""
+    """Computes blocks of query rows, each under its mask and over only the K/V that it can see."""
     row, column = (at.to(q_hnd.device) for at in plan.positions(index))
     outs: list[Tensor] = []
     lses: list[Tensor] = []
@@ -75,7 +75,7 @@ def _blocks(
 def _masked(
     q_hnd: Tensor, k_kpd: Tensor, v_kpd: Tensor, scale: float, soft_cap: float | None, seen: Tensor
 ) -> tuple[Tensor, Tensor]:
-    """Plain softmax attention under a mask: out_hnd and lse_hn, both float32."""
+    """Computes plain softmax attention under a mask: out_hnd and lse_hn, both float32."""
     heads, rows, _ = q_hnd.shape
     kv_heads = k_kpd.shape[0]
     grouped = q_hnd.float().reshape(kv_heads, heads // kv_heads, rows, -1)
@@ -92,7 +92,7 @@ def _masked(
 def merge_attention_(
     out_nhd: Tensor, lse_nh: Tensor, other_out_nhd: Tensor, other_lse_nh: Tensor
 ) -> None:
-    """Take another partial result into out_nhd and lse_nh, in float32 inside."""
+    """Merges another partial result into out_nhd and lse_nh, in float32 inside."""
     lse = torch.logaddexp(lse_nh, other_lse_nh)
     finite = lse.nan_to_num(neginf=0.0)
     merged = out_nhd.float() * (lse_nh - finite).exp()[..., None]
@@ -104,7 +104,8 @@ def merge_attention_(
 def _flash(
     q_hnd: Tensor, k_kpd: Tensor, v_kpd: Tensor, scale: float, causal: bool
 ) -> tuple[Tensor, Tensor]:
-    """Torch's CPU flash kernel; its causal mask starts at the top left, so lengths must be equal.
+    """Calls torch's CPU flash kernel; its causal mask starts at the top left, so lengths must be
+    equal.
 
     Returns out_hnd and the natural-log lse_hn.
     """
@@ -115,7 +116,9 @@ def _flash(
 
 
 def _cpu_causal(q_hnd: Tensor, k_kpd: Tensor, v_kpd: Tensor, scale: float) -> tuple[Tensor, Tensor]:
-    """Bottom-right causal: all of the history, then the square diagonal, merged by their lse."""
+    """Computes bottom-right causal attention: all of the history, then the square diagonal, merged
+    by lse.
+    """
     rows, length = q_hnd.shape[1], k_kpd.shape[1]
     history = length - rows
     if history == 0:
@@ -123,7 +126,7 @@ def _cpu_causal(q_hnd: Tensor, k_kpd: Tensor, v_kpd: Tensor, scale: float) -> tu
     old, old_lse = _flash(q_hnd, k_kpd[:, :history], v_kpd[:, :history], scale, causal=False)
     new, new_lse = _flash(q_hnd, k_kpd[:, history:], v_kpd[:, history:], scale, causal=True)
     parts = [x.transpose(0, 1) for x in (old, old_lse, new, new_lse)]
-    # Torch's kernel leaves rows first in memory, which is what C++ takes.
+    # Torch's kernel puts rows first in memory, as C++ needs them.
     is_ready = cpu_backend.takes(old) and parts[0].is_contiguous() and parts[1].is_contiguous()
     merge = cpu_backend.merge_attention_ if is_ready else merge_attention_
     merge(*parts)
@@ -131,7 +134,7 @@ def _cpu_causal(q_hnd: Tensor, k_kpd: Tensor, v_kpd: Tensor, scale: float) -> tu
 
 
 def write_kv(kv_layer: Tensor, k_nhd: Tensor, v_nhd: Tensor, slots: Tensor) -> None:
-    """Scatter the rows of k and v into their pages."""
+    """Scatters the rows of k and v into their pages."""
     page_tokens = kv_layer.shape[3]
     page, offset = slots // page_tokens, slots % page_tokens
     kv_layer[page, 0, :, offset] = k_nhd
@@ -139,7 +142,7 @@ def write_kv(kv_layer: Tensor, k_nhd: Tensor, v_nhd: Tensor, slots: Tensor) -> N
 
 
 def linear(x: Tensor, weight: Tensor, bias: Tensor | None, out: Tensor | None) -> Tensor:
-    """x [n, H] @ weight [O, H].T + bias [O], into `out` [n, O] where it is given."""
+    """Returns x [n, H] @ weight [O, H].T + bias [O], in `out` [n, O] where it is given."""
     if out is None:
         result: Tensor = functional.linear(x, weight, bias)
         return result
@@ -151,25 +154,27 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None, out: Tensor | None) -
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
-    """As Hugging Face's Llama does it: float32 inside, rounded to x's dtype before the weight."""
+    """Computes the norm of Hugging Face's Llama: float32 inside, rounded to x's dtype before the
+    weight.
+    """
     wide = x.float()
     return weight * (wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + eps)).to(x.dtype)
 
 
 def add_rms_norm(x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
-    """(rms_norm(total), total) for total = residual + x."""
+    """Returns (rms_norm(total), total) for total = residual + x."""
     total = residual + x
     return rms_norm(total, weight, eps), total
 
 
 def silu_mul(gate_up: Tensor) -> Tensor:
-    """silu(gate) * up for gate_up [n, 2 * i] with gate first; returns [n, i]."""
+    """Returns silu(gate) * up, [n, i], for gate_up [n, 2 * i] with gate first."""
     gate, up = gate_up.chunk(2, -1)
     return functional.silu(gate) * up
 
 
 def rope_(x_nhd: Tensor, cos: Tensor, sin: Tensor) -> None:
-    """Rotate x in place, in float32 inside."""
+    """Rotates x in place, in float32 inside."""
     low, high = x_nhd.float().chunk(2, -1)
     c, s = cos[:, None], sin[:, None]
     x_nhd.copy_(torch.cat([low * c - high * s, high * c + low * s], -1))
@@ -187,7 +192,7 @@ def rope_write_kv(  # noqa: PLR0913 - one argument for each thing that fixes the
     k_norm: Tensor | None,
     eps: float,
 ) -> Tensor:
-    """Norm and rotate q and k of qkv [n, h + 2k, d] in place, then scatter k and v."""
+    """Norms and rotates q and k of qkv [n, h + 2k, d] in place, then scatters k and v."""
     kv_heads = kv_layer.shape[2]
     q_nhd, k_nhd, v_nhd = qkv.split_with_sizes((num_q_heads, kv_heads, kv_heads), 1)
     for x_nhd, weight in ((q_nhd, q_norm), (k_nhd, k_norm)):

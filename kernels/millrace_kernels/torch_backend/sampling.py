@@ -1,9 +1,9 @@
 """Sampling in torch operators, for every device.
 
-The likeliest tokens come first, so what `top_k`, `top_p` and `min_p` keep is a prefix: the first
-`top_k`; of those the fewest whose mass reaches `top_p` of them; of those the ones with at least
-`min_p` times the likeliest's probability. A prefix among the `CANDIDATES` likeliest is found
-without sorting the vocabulary; only rows where that does not settle it are sorted whole.
+Tokens are ranked by likelihood, so the tokens that `top_k`, `top_p` and `min_p` keep are a prefix:
+the first `top_k`; of these the fewest whose mass reaches `top_p` of them; of these the tokens with
+at least `min_p` times the likeliest's probability. A prefix among the `CANDIDATES` likeliest is
+found without sorting the vocabulary; only rows that need more candidates are sorted whole.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from torch import Tensor
 CANDIDATES: Final = 1024
 _SPARE: Final = 32
 _LAST_ID: Final = 0x7FFFFFFF
-# Logits worked on at once: on a CPU, what stays in its caches.
+# Logits per block: on a CPU, a block that fits its caches.
 _BLOCK_ELEMENTS: Final = {"cpu": 1 << 19, "cuda": 1 << 26}
 
 
@@ -25,8 +25,8 @@ _BLOCK_ELEMENTS: Final = {"cpu": 1 << 19, "cuda": 1 << 26}
 class _Rows:
     """Settings of the rows of float32 [b, vocab] logits, each [b, 1] on the logits' device.
 
-    top_k is within the vocabulary, and an infinite top_p is off for certain: no rounding of sums
-    can drop a token.
+    top_k is within the vocabulary, and an infinite top_p means off exactly: no rounding of sums can
+    drop a token.
     """
 
     logits: Tensor
@@ -47,10 +47,10 @@ class _Rows:
         )
 
     def weights(self, logits: Tensor, peaks: Tensor) -> Tensor:
-        """Probabilities times a factor that makes that of `peaks` [b, 1] 1: float64 [b, k].
+        """Returns probabilities times a factor that makes `peaks`' [b, 1] equal 1: float64 [b, k].
 
-        float64, so that sums taken in another order (a batch of another size, another device)
-        differ by 1e-16 and not by 1e-7.
+        float64, so that sums in another order (a batch of another size, another device) differ by
+        1e-16 and not by 1e-7.
         """
         return logits.double().sub_(peaks.double()).div_(self.temperatures).exp_()
 
@@ -63,7 +63,7 @@ def sample(
     min_p: Tensor,
     uniforms: Tensor,
 ) -> tuple[Tensor, Tensor]:
-    """Ids int64 [b] and peaks float32 [b], as `api.sample` describes it."""
+    """Returns ids int64 [b] and peaks float32 [b], as `api.sample` describes it."""
     vocab = logits.shape[1]
     peaks, ids = logits.max(-1)
     filtered = (top_k > 0) | (top_p < 1.0) | (min_p > 0.0)
@@ -87,24 +87,24 @@ def sample(
 
 
 def _blocks(wanted: Tensor, rows: int) -> list[Tensor]:
-    """The indices where bool [b] is set, at most `rows` at a time."""
+    """Returns the indices where bool [b] is set, at most `rows` at a time."""
     index = wanted.nonzero().squeeze(1)
     return [index[start : start + rows] for start in range(0, len(index), rows)]
 
 
 def _draw(rows: _Rows, peaks: Tensor) -> Tensor:
-    """Ids int64 [b] drawn by temperature alone; `peaks` [b, 1]."""
+    """Draws ids int64 [b] by temperature alone; `peaks` [b, 1]."""
     cumulative = rows.weights(rows.logits, peaks).cumsum(-1)
     return _invert(cumulative, rows.uniforms, cumulative[:, -1:]).squeeze(1)
 
 
 def _invert(cumulative: Tensor, uniforms: Tensor, mass: Tensor) -> Tensor:
-    """The index [b, 1] where uniform * mass falls in running sums `cumulative` [b, k]; `uniforms`,
-    `mass`: [b, 1].
+    """Returns the index [b, 1] where uniform * mass falls in running sums `cumulative` [b, k];
+    `uniforms`, `mass`: [b, 1].
 
-    The index always has weight: uniforms are at most 1 - 2**-53, so the product rounds to less
-    than `mass`, and where it equals a running sum the next index with weight is taken. (Only rows
-    with a peak that isn't finite may leave the vocabulary.)
+    The index always has weight: uniforms are at most 1 - 2**-53, so the product rounds to less than
+    `mass`, and where it equals a running sum the next index with weight is taken. (Only rows with a
+    peak that isn't finite may leave the vocabulary.)
     """
     return torch.searchsorted(cumulative, uniforms * mass, right=True).clamp_(
         max=cumulative.shape[1] - 1
@@ -112,7 +112,9 @@ def _invert(cumulative: Tensor, uniforms: Tensor, mass: Tensor) -> Tensor:
 
 
 def _draw_filtered(rows: _Rows, count: int) -> Tensor:
-    """Ids int64 [b], looking at the `count` likeliest tokens, at all where that isn't enough."""
+    """Draws ids int64 [b] among the `count` likeliest tokens, or among all where that isn't
+    enough.
+    """
     drawn, settled = _draw_among(rows, count)
     if count < rows.logits.shape[1]:
         rest = (~settled).nonzero().squeeze(1)
@@ -122,7 +124,7 @@ def _draw_filtered(rows: _Rows, count: int) -> Tensor:
 
 
 def _draw_among(rows: _Rows, count: int) -> tuple[Tensor, Tensor]:
-    """Draws looking at the `count` likeliest tokens: ids [b], and bool [b], false where others may
+    """Draws among the `count` likeliest tokens: ids [b], and bool [b], False where later tokens may
     belong.
     """
     logits, limit, top_p = rows.logits, rows.top_k, rows.top_p
@@ -133,7 +135,7 @@ def _draw_among(rows: _Rows, count: int) -> tuple[Tensor, Tensor]:
     cumulative = weights.cumsum(-1)
 
     total = cumulative[:, -1:]
-    if count < vocab:  # the mass of all that top_k leaves, if that is more than is ranked
+    if count < vocab:  # the mass of top_k's tokens, if these are more than the ranked ones
         everything = rows.weights(logits, values[:, :1]).sum(-1, keepdim=True)
         total = torch.where(limit <= count, total, everything)
     kept = within_k & (weights >= rows.min_p) & ((cumulative - weights) < top_p * total)
@@ -149,7 +151,8 @@ def _draw_among(rows: _Rows, count: int) -> tuple[Tensor, Tensor]:
 
 
 def ranked(logits: Tensor, count: int) -> tuple[Tensor, Tensor]:
-    """The `count` largest of float32 [b, vocab] logits, largest first and equal ones by lowest id.
+    """Ranks the `count` largest of float32 [b, vocab] logits, largest first, equal logits by lowest
+    id.
 
     Returns their values float32 and ids int64, both [b, count]. Of ids whose logits equal the last
     value of a row, some may be missing where count < vocab: the ranking is certain only above it.

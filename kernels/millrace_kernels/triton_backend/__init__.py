@@ -16,12 +16,12 @@ import torch
 LEAST_CAPABILITY: Final = (8, 0)
 DTYPES: Final = (torch.bfloat16, torch.float16, torch.float32)
 HEAD_DIMS: Final = (64, 128, 256)
-"""Of the committed tiles; a head_dim between two takes the larger one's."""
+"""The head_dims of the committed tiles; a head_dim between two uses the larger one's."""
 
 
 @cache
 def unavailable(device: torch.device) -> str:
-    """Why these kernels can't run on the device, empty where they can."""
+    """Returns why these kernels can't run on the device, or ""."""
     if device.type != "cuda":
         return f"Triton needs a CUDA device, not {device}"
     if importlib.util.find_spec("triton") is None:
@@ -35,7 +35,7 @@ def unavailable(device: torch.device) -> str:
 
 
 def refusal(dtype: torch.dtype, head_dim: int | None = None) -> str:
-    """Why no kernel takes this dtype or head_dim (None: no heads), empty when they are taken."""
+    """Returns why no kernel takes this dtype or head_dim (None: no heads), or ""."""
     if dtype not in DTYPES:
         return f"dtype must be bfloat16, float16 or float32, got {dtype}"
     if head_dim is not None and head_dim > HEAD_DIMS[-1]:
@@ -44,6 +44,6 @@ def refusal(dtype: torch.dtype, head_dim: int | None = None) -> str:
 
 
 def describe() -> str:
-    """One phrase on what is here, for logs."""
+    """Describes Triton in one phrase, for logs."""
     reason = unavailable(torch.device("cuda"))
     return f"no Triton ({reason})" if reason else f"Triton {importlib.metadata.version('triton')}"

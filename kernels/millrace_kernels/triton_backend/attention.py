@@ -1,4 +1,4 @@
-"""Attention over paged K/V on a CUDA device: the plan's tables there, and the launches.
+"""Attention over paged K/V on a CUDA device: puts the plan's tables there and launches the kernels.
 
 Shape letters: n tokens of all sequences, h q heads, k kv heads, d head_dim, B sequences.
 """
@@ -24,8 +24,8 @@ _MERGED_AT_ONCE = 16
 
 @dataclass(frozen=True, slots=True)
 class Launch:
-    """The sequences that share one configuration: `items` int32 [items, 9], `merges` int32
-    [merges, 4] on the device, and room for partial results, float32 [rows, h, d] and [rows, h].
+    """The sequences that share one configuration: `items` int32 [items, 9], `merges` int32 [merges,
+    4] on the device, and memory for partial results, float32 [rows, h, d] and [rows, h].
     """
 
     config: Config
@@ -53,12 +53,12 @@ class TritonPlan:
         """Fills out_nhd (the plan's dtype or float32) and lse_nh, both contiguous.
 
         Raises IndexError when the plan has a page that kv_layer lacks, ValueError when a head's
-        numbers are not side by side.
+        numbers are not contiguous.
         """
         if self.last_page >= kv_layer.shape[0]:
             raise IndexError(f"page {self.last_page} is past the pool's {kv_layer.shape[0]}")
         if q_nhd.stride(2) != 1 or kv_layer.stride(4) != 1:
-            raise ValueError("q and kv_layer need the numbers of a head side by side")
+            raise ValueError("q and kv_layer need contiguous numbers in each head")
         for part in self.launches:
             self._attend(part, q_nhd, kv_layer, scale, out_nhd, lse_nh)
 
@@ -121,8 +121,8 @@ class TritonPlan:
 
 
 def plan(checked: AttentionPlan) -> TritonPlan:
-    """Tables, work lists and room for partial results of one step, copied in one transfer; a page
-    table that is on the device already is read where it is.
+    """Copies tables, work lists and memory for partial results of one step in one transfer; a page
+    table that is on the device already is not copied.
 
     Raises ValueError for a dtype or head_dim that no configuration covers, IndexError for a page
     below 0.
@@ -175,7 +175,9 @@ def _launch(
 
 
 def _copy_over(tables: list[npt.NDArray[np.int32]], device: torch.device) -> list[Tensor]:
-    """The tables on the device, by one copy that nobody waits for; each starts on 64 bytes."""
+    """Copies the tables to the device in one asynchronous copy; each starts at a multiple of 64
+    bytes.
+    """
     starts = np.cumsum([0, *(-(-table.size // 16) * 16 for table in tables)])
     packed = torch.empty(int(starts[-1]), dtype=torch.int32, pin_memory=device.type == "cuda")
     for start, table in zip(starts[:-1], tables, strict=True):
@@ -188,7 +190,7 @@ def _copy_over(tables: list[npt.NDArray[np.int32]], device: torch.device) -> lis
 
 
 def _last_page(checked: AttentionPlan, table: npt.NDArray[np.int32]) -> int:
-    """The highest page that any sequence reads, -1 when none reads any."""
+    """Returns the highest page that any sequence reads; -1 when none reads any."""
     pages = -(-checked.kv_lens.numpy() // checked.page_tokens)
     used = table[np.arange(table.shape[1])[None, :] < pages[:, None]]
     if used.size and used.min() < 0:
@@ -199,9 +201,9 @@ def _last_page(checked: AttentionPlan, table: npt.NDArray[np.int32]) -> int:
 def merge_attention_(
     out_nhd: Tensor, lse_nh: Tensor, other_out_nhd: Tensor, other_lse_nh: Tensor
 ) -> None:
-    """Take the attention over other K/V into out_nhd and lse_nh in place.
+    """Merges the attention over other K/V into out_nhd and lse_nh in place.
 
-    Float32 inside; a side whose lse is -inf counts nothing. Raises ValueError unless out_nhd and
+    Float32 inside; a side whose lse is -inf has no weight. Raises ValueError unless out_nhd and
     lse_nh are contiguous.
     """
     if not out_nhd.is_contiguous() or not lse_nh.is_contiguous():

@@ -1,11 +1,11 @@
-"""Which program does which rows over which K/V slots, worked out on the host once per step.
+"""Assigns rows and K/V slots to programs, on the host once per step.
 
 A tile is as many rows of one sequence as fit a block with all query heads of a K/V head. Its range
 of slots is cut into pieces where the sequence alone has too few tiles to fill the device (decode,
-or a short chunk over a long history); the pieces' results are merged after. Tiles and pieces of a
-sequence depend on that sequence alone, so its result has the same bits in any batch.
+or a short chunk over a long history); the pieces' results are merged afterwards. Tiles and pieces
+of a sequence depend on that sequence alone, so its result has the same bits in any batch.
 
-All is numpy: a decode batch has hundreds of sequences, and this runs before every step.
+It uses numpy only: a decode batch has hundreds of sequences, and this runs before every step.
 """
 
 from __future__ import annotations
@@ -23,14 +23,14 @@ from millrace_kernels.triton_backend.jit import block
 Ints = npt.NDArray[np.int64]
 
 _SEQUENCE_PROGRAMS: Final = 528
-"""Programs that one sequence may have: four for each SM of an H100. Bounds the partial results."""
+"""The most programs of one sequence: four for each SM of an H100. Bounds the partial results."""
 
 
 @dataclass(frozen=True, slots=True)
 class Tiles:
     """Rows that share programs, and the K/V slots [begin, end) that any of them sees.
 
-    Slots from `full_begin` to `full_end` are seen by all of the rows; these two, and `begin`, are
+    All of the rows see the slots from `full_begin` to `full_end`; these two, and `begin`, are
     multiples of the block of slots. All int64 [tiles].
     """
 
@@ -46,7 +46,7 @@ class Tiles:
 @dataclass(frozen=True, slots=True)
 class Work:
     """One launch: `items` int32 [items, 9] and `merges` int32 [merges, 4] as the kernels read them,
-    and how many rows of partial results there are.
+    and the number of rows of partial results.
     """
 
     items: npt.NDArray[np.int32]
@@ -55,17 +55,17 @@ class Work:
 
 
 def block_m(plan: AttentionPlan, config: Config) -> int:
-    """Rows of a tile times query heads of a K/V head, at least one row's."""
+    """Returns rows of a tile times query heads of a K/V head, at least one row's."""
     return max(config["block_m"], block(plan.num_q_heads // plan.num_kv_heads))
 
 
 def tile_rows(plan: AttentionPlan, config: Config) -> int:
-    """Rows of q in a tile."""
+    """Returns the rows of q in a tile."""
     return block_m(plan, config) // (plan.num_q_heads // plan.num_kv_heads)
 
 
 def row_positions(plan: AttentionPlan) -> Ints:
-    """The position of each row of q, int64 [n]."""
+    """Returns the position of each row of q, int64 [n]."""
     if plan.q_positions is not None:
         return plan.q_positions.numpy().astype(np.int64)
     starts, kv_lens = plan.q_indptr.numpy().astype(np.int64), plan.kv_lens.numpy()
@@ -74,7 +74,7 @@ def row_positions(plan: AttentionPlan) -> Ints:
 
 
 def build_work(plan: AttentionPlan, config: Config, chosen: npt.NDArray[np.bool_]) -> Work:
-    """The work of the `chosen` sequences (bool [B]), the longest first."""
+    """Builds the work of the `chosen` sequences (bool [B]), the longest first."""
     tiles = build_tiles(plan, config, np.flatnonzero(chosen))
     pieces, piece_slots = _pieces(plan, tiles, config)
     own = np.repeat(np.arange(len(pieces)), pieces)
@@ -118,7 +118,7 @@ def build_work(plan: AttentionPlan, config: Config, chosen: npt.NDArray[np.bool_
 
 
 def build_tiles(plan: AttentionPlan, config: Config, sequences: Ints) -> Tiles:
-    """The tiles of these sequences, in order."""
+    """Builds the tiles of these sequences, in order."""
     starts = plan.q_indptr.numpy().astype(np.int64)
     lengths = np.diff(starts)[sequences]
     per_tile, block_n = tile_rows(plan, config), config["block_n"]
@@ -146,7 +146,7 @@ def build_tiles(plan: AttentionPlan, config: Config, sequences: Ints) -> Tiles:
 
 
 def _extremes(positions: Ints, first: Ints, count: Ints) -> tuple[Ints, Ints]:
-    """The lowest and highest of positions[first : first + count], for each range."""
+    """Returns the lowest and highest of positions[first : first + count], for each range."""
     if not len(first):
         return first, first
     bounds = np.stack((first, first + count), 1).ravel()
@@ -157,8 +157,8 @@ def _extremes(positions: Ints, first: Ints, count: Ints) -> tuple[Ints, Ints]:
 def _seen(
     plan: AttentionPlan, sequence: Ints, low: Ints, high: Ints
 ) -> tuple[Ints, Ints, Ints, Ints]:
-    """First slot and last + 1 that any row sees, then the same of a range that every row sees,
-    for tiles whose rows stand from `low` to `high`.
+    """Returns first slot and last + 1 that any row sees, then the same of a range that every row
+    sees, for tiles whose rows stand from `low` to `high`.
     """
     kv_len = plan.kv_lens.numpy().astype(np.int64)[sequence]
     window = plan.sliding_window
@@ -168,10 +168,10 @@ def _seen(
     kv_start = 0
     for index, (_, _, length) in enumerate(plan.sequences if kv_positions is not None else ()):
         own = np.flatnonzero(sequence == index)
-        assert kv_positions is not None  # or there would be nothing to walk
+        assert kv_positions is not None  # else the tile would have no slots
         at = kv_positions[kv_start : kv_start + length].astype(np.int64)
         kv_start += length
-        # The highest position up to each slot and the lowest from it on: both only rise.
+        # The highest position up to each slot and the lowest from it on: both never decrease.
         until = np.maximum.accumulate(at)
         onward = np.minimum.accumulate(at[::-1])[::-1]
         if plan.causal:
@@ -189,7 +189,7 @@ def _seen(
 
 
 def _pieces(plan: AttentionPlan, tiles: Tiles, config: Config) -> tuple[Ints, Ints]:
-    """Into how many pieces each tile's slots are cut, and how many slots a piece has."""
+    """Returns into how many pieces each tile's slots are cut, and how many slots a piece has."""
     block_n = config["block_n"]
     _, inverse, tiles_of = np.unique(tiles.sequence, return_inverse=True, return_counts=True)
     most = np.maximum(_SEQUENCE_PROGRAMS // (tiles_of[inverse] * plan.num_kv_heads), 1)
@@ -201,7 +201,7 @@ def _pieces(plan: AttentionPlan, tiles: Tiles, config: Config) -> tuple[Ints, In
 
 
 def _count_up(counts: Ints) -> Ints:
-    """0, 1, ... counts[0] - 1, 0, 1, ... counts[1] - 1, and so on."""
+    """Returns 0, 1, ... counts[0] - 1, 0, 1, ... counts[1] - 1, and so on."""
     ends = np.cumsum(counts)
     total = int(ends[-1]) if len(ends) else 0
     return np.arange(total) - np.repeat(ends - counts, counts)

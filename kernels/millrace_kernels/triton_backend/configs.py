@@ -1,9 +1,9 @@
 """Tile sizes of the kernels, by kernel, GPU, dtype and head_dim: a lookup, never a search.
 
-`configs.json` holds them, and its "source" says where they come from. Numbers that say "reasoned"
-were chosen from shared memory, registers and tile shapes and have not run on a GPU; `python -m
-millrace_kernels.tune_triton` measures on one and writes the file anew. The sm_80 entries
-also serve 8.6 and 8.9, so they keep to the 99 KiB of shared memory that those have; sm_90 serves
+`configs.json` holds them, and its "source" says where they come from. Numbers with the source
+"reasoned" were chosen from shared memory, registers and tile shapes and have not run on a GPU;
+`python -m millrace_kernels.tune_triton` measures on a GPU and writes the file again. The sm_80
+entries also serve 8.6 and 8.9, so they keep to those GPUs' 99 KiB of shared memory; sm_90 serves
 everything newer.
 """
 
@@ -29,8 +29,8 @@ _trying: dict[str, Config] = {}
 
 
 def key(kernel: str, gpu: str, dtype: torch.dtype, head_dim: int | None = None) -> str:
-    """The name of one entry: `attend_rows/sm_90/16bit/d128`, without the last part for kernels
-    that know no heads. A head_dim between two committed ones takes the larger one's.
+    """Names one entry: `attend_rows/sm_90/16bit/d128`, without the last part for kernels without
+    heads. A head_dim between two committed ones uses the larger one's.
 
     Raises ValueError for a dtype or head_dim that no kernel takes.
     """
@@ -45,7 +45,9 @@ def key(kernel: str, gpu: str, dtype: torch.dtype, head_dim: int | None = None) 
 def lookup(
     kernel: str, device: torch.device, dtype: torch.dtype, head_dim: int | None = None
 ) -> Config:
-    """The configuration with which `kernel` runs on `device`. Raises ValueError as `key` does."""
+    """Returns the configuration with which `kernel` runs on `device`. Raises ValueError as `key`
+    does.
+    """
     if kernel in _trying:
         return _trying[kernel]
     return committed()[key(kernel, gpu_name(device), dtype, head_dim)]
@@ -53,14 +55,16 @@ def lookup(
 
 @functools.cache
 def committed() -> Mapping[str, Config]:
-    """Everything in `configs.json`, by `key`."""
+    """Returns all entries of `configs.json`, by `key`."""
     configs: dict[str, Config] = json.loads(PATH.read_text())["configs"]
     return configs
 
 
 @functools.cache
 def gpu_name(device: torch.device) -> str:
-    """Whose entries `device` uses. Raises ValueError below compute capability 8.0."""
+    """Returns the GPU name whose entries `device` uses. Raises ValueError below compute capability
+    8.0.
+    """
     if device.type != "cuda":  # Triton's interpreter
         return "sm_80"
     capability = torch.cuda.get_device_capability(device)
@@ -71,7 +75,7 @@ def gpu_name(device: torch.device) -> str:
 
 @contextlib.contextmanager
 def trying(**configs: Config) -> Iterator[None]:
-    """Within the block those kernels run with these configurations, whatever the table says."""
+    """Runs those kernels with these configurations within the block, instead of the table's."""
     before = dict(_trying)
     _trying.update(configs)
     try:

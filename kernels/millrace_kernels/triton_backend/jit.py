@@ -11,16 +11,18 @@ from torch import Tensor
 
 
 class Kernel(Protocol):
-    """Compiled on demand: `kernel[grid](...)` from the host, `kernel(...)` from other kernels."""
+    """A kernel compiled on demand: `kernel[grid](...)` from the host, `kernel(...)` from other
+    kernels.
+    """
 
     def __getitem__(self, grid: tuple[int, ...]) -> Callable[..., None]: ...
 
-    # Inside a kernel everything is Triton's, which has no types.
+    # Inside a kernel all values are Triton's, which has no types.
     def __call__(self, *args: Any) -> Any: ...  # noqa: ANN401
 
 
 def jit(*varying: str) -> Callable[[Callable[..., Any]], Kernel]:
-    """Compile a kernel; `varying` names integers whose value must not make a new variant."""
+    """Compiles a kernel; `varying` names integers whose value must not make a new variant."""
 
     def compile_later(function: Callable[..., Any]) -> Kernel:
         kernel: Kernel = triton.jit(function, do_not_specialize=varying)
@@ -38,10 +40,10 @@ def launch(
     num_stages: int = 2,
     **constants: object,
 ) -> None:
-    """Queue a kernel on the current stream of its first argument's device; `constants` are its
+    """Queues a kernel on the current stream of its first argument's device; `constants` are its
     constexpr arguments.
 
-    Multiplies and adds fuse, as they do in the libraries beside (Triton's default will change).
+    Multiplies and adds fuse, as in cuBLAS and torch (Triton's default will change).
     """
     with torch.cuda.device_of(first):  # type: ignore[no-untyped-call] # torch: untyped
         kernel[grid](
@@ -55,10 +57,10 @@ def launch(
 
 
 def block(size: int) -> int:
-    """The power of two that holds `size` elements; a tile's sides are powers of two."""
+    """Returns the power of two that holds `size` elements; a tile's sides are powers of two."""
     return 1 << max(size - 1, 0).bit_length()
 
 
 def dot_precision(dtype: torch.dtype) -> str:
-    """How `tl.dot` multiplies: true float32 for float32, where TF32 would lose 13 bits."""
+    """Returns how `tl.dot` multiplies: true float32 for float32, where TF32 would lose 13 bits."""
     return "ieee" if dtype == torch.float32 else "tf32"

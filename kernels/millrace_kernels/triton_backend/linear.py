@@ -16,14 +16,16 @@ from millrace_kernels.triton_backend.jit import dot_precision, launch
 from millrace_kernels.triton_backend.kernels import linear as linear_kernels
 
 FEW_ROWS: Final = 8
-"""Rows of x up to which the kernel runs: decode of a few sequences, all of it reading weights."""
+"""Rows of x up to which the kernel runs: decode of a few sequences, bound by reading weights."""
 
 _BLOCK_M: Final = 16
 
 
 @dataclass(frozen=True, slots=True)
 class TritonLinear(ComposedLinear):
-    """x @ weight.T + bias with what comes before it. weight [out, in] contiguous, bias [out]."""
+    """Computes x @ weight.T + bias with the operation before it. weight [out, in] contiguous, bias
+    [out].
+    """
 
     weight: Tensor
     bias: Tensor | None = None
@@ -41,7 +43,9 @@ class TritonLinear(ComposedLinear):
         return self.weight.shape[0]
 
     def __call__(self, x: Tensor, out: Tensor | None = None) -> Tensor:
-        """[n, out] of x [n, in] whose rows are contiguous. Raises ValueError for another width."""
+        """Returns [n, out] of x [n, in] whose rows are contiguous. Raises ValueError for another
+        width.
+        """
         if x.dim() != 2 or x.shape[1] != self.in_features:
             raise ValueError(f"x is {tuple(x.shape)} for a linear of {self.in_features} inputs")
         if 0 < x.shape[0] <= FEW_ROWS and x.stride(1) == 1 and self.weight.is_contiguous():
@@ -51,7 +55,7 @@ class TritonLinear(ComposedLinear):
 
 
 def multiply_few_rows(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-    """[n, out] of at most 8 rows x [n, in], weight [out, in] contiguous, bias [out]."""
+    """Returns [n, out] of at most 8 rows x [n, in], weight [out, in] contiguous, bias [out]."""
     outputs, inputs = weight.shape
     config = configs.lookup("skinny_linear", x.device, x.dtype)
     out = torch.empty((x.shape[0], outputs), dtype=x.dtype, device=x.device)

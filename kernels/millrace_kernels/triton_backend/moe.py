@@ -14,21 +14,22 @@ from millrace_kernels.triton_backend.jit import dot_precision, launch
 from millrace_kernels.triton_backend.kernels import moe as kernels
 
 _FEW_PER_EXPERT: Final = 16
-"""Assignments an expert on average up to which the small tiles run."""
+"""Mean assignments per expert up to which the small tiles run."""
 
 
 @dataclass(frozen=True, slots=True)
 class TritonExperts:
-    """gate_up [E, 2X, H] with gate first, down [E, H, X], both contiguous."""
+    """The experts' weights: gate_up [E, 2X, H] with gate first, down [E, H, X], both contiguous."""
 
     gate_up: Tensor
     down: Tensor
 
     def __call__(self, x: Tensor, expert_ids: Tensor, weights: Tensor) -> Tensor:
-        """[n, H]: each row of x [n, H] through its experts, weighted and summed in float32.
+        """Returns [n, H]: each row of x [n, H] through its experts, weighted and summed in float32.
 
-        expert_ids int64 [n, t] within 0..E - 1, weights float32 [n, t]. Nothing is read back: the
-        launch covers as many blocks as the worst split over experts needs, and the rest leave.
+        expert_ids int64 [n, t] within 0..E - 1, weights float32 [n, t]. The host reads nothing
+        back: the launch has as many blocks as the worst split over experts needs, and unused blocks
+        return.
         """
         experts, hidden, width = self.down.shape
         tokens, per_token = expert_ids.shape
@@ -78,10 +79,10 @@ class TritonExperts:
 def _blocks(
     expert_ids: Tensor, experts: int, block_m: int
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Assignments sorted by expert and cut into blocks, all int64 on the device.
+    """Sorts assignments by expert and cuts them into blocks, all int64 on the device.
 
-    Returns the sorted order [a], where each expert's assignments begin in it [E + 1], each expert's
-    first block [E], and each block's expert (E: no block).
+    Returns the sorted order [a], the start of each expert's assignments in it [E + 1], each
+    expert's first block [E], and each block's expert (E: no block).
     """
     assignments, device = expert_ids.numel(), expert_ids.device
     ids, order = expert_ids.sort(stable=True)

@@ -1,8 +1,8 @@
 """Norms, SwiGLU's product and rotary embedding with the K/V write, on a CUDA device.
 
-With the merge and sampling of the modules beside it, this is a `dispatch.Rows`.
+With the merge and sampling of the sibling modules, this is a `dispatch.Rows`.
 
-Tile sizes here follow from the row's width alone: these kernels wait for memory, not for tiles.
+Tile sizes here follow from the row's width alone: these kernels are bound by memory, not by tiles.
 """
 
 from __future__ import annotations
@@ -20,7 +20,8 @@ _HEADS_BLOCK = 16
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
-    """Root-mean-square norm over the last dimension of x [..., width]; weight: [width].
+    """Computes the root-mean-square norm over the last dimension of x [..., width]; weight:
+    [width].
 
     float32 inside, rounded once. Raises ValueError when weight does not fit.
     """
@@ -28,7 +29,7 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
 
 
 def add_rms_norm(x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
-    """Return (rms_norm(x + residual), x + residual); the sum is rounded to x's dtype first."""
+    """Returns (rms_norm(x + residual), x + residual); the sum is rounded to x's dtype first."""
     if x.shape != residual.shape:
         raise ValueError(f"x is {tuple(x.shape)}, residual {tuple(residual.shape)}")
     return _norm(x, residual, weight, eps)
@@ -63,7 +64,7 @@ def _norm(x: Tensor, residual: Tensor | None, weight: Tensor, eps: float) -> tup
 
 
 def silu_mul(gate_up: Tensor) -> Tensor:
-    """silu(gate) * up for gate_up [..., 2 * i] with gate in the first half; returns [..., i].
+    """Returns silu(gate) * up, [..., i], for gate_up [..., 2 * i] with gate in the first half.
 
     Raises ValueError for rows of odd length.
     """
@@ -86,7 +87,7 @@ def silu_mul(gate_up: Tensor) -> Tensor:
 
 
 def _side_by_side(x: Tensor) -> Tensor:
-    """x as [rows, width] whose rows are contiguous; a copy only where strides leave no choice."""
+    """Returns x as [rows, width] with contiguous rows; a copy only where strides need it."""
     rows = x.reshape(-1, x.shape[-1])
     return rows if rows.stride(1) == 1 else rows.contiguous()
 
@@ -103,12 +104,12 @@ def rope_write_kv(  # noqa: PLR0913 - one argument for each thing that fixes the
     k_norm: Tensor | None = None,
     eps: float = 0.0,
 ) -> Tensor:
-    """Norm (if given) and rotate q and k of qkv [n, h + 2k, d], write k and v to pages; return q.
+    """Norms (if given) and rotates q and k of qkv [n, h + 2k, d], writes k and v to pages; returns
+    q.
 
-    q changes IN PLACE and comes back as the view [n, h, d]; qkv, cos, sin (float32 [n, d / 2])
-    and slots (int64 [n]) are contiguous. The device can't refuse a slot outside the pool without
-    making the host wait, so it leaves that row unwritten.
-    Raises ValueError when shapes disagree.
+    q changes IN PLACE and is returned as the view [n, h, d]; qkv, cos, sin (float32 [n, d / 2]) and
+    slots (int64 [n]) are contiguous. The device can't refuse a slot outside the pool without making
+    the host wait, so it leaves that row unwritten. Raises ValueError when shapes disagree.
     """
     tokens, heads, head_dim = qkv.shape
     _, _, kv_heads, page_tokens, _ = kv_layer.shape

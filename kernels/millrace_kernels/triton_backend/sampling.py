@@ -1,10 +1,10 @@
-"""Choosing the next token of every row on a CUDA device, without the host waiting for anything.
+"""Chooses the next token of every row on a CUDA device; the host never waits.
 
 The peak and the greedy choice are torch's `max`. A plain draw inverts the running sum by id in two
-kernels. A filtered one takes the 1024 likeliest by torch's `topk`, puts them in order by torch's
+kernels. A filtered draw takes the 1024 likeliest by torch's `topk`, puts them in order by torch's
 `sort` (both use radix passes that a Triton kernel would only repeat), and draws among them in one
-kernel; rows where others may belong are drawn again from the whole vocabulary, by a kernel that
-every settled row leaves at once.
+kernel; rows that may need more tokens are drawn again from the whole vocabulary, by a kernel that
+returns at once for every settled row.
 """
 
 from __future__ import annotations
@@ -30,12 +30,12 @@ def sample(
     min_p: Tensor,
     uniforms: Tensor,
 ) -> tuple[Tensor, Tensor]:
-    """One token a row of logits float32 [b, vocab]: (ids int64 [b], peaks float32 [b]).
+    """Draws one token per row of logits float32 [b, vocab]: (ids int64 [b], peaks float32 [b]).
 
     temperatures (0: greedy), top_p, min_p, uniforms (in [0, 1)): float64 [b]; top_k int64 [b] (0:
-    all). Settings on the host save the launches that no row needs; on the device all run. Sums are
-    float64 and ties go to the lowest id. A row whose peak is NaN or infinite has no meaningful id.
-    Raises ValueError when logits are not float32 rows.
+    all). Settings on the host save the launches that no row needs; with settings on the device all
+    run. Sums are float64 and ties go to the lowest id. A row whose peak is NaN or infinite has no
+    meaningful id. Raises ValueError when logits are not float32 rows.
     """
     if logits.dtype != torch.float32 or logits.dim() != 2 or logits.stride(1) != 1:
         raise ValueError(f"logits must be float32 rows, got {logits.dtype} {tuple(logits.shape)}")
@@ -102,8 +102,8 @@ def _draw_filtered(
 
 
 def _likeliest(logits: Tensor, count: int) -> Tensor:
-    """Keys int64 [b, count] of the likeliest tokens, the likeliest first, as the kernels have them:
-    (logit, lowest id) in one number.
+    """Returns keys int64 [b, count] of the likeliest tokens, the likeliest first, as in the
+    kernels: (logit, lowest id) in one number.
     """
     values, ids = torch.topk(logits, count, dim=-1, sorted=False)
     bits = (values + 0.0).view(torch.int32)  # + 0.0 makes -0.0 equal to 0.0
@@ -113,5 +113,5 @@ def _likeliest(logits: Tensor, count: int) -> Tensor:
 
 
 def _none(rows: Tensor) -> bool:
-    """Whether no row is true, as far as the host can tell without waiting."""
+    """Returns whether no row is true, as far as the host knows without waiting."""
     return rows.device.type == "cpu" and not bool(rows.any())

@@ -2,8 +2,8 @@
 
 A program takes one work item (rows of one sequence and a range of its K/V slots) and one K/V head.
 The GROUP query heads of that K/V head are rows of the same tile, so that K/V is read once for all
-of them. Of the range, the part that every row sees whole is walked without masks (all but the edges
-of a long history), the rest with them. Scores are in base 2; the lse that leaves is natural.
+of them. The part of the range that every row sees whole is walked without masks (most of a long
+history), the rest with masks. Scores are in base 2; the returned lse is natural.
 
 Sources: FlashAttention-2 (Dao 2023, section 3.1: one division at the end); Flash-Decoding (Dao et
 al. 2023: K/V split over programs, partial results merged by their log-sum-exp).
@@ -20,11 +20,13 @@ LOG2E = tl.constexpr(1.4426950408889634)
 LN2 = tl.constexpr(0.6931471805599453)
 
 WORK_FIELDS = tl.constexpr(9)
-"""Of a work item: sequence, first row, rows, first slot, last slot + 1, the same two of the part
-that is seen whole, where the sequence's `kv_positions` begin, first partial row (-1: into out)."""
+"""Fields of a work item: sequence, first row, rows, first slot, last slot + 1, the same two of the
+part that every row sees, the start of the sequence's `kv_positions`, first partial row (-1: into
+out).
+"""
 
 MERGE_FIELDS = tl.constexpr(4)
-"""Of a merge: row of out, first partial row, distance to the next one, how many."""
+"""Fields of a merge: row of out, first partial row, distance to the next one, number of rows."""
 
 
 @jit()
@@ -71,7 +73,7 @@ def _fold_block(
     PRECISION: tl.constexpr,
     MASKED: tl.constexpr,
 ) -> tl.tuple:
-    """Take one block of K/V slots into (weighted sum, highest score, sum of exponentials)."""
+    """Adds one block of K/V slots to (weighted sum, highest score, sum of exponentials)."""
     acc, top, total = state
     inside = slot < end
     RAGGED: tl.constexpr = MASKED or HEAD_DIM != BLOCK_D
@@ -80,7 +82,7 @@ def _fold_block(
     k = _load_tile(k_ptr, at, d, inside, HEAD_DIM, RAGGED)
     scores = tl.dot(q, tl.trans(k), input_precision=PRECISION) * scale
     if CAPPED:
-        # tanh by exp: right at both ends, where exp gives 0 or infinity.
+        # tanh by exp: exact at both ends, where exp gives 0 or infinity.
         scores = soft_cap * (1.0 - 2.0 / (tl.exp(scores * (2.0 / soft_cap)) + 1.0))
     scores = scores * LOG2E
     if MASKED:
@@ -208,7 +210,9 @@ def merge_pieces(
     BLOCK_D: tl.constexpr,
     BLOCK_P: tl.constexpr,
 ) -> None:
-    """Grid (rows to merge, h): a row's pieces, BLOCK_P at a time, into its row of out and lse."""
+    """Grid (rows to merge, h): merges a row's pieces, BLOCK_P at a time, into its row of out and
+    lse.
+    """
     merge_ptr += tl.program_id(0) * MERGE_FIELDS
     row = tl.load(merge_ptr).to(tl.int64)
     first = tl.load(merge_ptr + 1).to(tl.int64)
@@ -250,7 +254,7 @@ def merge_partial(
     HEAD_DIM: tl.constexpr,
     BLOCK_D: tl.constexpr,
 ) -> None:
-    """Grid (n * h,): takes the other's row of [n, h, d] and [n, h] into out's, all contiguous."""
+    """Grid (n * h,): merges the other's row of [n, h, d] and [n, h] into out's, all contiguous."""
     at = tl.program_id(0).to(tl.int64)
     d = tl.arange(0, BLOCK_D)
     own = tl.load(lse_ptr + at)

@@ -1,4 +1,4 @@
-"""A matrix of few rows times a weight, in Triton: the time is that of reading the weight once."""
+"""A matrix of few rows times a weight, in Triton: reading the weight once takes all the time."""
 
 # ruff: noqa: PLR0913 - a kernel's arguments are all that reaches it.
 from __future__ import annotations

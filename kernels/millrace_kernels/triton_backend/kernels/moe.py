@@ -1,7 +1,7 @@
 """The two grouped products of a mixture of experts, in Triton.
 
-Assignments (a token with one of its experts) come sorted by expert. A program takes BLOCK_M of one
-expert's, so a weight tile is read once for all of them.
+Assignments (a token with one of its experts) come sorted by expert. A program takes BLOCK_M
+assignments of one expert, so a weight tile is read once for all of them.
 """
 
 # ruff: noqa: PLR0913 - a kernel's arguments are all that reaches it.

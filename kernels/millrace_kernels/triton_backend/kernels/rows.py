@@ -22,8 +22,8 @@ def norm_rows(
     BLOCK: tl.constexpr,
     ADDS: tl.constexpr,
 ) -> None:
-    """Grid (n,): a row's norm into out; with ADDS that of x + residual, whose rounded sum goes into
-    total. out and total [n, WIDTH] contiguous.
+    """Grid (n,): writes a row's norm into out; with ADDS the norm of x + residual, whose rounded
+    sum goes into total. out and total [n, WIDTH] contiguous.
     """
     row = tl.program_id(0).to(tl.int64)
     i = tl.arange(0, BLOCK)
@@ -48,7 +48,7 @@ def multiply_by_silu(
     WIDTH: tl.constexpr,
     BLOCK: tl.constexpr,
 ) -> None:
-    """Grid (n, blocks of WIDTH): silu(gate) * up of rows [2 * WIDTH] into out [n, WIDTH]."""
+    """Grid (n, blocks of WIDTH): writes silu(gate) * up of rows [2 * WIDTH] into out [n, WIDTH]."""
     row = tl.program_id(0).to(tl.int64)
     i = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     inside = i < WIDTH
@@ -82,7 +82,8 @@ def rotate_and_write(
     BLOCK_HALF: tl.constexpr,
     NORMED: tl.constexpr,
 ) -> None:
-    """Grid (n, blocks of the h + 2k heads): q of qkv [n, h + 2k, d] in place, k and v into pages.
+    """Grid (n, blocks of the h + 2k heads): rotates q of qkv [n, h + 2k, d] in place, writes k and
+    v into pages.
 
     A slot outside the pool's `slots_there` is not written.
     """

@@ -1,9 +1,9 @@
 """Draws from softmax(logits / temperature), plain or filtered, in Triton; sums are float64.
 
-Order among tokens: the higher logit first, of equal ones the lower id. A token's `key` is that
-order as one int64 (the logit's bits made monotonic, above the id counted backwards), unique and
-invertible. What top_k, top_p and min_p keep is a prefix of the order, so it is the tokens whose key
-is at least some threshold.
+Order of tokens: the higher logit first, of equal logits the lower id. A token's `key` is that order
+as one int64 (the logit's bits made monotonic, above the id counted backwards), unique and
+invertible. The tokens that top_k, top_p and min_p keep are a prefix of the order, so their keys are
+at least some threshold.
 """
 
 # ruff: noqa: PLR0913 - a kernel's arguments are all that reaches it.
@@ -21,7 +21,7 @@ KEY_BITS = tl.constexpr(64)
 
 @jit()
 def _weigh(logits: tl.tensor, peak: tl.tensor, temperature: tl.tensor) -> tl.tensor:
-    """Probabilities times a factor that makes the likeliest 1."""
+    """Returns probabilities times a factor that makes the likeliest 1."""
     return tl.exp((logits.to(tl.float64) - peak) / temperature)
 
 
@@ -40,7 +40,9 @@ def sum_weights(
     row_stride: tl.tensor,
     BLOCK: tl.constexpr,
 ) -> None:
-    """Grid (b, blocks of the vocabulary): each block's sum of weights into masses [b, blocks]."""
+    """Grid (b, blocks of the vocabulary): writes each block's sum of weights into masses [b,
+    blocks].
+    """
     row = tl.program_id(0).to(tl.int64)
     temperature = tl.load(temperatures_ptr + row)
     if temperature > 0:
@@ -67,8 +69,8 @@ def draw_plain(
     BLOCK: tl.constexpr,
     BLOCKS: tl.constexpr,
 ) -> None:
-    """Grid (b,): the id where uniform * mass falls in the running sum by id, for rows that are
-    neither greedy nor filtered.
+    """Grid (b,): finds the id where uniform * mass falls in the running sum by id, for rows that
+    are neither greedy nor filtered.
     """
     row = tl.program_id(0).to(tl.int64)
     temperature = tl.load(temperatures_ptr + row)
@@ -80,8 +82,8 @@ def draw_plain(
         masses = tl.load(masses_ptr + row * blocks + b, mask=b < blocks, other=0.0)
         running = tl.cumsum(masses, 0)
         target = tl.load(uniforms_ptr + row) * tl.sum(masses, 0)
-        # Sums taken in another order may differ in the last bit: what no sum exceeds is the last
-        # with weight, in both steps.
+        # Sums in another order may differ in the last bit: if no sum exceeds the target, the last
+        # id with weight is taken, in both steps.
         weighty = tl.max(tl.where(masses > 0, b, 0), 0)
         chosen = tl.min(tl.where((running > target) & (masses > 0), b, weighty), 0)
         target -= tl.sum(tl.where(b < chosen, masses, 0.0), 0)
@@ -114,7 +116,7 @@ def draw_among(
 ) -> None:
     """Grid (b,): draws for filtered rows from the keys [b, COUNT] of their likeliest, in order.
 
-    settled int32 [b]: 0 where tokens beyond the COUNT may belong to what the filters keep.
+    settled int32 [b]: 0 where the filters may keep tokens beyond the COUNT.
     """
     row = tl.program_id(0).to(tl.int64)
     temperature = tl.load(temperatures_ptr + row)
@@ -136,7 +138,7 @@ def draw_among(
         masses = tl.load(masses_ptr + row * blocks + b, mask=b < blocks, other=0.0)
         total = tl.where(limit <= COUNT, tl.sum(weights, 0), tl.sum(masses, 0))
         kept = within & (weights >= min_p)
-        # An infinite share is off for certain: no rounding of sums can drop a token.
+        # An infinite share means off exactly: no rounding of sums can drop a token.
         share = tl.where(top_p < 1.0, top_p, float("inf"))
         kept = kept & (running - weights < share * total) | (i == 0)
         last = tl.min(tl.where(kept, BLOCK_C, i), 0) - 1
@@ -163,7 +165,9 @@ def _tally(
     temperature: tl.tensor,
     BLOCK: tl.constexpr,
 ) -> tl.tuple:
-    """How many tokens have a key of at least `least`, their mass, and the last one's weight."""
+    """Returns how many tokens have a key of at least `least`, their mass, and the last one's
+    weight.
+    """
     count = tl.full((), 0, tl.int64)
     mass = tl.full((), 0.0, tl.float64)
     lightest = tl.full((), float("inf"), tl.float64)
@@ -214,7 +218,7 @@ def draw_by_bisection(
         top_p = tl.load(top_p_ptr + row)
         min_p = tl.load(min_p_ptr + row)
 
-        # The mass that top_p is a part of: that of the first top_k.
+        # The mass that top_p is a share of: the mass of the first top_k.
         limit = tl.where((top_k > 0) & (top_k < vocab), top_k, vocab)
         low = tl.full((), LEAST_KEY, tl.int64)
         count, total, lightest = _tally(row_ptr, vocab, low, peak, temperature, BLOCK)
@@ -228,7 +232,7 @@ def draw_by_bisection(
                 total = tl.where(fits, mass, total)
                 low = tl.where(fits, low, middle)
 
-        # The mass kept: the lowest threshold whose last token passes all three filters.
+        # The kept mass: the lowest threshold whose last token passes all three filters.
         low = tl.full((), LEAST_KEY, tl.int64)
         high = tl.full((), GREATEST_KEY, tl.int64)
         kept_mass = tl.full((), 0.0, tl.float64)
