@@ -1,4 +1,4 @@
-"""`millrace bench autoscale`: its load, what it counts, its report."""
+"""`millrace bench autoscale`: its load, its counts, its report."""
 
 from __future__ import annotations
 

@@ -34,7 +34,7 @@ TINY = {
 
 
 class Fleet:
-    """As a conductor: a token takes 1 ms divided by the group, with 10 % of waits in groups."""
+    """A conductor: a token takes 1 ms divided by the group's size, with 10 % of waits in groups."""
 
     def __init__(self, moved: float = 1.0) -> None:
         self.moved = moved

@@ -1,4 +1,4 @@
-"""`millrace bench decode`: what it counts, and one run of a whole small stack."""
+"""`millrace bench decode`: its counts, and one run of a whole small stack."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ def test_costs_are_those_within_the_window():
 
 
 def test_answers_are_longer_by_what_the_last_prompt_takes():
-    first = [(1.0, 1), (1.5, 5)]  # 0.1 s a token
+    first = [(1.0, 1), (1.5, 5)]  # 0.1 s per token
     last = [(3.5, 1), (4.1, 2), (4.5, 3)]  # 0.2 s
     assert decode.length_for([first, last], 100) == 133  # 1.3 times 25 steps
     assert decode.length_for([first], 100) == 100

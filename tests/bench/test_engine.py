@@ -1,4 +1,4 @@
-"""`millrace bench engine` on a tiny model: a whole report, and what it refuses."""
+"""`millrace bench engine` on a tiny model: a whole report, and refused options."""
 
 from __future__ import annotations
 
@@ -137,7 +137,7 @@ def test_llama_cpp_runs_the_same_model(tmp_path, dtype, tolerance, tied):
             wanted = ours.prefill(prompt).float()
             torch.testing.assert_close(other.prefill(prompt), wanted, atol=tolerance, rtol=0)
 
-            # Decode, on the context that a start filled, goes on where it ends, in each sequence.
+            # Decode on a filled context continues at its end, in each sequence.
             torch.manual_seed(1)
             step = other.start_decode(3, 40)
             torch.manual_seed(1)
@@ -162,10 +162,11 @@ def test_llama_cpp_that_is_missing_is_named(tmp_path, monkeypatch):
 def test_costs_of_a_model_counted_by_hand():
     model = {**TINY, "num_hidden_layers": 1, "vocab_size": 10}
     qkv, rest = 48 * (48 + 2 * 16), 48 * 48 + 3 * 48 * 64
-    # Of one layer, only q, k and v of the first two positions, and of the last one everything.
+    # Of one layer, only q, k and v of the first two positions, and all of the last position.
     assert prefill_flops(model, 3) == 2 * (3 * qkv + rest + 480) + 4 * 48 * 3
     assert decode_step_bytes(model, 2, 7, 4) == 4 * (qkv + rest + 480 + 2 * 16 * 14)
-    # The usual rule of thumb, two FLOPs a parameter and token, for a short prompt of a real model.
+    # The usual rule of thumb, two FLOPs per parameter and token, for a short prompt of a real
+    # model.
     assert prefill_flops(LLAMA_100M, 512) == pytest.approx(2 * 75.5e6 * 512, rel=0.1)
 
 

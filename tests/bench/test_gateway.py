@@ -1,4 +1,4 @@
-"""The gateway's bench end to end, short: real proxy process, real Redis, real gRPC."""
+"""The gateway's benchmark end to end, short: real proxy process, real Redis, real gRPC."""
 
 from __future__ import annotations
 

@@ -107,7 +107,7 @@ def test_lengths_are_table_1s_over_the_scale():
     assert max(r.input_tokens for r in plan(traffic(most_tokens=300).at(1.0, 0))) == 300
 
 
-# ---- what a run has shown, and when it is over
+# ---- the results of a run, and its end
 
 
 def watch(*objectives_s):
@@ -287,7 +287,7 @@ def test_prompts_that_do_not_fit_are_refused(monkeypatch, changes, message):
 
 @pytest.fixture(scope="module")
 def document():
-    """One system at one rate, on a model that takes no time: what counts is that all parts run."""
+    """Runs one system at one rate on a model that takes no time: the test is that all parts run."""
     settings = hol_run.Settings(
         systems=("fcfs", "millrace"),
         scale=200.0,

@@ -1,4 +1,4 @@
-"""`millrace bench kernels` on tiny shapes: a whole report, and what it refuses."""
+"""`millrace bench kernels` on tiny shapes: a whole report, and refused options."""
 
 from __future__ import annotations
 

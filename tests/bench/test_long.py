@@ -58,7 +58,7 @@ def told(what: str) -> None:
 
 
 class Engine:
-    """As a `Workload`: takes what the model says, times a factor."""
+    """A `Workload` that takes the model's time, times a factor."""
 
     max_chunk_tokens = 2048
 
@@ -131,8 +131,9 @@ def test_decodes_beside_a_chunk_are_compared_with_the_chunk_alone() -> None:
 
 
 class Home:
-    """As `long_kvp.Home`: a millisecond a thousand tokens of the largest shard, 2 ms beside, half a
-    millisecond of work for each holder, and twice that to wait for it."""
+    """A `Home` of `bench/long/kvp.py`: 1 ms per thousand tokens of the largest shard, 2 ms besides,
+    0.5 ms of work per KVP worker, and twice that to wait for it.
+    """
 
     def __init__(self) -> None:
         self.asked: list[tuple[tuple[int, ...], int]] = []
@@ -158,7 +159,7 @@ def test_shards_divide_attention_and_cost_communication() -> None:
     one, two, four = rows
     assert one["communication_s"] == 0.0 and one["recorded_s"] == pytest.approx(0.041)
     assert (two["attention_s"], four["attention_s"]) == pytest.approx((0.02, 0.01))
-    # The work for three holders, and the wait for one that has a core.
+    # The work for three KVP workers, and the wait for one that has a core.
     assert four["communication_s"] == pytest.approx(15e-4 + 1e-3, rel=0.02)
     assert four["normalised_s"] == pytest.approx(0.01 + 25e-4 + 2e-3, rel=0.01)
 

@@ -1,4 +1,4 @@
-"""`millrace bench predictions`: what is counted, and a whole run of a few prompts."""
+"""`millrace bench predictions`: its counts, and a whole run of a few prompts."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The arithmetic of a load test's report, on records whose figures are plain."""
+"""The arithmetic of a load test's report, on records with simple figures."""
 
 from __future__ import annotations
 

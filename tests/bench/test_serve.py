@@ -58,7 +58,7 @@ async def test_known_timings_are_found():
     report = summarise(records, [SLO])
     assert report.succeeded == 6
     assert not report.short_outputs
-    # Never early; how late depends on the machine's load: three after another on a connection.
+    # Never early; the lateness depends on the machine's load: three after another on a connection.
     assert all(record.ttft_s >= 0.075 and record.mean_tbt_s >= 0.028 for record in records)
     assert sum(record.ttft_s + 4 * record.mean_tbt_s for record in records) <= 2 * took_s
     assert all(len(record.token_times_s) == 5 for record in records)

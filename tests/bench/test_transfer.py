@@ -1,4 +1,4 @@
-"""The transfer benchmark runs between two real processes and reports what it says it does."""
+"""The transfer benchmark runs between two real processes and reports its own settings."""
 
 from __future__ import annotations
 

@@ -7,7 +7,7 @@ import pytest
 
 @pytest.fixture(scope="session", autouse=True)
 def schemas_are_read_once() -> Iterator[None]:
-    """kubernetes-validate reads megabytes of definitions for every object."""
+    """Caches kubernetes-validate's definitions, megabytes per object."""
     with pytest.MonkeyPatch.context() as patch:
         reader = functools.cache(kubernetes_validate.utils.schema_contents)
         patch.setattr(kubernetes_validate.utils, "schema_contents", reader)

@@ -1,4 +1,4 @@
-"""The chart, the operator and the images speak of the same things."""
+"""The chart, the operator and the images use the same names."""
 
 import functools
 from copy import deepcopy
@@ -26,7 +26,7 @@ def environment(name: str) -> dict[str, str]:
 
 @functools.cache
 def made(name: str) -> list[Object]:
-    """What the operator makes of a profile's ModelService, and of its pools."""
+    """Returns the operator's objects for a profile's ModelService and its pools."""
     (service,) = [deepcopy(o) for o in profile(name) if o["kind"] == "ModelService"]
     service["metadata"] |= {"uid": "uid-of-service", "generation": 1}
     context = pods.Context.of(
@@ -41,7 +41,7 @@ def made(name: str) -> list[Object]:
 
 
 def pod_specs(name: str) -> dict[str, Object]:
-    """Of all pods of a release, by component."""
+    """Returns all pods of a release, by component."""
     templates = [
         o["spec"]["template"]
         for o in [*profile(name), *made(name)]
@@ -58,7 +58,7 @@ def test_the_operator_makes_valid_objects_of_what_values_say(name: str) -> None:
 
 
 def violations(pod: Object) -> set[str]:
-    """Of Pod Security's level `restricted`, as its documentation lists the fields."""
+    """Checks Pod Security's level `restricted`, as its documentation lists the fields."""
     found = set()
     whole = pod.get("securityContext", {})
     if any(pod.get(field) for field in ("hostNetwork", "hostPID", "hostIPC")):
@@ -101,7 +101,7 @@ def test_the_operator_understands_its_arguments_and_environment() -> None:
         wanted = values_of(name).get("operator", {})
         assert list(told["namespace"]) == wanted.get("watchNamespaces", [])
         assert told["log_level"] == wanted.get("logLevel", "info")
-        # The Role of the election names the Lease.
+        # The election's Role names the Lease.
         prefix = values_of(name).get("nameOverride", "millrace")
         election = find(profile(name), "Role", f"{prefix}-operator-election")
         assert election["rules"][1]["resourceNames"] == [told["lease_name"]]
@@ -122,7 +122,7 @@ def test_tls_files_are_where_settings_look_for_them() -> None:
     assert TlsConfig(**given).enabled
     (mount,) = [m for m in container["volumeMounts"] if m["name"] == "tls"]
     assert {path.rpartition("/")[0] for path in given.values()} == {mount["mountPath"]}
-    # The store's URL names the authority's file as services see it.
+    # The store's URL names the authority's file as the services see it.
     url = find(profile("everything"), "Secret", "llm-redis")["stringData"]["url"]
     assert url.endswith(f"?ssl_ca_certs={config_file.FOLDER}/tls/ca.crt")
     proxy = pod_specs("everything")["proxy"]
@@ -170,7 +170,7 @@ def test_monitors_find_ports_that_pods_have() -> None:
     ]
     assert all(names[c] & service for c in names if c not in ("redis", "operator"))
     assert names["operator"] >= operator
-    assert "metrics" not in names["proxy"]  # or it would be read twice
+    assert "metrics" not in names["proxy"]  # else it would be read twice
 
 
 def test_the_notes_lead_to_the_gateway() -> None:

@@ -1,4 +1,4 @@
-"""Dashboards and alerts speak of metrics that the code makes."""
+"""Dashboards and alerts use only metrics that the code makes."""
 
 import itertools
 import json
@@ -10,7 +10,7 @@ from support.chart import CHART, ROOT, find, profile
 
 
 def declared() -> set[str]:
-    """Names of metrics that the code makes. An f-string is filled with the file's other words."""
+    """Returns names of metrics in the code. An f-string is filled with the file's other words."""
     names: set[str] = set()
     for folder in ("services", "operator"):
         for path in (ROOT / folder).rglob("*.py"):
@@ -28,9 +28,9 @@ DECLARED = declared()
 
 
 def used(text: str) -> set[str]:
-    """Names of metrics in PromQL; a histogram's by its base."""
+    """Returns the names of metrics in PromQL; a histogram's by its base."""
     names = set(re.findall(r"\bmillrace_[a-z0-9_]+", text))
-    names -= {"millrace_dev_service", "millrace_dev_pool"}  # labels, of the PodMonitor
+    names -= {"millrace_dev_service", "millrace_dev_pool"}  # labels of the PodMonitor
     return {re.sub(r"_(bucket|count|sum)$", "", name) for name in names}
 
 

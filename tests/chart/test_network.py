@@ -1,4 +1,4 @@
-"""NetworkPolicies admit the arrows of the architecture's picture, and nothing else."""
+"""NetworkPolicies admit the arrows of the architecture's picture, and no others."""
 
 import pytest
 
@@ -25,14 +25,14 @@ ARROWS: dict[tuple[str, str], set[int]] = {
     **{("prometheus", role): {9090} for role in ("scheduler", "operator", *WORKERS)},
     ("prometheus", "proxy"): {8080},
     **{(role, "dns"): {53} for role in ("proxy", "scheduler", "operator", *WORKERS)},
-    # Who may reach the gateway: the minimal profile says anybody.
+    # The peers that may reach the gateway: the minimal profile admits all.
     **{(role, "proxy"): {8080} for role in ("dns", "monitor")},
 }
 PORTS = {53, 80, 443, 6379, 6443, 7070, 7071, 8080, 9090, NIXL}
 
 
 def pods(name: str, found: list[Object]) -> dict[str, Pod]:
-    """The release's pods, with the labels that they get, and some that are not its own."""
+    """Returns the release's pods with their labels, and some pods of others."""
     roles = ("proxy", "scheduler", *WORKERS)
     own = {role: Pod(role, "llm", naming.labels(name, role)) for role in roles}
     for role, kind in (("redis", "StatefulSet"), ("operator", "Deployment")):
@@ -52,7 +52,7 @@ def policies(found: list[Object]) -> list[Object]:
 
 
 def arrows(found: list[Object], all_pods: dict[str, Pod]) -> dict[tuple[str, str], set[int]]:
-    """All that may connect to or from the release's pods."""
+    """Returns all allowed connections to or from the release's pods."""
     of_others = {"client", "monitor", "dns", "prometheus"}
     open_ports = {
         (a, b): {port for port in PORTS if allowed(policies(found), source, to, port)}
@@ -71,7 +71,7 @@ def test_a_release_lets_through_the_arrows_of_the_picture_and_no_more() -> None:
         for b in WORKERS:
             expected[a, b] = set(PORTS)
     seen = arrows(found, pods("millrace", found))
-    # To whatever serves HTTPS, for the API server's address is not known.
+    # To any HTTPS server, since the API server's address is not known.
     for ends in [ends for ends in seen if ends[0] == "operator"]:
         seen[ends].discard(443)
     assert {ends: ports for ends, ports in seen.items() if ports} == expected
@@ -99,7 +99,7 @@ def test_clients_can_be_limited_and_further_ways_opened() -> None:
     assert allowed(policies(found), all_pods["prefill"], collector, 4317)
     researcher = Pod("prefill", "research", naming.labels("other", "prefill"))
     assert allowed(policies(found), researcher, all_pods["redis"], 6379)
-    assert not allowed(policies(found), all_pods["operator"], OUTSIDE, 443)  # an address is given
+    assert not allowed(policies(found), all_pods["operator"], OUTSIDE, 443)  # with an address
 
 
 def test_another_models_pods_in_the_namespace_share_redis_alone() -> None:

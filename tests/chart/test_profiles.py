@@ -22,14 +22,14 @@ from support.chart import (
     values_table,
 )
 
-#: A group of Kubernetes' own domain that API servers lack all the same.
+#: A group of Kubernetes' own domain that API servers lack.
 GATEWAY = "gateway.networking.k8s.io"
 
 CRDS = [yaml.safe_load(path.read_text()) for path in sorted((CHART / "crds").glob("*.yaml"))]
 
 
 def closed(schema: Any) -> Any:
-    """The schema so that unknown fields are errors: the API server would drop them silently."""
+    """Makes unknown fields errors in the schema: the API server would drop them silently."""
     if isinstance(schema, list):
         return [closed(item) for item in schema]
     if not isinstance(schema, dict):
@@ -62,7 +62,7 @@ def test_helm_finds_nothing_to_complain_of(name: str) -> None:
 
 
 def of_kubernetes(manifest: Object) -> bool:
-    """Whether an API server knows the kind by itself."""
+    """Returns whether an API server knows the kind without a CRD."""
     group = manifest["apiVersion"].rpartition("/")[0]
     return group in ("", "apps", "policy") or (group.endswith(".k8s.io") and group != GATEWAY)
 
@@ -85,7 +85,9 @@ def test_the_oldest_api_server_knows_all_that_is_used() -> None:
 
 @pytest.mark.parametrize("name", PROFILES)
 def test_pod_templates_of_values_are_pod_templates(name: str) -> None:
-    """The CRD takes any object there: a typing error would show only when pods are made."""
+    """Checks templates, where the CRD takes any object: a typing error would show only at the
+    pods.
+    """
     services = [o for o in profile(name) if o["kind"] == "ModelService"]
     for part in services[0]["spec"].values() if services else ():
         if not isinstance(part, dict) or "template" not in part:
@@ -121,19 +123,21 @@ def test_images_have_a_version_and_no_registry_of_ours(name: str) -> None:
 
 
 def test_the_minimal_profile_renders_as_it_did() -> None:
-    """When the chart is meant to change: python tests/support/chart.py, and read the difference."""
+    """After a wanted change of the chart, run python tests/support/chart.py and read the
+    difference.
+    """
     assert snapshot() == GOLDEN.read_text()
 
 
 def test_the_readme_lists_every_value() -> None:
-    """When values change: python tests/support/chart.py."""
+    """After a change of values, run python tests/support/chart.py."""
     assert README.read_text() == readme_with(values_table())
     assert "| `image.registry` |" in values_table()
 
 
 @pytest.mark.parametrize("name", ["minimal", "cpu", "mixed"])
 def test_profiles_to_start_from_need_no_secret_and_no_volume(name: str) -> None:
-    """Their commands in README.md and docs/guides/kubernetes.md work as they are printed."""
+    """Their commands in README.md and docs/guides/kubernetes.md work as printed."""
     text = str(values_of(name))
     assert "secret" not in text.lower() and "claimName" not in text
     assert "image" not in values_of(name) and "weights" not in values_of(name)

@@ -1,4 +1,4 @@
-"""The operator's rights: a table, the same as in the documentation."""
+"""The operator's rights: a table, equal to the documentation's."""
 
 import re
 
@@ -27,7 +27,7 @@ CRDS = {("apiextensions.k8s.io", "customresourcedefinitions"): "get patch"}
 
 
 def table(role: Object) -> dict[tuple[str, str], str]:
-    """Verbs by group and resource."""
+    """Returns verbs by group and resource."""
     verbs: dict[tuple[str, str], str] = {}
     for rule in role["rules"]:
         for group in rule["apiGroups"]:

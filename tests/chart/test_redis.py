@@ -27,7 +27,7 @@ def secret(found: list[Object]) -> dict[str, str]:
     return dict(find(found, "Secret", "millrace-redis")["stringData"])
 
 
-#: As much of an API server as Helm's `lookup` of a Secret asks: discovery, and the Secret.
+#: The parts of an API server that Helm's `lookup` of a Secret needs: discovery, and the Secret.
 ANSWERS: dict[str, Object] = {
     "/version": {"major": "1", "minor": "36", "gitVersion": "v1.36.0"},
     "/api": {"kind": "APIVersions", "versions": ["v1"]},
@@ -55,7 +55,7 @@ class ApiServer(http.server.BaseHTTPRequestHandler):
         self.wfile.write(json.dumps(answer or {"kind": "Status", "code": 404}).encode())
 
     def log_message(self, *_: object) -> None:
-        """Nothing of it goes to the tests' output."""
+        """Suppresses the server's log in the tests' output."""
 
 
 @pytest.fixture
@@ -80,7 +80,7 @@ def test_an_upgrade_keeps_the_password(api_server: str) -> None:
 
 
 def test_without_a_cluster_every_rendering_draws_another_password() -> None:
-    """`lookup` finds nothing offline: which is why such tools need redis.existingSecret."""
+    """Offline, `lookup` finds nothing: so such tools need redis.existingSecret."""
     first, second = (secret(objects(MINIMAL))["password"] for _ in range(2))
     assert first != second and len(first) == len(second) == 32
 
@@ -103,7 +103,7 @@ def test_an_external_redis_brings_its_url_and_no_server() -> None:
 
 @contextlib.contextmanager
 def running(found: list[Object], folder: Path) -> Iterator[redis.Redis]:
-    """The container's own command, with its folders put elsewhere and a socket for a port."""
+    """Runs the container's own command, with other folders and a socket for a port."""
     config = find(found, "ConfigMap", "millrace-redis")["data"]["redis.conf"]
     pod = find(found, "StatefulSet", "millrace-redis")["spec"]["template"]["spec"]
     program, *options, script = pod["containers"][0]["command"]

@@ -1,4 +1,4 @@
-"""values.yaml and its schema: what is said of every value, and what is refused."""
+"""values.yaml and its schema: descriptions of every value, and refused values."""
 
 import json
 from collections.abc import Iterator
@@ -18,7 +18,7 @@ SCHEMA = json.loads((CHART / "values.schema.json").read_text())
 
 
 def test_the_schema_is_what_the_code_writes() -> None:
-    """When it is meant to change: python -m millrace_operator.schema.values FILE."""
+    """After a wanted change, run python -m millrace_operator.schema.values FILE."""
     assert (CHART / "values.schema.json").read_text() == as_file()
 
 
@@ -33,7 +33,7 @@ def test_every_value_is_described() -> None:
 
 
 def test_values_yaml_shows_every_value() -> None:
-    """As a value, or in a comment where the CRDs have the default."""
+    """Looks for a value, or for a comment where the CRDs have the default."""
     text = (CHART / "values.yaml").read_text()
     assert set(VALUES) == set(SCHEMA["properties"]) - {"global"}
     for section, field in SCHEMA["properties"].items():

@@ -1,4 +1,4 @@
-"""One control plane for all of these tests; a namespace for each."""
+"""One control plane for all of these tests, with one namespace per test."""
 
 from __future__ import annotations
 
@@ -21,12 +21,12 @@ from support.stand_in_nodes import StandInNodes, remove_node
 
 @pytest.fixture(scope="session")
 def plane(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ControlPlane]:
-    """With the chart's CRDs in it."""
+    """A control plane with the chart's CRDs."""
     folder = tmp_path_factory.mktemp("control-plane")
     try:
         with control_plane(folder, _install_crds) as running:
             yield running
-            # Without its Node, a cluster that stays removes what was bound to it.
+            # Without its Node, a control plane that stays would delete the pods bound to it.
             remove_node(running.api)
     except Unavailable as reason:
         pytest.skip(str(reason))
@@ -39,21 +39,21 @@ def api(plane: ControlPlane) -> Api:
 
 @pytest.fixture
 def controllers(plane: ControlPlane) -> None:
-    """For tests of what Kubernetes' own controllers do."""
+    """A control plane for tests of Kubernetes' own controllers."""
     if not plane.controllers:
         pytest.skip("needs kube-controller-manager beside kube-apiserver")
 
 
 @pytest.fixture
 def audit(plane: ControlPlane) -> None:
-    """For tests that count calls."""
+    """A control plane for tests that count calls."""
     if plane.audit is None:
         pytest.skip("needs the audit log of an API server of its own")
 
 
 @pytest.fixture
 def namespace(api: Api) -> Iterator[str]:
-    """Takes no pod that Pod Security's `restricted` would not."""
+    """A namespace that admits only pods of Pod Security's level `restricted`."""
     made = make_namespace(api)
     yield made
     api.delete({"apiVersion": "v1", "kind": "Namespace", "metadata": {"name": made}})
@@ -67,13 +67,15 @@ def nodes(plane: ControlPlane, namespace: str) -> Iterator[StandInNodes]:
 
 @pytest.fixture
 def operator_values(namespace: str) -> dict[str, Any]:
-    """Values of `release`: an operator that leaves other tests' leavings alone."""
+    """Values of `release`: an operator that ignores other tests' objects."""
     return {"operator": {**PENDING["operator"], "watchNamespaces": [namespace]}}
 
 
 @pytest.fixture
 def release(plane: ControlPlane, namespace: str, operator_values: dict[str, Any]) -> Iterator[None]:
-    """The chart as the release `llm` without a model: the operator's rights and Deployment."""
+    """Installs the chart as the release `llm` without a model: the operator's rights and
+    Deployment.
+    """
     with helm_of(plane, namespace) as (config, chart):
         config.install(chart, "llm", {**OPERATOR_ONLY, **operator_values})
         yield
@@ -84,7 +86,7 @@ def release(plane: ControlPlane, namespace: str, operator_values: dict[str, Any]
 async def world(
     plane: ControlPlane, namespace: str, nodes: StandInNodes, release: None
 ) -> AsyncIterator[World]:
-    """An operator that leads, and a scheduler that it reaches."""
+    """A leading operator, with a scheduler that it can reach."""
     async with scheduler(quick(heartbeat_s=0.5, lease_s=30.0)) as net:
         with OperatorProcess(plane, namespace, scheduler=net.address) as operator:
             await asyncio.to_thread(operator.wait_until_it_leads)
@@ -96,7 +98,7 @@ def make_namespace(api: Api) -> str:
     meta = {"generateName": "millrace-test-", "labels": restricted}
     body = {"apiVersion": "v1", "kind": "Namespace", "metadata": meta}
     name = str(api.call("POST", "/api/v1/namespaces", body)["metadata"]["name"])
-    # Pods need it, and the controller manager may not have made it yet, or not be there.
+    # Pods need it; the controller manager may not have made it yet, or may not run.
     api.apply(
         {
             "apiVersion": "v1",
@@ -123,7 +125,7 @@ def _established(api: Api, crd: Object) -> bool:
 
 @pytest.hookimpl(wrapper=True)
 def pytest_runtest_makereport(item: pytest.Item) -> Iterator[None]:
-    """Says where the logs of a failed test's servers are, and what the operator did."""
+    """Prints where the logs of a failed test's servers are, and the operator's actions."""
     report = yield
     given = getattr(item, "funcargs", {})
     if report.failed and isinstance(given.get("plane"), ControlPlane):

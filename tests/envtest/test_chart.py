@@ -20,7 +20,7 @@ from support.stand_in_nodes import StandInNodes, pod_template
 
 MINIMAL = yaml.safe_load((CHART / "ci" / "minimal-values.yaml").read_text())
 
-#: Kinds of other projects that Helm has to find: group, version, kind, plural.
+#: Kinds of other projects that Helm must find: group, version, kind, plural.
 OTHERS = [
     ("monitoring.coreos.com", "v1", "PodMonitor", "podmonitors"),
     ("monitoring.coreos.com", "v1", "PrometheusRule", "prometheusrules"),
@@ -36,7 +36,7 @@ def values(**more: Any) -> dict[str, Any]:
 
 @pytest.fixture
 def release(plane: ControlPlane, namespace: str) -> Iterator[tuple[helm.Config, helm.Chart]]:
-    """Helm in the test's namespace; a release `llm` is gone afterwards."""
+    """Runs Helm in the test's namespace; the release `llm` is removed afterwards."""
     with helm_of(plane, namespace) as (config, chart):
         yield config, chart
         config.uninstall("llm", ignore_not_found=True)
@@ -85,7 +85,7 @@ def test_a_release_lives_and_leaves_nothing_but_the_crds(
     ]
 
     config.uninstall("llm")
-    if plane.controllers:  # they remove what Helm never made: pods, the volume's claim
+    if plane.controllers:  # they remove objects that Helm never made: pods, the volume's claim
         eventually(lambda: not objects_of(plane, "llm", namespace), 60, what="left over")
     left = {kind for kind, _ in objects_of(plane, "llm", namespace)}
     assert left <= {"Pod", "ReplicaSet", "ControllerRevision", "PersistentVolumeClaim"}
@@ -100,7 +100,7 @@ def test_uninstalling_takes_a_running_service_along(
     nodes: StandInNodes,
     release: tuple[helm.Config, helm.Chart],
 ) -> None:
-    """The operator loses its rights meanwhile, wherever it stands: nothing waits for it."""
+    """The operator loses its rights at any point of the uninstall: nothing waits for it."""
     config, chart = release
     parts = ("gateway", "scheduler", "prefill", "decode")
     config.install(chart, "llm", values(**{part: {"template": pod_template()} for part in parts}))
@@ -120,7 +120,7 @@ def test_uninstalling_takes_a_running_service_along(
 def test_an_upgrade_keeps_what_others_own(
     api: Api, namespace: str, release: tuple[helm.Config, helm.Chart]
 ) -> None:
-    """Helm applies server-side: a field that the chart leaves out is whose it is."""
+    """Helm applies server-side: a field that the chart leaves out keeps its owner."""
     config, chart = release
     config.install(chart, "llm", values())
     service = model_service(api, namespace)
@@ -144,7 +144,7 @@ def test_values_that_the_crds_refuse_leave_no_release(
 
 @pytest.fixture(scope="module")
 def other_kinds(api: Api) -> Iterator[None]:
-    """Other projects' kinds, by name only: their schemas are theirs."""
+    """Registers other projects' kinds, by name only, without their schemas."""
     made = []
     for group, version, kind, plural in OTHERS:
         name = f"{plural}.{group}"
@@ -171,7 +171,7 @@ def _open_crd(group: str, version: str, kind: str, plural: str) -> Object:
         "kind": "CustomResourceDefinition",
         "metadata": {
             "name": f"{plural}.{group}",
-            # The group is protected: upstream's review of its own kinds is no concern of tests.
+            # The group is protected: tests need no approval of upstream's own kinds.
             "annotations": {"api-approved.kubernetes.io": "unapproved, a stand-in for tests"},
         },
         "spec": spec,

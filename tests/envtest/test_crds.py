@@ -1,4 +1,4 @@
-"""The custom resources as a real API server takes them: defaults, bounds, rules, words."""
+"""The custom resources at a real API server: defaults, bounds, rules, printed columns."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ NO_PREFILL = "decode.role decode needs prefill; mixed computes prompts itself an
 #: A service of mixed instances.
 MIXED = service(prefill=None, decode={"role": "mixed"})
 
-#: Objects that break just one rule, and the rule's message.
+#: Objects that break only one rule, and the rule's message.
 RANKS_ON_GPUS = "tensorParallel above 1 needs gpus 0: on GPUs only rank 0 could send its KV"
 BROKEN: list[tuple[str, Object]] = [
     (
@@ -103,7 +103,7 @@ BROKEN: list[tuple[str, Object]] = [
     ],
 ]
 
-#: What may be changed once, to what it may not.
+#: Changes that are allowed once, and the changes that are not.
 CHANGED: list[tuple[str, Object, Object]] = [
     ("model.name is immutable", service(), {"spec": {"model": {"name": "other"}}}),
     ("role is immutable", pool("DecodePool"), {"spec": {"role": "mixed"}}),
@@ -118,7 +118,7 @@ CHANGED: list[tuple[str, Object, Object]] = [
     ],
 ]
 
-#: As near to the rules as is allowed.
+#: As close to the rules as is allowed.
 ALLOWED = [
     service("s" * 44),
     service(model={"uri": "org/name"}, weights={"hub": {"cache": {"sizeLimit": "20Gi"}}}),
@@ -145,7 +145,7 @@ ALLOWED = [
     pool("DecodePool", autoscaling={"metrics": [{"name": "tbtSloRatio", "target": "0.05"}]}),
 ]
 
-#: Values past a bound, of the wrong type or unknown; what the answer speaks of.
+#: Values past a bound, of the wrong type or unknown, with the field in the answer.
 REFUSED: list[tuple[str, Object]] = [
     ("spec.model.uri", service(model={"uri": None})),
     ("spec.decode", service(decode=None)),
@@ -172,7 +172,7 @@ REFUSED: list[tuple[str, Object]] = [
 
 
 def dry(api: Api, manifest: Object) -> Object:
-    """The object as it would come back; nothing is kept."""
+    """Creates the object as a dry run, and returns it."""
     path = api.path(manifest["apiVersion"], manifest["kind"], manifest["metadata"]["namespace"])
     query = {"dryRun": "All", "fieldValidation": "Strict"}
     return api.call("POST", path, manifest, query=query)
@@ -220,7 +220,7 @@ def test_a_rule_refuses_with_its_message(api: Api, message: str, manifest: Objec
         dry(api, manifest)
     assert refused.value.status == 422
     assert message in refused.value.message
-    # One rule only: the object is good but for this.
+    # One rule only: the rest of the object is valid.
     assert refused.value.message.count("Invalid value") == 1
 
 
@@ -241,7 +241,7 @@ def test_every_rule_is_among_those_tried() -> None:
 
 
 def messages(node: Any) -> Iterator[str]:
-    """Of all CEL rules in a CRD."""
+    """Returns all CEL rules in a CRD."""
     if isinstance(node, dict):
         for rule in node.get("x-kubernetes-validations", ()):
             yield rule["message"]
@@ -319,7 +319,7 @@ def test_kubectl_get_shows_what_matters(api: Api, namespace: str) -> None:
 
 
 def table(api: Api, kind: str, namespace: str) -> dict[str, Any]:
-    """The first row as `kubectl get` prints it, without the age."""
+    """Returns the first row as `kubectl get` prints it, without the age."""
     found = api.call("GET", api.path(VERSION, kind, namespace), accept=TABLE)
     columns = [c["name"] for c in found["columnDefinitions"] if c["priority"] == 0]
     row = dict(zip(columns, found["rows"][0]["cells"], strict=False))
@@ -328,7 +328,7 @@ def table(api: Api, kind: str, namespace: str) -> dict[str, Any]:
 
 
 def test_every_field_is_described_in_openapi(api: Api) -> None:
-    """What `kubectl explain` reads."""
+    """Returns the texts that `kubectl explain` reads."""
     document = api.call("GET", "/openapi/v3/apis/millrace.dev/v1alpha1")
     schemas = document["components"]["schemas"]
     for kind in KINDS:

@@ -1,4 +1,4 @@
-"""The commands that people type."""
+"""The commands that users type."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ Kubectl = Callable[..., str]
 
 @pytest.fixture
 def kubectl(plane: ControlPlane, namespace: str) -> Kubectl:
-    """Runs kubectl in the namespace; answers with what it prints, fails when it fails."""
+    """Runs kubectl in the namespace and returns its output; fails when kubectl fails."""
     binary = plane.kubectl()
     if binary is None:
         pytest.skip("needs kubectl, beside kube-apiserver or on PATH")

@@ -1,4 +1,4 @@
-"""The operator as a process, with no rights but the chart's, against a real API server.
+"""The operator as a process, with only the chart's rights, against a real API server.
 
 Nodes are a stand-in, and instances are streams to a real scheduler; all else is as in a cluster.
 """
@@ -76,12 +76,12 @@ async def test_an_operator_with_nothing_to_do_writes_nothing(audit: None, world:
 
 
 async def at_rest(world: World) -> None:
-    """The operator goes on looking, and has nothing to write for some rounds."""
+    """The operator continues its passes, and writes nothing for some rounds."""
     await soon(lambda: looks_since_write(world) > 12, 60.0, what="at rest")
 
 
 def looks_since_write(world: World) -> int:
-    """How often the operator has read since it last wrote (but for its lease)."""
+    """Returns how often the operator has read since it last wrote (except its lease)."""
     verbs = [
         call["verb"]
         for call in world.plane.calls_of(world.namespace, "llm-operator")
@@ -147,7 +147,7 @@ async def test_an_hpa_drives_a_pool(controllers: None, world: World) -> None:
 
 
 async def hold_one(world: World) -> tuple[Any, Any]:
-    """A request that decode-1 of two holds; the workers of prefill-0 and decode-1."""
+    """A request that decode-1 of two holds, with the workers of prefill-0 and decode-1."""
     await world.serve(decode={"replicas": 2})
     prefill = await world.worker("chat-prefill-0")
     leaving = await world.worker("chat-decode-1")
@@ -209,9 +209,9 @@ async def test_load_that_the_scheduler_tells_scales_a_pool_up(world: World) -> N
     await world.worker("chat-decode-0", kv_pages=10_000)
     proxy = await world.net.proxy()
     for name in ("a", "b", "c"):
-        await proxy.submit(spec(name, prompt_tokens=4000))  # 4 s each, as the worker says
+        await proxy.submit(spec(name, prompt_tokens=4000))  # 4 s each, as the worker reports
         await proxy.next("placed")
-    # Ten times what an instance is kept to; two instances are added at a time.
+    # Ten times an instance's target; two instances are added at a time.
     await soon(lambda: world.pool("PrefillGroup")["spec"]["replicas"] >= 3, what="replicas")
     await soon(lambda: len(world.pods("PrefillGroup")) >= 3, what="pods")
 

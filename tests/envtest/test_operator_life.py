@@ -1,4 +1,4 @@
-"""The operator comes and goes: deletion without it, restarts, two of them, upgrades of the CRDs."""
+"""The operator stops and starts: deletion without it, restarts, two operators, CRD upgrades."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from support.scheduler_peers import spec
 
 
 async def nothing_left(world: World) -> None:
-    """Of the service `chat`, within what the garbage collector takes."""
+    """Returns the objects of the service `chat` that the garbage collector deletes."""
     await soon(lambda: not objects_of(world.plane, "chat", world.namespace), 60.0, what="left over")
 
 
@@ -84,7 +84,7 @@ async def test_a_dead_leaders_lease_runs_out(world: World) -> None:
 async def test_the_operator_brings_its_crds_and_helm_may_follow(
     api: Api, plane: ControlPlane, namespace: str, release: None
 ) -> None:
-    """Helm 4 applies the chart's CRDs at every install: nobody else may own their schemas."""
+    """Helm 4 applies the chart's CRDs at every install: no other manager may own their schemas."""
     ours = crds()[0]
     older = {**ours, "spec": {**ours["spec"], "names": {**ours["spec"]["names"], "categories": []}}}
     versions = [{**ours["spec"]["versions"][0], "additionalPrinterColumns": []}]

@@ -1,4 +1,4 @@
-"""The chart's roles are what the operator needs, and no more: by the API server's audit log."""
+"""The chart's roles are exactly the operator's needs: by the API server's audit log."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ from support.releases import PENDING
 
 Right = tuple[str, str, str]  # API group, resource, verb
 
-#: What this life does not show: a ModelService always has these two pools, so none of them retires,
-#: and one rule for all pools is easier to read than one that leaves this out.
+#: Rights that this test does not use: a ModelService always has these two pools, so none of them
+#: retires, and one rule for all pools is easier to read than a rule without this right.
 UNUSED = {
     ("millrace.dev", "prefillgroups", "delete"),
     ("millrace.dev", "decodepools", "delete"),
@@ -25,7 +25,7 @@ QUICK = {**MANUAL, "replicas": 2, "drain": {"timeoutSeconds": 0}}
 
 @pytest.fixture(params=["cluster", "namespace"])
 def operator_values(request: pytest.FixtureRequest, namespace: str) -> dict[str, Any]:
-    """An operator of the whole cluster, and one of its own namespace."""
+    """An operator of the whole cluster, and an operator of its own namespace."""
     watched = [] if request.param == "cluster" else [namespace]
     return {"operator": {**PENDING["operator"], "watchNamespaces": watched}}
 
@@ -46,7 +46,7 @@ async def test_every_right_is_used_and_none_is_missed(audit: None, world: World)
 
 
 async def live(world: World) -> None:
-    """A service from its first to its last day: built, scaled, rolled out, shrunk, deleted."""
+    """Takes a service through its life: built, scaled, rolled out, shrunk, deleted."""
     await world.serve(prefill=QUICK, decode=QUICK, kvp=QUICK)
     world.apply(
         decode={
@@ -65,7 +65,7 @@ async def live(world: World) -> None:
 
 
 def rights_of(call: Object) -> Iterator[Right]:
-    """What a call took; an apply of what was not there takes the right to create it, too."""
+    """Returns a call's rights; the apply of a new object also needs the right to create it."""
     where = call["objectRef"]
     resource = where["resource"]
     if "subresource" in where:
@@ -76,7 +76,7 @@ def rights_of(call: Object) -> Iterator[Right]:
 
 
 def roles(world: World) -> list[Object]:
-    """Those of the release."""
+    """Returns the release's rights."""
     version = "rbac.authorization.k8s.io/v1"
     found = world.api.list(version, "Role", world.namespace)
     found += world.api.list(version, "ClusterRole")

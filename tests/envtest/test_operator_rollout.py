@@ -16,7 +16,7 @@ def label(pod: Object, name: str) -> str:
 
 
 def serving(world: World, kind: str) -> dict[str, Object]:
-    """Pods that are ready and stay, by name."""
+    """Returns the pods that are ready and stay, by name."""
     return {
         name: pod
         for name, pod in world.pods(kind).items()
@@ -25,13 +25,13 @@ def serving(world: World, kind: str) -> dict[str, Object]:
 
 
 def changed(**environment: str) -> Object:
-    """What changes the template of a pool and nothing else."""
+    """Changes only the template of a pool."""
     env = [{"name": name, "value": value} for name, value in environment.items()]
     return {"template": {"spec": {"containers": [{"name": "millrace", "env": env}]}}}
 
 
 async def watched(done: Callable[[], bool], look: Callable[[], None]) -> None:
-    """Until `done`, with a `look` before every question."""
+    """Waits until `done`, with a call of `look` before every check."""
 
     def looked() -> bool:
         look()
@@ -55,7 +55,7 @@ async def test_a_new_template_comes_one_pod_at_a_time(world: World) -> None:
             }
 
         await watched(finished, lambda: fewest.append(len(serving(world, "DecodePool"))))
-        assert min(fewest) == 2  # an extra one stood in for each
+        assert min(fewest) == 2  # an extra instance replaced each
         await world.settled()
     after = world.pods("DecodePool")
     assert all(

@@ -1,4 +1,6 @@
-"""Who owns `spec.replicas` of a pool: an HPA or a person, never whoever applies the rest."""
+"""The owner of a pool's `spec.replicas` is an HPA or a person, never the tool that applies the
+rest.
+"""
 
 from __future__ import annotations
 
@@ -36,7 +38,7 @@ def scale(api: Api, manifest: Object, wanted: int, manager: str) -> None:
 
 
 def owners(obj: Mapping[str, Any]) -> list[str]:
-    """Managers of spec.replicas."""
+    """Returns the managers of spec.replicas."""
     return [
         entry["manager"]
         for entry in obj["metadata"]["managedFields"]
@@ -48,7 +50,7 @@ def test_applying_the_rest_again_leaves_a_scaled_pool_alone(api: Api, external: 
     scale(api, external, 5, "somebody")
     for manager, force in (("gitops", False), ("millrace-operator", True)):
         after = api.apply(external, manager=manager, force=force)
-        # Nobody applied it ever, so nobody's leaving it out takes it away.
+        # No manager ever applied it, so no apply without it removes it.
         assert after["spec"]["replicas"] == 5 and owners(after) == []
 
 
@@ -86,7 +88,7 @@ def test_an_hpa_reads_and_sets_the_scale(
         },
     }
     api.apply(hpa)
-    # Nobody serves the metric: what the HPA does without it is to keep to its minimum.
+    # No server has the metric: without it the HPA keeps its minimum.
     eventually(lambda: replicas(api, external) == 3, what="replicas set by the HPA")
 
     def able() -> str:

@@ -1,4 +1,4 @@
-"""A stack of the images that `make images` built: `make test-images`.
+"""A stack of the images of `make images`: `make test-images`.
 
 See docs/guides/kubernetes.md.
 """
@@ -28,7 +28,7 @@ pytestmark = [
     pytest.mark.timeout(900),
 ]
 
-#: Only a hang misses it: images start on busy machines, too.
+#: Only a hang exceeds it: images start on busy machines, too.
 START_S = 300.0
 MODEL = "/usr/share/millrace/models/millrace-tiny"
 
@@ -39,7 +39,7 @@ def image(role: str) -> str:
 
 
 def free_ports(count: int) -> list[int]:
-    """Ports of the loopback that were free together."""
+    """Returns ports of the loopback that were free at the same time."""
     with contextlib.ExitStack() as kept:
         sockets = [kept.enter_context(socket.socket()) for _ in range(count)]
         for one in sockets:
@@ -59,7 +59,7 @@ def runner() -> Iterator[Runner]:
 
 @contextlib.contextmanager
 def running(log: Path, command: list[str]) -> Iterator[subprocess.Popen[bytes]]:
-    """A process in a group of its own, with its output in `log`; ended, children too."""
+    """Runs a process in a group of its own, with its output in `log`; ends it and its children."""
     with log.open("wb") as out:
         process = subprocess.Popen(command, stdout=out, stderr=out, start_new_session=True)
     try:
@@ -73,7 +73,7 @@ def running(log: Path, command: list[str]) -> Iterator[subprocess.Popen[bytes]]:
 
 @pytest.fixture(scope="module")
 def gateway(runner: Runner, tmp_path_factory: pytest.TempPathFactory) -> Iterator[httpx.Client]:
-    """The proxy of a stack of images: it serves once this is yielded."""
+    """Yields the proxy of a stack of images once it serves."""
     folder = tmp_path_factory.mktemp("images")
     redis, scheduler, proxy, *metrics = free_ports(7)
     with contextlib.ExitStack() as stack:
@@ -110,7 +110,7 @@ def gateway(runner: Runner, tmp_path_factory: pytest.TempPathFactory) -> Iterato
 
 
 def serves(client: httpx.Client) -> bool:
-    """Whether the stack answers a prompt."""
+    """Returns whether the stack answers a prompt."""
     try:
         asked = client.post(
             "/v1/completions", json={"model": "millrace-tiny", "prompt": "A", "max_tokens": 1}

@@ -1,4 +1,4 @@
-"""What the tests of the kernels share."""
+"""Fixtures of the kernels' tests."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ from millrace_kernels import cpu_backend
 
 @pytest.fixture(params=cpu_backend.instruction_sets())
 def variant(request) -> Iterator[str]:
-    """Each instruction set of the C++ kernels in turn."""
+    """Uses each instruction set of the C++ kernels in turn."""
     with cpu_backend.instruction_set(request.param):
         yield request.param
 
 
 @pytest.fixture
 def threads() -> Iterator[None]:
-    """Let a test set torch's thread count."""
+    """Lets a test set torch's thread count."""
     before = torch.get_num_threads()
     yield
     torch.set_num_threads(before)

@@ -19,7 +19,7 @@ NATIVE = pytest.mark.skipif(not cpu_backend.AVAILABLE, reason="the C++ module is
 
 @pytest.fixture(params=["torch", *cpu_backend.instruction_sets()])
 def backend(request) -> Iterator[str]:
-    """Each backend; `cpu` once for each instruction set that this machine runs."""
+    """Yields each backend, and `cpu` once for each instruction set of this machine."""
     if request.param == "torch":
         yield "torch"
         return
@@ -47,7 +47,7 @@ def test_decode_and_prefill_rows_share_a_batch(backend, window, dtype):
 @pytest.mark.parametrize("window", [None, 450, 2000])
 @pytest.mark.parametrize("layout", ["named", "behind"])
 def test_rows_with_positions_that_need_no_mask(backend, layout, window, dtype):
-    """As a holder of a long context and its home attend."""
+    """Attends as a KVP worker and the KV owner of a long context do."""
     lens = {"q_lens": (1, 70, 300, 9), "kv_lens": (513, 400, 300, 900)}
     call = Call(**lens, window=window, layout=layout, dtype=dtype)
     assert_matches_reference(call, backend)
@@ -72,7 +72,7 @@ def test_rows_with_positions_that_need_no_mask(backend, layout, window, dtype):
     ],
 )
 def test_what_rows_see(changes, sight):
-    """Of 10 rows and 40 slots."""
+    """Positions of 10 rows and 40 slots."""
     assert (
         Call(**{"q_lens": (10,), "kv_lens": (40,), **changes}).plan("reference").sight(0) is sight
     )
@@ -202,14 +202,14 @@ def test_merging_with_rows_that_saw_nothing(out_dtype):
 
 
 def test_long_contexts_of_single_rows(backend):
-    """300 pages, a row near each end of them."""
+    """Uses 300 pages, and a row near each end of them."""
     call = Call(q_lens=(1, 1), kv_lens=(300 * 16, 300 * 16 - 15))
     assert_matches_reference(call, backend)
     assert_matches_reference(replace(call, layout="striped"), backend)
 
 
 class TestBadInput:
-    """What plans and runs refuse; nothing may reach memory outside the pool."""
+    """Plans and runs refuse bad inputs: none may reach memory outside the pool."""
 
     def plan(self, **changes):
         arguments = {

@@ -16,7 +16,7 @@ from support.attention_calls import TOLERANCE, Call, assert_matches_reference, a
 pytestmark = pytest.mark.skipif(not cpu_backend.AVAILABLE, reason="the C++ module isn't built here")
 
 MANY = (33, 70, 300)
-"""Query rows of a chunk: some tiles, of which the last is short."""
+"""Query rows of a chunk: some tiles, the last one short."""
 
 
 @pytest.fixture(params=cpu_backend.instruction_sets())
@@ -56,7 +56,7 @@ def test_head_dims_that_fill_no_vector(instruction_set, head_dim, dtype):
 
 @pytest.mark.parametrize("dtype", TOLERANCE, ids=str)
 def test_a_long_history_is_cut_and_joined(instruction_set, threads, dtype):
-    """Few tiles and much K/V: the spans of each are tasks of their own."""
+    """Few tiles and much K/V: the spans of each tile are tasks of their own."""
     call = Call(q_lens=(12,), kv_lens=(9000,), kv_heads=1, dtype=dtype)
     assert_matches_reference(call, "cpu")
 
@@ -175,7 +175,7 @@ def test_a_plan_keeps_the_tables_it_reads_in_place():
     call = Call(q_lens=(1, 60), kv_lens=(800, 900), layout="shuffled")
     q_nhd, kv_layer = call.data()
     expected = attend(call.plan("reference"), q_nhd, kv_layer)
-    plans = [call.plan("cpu") for _ in range(50)]  # each with tables that nobody else holds
+    plans = [call.plan("cpu") for _ in range(50)]  # each with tables of its own
     for plan in plans:
         torch.testing.assert_close(attend(plan, q_nhd, kv_layer), expected, rtol=1e-5, atol=1e-5)
 

@@ -1,4 +1,4 @@
-"""Who computes what, with the GPU backends' availability played."""
+"""The choice of backends, with simulated availability of the GPU backends."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ needs_cpp = pytest.mark.skipif(not cpu_backend.AVAILABLE, reason="the C++ kernel
 
 @pytest.fixture
 def machine(monkeypatch):
-    """machine("triton", ...) has these GPU backends, whose plans are their names."""
+    """machine("triton", ...) has these GPU backends; their plans are their names."""
     pytest.importorskip("triton", reason="triton (extra `gpu`) isn't installed")
     from millrace_kernels.triton_backend import attention
 
@@ -51,7 +51,7 @@ def machine(monkeypatch):
 
 
 def unplanned(backend="auto", *, device=CUDA, **changes):
-    """A checked plan that no backend has taken yet."""
+    """A checked plan without a backend."""
     plan = Call(q_lens=(5,), kv_lens=(9,), head_dim=64, dtype=BF16).plan("reference")
     return replace(plan, backend=Backend(backend), device=device, **changes)
 
@@ -63,7 +63,7 @@ BOTH = ("flashinfer", "triton")
 def test_where_flashinfer_fails_its_trial_the_next_one_runs(
     machine, monkeypatch, caplog, has, instead
 ):
-    """As without a compiler: it imports, and its first plan raises."""
+    """Simulates a missing compiler: the package imports, and its first plan raises."""
     trials = []
 
     def failing(plan, make):
@@ -201,7 +201,7 @@ def test_one_line_says_what_is_here_and_why_not_the_rest(machine, monkeypatch, h
 
 
 def test_why_triton_is_unavailable(monkeypatch):
-    unavailable = triton_backend.unavailable.__wrapped__  # which forgets
+    unavailable = triton_backend.unavailable.__wrapped__  # clears the results
     finder = triton_backend.importlib.util
     assert unavailable(CPU) == "Triton needs a CUDA device, not cpu"
     monkeypatch.setattr(finder, "find_spec", lambda name: None)

@@ -1,6 +1,6 @@
-"""FlashInfer's plans: pieces, page lists and LSE, with its wrappers played by the reference.
+"""FlashInfer's plans: pieces, page lists and LSE, with the reference in place of its wrappers.
 
-Its kernels run on GPUs alone: there, the same calls are made through them.
+Its kernels need a GPU: on a GPU the same calls use them.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ BF16 = torch.bfloat16
 
 
 class PlayedWrapper:
-    """FlashInfer's masks over its page lists, by the float64 reference; base-2 LSE."""
+    """Computes FlashInfer's masks over its page lists by the float64 reference; base-2 LSE."""
 
     def __init__(self, workspace, kv_layout="NHD", **options):
         assert workspace.dtype == torch.uint8 and kv_layout == "HND"
@@ -86,7 +86,7 @@ class PlayedDecode(PlayedWrapper):
 
 @pytest.fixture
 def played(monkeypatch):
-    """The package, played; `made` lists its wrappers."""
+    """Simulates the package; `made` lists its wrappers."""
     made = []
 
     def making(kind):
@@ -108,7 +108,7 @@ def played(monkeypatch):
 
 
 def run(call, out_dtype=torch.float32):
-    """out_nhd in float32 and lse_nh, through a FlashInfer plan."""
+    """Returns out_nhd in float32 and lse_nh, through a FlashInfer plan."""
     plan = flashinfer_backend.plan(call.plan("reference"))
     q_nhd, kv_layer = call.data()
     out = torch.full(q_nhd.shape, torch.nan, dtype=out_dtype)
@@ -155,7 +155,7 @@ def test_which_wrappers_are_planned(played, call, kinds):
 
 
 def ring_call(rank, source, chunk=20, ranks=3):
-    """One zigzag step: the rows of `rank` over the K/V of `source`, two chunks each."""
+    """Makes one zigzag step: the rows of `rank` over the K/V of `source`, two chunks each."""
 
     def chunks(of):
         ends = (of, 2 * ranks - 1 - of)
@@ -175,7 +175,7 @@ def test_a_zigzag_step_is_one_piece(played, rank, source):
     assert_right(call, run(call))
     pieces = flashinfer_backend.pieces_of(call.plan("reference"))
     expected = {
-        -1: (20, 40, 40, False),  # the later half alone sees anything, and sees it all
+        -1: (20, 40, 40, False),  # only the later half sees slots, and it sees all
         0: (0, 40, 40, True),
         1: (0, 40, 20, False),
     }[(rank > source) - (rank < source)]
@@ -184,7 +184,7 @@ def test_a_zigzag_step_is_one_piece(played, rank, source):
 
 @st.composite
 def placed(draw):
-    """A plan's stand-in: ascending slots, rows anywhere, in runs or not."""
+    """A stand-in of a plan: ascending slots, rows at any positions, in runs or not."""
     sequences, rows, slots = [], [], []
     for _ in range(draw(st.integers(1, 3))):
         kv = sorted(draw(st.sets(st.integers(0, 40), max_size=25)))
@@ -337,7 +337,7 @@ def test_a_trial_takes_nothing_that_was_not_written(played, monkeypatch):
 
 
 def test_why_it_is_not_available(monkeypatch):
-    unavailable = flashinfer_backend.unavailable.__wrapped__  # which forgets
+    unavailable = flashinfer_backend.unavailable.__wrapped__  # clears the results
     assert "needs a CUDA device, not cpu" in unavailable(torch.device("cpu"))
     finder = flashinfer_backend.importlib.util
     monkeypatch.setattr(finder, "find_spec", lambda name: None)

@@ -29,7 +29,7 @@ def randn(*shape: int, dtype: torch.dtype = torch.float32, seed: int = 0) -> tor
 
 
 def weights(*shape: int, dtype: torch.dtype, seed: int = 1) -> torch.Tensor:
-    """Such that products are about as large as x."""
+    """Random weights of a size such that products are about as large as x."""
     return (randn(*shape, seed=seed) / shape[-1] ** 0.5).to(dtype)
 
 

@@ -1,4 +1,4 @@
-"""Linears that write where they are told: the same bits, on every backend's path."""
+"""Linears with `out`: the same bits, on every backend's path."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ INPUTS, OUTPUTS = 96, 70
 
 @pytest.fixture(params=[True, False], ids=["native", "torch"], autouse=True)
 def native(request, monkeypatch) -> Iterator[bool]:
-    """With the CPU's kernels for any number of rows, and for the fewest."""
+    """Runs with the CPU's kernels for any number of rows, and for the fewest."""
     most = cpu_backend.ALL_ROWS if request.param else 8
     monkeypatch.setattr(cpu_linear, "most_rows", lambda dtype: most)
     yield request.param

@@ -1,4 +1,4 @@
-"""The thread pool under what callers do to it: several threads at once, fork, many small loops."""
+"""The thread pool under its callers' uses: several threads at once, fork, many small loops."""
 
 from __future__ import annotations
 

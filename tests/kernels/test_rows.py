@@ -1,4 +1,4 @@
-"""What works row by row: every implementation against the float64 reference, and its limits."""
+"""Row-by-row operators: every implementation against the float64 reference, and its limits."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ SETTINGS = settings(max_examples=15)
 
 @pytest.fixture(params=["torch", *cpu_backend.instruction_sets()])
 def kernels(request) -> Iterator[ModuleType]:
-    """The module that implements the operators; C++ once for each instruction set."""
+    """Yields the modules that implement the operators; C++ once for each instruction set."""
     if request.param == "torch":
         yield torch_backend
         return
@@ -98,7 +98,7 @@ def test_silu_of_extreme_values(kernels):
 
 
 def rope_write_kv_expected(qkv, cos, sin, pool, slots, q_heads, q_norm, k_norm):
-    """q and the pages, each step rounded to the dtype."""
+    """Returns q and the pages, each step rounded to the dtype."""
     kv_heads = pool.shape[2]
     q_nhd, k_nhd, v_nhd = qkv.split((q_heads, kv_heads, kv_heads), 1)
     if q_norm is not None:
@@ -198,7 +198,7 @@ def test_large_inputs_go_over_the_pool(native, dtype, threads):
 
 
 class TestBadInput:
-    """Shapes that C++ must not be handed."""
+    """Shapes that C++ must not get."""
 
     def test_wrong_widths(self, native):
         x = torch.zeros(2, 8)

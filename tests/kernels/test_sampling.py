@@ -1,4 +1,4 @@
-"""Sampling: every implementation against the float64 reference, and the same in every batch."""
+"""Sampling: every implementation against the float64 reference, and equal in every batch."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ row_settings = st.tuples(
 
 
 def is_clear(logits: torch.Tensor, row: tuple[float, int, float, float, float]) -> bool:
-    """Whether the oracle's token is the same a little to either side of each threshold."""
+    """Returns whether the oracle's token is equal a little to either side of each threshold."""
     temperature, top_k, top_p, min_p, uniform = row
     found = set()
     for step in (-NEAR, 0.0, NEAR):

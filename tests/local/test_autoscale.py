@@ -1,4 +1,4 @@
-"""The autoscaling loop over a world in memory: load is scripted, time is an argument."""
+"""The autoscaling loop over a simulated world: load is scripted, time is an argument."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ CONFIG = AutoscaleConfig(
 
 @dataclass
 class World:
-    """A prefill pool's instances, and the scheduler that knows those that are up."""
+    """A prefill pool's instances, and the scheduler that knows the running ones."""
 
     up: dict[str, InstanceView] = field(default_factory=dict)
     asked: list[str] = field(default_factory=list)
@@ -106,7 +106,7 @@ class World:
 
 
 class Fixture:
-    """A loop over a world, at its own time."""
+    """Runs a loop over a world, at its own time."""
 
     def __init__(self, instances: int, config: AutoscaleConfig = CONFIG) -> None:
         self.world = World()
@@ -131,7 +131,7 @@ class Fixture:
             await self.loop.look(self.now_s)
 
     async def shrunk(self, size: int) -> None:
-        """Has the pool told to be of a size, whatever the load: only drains are of interest."""
+        """Resizes the pool without a load: the tests are about drains."""
         self.pool.resize(size, self.now_s)
         self.loop.pools = []
         await self.settle()
@@ -224,7 +224,7 @@ async def test_a_cordon_outlives_the_schedulers_memory() -> None:
     f.world.change("p0", held_requests=2)
     await f.settle()
     await f.shrunk(1)
-    f.world.comes_up("p0", "p1", held=1)  # registered anew, at a scheduler that knows no cordon
+    f.world.comes_up("p0", "p1", held=1)  # registered again, at a scheduler that knows no cordon
     await f.settle()
     assert f.world.cordoned() == ["p1"]
 
@@ -285,7 +285,7 @@ async def test_one_that_can_not_start_is_asked_for_again() -> None:
 
 @pytest.mark.parametrize("seed", range(8))
 async def test_whatever_happens_nothing_is_ended_that_holds_requests(seed: int) -> None:
-    """Instances come, go, die and come back, the scheduler falls silent: 300 random looks."""
+    """Instances start, stop, die and return, the scheduler fails: 300 random checks."""
     rng = random.Random(seed)
     f = Fixture(2)
     world = f.world

@@ -1,4 +1,4 @@
-"""Children end with their parent, and are started without a fork that other libraries hear of."""
+"""Children end with their parent, and start without a fork that other libraries' handlers see."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ def test_a_child_whose_parent_is_gone_already_does_not_begin() -> None:
 
 
 def test_nothing_runs_between_fork_and_exec() -> None:
-    """By `preexec_fn` Python forks, and gRPC's handlers of forks end some children."""
+    """With `preexec_fn` Python forks, and gRPC's fork handlers end some children."""
     for path in Path(millrace.__file__).parent.rglob("*.py"):
         nodes = ast.walk(ast.parse(path.read_text("utf-8")))
         assert "preexec_fn" not in {n.arg for n in nodes if isinstance(n, ast.keyword)}, path

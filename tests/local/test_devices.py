@@ -1,4 +1,4 @@
-"""Who gets which GPU of a machine. Nothing here needs one."""
+"""The assignment of a machine's GPUs. No test here needs a GPU."""
 
 from __future__ import annotations
 
@@ -68,7 +68,7 @@ def test_shared_devices_are_split_evenly(there, fleet, taken, share) -> None:
 @pytest.mark.parametrize(
     ("option", "visible", "device", "cuda", "names"),
     [
-        ("", None, "auto", "13.0", ["0", "1"]),  # what the system has
+        ("", None, "auto", "13.0", ["0", "1"]),  # the system's GPUs
         ("", "3,5", "auto", "13.0", ["3", "5"]),
         ("", "", "auto", "13.0", []),
         ("1, 0", "3,5", "cuda", "13.0", ["1", "0"]),
@@ -109,7 +109,7 @@ def test_a_share_of_a_device_s_memory_counts_what_the_instance_has_taken() -> No
 
 @pytest.fixture
 def started(monkeypatch) -> list[Service]:
-    """Services that would have been started."""
+    """Records services instead of starting them."""
     found: list[Service] = []
 
     async def start(service: Service, timeout_s: float) -> None:
@@ -130,7 +130,7 @@ async def test_a_stack_gives_its_instances_their_devices(started) -> None:
     await eventually(lambda: len(started) == 2)
     visible = {s.name: s.environment["CUDA_VISIBLE_DEVICES"] for s in started}
     assert visible == {leaving: "4", kept: "5"}
-    next_one = stack.add("prefill")  # its device is the one that is leaving
+    next_one = stack.add("prefill")  # its device is that of the leaving instance
     stack.remove(leaving)
     await eventually(lambda: len(started) == 3)
     assert (started[2].name, started[2].environment) == (next_one, {"CUDA_VISIBLE_DEVICES": "4"})

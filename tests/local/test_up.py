@@ -64,7 +64,7 @@ async def test_a_start_that_takes_too_long_is_ended(tmp_path: Path) -> None:
 
 
 async def test_a_stack_that_is_stopped_in_a_restart_leaves_no_process() -> None:
-    """The supervisor must not start a service behind the back of `stop`."""
+    """The supervisor must not start a service during `stop`."""
     stack = Stack(StackOptions(model="none"))
     service = stack.supervise(Service("scheduler", ["scheduler", *QUICK], stack.directory / "log"))
     await service.start(30)
@@ -72,7 +72,7 @@ async def test_a_stack_that_is_stopped_in_a_restart_leaves_no_process() -> None:
     first = service.process
     assert first is not None
     os.kill(first.pid, signal.SIGKILL)
-    await eventually(lambda: service.process is not first)  # on its way up
+    await eventually(lambda: service.process is not first)  # starting
 
     await stack.stop()
 
@@ -98,7 +98,7 @@ async def test_a_stack_says_who_did_not_end_well() -> None:
 
 async def test_a_role_s_instances_are_never_named_twice() -> None:
     stack = Stack(StackOptions(model="none"))
-    first = stack.add("prefill")  # there is no such model
+    first = stack.add("prefill")  # no such model
     second = stack.add("prefill")
     assert (first, second) == ("prefill-0", "prefill-1")
     assert stack.instances("prefill") == [first, second]

@@ -1,4 +1,4 @@
-"""The custom resources: what an API server would refuse, what people read, what is rejected."""
+"""The custom resources: an API server's refusals, descriptions for users, rejected values."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ POOLS = tuple(KINDS)
 
 
 def nodes(schema: dict[str, Any], path: str = "") -> list[tuple[str, dict[str, Any]]]:
-    """Every node of a schema with its path."""
+    """Yields every node of a schema with its path."""
     found = [(path, schema)]
     for name, field in schema.get("properties", {}).items():
         found += nodes(field, f"{path}.{name}")
@@ -58,7 +58,7 @@ def test_what_a_server_refuses_is_not_there():
 
 
 def test_what_rules_look_at_is_bounded():
-    """The API server estimates the cost of a rule by the largest value there may be."""
+    """The API server estimates a rule's cost by the largest possible value."""
     for path, node in ALL:
         if ".status" in path:
             continue

@@ -1,6 +1,6 @@
-"""An object that is deleted in the middle of a look at it: nothing is made for it any more.
+"""An object deleted during its pass: the operator makes nothing more for it.
 
-The deletion comes before each request of the look in turn, so that every interleaving is tried.
+The deletion comes before each request of the pass in turn, so that every interleaving is tried.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ OWNERS = ("ModelService", "PrefillGroup", "DecodePool")
 
 @asynccontextmanager
 async def runner(cluster: KubeEmulator) -> AsyncIterator[Runner]:
-    """One operator's, without kopf and the queue: the test says when it looks at what."""
+    """One operator's parts, without kopf and the queue: the test runs each pass."""
     metrics, schedulers = OperatorMetrics(Registry()), Schedulers()
     kube = Kube(configuration_of(cluster), threads=8)
     parts = Parts(
@@ -57,13 +57,15 @@ def chat() -> Object:
 
 
 async def change(cluster: KubeEmulator) -> None:
-    """Every child has something to follow."""
+    """Every child has an owner to follow."""
     settings = {"engine.max_batch": "7"}
     await cluster.edit("ModelService", "chat", lambda o: o["spec"].update(settings=settings))
 
 
 class Deletion:
-    """Deletes the ModelService before request number `at`, and notes what is made for it later."""
+    """Deletes the ModelService before request number `at`, and returns the objects made after
+    it.
+    """
 
     def __init__(self, cluster: KubeEmulator, at: int, *, again: bool) -> None:
         self.cluster, self.at, self.again = cluster, at, again
@@ -112,7 +114,7 @@ async def test_whatever_a_deletion_meets_no_child_of_the_dead_is_made(key, is_fi
             await look(running, key)
             cluster.before = None
             if deletion.requests < at:
-                break  # the look was over before
+                break  # the pass ended before
             assert not deletion.late, f"made after a deletion before request {at}"
             for kind, _, name in cluster.names():
                 assert not deletion.dead & owners(cluster.find(kind, name))

@@ -47,7 +47,7 @@ def spec(cluster: KubeEmulator) -> dict[str, object]:
 
 
 async def gives_up(election: Election) -> bool:
-    """Whether it does not lead after several tries."""
+    """Returns whether it does not lead after several attempts."""
     try:
         async with asyncio.timeout(0.1):
             await election.acquire()
@@ -70,7 +70,7 @@ async def test_one_leads_and_the_lease_says_so(cluster: KubeEmulator, kube: Kube
 
 
 async def test_a_silent_leader_is_replaced_after_its_term(cluster: KubeEmulator, kube: Kube):
-    """Counted from when the other saw the record change, by its own clock."""
+    """The time counts from when the other candidate saw the record change, by its own clock."""
     old, new = Clock(), Clock()
     first, second = candidate(kube, "a", old), candidate(kube, "b", new)
     await first.acquire()
@@ -86,7 +86,7 @@ async def test_a_silent_leader_is_replaced_after_its_term(cluster: KubeEmulator,
         await first.hold()
     assert not first.may_act()
     await first.release()
-    assert spec(cluster)["holderIdentity"] == "b"  # what it has not it does not give back
+    assert spec(cluster)["holderIdentity"] == "b"  # b's lease stays
 
 
 async def test_a_renewal_keeps_the_lease(cluster: KubeEmulator, kube: Kube):
@@ -133,7 +133,7 @@ async def test_a_process_that_was_stopped_does_not_act_before_it_has_looked(kube
 
 
 async def test_of_two_at_once_one_wins(cluster: KubeEmulator, kube: Kube):
-    """The other's write meets a resourceVersion that has changed, or an object that is there."""
+    """The other candidate's write meets a changed resourceVersion, or an existing object."""
     clock = Clock()
     named = {name: candidate(kube, name, clock) for name in "abcd"}
     candidates = list(named.values())

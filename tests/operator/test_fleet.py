@@ -1,4 +1,4 @@
-"""Pools as they live: any sequence of loads and failures keeps every promise, and ends in calm."""
+"""Simulated pools: any sequence of loads and failures keeps every invariant, and settles."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def happen(world: FleetWorld, event: tuple) -> None:
 
 
 def whole(world: FleetWorld) -> None:
-    """Each pool has its size, and the template and revision that it is to have."""
+    """Checks that each pool has its size, template and revision."""
     for role in ("prefill", "decode"):
         pool = world.pool(role)
         pods = [p for p in world.pods if p.pool == pool["metadata"]["name"]]
@@ -74,7 +74,9 @@ def test_a_new_instance_stays_while_the_last_old_one_is_replaced(seed):
 
 
 def test_an_instance_that_may_still_be_cordoned_stands_in_for_nobody():
-    """It is wanted again and ready while the scheduler, which has it cordoned, is silent."""
+    """The pod is wanted again and ready while the scheduler, which has cordoned it, does not
+    answer.
+    """
     weather = [
         (("load", "chat-decode", 6.2), 5),
         (("nothing",), 5),
@@ -114,7 +116,7 @@ def live_through(seed: int, weather: list, on_timeout: str, surge: int) -> None:
     st.lists(st.tuples(st.sampled_from(["revision", "template"]), st.integers(1, 15)), max_size=3),
 )
 def test_a_rollout_takes_nothing_from_those_who_ask(seed, sizes, changes):
-    """Without failures, whatever is changed meanwhile: as many serve as are wanted, in pairs."""
+    """Without failures, under any changes: as many instances serve as are wanted, in pairs."""
     world = FleetWorld(Random(seed), mode="External", sizes=sizes)
     world.settle()
     for number, (what, ticks) in enumerate([*changes, ("revision", 400)]):
@@ -143,7 +145,7 @@ def rolled_out(world: FleetWorld) -> bool:
     st.lists(st.tuples(POOL, st.integers(0, 5), st.integers(0, 30)), min_size=1, max_size=8),
 )
 def test_a_person_scales(seed, sizes):
-    """To any size, at any time: it comes, and nothing that works is cut short."""
+    """Resizes to any size at any time: it succeeds, and no running work is cut short."""
     world = FleetWorld(Random(seed), mode="Off", on_timeout="Wait")
     for pool, size, ticks in sizes:
         world.tick()

@@ -1,4 +1,4 @@
-"""Which objects a change concerns; and what kopf is told."""
+"""The objects that a change concerns, and kopf's settings."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ DECODE = Key("DecodePool", "ns", "chat-decode")
 
 
 class Seen:
-    """The touches since the last look."""
+    """Returns the touches since the last call."""
 
     def __init__(self) -> None:
         self._keys: list[Key] = []
@@ -35,7 +35,7 @@ class Seen:
 
 @pytest.fixture
 def seen() -> Seen:
-    """With a service and two pools that are there already."""
+    """With a service and two pools that exist already."""
     seen = Seen()
     seen.touches.service(None, obj("chat"))
     seen.touches.pool("PrefillGroup", None, obj("chat-prefill"))
@@ -53,7 +53,7 @@ def test_what_is_asked_of_a_service_concerns_its_pools(seen: Seen):
     seen.touches.service("MODIFIED", obj("chat", 2))
     assert seen() == {SERVICE, PREFILL, DECODE}
     seen.touches.service("MODIFIED", obj("chat", 2, phase="Ready"))
-    assert seen() == set()  # a status is the operator's own word
+    assert seen() == set()  # only the operator writes a status
 
 
 def test_a_pools_state_concerns_the_service_and_its_siblings(seen: Seen):
@@ -115,11 +115,11 @@ def test_kopf_is_only_asked_to_watch():
         assert list(others.get_all_handlers()) == []
     settings = make_settings()
     assert not settings.posting.enabled and settings.scanning.disabled
-    assert isinstance(settings.watching.server_timeout, int)  # the API server takes no other
+    assert isinstance(settings.watching.server_timeout, int)  # a whole number
 
 
 async def test_kopf_logs_in_as_the_client_does(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    """With the service account of a pod, and again when its token has been renewed."""
+    """Logs in with a pod's service account, and again after its token was renewed."""
     token, ca = tmp_path / "token", tmp_path / "ca.crt"
     ca.write_text("a certificate")
     monkeypatch.setattr(incluster_config, "SERVICE_TOKEN_FILENAME", str(token))

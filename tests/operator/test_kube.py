@@ -1,4 +1,4 @@
-"""The calls to the API server: what they send, and what becomes of its answers."""
+"""The calls to the API server: their requests, and the handling of the answers."""
 
 from __future__ import annotations
 
@@ -90,7 +90,7 @@ async def test_a_status_goes_to_the_object_it_was_made_for(cluster: KubeEmulator
     await calls.patch_status(made, {"replicas": 2})
     assert cluster.find("DecodePool", "p")["status"] == {"replicas": 2}
     await cluster.remove("DecodePool", "p")
-    await calls.patch_status(made, {"replicas": 3})  # gone: nobody reads it
+    await calls.patch_status(made, {"replicas": 3})  # gone: the result has no reader
     await cluster.make({"apiVersion": kube.MILLRACE, "kind": "DecodePool", **pool})
     with pytest.raises(KubeError):
         await calls.patch_status(made, {"replicas": 3})

@@ -1,4 +1,4 @@
-"""The operator as it runs: kopf watches an emulated API server, and a real scheduler is asked."""
+"""The running operator: kopf watches an emulated API server, and a real scheduler answers."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ async def net() -> AsyncIterator[Net]:
 
 
 def chat(*, name: str = "chat", mode: str = "Internal", **pools: Object) -> Object:
-    """A ModelService on CPUs, whose pools look at their load every second."""
+    """A ModelService on CPUs, whose pools check their load every second."""
     pool: Object = {"gpus": 0, "autoscaling": {"mode": mode, "intervalSeconds": 1}}
     given = {role: {**pool, **pools.get(role, {})} for role in ("prefill", "decode")}
     return service(name, redis={"secretRef": {"name": "redis"}}, **given)
@@ -69,28 +69,28 @@ def lease(cluster: KubeEmulator) -> Object:
 
 
 def writes(cluster: KubeEmulator) -> list[tuple[str, str, str]]:
-    """Without the lease's renewals."""
+    """Returns the requests without the lease's renewals."""
     return [write for write in cluster.writes if "/leases" not in write[1]]
 
 
 def told(cluster: KubeEmulator) -> tuple[str, str]:
-    """Ready instances of prefill and decode, as `kubectl get ms` shows them."""
+    """Returns ready instances of prefill and decode, as `kubectl get ms` shows them."""
     status = cluster.find("ModelService", "chat")["status"]
     return status["prefillReady"], status["decodeReady"]
 
 
 def why(cluster: KubeEmulator) -> str:
-    """What the decode pool was scaled for last."""
+    """Returns the reason of the decode pool's last scaling."""
     return cluster.find("DecodePool", "chat-decode")["status"].get("lastScaleReason", "")
 
 
 async def resize(cluster: KubeEmulator, replicas: int) -> None:
-    """As `kubectl scale` does."""
+    """Scales as `kubectl scale` does."""
     await cluster.edit("DecodePool", "chat-decode", lambda o: o["spec"].update(replicas=replicas))
 
 
 async def workers(net: Net, decodes: int) -> dict[str, Worker]:
-    """One of prefill and some of decode, as the pods would register."""
+    """Registers one prefill instance and some decode instances, as the pods would."""
     found = {"chat-prefill-0": await net.worker("chat-prefill-0", role="prefill")}
     for number in range(decodes):
         name = f"chat-decode-{number}"
@@ -99,7 +99,7 @@ async def workers(net: Net, decodes: int) -> dict[str, Worker]:
 
 
 async def holder(net: Net, *request_ids: str, prompt_tokens: int = 100) -> None:
-    """Places requests, one after the other."""
+    """Places requests, one after another."""
     proxy = await net.proxy()
     for request_id in request_ids:
         await proxy.submit(spec(request_id, prompt_tokens))
@@ -170,13 +170,13 @@ async def test_what_is_deleted_is_not_made_again(cluster: KubeEmulator):
         await cluster.until(lambda: ready(cluster, "next"))
         await rounds(running, 2)
         left = [(kind, name) for kind, _, name in cluster.names() if name.startswith("chat")]
-        assert not [entry for entry in left if entry[0] != "Event"]  # those outlive their objects
+        assert not [entry for entry in left if entry[0] != "Event"]  # these outlive their objects
 
 
 async def test_nothing_is_written_when_nothing_changes(
     cluster: KubeEmulator, monkeypatch: pytest.MonkeyPatch
 ):
-    monkeypatch.setattr(around, "READ_AGAIN_S", math.inf)  # however slow the machine
+    monkeypatch.setattr(around, "READ_AGAIN_S", math.inf)  # on any machine
     await cluster.make(chat())
     async with operator(cluster) as running:
         await cluster.until(lambda: ready(cluster))
@@ -185,11 +185,13 @@ async def test_nothing_is_written_when_nothing_changes(
         lists = cluster.lists.copy()
         await rounds(running, 3)
         assert writes(cluster) == before
-        assert cluster.lists["Pod"] == lists["Pod"]  # pools are looked at for their load only
+        assert cluster.lists["Pod"] == lists["Pod"]  # pools are reconciled only for their load
 
 
 async def test_an_instance_leaves_once_it_holds_nothing(cluster: KubeEmulator, net: Net):
-    """Cordoned at the scheduler at once, removed when its last request has ended."""
+    """The instance is cordoned at the scheduler at once, and removed when its last request has
+    ended.
+    """
     peers = await workers(net, 2)
     await scheduler_client.set_cordon(net.address, "chat-decode-0", True)
     await holder(net, "r")
@@ -218,7 +220,7 @@ async def test_an_instance_leaves_once_it_holds_nothing(cluster: KubeEmulator, n
 
 
 async def test_a_drain_outlives_the_operator(cluster: KubeEmulator, net: Net):
-    """Since when stands in the status; an operator that comes later goes on, and takes it back."""
+    """The status has the start of the drain; a later operator continues it, and cancels it."""
     await workers(net, 2)
     await scheduler_client.set_cordon(net.address, "chat-decode-0", True)
     await holder(net, "r")
@@ -267,7 +269,9 @@ async def test_parked_requests_wake_a_pool_that_sleeps(cluster: KubeEmulator, ne
 async def test_prompts_that_wait_at_mixed_instances_make_their_pool_grow(
     cluster: KubeEmulator, net: Net
 ):
-    """4 s of prompts each at the one instance: 12 s of backlog, 4 s of which is one's aim."""
+    """Puts 4 s of prompts each at the one instance: 12 s of backlog, with a target of 4 s per
+    instance.
+    """
     await net.worker("chat-decode-0", role="mixed", kv_pages=1000)
     await holder(net, "a", "b", "c", prompt_tokens=4000)
     at_once = {"intervalSeconds": 1, "scaleUp": {"stabilizationWindowSeconds": 0}}
@@ -282,7 +286,7 @@ async def test_prompts_that_wait_at_mixed_instances_make_their_pool_grow(
 
 
 async def test_errors_are_got_over_without_haste(cluster: KubeEmulator):
-    """Whatever goes wrong is tried again, ever later; who asks for a second gets one."""
+    """Every failure is retried after growing waits; a Retry-After of one second is respected."""
     faults = [
         Fault(409, times=4),
         Fault(500, times=4),
@@ -332,7 +336,7 @@ async def test_what_belongs_to_others_is_left_alone(cluster: KubeEmulator):
 
 
 async def test_operators_take_turns(cluster: KubeEmulator):
-    """One that waits touches nothing; it takes over at once when the leader stops."""
+    """A waiting operator writes nothing; it takes over at once when the leader stops."""
     async with contextlib.AsyncExitStack() as both:
         async with operator(cluster, identity="a") as first:
             await cluster.until(lambda: first.election.leading)
@@ -341,7 +345,7 @@ async def test_operators_take_turns(cluster: KubeEmulator):
             await cluster.until(lambda: ready(cluster) and second.ready())
             assert not second.election.leading and total(second, ROUNDS) == 0
             assert lease(cluster)["holderIdentity"] == "a"
-        await cluster.until(lambda: second.election.leading)  # not when the lease lapses
+        await cluster.until(lambda: second.election.leading)  # not when the lease expires
         assert lease(cluster)["holderIdentity"] == "b" and lease(cluster)["leaseTransitions"] == 1
         await cluster.make(chat(name="next"))
         await cluster.until(lambda: ready(cluster, "next"))
@@ -349,7 +353,7 @@ async def test_operators_take_turns(cluster: KubeEmulator):
 
 
 async def test_without_the_right_to_watch_it_ends(cluster: KubeEmulator):
-    """And lets another one lead, that may have it."""
+    """Releases the lease to another candidate."""
     cluster.faults.append(Fault(403, times=9, matches=lambda r: "/v1/pods" in r.url.path))
     with pytest.raises(Exception, match="injected 403"):
         async with operator(cluster) as running:

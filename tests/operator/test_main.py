@@ -1,4 +1,4 @@
-"""The command: its options, its environment, its end."""
+"""The command: its options, its environment, its exit."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the operator applies: every object is valid, and what is in it is what Millrace reads."""
+"""The applied objects: every object is valid, and Millrace reads its content."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ MIXED: dict[str, Any] = {"prefill": None, "decode": {"role": "mixed", "stages": 
 
 
 def all_objects(**spec: Any) -> dict[tuple[str, str], dict[str, Any]]:
-    """All of a service and its pools, by kind and name."""
+    """Returns all objects of a service and its pools, by kind and name."""
     context = Context.of(model_service(**spec), DEFAULTS)
     found = objects.of_service(context)
     for manifest in list(found):
@@ -85,7 +85,7 @@ def test_the_services_read_their_file(tmp_path):
     assert config.slo_classes["a b"] == Slo(class_name="a b")
     assert (config.scheduler.policy, config.scheduler.planner) == ("lars", "cdsp")
     assert config.scheduler.max_kv_tokens_per_worker == 262_144
-    assert config.scheduler.max_kvp_degree == 17  # the request's home, too
+    assert config.scheduler.max_kvp_degree == 17  # the KV owner, too
     assert (config.engine.max_batch, config.engine.max_context_tokens) == (32, 65536)
     assert (config.proxy.max_inflight, config.proxy.default_ttft_slo_ms) == (99, 10_000)
     assert (config.proxy.park_timeout_s, config.proxy.max_parked) == (300, 1024)
@@ -141,7 +141,7 @@ def test_mixed_instances_have_a_decode_pools_pods_and_a_command_of_their_own():
     assert (given["role"], given["stages"], given["drain_timeout_s"]) == ("mixed", 2, 600)
     assert (given["instance_id"], given["scheduler"]) == ("$(POD_NAME)", "chat-scheduler:7070")
     assert arguments[2:] == main(decode["StatefulSet", "chat-decode"])["args"][1:]
-    # In all else a pod is as a decode instance's: image, labels that policies and budgets read.
+    # All else equals a decode instance's pod: image, labels of policies and budgets.
     pods = [found["StatefulSet", "chat-decode"]["spec"]["template"] for found in (mixed, decode)]
     for pod in pods:
         del pod["spec"]["containers"][0]["args"], pod["metadata"]["labels"][TEMPLATE_LABEL]
@@ -240,7 +240,7 @@ def test_children_go_with_their_owner():
     assert owner(model_service())["blockOwnerDeletion"] is False
 
 
-# ---- what makes pods new
+# ---- changes that make pods new
 
 
 def template_of(child: dict[str, Any], **spec: Any) -> str:
@@ -270,7 +270,7 @@ def test_mixed_pods_start_anew_for_the_settings_of_their_batches():
     before = template_of(child)
     assert before != template_of(pool())
     assert template_of(child, settings={"mixed.t_target_ms": "9"}) != before
-    assert template_of(child, scheduling={"policy": "fcfs"}) == before  # the scheduler tells them
+    assert template_of(child, scheduling={"policy": "fcfs"}) == before  # sent by the scheduler
     assert template_of(pool(), settings={"mixed.t_target_ms": "9"}) == template_of(pool())
 
 
@@ -305,7 +305,7 @@ def test_a_role_starts_anew_for_what_it_reads(role, sections):
         assert (digest_for(role, tables(changed)) != before) == read, path
 
 
-# ---- what no server can check
+# ---- errors that no server can check
 
 
 @pytest.mark.parametrize(

@@ -1,4 +1,4 @@
-"""Pods as the API server tells them."""
+"""The state of pods, as the API server reports it."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""One pool, one pass at a time: what is done, in what order, and what the status says."""
+"""One pool, pass by pass: its actions, their order, and its status."""
 
 from __future__ import annotations
 
@@ -71,7 +71,9 @@ def test_otherwise_it_only_recommends(mode):
 
 
 def test_steps_that_nobody_takes_do_not_show():
-    """Followed, a recommendation would wait for the next step; here it would come and go."""
+    """If it is followed, a recommendation would wait for the next step; here it would come and
+    go.
+    """
     scene = Scene(autoscaling={"mode": "External"})
     scene.see(recommendation=advice(5, wished=9))
     scene.carry_out()
@@ -134,7 +136,7 @@ def test_no_metrics():
 
 
 def draining(requests: int = 2, **spec: Any) -> Scene:
-    """One of three is one too many, and holds requests."""
+    """One of three instances is surplus, and holds requests."""
     scene = Scene(**spec)
     scene.knows(f"{NAME}-2", held(requests))
     scene.pool["spec"]["replicas"] = 2
@@ -243,7 +245,7 @@ def test_zero():
     assert scene.condition("Available") == ("True", "ScaledToZero")
 
 
-# ---- what stops everything
+# ---- conditions that stop everything
 
 
 def test_paused():

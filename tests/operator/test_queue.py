@@ -1,4 +1,4 @@
-"""The work queue's promises, with short times."""
+"""The work queue's guarantees, with short times."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ async def until(true: Callable[[], bool]) -> None:
 
 
 class Recorder:
-    """Notes when which key is looked at; `answers` are given in turn, the last one for ever."""
+    """Records when each key is reconciled; `answers` are given in turn, the last one for ever."""
 
     def __init__(self, *answers: float | Exception | None) -> None:
         self.answers = list(answers)
@@ -57,7 +57,7 @@ class Recorder:
         return answer
 
     async def until(self, count: int) -> list[float]:
-        """Seconds between looks, once there were so many."""
+        """Returns the seconds between passes, after `count` passes."""
         async with asyncio.timeout(HANG_S), self.looked:
             await self.looked.wait_for(lambda: len(self.looks) >= count)
         times = [at_s for _, at_s in self.looks]
@@ -151,7 +151,7 @@ async def test_an_event_shortens_a_wait_but_not_one_that_was_asked_for():
 
 
 async def test_events_that_a_look_causes_can_not_make_it_spin():
-    """Each look touches its own object: the gap keeps the pace."""
+    """Each pass touches its own object: the gap limits the rate."""
     queue: WorkQueue
 
     async def look(key: Key) -> float:

@@ -1,4 +1,4 @@
-"""Room in ResourceQuotas, by Kubernetes' documentation of them."""
+"""Room in ResourceQuotas, by Kubernetes' documentation."""
 
 from __future__ import annotations
 
@@ -40,12 +40,12 @@ def test_devices_are_resources_with_a_domain():
     [
         ({f"requests.{GPU}": "10"}, {f"requests.{GPU}": "4"}, 2, 5),
         ({f"requests.{GPU}": "10"}, {f"requests.{GPU}": "5"}, 2, 4),
-        ({f"requests.{GPU}": "3"}, {f"requests.{GPU}": "4"}, 2, 2),  # lowered under what runs
+        ({f"requests.{GPU}": "3"}, {f"requests.{GPU}": "4"}, 2, 2),  # lowered since
         ({f"requests.{GPU}": "10"}, {}, 0, 5),  # not counted yet
         ({"pods": "7"}, {"pods": "4"}, 2, 5),
         ({"count/pods": "1k"}, {"count/pods": "999"}, 1, 2),
         ({f"requests.{GPU}": "100", "pods": "3"}, {"pods": "3"}, 2, 2),
-        ({"requests.cpu": "1", GPU: "1"}, {}, 2, None),  # says nothing of devices
+        ({"requests.cpu": "1", GPU: "1"}, {}, 2, None),  # no limit of devices
     ],
 )
 def test_the_tightest_quota_counts(

@@ -14,7 +14,7 @@ from support.pool_scene import NAME, Scene, advice, held, reasons, size
 
 
 def old(scene: Scene, *, revision: str = "") -> None:
-    """All pods are of an earlier template."""
+    """All pods have an earlier template."""
     for pod in scene.observed.pods:
         scene.pod(pod.ordinal, template="old", revision=revision or pod.revision)
 
@@ -80,7 +80,7 @@ def test_an_old_one_that_never_started_is_replaced_at_once():
 @pytest.mark.parametrize(
     "peer, goes",
     [
-        ({"revision": "other"}, False),  # has not heard of the change
+        ({"revision": "other"}, False),  # has not seen the change
         ({"updated_ready": 0}, False),
         ({"updated_ready": 1}, True),  # a third each
         ({"updated_ready": 1, "replicas": 6}, False),  # only a sixth
@@ -105,7 +105,7 @@ def test_a_new_revision_comes_in_pairs(peer, goes):
 
 
 def shrink(scene: Scene, *, serving: set[str]) -> set[int]:
-    """To one, beside a pool that serves these revisions: ordinals that still take work."""
+    """Shrinks to one, beside a pool that serves these revisions: ordinals that still take work."""
     known = {"revision": "other", "replicas": 1, "updated_ready": 0}
     peer = Peer(name="chat-prefill", serving=frozenset(serving), **known)
     scene.see(recommendation=advice(1), peers=(peer,))

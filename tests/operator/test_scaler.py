@@ -1,4 +1,4 @@
-"""Loads and autoscalers: who is asked how often, and what old news does."""
+"""Loads and autoscalers: how often the scheduler is asked, and the effect of an old load."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ ADDRESS = "chat-scheduler.default.svc:7070"
 
 
 class World:
-    """A clock, and the one scheduler that there is."""
+    """A clock, and a single scheduler."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.now_s = 1000.0
@@ -193,7 +193,7 @@ async def test_instances_are_asked_anew_after_a_change(world: World):
     await world.schedulers.cordon(ADDRESS, "d-0", cordoned=True)
     await world.schedulers.instances(ADDRESS)
     assert world.calls == ["instances", "cordon", "instances"]
-    await world.schedulers.cordon(ADDRESS, "gone", cordoned=True)  # needs nothing any more
+    await world.schedulers.cordon(ADDRESS, "gone", cordoned=True)  # does not need it any more
     world.down = True
     with pytest.raises(SchedulerUnavailable):
         await world.schedulers.cordon(ADDRESS, "d-0", cordoned=True)

@@ -15,7 +15,7 @@ from support.custom_resources import DEFAULTS, SCHEMAS, defaulted, model_service
 
 
 class Scene:
-    """A service whose children are there and well."""
+    """A service with existing, healthy children."""
 
     def __init__(self, **spec: Any) -> None:
         self.service = model_service(**spec)
@@ -30,7 +30,7 @@ class Scene:
         self.carry_out()
 
     def say(self, kind: str, *, message: str = "", ready: int = 1, **conditions: str) -> None:
-        """A pool's status."""
+        """Returns a pool's status."""
         child = next(c for (k, _), c in self.live.items() if k == kind)
         known = by_type(child.get("status", {}))
         for name, status in conditions.items():

@@ -1,4 +1,4 @@
-"""A user's pod template over the operator's."""
+"""Merging of a user's pod template over the operator's."""
 
 from __future__ import annotations
 

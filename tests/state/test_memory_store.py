@@ -1,4 +1,4 @@
-"""MemoryStore forgets what expired, also when nobody asks for it again."""
+"""MemoryStore drops expired requests even without further calls for them."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""open_store: one URL, one kind of store."""
+"""open_store: one kind of store per kind of URL."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""PrivateRedis: private, quiet, and gone with its parent."""
+"""PrivateRedis: private, quiet, and ended with its parent."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ asyncio.run(main())
 
 @pytest.fixture
 def short_path() -> Iterator[Path]:
-    """A folder whose sockets fit, whatever TMPDIR is."""
+    """Returns a folder whose sockets have short paths, for any TMPDIR."""
     with tempfile.TemporaryDirectory(dir="/tmp") as folder:
         yield Path(folder)
 

@@ -1,4 +1,4 @@
-"""What is RedisStore's alone: lifetimes in the server, lost connections, errors, secrets."""
+"""The parts of RedisStore alone: lifetimes in the server, lost connections, errors, secrets."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""ScriptRunner: callers share round trips and nothing else."""
+"""ScriptRunner: callers share only round trips."""
 
 from __future__ import annotations
 

@@ -19,7 +19,7 @@ _EC = ("-newkey", "ec", "-pkeyopt", "ec_paramgen_curve:prime256v1", "-nodes")
 
 
 class Authority:
-    """A CA of its own, that keeps its files in `folder`."""
+    """A CA of its own, which keeps its files in `folder`."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
@@ -28,7 +28,9 @@ class Authority:
                       "-subj", f"/CN={folder.name}")  # fmt: skip
 
     def issue(self, folder: Path, *, name: str = SERVER_NAME, days: int = 1) -> TlsConfig:
-        """Writes ca.crt, tls.crt and tls.key, valid for `name`, into `folder`; replaces each."""
+        """Writes ca.crt, tls.crt and tls.key, valid for `name`, into `folder`; replaces old
+        files.
+        """
         folder.mkdir(parents=True, exist_ok=True)
         self._openssl("req", *_EC, "-keyout", "tls.key", "-out", "tls.csr", "-subj", "/CN=millrace")
         (self.folder / "names").write_text(f"subjectAltName=DNS:{name}\n")
@@ -57,5 +59,5 @@ def tls_config(folder: Path) -> TlsConfig:
 
 
 def tls_settings(config: TlsConfig) -> list[str]:
-    """As `--set` takes them."""
+    """Returns the options of `--set`."""
     return [f"tls.{name}={getattr(config, name)}" for name in ("ca_file", "cert_file", "key_file")]

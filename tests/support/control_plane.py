@@ -32,10 +32,10 @@ from support.kube_api import Api, Refused
 ASSETS = "KUBEBUILDER_ASSETS"
 KUBECONFIG = "MILLRACE_TEST_KUBECONFIG"
 
-#: Of the user whom the API server takes for an administrator; good for this server only.
+#: The token of the API server's administrator; for this server only.
 ADMIN_TOKEN = "admin"
 
-#: What service accounts do, and whether they may.
+#: Audits the calls of service accounts and their outcomes.
 AUDIT_POLICY = """\
 apiVersion: audit.k8s.io/v1
 kind: Policy
@@ -50,11 +50,11 @@ START_S = 60.0
 
 
 class Unavailable(Exception):
-    """No control plane can be had here, and why."""
+    """No control plane can run here; the message says why."""
 
 
 class ControlPlane:
-    """An API server and what goes with it. Objects in it are the tests' own."""
+    """An API server and its companions. Objects in it are the tests' own."""
 
     def __init__(
         self, api: Api, folder: Path, *, controllers: bool, assets: Path | None = None
@@ -63,22 +63,22 @@ class ControlPlane:
         self.folder = folder  # logs, kubeconfigs
         self.controllers = controllers  # whether pods are made and garbage is collected
         self._assets = assets
-        #: A line for each call of a service account; None where the server is somebody else's.
+        #: A line for each call of a service account; None if the server is not ours.
         self.audit = folder / "audit.log" if assets else None
         self.kubeconfig = self.write_kubeconfig("admin", _user(api.configuration))
 
     def calls_of(self, namespace: str, service_account: str) -> list[dict[str, Any]]:
-        """What a service account has asked so far, and how it was answered: audit events."""
+        """Returns a service account's calls so far, with their answers: audit events."""
         assert self.audit is not None
         user = f"system:serviceaccount:{namespace}:{service_account}"
-        *lines, _ = self.audit.read_text().split("\n")  # the last may be half written
+        *lines, _ = self.audit.read_text().split("\n")  # the last line may be incomplete
         events = [json.loads(line) for line in lines if user in line]
         return [
             event for event in events if event["user"]["username"] == user and "objectRef" in event
         ]
 
     def kubectl(self) -> Path | None:
-        """The binary, of the assets or on PATH."""
+        """Returns the binary, from the assets or on PATH."""
         beside = self._assets / "kubectl" if self._assets else None
         if beside is not None and beside.exists():
             return beside
@@ -86,7 +86,7 @@ class ControlPlane:
         return Path(found) if found else None
 
     def service_account(self, namespace: str, name: str) -> Path:
-        """A kubeconfig with nothing but this service account's own token (an hour's)."""
+        """Returns a kubeconfig with only this service account's own token (for an hour)."""
         token = self.token(namespace, name)
         return self.write_kubeconfig(f"{namespace}-{name}", {"token": token}, namespace)
 
@@ -100,7 +100,7 @@ class ControlPlane:
         return str(self.api.call("POST", path, request)["status"]["token"])
 
     def api_of(self, kubeconfig: Path) -> Api:
-        """Calls as the user whom a kubeconfig names."""
+        """Returns calls as the user of a kubeconfig."""
         return Api(_configuration(kubeconfig))
 
     def write_kubeconfig(
@@ -132,10 +132,10 @@ class ControlPlane:
 
 @contextmanager
 def control_plane(folder: Path, before_controllers: Any = None) -> Iterator[ControlPlane]:
-    """The control plane that the environment offers; raises Unavailable without one.
+    """Yields the environment's control plane; raises Unavailable without one.
 
-    `before_controllers(api)` runs before the controller manager starts. Whoever installs CRDs there
-    spares the garbage collector, which reads the list of kinds every 30 s, the wait.
+    `before_controllers(api)` runs before the controller manager starts. CRDs installed there save
+    the garbage collector's wait: it reads the list of kinds only every 30 s.
     """
     kubeconfig, assets = os.environ.get(KUBECONFIG), os.environ.get(ASSETS)
     if kubeconfig:
@@ -160,7 +160,7 @@ def _own(assets: Path, folder: Path, before_controllers: Any) -> Iterator[Contro
         if not (assets / name).exists():
             raise Unavailable(f"{ASSETS} has no {name}")
     processes = Processes(folder)
-    # On a disk, every write of etcd may wait for it.
+    # On a disk, every write of etcd may wait for the disk.
     with tempfile.TemporaryDirectory(prefix="millrace-etcd-", dir=_memory()) as data:
         try:
             api = _start_server(processes, assets, folder, Path(data))
@@ -177,7 +177,7 @@ def _own(assets: Path, folder: Path, before_controllers: Any) -> Iterator[Contro
 
 
 class Processes:
-    """Children with a log each. They die with this process, however it ends."""
+    """Children with a log each. They always die with this process."""
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
@@ -196,7 +196,7 @@ class Processes:
         self._running.append((process, log))
 
     def wait(self, ready: Any, what: str) -> None:
-        """Until `ready()`; raises Unavailable with the log of one that ends before."""
+        """Waits until `ready()`; raises Unavailable with the log of a child that ends before."""
         deadline_s = time.monotonic() + START_S
         while not ready():
             for process, log in self._running:
@@ -207,7 +207,7 @@ class Processes:
             time.sleep(0.05)
 
     def kill(self) -> None:
-        """At once, for nothing of theirs is kept."""
+        """Kills them at once, since none of their data is kept."""
         for process, _ in reversed(self._running):
             process.kill()
         for process, _ in self._running:
@@ -281,7 +281,7 @@ def _start_controllers(processes: Processes, assets: Path, plane: ControlPlane) 
 
 
 def _key(certificates: Path) -> Path:
-    """What signs tokens. The API server makes it first thing, for its own certificate."""
+    """Returns the key that signs tokens. The API server makes it first, for its own certificate."""
     return certificates / "apiserver.key"
 
 
@@ -305,7 +305,7 @@ def answers(url: str) -> bool:
 
 
 def free_ports(count: int) -> list[int]:
-    """Of the kernel's choice; another process may still take one before it is used."""
+    """Returns a port chosen by the kernel; another process may still take it before its use."""
     sockets = [socket.create_server(("127.0.0.1", 0)) for _ in range(count)]
     ports = [s.getsockname()[1] for s in sockets]
     for s in sockets:
@@ -314,13 +314,13 @@ def free_ports(count: int) -> list[int]:
 
 
 def _memory() -> str | None:
-    """A folder in memory where there is one."""
+    """Returns a folder in memory where possible."""
     shared = Path("/dev/shm")
     return str(shared) if os.access(shared, os.W_OK) else None
 
 
 def tied(command: Sequence[str | Path]) -> list[str]:
-    """The command as a child that is killed when the thread that starts it ends."""
+    """Runs the command as a child that is killed when the thread that starts it ends."""
     return ending_with_this([str(word) for word in command], signal.SIGKILL)
 
 
@@ -333,7 +333,7 @@ def _configuration(kubeconfig: Path) -> client.Configuration:
 
 
 def _user(configuration: client.Configuration) -> dict[str, Any]:
-    """The credential of a configuration, as a kubeconfig states it."""
+    """Returns the credential of a configuration, as a kubeconfig states it."""
     if configuration.cert_file:
         return {
             "client-certificate-data": b64encode(

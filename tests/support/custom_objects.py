@@ -1,4 +1,4 @@
-"""Small ModelServices and pools, as a person writes them."""
+"""Small ModelServices and pools, as a user writes them."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def pool(kind: str, name: str = "pool", namespace: str = "default", **spec: Any)
 
 
 def merged(base: Any, over: Any) -> Any:
-    """`over` over `base`, mapping by mapping; None removes a field."""
+    """Merges `over` into `base`, mapping by mapping; None removes a field."""
     if not isinstance(base, dict) or not isinstance(over, dict):
         return deepcopy(over)
     together = deepcopy(base)

@@ -1,4 +1,4 @@
-"""ModelServices and pools as the API server hands them out: with the CRDs' defaults filled in."""
+"""ModelServices and pools as the API server returns them: with the CRDs' defaults filled in."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ SCHEMAS: dict[str, dict[str, Any]] = {
 
 
 def defaulted(schema: dict[str, Any], value: Any) -> Any:
-    """What structural defaulting makes of a value: defaults of missing fields, from outside in."""
+    """Fills in a value's defaults (structural defaulting), from the outside in."""
     if isinstance(value, dict):
         fields = schema.get("properties", {})
         missing = {k: f["default"] for k, f in fields.items() if k not in value and "default" in f}
@@ -37,7 +37,7 @@ def defaulted(schema: dict[str, Any], value: Any) -> Any:
 
 
 def resource(kind: str, name: str, spec: dict[str, Any], **metadata: Any) -> dict[str, Any]:
-    """An object with its defaults."""
+    """Returns an object with its defaults."""
     found = {
         "apiVersion": API_VERSION,
         "kind": kind,

@@ -1,9 +1,10 @@
-"""A small cluster round the operator's decisions: what happens when they are carried out.
+"""A small simulated cluster that carries out the operator's decisions.
 
-One ModelService with a prefill and a decode pool. StatefulSets make and remove pods as Kubernetes
-does (Parallel, OnDelete, highest ordinal first); pods start after random delays, crash, hold
-requests; the scheduler knows those that are registered, and may be silent. `tick` lets time pass
-and the operator look at everything once. What must never happen is checked where it would happen.
+It has one ModelService with a prefill and a decode pool. StatefulSets make and remove pods as
+Kubernetes does (Parallel, OnDelete, highest ordinal first); pods start after random delays, crash,
+hold requests; the scheduler knows the registered instances, and may fail to answer. `tick` lets
+time pass and runs one pass of the operator over everything. Invariants are checked where they could
+break.
 """
 
 from __future__ import annotations
@@ -34,7 +35,7 @@ from support.custom_resources import DEFAULTS, SCHEMAS, defaulted, model_service
 
 TICK_S = 5.0
 DRAIN_S = 60
-#: The least and the most that an autoscaled pool may have.
+#: The least and the most instances of an autoscaled pool.
 LIMITS = (1, 5)
 
 
@@ -86,13 +87,13 @@ def autoscaling(mode: str) -> dict[str, Any]:
 
 
 def _draining(pool: dict[str, Any]) -> dict[str, str]:
-    """Why the pods leave of which the status says that they do."""
+    """Returns why each pod leaves, by the status's draining entries."""
     entries = pool["status"].get("draining", ())
     return {e["pod"]: e["reason"] for e in entries if not e.get("returning")}
 
 
 class FleetWorld:
-    """Time starts at 1000 s."""
+    """A cluster. Time starts at 1000 s."""
 
     def __init__(
         self,
@@ -117,7 +118,7 @@ class FleetWorld:
         self.live: dict[tuple[str, str], dict[str, Any]] = {}
         self.pods: list[Node] = []
         self.autoscalers: dict[str, Autoscaler] = {}
-        self.load: dict[str, float] = {}  # what the pool's signals add up to, in instances
+        self.load: dict[str, float] = {}  # the sum of the pool's signals, in instances
         self.silent_until_s = 0.0
         self.busy = True  # whether requests arrive
         self.events: Counter[str] = Counter()
@@ -127,7 +128,9 @@ class FleetWorld:
     # ---- the operator
 
     def tick(self, *, stop_after: int | None = None) -> list[Action]:
-        """Time passes; the operator does what it finds right, or dies after so many actions."""
+        """Lets time pass; the operator carries out its decisions, or dies after `stop_after`
+        actions.
+        """
         self._pass_time()
         done: list[Action] = []
         for thing in [self.service, *self.pools()]:
@@ -260,7 +263,7 @@ class FleetWorld:
     def _named(self, name: str) -> Node:
         return next(p for p in self.pods if p.name == name)
 
-    # ---- what must never happen
+    # ---- invariants
 
     def _check_limits(self, pool: dict[str, Any], replicas: int) -> None:
         initial = "observedGeneration" not in pool.get("status", {})
@@ -268,7 +271,7 @@ class FleetWorld:
         assert initial or least <= replicas <= most, f"{replicas} replicas"
 
     def _check_removal(self, pod: Node) -> None:
-        """Whoever holds requests stays until its time is over."""
+        """An instance that holds requests stays until its time is over."""
         if pod.requests and pod.ready:
             assert self.on_timeout != "Wait", f"{pod.name} holds {len(pod.requests)} requests"
             self._check_time(pod)
@@ -284,7 +287,7 @@ class FleetWorld:
         return next(p for p in self.pools() if p["metadata"]["name"] == pod.pool)
 
     def _check_capacity(self, pod: Node) -> None:
-        """A rollout takes no capacity: enough others serve when an instance is taken out."""
+        """A rollout takes no capacity: enough others serve when an instance is cordoned."""
         if not pod.ready:
             return
         pool = self.pool_of(pod)
@@ -293,10 +296,10 @@ class FleetWorld:
         assert others >= least, f"{others} serve of {least} when {pod.name} goes"
 
     def _check_pairing(self, pool: dict[str, Any], pod: Node) -> None:
-        """Some revision stays with all pools, as far as their statuses tell, if one was.
+        """Some revision stays with all pools, by their statuses, if there was a common revision.
 
-        Whoever is to be cordoned in the same pass does not stay. A rollout without an extra
-        instance may take the only one of a pool, but not where a new one is there already.
+        An instance that is cordoned in the same pass does not count. A rollout without an extra
+        instance may take a pool's only instance, unless a new instance is there already.
         """
         size, reasons = pool["spec"]["replicas"], _draining(pool)
         serving = [p for p in self._of(pod.pool) if p.serves]
@@ -361,10 +364,10 @@ class FleetWorld:
         pod.terminating_at_s = pod.terminating_at_s or self.now_s
         self.removed.append(pod.name)
 
-    # ---- what happens to it
+    # ---- events of the cluster
 
     def crash(self, pool: str, index: int) -> None:
-        """A process dies and starts again; what it held is lost with it."""
+        """A process dies and starts again; its requests are lost."""
         pods = [p for p in self._of(pool) if p.ready]
         if pods:
             pod = pods[index % len(pods)]
@@ -373,19 +376,19 @@ class FleetWorld:
             pod.ready_at_s = self.now_s + self.random.uniform(*self.start_s)
 
     def change(self, **model: Any) -> None:
-        """Somebody edits spec.model."""
+        """A user edits spec.model."""
         self.service["spec"]["model"] |= model
         self.service["metadata"]["generation"] += 1
 
     def serving(self, role: str) -> list[Node]:
-        """Instances of a pool that take work."""
+        """Returns the instances of a pool that take work."""
         name = self.pool(role)["metadata"]["name"]
         return [pod for pod in self._of(name) if pod.serves]
 
     def settle(self, ticks: int = 400, silent: int = 6) -> None:
-        """Until every pod serves and nothing is done for `silent` looks in a row.
+        """Runs until every pod serves and the operator does nothing for `silent` passes in a row.
 
-        Raises AssertionError if that never comes.
+        Raises AssertionError if that never happens.
         """
         quiet = 0
         for _ in range(ticks):

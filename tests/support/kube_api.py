@@ -1,4 +1,4 @@
-"""Plain calls to a Kubernetes API server, as a person with a credential makes them."""
+"""Plain calls to a Kubernetes API server, as a user with a credential makes them."""
 
 from __future__ import annotations
 
@@ -18,14 +18,14 @@ MERGE = "application/merge-patch+json"
 TABLE = "application/json;as=Table;v=v1;g=meta.k8s.io"
 DISCOVERY = "application/json;g=apidiscovery.k8s.io;v=v2;as=APIGroupDiscoveryList"
 
-#: Of one call, and for what takes a moment on a machine that does nothing else. In seconds.
+#: Timeouts in seconds: of one call, and of actions that take a moment on an idle machine.
 WAIT_S = 30.0
 
 T = TypeVar("T")
 
 
 class Refused(Exception):
-    """The API server's answer to a call that it did not carry out."""
+    """The API server's answer to a call that it refused."""
 
     def __init__(self, status: int, message: str) -> None:
         super().__init__(f"{status}: {message}")
@@ -35,7 +35,7 @@ class Refused(Exception):
 
 @dataclass(frozen=True, slots=True)
 class Resource:
-    """Where a kind is served."""
+    """The path at which a kind is served."""
 
     path: str  # of its group and version
     plural: str
@@ -44,7 +44,7 @@ class Resource:
 
 
 class Api:
-    """One user's view of an API server. Calls raise Refused."""
+    """One user's client of an API server. Calls raise Refused."""
 
     def __init__(self, configuration: client.Configuration) -> None:
         configuration.retries = False
@@ -65,9 +65,9 @@ class Api:
         content_type: str = "application/json",
         accept: str = "application/json",
     ) -> Any:
-        """The decoded answer; plain text where the server speaks no JSON.
+        """Returns the decoded answer; plain text where the server sends no JSON.
 
-        "Too many requests", which a changed CRD causes for a moment, is tried again.
+        "Too many requests", which a changed CRD causes for a moment, is retried.
         """
         request = self._client.param_serialize(
             verb,
@@ -93,7 +93,7 @@ class Api:
         return json.loads(text) if text.startswith(("{", "[")) else text
 
     def resources(self) -> dict[tuple[str, str], Resource]:
-        """By apiVersion and kind: all that is served, as of now."""
+        """Returns all served kinds, by apiVersion and kind."""
         found = {}
         for root in ("/api", "/apis"):
             for group in self.call("GET", root, accept=DISCOVERY)["items"]:
@@ -136,7 +136,7 @@ class Api:
         subresource: str = "",
         dry_run: bool = False,
     ) -> Object:
-        """Server-side apply; unknown and duplicate fields are errors."""
+        """Applies on the server side; unknown and duplicate fields are errors."""
         query = {"fieldManager": manager, "fieldValidation": "Strict"}
         if force:
             query["force"] = "true"
@@ -146,7 +146,7 @@ class Api:
         return self.call("PATCH", path, manifest, query=query, content_type=APPLY)
 
     def get(self, api_version: str, kind: str, namespace: str, name: str) -> Object | None:
-        """None when there is none."""
+        """Returns the object; None when there is none."""
         try:
             return self.call("GET", self.path(api_version, kind, namespace, name))
         except Refused as refused:
@@ -164,12 +164,12 @@ class Api:
     def merge(
         self, obj: Object, patch: Object, subresource: str = "", *, manager: str = "tests"
     ) -> Object:
-        """A merge patch to the object that `obj` names."""
+        """Merges a patch into the object that `obj` names."""
         path = self.path(*_where(obj), subresource)
         return self.call("PATCH", path, patch, query={"fieldManager": manager}, content_type=MERGE)
 
     def delete(self, obj: Object, *, grace_s: int | None = None) -> None:
-        """In the background; gone is fine."""
+        """Deletes in the background; the object may be gone."""
         body: Object = {"propagationPolicy": "Background"}
         if grace_s is not None:
             body["gracePeriodSeconds"] = grace_s
@@ -186,7 +186,9 @@ def _where(obj: Object) -> tuple[str, str, str, str]:
 
 
 def eventually(check: Callable[[], T], timeout_s: float = WAIT_S, *, what: str = "") -> T:
-    """The first true answer of `check`; fails with the last one. Refused counts as not yet."""
+    """Returns the first true answer of `check`; fails with the last one. Refused counts as not
+    yet.
+    """
     deadline_s = time.monotonic() + timeout_s
     while True:
         try:
@@ -203,11 +205,11 @@ def eventually(check: Callable[[], T], timeout_s: float = WAIT_S, *, what: str =
 
 
 async def soon(check: Callable[[], T], timeout_s: float = WAIT_S, *, what: str = "") -> T:
-    """`eventually` for tests with tasks of their own, which go on meanwhile."""
+    """Works as `eventually` for tests with tasks of their own, which continue during it."""
     return await asyncio.to_thread(eventually, check, timeout_s, what=what)
 
 
 def condition(obj: Object | None, name: str) -> str:
-    """The status of a condition; "" when it is not there."""
+    """Returns the status of a condition; "" when it is missing."""
     conditions = (obj or {}).get("status", {}).get("conditions", [])
     return next((c["status"] for c in conditions if c["type"] == name), "")

@@ -1,10 +1,10 @@
-"""An API server in memory, as far as the operator sees one: kmock's emulator, made stricter.
+"""An API server in memory, as far as the operator uses it: kmock's emulator, made stricter.
 
-On top of kmock: resourceVersion, uid, generation and creationTimestamp; server-side apply with
-managers (what a manager no longer applies goes away), the status and scale subresources, defaults
-of the CRDs' schemas, preconditions, label selectors, watches from a resourceVersion, the garbage
-collector, and the controllers of StatefulSets and Deployments. The test injects `Fault`s, and acts
-between two requests.
+It adds to kmock: resourceVersion, uid, generation and creationTimestamp; server-side apply with
+managers (fields that a manager no longer applies are removed), the status and scale subresources,
+defaults of the CRDs' schemas, preconditions, label selectors, watches from a resourceVersion, the
+garbage collector, and the controllers of StatefulSets and Deployments. The test injects `Fault`s,
+and acts between two requests.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ NOT_FOUND = KubernetesError(status=404, reason="NotFound")
 
 @dataclass
 class Fault:
-    """The next `times` requests that `matches` accepts fail with `status`."""
+    """Makes the next `times` requests that `matches` accepts fail with `status`."""
 
     status: int
     times: int = 1
@@ -78,37 +78,37 @@ class KubeEmulator(KubernetesEmulator):
         for name in ("v1/events", "v1/namespaces"):  # kopf looks for them
             self.resources[name].namespaced = name == "v1/events"
 
-    # What tests read and do.
+    # The tests' reads and actions.
 
     def find(self, kind: str, name: str, namespace: str = "default") -> Object | None:
-        """The object itself; change it by `edit`."""
+        """Returns the object itself; change it by `edit`."""
         return self._store.get((kind, namespace, name))
 
     def names(self) -> list[tuple[str, str, str]]:
-        """Kind, namespace and name of every object."""
+        """Returns kind, namespace and name of every object."""
         return sorted(self._store)
 
     def all(self, kind: str) -> list[Object]:
         return [obj for key, obj in sorted(self._store.items()) if key[0] == kind]
 
     async def make(self, manifest: Object) -> Object:
-        """As `kubectl create` does."""
+        """Creates as `kubectl create` does."""
         manifest = copy.deepcopy(manifest)
         manifest["metadata"].setdefault("namespace", "default")
         return await self._put(self._new(manifest))
 
     async def edit(self, kind: str, name: str, change: Callable[[Object], object]) -> Object:
-        """As `kubectl edit` does."""
+        """Edits as `kubectl edit` does."""
         obj = copy.deepcopy(self._store[kind, "default", name])
         change(obj)
         return await self._put(obj)
 
     async def remove(self, kind: str, name: str) -> None:
-        """As `kubectl delete` does."""
+        """Deletes as `kubectl delete` does."""
         await self._delete((kind, "default", name))
 
     async def until(self, true: Callable[[], object], within_s: float = HANG_S) -> None:
-        """Until `true()`, looked at whenever an object changes."""
+        """Waits until `true()`, checked whenever an object changes."""
         try:
             async with asyncio.timeout(within_s), self._news:
                 await self._news.wait_for(lambda: bool(true()))
@@ -116,11 +116,11 @@ class KubeEmulator(KubernetesEmulator):
             raise AssertionError("it never came to be") from None
 
     async def news(self) -> None:
-        """Lets `until` look again, for what is not an object."""
+        """Makes `until` check again, for changes other than of objects."""
         async with self._news:
             self._news.notify_all()
 
-    # What the operator sees.
+    # The operator's view.
 
     async def _handle(self, request: Request) -> aiohttp.web.StreamResponse:
         if self.before is not None:
@@ -242,7 +242,7 @@ class KubeEmulator(KubernetesEmulator):
         return manifest
 
     async def _put(self, new: Object) -> Object:
-        """Stores the object if it is another than before, and lets the controllers work."""
+        """Stores the object if it has changed, and lets the controllers work."""
         meta = new["metadata"]
         key = (new["kind"], meta.get("namespace", ""), meta["name"])
         old = self._store.get(key)
@@ -263,7 +263,7 @@ class KubeEmulator(KubernetesEmulator):
         return self._store[key]
 
     def _is_orphan(self, obj: Object) -> bool:
-        """Whether the garbage collector finds none of the object's owners."""
+        """Returns whether the garbage collector finds none of the object's owners."""
         owners = {owner["uid"] for owner in obj["metadata"].get("ownerReferences", [])}
         return bool(owners) and owners.isdisjoint(
             o["metadata"]["uid"] for o in self._store.values()

@@ -41,13 +41,13 @@ def is_ready(pod: Object) -> bool:
 
 
 def bare(obj: Object) -> Object:
-    """The object without what every write changes."""
+    """Returns the object without the fields that every write changes."""
     meta = {k: v for k, v in obj["metadata"].items() if k not in ("resourceVersion", "generation")}
     return {**obj, "metadata": meta}
 
 
 def is_chosen(request: Request, obj: Object) -> bool:
-    """Whether the request's namespace and label selector take the object in."""
+    """Returns whether the request's namespace and label selector match the object."""
     meta = obj["metadata"]
     if request.namespace and meta.get("namespace") != request.namespace:
         return False
@@ -64,7 +64,7 @@ def is_chosen(request: Request, obj: Object) -> bool:
 
 
 def merge(into: Object, patch: Object) -> None:
-    """JSON merge patch (RFC 7396)."""
+    """Applies a JSON merge patch (RFC 7396)."""
     for name, value in patch.items():
         if value is None:
             into.pop(name, None)
@@ -75,7 +75,7 @@ def merge(into: Object, patch: Object) -> None:
 
 
 def drop_unapplied(obj: Object, before: Object, now: Object) -> None:
-    """Removes what a manager applied before and does not apply now."""
+    """Removes the fields that a manager applied before and does not apply now."""
     for name, value in before.items():
         if isinstance(value, dict) and isinstance(obj.get(name), dict):
             drop_unapplied(obj[name], value, now.get(name) or {})
@@ -87,7 +87,7 @@ def drop_unapplied(obj: Object, before: Object, now: Object) -> None:
 
 @functools.cache
 def crd_schemas() -> dict[str, Object]:
-    """Of the custom resources, by kind."""
+    """Returns the schemas of the custom resources, by kind."""
     loader = getattr(yaml, "CSafeLoader", yaml.SafeLoader)  # ten times as fast
     specs = [yaml.load(path.read_text(), loader)["spec"] for path in sorted(CRDS.glob("*.yaml"))]
     return {
@@ -96,7 +96,7 @@ def crd_schemas() -> dict[str, Object]:
 
 
 def apply_defaults(value: Any, schema: Object) -> None:
-    """Structural defaulting: of absent fields, from the outside in."""
+    """Fills in defaults of absent fields, from the outside in (structural defaulting)."""
     if isinstance(value, dict):
         for name, field_schema in schema.get("properties", {}).items():
             if name not in value and "default" in field_schema:

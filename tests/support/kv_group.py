@@ -1,6 +1,6 @@
 """Several prefill-like senders and one decode-like receiver in this process, over memory.
 
-Each request is laid out over a group; every member sends what it would have computed.
+Each request is laid out over a group; every member sends the share that it would have computed.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ MAX_CHUNK_TOKENS = 24
 
 
 class LocalPeer:
-    """The receiver's control side without a wire; nobody hears of who is not `alive`."""
+    """The receiver's control side without a wire; it ignores senders that are not `alive`."""
 
     def __init__(self, manager: ReceiveManager) -> None:
         self.manager = manager
@@ -64,7 +64,7 @@ class LocalPeer:
 
 
 class PagedKv:
-    """A pool, which of its pages are free, and its tokens seen one by one."""
+    """A pool, its free pages, and its tokens as single views."""
 
     def __init__(self, made: KvLayout) -> None:
         self.layout = made
@@ -79,12 +79,14 @@ class PagedKv:
         return pages
 
     def slot(self, pages: Sequence[int], slot: int) -> np.ndarray:
-        """Writable KV of a token, [parts, layers, 2, heads of a part, head_dim]."""
+        """Returns writable KV of a token, [parts, layers, 2, heads of a part, head_dim]."""
         page, row = divmod(slot, self.layout.page_tokens)
         return self._rows[:, :, pages[page], :, :, row]
 
     def of_token(self, kv: np.ndarray, token: int) -> np.ndarray:
-        """What belongs there, of kv [layers, 2, heads, tokens, head_dim] of the whole model."""
+        """Returns this pool's part of kv [layers, 2, heads, tokens, head_dim] of the whole
+        model.
+        """
         made = self.layout
         layers = slice(made.layer_start, made.layer_end)
         heads = kv[layers, :, made.head_start : made.head_end, token]
@@ -105,7 +107,7 @@ class PagedKv:
 
 
 class Member(PagedKv):
-    """A prefill instance's sending side."""
+    """The sending side of a prefill instance."""
 
     def __init__(
         self, name: str, hub: MemoryHub, made: KvLayout, config: TransferConfig, peer: LocalPeer
@@ -149,7 +151,7 @@ class Member(PagedKv):
             self.free.update(pages)
 
     async def _give_up(self, session: SendSession, reason: str) -> None:
-        """Nobody interrupts a prefill instance here: pages are free once nothing is in flight."""
+        """Runs to the end, as prefill does: pages are free once nothing is in flight."""
         ending = asyncio.create_task(session.abort(reason))
         while not ending.done():
             with contextlib.suppress(asyncio.CancelledError):
@@ -166,7 +168,7 @@ class Member(PagedKv):
                     raise session.failure
 
     def die(self) -> None:
-        """As a process ends: nothing of it is written or heard of any more."""
+        """Ends like a process: none of its writes or messages arrives any more."""
         self.peer.alive = False
         self.transport.close()
 
@@ -176,7 +178,7 @@ class Member(PagedKv):
 
 
 class KvGroup(PagedKv):
-    """The receiver with its pages, and `members` by name. Call `close` at the end."""
+    """Yields the receiver with its pages, and `members` by name. Call `close` at the end."""
 
     def __init__(
         self, config: TransferConfig, made: KvLayout, members: dict[str, KvLayout]
@@ -265,7 +267,7 @@ def planned(
 
 
 def passes_of(laid: Layout, name: str) -> list[tuple[int, tuple[Run, ...]]]:
-    """(number, what the member computes) of each pass."""
+    """Yields (number, the member's computation) of each pass."""
     return [
         (one.number, one.runs[chunk.group.index(name)] if name in chunk.group else ())
         for chunk in laid.chunks

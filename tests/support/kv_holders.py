@@ -1,4 +1,4 @@
-"""Receivers of KV alone, beside live prefill roles: they keep what comes, and say so."""
+"""KV receivers beside live prefill roles: they keep the received KV and report it."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from support.kv_nodes import Pool, read
 
 
 class Holder:
-    """Of `made`'s pages. `finished` has the end of each request, as it was told here."""
+    """A receiver on `made`'s pages. `finished` has the end message of each request."""
 
     def __init__(self, name: str, hub: MemoryHub, made: KvLayout, config: TransferConfig) -> None:
         self.layout = made
@@ -63,7 +63,7 @@ class Holder:
         self.manager.admit(request_id, pages, tokens, shard=shard)
 
     async def kv(self, request_id: str) -> np.ndarray:
-        """What has landed, float32 [layers, 2, heads, tokens here, head_dim]."""
+        """Returns the landed KV, float32 [layers, 2, heads, tokens here, head_dim]."""
         async with asyncio.timeout(HANG_S):
             assert await self._ended[request_id] == "landed"
         return read(self.pool, self.layout, *self._shards[request_id])
@@ -85,7 +85,7 @@ class Holder:
 async def holders(
     count: int, hub: MemoryHub, made: KvLayout, config: TransferConfig
 ) -> AsyncIterator[list[Holder]]:
-    """`count` of them, with pages of other sizes each; at the end nothing may be left behind."""
+    """Yields `count` receivers, each with another page size; checks for leaks at the end."""
     found = []
     for number in range(count):
         own = dataclasses.replace(made, page_tokens=8 + 5 * number, num_pages=400)

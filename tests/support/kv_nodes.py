@@ -57,7 +57,7 @@ def layout(
 
 
 class Pool:
-    """A KV pool in NumPy, float32; spares the children the import of torch."""
+    """A KV pool in NumPy, float32; the children need not import torch."""
 
     def __init__(self, made: KvLayout) -> None:
         self.array = np.zeros(
@@ -89,7 +89,7 @@ class Pool:
 
 
 def expected_kv(made: KvLayout, seed: int, tokens: int) -> np.ndarray:
-    """KV of a prompt, float32 [layers, 2, heads of the model, tokens, head_dim]."""
+    """Returns the KV of a prompt, float32 [layers, 2, heads of the model, tokens, head_dim]."""
     shape = (made.num_layers, 2, made.num_kv_heads, tokens, made.head_dim)
     return np.random.default_rng(seed).standard_normal(shape, dtype=np.float32)
 
@@ -103,7 +103,7 @@ def fill(pool: Pool, made: KvLayout, pages: list[int], kv: np.ndarray) -> None:
 
 
 def read(pool: Pool, made: KvLayout, pages: list[int], tokens: int) -> np.ndarray:
-    """The KV in a request's pages, float32 [layers, 2, heads here, tokens, head_dim]."""
+    """Returns the KV in a request's pages, float32 [layers, 2, heads here, tokens, head_dim]."""
     rows = pool.array[:, pages]  # [layers, pages, 2, heads, page_tokens, dim]
     flat = rows.transpose(0, 2, 3, 1, 4, 5).reshape(
         made.num_layers, 2, made.head_count, -1, made.head_dim
@@ -112,13 +112,13 @@ def read(pool: Pool, made: KvLayout, pages: list[int], tokens: int) -> np.ndarra
 
 
 def pages_of(made: KvLayout, tokens: int, seed: int) -> list[int]:
-    """Pages for a prompt, in random order."""
+    """Returns pages for a prompt, in random order."""
     order = np.random.default_rng(seed).permutation(made.num_pages)
     return order[: made.pages_for(tokens)].tolist()
 
 
 class ReceiverNode:
-    """What a decode instance holds for transfers. `events` is what its callbacks heard."""
+    """The transfer parts of a decode instance. `events` lists the calls of its callbacks."""
 
     def __init__(
         self, made: KvLayout, config: TransferConfig, *, node_id: str = "decode-0", generation=7
@@ -162,7 +162,7 @@ class ReceiverNode:
 
 
 class SenderNode:
-    """What a prefill instance holds for transfers."""
+    """The transfer parts of a prefill instance."""
 
     def __init__(
         self, made: KvLayout, config: TransferConfig, *, node_id: str = "prefill-0", generation=5
@@ -291,7 +291,7 @@ async def _obey(pipe: ChildPipe, commands: object) -> None:
 
 
 def receiver_child(pipe: ChildPipe, made: KvLayout, config: TransferConfig) -> None:
-    """A ReceiverNode; says its address and identity first."""
+    """Runs a ReceiverNode; sends its address and identity first."""
 
     async def serve() -> None:
         node = await ReceiverNode(made, config).start()
@@ -302,7 +302,7 @@ def receiver_child(pipe: ChildPipe, made: KvLayout, config: TransferConfig) -> N
 
 
 def sender_child(pipe: ChildPipe, made: KvLayout, config: TransferConfig) -> None:
-    """A SenderNode; says its identity first."""
+    """Runs a SenderNode; sends its identity first."""
 
     async def serve() -> None:
         node = SenderNode(made, config)

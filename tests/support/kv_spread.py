@@ -1,7 +1,7 @@
 """Any number of senders and of receivers of one prompt, in this process, over memory.
 
-A sender has some layers, heads and tokens of the prompt, a receiver some others; pages are of any
-size on both sides.
+Senders and receivers each have some layers, heads and tokens of the prompt; pages may have any size
+on both sides.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ CONFIG = TransferConfig(lease_s=2.0, transfer_timeout_s=5.0, handshake_timeout_s
 
 @dataclass(frozen=True)
 class End:
-    """What `finish` says: the passes there were, and token one for the home."""
+    """The content of `finish`: the number of passes, and the first token for the KV owner."""
 
     passes: int
     token: int | None = None
@@ -44,7 +44,7 @@ def without_token(end: End) -> End:
 
 
 class _Peer(LocalPeer):
-    """Its finish carries an `End`."""
+    """A sender's peer whose finish carries an `End`."""
 
     async def finish(self, ticket, message, *, timeout_s):
         self.check()
@@ -56,7 +56,7 @@ class _Peer(LocalPeer):
 
 
 class Receiver(PagedKv):
-    """`events` is what its callbacks heard."""
+    """A receiver. `events` lists the calls of its callbacks."""
 
     def __init__(
         self, name: str, hub: MemoryHub, made: KvLayout, config: TransferConfig = CONFIG
@@ -100,7 +100,7 @@ class Receiver(PagedKv):
         return dataclasses.replace(made, **changed)
 
     def has(self, kv: np.ndarray) -> bool:
-        """Whether its shard lies in its pages as in kv of the whole prompt and model."""
+        """Returns whether its shard's pages equal kv of the whole prompt and model."""
         start, end = self.shard
         return self.holds(self.pages, [Run(start, end - start, 0)], kv)
 
@@ -109,7 +109,7 @@ class Receiver(PagedKv):
             return await self.events.get()
 
     async def outcome(self) -> tuple:
-        """The first that is neither a finish nor a prefix."""
+        """Waits for the first event that is neither a finish nor a prefix."""
         while (event := await self.event())[0] not in ("landed", "failed"):
             pass
         return event
@@ -130,7 +130,7 @@ class Receiver(PagedKv):
 
 
 class Sender(PagedKv):
-    """Of `runs` of the prompt, in any order of its slots; None: all of it."""
+    """Makes a sender of `runs` of the prompt, in any order of its slots; None: all of it."""
 
     def __init__(
         self, name: str, hub: MemoryHub, made: KvLayout, config: TransferConfig = CONFIG
@@ -168,7 +168,7 @@ class Sender(PagedKv):
 
 
 def meets(sender: Sender, receiver: Receiver) -> bool:
-    """Whether they have a layer and a head in common."""
+    """Returns whether both have a layer and a head in common."""
     layers = set(sender.layout.layers) & set(receiver.layout.layers)
     return bool(layers) and shared_heads(sender.layout, receiver.layout) is not None
 
@@ -179,7 +179,7 @@ async def spread(
     receivers: Sequence[KvLayout],
     config: TransferConfig = CONFIG,
 ) -> AsyncIterator[tuple[list[Sender], list[Receiver]]]:
-    """All of them at work; at the end nothing may be left behind."""
+    """Yields all nodes at work; checks for leaks at the end."""
     hub = MemoryHub()
     sending = [Sender(f"prefill-{i}", hub, made, config) for i, made in enumerate(senders)]
     receiving = [Receiver(f"holder-{i}", hub, made, config) for i, made in enumerate(receivers)]

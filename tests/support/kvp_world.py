@@ -1,4 +1,4 @@
-"""A home and the holders of its long requests in one process, with their transports and pools."""
+"""A KV owner and the KVP workers of its long requests in one process, with transports and pools."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def shape_of(model: Model, max_rows: int) -> ExchangeShape:
 
 
 class Holder:
-    """Pages and a server; its K/V of prompts comes by the exchange too."""
+    """A KVP worker: pages and a server; K/V of prompts also comes by the exchange."""
 
     def __init__(
         self,
@@ -58,7 +58,7 @@ class Holder:
         pools: int = 1,
         inline_bytes: int = INLINE_BYTES,
     ) -> None:
-        """`pools`: that have the heads between them, as those of ranks do."""
+        """`pools`: pools that divide the heads, as ranks do."""
         self.name = name
         self.transport = transport
         self.pool = make_pool(model, page_tokens=page_tokens, num_pages=num_pages)
@@ -101,7 +101,7 @@ class Holder:
 
 
 class Home:
-    """A runner with a way to holders."""
+    """A runner with an exchange to KVP workers."""
 
     def __init__(
         self,
@@ -154,7 +154,7 @@ class Home:
 
 
 class World:
-    """One home, `count` holders, all attached."""
+    """One KV owner and `count` KVP workers, all attached."""
 
     def __init__(
         self,
@@ -168,7 +168,7 @@ class World:
         pools: int = 1,
         inline_bytes: int = INLINE_BYTES,
     ) -> None:
-        """`pools`: of each holder. `runner`: the home's, over a pool of `page_tokens`."""
+        """`pools`: of each KVP worker. `runner`: the KV owner's, over a pool of `page_tokens`."""
         hub = MemoryHub()
         sizes = {"page_tokens": page_tokens, "max_rows": max_rows, "inline_bytes": inline_bytes}
         self.page_tokens = page_tokens
@@ -188,7 +188,7 @@ class World:
     def spread(
         self, ends: Sequence[int], holders: Sequence[Holder] = ()
     ) -> tuple[RemoteShard, ...]:
-        """Shards at the holders, in order: from ends[0] to ends[1], and so on."""
+        """Opens shards at the KVP workers, in order: from ends[0] to ends[1], and so on."""
         return tuple(
             RemoteShard(
                 holder=holder.name,
@@ -223,7 +223,7 @@ def world(model: Model, count: int, **sizes: float) -> Iterator[World]:
 
 
 class Long:
-    """A spread request: its tokens, its pages at home, its shards."""
+    """A spread request: its tokens, its pages at the KV owner, its shards."""
 
     def __init__(
         self,
@@ -232,7 +232,7 @@ class Long:
         ends: Sequence[int],
         holders: Sequence[Holder] = (),
     ) -> None:
-        """ends: of the home's shard, and of each holder's; none: the world's, in order."""
+        """ends: of the KV owner's shard, and of each KVP worker's; none: the world's, in order."""
         self.tokens = list(tokens)
         self.pages = made.runner.pool.allocate(made.runner.pool.layout.pages_for(ends[0]))
         self.shards = made.spread(ends, holders)
@@ -248,7 +248,7 @@ class Long:
 
 
 def sequence_of(request: Long, request_id: str, first: int, tokens: int) -> DecodeSequence:
-    """A greedy one, whose prompt is in place; `first`: its first of so many tokens."""
+    """Makes a greedy sequence with its prompt in place; `first` is its first token of `tokens`."""
     return DecodeSequence(
         request_id=request_id,
         choice=0,
@@ -261,7 +261,7 @@ def sequence_of(request: Long, request_id: str, first: int, tokens: int) -> Deco
 
 
 def prefill_long(runner: ModelRunner, request: Long, cuts: Sequence[int]) -> Tensor:
-    """Logits float32 [vocab] of the last position, chunk by chunk between `cuts`."""
+    """Returns logits float32 [vocab] of the last position, chunk by chunk between `cuts`."""
     bounds = [0, *cuts, len(request.tokens)]
     task = None
     for start, stop in pairwise(bounds):

@@ -1,4 +1,4 @@
-"""A real operator, kopf included, on an emulated API server, with short times."""
+"""A real operator with kopf on an emulated API server, with short times."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ NOBODY = "127.0.0.1:1"
 
 
 def hurry(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Waits that are not options are short, too."""
+    """Shortens waits that are not options."""
     monkeypatch.setattr(runner, "DRAIN_S", 0.05)
     monkeypatch.setattr(runner, "SERVICE_S", 1.0)
     monkeypatch.setattr(load, "INSTANCES_FRESH_S", 0.0)
@@ -39,7 +39,7 @@ def hurry(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 class LiveOperator(Operator):
-    """`ended` is set when it has ended by itself."""
+    """A running operator. `ended` is set when it has ended by itself."""
 
     def __init__(self, options: Options) -> None:
         super().__init__(options)
@@ -56,7 +56,9 @@ class LiveOperator(Operator):
 async def operator(
     emulator: KubeEmulator, *, scheduler: str = NOBODY, identity: str = "a", **more: Any
 ) -> AsyncIterator[LiveOperator]:
-    """Leaving the block stops it as SIGTERM does; an operator that has failed fails the test."""
+    """Runs an operator. Leaving the block stops it as SIGTERM does; a failed operator fails the
+    test.
+    """
     roles = ("proxy", "scheduler", "prefill", "decode", "kvp")
     options = Options(
         configuration=lambda: configuration_of(emulator),
@@ -80,7 +82,7 @@ async def operator(
 
 
 def total(running: Operator, metric: str, **labels: str) -> float:
-    """Sum of a counter's series that have these labels."""
+    """Returns the sum of a counter's series with these labels."""
     return sum(
         sample.value
         for family in text_string_to_metric_families(running.registry.render()[0].decode())
@@ -90,7 +92,7 @@ def total(running: Operator, metric: str, **labels: str) -> float:
 
 
 async def rounds(running: Operator, count: int) -> None:
-    """Until the operator has looked at objects so many times more."""
+    """Waits until the operator has made `count` more passes."""
     wanted = total(running, ROUNDS) + count
     async with asyncio.timeout(HANG_S):
         while True:

@@ -1,8 +1,9 @@
-"""What NetworkPolicies let through, worked out by the rules of the Kubernetes documentation.
+"""Computes the connections that NetworkPolicies allow, by the rules of the Kubernetes
+documentation.
 
-"Network Policies": a pod that any policy of a direction selects lets through what one of these
-policies allows, others let everything through; a connection needs both ends' consent. Addresses
-(ipBlock) are none of a pod's here.
+"Network Policies": if policies of a direction select a pod, it allows the connections that one of
+them allows; other pods allow all. A connection needs both ends' consent. No pod has an address of
+an ipBlock here.
 """
 
 from collections.abc import Iterable, Mapping
@@ -23,7 +24,7 @@ class Pod:
 
 
 def allowed(policies: Iterable[Object], source: Pod | None, to: Pod | None, port: int) -> bool:
-    """Whether a TCP connection comes about. OUTSIDE: an end that is no pod."""
+    """Returns whether a TCP connection is allowed. OUTSIDE: an end that is no pod."""
     found = list(policies)
     return _one_way(found, "Egress", source, to, port) and _one_way(
         found, "Ingress", to, source, port

@@ -17,15 +17,17 @@ END_S = 20.0
 
 
 class OperatorProcess:
-    """Of the release `llm` in a namespace.
+    """An operator of the release `llm` in a namespace.
 
-    Leaving the block ends it, if it still runs; its log must be clean then.
+    Leaving the block ends it, if it still runs; its log must have no errors then.
     """
 
     def __init__(
         self, plane: ControlPlane, namespace: str, *, name: str = "operator-0", scheduler: str = ""
     ) -> None:
-        """`scheduler` is the address of the schedulers, whose names are unknown out here."""
+        """`scheduler` is the address of the schedulers, whose names have no meaning outside the
+        cluster.
+        """
         self._plane, self._namespace, self._name = plane, namespace, name
         self._scheduler = scheduler
         self._process: subprocess.Popen[bytes] | None = None
@@ -54,7 +56,9 @@ class OperatorProcess:
         return self._process is not None and self._process.poll() is None
 
     def start(self) -> None:
-        """As the kubelet would, but for the address and what says who it is."""
+        """Makes the environment as the kubelet would, except for the address and the pod's
+        identity.
+        """
         deployment = self._plane.api.get("apps/v1", "Deployment", self._namespace, "llm-operator")
         assert deployment is not None
         (container,) = deployment["spec"]["template"]["spec"]["containers"]
@@ -83,32 +87,32 @@ class OperatorProcess:
             )
 
     def leads(self) -> int:
-        """How often it has begun to lead."""
+        """Returns how often it has begun to lead."""
         return self.log.read_text().count(" leads\n")
 
     def wait_until_it_leads(self, times: int = 1) -> None:
         eventually(lambda: self.leads() >= times, START_S, what=f"{self._name} does not lead:")
 
     def ready(self) -> bool:
-        """What the readiness probe is told: it leads and watches, or waits for its turn."""
+        """Returns the readiness probe's answer: it leads and watches, or waits for its turn."""
         return answers(f"http://127.0.0.1:{self._port}/ready")
 
     def stop(self) -> None:
-        """By SIGTERM, as the kubelet does; it must end in good order."""
+        """Stops it by SIGTERM, as the kubelet does; it must end without an error."""
         assert self._process is not None
         self._process.send_signal(signal.SIGTERM)
         assert self._process.wait(END_S) == 0, self.log.read_text()[-4000:]
 
     def kill(self) -> None:
-        """As a node that dies does."""
+        """Kills it, as a dying node does."""
         assert self._process is not None
         self._process.kill()
         self._process.wait()
 
     def check_log(self) -> None:
-        """No right was missing, and nothing went wrong that the code does not foresee.
+        """Checks that no right was missing, and that no unexpected error occurred.
 
-        kopf calls it an error, too, when it has to ask a second time.
+        kopf also logs an error when it has to ask a second time.
         """
         text = self.log.read_text()
         for bad in ("forbidden: User", "Traceback", "error   operator millrace"):

@@ -1,4 +1,4 @@
-"""A namespace in which a real operator works, with what its pods would say for themselves."""
+"""A namespace in which a real operator works, with the messages of its pods."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from support.operator_process import OperatorProcess
 from support.scheduler_peers import Net, Worker
 from support.stand_in_nodes import StandInNodes, pod_template
 
-#: The operator looks every second, and people set the size.
+#: The operator checks every second, and users set the size.
 MANUAL: Mapping[str, Any] = {"autoscaling": {"mode": "Off", "intervalSeconds": 1}}
 
 PARTS = ("gateway", "scheduler", "prefill", "decode", "kvp")
@@ -24,7 +24,7 @@ ROLE_OF = {"chat-prefill": "prefill", "chat-decode": "decode"}
 
 
 class World:
-    """The ModelService `chat` and everything of it."""
+    """The ModelService `chat` and all of its objects."""
 
     def __init__(
         self,
@@ -39,7 +39,7 @@ class World:
         self._applied: Object = {}
 
     def apply(self, **spec: Any) -> Object:
-        """Applies the ModelService as a person does; fields add up over calls."""
+        """Applies the ModelService as a user does; fields add up over calls."""
         base = self._applied or service("chat", self.namespace, prefill=MANUAL, decode=MANUAL)
         wanted = merged(base, {"spec": spec})
         for part in PARTS:
@@ -76,36 +76,36 @@ class World:
         return found
 
     def scale(self, kind: str, replicas: int) -> None:
-        """As `kubectl scale` does."""
+        """Scales as `kubectl scale` does."""
         path = self.api.path(VERSION, kind, self.namespace, POOL_OF[kind], "scale")
         self.api.call("PATCH", path, {"spec": {"replicas": replicas}}, content_type=MERGE)
 
     def pods(self, kind: str) -> dict[str, Object]:
-        """By name."""
+        """Returns the pods by name."""
         selector = f"millrace.dev/pool={POOL_OF[kind]}"
         found = self.api.list("v1", "Pod", self.namespace, selector)
         return {pod["metadata"]["name"]: pod for pod in found}
 
     def states(self) -> dict[str, Any]:
-        """Statuses of the service and its pools, for a failed test."""
+        """Returns statuses of the service and its pools, for a failed test."""
         kinds = ("ModelService", *POOLS)
         found = [obj for kind in kinds for obj in self.api.list(VERSION, kind, self.namespace)]
         return {f"{obj['kind']}/{obj['metadata']['name']}": obj.get("status") for obj in found}
 
     def drop_lease(self) -> None:
-        """What a dead leader leaves behind; without it the next need not wait."""
+        """Removes the lease of a dead leader; without it the next leader need not wait."""
         meta = {"name": "llm-operator", "namespace": self.namespace}
         self.api.delete({"apiVersion": "coordination.k8s.io/v1", "kind": "Lease", "metadata": meta})
 
     async def worker(self, pod: str, **card: object) -> Worker:
-        """The stream that an instance holds to the scheduler."""
+        """The stream from an instance to the scheduler."""
         return await self.net.worker(pod, role=ROLE_OF[pod.rpartition("-")[0]], **card)
 
     @asynccontextmanager
     async def engines(self) -> AsyncIterator[dict[str, Worker]]:
-        """Every ready pod of a pool has its stream while it is there; by the pod's name.
+        """Opens a stream per ready pod of a pool during the block; yields them by the pod's name.
 
-        What a test has registered before stays the test's.
+        Streams that a test has opened before stay the test's.
         """
         held: dict[str, tuple[str, Worker]] = {}
         workers: dict[str, Worker] = {}
@@ -130,7 +130,7 @@ class World:
                 await looking
 
     def _ready_pods(self) -> dict[str, str]:
-        """UIDs of the ready pods of prefill and decode, by name."""
+        """Returns UIDs of the ready pods of prefill and decode, by name."""
         pods = self.pods("PrefillGroup") | self.pods("DecodePool")
         return {
             name: pod["metadata"]["uid"]
@@ -140,7 +140,7 @@ class World:
 
 
 async def answer(request_id: str, prefill: Worker, decode: Worker) -> None:
-    """What both instances say of a request from its prompt to its last token."""
+    """Sends both instances' reports of a request, from its prompt to its last token."""
     await prefill.computed(request_id)
     await prefill.released(request_id)
     await decode.decoding(request_id)

@@ -37,7 +37,7 @@ class _Work:
 
 
 class _Commands:
-    """What a test may ask of a child."""
+    """The commands of a test to a child."""
 
     def __init__(self, name: str, made: KvLayout, config: TransferConfig) -> None:
         self.transport = NixlTransport(f"{name}-{os.getpid()}")
@@ -67,14 +67,14 @@ class _Commands:
         link.abort()
 
     def wait(self, request_id: str, timeout_s: float) -> bool:
-        """Whether compute has ended in time."""
+        """Returns whether compute has ended in time."""
         thread = self.works[request_id].thread
         assert thread is not None
         thread.join(timeout_s)
         return not thread.is_alive()
 
     def close(self, request_id: str) -> tuple[bool, list[str], float]:
-        """(whether all was computed, what was wrong, seconds that closing took)"""
+        """Returns (whether all was computed, the errors, seconds of closing)."""
         work = self.works.pop(request_id)
         assert work.thread is not None and work.job.link is not None
         work.thread.join(HANG_S)
@@ -104,7 +104,7 @@ def ring_child(pipe: ChildPipe, name: str, made: KvLayout, config: TransferConfi
 
 
 class Processes:
-    """The children, seen from the test."""
+    """The children, as the test sees them."""
 
     def __init__(self, layouts: dict[str, KvLayout], config: TransferConfig) -> None:
         self.all = {name: Child(ring_child, name, made, config) for name, made in layouts.items()}
@@ -115,7 +115,7 @@ class Processes:
             child.receive()
 
     def ask(self, names: Sequence[str], *command: object) -> dict[str, Any]:
-        """Has all of them do something at once; their answers."""
+        """Sends a command to all children at once; returns their answers."""
         for name in names:
             self.all[name].send(command)
         return {name: self.all[name].receive() for name in names}

@@ -34,7 +34,7 @@ WAIT_S = 60.0
 def plan(
     rng: random.Random, tokens: int, sizes: Sequence[int], ends: Sequence[int] = ()
 ) -> list[Chunk]:
-    """Chunks of any lengths, or to `ends`, each on the first so many of `sizes` members."""
+    """Makes chunks of any lengths, or to `ends`, each on the first members by `sizes`."""
     ends = ends or [*sorted(rng.sample(range(1, tokens), len(sizes) - 1)), tokens]
     starts = [0, *ends[:-1]]
     return [
@@ -50,7 +50,7 @@ def plan(
 
 @dataclass(eq=False)
 class Member:
-    """One instance, with the pages that the request has there. ``memory``: of every rank's pool."""
+    """One instance, with its pages of the request. ``memory``: of every rank's pool."""
 
     runner: Runner
     pages: list[int] = field(default_factory=list)
@@ -63,7 +63,7 @@ class Member:
         return runner.pool.storage[None] if isinstance(runner, ModelRunner) else runner.storage
 
     def take(self, rng: random.Random, pages: int, buffer_pages: int) -> None:
-        """Pages in no order, and not next to each other."""
+        """Returns pages in random order, not next to each other."""
         pool = self.runner.pool
         count = pages + RING_BUFFERS * buffer_pages
         taken = pool.allocate(min(pool.free_pages, count + 7))
@@ -89,9 +89,9 @@ class LocalRing:
         self.changed = threading.Condition()
         size = len(members)
         self.published = [0] * size  # turns, which are the exchanged layers of the passes
-        self.sent = [(0, 1)] * size  # the (turn, step) that each sends next
+        self.sent = [(0, 1)] * size  # the next (turn, step) that each sends
         self.arrived: set[tuple[int, int, int]] = set()  # rank, turn, step
-        self.users = [[0] * RING_BUFFERS for _ in members]  # who still needs what a buffer holds
+        self.users = [[0] * RING_BUFFERS for _ in members]  # readers of each buffer left
 
     def abort(self) -> None:
         with self.changed:
@@ -99,7 +99,7 @@ class LocalRing:
             self.changed.notify_all()
 
     def turns(self) -> list[tuple[int, int]]:
-        """(pass, layer) of all that goes round."""
+        """Returns (pass, layer) of all blocks that go round."""
         layers = self.members[0].memory.shape[1]
         return [
             (number, layer)
@@ -108,7 +108,7 @@ class LocalRing:
         ]
 
     def pump(self) -> None:
-        """Sends all that can be sent. Each sends in the order of turns and steps."""
+        """Sends all blocks that can be sent. Each member sends in the order of turns and steps."""
         while any(self._send(rank) for rank in range(len(self.members))):
             self.changed.notify_all()
 
@@ -183,8 +183,9 @@ def _number(instance_id: str) -> int:
 
 
 class RingGroup:
-    """A prompt's way through its chunks. ``between(member, boundary)`` is called at boundaries of
-    every member, on its thread."""
+    """Computes a prompt chunk by chunk. ``between(member, boundary)`` is called at boundaries of
+    every member, on its thread.
+    """
 
     def __init__(
         self,
@@ -213,7 +214,7 @@ class RingGroup:
         self.rings: list[LocalRing] = []
 
     def run(self) -> Tensor:
-        """Logits float32 [vocab] after the prompt."""
+        """Returns logits float32 [vocab] after the prompt."""
         for shares in self.layout.chunks:
             if len(shares.group) == 1:
                 self._run_alone(self.members[0], shares)
@@ -243,7 +244,7 @@ class RingGroup:
             self._take(task, torch.arange(now.start_token, now.start_token + now.num_tokens))
 
     def ring(self, shares: ChunkShares) -> tuple[LocalRing, list[list[RingTask]]]:
-        """A chunk's ring, and the tasks [pass][rank] that are to be run on it."""
+        """Returns a chunk's ring, and the tasks [pass][rank] to run on it."""
         members = [self.members[_number(i)] for i in shares.group]
         ring = LocalRing(members, shares.moves)
         links = [LocalLink(ring, rank) for rank in range(len(members))]
@@ -295,7 +296,9 @@ class RingGroup:
             self.hidden.update(zip(positions.tolist(), task.hidden, strict=True))
 
     def kv(self) -> Tensor:
-        """[pools, layers, 2, heads, tokens, head_dim] of the whole prompt, from who keeps it."""
+        """Returns [pools, layers, 2, heads, tokens, head_dim] of the whole prompt, from the
+        keepers.
+        """
         last = self.layout.chunks[-1]
         memory = self.members[0].memory
         pools, layers, _, _, heads, _, head_dim = memory.shape

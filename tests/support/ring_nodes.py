@@ -1,4 +1,4 @@
-"""Prefill-like nodes that move K/V inside groups: pools of numbers that tell where they belong."""
+"""Prefill-like nodes that move K/V inside groups: each number in a pool encodes its place."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from millrace.transfer.ring.manager import ChunkLink, GroupLink, PeerInfo, RingM
 from millrace.transfer.transport.base import Transport
 from millrace.transfer.transport.regions import Memory
 
-#: What stands in pages that nobody holds.
+#: The content of pages that no request holds.
 FREE = -1.0
 
 
@@ -46,7 +46,7 @@ def pool_layout(*, layers: int = 3, pages: int = 96, parts: int = 1) -> KvLayout
 
 
 def chunks_of(tokens: Sequence[int], groups: Sequence[Sequence[str]], start: int = 0):
-    """Chunks of so many tokens, each on a group."""
+    """Makes chunks of these tokens, each on a group."""
     chunks = []
     for index, (count, group) in enumerate(zip(tokens, groups, strict=True)):
         chunks.append(
@@ -120,7 +120,7 @@ class RingNode:
     # -- compute
 
     def compute(self, job: Job, pause: Callable[[], None] = lambda: None) -> bool:
-        """Works all chunks off as a prefill instance does. False: aborted on the way."""
+        """Computes all chunks as a prefill instance does. Returns False if it was aborted."""
         link = job.link
         assert link is not None
         for index, shares in enumerate(job.laid.chunks):
@@ -156,7 +156,7 @@ class RingNode:
             for run in shares.passes[number].runs[chunk.rank]:
                 self._fill(job, run, layer)
             if layer == self.made.num_layers - 1 and not last:
-                break  # nobody wants rows of this pass
+                break  # no member wants rows of this pass
             if not chunk.history(layer):
                 return False
             pause()
@@ -185,7 +185,7 @@ class RingNode:
     # -- numbers
 
     def value(self, job_seed: int, layer: int, positions: np.ndarray) -> np.ndarray:
-        """[parts, 2, heads, tokens]"""
+        """Returns [parts, 2, heads, tokens]."""
         made = self.made
         heads = np.arange(made.parts * 2 * made.part_heads).reshape(made.parts, 2, -1, 1)
         place = (job_seed * made.num_layers + layer) * 2048 + positions
@@ -206,7 +206,7 @@ class RingNode:
         self.pool[:, layer, pages, :, :, rows] = np.moveaxis(values, 3, 0)[..., None]
 
     def check_share(self, job: Job) -> None:
-        """What this member kept at the end holds what it should, in all layers."""
+        """Checks the kept K/V of this member in all layers."""
         shares = job.laid.chunks[-1]
         share = shares.shares[shares.group.index(self.name)]
         pages = np.array(job.pages)[np.array(share.pages, dtype=int)]
@@ -226,14 +226,14 @@ class RingNode:
     # -- the end
 
     def release(self, job: Job) -> None:
-        """After `close`: the pages are free, and are marked so."""
+        """Frees and marks the pages. Call it after `close`."""
         pages = job.pages + job.buffers
         self.pool[:, :, pages] = FREE
         with self._lock:
             self.free += pages
 
     def check_free(self) -> None:
-        """No late write landed in pages that nobody holds."""
+        """Checks that no late write landed in pages that no request holds."""
         assert (self.pool[:, :, self.free] == FREE).all(), f"{self.name}: a late write"
 
 

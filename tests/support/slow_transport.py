@@ -1,4 +1,4 @@
-"""An in-memory transport whose writes a test holds up and counts."""
+"""An in-memory transport whose writes a test delays and counts."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from support.deadlines import HANG_S
 
 
 class SlowTransport(MemoryTransport):
-    """Its writes take up to `delay_s`, and wait until `gate` is open."""
+    """A transport whose writes take up to `delay_s`, and wait until `gate` is open."""
 
     delay_s = 0.0
 
@@ -26,7 +26,7 @@ class SlowTransport(MemoryTransport):
 
     @property
     def in_flight(self) -> int:
-        """Writes that were posted and are not done."""
+        """Returns the writes that were posted and are not done."""
         return sum(not write.done() for write in self.posted)
 
     def write(self, peer, *args, **kwargs) -> Future[None]:

@@ -12,7 +12,7 @@ from millrace.local.private_redis import PrivateRedis
 
 @asynccontextmanager
 async def private_redis() -> AsyncIterator[str]:
-    """The URL of a redis-server that lives as long as the block."""
+    """Yields the URL of a redis-server that lives as long as the block."""
     with tempfile.TemporaryDirectory(prefix="millrace-") as directory:
         server = PrivateRedis()
         url = await server.start(Path(directory))

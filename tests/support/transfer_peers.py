@@ -19,7 +19,7 @@ os.environ.update(transport_environment("127.0.0.1"))
 
 
 class Child:
-    """A spawned process that runs `target(pipe, *args)`. Ends with the test, whatever happens."""
+    """A spawned process that runs `target(pipe, *args)`. It always ends with the test."""
 
     def __init__(self, target: Callable[..., None], *args: Any) -> None:
         context = mp.get_context("spawn")

@@ -1,4 +1,4 @@
-"""What reaches stderr, from a real process."""
+"""The output on stderr of a real process."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Waterfalls that leave over OTLP, as a collector receives them."""
+"""Waterfalls over OTLP, as a collector receives them."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Activations between stages: in order, whole, no further ahead than there are slots."""
+"""Activations between stages: in order, whole, never further ahead than there are slots."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ _numbers = itertools.count()
 
 
 class Pair:
-    """Two ends that are connected, their slots, and what has arrived."""
+    """Two connected ends, their slots, and the arrivals."""
 
     def __init__(
         self, kind: str, receiver_rows: int = ROWS, inline_bytes: int = INLINE_BYTES
@@ -70,7 +70,7 @@ class Pair:
 
 @pytest.fixture(params=product(["memory", "nixl"], [0, ROWS * HIDDEN * 2, INLINE_BYTES]))
 def pair(request):
-    """Rows are written, written where they are many, or come in notifications."""
+    """Rows go by a write when they are many, else in notifications."""
     kind, inline_bytes = request.param
     found = Pair(kind, inline_bytes=inline_bytes)
     found.open()
@@ -115,7 +115,7 @@ def test_a_new_link_begins_anew_and_drops_what_the_old_one_left(pair) -> None:
     pair.send(1.0)
     old = pair.next()
     pair.open()
-    old.take()  # of the link before: frees nothing of this one
+    old.take()  # of the earlier link: frees nothing of this link
     pair.sender.check_integrity()
     pair.send(2.0)
     arrival = pair.next()

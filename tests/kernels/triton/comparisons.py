@@ -28,7 +28,7 @@ TINY = {"block_m": 16, "block_n": 16, "block_k": 16, "num_warps": 1, "num_stages
 
 @pytest.fixture(autouse=True)
 def tiles():
-    """In the interpreter, tiny tiles: a step of a kernel costs it milliseconds."""
+    """Uses tiny tiles in the interpreter: a step of a kernel takes it milliseconds."""
     if not INTERPRETED:
         yield
         return
@@ -241,7 +241,7 @@ def test_experts(dtype, tokens):
     down = randn(experts, hidden, width, dtype=dtype, seed=1) / 5
     x = randn(tokens, hidden, dtype=dtype, seed=2)
     weights = randn(tokens, per_token, dtype=torch.float32, seed=3).softmax(-1)
-    # The second expert gets nothing.
+    # The second expert gets no rows.
     ids = torch.stack([torch.randperm(2)[:per_token] * 2 for _ in range(tokens)]).to(DEVICE)
     expected = torch.zeros(tokens, hidden, dtype=torch.float64, device=DEVICE)
     for i in range(tokens):
@@ -254,7 +254,7 @@ def test_experts(dtype, tokens):
 
 
 def drawn(logits, temperature, top_k, top_p, min_p, uniform) -> int:
-    """One row's token by the definition: float64, one full sort."""
+    """Draws one row's token by the definition: float64, one full sort."""
     wide, vocab = logits.double().cpu(), logits.numel()
     if temperature == 0:
         return int(wide.argmax())

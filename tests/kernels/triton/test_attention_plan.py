@@ -1,5 +1,5 @@
-"""The host's work lists: every slot that a row sees is walked once, and masks go only where none is
-needed.
+"""The host's work lists: every visible slot is walked once, and masks are left out only where none
+is needed.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
-"""Every kernel compiles for both GPUs, without one, as its own launch would have it compiled.
+"""Every kernel compiles for both GPUs, without a GPU, with the variants of its own launch.
 
-The operations run on CPU tensors with `launch` replaced: instead of queueing a kernel it compiles
-it with the launch's argument types, constants and configuration, and checks what it needs of an SM.
+The operations run on CPU tensors with `launch` replaced: it does not queue the kernel, but compiles
+it with the launch's argument types, constants and configuration, and checks its needs of an SM.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from millrace_kernels.api import plan_attention
 from millrace_kernels.triton_backend import attention, configs, linear, moe, rows, sampling
 
 SHARED_KIB = {"sm_80": 99, "sm_90": 227}
-"""Shared memory that one program may have; for sm_80 what 8.6 and 8.9 have."""
+"""Shared memory of one program, in bytes; for sm_80 the limit of 8.6 and 8.9."""
 
 TYPES = {
     torch.bfloat16: "*bf16",
@@ -40,7 +40,7 @@ TYPES = {
 
 @pytest.fixture(params=SHARED_KIB)
 def compiled(request, monkeypatch) -> dict[str, int]:
-    """Names of the kernels that were launched, and the bytes of shared memory each takes."""
+    """Returns the names of the launched kernels, and the bytes of shared memory of each."""
     found: dict[str, int] = {}
 
     def compile_it(kernel, grid, *args, num_warps=4, num_stages=2, **constants) -> None:
@@ -59,7 +59,7 @@ def compiled(request, monkeypatch) -> dict[str, int]:
 
 
 def signature(kernel, args, constants):
-    """What Triton would work out from these arguments: types, constants and alignments."""
+    """Returns Triton's types, constants and alignments for these arguments."""
     names = kernel.arg_names
     assert set(names[len(args) :]) == set(constants)
     types, aligned = {}, {}
@@ -122,7 +122,7 @@ def test_attention_with_everything(compiled):
     )
     out, lse = torch.zeros(3, 2, 80, dtype=torch.float16), torch.zeros(3, 2)
     attention.merge_attention_(out, lse, out.float(), lse)
-    assert compiled.keys() == {"attend", "merge_partial"}  # the window leaves nothing to split
+    assert compiled.keys() == {"attend", "merge_partial"}  # the window leaves no slots to split
 
 
 @pytest.mark.slow

@@ -1,4 +1,4 @@
-"""The exchange and the server by their bytes: who may write where, and what is dropped."""
+"""The exchange and the server by their bytes: permitted writers, and dropped messages."""
 
 from __future__ import annotations
 
@@ -21,11 +21,11 @@ from support.clocks import given_to
 from support.deadlines import HANG_S
 
 SHAPE = ExchangeShape(num_q_heads=2, num_kv_heads=1, head_dim=4, element_bytes=4, max_rows=4)
-LEASE_S = 10 * HANG_S  # it is over when the clock skips it
+LEASE_S = 10 * HANG_S  # over when the clock skips it
 
 
 class Echo:
-    """Computes nothing: the first bytes of a request come back as the first of the reply."""
+    """Computes nothing: the first bytes of a request are returned as the first of the reply."""
 
     def __init__(self, memory: np.ndarray) -> None:
         self.memory = memory
@@ -34,13 +34,13 @@ class Echo:
         self.missing: tuple[int, ...] = ()
 
     def open(self, shard, pages, start_token, end_token) -> None:
-        """Nothing is kept."""
+        """Does nothing: there are no shards here."""
 
     def landed(self, shard, end_token) -> None:
-        """Nor here."""
+        """Does nothing, as `open`."""
 
     def close(self, shard) -> None:
-        """Nor here."""
+        """Does nothing, as `open`."""
 
     def begin(self, slot, piece, at, entries) -> None:
         self.at[slot] = at
@@ -59,7 +59,7 @@ class Echo:
 
 
 class Ends:
-    """An owner and a holder."""
+    """A KV owner and a KVP worker."""
 
     def __init__(self, places: int = 2, inline_bytes: int = INLINE_BYTES) -> None:
         hub = MemoryHub()
@@ -115,7 +115,7 @@ class Ends:
         return self.exchange.wait(), int(self.sent[reply])
 
     def settle(self) -> None:
-        """Until both sides have said goodbye."""
+        """Waits until both ends have sent their last message."""
         deadline_s = time.monotonic() + HANG_S
         while time.monotonic() < deadline_s:
             try:
@@ -185,7 +185,7 @@ def test_rows_that_do_not_fit_what_came_with_them_are_refused(ends, rows, new_ro
     before = ends.echo.memory.copy()
     message = KvpMessage(KvpKind.LAYER, slot, 1, 0, 1, rows, new_rows, entries, b"x" * 48)
     ends.owner.notify("holder", message.encode()).result(HANG_S)
-    reply, _ = ends.ask(1, 1)  # the answer to what was forged is the one to it
+    reply, _ = ends.ask(1, 1)  # the answer to the forged request is the one to it
     assert "48 bytes came with" in reply.lost
     assert (ends.echo.memory == before).all()
 
@@ -222,7 +222,7 @@ def test_a_place_is_lent_again_once_its_peer_has_said_goodbye(ends):
 
 
 def test_a_place_waits_for_a_peer_that_may_still_write(ends, monkeypatch):
-    """Nobody serves the server's notifications: the owner's two places stay taken."""
+    """No thread handles the server's notifications: the KV owner's two places stay taken."""
     clock = given_to("millrace.transfer", monkeypatch)
     ends.attach()
     ends.holder.deliver = lambda *_: None
@@ -231,7 +231,7 @@ def test_a_place_waits_for_a_peer_that_may_still_write(ends, monkeypatch):
     ends.exchange.detach("h")
     with pytest.raises(CapacityError, match="2 by peers that may still write"):
         ends.exchange.offer()
-    ends.holder.close()  # its process has ended; what was on its way lands within the grace
+    ends.holder.close()  # its process has ended; writes in flight land within the grace
     time.sleep(0.05)
     with pytest.raises(CapacityError):
         ends.exchange.offer()

@@ -1,4 +1,4 @@
-"""Probes of the KV path: what passes, what is found wrong, and that nothing is left of them."""
+"""Probes of the KV path: successes, failures found, and no leftovers."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ Make = Callable[[str], Transport]
 
 
 class Hub(MemoryHub):
-    """A hub that can say who is there."""
+    """A hub that lists its transports."""
 
     @property
     def names(self) -> set[str]:
@@ -58,7 +58,7 @@ def hub() -> Hub:
 
 @pytest.fixture(params=["memory", "nixl"])
 def make(request, hub) -> Make:
-    """Opens a transport under a name that nothing else has."""
+    """Opens a transport under a unique name."""
 
     def opened(name: str) -> Transport:
         name = f"{name}-{next(_numbers)}"
@@ -138,7 +138,9 @@ async def test_a_probe_that_is_given_up_while_its_transport_opens_leaves_none(hu
 
 
 async def test_a_probe_that_is_cancelled_while_its_transport_closes_leaves_none(hub) -> None:
-    """An asker ends its part and hangs up: the second may come before a thread is free to close."""
+    """An asker ends its part and closes its stream: the second may come before a thread is free to
+    close.
+    """
     loop, go_on = asyncio.get_running_loop(), threading.Event()
     loop.set_default_executor(ThreadPoolExecutor(1))
     opened, leave = asyncio.Event(), asyncio.Event()
@@ -185,7 +187,7 @@ async def test_the_loopback_moves_the_pool_and_leaves_it_as_it_was(make, pool_by
         await probe_loopback(transport, region, pool, open_end, HANG_S)
         assert (extra, region) == (0, 1)
         assert torch.equal(storage, before)
-        with pytest.raises(TransferError):  # the transport does not know the other end any more
+        with pytest.raises(TransferError):  # the transport has forgotten the other end
             await outcome(transport.notify(opened[0].name, b"\x05"))
     finally:
         await asyncio.to_thread(transport.close)
@@ -195,7 +197,7 @@ async def test_the_loopback_moves_the_pool_and_leaves_it_as_it_was(make, pool_by
 
 
 class Node:
-    """What of an instance probes and answers probes."""
+    """The parts of an instance that send and answer probes."""
 
     def __init__(self, name: str, hub: Hub) -> None:
         self.registry = Registry()
@@ -237,7 +239,7 @@ async def nodes(hub: Hub, *names: str) -> AsyncIterator[list[Node]]:
 
 
 async def join(net: Net, name: str, address: str) -> None:
-    """An instance that the scheduler lists, wherever its address leads."""
+    """An instance that the scheduler lists, at any address."""
     await net.worker(name, address=address)
 
 
@@ -253,7 +255,7 @@ async def test_an_instance_that_starts_probes_those_that_are_there(hub) -> None:
 
 async def test_where_nobody_is_nothing_is_asked(hub) -> None:
     async with scheduler() as net, nodes(hub, "d0") as (d0,):
-        await join(net, "d1", "127.0.0.1:1")  # decode has nothing to say to decode
+        await join(net, "d1", "127.0.0.1:1")  # decode does not probe decode
         await asyncio.wait_for(d0.path.reach_peers(net.address, "decode"), HANG_S)
     assert not d0.opened
 
@@ -291,7 +293,7 @@ async def test_without_a_scheduler_it_waits_for_one(hub, caplog, monkeypatch) ->
 
 
 async def test_what_the_asked_one_finds_wrong_reaches_the_asker(hub, monkeypatch, caplog) -> None:
-    """The asker's bytes arrive spoilt: only the asked one can see that."""
+    """The asker's bytes arrive corrupted: only the asked end can see that."""
     copy = MemoryTransport.copy
 
     def spoilt(self, peer, runs, notification, regions):

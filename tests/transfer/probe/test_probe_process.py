@@ -1,4 +1,4 @@
-"""Ends of probes in children, over NIXL: what they prove, and what becomes of one that dies."""
+"""Ends of probes in children, over NIXL: their results, and the handling of a dead child."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def pid_of(end: End) -> int:
 
 
 def parent_of(pid: int) -> int:
-    """Of a child: the server."""
+    """Returns the child that is the server."""
     return int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[1])
 
 
@@ -66,7 +66,7 @@ def process(pid: int) -> Process:
 
 
 class Fatal:
-    """Ends of a server, the first `deaths` of which abort once they are open."""
+    """A server whose first `deaths` ends abort once they are open."""
 
     def __init__(self, server: ProbeServer, deaths: int) -> None:
         self.opened: list[str] = []
@@ -117,7 +117,7 @@ async def test_what_a_child_finds_wrong_is_told_as_it_says_it() -> None:
 
 
 async def test_the_server_has_one_thread_and_no_transport_and_nothing_loads_torch() -> None:
-    """What is forked must be clean, and what a probe imports small."""
+    """The forked process must have one thread, and a probe's imports must be small."""
     async with ProbeServer("a", "cpu") as a, a.open_end("1", 1, SIZE) as end:
         server, child = process(parent_of(pid_of(end))), process(pid_of(end))
     assert (server.threads, child.threads > 1) == (1, True)
@@ -202,7 +202,7 @@ async def test_the_loopback_is_tried_again_where_its_child_dies(deaths, caplog) 
 
 @contextlib.asynccontextmanager
 async def node(name: str, net: Net, deaths: int) -> AsyncIterator[tuple[KvPath, Fatal]]:
-    """An instance that the scheduler lists; the first children that it makes abort."""
+    """An instance that the scheduler lists; its first children abort."""
     async with ProbeServer(name, "cpu") as server:
         ends = Fatal(server, deaths)
         path = KvPath(common_pb2.Incarnation(id=name, generation=1), ends.open_end, Registry())
@@ -219,7 +219,7 @@ async def node(name: str, net: Net, deaths: int) -> AsyncIterator[tuple[KvPath, 
 
 @pytest.mark.parametrize("where", ["asker", "asked"])
 async def test_a_crash_in_a_probe_ends_neither_instance(where, monkeypatch, caplog) -> None:
-    """UCX once aborted a decode instance in a probe. Now the next try passes."""
+    """UCX once aborted a decode instance in a probe. Now the next attempt passes."""
     monkeypatch.setattr(kv_path_module, "RETRY_FIRST_S", 0.01)
     monkeypatch.setattr(kv_path_module, "EXCHANGE_TIMEOUT_S", 3.0)
     async with (
@@ -231,6 +231,6 @@ async def test_a_crash_in_a_probe_ends_neither_instance(where, monkeypatch, capl
         assert (len(asker.opened), len(asked.opened)) == (2, 2)
     assert "not ready: KV can't travel between d0 and any of the 1 asked" in caplog.text
     found = ["the probe's process was ended by SIGABRT"]
-    if where == "asked":  # or the asker is the first to see it
+    if where == "asked":  # or the asker notices it first
         found.append("can't connect to p0-probe-1: its process has ended")
     assert any(why in caplog.text for why in found)

@@ -1,4 +1,4 @@
-"""What is ready goes into one write: all of it once, within limits, to the right bytes."""
+"""Ready parts go into one write: each exactly once, within limits, to the right bytes."""
 
 from __future__ import annotations
 

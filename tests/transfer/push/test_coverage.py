@@ -33,7 +33,8 @@ parts = st.tuples(
 )  # fmt: skip
 
 
-#: First layer and first token of what is expected: all layers and tokens, or a stage's and a shard.
+#: First layer and first token of the expected range: all layers and tokens, or a stage's and a
+#: shard's.
 places = st.sampled_from([(0, 0), (5, 0), (0, 70), (5, 70)])
 
 
@@ -85,7 +86,7 @@ def test_the_prefix_is_what_every_layer_and_head_has(drawn, wanted, at):
     assert coverage.prefix_tokens == keep
     if keep < TOKENS:
         assert not coverage.complete
-        for layer in range(at[0], at[0] + 2):  # all of the rest is expected anew
+        for layer in range(at[0], at[0] + 2):  # all of the rest is expected again
             coverage.add(layer, (1, 4), at[1] + keep, TOKENS - keep)
     assert coverage.complete and coverage.prefix_tokens == TOKENS
     if keep:

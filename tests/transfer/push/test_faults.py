@@ -1,4 +1,4 @@
-"""A transport that loses, repeats, alters, fails and stalls: nothing lands that did not arrive."""
+"""A transport that loses, repeats, alters, fails and stalls: only arrived data lands."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from support.kv_group import LocalPeer
 from support.kv_nodes import Pool, expected_kv, fill, layout, read
 from support.live_stack import eventually
 
-#: No deadline passes but where a test skips it.
+#: Deadlines pass only where a test skips them.
 DEADLINE_S = 10 * HANG_S
 CONFIG = TransferConfig(
     lease_s=10 * DEADLINE_S, transfer_timeout_s=DEADLINE_S, handshake_timeout_s=2 * HANG_S
@@ -36,7 +36,7 @@ TOKENS, PAGES = 50, [0, 1, 2, 3]
 
 
 class FaultyTransport(MemoryTransport):
-    """`fault(message)` says what becomes of a write: ok, lose, twice, fail, stall or a message."""
+    """`fault(message)` decides a write's fate: ok, lose, twice, fail, stall or another message."""
 
     fault = staticmethod(lambda message: "ok")
 
@@ -74,7 +74,7 @@ class FaultyTransport(MemoryTransport):
 
 
 class World:
-    """A sender and a receiver in this process, by one clock."""
+    """A sender and a receiver in this process, with one clock."""
 
     def __init__(self, config: TransferConfig, clock: Clock) -> None:
         hub = MemoryHub()
@@ -123,7 +123,7 @@ class World:
 
     @asynccontextmanager
     async def passing_deadlines(self, are_due=lambda: True):
-        """Deadlines pass whenever nothing is being written, from when they `are_due`."""
+        """Lets deadlines pass whenever no write is in flight, after `are_due` is set."""
 
         async def skip() -> None:
             while True:
@@ -136,11 +136,11 @@ class World:
         skipping.cancel()
 
     async def finish_in_vain(self, session, are_due=lambda: True) -> tuple[str, ...]:
-        """What the receiver says of it."""
+        """Returns the receiver's verdict."""
         async with self.passing_deadlines(are_due):
             try:
                 await session.finish(2)
-            except TransferError:  # buffered: a lost slot is never freed, and the sender notices
+            except TransferError:  # buffered: a lost slot is never freed, and the sender notices it
                 await session.abort("stopped")
             return await self.event()
 
@@ -179,7 +179,7 @@ async def world(request, apart, clock):
 
 
 def on(kind: str, *, chunk=1, layer=1):
-    """The fault at one layer of one chunk, once."""
+    """Injects the fault once, at one layer of one chunk."""
     seen = []
 
     def fault(message):

@@ -1,4 +1,6 @@
-"""What threads hand to the event loop at the same moment, and a session whose owner goes away."""
+"""Messages of two threads to the event loop at one moment, and a session whose owner is
+cancelled.
+"""
 
 from __future__ import annotations
 
@@ -26,7 +28,7 @@ CONFIG = TransferConfig(lease_s=5.0, transfer_timeout_s=5.0, handshake_timeout_s
 
 
 class AtOnce(deque):
-    """The first two threads that append do so before either of them does anything else."""
+    """The first two threads that append both append before either continues."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -57,7 +59,7 @@ async def test_notifications_of_two_threads_at_once_are_read(monkeypatch):
 
 
 async def begun(group: KvGroup) -> tuple[Member, SendSession]:
-    """Member a's session, with one write that runs, until its gate opens, and one behind it."""
+    """Member a's session, with one write in flight until its gate opens, and one queued write."""
     member = group.members["a"]
     member.transport.gate.clear()
     session = await member.sender.open(
@@ -72,7 +74,7 @@ async def begun(group: KvGroup) -> tuple[Member, SendSession]:
 
 
 async def test_a_session_ends_when_a_write_ends_while_the_next_one_is_cancelled(monkeypatch):
-    """The one on the transport's thread, the other on the loop."""
+    """One write ends on the transport's thread, the other on the loop."""
     monkeypatch.setattr(session_module, "deque", AtOnce)
     group = KvGroup(CONFIG, layout(page_tokens=16), {"a": layout(page_tokens=4, pages=96)})
     pages = group.admit("r", 40)

@@ -112,7 +112,9 @@ def test_a_request_that_was_planned_anew_does_not_hold_up_who_it_waits_for():
 
 @dataclass
 class Asked:
-    """A request in `test_everybody_is_served`: one claim an attempt, all of one place in line."""
+    """A request in `test_everybody_is_served`: one claim per attempt, all with one place in
+    line.
+    """
 
     senders: list[Incarnation]
     first_ask_s: float | None = None
@@ -140,7 +142,7 @@ class Line:
             request.begin_attempt()
 
     def of(self, claim: str) -> Asked | None:
-        """The request of a claim, if the claim is its attempt at hand."""
+        """Returns the request of a claim, if the claim is its current attempt."""
         name, attempt = claim.split("/")
         request = self.requests.get(name)
         return request if request and request.attempt == int(attempt) else None
@@ -164,7 +166,7 @@ class Line:
         request.first_ask_s = request.first_ask_s or self.now_s
         claim = f"{name}/{request.attempt}"
         self.backends.ask(claim, sender, request.first_ask_s)
-        if self.rng.random() < 0.2:  # its patience ends, and it asks again
+        if self.rng.random() < 0.2:  # its wait ends, and it asks again
             self.backends.withdraw(claim, sender)
             self.backends.ask(claim, sender, self.now_s)
         self.waiting.add((claim, sender))
@@ -200,7 +202,7 @@ class Line:
             else:
                 fresh.append(request.first_ask_s)
         asked = [r.first_ask_s for claim, _ in self.waiting if (r := self.of(claim))]
-        # Nobody who came earlier still waits while a later request took a free backend.
+        # No earlier request still waits while a later request took a free backend.
         assert max(fresh, default=0) <= min(asked, default=self.now_s)
         assert not asked or self.backends.free == 0
         assert len(self.busy) + self.idle.total() + self.backends.free == self.count
@@ -215,7 +217,7 @@ class Line:
     st.integers(0, 6),
 )
 def test_everybody_is_served(seed, count, senders, crashes):
-    """Whatever the order of asks, ends and crashes: earlier requests first, and all in the end."""
+    """In any order of asks, ends and crashes: earlier requests first, and all in the end."""
     requests = [Asked([Incarnation(f"s{n}", 1) for n in range(many)]) for many in senders]
     line = Line(random.Random(seed), count, requests, crashes)
     for _ in range(20_000):

@@ -1,4 +1,4 @@
-"""Many senders of one request, and attempts that go on from what has landed."""
+"""Many senders of one request, and attempts that continue from landed tokens."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from support.kv_group import RECEIVER, KvGroup, Member, planned
 from support.kv_nodes import expected_kv, layout
 from support.live_stack import eventually
 
-#: Nothing here waits for a lease or a timeout to be over: they are as long as only a hang takes.
+#: Only a hang takes as long as these leases and timeouts.
 CONFIG = TransferConfig(lease_s=30.0, transfer_timeout_s=60.0, handshake_timeout_s=60.0)
 BUFFERED = dataclasses.replace(CONFIG, buffer_bytes=16 << 10, backends=1)
 NAMES = ("a", "b", "c", "d")
@@ -64,7 +64,7 @@ async def test_the_shares_of_all_members_make_the_prompt(build, config, parts, t
 
 
 async def test_a_member_that_is_done_early_may_go(build):
-    """Its lease ends with it; the others send on, and its end is not a failure."""
+    """Its lease ends with it; the others continue, and its end is not a failure."""
     group = build()
     kv, laid = expected_kv(group.layout, 1, 96), planned([(96, NAMES[:2])], 4)
     pages = group.admit("r", 96)
@@ -80,7 +80,9 @@ async def test_a_member_that_is_done_early_may_go(build):
 
 
 async def test_one_write_waits_while_another_moves_and_the_rest_goes_in_a_third(build):
-    """The transport always has the next write; what is ready meanwhile is put together."""
+    """Keeps a next write queued at the transport; parts that are ready together are put
+    together.
+    """
     group = build()
     member = group.members["a"]
     kv = expected_kv(group.layout, 1, 16)
@@ -138,9 +140,9 @@ async def test_prefixes_are_told_as_passes_land(build):
 
 
 async def fail_midway(group: KvGroup, kv: np.ndarray) -> tuple[list[int], int]:
-    """Attempt 1 on a and b: the first pass lands, then one who still sends dies.
+    """Attempt 1 on a and b: the first pass lands, then a member that still sends dies.
 
-    Returns the pages, and what is kept.
+    Returns the pages and the kept tokens.
     """
     laid = planned([(48, NAMES[:2]), (52, NAMES[:2])], 4)
     pages = group.admit("r", 100)
@@ -349,7 +351,7 @@ async def test_pages_are_kept_while_history_is_read_from_them(build):
 
 @dataclasses.dataclass
 class Storm:
-    """Requests of 1 to 4 senders each, one of whom dies midway; a scheduler that tries again."""
+    """Requests of 1 to 4 senders each, one of which dies midway; a scheduler that tries again."""
 
     group: KvGroup
     rng: random.Random
@@ -379,7 +381,7 @@ class Storm:
             await asyncio.gather(*given_up, return_exceptions=True)
 
     async def failure(self, name: str, attempt: int) -> int | None:
-        """What is kept once the attempt has failed; None once it has landed."""
+        """Returns the kept tokens once the attempt has failed; None once it has landed."""
         while True:
             outcome, *failure = await self.group.event(name, timeout_s=2 * HANG_S)
             if name in self.group.landed:
@@ -406,10 +408,10 @@ class Storm:
         return any(not write.running() and not write.done() for write in member.transport.posted)
 
     async def kill(self, name: str) -> None:
-        """With a write that waits for its turn, and never lands.
+        """Kills a member with a write that is queued and never lands.
 
-        The member's writes are held back until one waits, so that its death meets a request on any
-        machine. The receiver may not have heard of it yet: the scheduler gives its attempts up.
+        The member's writes are delayed until one is queued, so that its death hits a request on any
+        machine. The receiver may not have noticed yet: the scheduler gives its attempts up.
         """
         member = self.group.members[name]
         member.transport.gate.clear()
@@ -437,7 +439,7 @@ async def storm(group: KvGroup, requests: int, seed: int) -> None:
 
 @pytest.mark.parametrize("backends", [0, 1, 3])
 async def test_many_requests_of_many_senders_one_of_whom_dies(build, backends):
-    """Everybody is served, every byte is right, and nothing is left behind."""
+    """Every request is served, every byte is right, and nothing leaks."""
     config = dataclasses.replace(BUFFERED, backends=backends) if backends else CONFIG
     await storm(build(config, layout(pages=256), layout(page_tokens=4, pages=800)), 20, backends)
 

@@ -88,7 +88,7 @@ def test_a_process_is_known_dead_only_when_it_is():
         assert not other.has_ended(mine)
         child.kill()
         os.waitid(os.P_PID, child.pid, os.WEXITED | os.WNOWAIT)
-        assert other.has_ended(mine)  # nobody has reaped it yet
+        assert other.has_ended(mine)  # its parent has not reaped it yet
     finally:
         child.kill()
         child.communicate()

@@ -31,7 +31,7 @@ CONFIG = TransferConfig(lease_s=2.0, transfer_timeout_s=2.0, handshake_timeout_s
 
 @pytest.fixture
 async def build():
-    """Makes nodes; afterwards checks that nothing leaked, and closes them."""
+    """Makes nodes; afterwards checks for leaks, and closes them."""
     nodes = []
 
     async def make(kind, made, config=CONFIG, **kwargs):
@@ -52,7 +52,7 @@ def chunks_of(tokens: int, rng: random.Random) -> list[tuple[int, int]]:
 
 
 async def transfer(sender, receiver, request_id, seed, tokens) -> None:
-    """One whole transfer; asserts order of events and every byte."""
+    """Runs one whole transfer; asserts the order of events and every byte."""
     sent, received = (pages_of(n.layout, tokens, seed) for n in (sender, receiver))
     kv = expected_kv(sender.layout, seed, tokens)
     fill(sender.pool, sender.layout, sent, kv)

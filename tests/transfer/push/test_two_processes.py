@@ -27,7 +27,7 @@ def spawn():
 
 
 class Pair:
-    """Both children and what a test asks of them."""
+    """Both children, and the calls of a test to them."""
 
     def __init__(self, spawn, sender_layout, receiver_layout, config, sender_config=None) -> None:
         self.sides = (sender_layout, receiver_layout)
@@ -60,9 +60,9 @@ class Pair:
         assert self.receiver.ask(("check",)) == "ok"
 
 
-#: For what is found out by silence alone.
+#: Seconds, for failures that only silence shows.
 CONFIG = TransferConfig(lease_s=2.0, transfer_timeout_s=2.0, handshake_timeout_s=60.0)
-#: For all else: only a hang takes so long.
+#: Seconds, for all else: only a hang takes so long.
 PATIENT = TransferConfig(lease_s=60.0, transfer_timeout_s=60.0, handshake_timeout_s=60.0)
 
 
@@ -115,7 +115,7 @@ def test_a_stopped_sender_keeps_its_pages_in_quarantine_until_it_has_drained(spa
     assert not pair.receiver.pipe.poll(1.5)
     pair.sender.signal(signal.SIGCONT)
     assert pair.receiver.receive() == "ok"
-    message = pair.sender.ask(("finish", "r", 1))[1]  # whichever it noticed first
+    message = pair.sender.ask(("finish", "r", 1))[1]  # in either order
     assert "stopped the transfer" in message or "no news from decode-0" in message
     assert pair.sender.ask(("abort", "r", "failed")) == "ok"
     pair.check()

@@ -1,4 +1,4 @@
-"""Who gives which history to whom: offers, answers, and who may be writing here."""
+"""The plan of given history: offers, answers, and the possible writers."""
 
 from __future__ import annotations
 

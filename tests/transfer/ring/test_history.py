@@ -1,4 +1,4 @@
-"""History that decode writes back: layer by layer, under leases, given up in the middle."""
+"""History that decode writes back: layer by layer, under leases, aborted in the middle."""
 
 from __future__ import annotations
 
@@ -22,12 +22,12 @@ from support.ring_nodes import FREE, RingNode, chunks_of, pool_layout
 from support.slow_transport import SlowTransport
 
 TOKENS = 30
-LEASE_S = 10 * HANG_S  # it is over when the clock skips it
+LEASE_S = 10 * HANG_S  # over when the clock skips it
 CONFIG = TransferConfig(lease_s=LEASE_S)
 
 
 class Decode:
-    """A decode instance that has the first tokens of a prompt; other pages than prefill's."""
+    """A decode instance that has the first tokens of a prompt; its pages differ from prefill's."""
 
     def __init__(self, hub: MemoryHub, node: RingNode, *, lease_s: float = LEASE_S) -> None:
         self.made = replace(pool_layout(pages=32), page_tokens=8)
@@ -74,7 +74,7 @@ def pair():
 
 
 def prepare(node):
-    """A second attempt that goes on after TOKENS tokens, at one instance."""
+    """A second attempt that continues after TOKENS tokens, at one instance."""
     chunks = chunks_of([20], [["a"]], start=TOKENS)
     job, info = node.prepare("r", chunks, seed=3, attempt=2)
     node.open(job, {"a": info})
@@ -101,14 +101,14 @@ def test_what_decode_kept_comes_back_layer_by_layer(pair):
 
 
 def test_one_layer_waits_while_another_moves_and_no_third(pair):
-    """The transport always has the next layer, and a giver that stops has little to wait for."""
+    """Keeps the next layer queued at the transport; a giver that stops has little to wait for."""
     node, decode = pair
     job, info = prepare(node)
     decode.fill(node, seed=3)
     job.link.fetched("decode")
     decode.transport.gate.clear()
     gift = decode.giver.give("r", 2, decode.history(info, job.laid))
-    assert len(decode.transport.posted) == 2  # and nothing has ended
+    assert len(decode.transport.posted) == 2  # and no layer has ended
     decode.transport.gate.set()
     gift.over.result(HANG_S)
     assert len(decode.transport.posted) == decode.made.num_layers > 2
@@ -136,7 +136,7 @@ def test_an_abort_in_the_middle_stops_the_giver_before_the_pages_are_free(pair):
 
 
 def test_what_was_given_up_is_not_given_any_more(pair):
-    """The word that it is not wanted may overtake the call that asks for it."""
+    """The message that it is not wanted may overtake the call that asks for it."""
     node, decode = pair
     job, info = prepare(node)
     job.link.fetched("decode")

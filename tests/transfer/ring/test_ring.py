@@ -20,7 +20,7 @@ from support.ring_nodes import RingNode, chunks_of, pool_layout, random_pause
 from support.slow_transport import SlowTransport
 
 NAMES = ("a", "b", "c", "d")
-LEASE_S = 10 * HANG_S  # it is over when the clock skips it
+LEASE_S = 10 * HANG_S  # over when the clock skips it
 CONFIG = TransferConfig(lease_s=LEASE_S)
 
 
@@ -46,13 +46,13 @@ class Nodes:
         return jobs, roster
 
     async def run(self, request_id, chunks, seed, pause_s=0.0, **options) -> None:
-        """A request from joining to the end, the members' computes in threads."""
+        """Runs a request from joining to the end, with the members' computes in threads."""
         jobs, roster = self.prepare(request_id, chunks, seed, **options)
         rng = random.Random(seed)
 
         async def member(name):
             node, job = self.all[name], jobs[name]
-            await asyncio.sleep(rng.random() * pause_s)  # others speak before it has opened
+            await asyncio.sleep(rng.random() * pause_s)  # others send before it has opened
             node.open(job, roster)
             pause = random_pause(seed + len(name), pause_s)
             assert await asyncio.to_thread(node.compute, job, pause), job.aborted_by
@@ -175,7 +175,7 @@ def test_an_abort_at_any_point_ends_all_and_nothing_lands_late(nodes, seed):
             return await asyncio.gather(*(member(name) for name in jobs), abort())
 
     asyncio.run(all_of_them())
-    time.sleep(0.02)  # whatever were late would land
+    time.sleep(0.02)  # all late writes would land
     nodes.check()
     assert not [wrong for job in jobs.values() for wrong in job.wrong]
     assert not jobs[aborting].aborted_by  # its owner knows
@@ -251,7 +251,7 @@ def test_who_opens_a_group_that_was_given_up_learns_of_it_and_writes_nothing(nod
 
     async def scenario():
         compute = asyncio.create_task(asyncio.to_thread(nodes.all["a"].compute, jobs["a"]))
-        await asyncio.sleep(0.02)  # its credit lies at b
+        await asyncio.sleep(0.02)  # its credit is at b
         jobs["a"].link.abort()
         assert not await compute
         async with asyncio.timeout(HANG_S):
@@ -283,7 +283,7 @@ def test_a_word_that_makes_no_sense_ends_the_link(nodes):
 
 
 def test_a_sender_asks_before_it_writes_when_its_right_has_run_out(nodes, clock):
-    """A chunk before which the group stood still for longer than the lease."""
+    """A chunk after a pause of the group longer than the lease."""
     chunks = chunks_of([40, 40], [NAMES[:1], NAMES[:3]])
     jobs, roster = nodes.prepare("r", chunks, seed=1)
     stood_still = []

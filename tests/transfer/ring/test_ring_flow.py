@@ -1,4 +1,4 @@
-"""The ring's order, window and forwarding by themselves, with deliveries in any order."""
+"""The ring's order, window and forwarding alone, with deliveries in any order."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from millrace.transfer.ring.flow import RingFlow, RingOrder
 
 
 class Member:
-    """A RingFlow, two buffers that hold (origin, layer), and compute that goes step by step."""
+    """A RingFlow, two buffers that hold (origin, layer), and stepwise compute."""
 
     def __init__(self, rank: int, size: int) -> None:
         self.rank = rank
@@ -22,7 +22,7 @@ class Member:
         self.layer, self.step = 0, 0
 
     def compute(self, layers: int) -> bool:
-        """One step of compute, if it can be done. Step 0 publishes."""
+        """Does one step of compute, if possible. Step 0 publishes."""
         if self.layer == layers:
             return False
         if self.step == 0:
@@ -114,7 +114,7 @@ def test_two_blocks_may_be_under_way():
     assert flow.next_send() is None  # the next member's buffers are closed
     flow.credit(0)
     assert flow.next_send() == 0
-    assert flow.next_send() is None  # what is to be forwarded has not come
+    assert flow.next_send() is None  # the block to forward has not come
     flow.open_buffers()
     assert flow.next_credit() == 0 and flow.next_credit() is None
     flow.arrived(0)
@@ -139,7 +139,7 @@ def test_a_buffer_is_free_once_it_was_released_and_forwarded():
     flow.written(1)
     assert flow.next_credit() == 1
     flow.arrived(1)
-    flow.released(1)  # the last step's, which nobody waits for behind us
+    flow.released(1)  # the last step's, which no later member waits for
     assert flow.next_credit() == 2
     assert flow.is_idle
 

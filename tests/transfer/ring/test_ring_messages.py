@@ -1,4 +1,4 @@
-"""Notifications inside a group, to bytes and back."""
+"""Notifications inside a group, encoded and decoded."""
 
 from __future__ import annotations
 

@@ -1,4 +1,6 @@
-"""Members as real processes over NIXL: bytes, aborts in the middle, a killed and a stopped one."""
+"""Members as real processes over NIXL: bytes, aborts in the middle, a killed and a stopped
+member.
+"""
 
 from __future__ import annotations
 
@@ -59,7 +61,7 @@ def test_aborts_at_any_point(processes):
 
 
 def test_a_member_that_was_killed():
-    """Waits end with `abort`; closing waits for the grace where the dead one could write."""
+    """Waits end with `abort`; closing waits for the grace where the dead member could write."""
     processes = Processes({name: pool_layout(pages=400) for name in NAMES[:3]}, CONFIG)
     try:
         processes.start("k", chunks_of([600], [NAMES[:3]]), 1, pause_s=0.01)

@@ -1,4 +1,4 @@
-"""A prompt's KV in shards of tokens, layers and heads: any into any, and what goes wrong."""
+"""A prompt's KV in shards of tokens, layers and heads: any into any, and failures."""
 
 from __future__ import annotations
 
@@ -38,14 +38,14 @@ def pool(layers=(0, LAYERS), heads=(0, HEADS), page_tokens=16, pages=64, parts=1
 
 
 def cut(draw, end: int, most: int) -> list[tuple[int, int]]:
-    """[0, end) in at most `most` neighbouring pieces."""
+    """Splits [0, end) into at most `most` neighbouring pieces."""
     cuts = draw(st.sets(st.integers(1, end - 1), max_size=most - 1)) if end > 1 else set()
     return list(pairwise(sorted({0, end, *cuts})))
 
 
 @dataclasses.dataclass
 class Split:
-    """Of a prompt of `tokens`: passes, the group's size, and what each pool of a side holds."""
+    """Draws, for a prompt of `tokens`: passes, the group's size, and each pool's part on a side."""
 
     tokens: int
     passes: list[tuple[int, int]]
@@ -78,7 +78,7 @@ def splits(draw) -> Split:
 
 
 def shares(split: Split) -> list[list[tuple[int, list[Run]]]]:
-    """Of each member: the pass, and the runs of it, slot after slot."""
+    """Returns for each member its pass and its runs, slot after slot."""
     slots = [0] * split.members
     found: list[list[tuple[int, list[Run]]]] = [[] for _ in slots]
     for number, (start, end) in enumerate(split.passes):
@@ -93,7 +93,7 @@ def shares(split: Split) -> list[list[tuple[int, list[Run]]]]:
 
 
 async def land(split: Split) -> None:
-    """Every stage of the sending instance is a group of members of its own."""
+    """Every stage of the sending instance is a group of its own."""
     kv = expected_kv(pool(), split.tokens, split.tokens)
     work = shares(split)
     made = [one for one in split.senders for _ in range(split.members)]
@@ -110,7 +110,7 @@ async def land(split: Split) -> None:
                 if not meets(sender, receiver):
                     continue
                 word = None
-                if member == 0 and i not in told:  # the first stage's leader to meet it
+                if member == 0 and i not in told:  # the first stage's leader does the handshake
                     told.add(i)
                     word = without_token if i else lambda end: end
                 targets.append(receiver.target(word=word, is_home=not i))
@@ -141,14 +141,14 @@ TOKENS, SHARDS = 50, ((0, 16), (16, 35), (35, 50))
 
 
 async def opened(sender, receivers, kv, **options):
-    """All shards admitted, and the session to them."""
+    """Admits all shards, and opens the session to them."""
     for receiver, shard in zip(receivers, SHARDS, strict=True):
         receiver.admit(TOKENS, shard)
     return await sender.open(told(receivers), kv, **options)
 
 
 def told(receivers) -> list[Target]:
-    """The first one is the home."""
+    """The first receiver is the KV owner."""
     first, *others = receivers
     home = first.target(word=lambda end: end, is_home=True)
     return [home, *(receiver.target(word=without_token) for receiver in others)]
@@ -253,7 +253,7 @@ async def test_what_one_holder_refuses_fails_the_whole() -> None:
             await session.finish(End(2, 11))
         await session.abort("refused")
         why = "prefill-0 gave the transfer up: refused"
-        assert await receivers[0].event() == ("failed", why, 1, 0)  # and no token one before
+        assert await receivers[0].event() == ("failed", why, 1, 0)  # and no first token
         assert (await receivers[2].outcome())[:2] == ("failed", why)
 
 
@@ -275,7 +275,7 @@ async def test_a_holder_that_dies_fails_the_whole_and_frees_the_others() -> None
 
 
 async def test_a_holder_that_has_no_use_for_it_holds_nobody_up() -> None:
-    """It let go of its shard: whoever has the others' hears of it from it, not from here."""
+    """It freed its shard: the others' owners hear of it from it, not from here."""
     kv = expected_kv(pool(), 1, TOKENS)
     async with spread([pool()], [pool()] * 3) as ((sender,), receivers):
         session = await opened(sender, receivers, kv)
@@ -290,8 +290,9 @@ async def test_a_holder_that_has_no_use_for_it_holds_nobody_up() -> None:
 
 
 async def test_a_holder_without_a_backend_lets_the_others_go_on() -> None:
-    """The one at hand is another request's; when that is over the shard lands. What the others say
-    of their slots, which they give back many times, gets through meanwhile."""
+    """The current request is another one; when that is over the shard lands. The others' reports of
+    free slots, which they repeat many times, arrive during it.
+    """
     kv = expected_kv(pool(), 1, TOKENS)
     config = dataclasses.replace(BUFFERED, buffer_bytes=4096)
     async with spread([pool(pages=128)], [pool()] * 3, config) as ((sender,), receivers):
@@ -318,7 +319,7 @@ async def test_a_holder_without_a_backend_lets_the_others_go_on() -> None:
 
 
 async def test_prompts_that_wait_for_each_others_buffers_both_land() -> None:
-    """Each has its home's one buffer, and wants that of the other's home."""
+    """Each has its KV owner's one buffer, and wants the buffer of the other's KV owner."""
     config = dataclasses.replace(BUFFERED, handshake_timeout_s=1.5)
     names = ("r", "s")
     async with spread([pool(), pool()], [pool(), pool()], config) as (senders, receivers):
@@ -354,7 +355,7 @@ async def test_an_attempt_that_is_over_is_fenced_off_at_every_shard() -> None:
         await eventually(lambda: len(late.transport.peers) == 3)
         for receiver in receivers:
             receiver.manager.rewind("r", 2, 0)
-        late.transport.gate.set()  # its writes land, and are of no account
+        late.transport.gate.set()  # its writes land, and are not counted
         await eventually(lambda: not late.transport.in_flight)
         session = await sender.open(told(receivers), kv, attempt=2)
         ready(session)
@@ -433,7 +434,10 @@ async def test_targets_that_cannot_be() -> None:
         for targets, pattern in (
             ([one, one], "two of its shards are at one receiver"),
             ([dataclasses.replace(one, end_token=51)], r"tokens 0\.\.50 for holder-0 are not in"),
-            ([dataclasses.replace(one, start_token=50)], r"tokens 50\.\.49 for holder-0 are not in"),
+            (
+                [dataclasses.replace(one, start_token=50)],
+                r"tokens 50\.\.49 for holder-0 are not in",
+            ),
         ):
             with pytest.raises(TransferError, match=pattern):
                 await sender.open(targets, kv)
@@ -492,8 +496,9 @@ async def test_history_of_layers_that_are_elsewhere_is_refused_with_both_named()
 
 
 async def asked_for(sender, asker, receiver, kv) -> tuple[HistoryAsk, list[int]]:
-    """A first attempt ended after 30 tokens; what the second one's member asks for, and which
-    layers' notifications it gets."""
+    """Returns the request of a second attempt's member, after a first attempt of 30 tokens, and a
+    list that gets the layers of its notifications.
+    """
     receiver.admit(TOKENS, None)
     session = await sender.open([receiver.target()], kv)
     for layer in receiver.layout.layers:

@@ -42,7 +42,7 @@ BASE = KvLayout(
 
 @st.composite
 def runs_of(draw, prompt: int, page_tokens: int) -> list[Run]:
-    """A prompt cut anywhere, its pieces in any order, with empty slots between some of them."""
+    """A prompt cut at random, its pieces in any order, with empty slots between some of them."""
     cuts = draw(st.sets(st.integers(1, prompt), max_size=6)) | {prompt}
     pieces = [(a, b - a) for a, b in pairwise([0, *sorted(cuts)])]
     runs, slot = [], 0
@@ -81,7 +81,7 @@ def sides(draw):
 
 
 def element(side: Side, layer, token, plane, head, dim) -> int:
-    """Index of one element in a pool, from its shape alone."""
+    """Returns the index of one element in a pool, from its shape alone."""
     layout = side.layout
     slot = next(
         int(slot) + token - int(start)

@@ -1,4 +1,4 @@
-"""What the transports of one process do at their end."""
+"""The end of the transports of one process."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ CHANNEL = 7
 
 
 def test_what_a_close_cancels_may_ask_for_more():
-    """Who is told that its write won't come tells others: that must not wait for the close."""
+    """A caller that learns of a failed write tells others: that must not wait for the close."""
     hub = MemoryHub()
     one, other = MemoryTransport("one", hub), MemoryTransport("other", hub)
     assert one.connect(other.metadata()).result(HANG_S) == "other"

@@ -1,4 +1,4 @@
-"""Which build of NIXL is taken beside which torch, and whether it takes the memory."""
+"""The choice of NIXL's build for a torch, and the registration of memory."""
 
 from __future__ import annotations
 

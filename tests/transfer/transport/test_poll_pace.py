@@ -1,4 +1,4 @@
-"""How often a transport's thread looks."""
+"""How often a transport's thread polls."""
 
 from __future__ import annotations
 

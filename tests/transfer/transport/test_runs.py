@@ -1,4 +1,4 @@
-"""Facts of runs: what is found out about one holds for those shifted from it."""
+"""Facts of runs: cached facts hold for shifted runs, too."""
 
 from __future__ import annotations
 
