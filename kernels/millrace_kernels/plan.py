@@ -89,7 +89,7 @@ class AttentionPlan:
 
     @property
     def has_positions(self) -> bool:
-        """Whether rows or K/V slots have positions other than their order gives."""
+        """True if rows or K/V slots have positions other than their order gives."""
         return self.q_positions is not None or self.kv_positions is not None
 
     def sight(self, index: int) -> Sight:

@@ -1,7 +1,7 @@
 """A real Kubernetes control plane for tests, on loopback ports and without a node.
 
-`KUBEBUILDER_ASSETS` names a folder with `etcd` and `kube-apiserver`, as Kubernetes' own envtest
-has it. `kube-controller-manager` and `kubectl` in it are used too; without the first nothing makes
+`KUBEBUILDER_ASSETS` names a folder with `etcd` and `kube-apiserver`, as in Kubernetes' own
+envtest. `kube-controller-manager` and `kubectl` in it are used too; without the first nothing makes
 pods, collects garbage or runs an HPA. `MILLRACE_TEST_KUBECONFIG` names a kubeconfig of a running
 cluster instead.
 """

@@ -124,7 +124,7 @@ def test_a_new_link_begins_anew_and_drops_what_the_old_one_left(pair) -> None:
 
 def test_a_closed_sender_says_why() -> None:
     pair = Pair("memory")
-    with pytest.raises(TransferError, match="no stage is there"):
+    with pytest.raises(TransferError, match="no next stage is connected"):
         pair.sender.reserve(0.1)
     pair.open()
     pair.sender.close("stage 2 died")

@@ -105,7 +105,7 @@ def rope_write_kv(  # noqa: PLR0913 - one argument for each thing that fixes the
     k_norm: Tensor | None,
     eps: float,
 ) -> Tensor:
-    """Norm and rotate q of qkv [n, h + 2k, d] in place, k on its way into its page; copy v there.
+    """Norms and rotates q of qkv [n, h + 2k, d] in place; writes normed, rotated k and v to pages.
 
     Raises IndexError, before anything is written, for a slot outside the pool.
     """

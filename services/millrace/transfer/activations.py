@@ -122,7 +122,7 @@ class ActivationSender:
                 if self._error is not None:
                     raise self._error
                 if self._inlet is None:
-                    raise TransferError("no stage is there to take activations")
+                    raise TransferError("no next stage is connected to take activations")
                 if self._free:
                     return self._free.pop()
                 if self._transport.is_dead(self._peer):
@@ -141,7 +141,9 @@ class ActivationSender:
         """
         inlet = self._inlet
         if inlet is None or rows * self._row_bytes > self._slot_bytes:
-            raise TransferError(f"{rows} rows of {self._row_bytes} bytes have nowhere to go")
+            raise TransferError(
+                f"{rows} rows of {self._row_bytes} bytes fit no slot of the next stage"
+            )
         nbytes, own = rows * self._row_bytes, slot * self._slot_bytes
         inline = nbytes if nbytes <= self._inline_bytes else 0
         header = _HEADER.pack(ROWS_CHANNEL, slot, rows, inline, self._number, inlet.link)

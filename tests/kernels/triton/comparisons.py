@@ -1,5 +1,5 @@
-"""Every operation against the float64 reference, on whatever runs Triton's kernels here: its
-interpreter with TRITON_INTERPRET=1 (tiny tiles), else a CUDA device (the committed tiles).
+"""Every operation against the float64 reference, where Triton's kernels run: in its
+interpreter with TRITON_INTERPRET=1 (tiny tiles), else on a CUDA device (the committed tiles).
 
 `test_comparisons.py` runs this file in a process of its own, because Triton reads that variable
 when it is imported. bfloat16 runs on a device only: the interpreter computes it wrongly.

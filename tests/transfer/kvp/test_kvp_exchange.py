@@ -259,7 +259,7 @@ def test_a_holder_that_is_let_go_and_attached_anew_is_lost_to_the_pass_at_hand(e
     ends.exchange.detach("h")
     ends.attach()
     ends.exchange.post("h", Request(0, 1, 1, 0))
-    assert ends.exchange.wait().lost == "h was let go"
+    assert ends.exchange.wait().lost == "h was detached"
     ends.exchange.begin()
     assert ends.ask(0, 6, entries=1) == (("h", (), ""), 6)
 

@@ -304,7 +304,7 @@ async def test_finishing_twice_is_refused(build):
     with pytest.raises(TransferError, match="finished already"):
         await peer.finish(ticket, first_tokens(1), timeout_s=HANG_S)
     stranger = dataclasses.replace(ticket, sender=type(ticket.sender)("prefill-9", 1))
-    with pytest.raises(TransferError, match="not shaken hands"):
+    with pytest.raises(TransferError, match="not done the handshake"):
         await peer.finish(stranger, first_tokens(1), timeout_s=HANG_S)
     await peer.abort(stranger, reason="mischief", drained=True, timeout_s=HANG_S)
     assert [e[0] for e in iter_events(to)] == ["first", "landed"]

@@ -109,14 +109,14 @@ def test_a_stopped_sender_keeps_its_pages_in_quarantine_until_it_has_drained(spa
     pair.layers("r", 0, 0, 100)
     pair.sender.signal(signal.SIGSTOP)
     kind, _, message = pair.receiver.ask(("event",))
-    assert kind == "failed" and "no news from prefill-0 for 2 s" in message
+    assert kind == "failed" and "no message from prefill-0 for 2 s" in message
     assert pair.receiver.ask(("release", "r")) == "ok"
     pair.receiver.send(("released", "r"))
     assert not pair.receiver.pipe.poll(1.5)
     pair.sender.signal(signal.SIGCONT)
     assert pair.receiver.receive() == "ok"
     message = pair.sender.ask(("finish", "r", 1))[1]  # in either order
-    assert "stopped the transfer" in message or "no news from decode-0" in message
+    assert "stopped the transfer" in message or "no message from decode-0" in message
     assert pair.sender.ask(("abort", "r", "failed")) == "ok"
     pair.check()
 

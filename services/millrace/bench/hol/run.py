@@ -37,7 +37,7 @@ from millrace.engine.assembly import Engine, open_engine
 _LONG_MULTIPLE = 12.8  # objective of the long prompt over its isolated TTFT: a file's
 _SIM_TOLERANCE, _SIM_STEP, _SIM_RUNS = 0.03, 2.0, 40
 _QUICK = (FCFS, "edf-small", OURS)
-_START = (0.2, 1.6)  # a search begins within these shares of the capacity, whatever `sim` predicts
+_START = (0.2, 1.6)  # a search begins within these shares of the capacity, independent of `sim`
 
 Told = Callable[[str], None]
 

@@ -132,7 +132,7 @@ def _token(rows: Sequence[Document]) -> Table:
 def _growth(found: Document) -> Table:
     table = _table(
         f"A chunk of {found['chunk_tokens']} at the end of a context that grows, ms: workers join "
-        f"at {found['most_tokens']} tokens each; alone: the home holds all",
+        f"at {found['most_tokens']} tokens each; alone: the KV owner holds all",
         *("context", "workers", "attn", "comm", "rest", "sum", "ratio", "clock", "alone", "ratio"),
     )
     rows = found["growth"]

@@ -43,7 +43,7 @@ class Receiver:
         self.pool: Memory
         self.bare_metadata, self.pool = self.hear()
 
-    def hear(self) -> Any:  # noqa: ANN401 - whatever the child says
+    def hear(self) -> Any:  # noqa: ANN401 - any answer of the child
         if not self._pipe.poll(ANSWER_TIMEOUT_S):
             raise TransferError("the receiving process did not answer in time")
         return self._pipe.recv()

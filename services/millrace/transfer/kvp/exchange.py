@@ -41,7 +41,7 @@ _MOST_RUNS: Final = 256  # the most byte runs that a pair caches, by size
 
 
 class Offer(NamedTuple):
-    """Where a KVP worker writes its partial results; `Kvp.Attach` carries it to the worker."""
+    """The place of a KVP worker's partial results; `Kvp.Attach` carries it to the worker."""
 
     place: int
     region: int
@@ -170,7 +170,7 @@ class KvpExchange:
             del self._by_slot[pair.peer, pair.slot]
             if not self._pairs:
                 self._listening.close()
-        pair.lost = pair.lost or f"{holder} was let go"
+        pair.lost = pair.lost or f"{holder} was detached"
         self._events.put((pair, None))
         self._places.leave(pair.place, pair.peer, pair.slot)
         if pair.write is None:
@@ -274,7 +274,7 @@ class KvpExchange:
             if idle and self._pairs:
                 raise IntegrityError(f"the exchange still has {sorted(self._pairs)}")
             if len(self._by_slot) != len(self._pairs):
-                raise IntegrityError("the exchange's pairs are known by different names")
+                raise IntegrityError("the exchange's two tables of pairs differ in length")
         self._places.check_integrity(idle=idle)
 
     # -- inside

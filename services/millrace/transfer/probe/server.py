@@ -41,7 +41,7 @@ from millrace.transfer.transport.nixl.library import load_ucx
 from millrace.transfer.transport.nixl.transport import NixlTransport
 from millrace.transfer.transport.regions import Memory
 
-#: Seconds after which the kernel ends a child, whatever the transport's library does.
+#: Seconds after which the kernel ends a child, even if the transport's library hangs.
 LIFE_S = 60
 #: The same, counted from the moment when the child is no longer wanted.
 CLOSE_S = 5

@@ -11,8 +11,9 @@ from collections.abc import Iterable, Iterator
 
 
 class Contacts:
-    """When each peer was last heard of and last sent a message, by transport name. The link's lock
-    guards it.
+    """The times of each peer's last message and of the last message to it, by transport name.
+
+    The link's lock guards it.
     """
 
     def __init__(self, peers: Iterable[str], lease_s: float) -> None:

@@ -178,7 +178,7 @@ class Admission:
     def finish_refusal(self, sender: Incarnation) -> str:
         """Returns why a sender can't report the end; empty when it can."""
         if sender not in self.senders:
-            return f"{sender} has not shaken hands"
+            return f"{sender} has not done the handshake"
         return "prefill has finished already" if self.finished else ""
 
     def finish(self, total_chunks: int, now_s: float) -> None:

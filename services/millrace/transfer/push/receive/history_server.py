@@ -78,7 +78,7 @@ class HistoryServer:
         )
 
     def stop(self, admission: Admission) -> None:
-        """Stops gifts that nobody wants any more: posts no more writes; writes in flight must
+        """Stops gifts that are not wanted any more: posts no more writes; writes in flight must
         end.
         """
         for gift in self._gifts.get(admission, ()):

@@ -263,7 +263,7 @@ class ReceiveManager:
     def _tick(self, now_s: float) -> None:
         """Renews leases, and ends what is overdue."""
         for lease, admission in self._leases.renew(now_s):
-            why = f"no news from {lease.sender.id} for {self._config.lease_s:g} s"
+            why = f"no message from {lease.sender.id} for {self._config.lease_s:g} s"
             self._fail_of(lease, admission, why)
         for admission in self._active:
             if reason := admission.overdue(now_s, self._config.transfer_timeout_s):
@@ -342,7 +342,7 @@ class ReceiveManager:
         lease, admission = held
         now_s = time.monotonic()
         if lease.lapsed(now_s, self._config.lease_s):  # before it is renewed
-            self._fail_of(lease, admission, f"no news from {lease.sender.id} in time")
+            self._fail_of(lease, admission, f"no message from {lease.sender.id} in time")
         lease.heard_s = now_s
         if message.kind is Kind.WRITTEN and admission.awaits(lease.attempt):
             self._written(lease, admission, message)

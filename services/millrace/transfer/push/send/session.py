@@ -240,7 +240,7 @@ class SendSession:
             and (self._free_slots or not self._grant.buffered)
         ):
             if time.monotonic() - self._heard_s > self._grant.lease_s:
-                silence = f"no news from {self.ticket.receiver.id} for {self._grant.lease_s:g} s"
+                silence = f"no message from {self.ticket.receiver.id} for {self._grant.lease_s:g} s"
                 self.fail(self._error(silence))
                 return
             slot = self._free_slots.pop() if self._grant.buffered else 0
