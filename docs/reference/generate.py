@@ -18,6 +18,7 @@ from typer.main import get_command
 
 from millrace.cli import main as command_line
 from millrace.cli.config import as_markdown
+from millrace.shipped import SHIPPED_MODEL
 from millrace_operator.schema import API_VERSION, definitions
 
 FOLDER = Path(__file__).parent
@@ -81,9 +82,13 @@ def _commands(group: Any, context: Any, path: str) -> Iterator[str]:  # noqa: AN
         usage = " ".join(command.collect_usage_pieces(inner))
         yield from ("```", f"{path} {name} {usage}", "```", "")
         records = [parameter.get_help_record(inner) for parameter in command.params]
-        yield from _table(
-            "option | meaning", [(_code(first), said) for first, said in filter(None, records)]
-        )
+        rows = [(_code(first), _anywhere(said)) for first, said in filter(None, records)]
+        yield from _table("option | meaning", rows)
+
+
+def _anywhere(said: str) -> str:
+    """The help of an option without the place where this machine has the shipped model."""
+    return said.replace(f"[default: {SHIPPED_MODEL}]", "")
 
 
 # ---- Chart values and custom resources -----------------------------------------------------------

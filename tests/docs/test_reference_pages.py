@@ -18,6 +18,11 @@ def test_the_page_is_current(name: str) -> None:
     assert (FOLDER / name).read_text() == PAGES[name](), "run `make docs`"
 
 
+@pytest.mark.parametrize("name", PAGES)
+def test_the_page_is_the_same_on_every_machine(name: str) -> None:
+    assert str(ROOT) not in (FOLDER / name).read_text()
+
+
 def test_every_other_page_is_written_by_hand() -> None:
     assert {path.name for path in FOLDER.glob("*.md")} == set(PAGES) | WRITTEN_BY_HAND
 
