@@ -15,14 +15,16 @@ from millrace.core.errors import ConfigError
 from millrace.core.kv.layout import KvLayout
 from millrace.engine.errors import EngineDied
 from millrace.engine.forward.local_runner import ModelRunner
+from millrace.engine.forward.passes import Passes
+from millrace.engine.forward.stage_passes import StagePasses
 from millrace.engine.kv.pool import KvPool
 from millrace.engine.model.config import ModelConfig
 from millrace.engine.model.loader import Model, load_model, model_hash, resolve_model
+from millrace.engine.parallel.group_passes import GroupPasses, load_ranks
 from millrace.engine.parallel.rank_group import RankGroup
-from millrace.engine.parallel.runner import GroupRunner, load_ranks
-from millrace.engine.pipeline.runner import PipelineRunner
+from millrace.engine.runner import Runner
 from millrace.profiles.cache import ProfileKey
-from millrace_kernels.api import Backend, describe_backends
+from millrace_kernels.api import describe_backends
 from millrace_kernels.dispatch import rows_backend
 
 CPU_POOL_SHARE = 0.1  # of available memory: several workers share one machine
@@ -56,8 +58,9 @@ class KvMemory:
         """Raises IntegrityError when the pool's book does not add up."""
         self.pool.check_integrity()
 
-    def when_fallen(self, call: Callable[[EngineDied], None]) -> None:
-        """Has `call` made when a process that is part of it has fallen, on any thread."""
+    def when_died(self, call: Callable[[EngineDied], None]) -> None:
+        """Has `call` made, on any thread, when a watched process of the engine has died. Memory
+        alone has no such process."""
 
     def close(self) -> None:
         """The memory goes with its last user."""
@@ -67,20 +70,25 @@ class KvMemory:
 class Engine(KvMemory):
     """A loaded model with its memory."""
 
-    runner: ModelRunner | GroupRunner | PipelineRunner
+    runner: Runner
 
     def check_integrity(self) -> None:
-        """Likewise, and when an idle engine has a pass in any of its processes."""
+        """Raises IntegrityError when the pool's record does not add up, or an idle engine has a
+        pass in flight."""
         KvMemory.check_integrity(self)
-        self.runner.check_integrity()
+        if self.runner.in_flight is not None:
+            self.runner.in_flight.check_integrity()
 
-    def when_fallen(self, call: Callable[[EngineDied], None]) -> None:
-        """Likewise, where its processes are watched over."""
-        self.runner.when_fallen(call)
+    def when_died(self, call: Callable[[EngineDied], None]) -> None:
+        """Has `call` made, on any thread, when a later stage has died. The next pass finds a dead
+        rank out."""
+        if self.runner.in_flight is not None:
+            self.runner.in_flight.when_died(call)
 
     def close(self) -> None:
         """Ends the other ranks or stages, if there are any."""
-        self.runner.close()
+        if self.runner.processes is not None:
+            self.runner.processes.close()
 
 
 def open_engine(
@@ -145,7 +153,10 @@ def open_engines(
         )
         size = pool_bytes(config, device, context * one_page.bytes_per_token)
         layout = _sized(one_page, size // count)
-        return [_engine(folder, whole, loaded, layout, config, group) for _ in range(count)]
+        shape = KvShape(folder=folder, model=whole, layout=layout, max_context_tokens=context)
+        return [
+            engine_of(shape, _runner(loaded, layout, config, group), config) for _ in range(count)
+        ]
     except BaseException:
         if group is not None:
             group.close()
@@ -214,18 +225,26 @@ class KvShape:
         )
 
 
-def staged_engine(shape: KvShape, runner: PipelineRunner, storage: torch.Tensor) -> Engine:
-    """Of an instance in stages. storage: the KV of all stages and ranks."""
-    first = runner.model
-    rest = rows_backend(first.device, first.dtype)
-    attention = runner.attention_backend()
+def engine_of(shape: KvShape, runner: Runner, config: EngineConfig) -> Engine:
+    """An engine of a runner over the pool of `shape`.
+
+    Raises ConfigError where `config.attention_backend` can't compute the model's attention.
+    """
+    model = runner.model
+    try:
+        attention = runner.states.attention_backend()
+    except ValueError as error:
+        raise ConfigError(
+            f"engine.attention_backend is {config.attention_backend!r}: {error}"
+        ) from error
+    rest = rows_backend(model.device, model.dtype)
     return Engine(
         folder=shape.folder,
         shape=shape.model,
-        device=first.device,
+        device=model.device,
         layout=shape.layout,
         pool=runner.pool,
-        storage=storage,
+        storage=runner.storage if config.tensor_parallel > 1 else runner.storage[0],
         runner=runner,
         backends=f"attention {attention}, linears and sampling {rest}; {describe_backends()}",
         max_context_tokens=shape.max_context_tokens,
@@ -264,36 +283,18 @@ def _one_page(
     )
 
 
-def _engine(
-    folder: Path,
-    whole: ModelConfig,
-    model: Model,
-    layout: KvLayout,
-    config: EngineConfig,
-    group: RankGroup | None,
-) -> Engine:
-    runner: ModelRunner | GroupRunner
+def _runner(
+    model: Model, layout: KvLayout, config: EngineConfig, group: RankGroup | None
+) -> Runner:
+    """`layout`: of all ranks' pools. Each call takes memory for pools of its own."""
+    passes: Passes
     if group is None:
         pool = KvPool(layout, device=model.device)
-        runner = ModelRunner(model, pool, attention_backend=config.attention_backend)
-        storage = pool.storage
+        passes = StagePasses(model, pool, config.attention_backend)
     else:
         own = replace(layout, head_count=layout.part_heads, parts=1)
-        runner = GroupRunner(group, model, own, attention_backend=config.attention_backend)
-        pool, storage = runner.pool, runner.storage
-    attention = _attention_backend(runner, config)
-    rest = rows_backend(model.device, model.dtype)
-    return Engine(
-        folder=folder,
-        shape=whole,
-        device=model.device,
-        layout=layout,
-        pool=pool,
-        storage=storage,
-        runner=runner,
-        backends=f"attention {attention}, linears and sampling {rest}; {describe_backends()}",
-        max_context_tokens=_context(config, whole, folder),
-    )
+        passes = GroupPasses(group, model, own, config.attention_backend)
+    return ModelRunner(passes)
 
 
 def resolve_device(name: str) -> torch.device:
@@ -370,15 +371,6 @@ def available_bytes() -> int:
         if line.startswith("MemAvailable:"):
             return int(line.split()[1]) * 1024
     return os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-
-
-def _attention_backend(runner: ModelRunner | GroupRunner, config: EngineConfig) -> Backend:
-    try:
-        return runner.attention_backend()
-    except ValueError as error:
-        raise ConfigError(
-            f"engine.attention_backend is {config.attention_backend!r}: {error}"
-        ) from error
 
 
 def _sized(one_page: KvLayout, size_bytes: int) -> KvLayout:

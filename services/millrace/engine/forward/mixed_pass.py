@@ -10,9 +10,8 @@ wanted.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Protocol
 
 import numpy as np
 import numpy.typing as npt
@@ -20,7 +19,12 @@ import torch
 from torch import Tensor
 
 from millrace.core.kv.kvp_pass import RemoteRows, RemoteShard, remote_rows
-from millrace.engine.attention.kvp_owner import Remote, slots_with_spill
+from millrace.engine.attention.kvp_owner import (
+    Remote,
+    RemoteAttention,
+    RemoteLink,
+    slots_with_spill,
+)
 from millrace.engine.forward.prefill_task import PrefillTask
 from millrace.engine.kv.step_tables import page_table_of, slots_of
 
@@ -39,15 +43,6 @@ class DecodeRows:
 
     def __len__(self) -> int:
         return len(self.token_ids)
-
-
-class MixedRunner(Protocol):
-    """What mixed batches need of `ModelRunner`, or of a group of ranks."""
-
-    def mixed(
-        self, decodes: DecodeRows, page_table: Tensor, tasks: Sequence[PrefillTask]
-    ) -> Tensor:
-        """A decode step and chunks in one pass: `ModelRunner.mixed`."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -130,6 +125,15 @@ def mixed_tables(
         wanted_indptr=_indptr(np.cumsum(chosen)),
         remote=rows,
     )
+
+
+def remote_attention(
+    remote: Remote | None, tables: RaggedTables, shared: Callable[[RemoteLink], RemoteLink]
+) -> RemoteAttention | None:
+    """Begins the KVP workers' part of a pass; None without one. `shared`: as of `Passes`."""
+    if remote is None or not tables.remote:
+        return None
+    return RemoteAttention(shared(remote.link), tables.remote, tables.slots)
 
 
 def hand_out_lost(

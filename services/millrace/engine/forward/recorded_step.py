@@ -69,7 +69,7 @@ class RecordedSteps:
         scratch = self._scratch if outdated is None else outdated.scratch()
         with kernels.record() as calls:
             state = self._states.decode(token_ids, positions, page_table, kv_lens, scratch)
-            state.x = begun = self._room(state)
+            state.x = begun = state.room(self._model.config.hidden_size, self._model.dtype)
             begin(begun)
             for operator in self._operators:
                 operator.run(state)
@@ -82,13 +82,6 @@ class RecordedSteps:
         else:
             state.give_all()  # who reads the sums takes nothing
         return state
-
-    def _room(self, state: Activations) -> Tensor:
-        hidden = self._model.config.hidden_size
-        taken = state.take(hidden)
-        if taken is None:
-            return state.cos.new_empty((state.num_tokens, hidden), dtype=self._model.dtype)
-        return taken
 
     def _new_scratch(self) -> Scratch | None:
         # On other devices torch's allocator keeps memory itself.

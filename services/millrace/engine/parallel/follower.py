@@ -7,25 +7,22 @@ import signal
 import threading
 from collections.abc import Iterator
 from contextlib import suppress
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from multiprocessing import parent_process
 from multiprocessing.connection import Connection
 from multiprocessing.reduction import recv_handle
 from typing import assert_never
 
 import torch
-from torch import Tensor
 
-from millrace.engine.attention.kvp_owner import Remote, RemoteAttention
-from millrace.engine.attention.ring import RingTask
+from millrace.engine.attention.kvp_owner import RemoteAttention
 from millrace.engine.execution_pool import RunAhead
-from millrace.engine.forward.local_runner import Boundary, ModelRunner
-from millrace.engine.forward.stage_passes import Fetch, StagePasses
+from millrace.engine.forward.passes import Boundary, Fetch
+from millrace.engine.forward.stage_passes import StagePasses, stage_pool
 from millrace.engine.kv.page_table import TableMirror
-from millrace.engine.kv.pool import KvPool
 from millrace.engine.model.communicator import Communicator, PeerLost
 from millrace.engine.model.loader import Model, load_model
-from millrace.engine.model.operators import required
+from millrace.engine.model.operators import Activations, required
 from millrace.engine.model.stage import ALONE
 from millrace.engine.model.tp_shard import Shard
 from millrace.engine.parallel.commands import (
@@ -41,7 +38,6 @@ from millrace.engine.parallel.commands import (
     Project,
     RingPass,
     Run,
-    StagePass,
 )
 from millrace.engine.parallel.kv_memory import mapped, pool_number
 from millrace.engine.parallel.kvp_links import SharedRemote
@@ -105,7 +101,7 @@ class Follower:
         self._passes: dict[int, _Pass] = {}
         self._stage = ALONE
         self._model: Model | None = None
-        self._part: ModelRunner | StagePasses | None = None
+        self._part: StagePasses | None = None
         self._page_table = TableMirror()  # rank 0's
 
     def obey(self, order: Order) -> int:
@@ -127,21 +123,15 @@ class Follower:
             case Project():
                 self._project(command)
             case CopyPage():
-                storage = self._runner.pool.storage
+                storage = self._running.pool.storage
                 storage[:, command.target].copy_(storage[:, command.source])
             case _:
                 assert_never(command)
         return 0
 
     @property
-    def _running(self) -> ModelRunner | StagePasses:
-        assert self._part is not None  # rank 0 opens before it runs
-        return self._part
-
-    @property
-    def _runner(self) -> ModelRunner:
-        assert isinstance(self._part, ModelRunner)  # a stage is told passes alone
-        return self._part
+    def _running(self) -> StagePasses:
+        return required(self._part)  # rank 0 opens before it runs
 
     def _load(self, command: Load) -> None:
         self._passes.clear()
@@ -166,15 +156,15 @@ class Follower:
                 memory = mapped(layout, handle)[pool_number(layout)]
             finally:
                 os.close(handle)
-        self._page_table = TableMirror()  # as the new runner's own
-        backend = command.attention_backend
-        if self._stage == ALONE:
-            pool = KvPool(layout, self._device, memory)
-            self._part = ModelRunner(model, pool, backend, self._ranks)
-        else:
-            self._part = StagePasses(
-                model, self._stage, layout, required(memory), backend, self._ranks
-            )
+        self._page_table = TableMirror()  # as rank 0's
+        self._part = StagePasses(
+            model,
+            stage_pool(model, layout, memory),
+            command.attention_backend,
+            stage=self._stage,
+            memory=memory,
+            ranks=self._ranks,
+        )
 
     def _run(self, command: Run) -> int:
         if command.begin is not None:
@@ -191,31 +181,24 @@ class Follower:
         return current.operators
 
     def _begin(self, begin: Begin) -> _Pass:
-        if isinstance(begin, StagePass):
-            return _Pass(self._stage_pass(begin))
         if isinstance(begin, RingPass):
             link = SharedLink(self._ranks, None, begin.rank, begin.size)
-            return _Pass(self._ring(begin.unpacked(link)), is_ring=True)
-        return _Pass(self._runner.prefill_batch([task.unpacked() for task in begin]))
-
-    def _stage_pass(self, told: StagePass) -> Iterator[Boundary]:
-        assert isinstance(self._part, StagePasses)
-        tables, remote = told.tables.unpacked(), None
+            task = begin.unpacked(link)
+            steps = self._running.ring(task, fetch=self._fetch, finish=_leave)
+            return _Pass(steps, is_ring=True)
+        tables, remote = begin.unpacked(self._page_table), None
         if tables.remote:
             remote = RemoteAttention(SharedRemote(self._ranks), tables.remote, tables.slots)
-        return self._part.run(
-            tables,
-            is_cut=told.is_cut,
-            kv_only=told.kv_only,
-            fetch=self._fetch,
-            hand_on=_to_nobody,
-            remote=remote,
+        return _Pass(
+            self._running.run(
+                tables,
+                is_cut=begin.is_cut,
+                kv_only=begin.kv_only,
+                fetch=self._fetch,
+                finish=_leave,
+                remote=remote,
+            )
         )
-
-    def _ring(self, task: RingTask) -> Iterator[Boundary]:
-        if isinstance(self._part, StagePasses):
-            return self._part.ring(task, fetch=self._fetch, hand_on=_to_nobody)
-        return self._runner.prefill_ring(task)
 
     @property
     def _fetch(self) -> Fetch | None:
@@ -230,16 +213,11 @@ class Follower:
         return self._counter.enter(self._shard.rank, current.operators)
 
     def _decode(self, command: Decode) -> None:
-        rows, table = command.rows, self._page_table.apply(command.page_table)
-        if command.spill_pages is not None:
-            remote = Remote(SharedRemote(self._ranks), command.spill_pages, command.reach)
-            self._runner.remote = remote
-        if not (command.tasks or command.shards):
-            self._runner.decode(rows.token_ids, rows.positions, table, rows.kv_lens)
-            return
-        pages = table[len(rows) :].numpy()
-        tasks = [replace(t, pages=p) for t, p in zip(command.tasks, pages, strict=True)]
-        self._runner.mixed(rows, table, [task.unpacked() for task in tasks])
+        table = self._page_table.apply(command.page_table)
+        token_ids, positions, kv_lens = map(
+            torch.from_numpy, (command.token_ids, command.positions, command.kv_lens)
+        )
+        self._running.decode(token_ids, positions, table, kv_lens)
 
     def _project(self, command: Project) -> None:
         model = self._running.model
@@ -256,8 +234,8 @@ class _Pass:
     operators: int = 0  # that have run
 
 
-def _to_nobody(x: Tensor, residual: Tensor) -> None:
-    """Rank 0 hands rows on."""
+def _leave(state: Activations) -> None:
+    """Rank 0 hands out what the pass ends with."""
 
 
 def end_with_parent() -> None:

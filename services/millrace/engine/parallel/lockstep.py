@@ -17,7 +17,7 @@ from itertools import count
 from torch import Tensor
 
 from millrace.core.errors import IntegrityError
-from millrace.engine.forward.local_runner import Boundary
+from millrace.engine.forward.passes import Boundary
 from millrace.engine.parallel.commands import Begin, Command, Order, Project, Run
 from millrace.engine.parallel.rank_group import RankError, RankGroup
 

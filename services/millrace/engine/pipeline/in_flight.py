@@ -1,4 +1,4 @@
-"""The passes that are behind the first stage, and what the later stages say of them.
+"""The passes in flight: begun at the first stage, computed by later stages as well.
 
 The computing thread begins passes and waits for them; other threads bring the stages' answers.
 """
@@ -25,6 +25,7 @@ from millrace.engine.pipeline.messages import (
     Dropped,
     LayerDone,
     LinkCall,
+    Ranks,
     RemoteCall,
     Stepped,
     Through,
@@ -43,7 +44,7 @@ class StageError(EngineDied):
 
 
 class LaterStages(Protocol):
-    """The way to the other stages. What they answer goes to `PipelineRunner.behind`."""
+    """The way to the other stages. What they answer goes to `PipelineRunner.in_flight`."""
 
     @property
     def count(self) -> int:
@@ -57,7 +58,7 @@ class LaterStages(Protocol):
 
 
 @dataclass(slots=True, eq=False)
-class PassBehind:
+class PassInFlight:
     """A pass that has begun: what is to be told when it gets on in later stages."""
 
     number: int
@@ -67,33 +68,33 @@ class PassBehind:
     through: Completion = field(default_factory=Completion)
     rows: Tensor | None = None  # that came back
     handed_on: bool = False  # by the first stage
-    is_served: bool = False  # the computing thread waits in `Behind.next_call`
+    is_served: bool = False  # the computing thread waits in `InFlight.next_call`
     is_wanted: bool = True  # somebody waits for its end
 
 
-class Behind:
+class InFlight:
     """The table of these passes."""
 
     def __init__(self, stages: LaterStages) -> None:
         self._stages = stages
         self._numbers = count()
-        self._passes: dict[int, PassBehind] = {}
+        self._passes: dict[int, PassInFlight] = {}
         self._lock = threading.Lock()
-        self._calls: queue.SimpleQueue[Call | PassBehind | None] = queue.SimpleQueue()
+        self._calls: queue.SimpleQueue[Call | PassInFlight | None] = queue.SimpleQueue()
         self._dropped: Completion | None = None
         self._answer: Dropped | None = None
         self._failure: StageError | None = None
-        self._on_fall: Callable[[EngineDied], None] = lambda error: None
+        self._on_death: Callable[[EngineDied], None] = lambda error: None
 
     def __len__(self) -> int:
         """Passes that are somewhere in the pipeline."""
         with self._lock:
             return len(self._passes)
 
-    def when_fallen(self, call: Callable[[EngineDied], None]) -> None:
-        """Has `call` made once a stage has fallen: at once if one has, else on another thread."""
+    def when_died(self, call: Callable[[EngineDied], None]) -> None:
+        """Has `call` made once a stage has died: at once if one has, else on another thread."""
         with self._lock:
-            self._on_fall = call
+            self._on_death = call
             failure = self._failure
         if failure is not None:
             call(failure)
@@ -112,9 +113,9 @@ class Behind:
 
     def begin(
         self, name: str, on_layer: Callable[[int], None] = lambda layer: None, layers: int = 0
-    ) -> PassBehind:
+    ) -> PassInFlight:
         """`layers`: of later stages, of which each is to be told of before the pass is through."""
-        entry = PassBehind(next(self._numbers), name, on_layer, 1 + layers)
+        entry = PassInFlight(next(self._numbers), name, on_layer, 1 + layers)
         with self._lock:
             self._passes[entry.number] = entry
         return entry
@@ -125,14 +126,14 @@ class Behind:
             raise self._failure
         self._stages.tell(command, stage)
 
-    def wait(self, entry: PassBehind, timeout_s: float) -> None:
+    def wait(self, entry: PassInFlight, timeout_s: float) -> None:
         """Returns when the pass is through. Raises StageError."""
         if not entry.through.wait(timeout_s):
             raise StageError(f"no later stage has ended a pass for {timeout_s:g} s")
         if self._failure is not None:
             raise self._failure
 
-    def next_call(self, timeout_s: float | None = None) -> Call | PassBehind:
+    def next_call(self, timeout_s: float | None = None) -> Call | PassInFlight:
         """What a stage asks for, or says of a step; or a pass that `is_served` and is through.
 
         Raises StageError.
@@ -145,17 +146,22 @@ class Behind:
             raise self._failure or StageError("a stage fell")
         return told
 
-    def leave(self, entry: PassBehind) -> None:
+    def leave(self, entry: PassInFlight) -> None:
         """Nobody waits for the pass, which goes on through the later stages."""
         with self._lock:
             entry.is_wanted = False
             if not entry.to_come:
                 self._passes.pop(entry.number, None)
 
-    def end(self, entry: PassBehind) -> None:
+    def end(self, entry: PassInFlight) -> None:
         """The pass is through, and was taken up."""
         with self._lock:
             self._passes.pop(entry.number, None)
+
+    def order(self, names: Sequence[str]) -> None:
+        """Sets the order of passes in the later stages, by the names of their tasks. Raises
+        StageError when a stage has died."""
+        self.tell(Ranks(tuple(names)))
 
     def drop(self, names: Sequence[str]) -> None:
         """Gives up all passes of these names. Returns when none of them writes KV any more."""
@@ -164,7 +170,7 @@ class Behind:
         for entry in found:
             self.give_up(entry)
 
-    def give_up(self, entry: PassBehind) -> None:
+    def give_up(self, entry: PassInFlight) -> None:
         """Drops the pass where it is. Returns when no stage writes its KV any more."""
         with self._lock:
             known = self._passes.pop(entry.number, None)
@@ -222,12 +228,12 @@ class Behind:
         """A stage is gone: whoever waits for one gets the error, now and ever after."""
         with self._lock:
             self._failure = self._failure or error
-            on_fall = self._on_fall
+            on_death = self._on_death
             waiters = [entry.through for entry in self._passes.values()]
             if self._dropped is not None:
                 waiters.append(self._dropped)
         self._calls.put(None)
-        on_fall(error)
+        on_death(error)
         for waiter in waiters:
             waiter.set()
 

@@ -19,8 +19,8 @@ from typing import Final
 from torch import Tensor
 
 from millrace.engine.attention.kvp_owner import RemoteAttention
-from millrace.engine.forward.local_runner import Boundary
-from millrace.engine.forward.stage_passes import Fetch, HandOn, Passes
+from millrace.engine.forward.passes import Boundary, Fetch, Finish, Passes
+from millrace.engine.model.operators import Activations, required
 from millrace.engine.pipeline.messages import (
     Answer,
     Command,
@@ -140,7 +140,8 @@ class StageLoop:
                     return number
                 if self._look or self._changed.wait(_PATIENCE_S):
                     continue
-            self._passes.rest()
+            if self._passes.processes is not None:
+                self._passes.processes.rest()
             with self._changed:
                 if not self._look:
                     self._changed.wait()
@@ -196,8 +197,8 @@ class StageLoop:
             size=what.task.size,
             first_layer=self._passes.model.layers.start,
         )
-        fetch, hand_on = self._ways(what.number, entry)
-        return self._passes.ring(what.task.unpacked(link), fetch=fetch, hand_on=hand_on)
+        fetch, finish = self._ways(what.number, entry)
+        return self._passes.ring(what.task.unpacked(link), fetch=fetch, finish=finish)
 
     def _goes_on(self, number: int) -> bool:
         with self._changed:
@@ -207,7 +208,7 @@ class StageLoop:
             return self._first() == number
 
     def _begin(self, what: Pass, entry: _Entry) -> Generator[Boundary]:
-        fetch, hand_on = self._ways(what.number, entry)
+        fetch, finish = self._ways(what.number, entry)
         tables, remote = what.tables.unpacked(), None
         if tables.remote:
             link = PipedRemote(self._answer, self._replies, self._passes.model.layers.start)
@@ -217,11 +218,11 @@ class StageLoop:
             is_cut=what.is_cut,
             kv_only=what.kv_only,
             fetch=fetch,
-            hand_on=hand_on,
+            finish=finish,
             remote=remote,
         )
 
-    def _ways(self, number: int, entry: _Entry) -> tuple[Fetch, HandOn]:
+    def _ways(self, number: int, entry: _Entry) -> tuple[Fetch, Finish]:
         """Where a pass's rows come from, and where they go to."""
 
         def fetch(memory: Tensor) -> None:
@@ -231,8 +232,8 @@ class StageLoop:
             entry.handed = None
             handed.take()
 
-        def hand_on(x: Tensor, residual: Tensor) -> None:
-            self._out.send(number, (x, residual))
+        def hand_on(state: Activations) -> None:
+            self._out.send(number, (state.x, required(state.residual)))
             entry.has_handed_on = True
 
         return fetch, hand_on
