@@ -129,7 +129,7 @@ class Staged:
             with torch.inference_mode():
                 loop.run()
         except Exception as error:
-            self.runner.in_flight.fall(StageError(f"{type(error).__name__}: {error}"))
+            self.runner.in_flight.fail(StageError(f"{type(error).__name__}: {error}"))
 
     def tell(self, command: Command, stage: int | None = None) -> None:
         for loop in self.loops if stage is None else [self.loops[stage]]:

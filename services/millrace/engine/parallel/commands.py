@@ -21,7 +21,7 @@ _NO_TABLE: Final = torch.empty(0, 0, dtype=torch.int32)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Load:
-    """Read your part of a model; arguments as of `load_model`. Drops what was there before."""
+    """Read your part of a model; arguments as of `load_model`. Drops the model before."""
 
     folder: str
     dtype: str
@@ -32,8 +32,8 @@ class Load:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Open:
-    """Make a pool, over your layers, and what runs them. On the host the pools' memory follows, as
-    a file descriptor."""
+    """Make a pool of your layers, and their `StagePasses`. On the host the pools' memory follows,
+    as a file descriptor."""
 
     layouts: tuple[KvLayout, ...]  # of every rank, of all layers
     attention_backend: str
@@ -150,12 +150,12 @@ class StagePass:
 
 
 Begin = RingPass | StagePass
-"""What a rank needs to begin a pass."""
+"""A pass to begin."""
 
 
 @dataclass(frozen=True, slots=True)
 class Run:
-    """Run a pass up to the stop that will be agreed, or to its end. `begin`: a new one."""
+    """Run a pass to its end, or up to a stop that ranks agree on. `begin`: of a new pass."""
 
     number: int
     begin: Begin | None
@@ -191,7 +191,7 @@ Command = Load | Open | Run | Decode | Project | CopyPage
 
 @dataclass(frozen=True, slots=True)
 class Order:
-    """A command, and the numbers of suspended passes that are given up before it."""
+    """A command, and the numbers of suspended passes to give up first."""
 
     command: Command
     dropped: tuple[int, ...] = ()

@@ -1,4 +1,4 @@
-"""Ranks 1 and on: each a process that does to its part of the model what rank 0 does to its own."""
+"""Ranks 1 and on: each a process that computes with its part of the model what rank 0 commands."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ class Place:
 
 
 def follow(place: Place, orders: Connection, counter: StopCounter) -> None:
-    """A follower's life: ends with rank 0, when told nothing more, or after its first error."""
+    """Serves rank 0's orders. Ends with rank 0, when the pipe closes, or after the first error."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # of a terminal it is for rank 0
     threading.Thread(target=end_with_parent, daemon=True).start()
     try:
@@ -71,11 +71,11 @@ def follow(place: Place, orders: Connection, counter: StopCounter) -> None:
     except (EOFError, ConnectionError):
         return
     except PeerLost as error:
-        last_word = Failed(str(error), by_peer=True)
+        last_message = Failed(str(error), by_peer=True)
     except Exception as error:  # whatever the engine raises is for rank 0 to tell
-        last_word = Failed(f"{type(error).__name__}: {error}", by_peer=False)
+        last_message = Failed(f"{type(error).__name__}: {error}", by_peer=False)
     with suppress(ConnectionError):
-        orders.send(last_word)
+        orders.send(last_message)
     raise SystemExit(1)
 
 
@@ -105,7 +105,7 @@ class Follower:
         self._page_table = TableMirror()  # rank 0's
 
     def obey(self, order: Order) -> int:
-        """Carries an order out. Returns what `Done` says."""
+        """Carries an order out. Returns the operators of `Done`."""
         for number in order.dropped:
             del self._passes[number]
         return self._carry_out(order.command)
@@ -202,12 +202,12 @@ class Follower:
 
     @property
     def _fetch(self) -> Fetch | None:
-        """Rows of the stage before."""
+        """How a pass gets the rows of the stage before: from rank 0."""
         return None if self._stage.is_first else self._ranks.broadcast
 
     def _enters(self, current: _Pass) -> bool:
-        """Whether this rank may begin the pass's next operator. A step of the ring only with
-        rank 0: it waits for other instances, which may have stopped before it."""
+        """Whether this rank may begin the pass's next operator. A step of the ring begins only with
+        rank 0: the step waits for other instances, which may have stopped before."""
         if current.is_ring and self._running.is_attn(current.operators) and not self._ranks.tell():
             return False
         return self._counter.enter(self._shard.rank, current.operators)
@@ -235,11 +235,11 @@ class _Pass:
 
 
 def _leave(state: Activations) -> None:
-    """Rank 0 hands out what the pass ends with."""
+    """Does nothing: rank 0 hands out what the pass ends with."""
 
 
 def end_with_parent() -> None:
-    """Rank 0 is gone: end at once, in whatever collective this rank may wait."""
+    """Ends this process as soon as rank 0 is gone, even in the middle of a collective."""
     parent = parent_process()
     assert parent is not None  # a follower is started as a child
     parent.join()

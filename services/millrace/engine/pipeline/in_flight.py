@@ -25,7 +25,7 @@ from millrace.engine.pipeline.messages import (
     Dropped,
     LayerDone,
     LinkCall,
-    Ranks,
+    PassOrder,
     RemoteCall,
     Stepped,
     Through,
@@ -33,47 +33,48 @@ from millrace.engine.pipeline.messages import (
 from millrace.engine.pipeline.rows import Handed
 
 _DROP_TIMEOUT_S: Final = 60.0
-_LAST_WORDS_S: Final = 1.0
+_LAST_ANSWERS_S: Final = 1.0
 
 Call = LinkCall | RemoteCall | Stepped
-"""What comes of a stage while the first one's computing thread waits for it."""
+"""What a later stage sends while the first stage's computing thread waits for the stage."""
 
 
 class StageError(EngineDied):
-    """A stage fell, and the instance with it: names the stage."""
+    """A stage has died, and the instance ends; the message names the stage."""
 
 
 class LaterStages(Protocol):
-    """The way to the other stages. What they answer goes to `PipelineRunner.in_flight`."""
+    """Sends commands to the later stages, whose answers go to `PipelineRunner.in_flight`."""
 
     @property
     def count(self) -> int:
-        """Of them."""
+        """How many later stages there are."""
 
     def tell(self, command: Command, stage: int | None = None) -> None:
-        """To one, counted from 0, or to all. Raises StageError when one has fallen."""
+        """Sends the command to one stage, counted from 0, or to all. Raises StageError when one
+        has died."""
 
     def close(self) -> None:
-        """Ends them."""
+        """Ends the later stages."""
 
 
 @dataclass(slots=True, eq=False)
 class PassInFlight:
-    """A pass that has begun: what is to be told when it gets on in later stages."""
+    """A pass that has begun, and what its caller is to be told of later stages."""
 
     number: int
     name: str
     on_layer: Callable[[int], None]
-    to_come: int  # words of its layers, and of its end
+    to_come: int  # answers: one for each later layer, and one for the end
     through: Completion = field(default_factory=Completion)
-    rows: Tensor | None = None  # that came back
+    rows: Tensor | None = None  # that the last stage handed back
     handed_on: bool = False  # by the first stage
     is_served: bool = False  # the computing thread waits in `InFlight.next_call`
-    is_wanted: bool = True  # somebody waits for its end
+    is_wanted: bool = True  # a caller waits for its end
 
 
 class InFlight:
-    """The table of these passes."""
+    """The table of the passes in flight."""
 
     def __init__(self, stages: LaterStages) -> None:
         self._stages = stages
@@ -87,7 +88,7 @@ class InFlight:
         self._on_death: Callable[[EngineDied], None] = lambda error: None
 
     def __len__(self) -> int:
-        """Passes that are somewhere in the pipeline."""
+        """How many passes are in the pipeline."""
         with self._lock:
             return len(self._passes)
 
@@ -100,9 +101,9 @@ class InFlight:
             call(failure)
 
     def check_integrity(self) -> None:
-        """Raises IntegrityError when passes are left. What is said of the last ones may still be on
-        its way: that is waited for."""
-        deadline_s = time.monotonic() + _LAST_WORDS_S
+        """Raises IntegrityError when passes are left. Waits up to a second for answers that are on
+        their way."""
+        deadline_s = time.monotonic() + _LAST_ANSWERS_S
         while len(self) and time.monotonic() < deadline_s:
             time.sleep(0.01)
         with self._lock:
@@ -114,54 +115,57 @@ class InFlight:
     def begin(
         self, name: str, on_layer: Callable[[int], None] = lambda layer: None, layers: int = 0
     ) -> PassInFlight:
-        """`layers`: of later stages, of which each is to be told of before the pass is through."""
+        """Enters a pass. `layers`: how many layers of later stages are to report before the pass is
+        through."""
         entry = PassInFlight(next(self._numbers), name, on_layer, 1 + layers)
         with self._lock:
             self._passes[entry.number] = entry
         return entry
 
     def tell(self, command: Command, stage: int | None = None) -> None:
-        """Raises StageError when a stage has fallen."""
+        """Sends a command. Raises StageError when a stage has died."""
         if self._failure is not None:
             raise self._failure
         self._stages.tell(command, stage)
 
     def wait(self, entry: PassInFlight, timeout_s: float) -> None:
-        """Returns when the pass is through. Raises StageError."""
+        """Returns when the pass is through. Raises StageError when a stage has died, or no pass
+        ends within `timeout_s`."""
         if not entry.through.wait(timeout_s):
             raise StageError(f"no later stage has ended a pass for {timeout_s:g} s")
         if self._failure is not None:
             raise self._failure
 
     def next_call(self, timeout_s: float | None = None) -> Call | PassInFlight:
-        """What a stage asks for, or says of a step; or a pass that `is_served` and is through.
+        """Returns the next call of a stage or its report of a step, or a pass that `is_served` and
+        is through.
 
-        Raises StageError.
+        Raises StageError as `wait` does.
         """
         try:
             told = self._calls.get(timeout=timeout_s)
         except queue.Empty:
             raise StageError(f"no later stage has ended a pass for {timeout_s:g} s") from None
         if told is None or self._failure is not None:
-            raise self._failure or StageError("a stage fell")
+            raise self._failure or StageError("a stage died")
         return told
 
     def leave(self, entry: PassInFlight) -> None:
-        """Nobody waits for the pass, which goes on through the later stages."""
+        """Notes that no caller waits for the pass, which goes on through the later stages."""
         with self._lock:
             entry.is_wanted = False
             if not entry.to_come:
                 self._passes.pop(entry.number, None)
 
     def end(self, entry: PassInFlight) -> None:
-        """The pass is through, and was taken up."""
+        """Removes a pass that is through, and whose rows were read."""
         with self._lock:
             self._passes.pop(entry.number, None)
 
     def order(self, names: Sequence[str]) -> None:
         """Sets the order of passes in the later stages, by the names of their tasks. Raises
         StageError when a stage has died."""
-        self.tell(Ranks(tuple(names)))
+        self.tell(PassOrder(tuple(names)))
 
     def drop(self, names: Sequence[str]) -> None:
         """Gives up all passes of these names. Returns when none of them writes KV any more."""
@@ -179,16 +183,16 @@ class InFlight:
         comes = entry.handed_on
         for stage in range(self._stages.count):
             if self._drop(entry.number, stage, comes=comes):
-                comes = False  # those behind it will never see it
-        # One that had left the last stage comes back, and is taken by `hand`.
+                comes = False  # later stages will never see it
+        # A pass that had left the last stage comes back, and `hand` takes its rows.
 
     def _drop(self, number: int, stage: int, *, comes: bool) -> bool:
-        """Whether the stage had the pass and dropped it."""
+        """Has the stage drop the pass. Returns whether the stage had the pass."""
         with self._lock:
             waiter = self._dropped = Completion()
         self.tell(Drop(number, comes), stage)
         if not waiter.wait(_DROP_TIMEOUT_S):
-            raise StageError(f"stage {stage + 1} does not let go of a pass")
+            raise StageError(f"stage {stage + 1} has not dropped a pass for {_DROP_TIMEOUT_S:g} s")
         if self._failure is not None:
             raise self._failure
         return self._answer is not None and not self._answer.handed_on
@@ -196,7 +200,7 @@ class InFlight:
     # -- for other threads
 
     def hear(self, answer: Answer) -> None:
-        """Takes an answer in. Those that earlier stages gave before come before it."""
+        """Takes an answer in. Answers that earlier stages sent before this one come first."""
         match answer:
             case LayerDone():
                 with self._lock:
@@ -215,8 +219,8 @@ class InFlight:
                     waiter.set()
 
     def hand(self, handed: Handed) -> None:
-        """The last stage has handed back the rows of a pass. They are taken at once: who waits for
-        them may have others to compute first, and the stages behind it must not wait for that."""
+        """Takes the rows of a pass that the last stage has handed back. Copies the rows at once:
+        the caller may compute other passes first, for which the last stage must not wait."""
         with self._lock:
             entry = self._passes.get(handed.number)
         if entry is not None and entry.is_wanted:
@@ -224,8 +228,9 @@ class InFlight:
         handed.take()
         self._came(handed.number)
 
-    def fall(self, error: StageError) -> None:
-        """A stage is gone: whoever waits for one gets the error, now and ever after."""
+    def fail(self, error: StageError) -> None:
+        """Ends everything after a stage has died: every call that waits, and every later one,
+        raises the error."""
         with self._lock:
             self._failure = self._failure or error
             on_death = self._on_death
@@ -238,7 +243,7 @@ class InFlight:
             waiter.set()
 
     def _came(self, number: int) -> None:
-        """A word of a pass: rows and words go different ways, and either may be the last."""
+        """Counts an answer of a pass. Rows and answers travel separately: either may be last."""
         with self._lock:
             entry = self._passes.get(number)
             if entry is None:

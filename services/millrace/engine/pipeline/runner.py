@@ -1,8 +1,8 @@
 """A model in several stages as one `Runner`: the first stage runs here, the others elsewhere.
 
-A pass leaves the first stage with its last operator here, and the next one may begin, while it goes
-through the later stages (SPP, Mnemosyne section 4.3). Where logits are wanted, the last stage hands
-its rows back, and the first, which has the embedding, makes logits of them.
+After the last operator of the first stage, the next pass may begin here while later stages compute
+this one (SPP, Mnemosyne section 4.3). Where logits are wanted, the last stage hands its rows back,
+and the first stage, which has the embedding, makes logits of the rows.
 """
 
 from __future__ import annotations
@@ -84,7 +84,7 @@ class PipelineRunner:
         """`Runner.prefill_batch`."""
         page_tokens = self.pool.layout.page_tokens
         check_tasks(tasks, page_tokens)
-        tables = prompt_tables(tasks, page_tokens)  # of spread prompts chunks come in mixed passes
+        tables = prompt_tables(tasks, page_tokens)  # chunks of spread prompts come to `mixed`
         return self._steps(tasks, tables)
 
     def prefill_ring(self, task: RingTask) -> Generator[Boundary]:
@@ -103,7 +103,7 @@ class PipelineRunner:
     def mixed(
         self, decodes: DecodeRows, page_table: Tensor, tasks: Sequence[PrefillTask]
     ) -> Tensor:
-        """`Runner.mixed`: goes before every pass that is in a later stage, and to its end."""
+        """`Runner.mixed`. The pass goes before every other pass in later stages."""
         size = len(decodes)
         if tasks or not size:
             check_tasks(tasks, self.pool.layout.page_tokens)
@@ -167,7 +167,7 @@ class PipelineRunner:
             raise
 
     def _serve(self, entry: PassInFlight) -> None:
-        """Returns when the pass is through. Until then later stages' calls are made here."""
+        """Makes later stages' calls until the pass is through."""
         while entry.is_served:
             told = self.in_flight.next_call(self._timeout_s)
             if told is entry:
@@ -201,7 +201,7 @@ class PipelineRunner:
         self.in_flight.end(entry)
 
     def _step(self, entry: PassInFlight, stage: int, link: RingLink) -> Boundary | None:
-        """One operator of a later stage, whose calls of the link are made here."""
+        """Runs one operator of a later stage, and makes the stage's calls of the link."""
         self.in_flight.tell(Step(entry.number), stage)
         while True:
             told = self.in_flight.next_call()
@@ -220,7 +220,7 @@ class PipelineRunner:
             task.logits = self.project(hidden[-1:])[0]
 
     def _normed(self, rows: Tensor) -> Tensor:
-        """[r, H] after the final norm, of rows that came back."""
+        """[r, H]: handed-back rows after the final norm."""
         norm = required(self.model.weights.final_norm)
         return kernels.rms_norm(rows, norm, self.model.config.norm_eps)
 
@@ -275,7 +275,7 @@ class PipelineRunner:
         *,
         keeps_all: bool,
     ) -> Tensor:
-        """Gives the tasks their rows; returns float32 [size, vocab] of the decodes before them."""
+        """Gives the tasks their rows; returns float32 [size, vocab] of the decodes."""
         hidden: Tensor | None = None
         logits = torch.empty(0, self.model.config.vocab_size, device=self.model.device)
         if entry.rows is not None:

@@ -267,7 +267,7 @@ class StageProcesses:
         except StageError as error:
             if not self._closing:
                 log.error("%s", error)
-                runner.in_flight.fall(error)
+                runner.in_flight.fail(error)
                 out.sender.close(str(error))
         except OSError:
             return  # our ends of the pipes are closed
