@@ -54,7 +54,7 @@ class MixedCompute:
     def run(self, shares: Sequence[Share]) -> Iteration:
         """One iteration. Where its pass fails, its prompts do, and the decodes go on.
 
-        Raises EngineFallen when ranks are lost, and whatever ends a pass of decodes alone.
+        Raises EngineDied when ranks are lost, and whatever ends a pass of decodes alone.
         """
         begun_s = time.perf_counter()
         result = Iteration()

@@ -29,24 +29,24 @@ from millrace_kernels.dispatch import rows_backend
 
 CPU_POOL_SHARE = 0.1  # of available memory: several workers share one machine
 CPU_POOL_MOST_BYTES = 4 << 30
-CUDA_POOL_SHARE = 0.85  # of what the weights left free
+CUDA_POOL_SHARE = 0.85  # of the memory that the weights leave free
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class KvMemory:
-    """A pool of KV pages for a model, with or without its weights beside it.
+    """A pool of KV pages for a model, with the model's weights (`Engine`) or without.
 
-    `max_context_tokens` counts prompt and output together. It is the model's: the KV of one request
-    may lie in several pools.
+    `max_context_tokens`, the model's limit, counts prompt and output together. The KV of one
+    request may lie in several pools.
     """
 
     folder: Path
     shape: ModelConfig  # of the whole model
     device: torch.device
     layout: KvLayout  # of `storage`, all heads
-    pool: KvPool  # keeps the book of pages; rank 0's, where there are more
-    storage: torch.Tensor  # the KV of all ranks that this process can read, for transfers
-    backends: str  # which computes what, for the log
+    pool: KvPool  # the record of pages; of several ranks, rank 0's
+    storage: torch.Tensor  # the KV that this process can read, of all ranks, for transfers
+    backends: str  # which backend computes which operators, for the log
     max_context_tokens: int
 
     @property
@@ -55,7 +55,7 @@ class KvMemory:
         return min(self.max_context_tokens, self.layout.num_pages * self.layout.page_tokens)
 
     def check_integrity(self) -> None:
-        """Raises IntegrityError when the pool's book does not add up."""
+        """Raises IntegrityError when the pool's record does not add up."""
         self.pool.check_integrity()
 
     def when_died(self, call: Callable[[EngineDied], None]) -> None:
@@ -63,7 +63,7 @@ class KvMemory:
         alone has no such process."""
 
     def close(self) -> None:
-        """The memory goes with its last user."""
+        """Ends the processes of an engine. Memory alone is freed with its last user."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -109,9 +109,9 @@ def open_engines(
     progress: Callable[[float], None] | None = None,
     revision: str = "",
 ) -> list[Engine]:
-    """`count` engines over the same weights, each with a pool of its own and an equal share of the
-    memory that one would get. Their KV never mixes with that of another `revision` of the model.
-    Otherwise as `open_engine`.
+    """Opens `count` engines over the same weights. Each has a pool of its own, with an equal share
+    of the memory that a single engine would get. Their KV never mixes with the KV of another
+    `revision` of the model. Otherwise as `open_engine`.
     """
     device = resolve_device(config.device)
     ranks = config.tensor_parallel
@@ -164,10 +164,10 @@ def open_engines(
 
 
 def open_kv_only(model: str | Path, config: EngineConfig, revision: str = "") -> KvMemory:
-    """The KV pool of a model whose weights stay where they are, for attention over others' KV.
+    """Opens a KV pool without the model's weights, for attention over other instances' KV.
 
-    Its pages are in one part, whatever `tensor_parallel` says of those that have the weights.
-    Reads config.json, and of the weights what names them. Raises as `open_engine` does.
+    The pool's pages have one part, whatever `tensor_parallel` is at instances with the weights.
+    Reads config.json and the names of the weights. Raises as `open_engine` does.
     """
     device = resolve_device(config.device)
     torch.set_num_threads(config.threads or len(os.sched_getaffinity(0)))
@@ -196,7 +196,7 @@ def open_kv_only(model: str | Path, config: EngineConfig, revision: str = "") ->
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class KvShape:
-    """What is known of a model, and of the pool for its KV, before any weight is read."""
+    """A model's shape and the layout of its KV pool, known before any weight is read."""
 
     folder: Path
     model: ModelConfig
@@ -205,7 +205,7 @@ class KvShape:
 
     @staticmethod
     def of(model: str | Path, config: EngineConfig, revision: str = "") -> KvShape:
-        """As `open_engine` would have it, with its errors."""
+        """Returns the shape that `open_engine` would use. Raises as `open_engine` does."""
         folder = resolve_model(model)
         whole = ModelConfig.from_folder(folder)
         context = _context(config, whole, folder)
@@ -226,7 +226,7 @@ class KvShape:
 
 
 def engine_of(shape: KvShape, runner: Runner, config: EngineConfig) -> Engine:
-    """An engine of a runner over the pool of `shape`.
+    """Makes the engine of a runner over the pool of `shape`.
 
     Raises ConfigError where `config.attention_backend` can't compute the model's attention.
     """
@@ -268,7 +268,7 @@ def _revised(model_hash: str, revision: str) -> str:
 def _one_page(
     whole: ModelConfig, config: EngineConfig, *, model_hash: str, dtype: torch.dtype, parts: int
 ) -> KvLayout:
-    """All heads of the whole model, in a part for each rank's."""
+    """The layout of one page: all heads of the whole model, in `parts`."""
     return KvLayout(
         model_hash=model_hash,
         dtype=str(dtype).removeprefix("torch."),
@@ -286,7 +286,7 @@ def _one_page(
 def _runner(
     model: Model, layout: KvLayout, config: EngineConfig, group: RankGroup | None
 ) -> Runner:
-    """`layout`: of all ranks' pools. Each call takes memory for pools of its own."""
+    """Makes a runner over new pools. `layout`: of all ranks' pools."""
     passes: Passes
     if group is None:
         pool = KvPool(layout, device=model.device)
@@ -298,7 +298,10 @@ def _runner(
 
 
 def resolve_device(name: str) -> torch.device:
-    """`auto` is CUDA where there is one, else the CPU. Raises ConfigError for an unusable name."""
+    """Returns the device of a name: for `auto` CUDA if there is a device, else the CPU.
+
+    Raises ConfigError for an unusable name.
+    """
     if name == "auto":
         return torch.device("cuda" if torch.cuda.is_available() else "cpu")
     try:
@@ -311,7 +314,7 @@ def resolve_device(name: str) -> torch.device:
 
 
 def profile_key(model: str | Path, config: EngineConfig) -> ProfileKey:
-    """What a profile of `model` under these settings is kept by. Loads no weights.
+    """Returns the key of a profile of `model` under these settings. Loads no weights.
 
     Raises ModelError and ConfigError as `open_engine` does.
     """
@@ -328,7 +331,7 @@ def profile_key(model: str | Path, config: EngineConfig) -> ProfileKey:
 
 
 def processor_name(device: torch.device) -> str:
-    """The name that the maker gave the device, as far as the system knows it."""
+    """The maker's name of the device, if the system knows it."""
     if device.type == "cuda":
         return str(torch.cuda.get_device_name(device))
     for line in Path("/proc/cpuinfo").read_text().splitlines():
@@ -338,8 +341,8 @@ def processor_name(device: torch.device) -> str:
 
 
 def pool_bytes(config: EngineConfig, device: torch.device, least_bytes: int) -> int:
-    """Bytes for the KV pool: as configured, else a share of what is free; on a CPU at least so
-    many, one context where there are weights."""
+    """Bytes for the KV pool: as configured, else a share of the free memory; on a CPU at least
+    `least_bytes`."""
     if config.kv_bytes:
         return config.kv_bytes
     if device.type == "cuda":
@@ -353,8 +356,8 @@ def pool_bytes(config: EngineConfig, device: torch.device, least_bytes: int) -> 
 def cuda_pool_bytes(free: int, total: int, own: int, share: float) -> int:
     """Bytes for the KV pool on a GPU of `total` bytes, of which this process has taken `own`.
 
-    Where others share the device, what they have not taken yet is free but theirs. Raises
-    ConfigError when the weights leave nothing of the share.
+    Where other processes share the device, memory beyond `share` is theirs, even while it is free.
+    Raises ConfigError when the weights leave nothing of the share.
     """
     mine = free if share == 1.0 else min(free, int(total * share) - own)
     if mine <= 0:
@@ -366,7 +369,7 @@ def cuda_pool_bytes(free: int, total: int, own: int, share: float) -> int:
 
 
 def available_bytes() -> int:
-    """Memory that can be had without swapping, as the kernel estimates it."""
+    """Bytes of memory available without swapping, as the kernel estimates."""
     for line in Path("/proc/meminfo").read_text().splitlines():
         if line.startswith("MemAvailable:"):
             return int(line.split()[1]) * 1024

@@ -53,8 +53,8 @@ class Sequence:
     after it, must be the sequence's own. The pages stay the caller's to free. `prompt_ids` (int
     [prompt_tokens]) are wanted where `spec.needs_prompt_ids`.
 
-    With `shards` the K/V of the tokens from the first of them on is kept by holders, the prompt's
-    as well as the output's; `pages` hold what is before it.
+    With `shards` KVP workers hold the K/V from the first shard on, of the prompt as well as of the
+    output; `pages` hold the K/V before it.
     """
 
     request_id: str
@@ -94,7 +94,7 @@ class TokenOut(NamedTuple):
     choice: int
     token_id: int  # -1 with finish reasons "error" and "lost"
     logprobs: PositionLogprobs | None = None
-    finish_reason: str = ""  # "": goes on; stop | length | error | lost: KV at a holder is gone
+    finish_reason: str = ""  # "": goes on; stop | length | error | lost: KV at a KVP worker is gone
     stop_token_id: int = -1
     error: str = ""
 
@@ -201,8 +201,8 @@ class DecodeBatch:
         """One more token for every sequence, in no particular order; finished ones leave. None may
         be `lacking` pages.
 
-        A sequence whose logits are not finite leaves with finish reason "error", one that has lost
-        a holder with "lost", the others go on.
+        A sequence whose logits are not finite leaves with finish reason "error", a sequence that
+        has lost a KVP worker with "lost". The others go on.
         """
         if self.size == 0:
             return []

@@ -174,8 +174,8 @@ class RankGroup:
     def _verdict(self, cause: BaseException) -> str:
         """Names the rank at fault, given the first error.
 
-        A rank that died goes before one that told why, that before one that says nothing, and all
-        before those that only lost another.
+        Names a dead rank first, then a rank that sent its error, then a silent rank, and last a
+        rank that only lost another.
         """
         told = {cause.pipe: cause.failed} if isinstance(cause, _Told) else {}
         self._listen(told)
@@ -183,12 +183,12 @@ class RankGroup:
         for rank, (pipe, process) in enumerate(
             zip(self._pipes, self._processes, strict=True), start=1
         ):
-            last_word = told.get(pipe)
-            if last_word is not None and not last_word.by_peer:
-                failed.append(f"rank {rank} failed: {last_word.error}")
-            elif last_word is None and process.exitcode is not None:
+            last_message = told.get(pipe)
+            if last_message is not None and not last_message.by_peer:
+                failed.append(f"rank {rank} failed: {last_message.error}")
+            elif last_message is None and process.exitcode is not None:
                 died.append(f"rank {rank} died, {_ending(process.exitcode)}")
-            elif last_word is None:
+            elif last_message is None:
                 begun = self.counter.begun(rank) + 1
                 silent.append(f"rank {rank} says nothing, {begun} operators into its last pass")
         met = " ".join(f"{type(cause).__name__}: {cause}".split())
@@ -197,7 +197,7 @@ class RankGroup:
         return f"{self._name}tensor parallelism of {self.size}: {causes[0]}"
 
     def _listen(self, told: dict[Connection, Failed]) -> None:
-        """Hears the last words of all ranks, or that they are gone, for a while at most."""
+        """Collects all ranks' last messages, or learns that they are gone, for `_VERDICT_S`."""
         waiting = {
             pipe: process
             for pipe, process in zip(self._pipes, self._processes, strict=True)
