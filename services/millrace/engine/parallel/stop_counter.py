@@ -5,7 +5,7 @@ never joins. So all ranks share counters, and a rank enters its operator there b
 stop is set for the first operator that no rank has begun, and every rank runs up to that operator.
 
 Deviation: the paper proposes the proposer's own counter plus one, which a faster rank may have
-passed. Here the stop is the largest counter plus one, under one lock; no rank can have passed it. So
+passed. Here the stop is the largest counter plus one, under one lock, which no rank has passed. So
 no rank waits for another to agree, and without a stop an entry costs a microsecond.
 """
 
