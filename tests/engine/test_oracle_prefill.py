@@ -32,7 +32,7 @@ def test_logits_of_every_prompt_position(name: str) -> None:
     ids = prompt(90)
     task = Request(runner, ids).task(0, 90)
     task.want_prompt_logprobs = True
-    list(runner.prefill(task))
+    list(runner.prefill_batch([task]))
     assert task.hidden is not None and task.logits is not None
     expected = oracle(name).logits(ids)
     found = runner.project(task.hidden)
@@ -65,7 +65,7 @@ def test_ragged_batch_of_chunks_with_and_without_history(name: str) -> None:
     histories = (0, 13, 0, 57)
     for request, history in zip(requests, histories, strict=True):
         if history:
-            list(runner.prefill(request.task(0, history, want_logits=False)))
+            list(runner.prefill_batch([request.task(0, history, want_logits=False)]))
     tasks = [r.task(h, len(r.tokens)) for r, h in zip(requests, histories, strict=True)]
     tasks[2].want_logits = False
     list(runner.prefill_batch(tasks))

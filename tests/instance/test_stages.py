@@ -20,7 +20,7 @@ from millrace.core.config import EngineConfig
 from millrace.core.errors import ConfigError
 from millrace.engine.assembly import Engine, open_engine
 from millrace.engine.errors import EngineDied
-from millrace.engine.forward.local_runner import PrefillTask
+from millrace.engine.forward.prefill_task import PrefillTask
 from millrace.instance.stages.stages import open_staged_engine
 from support.deadlines import HANG_S
 from support.staged import FIVE_LAYERS
@@ -107,7 +107,7 @@ def test_processes_are_one_engine_until_one_dies(folder, stages, ranks, victim, 
         task: PrefillTask = request.task(0, 50)
         begun_s = time.monotonic()
         with pytest.raises(EngineDied, match=message):
-            for _ in engine.runner.prefill(task):
+            for _ in engine.runner.prefill_batch([task]):
                 pass
         assert time.monotonic() - begun_s < 30  # found out by its end, not by a timeout
     finally:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from types import SimpleNamespace
 
 import torch
 
@@ -21,6 +22,7 @@ class HashingModel:
 
     def __init__(self, pool: KvPool):
         self.pool = pool
+        self.states = SimpleNamespace(page_table=None)  # the host's table is read
         self.poisoned: set[int] = set()  # last tokens for which the logits are NaN
 
     def write(self, page, offset, token_id):

@@ -17,10 +17,11 @@ from millrace.engine.attention.kvp_memory import exchange_memory
 from millrace.engine.attention.kvp_owner import Remote, reach_of
 from millrace.engine.attention.kvp_worker import ShardAttention
 from millrace.engine.decode_batch import Sequence as DecodeSequence
-from millrace.engine.forward.local_runner import ModelRunner, PrefillTask
+from millrace.engine.forward.local_runner import ModelRunner
+from millrace.engine.forward.prefill_task import PrefillTask
+from millrace.engine.forward.stage_passes import StagePasses
 from millrace.engine.model.loader import Model
-from millrace.engine.parallel.runner import GroupRunner
-from millrace.engine.pipeline.runner import PipelineRunner
+from millrace.engine.runner import Runner
 from millrace.engine.sampling.spec import SamplingSpec
 from millrace.transfer.kvp.exchange import KvpExchange
 from millrace.transfer.kvp.server import KvpServer
@@ -28,8 +29,6 @@ from millrace.transfer.transport.base import INLINE_BYTES, Transport
 from millrace.transfer.transport.memory import MemoryHub, MemoryTransport
 from millrace.transfer.transport.regions import Memory
 from support.tiny_engine import make_pool
-
-Runner = ModelRunner | GroupRunner | PipelineRunner
 
 
 def shape_of(model: Model, max_rows: int) -> ExchangeShape:
@@ -118,7 +117,7 @@ class Home:
     ) -> None:
         self.transport = transport
         self.runner = runner or ModelRunner(
-            model, make_pool(model, page_tokens=page_tokens, num_pages=num_pages)
+            StagePasses(model, make_pool(model, page_tokens=page_tokens, num_pages=num_pages))
         )
         shape = shape_of(model, max_rows)
         memory = exchange_memory(KvpExchange.memory_bytes(shape, 3))
@@ -266,7 +265,7 @@ def prefill_long(runner: ModelRunner, request: Long, cuts: Sequence[int]) -> Ten
     task = None
     for start, stop in pairwise(bounds):
         task = request.task(start, stop, want_logits=stop == bounds[-1])
-        for _ in runner.prefill(task):
+        for _ in runner.prefill_batch([task]):
             pass
         assert not task.lost
     assert task is not None and task.logits is not None

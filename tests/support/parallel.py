@@ -10,11 +10,13 @@ from pathlib import Path
 import torch
 
 from millrace.core.kv.layout import KvLayout
-from millrace.engine.forward.local_runner import Boundary, PrefillTask
+from millrace.engine.forward.local_runner import ModelRunner
+from millrace.engine.forward.passes import Boundary
+from millrace.engine.forward.prefill_task import PrefillTask
 from millrace.engine.model.loader import Model
+from millrace.engine.parallel.group_passes import GroupPasses, load_ranks
 from millrace.engine.parallel.rank_group import RankGroup
-from millrace.engine.parallel.runner import GroupRunner, load_ranks
-from millrace.engine.pipeline.runner import PipelineRunner
+from millrace.engine.runner import Runner
 from support.tiny_engine import Request, decode, prefill
 from support.tiny_models import VARIANTS, model_folder, prompt
 
@@ -42,9 +44,9 @@ def split_folder(name: str) -> Path:
 
 def open_runner(
     group: RankGroup, folder: Path, *, dtype: str = "float32", num_pages: int = 64, **load: str
-) -> GroupRunner:
+) -> ModelRunner:
     model = load_ranks(group, folder, dtype=dtype, **load)
-    return GroupRunner(group, model, rank_layout(model, num_pages))
+    return ModelRunner(GroupPasses(group, model, rank_layout(model, num_pages)))
 
 
 def rank_layout(model: Model, num_pages: int, page_tokens: int = 16) -> KvLayout:
@@ -73,9 +75,7 @@ class _Job:
     steps: Iterator[Boundary] | None = None
 
 
-def storm(
-    runner: GroupRunner | PipelineRunner, jobs: int, seed: int, lengths: tuple[int, int]
-) -> None:
+def storm(runner: Runner, jobs: int, seed: int, lengths: tuple[int, int]) -> None:
     """Preempts, resumes, reorders and gives up passes at random operators, with decodes between.
 
     Every pass is left after its first operator at least. Every job must end with the logits that
@@ -101,7 +101,7 @@ def storm(
         if rng.random() < 0.2:
             assert torch.equal(decode(runner, [decoded]), after), f"seed {seed}"
         if rng.random() < 0.2:
-            runner.order([str(rng.choice(waiting[:5]).seed)])
+            _order(runner, str(rng.choice(waiting[:5]).seed))
         if job.steps is None:
             _begin(runner, job)
         else:
@@ -115,13 +115,19 @@ def storm(
     runner.pool.check_integrity(expected_used=0)
 
 
-def _begin(runner: GroupRunner | PipelineRunner, job: _Job) -> None:
+def _order(runner: Runner, name: str) -> None:
+    """Puts the passes of a name before others, where passes are in flight."""
+    if runner.in_flight is not None:
+        runner.in_flight.order([name])
+
+
+def _begin(runner: Runner, job: _Job) -> None:
     """Takes the first operator of the job's next chunk, and leaves the pass there."""
     size = len(job.request.tokens)
     stop = next(s for s in (size // 3, size // 2, size) if s > job.start)
     job.task = job.request.task(job.start, stop, want_logits=stop == size)
     job.task.name = str(job.seed)
-    job.steps = runner.prefill(job.task)
+    job.steps = runner.prefill_batch([job.task])
     assert next(job.steps, None) is not None, "a pass of no operators"
 
 

@@ -23,11 +23,10 @@ from millrace.core.kv.sp_layout import (
 )
 from millrace.core.request import Chunk
 from millrace.engine.attention.ring import RingTask, ring_task
-from millrace.engine.forward.local_runner import Boundary, ModelRunner, PrefillTask
-from millrace.engine.parallel.runner import GroupRunner
-from millrace.engine.pipeline.runner import PipelineRunner
+from millrace.engine.forward.passes import Boundary
+from millrace.engine.forward.prefill_task import PrefillTask
+from millrace.engine.runner import Runner
 
-Runner = ModelRunner | GroupRunner | PipelineRunner
 WAIT_S = 60.0
 
 
@@ -59,8 +58,7 @@ class Member:
     @property
     def memory(self) -> Tensor:
         """[pools, layers, pages, ...]"""
-        runner = self.runner
-        return runner.pool.storage[None] if isinstance(runner, ModelRunner) else runner.storage
+        return self.runner.storage
 
     def take(self, rng: random.Random, pages: int, buffer_pages: int) -> None:
         """Returns pages in random order, not next to each other."""
@@ -239,7 +237,7 @@ class RingGroup:
                 want_logits=self._is_last(shares, number),
                 want_prompt_logprobs=self.want_prompt_logprobs,
             )
-            for boundary in member.runner.prefill(task):
+            for boundary in member.runner.prefill_batch([task]):
                 self.between(member, boundary)
             self._take(task, torch.arange(now.start_token, now.start_token + now.num_tokens))
 

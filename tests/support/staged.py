@@ -12,15 +12,15 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from millrace.engine.forward.stage_passes import Passes, StagePasses
+from millrace.engine.forward.passes import Passes
+from millrace.engine.forward.stage_passes import StagePasses, stage_pool
 from millrace.engine.kv.pool import KvPool
 from millrace.engine.model.config import ModelConfig
 from millrace.engine.model.loader import Model, load_model
 from millrace.engine.model.stage import Stage
+from millrace.engine.parallel.group_passes import GroupPasses, load_ranks
 from millrace.engine.parallel.kv_memory import mapped, new_memory
 from millrace.engine.parallel.rank_group import RankGroup
-from millrace.engine.parallel.runner import load_ranks
-from millrace.engine.pipeline.group_passes import GroupPasses
 from millrace.engine.pipeline.in_flight import StageError
 from millrace.engine.pipeline.messages import Command
 from millrace.engine.pipeline.rows import Handed
@@ -97,9 +97,11 @@ class Staged:
         handle = new_memory(layout)
         storage = mapped(layout, handle)
         passes: list[Passes] = [
-            StagePasses(model, stage, layout, storage[0])
+            StagePasses(
+                model, stage_pool(model, layout, storage[0]), stage=stage, memory=storage[0]
+            )
             if group is None
-            else GroupPasses(group, model, stage, layout, handle)
+            else GroupPasses(group, model, layout, stage=stage, handle=handle)
             for model, stage, group in zip(models, stages, of_stage, strict=True)
         ]
         os.close(handle)
@@ -108,14 +110,14 @@ class Staged:
         self.rows = [Rows() for _ in range(count)]
         self.runner = PipelineRunner(passes[0], self.pool, storage, whole, self.rows[0], self)
         self.passes = passes  # of the stages, the first one included
-        self.answer = self.runner.behind.hear
+        self.answer = self.runner.in_flight.hear
         self.loops = [
             StageLoop(passes[i + 1], self.rows[i + 1], lambda answer: self.answer(answer))
             for i in range(self.count)
         ]
         for i, loop in enumerate(self.loops):
             self.rows[i].on_rows = loop.hand
-        self.rows[-1].on_rows = self.runner.behind.hand
+        self.rows[-1].on_rows = self.runner.in_flight.hand
         self._threads = [
             threading.Thread(target=self._run, args=(loop,), daemon=True) for loop in self.loops
         ]
@@ -127,7 +129,7 @@ class Staged:
             with torch.inference_mode():
                 loop.run()
         except Exception as error:
-            self.runner.behind.fall(StageError(f"{type(error).__name__}: {error}"))
+            self.runner.in_flight.fail(StageError(f"{type(error).__name__}: {error}"))
 
     def tell(self, command: Command, stage: int | None = None) -> None:
         for loop in self.loops if stage is None else [self.loops[stage]]:
@@ -151,7 +153,7 @@ class Staged:
     def _is_empty(self) -> bool:
         """Nothing is anywhere in the pipeline."""
         return (
-            len(self.runner.behind) == 0
+            len(self.runner.in_flight) == 0
             and all(rows.free == 3 for rows in self.rows)
             and not any(map(len, self.loops))
         )

@@ -9,7 +9,9 @@ from pathlib import Path
 import torch
 
 from millrace.core.kv.layout import KvLayout
-from millrace.engine.forward.local_runner import ModelRunner, PrefillTask
+from millrace.engine.forward.local_runner import ModelRunner
+from millrace.engine.forward.prefill_task import PrefillTask
+from millrace.engine.forward.stage_passes import StagePasses
 from millrace.engine.kv.pool import KvPool
 from millrace.engine.model.loader import Model, load_model
 
@@ -34,7 +36,9 @@ def make_runner(
     folder: Path, *, dtype: str = "float32", page_tokens: int = 16, num_pages: int = 64
 ) -> ModelRunner:
     model = load_model(folder, device="cpu", dtype=dtype)
-    return ModelRunner(model, make_pool(model, page_tokens=page_tokens, num_pages=num_pages))
+    return ModelRunner(
+        StagePasses(model, make_pool(model, page_tokens=page_tokens, num_pages=num_pages))
+    )
 
 
 class Request:
@@ -59,7 +63,7 @@ def prefill(runner: ModelRunner, sequence: Request, cuts: Sequence[int] = ()) ->
     task = None
     for start, stop in pairwise(bounds):
         task = sequence.task(start, stop, want_logits=stop == bounds[-1])
-        for _ in runner.prefill(task):
+        for _ in runner.prefill_batch([task]):
             pass
     assert task is not None and task.logits is not None
     return task.logits

@@ -17,7 +17,8 @@ import numpy as np
 from millrace.core.config import Config, EngineConfig, SchedulerConfig, StoreConfig, TransferConfig
 from millrace.engine.assembly import open_engine
 from millrace.engine.attention.ring import RingTask
-from millrace.engine.forward.local_runner import Boundary, PrefillTask
+from millrace.engine.forward.passes import Boundary
+from millrace.engine.forward.prefill_task import PrefillTask
 from millrace.instance.host import Role, WorkerContext
 from millrace.state.memory_store import MemoryStore
 from millrace.telemetry.metrics import Registry

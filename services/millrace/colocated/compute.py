@@ -13,7 +13,6 @@ from millrace.colocated.packing import Share
 from millrace.engine.assembly import Engine
 from millrace.engine.decode_batch import DecodeBatch, TokenOut
 from millrace.engine.errors import EngineDied
-from millrace.engine.forward.local_runner import ModelRunner
 from millrace.engine.forward.prefill_task import PrefillTask
 from millrace.engine.sampling.sampler import Sampler
 from millrace.prefill.compute.first_tokens import (
@@ -49,14 +48,13 @@ class MixedCompute:
         self._device = engine.device
         self._sampler = Sampler()
         self.batch = DecodeBatch(engine.runner, engine.pool, Sampler(), max_batch=max_batch)
-        if isinstance(engine.runner, ModelRunner):
-            engine.runner.states.page_table = self.batch.page_table
+        engine.runner.states.page_table = self.batch.page_table
 
     @torch.inference_mode()
     def run(self, shares: Sequence[Share]) -> Iteration:
         """One iteration. Where its pass fails, its prompts do, and the decodes go on.
 
-        Raises EngineFallen when ranks are lost, and whatever ends a pass of decodes alone.
+        Raises EngineDied when ranks are lost, and whatever ends a pass of decodes alone.
         """
         begun_s = time.perf_counter()
         result = Iteration()

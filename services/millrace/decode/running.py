@@ -13,7 +13,6 @@ from millrace.decode.output.output import Output
 from millrace.decode.request import DecodeRequest
 from millrace.decode.request_table import RequestTable
 from millrace.engine.decode_batch import DecodeBatch, TokenOut
-from millrace.engine.forward.local_runner import ModelRunner
 from millrace.engine.kv.host_swap import KvSwap
 from millrace.engine.sampling.sampler import Sampler
 from millrace.instance.host import WorkerContext
@@ -43,8 +42,7 @@ class Running:
         self._metrics = metrics
         self._step_time = context.decode_step
         self.batch = DecodeBatch(self._runner, engine.pool, Sampler(), max_batch=self._max_batch)
-        if isinstance(engine.runner, ModelRunner):
-            engine.runner.states.page_table = self.batch.page_table
+        engine.runner.states.page_table = self.batch.page_table
         self._swapper = Swapper(
             KvSwap(engine.storage, engine.layout, config.swap_bytes),
             admissions.pages,

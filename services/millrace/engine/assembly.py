@@ -15,36 +15,38 @@ from millrace.core.errors import ConfigError
 from millrace.core.kv.layout import KvLayout
 from millrace.engine.errors import EngineDied
 from millrace.engine.forward.local_runner import ModelRunner
+from millrace.engine.forward.passes import Passes
+from millrace.engine.forward.stage_passes import StagePasses
 from millrace.engine.kv.pool import KvPool
 from millrace.engine.model.config import ModelConfig
 from millrace.engine.model.loader import Model, load_model, model_hash, resolve_model
+from millrace.engine.parallel.group_passes import GroupPasses, load_ranks
 from millrace.engine.parallel.rank_group import RankGroup
-from millrace.engine.parallel.runner import GroupRunner, load_ranks
-from millrace.engine.pipeline.runner import PipelineRunner
+from millrace.engine.runner import Runner
 from millrace.profiles.cache import ProfileKey
-from millrace_kernels.api import Backend, describe_backends
+from millrace_kernels.api import describe_backends
 from millrace_kernels.dispatch import rows_backend
 
 CPU_POOL_SHARE = 0.1  # of available memory: several workers share one machine
 CPU_POOL_MOST_BYTES = 4 << 30
-CUDA_POOL_SHARE = 0.85  # of what the weights left free
+CUDA_POOL_SHARE = 0.85  # of the memory that the weights leave free
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class KvMemory:
-    """A pool of KV pages for a model, with or without its weights beside it.
+    """A pool of KV pages for a model, with the model's weights (`Engine`) or without.
 
-    `max_context_tokens` counts prompt and output together. It is the model's: the KV of one request
-    may lie in several pools.
+    `max_context_tokens`, the model's limit, counts prompt and output together. The KV of one
+    request may lie in several pools.
     """
 
     folder: Path
     shape: ModelConfig  # of the whole model
     device: torch.device
     layout: KvLayout  # of `storage`, all heads
-    pool: KvPool  # keeps the book of pages; rank 0's, where there are more
-    storage: torch.Tensor  # the KV of all ranks that this process can read, for transfers
-    backends: str  # which computes what, for the log
+    pool: KvPool  # the record of pages; of several ranks, rank 0's
+    storage: torch.Tensor  # the KV that this process can read, of all ranks, for transfers
+    backends: str  # which backend computes which operators, for the log
     max_context_tokens: int
 
     @property
@@ -53,34 +55,40 @@ class KvMemory:
         return min(self.max_context_tokens, self.layout.num_pages * self.layout.page_tokens)
 
     def check_integrity(self) -> None:
-        """Raises IntegrityError when the pool's book does not add up."""
+        """Raises IntegrityError when the pool's record does not add up."""
         self.pool.check_integrity()
 
-    def when_fallen(self, call: Callable[[EngineDied], None]) -> None:
-        """Has `call` made when a process that is part of it has fallen, on any thread."""
+    def when_died(self, call: Callable[[EngineDied], None]) -> None:
+        """Has `call` made, on any thread, when a watched process of the engine has died. Memory
+        alone has no such process."""
 
     def close(self) -> None:
-        """The memory goes with its last user."""
+        """Ends the processes of an engine. Memory alone is freed with its last user."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Engine(KvMemory):
     """A loaded model with its memory."""
 
-    runner: ModelRunner | GroupRunner | PipelineRunner
+    runner: Runner
 
     def check_integrity(self) -> None:
-        """Likewise, and when an idle engine has a pass in any of its processes."""
+        """Raises IntegrityError when the pool's record does not add up, or an idle engine has a
+        pass in flight."""
         KvMemory.check_integrity(self)
-        self.runner.check_integrity()
+        if self.runner.in_flight is not None:
+            self.runner.in_flight.check_integrity()
 
-    def when_fallen(self, call: Callable[[EngineDied], None]) -> None:
-        """Likewise, where its processes are watched over."""
-        self.runner.when_fallen(call)
+    def when_died(self, call: Callable[[EngineDied], None]) -> None:
+        """Has `call` made, on any thread, when a later stage has died. The next pass finds a dead
+        rank out."""
+        if self.runner.in_flight is not None:
+            self.runner.in_flight.when_died(call)
 
     def close(self) -> None:
         """Ends the other ranks or stages, if there are any."""
-        self.runner.close()
+        if self.runner.processes is not None:
+            self.runner.processes.close()
 
 
 def open_engine(
@@ -101,9 +109,9 @@ def open_engines(
     progress: Callable[[float], None] | None = None,
     revision: str = "",
 ) -> list[Engine]:
-    """`count` engines over the same weights, each with a pool of its own and an equal share of the
-    memory that one would get. Their KV never mixes with that of another `revision` of the model.
-    Otherwise as `open_engine`.
+    """Opens `count` engines over the same weights. Each has a pool of its own, with an equal share
+    of the memory that a single engine would get. Their KV never mixes with the KV of another
+    `revision` of the model. Otherwise as `open_engine`.
     """
     device = resolve_device(config.device)
     ranks = config.tensor_parallel
@@ -145,7 +153,10 @@ def open_engines(
         )
         size = pool_bytes(config, device, context * one_page.bytes_per_token)
         layout = _sized(one_page, size // count)
-        return [_engine(folder, whole, loaded, layout, config, group) for _ in range(count)]
+        shape = KvShape(folder=folder, model=whole, layout=layout, max_context_tokens=context)
+        return [
+            engine_of(shape, _runner(loaded, layout, config, group), config) for _ in range(count)
+        ]
     except BaseException:
         if group is not None:
             group.close()
@@ -153,10 +164,10 @@ def open_engines(
 
 
 def open_kv_only(model: str | Path, config: EngineConfig, revision: str = "") -> KvMemory:
-    """The KV pool of a model whose weights stay where they are, for attention over others' KV.
+    """Opens a KV pool without the model's weights, for attention over other instances' KV.
 
-    Its pages are in one part, whatever `tensor_parallel` says of those that have the weights.
-    Reads config.json, and of the weights what names them. Raises as `open_engine` does.
+    The pool's pages have one part, whatever `tensor_parallel` is at instances with the weights.
+    Reads config.json and the names of the weights. Raises as `open_engine` does.
     """
     device = resolve_device(config.device)
     torch.set_num_threads(config.threads or len(os.sched_getaffinity(0)))
@@ -185,7 +196,7 @@ def open_kv_only(model: str | Path, config: EngineConfig, revision: str = "") ->
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class KvShape:
-    """What is known of a model, and of the pool for its KV, before any weight is read."""
+    """A model's shape and the layout of its KV pool, known before any weight is read."""
 
     folder: Path
     model: ModelConfig
@@ -194,7 +205,7 @@ class KvShape:
 
     @staticmethod
     def of(model: str | Path, config: EngineConfig, revision: str = "") -> KvShape:
-        """As `open_engine` would have it, with its errors."""
+        """Returns the shape that `open_engine` would use. Raises as `open_engine` does."""
         folder = resolve_model(model)
         whole = ModelConfig.from_folder(folder)
         context = _context(config, whole, folder)
@@ -214,18 +225,26 @@ class KvShape:
         )
 
 
-def staged_engine(shape: KvShape, runner: PipelineRunner, storage: torch.Tensor) -> Engine:
-    """Of an instance in stages. storage: the KV of all stages and ranks."""
-    first = runner.model
-    rest = rows_backend(first.device, first.dtype)
-    attention = runner.attention_backend()
+def engine_of(shape: KvShape, runner: Runner, config: EngineConfig) -> Engine:
+    """Makes the engine of a runner over the pool of `shape`.
+
+    Raises ConfigError where `config.attention_backend` can't compute the model's attention.
+    """
+    model = runner.model
+    try:
+        attention = runner.states.attention_backend()
+    except ValueError as error:
+        raise ConfigError(
+            f"engine.attention_backend is {config.attention_backend!r}: {error}"
+        ) from error
+    rest = rows_backend(model.device, model.dtype)
     return Engine(
         folder=shape.folder,
         shape=shape.model,
-        device=first.device,
+        device=model.device,
         layout=shape.layout,
         pool=runner.pool,
-        storage=storage,
+        storage=runner.storage if config.tensor_parallel > 1 else runner.storage[0],
         runner=runner,
         backends=f"attention {attention}, linears and sampling {rest}; {describe_backends()}",
         max_context_tokens=shape.max_context_tokens,
@@ -249,7 +268,7 @@ def _revised(model_hash: str, revision: str) -> str:
 def _one_page(
     whole: ModelConfig, config: EngineConfig, *, model_hash: str, dtype: torch.dtype, parts: int
 ) -> KvLayout:
-    """All heads of the whole model, in a part for each rank's."""
+    """The layout of one page: all heads of the whole model, in `parts`."""
     return KvLayout(
         model_hash=model_hash,
         dtype=str(dtype).removeprefix("torch."),
@@ -264,40 +283,25 @@ def _one_page(
     )
 
 
-def _engine(
-    folder: Path,
-    whole: ModelConfig,
-    model: Model,
-    layout: KvLayout,
-    config: EngineConfig,
-    group: RankGroup | None,
-) -> Engine:
-    runner: ModelRunner | GroupRunner
+def _runner(
+    model: Model, layout: KvLayout, config: EngineConfig, group: RankGroup | None
+) -> Runner:
+    """Makes a runner over new pools. `layout`: of all ranks' pools."""
+    passes: Passes
     if group is None:
         pool = KvPool(layout, device=model.device)
-        runner = ModelRunner(model, pool, attention_backend=config.attention_backend)
-        storage = pool.storage
+        passes = StagePasses(model, pool, config.attention_backend)
     else:
         own = replace(layout, head_count=layout.part_heads, parts=1)
-        runner = GroupRunner(group, model, own, attention_backend=config.attention_backend)
-        pool, storage = runner.pool, runner.storage
-    attention = _attention_backend(runner, config)
-    rest = rows_backend(model.device, model.dtype)
-    return Engine(
-        folder=folder,
-        shape=whole,
-        device=model.device,
-        layout=layout,
-        pool=pool,
-        storage=storage,
-        runner=runner,
-        backends=f"attention {attention}, linears and sampling {rest}; {describe_backends()}",
-        max_context_tokens=_context(config, whole, folder),
-    )
+        passes = GroupPasses(group, model, own, config.attention_backend)
+    return ModelRunner(passes)
 
 
 def resolve_device(name: str) -> torch.device:
-    """`auto` is CUDA where there is one, else the CPU. Raises ConfigError for an unusable name."""
+    """Returns the device of a name: for `auto` CUDA if there is a device, else the CPU.
+
+    Raises ConfigError for an unusable name.
+    """
     if name == "auto":
         return torch.device("cuda" if torch.cuda.is_available() else "cpu")
     try:
@@ -310,7 +314,7 @@ def resolve_device(name: str) -> torch.device:
 
 
 def profile_key(model: str | Path, config: EngineConfig) -> ProfileKey:
-    """What a profile of `model` under these settings is kept by. Loads no weights.
+    """Returns the key of a profile of `model` under these settings. Loads no weights.
 
     Raises ModelError and ConfigError as `open_engine` does.
     """
@@ -327,7 +331,7 @@ def profile_key(model: str | Path, config: EngineConfig) -> ProfileKey:
 
 
 def processor_name(device: torch.device) -> str:
-    """The name that the maker gave the device, as far as the system knows it."""
+    """The maker's name of the device, if the system knows it."""
     if device.type == "cuda":
         return str(torch.cuda.get_device_name(device))
     for line in Path("/proc/cpuinfo").read_text().splitlines():
@@ -337,8 +341,8 @@ def processor_name(device: torch.device) -> str:
 
 
 def pool_bytes(config: EngineConfig, device: torch.device, least_bytes: int) -> int:
-    """Bytes for the KV pool: as configured, else a share of what is free; on a CPU at least so
-    many, one context where there are weights."""
+    """Bytes for the KV pool: as configured, else a share of the free memory; on a CPU at least
+    `least_bytes`."""
     if config.kv_bytes:
         return config.kv_bytes
     if device.type == "cuda":
@@ -352,8 +356,8 @@ def pool_bytes(config: EngineConfig, device: torch.device, least_bytes: int) -> 
 def cuda_pool_bytes(free: int, total: int, own: int, share: float) -> int:
     """Bytes for the KV pool on a GPU of `total` bytes, of which this process has taken `own`.
 
-    Where others share the device, what they have not taken yet is free but theirs. Raises
-    ConfigError when the weights leave nothing of the share.
+    Where other processes share the device, memory beyond `share` is theirs, even while it is free.
+    Raises ConfigError when the weights leave nothing of the share.
     """
     mine = free if share == 1.0 else min(free, int(total * share) - own)
     if mine <= 0:
@@ -365,20 +369,11 @@ def cuda_pool_bytes(free: int, total: int, own: int, share: float) -> int:
 
 
 def available_bytes() -> int:
-    """Memory that can be had without swapping, as the kernel estimates it."""
+    """Bytes of memory available without swapping, as the kernel estimates."""
     for line in Path("/proc/meminfo").read_text().splitlines():
         if line.startswith("MemAvailable:"):
             return int(line.split()[1]) * 1024
     return os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-
-
-def _attention_backend(runner: ModelRunner | GroupRunner, config: EngineConfig) -> Backend:
-    try:
-        return runner.attention_backend()
-    except ValueError as error:
-        raise ConfigError(
-            f"engine.attention_backend is {config.attention_backend!r}: {error}"
-        ) from error
 
 
 def _sized(one_page: KvLayout, size_bytes: int) -> KvLayout:

@@ -11,7 +11,7 @@ from torch import Tensor
 from millrace.core.cost.latency import Latency
 from millrace.engine.assembly import Engine
 from millrace.engine.attention_cost import attention_s, settled_s, written_pages
-from millrace.engine.forward.local_runner import PrefillTask
+from millrace.engine.forward.prefill_task import PrefillTask
 from millrace.profiles import eq_1
 
 BUDGET_S: Final = 0.2
@@ -73,7 +73,7 @@ def _prefill_s(engine: Engine, tokens: int, pages: list[int], max_chunk_tokens: 
             want_logits=True,
             want_prompt_logprobs=False,
         )
-        for _ in engine.runner.prefill(task):
+        for _ in engine.runner.prefill_batch([task]):
             pass
     return settled_s(engine.device) - start
 

@@ -1,4 +1,4 @@
-"""What a computation yields where it can't go on before something has come."""
+"""A completion, which a computation yields where it can't go on before an event."""
 
 from __future__ import annotations
 
@@ -7,8 +7,8 @@ from collections.abc import Callable
 
 
 class Completion:
-    """Yielded in place of a boundary: others may run until it is ready. Who goes on with the
-    computation before that waits."""
+    """An event that sets once. A generator yields a completion in place of a boundary: others may
+    run until the completion is set; a caller that goes on with the generator before then waits."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
@@ -16,7 +16,7 @@ class Completion:
         self._then: Callable[[], None] | None = None
 
     def set(self) -> None:
-        """It is ready, for good."""
+        """Sets the completion, for good, and makes the call of `then`."""
         with self._lock:
             self._ready.set()
             call, self._then = self._then, None
@@ -24,11 +24,12 @@ class Completion:
             call()
 
     def wait(self, timeout_s: float | None = None) -> bool:
-        """Returns whether it is ready, at the latest after `timeout_s`."""
+        """Waits until the completion is set, at most `timeout_s`. Returns whether it is set."""
         return self._ready.wait(timeout_s)
 
     def then(self, call: Callable[[], None]) -> bool:
-        """Has `call` made once it is ready, on the thread that says so. False: it is already."""
+        """Has `call` made once the completion is set, on the thread that sets it. Returns
+        False, and makes no call, where the completion is set already."""
         with self._lock:
             if self._ready.is_set():
                 return False

@@ -7,6 +7,7 @@ the last one. Rows are a dense prefix.
 
 from __future__ import annotations
 
+from collections import abc
 from dataclasses import dataclass
 from typing import NamedTuple, Protocol
 
@@ -16,7 +17,8 @@ from torch import Tensor
 
 from millrace.core.errors import CapacityError, IntegrityError
 from millrace.core.kv.kvp_pass import RemoteShard
-from millrace.engine.forward.mixed_pass import DecodeRows, MixedRunner
+from millrace.engine.forward.mixed_pass import DecodeRows
+from millrace.engine.forward.prefill_task import PrefillTask
 from millrace.engine.kv.page_table import PageTable
 from millrace.engine.kv.pool import KvPool
 from millrace.engine.sampling.logprobs import PositionLogprobs
@@ -24,16 +26,21 @@ from millrace.engine.sampling.sampler import Sampled, Sampler
 from millrace.engine.sampling.spec import PromptIds, SamplingRow, SamplingSpec, finish_reason
 
 
-class DecodeRunner(MixedRunner, Protocol):
-    """What a step needs of `ModelRunner`; `mixed` where holders have some of the K/V."""
+class DecodeRunner(Protocol):
+    """What a step needs of a `Runner`; `mixed` where KVP workers hold some of the K/V.
+
+    What both are given is on the host, and changes after the call.
+    """
 
     def decode(
         self, token_ids: Tensor, positions: Tensor, page_table: Tensor, kv_lens: Tensor
     ) -> Tensor:
-        """Writes the KV of one token a sequence and returns float32 [b, vocab] logits.
+        """`Runner.decode`."""
 
-        What it is given is on the host, and changes after the call.
-        """
+    def mixed(
+        self, decodes: DecodeRows, page_table: Tensor, tasks: abc.Sequence[PrefillTask]
+    ) -> Tensor:
+        """`Runner.mixed`."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -46,8 +53,8 @@ class Sequence:
     after it, must be the sequence's own. The pages stay the caller's to free. `prompt_ids` (int
     [prompt_tokens]) are wanted where `spec.needs_prompt_ids`.
 
-    With `shards` the K/V of the tokens from the first of them on is kept by holders, the prompt's
-    as well as the output's; `pages` hold what is before it.
+    With `shards` KVP workers hold the K/V from the first shard on, of the prompt as well as of the
+    output; `pages` hold the K/V before it.
     """
 
     request_id: str
@@ -87,7 +94,7 @@ class TokenOut(NamedTuple):
     choice: int
     token_id: int  # -1 with finish reasons "error" and "lost"
     logprobs: PositionLogprobs | None = None
-    finish_reason: str = ""  # "": goes on; stop | length | error | lost: KV at a holder is gone
+    finish_reason: str = ""  # "": goes on; stop | length | error | lost: KV at a KVP worker is gone
     stop_token_id: int = -1
     error: str = ""
 
@@ -194,8 +201,8 @@ class DecodeBatch:
         """One more token for every sequence, in no particular order; finished ones leave. None may
         be `lacking` pages.
 
-        A sequence whose logits are not finite leaves with finish reason "error", one that has lost
-        a holder with "lost", the others go on.
+        A sequence whose logits are not finite leaves with finish reason "error", a sequence that
+        has lost a KVP worker with "lost". The others go on.
         """
         if self.size == 0:
             return []

@@ -1,4 +1,4 @@
-"""The end of an engine that is more than one process."""
+"""The error with which an engine of several processes ends."""
 
 from __future__ import annotations
 
@@ -6,4 +6,4 @@ from millrace.core.errors import MillraceError
 
 
 class EngineDied(MillraceError):
-    """A process of the engine fell, and the engine with it: nothing is computed any more."""
+    """A process of the engine has died. The engine computes nothing any more."""

@@ -24,15 +24,15 @@ def check_idle(*holders: Holder) -> None:
 
 
 async def watch(memory: KvMemory) -> None:
-    """Raises EngineFallen when a process of an engine has fallen, whether it is in use or not."""
+    """Raises EngineDied when a process of an engine has died, whether it is in use or not."""
     loop = asyncio.get_running_loop()
     fell: asyncio.Future[EngineDied] = loop.create_future()
 
-    def on_fall(error: EngineDied) -> None:
+    def on_death(error: EngineDied) -> None:
         with contextlib.suppress(RuntimeError):  # the loop is closed: the worker has ended
             loop.call_soon_threadsafe(_resolve, fell, error)
 
-    memory.when_fallen(on_fall)
+    memory.when_died(on_death)
     raise await fell
 
 

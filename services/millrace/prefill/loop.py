@@ -182,7 +182,8 @@ class PrefillRole:
         names = [name for entry in entries for name in entry]
         self._execution.order(names)
         named = dict.fromkeys(ref.request_id for entry in order.queue for ref in entry.chunks)
-        self._engine.runner.order(list(named))
+        if self._engine.runner.in_flight is not None:
+            self._engine.runner.in_flight.order(list(named))
         jobs = {name: self._jobs.pop(name) for name in named if name in self._jobs}
         jobs.update(self._jobs)
         self._jobs.clear()

@@ -9,6 +9,7 @@ from torch.testing import assert_close
 
 from millrace.engine.decode_batch import DecodeBatch, TokenOut
 from millrace.engine.forward.local_runner import ModelRunner
+from millrace.engine.forward.stage_passes import StagePasses
 from millrace.engine.model.loader import load_model
 from millrace.engine.sampling.sampler import Sampler
 from support.kvp_world import Long, World, prefill_long, random_cuts, sequence_of, world
@@ -20,7 +21,9 @@ NAMES = ("llama", "qwen3", "mistral-window", "qwen2-yarn-window", "mixtral")
 
 def alone(made: World) -> ModelRunner:
     model = made.runner.model
-    return ModelRunner(model, make_pool(model, page_tokens=made.page_tokens, num_pages=128))
+    return ModelRunner(
+        StagePasses(model, make_pool(model, page_tokens=made.page_tokens, num_pages=128))
+    )
 
 
 def run_batch(batch: DecodeBatch) -> dict[str, list[TokenOut]]:
@@ -104,7 +107,7 @@ def test_a_step_past_the_boundary_has_the_logits_of_one_instance() -> None:
             request.tokens.append(token)
             n = len(request.tokens)
             task = request.task(n - 1, n)
-            for _ in made.runner.prefill(task):
+            for _ in made.runner.prefill_batch([task]):
                 pass
             assert_close(task.logits, decode(runner, [single])[0], rtol=1e-4, atol=1e-4)
 
@@ -154,7 +157,7 @@ def test_hidden_states_of_every_position_are_there_where_they_are_wanted() -> No
             (made.runner, Long(made, tokens, (16, 32, 56)).task(0, 50)),
         ):
             task.want_prompt_logprobs = True
-            for _ in on.prefill(task):
+            for _ in on.prefill_batch([task]):
                 pass
             assert task.hidden is not None and task.logits is not None
             found.append((task.hidden, task.logits))

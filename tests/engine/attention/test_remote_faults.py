@@ -10,6 +10,7 @@ import pytest
 
 from millrace.engine.decode_batch import DecodeBatch
 from millrace.engine.forward.local_runner import ModelRunner
+from millrace.engine.forward.stage_passes import StagePasses
 from millrace.engine.model.loader import load_model
 from millrace.engine.sampling.sampler import Sampler
 from support.deadlines import HANG_S
@@ -26,7 +27,9 @@ class Scene:
     def __init__(self, made: World) -> None:
         self.made = made
         runner = made.runner
-        alone = ModelRunner(runner.model, make_pool(runner.model, page_tokens=8, num_pages=128))
+        alone = ModelRunner(
+            StagePasses(runner.model, make_pool(runner.model, page_tokens=8, num_pages=128))
+        )
         prompts = [prompt(40 + i, seed=i) for i in range(3)]
         self.expected = greedy(alone, [Request(alone, p, STEPS) for p in prompts], STEPS)
         self.batch = DecodeBatch(runner, runner.pool, Sampler(), max_batch=4)
@@ -142,7 +145,7 @@ def test_losing_a_holder_ends_the_wait_at_once(scene):
 def test_a_pass_that_is_given_up_leaves_nothing_behind(scene):
     """The next one waits for what is on its way, and its partials are its own."""
     for stop in (3, 5, 8):
-        steps = scene.made.runner.prefill(scene.requests[0].task(20, 38))
+        steps = scene.made.runner.prefill_batch([scene.requests[0].task(20, 38)])
         for _ in range(stop):
             next(steps)
         steps.close()

@@ -46,4 +46,4 @@ def test_ranks_spread_requests_over_holders(name: str) -> None:
                     found[out.request_id].append(out.token_id)
         assert found == {str(i): answer[1:] for i, answer in enumerate(expected)}
     finally:
-        runner.close()
+        runner.processes.close()

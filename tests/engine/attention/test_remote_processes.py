@@ -10,6 +10,7 @@ from pathlib import Path
 from millrace.core.kv.kvp_pass import RemoteShard
 from millrace.engine.decode_batch import DecodeBatch
 from millrace.engine.forward.local_runner import ModelRunner
+from millrace.engine.forward.stage_passes import StagePasses
 from millrace.engine.model.loader import load_model
 from millrace.engine.sampling.sampler import Sampler
 from millrace.transfer.transport.nixl.transport import NixlTransport
@@ -78,7 +79,9 @@ def test_tokens_of_one_instance_until_the_holder_dies():
     pair = Pair()
     try:
         runner = pair.home.runner
-        alone = ModelRunner(runner.model, make_pool(runner.model, page_tokens=8, num_pages=64))
+        alone = ModelRunner(
+            StagePasses(runner.model, make_pool(runner.model, page_tokens=8, num_pages=64))
+        )
         prompts = [prompt(50, seed=1), prompt(60, seed=2)]
         expected = greedy(alone, [Request(alone, p, STEPS) for p in prompts], STEPS)
         batch = DecodeBatch(runner, runner.pool, Sampler(), max_batch=4)

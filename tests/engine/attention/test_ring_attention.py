@@ -13,7 +13,9 @@ from torch.testing import assert_close
 
 from millrace.core.kv.sp_layout import PAD
 from millrace.engine.attention.ring import RingTask
-from millrace.engine.forward.local_runner import Boundary, ModelRunner
+from millrace.engine.forward.local_runner import ModelRunner
+from millrace.engine.forward.passes import Boundary
+from millrace.engine.forward.stage_passes import StagePasses
 from millrace.engine.model.loader import load_model
 from support.ring_group import Member, RingGroup, plan
 from support.tiny_engine import Request, make_pool, prefill
@@ -29,7 +31,7 @@ def make_runners(
     model = load_model(folder, device="cpu", dtype=dtype)
     pages = tokens // page_tokens
     return [
-        ModelRunner(model, make_pool(model, page_tokens=page_tokens, num_pages=pages))
+        ModelRunner(StagePasses(model, make_pool(model, page_tokens=page_tokens, num_pages=pages)))
         for _ in range(count)
     ]
 
@@ -47,7 +49,7 @@ def alone(runner: ModelRunner, tokens: Sequence[int]) -> tuple[Tensor, Tensor]:
 def hidden_alone(runner: ModelRunner, tokens: Sequence[int]) -> Tensor:
     task = Request(runner, tokens).task(0, len(tokens))
     task.want_prompt_logprobs = True
-    for _ in runner.prefill(task):
+    for _ in runner.prefill_batch([task]):
         pass
     assert task.hidden is not None
     return task.hidden
@@ -170,7 +172,7 @@ def test_an_abort_ends_the_pass_without_an_error() -> None:
     steps = runner.prefill_ring(task)
     assert [next(steps).operator for _ in range(2)] == ["embed", "qkv_proj"]
     ring.abort()
-    assert len(list(steps)) == len(runner.operators) - 2
+    assert len(list(steps)) == len(runner.passes.operators) - 2
     group.free()
     runner.pool.check_integrity(expected_used=0)
 

@@ -11,10 +11,10 @@ from pathlib import Path
 import pytest
 import torch
 
-from millrace.engine.forward.local_runner import Boundary
+from millrace.engine.forward.passes import Boundary
 from millrace.engine.model.communicator import Communicator
 from millrace.engine.parallel.rank_group import RankGroup
-from millrace.engine.parallel.runner import GroupRunner
+from millrace.engine.runner import Runner
 from support.parallel import open_runner, split_folder
 from support.ring_group import Member, RingGroup, plan
 from support.tiny_engine import Request, make_runner, prefill
@@ -29,7 +29,7 @@ def groups() -> Iterator[list[RankGroup]]:
         group.close()
 
 
-def open_runners(groups: list[RankGroup], name: str) -> list[GroupRunner]:
+def open_runners(groups: list[RankGroup], name: str) -> list[Runner]:
     return [open_runner(group, split_folder(name)) for group in groups]
 
 
@@ -69,7 +69,6 @@ def test_logits_and_kv_are_those_of_one_rank(
     def between(member: Member, boundary: Boundary) -> None:
         if rng.random() < 0.15:
             runner = member.runner
-            assert isinstance(runner, GroupRunner)
             found = prefill(runner, others[runner])
             torch.testing.assert_close(found, other_logits, rtol=1e-4, atol=1e-4)
 

@@ -4,8 +4,11 @@ import pytest
 import torch
 
 from millrace.core.errors import ModelError
-from millrace.engine.forward.local_runner import Boundary, ModelRunner, PrefillTask
+from millrace.engine.forward.local_runner import ModelRunner
 from millrace.engine.forward.mixed_pass import prompt_tables
+from millrace.engine.forward.passes import Boundary
+from millrace.engine.forward.prefill_task import PrefillTask
+from millrace.engine.forward.stage_passes import StagePasses
 from millrace.engine.model.loader import load_model
 from support.tiny_engine import Request, decode, make_pool, make_runner, prefill
 from support.tiny_models import model_folder, prompt
@@ -30,21 +33,21 @@ def sequence_of(kinds: list[list[str]]) -> list[Boundary]:
 )
 def test_operators_are_those_of_flowprefill_5_1(name: str, kinds: list[list[str]]) -> None:
     runner = make_runner(model_folder(name))
-    boundaries = list(runner.prefill(Request(runner, prompt(20)).task(0, 20)))
+    boundaries = list(runner.prefill_batch([Request(runner, prompt(20)).task(0, 20)]))
     assert boundaries == sequence_of(kinds)
 
 
 def test_a_chunk_without_logits_ends_when_its_kv_is_written() -> None:
     runner = make_runner(model_folder("llama"))
     task = Request(runner, prompt(20)).task(0, 20, want_logits=False)
-    assert list(runner.prefill(task))[-1] == Boundary(2, "attn")
+    assert list(runner.prefill_batch([task]))[-1] == Boundary(2, "attn")
     assert task.logits is None
 
 
 def test_kv_of_a_layer_is_written_once_attn_was_yielded() -> None:
     runner = make_runner(model_folder("qwen3"))
     request = Request(runner, prompt(40))
-    for boundary in runner.prefill(request.task(0, 40)):
+    for boundary in runner.prefill_batch([request.task(0, 40)]):
         for layer in range(runner.model.config.num_layers):
             kv = runner.pool.layer(layer)[request.pages[:2]]
             written = layer < boundary.layer or (
@@ -72,12 +75,12 @@ def test_stopping_at_any_boundary_and_resuming_changes_nothing(
     requests = [Request(runner, prompt(60)) for _ in range(2)]
     tasks = [request.task(24, 60) for request in requests]
     for request, task in zip(requests, tasks, strict=True):
-        list(runner.prefill(request.task(0, 24, want_logits=False)))
+        list(runner.prefill_batch([request.task(0, 24, want_logits=False)]))
         task.want_prompt_logprobs = want_prompt_logprobs
     undisturbed, disturbed = tasks
-    list(runner.prefill(undisturbed))
+    list(runner.prefill_batch([undisturbed]))
     other = Request(runner, prompt(45, seed=2), room=1)
-    for _ in runner.prefill(disturbed):
+    for _ in runner.prefill_batch([disturbed]):
         disturb(runner, other)
     assert disturbed.logits is not None and undisturbed.logits is not None
     assert torch.equal(disturbed.logits, undisturbed.logits)
@@ -102,7 +105,7 @@ def test_a_pass_keeps_only_what_a_later_operator_reads() -> None:
     }
     tables = prompt_tables([task], page_tokens=16)
     state = runner.states.ragged(tables, None, is_cut=True)
-    for operator in runner.operators[:-1]:
+    for operator in runner.passes.operators[:-1]:
         operator.run(state)
         held = {
             name
@@ -117,7 +120,7 @@ def test_two_suspended_prefills_advance_in_turns() -> None:
     prompts = [prompt(37, seed=1), prompt(64, seed=2)]
     expected = [prefill(runner, Request(runner, ids)) for ids in prompts]
     tasks = [Request(runner, ids).task(0, len(ids)) for ids in prompts]
-    for _ in zip(*(runner.prefill(task) for task in tasks), strict=True):
+    for _ in zip(*(runner.prefill_batch([task]) for task in tasks), strict=True):
         pass
     for task, logits in zip(tasks, expected, strict=True):
         assert task.logits is not None and torch.equal(task.logits, logits)
@@ -126,7 +129,7 @@ def test_two_suspended_prefills_advance_in_turns() -> None:
 def test_a_closed_prefill_leaves_the_pool_usable() -> None:
     runner = make_runner(model_folder("llama"), num_pages=8)
     request = Request(runner, prompt(100))
-    boundaries = runner.prefill(request.task(0, 100))
+    boundaries = runner.prefill_batch([request.task(0, 100)])
     for _ in range(7):
         next(boundaries)
     boundaries.close()
@@ -150,7 +153,7 @@ def test_senseless_tasks_are_refused_before_anything_runs(change: dict, message:
     runner = make_runner(model_folder("llama"))
     fields = {"token_ids": torch.arange(4), "history_tokens": 0, "pages": [0], **change}
     with pytest.raises(ValueError, match=message):
-        runner.prefill(PrefillTask(**fields))
+        runner.prefill_batch([PrefillTask(**fields)])
 
 
 def test_an_empty_batch_is_refused() -> None:
@@ -161,8 +164,10 @@ def test_an_empty_batch_is_refused() -> None:
 def test_a_pool_of_another_model_is_refused() -> None:
     llama, qwen3 = (load_model(model_folder(n), device="cpu") for n in ("llama", "qwen3"))
     with pytest.raises(ModelError, match="num_kv_heads is 3, the model needs 2"):
-        ModelRunner(llama, make_pool(qwen3))
+        ModelRunner(StagePasses(llama, make_pool(qwen3)))
     with pytest.raises(ModelError, match="dtype is float32, the model needs bfloat16"):
         ModelRunner(
-            load_model(model_folder("qwen3"), device="cpu", dtype="bfloat16"), make_pool(qwen3)
+            StagePasses(
+                load_model(model_folder("qwen3"), device="cpu", dtype="bfloat16"), make_pool(qwen3)
+            )
         )

@@ -8,10 +8,12 @@ from collections import Counter
 import pytest
 import torch
 
-from millrace.engine.forward.local_runner import ModelRunner, PrefillTask
-from millrace.engine.forward.mixed_pass import DecodeRows, MixedRunner
+from millrace.engine.forward.local_runner import ModelRunner
+from millrace.engine.forward.mixed_pass import DecodeRows
+from millrace.engine.forward.prefill_task import PrefillTask
 from millrace.engine.kv.step_tables import page_table_of
 from millrace.engine.parallel.rank_group import RankGroup
+from millrace.engine.runner import Runner
 from support.parallel import open_runner, split_folder
 from support.tiny_engine import Request, decode, greedy, make_runner, prefill
 from support.tiny_models import model_folder, prompt
@@ -19,7 +21,7 @@ from support.tiny_models import model_folder, prompt
 FAMILIES = ("llama", "llama3-rope-tied", "mistral-window", "qwen3-layer-types", "mixtral")
 
 
-def mixed(runner: MixedRunner, decodes: list[Request], tasks: list[PrefillTask]) -> torch.Tensor:
+def mixed(runner: Runner, decodes: list[Request], tasks: list[PrefillTask]) -> torch.Tensor:
     lengths = torch.tensor([len(request.tokens) for request in decodes], dtype=torch.int64)
     rows = DecodeRows(
         token_ids=torch.tensor([r.tokens[-1] for r in decodes], dtype=torch.int64),
@@ -100,7 +102,7 @@ def test_prompt_logprobs_are_of_all_rows_of_those_that_ask() -> None:
     ids = prompt(30)
     whole = Request(runner, ids).task(0, 30)
     whole.want_prompt_logprobs = True
-    for _ in runner.prefill(whole):
+    for _ in runner.prefill_batch([whole]):
         pass
     decodes = started(runner, (5, 9))
     asking, plain = Request(runner, ids).task(0, 30), Request(runner, prompt(7)).task(0, 7)

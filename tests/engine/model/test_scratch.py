@@ -54,20 +54,22 @@ def test_a_pass_after_another_takes_no_new_memory(
     runner = make_runner(model_folder(name), num_pages=128)
 
     def run() -> None:
-        list(runner.prefill(Request(runner, prompt(20)).task(0, 20, want_logits=want_logits)))
+        list(
+            runner.prefill_batch([Request(runner, prompt(20)).task(0, 20, want_logits=want_logits)])
+        )
 
     run()
     assert 0 < len(taken) <= 6
     taken.clear()
     for _ in range(3):
         run()
-    stopped = runner.prefill(Request(runner, prompt(20)).task(0, 20))
+    stopped = runner.prefill_batch([Request(runner, prompt(20)).task(0, 20)])
     for _ in range(8):
         next(stopped)
     stopped.close()
     run()
     assert not taken
-    idle = runner._prefill_scratch
+    idle = runner.passes._scratch
     assert idle is not None and sum(map(len, idle._spare.values())) <= 7
 
 
@@ -90,8 +92,8 @@ def test_a_step_after_another_takes_no_new_memory(taken: list[tuple[int, ...]]) 
 def suspended(runner: ModelRunner, tokens: int, operator: str) -> int:
     """Bytes that a pass holds after `operator` of its second layer."""
     tables = prompt_tables([Request(runner, prompt(tokens)).task(0, tokens)], page_tokens=16)
-    state = runner.states.ragged(tables, runner._prefill_scratch, is_cut=True)
-    for step in runner.operators:
+    state = runner.states.ragged(tables, runner.passes._scratch, is_cut=True)
+    for step in runner.passes.operators:
         step.run(state)
         if (step.layer, step.name) == (1, operator):
             break

@@ -9,6 +9,7 @@ import torch
 
 from millrace.core.errors import ConfigError, ModelError
 from millrace.engine.forward.local_runner import ModelRunner
+from millrace.engine.forward.stage_passes import StagePasses
 from millrace.engine.model.config import ModelConfig
 from millrace.engine.model.loader import Model, load_model
 from millrace.engine.model.tp_shard import KvHeads, Shard
@@ -147,4 +148,4 @@ def test_a_pool_of_other_heads_is_refused() -> None:
         for s in (Shard(0, 1), Shard(1, 2))
     )
     with pytest.raises(ModelError, match="head_start is 0, the model needs 2"):
-        ModelRunner(rank, make_pool(whole))
+        ModelRunner(StagePasses(rank, make_pool(whole)))

@@ -14,18 +14,18 @@ import pytest
 import torch
 
 from millrace.engine.execution_pool import ExecutionPool, PoolTask, StopPoint
-from millrace.engine.forward.local_runner import Boundary, ModelRunner, PrefillTask
+from millrace.engine.forward.local_runner import ModelRunner
+from millrace.engine.forward.passes import Boundary
+from millrace.engine.forward.prefill_task import PrefillTask
+from millrace.engine.forward.stage_passes import StagePasses
 from millrace.engine.kv.pool import KvPool
 from millrace.engine.model.loader import load_model
 from millrace.engine.parallel.rank_group import RankGroup
-from millrace.engine.parallel.runner import GroupRunner
 from millrace.transfer.transport.layout import Side, at_layer, layer_runs
 from millrace.transfer.transport.regions import Memory, copy_on_host
 from support.parallel import SPLIT_FOUR_WAYS, open_runner, split_folder, storm
 from support.tiny_engine import Request, decode, greedy, make_pool, make_runner, prefill
 from support.tiny_models import prompt
-
-Runner = ModelRunner | GroupRunner
 
 
 @pytest.fixture(scope="module", params=[2, 4])
@@ -55,7 +55,7 @@ def test_greedy_tokens_are_those_of_one_rank(group: RankGroup, name: str) -> Non
 def test_random_weights_are_those_of_one_rank(group: RankGroup) -> None:
     folder = split_folder("mixtral")
     whole = load_model(folder, device="cpu", load_format="dummy")
-    alone = ModelRunner(whole, make_pool(whole))
+    alone = ModelRunner(StagePasses(whole, make_pool(whole)))
     runner = open_runner(group, folder, load_format="dummy")
     assert runner.model.hash == whole.hash
     one, split = (prefill(run, Request(run, prompt(20))) for run in (alone, runner))
@@ -101,7 +101,7 @@ def test_prompt_logprobs_and_copied_pages_come_from_all_ranks(group: RankGroup) 
         request = Request(run, prompt(30))
         task = request.task(0, 30, want_logits=False)
         task.want_prompt_logprobs = True
-        for _ in run.prefill(task):
+        for _ in run.prefill_batch([task]):
             pass
         assert task.hidden is not None
         logits.append(run.project(task.hidden))
@@ -118,12 +118,12 @@ def test_boundaries_are_those_of_one_rank_however_the_pass_is_left(group: RankGr
     alone, runner = make_runner(folder), open_runner(group, folder)
     for want_logits in (True, False):
         task = Request(alone, prompt(20)).task(0, 20, want_logits=want_logits)
-        wanted = list(alone.prefill(task))
+        wanted = list(alone.prefill_batch([task]))
         seen: list[Boundary] = []
         task = Request(runner, prompt(20)).task(0, 20, want_logits=want_logits)
-        for boundary in runner.prefill(task):
+        for boundary in runner.prefill_batch([task]):
             seen.append(boundary)
-            runner.rest()
+            runner.processes.rest()
         assert seen == wanted
 
 
@@ -134,7 +134,7 @@ def test_a_layers_kv_is_in_all_pools_once_attn_is_yielded(
     runner = open_runner(group, split_folder("mixtral"))
     request = Request(runner, prompt(40))
     seen = []
-    for boundary in runner.prefill(request.task(0, 40, want_logits=want_logits)):
+    for boundary in runner.prefill_batch([request.task(0, 40, want_logits=want_logits)]):
         if boundary.operator == "attn":
             kv = runner.storage[:, boundary.layer, request.pages]  # a copy
             seen.append((boundary.layer, kv))
@@ -151,7 +151,7 @@ def test_a_closed_pass_leaves_the_pool_usable(group: RankGroup) -> None:
     runner = open_runner(group, folder, num_pages=8)
     for operators in (1, 4, 7, 17):
         request = Request(runner, prompt(100, seed=operators))
-        steps = runner.prefill(request.task(0, 100))
+        steps = runner.prefill_batch([request.task(0, 100)])
         for _ in range(operators):
             next(steps)
         steps.close()
@@ -163,7 +163,7 @@ def test_a_closed_pass_leaves_the_pool_usable(group: RankGroup) -> None:
 def test_senseless_tasks_are_refused_and_the_group_goes_on(group: RankGroup) -> None:
     runner = open_runner(group, split_folder("mixtral"))
     with pytest.raises(ValueError, match="can't hold 17"):
-        runner.prefill(PrefillTask(token_ids=torch.arange(17), history_tokens=0, pages=[0]))
+        runner.prefill_batch([PrefillTask(token_ids=torch.arange(17), history_tokens=0, pages=[0])])
     assert prefill(runner, Request(runner, prompt(17))).isfinite().all()
 
 
@@ -193,7 +193,7 @@ def test_an_execution_pool_preempts_all_ranks(group: RankGroup) -> None:
     left: list[str] = []
 
     def steps(name: str) -> Generator[StopPoint]:
-        for _ in runner.prefill(tasks[name]):
+        for _ in runner.prefill_batch([tasks[name]]):
             yield StopPoint.OPERATOR
         yield StopPoint.PASS
 

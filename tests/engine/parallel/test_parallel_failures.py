@@ -15,8 +15,9 @@ import pytest
 
 from millrace.core.errors import ConfigError
 from millrace.engine.parallel.commands import CopyPage, Order
+from millrace.engine.parallel.group_passes import load_ranks
 from millrace.engine.parallel.rank_group import RankError, RankGroup
-from millrace.engine.parallel.runner import GroupRunner, load_ranks
+from millrace.engine.runner import Runner
 from support.deadlines import HANG_S
 from support.parallel import open_runner, split_folder
 from support.tiny_engine import Request, prefill
@@ -38,7 +39,7 @@ def start() -> Iterator[START]:
         group.close()
 
 
-def assert_ended(group: RankGroup, runner: GroupRunner, message: str) -> None:
+def assert_ended(group: RankGroup, runner: Runner, message: str) -> None:
     """No process is left, and whoever calls again is told the same."""
     assert not any(map(psutil.pid_exists, group.pids))
     with pytest.raises(RankError, match=message):
@@ -48,9 +49,9 @@ def assert_ended(group: RankGroup, runner: GroupRunner, message: str) -> None:
 def test_a_rank_killed_in_a_pass_is_named_among_those_it_pulls_down(start: START) -> None:
     group = start(4)
     runner = open_runner(group, split_folder("mixtral"))
-    other = runner.prefill(Request(runner, prompt(30)).task(0, 30))
+    other = runner.prefill_batch([Request(runner, prompt(30)).task(0, 30)])
     next(other)
-    steps = runner.prefill(Request(runner, prompt(40)).task(0, 40))
+    steps = runner.prefill_batch([Request(runner, prompt(40)).task(0, 40)])
     for _ in range(3):
         next(steps)
     os.kill(group.pids[1], signal.SIGKILL)
@@ -75,7 +76,7 @@ def test_a_rank_killed_between_passes_is_named(start: START) -> None:
 def test_a_rank_that_hangs_is_named_after_the_timeout(start: START) -> None:
     group = start(2, timeout_s=2.0)
     runner = open_runner(group, split_folder("mixtral"))
-    steps = runner.prefill(Request(runner, prompt(40)).task(0, 40))
+    steps = runner.prefill_batch([Request(runner, prompt(40)).task(0, 40)])
     next(steps)
     os.kill(group.pids[0], signal.SIGSTOP)
     with pytest.raises(RankError, match=r"rank 1 says nothing, \d+ operators into its last pass"):
@@ -105,8 +106,9 @@ from pathlib import Path
 import torch
 
 from millrace.core.kv.layout import KvLayout
-from millrace.engine.forward.local_runner import PrefillTask
-from millrace.engine.parallel.runner import GroupRunner, load_ranks
+from millrace.engine.forward.local_runner import ModelRunner
+from millrace.engine.forward.prefill_task import PrefillTask
+from millrace.engine.parallel.group_passes import GroupPasses, load_ranks
 from millrace.engine.parallel.rank_group import RankGroup
 
 if __name__ == "__main__":
@@ -116,9 +118,9 @@ if __name__ == "__main__":
         model_hash=model.hash, dtype="float32", num_layers=3, num_kv_heads=4, head_dim=6,
         page_tokens=16, head_start=0, head_count=2, num_pages=4,
     )
-    runner = GroupRunner(group, model, layout)
+    runner = ModelRunner(GroupPasses(group, model, layout))
     task = PrefillTask(token_ids=torch.arange(32), history_tokens=0, pages=[0, 1])
-    steps = runner.prefill(task)
+    steps = runner.prefill_batch([task])
     next(steps)  # the other runs ahead, and waits in a collective
     print(*group.pids, flush=True)
     os.kill(os.getpid(), signal.SIGKILL)

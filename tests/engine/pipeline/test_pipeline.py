@@ -11,15 +11,19 @@ import torch
 
 from millrace.engine.decode_batch import DecodeBatch
 from millrace.engine.errors import EngineDied
-from millrace.engine.forward.local_runner import Boundary, PrefillTask
+from millrace.engine.forward.local_runner import ModelRunner
 from millrace.engine.forward.mixed_pass import NO_DECODES, DecodeRows
+from millrace.engine.forward.passes import Boundary
+from millrace.engine.forward.prefill_task import PrefillTask
 from millrace.engine.kv.step_tables import page_table_of
 from millrace.engine.model.loader import load_model
+from millrace.engine.parallel.group_passes import GroupPasses, load_ranks
 from millrace.engine.pipeline.in_flight import StageError
+from millrace.engine.runner import Runner
 from millrace.engine.sampling.sampler import Sampler
 from support.deadlines import HANG_S
 from support.kvp_world import Long, random_cuts, sequence_of, world
-from support.parallel import split_folder, storm
+from support.parallel import rank_layout, split_folder, storm
 from support.ring_group import Member, RingGroup, plan
 from support.tiny_engine import Request, decode, greedy, make_runner, prefill
 from support.tiny_models import model_folder, prompt
@@ -99,7 +103,7 @@ def test_prompt_logprobs_want_every_row_of_the_last_stage(
     for runner in (one.runner, wanted):
         task = Request(runner, prompt(30)).task(0, 30)
         task.want_prompt_logprobs = True
-        for _ in runner.prefill(task):
+        for _ in runner.prefill_batch([task]):
             pass
         assert task.hidden is not None and task.logits is not None
         found.append((runner.project(task.hidden), task.logits))
@@ -166,13 +170,13 @@ def test_the_next_chunk_enters_as_one_leaves_the_first_stage(five_layers, staged
     for start, stop in pairwise((0, 16, 32)):
         task = request.task(start, stop, want_logits=False)
         task.on_layer = layers.append
-        for _ in one.runner.prefill(task):  # ends here, with its later layers still to come
+        for _ in one.runner.prefill_batch([task]):  # ends here, with its later layers still to come
             pass
-    assert held.is_set() and not layers and len(one.runner.behind) == 2
+    assert held.is_set() and not layers and len(one.runner.in_flight) == 2
     gate.set()
     last = request.task(32, 48)
     last.on_layer = layers.append
-    for _ in one.runner.prefill(last):
+    for _ in one.runner.prefill_batch([last]):
         pass
     assert layers == [2, 3, 4] * 3  # before the last one's logits, all layers of all chunks
     one.check_settled()
@@ -199,17 +203,17 @@ def test_what_waits_in_a_later_stage_yields_to_what_is_first_in_the_order(
             yield boundary
 
     passes.run = slow
-    one.runner.order(["long/0"])
+    one.runner.in_flight.order(["long/0"])
     long, short = (Request(one.runner, prompt(n)) for n in (60, 10))
     task = long.task(0, 60, want_logits=False)
     task.name = "long/0"
-    for _ in one.runner.prefill(task):
+    for _ in one.runner.prefill_batch([task]):
         pass
     assert begun.wait(HANG_S)
     urgent = short.task(0, 10)
     urgent.name = "short/0"
-    one.runner.order(["short/0", "long/0"])
-    boundaries = one.runner.prefill(urgent)
+    one.runner.in_flight.order(["short/0", "long/0"])
+    boundaries = one.runner.prefill_batch([urgent])
     for boundary in boundaries:
         if boundary.awaited is not None:
             go_on.set()
@@ -234,7 +238,7 @@ def test_random_orders_preemptions_and_drops_change_nothing(
 def test_a_pass_that_is_given_up_leaves_nothing_anywhere(five_layers, staged, at) -> None:
     one = staged(five_layers, 3)
     request = Request(one.runner, prompt(40), room=1)
-    boundaries = one.runner.prefill(request.task(0, 40))
+    boundaries = one.runner.prefill_batch([request.task(0, 40)])
     for boundary in boundaries:
         if at == "first stage" or boundary.awaited is not None:
             if at == "through":
@@ -255,7 +259,7 @@ def test_logits_wait_for_the_word_of_every_layer(five_layers, staged) -> None:
     request, layers = Request(one.runner, prompt(20)), []
     task = request.task(0, 20)
     task.on_layer = layers.append
-    for boundary in one.runner.prefill(task):
+    for boundary in one.runner.prefill_batch([task]):
         if boundary.awaited is not None:
             assert not boundary.awaited.wait(0.3)
             for answer in held:
@@ -270,7 +274,7 @@ def test_what_came_back_and_waits_holds_up_no_stage(five_layers, staged) -> None
     one = staged(five_layers, 2)
     requests = [Request(one.runner, prompt(9, seed=n)) for n in range(12)]
     tasks = [request.task(0, 9) for request in requests]
-    passes = [one.runner.prefill(task) for task in tasks]
+    passes = [one.runner.prefill_batch([task]) for task in tasks]
     for steps in passes:
         assert next(boundary for boundary in steps if boundary.awaited is not None)
     for steps in reversed(passes):
@@ -290,13 +294,13 @@ def test_a_stage_that_falls_is_named_to_whoever_waits_and_ever_after(five_layers
     one.passes[1].run = broken
     request = Request(one.runner, prompt(10))
     heard: list[EngineDied] = []
-    one.runner.when_fallen(heard.append)
+    one.runner.in_flight.when_died(heard.append)
     with pytest.raises(StageError, match="out of luck"):
         prefill(one.runner, request)
-    one.runner.when_fallen(heard.append)
+    one.runner.in_flight.when_died(heard.append)
     assert [str(error) for error in heard] == ["RuntimeError: out of luck"] * 2
     with pytest.raises(StageError, match="out of luck"):
-        next(one.runner.prefill(request.task(0, 10)))
+        next(one.runner.prefill_batch([request.task(0, 10)]))
 
 
 def test_boundaries_name_layers_of_the_whole_model(five_layers, staged) -> None:
@@ -304,7 +308,7 @@ def test_boundaries_name_layers_of_the_whole_model(five_layers, staged) -> None:
     layers: list[int] = []
     task: PrefillTask = Request(one.runner, prompt(5)).task(0, 5)
     task.on_layer = layers.append
-    seen = list(one.runner.prefill(task))
+    seen = list(one.runner.prefill_batch([task]))
     assert seen[0] == Boundary(-1, "embed") and seen[-1].awaited is not None
     assert [b.layer for b in seen if b.operator == "attn"] == [0, 1]
     assert layers == [2, 3, 4]
@@ -314,7 +318,7 @@ def test_boundaries_name_layers_of_the_whole_model(five_layers, staged) -> None:
     ("sizes", "ranks"), [((1, 2, 3), 1), ((2,), 1), ((3, 3), 1), ((1, 2), 2), ((2,), 2)]
 )
 def test_staged_members_of_a_group_compute_what_one_whole_instance_does(
-    five_layers, staged, sizes, ranks
+    five_layers, staged, pairs, sizes, ranks
 ) -> None:
     """Chunks over growing groups, whose members are chains of different lengths."""
     rng = random.Random(str(sizes))
@@ -324,8 +328,14 @@ def test_staged_members_of_a_group_compute_what_one_whole_instance_does(
     logits = prefill(wanted, request)
     members = [
         staged(five_layers, stages, ranks, page_tokens=8, num_pages=128)
-        for stages in ((2, 3, 2) if ranks == 1 else (2, 1))[: max(sizes)]
+        for stages in ((2, 3, 2) if ranks == 1 else (2,))[: max(sizes)]
     ]
+    runners: list[Runner] = [member.runner for member in members]
+    if len(runners) < max(sizes):  # and one that is not staged
+        group = pairs(3)[2]
+        model = load_ranks(group, five_layers)
+        layout = rank_layout(model, 128, page_tokens=8)
+        runners.append(ModelRunner(GroupPasses(group, model, layout)))
     others: list[torch.Tensor] = []
 
     def between(member: Member, boundary: Boundary) -> None:
@@ -333,7 +343,7 @@ def test_staged_members_of_a_group_compute_what_one_whole_instance_does(
             others.append(prefill(member.runner, Request(member.runner, prompt(20))))
 
     group = RingGroup(
-        [member.runner for member in members],
+        runners,
         plan(rng, len(tokens), sizes),
         tokens,
         max_chunk_tokens=32,

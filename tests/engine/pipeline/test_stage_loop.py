@@ -47,9 +47,9 @@ def test_a_pass_given_up_where_it_was_just_handed_on_leaves_nothing_behind(
     one.passes[1].run, loop.tell = watched, told
     task = Request(one.runner, prompt(40)).task(0, 40)
     task.name = "given up"
-    steps = one.runner.prefill(task)
+    steps = one.runner.prefill_batch([task])
     assert any(boundary.awaited for boundary in steps) and handed_on.wait(HANG_S)
-    one.runner.drop(["given up"])
+    one.runner.in_flight.drop(["given up"])
     steps.close()
     gate.set()
     one.check_settled()

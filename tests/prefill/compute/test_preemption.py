@@ -11,7 +11,8 @@ import pytest
 import pytest_asyncio
 
 from millrace.decode.loop import DecodeRole
-from millrace.engine.forward.local_runner import Boundary, PrefillTask
+from millrace.engine.forward.passes import Boundary
+from millrace.engine.forward.prefill_task import PrefillTask
 from millrace.prefill.loop import PrefillRole
 from millrace.transfer.transport.memory import MemoryHub
 from millrace.wire.pb import scheduler_pb2

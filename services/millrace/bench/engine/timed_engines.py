@@ -14,7 +14,9 @@ from torch import Tensor
 from millrace.core.arithmetic import ceil_div
 from millrace.core.errors import MillraceError
 from millrace.core.kv.layout import KvLayout
-from millrace.engine.forward.local_runner import ModelRunner, PrefillTask
+from millrace.engine.forward.local_runner import ModelRunner
+from millrace.engine.forward.prefill_task import PrefillTask
+from millrace.engine.forward.stage_passes import StagePasses
 from millrace.engine.kv.pool import KvPool
 from millrace.engine.model.loader import load_model
 
@@ -65,12 +67,12 @@ class MillraceEngine:
         )
         self._pool = KvPool(layout)
         self._pool.storage.normal_()
-        self._runner = ModelRunner(model, self._pool)
+        self._runner = ModelRunner(StagePasses(model, self._pool))
 
     def prefill(self, prompt: Tensor) -> Tensor:
         pages = self._pool.allocate(ceil_div(len(prompt), PAGE_TOKENS))
         task = PrefillTask(token_ids=prompt, history_tokens=0, pages=pages)
-        for _ in self._runner.prefill(task):
+        for _ in self._runner.prefill_batch([task]):
             pass
         self._pool.free(pages)
         assert task.logits is not None  # the task asked for logits

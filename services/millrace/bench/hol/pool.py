@@ -18,7 +18,7 @@ import torch
 from millrace.core.arithmetic import ceil_div
 from millrace.engine.assembly import Engine
 from millrace.engine.execution_pool import ExecutionPool, PoolTask, StopPoint
-from millrace.engine.forward.local_runner import PrefillTask
+from millrace.engine.forward.prefill_task import PrefillTask
 
 _WAIT_S = 120.0  # seconds for a task, before the pool counts as broken
 
@@ -86,13 +86,13 @@ class LongPrefill:
     def bare(self) -> None:
         """Runs the runner's own loop, without the pool."""
         for task in self.passes():
-            for _ in self._engine.runner.prefill(task):
+            for _ in self._engine.runner.prefill_batch([task]):
                 pass
 
     def steps(self) -> Generator[StopPoint]:
         """Yields for the pool: a boundary after every operator and pass."""
         for task in self.passes():
-            for boundary in self._engine.runner.prefill(task):
+            for boundary in self._engine.runner.prefill_batch([task]):
                 yield StopPoint.after(boundary.operator)
             yield StopPoint.PASS
 

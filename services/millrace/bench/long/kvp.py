@@ -37,7 +37,6 @@ from millrace.engine.assembly import Engine, open_engine
 from millrace.engine.attention.kvp_link import ExchangeLink
 from millrace.engine.attention.kvp_memory import exchange_memory
 from millrace.engine.attention.kvp_owner import Remote, reach_of
-from millrace.engine.forward.local_runner import ModelRunner
 from millrace.engine.forward.prefill_task import PrefillTask
 from millrace.instance.shards.shard_host import exchange_shape
 from millrace.transfer.kvp.exchange import KvpExchange
@@ -104,7 +103,6 @@ class Home:
         self._watched = _Watched(self._exchange)
         link = ExchangeLink(self._watched, memory, engine.pool.storage.dtype, layout.page_tokens)
         spill = engine.pool.allocate(layout.pages_for(shape.max_rows))
-        assert isinstance(engine.runner, ModelRunner)  # opened by `home`
         engine.runner.remote = Remote(link, spill, reach_of(engine.shape.sliding_windows))
         self._pages = engine.pool.allocate(engine.pool.free_pages)
         engine.pool.storage.normal_()

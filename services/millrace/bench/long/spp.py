@@ -21,7 +21,7 @@ from millrace.bench.long.mixed import Document, Told
 from millrace.bench.long.model import kv_bytes
 from millrace.core.config import EngineConfig
 from millrace.engine.assembly import Engine, open_engine
-from millrace.engine.forward.local_runner import PrefillTask
+from millrace.engine.forward.prefill_task import PrefillTask
 from millrace.instance.stages.stages import open_staged_engine
 
 _HOST = "127.0.0.1"
@@ -82,7 +82,7 @@ def _prompt_s(engine: Engine, tokens: int, chunk_tokens: int) -> float:
             pages=pages,
             want_logits=stop == tokens,
         )
-        for boundary in engine.runner.prefill(task):
+        for boundary in engine.runner.prefill_batch([task]):
             if boundary.awaited is not None:
                 boundary.awaited.wait()
     took_s = time.perf_counter() - start_s

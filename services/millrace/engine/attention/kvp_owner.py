@@ -1,9 +1,9 @@
 """Attention over K/V of which a part is at other instances (KVP: Mnemosyne 4.4, Medha 3.3).
 
-A long request's home holds the K/V of its first tokens, holders that of the others. In every layer
-the home sends the queries, and K/V of tokens that are a holder's, attends over its own part
-meanwhile, and merges the holders' partial results by their log-sum-exps. Who moves all that is a
-`RemoteLink`.
+A long request's KV owner holds the K/V of its first tokens, KVP workers the K/V of the others. In
+every layer the owner sends queries to the workers, and K/V of new tokens that are a worker's,
+attends over its own part meanwhile, and merges the workers' partial results by their log-sum-exps.
+A `RemoteLink` moves all of these.
 
 Shape letters: n rows of the pass, r rows of a partial, h q heads, k kv heads, d head_dim.
 """
@@ -44,7 +44,7 @@ class Partial(NamedTuple):
 
 
 class RemoteLink(Protocol):
-    """The way to the holders, of one pass at a time. For the compute thread.
+    """Reaches the KVP workers, for one pass at a time. The compute thread uses it.
 
     Of each pass `begin`; of each layer `send`, then `partials` to its end; then `end`. A pass may
     be given up at any point: the next `begin` makes sure that nothing of it is on its way.
@@ -61,8 +61,8 @@ class RemoteLink(Protocol):
         ...
 
     def partials(self, layer: int) -> Iterator[Partial]:
-        """Partial results of a layer as they come; a row may be in several. What a lost holder had
-        to give is missing."""
+        """Partial results of a layer as they come; a row may be in several. Results of a lost KVP
+        worker are missing."""
         ...
 
     def end(self) -> Mapping[RemoteRows, str]:
@@ -73,10 +73,10 @@ class RemoteLink(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Remote:
-    """What a home needs for passes with remote rows.
+    """What a KV owner needs for passes with remote rows.
 
-    spill_pages: pages of the home's pool where the K/V of holders' tokens lies until it is sent,
-    at least as many slots as a pass has tokens past the home's own shards. The caller's to take
+    spill_pages: pages of the owner's pool where the K/V of workers' tokens lies until it is sent,
+    at least as many slots as a pass has tokens past the owner's own shards. The caller's to take
     and to free; they may change between passes. `reach`: `reach_of` the model.
     """
 
@@ -115,7 +115,7 @@ class RemoteAttention:
         lse: Tensor,
     ) -> Tensor:
         """Attention of q [n, h, d], whose K/V is in its pages, over the pass's own part by `plan`
-        and the holders'. lse: float32 [n, h], written. Returns out [n, h, d] of q's dtype."""
+        and the workers'. lse: float32 [n, h], written. Returns out [n, h, d] of q's dtype."""
         out = torch.empty_like(q_nhd) if out is None else out
         self._link.send(layer, q_nhd, kv_layer[None])
         total = self._room(out)
@@ -165,7 +165,7 @@ def slots_with_spill(
     needed = int(spilt.sum())
     if needed > len(spill_pages) * page_tokens:
         raise ValueError(
-            f"{needed} tokens of a pass belong to holders; {len(spill_pages)} spill pages have "
+            f"{needed} tokens of a pass belong to KVP workers; {len(spill_pages)} spill pages have "
             f"room for {len(spill_pages) * page_tokens}"
         )
     number = np.arange(needed)

@@ -1,4 +1,4 @@
-"""What a holder computes for the homes of its shards: attention over the pages it holds.
+"""A KVP worker's attention over the pages of its shards, for the shards' KV owners.
 
 A piece of a pass is rows of several shards. Its table comes with its first layer, and is planned
 once; then each layer's q and new K/V lie in the exchange's memory, where the partial results go

@@ -1,8 +1,8 @@
 """One forward pass over sequences that decode and chunks of prompts together, as a ragged batch.
 
 Medha section 4.3 and Sarathi-Serve before it: every iteration carries the running decodes, one row
-each, and behind them the rows of as many prefill chunks as were packed. To the model it is one
-batch: linear layers see all rows at once, attention sees sequences of one and of many rows.
+each, and after them the rows of as many prefill chunks as were packed. The model sees one batch:
+linear layers see all rows at once, attention sees sequences of one and of many rows.
 
 Shape letters: b sequences that decode, m chunks, n rows of all, B = b + m, r rows whose logits are
 wanted.
@@ -10,9 +10,8 @@ wanted.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Protocol
 
 import numpy as np
 import numpy.typing as npt
@@ -20,39 +19,35 @@ import torch
 from torch import Tensor
 
 from millrace.core.kv.kvp_pass import RemoteRows, RemoteShard, remote_rows
-from millrace.engine.attention.kvp_owner import Remote, slots_with_spill
+from millrace.engine.attention.kvp_owner import (
+    Remote,
+    RemoteAttention,
+    RemoteLink,
+    slots_with_spill,
+)
 from millrace.engine.forward.prefill_task import PrefillTask
 from millrace.engine.kv.step_tables import page_table_of, slots_of
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DecodeRows:
-    """The next token of each of b sequences, on the host. It is read before the pass returns."""
+    """The next token of each of b sequences, on the host, read before the pass returns."""
 
     token_ids: Tensor  # int64 [b]
     positions: Tensor  # int64 [b]
     kv_lens: Tensor  # int32 [b], the new token included, as far as its K/V is in the pages
     shards: Mapping[int, Sequence[RemoteShard]] = field(default_factory=dict)
-    """By row, of those whose new token is past the K/V in their pages: holders have the rest."""
+    """By row, where KVP workers hold the K/V past the pages'."""
     lost: dict[int, str] = field(default_factory=dict)
-    """Filled by the pass: rows whose logits are wrong because a holder was lost, and why."""
+    """Filled by the pass: rows whose logits are wrong because a KVP worker was lost, and why."""
 
     def __len__(self) -> int:
         return len(self.token_ids)
 
 
-class MixedRunner(Protocol):
-    """What mixed batches need of `ModelRunner`, or of a group of ranks."""
-
-    def mixed(
-        self, decodes: DecodeRows, page_table: Tensor, tasks: Sequence[PrefillTask]
-    ) -> Tensor:
-        """A decode step and chunks in one pass: `ModelRunner.mixed`."""
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RaggedTables:
-    """Where a pass's rows and their K/V are. All on the host."""
+    """Where a pass's rows and their K/V lie. All tensors are on the host."""
 
     token_ids: Tensor  # int64 [n]
     positions: Tensor  # int64 [n]
@@ -61,12 +56,12 @@ class RaggedTables:
     kv_lens: Tensor  # int32 [B], the pass's rows included
     page_table: Tensor  # int32 [B, max_pages]
     rows: Tensor  # int64 [r]
-    wanted_indptr: Tensor  # int32 [B + 1]: as `indptr`, of the rows that are wanted alone
-    remote: Sequence[RemoteRows] = ()  # what holders do in the pass
+    wanted_indptr: Tensor  # int32 [B + 1]: as `indptr`, over the wanted rows alone
+    remote: Sequence[RemoteRows] = ()  # what KVP workers compute in the pass
 
     @property
     def is_step(self) -> bool:
-        """Whether it is a decode step and no more: one row of each sequence, all wanted."""
+        """Whether the pass is a decode step: one row for each sequence, all rows wanted."""
         return len(self.token_ids) == len(self.kv_lens) == len(self.rows) and not self.remote
 
 
@@ -80,7 +75,7 @@ NO_DECODES = DecodeRows(
 def prompt_tables(
     tasks: Sequence[PrefillTask], page_tokens: int, remote: Remote | None = None
 ) -> RaggedTables:
-    """Of a pass over chunks alone."""
+    """Makes the tables of a pass over chunks alone."""
     table = page_table_of([task.pages for task in tasks])
     return mixed_tables(NO_DECODES, table, tasks, page_tokens, remote)
 
@@ -92,10 +87,10 @@ def mixed_tables(
     page_tokens: int,
     remote: Remote | None = None,
 ) -> RaggedTables:
-    """Decodes first, then the chunks. page_table: int32 [B, max_pages], in that order.
+    """Makes the tables of a mixed pass, the decodes first. page_table: int32 [B, max_pages].
 
-    What it does for the decodes takes no Python for each of them, but for spread ones. Raises
-    ValueError when there are some and no `remote`, or too little room in its spill pages.
+    No Python runs for every decode, except for spread requests. Raises ValueError when a request
+    is spread and `remote` is None, or the spill pages of `remote` have too little room.
     """
     size = len(decodes)
     lengths = np.array([len(task.token_ids) for task in tasks], dtype=np.int64)
@@ -112,7 +107,9 @@ def mixed_tables(
     rows: list[RemoteRows] = []
     if decodes.shards or any(task.is_spread for task in tasks):
         if remote is None:
-            raise ValueError("a pass has rows of spread requests, the runner no way to holders")
+            raise ValueError(
+                "a pass has rows of spread requests; the runner has no link to KVP workers"
+            )
         rows = _remote_rows(decodes, tasks, remote.reach)
         slots = slots_with_spill(
             page_table, owners, positions, kv_lens, page_tokens, remote.spill_pages
@@ -130,6 +127,15 @@ def mixed_tables(
         wanted_indptr=_indptr(np.cumsum(chosen)),
         remote=rows,
     )
+
+
+def remote_attention(
+    remote: Remote | None, tables: RaggedTables, shared: Callable[[RemoteLink], RemoteLink]
+) -> RemoteAttention | None:
+    """Begins the KVP workers' part of a pass; None without one. `shared`: as of `Passes`."""
+    if remote is None or not tables.remote:
+        return None
+    return RemoteAttention(shared(remote.link), tables.remote, tables.slots)
 
 
 def hand_out_lost(

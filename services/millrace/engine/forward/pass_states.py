@@ -1,4 +1,4 @@
-"""What a pass begins with: rows, positions, where their K/V goes, plans of its attention."""
+"""Activations that a pass begins with: rows, positions, K/V slots, plans of attention."""
 
 from __future__ import annotations
 
@@ -29,13 +29,14 @@ class PassStates:
         self._ring_backend = Backend.AUTO if is_ordered else attention_backend
         self._windows = tuple(dict.fromkeys(model.config.sliding_windows))
         self.page_table: PageTable | None = None
-        """Of a batch: its passes read the copy on the device. The batch's owner sets it."""
+        """The table of a decode batch, whose copy on the device passes read. The batch's owner sets
+        it."""
         self.rotary = Rotary(model.config.rope, model.config.head_dim, model.device)
 
     def attention_backend(self) -> Backend:
-        """Who computes the attention of a decode step.
+        """The backend that computes the attention of a decode step.
 
-        Raises ValueError when the backend asked for can't, for this model on this device.
+        Raises ValueError when the configured backend can't, for this model on this device.
         """
         page = torch.zeros(1, 1, dtype=torch.int32)
         plans = self._plans(one_each(1), torch.ones(1, dtype=torch.int32), page)
@@ -49,7 +50,7 @@ class PassStates:
         kv_lens: Tensor,
         scratch: Scratch | None,
     ) -> Activations:
-        """Of a step of `DecodeBatch`; arguments as of `ModelRunner.decode`."""
+        """Makes the activations of a decode step; arguments as of `Runner.decode`."""
         size, device = len(positions), self._model.device
         cos, sin = self.rotary(positions.to(device))
         return Activations(
@@ -69,8 +70,8 @@ class PassStates:
         return slots_of(page_table, rows, positions, page_tokens).to(self._model.device)
 
     def ragged(self, tables: RaggedTables, scratch: Scratch | None, *, is_cut: bool) -> Activations:
-        """Of prefill or of a mixed pass; `is_cut`: the last layer computes the wanted rows alone,
-        behind its attention at least."""
+        """Makes the activations of a prefill or mixed pass. `is_cut`: the last layer computes the
+        wanted rows alone, at the latest after its attention."""
         device = self._model.device
         positions = tables.positions.to(torch.int32) if tables.remote else None
         rows = len(tables.token_ids)
@@ -95,7 +96,7 @@ class PassStates:
         return state
 
     def ring(self, task: RingTask, ring: RingAttention, scratch: Scratch | None) -> Activations:
-        """Of a member's part of a pass of a group."""
+        """Makes the activations of a member's part of a pass of an SP group."""
         device = self._model.device
         cos, sin = self.rotary(task.positions.to(device))
         rows = [len(task.token_ids) - 1] if task.want_logits else []
@@ -122,7 +123,7 @@ class PassStates:
         return {w: self._plan(indptr, kv_lens, table, w, positions) for w in self._windows}
 
     def plan_block(self, rows: Tensor, block: KvBlock, window: int | None) -> AttentionPlan:
-        """Of rows at positions (int32 [r]) over a block of a ring."""
+        """Plans the attention of rows at positions (int32 [r]) over a block of a ring."""
         slots = torch.tensor([len(block.positions)], dtype=torch.int32)
         table = block.pages[None]
         return self._plan(indptr_of([len(rows)]), slots, table, window, rows, block.positions)

@@ -1,4 +1,4 @@
-"""A chunk of a prompt as a forward pass takes it."""
+"""The task of a forward pass over one chunk of one prompt."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from millrace.engine.kv.step_tables import Pages
 
 
 def _nothing(layer: int) -> None:
-    """All layers of a model that is not staged are told of by its boundaries."""
+    """Ignores the report: in one stage a pass reports every layer by a boundary."""
 
 
 @dataclass(slots=True, kw_only=True, eq=False)
@@ -24,16 +24,16 @@ class PrefillTask:
     ``token_ids``: int64 [L] of this chunk, L at least 1; ``history_tokens`` of the prompt came
     before it and lie in ``pages`` (all pages of the request, in order) already. After the last
     operator ``logits`` is float32 [vocab] of the chunk's last position when ``want_logits``, and
-    ``hidden`` [L, hidden_size] of every position, for `ModelRunner.project`, when
+    ``hidden`` [L, hidden_size] of every position, for `Runner.project`, when
     ``want_prompt_logprobs`` (logits of a whole chunk would not fit beside a large vocabulary).
 
-    With ``shards`` the K/V from the first of them on lies at holders, and ``pages`` hold what is
-    before it. ``lost`` says afterwards why a shard was: then logits and hidden are wrong.
+    With ``shards`` KVP workers hold the K/V from the first shard on, and ``pages`` hold the K/V
+    before it. After the pass ``lost`` says why a shard was lost, if one was: then logits and hidden
+    are wrong.
 
-    Of a staged model ``name``, which all passes of a prompt have in common, is what
-    `PipelineRunner.order` calls it, and ``on_layer`` is told, on
-    another thread, when the KV of a later stage's layer (counted over the whole model) is in its
-    pages.
+    In several stages `InFlight.order` and `drop` use ``name``, which all passes of a prompt share.
+    ``on_layer`` is called, on another thread, when the KV of a later stage's layer (counted over
+    the whole model) is in its pages.
     """
 
     token_ids: Tensor
@@ -55,12 +55,12 @@ class PrefillTask:
 
     @property
     def own_tokens(self) -> int:
-        """Those of `kv_tokens` that lie in `pages`."""
+        """How many of `kv_tokens` lie in `pages`."""
         return min(self.kv_tokens, self.shards[0].start_token) if self.shards else self.kv_tokens
 
     @property
     def is_spread(self) -> bool:
-        """Whether rows of the chunk need holders."""
+        """Whether rows of the chunk need KVP workers."""
         return self.own_tokens < self.kv_tokens
 
 

@@ -1,4 +1,4 @@
-"""Decode steps made again from their recorded native calls, without the Python of the operators."""
+"""Decode steps repeated from recorded native calls, without the Python of the operators."""
 
 from __future__ import annotations
 
@@ -18,19 +18,19 @@ _MOST_RECORDED: Final = 16
 """Batch sizes whose step is kept recorded."""
 
 Begin = Callable[[Tensor], None]
-"""Writes what a step begins with, [b, H]: embedded tokens, or what a stage before handed on."""
+"""Writes what a step begins with, [b, H]: embedded tokens, or rows of the stage before."""
 
 _CALLS_OF: Final = {"attn": 2}  # rope_write_kv and attention; any other operator makes one call
 
 
 class RecordedSteps:
-    """Decode steps of a model, or of a stage of one, from what they begin with to the last layer's
-    sums. Each batch size is recorded when it first comes."""
+    """Decode steps over the layers of a stage. Each batch size is recorded when it first comes."""
 
     def __init__(
         self, model: Model, states: PassStates, operators: Sequence[Operator], *, records: bool
     ) -> None:
-        """operators: of the layers. `records`: False where they do what leaves no native calls."""
+        """operators: of the layers. `records`: False where operators do work that no native call
+        records."""
         self._model = model
         self._states = states
         self._operators = operators
@@ -47,15 +47,15 @@ class RecordedSteps:
         page_table: Tensor,
         kv_lens: Tensor,
     ) -> Activations:
-        """One step; arguments as of `ModelRunner.decode`. What it returns holds until the next."""
+        """Runs one step; arguments as of `Runner.decode`. The result holds until the next step."""
         recorded = self._recorded.get(len(positions))
         if recorded is None or not recorded.fits(page_table, kv_lens):
-            return self._run_anew(begin, token_ids, positions, page_table, kv_lens)
+            return self._run_operators(begin, token_ids, positions, page_table, kv_lens)
         slots = self._states.slots(positions, page_table)
         cos, sin = self._states.rotary(positions.to(self._model.device))
         return recorded.run(begin, slots, cos, sin)
 
-    def _run_anew(
+    def _run_operators(
         self,
         begin: Begin,
         token_ids: Tensor,
@@ -63,13 +63,13 @@ class RecordedSteps:
         page_table: Tensor,
         kv_lens: Tensor,
     ) -> Activations:
-        """Operator by operator; recorded where that can be."""
+        """Runs the step operator by operator, and records the calls where possible."""
         size = len(positions)
         outdated = self._recorded.pop(size, None)
         scratch = self._scratch if outdated is None else outdated.scratch()
         with kernels.record() as calls:
             state = self._states.decode(token_ids, positions, page_table, kv_lens, scratch)
-            state.x = begun = self._room(state)
+            state.x = begun = state.room(self._model.config.hidden_size, self._model.dtype)
             begin(begun)
             for operator in self._operators:
                 operator.run(state)
@@ -83,22 +83,15 @@ class RecordedSteps:
             state.give_all()  # who reads the sums takes nothing
         return state
 
-    def _room(self, state: Activations) -> Tensor:
-        hidden = self._model.config.hidden_size
-        taken = state.take(hidden)
-        if taken is None:
-            return state.cos.new_empty((state.num_tokens, hidden), dtype=self._model.dtype)
-        return taken
-
     def _new_scratch(self) -> Scratch | None:
         # On other devices torch's allocator keeps memory itself.
         return Scratch(self._model.dtype) if self._model.device.type == "cpu" else None
 
 
 class RecordedStep:
-    """The layers' part of a step of one batch size, on memory of its own.
+    """The recorded step of one batch size, on memory of its own.
 
-    Every step of it reads the same page table and lengths, where they change.
+    Every run reads the same page table and lengths, whose contents change.
     """
 
     def __init__(
@@ -114,16 +107,16 @@ class RecordedStep:
         self._made_for = _key(page_table, kv_lens)
 
     def fits(self, page_table: Tensor, kv_lens: Tensor) -> bool:
-        """Whether these are the tables, of the same size and at the same place."""
+        """Whether these are the recorded tables, of the same size and at the same address."""
         return _key(page_table, kv_lens) == self._made_for
 
     def scratch(self) -> Scratch | None:
-        """The memory it worked on, for another: it is not run any more."""
+        """Returns the step's memory for another step. This step must not run again."""
         self._state.give_all()
         return self._state.scratch
 
     def run(self, begin: Begin, slots: Tensor, cos: Tensor, sin: Tensor) -> Activations:
-        """What it returns holds until the next run."""
+        """Runs the step. The result holds until the next run."""
         state = self._state
         state.slots.copy_(slots)
         state.cos.copy_(cos)
@@ -136,14 +129,14 @@ class RecordedStep:
 
 
 class KeptTables:
-    """Page tables and lengths of steps at one place for each batch size, where those who record
-    steps look for them: for tables that come anew with every step."""
+    """Keeps page tables and lengths of steps at one address for each batch size, as recorded steps
+    need, where every step comes with new tables."""
 
     def __init__(self) -> None:
         self._kept: dict[int, tuple[Tensor, Tensor]] = {}
 
     def hold(self, page_table: Tensor, kv_lens: Tensor) -> tuple[Tensor, Tensor]:
-        """int32 [b, at least as wide] and [b], with the same in them."""
+        """Copies both. Returns int32 [b, at least as wide] and [b]."""
         size, width = page_table.shape
         kept = self._kept.get(size)
         if kept is None or kept[0].shape[1] < width:
@@ -157,9 +150,9 @@ class KeptTables:
 def is_whole(
     calls: list[kernels.NativeCall], operators: list[str], state: Activations, begun: Tensor
 ) -> bool:
-    """Whether the calls of one pass are all that its operators did.
+    """Whether the calls of one step are all that its operators did.
 
-    Experts, and what torch computes, leave none. The residual lies where the step has `begun`.
+    Experts and torch's own operators record no call. The residual lies where the step has `begun`.
     """
     wanted = len(state.plans) + sum(_CALLS_OF.get(name, 1) for name in operators)
     return len(calls) == wanted and state.residual is begun

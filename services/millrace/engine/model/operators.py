@@ -68,6 +68,13 @@ class Activations:
         """Memory [n, width] for what an operator leaves behind."""
         return None if self.scratch is None else self.scratch.take(self.num_tokens, width)
 
+    def room(self, width: int, dtype: torch.dtype) -> Tensor:
+        """Memory [n, width] for what a pass begins with."""
+        taken = self.take(width)
+        if taken is None:
+            return self.cos.new_empty((self.num_tokens, width), dtype=dtype)
+        return taken
+
     def give(self, tensor: Tensor) -> None:
         """Takes back what no operator reads any more."""
         if self.scratch is not None:

@@ -1,26 +1,27 @@
-"""What rank 0 tells the others, in one order to all, and what each answers."""
+"""What rank 0 tells the other ranks, in one order to all, and what each rank answers."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, replace
+from typing import Final
 
 import numpy as np
 import numpy.typing as npt
 import torch
 
-from millrace.core.kv.kvp_pass import RemoteRows, RemoteShard
+from millrace.core.kv.kvp_pass import RemoteRows
 from millrace.core.kv.layout import KvLayout
 from millrace.engine.attention.ring import KvBlock, RingLink, RingTask
-from millrace.engine.forward.local_runner import PrefillTask
-from millrace.engine.forward.mixed_pass import DecodeRows, RaggedTables
-from millrace.engine.kv.page_table import TableDelta
+from millrace.engine.forward.mixed_pass import RaggedTables
+from millrace.engine.kv.page_table import TableDelta, TableMirror
 from millrace.engine.model.stage import ALONE, Stage
+
+_NO_TABLE: Final = torch.empty(0, 0, dtype=torch.int32)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Load:
-    """Read your part of a model; arguments as of `load_model`. Drops what was there before."""
+    """Read your part of a model; arguments as of `load_model`. Drops the model before."""
 
     folder: str
     dtype: str
@@ -31,44 +32,11 @@ class Load:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Open:
-    """Make a pool, over your layers, and what runs them. On the host the pools' memory follows, as
-    a file descriptor."""
+    """Make a pool of your layers, and their `StagePasses`. On the host the pools' memory follows,
+    as a file descriptor."""
 
     layouts: tuple[KvLayout, ...]  # of every rank, of all layers
     attention_backend: str
-
-
-@dataclass(frozen=True, slots=True)
-class Task:
-    """A `PrefillTask` on its way. token_ids: int64 [L]; pages: int32."""
-
-    token_ids: npt.NDArray[np.int64]
-    history_tokens: int
-    pages: npt.NDArray[np.int32]
-    want_logits: bool
-    want_prompt_logprobs: bool
-    shards: tuple[RemoteShard, ...] = ()
-
-    @classmethod
-    def of(cls, task: PrefillTask) -> Task:
-        return cls(
-            task.token_ids.cpu().numpy(),
-            task.history_tokens,
-            np.asarray(task.pages, dtype=np.int32),
-            task.want_logits,
-            task.want_prompt_logprobs,
-            tuple(task.shards),
-        )
-
-    def unpacked(self) -> PrefillTask:
-        return PrefillTask(
-            token_ids=torch.from_numpy(self.token_ids),
-            history_tokens=self.history_tokens,
-            pages=self.pages,
-            want_logits=self.want_logits,
-            want_prompt_logprobs=self.want_prompt_logprobs,
-            shards=self.shards,
-        )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -156,21 +124,38 @@ class Tables:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StagePass:
-    """A pass of a stage's layers, arguments as of `StagePasses.run`. Rows that the stage before
-    handed on are broadcast by rank 0 when it begins."""
+    """A pass over a stage's layers; arguments as of `Passes.run`. If the stage before handed rows
+    on, rank 0 broadcasts them when the pass begins."""
 
-    tables: Tables
+    tables: Tables  # with no page table
+    page_table: TableDelta
     is_cut: bool
     kv_only: bool
 
+    @classmethod
+    def of(
+        cls, tables: RaggedTables, mirror: TableMirror, *, is_cut: bool, kv_only: bool
+    ) -> StagePass:
+        return cls(
+            tables=Tables.of(replace(tables, page_table=_NO_TABLE)),
+            page_table=mirror.delta(tables.page_table.numpy()),
+            is_cut=is_cut,
+            kv_only=kv_only,
+        )
 
-Begin = Sequence[Task] | RingPass | StagePass
-"""What a rank needs to begin a pass."""
+    def unpacked(self, mirror: TableMirror) -> RaggedTables:
+        # Other passes change the mirror while this one is suspended.
+        page_table = mirror.apply(self.page_table).clone()
+        return replace(self.tables.unpacked(), page_table=page_table)
+
+
+Begin = RingPass | StagePass
+"""A pass to begin."""
 
 
 @dataclass(frozen=True, slots=True)
 class Run:
-    """Run a pass up to the stop that will be agreed, or to its end. `begin`: a new one."""
+    """Run a pass to its end, or up to a stop that ranks agree on. `begin`: of a new pass."""
 
     number: int
     begin: Begin | None
@@ -178,28 +163,12 @@ class Run:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Decode:
-    """A decode step, and chunks in the same pass where there are `tasks`: arguments as of
-    `ModelRunner.decode` and `mixed`. Of the page table goes what it did not hold before; it has the
-    tasks' pages, behind the decodes'.
-    """
+    """A decode step: arguments as of `Runner.decode`, the page table as what it lacked before."""
 
     token_ids: npt.NDArray[np.int64]
     positions: npt.NDArray[np.int64]
     page_table: TableDelta
     kv_lens: npt.NDArray[np.int32]
-    tasks: Sequence[Task] = ()
-    shards: Mapping[int, Sequence[RemoteShard]] = field(default_factory=dict)
-    spill_pages: Sequence[int] | None = None  # as of `Remote`, where there are spread requests
-    reach: int | None = None
-
-    @property
-    def rows(self) -> DecodeRows:
-        return DecodeRows(
-            token_ids=torch.from_numpy(self.token_ids),
-            positions=torch.from_numpy(self.positions),
-            kv_lens=torch.from_numpy(self.kv_lens),
-            shards=self.shards,
-        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -222,7 +191,7 @@ Command = Load | Open | Run | Decode | Project | CopyPage
 
 @dataclass(frozen=True, slots=True)
 class Order:
-    """A command, and the numbers of suspended passes that are given up before it."""
+    """A command, and the numbers of suspended passes to give up first."""
 
     command: Command
     dropped: tuple[int, ...] = ()
@@ -230,14 +199,14 @@ class Order:
 
 @dataclass(frozen=True, slots=True)
 class Done:
-    """A rank's answer to a command: the operators that the pass it ran has behind it, else 0."""
+    """A rank's answer to a command: how many operators of its pass have run; 0 without a pass."""
 
     operators: int
 
 
 @dataclass(frozen=True, slots=True)
 class Failed:
-    """A rank's last word. With `by_peer` it fell because another did."""
+    """A rank's last message. With `by_peer` the rank failed because another rank did."""
 
     error: str
     by_peer: bool

@@ -1,4 +1,4 @@
-"""Ranks 1 and on: each a process that does to its part of the model what rank 0 does to its own."""
+"""Ranks 1 and on: each a process that computes with its part of the model what rank 0 commands."""
 
 from __future__ import annotations
 
@@ -7,25 +7,22 @@ import signal
 import threading
 from collections.abc import Iterator
 from contextlib import suppress
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from multiprocessing import parent_process
 from multiprocessing.connection import Connection
 from multiprocessing.reduction import recv_handle
 from typing import assert_never
 
 import torch
-from torch import Tensor
 
-from millrace.engine.attention.kvp_owner import Remote, RemoteAttention
-from millrace.engine.attention.ring import RingTask
+from millrace.engine.attention.kvp_owner import RemoteAttention
 from millrace.engine.execution_pool import RunAhead
-from millrace.engine.forward.local_runner import Boundary, ModelRunner
-from millrace.engine.forward.stage_passes import Fetch, StagePasses
+from millrace.engine.forward.passes import Boundary, Fetch
+from millrace.engine.forward.stage_passes import StagePasses, stage_pool
 from millrace.engine.kv.page_table import TableMirror
-from millrace.engine.kv.pool import KvPool
 from millrace.engine.model.communicator import Communicator, PeerLost
 from millrace.engine.model.loader import Model, load_model
-from millrace.engine.model.operators import required
+from millrace.engine.model.operators import Activations, required
 from millrace.engine.model.stage import ALONE
 from millrace.engine.model.tp_shard import Shard
 from millrace.engine.parallel.commands import (
@@ -41,7 +38,6 @@ from millrace.engine.parallel.commands import (
     Project,
     RingPass,
     Run,
-    StagePass,
 )
 from millrace.engine.parallel.kv_memory import mapped, pool_number
 from millrace.engine.parallel.kvp_links import SharedRemote
@@ -62,7 +58,7 @@ class Place:
 
 
 def follow(place: Place, orders: Connection, counter: StopCounter) -> None:
-    """A follower's life: ends with rank 0, when told nothing more, or after its first error."""
+    """Serves rank 0's orders. Ends with rank 0, when the pipe closes, or after the first error."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # of a terminal it is for rank 0
     threading.Thread(target=end_with_parent, daemon=True).start()
     try:
@@ -75,11 +71,11 @@ def follow(place: Place, orders: Connection, counter: StopCounter) -> None:
     except (EOFError, ConnectionError):
         return
     except PeerLost as error:
-        last_word = Failed(str(error), by_peer=True)
+        last_message = Failed(str(error), by_peer=True)
     except Exception as error:  # whatever the engine raises is for rank 0 to tell
-        last_word = Failed(f"{type(error).__name__}: {error}", by_peer=False)
+        last_message = Failed(f"{type(error).__name__}: {error}", by_peer=False)
     with suppress(ConnectionError):
-        orders.send(last_word)
+        orders.send(last_message)
     raise SystemExit(1)
 
 
@@ -105,11 +101,11 @@ class Follower:
         self._passes: dict[int, _Pass] = {}
         self._stage = ALONE
         self._model: Model | None = None
-        self._part: ModelRunner | StagePasses | None = None
+        self._part: StagePasses | None = None
         self._page_table = TableMirror()  # rank 0's
 
     def obey(self, order: Order) -> int:
-        """Carries an order out. Returns what `Done` says."""
+        """Carries an order out. Returns the operators of `Done`."""
         for number in order.dropped:
             del self._passes[number]
         return self._carry_out(order.command)
@@ -127,21 +123,15 @@ class Follower:
             case Project():
                 self._project(command)
             case CopyPage():
-                storage = self._runner.pool.storage
+                storage = self._running.pool.storage
                 storage[:, command.target].copy_(storage[:, command.source])
             case _:
                 assert_never(command)
         return 0
 
     @property
-    def _running(self) -> ModelRunner | StagePasses:
-        assert self._part is not None  # rank 0 opens before it runs
-        return self._part
-
-    @property
-    def _runner(self) -> ModelRunner:
-        assert isinstance(self._part, ModelRunner)  # a stage is told passes alone
-        return self._part
+    def _running(self) -> StagePasses:
+        return required(self._part)  # rank 0 opens before it runs
 
     def _load(self, command: Load) -> None:
         self._passes.clear()
@@ -166,15 +156,15 @@ class Follower:
                 memory = mapped(layout, handle)[pool_number(layout)]
             finally:
                 os.close(handle)
-        self._page_table = TableMirror()  # as the new runner's own
-        backend = command.attention_backend
-        if self._stage == ALONE:
-            pool = KvPool(layout, self._device, memory)
-            self._part = ModelRunner(model, pool, backend, self._ranks)
-        else:
-            self._part = StagePasses(
-                model, self._stage, layout, required(memory), backend, self._ranks
-            )
+        self._page_table = TableMirror()  # as rank 0's
+        self._part = StagePasses(
+            model,
+            stage_pool(model, layout, memory),
+            command.attention_backend,
+            stage=self._stage,
+            memory=memory,
+            ranks=self._ranks,
+        )
 
     def _run(self, command: Run) -> int:
         if command.begin is not None:
@@ -191,55 +181,43 @@ class Follower:
         return current.operators
 
     def _begin(self, begin: Begin) -> _Pass:
-        if isinstance(begin, StagePass):
-            return _Pass(self._stage_pass(begin))
         if isinstance(begin, RingPass):
             link = SharedLink(self._ranks, None, begin.rank, begin.size)
-            return _Pass(self._ring(begin.unpacked(link)), is_ring=True)
-        return _Pass(self._runner.prefill_batch([task.unpacked() for task in begin]))
-
-    def _stage_pass(self, told: StagePass) -> Iterator[Boundary]:
-        assert isinstance(self._part, StagePasses)
-        tables, remote = told.tables.unpacked(), None
+            task = begin.unpacked(link)
+            steps = self._running.ring(task, fetch=self._fetch, finish=_leave)
+            return _Pass(steps, is_ring=True)
+        tables, remote = begin.unpacked(self._page_table), None
         if tables.remote:
             remote = RemoteAttention(SharedRemote(self._ranks), tables.remote, tables.slots)
-        return self._part.run(
-            tables,
-            is_cut=told.is_cut,
-            kv_only=told.kv_only,
-            fetch=self._fetch,
-            hand_on=_to_nobody,
-            remote=remote,
+        return _Pass(
+            self._running.run(
+                tables,
+                is_cut=begin.is_cut,
+                kv_only=begin.kv_only,
+                fetch=self._fetch,
+                finish=_leave,
+                remote=remote,
+            )
         )
-
-    def _ring(self, task: RingTask) -> Iterator[Boundary]:
-        if isinstance(self._part, StagePasses):
-            return self._part.ring(task, fetch=self._fetch, hand_on=_to_nobody)
-        return self._runner.prefill_ring(task)
 
     @property
     def _fetch(self) -> Fetch | None:
-        """Rows of the stage before."""
+        """How a pass gets the rows of the stage before: from rank 0."""
         return None if self._stage.is_first else self._ranks.broadcast
 
     def _enters(self, current: _Pass) -> bool:
-        """Whether this rank may begin the pass's next operator. A step of the ring only with
-        rank 0: it waits for other instances, which may have stopped before it."""
+        """Whether this rank may begin the pass's next operator. A step of the ring begins only with
+        rank 0: the step waits for other instances, which may have stopped before."""
         if current.is_ring and self._running.is_attn(current.operators) and not self._ranks.tell():
             return False
         return self._counter.enter(self._shard.rank, current.operators)
 
     def _decode(self, command: Decode) -> None:
-        rows, table = command.rows, self._page_table.apply(command.page_table)
-        if command.spill_pages is not None:
-            remote = Remote(SharedRemote(self._ranks), command.spill_pages, command.reach)
-            self._runner.remote = remote
-        if not (command.tasks or command.shards):
-            self._runner.decode(rows.token_ids, rows.positions, table, rows.kv_lens)
-            return
-        pages = table[len(rows) :].numpy()
-        tasks = [replace(t, pages=p) for t, p in zip(command.tasks, pages, strict=True)]
-        self._runner.mixed(rows, table, [task.unpacked() for task in tasks])
+        table = self._page_table.apply(command.page_table)
+        token_ids, positions, kv_lens = map(
+            torch.from_numpy, (command.token_ids, command.positions, command.kv_lens)
+        )
+        self._running.decode(token_ids, positions, table, kv_lens)
 
     def _project(self, command: Project) -> None:
         model = self._running.model
@@ -256,12 +234,12 @@ class _Pass:
     operators: int = 0  # that have run
 
 
-def _to_nobody(x: Tensor, residual: Tensor) -> None:
-    """Rank 0 hands rows on."""
+def _leave(state: Activations) -> None:
+    """Does nothing: rank 0 hands out what the pass ends with."""
 
 
 def end_with_parent() -> None:
-    """Rank 0 is gone: end at once, in whatever collective this rank may wait."""
+    """Ends this process as soon as rank 0 is gone, even in the middle of a collective."""
     parent = parent_process()
     assert parent is not None  # a follower is started as a child
     parent.join()

@@ -1,7 +1,7 @@
-"""A long request's holders, asked by a group of ranks: rank 0 alone has the way to them.
+"""A group of ranks as the KV owner of a long request: only rank 0 has a link to the KVP workers.
 
 Each rank has its heads of the queries and of the K/V. Rank 0 gathers the queries, reads new K/V in
-the memory that all share, and tells the others what has come back.
+the memory that all ranks share, and broadcasts the partial results.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ class SharedRemote:
             self._link.send(layer, torch.cat(parts, dim=1), self._storage[:, layer])
 
     def partials(self, layer: int) -> Iterator[Partial]:
-        """One, of all rows, those that no holder knows of with nothing in it."""
+        """One partial of all rows, empty for rows without a KVP worker."""
         rows, heads, width = self._q.shape
         shape = (rows, heads * self._ranks.size)
         out = torch.zeros(*shape, width, device=self._q.device)

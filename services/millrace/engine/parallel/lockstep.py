@@ -1,9 +1,9 @@
-"""Passes that all ranks of a group run together: rank 0 leads, the others mirror it.
+"""Passes that all ranks of a group run together: rank 0 leads, the other ranks follow.
 
-Rank 0 leads by what its caller does: where it goes on with a pass, the others were told to run it,
-and run ahead of it as far as their collectives let them. Where the caller turns to something else,
-all stop at an operator that none has begun (`StopCounter`) and rank 0 runs up to it too; what it
-ran so without being asked is yielded when the caller comes back.
+Rank 0's caller decides. While the caller goes on with a pass, the other ranks run the pass too,
+ahead of rank 0 as far as their collectives allow. Where the caller begins another pass, all ranks
+stop at an operator that none has begun (`StopCounter`), and rank 0 runs up to that operator as
+well. Rank 0 yields the operators that ran so, unasked, when the caller resumes the pass.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from itertools import count
 from torch import Tensor
 
 from millrace.core.errors import IntegrityError
-from millrace.engine.forward.local_runner import Boundary
+from millrace.engine.forward.passes import Boundary
 from millrace.engine.parallel.commands import Begin, Command, Order, Project, Run
 from millrace.engine.parallel.rank_group import RankError, RankGroup
 
@@ -30,16 +30,17 @@ def _is_free(operator: int) -> bool:
 class _Pass:
     number: int
     steps: Iterator[Boundary]
-    begin: Callable[[], Begin]  # what the others need to begin it
+    begin: Callable[[], Begin]  # what the other ranks need to begin the pass
     is_led: Callable[[int], bool]
     operators: int = 0  # that rank 0 has run
     ahead: deque[Boundary] = field(default_factory=deque)  # to be yielded
-    attn: Boundary | None = None  # behind rank 0, and perhaps not yet behind the others
-    told: bool = False  # the others have begun it
+    attn: Boundary | None = None  # that rank 0 has run, and the other ranks perhaps not
+    told: bool = False  # the other ranks have begun the pass
     over: bool = False
 
     def reach(self, boundary: Boundary) -> None:
-        """Rank 0 has come to a boundary. The all-reduce of o_proj shows that attn is behind all."""
+        """Notes that rank 0 has come to a boundary. After o_proj's all-reduce all ranks have run
+        attn."""
         if boundary.operator == "attn":
             self.attn = boundary
             return
@@ -50,14 +51,14 @@ class _Pass:
 
 
 class Lockstep:
-    """Rank 0's side of it. One thread at a time uses it.
+    """Rank 0's side: the `Processes` of a group of ranks. One thread at a time uses it.
 
-    RankError, from whichever call meets it, ends the group.
+    RankError, from any call, ends the group.
     """
 
     def __init__(self, group: RankGroup) -> None:
         self._group = group
-        self._operators = 0  # of the last command, behind rank 0
+        self._operators = 0  # of the last command, that rank 0 has run
         self._running: _Pass | None = None  # that all ranks are in the middle of
         self._dropped: list[int] = []
         self._numbers = count()
@@ -68,13 +69,13 @@ class Lockstep:
         begin: Callable[[], Begin],
         is_led: Callable[[int], bool] = _is_free,
     ) -> Generator[Boundary]:
-        """Rank 0's `steps` of a pass, with all other ranks at theirs.
+        """Runs rank 0's `steps` of a pass, while all other ranks run theirs.
 
-        Suspended where it is left, by whatever is called next. The KV of a layer is in the pages of
-        all ranks once its ``attn`` is yielded; operators may have run that are not yet yielded. A
-        caller that turns to nothing else for longer than a collective may wait calls `rest`. Once
-        closed, no rank writes its KV any more. Of the operators that are led by number no rank
-        begins one before the caller asks for it.
+        The next call of this object suspends the pass where its caller has left it; see `rest` for
+        a caller without a next call. The KV of a layer is in the pages of all ranks once its
+        ``attn`` is yielded; operators may have run that are not yet yielded. After `close()` no
+        rank writes the pass's KV any more. No rank begins an operator for which `is_led` is true
+        before the caller asks for the operator.
         """
         current = _Pass(next(self._numbers), steps, begin, is_led)
         try:
@@ -89,18 +90,18 @@ class Lockstep:
                     self._meet()
 
     def tell(self, command: Command) -> None:
-        """Has the other ranks begin it, once they have ended what they were told before."""
+        """Has the other ranks carry out a command, after the commands before."""
         self._tell(command, 0)
 
     def project(self, hidden: Tensor, own: Callable[[Tensor], Tensor]) -> Tensor:
-        """Logits of rows of hidden at all ranks, by rank 0's `own`."""
+        """Computes logits of rows of hidden at all ranks, at rank 0 by `own`."""
         self.tell(Project(len(hidden)))
         with self.watched():
             self._group.ranks.broadcast(hidden.contiguous())
             return own(hidden)
 
     def rest(self) -> None:
-        """Brings all ranks to a boundary that they agree on; the pass goes on when next asked."""
+        """`Processes.rest`; the pass goes on when its caller resumes it."""
         current = self._running
         if current is None:
             return
@@ -109,7 +110,7 @@ class Lockstep:
             pass
 
     def close(self) -> None:
-        """Ends the other ranks. Passes that were left are lost."""
+        """`Processes.close`."""
         if self._group.failure is None:
             with suppress(RankError):
                 self.rest()
@@ -117,16 +118,16 @@ class Lockstep:
 
     @contextmanager
     def watched(self) -> Iterator[None]:
-        """What goes wrong at rank 0 ends all ranks: they are not where it is any more."""
+        """Ends all ranks when rank 0 raises an error: they no longer match rank 0."""
         try:
             yield
         except RankError:
             raise
         except Exception as error:
-            raise self._group.fell(error) from error
+            raise self._group.fail(error) from error
 
     def _advance(self, current: _Pass) -> bool:
-        """Runs an operator of the pass on all ranks; False when it was over."""
+        """Runs an operator of the pass on all ranks. Returns False when the pass was over."""
         while not current.ahead and not current.over:
             if self._running is not current:
                 self._resume(current)
@@ -140,7 +141,8 @@ class Lockstep:
         self._running = current
 
     def _run_operator(self, current: _Pass) -> bool:
-        """Runs one at rank 0. False, with nobody running, where a stop was agreed or at the end."""
+        """Runs an operator at rank 0. Returns False, and no rank runs any more, at an agreed stop
+        and at the end of the pass."""
         with self.watched():
             if self._enters(current):
                 if (boundary := next(current.steps, None)) is not None:
@@ -156,24 +158,25 @@ class Lockstep:
         return False
 
     def _enters(self, current: _Pass) -> bool:
-        """Whether the pass's next operator may begin; where that is led the others wait for the
-        answer."""
+        """Whether the pass's next operator may begin. For a led operator the other ranks wait for
+        the answer."""
         enters = self._group.counter.enter(0, current.operators)
         if current.is_led(current.operators):
             self._group.ranks.tell(enters)
         return enters
 
     def _meet(self) -> None:
-        """Waits until all ranks have done what they were told, and sees that they came as far."""
+        """Waits until all ranks have carried out the last command. Raises IntegrityError when a
+        rank has not stopped where rank 0 has."""
         with self.watched():
-            for rank, behind in enumerate(self._group.collect(), start=1):
-                if behind != self._operators:
+            for rank, done in enumerate(self._group.collect(), start=1):
+                if done != self._operators:
                     raise IntegrityError(
-                        f"rank {rank} stopped at operator {behind}, rank 0 at {self._operators}"
+                        f"rank {rank} stopped at operator {done}, rank 0 at {self._operators}"
                     )
 
     def _tell(self, command: Command, operators: int) -> None:
-        """`operators`: of the pass that all ranks go on with."""
+        """`operators`: how many of the pass have run."""
         self.rest()
         self._meet()
         with self.watched():

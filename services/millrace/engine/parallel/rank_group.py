@@ -1,4 +1,4 @@
-"""Rank 0's hold on the others: starts them, tells them what to do, finds out who fell."""
+"""The processes of ranks 1 and on, which rank 0 starts, commands and watches."""
 
 from __future__ import annotations
 
@@ -22,19 +22,19 @@ from millrace.engine.parallel.follower import Place, follow
 from millrace.engine.parallel.stop_counter import StopCounter
 
 _START_TIMEOUT_S: Final = 120.0  # importing torch, on a machine where everybody does
-_VERDICT_S: Final = 3.0  # within which a rank that fell, and those it pulled down, say so
+_VERDICT_S: Final = 3.0  # within which a rank that failed, and ranks that lost it, say so
 _FAREWELL_S: Final = 5.0
 
 
 class RankError(EngineDied):
-    """A rank of a tensor-parallel group fell, and the group with it: names the rank."""
+    """A rank of a tensor-parallel group failed, and the group ends; the message names the rank."""
 
 
 class RankGroup:
     """The processes of one group. Not thread-safe; after a RankError nothing but `close` works.
 
-    Every command is told to all ranks before rank 0 begins it, and their answers to one are
-    collected before the next is told: so all do the same in one order.
+    All ranks get a command before rank 0 begins it, and rank 0 collects their answers before it
+    sends the next: so all ranks do the same in one order.
     """
 
     def __init__(
@@ -51,7 +51,7 @@ class RankGroup:
         `timeout_s`: how long a rank may wait for another in a collective. It must be more than
         the longest operator and the longest that a pass is left running, see `Lockstep.rest`.
         `name`: what errors begin with. Raises ConfigError for a size below 2 and RankError when a
-        rank does not come up.
+        rank does not start.
         """
         if size < 2:
             raise ConfigError(f"tensor parallelism is {size}; a group has at least 2 ranks")
@@ -64,7 +64,7 @@ class RankGroup:
         self._name = name
         self._pipes: list[Connection] = []
         self._processes: list[SpawnProcess] = []
-        self._awaited = False  # the ranks owe an answer
+        self._awaited = False  # the ranks have yet to answer
         with TemporaryDirectory(prefix="millrace-ranks-") as folder:
             places = [
                 Place(
@@ -96,16 +96,16 @@ class RankGroup:
                     timeout_s=timeout_s,
                 )
             except PeerLost as error:
-                raise self.fell(error) from error
+                raise self.fail(error) from error
             self._answers(timeout_s)
 
     @property
     def pids(self) -> tuple[int, ...]:
-        """Of ranks 1 and on."""
+        """Process ids of ranks 1 and on."""
         return tuple(process.pid or 0 for process in self._processes)
 
     def tell(self, order: Order) -> None:
-        """Gives all ranks an order, once they have answered the one before (`collect`)."""
+        """Gives all ranks an order, after they have answered the one before (`collect`)."""
         if self.failure is not None:
             raise self.failure
         self._awaited = True
@@ -113,7 +113,7 @@ class RankGroup:
             try:
                 pipe.send(order)
             except OSError as error:
-                raise self.fell(error) from error
+                raise self.fail(error) from error
 
     def hand_over(self, handle: int) -> None:
         """Gives all ranks the file descriptor that the order just told asks for."""
@@ -121,7 +121,7 @@ class RankGroup:
             try:
                 send_handle(pipe, handle, process.pid)
             except OSError as error:
-                raise self.fell(error) from error
+                raise self.fail(error) from error
 
     def collect(self, timeout_s: float | None = None) -> list[int]:
         """The answers of ranks 1 and on to the last order; empty when none is due."""
@@ -132,15 +132,16 @@ class RankGroup:
         self._awaited = False
         return self._answers(timeout_s or self._timeout_s)
 
-    def fell(self, cause: BaseException) -> RankError:
-        """Ends the group for an error that rank 0 met; what it returns names the rank at fault."""
+    def fail(self, cause: BaseException) -> RankError:
+        """Ends the group for an error that rank 0 met. Returns the error that names the rank at
+        fault."""
         if self.failure is None:
             self.failure = RankError(self._verdict(cause))
             self._end(0.0)
         return self.failure
 
     def close(self) -> None:
-        """Ends all ranks; those that do not go are killed. May be called twice."""
+        """Ends all ranks, and kills those that do not end. May be called twice."""
         if self.failure is None:
             self.failure = RankError("the tensor-parallel group is closed")
             self._end(_FAREWELL_S)
@@ -160,21 +161,21 @@ class RankGroup:
         for pipe in self._pipes:
             try:
                 if not pipe.poll(max(0.0, deadline_s - time.monotonic())):
-                    raise self.fell(TimeoutError(f"no answer within {timeout_s:g} s"))
+                    raise self.fail(TimeoutError(f"no answer within {timeout_s:g} s"))
                 answer = pipe.recv()
             except (EOFError, OSError) as error:
-                raise self.fell(error) from error
+                raise self.fail(error) from error
             if isinstance(answer, Failed):
-                raise self.fell(_Told(pipe, answer))
+                raise self.fail(_Told(pipe, answer))
             assert isinstance(answer, Done)
             found.append(answer.operators)
         return found
 
     def _verdict(self, cause: BaseException) -> str:
-        """Who fell, given the first sign of it.
+        """Names the rank at fault, given the first error.
 
-        A rank that died goes before one that told why, that before one that says nothing, and all
-        before those that only lost another.
+        Names a dead rank first, then a rank that sent its error, then a silent rank, and last a
+        rank that only lost another.
         """
         told = {cause.pipe: cause.failed} if isinstance(cause, _Told) else {}
         self._listen(told)
@@ -182,12 +183,12 @@ class RankGroup:
         for rank, (pipe, process) in enumerate(
             zip(self._pipes, self._processes, strict=True), start=1
         ):
-            last_word = told.get(pipe)
-            if last_word is not None and not last_word.by_peer:
-                failed.append(f"rank {rank} failed: {last_word.error}")
-            elif last_word is None and process.exitcode is not None:
+            last_message = told.get(pipe)
+            if last_message is not None and not last_message.by_peer:
+                failed.append(f"rank {rank} failed: {last_message.error}")
+            elif last_message is None and process.exitcode is not None:
                 died.append(f"rank {rank} died, {_ending(process.exitcode)}")
-            elif last_word is None:
+            elif last_message is None:
                 begun = self.counter.begun(rank) + 1
                 silent.append(f"rank {rank} says nothing, {begun} operators into its last pass")
         met = " ".join(f"{type(cause).__name__}: {cause}".split())
@@ -196,7 +197,7 @@ class RankGroup:
         return f"{self._name}tensor parallelism of {self.size}: {causes[0]}"
 
     def _listen(self, told: dict[Connection, Failed]) -> None:
-        """Hears the last words of all ranks, or that they are gone, for a while at most."""
+        """Collects all ranks' last messages, or learns that they are gone, for `_VERDICT_S`."""
         waiting = {
             pipe: process
             for pipe, process in zip(self._pipes, self._processes, strict=True)
@@ -217,7 +218,7 @@ class RankGroup:
 
 
 class _Told(Exception):
-    """A rank's last word arrived where an answer was due."""
+    """A rank's last message arrived where an answer was due."""
 
     def __init__(self, pipe: Connection, failed: Failed) -> None:
         super().__init__(failed.error)

@@ -1,12 +1,12 @@
 """Where the ranks of a group stop together (FlowPrefill section 5.1, under tensor parallelism).
 
-A rank that stopped where it saw the signal would leave the others in a collective that it never
-joins. So before every operator a rank looks at a counter that they share: whoever wants a stop
-agrees it for the first operator that no rank has begun, and every rank runs up to it.
+A rank that stopped where it saw the signal would leave the other ranks in a collective that it
+never joins. So all ranks share counters, and a rank enters its operator there before it begins. A
+stop is set for the first operator that no rank has begun, and every rank runs up to that operator.
 
-Deviation: the paper's proposal is the proposer's own counter plus one, over which a rank further on
-has run already; the largest counter plus one, under one lock, is what no rank can have passed. So
-no rank waits for another to agree, and while nobody stops a look costs a microsecond.
+Deviation: the paper proposes the proposer's own counter plus one, which a faster rank may have
+passed. Here the stop is the largest counter plus one, under one lock, which no rank has passed. So
+no rank waits for another to agree, and without a stop an entry costs a microsecond.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ _LOCK_TIMEOUT_S = 10.0
 
 
 class StopCounter:
-    """Shared by processes: hand it to a child as an argument, or to threads."""
+    """Counters that processes or threads share; a child process takes the object as an argument."""
 
     def __init__(self, context: BaseContext, ranks: int) -> None:
         self._lock = context.Lock()
@@ -37,9 +37,9 @@ class StopCounter:
             self._lock.release()
 
     def request_stop(self) -> int:
-        """Agrees the operator before which every rank stops, the first that none has begun.
+        """Sets the operator before which every rank stops: the first that no rank has begun.
 
-        Once agreed it stays, whoever asks again.
+        Returns the operator. A stop that is set does not move.
         """
         self._hold()
         try:
@@ -50,7 +50,7 @@ class StopCounter:
             self._lock.release()
 
     def begin(self, operator: int) -> None:
-        """Nobody is to stop any more; all ranks go on from `operator`. Call it while all rest."""
+        """Clears the stop; all ranks go on from `operator`. Call it while all ranks rest."""
         self._hold()
         try:
             self._cells[:] = [_NEVER] + [operator - 1] * (len(self._cells) - 1)

@@ -1,4 +1,4 @@
-"""The passes that are behind the first stage, and what the later stages say of them.
+"""The passes in flight: begun at the first stage, computed by later stages as well.
 
 The computing thread begins passes and waits for them; other threads bring the stages' answers.
 """
@@ -25,6 +25,7 @@ from millrace.engine.pipeline.messages import (
     Dropped,
     LayerDone,
     LinkCall,
+    PassOrder,
     RemoteCall,
     Stepped,
     Through,
@@ -32,76 +33,77 @@ from millrace.engine.pipeline.messages import (
 from millrace.engine.pipeline.rows import Handed
 
 _DROP_TIMEOUT_S: Final = 60.0
-_LAST_WORDS_S: Final = 1.0
+_LAST_ANSWERS_S: Final = 1.0
 
 Call = LinkCall | RemoteCall | Stepped
-"""What comes of a stage while the first one's computing thread waits for it."""
+"""What a later stage sends while the first stage's computing thread waits for the stage."""
 
 
 class StageError(EngineDied):
-    """A stage fell, and the instance with it: names the stage."""
+    """A stage has died, and the instance ends; the message names the stage."""
 
 
 class LaterStages(Protocol):
-    """The way to the other stages. What they answer goes to `PipelineRunner.behind`."""
+    """Sends commands to the later stages, whose answers go to `PipelineRunner.in_flight`."""
 
     @property
     def count(self) -> int:
-        """Of them."""
+        """How many later stages there are."""
 
     def tell(self, command: Command, stage: int | None = None) -> None:
-        """To one, counted from 0, or to all. Raises StageError when one has fallen."""
+        """Sends the command to one stage, counted from 0, or to all. Raises StageError when one
+        has died."""
 
     def close(self) -> None:
-        """Ends them."""
+        """Ends the later stages."""
 
 
 @dataclass(slots=True, eq=False)
-class PassBehind:
-    """A pass that has begun: what is to be told when it gets on in later stages."""
+class PassInFlight:
+    """A pass that has begun, and what its caller is to be told of later stages."""
 
     number: int
     name: str
     on_layer: Callable[[int], None]
-    to_come: int  # words of its layers, and of its end
+    to_come: int  # answers: one for each later layer, and one for the end
     through: Completion = field(default_factory=Completion)
-    rows: Tensor | None = None  # that came back
+    rows: Tensor | None = None  # that the last stage handed back
     handed_on: bool = False  # by the first stage
-    is_served: bool = False  # the computing thread waits in `Behind.next_call`
-    is_wanted: bool = True  # somebody waits for its end
+    is_served: bool = False  # the computing thread waits in `InFlight.next_call`
+    is_wanted: bool = True  # a caller waits for its end
 
 
-class Behind:
-    """The table of these passes."""
+class InFlight:
+    """The table of the passes in flight."""
 
     def __init__(self, stages: LaterStages) -> None:
         self._stages = stages
         self._numbers = count()
-        self._passes: dict[int, PassBehind] = {}
+        self._passes: dict[int, PassInFlight] = {}
         self._lock = threading.Lock()
-        self._calls: queue.SimpleQueue[Call | PassBehind | None] = queue.SimpleQueue()
+        self._calls: queue.SimpleQueue[Call | PassInFlight | None] = queue.SimpleQueue()
         self._dropped: Completion | None = None
         self._answer: Dropped | None = None
         self._failure: StageError | None = None
-        self._on_fall: Callable[[EngineDied], None] = lambda error: None
+        self._on_death: Callable[[EngineDied], None] = lambda error: None
 
     def __len__(self) -> int:
-        """Passes that are somewhere in the pipeline."""
+        """How many passes are in the pipeline."""
         with self._lock:
             return len(self._passes)
 
-    def when_fallen(self, call: Callable[[EngineDied], None]) -> None:
-        """Has `call` made once a stage has fallen: at once if one has, else on another thread."""
+    def when_died(self, call: Callable[[EngineDied], None]) -> None:
+        """Has `call` made once a stage has died: at once if one has, else on another thread."""
         with self._lock:
-            self._on_fall = call
+            self._on_death = call
             failure = self._failure
         if failure is not None:
             call(failure)
 
     def check_integrity(self) -> None:
-        """Raises IntegrityError when passes are left. What is said of the last ones may still be on
-        its way: that is waited for."""
-        deadline_s = time.monotonic() + _LAST_WORDS_S
+        """Raises IntegrityError when passes are left. Waits up to a second for answers that are on
+        their way."""
+        deadline_s = time.monotonic() + _LAST_ANSWERS_S
         while len(self) and time.monotonic() < deadline_s:
             time.sleep(0.01)
         with self._lock:
@@ -112,50 +114,58 @@ class Behind:
 
     def begin(
         self, name: str, on_layer: Callable[[int], None] = lambda layer: None, layers: int = 0
-    ) -> PassBehind:
-        """`layers`: of later stages, of which each is to be told of before the pass is through."""
-        entry = PassBehind(next(self._numbers), name, on_layer, 1 + layers)
+    ) -> PassInFlight:
+        """Enters a pass. `layers`: how many layers of later stages are to report before the pass is
+        through."""
+        entry = PassInFlight(next(self._numbers), name, on_layer, 1 + layers)
         with self._lock:
             self._passes[entry.number] = entry
         return entry
 
     def tell(self, command: Command, stage: int | None = None) -> None:
-        """Raises StageError when a stage has fallen."""
+        """Sends a command. Raises StageError when a stage has died."""
         if self._failure is not None:
             raise self._failure
         self._stages.tell(command, stage)
 
-    def wait(self, entry: PassBehind, timeout_s: float) -> None:
-        """Returns when the pass is through. Raises StageError."""
+    def wait(self, entry: PassInFlight, timeout_s: float) -> None:
+        """Returns when the pass is through. Raises StageError when a stage has died, or no pass
+        ends within `timeout_s`."""
         if not entry.through.wait(timeout_s):
             raise StageError(f"no later stage has ended a pass for {timeout_s:g} s")
         if self._failure is not None:
             raise self._failure
 
-    def next_call(self, timeout_s: float | None = None) -> Call | PassBehind:
-        """What a stage asks for, or says of a step; or a pass that `is_served` and is through.
+    def next_call(self, timeout_s: float | None = None) -> Call | PassInFlight:
+        """Returns the next call of a stage or its report of a step, or a pass that `is_served` and
+        is through.
 
-        Raises StageError.
+        Raises StageError as `wait` does.
         """
         try:
             told = self._calls.get(timeout=timeout_s)
         except queue.Empty:
             raise StageError(f"no later stage has ended a pass for {timeout_s:g} s") from None
         if told is None or self._failure is not None:
-            raise self._failure or StageError("a stage fell")
+            raise self._failure or StageError("a stage died")
         return told
 
-    def leave(self, entry: PassBehind) -> None:
-        """Nobody waits for the pass, which goes on through the later stages."""
+    def leave(self, entry: PassInFlight) -> None:
+        """Notes that no caller waits for the pass, which goes on through the later stages."""
         with self._lock:
             entry.is_wanted = False
             if not entry.to_come:
                 self._passes.pop(entry.number, None)
 
-    def end(self, entry: PassBehind) -> None:
-        """The pass is through, and was taken up."""
+    def end(self, entry: PassInFlight) -> None:
+        """Removes a pass that is through, and whose rows were read."""
         with self._lock:
             self._passes.pop(entry.number, None)
+
+    def order(self, names: Sequence[str]) -> None:
+        """Sets the order of passes in the later stages, by the names of their tasks. Raises
+        StageError when a stage has died."""
+        self.tell(PassOrder(tuple(names)))
 
     def drop(self, names: Sequence[str]) -> None:
         """Gives up all passes of these names. Returns when none of them writes KV any more."""
@@ -164,7 +174,7 @@ class Behind:
         for entry in found:
             self.give_up(entry)
 
-    def give_up(self, entry: PassBehind) -> None:
+    def give_up(self, entry: PassInFlight) -> None:
         """Drops the pass where it is. Returns when no stage writes its KV any more."""
         with self._lock:
             known = self._passes.pop(entry.number, None)
@@ -173,16 +183,16 @@ class Behind:
         comes = entry.handed_on
         for stage in range(self._stages.count):
             if self._drop(entry.number, stage, comes=comes):
-                comes = False  # those behind it will never see it
-        # One that had left the last stage comes back, and is taken by `hand`.
+                comes = False  # later stages will never see it
+        # A pass that had left the last stage comes back, and `hand` takes its rows.
 
     def _drop(self, number: int, stage: int, *, comes: bool) -> bool:
-        """Whether the stage had the pass and dropped it."""
+        """Has the stage drop the pass. Returns whether the stage had the pass."""
         with self._lock:
             waiter = self._dropped = Completion()
         self.tell(Drop(number, comes), stage)
         if not waiter.wait(_DROP_TIMEOUT_S):
-            raise StageError(f"stage {stage + 1} does not let go of a pass")
+            raise StageError(f"stage {stage + 1} has not dropped a pass for {_DROP_TIMEOUT_S:g} s")
         if self._failure is not None:
             raise self._failure
         return self._answer is not None and not self._answer.handed_on
@@ -190,7 +200,7 @@ class Behind:
     # -- for other threads
 
     def hear(self, answer: Answer) -> None:
-        """Takes an answer in. Those that earlier stages gave before come before it."""
+        """Takes an answer in. Answers that earlier stages sent before this one come first."""
         match answer:
             case LayerDone():
                 with self._lock:
@@ -209,8 +219,8 @@ class Behind:
                     waiter.set()
 
     def hand(self, handed: Handed) -> None:
-        """The last stage has handed back the rows of a pass. They are taken at once: who waits for
-        them may have others to compute first, and the stages behind it must not wait for that."""
+        """Takes the rows of a pass that the last stage has handed back. Copies the rows at once:
+        the caller may compute other passes first, for which the last stage must not wait."""
         with self._lock:
             entry = self._passes.get(handed.number)
         if entry is not None and entry.is_wanted:
@@ -218,21 +228,22 @@ class Behind:
         handed.take()
         self._came(handed.number)
 
-    def fall(self, error: StageError) -> None:
-        """A stage is gone: whoever waits for one gets the error, now and ever after."""
+    def fail(self, error: StageError) -> None:
+        """Ends everything after a stage has died: every call that waits, and every later one,
+        raises the error."""
         with self._lock:
             self._failure = self._failure or error
-            on_fall = self._on_fall
+            on_death = self._on_death
             waiters = [entry.through for entry in self._passes.values()]
             if self._dropped is not None:
                 waiters.append(self._dropped)
         self._calls.put(None)
-        on_fall(error)
+        on_death(error)
         for waiter in waiters:
             waiter.set()
 
     def _came(self, number: int) -> None:
-        """A word of a pass: rows and words go different ways, and either may be the last."""
+        """Counts an answer of a pass. Rows and answers travel separately: either may be last."""
         with self._lock:
             entry = self._passes.get(number)
             if entry is None:

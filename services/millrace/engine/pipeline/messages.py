@@ -1,6 +1,6 @@
-"""What the first stage tells the others, and what they answer, over a pipe to each.
+"""Commands of the first stage to later stages, and their answers, over a pipe to each stage.
 
-Rows go from stage to stage by another way (`Rows`); a pass is named by its number in both.
+Rows go from stage to stage separately (`rows`); both name a pass by its number.
 """
 
 from __future__ import annotations
@@ -63,10 +63,10 @@ class Open:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Pass:
-    """Rows of this number will be handed on to you. `name`: what `Ranks` calls it.
+    """Rows of this number will be handed on to you. `name`: as in `PassOrder`.
 
-    `is_cut` and `kv_only` as of `Passes.run`. `tells`: each of its layers is to be answered with
-    `LayerDone`.
+    `is_cut` and `kv_only` as of `Passes.run`. `tells`: answer each layer of the pass
+    with `LayerDone`.
     """
 
     number: int
@@ -79,8 +79,8 @@ class Pass:
 
 @dataclass(frozen=True, slots=True)
 class RingStart:
-    """A pass of a group; its rows come as a `Pass`'s do, if it has any. It takes a step at a time:
-    each waits for other instances, which may have stopped before it.
+    """A pass of an SP group; its rows, if any, come as a `Pass`'s do. Every step of the pass waits
+    for a `Step`, because the step waits for other instances, which may have stopped before.
     """
 
     number: int
@@ -97,15 +97,15 @@ class Step:
 
 @dataclass(frozen=True, slots=True)
 class LinkReply:
-    """What a `LinkCall` or a `RemoteCall` has returned: of the latter for partials, these."""
+    """The result of a `LinkCall` or a `RemoteCall`; the parts where the call asked for partials."""
 
     value: bool | tuple[Part, ...]
 
 
 @dataclass(frozen=True, slots=True)
-class Ranks:
-    """The order of passes by name from now on, and by number where that is one; those of other
-    names come last, but "" first.
+class PassOrder:
+    """The order of passes, by name and then by number. Passes of other names come last, passes
+    named "" first.
     """
 
     names: tuple[str, ...]
@@ -121,12 +121,12 @@ class Drop:
 
 @dataclass(frozen=True, slots=True)
 class Done:
-    """`Load` or `Open` was carried out."""
+    """Reports that `Load` or `Open` was carried out."""
 
 
 @dataclass(frozen=True, slots=True)
 class LayerDone:
-    """The KV of a layer of the model lies in its pages."""
+    """Reports that the KV of a layer, counted over the whole model, lies in its pages."""
 
     number: int
     layer: int
@@ -168,7 +168,7 @@ class Through:
 
 @dataclass(frozen=True, slots=True)
 class Dropped:
-    """The answer to `Drop`: whether the pass was handed on before it."""
+    """The answer to `Drop`: whether the stage had handed the pass on before."""
 
     number: int
     handed_on: bool
@@ -176,10 +176,10 @@ class Dropped:
 
 @dataclass(frozen=True, slots=True)
 class Died:
-    """A stage's last word."""
+    """A stage's last message: why the stage has failed."""
 
     error: str
 
 
-Command = Pass | RingStart | Step | LinkReply | Ranks | Drop
+Command = Pass | RingStart | Step | LinkReply | PassOrder | Drop
 Answer = LayerDone | LinkCall | RemoteCall | Stepped | Through | Dropped | Died

@@ -1,6 +1,6 @@
-"""How rows go from stage to stage: what a stage is given.
+"""Rows between stages, as a stage sees them.
 
-`millrace.transfer.activations` has them, over the transport; the engine knows no transport.
+`millrace.transfer.activations` moves the rows over the transport; the engine knows no transport.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from torch import Tensor
 
 @dataclass(frozen=True, slots=True)
 class Handed:
-    """Rows that have come. `take` ends the use of `x`, which was read or copied by then."""
+    """Rows that have come. The reader calls `take` after its last use of `x`."""
 
     number: int  # the pass's
     x: Tensor  # [n, H]
@@ -22,10 +22,10 @@ class Handed:
 
 
 class RowsOut(Protocol):
-    """The way to the next stage. For one thread."""
+    """Sends rows to the next stage. One thread uses it."""
 
     def send(self, number: int, summands: tuple[Tensor, Tensor]) -> None:
-        """Hands on the sum of two [n, H], n at least 1. Waits while the next stage is behind.
+        """Hands on the sum of two [n, H], n at least 1. Waits while the next stage has no room.
 
-        Raises TransferError when it is gone, or takes nothing for too long.
+        Raises TransferError when the next stage is gone, or takes nothing for too long.
         """

@@ -1,8 +1,8 @@
-"""A staged model as one `ModelRunner`: the first stage runs here, the others elsewhere.
+"""A model in several stages as one `Runner`: the first stage runs here, the others elsewhere.
 
-A pass leaves the first stage with its last operator here, and the next one may begin, while it goes
-through the later stages (SPP, Mnemosyne section 4.3). Where logits are wanted, the last stage hands
-its rows back, and the first, which has the embedding, makes logits of them.
+After the last operator of the first stage, the next pass may begin here while later stages compute
+this one (SPP, Mnemosyne section 4.3). Where logits are wanted, the last stage hands its rows back,
+and the first stage, which has the embedding, makes logits of the rows.
 """
 
 from __future__ import annotations
@@ -14,29 +14,27 @@ from torch import Tensor
 
 from millrace.engine.attention.kvp_owner import Remote, RemoteAttention
 from millrace.engine.attention.ring import RingLink, RingTask
-from millrace.engine.errors import EngineDied
-from millrace.engine.forward.local_runner import Boundary, PrefillTask
 from millrace.engine.forward.mixed_pass import (
     DecodeRows,
     RaggedTables,
     hand_out_lost,
     mixed_tables,
     prompt_tables,
+    remote_attention,
 )
-from millrace.engine.forward.prefill_task import check_tasks, hand_out
-from millrace.engine.forward.stage_passes import HandOn, Passes
+from millrace.engine.forward.passes import Boundary, Finish, Passes, Processes
+from millrace.engine.forward.prefill_task import PrefillTask, check_tasks, hand_out
 from millrace.engine.kv.pool import KvPool
 from millrace.engine.model.config import ModelConfig
-from millrace.engine.model.operators import operator_names, required
+from millrace.engine.model.operators import Activations, required
 from millrace.engine.model.stage import Stage
 from millrace.engine.parallel.commands import RingPass, Tables
-from millrace.engine.pipeline.in_flight import Behind, LaterStages, PassBehind
+from millrace.engine.pipeline.in_flight import InFlight, LaterStages, PassInFlight
 from millrace.engine.pipeline.messages import (
     LinkCall,
     LinkReply,
     Part,
     Pass,
-    Ranks,
     RemoteCall,
     RingStart,
     Step,
@@ -44,11 +42,10 @@ from millrace.engine.pipeline.messages import (
 )
 from millrace.engine.pipeline.rows import RowsOut
 from millrace_kernels import api as kernels
-from millrace_kernels.plan import Backend
 
 
 class PipelineRunner:
-    """Has the methods of `ModelRunner`, and their meaning. One thread at a time uses it."""
+    """A `Runner` of a model in several stages, whose first stage this process leads."""
 
     def __init__(
         self,
@@ -60,13 +57,12 @@ class PipelineRunner:
         stages: LaterStages,
         timeout_s: float = 60.0,
     ) -> None:
-        """`passes`: of the first stage; ``pool`` keeps the book for all, over the KV of all layers
-        of the `whole` model. ``storage`` [pools, layers, pages, ...] is of all ranks, in the
-        order of their heads; `pool` has the first.
-
-        `timeout_s`: for a step to go through the stages, when nothing goes before it.
+        """`passes`: of the first stage. `pool`: over the KV of all layers of the `whole` model.
+        `storage`: as of `Runner`. `timeout_s`: for a step to go through the stages, when nothing
+        goes before it.
         """
         self.model = passes.model
+        self.states = passes.states
         self.pool = pool
         self.storage = storage
         self.remote: Remote | None = None
@@ -74,53 +70,47 @@ class PipelineRunner:
         self._out = out
         self._stages = stages
         self._timeout_s = timeout_s
-        self.behind = Behind(stages)
-        self._names = operator_names(whole)
+        self.in_flight = InFlight(stages)
         self._layers = whole.num_layers
         held = {i: Stage(i, stages.count + 1).layers(self._layers) for i in range(stages.count + 1)}
         self._later_of = {layer: i - 1 for i, layers in held.items() for layer in layers}
 
-    def attention_backend(self) -> Backend:
-        """`ModelRunner.attention_backend`."""
-        return self._first.attention_backend()
-
-    def prefill(self, task: PrefillTask) -> Generator[Boundary]:
-        """`prefill_batch` of one task."""
-        return self.prefill_batch([task])
+    @property
+    def processes(self) -> Processes:
+        """`Runner.processes`: this runner's `rest` and `close`."""
+        return self
 
     def prefill_batch(self, tasks: Sequence[PrefillTask]) -> Generator[Boundary]:
-        """`ModelRunner.prefill_batch`, but that the KV of later stages' layers is in its pages when
-        the tasks' `on_layer` says so. Ends when the next pass may begin; where rows are wanted,
-        yields a boundary with `awaited` before, and ends with them."""
+        """`Runner.prefill_batch`."""
         page_tokens = self.pool.layout.page_tokens
         check_tasks(tasks, page_tokens)
-        tables = prompt_tables(tasks, page_tokens)  # of spread prompts chunks come in mixed passes
+        tables = prompt_tables(tasks, page_tokens)  # chunks of spread prompts come to `mixed`
         return self._steps(tasks, tables)
 
     def prefill_ring(self, task: RingTask) -> Generator[Boundary]:
-        """`ModelRunner.prefill_ring`, stage by stage: a later one takes a step when it is asked for
-        one, for steps wait for other instances. Its link is used here, on the caller's thread."""
+        """`Runner.prefill_ring`, stage by stage. A later stage takes a step only when asked for
+        the step, for steps wait for other instances."""
         task.check()
         return self._ring_steps(task)
 
     def decode(
         self, token_ids: Tensor, positions: Tensor, page_table: Tensor, kv_lens: Tensor
     ) -> Tensor:
-        """`ModelRunner.decode`."""
+        """`Runner.decode`."""
         rows = DecodeRows(token_ids=token_ids, positions=positions, kv_lens=kv_lens)
         return self.mixed(rows, page_table, ())
 
     def mixed(
         self, decodes: DecodeRows, page_table: Tensor, tasks: Sequence[PrefillTask]
     ) -> Tensor:
-        """`ModelRunner.mixed`: before any pass that is in a later stage, and to its end."""
+        """`Runner.mixed`. The pass goes before every other pass in later stages."""
         size = len(decodes)
         if tasks or not size:
             check_tasks(tasks, self.pool.layout.page_tokens)
         page_tokens = self.pool.layout.page_tokens
         tables = mixed_tables(decodes, page_table, tasks, page_tokens, self.remote)
         keeps_all = any(task.want_prompt_logprobs for task in tasks)
-        remote = self._attend_remotely(tables)
+        remote = remote_attention(self.remote, tables, self._first.shared)
         entry = self._begin("", tables, keeps_all=keeps_all, tells=False)
         try:
             entry.is_served = remote is not None
@@ -131,49 +121,29 @@ class PipelineRunner:
                 hand_out_lost(remote.end(), decodes, tasks)
             logits = self._finish(entry, tables, tasks, size, keeps_all=keeps_all)
         except BaseException:
-            self.behind.give_up(entry)
+            self.in_flight.give_up(entry)
             raise
         return logits
 
-    def order(self, names: Sequence[str]) -> None:
-        """The order of passes in the later stages, by the names of their tasks."""
-        self.behind.tell(Ranks(tuple(names)))
-
-    def drop(self, names: Sequence[str]) -> None:
-        """Gives up the passes of these names, wherever they are. Returns when none of them writes
-        KV any more."""
-        self.behind.drop(names)
-
-    @property
-    def operator_names(self) -> tuple[str, ...]:
-        """`ModelRunner.operator_names`, of all stages: what `prefill_ring` yields."""
-        return self._names
-
     def project(self, hidden: Tensor) -> Tensor:
-        """`ModelRunner.project`."""
+        """`Runner.project`."""
         return self._first.project(hidden)
 
     def copy_page(self, source: int, target: int) -> None:
-        """`KvPool.copy_page`, of all stages and ranks, whose memory is shared."""
+        """`Runner.copy_page`, in the memory that all stages and ranks share."""
         self.pool.copy_page(source, target)
         others = self.storage[1:]
         others[:, :, target].copy_(others[:, :, source])
 
-    def when_fallen(self, call: Callable[[EngineDied], None]) -> None:
-        """Has `call` made once a stage has fallen, on another thread."""
-        self.behind.when_fallen(call)
-
-    def check_integrity(self) -> None:
-        """Raises IntegrityError when an idle pipeline has a pass somewhere."""
-        self.behind.check_integrity()
-
     def rest(self) -> None:
-        """Brings the first stage's ranks to rest; later stages see to theirs."""
-        self._first.rest()
+        """`Processes.rest` of the first stage's ranks; later stages see to theirs."""
+        if self._first.processes is not None:
+            self._first.processes.rest()
 
     def close(self) -> None:
-        """Ends the other stages, and the ranks of this one."""
-        self._first.close()
+        """Ends the later stages, and the ranks of the first."""
+        if self._first.processes is not None:
+            self._first.processes.close()
         self._stages.close()
 
     # -- passes
@@ -187,30 +157,24 @@ class PipelineRunner:
         try:
             yield from self._run_first(entry, tables)
             if not is_wanted:
-                self.behind.leave(entry)
+                self.in_flight.leave(entry)
                 return
             yield Boundary(self._first.model.layers.stop, "handed_on", entry.through)
-            self.behind.wait(entry, self._timeout_s)
+            self.in_flight.wait(entry, self._timeout_s)
             self._finish(entry, tables, tasks, 0, keeps_all=keeps_all)
         except BaseException:
-            self.behind.give_up(entry)
+            self.in_flight.give_up(entry)
             raise
 
-    def _attend_remotely(self, tables: RaggedTables) -> RemoteAttention | None:
-        """Begins the holders' part of a pass, where there is one."""
-        if not tables.remote or self.remote is None:
-            return None
-        return RemoteAttention(self._first.shared(self.remote.link), tables.remote, tables.slots)
-
-    def _serve(self, entry: PassBehind) -> None:
-        """Returns when the pass is through. Until then later stages' calls are made here."""
+    def _serve(self, entry: PassInFlight) -> None:
+        """Makes later stages' calls until the pass is through."""
         while entry.is_served:
-            told = self.behind.next_call(self._timeout_s)
+            told = self.in_flight.next_call(self._timeout_s)
             if told is entry:
                 entry.is_served = False
             elif isinstance(told, RemoteCall):
-                self.behind.tell(LinkReply(self._call_remote(told)), self._later_of[told.layer])
-        self.behind.wait(entry, self._timeout_s)
+                self.in_flight.tell(LinkReply(self._call_remote(told)), self._later_of[told.layer])
+        self.in_flight.wait(entry, self._timeout_s)
 
     def _call_remote(self, call: RemoteCall) -> bool | tuple[Part, ...]:
         link = required(self.remote).link
@@ -220,34 +184,34 @@ class PipelineRunner:
         return True
 
     def _ring_steps(self, task: RingTask) -> Generator[Boundary]:
-        entry = self.behind.begin(task.name)
+        entry = self.in_flight.begin(task.name)
         try:
-            self.behind.tell(RingStart(entry.number, task.name, RingPass.of(task)))
-            yield from self._first.ring(task, fetch=None, hand_on=self._hand_on(entry))
+            self.in_flight.tell(RingStart(entry.number, task.name, RingPass.of(task)))
+            yield from self._first.ring(task, fetch=None, finish=self._hand_on(entry))
             for stage in range(self._stages.count):
                 while (boundary := self._step(entry, stage, task.link)) is not None:
                     yield boundary
             if task.wants_rows:
-                self.behind.wait(entry, self._timeout_s)
+                self.in_flight.wait(entry, self._timeout_s)
                 self._finish_ring(entry, task)
                 yield Boundary(self._layers, "lm_head")
         except BaseException:
-            self.behind.give_up(entry)
+            self.in_flight.give_up(entry)
             raise
-        self.behind.end(entry)
+        self.in_flight.end(entry)
 
-    def _step(self, entry: PassBehind, stage: int, link: RingLink) -> Boundary | None:
-        """One operator of a later stage, whose calls of the link are made here."""
-        self.behind.tell(Step(entry.number), stage)
+    def _step(self, entry: PassInFlight, stage: int, link: RingLink) -> Boundary | None:
+        """Runs one operator of a later stage, and makes the stage's calls of the link."""
+        self.in_flight.tell(Step(entry.number), stage)
         while True:
-            told = self.behind.next_call()
+            told = self.in_flight.next_call()
             if isinstance(told, LinkCall):
                 value = getattr(link, told.method)(told.argument)
-                self.behind.tell(LinkReply(bool(value)), stage)
+                self.in_flight.tell(LinkReply(bool(value)), stage)
             elif isinstance(told, Stepped) and told.number == entry.number:
                 return Boundary(told.layer, told.operator) if told.operator else None
 
-    def _finish_ring(self, entry: PassBehind, task: RingTask) -> None:
+    def _finish_ring(self, entry: PassInFlight, task: RingTask) -> None:
         assert entry.rows is not None  # the task wants rows
         hidden = self._normed(entry.rows)
         if task.want_prompt_logprobs:
@@ -256,7 +220,7 @@ class PipelineRunner:
             task.logits = self.project(hidden[-1:])[0]
 
     def _normed(self, rows: Tensor) -> Tensor:
-        """[r, H] after the final norm, of rows that came back."""
+        """[r, H]: handed-back rows after the final norm."""
         norm = required(self.model.weights.final_norm)
         return kernels.rms_norm(rows, norm, self.model.config.norm_eps)
 
@@ -268,9 +232,9 @@ class PipelineRunner:
         keeps_all: bool,
         tells: bool,
         on_layer: Callable[[int], None] = lambda layer: None,
-    ) -> PassBehind:
+    ) -> PassInFlight:
         later = self._layers - self._first.model.layers.stop
-        entry = self.behind.begin(name, on_layer, later if tells else 0)
+        entry = self.in_flight.begin(name, on_layer, later if tells else 0)
         kv_only = not (keeps_all or len(tables.rows))
         what = Pass(
             number=entry.number,
@@ -280,44 +244,44 @@ class PipelineRunner:
             kv_only=kv_only,
             tells=tells,
         )
-        self.behind.tell(what)
+        self.in_flight.tell(what)
         return entry
 
     def _run_first(
-        self, entry: PassBehind, tables: RaggedTables, remote: RemoteAttention | None = None
+        self, entry: PassInFlight, tables: RaggedTables, remote: RemoteAttention | None = None
     ) -> Generator[Boundary]:
         return self._first.run(
             tables,
             is_cut=False,
             kv_only=False,
             fetch=None,
-            hand_on=self._hand_on(entry),
+            finish=self._hand_on(entry),
             remote=remote,
         )
 
-    def _hand_on(self, entry: PassBehind) -> HandOn:
-        def hand_on(x: Tensor, residual: Tensor) -> None:
-            self._out.send(entry.number, (x, residual))
+    def _hand_on(self, entry: PassInFlight) -> Finish:
+        def hand_on(state: Activations) -> None:
+            self._out.send(entry.number, (state.x, required(state.residual)))
             entry.handed_on = True
 
         return hand_on
 
     def _finish(
         self,
-        entry: PassBehind,
+        entry: PassInFlight,
         tables: RaggedTables,
         tasks: Sequence[PrefillTask],
         size: int,
         *,
         keeps_all: bool,
     ) -> Tensor:
-        """Gives the tasks their rows; returns float32 [size, vocab] of the decodes before them."""
+        """Gives the tasks their rows; returns float32 [size, vocab] of the decodes."""
         hidden: Tensor | None = None
         logits = torch.empty(0, self.model.config.vocab_size, device=self.model.device)
         if entry.rows is not None:
             hidden = self._normed(entry.rows)
             logits = self.project(hidden[tables.rows] if keeps_all else hidden)
-        self.behind.end(entry)
+        self.in_flight.end(entry)
         hand_out(tasks, iter(logits[size:]), hidden if keeps_all else None, size)
         return logits[:size]
 

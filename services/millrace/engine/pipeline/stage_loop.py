@@ -1,9 +1,9 @@
-"""A later stage at work: of the passes whose rows have come it runs the first in the order.
+"""Runs a later stage: of the passes whose rows have come, always the first in the order.
 
 Chunk i + 1 enters a stage as soon as the stage before is done with it (Mnemosyne section 4.3, the
-dense schedule). A pass that comes to be first takes the place of the one that runs at its next
-operator, as in the execution pool (FlowPrefill section 5.1): what waits in a pipeline's later
-stages holds up what is urgent no longer than in its first.
+dense schedule). A pass that becomes first preempts the running pass at its next operator, as in the
+execution pool (FlowPrefill section 5.1): an urgent pass waits no longer in a later stage than in
+the first.
 """
 
 from __future__ import annotations
@@ -19,8 +19,8 @@ from typing import Final
 from torch import Tensor
 
 from millrace.engine.attention.kvp_owner import RemoteAttention
-from millrace.engine.forward.local_runner import Boundary
-from millrace.engine.forward.stage_passes import Fetch, HandOn, Passes
+from millrace.engine.forward.passes import Boundary, Fetch, Finish, Passes
+from millrace.engine.model.operators import Activations, required
 from millrace.engine.pipeline.messages import (
     Answer,
     Command,
@@ -29,7 +29,7 @@ from millrace.engine.pipeline.messages import (
     LayerDone,
     LinkReply,
     Pass,
-    Ranks,
+    PassOrder,
     RingStart,
     Step,
     Stepped,
@@ -40,19 +40,19 @@ from millrace.engine.pipeline.rows import Handed, RowsOut
 
 _LAST: Final = sys.maxsize
 _PATIENCE_S: Final = 1.0
-"""How long ranks may wait for each other in the middle of a pass that nobody goes on with."""
+"""How long ranks may wait for each other in the middle of a suspended pass."""
 
 
 @dataclass(slots=True, eq=False)
 class _Entry:
-    """A pass at this stage: what was told of it, and its rows, in either order."""
+    """A pass at this stage: its command and its rows, which come in either order."""
 
     what: Pass | RingStart | None = None
     handed: Handed | None = None
     steps: Generator[Boundary] | None = None
     may_step: bool = False  # a ring's pass
     has_handed_on: bool = False
-    is_unwanted: bool = False  # only its rows are still to come
+    is_unwanted: bool = False  # given up; only its rows are still to come
 
     @property
     def is_ready(self) -> bool:
@@ -72,14 +72,14 @@ class StageLoop:
         self._answer = answer
         self._changed = threading.Condition()
         self._entries: dict[int, _Entry] = {}
-        self._ranks: dict[str, int] = {"": -1}
+        self._order: dict[str, int] = {"": -1}
         self._drops: deque[Drop] = deque()
         self._replies: queue.SimpleQueue[LinkReply] = queue.SimpleQueue()
-        self._look = False  # something was said or has come
+        self._look = False  # a command or rows have come
         self._closing = False
 
     def __len__(self) -> int:
-        """Passes of which something is here or is to come."""
+        """How many passes are here or announced."""
         return len(self._entries)
 
     def tell(self, command: Command) -> None:
@@ -92,14 +92,14 @@ class StageLoop:
                     self._entries.setdefault(command.number, _Entry()).what = command
                 case Step():
                     self._entries[command.number].may_step = True
-                case Ranks():
-                    self._ranks = {"": -1} | {name: i for i, name in enumerate(command.names)}
+                case PassOrder():
+                    self._order = {"": -1} | {name: i for i, name in enumerate(command.names)}
                 case Drop():
                     self._drops.append(command)
             self._notice()
 
     def hand(self, handed: Handed) -> None:
-        """Rows have come."""
+        """Takes rows that have come."""
         with self._changed:
             entry = self._entries.setdefault(handed.number, _Entry())
             if not entry.is_unwanted:
@@ -110,7 +110,7 @@ class StageLoop:
         handed.take()
 
     def close(self) -> None:
-        """`run` returns at the next operator."""
+        """Has `run` return at the next operator."""
         with self._changed:
             self._closing = True
             self._notice()
@@ -122,7 +122,7 @@ class StageLoop:
     # -- on the computing thread
 
     def run(self) -> None:
-        """Computes until `close`. Raises what a pass raises: the stage is of no use any more."""
+        """Computes until `close`. Raises what a pass raises; the stage can't go on after that."""
         while (number := self._await_ready()) is not None:
             self._advance(number)
         for entry in self._entries.values():
@@ -140,22 +140,23 @@ class StageLoop:
                     return number
                 if self._look or self._changed.wait(_PATIENCE_S):
                     continue
-            self._passes.rest()
+            if self._passes.processes is not None:
+                self._passes.processes.rest()
             with self._changed:
                 if not self._look:
                     self._changed.wait()
 
     def _first(self) -> int | None:
-        """The first pass that is ready, by rank and number."""
+        """The first ready pass, by order and number."""
         ready = (
-            (self._ranks.get(entry.what.name, _LAST), number)
+            (self._order.get(entry.what.name, _LAST), number)
             for number, entry in self._entries.items()
             if entry.what is not None and entry.is_ready
         )
         return min(ready, default=(0, None))[1]
 
     def _advance(self, number: int) -> None:
-        """Runs the pass to its end, or to where another comes to be first."""
+        """Runs the pass to its end, or until another becomes first."""
         entry = self._entries[number]
         what = entry.what
         assert what is not None  # it is ready
@@ -175,7 +176,7 @@ class StageLoop:
             self._answer(Through(number))
 
     def _step(self, what: RingStart, entry: _Entry) -> None:
-        """One operator of a ring's pass."""
+        """Runs one operator of a ring's pass."""
         if entry.steps is None:
             entry.steps = self._begin_ring(what, entry)
         boundary = next(entry.steps, None)
@@ -196,8 +197,8 @@ class StageLoop:
             size=what.task.size,
             first_layer=self._passes.model.layers.start,
         )
-        fetch, hand_on = self._ways(what.number, entry)
-        return self._passes.ring(what.task.unpacked(link), fetch=fetch, hand_on=hand_on)
+        fetch, finish = self._ways(what.number, entry)
+        return self._passes.ring(what.task.unpacked(link), fetch=fetch, finish=finish)
 
     def _goes_on(self, number: int) -> bool:
         with self._changed:
@@ -207,7 +208,7 @@ class StageLoop:
             return self._first() == number
 
     def _begin(self, what: Pass, entry: _Entry) -> Generator[Boundary]:
-        fetch, hand_on = self._ways(what.number, entry)
+        fetch, finish = self._ways(what.number, entry)
         tables, remote = what.tables.unpacked(), None
         if tables.remote:
             link = PipedRemote(self._answer, self._replies, self._passes.model.layers.start)
@@ -217,12 +218,12 @@ class StageLoop:
             is_cut=what.is_cut,
             kv_only=what.kv_only,
             fetch=fetch,
-            hand_on=hand_on,
+            finish=finish,
             remote=remote,
         )
 
-    def _ways(self, number: int, entry: _Entry) -> tuple[Fetch, HandOn]:
-        """Where a pass's rows come from, and where they go to."""
+    def _ways(self, number: int, entry: _Entry) -> tuple[Fetch, Finish]:
+        """How a pass reads its rows, and hands rows on."""
 
         def fetch(memory: Tensor) -> None:
             handed = entry.handed
@@ -231,8 +232,8 @@ class StageLoop:
             entry.handed = None
             handed.take()
 
-        def hand_on(x: Tensor, residual: Tensor) -> None:
-            self._out.send(number, (x, residual))
+        def hand_on(state: Activations) -> None:
+            self._out.send(number, (state.x, required(state.residual)))
             entry.has_handed_on = True
 
         return fetch, hand_on
@@ -243,7 +244,7 @@ class StageLoop:
             self._answer(Dropped(drop.number, handed_on=not self._drop(drop)))
 
     def _drop(self, drop: Drop) -> bool:
-        """False when the pass was handed on."""
+        """Drops a pass. Returns False when the pass was handed on."""
         with self._changed:
             entry = self._entries.pop(drop.number, None)
             if entry is None:
@@ -252,6 +253,6 @@ class StageLoop:
                 self._entries[drop.number] = _Entry(is_unwanted=True)
         if entry.steps is not None:
             entry.steps.close()
-        if entry.handed is not None:  # rows that nobody read
+        if entry.handed is not None:  # unread rows
             entry.handed.take()
         return not entry.has_handed_on

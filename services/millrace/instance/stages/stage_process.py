@@ -14,15 +14,15 @@ from multiprocessing.reduction import recv_handle
 
 import torch
 
-from millrace.engine.forward.stage_passes import Passes, StagePasses
+from millrace.engine.forward.passes import Passes
+from millrace.engine.forward.stage_passes import StagePasses, stage_pool
 from millrace.engine.model.loader import Model, load_model
 from millrace.engine.model.stage import Stage
 from millrace.engine.parallel.commands import Load
 from millrace.engine.parallel.follower import end_with_parent
+from millrace.engine.parallel.group_passes import GroupPasses, load_ranks
 from millrace.engine.parallel.kv_memory import mapped
 from millrace.engine.parallel.rank_group import RankGroup
-from millrace.engine.parallel.runner import load_ranks
-from millrace.engine.pipeline.group_passes import GroupPasses
 from millrace.engine.pipeline.messages import Died, Done, Open
 from millrace.engine.pipeline.stage_loop import StageLoop
 from millrace.instance.stages.stage_rows import IncomingRows, OutgoingRows, room_for_rows
@@ -115,7 +115,8 @@ def _run(place: StagePlace, pipe: Connection, passes: Passes) -> None:
         pipe.send(Done())
         threading.Thread(target=_listen, args=(pipe, loop), daemon=True).start()
         loop.run()
-    passes.close()
+    if passes.processes is not None:
+        passes.processes.close()
     transport.close()
 
 
@@ -155,8 +156,10 @@ def open_passes(
     """What runs the model of `load_stage` over the instance's memory, which `handle` is of."""
     layout, backend = command.layout, command.attention_backend
     if group is not None:
-        return GroupPasses(group, model, stage, layout, handle, backend)
-    return StagePasses(model, stage, layout, mapped(layout, handle)[0], backend)
+        return GroupPasses(group, model, layout, backend, stage=stage, handle=handle)
+    memory = mapped(layout, handle)[0]
+    pool = stage_pool(model, layout, memory)
+    return StagePasses(model, pool, backend, stage=stage, memory=memory)
 
 
 def _listen(pipe: Connection, loop: StageLoop) -> None:

@@ -25,8 +25,8 @@ from torch import Tensor
 
 from millrace.core.config import EngineConfig
 from millrace.core.errors import ConfigError
-from millrace.engine.assembly import Engine, KvShape, resolve_device, staged_engine
-from millrace.engine.forward.stage_passes import Passes
+from millrace.engine.assembly import Engine, KvShape, engine_of, resolve_device
+from millrace.engine.forward.passes import Passes
 from millrace.engine.kv.pool import KvPool
 from millrace.engine.model.config import ModelConfig
 from millrace.engine.model.stage import Stage
@@ -116,7 +116,7 @@ def open_staged_engine(
         finally:
             os.close(handle)
         runner = stages.connect(passes, KvPool(part, device, storage[0]), storage, shape.model)
-        return staged_engine(shape, runner, storage if ranks > 1 else storage[0])
+        return engine_of(shape, runner, config)
     except BaseException:
         if group is not None:
             group.close()
@@ -185,7 +185,7 @@ class StageProcesses:
         sizes = self._max_rows, model.config.hidden_size, model.dtype
         out = OutgoingRows(transport, room_for_rows(*sizes), _STEP_TIMEOUT_S)
         runner = PipelineRunner(passes, pool, storage, whole, out, self, _STEP_TIMEOUT_S)
-        incoming = IncomingRows(transport, room_for_rows(*sizes), runner.behind.hand)
+        incoming = IncomingRows(transport, room_for_rows(*sizes), runner.in_flight.hand)
         metadata = transport.metadata()
         met = [Met(transport.name, metadata), *self.collect(Met, _START_TIMEOUT_S)]
         for index, pipe in enumerate(self._pipes):
@@ -261,13 +261,13 @@ class StageProcesses:
                 last = self._answers(len(self._pipes) - 1, ready)
                 for index in range(len(self._pipes) - 1):
                     for answer in self._answers(index, None if last else ready):
-                        runner.behind.hear(answer)
+                        runner.in_flight.hear(answer)
                 for answer in last:
-                    runner.behind.hear(answer)
+                    runner.in_flight.hear(answer)
         except StageError as error:
             if not self._closing:
                 log.error("%s", error)
-                runner.behind.fall(error)
+                runner.in_flight.fail(error)
                 out.sender.close(str(error))
         except OSError:
             return  # our ends of the pipes are closed

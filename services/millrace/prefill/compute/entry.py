@@ -16,7 +16,8 @@ import torch
 from millrace.engine.assembly import Engine
 from millrace.engine.completion import Completion
 from millrace.engine.execution_pool import ExecutionPool, PoolTask, StopPoint
-from millrace.engine.forward.local_runner import Boundary, PrefillTask
+from millrace.engine.forward.passes import Boundary
+from millrace.engine.forward.prefill_task import PrefillTask
 from millrace.engine.sampling.sampler import Sampler
 from millrace.prefill.compute.first_tokens import SamplingError, prompt_logprobs, sample_first
 from millrace.prefill.compute.publish import LayerPublisher
@@ -276,8 +277,10 @@ class Entry:
             self._compute.suspended(part, self.task.compute_s, why)
 
     def _ended(self, error: Exception | None) -> None:
+        in_flight = self._compute.engine.runner.in_flight
         for part in self._heads():  # none, unless it was cut short
-            self._compute.engine.runner.drop([part.work.job.request_id])
+            if in_flight is not None:
+                in_flight.drop([part.work.job.request_id])
             part.work.done(part.error or part.work.failure() or error)
 
     def _is_unwanted(self) -> bool:

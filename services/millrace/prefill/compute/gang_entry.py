@@ -15,6 +15,7 @@ from millrace.core.instance.gang import GangKey, GangSpec
 from millrace.core.kv.sp_layout import ChunkShares, Pass, ring_buffers
 from millrace.engine.attention.ring import RingTask, ring_task
 from millrace.engine.execution_pool import PoolTask, StopPoint
+from millrace.engine.model.operators import operator_names
 from millrace.prefill.compute.entry import PrefillCompute
 from millrace.prefill.compute.work import Part, Work, task_name
 from millrace.transfer.ring.chunk_link import ChunkLink, Waits
@@ -167,7 +168,9 @@ class GangEntry:
             self._work.job.begin_part()
 
     def _suspended(self) -> None:
-        self._compute.engine.runner.rest()
+        processes = self._compute.engine.runner.processes
+        if processes is not None:
+            processes.rest()
         self._compute.metrics.preempted.inc()
         if self._open:
             self._end_part(self._open[0])
@@ -192,7 +195,7 @@ class GangEntry:
         """Of `GangSpec`: what `_steps` yields at the leader, and the last step that takes them all:
         the last layer's attention, after which others than the leader may be at their end.
         """
-        names = self._compute.engine.runner.operator_names
+        names = operator_names(self._compute.engine.shape)
         operators = [StopPoint.after(name) for name in names]
         attn = len(names) - 1 - names[::-1].index("attn")
         stops, last_stop = [StopPoint.PASS], 0

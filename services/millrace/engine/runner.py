@@ -1,0 +1,89 @@
+"""What callers need of a model that is ready to compute, on however many processes."""
+
+from __future__ import annotations
+
+from collections.abc import Generator, Sequence
+from typing import Protocol
+
+from torch import Tensor
+
+from millrace.engine.attention.kvp_owner import Remote
+from millrace.engine.attention.ring import RingTask
+from millrace.engine.forward.mixed_pass import DecodeRows
+from millrace.engine.forward.pass_states import PassStates
+from millrace.engine.forward.passes import Boundary, Processes
+from millrace.engine.forward.prefill_task import PrefillTask
+from millrace.engine.kv.pool import KvPool
+from millrace.engine.model.loader import Model
+from millrace.engine.pipeline.in_flight import InFlight
+
+
+class Runner(Protocol):
+    """A model bound to a KV pool: `ModelRunner` in one stage, `PipelineRunner` in several.
+
+    One thread at a time runs it; suspended prefills may be many. EngineDied, from any call, is the
+    end of the runner: a process that computes with this one has died.
+    """
+
+    remote: Remote | None
+    """The way to the KVP workers of spread requests. The caller sets it, between passes."""
+    model: Model  # this process's part: rank 0 of the first stage
+    pool: KvPool  # the record of all pages; its tensor is rank 0's
+    storage: Tensor
+    """[pools, layers, pages, 2, k, page_tokens, d]: the KV of all layers, and of all ranks whose
+    memory this process maps, in the order of their heads. `pool` has the first."""
+    states: PassStates  # this process's
+
+    @property
+    def in_flight(self) -> InFlight | None:
+        """Passes that go on in later stages after their generator has ended; None in one stage."""
+
+    @property
+    def processes(self) -> Processes | None:
+        """The other processes that compute with this one; None where it is alone."""
+
+    def prefill_batch(self, tasks: Sequence[PrefillTask]) -> Generator[Boundary]:
+        """Computes a ragged batch of chunks, yielding after every operator.
+
+        The caller may stop at any boundary (`close()`), or leave the generator suspended, run
+        others, and go on. The KV of a layer is in its pages once the layer's ``attn`` was yielded,
+        and of a later stage's layer when the tasks' `on_layer` is called. Rows that no task wants
+        are not computed: without logits the pass ends at the last layer's ``attn``. In several
+        stages the generator ends when the next pass may begin; where rows are wanted, it yields a
+        boundary with `awaited` first. Raises ValueError when a task has no tokens or too few pages.
+        """
+
+    def prefill_ring(self, task: RingTask) -> Generator[Boundary]:
+        """Computes a member's part of a pass of an SP group, yielding as `prefill_batch`.
+
+        All members yield the same boundaries up to the last layer's ``attn``, where the pass ends
+        at members that want no rows. A member without tokens only takes its place in the ring.
+        Uses the task's link on the caller's thread. Raises ValueError when the task's fields don't
+        fit each other, and where ranks on CUDA would have to take part in a ring.
+        """
+
+    def decode(
+        self, token_ids: Tensor, positions: Tensor, page_table: Tensor, kv_lens: Tensor
+    ) -> Tensor:
+        """Computes one token of each of b sequences: writes its KV, attends to `kv_lens` rows.
+
+        All four lie on the host, where the step is planned: ``token_ids`` int64 [b];
+        ``positions`` int64 [b]; ``page_table`` int32 [b, max_pages]; ``kv_lens`` int32 [b], the
+        new token included. Returns float32 [b, vocab] on the model's device.
+        """
+
+    def mixed(
+        self, decodes: DecodeRows, page_table: Tensor, tasks: Sequence[PrefillTask]
+    ) -> Tensor:
+        """Computes a decode step of b sequences and chunks in one pass: at least one row.
+
+        page_table: int32 [b + chunks, max_pages] on the host, the decodes' rows first. Returns
+        float32 [b, vocab] on the model's device; the tasks get theirs. Raises ValueError as
+        `prefill_batch` does.
+        """
+
+    def project(self, hidden: Tensor) -> Tensor:
+        """float32 [n, vocab]: logits of rows of `PrefillTask.hidden`."""
+
+    def copy_page(self, source: int, target: int) -> None:
+        """`KvPool.copy_page`, at every stage and rank."""
