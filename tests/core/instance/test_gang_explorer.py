@@ -182,7 +182,7 @@ def test_the_watch_puts_right_what_lost_messages_stop(
     scenario: Scenario, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     explore(scenario)
-    monkeypatch.setattr(StallWatch, "look", lambda watch: None)
+    monkeypatch.setattr(StallWatch, "check", lambda watch, step: None)
     with pytest.raises(AssertionError, match=r"requests are left behind|go on for ever"):
         explore(scenario)
 

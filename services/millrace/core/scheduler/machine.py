@@ -39,12 +39,13 @@ from millrace.core.scheduler.admission import refusal
 from millrace.core.scheduler.dispatch.chunk_progress import ChunkProgress
 from millrace.core.scheduler.dispatch.dispatcher import Dispatcher
 from millrace.core.scheduler.dispatch.request_progress import RequestProgress
-from millrace.core.scheduler.effects import Effect, Refuse
+from millrace.core.scheduler.effects import Effect
 from millrace.core.scheduler.event_filter import EventFilter
 from millrace.core.scheduler.fleet.cluster import Cluster, Pool
 from millrace.core.scheduler.fleet.instances import DecodeInstance, Instance, PrefillInstance
 from millrace.core.scheduler.request_table import RequestTable, still_needs
 from millrace.core.scheduler.stall_watch import StallWatch
+from millrace.core.scheduler.step_context import StepContext
 
 #: Deadline of token one where a request has no objective: after this many times its prefill alone,
 #: and this many seconds at least (the constants that Medha's authors released).
@@ -64,7 +65,7 @@ class Machine:
         self._stall_watch = StallWatch(self._table)
         chunk_progress = ChunkProgress(self._table, self._dispatcher, self._event_filter)
         request_progress = RequestProgress(self._table, self._dispatcher, self._event_filter)
-        self._handlers: dict[type, Callable[[Any], None]] = {
+        self._handlers: dict[type, Callable[[StepContext, Any], None]] = {
             events.InstanceJoined: self._joined,
             events.InstanceLeft: self._left,
             events.InstanceDraining: self._draining,
@@ -88,11 +89,9 @@ class Machine:
 
     def step(self, event: events.Event, now_s: float) -> list[Effect]:
         """Takes one event in and returns what is to be done. `now_s` never runs backwards."""
-        effects: list[Effect] = []
-        self._table.now_s = now_s
-        self._table.effects = effects
-        self._handlers[type(event)](event)
-        return effects
+        step = StepContext(now_s)
+        self._handlers[type(event)](step, event)
+        return step.effects
 
     @property
     def requests(self) -> Mapping[str, Request]:
@@ -156,62 +155,66 @@ class Machine:
 
     # ---- instances
 
-    def _joined(self, event: events.InstanceJoined) -> None:
+    def _joined(self, step: StepContext, event: events.InstanceJoined) -> None:
         known = self.cluster.instances.get(event.instance_id)
         if known is not None and known.card.generation >= event.generation:
             self._event_filter.ignored += 1
             return
         if known is not None:
-            self._leave(known)
+            self._leave(step, known)
         self.cluster.add(event)
-        self._dispatcher.run()
+        self._dispatcher.run(step)
 
-    def _left(self, event: events.InstanceLeft) -> None:
+    def _left(self, step: StepContext, event: events.InstanceLeft) -> None:
         if (instance := self._event_filter.current(event)) is not None:
-            self._leave(instance)
-            self._dispatcher.run()
+            self._leave(step, instance)
+            self._dispatcher.run(step)
 
-    def _leave(self, instance: Instance) -> None:
+    def _leave(self, step: StepContext, instance: Instance) -> None:
         pool = self.cluster.pool_of(instance)
         self.cluster.remove(instance)
         for request_id in instance.holdings:
             request = self._table.served(request_id, instance)
             if request is not None and still_needs(request, instance):
-                self._table.lost(request, instance, f"{instance.card.role} {instance.id} died")
+                self._table.lost(
+                    step, request, instance, f"{instance.card.role} {instance.id} died"
+                )
             elif request is not None:
                 self._table.drop_tasks(request)  # it decodes before prefill said that it was done
         if isinstance(instance, PrefillInstance):
             pool.run_queue.forget(instance)
-        self._unplace_unserved(pool)
+        self._unplace_unserved(step, pool)
         self.cluster.drop_if_empty(instance.card.model_hash)
 
-    def _draining(self, event: events.InstanceDraining) -> None:
+    def _draining(self, step: StepContext, event: events.InstanceDraining) -> None:
         instance = self._event_filter.current(event)
         if instance is not None and not instance.leaving:
             self.cluster.drain(instance)
-            self._make_way(instance)
+            self._make_way(step, instance)
 
-    def _cordoned(self, event: events.InstanceCordoned) -> None:
+    def _cordoned(self, step: StepContext, event: events.InstanceCordoned) -> None:
         if (instance := self._event_filter.current(event)) is not None:
             self.cluster.cordon(instance, cordoned=event.cordoned)
-            self._make_way(instance)
+            self._make_way(step, instance)
 
-    def _make_way(self, instance: Instance) -> None:
+    def _make_way(self, step: StepContext, instance: Instance) -> None:
         """What waits for prefill to go to an instance that takes no new work goes elsewhere.
 
         Unless it would only wait there: no other instance has room for it now.
         """
         pool = self.cluster.pool_of(instance)
-        self._unplace_unserved(pool)
+        self._unplace_unserved(step, pool)
         for request in list(pool.line) if instance.draining else ():
             waits = instance.id in request.holders and not request.goes_on
             queued = waits and request.state is RequestState.QUEUED
             if queued and self._dispatcher.has_room(request):
-                self._table.retry(request, f"{instance.card.role} {instance.id} takes no new work")
-                self._dispatcher.place()  # it takes that room before the next one looks
-        self._dispatcher.run()
+                self._table.retry(
+                    step, request, f"{instance.card.role} {instance.id} takes no new work"
+                )
+                self._dispatcher.place(step)  # it takes that room before the next one looks
+        self._dispatcher.run(step)
 
-    def _unplace_unserved(self, pool: Pool) -> None:
+    def _unplace_unserved(self, step: StepContext, pool: Pool) -> None:
         """Without a prefill instance for its model a decode instance is no place to wait at.
 
         Unless it keeps what an earlier attempt computed: that is worth the wait.
@@ -219,21 +222,23 @@ class Machine:
         if not (pool.is_ready and pool.prefill):
             for request in list(pool.line):
                 if not request.goes_on:
-                    self._table.retry(request, "no prefill instance serves this model now")
+                    self._table.retry(step, request, "no prefill instance serves this model now")
 
-    def _load(self, event: events.LoadReported) -> None:
+    def _load(self, step: StepContext, event: events.LoadReported) -> None:
         if (instance := self._event_filter.current(event)) is not None:
             instance.heard(event)
             if isinstance(instance, PrefillInstance):
-                self._stall_watch.heard(instance, event)
+                self._stall_watch.heard(instance, event, step.now_s)
             if isinstance(instance, DecodeInstance) and instance.told_free_pages is not None:
-                self._dispatcher.room_made(instance)  # it may have more than was believed
+                self._dispatcher.room_made(step, instance)  # it may have more than was believed
             elif isinstance(instance, PrefillInstance) and event.cached and event.cached.added:
-                self._dispatcher.run()  # what waits for one that has its prefix may go to this one
+                self._dispatcher.run(
+                    step
+                )  # what waits for one that has its prefix may go to this one
 
     # ---- what proxies say
 
-    def _submitted(self, event: events.Submitted) -> None:
+    def _submitted(self, step: StepContext, event: events.Submitted) -> None:
         request = event.request
         if request.id in self.requests:
             self._event_filter.ignored += 1
@@ -242,25 +247,17 @@ class Machine:
             ready[0].predict(request)  # also of one to refuse: it is load, too
         refused = refusal(request, self.cluster, self.queued, self.queued_s, self.config)
         if refused is not None:
-            self._table.effects.append(
-                Refuse(
-                    request_id=request.id,
-                    proxy_id=request.proxy_id,
-                    code=refused.code,
-                    message=refused.message,
-                    retry_after_s=refused.retry_after_s,
-                )
-            )
+            step.refuse(request, refused)
             return
-        self.cluster.arrived(request, self._table.now_s)
+        self.cluster.arrived(request, step.now_s)
         request.deadline_s = request.arrival_s + (
             request.slo.ttft_s
             or max(DEADLINE_FACTOR * request.predicted_prefill_s, LEAST_DEADLINE_S)
         )
-        self._table.add(request)
-        self._dispatcher.run()
+        self._table.add(step, request)
+        self._dispatcher.run(step)
 
-    def _cancel(self, event: events.CancelRequested) -> None:
+    def _cancel(self, step: StepContext, event: events.CancelRequested) -> None:
         request = self.requests.get(event.request_id)
         if request is None:
             self._event_filter.ignored += 1
@@ -268,26 +265,27 @@ class Machine:
         # A proxy that met a stop string has the whole answer.
         complete = event.reason == "stop" and request.state is not RequestState.QUEUED
         end = RequestState.FINISHED if complete else RequestState.CANCELLED
-        self._table.end(request, end, event.reason)
-        self._dispatcher.run()
+        self._table.end(step, request, end, event.reason)
+        self._dispatcher.run(step)
 
-    def _proxy_left(self, event: events.ProxyLeft) -> None:
+    def _proxy_left(self, step: StepContext, event: events.ProxyLeft) -> None:
         for request_id in list(self._table.by_proxy.get(event.proxy_id, ())):
-            self._table.end(self.requests[request_id], RequestState.CANCELLED, "its proxy left")
-        self._dispatcher.run()
+            request = self.requests[request_id]
+            self._table.end(step, request, RequestState.CANCELLED, "its proxy left")
+        self._dispatcher.run(step)
 
     # ---- settings and time
 
-    def _policy_changed(self, event: events.PolicyChanged) -> None:
-        self._table.change_policy(event.policy)
-        self._dispatcher.run()
+    def _policy_changed(self, step: StepContext, event: events.PolicyChanged) -> None:
+        self._table.change_policy(event.policy, step.now_s)
+        self._dispatcher.run(step)
 
-    def _rate_changed(self, event: events.ImprovementRateChanged) -> None:
-        self.cluster.change_rate(event, self._table.now_s)
-        self._dispatcher.run()
+    def _rate_changed(self, step: StepContext, event: events.ImprovementRateChanged) -> None:
+        self.cluster.change_rate(event, step.now_s)
+        self._dispatcher.run(step)
 
-    def _tick(self, event: events.Tick) -> None:
+    def _tick(self, step: StepContext, event: events.Tick) -> None:
         del event  # the time is all it says
-        self._table.expire()
-        self._stall_watch.look()
-        self._dispatcher.run()
+        self._table.expire(step)
+        self._stall_watch.check(step)
+        self._dispatcher.run(step)

@@ -13,11 +13,11 @@ from itertools import count
 from millrace.core.config import SchedulerConfig
 from millrace.core.priority import POLICIES, PriorityKey
 from millrace.core.request import Request, RequestState
-from millrace.core.scheduler.effects import AdmitDecode, CancelOn, Effect, Fail, Record
 from millrace.core.scheduler.fleet.cluster import Cluster, Pool
 from millrace.core.scheduler.fleet.instances import Holding, Instance, PrefillInstance
 from millrace.core.scheduler.fleet.run_queue import RunQueue
 from millrace.core.scheduler.fleet.waiting_queue import WaitingQueue
+from millrace.core.scheduler.step_context import StepContext
 
 _HAS_TOKEN = frozenset({RequestState.TRANSFERRING, RequestState.DECODING, RequestState.FINISHED})
 
@@ -35,8 +35,6 @@ class RequestTable:
     def __init__(self, config: SchedulerConfig, cluster: Cluster) -> None:
         self.config = config
         self.cluster = cluster
-        self.now_s = 0.0
-        self.effects: list[Effect] = []
         self.requests: dict[str, Request] = {}  # oldest first
         self.by_proxy: dict[str, dict[str, None]] = {}
         self.unplaced = WaitingQueue()
@@ -49,47 +47,50 @@ class RequestTable:
 
     # ---- the table and the lines
 
-    def add(self, request: Request) -> None:
+    def add(self, step: StepContext, request: Request) -> None:
         """Accepts a new request; it waits to be placed."""
         request.order = next(self._orders)
         self.requests[request.id] = request
         self.by_proxy.setdefault(request.proxy_id, {})[request.id] = None
-        self.enqueue(request, self.unplaced)
+        self.enqueue(step, request, self.unplaced)
 
-    def enqueue(self, request: Request, line: WaitingQueue) -> None:
-        line.add(request, self.keys([request], 1)[request.id])
+    def enqueue(self, step: StepContext, request: Request, line: WaitingQueue) -> None:
+        line.add(request, self.keys([request], step.now_s, 1)[request.id])
         self.line_of[request.id] = line
 
-    def keys(self, requests: Sequence[Request], instances: int) -> dict[str, PriorityKey]:
+    def keys(
+        self, requests: Sequence[Request], now_s: float, instances: int
+    ) -> dict[str, PriorityKey]:
         """The policy's keys by request id."""
-        found = self.policy.keys(requests, self.now_s, instances)
+        found = self.policy.keys(requests, now_s, instances)
         return {request.id: key for request, key in zip(requests, found, strict=True)}
 
-    def rerank(self, pool: Pool) -> None:
+    def rerank(self, pool: Pool, now_s: float) -> None:
         """Gives all that waits in the pool's line, and all that its instances hold, new keys."""
-        keys = self.keys([*pool.line, *pool.run_queue.heads()], len(pool.prefill))
+        keys = self.keys([*pool.line, *pool.run_queue.heads()], now_s, len(pool.prefill))
         pool.line.rerank(keys)
         pool.run_queue.rerank(keys)
 
-    def rerank_unplaced(self) -> None:
-        self.unplaced.rerank(self.keys(list(self.unplaced), len(self.cluster.instances)))
+    def rerank_unplaced(self, now_s: float) -> None:
+        keys = self.keys(list(self.unplaced), now_s, len(self.cluster.instances))
+        self.unplaced.rerank(keys)
 
-    def change_policy(self, name: str) -> None:
+    def change_policy(self, name: str, now_s: float) -> None:
         """Keys of two policies can't be compared: everything is ranked anew at once."""
         self.policy = POLICIES[name]
-        self.rerank_unplaced()
+        self.rerank_unplaced(now_s)
         for pool in self.cluster.pools.values():
-            self.rerank(pool)
+            self.rerank(pool, now_s)
 
     def unqueue(self, request: Request) -> None:
         self.line_of.pop(request.id).remove(request)
 
-    def advance(self, request: Request, state: RequestState) -> None:
+    def advance(self, step: StepContext, request: Request, state: RequestState) -> None:
         """Token one is out as soon as anybody says so: decode's news may overtake prefill's."""
         request.advance(state)
         if request.first_token_s is None and state in _HAS_TOKEN:
-            request.first_token_s = self.now_s
-        self.record(request)
+            request.first_token_s = step.now_s
+        step.record(request)
 
     def learn_on_top(self, request: Request) -> None:
         """Once both prefill and decode have told of the request's first token."""
@@ -106,29 +107,6 @@ class RequestTable:
             on_top = self.cluster.pool_of(home).on_top
             on_top.observe(request.prompt_tokens, out_s - sent_s - took_s)
 
-    def record(self, request: Request) -> None:
-        self.effects.append(
-            Record(
-                request_id=request.id,
-                state=request.state,
-                decode_id=request.decode_id,
-                kv_tokens=request.landed_tokens,
-            )
-        )
-
-    def admit(self, request: Request) -> None:
-        """Tells decode of the request's next attempt."""
-        assert request.decode_id is not None  # only placed requests are attempted
-        self.effects.append(
-            AdmitDecode(
-                instance_id=request.decode_id,
-                request_id=request.id,
-                attempt=request.attempt,
-                kept_tokens=request.kept_tokens,
-                shards=request.shards,
-            )
-        )
-
     def served(self, request_id: str, instance: Instance) -> Request | None:
         """The request, if what the instance holds of it is the attempt that counts."""
         holding = instance.holdings.get(request_id)
@@ -136,7 +114,14 @@ class RequestTable:
 
     # ---- ends and second attempts
 
-    def lost(self, request: Request, instance: Instance, why: str, kept_tokens: int = 0) -> None:
+    def lost(
+        self,
+        step: StepContext,
+        request: Request,
+        instance: Instance,
+        why: str,
+        kept_tokens: int = 0,
+    ) -> None:
         """An instance can't do its part. Prefilled again unless token one may be out.
 
         Prefill's loss costs what has not landed at decode; decode says itself what it keeps, and
@@ -145,14 +130,15 @@ class RequestTable:
         reporter: Instance | None = None if kept_tokens else instance
         if isinstance(instance, PrefillInstance):
             kept_tokens = request.landed_tokens
-        self._again(request, why, instance, reporter, kept_tokens)
+        self._again(step, request, why, instance, reporter, kept_tokens)
 
-    def take_back(self, request: Request, why: str) -> None:
+    def take_back(self, step: StepContext, request: Request, why: str) -> None:
         """Prefill gets nowhere with the request: it is planned again, behind what has landed."""
-        self._again(request, why, None, None, request.landed_tokens)
+        self._again(step, request, why, None, None, request.landed_tokens)
 
     def _again(
         self,
+        step: StepContext,
         request: Request,
         why: str,
         instance: Instance | None,
@@ -162,45 +148,53 @@ class RequestTable:
         kept_tokens = min(kept_tokens, request.prompt_tokens - 1)  # token one wants the last
         resumable = request.resumable and not request.shards  # what is spread begins anew
         if request.state not in (RequestState.QUEUED, RequestState.PREFILLING):
-            self.fail(request, f"{why} after the first token", reporter, resumable=True)
+            self.fail(step, request, f"{why} after the first token", reporter, resumable=True)
         elif kept_tokens >= MIN_KEPT_TOKENS and resumable:
-            self._resume(request, why, instance, kept_tokens)
+            self._resume(step, request, why, instance, kept_tokens)
         else:
-            self.retry(request, why, reporter)
+            self.retry(step, request, why, reporter)
 
     def _resume(
-        self, request: Request, why: str, reporter: Instance | None, kept_tokens: int
+        self,
+        step: StepContext,
+        request: Request,
+        why: str,
+        reporter: Instance | None,
+        kept_tokens: int,
     ) -> None:
         """Back to the pool's line, in its old place, to go on behind what decode keeps."""
         if request.state is RequestState.PREFILLING:
             request.attempts -= kept_tokens >= request.kept_tokens + MIN_KEPT_TOKENS
         if request.attempts >= self.config.max_attempts:
-            self.retry(request, why, reporter if isinstance(reporter, PrefillInstance) else None)
+            known = reporter if isinstance(reporter, PrefillInstance) else None
+            self.retry(step, request, why, known)
             return
         decode = self.cluster.instances[request.decode_id or ""]
-        self._withdraw(request, why, reporter, but=decode)
+        self._withdraw(step, request, why, reporter, but=decode)
         self._forget_plan(request)
         request.kept_tokens = request.landed_tokens = kept_tokens
         request.attempt += 1
         pool = self.cluster.pool_of(decode)
         if pool.prefill:
             pool.predict(request)
-        self.admit(request)
-        self.record(request)
-        self.enqueue(request, pool.line)
+        step.admit(request)
+        step.record(request)
+        self.enqueue(step, request, pool.line)
 
-    def retry(self, request: Request, why: str, reporter: Instance | None = None) -> None:
+    def retry(
+        self, step: StepContext, request: Request, why: str, reporter: Instance | None = None
+    ) -> None:
         """Back to the line, in its old place, unless it had all its attempts."""
         if request.attempts >= self.config.max_attempts:
-            self.fail(request, f"{why}; {request.attempts} attempts were made", reporter)
+            self.fail(step, request, f"{why}; {request.attempts} attempts were made", reporter)
             return
-        self._withdraw(request, why, reporter)
+        self._withdraw(step, request, why, reporter)
         self._forget_plan(request)
         request.decode_id = None
         request.shards = ()
         request.kept_tokens = request.landed_tokens = 0
-        self.record(request)
-        self.enqueue(request, self.unplaced)
+        step.record(request)
+        self.enqueue(step, request, self.unplaced)
 
     def _forget_plan(self, request: Request) -> None:
         request.chunks = ()
@@ -213,24 +207,19 @@ class RequestTable:
 
     def fail(
         self,
+        step: StepContext,
         request: Request,
         message: str,
         reporter: Instance | None = None,
         *,
         resumable: bool = False,
     ) -> None:
-        self.effects.append(
-            Fail(
-                request_id=request.id,
-                proxy_id=request.proxy_id,
-                message=message,
-                resumable=resumable,
-            )
-        )
-        self.end(request, RequestState.FAILED, message, reporter)
+        step.fail(request, message, resumable=resumable)
+        self.end(step, request, RequestState.FAILED, message, reporter)
 
     def end(
         self,
+        step: StepContext,
         request: Request,
         state: RequestState,
         reason: str | None,
@@ -241,17 +230,18 @@ class RequestTable:
         Instances are told to drop it, but for the `reporter`, who knows. Without a reason none is
         told: each comes to its own end.
         """
-        self._withdraw(request, reason, reporter)
-        request.finished_s = self.now_s
+        self._withdraw(step, request, reason, reporter)
+        request.finished_s = step.now_s
         del self.requests[request.id]
         siblings = self.by_proxy[request.proxy_id]
         del siblings[request.id]
         if not siblings:
             del self.by_proxy[request.proxy_id]
-        self.advance(request, state)
+        self.advance(step, request, state)
 
     def _withdraw(
         self,
+        step: StepContext,
         request: Request,
         reason: str | None,
         reporter: Instance | None,
@@ -261,7 +251,7 @@ class RequestTable:
         if request.state is RequestState.QUEUED:
             self.unqueue(request)
         self.drop_tasks(request)
-        limit_s = self.now_s + self.config.release_timeout_s
+        limit_s = step.now_s + self.config.release_timeout_s
         for instance in self._instances_of(request):
             holding = instance.holdings.get(request.id)
             if holding is None or holding.leaving or instance is but:
@@ -269,9 +259,7 @@ class RequestTable:
             holding.leaving = True
             self._leaving.append((limit_s, instance, holding, request.id))
             if reason is not None and instance is not reporter:
-                self.effects.append(
-                    CancelOn(instance_id=instance.id, request_id=request.id, reason=reason)
-                )
+                step.cancel(request, instance.id, reason)
 
     def drop_tasks(self, request: Request) -> bool:
         """The request computes no more; False when it had nothing left to compute."""
@@ -281,10 +269,10 @@ class RequestTable:
         run_queue.remove(request.id)
         return True
 
-    def computed(self, request: Request) -> None:
+    def computed(self, step: StepContext, request: Request) -> None:
         """All of the prompt is computed: token one is known."""
         if request.state is RequestState.PREFILLING:
-            self.advance(request, RequestState.TRANSFERRING)
+            self.advance(step, request, RequestState.TRANSFERRING)
 
     def did_part(self, request: Request, instance: Instance) -> None:
         """A member has nothing of the request any more, which others still compute."""
@@ -299,15 +287,15 @@ class RequestTable:
 
     # ---- time
 
-    def expire(self) -> None:
+    def expire(self, step: StepContext) -> None:
         """Ends requests past their deadline, and frees what instances never spoke of again."""
         limit_s = self.config.request_timeout_s
         while self.requests:
             oldest = next(iter(self.requests.values()))
-            if self.now_s - oldest.arrival_s < limit_s:
+            if step.now_s - oldest.arrival_s < limit_s:
                 break
-            self.fail(oldest, f"the request took longer than {limit_s:g} s")
-        while self._leaving and self._leaving[0][0] <= self.now_s:
+            self.fail(step, oldest, f"the request took longer than {limit_s:g} s")
+        while self._leaving and self._leaving[0][0] <= step.now_s:
             _, instance, holding, request_id = self._leaving.popleft()
             if instance.holdings.get(request_id) is holding:
                 instance.release(request_id)

@@ -14,6 +14,7 @@ from millrace.core.scheduler.fleet.cluster import ANYONE
 from millrace.core.scheduler.fleet.instances import DecodeInstance
 from millrace.core.scheduler.fleet.run_queue import Task
 from millrace.core.scheduler.request_table import RequestTable
+from millrace.core.scheduler.step_context import StepContext
 
 _OfChunk = events.ChunkStarted | events.ChunkSuspended | events.ChunkFinished
 
@@ -28,25 +29,25 @@ class ChunkProgress:
         self._dispatcher = dispatcher
         self._event_filter = event_filter
 
-    def started(self, event: events.ChunkStarted) -> None:
-        found = self._task_of(event)
+    def started(self, step: StepContext, event: events.ChunkStarted) -> None:
+        found = self._task_of(step, event)
         if found is not None:
             task, request = found
             if task.started_s is None:
-                task.started_s = self._table.now_s
+                task.started_s = step.now_s
             if request.running_since_s is None:
-                request.running_since_s = self._table.now_s
+                request.running_since_s = step.now_s
 
-    def suspended(self, event: events.ChunkSuspended) -> None:
-        found = self._task_of(event)
+    def suspended(self, step: StepContext, event: events.ChunkSuspended) -> None:
+        found = self._task_of(step, event)
         if found is not None:
             task, request = found
             task.executed_s = event.compute_s
             task.started_s = request.running_since_s = None
             request.executed_s = self._executed_s(request) + event.compute_s
 
-    def finished(self, event: events.ChunkFinished) -> None:
-        found = self._task_of(event)
+    def finished(self, step: StepContext, event: events.ChunkFinished) -> None:
+        found = self._task_of(step, event)
         if found is None:
             return
         task, request = found
@@ -57,10 +58,10 @@ class ChunkProgress:
         request.running_since_s = None
         if request.chunks_done == len(request.chunks):
             self._table.run_queue_of.pop(request.id)
-            self._table.computed(request)
+            self._table.computed(step, request)
         if done:
             self._learn(task, request, event.compute_s)
-            self._dispatcher.dispatch()
+            self._dispatcher.dispatch(step)
 
     def _learn(self, task: Task, request: Request, compute_s: float) -> None:
         """Corrects what is predicted of the leader. Batches are predicted on the safe side."""
@@ -74,13 +75,13 @@ class ChunkProgress:
             request.computed_alone_s = compute_s
             self._table.learn_on_top(request)
 
-    def _task_of(self, event: _OfChunk) -> tuple[Task, Request] | None:
+    def _task_of(self, step: StepContext, event: _OfChunk) -> tuple[Task, Request] | None:
         """The task the event speaks of, if its leader speaks and the request still needs it."""
         instance = self._event_filter.current(event)
         if instance is None:
             return None
         if isinstance(instance, DecodeInstance) and instance.card.role == "mixed":
-            self._mixed_said(event, instance)
+            self._mixed_said(step, event, instance)
             return None
         run_queue = self._table.run_queue_of.get(event.request_id)
         if run_queue is not None:
@@ -90,11 +91,11 @@ class ChunkProgress:
         self._event_filter.ignored += 1
         return None
 
-    def _mixed_said(self, event: _OfChunk, instance: DecodeInstance) -> None:
+    def _mixed_said(self, step: StepContext, event: _OfChunk, instance: DecodeInstance) -> None:
         """A mixed instance orders its own work: only the end of a prefill matters here."""
         request = self._table.served(event.request_id, instance)
         if isinstance(event, events.ChunkFinished) and request is not None:
-            self._table.computed(request)
+            self._table.computed(step, request)
         else:
             self._event_filter.ignored += request is None
 

@@ -11,12 +11,12 @@ from collections.abc import Callable, Collection
 from typing import NamedTuple
 
 from millrace.core.request import Chunk, Request, Shard
-from millrace.core.scheduler.effects import Place
 from millrace.core.scheduler.fleet.cluster import Pool
 from millrace.core.scheduler.fleet.freeness import freest
 from millrace.core.scheduler.fleet.instances import DecodeInstance, PrefillInstance
 from millrace.core.scheduler.fleet.run_queue import Rank
 from millrace.core.scheduler.request_table import MIN_KEPT_TOKENS, RequestTable
+from millrace.core.scheduler.step_context import StepContext
 
 #: So many requests at the head may wait for decode instances' pages while later ones go ahead.
 #: Each keeps one instance's pages to itself until it fits (those of all its holders, if it is to be
@@ -28,7 +28,7 @@ MAX_WAITING = 4
 LEAST_SAVING = 0.1
 
 #: Sends a placed request its chunks, with the pages that they take at prefill instances.
-Send = Callable[[Request, tuple[Chunk, ...], dict[str, int]], None]
+Send = Callable[[StepContext, Request, tuple[Chunk, ...], dict[str, int]], None]
 
 
 class _Fitting(NamedTuple):
@@ -54,11 +54,11 @@ class DecodePlacement:
         self._cluster = table.cluster
         self._send = send
 
-    def place(self) -> None:
+    def place(self, step: StepContext) -> None:
         """All that has room now."""
         unplaced = self._table.unplaced
         if not self._table.policy.static and len(unplaced) > 1:
-            self._table.rerank_unplaced()
+            self._table.rerank_unplaced(step.now_s)
         pools = self._cluster.ready_pools()
         reserved: set[str] = set()
         index = waiting = 0
@@ -67,7 +67,7 @@ class DecodePlacement:
             fitting = _fitting(request, pools)
             spot = self._spot(request, fitting, reserved)
             if spot is not None:
-                self._place(request, spot)
+                self._place(step, request, spot)
                 continue
             reserved.update(_kept(request, fitting, reserved))
             # What fits nowhere (its instance died, or still holds an earlier attempt) blocks none.
@@ -145,7 +145,7 @@ class DecodePlacement:
                 kept[one.id] = tokens
         return kept
 
-    def _place(self, request: Request, spot: _Spot) -> None:
+    def _place(self, step: StepContext, request: Request, spot: _Spot) -> None:
         table, home = self._table, spot.home
         pool = self._cluster.pool_of(home)
         table.unqueue(request)
@@ -156,18 +156,11 @@ class DecodePlacement:
         request.attempt += 1
         if request.attempt > 1 or spot.kept_tokens or len(self._cluster.pools) > 1:
             pool.predict(request)  # by the pool that it goes to: it may be another one now
-        table.effects.append(
-            Place(
-                request_id=request.id,
-                proxy_id=request.proxy_id,
-                decode_id=home.id,
-                predicted_ttft_s=self._predicted_ttft_s(request, pool),
-            )
-        )
-        table.admit(request)
-        table.record(request)
+        step.place(request, home.id, self._predicted_ttft_s(request, pool, step.now_s))
+        step.admit(request)
+        step.record(request)
         if home.card.role != "mixed":
-            table.enqueue(request, pool.line)
+            table.enqueue(step, request, pool.line)
         else:
             kept = spot.kept_tokens
             whole = Chunk(
@@ -176,7 +169,7 @@ class DecodePlacement:
                 num_tokens=request.prompt_tokens - kept,
                 instance_ids=(home.id,),
             )
-            self._send(request, (whole,), {})
+            self._send(step, request, (whole,), {})
 
     def _hold(self, request: Request, spot: _Spot) -> None:
         spot.home.hold(request, *spot.shards[:1])
@@ -185,7 +178,7 @@ class DecodePlacement:
             assert not isinstance(holder, PrefillInstance)  # those hold no shards
             holder.hold_shard(request.id, shard)
 
-    def _predicted_ttft_s(self, request: Request, pool: Pool) -> float:
+    def _predicted_ttft_s(self, request: Request, pool: Pool, now_s: float) -> float:
         """Work that goes before the request, its own, and what comes on top of computing.
 
         With nobody in the pool's line before it, it goes to the instance with the least such work;
@@ -194,8 +187,7 @@ class DecodePlacement:
         own_s = request.predicted_prefill_s + pool.on_top.seconds(request.prompt_tokens)
         if not pool.line and any(not prefill.queue for prefill in pool.prefill.values()):
             return own_s
-        table, now_s = self._table, self._table.now_s
-        key = table.keys([request], len(pool.prefill))[request.id]
+        key = self._table.keys([request], now_s, len(pool.prefill))[request.id]
         rank: Rank = (key, request.order, 0)
         ahead_s = [
             pool.run_queue.ahead_s(prefill, rank, now_s) for prefill in pool.prefill.values()

@@ -17,12 +17,12 @@ from millrace.core.kv.prompt_pages import pages_of_plan
 from millrace.core.request import Chunk, Request, RequestState
 from millrace.core.scheduler.batching import batch
 from millrace.core.scheduler.dispatch.decode_placement import DecodePlacement
-from millrace.core.scheduler.effects import RunPrefill
 from millrace.core.scheduler.fleet.cluster import Pool
 from millrace.core.scheduler.fleet.instances import Instance, PrefillInstance
 from millrace.core.scheduler.fleet.run_queue import Rank, Task, masks
 from millrace.core.scheduler.planning.plan import Plan, PlannedChunk
 from millrace.core.scheduler.request_table import RequestTable
+from millrace.core.scheduler.step_context import StepContext
 
 #: With preemption, so many requests at the head of the line may be passed by later ones.
 MAX_PASSED = 8
@@ -55,55 +55,55 @@ class Dispatcher:
         self._config = table.config
         self._placement = DecodePlacement(table, self._send)
 
-    def run(self) -> None:
+    def run(self, step: StepContext) -> None:
         """Places and dispatches all that has room now."""
-        self.place()
-        self.dispatch()
+        self.place(step)
+        self.dispatch(step)
 
-    def place(self) -> None:
+    def place(self, step: StepContext) -> None:
         """The first half alone, for what must be placed before more is decided."""
         if self._table.unplaced:
-            self._placement.place()
+            self._placement.place(step)
 
     def has_room(self, request: Request) -> bool:
         """Whether a decode instance that takes new work has room for the request now."""
         return self._placement.has_room(request)
 
-    def room_made(self, instance: Instance) -> None:
+    def room_made(self, step: StepContext, instance: Instance) -> None:
         """Pages came free: whoever waited for them goes on. Nobody runs in another order for it."""
         if self._table.unplaced:
-            self.run()
+            self.run(step)
         elif isinstance(instance, PrefillInstance):
             pool = self._cluster.pool_of(instance)
             if pool.lacks_pages:
-                self._round(pool)
+                self._round(step, pool)
 
-    def dispatch(self) -> None:
+    def dispatch(self, step: StepContext) -> None:
         """The second half alone, for events that made room at prefill instances only."""
         for pool in self._cluster.pools.values():
             if pool.line or pool.run_queue.ranked:
-                self._round(pool)
+                self._round(step, pool)
 
-    def _round(self, pool: Pool) -> None:
+    def _round(self, step: StepContext, pool: Pool) -> None:
         self.count += 1
         if not self._table.policy.static and len(pool.line) + len(pool.run_queue.ranked) > 1:
-            self._table.rerank(pool)
-        self._dispatch(pool)
+            self._table.rerank(pool, step.now_s)
+        self._dispatch(step, pool)
         orders = pool.run_queue.orders()
         self.commands += len(orders)
-        self._table.effects += orders
+        step.order(orders)
 
     # ---- prefill
 
-    def _dispatch(self, pool: Pool) -> None:
+    def _dispatch(self, step: StepContext, pool: Pool) -> None:
         pool.lacks_pages = False
         kept: set[str] = set()
         index = 0
         while index < len(pool.line) and pool.prefill:
             request = pool.line[index]
-            planned = self._plan(request, pool, kept)
+            planned = self._plan(request, pool, kept, step.now_s)
             if planned is not None:
-                self._start(request, planned, pool)
+                self._start(step, request, planned, pool)
             elif not pool.could_prefill(request):
                 index += 1  # an earlier attempt is still wherever it could go
                 pool.lacks_pages = True
@@ -125,7 +125,7 @@ class Dispatcher:
         others.sort(key=lambda one: (-one.free_pages, one.id))
         return [one.id for one in others[: pool.least_sp(shares)]]
 
-    def _plan(self, request: Request, pool: Pool, kept: set[str]) -> _Planned | None:
+    def _plan(self, request: Request, pool: Pool, kept: set[str], now_s: float) -> _Planned | None:
         """Chunks of which the first can be taken in now, or None; on no instance that is `kept`.
 
         That is when its instances have a task slot among the tasks that go before the request, and
@@ -139,7 +139,7 @@ class Dispatcher:
         slots = [len(one.queue) < ahead or run_queue.ahead(one, rank) < ahead for one in instances]
         if not any(slots):
             return None
-        queue_s = run_queue.queue_s(instances, rank, self._table.now_s)
+        queue_s = run_queue.queue_s(instances, rank, now_s)
         shares = pool.shares(request)
         least, tokens, request_id = min(shares.values()), request.prompt_tokens, request.id
         for index, one in enumerate(instances):
@@ -215,10 +215,10 @@ class Dispatcher:
         chunk = pool.one_chunk(request, queue_s, shares)
         return None if chunk is None else _planned(request, pool, chunk)
 
-    def _start(self, request: Request, planned: _Planned, pool: Pool) -> None:
+    def _start(self, step: StepContext, request: Request, planned: _Planned, pool: Pool) -> None:
         """Sends the request, and others that are computed together with it."""
         key, chunks = pool.line.key(request), planned.chunks
-        together = self._batch(request, planned, pool)
+        together = self._batch(request, planned, pool, step.now_s)
         for one in (request, *together):
             self._table.unqueue(one)
         tasks: list[Task] = []
@@ -247,7 +247,7 @@ class Dispatcher:
             )
         request.predicted_prefill_s = sum(task.predicted_s for task in tasks)
         request.predicted_work_s = sum(task.predicted_s * len(task.members) for task in tasks)
-        self._send(request, chunks, planned.pages)
+        self._send(step, request, chunks, planned.pages)
         for other in together:
             alone = Chunk(
                 index=0,
@@ -256,12 +256,12 @@ class Dispatcher:
                 instance_ids=chunks[0].instance_ids,
             )
             card = pool.prefill[alone.instance_ids[0]].card
-            self._send(other, (alone,), pages_of_plan((alone,), card.page_tokens, 0))
+            self._send(step, other, (alone,), pages_of_plan((alone,), card.page_tokens, 0))
         for one in (request, *together):
             self._table.run_queue_of[one.id] = pool.run_queue
         pool.run_queue.add(tasks)
 
-    def _batch(self, head: Request, planned: _Planned, pool: Pool) -> list[Request]:
+    def _batch(self, head: Request, planned: _Planned, pool: Pool, now_s: float) -> list[Request]:
         """Requests behind `head` in the line that are computed in one pass with it.
 
         Whole prompts on one instance only: a group's pass is laid out for one prompt.
@@ -278,7 +278,7 @@ class Dispatcher:
             head,
             islice(behind, MAX_BATCHED),
             budget,
-            self._table.now_s,
+            now_s,
             lambda tokens: corrections.seconds(leader, band, latency.chunk_s(tokens, 0, 1)),
         )
         together: list[Request] = []
@@ -293,28 +293,24 @@ class Dispatcher:
                 free -= pages
         return together
 
-    def _send(self, request: Request, chunks: tuple[Chunk, ...], pages: dict[str, int]) -> None:
-        assert request.decode_id is not None  # only placed requests are sent
+    def _send(
+        self,
+        step: StepContext,
+        request: Request,
+        chunks: tuple[Chunk, ...],
+        pages: dict[str, int],
+    ) -> None:
         request.chunks = chunks
         request.attempts += 1
-        request.dispatched_s = self._table.now_s
+        request.dispatched_s = step.now_s
         request.token_out_s = request.computed_alone_s = None  # of an earlier attempt
         for instance_id in chunks[-1].instance_ids:  # it holds all groups before it
             instance = self._cluster.instances[instance_id]
             if isinstance(instance, PrefillInstance):
                 instance.hold(request, pages[instance_id])
             self.commands += 1
-            self._table.effects.append(
-                RunPrefill(
-                    instance_id=instance_id,
-                    request_id=request.id,
-                    chunks=chunks,
-                    decode_id=request.decode_id,
-                    attempt=request.attempt,
-                    shards=request.shards,
-                )
-            )
-        self._table.advance(request, RequestState.PREFILLING)
+            step.run_prefill(request, instance_id, chunks)
+        self._table.advance(step, request, RequestState.PREFILLING)
 
 
 def _planned(request: Request, pool: Pool, plan: Plan) -> _Planned:

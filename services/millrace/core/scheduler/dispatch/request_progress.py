@@ -8,6 +8,7 @@ from millrace.core.scheduler.dispatch.dispatcher import Dispatcher
 from millrace.core.scheduler.event_filter import EventFilter
 from millrace.core.scheduler.fleet.instances import DecodeInstance, Instance, PrefillInstance
 from millrace.core.scheduler.request_table import RequestTable, still_needs
+from millrace.core.scheduler.step_context import StepContext
 
 _COMPUTED = frozenset({RequestState.TRANSFERRING, RequestState.DECODING})
 
@@ -25,7 +26,7 @@ class RequestProgress:
         self._dispatcher = dispatcher
         self._event_filter = event_filter
 
-    def released(self, event: events.RequestReleased) -> None:
+    def released(self, step: StepContext, event: events.RequestReleased) -> None:
         instance = self._event_filter.holder(event)
         if instance is None:
             return
@@ -35,20 +36,20 @@ class RequestProgress:
         instance.release(event.request_id)
         if request is not None and _did_its_part(event, request, instance):
             self._table.did_part(request, instance)
-            self._dispatcher.run()
+            self._dispatcher.run(step)
             return
         if request is not None and not _is_spared(request, instance):
-            self._table.lost(request, instance, f"{instance.card.role} {instance.id} gave up")
-            self._dispatcher.run()
+            self._table.lost(step, request, instance, f"{instance.card.role} {instance.id} gave up")
+            self._dispatcher.run(step)
         elif isinstance(instance, PrefillInstance) and self._drop_tasks(request):
-            self._dispatcher.run()  # decode had its cache before prefill said that it was done
+            self._dispatcher.run(step)  # decode had its cache before prefill said that it was done
         else:
-            self._dispatcher.room_made(instance)
+            self._dispatcher.room_made(step, instance)
 
     def _drop_tasks(self, request: Request | None) -> bool:
         return request is not None and self._table.drop_tasks(request)
 
-    def prefix_landed(self, event: events.PrefixLanded) -> None:
+    def prefix_landed(self, step: StepContext, event: events.PrefixLanded) -> None:
         instance = self._event_filter.holder(event)
         if instance is None:
             return
@@ -65,9 +66,9 @@ class RequestProgress:
             self._event_filter.ignored += 1
             return
         request.landed_tokens = tokens
-        self._table.record(request)
+        step.record(request)
 
-    def decode_started(self, event: events.DecodeStarted) -> None:
+    def decode_started(self, step: StepContext, event: events.DecodeStarted) -> None:
         instance = self._event_filter.current(event)
         request = None
         if isinstance(instance, DecodeInstance):
@@ -85,11 +86,11 @@ class RequestProgress:
         if request.state is RequestState.QUEUED:  # all had landed before the death of prefill
             self._table.unqueue(request)
         request.landed_tokens = request.prompt_tokens
-        request.token_out_s = self._table.now_s - max(event.since_token_s, 0.0)
-        self._table.advance(request, RequestState.DECODING)
+        request.token_out_s = step.now_s - max(event.since_token_s, 0.0)
+        self._table.advance(step, request, RequestState.DECODING)
         self._table.learn_on_top(request)
 
-    def finished(self, event: events.RequestFinished) -> None:
+    def finished(self, step: StepContext, event: events.RequestFinished) -> None:
         instance = self._event_filter.holder(event)
         if not isinstance(instance, DecodeInstance) or instance.holdings[event.request_id].is_shard:
             self._event_filter.ignored += instance is not None
@@ -99,16 +100,16 @@ class RequestProgress:
         computing = event.request_id in self._table.run_queue_of  # prefill's news may be late
         if request is not None:
             if event.reason != "cancelled" and not _never_computed(request):
-                self._table.end(request, RequestState.FINISHED, None)
+                self._table.end(step, request, RequestState.FINISHED, None)
             else:
-                self._table.lost(request, instance, f"decode {instance.id} gave up")
+                self._table.lost(step, request, instance, f"decode {instance.id} gave up")
                 computing = True
         if request is not None and computing:
-            self._dispatcher.run()
+            self._dispatcher.run(step)
         else:
-            self._dispatcher.room_made(instance)
+            self._dispatcher.room_made(step, instance)
 
-    def failed(self, event: events.RequestFailed) -> None:
+    def failed(self, step: StepContext, event: events.RequestFailed) -> None:
         instance = self._event_filter.holder(event)
         if instance is None:
             return
@@ -119,12 +120,12 @@ class RequestProgress:
             why = f"{instance.card.role} {instance.id}: {event.message}"
             kept = event.kept_tokens if instance.id == request.decode_id else 0
             if event.retryable:
-                self._table.lost(request, instance, why, kept)
+                self._table.lost(step, request, instance, why, kept)
             else:
-                self._table.fail(request, why, None if kept else instance)
+                self._table.fail(step, request, why, None if kept else instance)
         elif request is not None:
             self._table.drop_tasks(request)
-        self._dispatcher.run()
+        self._dispatcher.run(step)
 
 
 def _did_its_part(event: events.RequestReleased, request: Request, instance: Instance) -> bool:
