@@ -26,6 +26,7 @@ from typing import Any
 
 from millrace.core.autoscale.load import FleetLoad, PoolLoad
 from millrace.core.autoscale.rules import Context
+from millrace.core.live_request import LiveRequest
 from millrace.core.request import Request, RequestState
 from millrace.core.scheduler.effects import Effect, Place, Record, Refuse
 from millrace.core.scheduler.events import Event, RequestFinished, Submitted
@@ -52,7 +53,7 @@ _Ratio = tuple[str, float]
 class _Unanswered:
     """A request with a TTFT objective that its prefill alone can meet."""
 
-    request: Request
+    request: LiveRequest
     placed_s: float | None = None  # for the first time
 
     def ratio(self, now_s: float) -> _Ratio | None:
@@ -74,7 +75,7 @@ class LoadMeter:
         self._ttft: deque[tuple[float, _Ratio]] = deque()
         self._tbt: deque[tuple[float, _Ratio]] = deque()
         self._unanswered: dict[str, _Unanswered] = {}
-        self._paced: dict[str, Request] = {}  # with a TBT objective
+        self._paced: dict[str, LiveRequest] = {}  # with a TBT objective
         self._roles = {"prefill", "decode"}  # and mixed, once there was such an instance
 
     # ---- what is seen
@@ -89,18 +90,22 @@ class LoadMeter:
             elif isinstance(effect, Place):
                 self._placed(effect, now_s)
 
-    def _submitted(self, request: Request, effects: Iterable[Effect], now_s: float) -> None:
-        accepted = self._machine.requests.get(request.id) is request
-        if accepted or any(isinstance(e, Refuse) and e.code == "overloaded" for e in effects):
-            self._arrived.append((now_s, request.predicted_work_s))
-            _forget(self._arrived, now_s - self._window_s)
-        if not accepted:
+    def _submitted(self, asked: Request, effects: Iterable[Effect], now_s: float) -> None:
+        request = self._machine.requests.get(asked.id)
+        if request is None or request.spec is not asked:
+            if any(isinstance(e, Refuse) and e.code == "overloaded" for e in effects):
+                self._note_arrival(self._machine.prefill_work_s(asked), now_s)
             return
+        self._note_arrival(request.predicted_work_s, now_s)
         slo = request.slo
         if slo.ttft_s and request.predicted_prefill_s <= slo.ttft_s:
             self._unanswered[request.id] = _Unanswered(request)
         if slo.tbt_s:
             self._paced[request.id] = request
+
+    def _note_arrival(self, work_s: float, now_s: float) -> None:
+        self._arrived.append((now_s, work_s))
+        _forget(self._arrived, now_s - self._window_s)
 
     def _placed(self, effect: Place, now_s: float) -> None:
         waiting = self._unanswered.get(effect.request_id)
@@ -223,7 +228,7 @@ class LoadMeter:
             contexts=contexts,
         )
 
-    def _context(self, request: Request, now_s: float) -> Context | None:
+    def _context(self, request: LiveRequest, now_s: float) -> Context | None:
         """None of a request that needs no KVP worker: decode instances hold all of it."""
         final_tokens = request.prompt_tokens + request.max_new_tokens
         if request.decode_id is None:
@@ -254,7 +259,7 @@ class LoadMeter:
             home_tokens=final_tokens - elsewhere,
         )
 
-    def _waits_to_spread(self, request: Request) -> int | None:
+    def _waits_to_spread(self, request: LiveRequest) -> int | None:
         """Of an unplaced request that will be spread, the tokens that a home would hold at most.
 
         None of one that will not.
@@ -268,7 +273,7 @@ class LoadMeter:
         return found
 
 
-def _tbt_of_answer(request: Request, event: Event, now_s: float) -> list[_Ratio]:
+def _tbt_of_answer(request: LiveRequest, event: Event, now_s: float) -> list[_Ratio]:
     """None of an answer whose length nobody told, and of one without a second token."""
     if not isinstance(event, RequestFinished) or request.first_token_s is None:
         return []

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from millrace.core.request import Request
+from millrace.core.live_request import LiveRequest
 from millrace.core.scheduler import events
 from millrace.core.scheduler.fleet.cluster import Cluster
 from millrace.core.scheduler.fleet.instances import Instance, PrefillInstance
@@ -45,7 +45,7 @@ class EventFilter:
         self.ignored += 1
         return None
 
-    def is_of_earlier(self, event: _OfAttempt, request: Request, instance: Instance) -> bool:
+    def is_of_earlier(self, event: _OfAttempt, request: LiveRequest, instance: Instance) -> bool:
         """Whether a holder speaks of an earlier attempt than the one that it is being told of."""
         holds = not isinstance(instance, PrefillInstance)
         earlier = holds and 0 < event.attempt < request.attempt

@@ -6,7 +6,8 @@ import math
 
 from millrace.core.errors import IntegrityError
 from millrace.core.kv.prompt_pages import pages_of_plan
-from millrace.core.request import Request, RequestState
+from millrace.core.live_request import LiveRequest
+from millrace.core.request import RequestState
 from millrace.core.scheduler.fleet.cluster import Cluster
 from millrace.core.scheduler.fleet.freeness import freeness
 from millrace.core.scheduler.fleet.instances import (
@@ -147,7 +148,7 @@ def _check_holdings(instance: Instance, table: RequestTable) -> None:
         _same(f"{instance.id}: pages of {request_id}", holding.pages, pages)
 
 
-def _check_shards(request: Request, table: RequestTable) -> None:
+def _check_shards(request: LiveRequest, table: RequestTable) -> None:
     """They are all of its life, end to end, and held; holders may have let go since token one."""
     ends = [0, *(shard.end_token for shard in request.shards)]
     starts = [*(shard.start_token for shard in request.shards), ends[-1]]
@@ -156,13 +157,13 @@ def _check_shards(request: Request, table: RequestTable) -> None:
     tokens = request.prompt_tokens + request.max_new_tokens
     _same(f"{request.id}: tokens of its shards", ends[-1], tokens)
     if request.state in (RequestState.QUEUED, RequestState.PREFILLING):
-        for holder_id in request.holders:
+        for holder_id in request.kv_instance_ids:
             holder = table.cluster.instances.get(holder_id)
             if holder is None or table.served(request.id, holder) is not request:
                 raise IntegrityError(f"{request.id}: has a shard at {holder_id}, which lacks it")
 
 
-def _check_request(request: Request, table: RequestTable) -> None:
+def _check_request(request: LiveRequest, table: RequestTable) -> None:
     """A live request holds what its state says."""
     instances = table.cluster.instances
     decode = instances.get(request.decode_id or "")
@@ -187,7 +188,7 @@ def _check_request(request: Request, table: RequestTable) -> None:
                 raise IntegrityError(f"{request.id}: prefills at {instance_id}, which lacks it")
 
 
-def _computing(request: Request, table: RequestTable) -> set[str]:
+def _computing(request: LiveRequest, table: RequestTable) -> set[str]:
     """Prefill instances that the request still needs: members may have done their part."""
     run_queue = table.run_queue_of.get(request.id)
     tasks = run_queue.tasks[request.id] if run_queue is not None else ()
@@ -195,7 +196,7 @@ def _computing(request: Request, table: RequestTable) -> set[str]:
     return members | ({request.chunks[0].instance_ids[0]} - {request.decode_id})
 
 
-def _check_prefix(request: Request) -> None:
+def _check_prefix(request: LiveRequest) -> None:
     """What decode keeps is the beginning of what has landed, and chunks go on behind it."""
     name, kept = request.id, request.kept_tokens
     if not 0 <= kept <= request.landed_tokens <= request.prompt_tokens:
@@ -220,7 +221,7 @@ def _check_line(name: str, line: WaitingQueue) -> None:
         raise IntegrityError(f"{name}: a request waits twice in {ids}")
 
 
-def _named(request: Request) -> set[str]:
+def _named(request: LiveRequest) -> set[str]:
     """Instances that the request's current attempt goes through."""
     ids = {instance_id for chunk in request.chunks for instance_id in chunk.instance_ids}
-    return ids.union(request.holders)
+    return ids.union(request.kv_instance_ids)

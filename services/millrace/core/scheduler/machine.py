@@ -33,6 +33,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from millrace.core.config import SchedulerConfig
+from millrace.core.live_request import LiveRequest
 from millrace.core.request import Request, RequestState
 from millrace.core.scheduler import events, integrity
 from millrace.core.scheduler.admission import refusal
@@ -94,7 +95,7 @@ class Machine:
         return step.effects
 
     @property
-    def requests(self) -> Mapping[str, Request]:
+    def requests(self) -> Mapping[str, LiveRequest]:
         """Requests that have not ended, by id, oldest first."""
         return self._table.requests
 
@@ -148,6 +149,16 @@ class Machine:
     def stalled(self) -> int:
         """Requests taken back from instances that stood still with prepared work: a defect."""
         return self._stall_watch.stalled
+
+    def prefill_work_s(self, request: Request) -> float:
+        """Predicted seconds of one instance that the request takes; 0 where no pool is ready.
+
+        Also of a refused request, which is load, too.
+        """
+        live = LiveRequest(request)
+        if ready := self.cluster.ready_pools():
+            ready[0].predict(live)
+        return live.predicted_work_s
 
     def check_integrity(self) -> None:
         """Counts everything anew from the requests. Raises IntegrityError on a difference."""
@@ -205,7 +216,7 @@ class Machine:
         pool = self.cluster.pool_of(instance)
         self._unplace_unserved(step, pool)
         for request in list(pool.line) if instance.draining else ():
-            waits = instance.id in request.holders and not request.goes_on
+            waits = instance.id in request.kv_instance_ids and not request.continues
             queued = waits and request.state is RequestState.QUEUED
             if queued and self._dispatcher.has_room(request):
                 self._table.retry(
@@ -221,7 +232,7 @@ class Machine:
         """
         if not (pool.is_ready and pool.prefill):
             for request in list(pool.line):
-                if not request.goes_on:
+                if not request.continues:
                     self._table.retry(step, request, "no prefill instance serves this model now")
 
     def _load(self, step: StepContext, event: events.LoadReported) -> None:
@@ -239,22 +250,21 @@ class Machine:
     # ---- what proxies say
 
     def _submitted(self, step: StepContext, event: events.Submitted) -> None:
-        request = event.request
-        if request.id in self.requests:
+        if event.request.id in self.requests:
             self._event_filter.ignored += 1
             return
+        request = LiveRequest(event.request)
         if ready := self.cluster.ready_pools():
-            ready[0].predict(request)  # also of one to refuse: it is load, too
+            ready[0].predict(request)
         refused = refusal(request, self.cluster, self.queued, self.queued_s, self.config)
         if refused is not None:
             step.refuse(request, refused)
             return
         self.cluster.arrived(request, step.now_s)
-        request.deadline_s = request.arrival_s + (
-            request.slo.ttft_s
-            or max(DEADLINE_FACTOR * request.predicted_prefill_s, LEAST_DEADLINE_S)
+        allowed_s = request.slo.ttft_s or max(
+            DEADLINE_FACTOR * request.predicted_prefill_s, LEAST_DEADLINE_S
         )
-        self._table.add(step, request)
+        self._table.add(step, request, request.arrival_s + allowed_s)
         self._dispatcher.run(step)
 
     def _cancel(self, step: StepContext, event: events.CancelRequested) -> None:

@@ -11,16 +11,14 @@ from collections.abc import Iterator, Sequence
 from itertools import count
 
 from millrace.core.config import SchedulerConfig
+from millrace.core.live_request import LiveRequest
 from millrace.core.priority import POLICIES, PriorityKey
-from millrace.core.request import Request, RequestState
+from millrace.core.request import RequestState
 from millrace.core.scheduler.fleet.cluster import Cluster, Pool
 from millrace.core.scheduler.fleet.instances import Holding, Instance, PrefillInstance
 from millrace.core.scheduler.fleet.run_queue import RunQueue
 from millrace.core.scheduler.fleet.waiting_queue import WaitingQueue
 from millrace.core.scheduler.step_context import StepContext
-
-_HAS_TOKEN = frozenset({RequestState.TRANSFERRING, RequestState.DECODING, RequestState.FINISHED})
-
 
 #: Decode keeps a prefix for the next attempt from so many tokens on: fewer are computed in less
 #: time than it takes to write them back. An attempt that left so many more than it found is not one
@@ -35,7 +33,7 @@ class RequestTable:
     def __init__(self, config: SchedulerConfig, cluster: Cluster) -> None:
         self.config = config
         self.cluster = cluster
-        self.requests: dict[str, Request] = {}  # oldest first
+        self.requests: dict[str, LiveRequest] = {}  # oldest first
         self.by_proxy: dict[str, dict[str, None]] = {}
         self.unplaced = WaitingQueue()
         self.line_of: dict[str, WaitingQueue] = {}  # every queued request's line
@@ -47,19 +45,19 @@ class RequestTable:
 
     # ---- the table and the lines
 
-    def add(self, step: StepContext, request: Request) -> None:
+    def add(self, step: StepContext, request: LiveRequest, deadline_s: float) -> None:
         """Accepts a new request; it waits to be placed."""
-        request.order = next(self._orders)
+        request.accept(next(self._orders), deadline_s)
         self.requests[request.id] = request
         self.by_proxy.setdefault(request.proxy_id, {})[request.id] = None
         self.enqueue(step, request, self.unplaced)
 
-    def enqueue(self, step: StepContext, request: Request, line: WaitingQueue) -> None:
+    def enqueue(self, step: StepContext, request: LiveRequest, line: WaitingQueue) -> None:
         line.add(request, self.keys([request], step.now_s, 1)[request.id])
         self.line_of[request.id] = line
 
     def keys(
-        self, requests: Sequence[Request], now_s: float, instances: int
+        self, requests: Sequence[LiveRequest], now_s: float, instances: int
     ) -> dict[str, PriorityKey]:
         """The policy's keys by request id."""
         found = self.policy.keys(requests, now_s, instances)
@@ -82,32 +80,22 @@ class RequestTable:
         for pool in self.cluster.pools.values():
             self.rerank(pool, now_s)
 
-    def unqueue(self, request: Request) -> None:
+    def unqueue(self, request: LiveRequest) -> None:
         self.line_of.pop(request.id).remove(request)
 
-    def advance(self, step: StepContext, request: Request, state: RequestState) -> None:
-        """Token one is out as soon as anybody says so: decode's news may overtake prefill's."""
-        request.advance(state)
-        if request.first_token_s is None and state in _HAS_TOKEN:
-            request.first_token_s = step.now_s
+    def advance(self, step: StepContext, request: LiveRequest, state: RequestState) -> None:
+        """Moves the request to `state`, and has that written down."""
+        request.advance(state, step.now_s)
         step.record(request)
 
-    def learn_on_top(self, request: Request) -> None:
-        """Once both prefill and decode have told of the request's first token."""
-        sent_s, out_s, took_s = (
-            request.dispatched_s,
-            request.token_out_s,
-            request.computed_alone_s,
-        )
-        if sent_s is None or out_s is None or took_s is None:
-            return
-        request.computed_alone_s = None
-        home = self.cluster.instances.get(request.decode_id or "")
-        if home is not None:
-            on_top = self.cluster.pool_of(home).on_top
-            on_top.observe(request.prompt_tokens, out_s - sent_s - took_s)
+    def learn_on_top(self, request: LiveRequest) -> None:
+        """Corrects what a first token takes on top of computing, once both ends reported it."""
+        overhead_s = request.take_overhead_s()
+        owner = self.cluster.instances.get(request.decode_id or "")
+        if overhead_s is not None and owner is not None:
+            self.cluster.pool_of(owner).on_top.observe(request.prompt_tokens, overhead_s)
 
-    def served(self, request_id: str, instance: Instance) -> Request | None:
+    def served(self, request_id: str, instance: Instance) -> LiveRequest | None:
         """The request, if what the instance holds of it is the attempt that counts."""
         holding = instance.holdings.get(request_id)
         return None if holding is None or holding.leaving else self.requests[request_id]
@@ -117,7 +105,7 @@ class RequestTable:
     def lost(
         self,
         step: StepContext,
-        request: Request,
+        request: LiveRequest,
         instance: Instance,
         why: str,
         kept_tokens: int = 0,
@@ -132,14 +120,14 @@ class RequestTable:
             kept_tokens = request.landed_tokens
         self._again(step, request, why, instance, reporter, kept_tokens)
 
-    def take_back(self, step: StepContext, request: Request, why: str) -> None:
+    def take_back(self, step: StepContext, request: LiveRequest, why: str) -> None:
         """Prefill gets nowhere with the request: it is planned again, behind what has landed."""
         self._again(step, request, why, None, None, request.landed_tokens)
 
     def _again(
         self,
         step: StepContext,
-        request: Request,
+        request: LiveRequest,
         why: str,
         instance: Instance | None,
         reporter: Instance | None,
@@ -157,23 +145,22 @@ class RequestTable:
     def _resume(
         self,
         step: StepContext,
-        request: Request,
+        request: LiveRequest,
         why: str,
         reporter: Instance | None,
         kept_tokens: int,
     ) -> None:
         """Back to the pool's line, in its old place, to go on behind what decode keeps."""
-        if request.state is RequestState.PREFILLING:
-            request.attempts -= kept_tokens >= request.kept_tokens + MIN_KEPT_TOKENS
+        further = kept_tokens >= request.kept_tokens + MIN_KEPT_TOKENS
+        if request.state is RequestState.PREFILLING and further:
+            request.forgive_attempt()
         if request.attempts >= self.config.max_attempts:
             known = reporter if isinstance(reporter, PrefillInstance) else None
             self.retry(step, request, why, known)
             return
         decode = self.cluster.instances[request.decode_id or ""]
         self._withdraw(step, request, why, reporter, but=decode)
-        self._forget_plan(request)
-        request.kept_tokens = request.landed_tokens = kept_tokens
-        request.attempt += 1
+        request.resume(kept_tokens, step.now_s)
         pool = self.cluster.pool_of(decode)
         if pool.prefill:
             pool.predict(request)
@@ -182,33 +169,21 @@ class RequestTable:
         self.enqueue(step, request, pool.line)
 
     def retry(
-        self, step: StepContext, request: Request, why: str, reporter: Instance | None = None
+        self, step: StepContext, request: LiveRequest, why: str, reporter: Instance | None = None
     ) -> None:
         """Back to the line, in its old place, unless it had all its attempts."""
         if request.attempts >= self.config.max_attempts:
             self.fail(step, request, f"{why}; {request.attempts} attempts were made", reporter)
             return
         self._withdraw(step, request, why, reporter)
-        self._forget_plan(request)
-        request.decode_id = None
-        request.shards = ()
-        request.kept_tokens = request.landed_tokens = 0
+        request.unplace(step.now_s)
         step.record(request)
         self.enqueue(step, request, self.unplaced)
-
-    def _forget_plan(self, request: Request) -> None:
-        request.chunks = ()
-        request.chunks_done = 0
-        request.dispatched_s = None
-        request.executed_s = 0.0
-        request.running_since_s = None
-        if request.state is not RequestState.QUEUED:
-            request.advance(RequestState.QUEUED)
 
     def fail(
         self,
         step: StepContext,
-        request: Request,
+        request: LiveRequest,
         message: str,
         reporter: Instance | None = None,
         *,
@@ -220,7 +195,7 @@ class RequestTable:
     def end(
         self,
         step: StepContext,
-        request: Request,
+        request: LiveRequest,
         state: RequestState,
         reason: str | None,
         reporter: Instance | None = None,
@@ -231,7 +206,6 @@ class RequestTable:
         told: each comes to its own end.
         """
         self._withdraw(step, request, reason, reporter)
-        request.finished_s = step.now_s
         del self.requests[request.id]
         siblings = self.by_proxy[request.proxy_id]
         del siblings[request.id]
@@ -242,7 +216,7 @@ class RequestTable:
     def _withdraw(
         self,
         step: StepContext,
-        request: Request,
+        request: LiveRequest,
         reason: str | None,
         reporter: Instance | None,
         but: Instance | None = None,
@@ -261,7 +235,7 @@ class RequestTable:
             if reason is not None and instance is not reporter:
                 step.cancel(request, instance.id, reason)
 
-    def drop_tasks(self, request: Request) -> bool:
+    def drop_tasks(self, request: LiveRequest) -> bool:
         """The request computes no more; False when it had nothing left to compute."""
         run_queue = self.run_queue_of.pop(request.id, None)
         if run_queue is None:
@@ -269,20 +243,20 @@ class RequestTable:
         run_queue.remove(request.id)
         return True
 
-    def computed(self, step: StepContext, request: Request) -> None:
+    def computed(self, step: StepContext, request: LiveRequest) -> None:
         """All of the prompt is computed: token one is known."""
         if request.state is RequestState.PREFILLING:
             self.advance(step, request, RequestState.TRANSFERRING)
 
-    def did_part(self, request: Request, instance: Instance) -> None:
+    def did_part(self, request: LiveRequest, instance: Instance) -> None:
         """A member has nothing of the request any more, which others still compute."""
         run_queue = self.run_queue_of.get(request.id)
         if run_queue is not None and isinstance(instance, PrefillInstance):
             run_queue.leave(request.id, instance)
 
-    def _instances_of(self, request: Request) -> Iterator[Instance]:
+    def _instances_of(self, request: LiveRequest) -> Iterator[Instance]:
         ids = dict.fromkeys(i for chunk in request.chunks for i in chunk.instance_ids)
-        ids.update(dict.fromkeys(request.holders))
+        ids.update(dict.fromkeys(request.kv_instance_ids))
         return (self.cluster.instances[i] for i in ids if i in self.cluster.instances)
 
     # ---- time
@@ -302,7 +276,7 @@ class RequestTable:
                 self.release_timeouts += 1
 
 
-def still_needs(request: Request, instance: Instance) -> bool:
+def still_needs(request: LiveRequest, instance: Instance) -> bool:
     """Whether the request can't go on without the instance, whose holding of it is the current one.
 
     A prefill instance is done with a request once its cache has landed: the request decodes.

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-from millrace.core.request import Chunk, Request
+from millrace.core.live_request import LiveRequest
 from millrace.core.scheduler.admission import Refusal
 from millrace.core.scheduler.effects import (
     AdmitDecode,
@@ -35,7 +35,7 @@ class StepContext:
 
     # ---- to proxies
 
-    def refuse(self, request: Request, refusal: Refusal) -> None:
+    def refuse(self, request: LiveRequest, refusal: Refusal) -> None:
         """The request is not accepted."""
         self.effects.append(
             Refuse(
@@ -47,7 +47,7 @@ class StepContext:
             )
         )
 
-    def place(self, request: Request, decode_id: str, predicted_ttft_s: float) -> None:
+    def place(self, request: LiveRequest, decode_id: str, predicted_ttft_s: float) -> None:
         """The request is accepted, and this instance emits its tokens."""
         self.effects.append(
             Place(
@@ -58,7 +58,7 @@ class StepContext:
             )
         )
 
-    def fail(self, request: Request, message: str, *, resumable: bool) -> None:
+    def fail(self, request: LiveRequest, message: str, *, resumable: bool) -> None:
         """The accepted request is over without its answer."""
         self.effects.append(
             Fail(
@@ -71,7 +71,7 @@ class StepContext:
 
     # ---- to instances
 
-    def admit(self, request: Request) -> None:
+    def admit(self, request: LiveRequest) -> None:
         """The decode instance reserves for the request's next attempt."""
         assert request.decode_id is not None  # only placed requests are attempted
         self.effects.append(
@@ -84,14 +84,14 @@ class StepContext:
             )
         )
 
-    def run_prefill(self, request: Request, instance_id: str, chunks: tuple[Chunk, ...]) -> None:
+    def run_prefill(self, request: LiveRequest, instance_id: str) -> None:
         """The instance computes its part of these chunks."""
         assert request.decode_id is not None  # only placed requests are sent
         self.effects.append(
             RunPrefill(
                 instance_id=instance_id,
                 request_id=request.id,
-                chunks=chunks,
+                chunks=request.chunks,
                 decode_id=request.decode_id,
                 attempt=request.attempt,
                 shards=request.shards,
@@ -102,13 +102,13 @@ class StepContext:
         """The instances replace their queues."""
         self.effects += orders
 
-    def cancel(self, request: Request, instance_id: str, reason: str) -> None:
+    def cancel(self, request: LiveRequest, instance_id: str, reason: str) -> None:
         """The instance drops the request."""
         self.effects.append(CancelOn(instance_id=instance_id, request_id=request.id, reason=reason))
 
     # ---- to the driver
 
-    def record(self, request: Request) -> None:
+    def record(self, request: LiveRequest) -> None:
         """The request store learns the request's new state."""
         self.effects.append(
             Record(

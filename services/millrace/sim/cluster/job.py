@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from millrace.core.kv.kvp_shards import Reservation
+from millrace.core.live_request import LiveRequest
 from millrace.core.request import Chunk, Request, Shard
 
 if TYPE_CHECKING:
@@ -25,6 +26,7 @@ class Job:
         "id",
         "idle_since_s",
         "isolated_s",
+        "live",
         "longest_suspension_s",
         "onboarded",
         "plan",
@@ -38,6 +40,7 @@ class Job:
         self.id = request.id
         self.plan = plan
         self.request = request
+        self.live: LiveRequest | None = None  # as the machine follows it, once it is accepted
         self.isolated_s = isolated_s
         self.attempt: Attempt | None = None
         self.attempts = 0

@@ -6,7 +6,7 @@ whose last chunk is finished has its token one.
 
 from __future__ import annotations
 
-from millrace.core.request import Request
+from millrace.core.live_request import LiveRequest
 from millrace.core.scheduler import events
 from millrace.core.scheduler.dispatch.dispatcher import Dispatcher
 from millrace.core.scheduler.event_filter import EventFilter
@@ -35,16 +35,15 @@ class ChunkProgress:
             task, request = found
             if task.started_s is None:
                 task.started_s = step.now_s
-            if request.running_since_s is None:
-                request.running_since_s = step.now_s
+            request.start_chunk(step.now_s)
 
     def suspended(self, step: StepContext, event: events.ChunkSuspended) -> None:
         found = self._task_of(step, event)
         if found is not None:
             task, request = found
             task.executed_s = event.compute_s
-            task.started_s = request.running_since_s = None
-            request.executed_s = self._executed_s(request) + event.compute_s
+            task.started_s = None
+            request.suspend(self._executed_s(request) + event.compute_s)
 
     def finished(self, step: StepContext, event: events.ChunkFinished) -> None:
         found = self._task_of(step, event)
@@ -53,9 +52,7 @@ class ChunkProgress:
         task, request = found
         run_queue = self._table.run_queue_of[request.id]
         done = run_queue.finish(task, request)
-        request.chunks_done = event.chunk_index + 1
-        request.executed_s = self._executed_s(request)
-        request.running_since_s = None
+        request.finish_chunk(event.chunk_index, self._executed_s(request))
         if request.chunks_done == len(request.chunks):
             self._table.run_queue_of.pop(request.id)
             self._table.computed(step, request)
@@ -63,7 +60,7 @@ class ChunkProgress:
             self._learn(task, request, event.compute_s)
             self._dispatcher.dispatch(step)
 
-    def _learn(self, task: Task, request: Request, compute_s: float) -> None:
+    def _learn(self, task: Task, request: LiveRequest, compute_s: float) -> None:
         """Corrects what is predicted of the leader. Batches are predicted on the safe side."""
         if task.batched:
             return
@@ -72,10 +69,10 @@ class ChunkProgress:
         for known, name in ((cluster.corrections, leader.id), (pool.corrections, ANYONE)):
             known.observe(name, task.band, predicted_s=task.modelled_s, observed_s=compute_s)
         if task.is_alone and not task.executed_s:
-            request.computed_alone_s = compute_s
+            request.computed_in_one_span(compute_s)
             self._table.learn_on_top(request)
 
-    def _task_of(self, step: StepContext, event: _OfChunk) -> tuple[Task, Request] | None:
+    def _task_of(self, step: StepContext, event: _OfChunk) -> tuple[Task, LiveRequest] | None:
         """The task the event speaks of, if its leader speaks and the request still needs it."""
         instance = self._event_filter.current(event)
         if instance is None:
@@ -99,7 +96,7 @@ class ChunkProgress:
         else:
             self._event_filter.ignored += request is None
 
-    def _executed_s(self, request: Request) -> float:
+    def _executed_s(self, request: LiveRequest) -> float:
         """Predicted seconds of the request's finished chunks."""
         left = self._table.run_queue_of[request.id].tasks.get(request.id, ())
         return request.predicted_prefill_s - sum(task.predicted_s for task in left)

@@ -10,7 +10,8 @@ from __future__ import annotations
 from collections.abc import Callable, Collection
 from typing import NamedTuple
 
-from millrace.core.request import Chunk, Request, Shard
+from millrace.core.live_request import LiveRequest
+from millrace.core.request import Chunk, Shard
 from millrace.core.scheduler.fleet.cluster import Pool
 from millrace.core.scheduler.fleet.freeness import freest
 from millrace.core.scheduler.fleet.instances import DecodeInstance, PrefillInstance
@@ -28,7 +29,7 @@ MAX_WAITING = 4
 LEAST_SAVING = 0.1
 
 #: Sends a placed request its chunks, with the pages that they take at prefill instances.
-Send = Callable[[StepContext, Request, tuple[Chunk, ...], dict[str, int]], None]
+Send = Callable[[StepContext, LiveRequest, tuple[Chunk, ...], dict[str, int]], None]
 
 
 class _Fitting(NamedTuple):
@@ -75,12 +76,14 @@ class DecodePlacement:
             waiting += fits or bool(fitting.spread)
             index += 1
 
-    def has_room(self, request: Request) -> bool:
+    def has_room(self, request: LiveRequest) -> bool:
         """Whether the request has room anywhere now."""
         fitting = _fitting(request, self._cluster.ready_pools())
         return self._spot(request, fitting, ()) is not None
 
-    def _spot(self, request: Request, fitting: _Fitting, reserved: Collection[str]) -> _Spot | None:
+    def _spot(
+        self, request: LiveRequest, fitting: _Fitting, reserved: Collection[str]
+    ) -> _Spot | None:
         homes = fitting.homes
         if reserved:
             homes = [one for one in homes if one.id not in reserved]
@@ -102,7 +105,10 @@ class DecodePlacement:
         return None
 
     def _keeper(
-        self, request: Request, homes: list[DecodeInstance], able: Callable[[DecodeInstance], bool]
+        self,
+        request: LiveRequest,
+        homes: list[DecodeInstance],
+        able: Callable[[DecodeInstance], bool],
     ) -> _Spot | None:
         """The instance whose prefix cache saves most, or the freest where none saves much."""
         best = home = freest(homes, able)
@@ -121,7 +127,10 @@ class DecodePlacement:
         return _Spot(best, kept_tokens=kept.get(best.id, 0))
 
     def _kept_tokens(
-        self, request: Request, homes: list[DecodeInstance], able: Callable[[DecodeInstance], bool]
+        self,
+        request: LiveRequest,
+        homes: list[DecodeInstance],
+        able: Callable[[DecodeInstance], bool],
     ) -> dict[str, int]:
         """By able instance, what is worth keeping: more than prefill's caches have, for a plain
         decode instance would have to send its own there first. Others have no entry."""
@@ -145,15 +154,12 @@ class DecodePlacement:
                 kept[one.id] = tokens
         return kept
 
-    def _place(self, step: StepContext, request: Request, spot: _Spot) -> None:
+    def _place(self, step: StepContext, request: LiveRequest, spot: _Spot) -> None:
         table, home = self._table, spot.home
         pool = self._cluster.pool_of(home)
         table.unqueue(request)
         self._hold(request, spot)
-        request.decode_id = home.id
-        request.shards = spot.shards
-        request.kept_tokens = request.landed_tokens = spot.kept_tokens
-        request.attempt += 1
+        request.place(home.id, spot.shards, spot.kept_tokens)
         if request.attempt > 1 or spot.kept_tokens or len(self._cluster.pools) > 1:
             pool.predict(request)  # by the pool that it goes to: it may be another one now
         step.place(request, home.id, self._predicted_ttft_s(request, pool, step.now_s))
@@ -171,14 +177,14 @@ class DecodePlacement:
             )
             self._send(step, request, (whole,), {})
 
-    def _hold(self, request: Request, spot: _Spot) -> None:
+    def _hold(self, request: LiveRequest, spot: _Spot) -> None:
         spot.home.hold(request, *spot.shards[:1])
         for shard in spot.shards[1:]:
             holder = self._cluster.instances[shard.worker_id]
             assert not isinstance(holder, PrefillInstance)  # those hold no shards
             holder.hold_shard(request.id, shard)
 
-    def _predicted_ttft_s(self, request: Request, pool: Pool, now_s: float) -> float:
+    def _predicted_ttft_s(self, request: LiveRequest, pool: Pool, now_s: float) -> float:
         """Work that goes before the request, its own, and what comes on top of computing.
 
         With nobody in the pool's line before it, it goes to the instance with the least such work;
@@ -196,7 +202,7 @@ class DecodePlacement:
         return own_s + ((sum(ahead_s) + line_s) / len(ahead_s) if line_s else min(ahead_s))
 
 
-def _fitting(request: Request, pools: list[Pool]) -> _Fitting:
+def _fitting(request: LiveRequest, pools: list[Pool]) -> _Fitting:
     found: list[DecodeInstance] = []
     spread: list[Pool] = []
     for pool in pools:
@@ -210,7 +216,7 @@ def _fitting(request: Request, pools: list[Pool]) -> _Fitting:
     return _Fitting(found, spread)
 
 
-def _kept(request: Request, fitting: _Fitting, reserved: Collection[str]) -> tuple[str, ...]:
+def _kept(request: LiveRequest, fitting: _Fitting, reserved: Collection[str]) -> tuple[str, ...]:
     """Instances whose pages the request keeps to itself while it waits."""
     open_to = (one for one in fitting.homes if one.id not in reserved)
     free = [one for one in open_to if one.could_hold(request)]

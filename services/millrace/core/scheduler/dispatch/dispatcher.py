@@ -14,7 +14,8 @@ from itertools import islice
 from millrace.core.arithmetic import ceil_div
 from millrace.core.cost.correction import band_of
 from millrace.core.kv.prompt_pages import pages_of_plan
-from millrace.core.request import Chunk, Request, RequestState
+from millrace.core.live_request import LiveRequest
+from millrace.core.request import Chunk, RequestState
 from millrace.core.scheduler.batching import batch
 from millrace.core.scheduler.dispatch.decode_placement import DecodePlacement
 from millrace.core.scheduler.fleet.cluster import Pool
@@ -65,7 +66,7 @@ class Dispatcher:
         if self._table.unplaced:
             self._placement.place(step)
 
-    def has_room(self, request: Request) -> bool:
+    def has_room(self, request: LiveRequest) -> bool:
         """Whether a decode instance that takes new work has room for the request now."""
         return self._placement.has_room(request)
 
@@ -115,7 +116,7 @@ class Dispatcher:
             else:
                 return  # its turn comes first
 
-    def _waits_for(self, request: Request, pool: Pool, kept: set[str]) -> list[str]:
+    def _waits_for(self, request: LiveRequest, pool: Pool, kept: set[str]) -> list[str]:
         """Instances whose pages the request keeps: the freest, where no group has the pages now."""
         others = [one for one in pool.prefill.values() if one.id not in kept]
         shares = pool.shares(request)
@@ -125,7 +126,9 @@ class Dispatcher:
         others.sort(key=lambda one: (-one.free_pages, one.id))
         return [one.id for one in others[: pool.least_sp(shares)]]
 
-    def _plan(self, request: Request, pool: Pool, kept: set[str], now_s: float) -> _Planned | None:
+    def _plan(
+        self, request: LiveRequest, pool: Pool, kept: set[str], now_s: float
+    ) -> _Planned | None:
         """Chunks of which the first can be taken in now, or None; on no instance that is `kept`.
 
         That is when its instances have a task slot among the tasks that go before the request, and
@@ -180,7 +183,7 @@ class Dispatcher:
         return None
 
     def _quickest(
-        self, request: Request, pool: Pool, queue_s: array[float], found: _Planned
+        self, request: LiveRequest, pool: Pool, queue_s: array[float], found: _Planned
     ) -> _Planned:
         """`found`, or one chunk at an instance that has the prompt's first tokens and ends before.
 
@@ -202,7 +205,7 @@ class Dispatcher:
 
     def _planned(
         self,
-        request: Request,
+        request: LiveRequest,
         pool: Pool,
         queue_s: array[float],
         least_sp: int,
@@ -215,7 +218,9 @@ class Dispatcher:
         chunk = pool.one_chunk(request, queue_s, shares)
         return None if chunk is None else _planned(request, pool, chunk)
 
-    def _start(self, step: StepContext, request: Request, planned: _Planned, pool: Pool) -> None:
+    def _start(
+        self, step: StepContext, request: LiveRequest, planned: _Planned, pool: Pool
+    ) -> None:
         """Sends the request, and others that are computed together with it."""
         key, chunks = pool.line.key(request), planned.chunks
         together = self._batch(request, planned, pool, step.now_s)
@@ -245,8 +250,10 @@ class Dispatcher:
                     previous=tasks[-1] if tasks else None,
                 )
             )
-        request.predicted_prefill_s = sum(task.predicted_s for task in tasks)
-        request.predicted_work_s = sum(task.predicted_s * len(task.members) for task in tasks)
+        request.predict(
+            sum(task.predicted_s for task in tasks),
+            sum(task.predicted_s * len(task.members) for task in tasks),
+        )
         self._send(step, request, chunks, planned.pages)
         for other in together:
             alone = Chunk(
@@ -261,7 +268,9 @@ class Dispatcher:
             self._table.run_queue_of[one.id] = pool.run_queue
         pool.run_queue.add(tasks)
 
-    def _batch(self, head: Request, planned: _Planned, pool: Pool, now_s: float) -> list[Request]:
+    def _batch(
+        self, head: LiveRequest, planned: _Planned, pool: Pool, now_s: float
+    ) -> list[LiveRequest]:
         """Requests behind `head` in the line that are computed in one pass with it.
 
         Whole prompts on one instance only: a group's pass is laid out for one prompt.
@@ -281,7 +290,7 @@ class Dispatcher:
             now_s,
             lambda tokens: corrections.seconds(leader, band, latency.chunk_s(tokens, 0, 1)),
         )
-        together: list[Request] = []
+        together: list[LiveRequest] = []
         instance = pool.prefill[leader]
         free = instance.free_pages - planned.pages[instance.id]
         for one in found:
@@ -296,24 +305,21 @@ class Dispatcher:
     def _send(
         self,
         step: StepContext,
-        request: Request,
+        request: LiveRequest,
         chunks: tuple[Chunk, ...],
         pages: dict[str, int],
     ) -> None:
-        request.chunks = chunks
-        request.attempts += 1
-        request.dispatched_s = step.now_s
-        request.token_out_s = request.computed_alone_s = None  # of an earlier attempt
+        request.send(chunks, step.now_s)
         for instance_id in chunks[-1].instance_ids:  # it holds all groups before it
             instance = self._cluster.instances[instance_id]
             if isinstance(instance, PrefillInstance):
                 instance.hold(request, pages[instance_id])
             self.commands += 1
-            step.run_prefill(request, instance_id, chunks)
+            step.run_prefill(request, instance_id)
         self._table.advance(step, request, RequestState.PREFILLING)
 
 
-def _planned(request: Request, pool: Pool, plan: Plan) -> _Planned:
+def _planned(request: LiveRequest, pool: Pool, plan: Plan) -> _Planned:
     instances = list(pool.prefill.values())
     chunks = []
     start = request.kept_tokens

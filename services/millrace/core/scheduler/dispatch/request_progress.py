@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from millrace.core.request import TRANSITIONS, Request, RequestState
+from millrace.core.live_request import LiveRequest
+from millrace.core.request import TRANSITIONS, RequestState
 from millrace.core.scheduler import events
 from millrace.core.scheduler.dispatch.dispatcher import Dispatcher
 from millrace.core.scheduler.event_filter import EventFilter
@@ -46,7 +47,7 @@ class RequestProgress:
         else:
             self._dispatcher.room_made(step, instance)
 
-    def _drop_tasks(self, request: Request | None) -> bool:
+    def _drop_tasks(self, request: LiveRequest | None) -> bool:
         return request is not None and self._table.drop_tasks(request)
 
     def prefix_landed(self, step: StepContext, event: events.PrefixLanded) -> None:
@@ -65,7 +66,7 @@ class RequestProgress:
         ):
             self._event_filter.ignored += 1
             return
-        request.landed_tokens = tokens
+        request.land(tokens)
         step.record(request)
 
     def decode_started(self, step: StepContext, event: events.DecodeStarted) -> None:
@@ -85,8 +86,7 @@ class RequestProgress:
         instance.start(request.id)
         if request.state is RequestState.QUEUED:  # all had landed before the death of prefill
             self._table.unqueue(request)
-        request.landed_tokens = request.prompt_tokens
-        request.token_out_s = step.now_s - max(event.since_token_s, 0.0)
+        request.start_decode(step.now_s - max(event.since_token_s, 0.0))
         self._table.advance(step, request, RequestState.DECODING)
         self._table.learn_on_top(request)
 
@@ -128,7 +128,7 @@ class RequestProgress:
         self._dispatcher.run(step)
 
 
-def _did_its_part(event: events.RequestReleased, request: Request, instance: Instance) -> bool:
+def _did_its_part(event: events.RequestReleased, request: LiveRequest, instance: Instance) -> bool:
     """Whether a member lets go of a request that others of its group still compute."""
     return (
         isinstance(instance, PrefillInstance)
@@ -138,7 +138,7 @@ def _did_its_part(event: events.RequestReleased, request: Request, instance: Ins
     )
 
 
-def _is_spared(request: Request, instance: Instance) -> bool:
+def _is_spared(request: LiveRequest, instance: Instance) -> bool:
     """Whether the request goes on without the instance, which lets go of it by itself.
 
     A prefill instance has sent all of a computed prompt by then. A holder's word may overtake the
@@ -147,6 +147,6 @@ def _is_spared(request: Request, instance: Instance) -> bool:
     return instance.id != request.decode_id and request.state in _COMPUTED
 
 
-def _never_computed(request: Request) -> bool:
+def _never_computed(request: LiveRequest) -> bool:
     """Whether decode can't have all of the prompt's KV: no attempt was begun."""
-    return request.state is RequestState.QUEUED and not request.goes_on
+    return request.state is RequestState.QUEUED and not request.continues

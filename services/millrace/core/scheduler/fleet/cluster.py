@@ -11,7 +11,7 @@ from millrace.core.cost.correction import Corrections, OnTop, band_of
 from millrace.core.cost.latency import SpLatency
 from millrace.core.cost.rates import live_rate
 from millrace.core.kv.prompt_pages import Shares
-from millrace.core.request import Request
+from millrace.core.live_request import LiveRequest
 from millrace.core.scheduler.batching import filling_tokens
 from millrace.core.scheduler.events import ImprovementRateChanged, InstanceJoined
 from millrace.core.scheduler.fleet.instances import (
@@ -72,7 +72,7 @@ class Pool:
         self._prepare()
         return self._degrees
 
-    def shares(self, request: Request) -> dict[int, int]:
+    def shares(self, request: LiveRequest) -> dict[int, int]:
         """By SP degree, the slots that a group's members need in pages for what is to compute.
 
         That is as one chunk: growing groups take more of their first members.
@@ -85,7 +85,7 @@ class Pool:
         fitting = (sp for sp, slots in shares.items() if slots <= self.smallest_slots)
         return next(fitting, self._degrees[-1])
 
-    def plan(self, request: Request, queue_s: array[float], least_sp: int) -> Plan:
+    def plan(self, request: LiveRequest, queue_s: array[float], least_sp: int) -> Plan:
         """A plan of the configured planner over `prefill`, in its order. There must be one."""
         self._prepare()
         history = request.kept_tokens
@@ -100,7 +100,7 @@ class Pool:
         return planner.plan(request.prompt_tokens - history, queue_s, least_sp)
 
     def one_chunk(
-        self, request: Request, queue_s: array[float], shares: dict[int, int]
+        self, request: LiveRequest, queue_s: array[float], shares: dict[int, int]
     ) -> Plan | None:
         """The quickest plan of one chunk whose members can hold their shares at all."""
         self._prepare()
@@ -137,22 +137,22 @@ class Pool:
         self._inputs = self._planner = self._after = self._latency = None
         self._degrees = (1,)
 
-    def predict(self, request: Request) -> None:
+    def predict(self, request: LiveRequest) -> None:
         """Notes what the rest of the request's prefill takes, alone on the idle pool.
 
         As the latency model has it, corrected by what the pool's instances took so far.
         """
         kept = request.kept_tokens
-        request.predicted_prefill_s = self.rest_s(request, kept)
+        prefill_s = self.rest_s(request, kept)
         least = self._degrees[0]
-        request.predicted_work_s = least * self._rest_s(request, kept, least)
+        request.predict(prefill_s, least * self._rest_s(request, kept, least))
 
-    def rest_s(self, request: Request, kept: int) -> float:
+    def rest_s(self, request: LiveRequest, kept: int) -> float:
         """Seconds that what follows `kept` first tokens takes, alone on the idle pool."""
         self._prepare()
         return min(self._rest_s(request, kept, sp) for sp in self._degrees)
 
-    def _rest_s(self, request: Request, kept: int, sp: int) -> float:
+    def _rest_s(self, request: LiveRequest, kept: int, sp: int) -> float:
         modelled_s = self.latency.chunk_s(request.prompt_tokens - kept, kept, sp)
         return self.corrections.seconds(ANYONE, band_of(request.prompt_tokens, sp), modelled_s)
 
@@ -164,7 +164,7 @@ class Pool:
             self._latency = some[0].card.latency
         return self._latency
 
-    def could_prefill(self, request: Request) -> bool:
+    def could_prefill(self, request: LiveRequest) -> bool:
         """Whether a group could take the request once others left."""
         if not self.prefill:
             return any(self._mixed())
@@ -178,7 +178,7 @@ class Pool:
             for sp, slots in shares.items()
         )
 
-    def could_decode(self, request: Request) -> bool:
+    def could_decode(self, request: LiveRequest) -> bool:
         homes = self.homes()
         if self.kvp_placement.wanted(request, homes):
             return self.kvp_placement.could_hold(request, homes)
@@ -234,7 +234,7 @@ class Cluster:
         """How it is found: "by load", "by arrivals" or "fixed"."""
         return self._live_rate.source
 
-    def arrived(self, request: Request, now_s: float) -> None:
+    def arrived(self, request: LiveRequest, now_s: float) -> None:
         """A request arrived: as work comes faster, larger groups have to bring more."""
         instances = sum(len(pool.prefill) for pool in self.pools.values())
         self._live_rate.arrived(now_s, request.predicted_work_s / max(instances, 1))

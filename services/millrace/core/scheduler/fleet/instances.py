@@ -13,7 +13,8 @@ from dataclasses import dataclass, field
 
 from millrace.core.arithmetic import ceil_div
 from millrace.core.instance.standstill import Standstill
-from millrace.core.request import Request, Shard
+from millrace.core.live_request import LiveRequest
+from millrace.core.request import Shard
 from millrace.core.scheduler.events import InstanceJoined, LoadReported
 from millrace.core.scheduler.fleet.cached_prefixes import CachedPrefixes
 from millrace.core.scheduler.fleet.freeness import freeness, pages_needed
@@ -66,11 +67,11 @@ class PrefillInstance:
         """Of the free pages, as tokens."""
         return self.free_pages * self.card.page_tokens
 
-    def could_hold(self, request: Request, slots: int) -> bool:
+    def could_hold(self, request: LiveRequest, slots: int) -> bool:
         """Whether so many slots fit once others left, and no earlier attempt is still here."""
         return slots <= self.card.kv_pages * self.card.page_tokens and self.takes(request)
 
-    def takes(self, request: Request) -> bool:
+    def takes(self, request: LiveRequest) -> bool:
         """Whether the prompt is within its context, and no earlier attempt is still here."""
         return (
             request.prompt_tokens <= self.card.max_context_tokens
@@ -88,7 +89,7 @@ class PrefillInstance:
         """Predicted seconds of all tasks; of a running one what remains, at least 0."""
         return sum(task.remaining_s(now_s) for task in self.queue)
 
-    def hold(self, request: Request, pages: int) -> None:
+    def hold(self, request: LiveRequest, pages: int) -> None:
         self.holdings[request.id] = Holding(pages=pages)
         self.used_pages += pages
 
@@ -208,13 +209,13 @@ class DecodeInstance:
         if event.cached is not None:
             self.prefixes.heard(event.cached)
 
-    def pages_for(self, request: Request) -> int:
+    def pages_for(self, request: LiveRequest) -> int:
         """Pages of all that the request may come to, if it is held here alone."""
         return pages_needed(
             request.prompt_tokens, request.max_new_tokens, request.choices, self.card.page_tokens
         )
 
-    def booked_for(self, request: Request) -> int:
+    def booked_for(self, request: LiveRequest) -> int:
         """Those of them that are booked."""
         return pages_needed(
             request.prompt_tokens,
@@ -223,7 +224,7 @@ class DecodeInstance:
             self.card.page_tokens,
         )
 
-    def _new_tokens(self, request: Request) -> int:
+    def _new_tokens(self, request: LiveRequest) -> int:
         """Of each choice, those that pages are booked for: all, if there are several.
 
         Those could not go on elsewhere, were they in the way of others.
@@ -233,7 +234,7 @@ class DecodeInstance:
             return tokens
         return headroom
 
-    def is_large_enough(self, request: Request) -> bool:
+    def is_large_enough(self, request: LiveRequest) -> bool:
         """Whether all of the request fits here once others left."""
         card = self.card  # as `could_run` and `pages_for`, written out: looked at for every arrival
         prompt, new, choices = request.prompt_tokens, request.max_new_tokens, request.choices
@@ -243,18 +244,18 @@ class DecodeInstance:
             and choices <= card.max_batch
         )
 
-    def could_run(self, request: Request) -> bool:
+    def could_run(self, request: LiveRequest) -> bool:
         """Whether the request is within the context and the batch, wherever its KV is."""
         return (
             request.prompt_tokens + request.max_new_tokens <= self.card.max_context_tokens
             and request.choices <= self.card.max_batch
         )
 
-    def could_hold(self, request: Request) -> bool:
+    def could_hold(self, request: LiveRequest) -> bool:
         """Whether the request fits once others left, and no earlier attempt of it is still here."""
         return self.is_large_enough(request) and request.id not in self.holdings
 
-    def has_room(self, request: Request) -> bool:
+    def has_room(self, request: LiveRequest) -> bool:
         """Whether a request that it could hold has pages, and a pace that holds, now."""
         card = self.card
         if self.headroom_tokens is not None:
@@ -283,7 +284,7 @@ class DecodeInstance:
         sequences, context_tokens = self.sequences + sequences, self.context_tokens + context_tokens
         return step.seconds(sequences, context_tokens) <= tightest_s
 
-    def hold(self, request: Request, shard: Shard | None = None) -> None:
+    def hold(self, request: LiveRequest, shard: Shard | None = None) -> None:
         """Reserves for a request whose home this is: for all of it, or its first shard."""
         if shard is None:
             pages = self.booked_for(request)

@@ -18,7 +18,8 @@ from typing import NamedTuple
 
 from millrace.core.config import SchedulerConfig
 from millrace.core.kv.kvp_shards import Reservation, reserve, shard_tokens
-from millrace.core.request import Request, Shard
+from millrace.core.live_request import LiveRequest
+from millrace.core.request import Shard
 from millrace.core.scheduler.fleet.instances import DecodeInstance, Holder, KvpInstance
 
 #: Tokens of one request at one instance where no setting limits them.
@@ -47,7 +48,7 @@ class KvpPlacement:
         self._decode = decode
         self._kvp = kvp
 
-    def wanted(self, request: Request, homes: Iterable[DecodeInstance]) -> bool:
+    def wanted(self, request: LiveRequest, homes: Iterable[DecodeInstance]) -> bool:
         """Whether no home may, or could, hold all of the request. Choices are never spread."""
         if request.choices > 1:
             return False
@@ -55,19 +56,19 @@ class KvpPlacement:
             return True
         return not any(home.is_large_enough(request) for home in homes)
 
-    def could_hold(self, request: Request, homes: Iterable[DecodeInstance]) -> bool:
+    def could_hold(self, request: LiveRequest, homes: Iterable[DecodeInstance]) -> bool:
         """Whether the request fits once others left, and no earlier attempt is in the way."""
         return self._reserved(request, homes, (), empty=True) is not None
 
     def kept(
-        self, request: Request, homes: Iterable[DecodeInstance], reserved: Collection[str]
+        self, request: LiveRequest, homes: Iterable[DecodeInstance], reserved: Collection[str]
     ) -> tuple[str, ...]:
         """Instances that would hold the request once they are empty; none are `reserved`."""
         found = self._reserved(request, homes, reserved, empty=True)
         return () if found is None else found.worker_ids
 
     def find(
-        self, request: Request, homes: Iterable[DecodeInstance], reserved: Collection[str]
+        self, request: LiveRequest, homes: Iterable[DecodeInstance], reserved: Collection[str]
     ) -> tuple[Shard, ...]:
         """Shards that fit now, at instances that are not `reserved`; () where they do not fit."""
         found = self._reserved(request, homes, reserved, empty=False)
@@ -89,7 +90,7 @@ class KvpPlacement:
 
     def _reserved(
         self,
-        request: Request,
+        request: LiveRequest,
         homes: Iterable[DecodeInstance],
         reserved: Collection[str],
         *,
@@ -124,7 +125,7 @@ class KvpPlacement:
 
     def _home(
         self,
-        request: Request,
+        request: LiveRequest,
         homes: Iterable[DecodeInstance],
         reserved: Collection[str],
         *,
@@ -148,7 +149,11 @@ class KvpPlacement:
         )
 
     def _keeps_pace(
-        self, one: DecodeInstance, request: Request, sequences: int = 0, tbt_s: float | None = None
+        self,
+        one: DecodeInstance,
+        request: LiveRequest,
+        sequences: int = 0,
+        tbt_s: float | None = None,
     ) -> bool:
         """With a shard as long as there is room for. That of a home comes with its sequence."""
         tokens = request.prompt_tokens + request.max_new_tokens
@@ -163,6 +168,6 @@ class KvpPlacement:
         return _Room(one.id, one.page_tokens, one.card.kv_pages if empty else one.open_pages)
 
 
-def _is_open(one: Holder, request: Request, reserved: Collection[str]) -> bool:
+def _is_open(one: Holder, request: LiveRequest, reserved: Collection[str]) -> bool:
     """Whether nobody waits for it, and no earlier attempt is still there."""
     return not (one.id in reserved or request.id in one.holdings)

@@ -22,8 +22,9 @@ from operator import attrgetter
 from typing import TYPE_CHECKING
 
 from millrace.core.cost.correction import Band
+from millrace.core.live_request import LiveRequest
 from millrace.core.priority import PriorityKey
-from millrace.core.request import Chunk, Request
+from millrace.core.request import Chunk
 from millrace.core.scheduler.effects import ChunkRef, Order
 
 if TYPE_CHECKING:
@@ -41,7 +42,7 @@ YIELDING_WEIGHT = 1e-3
 class Task:
     """What one group computes at a time. `requests[0]` is the head: the task has its rank."""
 
-    requests: list[Request]
+    requests: list[LiveRequest]
     chunk: Chunk
     members: tuple[PrefillInstance, ...]  # leader first
     mask: int  # the members' bits
@@ -102,7 +103,7 @@ class RunQueue:
                 return task
         return None
 
-    def finish(self, task: Task, request: Request) -> bool:
+    def finish(self, task: Task, request: LiveRequest) -> bool:
         """Notes that the chunk is computed for `request`; True when the whole task is done."""
         if len(task.requests) > 1:
             self.remove(request.id)
@@ -121,7 +122,7 @@ class RunQueue:
                 continue
             task.requests = staying
             if head is not staying[0]:
-                _hand_over(head, staying[0])
+                staying[0].take_over(head)
                 self._replace(task, staying[0].order)
 
     def _replace(self, task: Task, order: int) -> None:
@@ -158,7 +159,7 @@ class RunQueue:
 
     # ---- ranks
 
-    def heads(self) -> list[Request]:
+    def heads(self) -> list[LiveRequest]:
         """The requests whose keys rank the tasks, each once."""
         return list({task.requests[0].id: task.requests[0] for task in self.ranked}.values())
 
@@ -284,14 +285,6 @@ def _order(instance: PrefillInstance) -> Order:
             for task in instance.queue
         ),
     )
-
-
-def _hand_over(head: Request, heir: Request) -> None:
-    """A batch's new head counts the batch's work as the old one did."""
-    heir.predicted_prefill_s = head.predicted_prefill_s
-    heir.predicted_work_s = head.predicted_work_s
-    heir.executed_s = head.executed_s
-    heir.running_since_s = head.running_since_s
 
 
 def masks(members: Iterable[PrefillInstance]) -> int:

@@ -5,10 +5,10 @@ from __future__ import annotations
 from bisect import bisect_left, insort
 from collections.abc import Iterator, Mapping
 
+from millrace.core.live_request import LiveRequest
 from millrace.core.priority import PriorityKey
-from millrace.core.request import Request
 
-_Entry = tuple[PriorityKey, int, Request]
+_Entry = tuple[PriorityKey, int, LiveRequest]
 
 
 class WaitingQueue:
@@ -25,19 +25,19 @@ class WaitingQueue:
     def __contains__(self, request_id: str) -> bool:
         return request_id in self._keys
 
-    def __iter__(self) -> Iterator[Request]:
+    def __iter__(self) -> Iterator[LiveRequest]:
         """Requests, first one first. The line must not change meanwhile."""
         return (entry[2] for entry in self._entries)
 
-    def __getitem__(self, index: int) -> Request:
+    def __getitem__(self, index: int) -> LiveRequest:
         return self._entries[index][2]
 
-    def add(self, request: Request, key: PriorityKey) -> None:
+    def add(self, request: LiveRequest, key: PriorityKey) -> None:
         self._keys[request.id] = key
         insort(self._entries, (key, request.order, request), key=_rank)
         self.work_s += request.predicted_prefill_s
 
-    def remove(self, request: Request) -> None:
+    def remove(self, request: LiveRequest) -> None:
         """Raises KeyError when the request is not in the line."""
         rank = (self._keys.pop(request.id), request.order)
         del self._entries[bisect_left(self._entries, rank, key=_rank)]
@@ -50,7 +50,7 @@ class WaitingQueue:
         before = bisect_left(self._entries, (key, order), key=_rank)
         return self.work_s * before / count if count else 0.0
 
-    def key(self, request: Request) -> PriorityKey:
+    def key(self, request: LiveRequest) -> PriorityKey:
         return self._keys[request.id]
 
     def rerank(self, keys: Mapping[str, PriorityKey]) -> None:
