@@ -120,6 +120,10 @@ class Word(IntEnum):
 
 _TO_LEADER: Final = frozenset({Word.HERE, Word.READY, Word.WITHDRAW, Word.STOP, Word.HELD})
 
+# By number, which is quicker than the enum's own look-up.
+_WORDS: Final = {int(word): word for word in Word}
+_STOP_POINTS: Final = {int(point): point for point in StopPoint}
+
 # channel u8, word u8, finest u8, attempt u32, chunk u32, value u32; then the request's id
 _HEADER = struct.Struct("<BBBIII")
 
@@ -146,8 +150,8 @@ class Message:
             if channel != CHANNEL:
                 raise ValueError(f"channel {channel}")
             key = GangKey(payload[_HEADER.size :].decode(), attempt, chunk_index)
-            return Message(key, Word(word), value, StopPoint(finest))
-        except (struct.error, ValueError) as error:
+            return Message(key, _WORDS[word], value, _STOP_POINTS[finest])
+        except (struct.error, ValueError, KeyError) as error:
             raise TransferError(f"not a gang's message: {error}") from error
 
 

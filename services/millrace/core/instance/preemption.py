@@ -81,15 +81,16 @@ class PreemptionRule(Generic[T]):
     def first(self) -> T | None:
         """The first task of those that could run: they await nothing, and all members of a gang
         have its task. Tasks without a rank go last, in the order in which they came."""
-        return min(
-            (task for task in self.tasks.values() if self._could_run(task)),
-            key=lambda task: self._ranks.get(task.name, _LAST),
-            default=None,
-        )
-
-    def _could_run(self, task: T) -> bool:
-        gang = self._gang_of(task)
-        return not task.awaits and (gang is None or gang.is_open)
+        found: T | None = None
+        least = _LAST + 1
+        ranks, gangs = self._ranks, self._gangs
+        for name, task in self.tasks.items():  # written out: asked after every message
+            rank = ranks.get(name, _LAST)
+            if rank >= least or task.awaits:
+                continue
+            if task.gang is None or gangs[task.gang.key].is_open:
+                found, least = task, rank
+        return found
 
     def standstill(self) -> tuple[list[str], str, str] | None:
         """Names of the tasks that are prepared, the one that claims the instance or runs (or ""),
@@ -161,16 +162,23 @@ class PreemptionRule(Generic[T]):
         message = Message.decode(payload)
         gang = self._gangs.get(message.key)
         if gang is not None:
+            before = gang.state, gang.is_open
             gang.hear(sender, message)
-            self.settle()
+            if before != (gang.state, gang.is_open):
+                self.settle()
         elif (answer := answer_without_task(message)) is not None:
             self._say(sender, answer)
 
     # -- what the one that runs tasks asks
 
+    @property
+    def upcoming(self) -> T | None:
+        """The task that `next` gives, now or when its gang has started."""
+        return self._claimant or self.first()
+
     def next(self) -> T | None:
         """The task to run now; None while there is none, or while a gang is waited for."""
-        task = self._claimant or self.first()
+        task = self.upcoming
         gang = self._gang_of(task)
         if gang is not None and not gang.has_started:
             return None

@@ -141,11 +141,6 @@ class Task:
         """(tokens, history) of each part."""
         return [(chunk.num_tokens, chunk.start_token) for _, chunk in self.parts]
 
-    @property
-    def heads_all(self) -> bool:
-        """Whether all members want to run it."""
-        return all(member.queue and member.queue[0] is self for member in self.members)
-
     def is_of(self, attempt: Attempt) -> bool:
         """Whether it has nothing else to compute than this request's."""
         return len(self.parts) == 1 and self.parts[0][0] is attempt
