@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 
 from millrace.core.errors import IntegrityError
-from millrace.core.kv.prompt_pages import pages_of_plan
+from millrace.core.kv.pages import pages_for, pages_of_plan
 from millrace.core.live_request import LiveRequest
 from millrace.core.request import RequestState
 from millrace.core.scheduler.fleet.cluster import Cluster
@@ -15,7 +15,6 @@ from millrace.core.scheduler.fleet.instances import (
     Instance,
     KvpInstance,
     PrefillInstance,
-    pages_of,
 )
 from millrace.core.scheduler.fleet.run_queue import RunQueue
 from millrace.core.scheduler.fleet.waiting_queue import WaitingQueue
@@ -141,7 +140,7 @@ def _check_holdings(instance: Instance, table: RequestTable) -> None:
             pages = taken[instance.id]
         elif request.shards:
             (shard,) = (one for one in request.shards if one.worker_id == instance.id)
-            pages = pages_of(shard, instance.card.page_tokens)
+            pages = pages_for(shard.num_tokens, instance.card.page_tokens)
         else:
             assert isinstance(instance, DecodeInstance)  # a KVP worker holds nothing else
             pages = instance.booked_for(request)

@@ -11,9 +11,8 @@ from array import array
 from dataclasses import dataclass, replace
 from itertools import islice
 
-from millrace.core.arithmetic import ceil_div
 from millrace.core.cost.correction import band_of
-from millrace.core.kv.prompt_pages import pages_of_plan
+from millrace.core.kv.pages import pages_for, pages_of_plan
 from millrace.core.live_request import LiveRequest
 from millrace.core.request import Chunk, RequestState
 from millrace.core.scheduler.batching import batch
@@ -36,8 +35,8 @@ MAX_BATCHED = 64
 
 
 @dataclass(frozen=True, slots=True)
-class _Planned:
-    """Chunks, and the pages that they take at each instance of the last one's group."""
+class _Candidate:
+    """A plan as chunks of its request, with the pages that each instance of the plan needs."""
 
     chunks: tuple[Chunk, ...]
     pages: dict[str, int]
@@ -102,9 +101,9 @@ class Dispatcher:
         index = 0
         while index < len(pool.line) and pool.prefill:
             request = pool.line[index]
-            planned = self._plan(request, pool, kept, step.now_s)
-            if planned is not None:
-                self._start(step, request, planned, pool)
+            candidate = self._plan(request, pool, kept, step.now_s)
+            if candidate is not None:
+                self._start(step, request, candidate, pool)
             elif not pool.could_prefill(request):
                 index += 1  # an earlier attempt is still wherever it could go
                 pool.lacks_pages = True
@@ -128,13 +127,13 @@ class Dispatcher:
 
     def _plan(
         self, request: LiveRequest, pool: Pool, kept: set[str], now_s: float
-    ) -> _Planned | None:
+    ) -> _Candidate | None:
         """Chunks of which the first can be taken in now, or None; on no instance that is `kept`.
 
         That is when its instances have a task slot among the tasks that go before the request, and
         all instances of the plan have the pages that they need. Where they have not, the plan is
         made again without the instances that lack them, and then for a larger group, whose members
-        need fewer. Planned but not taken in, a request is planned anew next time.
+        need fewer. A request whose plan is not taken in is planned again in the next round.
         """
         instances = list(pool.prefill.values())
         rank: Rank = (pool.line.key(request), request.order, 0)
@@ -159,7 +158,7 @@ class Dispatcher:
         least_sp = pool.least_sp(shares)
         waiting_s = queue_s
         for attempt in range(3):
-            found = self._planned(request, pool, queue_s, least_sp, shares)
+            found = self._possible(request, pool, queue_s, least_sp, shares)
             if found is None:
                 return None
             members = found.plan.chunks[-1].members
@@ -183,8 +182,8 @@ class Dispatcher:
         return None
 
     def _quickest(
-        self, request: LiveRequest, pool: Pool, queue_s: array[float], found: _Planned
-    ) -> _Planned:
+        self, request: LiveRequest, pool: Pool, queue_s: array[float], found: _Candidate
+    ) -> _Candidate:
         """`found`, or one chunk at an instance that has the prompt's first tokens and ends before.
 
         Only what is behind them is computed, as a chunk with that history: C of Eq. (1).
@@ -198,40 +197,42 @@ class Dispatcher:
             alone_s = pool.latency.chunk_s(request.prompt_tokens - cached, cached, 1)
             if queue_s[index] + alone_s < found.plan.ttft_s:
                 chunk = PlannedChunk(request.prompt_tokens, (index,))
-                planned = _planned(request, pool, Plan((chunk,), queue_s[index] + alone_s))
-                if planned.pages[one.id] <= one.free_pages:
-                    found = replace(planned, cached_tokens=cached)
+                candidate = _candidate(request, pool, Plan((chunk,), queue_s[index] + alone_s))
+                if candidate.pages[one.id] <= one.free_pages:
+                    found = replace(candidate, cached_tokens=cached)
         return found
 
-    def _planned(
+    def _possible(
         self,
         request: LiveRequest,
         pool: Pool,
         queue_s: array[float],
         least_sp: int,
         shares: dict[int, int],
-    ) -> _Planned | None:
+    ) -> _Candidate | None:
         """A plan that its members could take in once all others left; None where there is none."""
-        found = _planned(request, pool, pool.plan(request, queue_s, least_sp))
+        found = _candidate(request, pool, pool.plan(request, queue_s, least_sp))
         if all(pages <= pool.prefill[i].card.kv_pages for i, pages in found.pages.items()):
             return found
         chunk = pool.one_chunk(request, queue_s, shares)
-        return None if chunk is None else _planned(request, pool, chunk)
+        return None if chunk is None else _candidate(request, pool, chunk)
 
     def _start(
-        self, step: StepContext, request: LiveRequest, planned: _Planned, pool: Pool
+        self, step: StepContext, request: LiveRequest, candidate: _Candidate, pool: Pool
     ) -> None:
         """Sends the request, and others that are computed together with it."""
-        key, chunks = pool.line.key(request), planned.chunks
-        together = self._batch(request, planned, pool, step.now_s)
+        key, chunks = pool.line.key(request), candidate.chunks
+        together = self._batch(request, candidate, pool, step.now_s)
         for one in (request, *together):
             self._table.unqueue(one)
         tasks: list[Task] = []
         for chunk in chunks:
             members = tuple(pool.prefill[instance_id] for instance_id in chunk.instance_ids)
             tokens = chunk.num_tokens + sum(r.prompt_tokens for r in together)
-            history = chunk.start_token + planned.cached_tokens
-            modelled_s = pool.latency.chunk_s(tokens - planned.cached_tokens, history, len(members))
+            history = chunk.start_token + candidate.cached_tokens
+            modelled_s = pool.latency.chunk_s(
+                tokens - candidate.cached_tokens, history, len(members)
+            )
             band = band_of(chunk.start_token + chunk.num_tokens, len(members))
             corrections = self._cluster.corrections
             predicted_s = max(corrections.seconds(m.id, band, modelled_s) for m in members)
@@ -254,7 +255,7 @@ class Dispatcher:
             sum(task.predicted_s for task in tasks),
             sum(task.predicted_s * len(task.members) for task in tasks),
         )
-        self._send(step, request, chunks, planned.pages)
+        self._send(step, request, chunks, candidate.pages)
         for other in together:
             alone = Chunk(
                 index=0,
@@ -269,14 +270,14 @@ class Dispatcher:
         pool.run_queue.add(tasks)
 
     def _batch(
-        self, head: LiveRequest, planned: _Planned, pool: Pool, now_s: float
+        self, head: LiveRequest, candidate: _Candidate, pool: Pool, now_s: float
     ) -> list[LiveRequest]:
         """Requests behind `head` in the line that are computed in one pass with it.
 
         Whole prompts on one instance only: a group's pass is laid out for one prompt.
         """
-        budget, chunks = pool.batch_tokens, planned.chunks
-        if head.prompt_tokens >= budget or head.kept_tokens or planned.cached_tokens:
+        budget, chunks = pool.batch_tokens, candidate.chunks
+        if head.prompt_tokens >= budget or head.kept_tokens or candidate.cached_tokens:
             return []
         if len(chunks) > 1 or len(chunks[0].instance_ids) > 1:
             return []
@@ -292,11 +293,11 @@ class Dispatcher:
         )
         together: list[LiveRequest] = []
         instance = pool.prefill[leader]
-        free = instance.free_pages - planned.pages[instance.id]
+        free = instance.free_pages - candidate.pages[instance.id]
         for one in found:
             if one is head:
                 continue
-            pages = ceil_div(one.prompt_tokens, instance.card.page_tokens)
+            pages = pages_for(one.prompt_tokens, instance.card.page_tokens)
             if pages <= free and instance.takes(one):
                 together.append(one)
                 free -= pages
@@ -319,7 +320,7 @@ class Dispatcher:
         self._table.advance(step, request, RequestState.PREFILLING)
 
 
-def _planned(request: LiveRequest, pool: Pool, plan: Plan) -> _Planned:
+def _candidate(request: LiveRequest, pool: Pool, plan: Plan) -> _Candidate:
     instances = list(pool.prefill.values())
     chunks = []
     start = request.kept_tokens
@@ -335,4 +336,4 @@ def _planned(request: LiveRequest, pool: Pool, plan: Plan) -> _Planned:
         start += part.num_tokens
     card = instances[plan.chunks[0].members[0]].card
     pages = pages_of_plan(chunks, card.page_tokens, card.kv_layers)
-    return _Planned(tuple(chunks), pages, plan)
+    return _Candidate(tuple(chunks), pages, plan)

@@ -10,7 +10,7 @@ from millrace.core.config import SchedulerConfig
 from millrace.core.cost.correction import Corrections, OnTop, band_of
 from millrace.core.cost.latency import SpLatency
 from millrace.core.cost.rates import live_rate
-from millrace.core.kv.prompt_pages import Shares
+from millrace.core.kv.pages import Shares
 from millrace.core.live_request import LiveRequest
 from millrace.core.scheduler.batching import filling_tokens
 from millrace.core.scheduler.events import ImprovementRateChanged, InstanceJoined

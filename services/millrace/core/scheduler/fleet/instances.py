@@ -11,13 +11,13 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass, field
 
-from millrace.core.arithmetic import ceil_div
 from millrace.core.instance.standstill import Standstill
+from millrace.core.kv.pages import pages_for, pages_of_request
 from millrace.core.live_request import LiveRequest
 from millrace.core.request import Shard
 from millrace.core.scheduler.events import InstanceJoined, LoadReported
 from millrace.core.scheduler.fleet.cached_prefixes import CachedPrefixes
-from millrace.core.scheduler.fleet.freeness import freeness, pages_needed
+from millrace.core.scheduler.fleet.freeness import freeness
 from millrace.core.scheduler.fleet.run_queue import Task
 
 
@@ -129,7 +129,7 @@ class KvpInstance:
         self.waiting = event.waiting
 
     def hold_shard(self, request_id: str, shard: Shard) -> None:
-        pages = pages_of(shard, self.page_tokens)
+        pages = pages_for(shard.num_tokens, self.page_tokens)
         self.holdings[request_id] = Holding(pages=pages, sequences=0, is_shard=True)
         self.used_pages += pages
 
@@ -211,13 +211,13 @@ class DecodeInstance:
 
     def pages_for(self, request: LiveRequest) -> int:
         """Pages of all that the request may come to, if it is held here alone."""
-        return pages_needed(
+        return pages_of_request(
             request.prompt_tokens, request.max_new_tokens, request.choices, self.card.page_tokens
         )
 
     def booked_for(self, request: LiveRequest) -> int:
         """Those of them that are booked."""
-        return pages_needed(
+        return pages_of_request(
             request.prompt_tokens,
             self._new_tokens(request),
             request.choices,
@@ -239,7 +239,7 @@ class DecodeInstance:
         card = self.card  # as `could_run` and `pages_for`, written out: looked at for every arrival
         prompt, new, choices = request.prompt_tokens, request.max_new_tokens, request.choices
         return (
-            pages_needed(prompt, new, choices, card.page_tokens) <= card.kv_pages
+            pages_of_request(prompt, new, choices, card.page_tokens) <= card.kv_pages
             and prompt + new <= card.max_context_tokens
             and choices <= card.max_batch
         )
@@ -262,7 +262,7 @@ class DecodeInstance:
             fits = self.booked_for(request) <= self.open_pages
         else:  # likewise written out
             prompt, new, choices = request.prompt_tokens, request.max_new_tokens, request.choices
-            pages = pages_needed(prompt, new, choices, card.page_tokens)
+            pages = pages_of_request(prompt, new, choices, card.page_tokens)
             fits = pages <= card.kv_pages - self.booked_pages
         if card.decode_step is None or not fits:
             return fits
@@ -290,7 +290,7 @@ class DecodeInstance:
             pages = self.booked_for(request)
             tokens = request.choices * (request.prompt_tokens + self._new_tokens(request))
         else:
-            pages, tokens = pages_of(shard, self.page_tokens), shard.num_tokens
+            pages, tokens = pages_for(shard.num_tokens, self.page_tokens), shard.num_tokens
         tbt_s = request.slo.tbt_s or math.inf
         if tbt_s < self.tightest_tbt_s:
             self.tightest_tbt_s = tbt_s
@@ -301,7 +301,7 @@ class DecodeInstance:
         self._take(request.id, holding)
 
     def hold_shard(self, request_id: str, shard: Shard) -> None:
-        pages = pages_of(shard, self.page_tokens)
+        pages = pages_for(shard.num_tokens, self.page_tokens)
         self.shard_pages += pages
         self._take(
             request_id,
@@ -344,11 +344,6 @@ class DecodeInstance:
         if holding.tbt_s <= self.tightest_tbt_s < math.inf:
             left = (other.tbt_s for other in self.holdings.values())
             self.tightest_tbt_s = min(left, default=math.inf)
-
-
-def pages_of(shard: Shard, page_tokens: int) -> int:
-    """Pages that a shard takes of its holder."""
-    return ceil_div(shard.num_tokens, page_tokens)
 
 
 Holder = KvpInstance | DecodeInstance
