@@ -200,18 +200,18 @@ class LoadMeter:
         helped = any(isinstance(one, KvpInstance) for one in self._instances())
         for request in self._machine.requests.values():
             if request.decode_id is None:
-                at_home = self._waits_to_spread(request) if helped else None
+                at_owner = self._waits_to_spread(request) if helped else None
                 pages = decodes[0].booked_for(request)
-                used += page_tokens * pages if at_home is None else at_home
+                used += page_tokens * pages if at_owner is None else at_owner
         return used / slots
 
     def _tbts(self) -> Iterator[_Ratio]:
         yield from (ratio for _, ratio in self._tbt)
         for request in self._paced.values():
-            home = self._machine.cluster.instances.get(request.decode_id or "")
+            owner = self._machine.cluster.instances.get(request.decode_id or "")
             decoding = request.state is RequestState.DECODING
-            if decoding and isinstance(home, DecodeInstance) and home.tbt_s:
-                yield _over(request.slo.class_name, home.tbt_s, request.slo.tbt_s)
+            if decoding and isinstance(owner, DecodeInstance) and owner.tbt_s:
+                yield _over(request.slo.class_name, owner.tbt_s, request.slo.tbt_s)
 
     def _kvp(self, now_s: float) -> PoolLoad:
         """Of each request that is spread, or will be, the context."""
@@ -232,22 +232,22 @@ class LoadMeter:
         """None of a request that needs no KVP worker: decode instances hold all of it."""
         final_tokens = request.prompt_tokens + request.max_new_tokens
         if request.decode_id is None:
-            at_home = self._waits_to_spread(request)
-            if at_home is None:
+            at_owner = self._waits_to_spread(request)
+            if at_owner is None:
                 return None
-            return Context(tokens=final_tokens, final_tokens=final_tokens, home_tokens=at_home)
+            return Context(tokens=final_tokens, final_tokens=final_tokens, home_tokens=at_owner)
         instances = self._machine.cluster.instances
         elsewhere = sum(
             shard.num_tokens
             for shard in request.shards
             if isinstance(instances.get(shard.worker_id), KvpInstance)
         )
-        home = instances[request.decode_id]
-        if not elsewhere or not isinstance(home, DecodeInstance):
+        owner = instances[request.decode_id]
+        if not elsewhere or not isinstance(owner, DecodeInstance):
             return None
         tokens, growth_tokens_s = request.landed_tokens, 0.0
         if request.first_token_s is not None:
-            growth_tokens_s = 1.0 / home.tbt_s if home.tbt_s else 0.0
+            growth_tokens_s = 1.0 / owner.tbt_s if owner.tbt_s else 0.0
             answered = int((now_s - request.first_token_s) * growth_tokens_s)
             tokens = min(request.prompt_tokens + answered, final_tokens)
         elif request.predicted_prefill_s:
@@ -266,10 +266,10 @@ class LoadMeter:
         """
         found = None
         for pool in self._machine.cluster.ready_pools():
-            homes = pool.homes()
-            if not pool.kvp_placement.wanted(request, homes):
+            owners = pool.kv_owners()
+            if not pool.kvp_placement.wanted(request, owners):
                 return None
-            found = max(found or 0, pool.kvp_placement.longest_shard(homes))
+            found = max(found or 0, pool.kvp_placement.longest_shard(owners))
         return found
 
 

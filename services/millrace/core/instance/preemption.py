@@ -43,7 +43,7 @@ class Task(Protocol):
 _LAST: Final = sys.maxsize
 
 #: Of so many tasks `standstill` says what they wait for.
-MOST_TOLD: Final = 8
+MOST_DESCRIBED: Final = 8
 
 T = TypeVar("T", bound=Task)
 
@@ -100,14 +100,15 @@ class PreemptionRule(Generic[T]):
         if not prepared:
             return None
         at_work, first = self.running or self._claimant, self.first()
-        told = [f"{task.name} waits for {self._waits_for(task)}" for task in self._told(at_work)]
+        described = self._described(at_work)
+        waits = [f"{task.name} waits for {self._waits_for(task)}" for task in described]
         if at_work is not None and first is not None and first is not at_work:
-            told.append(f"{first.name} is first in its order")
-        return prepared, at_work.name if at_work else "", "; ".join(told)
+            waits.append(f"{first.name} is first in its order")
+        return prepared, at_work.name if at_work else "", "; ".join(waits)
 
-    def _told(self, at_work: T | None) -> list[T]:
+    def _described(self, at_work: T | None) -> list[T]:
         """Of whom `standstill` tells: what has claimed the instance, else all."""
-        return list(self.tasks.values())[:MOST_TOLD] if at_work is None else [at_work]
+        return list(self.tasks.values())[:MOST_DESCRIBED] if at_work is None else [at_work]
 
     def _waits_for(self, task: T) -> str:
         gang = self._gang_of(task)

@@ -7,12 +7,12 @@ from millrace.core.scheduler import events
 from millrace.core.scheduler.fleet.cluster import Cluster
 from millrace.core.scheduler.fleet.instances import Instance, PrefillInstance
 
-_OfHolder = (
+_OfHolding = (
     events.RequestReleased | events.PrefixLanded | events.RequestFinished | events.RequestFailed
 )
 _OfAttempt = events.RequestReleased | events.PrefixLanded | events.RequestFailed
 _OfInstance = (
-    _OfHolder
+    _OfHolding
     | events.InstanceLeft
     | events.InstanceDraining
     | events.InstanceCordoned
@@ -37,7 +37,7 @@ class EventFilter:
         self.ignored += instance is None
         return instance
 
-    def holder(self, event: _OfHolder) -> Instance | None:
+    def holding(self, event: _OfHolding) -> Instance | None:
         """The instance, if it holds the request."""
         instance = self.current(event)
         if instance is None or event.request_id in instance.holdings:

@@ -31,11 +31,11 @@ def check(table: RequestTable) -> None:
             _check_freeness(instance)
     for request in table.requests.values():
         _check_request(request, table)
-    _check_line("unplaced", table.unplaced)
+    _check_waiting_queue("unplaced", table.unplaced)
     for model_hash, pool in table.cluster.pools.items():
-        _check_line(f"pool {model_hash}", pool.line)
+        _check_waiting_queue(f"pool {model_hash}", pool.waiting)
     queued = {r.id for r in table.requests.values() if r.state is RequestState.QUEUED}
-    _same("queued requests", table.line_of.keys(), queued)
+    _same("queued requests", table.waiting_queue_of.keys(), queued)
     by_proxy: dict[str, set[str]] = {}
     for request in table.requests.values():
         by_proxy.setdefault(request.proxy_id, set()).add(request.id)
@@ -65,15 +65,15 @@ def _check_pools(cluster: Cluster) -> None:
         _same(f"kvp of pool {model_hash}", kept.kvp, kvp)
         mixed = sum(one.card.role == "mixed" for one in decode.values())
         _same(f"prefilling of pool {model_hash}", kept.prefillers, len(prefill) + mixed)
-        _check_board(model_hash, kept.run_queue, of_pool)
+        _check_run_queue(model_hash, kept.run_queue, of_pool)
 
 
-def _check_board(model_hash: str, run_queue: RunQueue, members: list[Instance]) -> None:
+def _check_run_queue(model_hash: str, run_queue: RunQueue, members: list[Instance]) -> None:
     """Every task stands once in the ranking and once in each member's queue, and nowhere else."""
     ranked = sorted(run_queue.ranked, key=lambda task: task.rank)
-    _same(f"board of {model_hash}: ranking", run_queue.ranked, ranked)
+    _same(f"run queue of {model_hash}: ranking", run_queue.ranked, ranked)
     of_requests = {id(task) for tasks in run_queue.tasks.values() for task in tasks}
-    _same(f"board of {model_hash}: tasks", {id(task) for task in ranked}, of_requests)
+    _same(f"run queue of {model_hash}: tasks", {id(task) for task in ranked}, of_requests)
     everyone = 0
     for instance in members:
         if isinstance(instance, PrefillInstance):
@@ -81,11 +81,12 @@ def _check_board(model_hash: str, run_queue: RunQueue, members: list[Instance]) 
             mine = {id(task) for task in ranked if instance in task.members}
             queue = [id(task) for task in instance.queue]
             _same(f"{instance.id}: queue", (len(queue), set(queue)), (len(mine), mine))
-    _same(f"board of {model_hash}: members", run_queue.everyone, everyone)
+    _same(f"run queue of {model_hash}: members", run_queue.everyone, everyone)
     claimed = 0
     for task in ranked:
         if task.chosen:
-            _same(f"board of {model_hash}: members of two running tasks", claimed & task.mask, 0)
+            twice = claimed & task.mask
+            _same(f"run queue of {model_hash}: members of two running tasks", twice, 0)
             claimed |= task.mask
 
 
@@ -156,10 +157,10 @@ def _check_shards(request: LiveRequest, table: RequestTable) -> None:
     tokens = request.prompt_tokens + request.max_new_tokens
     _same(f"{request.id}: tokens of its shards", ends[-1], tokens)
     if request.state in (RequestState.QUEUED, RequestState.PREFILLING):
-        for holder_id in request.kv_instance_ids:
-            holder = table.cluster.instances.get(holder_id)
+        for instance_id in request.kv_instance_ids:
+            holder = table.cluster.instances.get(instance_id)
             if holder is None or table.served(request.id, holder) is not request:
-                raise IntegrityError(f"{request.id}: has a shard at {holder_id}, which lacks it")
+                raise IntegrityError(f"{request.id}: has a shard at {instance_id}, which lacks it")
 
 
 def _check_request(request: LiveRequest, table: RequestTable) -> None:
@@ -177,8 +178,8 @@ def _check_request(request: LiveRequest, table: RequestTable) -> None:
     if request.state is RequestState.QUEUED:
         _same(f"{request.id}: chunks", request.chunks, ())
         pool = table.cluster.pool_of(decode) if decode is not None else None
-        line = table.unplaced if pool is None else pool.line
-        if request.id not in line or table.line_of.get(request.id) is not line:
+        line = table.unplaced if pool is None else pool.waiting
+        if request.id not in line or table.waiting_queue_of.get(request.id) is not line:
             raise IntegrityError(f"{request.id}: waits in no line, or in the wrong one")
     if request.state is RequestState.PREFILLING:
         for instance_id in _computing(request, table):
@@ -211,7 +212,7 @@ def _check_prefix(request: LiveRequest) -> None:
         raise IntegrityError(f"{name}: {kept} tokens are kept nowhere")
 
 
-def _check_line(name: str, line: WaitingQueue) -> None:
+def _check_waiting_queue(name: str, line: WaitingQueue) -> None:
     work_s = math.fsum(request.predicted_prefill_s for request in line)
     if not math.isclose(line.work_s, work_s, rel_tol=1e-6, abs_tol=1e-6):
         raise IntegrityError(f"{name}: kept {line.work_s} s of work, counted {work_s} s")

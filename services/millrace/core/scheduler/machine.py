@@ -117,13 +117,13 @@ class Machine:
     @property
     def queued(self) -> int:
         """Requests that no prefill instance has yet."""
-        return len(self._table.line_of)
+        return len(self._table.waiting_queue_of)
 
     @property
     def queued_s(self) -> float:
         """Predicted seconds of prefill of the queued requests."""
         pools = self.cluster.pools.values()
-        return self._table.unplaced.work_s + sum(pool.line.work_s for pool in pools)
+        return self._table.unplaced.work_s + sum(pool.waiting.work_s for pool in pools)
 
     @property
     def rounds(self) -> int:
@@ -215,7 +215,7 @@ class Machine:
         """
         pool = self.cluster.pool_of(instance)
         self._unplace_unserved(step, pool)
-        for request in list(pool.line) if instance.draining else ():
+        for request in list(pool.waiting) if instance.draining else ():
             waits = instance.id in request.kv_instance_ids and not request.continues
             queued = waits and request.state is RequestState.QUEUED
             if queued and self._dispatcher.has_room(request):
@@ -231,7 +231,7 @@ class Machine:
         Unless it keeps what an earlier attempt computed: that is worth the wait.
         """
         if not (pool.is_ready and pool.prefill):
-            for request in list(pool.line):
+            for request in list(pool.waiting):
                 if not request.continues:
                     self._table.retry(step, request, "no prefill instance serves this model now")
 
@@ -240,7 +240,7 @@ class Machine:
             instance.heard(event)
             if isinstance(instance, PrefillInstance):
                 self._stall_watch.heard(instance, event, step.now_s)
-            if isinstance(instance, DecodeInstance) and instance.told_free_pages is not None:
+            if isinstance(instance, DecodeInstance) and instance.reported_free_pages is not None:
                 self._dispatcher.room_made(step, instance)  # it may have more than was believed
             elif isinstance(instance, PrefillInstance) and event.cached and event.cached.added:
                 self._dispatcher.run(

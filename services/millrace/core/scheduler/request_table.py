@@ -36,7 +36,7 @@ class RequestTable:
         self.requests: dict[str, LiveRequest] = {}  # oldest first
         self.by_proxy: dict[str, dict[str, None]] = {}
         self.unplaced = WaitingQueue()
-        self.line_of: dict[str, WaitingQueue] = {}  # every queued request's line
+        self.waiting_queue_of: dict[str, WaitingQueue] = {}  # every queued request's line
         self.run_queue_of: dict[str, RunQueue] = {}  # requests with something left to compute
         self.release_timeouts = 0  # holdings freed without their instance's word
         self._leaving: deque[tuple[float, Instance, Holding, str]] = deque()
@@ -54,7 +54,7 @@ class RequestTable:
 
     def enqueue(self, step: StepContext, request: LiveRequest, line: WaitingQueue) -> None:
         line.add(request, self.keys([request], step.now_s, 1)[request.id])
-        self.line_of[request.id] = line
+        self.waiting_queue_of[request.id] = line
 
     def keys(
         self, requests: Sequence[LiveRequest], now_s: float, instances: int
@@ -65,8 +65,8 @@ class RequestTable:
 
     def rerank(self, pool: Pool, now_s: float) -> None:
         """Gives all that waits in the pool's line, and all that its instances hold, new keys."""
-        keys = self.keys([*pool.line, *pool.run_queue.heads()], now_s, len(pool.prefill))
-        pool.line.rerank(keys)
+        keys = self.keys([*pool.waiting, *pool.run_queue.heads()], now_s, len(pool.prefill))
+        pool.waiting.rerank(keys)
         pool.run_queue.rerank(keys)
 
     def rerank_unplaced(self, now_s: float) -> None:
@@ -81,7 +81,7 @@ class RequestTable:
             self.rerank(pool, now_s)
 
     def unqueue(self, request: LiveRequest) -> None:
-        self.line_of.pop(request.id).remove(request)
+        self.waiting_queue_of.pop(request.id).remove(request)
 
     def advance(self, step: StepContext, request: LiveRequest, state: RequestState) -> None:
         """Moves the request to `state`, and has that written down."""
@@ -166,7 +166,7 @@ class RequestTable:
             pool.predict(request)
         step.admit(request)
         step.record(request)
-        self.enqueue(step, request, pool.line)
+        self.enqueue(step, request, pool.waiting)
 
     def retry(
         self, step: StepContext, request: LiveRequest, why: str, reporter: Instance | None = None

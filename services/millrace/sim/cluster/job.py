@@ -116,8 +116,8 @@ class Task:
         "parts",
         "signal_s",
         "signals",
+        "span",
         "started_s",
-        "stretch",
         "work_s",
     )
 
@@ -130,9 +130,9 @@ class Task:
         self.work_s = 0.0
         self.done_s = 0.0
         self.factor = 1.0
-        self.compute_s = 0.0  # true seconds of the stretches that ended
-        self.started_s: float | None = None  # of the running stretch
-        self.stretch = 0  # tells this stretch's callbacks from those of an earlier one
+        self.compute_s = 0.0  # true seconds of the spans that ended
+        self.started_s: float | None = None  # of the running span
+        self.span = 0  # tells this span's callbacks from those of an earlier one
         self.signal_s: float | None = None  # since when it is to stop
         self.signals = 0
 

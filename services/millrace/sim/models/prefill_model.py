@@ -205,7 +205,7 @@ class PrefillPool:
         if not task.begun:
             self._begin(task)
         task.started_s = now_s
-        task.stretch += 1
+        task.span += 1
         timeline = self._world.timeline
         for member in task.members:
             if member.waits_since_s is not None:
@@ -225,7 +225,7 @@ class PrefillPool:
                 job.first_start_s = now_s
             self._say(events.ChunkStarted, task, attempt, chunk)
         end_s = now_s + (task.work_s - task.done_s) * task.factor
-        self._clock.at(end_s, self._ended, (task, task.stretch))
+        self._clock.at(end_s, self._ended, (task, task.span))
 
     def _begin(self, task: Task) -> None:
         task.begun = True
@@ -259,14 +259,14 @@ class PrefillPool:
         # Balancing comes on top of the profile's seconds: a stop in that rest is at the very end.
         if boundary_s < task.work_s - 1e-12 and position_s <= boundary_s:
             stop_s = now_s + (boundary_s - position_s) * task.factor
-            self._clock.at(stop_s, self._stopped, (task, task.stretch, task.signals, boundary_s))
+            self._clock.at(stop_s, self._stopped, (task, task.span, task.signals, boundary_s))
 
     def _stopped(self, what: tuple[Task, int, int, float]) -> None:
-        task, stretch, signals, boundary_s = what
-        if task.started_s is None or task.stretch != stretch or task.signals != signals:
+        task, span, signals, boundary_s = what
+        if task.started_s is None or task.span != span or task.signals != signals:
             return
         task.done_s = boundary_s
-        self._end_stretch(task)
+        self._end_span(task)
         now_s = self._clock.now_s
         self._tally.preemptions += not all(attempt.closed for attempt, _ in task.parts)
         for member in task.members:
@@ -278,12 +278,12 @@ class PrefillPool:
         self._let_go(task)
 
     def _ended(self, what: tuple[Task, int]) -> None:
-        task, stretch = what
-        if task.started_s is None or task.stretch != stretch:
+        task, span = what
+        if task.started_s is None or task.span != span:
             return
         task.finished = True
         self._tally.chunks += 1
-        self._end_stretch(task)
+        self._end_span(task)
         for member in task.members:
             member.remove(task)
         for attempt, chunk in task.parts:
@@ -318,7 +318,7 @@ class PrefillPool:
                 self._decode.only_token(attempt)
                 self._landed(attempt)
 
-    def _end_stretch(self, task: Task) -> None:
+    def _end_span(self, task: Task) -> None:
         now_s, started_s = self._clock.now_s, task.started_s
         assert started_s is not None
         spent_s = now_s - started_s
@@ -367,13 +367,13 @@ class PrefillPool:
         running = instance.running
         for attempt in list(instance.held.values()):
             if not attempt.closed:
-                self._landing.tell(attempt)
+                self._landing.report(attempt)
             self._close(attempt)
             del attempt.holders[instance]
         instance.held.clear()
         instance.cancelled.clear()
         if running is not None:
-            self._end_stretch(running)
+            self._end_span(running)
             for attempt, _ in running.parts:
                 attempt.job.idle_since_s = self._clock.now_s
             for member in running.members:

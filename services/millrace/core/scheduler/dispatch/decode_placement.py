@@ -1,4 +1,4 @@
-"""Where requests are placed: at the decode instance that is their home, or spread from there.
+"""Where requests are placed: at the decode instance that is their owner, or spread from there.
 
 The freest instance that has room (`decode_placement`), the best request of the line first; or the
 one that has most of the prompt in its prefix cache, if that saves much of the prefill. What one
@@ -33,16 +33,16 @@ Send = Callable[[StepContext, LiveRequest, tuple[Chunk, ...], dict[str, int]], N
 
 
 class _Fitting(NamedTuple):
-    """Where a request fits once others left: at some of `homes` alone, or spread over `spread`."""
+    """Where a request fits once others left: at some of `owners` alone, or spread over `spread`."""
 
-    homes: list[DecodeInstance]
+    owners: list[DecodeInstance]
     spread: list[Pool]
 
 
 class _Spot(NamedTuple):
     """Where a request has room now."""
 
-    home: DecodeInstance
+    owner: DecodeInstance
     shards: tuple[Shard, ...] = ()
     kept_tokens: int = 0  # that the home takes out of its prefix cache
 
@@ -72,7 +72,7 @@ class DecodePlacement:
                 continue
             reserved.update(_kept(request, fitting, reserved))
             # What fits nowhere (its instance died, or still holds an earlier attempt) blocks none.
-            fits = any(home.could_hold(request) for home in fitting.homes)
+            fits = any(owner.could_hold(request) for owner in fitting.owners)
             waiting += fits or bool(fitting.spread)
             index += 1
 
@@ -84,22 +84,22 @@ class DecodePlacement:
     def _spot(
         self, request: LiveRequest, fitting: _Fitting, reserved: Collection[str]
     ) -> _Spot | None:
-        homes = fitting.homes
+        owners = fitting.owners
         if reserved:
-            homes = [one for one in homes if one.id not in reserved]
+            owners = [one for one in owners if one.id not in reserved]
 
         def able(one: DecodeInstance) -> bool:
             return one.could_hold(request) and one.has_room(request)
 
         if request.prefix_hashes and not request.attempt:
-            spot = self._keeper(request, homes, able)
+            spot = self._keeper(request, owners, able)
         else:
-            home = freest(homes, able)
-            spot = None if home is None else _Spot(home)
+            owner = freest(owners, able)
+            spot = None if owner is None else _Spot(owner)
         if spot is not None:
             return spot
         for pool in fitting.spread:
-            shards = pool.kvp_placement.find(request, pool.homes(), reserved)
+            shards = pool.kvp_placement.find(request, pool.kv_owners(), reserved)
             if shards:
                 return _Spot(pool.decode[shards[0].worker_id], shards)
         return None
@@ -107,29 +107,29 @@ class DecodePlacement:
     def _keeper(
         self,
         request: LiveRequest,
-        homes: list[DecodeInstance],
+        owners: list[DecodeInstance],
         able: Callable[[DecodeInstance], bool],
     ) -> _Spot | None:
         """The instance whose prefix cache saves most, or the freest where none saves much."""
-        best = home = freest(homes, able)
-        if best is None or home is None:
+        best = owner = freest(owners, able)
+        if best is None or owner is None:
             return None
         if request.choices > 1 or not request.resumable:  # nothing is kept for such
-            return _Spot(home)
-        kept = self._kept_tokens(request, homes, able)
-        most, at_home = max(kept.values(), default=0), kept.get(home.id, 0)
-        if most > at_home:
-            best = freest(one for one in homes if kept.get(one.id) == most) or home
+            return _Spot(owner)
+        kept = self._kept_tokens(request, owners, able)
+        most, at_owner = max(kept.values(), default=0), kept.get(owner.id, 0)
+        if most > at_owner:
+            best = freest(one for one in owners if kept.get(one.id) == most) or owner
             pool = self._cluster.pool_of(best)
-            saved_s = pool.rest_s(request, at_home) - pool.rest_s(request, most)
+            saved_s = pool.rest_s(request, at_owner) - pool.rest_s(request, most)
             if saved_s < LEAST_SAVING * pool.rest_s(request, 0):
-                best = home
+                best = owner
         return _Spot(best, kept_tokens=kept.get(best.id, 0))
 
     def _kept_tokens(
         self,
         request: LiveRequest,
-        homes: list[DecodeInstance],
+        owners: list[DecodeInstance],
         able: Callable[[DecodeInstance], bool],
     ) -> dict[str, int]:
         """By able instance, what is worth keeping: more than prefill's caches have, for a plain
@@ -137,7 +137,7 @@ class DecodePlacement:
         hashes, length = request.prefix_hashes, request.prompt_tokens
         at_prefill: dict[str, int] = {}  # by model, most
         kept: dict[str, int] = {}
-        for one in homes:
+        for one in owners:
             tokens = one.prefixes.tokens(hashes, length)
             full = one.sequences >= one.card.max_batch
             if tokens < MIN_KEPT_TOKENS or full or not able(one):
@@ -155,30 +155,30 @@ class DecodePlacement:
         return kept
 
     def _place(self, step: StepContext, request: LiveRequest, spot: _Spot) -> None:
-        table, home = self._table, spot.home
-        pool = self._cluster.pool_of(home)
+        table, owner = self._table, spot.owner
+        pool = self._cluster.pool_of(owner)
         table.unqueue(request)
         self._hold(request, spot)
-        request.place(home.id, spot.shards, spot.kept_tokens)
+        request.place(owner.id, spot.shards, spot.kept_tokens)
         if request.attempt > 1 or spot.kept_tokens or len(self._cluster.pools) > 1:
             pool.predict(request)  # by the pool that it goes to: it may be another one now
-        step.place(request, home.id, self._predicted_ttft_s(request, pool, step.now_s))
+        step.place(request, owner.id, self._predicted_ttft_s(request, pool, step.now_s))
         step.admit(request)
         step.record(request)
-        if home.card.role != "mixed":
-            table.enqueue(step, request, pool.line)
+        if owner.card.role != "mixed":
+            table.enqueue(step, request, pool.waiting)
         else:
             kept = spot.kept_tokens
             whole = Chunk(
                 index=0,
                 start_token=kept,
                 num_tokens=request.prompt_tokens - kept,
-                instance_ids=(home.id,),
+                instance_ids=(owner.id,),
             )
             self._send(step, request, (whole,), {})
 
     def _hold(self, request: LiveRequest, spot: _Spot) -> None:
-        spot.home.hold(request, *spot.shards[:1])
+        spot.owner.hold(request, *spot.shards[:1])
         for shard in spot.shards[1:]:
             holder = self._cluster.instances[shard.worker_id]
             assert not isinstance(holder, PrefillInstance)  # those hold no shards
@@ -191,14 +191,14 @@ class DecodePlacement:
         else that of the line and of all instances is taken to be shared evenly.
         """
         own_s = request.predicted_prefill_s + pool.on_top.seconds(request.prompt_tokens)
-        if not pool.line and any(not prefill.queue for prefill in pool.prefill.values()):
+        if not pool.waiting and any(not prefill.queue for prefill in pool.prefill.values()):
             return own_s
         key = self._table.keys([request], now_s, len(pool.prefill))[request.id]
         rank: Rank = (key, request.order, 0)
         ahead_s = [
             pool.run_queue.ahead_s(prefill, rank, now_s) for prefill in pool.prefill.values()
         ] or [0.0]
-        line_s = pool.line.work_before_s(key, request.order)
+        line_s = pool.waiting.work_before_s(key, request.order)
         return own_s + ((sum(ahead_s) + line_s) / len(ahead_s) if line_s else min(ahead_s))
 
 
@@ -208,21 +208,21 @@ def _fitting(request: LiveRequest, pools: list[Pool]) -> _Fitting:
     for pool in pools:
         if not pool.could_prefill(request):
             continue
-        homes = pool.homes()
-        if not pool.kvp_placement.wanted(request, homes):
-            found += homes
-        elif pool.kvp_placement.could_hold(request, homes):
+        owners = pool.kv_owners()
+        if not pool.kvp_placement.wanted(request, owners):
+            found += owners
+        elif pool.kvp_placement.could_hold(request, owners):
             spread.append(pool)
     return _Fitting(found, spread)
 
 
 def _kept(request: LiveRequest, fitting: _Fitting, reserved: Collection[str]) -> tuple[str, ...]:
     """Instances whose pages the request keeps to itself while it waits."""
-    open_to = (one for one in fitting.homes if one.id not in reserved)
+    open_to = (one for one in fitting.owners if one.id not in reserved)
     free = [one for one in open_to if one.could_hold(request)]
     if free:
         return (max(free, key=lambda one: (one.open_pages, one.id)).id,)
     for pool in fitting.spread:
-        if kept := pool.kvp_placement.kept(request, pool.homes(), reserved):
+        if kept := pool.kvp_placement.kept(request, pool.kv_owners(), reserved):
             return kept
     return ()

@@ -81,12 +81,12 @@ class Dispatcher:
     def dispatch(self, step: StepContext) -> None:
         """The second half alone, for events that made room at prefill instances only."""
         for pool in self._cluster.pools.values():
-            if pool.line or pool.run_queue.ranked:
+            if pool.waiting or pool.run_queue.ranked:
                 self._round(step, pool)
 
     def _round(self, step: StepContext, pool: Pool) -> None:
         self.count += 1
-        if not self._table.policy.static and len(pool.line) + len(pool.run_queue.ranked) > 1:
+        if not self._table.policy.static and len(pool.waiting) + len(pool.run_queue.ranked) > 1:
             self._table.rerank(pool, step.now_s)
         self._dispatch(step, pool)
         orders = pool.run_queue.orders()
@@ -99,8 +99,8 @@ class Dispatcher:
         pool.lacks_pages = False
         kept: set[str] = set()
         index = 0
-        while index < len(pool.line) and pool.prefill:
-            request = pool.line[index]
+        while index < len(pool.waiting) and pool.prefill:
+            request = pool.waiting[index]
             candidate = self._plan(request, pool, kept, step.now_s)
             if candidate is not None:
                 self._start(step, request, candidate, pool)
@@ -136,7 +136,7 @@ class Dispatcher:
         need fewer. A request whose plan is not taken in is planned again in the next round.
         """
         instances = list(pool.prefill.values())
-        rank: Rank = (pool.line.key(request), request.order, 0)
+        rank: Rank = (pool.waiting.key(request), request.order, 0)
         run_queue, ahead = pool.run_queue, self._config.tasks_ahead
         slots = [len(one.queue) < ahead or run_queue.ahead(one, rank) < ahead for one in instances]
         if not any(slots):
@@ -221,7 +221,7 @@ class Dispatcher:
         self, step: StepContext, request: LiveRequest, candidate: _Candidate, pool: Pool
     ) -> None:
         """Sends the request, and others that are computed together with it."""
-        key, chunks = pool.line.key(request), candidate.chunks
+        key, chunks = pool.waiting.key(request), candidate.chunks
         together = self._batch(request, candidate, pool, step.now_s)
         for one in (request, *together):
             self._table.unqueue(one)
@@ -283,7 +283,7 @@ class Dispatcher:
             return []
         leader, latency = chunks[0].instance_ids[0], pool.latency
         corrections, band = self._cluster.corrections, band_of(head.prompt_tokens)
-        behind = (r for r in pool.line if r is not head and not r.kept_tokens)
+        behind = (r for r in pool.waiting if r is not head and not r.kept_tokens)
         found = batch(
             head,
             islice(behind, MAX_BATCHED),

@@ -28,7 +28,7 @@ class RequestProgress:
         self._event_filter = event_filter
 
     def released(self, step: StepContext, event: events.RequestReleased) -> None:
-        instance = self._event_filter.holder(event)
+        instance = self._event_filter.holding(event)
         if instance is None:
             return
         request = self._table.served(event.request_id, instance)
@@ -51,7 +51,7 @@ class RequestProgress:
         return request is not None and self._table.drop_tasks(request)
 
     def prefix_landed(self, step: StepContext, event: events.PrefixLanded) -> None:
-        instance = self._event_filter.holder(event)
+        instance = self._event_filter.holding(event)
         if instance is None:
             return
         request = self._table.served(event.request_id, instance)
@@ -91,7 +91,7 @@ class RequestProgress:
         self._table.learn_on_top(request)
 
     def finished(self, step: StepContext, event: events.RequestFinished) -> None:
-        instance = self._event_filter.holder(event)
+        instance = self._event_filter.holding(event)
         if not isinstance(instance, DecodeInstance) or instance.holdings[event.request_id].is_shard:
             self._event_filter.ignored += instance is not None
             return
@@ -110,7 +110,7 @@ class RequestProgress:
             self._dispatcher.room_made(step, instance)
 
     def failed(self, step: StepContext, event: events.RequestFailed) -> None:
-        instance = self._event_filter.holder(event)
+        instance = self._event_filter.holding(event)
         if instance is None:
             return
         request = self._table.served(event.request_id, instance)

@@ -47,7 +47,7 @@ class Pool:
         self.corrections = Corrections()
         self.on_top = OnTop()
         self.lacks_pages = False  # in the last round an instance lacked the pages for a request
-        self.line = WaitingQueue()  # placed, waiting to be sent to prefill instances
+        self.waiting = WaitingQueue()  # placed, waiting to be sent to prefill instances
         self.run_queue = RunQueue(preemptive=config.preemption != "none")
         self._config = config
         self._inputs: PlannerInputs | None = None
@@ -179,12 +179,12 @@ class Pool:
         )
 
     def could_decode(self, request: LiveRequest) -> bool:
-        homes = self.homes()
-        if self.kvp_placement.wanted(request, homes):
-            return self.kvp_placement.could_hold(request, homes)
-        return any(d.could_hold(request) for d in homes)
+        owners = self.kv_owners()
+        if self.kvp_placement.wanted(request, owners):
+            return self.kvp_placement.could_hold(request, owners)
+        return any(d.could_hold(request) for d in owners)
 
-    def homes(self) -> list[DecodeInstance]:
+    def kv_owners(self) -> list[DecodeInstance]:
         """Where requests can be placed: with nobody to prefill for the others, mixed ones only."""
         return list(self.decode.values() if self.prefill else self._mixed())
 

@@ -100,7 +100,7 @@ class PrefillInstance:
 
 @dataclass(slots=True, eq=False)
 class KvpInstance:
-    """A KVP worker: shards of requests whose homes are others (see `spreading`)."""
+    """A KVP worker: shards of requests whose owners are others (see `spreading`)."""
 
     card: InstanceJoined
     leaving: bool = False
@@ -141,7 +141,7 @@ class KvpInstance:
 class DecodeInstance:
     """A decode instance: pages of requests in its batch, and of those on their way to it.
 
-    And of shards of requests whose homes are others.
+    And of shards of requests whose owners are others.
     """
 
     card: InstanceJoined
@@ -161,7 +161,7 @@ class DecodeInstance:
     context_tokens: int = 0  # of all holdings
     tightest_tbt_s: float = math.inf  # of all holdings
     #: By its last heartbeat and what was booked and freed since; where answers grow it counts, too.
-    told_free_pages: int | None = None
+    reported_free_pages: int | None = None
     freeness: float = field(init=False)  # kept, since every arrival looks at that of all instances
     prefixes: CachedPrefixes = field(init=False)
 
@@ -187,7 +187,7 @@ class DecodeInstance:
     @property
     def free_pages(self) -> int:
         """Pages that no decoding request and no shard holds; those on their way do not count."""
-        if self.told_free_pages is not None:
+        if self.reported_free_pages is not None:
             return self.open_pages + self.virtual_pages
         return self.card.kv_pages - self.decoding_pages - self.shard_pages
 
@@ -195,7 +195,7 @@ class DecodeInstance:
     def open_pages(self) -> int:
         """Pages that nothing holds and nothing has reserved."""
         unbooked = self.card.kv_pages - self.booked_pages
-        told = self.told_free_pages
+        told = self.reported_free_pages
         return unbooked if told is None or unbooked < told else max(told, 0)
 
     def heard(self, event: LoadReported) -> None:
@@ -204,7 +204,7 @@ class DecodeInstance:
         self.waiting = event.waiting
         self.tbt_s = event.tbt_s or self.tbt_s
         if self.headroom_tokens is not None:
-            self.told_free_pages = event.free_pages
+            self.reported_free_pages = event.free_pages
             self._rate()
         if event.cached is not None:
             self.prefixes.heard(event.cached)
@@ -313,8 +313,8 @@ class DecodeInstance:
         self.booked_pages += holding.pages
         self.sequences += holding.sequences
         self.context_tokens += holding.context_tokens
-        if self.told_free_pages is not None:
-            self.told_free_pages -= holding.pages
+        if self.reported_free_pages is not None:
+            self.reported_free_pages -= holding.pages
         self._rate()
 
     def start(self, request_id: str) -> None:
@@ -338,13 +338,13 @@ class DecodeInstance:
         self.booked_pages -= holding.pages
         self.sequences -= holding.sequences
         self.context_tokens -= holding.context_tokens
-        if self.told_free_pages is not None:
-            self.told_free_pages += holding.pages
+        if self.reported_free_pages is not None:
+            self.reported_free_pages += holding.pages
         self._rate()
         if holding.tbt_s <= self.tightest_tbt_s < math.inf:
             left = (other.tbt_s for other in self.holdings.values())
             self.tightest_tbt_s = min(left, default=math.inf)
 
 
-Holder = KvpInstance | DecodeInstance
+KvInstance = KvpInstance | DecodeInstance
 Instance = PrefillInstance | DecodeInstance | KvpInstance

@@ -20,7 +20,7 @@ from millrace.core.config import SchedulerConfig
 from millrace.core.kv.kvp_shards import Reservation, reserve, shard_tokens
 from millrace.core.live_request import LiveRequest
 from millrace.core.request import Shard
-from millrace.core.scheduler.fleet.instances import DecodeInstance, Holder, KvpInstance
+from millrace.core.scheduler.fleet.instances import DecodeInstance, KvInstance, KvpInstance
 
 #: Tokens of one request at one instance where no setting limits them.
 _NO_LIMIT = 1 << 62
@@ -48,42 +48,42 @@ class KvpPlacement:
         self._decode = decode
         self._kvp = kvp
 
-    def wanted(self, request: LiveRequest, homes: Iterable[DecodeInstance]) -> bool:
+    def wanted(self, request: LiveRequest, owners: Iterable[DecodeInstance]) -> bool:
         """Whether no home may, or could, hold all of the request. Choices are never spread."""
         if request.choices > 1:
             return False
         if self._most < request.prompt_tokens + request.max_new_tokens:
             return True
-        return not any(home.is_large_enough(request) for home in homes)
+        return not any(owner.is_large_enough(request) for owner in owners)
 
-    def could_hold(self, request: LiveRequest, homes: Iterable[DecodeInstance]) -> bool:
+    def could_hold(self, request: LiveRequest, owners: Iterable[DecodeInstance]) -> bool:
         """Whether the request fits once others left, and no earlier attempt is in the way."""
-        return self._reserved(request, homes, (), empty=True) is not None
+        return self._reserved(request, owners, (), empty=True) is not None
 
     def kept(
-        self, request: LiveRequest, homes: Iterable[DecodeInstance], reserved: Collection[str]
+        self, request: LiveRequest, owners: Iterable[DecodeInstance], reserved: Collection[str]
     ) -> tuple[str, ...]:
         """Instances that would hold the request once they are empty; none are `reserved`."""
-        found = self._reserved(request, homes, reserved, empty=True)
+        found = self._reserved(request, owners, reserved, empty=True)
         return () if found is None else found.worker_ids
 
     def find(
-        self, request: LiveRequest, homes: Iterable[DecodeInstance], reserved: Collection[str]
+        self, request: LiveRequest, owners: Iterable[DecodeInstance], reserved: Collection[str]
     ) -> tuple[Shard, ...]:
         """Shards that fit now, at instances that are not `reserved`; () where they do not fit."""
-        found = self._reserved(request, homes, reserved, empty=False)
+        found = self._reserved(request, owners, reserved, empty=False)
         return () if found is None else found.shards
 
-    def longest_shard(self, homes: Iterable[DecodeInstance]) -> int:
+    def longest_shard(self, owners: Iterable[DecodeInstance]) -> int:
         """Tokens of the first shard at most, at a home that is empty."""
-        rooms = [self._room(one, empty=True) for one in homes]
+        rooms = [self._room(one, empty=True) for one in owners]
         return max((self._shard_tokens(room) for room in rooms), default=0)
 
     def most_tokens(self) -> int:
         """The longest life that could be spread over the pool, were it empty."""
         if not self._decode:
             return 0
-        holders: list[Holder] = [*self._decode.values(), *self._kvp.values()]
+        holders: list[KvInstance] = [*self._decode.values(), *self._kvp.values()]
         rooms = [self._room(one, empty=True) for one in holders]
         most = sorted((self._shard_tokens(room) for room in rooms), reverse=True)
         return sum(most[: self._max_workers])
@@ -91,7 +91,7 @@ class KvpPlacement:
     def _reserved(
         self,
         request: LiveRequest,
-        homes: Iterable[DecodeInstance],
+        owners: Iterable[DecodeInstance],
         reserved: Collection[str],
         *,
         empty: bool,
@@ -101,39 +101,39 @@ class KvpPlacement:
         The home is the one that can take the longest shard, so that there is no shorter spread;
         the freest among equals.
         """
-        home = self._home(request, homes, reserved, empty=empty)
-        if home is None:
+        owner = self._owner(request, owners, reserved, empty=empty)
+        if owner is None:
             return None
         tokens = request.prompt_tokens + request.max_new_tokens
         found = None
         others = [
             one
             for one in self._decode.values()
-            if one is not home and (empty or self._keeps_pace(one, request))
+            if one is not owner and (empty or self._keeps_pace(one, request))
         ]
-        rooms = [self._room(home, empty=empty)]
-        more: Iterable[Holder]
+        rooms = [self._room(owner, empty=empty)]
+        more: Iterable[KvInstance]
         for more in (self._kvp.values(), others):
             rooms += [
                 self._room(one, empty=empty) for one in more if _is_open(one, request, reserved)
             ]
             most = max(self._most, *(room.page_tokens for room in rooms))
-            found = reserve(tokens, rooms, most, home=home.id, max_workers=self._max_workers)
+            found = reserve(tokens, rooms, most, home=owner.id, max_workers=self._max_workers)
             if found is not None:
                 break
         return found
 
-    def _home(
+    def _owner(
         self,
         request: LiveRequest,
-        homes: Iterable[DecodeInstance],
+        owners: Iterable[DecodeInstance],
         reserved: Collection[str],
         *,
         empty: bool,
     ) -> DecodeInstance | None:
         able = (
             one
-            for one in homes
+            for one in owners
             if one.could_run(request)
             and _is_open(one, request, reserved)
             and (empty or self._keeps_pace(one, request, request.choices, request.slo.tbt_s))
@@ -164,10 +164,10 @@ class KvpPlacement:
         return shard_tokens(room, max(self._most, room.page_tokens))
 
     @staticmethod
-    def _room(one: Holder, *, empty: bool) -> _Room:
+    def _room(one: KvInstance, *, empty: bool) -> _Room:
         return _Room(one.id, one.page_tokens, one.card.kv_pages if empty else one.open_pages)
 
 
-def _is_open(one: Holder, request: LiveRequest, reserved: Collection[str]) -> bool:
+def _is_open(one: KvInstance, request: LiveRequest, reserved: Collection[str]) -> bool:
     """Whether nobody waits for it, and no earlier attempt is still there."""
     return not (one.id in reserved or request.id in one.holdings)
