@@ -141,6 +141,13 @@ class Task:
         """(tokens, history) of each part."""
         return [(chunk.num_tokens, chunk.start_token) for _, chunk in self.parts]
 
+    @property
+    def can_start(self) -> bool:
+        """Whether the chunks before it are computed, and nobody has given its requests up."""
+        return all(
+            attempt.done == chunk.index and not attempt.closed for attempt, chunk in self.parts
+        )
+
     def is_of(self, attempt: Attempt) -> bool:
         """Whether it has nothing else to compute than this request's."""
         return len(self.parts) == 1 and self.parts[0][0] is attempt

@@ -1,10 +1,15 @@
 """A simulated prefill instance: the tasks that it holds, under the rule of a live instance.
 
 `core.instance.preemption.PreemptionRule` picks the task that runs, and by `core.instance.gang` the
-members of a group start and stop together, as on a live instance. Two things differ here. Messages
-between members take no time. And to the rule one span of a group's task, from its start to its
-stop, is one operator: `PrefillTimes.boundary_s` says where inside the span the task may stop, so
-no event per operator is needed.
+members of a group start and stop together, as on a live instance. Three things differ here.
+
+- Messages between members take no time.
+- To the rule one span of a group's task, from its start to its stop, is one operator.
+  `PrefillTimes.boundary_s` says where inside the span the task may stop, so no event per operator
+  is needed.
+- Members have the tasks of all chunks at once. So a chunk that waits for the chunk before it keeps
+  its turn at the members that join it, as in the queues of Tetris section 5.1. A live group has its
+  task once the chunk before it is computed, and delays nothing until then.
 """
 
 from __future__ import annotations
@@ -41,7 +46,7 @@ class HeldTask:
                 stops=_STOPS,
                 last_stop=len(_STOPS) - 1,
             )
-        self.awaits = attempt.done < chunk.index  # the chunk before it
+        self.awaits = False  # see `Task.can_start`
         self.begun = False
         self.mid_pass = False
         self.dropped = False
@@ -94,19 +99,15 @@ class PrefillInstance:
         """The order of the tasks from now on."""
         self.rule.order([self.tasks[task].name for task in tasks])
 
-    def make_ready(self, task: Task) -> None:
-        """The chunk before the task's is finished."""
-        self.tasks[task].awaits = False
-        self.rule.settle()
-
     def take_next(self) -> Task | None:
         """The task to start now; None while there is none, or while a group is waited for.
 
-        None, too, while the upcoming task is of an attempt that is over and not yet dropped.
+        None, too, while the upcoming task waits for its earlier chunk, or is of an attempt that is
+        over and not yet dropped.
         """
         while True:
             upcoming = self.rule.upcoming
-            if upcoming is None or any(attempt.closed for attempt, _ in upcoming.task.parts):
+            if upcoming is None or not upcoming.task.can_start:
                 return None
             held = self.rule.next()
             if held is None:

@@ -302,9 +302,7 @@ class PrefillPool:
             job.sp = sp
         self._say(events.ChunkFinished, task, attempt, chunk, compute_s=task.compute_s, last=last)
         if not last:
-            following = attempt.tasks[attempt.done]
-            for member in following.members:
-                member.make_ready(following)
+            for member in attempt.tasks[attempt.done].members:
                 self.changed[member] = None
         if job.plan.output_tokens > 1:
             tokens = self._times.last_pass_tokens(chunk.num_tokens, sp)
