@@ -1,4 +1,4 @@
-"""Who speaks: news of earlier lives, of what an instance does not hold, of earlier attempts."""
+"""Drops events of earlier incarnations, of old attempts, and of requests that are not held."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ class EventFilter:
         self._cluster = cluster
 
     def current(self, event: _OfInstance) -> Instance | None:
-        """The instance, unless the scheduler knows no such life of it."""
+        """The instance, unless this is not the incarnation that the scheduler knows."""
         instance = self._cluster.current(event.instance_id, event.generation)
         self.ignored += instance is None
         return instance
@@ -46,7 +46,7 @@ class EventFilter:
         return None
 
     def is_of_earlier(self, event: _OfAttempt, request: LiveRequest, instance: Instance) -> bool:
-        """Whether a holder speaks of an earlier attempt than the one that it is being told of."""
+        """Whether an instance with KV reports about an earlier attempt than the current one."""
         holds = not isinstance(instance, PrefillInstance)
         earlier = holds and 0 < event.attempt < request.attempt
         self.ignored += earlier

@@ -1,4 +1,4 @@
-"""Counts the scheduler's accounting anew, from the requests and the holdings."""
+"""Counts the scheduler's sums again, from the requests and the holdings."""
 
 from __future__ import annotations
 
@@ -149,11 +149,11 @@ def _check_holdings(instance: Instance, table: RequestTable) -> None:
 
 
 def _check_shards(request: LiveRequest, table: RequestTable) -> None:
-    """They are all of its life, end to end, and held; holders may have let go since token one."""
+    """They cover the whole request, end to end. KVP workers may let go after the first token."""
     ends = [0, *(shard.end_token for shard in request.shards)]
     starts = [*(shard.start_token for shard in request.shards), ends[-1]]
     _same(f"{request.id}: where its shards begin", starts, ends)
-    _same(f"{request.id}: home of its shards", request.shards[0].worker_id, request.decode_id)
+    _same(f"{request.id}: KV owner of its shards", request.shards[0].worker_id, request.decode_id)
     tokens = request.prompt_tokens + request.max_new_tokens
     _same(f"{request.id}: tokens of its shards", ends[-1], tokens)
     if request.state in (RequestState.QUEUED, RequestState.PREFILLING):
@@ -180,7 +180,7 @@ def _check_request(request: LiveRequest, table: RequestTable) -> None:
         pool = table.cluster.pool_of(decode) if decode is not None else None
         line = table.unplaced if pool is None else pool.waiting
         if request.id not in line or table.waiting_queue_of.get(request.id) is not line:
-            raise IntegrityError(f"{request.id}: waits in no line, or in the wrong one")
+            raise IntegrityError(f"{request.id}: waits in no queue, or in the wrong one")
     if request.state is RequestState.PREFILLING:
         for instance_id in _computing(request, table):
             prefill = instances.get(instance_id)
@@ -197,7 +197,7 @@ def _computing(request: LiveRequest, table: RequestTable) -> set[str]:
 
 
 def _check_prefix(request: LiveRequest) -> None:
-    """What decode keeps is the beginning of what has landed, and chunks go on behind it."""
+    """What decode keeps is the beginning of what has landed, and chunks begin after it."""
     name, kept = request.id, request.kept_tokens
     if not 0 <= kept <= request.landed_tokens <= request.prompt_tokens:
         raise IntegrityError(

@@ -1,31 +1,36 @@
 """Decides everything: `step(event, now_s) -> effects`. No clock, no randomness, no I/O.
 
-A request's way. Submitted, it waits until a decode instance has the pages of its whole life free
-(Tetris section 5.2 picks which), or several have them together (`spreading`); placed, it waits in
-its pool's line, planned anew in every round, until the group of its first chunk has task slots and
-all its instances the prompt's pages; then it is sent, and its chunks stand on the pool's `board`,
-which says who runs. What it occupies stands in holdings at the instances (`cluster`), which outlive
-it:
+The way of a request:
 
-- a prefill's task slot is freed by the chunk's ChunkFinished, or when the request ends or is sent
-  elsewhere;
-- a prefill's pages are freed by RequestReleased: of a group's members but the leader while others
-  still compute, if the member says that its part is `complete`;
-- a decode's pages are freed by RequestFinished (of any reason) or RequestReleased; those of the
-  shards that others hold for it by their RequestReleased;
-- all of it by the instance's death, or `release_timeout_s` after the request let go of it.
+1. Submitted, the request waits to be placed until a decode instance has enough free pages for the
+   prompt and the whole answer (Tetris section 5.2 picks the instance), or until several instances
+   together have them (`fleet.kvp_placement`).
+2. Placed, the request waits in the pool's waiting queue. Every round plans it again, until the
+   group of its first chunk has task slots and all its instances have the prompt's pages.
+3. Sent, its chunks are tasks in the pool's run queue (`fleet.run_queue`), which picks the tasks
+   that run.
 
-So a worker that reports RequestFailed reports RequestReleased too, once the pages are free. A
-request is never sent to a prefill instance that still holds an earlier attempt of it: an event
-speaks of the one attempt that its instance holds.
+What a request occupies at an instance is a `Holding` of this instance (`fleet.instances`). A
+holding outlives the request:
+
+- The task slot of a prefill instance is freed by the chunk's ChunkFinished, or when the request
+  ends or is planned again.
+- The pages of a prefill instance are freed by RequestReleased. A member of a group that is not the
+  leader may send it while other members compute, if its part is `complete`.
+- The pages of a decode instance are freed by RequestFinished (of any reason) or RequestReleased;
+  the pages of a KVP worker's shard by the worker's RequestReleased.
+- All of them are freed by the instance's death, or `release_timeout_s` after the request let go.
+
+So a worker that reports RequestFailed also reports RequestReleased once the pages are free. A
+request is never sent to a prefill instance that still holds an earlier attempt of it, so an event
+of a prefill instance always means the attempt that this instance holds.
 
 When a prefill instance is lost, the request keeps its decode instance and the KV of the first
-tokens, which landed there: the next attempt computes the rest. Decode's reports say which attempt
-they mean, for one of them may be on its way when the next begins.
+tokens, which landed there. The next attempt computes the rest. Reports of decode name their
+attempt, since a report may be on its way when the next attempt begins.
 
-Events of unknown requests, of earlier lives of an instance, of earlier attempts, duplicates and
-late ones change nothing and are counted in `ignored`.
-"""
+Events of unknown requests, of earlier incarnations of an instance and of earlier attempts, and
+events that come twice or too late, change nothing and are counted in `ignored`."""
 
 from __future__ import annotations
 
@@ -48,8 +53,8 @@ from millrace.core.scheduler.request_table import RequestTable, still_needs
 from millrace.core.scheduler.stall_watch import StallWatch
 from millrace.core.scheduler.step_context import StepContext
 
-#: Deadline of token one where a request has no objective: after this many times its prefill alone,
-#: and this many seconds at least (the constants that Medha's authors released).
+#: Deadline of the first token of a request without an objective: this many times its prefill alone
+#: after its arrival, at least this many seconds (the constants that Medha's authors released).
 DEADLINE_FACTOR = 1.5
 LEAST_DEADLINE_S = 0.5
 
@@ -89,7 +94,7 @@ class Machine:
         }
 
     def step(self, event: events.Event, now_s: float) -> list[Effect]:
-        """Takes one event in and returns what is to be done. `now_s` never runs backwards."""
+        """Takes one event in and returns the effects. `now_s` never runs backwards."""
         step = StepContext(now_s)
         self._handlers[type(event)](step, event)
         return step.effects
@@ -137,12 +142,12 @@ class Machine:
 
     @property
     def preemptions(self) -> int:
-        """Tasks told to yield while they ran, in the pools there are now."""
+        """Running tasks that had to yield, in the pools there are now."""
         return sum(pool.run_queue.preemptions for pool in self.cluster.pools.values())
 
     @property
     def release_timeouts(self) -> int:
-        """Holdings that were freed without their instance's word: a worker's defect."""
+        """Holdings that were freed without a report of their instance: a worker's defect."""
         return self._table.release_timeouts
 
     @property
@@ -161,7 +166,7 @@ class Machine:
         return live.predicted_work_s
 
     def check_integrity(self) -> None:
-        """Counts everything anew from the requests. Raises IntegrityError on a difference."""
+        """Counts everything again from the requests. Raises IntegrityError on a difference."""
         integrity.check(self._table)
 
     # ---- instances
@@ -191,7 +196,7 @@ class Machine:
                     step, request, instance, f"{instance.card.role} {instance.id} died"
                 )
             elif request is not None:
-                self._table.drop_tasks(request)  # it decodes before prefill said that it was done
+                self._table.drop_tasks(request)  # it decodes before prefill's report came
         if isinstance(instance, PrefillInstance):
             pool.run_queue.forget(instance)
         self._unplace_unserved(step, pool)
@@ -209,9 +214,9 @@ class Machine:
             self._make_way(step, instance)
 
     def _make_way(self, step: StepContext, instance: Instance) -> None:
-        """What waits for prefill to go to an instance that takes no new work goes elsewhere.
+        """Places requests again that wait for prefill at an instance that takes no new work.
 
-        Unless it would only wait there: no other instance has room for it now.
+        A request stays where no other instance has room for it now.
         """
         pool = self.cluster.pool_of(instance)
         self._unplace_unserved(step, pool)
@@ -222,13 +227,13 @@ class Machine:
                 self._table.retry(
                     step, request, f"{instance.card.role} {instance.id} takes no new work"
                 )
-                self._dispatcher.place(step)  # it takes that room before the next one looks
+                self._dispatcher.place(step)  # it takes that room before the next request is tried
         self._dispatcher.run(step)
 
     def _unplace_unserved(self, step: StepContext, pool: Pool) -> None:
-        """Without a prefill instance for its model a decode instance is no place to wait at.
+        """Takes requests back from decode instances whose model no prefill instance serves.
 
-        Unless it keeps what an earlier attempt computed: that is worth the wait.
+        A request stays where decode keeps the KV of an earlier attempt.
         """
         if not (pool.is_ready and pool.prefill):
             for request in list(pool.waiting):
@@ -241,13 +246,13 @@ class Machine:
             if isinstance(instance, PrefillInstance):
                 self._stall_watch.heard(instance, event, step.now_s)
             if isinstance(instance, DecodeInstance) and instance.reported_free_pages is not None:
-                self._dispatcher.room_made(step, instance)  # it may have more than was believed
+                self._dispatcher.room_made(
+                    step, instance
+                )  # it may have more pages than were counted
             elif isinstance(instance, PrefillInstance) and event.cached and event.cached.added:
-                self._dispatcher.run(
-                    step
-                )  # what waits for one that has its prefix may go to this one
+                self._dispatcher.run(step)  # a request may use this prefix
 
-    # ---- what proxies say
+    # ---- events of proxies
 
     def _submitted(self, step: StepContext, event: events.Submitted) -> None:
         if event.request.id in self.requests:
@@ -295,7 +300,7 @@ class Machine:
         self._dispatcher.run(step)
 
     def _tick(self, step: StepContext, event: events.Tick) -> None:
-        del event  # the time is all it says
+        del event  # it carries nothing
         self._table.expire(step)
         self._stall_watch.check(step)
         self._dispatcher.run(step)

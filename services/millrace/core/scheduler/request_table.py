@@ -1,8 +1,7 @@
 """The requests that have not ended: where they wait, what they hold, how they end.
 
-Everything that changes a request's state or gives up what it holds is here, and is said in
-`effects`, in order.
-"""
+Every change of a request's state and every end of what it holds goes through this module, which
+notes it in the step's effects, in order."""
 
 from __future__ import annotations
 
@@ -20,15 +19,15 @@ from millrace.core.scheduler.fleet.run_queue import RunQueue
 from millrace.core.scheduler.fleet.waiting_queue import WaitingQueue
 from millrace.core.scheduler.step_context import StepContext
 
-#: Decode keeps a prefix for the next attempt from so many tokens on: fewer are computed in less
-#: time than it takes to write them back. An attempt that left so many more than it found is not one
-#: of `max_attempts`: a long prompt gets on from one death to the next, and a request that gets
-#: nowhere still ends.
+#: Decode keeps a prefix for the next attempt if it has at least this many tokens: fewer tokens are
+#: computed in less time than it takes to write them back. An attempt that left this many tokens
+#: more than it found does not count towards `max_attempts`. So a long prompt survives many deaths,
+#: and a request that makes no progress still ends.
 MIN_KEPT_TOKENS = 64
 
 
 class RequestTable:
-    """Holds the table of live requests and the two kinds of line that they wait in."""
+    """Holds the live requests and the queues that they wait in."""
 
     def __init__(self, config: SchedulerConfig, cluster: Cluster) -> None:
         self.config = config
@@ -36,14 +35,14 @@ class RequestTable:
         self.requests: dict[str, LiveRequest] = {}  # oldest first
         self.by_proxy: dict[str, dict[str, None]] = {}
         self.unplaced = WaitingQueue()
-        self.waiting_queue_of: dict[str, WaitingQueue] = {}  # every queued request's line
+        self.waiting_queue_of: dict[str, WaitingQueue] = {}  # of every queued request
         self.run_queue_of: dict[str, RunQueue] = {}  # requests with something left to compute
-        self.release_timeouts = 0  # holdings freed without their instance's word
+        self.release_timeouts = 0  # holdings freed without a report of their instance
         self._leaving: deque[tuple[float, Instance, Holding, str]] = deque()
         self._orders = count()
         self.policy = POLICIES[config.policy]
 
-    # ---- the table and the lines
+    # ---- the table and the queues
 
     def add(self, step: StepContext, request: LiveRequest, deadline_s: float) -> None:
         """Accepts a new request; it waits to be placed."""
@@ -64,7 +63,7 @@ class RequestTable:
         return {request.id: key for request, key in zip(requests, found, strict=True)}
 
     def rerank(self, pool: Pool, now_s: float) -> None:
-        """Gives all that waits in the pool's line, and all that its instances hold, new keys."""
+        """Gives new keys to all that waits in the pool, and to all tasks of its instances."""
         keys = self.keys([*pool.waiting, *pool.run_queue.heads()], now_s, len(pool.prefill))
         pool.waiting.rerank(keys)
         pool.run_queue.rerank(keys)
@@ -74,7 +73,7 @@ class RequestTable:
         self.unplaced.rerank(keys)
 
     def change_policy(self, name: str, now_s: float) -> None:
-        """Keys of two policies can't be compared: everything is ranked anew at once."""
+        """Ranks everything again at once, since keys of two policies can't be compared."""
         self.policy = POLICIES[name]
         self.rerank_unplaced(now_s)
         for pool in self.cluster.pools.values():
@@ -110,10 +109,10 @@ class RequestTable:
         why: str,
         kept_tokens: int = 0,
     ) -> None:
-        """An instance can't do its part. Prefilled again unless token one may be out.
+        """An instance can't do its part: prefills again, unless the first token may be out.
 
-        Prefill's loss costs what has not landed at decode; decode says itself what it keeps, and
-        if it keeps anything, waits to be told what to do with it.
+        A lost prefill instance costs the KV that has not landed at decode. Decode reports how much
+        it keeps, and if it keeps anything, waits for the next attempt.
         """
         reporter: Instance | None = None if kept_tokens else instance
         if isinstance(instance, PrefillInstance):
@@ -121,7 +120,7 @@ class RequestTable:
         self._again(step, request, why, instance, reporter, kept_tokens)
 
     def take_back(self, step: StepContext, request: LiveRequest, why: str) -> None:
-        """Prefill gets nowhere with the request: it is planned again, behind what has landed."""
+        """Plans a request without progress again, after the tokens that have landed."""
         self._again(step, request, why, None, None, request.landed_tokens)
 
     def _again(
@@ -133,8 +132,12 @@ class RequestTable:
         reporter: Instance | None,
         kept_tokens: int,
     ) -> None:
-        kept_tokens = min(kept_tokens, request.prompt_tokens - 1)  # token one wants the last
-        resumable = request.resumable and not request.shards  # what is spread begins anew
+        kept_tokens = min(
+            kept_tokens, request.prompt_tokens - 1
+        )  # the first output token needs the last
+        resumable = (
+            request.resumable and not request.shards
+        )  # a spread request starts from its beginning
         if request.state not in (RequestState.QUEUED, RequestState.PREFILLING):
             self.fail(step, request, f"{why} after the first token", reporter, resumable=True)
         elif kept_tokens >= MIN_KEPT_TOKENS and resumable:
@@ -150,7 +153,7 @@ class RequestTable:
         reporter: Instance | None,
         kept_tokens: int,
     ) -> None:
-        """Back to the pool's line, in its old place, to go on behind what decode keeps."""
+        """Puts the request back in the pool's queue, to continue after its kept tokens."""
         further = kept_tokens >= request.kept_tokens + MIN_KEPT_TOKENS
         if request.state is RequestState.PREFILLING and further:
             request.forgive_attempt()
@@ -171,7 +174,7 @@ class RequestTable:
     def retry(
         self, step: StepContext, request: LiveRequest, why: str, reporter: Instance | None = None
     ) -> None:
-        """Back to the line, in its old place, unless it had all its attempts."""
+        """Puts the request back to be placed, in its old order, unless it had all its attempts."""
         if request.attempts >= self.config.max_attempts:
             self.fail(step, request, f"{why}; {request.attempts} attempts were made", reporter)
             return
@@ -202,8 +205,8 @@ class RequestTable:
     ) -> None:
         """Forgets the request. Its holdings stay until their instances free them.
 
-        Instances are told to drop it, but for the `reporter`, who knows. Without a reason none is
-        told: each comes to its own end.
+        Instances get a cancel, except the `reporter`, which knows of the end. Without a reason no
+        instance gets one: each ends its part itself.
         """
         self._withdraw(step, request, reason, reporter)
         del self.requests[request.id]
@@ -244,7 +247,7 @@ class RequestTable:
         return True
 
     def computed(self, step: StepContext, request: LiveRequest) -> None:
-        """All of the prompt is computed: token one is known."""
+        """All of the prompt is computed: the first token is known."""
         if request.state is RequestState.PREFILLING:
             self.advance(step, request, RequestState.TRANSFERRING)
 
@@ -262,7 +265,7 @@ class RequestTable:
     # ---- time
 
     def expire(self, step: StepContext) -> None:
-        """Ends requests past their deadline, and frees what instances never spoke of again."""
+        """Ends requests past their deadline, and frees holdings that no report has freed."""
         limit_s = self.config.request_timeout_s
         while self.requests:
             oldest = next(iter(self.requests.values()))

@@ -1,8 +1,7 @@
-"""What prefill instances say of the chunks that they compute.
+"""Reports of prefill instances about the chunks that they compute.
 
-Of a group the leader speaks. A chunk's task leaves the board when it is finished, and a request
-whose last chunk is finished has its token one.
-"""
+The leader reports for its group. A chunk's task leaves the run queue when it is finished. A request
+whose last chunk is finished has its first token."""
 
 from __future__ import annotations
 
@@ -73,12 +72,12 @@ class ChunkProgress:
             self._table.learn_on_top(request)
 
     def _task_of(self, step: StepContext, event: _OfChunk) -> tuple[Task, LiveRequest] | None:
-        """The task the event speaks of, if its leader speaks and the request still needs it."""
+        """The task that the event means, if its leader reports and the request still needs it."""
         instance = self._event_filter.current(event)
         if instance is None:
             return None
         if isinstance(instance, DecodeInstance) and instance.card.role == "mixed":
-            self._mixed_said(step, event, instance)
+            self._mixed_reported(step, event, instance)
             return None
         run_queue = self._table.run_queue_of.get(event.request_id)
         if run_queue is not None:
@@ -88,8 +87,8 @@ class ChunkProgress:
         self._event_filter.ignored += 1
         return None
 
-    def _mixed_said(self, step: StepContext, event: _OfChunk, instance: DecodeInstance) -> None:
-        """A mixed instance orders its own work: only the end of a prefill matters here."""
+    def _mixed_reported(self, step: StepContext, event: _OfChunk, instance: DecodeInstance) -> None:
+        """Notes the end of a prefill; a mixed instance orders its own work."""
         request = self._table.served(event.request_id, instance)
         if isinstance(event, events.ChunkFinished) and request is not None:
             self._table.computed(step, request)

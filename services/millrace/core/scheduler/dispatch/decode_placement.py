@@ -1,9 +1,9 @@
-"""Where requests are placed: at the decode instance that is their owner, or spread from there.
+"""Places requests at a decode instance, the KV owner, and spreads long ones from there.
 
-The freest instance that has room (`decode_placement`), the best request of the line first; or the
-one that has most of the prompt in its prefix cache, if that saves much of the prefill. What one
-instance may not or can not hold is spread (`spreading`).
-"""
+The best request in the queue is placed first. It gets the freest instance that has room
+(`fleet.freeness`), or the instance that has most of the prompt in its prefix cache, if that saves
+much of the prefill. A request that no single instance may or can hold is spread over several
+(`fleet.kvp_placement`)."""
 
 from __future__ import annotations
 
@@ -19,13 +19,13 @@ from millrace.core.scheduler.fleet.run_queue import Rank
 from millrace.core.scheduler.request_table import MIN_KEPT_TOKENS, RequestTable
 from millrace.core.scheduler.step_context import StepContext
 
-#: So many requests at the head may wait for decode instances' pages while later ones go ahead.
-#: Each keeps one instance's pages to itself until it fits (those of all its holders, if it is to be
-#: spread), so that smaller ones pass it on other instances only: a large request is never starved,
+#: This many requests at the head may wait for decode instances' pages while later ones go ahead.
+#: Each reserves the pages of one instance until it fits (of all its instances, if it is to be
+#: spread), so smaller requests pass it on other instances only. A large request is never starved,
 #: and does not stop the whole fleet either.
 MAX_WAITING = 4
 
-#: A prefix cache decides where a request is placed from this share of its prefill on.
+#: A prefix cache decides where a request is placed if it saves at least this share of the prefill.
 LEAST_SAVING = 0.1
 
 #: Sends a placed request its chunks, with the pages that they take at prefill instances.
@@ -33,7 +33,7 @@ Send = Callable[[StepContext, LiveRequest, tuple[Chunk, ...], dict[str, int]], N
 
 
 class _Fitting(NamedTuple):
-    """Where a request fits once others left: at some of `owners` alone, or spread over `spread`."""
+    """Where a request fits once others left: at one of `owners`, or over a pool of `spread`."""
 
     owners: list[DecodeInstance]
     spread: list[Pool]
@@ -44,11 +44,11 @@ class _Spot(NamedTuple):
 
     owner: DecodeInstance
     shards: tuple[Shard, ...] = ()
-    kept_tokens: int = 0  # that the home takes out of its prefix cache
+    kept_tokens: int = 0  # that the KV owner takes out of its prefix cache
 
 
 class DecodePlacement:
-    """Places the requests of the line `unplaced`."""
+    """Places the requests of the queue `unplaced`."""
 
     def __init__(self, table: RequestTable, send: Send) -> None:
         self._table = table
@@ -56,7 +56,7 @@ class DecodePlacement:
         self._send = send
 
     def place(self, step: StepContext) -> None:
-        """All that has room now."""
+        """Places all requests that have room now."""
         unplaced = self._table.unplaced
         if not self._table.policy.static and len(unplaced) > 1:
             self._table.rerank_unplaced(step.now_s)
@@ -185,10 +185,10 @@ class DecodePlacement:
             holder.hold_shard(request.id, shard)
 
     def _predicted_ttft_s(self, request: LiveRequest, pool: Pool, now_s: float) -> float:
-        """Work that goes before the request, its own, and what comes on top of computing.
+        """Seconds of the work before the request, of its own work, and on top of computing.
 
-        With nobody in the pool's line before it, it goes to the instance with the least such work;
-        else that of the line and of all instances is taken to be shared evenly.
+        With no request before it in the pool's queue, it goes to the instance with the least work
+        before it. Else the work of the queue and of all instances is taken to be shared evenly.
         """
         own_s = request.predicted_prefill_s + pool.on_top.seconds(request.prompt_tokens)
         if not pool.waiting and any(not prefill.queue for prefill in pool.prefill.values()):
@@ -198,8 +198,8 @@ class DecodePlacement:
         ahead_s = [
             pool.run_queue.ahead_s(prefill, rank, now_s) for prefill in pool.prefill.values()
         ] or [0.0]
-        line_s = pool.waiting.work_before_s(key, request.order)
-        return own_s + ((sum(ahead_s) + line_s) / len(ahead_s) if line_s else min(ahead_s))
+        queued_s = pool.waiting.work_before_s(key, request.order)
+        return own_s + ((sum(ahead_s) + queued_s) / len(ahead_s) if queued_s else min(ahead_s))
 
 
 def _fitting(request: LiveRequest, pools: list[Pool]) -> _Fitting:

@@ -1,9 +1,9 @@
-"""Scheduling rounds: places requests at decode, sends placed ones to prefill, says who runs.
+"""Scheduling rounds: place requests at decode, send them to prefill, pick the tasks that run.
 
-A round follows every arrival and completion, and nothing else that is frequent (FlowPrefill section
-5.2, Alg. 2): it ranks what waits and what is suspended or runs by the policy, hands the best to the
-instances, and orders a preemption or a resumption where something else than what runs comes first.
-"""
+A round follows every arrival and every completion, and no other frequent event (FlowPrefill section
+5.2, Alg. 2). It ranks all that waits, runs or is suspended by the policy and sends the best
+requests to the instances. Where another task than the running one comes first, it orders a
+preemption or a resumption."""
 
 from __future__ import annotations
 
@@ -24,13 +24,13 @@ from millrace.core.scheduler.planning.plan import Plan, PlannedChunk
 from millrace.core.scheduler.request_table import RequestTable
 from millrace.core.scheduler.step_context import StepContext
 
-#: With preemption, so many requests at the head of the line may be passed by later ones.
+#: With preemption, later requests may pass this many requests at the head of the queue.
 MAX_PASSED = 8
 
 #: Queue time of an instance that has no room now: planners then use the others if they can.
 NO_ROOM_S = 1e9
 
-#: So many requests behind the head are looked at for a batch with it.
+#: At most this many requests after the head are tried for a batch with it.
 MAX_BATCHED = 64
 
 
@@ -49,7 +49,7 @@ class Dispatcher:
 
     def __init__(self, table: RequestTable) -> None:
         self.count = 0
-        self.commands = 0  # told to prefill instances
+        self.commands = 0  # to prefill instances
         self._table = table
         self._cluster = table.cluster
         self._config = table.config
@@ -70,7 +70,7 @@ class Dispatcher:
         return self._placement.has_room(request)
 
     def room_made(self, step: StepContext, instance: Instance) -> None:
-        """Pages came free: whoever waited for them goes on. Nobody runs in another order for it."""
+        """Pages came free: sends requests that waited for them. The running tasks stay."""
         if self._table.unplaced:
             self.run(step)
         elif isinstance(instance, PrefillInstance):
@@ -105,10 +105,10 @@ class Dispatcher:
             if candidate is not None:
                 self._start(step, request, candidate, pool)
             elif not pool.could_prefill(request):
-                index += 1  # an earlier attempt is still wherever it could go
+                index += 1  # its instances still hold an earlier attempt
                 pool.lacks_pages = True
             elif pool.run_queue.preemptive and index < MAX_PASSED:
-                index += 1  # whoever passes it yields when it can start, but not its pages
+                index += 1  # a later task yields to it, but does not give pages back
                 kept.update(self._waits_for(request, pool, kept))
                 if len(kept) == len(pool.prefill):
                     return
@@ -145,7 +145,7 @@ class Dispatcher:
         shares = pool.shares(request)
         least, tokens, request_id = min(shares.values()), request.prompt_tokens, request.id
         for index, one in enumerate(instances):
-            # As `free_slots` and `takes`, written out: looked at for every instance and plan.
+            # As `free_slots` and `takes`, written out: computed for every instance and plan.
             card = one.card
             if (
                 (card.kv_pages - one.used_pages) * card.page_tokens < least
@@ -186,7 +186,7 @@ class Dispatcher:
     ) -> _Candidate:
         """`found`, or one chunk at an instance that has the prompt's first tokens and ends before.
 
-        Only what is behind them is computed, as a chunk with that history: C of Eq. (1).
+        Only the tokens after them are computed, as a chunk with that history: C of Eq. (1).
         """
         if not request.prefix_hashes or request.kept_tokens or not request.resumable:
             return found
@@ -272,7 +272,7 @@ class Dispatcher:
     def _batch(
         self, head: LiveRequest, candidate: _Candidate, pool: Pool, now_s: float
     ) -> list[LiveRequest]:
-        """Requests behind `head` in the line that are computed in one pass with it.
+        """Requests after `head` in the queue that are computed in one pass with it.
 
         Whole prompts on one instance only: a group's pass is laid out for one prompt.
         """
@@ -283,10 +283,10 @@ class Dispatcher:
             return []
         leader, latency = chunks[0].instance_ids[0], pool.latency
         corrections, band = self._cluster.corrections, band_of(head.prompt_tokens)
-        behind = (r for r in pool.waiting if r is not head and not r.kept_tokens)
+        after = (r for r in pool.waiting if r is not head and not r.kept_tokens)
         found = batch(
             head,
-            islice(behind, MAX_BATCHED),
+            islice(after, MAX_BATCHED),
             budget,
             now_s,
             lambda tokens: corrections.seconds(leader, band, latency.chunk_s(tokens, 0, 1)),

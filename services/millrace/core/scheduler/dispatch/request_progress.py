@@ -1,4 +1,4 @@
-"""What instances say of the requests that they hold, but for what they compute (`computing`)."""
+"""Reports of instances about the requests that they hold; `chunk_progress` has the chunks."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _COMPUTED = frozenset({RequestState.TRANSFERRING, RequestState.DECODING})
 class RequestProgress:
     """Follows requests over their instances, from the first KV that lands to the last page freed.
 
-    Of a request that is spread the home speaks; its holders only say that they let go.
+    For a spread request the KV owner reports. Its KVP workers only report that they let go.
     """
 
     def __init__(
@@ -43,7 +43,7 @@ class RequestProgress:
             self._table.lost(step, request, instance, f"{instance.card.role} {instance.id} gave up")
             self._dispatcher.run(step)
         elif isinstance(instance, PrefillInstance) and self._drop_tasks(request):
-            self._dispatcher.run(step)  # decode had its cache before prefill said that it was done
+            self._dispatcher.run(step)  # decode had its KV before prefill's report came
         else:
             self._dispatcher.room_made(step, instance)
 
@@ -82,7 +82,7 @@ class RequestProgress:
         ):
             self._event_filter.ignored += instance is not None
             return
-        assert isinstance(instance, DecodeInstance)  # or it would serve no request here
+        assert isinstance(instance, DecodeInstance)  # it serves the request
         instance.start(request.id)
         if request.state is RequestState.QUEUED:  # all had landed before the death of prefill
             self._table.unqueue(request)
@@ -97,7 +97,7 @@ class RequestProgress:
             return
         request = self._table.served(event.request_id, instance)
         instance.release(event.request_id)
-        computing = event.request_id in self._table.run_queue_of  # prefill's news may be late
+        computing = event.request_id in self._table.run_queue_of  # prefill's report may be late
         if request is not None:
             if event.reason != "cancelled" and not _never_computed(request):
                 self._table.end(step, request, RequestState.FINISHED, None)
@@ -129,7 +129,7 @@ class RequestProgress:
 
 
 def _did_its_part(event: events.RequestReleased, request: LiveRequest, instance: Instance) -> bool:
-    """Whether a member lets go of a request that others of its group still compute."""
+    """Whether a member lets go of a request that other members still compute."""
     return (
         isinstance(instance, PrefillInstance)
         and event.complete
@@ -139,10 +139,10 @@ def _did_its_part(event: events.RequestReleased, request: LiveRequest, instance:
 
 
 def _is_spared(request: LiveRequest, instance: Instance) -> bool:
-    """Whether the request goes on without the instance, which lets go of it by itself.
+    """Whether the request needs the instance no more, which lets go of it by itself.
 
-    A prefill instance has sent all of a computed prompt by then. A holder's word may overtake the
-    home's, which says whether the answer is complete or goes on elsewhere.
+    A prefill instance has sent all of a computed prompt by then. The report of a KVP worker may
+    overtake the KV owner's report, which tells whether the answer is complete.
     """
     return instance.id != request.decode_id and request.state in _COMPUTED
 

@@ -27,7 +27,7 @@ from millrace.core.scheduler.planning import PLANNERS, Planner, PlannerInputs, d
 from millrace.core.scheduler.planning.one_chunk import quickest_chunk
 from millrace.core.scheduler.planning.plan import Plan
 
-#: What a pool's corrections are of: whichever of its instances takes a request.
+#: What a pool's corrections are of: any instance that takes a request.
 ANYONE = ""
 
 
@@ -116,7 +116,7 @@ class Pool:
     def configure(self, config: SchedulerConfig) -> None:
         """From now on plans are made by these settings of planners."""
         self._config = config
-        self._plan_anew()
+        self._forget_planner()
 
     def changed(self, instance: Instance) -> None:
         """The instance takes new work now, or no more."""
@@ -131,9 +131,9 @@ class Pool:
         else:
             self.kvp[instance.id] = instance
         self.prefillers = len(self.prefill) + sum(1 for _ in self._mixed())
-        self._plan_anew()
+        self._forget_planner()
 
-    def _plan_anew(self) -> None:
+    def _forget_planner(self) -> None:
         self._inputs = self._planner = self._after = self._latency = None
         self._degrees = (1,)
 
@@ -172,7 +172,7 @@ class Pool:
         is_new = request.attempt <= 1 and not request.attempts
         in_context = request.prompt_tokens <= self._smallest_context
         if is_new and in_context and min(shares.values()) <= self.smallest_slots:
-            return True  # nobody holds an earlier attempt, and all have the room
+            return True  # no instance holds an earlier attempt, and all have the room
         return any(
             sum(p.could_hold(request, slots) for p in self.prefill.values()) >= sp
             for sp, slots in shares.items()
@@ -185,7 +185,7 @@ class Pool:
         return any(d.could_hold(request) for d in owners)
 
     def kv_owners(self) -> list[DecodeInstance]:
-        """Where requests can be placed: with nobody to prefill for the others, mixed ones only."""
+        """Where requests can be placed: mixed instances only, without any prefill instance."""
         return list(self.decode.values() if self.prefill else self._mixed())
 
     def _mixed(self) -> Iterator[DecodeInstance]:
@@ -255,7 +255,7 @@ class Cluster:
                 pool.configure(self._config)
 
     def current(self, instance_id: str, generation: int) -> Instance | None:
-        """The instance, if this is the life of it that the scheduler knows."""
+        """The instance, if this is the incarnation that the scheduler knows."""
         instance = self.instances.get(instance_id)
         if instance is None or instance.card.generation != generation:
             return None
@@ -280,7 +280,7 @@ class Cluster:
         elif card.role == "kvp":
             instance = KvpInstance(card)
         else:
-            is_mixed = card.role == "mixed"  # it books whole lives
+            is_mixed = card.role == "mixed"  # it books pages of whole answers
             instance = DecodeInstance(card, None if is_mixed else self._headroom_tokens)
         self.instances[card.instance_id] = instance
         self.cordon(instance, cordoned=False)

@@ -27,9 +27,9 @@ class Holding:
 
     pages: int
     sequences: int = 1  # decode: choices, which join the batch together
-    leaving: bool = False  # nobody waits for this attempt any more; the pages are not yet free
+    leaving: bool = False  # no request needs this attempt any more; the pages are not yet free
     decoding: bool = False  # decode: in the batch
-    is_shard: bool = False  # decode: of a request whose home is another instance
+    is_shard: bool = False  # decode: of a request of another KV owner
     context_tokens: int = 0  # decode: that the pages are for, read in every step
     tbt_s: float = math.inf  # decode: the request's objective
 
@@ -100,7 +100,7 @@ class PrefillInstance:
 
 @dataclass(slots=True, eq=False)
 class KvpInstance:
-    """A KVP worker: shards of requests whose owners are others (see `spreading`)."""
+    """A KVP worker: shards of requests whose owners are others (see `kvp_placement`)."""
 
     card: InstanceJoined
     leaving: bool = False
@@ -160,9 +160,9 @@ class DecodeInstance:
     sequences: int = 0  # in the batch or on their way to it
     context_tokens: int = 0  # of all holdings
     tightest_tbt_s: float = math.inf  # of all holdings
-    #: By its last heartbeat and what was booked and freed since; where answers grow it counts, too.
+    #: By its last heartbeat, and what was booked and freed since; None where answers do not grow.
     reported_free_pages: int | None = None
-    freeness: float = field(init=False)  # kept, since every arrival looks at that of all instances
+    freeness: float = field(init=False)  # kept, since every arrival compares all instances
     prefixes: CachedPrefixes = field(init=False)
 
     def __post_init__(self) -> None:
@@ -227,7 +227,7 @@ class DecodeInstance:
     def _new_tokens(self, request: LiveRequest) -> int:
         """Of each choice, those that pages are booked for: all, if there are several.
 
-        Those could not go on elsewhere, were they in the way of others.
+        Several choices could not be migrated to make room for others.
         """
         headroom, tokens = self.headroom_tokens, request.max_new_tokens
         if headroom is None or tokens < headroom or request.choices > 1:
@@ -236,7 +236,7 @@ class DecodeInstance:
 
     def is_large_enough(self, request: LiveRequest) -> bool:
         """Whether all of the request fits here once others left."""
-        card = self.card  # as `could_run` and `pages_for`, written out: looked at for every arrival
+        card = self.card  # as `could_run` and `pages_for`, written out: computed for every arrival
         prompt, new, choices = request.prompt_tokens, request.max_new_tokens, request.choices
         return (
             pages_of_request(prompt, new, choices, card.page_tokens) <= card.kv_pages
@@ -285,7 +285,7 @@ class DecodeInstance:
         return step.seconds(sequences, context_tokens) <= tightest_s
 
     def hold(self, request: LiveRequest, shard: Shard | None = None) -> None:
-        """Reserves for a request whose home this is: for all of it, or its first shard."""
+        """Reserves for a request whose KV owner this is: for all of it, or its first shard."""
         if shard is None:
             pages = self.booked_for(request)
             tokens = request.choices * (request.prompt_tokens + self._new_tokens(request))

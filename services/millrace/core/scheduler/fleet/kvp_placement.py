@@ -1,15 +1,15 @@
-"""Which instances hold a long request's KV, where one may not or can not hold all of it.
+"""Picks the instances that hold a long request's KV, where one instance may not or can not hold it.
 
-KV Parallelism (Mnemosyne section 4.4; Medha section 3.3) as the scheduler sees it: `kvp` makes the
-shards, here is over which instances. The request's home is a decode instance, which samples its
-tokens and holds the first shard; holders are KVP workers, and decode instances where those are too
-few. A request is spread when it may come to more than `max_kv_tokens_per_worker`, or when no home
-is large enough for it; what one instance could hold waits for that instance instead.
+KV Parallelism (Mnemosyne section 4.4; Medha section 3.3) as the scheduler sees it. `kv.kvp_shards`
+makes the shards; this module picks the instances. The KV owner is a decode instance, which samples
+the request's tokens and holds the first shard. The other shards go to KVP workers, and to decode
+instances where those are too few. A request is spread when it may come to more than
+`max_kv_tokens_per_worker`, or when no KV owner is large enough for it. A request that one instance
+could hold waits for that instance instead.
 
-The memory of a request's whole life is reserved at all its holders, or at none, so that two of
-them never wait for each other. One that finds no room keeps to itself, as any that waits, the
-instances that would hold it once they are empty: they empty, for others pass them by.
-"""
+The memory for the prompt and the whole answer is reserved at all instances or at none, so two
+requests never wait for each other. A waiting request reserves the instances that would hold it once
+they are empty. They empty, since other requests pass them by."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ _NO_LIMIT = 1 << 62
 
 
 class _Room(NamedTuple):
-    """An instance as `reserve` looks at it: with its pages as they are, or as if it were empty."""
+    """An instance for `reserve`: with its free pages as they are, or as if it were empty."""
 
     id: str
     page_tokens: int
@@ -49,7 +49,7 @@ class KvpPlacement:
         self._kvp = kvp
 
     def wanted(self, request: LiveRequest, owners: Iterable[DecodeInstance]) -> bool:
-        """Whether no home may, or could, hold all of the request. Choices are never spread."""
+        """Whether no KV owner may, or could, hold all of the request. Choices are never spread."""
         if request.choices > 1:
             return False
         if self._most < request.prompt_tokens + request.max_new_tokens:
@@ -75,12 +75,12 @@ class KvpPlacement:
         return () if found is None else found.shards
 
     def longest_shard(self, owners: Iterable[DecodeInstance]) -> int:
-        """Tokens of the first shard at most, at a home that is empty."""
+        """Tokens of the first shard at most, at a KV owner that is empty."""
         rooms = [self._room(one, empty=True) for one in owners]
         return max((self._shard_tokens(room) for room in rooms), default=0)
 
     def most_tokens(self) -> int:
-        """The longest life that could be spread over the pool, were it empty."""
+        """Tokens of the longest request that could be spread over the pool, were it empty."""
         if not self._decode:
             return 0
         holders: list[KvInstance] = [*self._decode.values(), *self._kvp.values()]
@@ -98,8 +98,8 @@ class KvpPlacement:
     ) -> Reservation | None:
         """With KVP workers alone, if that works; else with decode instances, too.
 
-        The home is the one that can take the longest shard, so that there is no shorter spread;
-        the freest among equals.
+        The KV owner is the instance that can take the longest shard, so that there is no shorter
+        spread; the freest among equals.
         """
         owner = self._owner(request, owners, reserved, empty=empty)
         if owner is None:
@@ -155,7 +155,7 @@ class KvpPlacement:
         sequences: int = 0,
         tbt_s: float | None = None,
     ) -> bool:
-        """With a shard as long as there is room for. That of a home comes with its sequence."""
+        """Whether it does with the longest shard that fits. A KV owner also gets the sequence."""
         tokens = request.prompt_tokens + request.max_new_tokens
         shard = min(self._shard_tokens(self._room(one, empty=False)), tokens)
         return one.keeps_pace(shard, sequences, tbt_s)
@@ -169,5 +169,5 @@ class KvpPlacement:
 
 
 def _is_open(one: KvInstance, request: LiveRequest, reserved: Collection[str]) -> bool:
-    """Whether nobody waits for it, and no earlier attempt is still there."""
+    """Whether no waiting request has reserved it, and no earlier attempt is still there."""
     return not (one.id in reserved or request.id in one.holdings)

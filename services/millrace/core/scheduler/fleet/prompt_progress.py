@@ -1,8 +1,8 @@
 """How far a prompt is, and when its first token is to be expected.
 
-Not from a paper. What is left is the most of three predictions, for each is blind to something. The
-plan's own seconds (`Request.remaining_s`) know nothing of the work ahead. The prediction made at
-the placement knows nothing of what came after. The pace so far is that of earlier, cheaper tokens.
+Not from a paper. The time left is the largest of three predictions, since each of them misses
+something. The plan's own seconds (`LiveRequest.remaining_s`) miss the work ahead. The prediction at
+the placement misses the work that came later. The pace so far is of earlier, cheaper tokens.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from millrace.core.live_request import LiveRequest
 from millrace.core.request import RequestState
 
-_BEFORE_TOKEN_ONE = frozenset(
+_BEFORE_FIRST_TOKEN = frozenset(
     {RequestState.QUEUED, RequestState.PREFILLING, RequestState.TRANSFERRING}
 )
 
@@ -33,7 +33,7 @@ def progress_of(
 
     `expected_s`: when the first token was to come, as predicted at the placement; None: not placed.
     """
-    if request.state not in _BEFORE_TOKEN_ONE or request.first_token_s is not None:
+    if request.state not in _BEFORE_FIRST_TOKEN or request.first_token_s is not None:
         return None
     computed = computed_tokens(request)
     left_s = None
