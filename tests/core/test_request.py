@@ -4,23 +4,20 @@ from __future__ import annotations
 
 import pytest
 
-from millrace.core.request import TRANSITIONS, IllegalTransition, Request, RequestState
-
-
-def request(state: RequestState) -> Request:
-    return Request(id="r", proxy_id="x", prompt_tokens=1, max_new_tokens=1, state=state)
+from millrace.core.request import TRANSITIONS, IllegalTransition, RequestState
+from support.live_requests import live_request
 
 
 @pytest.mark.parametrize("start", RequestState)
 @pytest.mark.parametrize("end", RequestState)
 def test_advance_follows_the_table(start, end):
-    subject = request(start)
+    subject = live_request(state=start)
     if end in TRANSITIONS[start]:
-        subject.advance(end)
+        subject.advance(end, 1.0)
         assert subject.state is end
     else:
         with pytest.raises(IllegalTransition, match=f"r: {start.value} -> {end.value}"):
-            subject.advance(end)
+            subject.advance(end, 1.0)
         assert subject.state is start
 
 
@@ -31,7 +28,7 @@ def test_ends_are_final_and_every_other_state_can_end():
         assert {RequestState.FAILED, RequestState.CANCELLED} <= TRANSITIONS[state]
 
 
-def test_nothing_returns_once_token_one_may_be_out():
+def test_nothing_returns_once_the_first_token_may_be_out():
     for state in (RequestState.TRANSFERRING, RequestState.DECODING):
         assert RequestState.QUEUED not in TRANSITIONS[state]
         assert RequestState.PREFILLING not in TRANSITIONS[state]

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import pytest_asyncio
 
-from millrace.core.scheduler.fleet.freeness import pages_needed
+from millrace.core.kv.pages import pages_of_request
 from millrace.decode.loop import DecodeRole
 from millrace.instance.gauges import add_gauges
 from millrace.prefill.loop import PrefillRole
@@ -141,7 +141,7 @@ async def test_an_admission_without_room_is_failed_and_released(pair: Pair) -> N
 async def test_what_is_reserved_is_what_placement_counts(pair: Pair) -> None:
     for n, tokens in ((1, 16), (3, 17), (4, 31)):
         await pair.admit(f"r{n}", tokens, n=n, max_tokens=20)
-        assert pair.used_pages == pages_needed(tokens, 20, n, 16)
+        assert pair.used_pages == pages_of_request(tokens, 20, n, 16)
         pair.decode.cancel(f"r{n}")
         await pair.decode.said("request_released", f"r{n}", 1)
         assert pair.used_pages == 0

@@ -5,7 +5,7 @@ import math
 from hypothesis import given
 from hypothesis import strategies as st
 
-from millrace.core.request import Request
+from millrace.core.live_request import LiveRequest
 from millrace.core.scheduler.batching import RESERVE, batch
 from support.priority import names, request
 
@@ -17,7 +17,7 @@ def per_token(tokens: int) -> float:
     return tokens * MS
 
 
-def of(name: str, tokens: int, deadline_s: float = 100.0, **more: float) -> Request:
+def of(name: str, tokens: int, deadline_s: float = 100.0, **more: float) -> LiveRequest:
     return request(name, tokens=tokens, deadline_s=deadline_s, work_s=tokens * MS, **more)
 
 
@@ -113,7 +113,7 @@ requests = st.lists(
 
 @given(requests, st.integers(1, 800), st.one_of(seconds, st.just(math.inf)), st.integers(0, 3000))
 def test_nobody_who_could_be_in_time_is_made_late(
-    candidates: list[Request], tokens: int, deadline_s: float, budget: int
+    candidates: list[LiveRequest], tokens: int, deadline_s: float, budget: int
 ) -> None:
     head = of("H", tokens, deadline_s)
     members = batch(head, candidates, budget, 0.0, per_token)
@@ -133,7 +133,7 @@ def test_nobody_who_could_be_in_time_is_made_late(
 
 @given(requests, st.integers(1, 800), st.integers(0, 3000))
 def test_with_deadlines_behind_the_heads_it_is_algorithm_1(
-    candidates: list[Request], tokens: int, budget: int
+    candidates: list[LiveRequest], tokens: int, budget: int
 ) -> None:
     """Against the algorithm as printed; the reserve ends the search, so it is taken off here."""
     head = of("H", tokens, 2.0)

@@ -2,7 +2,7 @@
 
 from hypothesis import given
 
-from millrace.core.request import Request
+from millrace.core.live_request import LiveRequest
 from support.priority import any_requests, names, ranked, request
 
 
@@ -32,12 +32,12 @@ def test_it_has_no_foresight() -> None:
 
 
 @given(any_requests())
-def test_the_order_is_that_of_the_quotient(requests: list[Request]) -> None:
+def test_the_order_is_that_of_the_quotient(requests: list[LiveRequest]) -> None:
     now_s = 30.0
     for r in requests:  # a clock on which all deadlines are positive, as the quotient needs
         r.deadline_s += 30.0
 
-    def priority(r: Request) -> float:
+    def priority(r: LiveRequest) -> float:
         return (1.0 if r.deadline_s > now_s else -1.0) / r.deadline_s
 
     by_hand = sorted(requests, key=lambda r: -priority(r))

@@ -9,8 +9,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from millrace.core.config import SchedulerConfig
+from millrace.core.kv.pages import pages_of_request
 from millrace.core.scheduler.effects import Place
-from millrace.core.scheduler.fleet.freeness import freeness, freest, pages_needed
+from millrace.core.scheduler.fleet.freeness import freeness, freest
 from support.core_events import Bench, instance, of
 
 
@@ -112,12 +113,12 @@ def test_the_machine_prefers_the_smaller_batch_at_equal_memory():
         (7, 9, 4, 1, 7 + 4 * 9),
     ],
 )
-def test_pages_needed(prompt, new, choices, page, pages):
-    assert pages_needed(prompt, new, choices, page) == pages
+def test_pages_of_request(prompt, new, choices, page, pages):
+    assert pages_of_request(prompt, new, choices, page) == pages
 
 
 @given(st.integers(1, 500), st.integers(1, 200), st.integers(1, 8), st.integers(1, 64))
-def test_pages_needed_is_what_copy_on_write_takes(prompt, new, choices, page):
+def test_pages_of_request_is_what_copy_on_write_takes(prompt, new, choices, page):
     """Writes every token of every choice into pages, sharing and copying as decode does."""
     table = list(range(-(-prompt // page)))
     used, users = set(table), dict.fromkeys(table, choices)
@@ -134,4 +135,4 @@ def test_pages_needed_is_what_copy_on_write_takes(prompt, new, choices, page):
                 mine[index] = len(used)
                 used.add(mine[index])
                 users[mine[index]] = 1
-    assert len(used) == pages_needed(prompt, new, choices, page)
+    assert len(used) == pages_of_request(prompt, new, choices, page)

@@ -3,8 +3,8 @@
 import pytest
 from hypothesis import given
 
+from millrace.core.live_request import LiveRequest
 from millrace.core.priority import POLICIES
-from millrace.core.request import Request
 from support.lars_example import finish_times
 from support.priority import any_requests, names, ranked, request
 
@@ -43,6 +43,6 @@ def test_medhas_scenario_under_fcfs_misses_both_short_deadlines() -> None:
 
 
 @given(any_requests())
-def test_any_order_is_by_deadline(requests: list[Request]) -> None:
+def test_any_order_is_by_deadline(requests: list[LiveRequest]) -> None:
     order = ranked("edf", requests)
     assert [r.deadline_s for r in order] == sorted(r.deadline_s for r in requests)

@@ -14,7 +14,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from millrace.core.config import SchedulerConfig
-from millrace.core.request import Request
+from millrace.core.live_request import LiveRequest
 from millrace.core.scheduler import events
 from millrace.core.scheduler.batching import batch
 from support.core_events import Bench, instance, queues
@@ -30,15 +30,15 @@ class Slot:
 
     policy: str
     budget_tokens: int = 0
-    waiting: list[Request] = field(default_factory=list)
-    preempted: list[Request] = field(default_factory=list)
-    running: Request | None = None
-    members: dict[str, list[Request]] = field(default_factory=dict)
+    waiting: list[LiveRequest] = field(default_factory=list)
+    preempted: list[LiveRequest] = field(default_factory=list)
+    running: LiveRequest | None = None
+    members: dict[str, list[LiveRequest]] = field(default_factory=dict)
     commands: list[str] = field(default_factory=list)
     finished_s: dict[str, float] = field(default_factory=dict)
     rounds: int = 0
 
-    def serve(self, requests: list[Request]) -> None:
+    def serve(self, requests: list[LiveRequest]) -> None:
         arrivals = sorted(requests, key=lambda r: (r.arrival_s, r.order))
         now_s = 0.0
         while arrivals or self.running is not None:
@@ -78,14 +78,14 @@ class Slot:
         head.running_since_s = now_s
         self.running = head
 
-    def suspend(self, task: Request, now_s: float) -> None:
+    def suspend(self, task: LiveRequest, now_s: float) -> None:
         assert task.running_since_s is not None
         task.executed_s += now_s - task.running_since_s
         task.running_since_s = None
         self.preempted.append(task)
         self.commands.append(f"preempt {task.id}")
 
-    def submit(self, head: Request, candidates: list[Request], now_s: float) -> None:
+    def submit(self, head: LiveRequest, candidates: list[LiveRequest], now_s: float) -> None:
         members = batch(head, candidates, self.budget_tokens, now_s, lambda n: n * MS)
         self.waiting = [r for r in self.waiting if r not in members]
         head.predicted_prefill_s = sum(r.prompt_tokens for r in members) * MS
@@ -93,7 +93,7 @@ class Slot:
         self.commands.append("submit " + "+".join(r.id for r in members))
 
 
-def of(name: str, arrival_s: float, tokens: int, slo_s: float, order: int = 0) -> Request:
+def of(name: str, arrival_s: float, tokens: int, slo_s: float, order: int = 0) -> LiveRequest:
     return request(
         name,
         arrival_s=arrival_s,

@@ -129,7 +129,7 @@ def free(bench: Bench) -> dict[str, int]:
 def end(bench: Bench, request_id: str) -> None:
     """All that correct instances say of a placed request, to its end."""
     request = bench.machine.requests[request_id]
-    home, *holders = request.holders
+    home, *holders = request.kv_instance_ids
     bench.computed("p0", request_id)
     bench.released("p0", request_id)
     bench.decoding(home, request_id)
@@ -152,7 +152,7 @@ def test_growing_as_one_goes_deadlocks_where_reserving_does_not():
     assert free(bench) == {"d0": 0, "d1": 2}  # b holds nothing
     assert bench.machine.requests["b"].decode_id is None
     end(bench, "a")
-    assert bench.machine.requests["b"].holders == ("d0", "d1")
+    assert bench.machine.requests["b"].kv_instance_ids == ("d0", "d1")
 
 
 def test_short_requests_run_on_the_same_workers():
@@ -162,7 +162,10 @@ def test_short_requests_run_on_the_same_workers():
     assert free(bench) == {"d0": 4, "d1": 5}
     for name in ("short", "next"):
         bench.submit(name, 54, 10)
-    assert [bench.machine.requests[r].holders for r in ("short", "next")] == [("d1",), ("d0",)]
+    assert [bench.machine.requests[r].kv_instance_ids for r in ("short", "next")] == [
+        ("d1",),
+        ("d0",),
+    ]
     end(bench, "long")
     assert free(bench) == {"d0": 4, "d1": 4}
 

@@ -5,9 +5,9 @@ import math
 import pytest
 from hypothesis import given
 
+from millrace.core.live_request import LiveRequest
 from millrace.core.priority import POLICIES
 from millrace.core.priority.lars import relative_slack
-from millrace.core.request import Request
 from support.lars_example import finish_times
 from support.priority import any_requests, names, ranked, request
 
@@ -67,7 +67,7 @@ def test_a_deadline_at_arrival_divides_by_nothing() -> None:
 
 
 @given(any_requests())
-def test_any_order_is_by_the_quotient(requests: list[Request]) -> None:
+def test_any_order_is_by_the_quotient(requests: list[LiveRequest]) -> None:
     timed = [r for r in requests if r.predicted_prefill_s > 0.0]
     rho = [
         (r.deadline_s - 1.0 - r.remaining_s(1.0)) / r.predicted_prefill_s
@@ -78,7 +78,7 @@ def test_any_order_is_by_the_quotient(requests: list[Request]) -> None:
 
 @pytest.mark.parametrize("policy", sorted(POLICIES))
 @given(requests=any_requests())
-def test_every_policy_ranks_anything(policy: str, requests: list[Request]) -> None:
+def test_every_policy_ranks_anything(policy: str, requests: list[LiveRequest]) -> None:
     """One key a request, of one length, never NaN: sorting by it is an order."""
     keys = POLICIES[policy].keys(requests, 0.0, 3)
     assert len(keys) == len(requests)

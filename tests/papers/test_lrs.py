@@ -3,7 +3,7 @@
 import pytest
 from hypothesis import given
 
-from millrace.core.request import Request
+from millrace.core.live_request import LiveRequest
 from support.lars_example import finish_times
 from support.priority import any_requests, names, ranked, request
 
@@ -35,7 +35,7 @@ def test_medhas_scenario() -> None:
 
 
 @given(any_requests())
-def test_any_order_is_by_slack(requests: list[Request]) -> None:
+def test_any_order_is_by_slack(requests: list[LiveRequest]) -> None:
     now_s = 1.0
     slack = [r.deadline_s - now_s - r.remaining_s(now_s) for r in ranked("lrs", requests, now_s)]
     assert slack == sorted(slack)

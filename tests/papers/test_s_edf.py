@@ -6,8 +6,8 @@ from fractions import Fraction
 from hypothesis import given
 from hypothesis import strategies as st
 
+from millrace.core.live_request import LiveRequest
 from millrace.core.priority.slack import slack_s
-from millrace.core.request import Request
 from support.priority import any_requests, names, ranked, request
 
 
@@ -64,11 +64,11 @@ def test_progress_turns_a_lost_request_into_one_that_can_be_met() -> None:
 
 
 @given(any_requests())
-def test_the_order_is_that_of_eq_3(requests: list[Request]) -> None:
+def test_the_order_is_that_of_eq_3(requests: list[LiveRequest]) -> None:
     """In exact arithmetic, on a clock where every deadline is positive."""
     now_s, shift_s = 0.0, 100
 
-    def priority(r: Request) -> Fraction:
+    def priority(r: LiveRequest) -> Fraction:
         if math.isinf(r.deadline_s):
             return Fraction(0)
         sign = 1 if r.deadline_s - now_s - r.remaining_s(now_s) > 0 else -1
@@ -79,7 +79,7 @@ def test_the_order_is_that_of_eq_3(requests: list[Request]) -> None:
 
 
 @given(any_requests(), st.integers(-(2**20), 2**20))
-def test_the_origin_of_the_clock_does_not_matter(requests: list[Request], shift: int) -> None:
+def test_the_origin_of_the_clock_does_not_matter(requests: list[LiveRequest], shift: int) -> None:
     def exact(seconds: float) -> float:
         return round(seconds * 16) / 16  # so that adding the shift rounds nothing
 

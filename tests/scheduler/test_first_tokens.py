@@ -34,7 +34,7 @@ class Followed(Bench):
                 case Place():
                     self.first_tokens.placed(effect, self.now_s)
                 case Record():
-                    self.first_tokens.recorded(effect)
+                    self.first_tokens.recorded(effect, self.now_s)
                 case Refuse():
                     self.first_tokens.refused(effect.request_id)
         return found

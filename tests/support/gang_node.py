@@ -179,7 +179,7 @@ class Scheduler:
             for name, one in self.machine.cluster.instances.items()
         )
         pools = self.machine.cluster.pools.values()
-        lines = tuple((pool.lacks_pages, tuple(r.id for r in pool.line)) for pool in pools)
+        lines = tuple((pool.lacks_pages, tuple(r.id for r in pool.waiting)) for pool in pools)
         return (self.machine.policy, requests, instances, lines)
 
 

@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Hashable
 from typing import Protocol
 
-from millrace.core.instance.gang import GangKey, Message, Word
+from millrace.core.instance.gang import GangKey, Message, MessageKind
 from millrace.core.instance.preemption import PreemptionRule
 from millrace.core.instance.stop_point import StopPoint
 from millrace.core.scheduler import effects, events
@@ -37,7 +37,7 @@ from support.gang_node import (
 Move = tuple[str, ...]
 
 #: Messages by which a gang opens.
-OPENING = frozenset({Word.HERE, Word.CALL, Word.OPEN})
+OPENING = frozenset({MessageKind.HERE, MessageKind.CALL, MessageKind.OPEN})
 
 #: Moves that need not happen: all has to be done without them.
 ACCIDENTS = frozenset({"crash", "policy", "cancel", "fail", "drop"})
@@ -263,7 +263,7 @@ class World:
         for one in said:
             match one:
                 case Post(to, payload) if to in self.nodes:
-                    if self.opens_at_once and Message.decode(payload).word in OPENING:
+                    if self.opens_at_once and Message.decode(payload).kind in OPENING:
                         self._tell(to, Hear(name, payload))
                     else:
                         self.links[name, to] = (*self.links.get((name, to), ()), payload)

@@ -11,7 +11,7 @@ import math
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
-from millrace.core.request import Request
+from millrace.core.live_request import LiveRequest
 from millrace.core.scheduler import effects, events
 from millrace.core.scheduler.fleet.cluster import Pool
 from millrace.core.scheduler.fleet.instances import PrefillInstance
@@ -131,7 +131,7 @@ class Scripted:
         self.members = list(pool.prefill)
         self.chunks = chunks
 
-    def plan(self, request: Request, queue_s, least_sp=1) -> Plan:
+    def plan(self, request: LiveRequest, queue_s, least_sp=1) -> Plan:
         chunks = self.chunks.get(request.prompt_tokens - request.kept_tokens)
         if chunks is None or list(self.pool.prefill) != self.members:
             return Pool.plan(self.pool, request, queue_s, least_sp)

@@ -7,8 +7,9 @@ from collections.abc import Sequence
 
 from hypothesis import strategies as st
 
+from millrace.core.live_request import LiveRequest
 from millrace.core.priority import POLICIES
-from millrace.core.request import Request
+from support.live_requests import live_request
 
 
 def request(
@@ -21,12 +22,10 @@ def request(
     running_since_s: float | None = None,
     tokens: int = 1,
     order: int = 0,
-) -> Request:
-    return Request(
-        id=name,
-        proxy_id="x",
+) -> LiveRequest:
+    return live_request(
+        name,
         prompt_tokens=tokens,
-        max_new_tokens=1,
         arrival_s=arrival_s,
         deadline_s=deadline_s,
         predicted_prefill_s=work_s,
@@ -36,18 +35,18 @@ def request(
     )
 
 
-def ranked(policy: str, requests: Sequence[Request], now_s: float = 0.0) -> list[Request]:
+def ranked(policy: str, requests: Sequence[LiveRequest], now_s: float = 0.0) -> list[LiveRequest]:
     """Highest priority first, as every user of a policy sorts."""
     keys = POLICIES[policy].keys(requests, now_s, 1)
     assert len(keys) == len(requests)
     return [r for _, _, r in sorted(zip(keys, (r.order for r in requests), requests, strict=True))]
 
 
-def names(requests: Sequence[Request]) -> list[str]:
+def names(requests: Sequence[LiveRequest]) -> list[str]:
     return [r.id for r in requests]
 
 
-def any_requests(*, no_deadline: bool = True) -> st.SearchStrategy[list[Request]]:
+def any_requests(*, no_deadline: bool = True) -> st.SearchStrategy[list[LiveRequest]]:
     """Up to eight requests around time 0: done, running, late, without work or deadline."""
     seconds = st.floats(0.0, 20.0)
     deadline_s = st.floats(-20.0, 40.0).filter(bool)
@@ -60,7 +59,7 @@ def any_requests(*, no_deadline: bool = True) -> st.SearchStrategy[list[Request]
         running_since_s=st.none() | st.floats(-5.0, 0.0),
     )
 
-    def number(requests: list[Request]) -> list[Request]:
+    def number(requests: list[LiveRequest]) -> list[LiveRequest]:
         for order, r in enumerate(requests):
             r.order, r.id = order, f"r{order}"
         return requests

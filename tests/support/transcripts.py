@@ -13,7 +13,8 @@ from typing import Any
 from millrace.core.config import SchedulerConfig
 from millrace.core.cost.decode_step import DecodeStepTime
 from millrace.core.instance.standstill import Standstill
-from millrace.core.request import Chunk, Request
+from millrace.core.live_request import LiveRequest
+from millrace.core.request import Chunk
 from millrace.core.scheduler import effects, events
 from millrace.core.scheduler.fleet.instances import DecodeInstance, PrefillInstance
 from support.core_events import Bench, groups_of, instance
@@ -118,7 +119,7 @@ class Narrator:
         request = machine.requests.get(name)
         return f"{name}: over" if request is None else self.of_request(request)
 
-    def of_request(self, one: Request) -> str:
+    def of_request(self, one: LiveRequest) -> str:
         left_s, work_s = one.remaining_s(self.bench.now_s), one.remaining_work_s(self.bench.now_s)
         of_attempts = f"attempt {one.attempt} ({one.attempts} counted)"
         at_decode = f"kept {one.kept_tokens}, landed {one.landed_tokens}"

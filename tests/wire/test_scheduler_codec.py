@@ -8,7 +8,7 @@ import pytest
 
 from millrace.core.cost.decode_step import DecodeStepTime
 from millrace.core.cost.latency import Latency, SpLatency
-from millrace.core.request import Chunk, RequestState, Shard
+from millrace.core.request import Chunk, Shard
 from millrace.core.scheduler import effects, events
 from millrace.wire.codec import scheduler as codec
 from millrace.wire.pb import common_pb2, scheduler_pb2
@@ -228,7 +228,6 @@ def test_a_spec_becomes_a_request_of_the_schedulers_time():
     assert (made.prompt_tokens, made.max_new_tokens, made.choices) == (10, 20, 3)
     assert (made.slo.ttft_s, made.slo.tbt_s, made.slo.class_name) == (0.5, None, "chat")
     assert made.prefix_hashes == ((1 << 64) - 1, 7)
-    assert made.state is RequestState.QUEUED
 
 
 @pytest.mark.parametrize("name", ["ttft_s", "tbt_s"])

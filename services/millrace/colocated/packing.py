@@ -22,6 +22,7 @@ from millrace.core.cost.operators import BatchShape, OperatorModel
 from millrace.core.cost.prefill_times import ChunkLimits, PrefillTimes
 from millrace.core.errors import ConfigError
 from millrace.core.instance.packing import Packer, PackingConfig
+from millrace.core.live_request import LiveRequest
 from millrace.core.priority import POLICIES
 from millrace.core.priority.lars import relative_slack
 from millrace.core.request import Request, Slo
@@ -44,7 +45,7 @@ class Prompt:
     request: DecodeRequest
     ids: torch.Tensor  # int64 [prompt_tokens] on the CPU
     pages: npt.NDArray[np.int32]  # of choice 0, which holds all of the prompt
-    standing: Request
+    standing: LiveRequest
     stretches: Stretches
     done: int = 0  # tokens whose KV is there
     compute_s: float = 0.0  # of the iterations that it took part in
@@ -140,12 +141,12 @@ class IterationPacker:
         else:  # of a scheduler of another version
             log.warning("policy %r is unknown: %s stays", policy, self._policy.name)
 
-    def standing(self, request: DecodeRequest, order: int) -> Request:
+    def standing(self, request: DecodeRequest, order: int) -> LiveRequest:
         """How a prompt that came as the `order`th stands before any of it is computed."""
         spec = request.spec
         predicted_s = self._times.total_s(request.prompt_tokens) * self._predictor.factor
         allowed_s = spec.slo.ttft_s or max(DEADLINE_FACTOR * predicted_s, LEAST_DEADLINE_S)
-        return Request(
+        asked = Request(
             id=request.id,
             proxy_id=spec.proxy.id,
             prompt_tokens=request.prompt_tokens,
@@ -153,18 +154,18 @@ class IterationPacker:
             choices=spec.sampling.n,
             slo=Slo(ttft_s=spec.slo.ttft_s or None, tbt_s=spec.slo.tbt_s or None),
             arrival_s=spec.arrival_unix_s,
-            order=order,
-            predicted_prefill_s=predicted_s,
-            predicted_work_s=predicted_s,
-            deadline_s=spec.arrival_unix_s + allowed_s,
         )
+        found = LiveRequest(asked)
+        found.accept(order, spec.arrival_unix_s + allowed_s)
+        found.predict(predicted_s, predicted_s)
+        return found
 
     def advance(self, prompt: Prompt, tokens: int) -> None:
         """So many more tokens of the prompt are computed."""
         prompt.done += tokens
         total, standing = prompt.prompt_tokens, prompt.standing
         left = self._times.remaining_s(total, prompt.done) / self._times.total_s(total)
-        standing.executed_s = standing.predicted_prefill_s * (1.0 - left)
+        standing.suspend(standing.predicted_prefill_s * (1.0 - left))
 
     def pack(
         self,
@@ -182,7 +183,7 @@ class IterationPacker:
         """
         yielded = 0.0
 
-        def slack(standing: Request) -> float:
+        def slack(standing: LiveRequest) -> float:
             nonlocal yielded
             rho = relative_slack(standing, now_s)
             yielded = max(yielded, min(self._config.rho_max, max(0.0, rho)))

@@ -1,0 +1,22 @@
+"""Decisions of Millrace as pure code: no clock, no randomness, no I/O, standard library only.
+
+Live services and the simulator run the same code. A newcomer reads in this order.
+
+1. `request`: what a client asks for, the states of a request, chunks and shards.
+   `live_request`: the same request with its progress.
+2. `scheduler.events` and `scheduler.effects`: what the scheduler learns, and what it wants done.
+   `scheduler.machine`: one event in, effects out; its handlers get a `scheduler.step_context`.
+3. `scheduler.request_table`, `scheduler.fleet.waiting_queue` and `scheduler.fleet.run_queue`: where
+   a request waits, and which task runs. `scheduler.fleet.cluster` and `scheduler.fleet.instances`:
+   what each instance holds.
+4. `scheduler.dispatch`: a scheduling round. Requests are placed at decode instances
+   (`decode_placement`), and placed ones are sent to prefill instances (`dispatcher`). Reports of
+   the instances come back (`chunk_progress`, `request_progress`).
+5. `priority` (one module per policy) and `scheduler.planning` (one module per planner).
+6. `instance`: what an instance decides itself. `preemption` and `gang`: which task runs, and how a
+   group starts and stops together. `packing`: batches of prefill and decode.
+7. `kv`: pages, layouts and shards. `cost`: predictions of time. `autoscale`: sizes of pools.
+   `config`: the settings of everything.
+
+`scheduler.integrity` checks all sums of the scheduler; `scheduler.recording` writes its steps down.
+"""

@@ -18,6 +18,9 @@ RATIO_BUCKETS = (
 PROMPTS = {"1k": 1 << 10, "16k": 1 << 14, "128k": 1 << 17}
 
 
+_HAS_TOKEN = frozenset({RequestState.TRANSFERRING, RequestState.DECODING, RequestState.FINISHED})
+
+
 @dataclass(slots=True)
 class _Waiting:
     """A request whose first token is not out; the last placement's time and predicted seconds."""
@@ -71,12 +74,12 @@ class FirstTokens:
     def refused(self, request_id: str) -> None:
         self._waiting.pop(request_id, None)
 
-    def recorded(self, record: Record) -> None:
+    def recorded(self, record: Record, now_s: float) -> None:
         """Hears of every state; the first that has a token, or none to come, is the one counted."""
         waiting = self._waiting.get(record.request_id)
         if waiting is None:
             return
-        first_token_s = waiting.request.first_token_s
+        first_token_s = now_s if record.state in _HAS_TOKEN else None
         if first_token_s is None and not record.state.is_final:
             return
         del self._waiting[record.request_id]

@@ -361,7 +361,7 @@ class SchedulerLoop:
         self._recorder.put(effect)
         if effect.state is RequestState.QUEUED:
             self._tell_if_queued(effect.request_id)
-        self._first_tokens.recorded(effect)
+        self._first_tokens.recorded(effect, self._now_s)
         if effect.state.is_final:
             del self._specs[effect.request_id]
             self._metrics.ended(effect)

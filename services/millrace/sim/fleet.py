@@ -102,8 +102,8 @@ class Fleet:
             self.mixed.leave(instance)
         else:
             self.kvp.leave(instance)
-        self._world.forget_holder(instance_id)
-        self._count_life(instance_id, self._world.clock.now_s)
+        self._world.forget_worker(instance_id)
+        self._count_incarnation(instance_id, self._world.clock.now_s)
         self._world.outbox.append(
             events.InstanceLeft(instance_id=instance_id, generation=instance.generation)
         )
@@ -124,14 +124,14 @@ class Fleet:
             return self.mixed.is_idle(instance)
         return instance is None or self.kvp.is_idle(instance)
 
-    def _count_life(self, instance_id: str, now_s: float) -> None:
+    def _count_incarnation(self, instance_id: str, now_s: float) -> None:
         lived_s = now_s - self._joined_s.pop(instance_id)
         self._world.tally.alive(role_of(instance_id), lived_s)
 
     def close(self, now_s: float) -> None:
         """The last request has ended: instance-seconds count up to here."""
         for instance_id in list(self._joined_s):
-            self._count_life(instance_id, now_s)
+            self._count_incarnation(instance_id, now_s)
         self._joined_s.clear()
 
     def check_empty(self) -> None:
@@ -158,11 +158,11 @@ class Fleet:
                 continue
             self._note_shards(instance, effect, job)
             if isinstance(instance, PrefillInstance):
-                self._tell_prefill(instance, effect, job)
+                self._to_prefill(instance, effect, job)
             elif isinstance(instance, MixedInstance):
-                self._tell_mixed(instance, effect, job)
+                self._to_mixed(instance, effect, job)
             elif isinstance(instance, DecodeInstance):
-                self._tell_decode(instance, effect, job)
+                self._to_decode(instance, effect, job)
 
     def _note_shards(self, instance: Instance, effect: ToInstance, job: Job | None) -> None:
         """Where a request's KV goes, as the machine says to its home."""
@@ -173,16 +173,16 @@ class Fleet:
             found = [self._find(shard.worker_id) for shard in effect.shards[1:]]
             held = {one.id: one.generation for one in found if one is not None and one.alive}
             if held:  # who died meanwhile is the machine's to replace
-                self._world.holders[effect.request_id] = held
+                self._world.kvp_workers[effect.request_id] = held
 
-    def _tell_decode(self, instance: DecodeInstance, effect: ToInstance, job: Job | None) -> None:
+    def _to_decode(self, instance: DecodeInstance, effect: ToInstance, job: Job | None) -> None:
         if isinstance(effect, fx.AdmitDecode):
             if job is not None:
                 self.decode.admit(instance, job)
         elif isinstance(effect, fx.CancelOn):
             self.decode.cancel(instance, effect.request_id)
 
-    def _tell_prefill(self, instance: PrefillInstance, effect: ToInstance, job: Job | None) -> None:
+    def _to_prefill(self, instance: PrefillInstance, effect: ToInstance, job: Job | None) -> None:
         if isinstance(effect, fx.RunPrefill):
             if job is not None:
                 self.prefill.run(instance, effect, job)
@@ -191,7 +191,7 @@ class Fleet:
         elif isinstance(effect, fx.CancelOn):
             self.prefill.cancel(instance, effect)
 
-    def _tell_mixed(self, instance: MixedInstance, effect: ToInstance, job: Job | None) -> None:
+    def _to_mixed(self, instance: MixedInstance, effect: ToInstance, job: Job | None) -> None:
         """What it admits it computes, too: the order to decode says nothing more."""
         if isinstance(effect, fx.RunPrefill):
             if job is not None:

@@ -120,7 +120,9 @@ class Simulation:
         if not self._ticking:
             self._ticking = True
             self._clock.at(self._clock.now_s + self._spec.scheduler.heartbeat_s, self._tick)
-        self._carry_out(self._step(events.Submitted(request=request)))
+        effects = self._step(events.Submitted(request=request))
+        job.live = self.machine.requests.get(request.id)
+        self._carry_out(effects)
 
     def _tick(self, nothing: None) -> None:
         """Deadlines are looked at while there are requests."""

@@ -432,7 +432,7 @@ def test_contexts_are_those_that_a_home_holds_but_a_part_of():
     b.cancel("short")
     b.submit("a", 1000, new=120)
     home = b.machine.cluster.instances["d0"]
-    b.machine.requests["a"].landed_tokens = 300
+    b.machine.requests["a"].land(300)
 
     def contexts():
         assert b.load("kvp").active_requests == 1
@@ -477,7 +477,7 @@ def test_what_decode_instances_hold_of_each_other_needs_no_kvp_worker():
     b = metered(max_kv_tokens_per_worker=320)
     b.step(instance("d1"))
     b.submit("a", 600, 40)
-    assert b.machine.requests["a"].holders == ("d0", "d1")
+    assert b.machine.requests["a"].kv_instance_ids == ("d0", "d1")
     assert b.load("kvp").contexts == ()
     assert b.load("decode").kv_utilisation == pytest.approx(640 / 3200)
 

@@ -13,9 +13,9 @@ from millrace.core.instance.gang import (
     GangKey,
     GangSpec,
     Message,
+    MessageKind,
     State,
     Step,
-    Word,
     answer_without_task,
 )
 from millrace.core.instance.stop_point import StopPoint
@@ -180,7 +180,7 @@ def test_a_call_that_came_too_early_for_a_member_is_made_up_for_by_its_own_word(
 
 
 def test_a_member_that_ended_leaves_nobody_holding() -> None:
-    answer = answer_without_task(Message(KEY, Word.HOLD))
+    answer = answer_without_task(Message(KEY, MessageKind.HOLD))
     three = Three()
     three.start()
     three.c.ask_stop()
@@ -193,7 +193,7 @@ def test_a_member_that_ended_leaves_nobody_holding() -> None:
 
 
 def test_messages_come_back_as_they_went() -> None:
-    message = Message(GangKey("ümlaut", 3, 7), Word.HELD, 2**32 - 1, LAYER)
+    message = Message(GangKey("ümlaut", 3, 7), MessageKind.HELD, 2**32 - 1, LAYER)
     assert Message.decode(message.encode()) == message
     assert message.encode()[0] == CHANNEL
 

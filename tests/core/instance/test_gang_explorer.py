@@ -11,7 +11,7 @@ from collections.abc import Callable, Hashable
 
 import pytest
 
-from millrace.core.instance.gang import Gang, Message, State, Word
+from millrace.core.instance.gang import Gang, Message, MessageKind, State
 from millrace.core.instance.stop_point import StopPoint
 from millrace.core.scheduler.stall_watch import StallWatch
 from support.explore import Atlas, Kept, explore
@@ -108,25 +108,25 @@ class _Forgetful(Atlas):
 
 def _start_and_remember_who_was_ready(gang: Gang) -> None:
     if len(gang._ready) == len(gang.spec.members):
-        gang._say_all(Word.START)
+        gang._say_all(MessageKind.START)
         gang._start()
 
 
 def _agree_on_own_count(gang: Gang) -> None:
     if len(gang._held) == len(gang.spec.members):
         position = gang.spec.stop_from(gang.begun, gang.finest())
-        gang._say_all(Word.GO_TO, position)
+        gang._say_all(MessageKind.GO_TO, position)
         gang._go_to(position)
 
 
 def _withdraw_without_answer(gang: Gang) -> None:
     gang.state = State.AWAY
     gang._ready.discard(gang.spec.me)
-    gang._to_leader(Word.WITHDRAW)
+    gang._to_leader(MessageKind.WITHDRAW)
 
 
 def _call_nobody(gang: Gang) -> None:
-    gang._to_leader(Word.HERE)
+    gang._to_leader(MessageKind.HERE)
 
 
 def _say_nothing_on_entering(gang: Gang) -> None:
@@ -182,7 +182,7 @@ def test_the_watch_puts_right_what_lost_messages_stop(
     scenario: Scenario, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     explore(scenario)
-    monkeypatch.setattr(StallWatch, "look", lambda watch: None)
+    monkeypatch.setattr(StallWatch, "check", lambda watch, step: None)
     with pytest.raises(AssertionError, match=r"requests are left behind|go on for ever"):
         explore(scenario)
 

@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from millrace.core.config import SchedulerConfig
-from millrace.core.kv.prompt_pages import pages_of_plan, pages_of_share
+from millrace.core.kv.pages import pages_of_plan, pages_of_share
 from millrace.core.kv.sp_layout import RING_BUFFERS, layout, pages_taken
 from millrace.core.request import Chunk
 from millrace.core.scheduler.effects import Refuse, RunPrefill

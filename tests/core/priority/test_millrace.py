@@ -8,6 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from millrace.core.live_request import LiveRequest
 from millrace.core.priority import POLICIES
 from millrace.core.priority.millrace import (
     BACKLOG_S,
@@ -17,7 +18,6 @@ from millrace.core.priority.millrace import (
     given_up,
     keys,
 )
-from millrace.core.request import Request
 from support.priority import request
 
 
@@ -30,20 +30,20 @@ def whole_pool(monkeypatch: pytest.MonkeyPatch) -> None:
 QUARTER_S = 0.25  # sums of these are exact
 
 
-def one(name: str, deadline_s: float, work_s: float, *, sp: int = 1, **more) -> Request:
+def one(name: str, deadline_s: float, work_s: float, *, sp: int = 1, **more) -> LiveRequest:
     """`work_s` seconds on a group of `sp`."""
     found = request(name, deadline_s=deadline_s, work_s=work_s, **more)
     found.predicted_work_s = sp * work_s
     return found
 
 
-def order_of(requests: list[Request], now_s: float = 0.0, instances: int = 1) -> list[str]:
+def order_of(requests: list[LiveRequest], now_s: float = 0.0, instances: int = 1) -> list[str]:
     found = keys(requests, now_s, instances)
     rows = sorted(zip(found, [r.order for r in requests], requests, strict=True))
     return [r.id for _, _, r in rows]
 
 
-def in_time(requests: list[Request], now_s: float, instances: int) -> bool:
+def in_time(requests: list[LiveRequest], now_s: float, instances: int) -> bool:
     """Whether all are done by their deadlines when computed by deadline."""
     done_s = now_s
     for r in sorted(requests, key=lambda r: r.deadline_s):
@@ -58,7 +58,7 @@ rows = st.lists(
 )
 
 
-def drawn(given_rows: list[tuple[int, int, int]]) -> list[Request]:
+def drawn(given_rows: list[tuple[int, int, int]]) -> list[LiveRequest]:
     """Rows: deadline, work, and work done already, in quarters of a second."""
     return [
         one(
@@ -155,7 +155,7 @@ def test_half_done_work_of_a_group_counts_half() -> None:
 # ---- bounded wait
 
 
-def overdue(name: str = "old", *, work_s: float = BACKLOG_S / 2, order: int = 9) -> Request:
+def overdue(name: str = "old", *, work_s: float = BACKLOG_S / 2, order: int = 9) -> LiveRequest:
     return one(name, -50.0, work_s, arrival_s=-100.0, order=order)
 
 

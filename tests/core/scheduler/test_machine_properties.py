@@ -23,6 +23,7 @@ from hypothesis.stateful import (
 from millrace.core.config import SchedulerConfig
 from millrace.core.cost.decode_step import DecodeStepTime
 from millrace.core.cost.latency import Latency, SpLatency
+from millrace.core.live_request import LiveRequest
 from millrace.core.priority import POLICIES
 from millrace.core.request import TRANSITIONS, Request, RequestState, Slo
 from millrace.core.scheduler import effects, events
@@ -724,7 +725,7 @@ class World(RuleBasedStateMachine):
         request = self.machine.requests.get(request_id)
         if request is None or not request.shards:
             return
-        home, *holders = request.holders
+        home, *holders = request.kv_instance_ids
         for _ in range(progress):
             self.goes_on(request, data)
         holder = data.draw(st.sampled_from(holders))
@@ -740,7 +741,7 @@ class World(RuleBasedStateMachine):
             case "finish":
                 self.finish(home, 0, request_id, "stop")
 
-    def goes_on(self, request: Request, data: st.DataObject) -> None:
+    def goes_on(self, request: LiveRequest, data: st.DataObject) -> None:
         """The next word of whom the request is with."""
         if request.state is RequestState.PREFILLING:
             leader = self.machine.cluster.instances[request.chunks[0].instance_ids[0]]
@@ -749,7 +750,7 @@ class World(RuleBasedStateMachine):
             else:
                 self.chunk(leader.id, 0, request.id, 0, True, False)
         elif request.state is RequestState.TRANSFERRING:
-            self.decode_starts(request.holders[0], 0, request.id)
+            self.decode_starts(request.kv_instance_ids[0], 0, request.id)
 
     @rule(instance_id=st.sampled_from(("p0", "p1", "p2")), request_id=request_ids)
     def a_prefill_comes_back(self, instance_id: str, request_id: str) -> None:

@@ -47,10 +47,10 @@ def test_all_that_waits_and_runs_is_ranked_by_the_new_policy(before: str, after:
     one.now_s += 0.5
     one.step(PolicyChanged(policy=after))
     assert one.machine.policy == after
-    requests = [*pool.line, *pool.run_queue.heads()]
+    requests = [*pool.waiting, *pool.run_queue.heads()]
     assert {r.id for r in requests} == {f"r{number}" for number in range(len(MIX))}
     keys = dict(zip(requests, POLICIES[after].keys(requests, one.now_s, 1), strict=True))
-    waiting = list(pool.line)
+    waiting = list(pool.waiting)
     assert waiting == sorted(waiting, key=lambda r: (keys[r], r.order))
     for task in pool.run_queue.ranked:
         assert task.rank == (keys[task.requests[0]], task.requests[0].order, 0)

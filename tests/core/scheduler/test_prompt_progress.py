@@ -4,20 +4,20 @@ from __future__ import annotations
 
 import pytest
 
-from millrace.core.request import Chunk, Request, RequestState
+from millrace.core.live_request import LiveRequest
+from millrace.core.request import Chunk, RequestState
 from millrace.core.scheduler.fleet.prompt_progress import PromptProgress, progress_of
+from support.live_requests import live_request
 
 
-def request(state: RequestState = RequestState.PREFILLING, **fields: object) -> Request:
+def request(state: RequestState = RequestState.PREFILLING, **fields: object) -> LiveRequest:
     chunks = tuple(
         Chunk(index=i, start_token=100 * i, num_tokens=100, instance_ids=("p0",)) for i in range(4)
     )
-    return Request(
+    return live_request(
         **{
             "id": "r",
-            "proxy_id": "x",
             "prompt_tokens": 400,
-            "max_new_tokens": 1,
             "state": state,
             "chunks": chunks,
             "predicted_prefill_s": 8.0,

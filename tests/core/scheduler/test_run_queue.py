@@ -10,10 +10,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from millrace.core.cost.correction import band_of
-from millrace.core.request import Chunk, Request
+from millrace.core.request import Chunk
 from millrace.core.scheduler.fleet.instances import PrefillInstance
 from millrace.core.scheduler.fleet.run_queue import YIELDING_WEIGHT, RunQueue, Task, masks
 from support.core_events import instance, queues
+from support.live_requests import live_request
 from support.prefill_fleet import Work, Workers
 
 BEHIND = ((math.inf,), 10**9, 0)  # a rank that goes after all others
@@ -34,8 +35,8 @@ def tasks(
     order: int = 0,
 ) -> list[Task]:
     """A request's chunks: (seconds, its members)."""
-    request = Request(id=name, proxy_id="x", prompt_tokens=10, max_new_tokens=1, order=order)
-    request.predicted_prefill_s = sum(seconds for seconds, _ in chunks)
+    work_s = sum(seconds for seconds, _ in chunks)
+    request = live_request(name, prompt_tokens=10, order=order, predicted_prefill_s=work_s)
     found: list[Task] = []
     for index, (seconds, group) in enumerate(chunks):
         members = tuple(instances[i] for i in group)

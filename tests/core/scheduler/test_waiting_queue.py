@@ -5,18 +5,14 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
+from millrace.core.live_request import LiveRequest
 from millrace.core.priority import POLICIES
-from millrace.core.request import Request
 from millrace.core.scheduler.fleet.waiting_queue import WaitingQueue
+from support.live_requests import live_request
 
 
-def request(order: int, arrival_s: float, work_s: float = 0.1) -> Request:
-    made = Request(
-        id=f"r{order}", proxy_id="x", prompt_tokens=1, max_new_tokens=1, arrival_s=arrival_s
-    )
-    made.order = order
-    made.predicted_prefill_s = work_s
-    return made
+def request(order: int, arrival_s: float, work_s: float = 0.1) -> LiveRequest:
+    return live_request(f"r{order}", arrival_s=arrival_s, order=order, predicted_prefill_s=work_s)
 
 
 @given(

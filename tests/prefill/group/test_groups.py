@@ -276,7 +276,7 @@ async def test_instances_tell_what_they_wait_for_when_nothing_begins() -> None:
         notify = leader.transport.notify
 
         def lossy(peer: str, payload: bytes, **how: bool) -> Future[None]:
-            is_start = payload[:2] == bytes([gang.CHANNEL, gang.Word.START])
+            is_start = payload[:2] == bytes([gang.CHANNEL, gang.MessageKind.START])
             return Future() if is_start else notify(peer, payload, **how)
 
         with pytest.MonkeyPatch.context() as patch:

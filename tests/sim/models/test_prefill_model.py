@@ -169,6 +169,19 @@ def test_one_member_alone_can_not_take_a_stop_back():
     assert len(bench.heard(events.ChunkSuspended, "g")) == 1
 
 
+def test_the_stop_of_a_group_happens_once_it_is_agreed():
+    """As by `core.instance.gang`: all members want the group again, and it starts again."""
+    bench = Bench("layer")
+    bench.tell(*bench.send("g", (20_000, "p0 p1")))
+    bench.until(0.01)
+    bench.tell(*bench.send("s", (100, "p0")), order("p0", "s", "g"))
+    bench.tell(order("p0", "g", "s"))
+    bench.until(9.0)
+    stop_s = bench.time_of(events.ChunkSuspended, "g")
+    assert [at_s for at_s, _ in bench.heard(events.ChunkStarted, "g")] == [0.0, stop_s]
+    assert bench.time_of(events.ChunkFinished, "g") <= bench.time_of(events.ChunkStarted, "s")
+
+
 def test_whoever_is_at_the_head_runs_and_the_other_goes_on_where_it_stopped():
     bench = Bench()
     bench.tell(*bench.send("long", (10_000, "p0")))

@@ -26,6 +26,7 @@ from typing import Any
 
 from millrace.core.autoscale.load import FleetLoad, PoolLoad
 from millrace.core.autoscale.rules import Context
+from millrace.core.live_request import LiveRequest
 from millrace.core.request import Request, RequestState
 from millrace.core.scheduler.effects import Effect, Place, Record, Refuse
 from millrace.core.scheduler.events import Event, RequestFinished, Submitted
@@ -52,7 +53,7 @@ _Ratio = tuple[str, float]
 class _Unanswered:
     """A request with a TTFT objective that its prefill alone can meet."""
 
-    request: Request
+    request: LiveRequest
     placed_s: float | None = None  # for the first time
 
     def ratio(self, now_s: float) -> _Ratio | None:
@@ -74,7 +75,7 @@ class LoadMeter:
         self._ttft: deque[tuple[float, _Ratio]] = deque()
         self._tbt: deque[tuple[float, _Ratio]] = deque()
         self._unanswered: dict[str, _Unanswered] = {}
-        self._paced: dict[str, Request] = {}  # with a TBT objective
+        self._paced: dict[str, LiveRequest] = {}  # with a TBT objective
         self._roles = {"prefill", "decode"}  # and mixed, once there was such an instance
 
     # ---- what is seen
@@ -89,18 +90,22 @@ class LoadMeter:
             elif isinstance(effect, Place):
                 self._placed(effect, now_s)
 
-    def _submitted(self, request: Request, effects: Iterable[Effect], now_s: float) -> None:
-        accepted = self._machine.requests.get(request.id) is request
-        if accepted or any(isinstance(e, Refuse) and e.code == "overloaded" for e in effects):
-            self._arrived.append((now_s, request.predicted_work_s))
-            _forget(self._arrived, now_s - self._window_s)
-        if not accepted:
+    def _submitted(self, asked: Request, effects: Iterable[Effect], now_s: float) -> None:
+        request = self._machine.requests.get(asked.id)
+        if request is None or request.spec is not asked:
+            if any(isinstance(e, Refuse) and e.code == "overloaded" for e in effects):
+                self._note_arrival(self._machine.prefill_work_s(asked), now_s)
             return
+        self._note_arrival(request.predicted_work_s, now_s)
         slo = request.slo
         if slo.ttft_s and request.predicted_prefill_s <= slo.ttft_s:
             self._unanswered[request.id] = _Unanswered(request)
         if slo.tbt_s:
             self._paced[request.id] = request
+
+    def _note_arrival(self, work_s: float, now_s: float) -> None:
+        self._arrived.append((now_s, work_s))
+        _forget(self._arrived, now_s - self._window_s)
 
     def _placed(self, effect: Place, now_s: float) -> None:
         waiting = self._unanswered.get(effect.request_id)
@@ -195,18 +200,18 @@ class LoadMeter:
         helped = any(isinstance(one, KvpInstance) for one in self._instances())
         for request in self._machine.requests.values():
             if request.decode_id is None:
-                at_home = self._waits_to_spread(request) if helped else None
+                at_owner = self._waits_to_spread(request) if helped else None
                 pages = decodes[0].booked_for(request)
-                used += page_tokens * pages if at_home is None else at_home
+                used += page_tokens * pages if at_owner is None else at_owner
         return used / slots
 
     def _tbts(self) -> Iterator[_Ratio]:
         yield from (ratio for _, ratio in self._tbt)
         for request in self._paced.values():
-            home = self._machine.cluster.instances.get(request.decode_id or "")
+            owner = self._machine.cluster.instances.get(request.decode_id or "")
             decoding = request.state is RequestState.DECODING
-            if decoding and isinstance(home, DecodeInstance) and home.tbt_s:
-                yield _over(request.slo.class_name, home.tbt_s, request.slo.tbt_s)
+            if decoding and isinstance(owner, DecodeInstance) and owner.tbt_s:
+                yield _over(request.slo.class_name, owner.tbt_s, request.slo.tbt_s)
 
     def _kvp(self, now_s: float) -> PoolLoad:
         """Of each request that is spread, or will be, the context."""
@@ -223,26 +228,26 @@ class LoadMeter:
             contexts=contexts,
         )
 
-    def _context(self, request: Request, now_s: float) -> Context | None:
+    def _context(self, request: LiveRequest, now_s: float) -> Context | None:
         """None of a request that needs no KVP worker: decode instances hold all of it."""
         final_tokens = request.prompt_tokens + request.max_new_tokens
         if request.decode_id is None:
-            at_home = self._waits_to_spread(request)
-            if at_home is None:
+            at_owner = self._waits_to_spread(request)
+            if at_owner is None:
                 return None
-            return Context(tokens=final_tokens, final_tokens=final_tokens, home_tokens=at_home)
+            return Context(tokens=final_tokens, final_tokens=final_tokens, home_tokens=at_owner)
         instances = self._machine.cluster.instances
         elsewhere = sum(
             shard.num_tokens
             for shard in request.shards
             if isinstance(instances.get(shard.worker_id), KvpInstance)
         )
-        home = instances[request.decode_id]
-        if not elsewhere or not isinstance(home, DecodeInstance):
+        owner = instances[request.decode_id]
+        if not elsewhere or not isinstance(owner, DecodeInstance):
             return None
         tokens, growth_tokens_s = request.landed_tokens, 0.0
         if request.first_token_s is not None:
-            growth_tokens_s = 1.0 / home.tbt_s if home.tbt_s else 0.0
+            growth_tokens_s = 1.0 / owner.tbt_s if owner.tbt_s else 0.0
             answered = int((now_s - request.first_token_s) * growth_tokens_s)
             tokens = min(request.prompt_tokens + answered, final_tokens)
         elif request.predicted_prefill_s:
@@ -254,21 +259,21 @@ class LoadMeter:
             home_tokens=final_tokens - elsewhere,
         )
 
-    def _waits_to_spread(self, request: Request) -> int | None:
+    def _waits_to_spread(self, request: LiveRequest) -> int | None:
         """Of an unplaced request that will be spread, the tokens that a home would hold at most.
 
         None of one that will not.
         """
         found = None
         for pool in self._machine.cluster.ready_pools():
-            homes = pool.homes()
-            if not pool.kvp_placement.wanted(request, homes):
+            owners = pool.kv_owners()
+            if not pool.kvp_placement.wanted(request, owners):
                 return None
-            found = max(found or 0, pool.kvp_placement.longest_shard(homes))
+            found = max(found or 0, pool.kvp_placement.longest_shard(owners))
         return found
 
 
-def _tbt_of_answer(request: Request, event: Event, now_s: float) -> list[_Ratio]:
+def _tbt_of_answer(request: LiveRequest, event: Event, now_s: float) -> list[_Ratio]:
     """None of an answer whose length nobody told, and of one without a second token."""
     if not isinstance(event, RequestFinished) or request.first_token_s is None:
         return []

@@ -43,7 +43,7 @@ class Task(Protocol):
 _LAST: Final = sys.maxsize
 
 #: Of so many tasks `standstill` says what they wait for.
-MOST_TOLD: Final = 8
+MOST_DESCRIBED: Final = 8
 
 T = TypeVar("T", bound=Task)
 
@@ -81,15 +81,16 @@ class PreemptionRule(Generic[T]):
     def first(self) -> T | None:
         """The first task of those that could run: they await nothing, and all members of a gang
         have its task. Tasks without a rank go last, in the order in which they came."""
-        return min(
-            (task for task in self.tasks.values() if self._could_run(task)),
-            key=lambda task: self._ranks.get(task.name, _LAST),
-            default=None,
-        )
-
-    def _could_run(self, task: T) -> bool:
-        gang = self._gang_of(task)
-        return not task.awaits and (gang is None or gang.is_open)
+        found: T | None = None
+        least = _LAST + 1
+        ranks, gangs = self._ranks, self._gangs
+        for name, task in self.tasks.items():  # written out: asked after every message
+            rank = ranks.get(name, _LAST)
+            if rank >= least or task.awaits:
+                continue
+            if task.gang is None or gangs[task.gang.key].is_open:
+                found, least = task, rank
+        return found
 
     def standstill(self) -> tuple[list[str], str, str] | None:
         """Names of the tasks that are prepared, the one that claims the instance or runs (or ""),
@@ -99,14 +100,15 @@ class PreemptionRule(Generic[T]):
         if not prepared:
             return None
         at_work, first = self.running or self._claimant, self.first()
-        told = [f"{task.name} waits for {self._waits_for(task)}" for task in self._told(at_work)]
+        described = self._described(at_work)
+        waits = [f"{task.name} waits for {self._waits_for(task)}" for task in described]
         if at_work is not None and first is not None and first is not at_work:
-            told.append(f"{first.name} is first in its order")
-        return prepared, at_work.name if at_work else "", "; ".join(told)
+            waits.append(f"{first.name} is first in its order")
+        return prepared, at_work.name if at_work else "", "; ".join(waits)
 
-    def _told(self, at_work: T | None) -> list[T]:
+    def _described(self, at_work: T | None) -> list[T]:
         """Of whom `standstill` tells: what has claimed the instance, else all."""
-        return list(self.tasks.values())[:MOST_TOLD] if at_work is None else [at_work]
+        return list(self.tasks.values())[:MOST_DESCRIBED] if at_work is None else [at_work]
 
     def _waits_for(self, task: T) -> str:
         gang = self._gang_of(task)
@@ -161,16 +163,23 @@ class PreemptionRule(Generic[T]):
         message = Message.decode(payload)
         gang = self._gangs.get(message.key)
         if gang is not None:
+            before = gang.state, gang.is_open
             gang.hear(sender, message)
-            self.settle()
+            if before != (gang.state, gang.is_open):
+                self.settle()
         elif (answer := answer_without_task(message)) is not None:
             self._say(sender, answer)
 
     # -- what the one that runs tasks asks
 
+    @property
+    def upcoming(self) -> T | None:
+        """The task that `next` gives, now or when its gang has started."""
+        return self._claimant or self.first()
+
     def next(self) -> T | None:
         """The task to run now; None while there is none, or while a gang is waited for."""
-        task = self._claimant or self.first()
+        task = self.upcoming
         gang = self._gang_of(task)
         if gang is not None and not gang.has_started:
             return None

@@ -11,8 +11,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from millrace.core.arithmetic import ceil_div
 from millrace.core.errors import ConfigError
+from millrace.core.kv.pages import pages_for
 
 #: Bytes of one element of every dtype a pool may hold.
 ELEMENT_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
@@ -138,4 +138,4 @@ class KvLayout:
 
     def pages_for(self, tokens: int) -> int:
         """Pages that hold `tokens` tokens."""
-        return ceil_div(tokens, self.page_tokens)
+        return pages_for(tokens, self.page_tokens)

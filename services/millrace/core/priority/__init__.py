@@ -10,8 +10,8 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from types import MappingProxyType
 
+from millrace.core.live_request import LiveRequest
 from millrace.core.priority import d_edf, edf, fcfs, lars, lrs, millrace, s_edf
-from millrace.core.request import Request
 
 PriorityKey = tuple[float, ...]
 
@@ -25,14 +25,14 @@ class Policy:
     """
 
     name: str
-    keys: Callable[[Sequence[Request], float, int], list[PriorityKey]]
+    keys: Callable[[Sequence[LiveRequest], float, int], list[PriorityKey]]
     static: bool = False
 
 
 def _one_by_one(
-    name: str, key: Callable[[Request, float], PriorityKey], *, static: bool = False
+    name: str, key: Callable[[LiveRequest, float], PriorityKey], *, static: bool = False
 ) -> Policy:
-    def keys(requests: Sequence[Request], now_s: float, instances: int) -> list[PriorityKey]:
+    def keys(requests: Sequence[LiveRequest], now_s: float, instances: int) -> list[PriorityKey]:
         del instances
         return [key(request, now_s) for request in requests]
 

@@ -9,10 +9,10 @@ in `s_edf`, since token one can't come in no time.
 
 from __future__ import annotations
 
-from millrace.core.request import Request
+from millrace.core.live_request import LiveRequest
 
 
-def key(request: Request, now_s: float) -> tuple[float, ...]:
+def key(request: LiveRequest, now_s: float) -> tuple[float, ...]:
     """(0, deadline) while the deadline is ahead, (1, -deadline) from then on."""
     deadline_s = request.deadline_s
     return (0.0, deadline_s) if deadline_s > now_s else (1.0, -deadline_s)

@@ -6,10 +6,10 @@ one late long prefill holds up all others (Medha section 4.1 calls it a convoy).
 
 from __future__ import annotations
 
-from millrace.core.request import Request
+from millrace.core.live_request import LiveRequest
 
 
-def key(request: Request, now_s: float) -> tuple[float, ...]:
+def key(request: LiveRequest, now_s: float) -> tuple[float, ...]:
     """The deadline, which does not move with time; requests without one come last."""
     del now_s
     return (request.deadline_s,)

@@ -15,21 +15,21 @@ from __future__ import annotations
 
 import math
 
+from millrace.core.live_request import LiveRequest
 from millrace.core.priority.slack import slack_s
-from millrace.core.request import Request
 
 
-def relative_slack(request: Request, now_s: float) -> float:
+def relative_slack(request: LiveRequest, now_s: float) -> float:
     """rho_i: slack per second of work; inf without a deadline."""
     return _per(slack_s(request, now_s), request.predicted_prefill_s)
 
 
-def key(request: Request, now_s: float) -> tuple[float, ...]:
+def key(request: LiveRequest, now_s: float) -> tuple[float, ...]:
     """The slack as a multiple of the whole prefill's predicted seconds."""
     return (relative_slack(request, now_s),)
 
 
-def key_by_deadline(request: Request, now_s: float) -> tuple[float, ...]:
+def key_by_deadline(request: LiveRequest, now_s: float) -> tuple[float, ...]:
     """The slack as a share of the time from arrival to deadline."""
     return (_per(slack_s(request, now_s), request.deadline_s - request.arrival_s),)
 

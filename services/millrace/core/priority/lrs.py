@@ -9,10 +9,10 @@ packer with `multi_prefill` off.) Like EDF it puts what is hopelessly late first
 
 from __future__ import annotations
 
+from millrace.core.live_request import LiveRequest
 from millrace.core.priority.slack import slack_s
-from millrace.core.request import Request
 
 
-def key(request: Request, now_s: float) -> tuple[float, ...]:
+def key(request: LiveRequest, now_s: float) -> tuple[float, ...]:
     """The slack in seconds."""
     return (slack_s(request, now_s),)

@@ -30,7 +30,7 @@ import heapq
 from collections.abc import Sequence
 from operator import attrgetter
 
-from millrace.core.request import Request
+from millrace.core.live_request import LiveRequest
 
 #: Waits beyond so many times the isolated prefill (of LEAST_S at least) go before everything.
 WAIT_BOUND = 8.0
@@ -45,7 +45,7 @@ _deadline = attrgetter("deadline_s", "order")
 _PROMISED, _IN_TIME, _LATE = 0.0, 1.0, 2.0
 
 
-def keys(requests: Sequence[Request], now_s: float, instances: int) -> list[tuple[float, ...]]:
+def keys(requests: Sequence[LiveRequest], now_s: float, instances: int) -> list[tuple[float, ...]]:
     """(class, deadline) of each request; in the first class (class, arrival)."""
     late = given_up(requests, now_s, instances)
     if not late:
@@ -63,11 +63,13 @@ def keys(requests: Sequence[Request], now_s: float, instances: int) -> list[tupl
     return found
 
 
-def given_up(requests: Sequence[Request], now_s: float, instances: int) -> dict[str, Request]:
+def given_up(
+    requests: Sequence[LiveRequest], now_s: float, instances: int
+) -> dict[str, LiveRequest]:
     """The requests that can't be in time if as many as possible are to be, by id."""
     capacity = SHARE * max(instances, 1)
-    late: dict[str, Request] = {}
-    kept: list[tuple[float, int, Request]] = []  # a heap, most work first
+    late: dict[str, LiveRequest] = {}
+    kept: list[tuple[float, int, LiveRequest]] = []  # a heap, most work first
     total_s = 0.0
     for request in sorted(requests, key=_deadline):
         left_s = request.remaining_s(now_s)
@@ -84,7 +86,7 @@ def given_up(requests: Sequence[Request], now_s: float, instances: int) -> dict[
     return late
 
 
-def overdue(request: Request, now_s: float) -> bool:
+def overdue(request: LiveRequest, now_s: float) -> bool:
     """Whether the request has waited longer than the bound."""
     waited_s = now_s - request.arrival_s - request.executed_s
     if request.running_since_s is not None:

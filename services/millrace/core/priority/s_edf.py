@@ -17,11 +17,11 @@ in time, ahead of all that can't.
 
 from __future__ import annotations
 
+from millrace.core.live_request import LiveRequest
 from millrace.core.priority.slack import slack_s
-from millrace.core.request import Request
 
 
-def key(request: Request, now_s: float) -> tuple[float, ...]:
+def key(request: LiveRequest, now_s: float) -> tuple[float, ...]:
     """(0, deadline) while there is slack, (1, -deadline) once there is none."""
     deadline_s = request.deadline_s
     return (0.0, deadline_s) if slack_s(request, now_s) > 0.0 else (1.0, -deadline_s)

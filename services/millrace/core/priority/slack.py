@@ -8,9 +8,9 @@ of a request that computes stays put and that of one that waits falls by a secon
 
 from __future__ import annotations
 
-from millrace.core.request import Request
+from millrace.core.live_request import LiveRequest
 
 
-def slack_s(request: Request, now_s: float) -> float:
+def slack_s(request: LiveRequest, now_s: float) -> float:
     """Seconds to spare at `now_s`; negative once the deadline is out of reach, inf without one."""
     return request.deadline_s - now_s - request.remaining_s(now_s)

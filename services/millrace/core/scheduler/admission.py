@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from millrace.core.config import SchedulerConfig
-from millrace.core.request import Request
+from millrace.core.live_request import LiveRequest
 from millrace.core.scheduler.fleet.cluster import Cluster, Pool
 
 #: The least Retry-After, in seconds: an answer of 0 would only bring the request back at once.
@@ -22,7 +22,7 @@ class Refusal:
 
 
 def refusal(
-    request: Request, cluster: Cluster, queued: int, queued_s: float, config: SchedulerConfig
+    request: LiveRequest, cluster: Cluster, queued: int, queued_s: float, config: SchedulerConfig
 ) -> Refusal | None:
     """None when the request is accepted.
 
@@ -67,7 +67,7 @@ def _unavailable(cluster: Cluster, config: SchedulerConfig) -> Refusal:
     return Refusal(code="unavailable", message=message, retry_after_s=config.lease_s)
 
 
-def _too_large(request: Request, pools: list[Pool]) -> Refusal:
+def _too_large(request: LiveRequest, pools: list[Pool]) -> Refusal:
     decodes = [one for pool in pools for one in pool.decode.values()]
     slots = max(one.card.kv_pages * one.page_tokens for one in decodes)
     context = max(one.card.max_context_tokens for one in decodes)

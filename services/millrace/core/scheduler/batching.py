@@ -30,8 +30,8 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable
 
 from millrace.core.cost.latency import Latency
+from millrace.core.live_request import LiveRequest
 from millrace.core.priority.slack import slack_s
-from millrace.core.request import Request
 
 #: G of the paper, for an A100: more tokens never fill a device.
 MOST_FILLING_TOKENS = 2048
@@ -54,12 +54,12 @@ def filling_tokens(latency: Latency) -> int:
 
 
 def batch(
-    head: Request,
-    candidates: Iterable[Request],
+    head: LiveRequest,
+    candidates: Iterable[LiveRequest],
     budget_tokens: int,
     now_s: float,
     predict: Callable[[int], float],
-) -> list[Request]:
+) -> list[LiveRequest]:
     """`head` and those of `candidates` that join it, in the order given.
 
     `candidates` are waiting requests in order of priority, none of them `head`. A batch stays

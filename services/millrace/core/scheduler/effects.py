@@ -38,8 +38,8 @@ class Refuse:
 class Fail:
     """Tell the proxy that an accepted request is over without its answer.
 
-    `resumable`: an instance was lost when token one may have been out. The proxy knows which tokens
-    were, and may submit the rest as a new request.
+    `resumable`: an instance was lost when the first token may have been out. The proxy knows the
+    tokens that were out, and may submit the rest as a new request.
     """
 
     request_id: str
@@ -52,11 +52,10 @@ class Fail:
 class AdmitDecode:
     """Tell the decode instance to reserve for the request. Comes before `RunPrefill`.
 
-    With `kept_tokens` it holds the request already: it keeps the KV of so many first tokens, which
-    earlier attempts left, and expects the rest anew. In a first attempt it takes them out of its
-    prefix cache. No two of these have the
-    same `attempt`. With `shards`, by position, it holds the first and the instances named in the
-    others hold those for it.
+    With `kept_tokens` it holds the request already: it keeps the KV of these first tokens, which
+    earlier attempts left, and expects the rest again. In a first attempt it takes the tokens out of
+    its prefix cache. No two of these effects have the same `attempt`. With `shards`, in order of
+    position, it holds the first shard, and the KVP workers named in the others hold those.
     """
 
     instance_id: str
@@ -68,11 +67,11 @@ class AdmitDecode:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RunPrefill:
-    """Send a request's plan to an instance of it, behind what the instance already holds.
+    """Send a request's plan to an instance of it, after all that the instance already holds.
 
     Every instance named in `chunks` gets one; it queues those chunks that name it, each as an entry
-    of its own (see `Order`). Chunks that begin behind token 0 go on from what decode keeps. With
-    `shards` the KV goes to those that hold them, else all of it to decode.
+    of its own (see `Order`). Chunks that begin after token 0 continue after the tokens that
+    decode keeps. With `shards` the KV goes to their workers, else all of it to decode.
     """
 
     instance_id: str
@@ -96,9 +95,9 @@ class Order:
     """The instance's queue from now on, replacing the one it has.
 
     An entry is what one forward pass computes: a chunk, or whole prompts batched together. Entry 0
-    is to run now: whatever else runs is suspended at its next boundary, keeps its state, and goes
-    on when it is entry 0 again. When an entry ends, the next one starts without a word from the
-    scheduler. A chunk of a group starts when it is entry 0 at all its members, the chunk before it
+    is to run now: whatever else runs is suspended at its next boundary, keeps its state, and
+    continues when it is entry 0 again. When an entry ends, the next entry starts without another
+    order. A chunk of a group starts when it is entry 0 at all its members, the chunk before it
     is finished and all members are free. References to what is finished or gone are skipped.
     """
 

@@ -1,18 +1,18 @@
-"""Who speaks: news of earlier lives, of what an instance does not hold, of earlier attempts."""
+"""Drops events of earlier incarnations, of old attempts, and of requests that are not held."""
 
 from __future__ import annotations
 
-from millrace.core.request import Request
+from millrace.core.live_request import LiveRequest
 from millrace.core.scheduler import events
 from millrace.core.scheduler.fleet.cluster import Cluster
 from millrace.core.scheduler.fleet.instances import Instance, PrefillInstance
 
-_OfHolder = (
+_OfHolding = (
     events.RequestReleased | events.PrefixLanded | events.RequestFinished | events.RequestFailed
 )
 _OfAttempt = events.RequestReleased | events.PrefixLanded | events.RequestFailed
 _OfInstance = (
-    _OfHolder
+    _OfHolding
     | events.InstanceLeft
     | events.InstanceDraining
     | events.InstanceCordoned
@@ -32,12 +32,12 @@ class EventFilter:
         self._cluster = cluster
 
     def current(self, event: _OfInstance) -> Instance | None:
-        """The instance, unless the scheduler knows no such life of it."""
+        """The instance, unless this is not the incarnation that the scheduler knows."""
         instance = self._cluster.current(event.instance_id, event.generation)
         self.ignored += instance is None
         return instance
 
-    def holder(self, event: _OfHolder) -> Instance | None:
+    def holding(self, event: _OfHolding) -> Instance | None:
         """The instance, if it holds the request."""
         instance = self.current(event)
         if instance is None or event.request_id in instance.holdings:
@@ -45,8 +45,8 @@ class EventFilter:
         self.ignored += 1
         return None
 
-    def is_of_earlier(self, event: _OfAttempt, request: Request, instance: Instance) -> bool:
-        """Whether a holder speaks of an earlier attempt than the one that it is being told of."""
+    def is_of_earlier(self, event: _OfAttempt, request: LiveRequest, instance: Instance) -> bool:
+        """Whether an instance with KV reports about an earlier attempt than the current one."""
         holds = not isinstance(instance, PrefillInstance)
         earlier = holds and 0 < event.attempt < request.attempt
         self.ignored += earlier

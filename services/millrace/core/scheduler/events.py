@@ -1,7 +1,7 @@
-"""What the world tells the scheduler. `Machine.step(event, now_s)` is their only reader.
+"""What the scheduler learns. `Machine.step(event, now_s)` is the only reader of events.
 
-Instances are named by id; `generation` tells one life of an instance from the next, and news of an
-earlier life is ignored.
+Instances are named by id. `generation` tells one incarnation of an instance from the next. Events
+of an earlier incarnation are ignored.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from millrace.core.request import Request
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class InstanceJoined:
-    """An instance registered. The same id with a higher generation replaces the earlier life."""
+    """An instance registered. The same id with a higher generation replaces the earlier one."""
 
     instance_id: str
     generation: int
@@ -52,9 +52,9 @@ class InstanceDraining:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class InstanceCordoned:
-    """Whoever sizes the pool wants no new work on the instance; or, lifted, wants it there again.
+    """The autoscaler or an operator stops new work on the instance, or allows it again.
 
-    What it has may finish. An instance that leaves takes no work again, whatever is lifted.
+    The instance finishes the work that it has. An instance that leaves never takes new work again.
     """
 
     instance_id: str
@@ -113,7 +113,7 @@ class ProxyLeft:
 class ChunkStarted:
     """A chunk's group began to compute it, or went on after a suspension.
 
-    Of a group (`Chunk.instance_ids`) the first instance speaks; so for the two events below.
+    Of a group (`Chunk.instance_ids`) the first instance reports; so for the two events below.
     """
 
     instance_id: str
@@ -136,7 +136,7 @@ class ChunkFinished:
 class ChunkSuspended:
     """The chunk stopped at a boundary, as ordered; its state is kept.
 
-    `compute_s` is what it has computed so far, over all its stretches.
+    `compute_s` is what it has computed so far, over all its spans.
     """
 
     instance_id: str
@@ -151,7 +151,7 @@ class RequestReleased:
     """The instance holds no page of the request any more.
 
     `complete`, of a prefill instance: all of its part was computed and sent. `attempt`, of a decode
-    instance or a holder: the last one that it was told of; 0 says nothing of attempts.
+    instance or a KVP worker: the last attempt that it heard of; 0 names no attempt.
     """
 
     instance_id: str
@@ -174,8 +174,8 @@ class PrefixLanded:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DecodeStarted:
-    """All KV landed; the request joined the instance's batch, `since_token_s` after token one went
-    to the proxy.
+    """All KV landed; the request joined the instance's batch, `since_token_s` after the first token
+    went to the proxy.
     """
 
     instance_id: str
@@ -197,10 +197,10 @@ class RequestFinished:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RequestFailed:
-    """An instance could not do its part. A retryable failure is prefilled again elsewhere.
+    """An instance could not do its part. After a retryable failure the request is prefilled again.
 
-    Decode says which `attempt` it speaks of (0: of none in particular), and the KV of how many
-    first tokens it keeps for the next one. Where it keeps none it releases the request.
+    Decode names the `attempt` (0: no attempt in particular) and the number of first tokens whose
+    KV it keeps for the next attempt. If it keeps none, it releases the request.
     """
 
     instance_id: str
@@ -221,7 +221,7 @@ class PolicyChanged:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ImprovementRateChanged:
-    """What a larger group must bring from now on: a rate for good, or a table by arrival rate.
+    """The improvement that a larger group needs from now on: a fixed rate, or a table.
 
     `rows` of (arrivals per second, rate) count where `rate` is None.
     """

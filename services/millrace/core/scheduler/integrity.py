@@ -1,12 +1,13 @@
-"""Counts the scheduler's accounting anew, from the requests and the holdings."""
+"""Counts the scheduler's sums again, from the requests and the holdings."""
 
 from __future__ import annotations
 
 import math
 
 from millrace.core.errors import IntegrityError
-from millrace.core.kv.prompt_pages import pages_of_plan
-from millrace.core.request import Request, RequestState
+from millrace.core.kv.pages import pages_for, pages_of_plan
+from millrace.core.live_request import LiveRequest
+from millrace.core.request import RequestState
 from millrace.core.scheduler.fleet.cluster import Cluster
 from millrace.core.scheduler.fleet.freeness import freeness
 from millrace.core.scheduler.fleet.instances import (
@@ -14,7 +15,6 @@ from millrace.core.scheduler.fleet.instances import (
     Instance,
     KvpInstance,
     PrefillInstance,
-    pages_of,
 )
 from millrace.core.scheduler.fleet.run_queue import RunQueue
 from millrace.core.scheduler.fleet.waiting_queue import WaitingQueue
@@ -31,11 +31,11 @@ def check(table: RequestTable) -> None:
             _check_freeness(instance)
     for request in table.requests.values():
         _check_request(request, table)
-    _check_line("unplaced", table.unplaced)
+    _check_waiting_queue("unplaced", table.unplaced)
     for model_hash, pool in table.cluster.pools.items():
-        _check_line(f"pool {model_hash}", pool.line)
+        _check_waiting_queue(f"pool {model_hash}", pool.waiting)
     queued = {r.id for r in table.requests.values() if r.state is RequestState.QUEUED}
-    _same("queued requests", table.line_of.keys(), queued)
+    _same("queued requests", table.waiting_queue_of.keys(), queued)
     by_proxy: dict[str, set[str]] = {}
     for request in table.requests.values():
         by_proxy.setdefault(request.proxy_id, set()).add(request.id)
@@ -65,15 +65,15 @@ def _check_pools(cluster: Cluster) -> None:
         _same(f"kvp of pool {model_hash}", kept.kvp, kvp)
         mixed = sum(one.card.role == "mixed" for one in decode.values())
         _same(f"prefilling of pool {model_hash}", kept.prefillers, len(prefill) + mixed)
-        _check_board(model_hash, kept.run_queue, of_pool)
+        _check_run_queue(model_hash, kept.run_queue, of_pool)
 
 
-def _check_board(model_hash: str, run_queue: RunQueue, members: list[Instance]) -> None:
+def _check_run_queue(model_hash: str, run_queue: RunQueue, members: list[Instance]) -> None:
     """Every task stands once in the ranking and once in each member's queue, and nowhere else."""
     ranked = sorted(run_queue.ranked, key=lambda task: task.rank)
-    _same(f"board of {model_hash}: ranking", run_queue.ranked, ranked)
+    _same(f"run queue of {model_hash}: ranking", run_queue.ranked, ranked)
     of_requests = {id(task) for tasks in run_queue.tasks.values() for task in tasks}
-    _same(f"board of {model_hash}: tasks", {id(task) for task in ranked}, of_requests)
+    _same(f"run queue of {model_hash}: tasks", {id(task) for task in ranked}, of_requests)
     everyone = 0
     for instance in members:
         if isinstance(instance, PrefillInstance):
@@ -81,11 +81,12 @@ def _check_board(model_hash: str, run_queue: RunQueue, members: list[Instance]) 
             mine = {id(task) for task in ranked if instance in task.members}
             queue = [id(task) for task in instance.queue]
             _same(f"{instance.id}: queue", (len(queue), set(queue)), (len(mine), mine))
-    _same(f"board of {model_hash}: members", run_queue.everyone, everyone)
+    _same(f"run queue of {model_hash}: members", run_queue.everyone, everyone)
     claimed = 0
     for task in ranked:
         if task.chosen:
-            _same(f"board of {model_hash}: members of two running tasks", claimed & task.mask, 0)
+            twice = claimed & task.mask
+            _same(f"run queue of {model_hash}: members of two running tasks", twice, 0)
             claimed |= task.mask
 
 
@@ -140,29 +141,29 @@ def _check_holdings(instance: Instance, table: RequestTable) -> None:
             pages = taken[instance.id]
         elif request.shards:
             (shard,) = (one for one in request.shards if one.worker_id == instance.id)
-            pages = pages_of(shard, instance.card.page_tokens)
+            pages = pages_for(shard.num_tokens, instance.card.page_tokens)
         else:
             assert isinstance(instance, DecodeInstance)  # a KVP worker holds nothing else
             pages = instance.booked_for(request)
         _same(f"{instance.id}: pages of {request_id}", holding.pages, pages)
 
 
-def _check_shards(request: Request, table: RequestTable) -> None:
-    """They are all of its life, end to end, and held; holders may have let go since token one."""
+def _check_shards(request: LiveRequest, table: RequestTable) -> None:
+    """They cover the whole request, end to end. KVP workers may let go after the first token."""
     ends = [0, *(shard.end_token for shard in request.shards)]
     starts = [*(shard.start_token for shard in request.shards), ends[-1]]
     _same(f"{request.id}: where its shards begin", starts, ends)
-    _same(f"{request.id}: home of its shards", request.shards[0].worker_id, request.decode_id)
+    _same(f"{request.id}: KV owner of its shards", request.shards[0].worker_id, request.decode_id)
     tokens = request.prompt_tokens + request.max_new_tokens
     _same(f"{request.id}: tokens of its shards", ends[-1], tokens)
     if request.state in (RequestState.QUEUED, RequestState.PREFILLING):
-        for holder_id in request.holders:
-            holder = table.cluster.instances.get(holder_id)
+        for instance_id in request.kv_instance_ids:
+            holder = table.cluster.instances.get(instance_id)
             if holder is None or table.served(request.id, holder) is not request:
-                raise IntegrityError(f"{request.id}: has a shard at {holder_id}, which lacks it")
+                raise IntegrityError(f"{request.id}: has a shard at {instance_id}, which lacks it")
 
 
-def _check_request(request: Request, table: RequestTable) -> None:
+def _check_request(request: LiveRequest, table: RequestTable) -> None:
     """A live request holds what its state says."""
     instances = table.cluster.instances
     decode = instances.get(request.decode_id or "")
@@ -177,9 +178,9 @@ def _check_request(request: Request, table: RequestTable) -> None:
     if request.state is RequestState.QUEUED:
         _same(f"{request.id}: chunks", request.chunks, ())
         pool = table.cluster.pool_of(decode) if decode is not None else None
-        line = table.unplaced if pool is None else pool.line
-        if request.id not in line or table.line_of.get(request.id) is not line:
-            raise IntegrityError(f"{request.id}: waits in no line, or in the wrong one")
+        line = table.unplaced if pool is None else pool.waiting
+        if request.id not in line or table.waiting_queue_of.get(request.id) is not line:
+            raise IntegrityError(f"{request.id}: waits in no queue, or in the wrong one")
     if request.state is RequestState.PREFILLING:
         for instance_id in _computing(request, table):
             prefill = instances.get(instance_id)
@@ -187,7 +188,7 @@ def _check_request(request: Request, table: RequestTable) -> None:
                 raise IntegrityError(f"{request.id}: prefills at {instance_id}, which lacks it")
 
 
-def _computing(request: Request, table: RequestTable) -> set[str]:
+def _computing(request: LiveRequest, table: RequestTable) -> set[str]:
     """Prefill instances that the request still needs: members may have done their part."""
     run_queue = table.run_queue_of.get(request.id)
     tasks = run_queue.tasks[request.id] if run_queue is not None else ()
@@ -195,8 +196,8 @@ def _computing(request: Request, table: RequestTable) -> set[str]:
     return members | ({request.chunks[0].instance_ids[0]} - {request.decode_id})
 
 
-def _check_prefix(request: Request) -> None:
-    """What decode keeps is the beginning of what has landed, and chunks go on behind it."""
+def _check_prefix(request: LiveRequest) -> None:
+    """What decode keeps is the beginning of what has landed, and chunks begin after it."""
     name, kept = request.id, request.kept_tokens
     if not 0 <= kept <= request.landed_tokens <= request.prompt_tokens:
         raise IntegrityError(
@@ -211,7 +212,7 @@ def _check_prefix(request: Request) -> None:
         raise IntegrityError(f"{name}: {kept} tokens are kept nowhere")
 
 
-def _check_line(name: str, line: WaitingQueue) -> None:
+def _check_waiting_queue(name: str, line: WaitingQueue) -> None:
     work_s = math.fsum(request.predicted_prefill_s for request in line)
     if not math.isclose(line.work_s, work_s, rel_tol=1e-6, abs_tol=1e-6):
         raise IntegrityError(f"{name}: kept {line.work_s} s of work, counted {work_s} s")
@@ -220,7 +221,7 @@ def _check_line(name: str, line: WaitingQueue) -> None:
         raise IntegrityError(f"{name}: a request waits twice in {ids}")
 
 
-def _named(request: Request) -> set[str]:
+def _named(request: LiveRequest) -> set[str]:
     """Instances that the request's current attempt goes through."""
     ids = {instance_id for chunk in request.chunks for instance_id in chunk.instance_ids}
-    return ids.union(request.holders)
+    return ids.union(request.kv_instance_ids)

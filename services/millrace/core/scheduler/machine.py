@@ -1,31 +1,36 @@
 """Decides everything: `step(event, now_s) -> effects`. No clock, no randomness, no I/O.
 
-A request's way. Submitted, it waits until a decode instance has the pages of its whole life free
-(Tetris section 5.2 picks which), or several have them together (`spreading`); placed, it waits in
-its pool's line, planned anew in every round, until the group of its first chunk has task slots and
-all its instances the prompt's pages; then it is sent, and its chunks stand on the pool's `board`,
-which says who runs. What it occupies stands in holdings at the instances (`cluster`), which outlive
-it:
+The way of a request:
 
-- a prefill's task slot is freed by the chunk's ChunkFinished, or when the request ends or is sent
-  elsewhere;
-- a prefill's pages are freed by RequestReleased: of a group's members but the leader while others
-  still compute, if the member says that its part is `complete`;
-- a decode's pages are freed by RequestFinished (of any reason) or RequestReleased; those of the
-  shards that others hold for it by their RequestReleased;
-- all of it by the instance's death, or `release_timeout_s` after the request let go of it.
+1. Submitted, the request waits to be placed until a decode instance has enough free pages for the
+   prompt and the whole answer (Tetris section 5.2 picks the instance), or until several instances
+   together have them (`fleet.kvp_placement`).
+2. Placed, the request waits in the pool's waiting queue. Every round plans it again, until the
+   group of its first chunk has task slots and all its instances have the prompt's pages.
+3. Sent, its chunks are tasks in the pool's run queue (`fleet.run_queue`), which picks the tasks
+   that run.
 
-So a worker that reports RequestFailed reports RequestReleased too, once the pages are free. A
-request is never sent to a prefill instance that still holds an earlier attempt of it: an event
-speaks of the one attempt that its instance holds.
+What a request occupies at an instance is a `Holding` of this instance (`fleet.instances`). A
+holding outlives the request:
+
+- The task slot of a prefill instance is freed by the chunk's ChunkFinished, or when the request
+  ends or is planned again.
+- The pages of a prefill instance are freed by RequestReleased. A member of a group that is not the
+  leader may send it while other members compute, if its part is `complete`.
+- The pages of a decode instance are freed by RequestFinished (of any reason) or RequestReleased;
+  the pages of a KVP worker's shard by the worker's RequestReleased.
+- All of them are freed by the instance's death, or `release_timeout_s` after the request let go.
+
+So a worker that reports RequestFailed also reports RequestReleased once the pages are free. A
+request is never sent to a prefill instance that still holds an earlier attempt of it, so an event
+of a prefill instance always means the attempt that this instance holds.
 
 When a prefill instance is lost, the request keeps its decode instance and the KV of the first
-tokens, which landed there: the next attempt computes the rest. Decode's reports say which attempt
-they mean, for one of them may be on its way when the next begins.
+tokens, which landed there. The next attempt computes the rest. Reports of decode name their
+attempt, since a report may be on its way when the next attempt begins.
 
-Events of unknown requests, of earlier lives of an instance, of earlier attempts, duplicates and
-late ones change nothing and are counted in `ignored`.
-"""
+Events of unknown requests, of earlier incarnations of an instance and of earlier attempts, and
+events that come twice or too late, change nothing and are counted in `ignored`."""
 
 from __future__ import annotations
 
@@ -33,21 +38,23 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from millrace.core.config import SchedulerConfig
+from millrace.core.live_request import LiveRequest
 from millrace.core.request import Request, RequestState
 from millrace.core.scheduler import events, integrity
 from millrace.core.scheduler.admission import refusal
 from millrace.core.scheduler.dispatch.chunk_progress import ChunkProgress
 from millrace.core.scheduler.dispatch.dispatcher import Dispatcher
 from millrace.core.scheduler.dispatch.request_progress import RequestProgress
-from millrace.core.scheduler.effects import Effect, Refuse
+from millrace.core.scheduler.effects import Effect
 from millrace.core.scheduler.event_filter import EventFilter
 from millrace.core.scheduler.fleet.cluster import Cluster, Pool
 from millrace.core.scheduler.fleet.instances import DecodeInstance, Instance, PrefillInstance
 from millrace.core.scheduler.request_table import RequestTable, still_needs
 from millrace.core.scheduler.stall_watch import StallWatch
+from millrace.core.scheduler.step_context import StepContext
 
-#: Deadline of token one where a request has no objective: after this many times its prefill alone,
-#: and this many seconds at least (the constants that Medha's authors released).
+#: Deadline of the first token of a request without an objective: this many times its prefill alone
+#: after its arrival, at least this many seconds (the constants that Medha's authors released).
 DEADLINE_FACTOR = 1.5
 LEAST_DEADLINE_S = 0.5
 
@@ -64,7 +71,7 @@ class Machine:
         self._stall_watch = StallWatch(self._table)
         chunk_progress = ChunkProgress(self._table, self._dispatcher, self._event_filter)
         request_progress = RequestProgress(self._table, self._dispatcher, self._event_filter)
-        self._handlers: dict[type, Callable[[Any], None]] = {
+        self._handlers: dict[type, Callable[[StepContext, Any], None]] = {
             events.InstanceJoined: self._joined,
             events.InstanceLeft: self._left,
             events.InstanceDraining: self._draining,
@@ -87,15 +94,13 @@ class Machine:
         }
 
     def step(self, event: events.Event, now_s: float) -> list[Effect]:
-        """Takes one event in and returns what is to be done. `now_s` never runs backwards."""
-        effects: list[Effect] = []
-        self._table.now_s = now_s
-        self._table.effects = effects
-        self._handlers[type(event)](event)
-        return effects
+        """Takes one event in and returns the effects. `now_s` never runs backwards."""
+        step = StepContext(now_s)
+        self._handlers[type(event)](step, event)
+        return step.effects
 
     @property
-    def requests(self) -> Mapping[str, Request]:
+    def requests(self) -> Mapping[str, LiveRequest]:
         """Requests that have not ended, by id, oldest first."""
         return self._table.requests
 
@@ -117,13 +122,13 @@ class Machine:
     @property
     def queued(self) -> int:
         """Requests that no prefill instance has yet."""
-        return len(self._table.line_of)
+        return len(self._table.waiting_queue_of)
 
     @property
     def queued_s(self) -> float:
         """Predicted seconds of prefill of the queued requests."""
         pools = self.cluster.pools.values()
-        return self._table.unplaced.work_s + sum(pool.line.work_s for pool in pools)
+        return self._table.unplaced.work_s + sum(pool.waiting.work_s for pool in pools)
 
     @property
     def rounds(self) -> int:
@@ -137,12 +142,12 @@ class Machine:
 
     @property
     def preemptions(self) -> int:
-        """Tasks told to yield while they ran, in the pools there are now."""
+        """Running tasks that had to yield, in the pools there are now."""
         return sum(pool.run_queue.preemptions for pool in self.cluster.pools.values())
 
     @property
     def release_timeouts(self) -> int:
-        """Holdings that were freed without their instance's word: a worker's defect."""
+        """Holdings that were freed without a report of their instance: a worker's defect."""
         return self._table.release_timeouts
 
     @property
@@ -150,117 +155,124 @@ class Machine:
         """Requests taken back from instances that stood still with prepared work: a defect."""
         return self._stall_watch.stalled
 
+    def prefill_work_s(self, request: Request) -> float:
+        """Predicted seconds of one instance that the request takes; 0 where no pool is ready.
+
+        Also of a refused request, which is load, too.
+        """
+        live = LiveRequest(request)
+        if ready := self.cluster.ready_pools():
+            ready[0].predict(live)
+        return live.predicted_work_s
+
     def check_integrity(self) -> None:
-        """Counts everything anew from the requests. Raises IntegrityError on a difference."""
+        """Counts everything again from the requests. Raises IntegrityError on a difference."""
         integrity.check(self._table)
 
     # ---- instances
 
-    def _joined(self, event: events.InstanceJoined) -> None:
+    def _joined(self, step: StepContext, event: events.InstanceJoined) -> None:
         known = self.cluster.instances.get(event.instance_id)
         if known is not None and known.card.generation >= event.generation:
             self._event_filter.ignored += 1
             return
         if known is not None:
-            self._leave(known)
+            self._leave(step, known)
         self.cluster.add(event)
-        self._dispatcher.run()
+        self._dispatcher.run(step)
 
-    def _left(self, event: events.InstanceLeft) -> None:
+    def _left(self, step: StepContext, event: events.InstanceLeft) -> None:
         if (instance := self._event_filter.current(event)) is not None:
-            self._leave(instance)
-            self._dispatcher.run()
+            self._leave(step, instance)
+            self._dispatcher.run(step)
 
-    def _leave(self, instance: Instance) -> None:
+    def _leave(self, step: StepContext, instance: Instance) -> None:
         pool = self.cluster.pool_of(instance)
         self.cluster.remove(instance)
         for request_id in instance.holdings:
             request = self._table.served(request_id, instance)
             if request is not None and still_needs(request, instance):
-                self._table.lost(request, instance, f"{instance.card.role} {instance.id} died")
+                self._table.lost(
+                    step, request, instance, f"{instance.card.role} {instance.id} died"
+                )
             elif request is not None:
-                self._table.drop_tasks(request)  # it decodes before prefill said that it was done
+                self._table.drop_tasks(request)  # it decodes before prefill's report came
         if isinstance(instance, PrefillInstance):
             pool.run_queue.forget(instance)
-        self._unplace_unserved(pool)
+        self._unplace_unserved(step, pool)
         self.cluster.drop_if_empty(instance.card.model_hash)
 
-    def _draining(self, event: events.InstanceDraining) -> None:
+    def _draining(self, step: StepContext, event: events.InstanceDraining) -> None:
         instance = self._event_filter.current(event)
         if instance is not None and not instance.leaving:
             self.cluster.drain(instance)
-            self._make_way(instance)
+            self._make_way(step, instance)
 
-    def _cordoned(self, event: events.InstanceCordoned) -> None:
+    def _cordoned(self, step: StepContext, event: events.InstanceCordoned) -> None:
         if (instance := self._event_filter.current(event)) is not None:
             self.cluster.cordon(instance, cordoned=event.cordoned)
-            self._make_way(instance)
+            self._make_way(step, instance)
 
-    def _make_way(self, instance: Instance) -> None:
-        """What waits for prefill to go to an instance that takes no new work goes elsewhere.
+    def _make_way(self, step: StepContext, instance: Instance) -> None:
+        """Places requests again that wait for prefill at an instance that takes no new work.
 
-        Unless it would only wait there: no other instance has room for it now.
+        A request stays where no other instance has room for it now.
         """
         pool = self.cluster.pool_of(instance)
-        self._unplace_unserved(pool)
-        for request in list(pool.line) if instance.draining else ():
-            waits = instance.id in request.holders and not request.goes_on
+        self._unplace_unserved(step, pool)
+        for request in list(pool.waiting) if instance.draining else ():
+            waits = instance.id in request.kv_instance_ids and not request.continues
             queued = waits and request.state is RequestState.QUEUED
             if queued and self._dispatcher.has_room(request):
-                self._table.retry(request, f"{instance.card.role} {instance.id} takes no new work")
-                self._dispatcher.place()  # it takes that room before the next one looks
-        self._dispatcher.run()
+                self._table.retry(
+                    step, request, f"{instance.card.role} {instance.id} takes no new work"
+                )
+                self._dispatcher.place(step)  # it takes that room before the next request is tried
+        self._dispatcher.run(step)
 
-    def _unplace_unserved(self, pool: Pool) -> None:
-        """Without a prefill instance for its model a decode instance is no place to wait at.
+    def _unplace_unserved(self, step: StepContext, pool: Pool) -> None:
+        """Takes requests back from decode instances whose model no prefill instance serves.
 
-        Unless it keeps what an earlier attempt computed: that is worth the wait.
+        A request stays where decode keeps the KV of an earlier attempt.
         """
         if not (pool.is_ready and pool.prefill):
-            for request in list(pool.line):
-                if not request.goes_on:
-                    self._table.retry(request, "no prefill instance serves this model now")
+            for request in list(pool.waiting):
+                if not request.continues:
+                    self._table.retry(step, request, "no prefill instance serves this model now")
 
-    def _load(self, event: events.LoadReported) -> None:
+    def _load(self, step: StepContext, event: events.LoadReported) -> None:
         if (instance := self._event_filter.current(event)) is not None:
             instance.heard(event)
             if isinstance(instance, PrefillInstance):
-                self._stall_watch.heard(instance, event)
-            if isinstance(instance, DecodeInstance) and instance.told_free_pages is not None:
-                self._dispatcher.room_made(instance)  # it may have more than was believed
+                self._stall_watch.heard(instance, event, step.now_s)
+            if isinstance(instance, DecodeInstance) and instance.reported_free_pages is not None:
+                self._dispatcher.room_made(
+                    step, instance
+                )  # it may have more pages than were counted
             elif isinstance(instance, PrefillInstance) and event.cached and event.cached.added:
-                self._dispatcher.run()  # what waits for one that has its prefix may go to this one
+                self._dispatcher.run(step)  # a request may use this prefix
 
-    # ---- what proxies say
+    # ---- events of proxies
 
-    def _submitted(self, event: events.Submitted) -> None:
-        request = event.request
-        if request.id in self.requests:
+    def _submitted(self, step: StepContext, event: events.Submitted) -> None:
+        if event.request.id in self.requests:
             self._event_filter.ignored += 1
             return
+        request = LiveRequest(event.request)
         if ready := self.cluster.ready_pools():
-            ready[0].predict(request)  # also of one to refuse: it is load, too
+            ready[0].predict(request)
         refused = refusal(request, self.cluster, self.queued, self.queued_s, self.config)
         if refused is not None:
-            self._table.effects.append(
-                Refuse(
-                    request_id=request.id,
-                    proxy_id=request.proxy_id,
-                    code=refused.code,
-                    message=refused.message,
-                    retry_after_s=refused.retry_after_s,
-                )
-            )
+            step.refuse(request, refused)
             return
-        self.cluster.arrived(request, self._table.now_s)
-        request.deadline_s = request.arrival_s + (
-            request.slo.ttft_s
-            or max(DEADLINE_FACTOR * request.predicted_prefill_s, LEAST_DEADLINE_S)
+        self.cluster.arrived(request, step.now_s)
+        allowed_s = request.slo.ttft_s or max(
+            DEADLINE_FACTOR * request.predicted_prefill_s, LEAST_DEADLINE_S
         )
-        self._table.add(request)
-        self._dispatcher.run()
+        self._table.add(step, request, request.arrival_s + allowed_s)
+        self._dispatcher.run(step)
 
-    def _cancel(self, event: events.CancelRequested) -> None:
+    def _cancel(self, step: StepContext, event: events.CancelRequested) -> None:
         request = self.requests.get(event.request_id)
         if request is None:
             self._event_filter.ignored += 1
@@ -268,26 +280,27 @@ class Machine:
         # A proxy that met a stop string has the whole answer.
         complete = event.reason == "stop" and request.state is not RequestState.QUEUED
         end = RequestState.FINISHED if complete else RequestState.CANCELLED
-        self._table.end(request, end, event.reason)
-        self._dispatcher.run()
+        self._table.end(step, request, end, event.reason)
+        self._dispatcher.run(step)
 
-    def _proxy_left(self, event: events.ProxyLeft) -> None:
+    def _proxy_left(self, step: StepContext, event: events.ProxyLeft) -> None:
         for request_id in list(self._table.by_proxy.get(event.proxy_id, ())):
-            self._table.end(self.requests[request_id], RequestState.CANCELLED, "its proxy left")
-        self._dispatcher.run()
+            request = self.requests[request_id]
+            self._table.end(step, request, RequestState.CANCELLED, "its proxy left")
+        self._dispatcher.run(step)
 
     # ---- settings and time
 
-    def _policy_changed(self, event: events.PolicyChanged) -> None:
-        self._table.change_policy(event.policy)
-        self._dispatcher.run()
+    def _policy_changed(self, step: StepContext, event: events.PolicyChanged) -> None:
+        self._table.change_policy(event.policy, step.now_s)
+        self._dispatcher.run(step)
 
-    def _rate_changed(self, event: events.ImprovementRateChanged) -> None:
-        self.cluster.change_rate(event, self._table.now_s)
-        self._dispatcher.run()
+    def _rate_changed(self, step: StepContext, event: events.ImprovementRateChanged) -> None:
+        self.cluster.change_rate(event, step.now_s)
+        self._dispatcher.run(step)
 
-    def _tick(self, event: events.Tick) -> None:
-        del event  # the time is all it says
-        self._table.expire()
-        self._stall_watch.look()
-        self._dispatcher.run()
+    def _tick(self, step: StepContext, event: events.Tick) -> None:
+        del event  # it carries nothing
+        self._table.expire(step)
+        self._stall_watch.check(step)
+        self._dispatcher.run(step)

@@ -1,8 +1,7 @@
 """The requests that have not ended: where they wait, what they hold, how they end.
 
-Everything that changes a request's state or gives up what it holds is here, and is said in
-`effects`, in order.
-"""
+Every change of a request's state and every end of what it holds goes through this module, which
+notes it in the step's effects, in order."""
 
 from __future__ import annotations
 
@@ -11,248 +10,216 @@ from collections.abc import Iterator, Sequence
 from itertools import count
 
 from millrace.core.config import SchedulerConfig
+from millrace.core.live_request import LiveRequest
 from millrace.core.priority import POLICIES, PriorityKey
-from millrace.core.request import Request, RequestState
-from millrace.core.scheduler.effects import AdmitDecode, CancelOn, Effect, Fail, Record
+from millrace.core.request import RequestState
 from millrace.core.scheduler.fleet.cluster import Cluster, Pool
 from millrace.core.scheduler.fleet.instances import Holding, Instance, PrefillInstance
 from millrace.core.scheduler.fleet.run_queue import RunQueue
 from millrace.core.scheduler.fleet.waiting_queue import WaitingQueue
+from millrace.core.scheduler.step_context import StepContext
 
-_HAS_TOKEN = frozenset({RequestState.TRANSFERRING, RequestState.DECODING, RequestState.FINISHED})
-
-
-#: Decode keeps a prefix for the next attempt from so many tokens on: fewer are computed in less
-#: time than it takes to write them back. An attempt that left so many more than it found is not one
-#: of `max_attempts`: a long prompt gets on from one death to the next, and a request that gets
-#: nowhere still ends.
+#: Decode keeps a prefix for the next attempt if it has at least this many tokens: fewer tokens are
+#: computed in less time than it takes to write them back. An attempt that left this many tokens
+#: more than it found does not count towards `max_attempts`. So a long prompt survives many deaths,
+#: and a request that makes no progress still ends.
 MIN_KEPT_TOKENS = 64
 
 
 class RequestTable:
-    """Holds the table of live requests and the two kinds of line that they wait in."""
+    """Holds the live requests and the queues that they wait in."""
 
     def __init__(self, config: SchedulerConfig, cluster: Cluster) -> None:
         self.config = config
         self.cluster = cluster
-        self.now_s = 0.0
-        self.effects: list[Effect] = []
-        self.requests: dict[str, Request] = {}  # oldest first
+        self.requests: dict[str, LiveRequest] = {}  # oldest first
         self.by_proxy: dict[str, dict[str, None]] = {}
         self.unplaced = WaitingQueue()
-        self.line_of: dict[str, WaitingQueue] = {}  # every queued request's line
+        self.waiting_queue_of: dict[str, WaitingQueue] = {}  # of every queued request
         self.run_queue_of: dict[str, RunQueue] = {}  # requests with something left to compute
-        self.release_timeouts = 0  # holdings freed without their instance's word
+        self.release_timeouts = 0  # holdings freed without a report of their instance
         self._leaving: deque[tuple[float, Instance, Holding, str]] = deque()
         self._orders = count()
         self.policy = POLICIES[config.policy]
 
-    # ---- the table and the lines
+    # ---- the table and the queues
 
-    def add(self, request: Request) -> None:
+    def add(self, step: StepContext, request: LiveRequest, deadline_s: float) -> None:
         """Accepts a new request; it waits to be placed."""
-        request.order = next(self._orders)
+        request.accept(next(self._orders), deadline_s)
         self.requests[request.id] = request
         self.by_proxy.setdefault(request.proxy_id, {})[request.id] = None
-        self.enqueue(request, self.unplaced)
+        self.enqueue(step, request, self.unplaced)
 
-    def enqueue(self, request: Request, line: WaitingQueue) -> None:
-        line.add(request, self.keys([request], 1)[request.id])
-        self.line_of[request.id] = line
+    def enqueue(self, step: StepContext, request: LiveRequest, line: WaitingQueue) -> None:
+        line.add(request, self.keys([request], step.now_s, 1)[request.id])
+        self.waiting_queue_of[request.id] = line
 
-    def keys(self, requests: Sequence[Request], instances: int) -> dict[str, PriorityKey]:
+    def keys(
+        self, requests: Sequence[LiveRequest], now_s: float, instances: int
+    ) -> dict[str, PriorityKey]:
         """The policy's keys by request id."""
-        found = self.policy.keys(requests, self.now_s, instances)
+        found = self.policy.keys(requests, now_s, instances)
         return {request.id: key for request, key in zip(requests, found, strict=True)}
 
-    def rerank(self, pool: Pool) -> None:
-        """Gives all that waits in the pool's line, and all that its instances hold, new keys."""
-        keys = self.keys([*pool.line, *pool.run_queue.heads()], len(pool.prefill))
-        pool.line.rerank(keys)
+    def rerank(self, pool: Pool, now_s: float) -> None:
+        """Gives new keys to all that waits in the pool, and to all tasks of its instances."""
+        keys = self.keys([*pool.waiting, *pool.run_queue.heads()], now_s, len(pool.prefill))
+        pool.waiting.rerank(keys)
         pool.run_queue.rerank(keys)
 
-    def rerank_unplaced(self) -> None:
-        self.unplaced.rerank(self.keys(list(self.unplaced), len(self.cluster.instances)))
+    def rerank_unplaced(self, now_s: float) -> None:
+        keys = self.keys(list(self.unplaced), now_s, len(self.cluster.instances))
+        self.unplaced.rerank(keys)
 
-    def change_policy(self, name: str) -> None:
-        """Keys of two policies can't be compared: everything is ranked anew at once."""
+    def change_policy(self, name: str, now_s: float) -> None:
+        """Ranks everything again at once, since keys of two policies can't be compared."""
         self.policy = POLICIES[name]
-        self.rerank_unplaced()
+        self.rerank_unplaced(now_s)
         for pool in self.cluster.pools.values():
-            self.rerank(pool)
+            self.rerank(pool, now_s)
 
-    def unqueue(self, request: Request) -> None:
-        self.line_of.pop(request.id).remove(request)
+    def unqueue(self, request: LiveRequest) -> None:
+        self.waiting_queue_of.pop(request.id).remove(request)
 
-    def advance(self, request: Request, state: RequestState) -> None:
-        """Token one is out as soon as anybody says so: decode's news may overtake prefill's."""
-        request.advance(state)
-        if request.first_token_s is None and state in _HAS_TOKEN:
-            request.first_token_s = self.now_s
-        self.record(request)
+    def advance(self, step: StepContext, request: LiveRequest, state: RequestState) -> None:
+        """Moves the request to `state`, and has that written down."""
+        request.advance(state, step.now_s)
+        step.record(request)
 
-    def learn_on_top(self, request: Request) -> None:
-        """Once both prefill and decode have told of the request's first token."""
-        sent_s, out_s, took_s = (
-            request.dispatched_s,
-            request.token_out_s,
-            request.computed_alone_s,
-        )
-        if sent_s is None or out_s is None or took_s is None:
-            return
-        request.computed_alone_s = None
-        home = self.cluster.instances.get(request.decode_id or "")
-        if home is not None:
-            on_top = self.cluster.pool_of(home).on_top
-            on_top.observe(request.prompt_tokens, out_s - sent_s - took_s)
+    def learn_on_top(self, request: LiveRequest) -> None:
+        """Corrects what a first token takes on top of computing, once both ends reported it."""
+        overhead_s = request.take_overhead_s()
+        owner = self.cluster.instances.get(request.decode_id or "")
+        if overhead_s is not None and owner is not None:
+            self.cluster.pool_of(owner).on_top.observe(request.prompt_tokens, overhead_s)
 
-    def record(self, request: Request) -> None:
-        self.effects.append(
-            Record(
-                request_id=request.id,
-                state=request.state,
-                decode_id=request.decode_id,
-                kv_tokens=request.landed_tokens,
-            )
-        )
-
-    def admit(self, request: Request) -> None:
-        """Tells decode of the request's next attempt."""
-        assert request.decode_id is not None  # only placed requests are attempted
-        self.effects.append(
-            AdmitDecode(
-                instance_id=request.decode_id,
-                request_id=request.id,
-                attempt=request.attempt,
-                kept_tokens=request.kept_tokens,
-                shards=request.shards,
-            )
-        )
-
-    def served(self, request_id: str, instance: Instance) -> Request | None:
+    def served(self, request_id: str, instance: Instance) -> LiveRequest | None:
         """The request, if what the instance holds of it is the attempt that counts."""
         holding = instance.holdings.get(request_id)
         return None if holding is None or holding.leaving else self.requests[request_id]
 
     # ---- ends and second attempts
 
-    def lost(self, request: Request, instance: Instance, why: str, kept_tokens: int = 0) -> None:
-        """An instance can't do its part. Prefilled again unless token one may be out.
+    def lost(
+        self,
+        step: StepContext,
+        request: LiveRequest,
+        instance: Instance,
+        why: str,
+        kept_tokens: int = 0,
+    ) -> None:
+        """An instance can't do its part: prefills again, unless the first token may be out.
 
-        Prefill's loss costs what has not landed at decode; decode says itself what it keeps, and
-        if it keeps anything, waits to be told what to do with it.
+        A lost prefill instance costs the KV that has not landed at decode. Decode reports how much
+        it keeps, and if it keeps anything, waits for the next attempt.
         """
         reporter: Instance | None = None if kept_tokens else instance
         if isinstance(instance, PrefillInstance):
             kept_tokens = request.landed_tokens
-        self._again(request, why, instance, reporter, kept_tokens)
+        self._again(step, request, why, instance, reporter, kept_tokens)
 
-    def take_back(self, request: Request, why: str) -> None:
-        """Prefill gets nowhere with the request: it is planned again, behind what has landed."""
-        self._again(request, why, None, None, request.landed_tokens)
+    def take_back(self, step: StepContext, request: LiveRequest, why: str) -> None:
+        """Plans a request without progress again, after the tokens that have landed."""
+        self._again(step, request, why, None, None, request.landed_tokens)
 
     def _again(
         self,
-        request: Request,
+        step: StepContext,
+        request: LiveRequest,
         why: str,
         instance: Instance | None,
         reporter: Instance | None,
         kept_tokens: int,
     ) -> None:
-        kept_tokens = min(kept_tokens, request.prompt_tokens - 1)  # token one wants the last
-        resumable = request.resumable and not request.shards  # what is spread begins anew
+        kept_tokens = min(
+            kept_tokens, request.prompt_tokens - 1
+        )  # the first output token needs the last
+        resumable = (
+            request.resumable and not request.shards
+        )  # a spread request starts from its beginning
         if request.state not in (RequestState.QUEUED, RequestState.PREFILLING):
-            self.fail(request, f"{why} after the first token", reporter, resumable=True)
+            self.fail(step, request, f"{why} after the first token", reporter, resumable=True)
         elif kept_tokens >= MIN_KEPT_TOKENS and resumable:
-            self._resume(request, why, instance, kept_tokens)
+            self._resume(step, request, why, instance, kept_tokens)
         else:
-            self.retry(request, why, reporter)
+            self.retry(step, request, why, reporter)
 
     def _resume(
-        self, request: Request, why: str, reporter: Instance | None, kept_tokens: int
+        self,
+        step: StepContext,
+        request: LiveRequest,
+        why: str,
+        reporter: Instance | None,
+        kept_tokens: int,
     ) -> None:
-        """Back to the pool's line, in its old place, to go on behind what decode keeps."""
-        if request.state is RequestState.PREFILLING:
-            request.attempts -= kept_tokens >= request.kept_tokens + MIN_KEPT_TOKENS
+        """Puts the request back in the pool's queue, to continue after its kept tokens."""
+        further = kept_tokens >= request.kept_tokens + MIN_KEPT_TOKENS
+        if request.state is RequestState.PREFILLING and further:
+            request.forgive_attempt()
         if request.attempts >= self.config.max_attempts:
-            self.retry(request, why, reporter if isinstance(reporter, PrefillInstance) else None)
+            known = reporter if isinstance(reporter, PrefillInstance) else None
+            self.retry(step, request, why, known)
             return
         decode = self.cluster.instances[request.decode_id or ""]
-        self._withdraw(request, why, reporter, but=decode)
-        self._forget_plan(request)
-        request.kept_tokens = request.landed_tokens = kept_tokens
-        request.attempt += 1
+        self._withdraw(step, request, why, reporter, but=decode)
+        request.resume(kept_tokens, step.now_s)
         pool = self.cluster.pool_of(decode)
         if pool.prefill:
             pool.predict(request)
-        self.admit(request)
-        self.record(request)
-        self.enqueue(request, pool.line)
+        step.admit(request)
+        step.record(request)
+        self.enqueue(step, request, pool.waiting)
 
-    def retry(self, request: Request, why: str, reporter: Instance | None = None) -> None:
-        """Back to the line, in its old place, unless it had all its attempts."""
+    def retry(
+        self, step: StepContext, request: LiveRequest, why: str, reporter: Instance | None = None
+    ) -> None:
+        """Puts the request back to be placed, in its old order, unless it had all its attempts."""
         if request.attempts >= self.config.max_attempts:
-            self.fail(request, f"{why}; {request.attempts} attempts were made", reporter)
+            self.fail(step, request, f"{why}; {request.attempts} attempts were made", reporter)
             return
-        self._withdraw(request, why, reporter)
-        self._forget_plan(request)
-        request.decode_id = None
-        request.shards = ()
-        request.kept_tokens = request.landed_tokens = 0
-        self.record(request)
-        self.enqueue(request, self.unplaced)
-
-    def _forget_plan(self, request: Request) -> None:
-        request.chunks = ()
-        request.chunks_done = 0
-        request.dispatched_s = None
-        request.executed_s = 0.0
-        request.running_since_s = None
-        if request.state is not RequestState.QUEUED:
-            request.advance(RequestState.QUEUED)
+        self._withdraw(step, request, why, reporter)
+        request.unplace(step.now_s)
+        step.record(request)
+        self.enqueue(step, request, self.unplaced)
 
     def fail(
         self,
-        request: Request,
+        step: StepContext,
+        request: LiveRequest,
         message: str,
         reporter: Instance | None = None,
         *,
         resumable: bool = False,
     ) -> None:
-        self.effects.append(
-            Fail(
-                request_id=request.id,
-                proxy_id=request.proxy_id,
-                message=message,
-                resumable=resumable,
-            )
-        )
-        self.end(request, RequestState.FAILED, message, reporter)
+        step.fail(request, message, resumable=resumable)
+        self.end(step, request, RequestState.FAILED, message, reporter)
 
     def end(
         self,
-        request: Request,
+        step: StepContext,
+        request: LiveRequest,
         state: RequestState,
         reason: str | None,
         reporter: Instance | None = None,
     ) -> None:
         """Forgets the request. Its holdings stay until their instances free them.
 
-        Instances are told to drop it, but for the `reporter`, who knows. Without a reason none is
-        told: each comes to its own end.
+        Instances get a cancel, except the `reporter`, which knows of the end. Without a reason no
+        instance gets one: each ends its part itself.
         """
-        self._withdraw(request, reason, reporter)
-        request.finished_s = self.now_s
+        self._withdraw(step, request, reason, reporter)
         del self.requests[request.id]
         siblings = self.by_proxy[request.proxy_id]
         del siblings[request.id]
         if not siblings:
             del self.by_proxy[request.proxy_id]
-        self.advance(request, state)
+        self.advance(step, request, state)
 
     def _withdraw(
         self,
-        request: Request,
+        step: StepContext,
+        request: LiveRequest,
         reason: str | None,
         reporter: Instance | None,
         but: Instance | None = None,
@@ -261,7 +228,7 @@ class RequestTable:
         if request.state is RequestState.QUEUED:
             self.unqueue(request)
         self.drop_tasks(request)
-        limit_s = self.now_s + self.config.release_timeout_s
+        limit_s = step.now_s + self.config.release_timeout_s
         for instance in self._instances_of(request):
             holding = instance.holdings.get(request.id)
             if holding is None or holding.leaving or instance is but:
@@ -269,11 +236,9 @@ class RequestTable:
             holding.leaving = True
             self._leaving.append((limit_s, instance, holding, request.id))
             if reason is not None and instance is not reporter:
-                self.effects.append(
-                    CancelOn(instance_id=instance.id, request_id=request.id, reason=reason)
-                )
+                step.cancel(request, instance.id, reason)
 
-    def drop_tasks(self, request: Request) -> bool:
+    def drop_tasks(self, request: LiveRequest) -> bool:
         """The request computes no more; False when it had nothing left to compute."""
         run_queue = self.run_queue_of.pop(request.id, None)
         if run_queue is None:
@@ -281,40 +246,40 @@ class RequestTable:
         run_queue.remove(request.id)
         return True
 
-    def computed(self, request: Request) -> None:
-        """All of the prompt is computed: token one is known."""
+    def computed(self, step: StepContext, request: LiveRequest) -> None:
+        """All of the prompt is computed: the first token is known."""
         if request.state is RequestState.PREFILLING:
-            self.advance(request, RequestState.TRANSFERRING)
+            self.advance(step, request, RequestState.TRANSFERRING)
 
-    def did_part(self, request: Request, instance: Instance) -> None:
+    def did_part(self, request: LiveRequest, instance: Instance) -> None:
         """A member has nothing of the request any more, which others still compute."""
         run_queue = self.run_queue_of.get(request.id)
         if run_queue is not None and isinstance(instance, PrefillInstance):
             run_queue.leave(request.id, instance)
 
-    def _instances_of(self, request: Request) -> Iterator[Instance]:
+    def _instances_of(self, request: LiveRequest) -> Iterator[Instance]:
         ids = dict.fromkeys(i for chunk in request.chunks for i in chunk.instance_ids)
-        ids.update(dict.fromkeys(request.holders))
+        ids.update(dict.fromkeys(request.kv_instance_ids))
         return (self.cluster.instances[i] for i in ids if i in self.cluster.instances)
 
     # ---- time
 
-    def expire(self) -> None:
-        """Ends requests past their deadline, and frees what instances never spoke of again."""
+    def expire(self, step: StepContext) -> None:
+        """Ends requests past their deadline, and frees holdings that no report has freed."""
         limit_s = self.config.request_timeout_s
         while self.requests:
             oldest = next(iter(self.requests.values()))
-            if self.now_s - oldest.arrival_s < limit_s:
+            if step.now_s - oldest.arrival_s < limit_s:
                 break
-            self.fail(oldest, f"the request took longer than {limit_s:g} s")
-        while self._leaving and self._leaving[0][0] <= self.now_s:
+            self.fail(step, oldest, f"the request took longer than {limit_s:g} s")
+        while self._leaving and self._leaving[0][0] <= step.now_s:
             _, instance, holding, request_id = self._leaving.popleft()
             if instance.holdings.get(request_id) is holding:
                 instance.release(request_id)
                 self.release_timeouts += 1
 
 
-def still_needs(request: Request, instance: Instance) -> bool:
+def still_needs(request: LiveRequest, instance: Instance) -> bool:
     """Whether the request can't go on without the instance, whose holding of it is the current one.
 
     A prefill instance is done with a request once its cache has landed: the request decodes.

@@ -16,11 +16,11 @@ import math
 from typing import Final
 
 from millrace.core.request import RequestState
-from millrace.core.scheduler.effects import Stalled
 from millrace.core.scheduler.events import LoadReported
 from millrace.core.scheduler.fleet.instances import PrefillInstance
 from millrace.core.scheduler.fleet.run_queue import RunQueue, Task
 from millrace.core.scheduler.request_table import RequestTable
+from millrace.core.scheduler.step_context import StepContext
 
 LEAST_S: Final = 10.0
 FACTOR: Final = 4.0
@@ -33,29 +33,30 @@ class StallWatch:
         self.stalled = 0  # requests that were taken back
         self._table = table
 
-    def heard(self, instance: PrefillInstance, event: LoadReported) -> None:
+    def heard(self, instance: PrefillInstance, event: LoadReported, now_s: float) -> None:
         """A heartbeat."""
         before, still = instance.still_since_s, event.standstill
         prepared = () if still is None else still.prepared
-        instance.still_since_s = {one: before.get(one, self._table.now_s) for one in prepared}
+        instance.still_since_s = {one: before.get(one, now_s) for one in prepared}
         instance.standstill = still
 
-    def look(self) -> None:
-        """Takes back what stalls. Whoever calls this runs a round after it."""
+    def check(self, step: StepContext) -> None:
+        """Takes stalled tasks back. The caller runs a scheduling round after it."""
         for pool in self._table.cluster.pools.values():
-            for task in [task for task in pool.run_queue.ranked if self._stalls(task)]:
-                self._take_back(task, pool.run_queue)
+            for task in [task for task in pool.run_queue.ranked if self._stalls(task, step.now_s)]:
+                self._take_back(step, task, pool.run_queue)
 
-    def _stalls(self, task: Task) -> bool:
+    @staticmethod
+    def _stalls(task: Task, now_s: float) -> bool:
         if not task.chosen:
             return False
         since_s = max((_still_since_s(task, member) for member in task.members), default=None)
-        if since_s is None or self._table.now_s - since_s <= LEAST_S:
+        if since_s is None or now_s - since_s <= LEAST_S:
             return False
         held = (one.predicted_s for member in task.members for one in member.queue)
-        return self._table.now_s - since_s > LEAST_S + FACTOR * max(held, default=0.0)
+        return now_s - since_s > LEAST_S + FACTOR * max(held, default=0.0)
 
-    def _take_back(self, task: Task, run_queue: RunQueue) -> None:
+    def _take_back(self, step: StepContext, task: Task, run_queue: RunQueue) -> None:
         if not any(request.id in run_queue.tasks for request in task.requests):
             return  # with another that stalled
         found = {request.id for request in task.requests}
@@ -69,11 +70,9 @@ class StallWatch:
         requests = [known[one] for one in sorted(found & known.keys())]
         taken = [one for one in requests if one.state is RequestState.PREFILLING]
         self.stalled += len(taken)
-        self._table.effects.append(
-            Stalled(request_ids=tuple(one.id for one in taken), waits=tuple(waits))
-        )
+        step.stalled(tuple(one.id for one in taken), tuple(waits))
         for request in taken:
-            self._table.take_back(request, "its prefill instances stood still")
+            self._table.take_back(step, request, "its prefill instances stood still")
 
 
 def _still_since_s(task: Task, member: PrefillInstance) -> float:

@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 
 from millrace.core.arithmetic import ceil_div
 from millrace.core.errors import CapacityError
-from millrace.core.scheduler.fleet.freeness import pages_needed
+from millrace.core.kv.pages import pages_of_request
 from millrace.decode.held_pages import HeldPages
 from millrace.decode.request import DecodeRequest
 from millrace.instance.host import WorkerContext
@@ -97,4 +97,4 @@ class RequestPages:
         request.pages = HeldPages()
 
     def _needed(self, spec: common_pb2.RequestSpec, new_tokens: int) -> int:
-        return pages_needed(spec.prompt_tokens, new_tokens, spec.sampling.n, self.page_tokens)
+        return pages_of_request(spec.prompt_tokens, new_tokens, spec.sampling.n, self.page_tokens)

@@ -1,9 +1,9 @@
 """A decode batch as a fluid: which requests, how far each is, how long the next steps take.
 
 Between two changes of its members a batch of n sequences takes steps whose time grows with the
-context that they read. The profile's step time is taken at both ends of a stretch, a straight line
+context that they read. The profile's step time is taken at both ends of a span, a straight line
 put between the two, and the steps done by a time follow from a quadratic: no event per token. A
-sequence that joins in the middle of a step takes part from the next one on. Very long stretches
+sequence that joins in the middle of a step takes part from the next one on. Very long spans
 are cut (`HORIZON_STEPS`), so that the straight line holds.
 
 Of sequences that are spread (`core.scheduler.fleet.kvp_placement`) a step reads what each worker
@@ -25,7 +25,7 @@ from millrace.sim.cluster.sharded_passes import held
 #: Steps that one straight line covers at most.
 HORIZON_STEPS = 512
 
-#: A stretch that adds less than this share to the context is level, at its middle's step time.
+#: A span that adds less than this share to the context is level, at its middle's step time.
 LEVEL_SHARE = 0.02
 
 _ROUNDING = 1e-6  # of a step
@@ -75,7 +75,7 @@ class Batch:
         self._since_s = 0.0
         self._step_s = 0.0  # at `_since_s`, and its growth a step
         self._slope_s = 0.0
-        self._target = 0.0  # steps at the end of the planned stretch
+        self._target = 0.0  # steps at the end of the planned span
 
     def __len__(self) -> int:
         return len(self.members)
@@ -142,7 +142,7 @@ class Batch:
     def plan(self, now_s: float, step_s: Callable[[Batch, float], float]) -> tuple[float, float]:
         """Plans the steps until the next end, from now on. The batch must not be empty.
 
-        `step_s(batch, context)` predicts a step. Returns when the stretch ends, and the seconds of
+        `step_s(batch, context)` predicts a step. Returns when the span ends, and the seconds of
         its last step.
         """
         members, ends = self.members, self._ends
@@ -163,7 +163,7 @@ class Batch:
         return now_s + steps * (first_s + slope_s * steps / 2.0), last_s
 
     def sync(self, now_s: float) -> float:
-        """Does the steps of the planned stretch up to now; returns the seconds that passed."""
+        """Does the steps of the planned span up to now; returns the seconds that passed."""
         elapsed_s = now_s - self._since_s
         self._since_s = now_s
         if not self.members or elapsed_s <= 0.0:
@@ -179,7 +179,7 @@ class Batch:
         self._since_s = now_s
 
     def cut(self, now_s: float, part: int = 1) -> float:
-        """Ends the planned stretch with the step under way, or its next 1/`part`; says when."""
+        """Ends the planned span with the step under way, or its next 1/`part`; says when."""
         self.sync(now_s)
         steps = math.ceil((self.steps - _ROUNDING) * part) / part - self.steps
         if self._target - self.steps < steps:
@@ -189,7 +189,7 @@ class Batch:
         return now_s + steps * (first_s + self._slope_s * steps / 2.0)
 
     def sync_to_end(self, now_s: float) -> float:
-        """Like `sync`, at the very end of the planned stretch."""
+        """Like `sync`, at the very end of the planned span."""
         elapsed_s = now_s - self._since_s
         self._since_s = now_s
         target = self._target

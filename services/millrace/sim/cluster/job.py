@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from millrace.core.kv.kvp_shards import Reservation
+from millrace.core.live_request import LiveRequest
 from millrace.core.request import Chunk, Request, Shard
 
 if TYPE_CHECKING:
@@ -25,6 +26,7 @@ class Job:
         "id",
         "idle_since_s",
         "isolated_s",
+        "live",
         "longest_suspension_s",
         "onboarded",
         "plan",
@@ -38,6 +40,7 @@ class Job:
         self.id = request.id
         self.plan = plan
         self.request = request
+        self.live: LiveRequest | None = None  # as the machine follows it, once it is accepted
         self.isolated_s = isolated_s
         self.attempt: Attempt | None = None
         self.attempts = 0
@@ -113,8 +116,8 @@ class Task:
         "parts",
         "signal_s",
         "signals",
+        "span",
         "started_s",
-        "stretch",
         "work_s",
     )
 
@@ -127,9 +130,9 @@ class Task:
         self.work_s = 0.0
         self.done_s = 0.0
         self.factor = 1.0
-        self.compute_s = 0.0  # true seconds of the stretches that ended
-        self.started_s: float | None = None  # of the running stretch
-        self.stretch = 0  # tells this stretch's callbacks from those of an earlier one
+        self.compute_s = 0.0  # true seconds of the spans that ended
+        self.started_s: float | None = None  # of the running span
+        self.span = 0  # tells this span's callbacks from those of an earlier one
         self.signal_s: float | None = None  # since when it is to stop
         self.signals = 0
 
@@ -139,9 +142,11 @@ class Task:
         return [(chunk.num_tokens, chunk.start_token) for _, chunk in self.parts]
 
     @property
-    def heads_all(self) -> bool:
-        """Whether all members want to run it."""
-        return all(member.queue and member.queue[0] is self for member in self.members)
+    def can_start(self) -> bool:
+        """Whether the chunks before it are computed, and nobody has given its requests up."""
+        return all(
+            attempt.done == chunk.index and not attempt.closed for attempt, chunk in self.parts
+        )
 
     def is_of(self, attempt: Attempt) -> bool:
         """Whether it has nothing else to compute than this request's."""

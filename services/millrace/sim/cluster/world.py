@@ -26,8 +26,8 @@ class World:
     __slots__ = (
         "clock",
         "finished",
-        "holders",
         "jobs",
+        "kvp_workers",
         "outbox",
         "rng",
         "spec",
@@ -44,8 +44,8 @@ class World:
         self.jobs: dict[str, Job] = {}
         self.outbox: list[Event] = []
         self.finished: Callable[[Job], None] = _nobody
-        #: Of requests that the scheduler spread: who holds shards for the home, with their lives.
-        self.holders: dict[str, dict[str, int]] = {}
+        #: Of requests that the scheduler spread, the KVP workers and their generations.
+        self.kvp_workers: dict[str, dict[str, int]] = {}
 
     def noise(self) -> float:
         """True over predicted seconds of one piece of work; its mean is 1."""
@@ -71,35 +71,37 @@ class World:
                 generated_tokens=job.plan.output_tokens,
             )
         )
-        for holder_id in list(self.holders.get(job.id, ())):
-            self.let_go(holder_id, job.id)
+        for worker_id in list(self.kvp_workers.get(job.id, ())):
+            self.let_go(worker_id, job.id)
 
-    def held_at(self, holder_id: str, generation: int) -> list[str]:
+    def held_at(self, worker_id: str, generation: int) -> list[str]:
         """Requests of which this life of an instance holds a shard for the home."""
-        return [name for name, held in self.holders.items() if held.get(holder_id) == generation]
+        return [
+            name for name, held in self.kvp_workers.items() if held.get(worker_id) == generation
+        ]
 
-    def forget_holder(self, holder_id: str) -> None:
+    def forget_worker(self, worker_id: str) -> None:
         """The instance has died with all the shards that it held."""
-        for held in self.holders.values():
-            held.pop(holder_id, None)
-        self.holders = {name: held for name, held in self.holders.items() if held}
+        for held in self.kvp_workers.values():
+            held.pop(worker_id, None)
+        self.kvp_workers = {name: held for name, held in self.kvp_workers.items() if held}
 
-    def let_go(self, holder_id: str, request_id: str) -> None:
+    def let_go(self, worker_id: str, request_id: str) -> None:
         """The instance drops the shard that it holds of the request, if it does."""
-        held = self.holders.get(request_id, {})
-        generation = held.pop(holder_id, None)
+        held = self.kvp_workers.get(request_id, {})
+        generation = held.pop(worker_id, None)
         if generation is None:
             return
         if not held:
-            del self.holders[request_id]
+            del self.kvp_workers[request_id]
         self.outbox.append(
-            RequestReleased(instance_id=holder_id, generation=generation, request_id=request_id)
+            RequestReleased(instance_id=worker_id, generation=generation, request_id=request_id)
         )
 
     def check_empty(self) -> None:
         """Raises IntegrityError when anybody still holds shards."""
-        if self.holders:
-            raise IntegrityError(f"shards are still held: {self.holders}")
+        if self.kvp_workers:
+            raise IntegrityError(f"shards are still held: {self.kvp_workers}")
 
     def left_batch(self, instance_id: str, sequence: Sequence) -> None:
         """A sequence left its batch, ended or not."""

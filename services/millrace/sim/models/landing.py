@@ -21,7 +21,7 @@ class Landing:
         self._times = times
         self._transfers = transfers
 
-    def tell(self, attempt: Attempt) -> None:
+    def report(self, attempt: Attempt) -> None:
         """Says what has landed of the attempt, which is still open."""
         decode, chunks = attempt.decode, attempt.chunks
         if decode is None or not decode.alive or attempt.done == len(chunks):

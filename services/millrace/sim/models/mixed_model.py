@@ -21,9 +21,9 @@ from millrace.core.arithmetic import ceil_div
 from millrace.core.cost.operators import BatchShape
 from millrace.core.errors import IntegrityError
 from millrace.core.instance.packing import Packer, PassModel
+from millrace.core.live_request import LiveRequest
 from millrace.core.priority import POLICIES
 from millrace.core.priority.lars import relative_slack
-from millrace.core.request import Request
 from millrace.core.scheduler import events
 from millrace.sim.cluster.batch import Batch
 from millrace.sim.cluster.job import Job
@@ -38,21 +38,14 @@ class Prefill:
     __slots__ = ("done", "job", "request")
 
     def __init__(self, job: Job) -> None:
-        given = job.request
+        given = job.live
+        assert given is not None  # the machine has accepted it
         self.job = job
         self.done = 0  # tokens computed
         # The instance's own copy: `executed_s` advances here chunk by chunk.
-        self.request = Request(
-            id=given.id,
-            proxy_id=given.proxy_id,
-            prompt_tokens=given.prompt_tokens,
-            max_new_tokens=given.max_new_tokens,
-            slo=given.slo,
-            arrival_s=given.arrival_s,
-            order=given.order,
-            predicted_prefill_s=given.predicted_prefill_s,
-            deadline_s=given.deadline_s,
-        )
+        self.request = LiveRequest(given.spec)
+        self.request.accept(given.order, given.deadline_s)
+        self.request.predict(given.predicted_prefill_s, 0.0)
 
     def degree(self, tokens: int) -> int:
         """Workers that take part in a chunk of so many tokens."""
@@ -264,7 +257,7 @@ class MixedPool:
         if prefill.done < request.prompt_tokens:
             job.idle_since_s = self._clock.now_s
             share = self._alone_s(prefill.done) / self._alone_s(request.prompt_tokens)
-            request.executed_s = request.predicted_prefill_s * share
+            request.suspend(request.predicted_prefill_s * share)
             return
         del instance.prefills[job.id]
         instance.ranked = None

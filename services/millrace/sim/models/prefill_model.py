@@ -1,13 +1,17 @@
-"""Prefill instances and their groups: order, gang starts, preemption, what they hold.
+"""Prefill instances and their groups: commands, spans of computing, what the instances hold.
 
-What an instance does is fixed by `effects.RunPrefill`, `Order` and `CancelOn`. How long work takes,
-where it may stop (FlowPrefill sections 5.1 and 6.4: blocking time) and what a growing group adds to
-it come from `prefill_work`.
+`effects.RunPrefill`, `Order` and `CancelOn` say what an instance does. The rule of live instances
+picks what runs and starts and stops groups (`prefill_instance`). How long work takes, where it may
+stop (FlowPrefill sections 5.1 and 6.4: blocking time) and what a growing group adds to it come from
+`prefill_work`.
 """
 
 from __future__ import annotations
 
+from collections import deque
+
 from millrace.core.errors import IntegrityError
+from millrace.core.instance.stop_point import StopPoint
 from millrace.core.request import Chunk
 from millrace.core.scheduler import events
 from millrace.core.scheduler.effects import CancelOn, ChunkRef, Order, RunPrefill
@@ -30,6 +34,7 @@ class PrefillPool:
         self._tally = world.tally
         self._decode = decode
         self._granularity = world.spec.scheduler.preemption
+        self._finest = StopPoint.of(self._granularity)
         self._times = PrefillTimes(world.spec.profile, world.spec.max_chunk_tokens)
         self._balancing = Balancing(world.spec, self._times)
         self._transfers = Transfers(world.spec, world.clock, world.tally, self._landed)
@@ -53,7 +58,7 @@ class PrefillPool:
         for task in attempt.tasks:
             if instance.id in task.parts[0][1].instance_ids:
                 task.members.append(instance)
-                instance.queue.append(task)
+                instance.add(task)
         self.changed[instance] = None
 
     def order(self, instance: PrefillInstance, effect: Order) -> None:
@@ -71,7 +76,7 @@ class PrefillPool:
                 task = self._batch(instance, refs)
             if task is not None and not task.finished:
                 queue.append(task)
-        instance.queue = list(dict.fromkeys(queue))
+        instance.order(queue)
         self.changed[instance] = None
 
     def _batch(self, instance: PrefillInstance, refs: tuple[ChunkRef, ...]) -> Task | None:
@@ -90,12 +95,13 @@ class PrefillPool:
         task = parts[0][0].tasks[parts[0][1].index]
         if task.parts == parts:
             return task
-        members = task.members
-        task = Task(parts)
-        task.members = list(members)
+        batch = Task(parts)
+        batch.members = list(task.members)
         for attempt, chunk in parts:
-            attempt.tasks[chunk.index] = task
-        return task
+            instance.remove(attempt.tasks[chunk.index])
+            attempt.tasks[chunk.index] = batch
+        instance.add(batch)
+        return batch
 
     def cancel(self, instance: PrefillInstance, effect: CancelOn) -> None:
         """Drops the request, at the next boundary if it runs."""
@@ -129,11 +135,11 @@ class PrefillPool:
         job_id = attempt.job.id
         del instance.held[job_id]
         del attempt.holders[instance]
-        if any(not task.finished for task in attempt.tasks):
-            instance.queue = [t for t in instance.queue if not t.is_of(attempt)]
-            for task in instance.queue:
-                if len(task.parts) > 1:
-                    self._leave_batch(task, attempt)
+        for task in attempt.tasks:
+            if task.is_of(attempt):
+                instance.remove(task)
+            elif not task.finished:
+                self._leave_batch(task, attempt)
         self.changed[instance] = None
         self._world.outbox.append(
             events.RequestReleased(
@@ -147,48 +153,61 @@ class PrefillPool:
     # ---- what runs
 
     def settle(self) -> None:
-        """Starts and stops what the queues of the `changed` instances ask for."""
+        """Starts and stops what the rules of the `changed` instances ask for."""
+        self._exchange()
         changed, self.changed = self.changed, {}
         for instance in changed:
             if not instance.alive:
                 continue
-            running, queue = instance.running, instance.queue
+            running = instance.running
             if running is not None:
-                self._steer(running, bool(queue) and queue[0] is running)
-            elif queue:
-                self._try_start(queue[0])
-                if instance.running is None and instance.waits_since_s is None:
+                self._steer(running, instance)
+            elif instance.tasks:
+                task = instance.take_next()
+                if task is not None:
+                    self._take_up(task, instance)
+                    self._start(task)
+                elif instance.waits_since_s is None:
                     instance.waits_since_s = self._clock.now_s
+            if instance.rule.outgoing:
+                self.changed[instance] = None
 
-    def _steer(self, running: Task, is_head: bool) -> None:
+    def _exchange(self) -> None:
+        """Brings the messages of groups' members to each other."""
+        senders = deque(self.changed)
+        while senders:
+            sender = senders.popleft()
+            outgoing = sender.rule.outgoing
+            while outgoing:
+                receiver_id, payload = outgoing.popleft()
+                receiver = self.instances.get(receiver_id)
+                if receiver is not None and receiver.alive and sender.alive:
+                    receiver.rule.receive(sender.id, payload)
+                    self.changed[receiver] = None
+                    senders.append(receiver)
+
+    def _steer(self, running: Task, instance: PrefillInstance) -> None:
         if running.signal_s is None:
-            if not is_head:
+            if instance.wants_other:
                 self._signal(running)
-        elif is_head and running.heads_all and not any(p[0].closed for p in running.parts):
+        elif len(running.members) == 1 and not instance.wants_other:
             running.signal_s = None  # taken back before it took effect
             running.signals += 1
 
-    def _try_start(self, task: Task) -> None:
-        members = task.members
-        if len(members) < len(task.parts[0][1].instance_ids):
-            return
-        for member in members:
-            if member.running is not None or not member.queue or member.queue[0] is not task:
-                return
-        for attempt, chunk in task.parts:
-            if attempt.done != chunk.index or attempt.closed:
-                return
-        self._start(task)
+    def _take_up(self, task: Task, first: PrefillInstance) -> None:
+        """`first` runs the task from now on; so do the other members."""
+        for member in task.members:
+            if member is not first and member.take_next() is not task:
+                raise IntegrityError(f"{member.id} does not start what {first.id} starts")
 
     def _start(self, task: Task) -> None:
         now_s = self._clock.now_s
         if not task.begun:
             self._begin(task)
         task.started_s = now_s
-        task.stretch += 1
+        task.span += 1
         timeline = self._world.timeline
         for member in task.members:
-            member.running = task
             if member.waits_since_s is not None:
                 if timeline is not None:
                     index = task.parts[0][0].job.plan.index
@@ -206,7 +225,7 @@ class PrefillPool:
                 job.first_start_s = now_s
             self._say(events.ChunkStarted, task, attempt, chunk)
         end_s = now_s + (task.work_s - task.done_s) * task.factor
-        self._clock.at(end_s, self._ended, (task, task.stretch))
+        self._clock.at(end_s, self._ended, (task, task.span))
 
     def _begin(self, task: Task) -> None:
         task.begun = True
@@ -240,16 +259,18 @@ class PrefillPool:
         # Balancing comes on top of the profile's seconds: a stop in that rest is at the very end.
         if boundary_s < task.work_s - 1e-12 and position_s <= boundary_s:
             stop_s = now_s + (boundary_s - position_s) * task.factor
-            self._clock.at(stop_s, self._stopped, (task, task.stretch, task.signals, boundary_s))
+            self._clock.at(stop_s, self._stopped, (task, task.span, task.signals, boundary_s))
 
     def _stopped(self, what: tuple[Task, int, int, float]) -> None:
-        task, stretch, signals, boundary_s = what
-        if task.started_s is None or task.stretch != stretch or task.signals != signals:
+        task, span, signals, boundary_s = what
+        if task.started_s is None or task.span != span or task.signals != signals:
             return
         task.done_s = boundary_s
-        self._end_stretch(task)
+        self._end_span(task)
         now_s = self._clock.now_s
         self._tally.preemptions += not all(attempt.closed for attempt, _ in task.parts)
+        for member in task.members:
+            member.leave(task)
         for attempt, chunk in task.parts:
             attempt.job.idle_since_s = now_s
             if not attempt.closed:
@@ -257,17 +278,14 @@ class PrefillPool:
         self._let_go(task)
 
     def _ended(self, what: tuple[Task, int]) -> None:
-        task, stretch = what
-        if task.started_s is None or task.stretch != stretch:
+        task, span = what
+        if task.started_s is None or task.span != span:
             return
         task.finished = True
         self._tally.chunks += 1
-        self._end_stretch(task)
+        self._end_span(task)
         for member in task.members:
-            if member.queue and member.queue[0] is task:
-                del member.queue[0]
-            elif task in member.queue:
-                member.queue.remove(task)
+            member.remove(task)
         for attempt, chunk in task.parts:
             self._tally.prefill_tokens += chunk.num_tokens
             attempt.job.idle_since_s = self._clock.now_s
@@ -298,7 +316,7 @@ class PrefillPool:
                 self._decode.only_token(attempt)
                 self._landed(attempt)
 
-    def _end_stretch(self, task: Task) -> None:
+    def _end_span(self, task: Task) -> None:
         now_s, started_s = self._clock.now_s, task.started_s
         assert started_s is not None
         spent_s = now_s - started_s
@@ -311,7 +329,6 @@ class PrefillPool:
         self._tally.busy("prefill", spent_s * len(task.members))
         timeline = self._world.timeline
         for member in task.members:
-            member.running = None
             self.changed[member] = None
             if timeline is not None:
                 index = task.parts[0][0].job.plan.index
@@ -340,7 +357,7 @@ class PrefillPool:
     # ---- lives
 
     def join(self, instance_id: str, generation: int, node: str) -> None:
-        self.instances[instance_id] = PrefillInstance(instance_id, generation, node)
+        self.instances[instance_id] = PrefillInstance(instance_id, generation, node, self._finest)
 
     def leave(self, instance: PrefillInstance) -> None:
         """It dies: what it held is gone, and groups that it was part of stop."""
@@ -348,17 +365,20 @@ class PrefillPool:
         running = instance.running
         for attempt in list(instance.held.values()):
             if not attempt.closed:
-                self._landing.tell(attempt)
+                self._landing.report(attempt)
             self._close(attempt)
             del attempt.holders[instance]
         instance.held.clear()
         instance.cancelled.clear()
         if running is not None:
-            self._end_stretch(running)
+            self._end_span(running)
             for attempt, _ in running.parts:
                 attempt.job.idle_since_s = self._clock.now_s
+            for member in running.members:
+                if member is not instance:
+                    member.leave(running)
             self._let_go(running)
-        instance.queue.clear()
+        instance.tasks.clear()
 
     def is_idle(self, instance: PrefillInstance) -> bool:
         """Whether it holds nothing, so that a draining one may go."""
@@ -367,10 +387,10 @@ class PrefillPool:
     def check_empty(self) -> None:
         """Raises IntegrityError when an instance holds anything."""
         for instance in self.instances.values():
-            if instance.alive and (instance.held or instance.queue or instance.running):
+            if instance.alive and (instance.held or instance.tasks):
                 raise IntegrityError(
                     f"{instance.id} still holds {sorted(instance.held)}, "
-                    f"{len(instance.queue)} tasks are queued"
+                    f"{len(instance.tasks)} tasks are queued"
                 )
 
     def _say(self, kind: type, task: Task, attempt: Attempt, chunk: Chunk, **more: object) -> None:

@@ -11,7 +11,7 @@ Kind = Literal["prefill", "decode", "idle wait", "blocked"]
 
 @dataclass(frozen=True, slots=True)
 class Block:
-    """One stretch of one instance's time, in simulated seconds."""
+    """One span of one instance's time, in simulated seconds."""
 
     instance_id: str
     start_s: float
@@ -35,7 +35,7 @@ class Timeline:
     def block(
         self, instance_id: str, start_s: float, end_s: float, request_index: int, kind: Kind
     ) -> None:
-        """Notes one stretch; what lies outside the window is cut off."""
+        """Notes one span; what lies outside the window is cut off."""
         start_s, end_s = max(start_s, self._start_s), min(end_s, self._end_s)
         if start_s >= end_s:
             return

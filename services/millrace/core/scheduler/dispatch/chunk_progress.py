@@ -1,12 +1,11 @@
-"""What prefill instances say of the chunks that they compute.
+"""Reports of prefill instances about the chunks that they compute.
 
-Of a group the leader speaks. A chunk's task leaves the board when it is finished, and a request
-whose last chunk is finished has its token one.
-"""
+The leader reports for its group. A chunk's task leaves the run queue when it is finished. A request
+whose last chunk is finished has its first token."""
 
 from __future__ import annotations
 
-from millrace.core.request import Request
+from millrace.core.live_request import LiveRequest
 from millrace.core.scheduler import events
 from millrace.core.scheduler.dispatch.dispatcher import Dispatcher
 from millrace.core.scheduler.event_filter import EventFilter
@@ -14,6 +13,7 @@ from millrace.core.scheduler.fleet.cluster import ANYONE
 from millrace.core.scheduler.fleet.instances import DecodeInstance
 from millrace.core.scheduler.fleet.run_queue import Task
 from millrace.core.scheduler.request_table import RequestTable
+from millrace.core.scheduler.step_context import StepContext
 
 _OfChunk = events.ChunkStarted | events.ChunkSuspended | events.ChunkFinished
 
@@ -28,41 +28,38 @@ class ChunkProgress:
         self._dispatcher = dispatcher
         self._event_filter = event_filter
 
-    def started(self, event: events.ChunkStarted) -> None:
-        found = self._task_of(event)
+    def started(self, step: StepContext, event: events.ChunkStarted) -> None:
+        found = self._task_of(step, event)
         if found is not None:
             task, request = found
             if task.started_s is None:
-                task.started_s = self._table.now_s
-            if request.running_since_s is None:
-                request.running_since_s = self._table.now_s
+                task.started_s = step.now_s
+            request.start_chunk(step.now_s)
 
-    def suspended(self, event: events.ChunkSuspended) -> None:
-        found = self._task_of(event)
+    def suspended(self, step: StepContext, event: events.ChunkSuspended) -> None:
+        found = self._task_of(step, event)
         if found is not None:
             task, request = found
             task.executed_s = event.compute_s
-            task.started_s = request.running_since_s = None
-            request.executed_s = self._executed_s(request) + event.compute_s
+            task.started_s = None
+            request.suspend(self._executed_s(request) + event.compute_s)
 
-    def finished(self, event: events.ChunkFinished) -> None:
-        found = self._task_of(event)
+    def finished(self, step: StepContext, event: events.ChunkFinished) -> None:
+        found = self._task_of(step, event)
         if found is None:
             return
         task, request = found
         run_queue = self._table.run_queue_of[request.id]
         done = run_queue.finish(task, request)
-        request.chunks_done = event.chunk_index + 1
-        request.executed_s = self._executed_s(request)
-        request.running_since_s = None
+        request.finish_chunk(event.chunk_index, self._executed_s(request))
         if request.chunks_done == len(request.chunks):
             self._table.run_queue_of.pop(request.id)
-            self._table.computed(request)
+            self._table.computed(step, request)
         if done:
             self._learn(task, request, event.compute_s)
-            self._dispatcher.dispatch()
+            self._dispatcher.dispatch(step)
 
-    def _learn(self, task: Task, request: Request, compute_s: float) -> None:
+    def _learn(self, task: Task, request: LiveRequest, compute_s: float) -> None:
         """Corrects what is predicted of the leader. Batches are predicted on the safe side."""
         if task.batched:
             return
@@ -71,16 +68,16 @@ class ChunkProgress:
         for known, name in ((cluster.corrections, leader.id), (pool.corrections, ANYONE)):
             known.observe(name, task.band, predicted_s=task.modelled_s, observed_s=compute_s)
         if task.is_alone and not task.executed_s:
-            request.computed_alone_s = compute_s
+            request.computed_in_one_span(compute_s)
             self._table.learn_on_top(request)
 
-    def _task_of(self, event: _OfChunk) -> tuple[Task, Request] | None:
-        """The task the event speaks of, if its leader speaks and the request still needs it."""
+    def _task_of(self, step: StepContext, event: _OfChunk) -> tuple[Task, LiveRequest] | None:
+        """The task that the event means, if its leader reports and the request still needs it."""
         instance = self._event_filter.current(event)
         if instance is None:
             return None
         if isinstance(instance, DecodeInstance) and instance.card.role == "mixed":
-            self._mixed_said(event, instance)
+            self._mixed_reported(step, event, instance)
             return None
         run_queue = self._table.run_queue_of.get(event.request_id)
         if run_queue is not None:
@@ -90,15 +87,15 @@ class ChunkProgress:
         self._event_filter.ignored += 1
         return None
 
-    def _mixed_said(self, event: _OfChunk, instance: DecodeInstance) -> None:
-        """A mixed instance orders its own work: only the end of a prefill matters here."""
+    def _mixed_reported(self, step: StepContext, event: _OfChunk, instance: DecodeInstance) -> None:
+        """Notes the end of a prefill; a mixed instance orders its own work."""
         request = self._table.served(event.request_id, instance)
         if isinstance(event, events.ChunkFinished) and request is not None:
-            self._table.computed(request)
+            self._table.computed(step, request)
         else:
             self._event_filter.ignored += request is None
 
-    def _executed_s(self, request: Request) -> float:
+    def _executed_s(self, request: LiveRequest) -> float:
         """Predicted seconds of the request's finished chunks."""
         left = self._table.run_queue_of[request.id].tasks.get(request.id, ())
         return request.predicted_prefill_s - sum(task.predicted_s for task in left)

@@ -1,64 +1,65 @@
-"""Where requests are placed: at the decode instance that is their home, or spread from there.
+"""Places requests at a decode instance, the KV owner, and spreads long ones from there.
 
-The freest instance that has room (`decode_placement`), the best request of the line first; or the
-one that has most of the prompt in its prefix cache, if that saves much of the prefill. What one
-instance may not or can not hold is spread (`spreading`).
-"""
+The best request in the queue is placed first. It gets the freest instance that has room
+(`fleet.freeness`), or the instance that has most of the prompt in its prefix cache, if that saves
+much of the prefill. A request that no single instance may or can hold is spread over several
+(`fleet.kvp_placement`)."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Collection
 from typing import NamedTuple
 
-from millrace.core.request import Chunk, Request, Shard
-from millrace.core.scheduler.effects import Place
+from millrace.core.live_request import LiveRequest
+from millrace.core.request import Chunk, Shard
 from millrace.core.scheduler.fleet.cluster import Pool
 from millrace.core.scheduler.fleet.freeness import freest
 from millrace.core.scheduler.fleet.instances import DecodeInstance, PrefillInstance
 from millrace.core.scheduler.fleet.run_queue import Rank
 from millrace.core.scheduler.request_table import MIN_KEPT_TOKENS, RequestTable
+from millrace.core.scheduler.step_context import StepContext
 
-#: So many requests at the head may wait for decode instances' pages while later ones go ahead.
-#: Each keeps one instance's pages to itself until it fits (those of all its holders, if it is to be
-#: spread), so that smaller ones pass it on other instances only: a large request is never starved,
+#: This many requests at the head may wait for decode instances' pages while later ones go ahead.
+#: Each reserves the pages of one instance until it fits (of all its instances, if it is to be
+#: spread), so smaller requests pass it on other instances only. A large request is never starved,
 #: and does not stop the whole fleet either.
 MAX_WAITING = 4
 
-#: A prefix cache decides where a request is placed from this share of its prefill on.
+#: A prefix cache decides where a request is placed if it saves at least this share of the prefill.
 LEAST_SAVING = 0.1
 
 #: Sends a placed request its chunks, with the pages that they take at prefill instances.
-Send = Callable[[Request, tuple[Chunk, ...], dict[str, int]], None]
+Send = Callable[[StepContext, LiveRequest, tuple[Chunk, ...], dict[str, int]], None]
 
 
 class _Fitting(NamedTuple):
-    """Where a request fits once others left: at some of `homes` alone, or spread over `spread`."""
+    """Where a request fits once others left: at one of `owners`, or over a pool of `spread`."""
 
-    homes: list[DecodeInstance]
+    owners: list[DecodeInstance]
     spread: list[Pool]
 
 
 class _Spot(NamedTuple):
     """Where a request has room now."""
 
-    home: DecodeInstance
+    owner: DecodeInstance
     shards: tuple[Shard, ...] = ()
-    kept_tokens: int = 0  # that the home takes out of its prefix cache
+    kept_tokens: int = 0  # that the KV owner takes out of its prefix cache
 
 
 class DecodePlacement:
-    """Places the requests of the line `unplaced`."""
+    """Places the requests of the queue `unplaced`."""
 
     def __init__(self, table: RequestTable, send: Send) -> None:
         self._table = table
         self._cluster = table.cluster
         self._send = send
 
-    def place(self) -> None:
-        """All that has room now."""
+    def place(self, step: StepContext) -> None:
+        """Places all requests that have room now."""
         unplaced = self._table.unplaced
         if not self._table.policy.static and len(unplaced) > 1:
-            self._table.rerank_unplaced()
+            self._table.rerank_unplaced(step.now_s)
         pools = self._cluster.ready_pools()
         reserved: set[str] = set()
         index = waiting = 0
@@ -67,68 +68,76 @@ class DecodePlacement:
             fitting = _fitting(request, pools)
             spot = self._spot(request, fitting, reserved)
             if spot is not None:
-                self._place(request, spot)
+                self._place(step, request, spot)
                 continue
             reserved.update(_kept(request, fitting, reserved))
             # What fits nowhere (its instance died, or still holds an earlier attempt) blocks none.
-            fits = any(home.could_hold(request) for home in fitting.homes)
+            fits = any(owner.could_hold(request) for owner in fitting.owners)
             waiting += fits or bool(fitting.spread)
             index += 1
 
-    def has_room(self, request: Request) -> bool:
+    def has_room(self, request: LiveRequest) -> bool:
         """Whether the request has room anywhere now."""
         fitting = _fitting(request, self._cluster.ready_pools())
         return self._spot(request, fitting, ()) is not None
 
-    def _spot(self, request: Request, fitting: _Fitting, reserved: Collection[str]) -> _Spot | None:
-        homes = fitting.homes
+    def _spot(
+        self, request: LiveRequest, fitting: _Fitting, reserved: Collection[str]
+    ) -> _Spot | None:
+        owners = fitting.owners
         if reserved:
-            homes = [one for one in homes if one.id not in reserved]
+            owners = [one for one in owners if one.id not in reserved]
 
         def able(one: DecodeInstance) -> bool:
             return one.could_hold(request) and one.has_room(request)
 
         if request.prefix_hashes and not request.attempt:
-            spot = self._keeper(request, homes, able)
+            spot = self._keeper(request, owners, able)
         else:
-            home = freest(homes, able)
-            spot = None if home is None else _Spot(home)
+            owner = freest(owners, able)
+            spot = None if owner is None else _Spot(owner)
         if spot is not None:
             return spot
         for pool in fitting.spread:
-            shards = pool.kvp_placement.find(request, pool.homes(), reserved)
+            shards = pool.kvp_placement.find(request, pool.kv_owners(), reserved)
             if shards:
                 return _Spot(pool.decode[shards[0].worker_id], shards)
         return None
 
     def _keeper(
-        self, request: Request, homes: list[DecodeInstance], able: Callable[[DecodeInstance], bool]
+        self,
+        request: LiveRequest,
+        owners: list[DecodeInstance],
+        able: Callable[[DecodeInstance], bool],
     ) -> _Spot | None:
         """The instance whose prefix cache saves most, or the freest where none saves much."""
-        best = home = freest(homes, able)
-        if best is None or home is None:
+        best = owner = freest(owners, able)
+        if best is None or owner is None:
             return None
         if request.choices > 1 or not request.resumable:  # nothing is kept for such
-            return _Spot(home)
-        kept = self._kept_tokens(request, homes, able)
-        most, at_home = max(kept.values(), default=0), kept.get(home.id, 0)
-        if most > at_home:
-            best = freest(one for one in homes if kept.get(one.id) == most) or home
+            return _Spot(owner)
+        kept = self._kept_tokens(request, owners, able)
+        most, at_owner = max(kept.values(), default=0), kept.get(owner.id, 0)
+        if most > at_owner:
+            best = freest(one for one in owners if kept.get(one.id) == most) or owner
             pool = self._cluster.pool_of(best)
-            saved_s = pool.rest_s(request, at_home) - pool.rest_s(request, most)
+            saved_s = pool.rest_s(request, at_owner) - pool.rest_s(request, most)
             if saved_s < LEAST_SAVING * pool.rest_s(request, 0):
-                best = home
+                best = owner
         return _Spot(best, kept_tokens=kept.get(best.id, 0))
 
     def _kept_tokens(
-        self, request: Request, homes: list[DecodeInstance], able: Callable[[DecodeInstance], bool]
+        self,
+        request: LiveRequest,
+        owners: list[DecodeInstance],
+        able: Callable[[DecodeInstance], bool],
     ) -> dict[str, int]:
         """By able instance, what is worth keeping: more than prefill's caches have, for a plain
         decode instance would have to send its own there first. Others have no entry."""
         hashes, length = request.prefix_hashes, request.prompt_tokens
         at_prefill: dict[str, int] = {}  # by model, most
         kept: dict[str, int] = {}
-        for one in homes:
+        for one in owners:
             tokens = one.prefixes.tokens(hashes, length)
             full = one.sequences >= one.card.max_batch
             if tokens < MIN_KEPT_TOKENS or full or not able(one):
@@ -145,86 +154,75 @@ class DecodePlacement:
                 kept[one.id] = tokens
         return kept
 
-    def _place(self, request: Request, spot: _Spot) -> None:
-        table, home = self._table, spot.home
-        pool = self._cluster.pool_of(home)
+    def _place(self, step: StepContext, request: LiveRequest, spot: _Spot) -> None:
+        table, owner = self._table, spot.owner
+        pool = self._cluster.pool_of(owner)
         table.unqueue(request)
         self._hold(request, spot)
-        request.decode_id = home.id
-        request.shards = spot.shards
-        request.kept_tokens = request.landed_tokens = spot.kept_tokens
-        request.attempt += 1
+        request.place(owner.id, spot.shards, spot.kept_tokens)
         if request.attempt > 1 or spot.kept_tokens or len(self._cluster.pools) > 1:
             pool.predict(request)  # by the pool that it goes to: it may be another one now
-        table.effects.append(
-            Place(
-                request_id=request.id,
-                proxy_id=request.proxy_id,
-                decode_id=home.id,
-                predicted_ttft_s=self._predicted_ttft_s(request, pool),
-            )
-        )
-        table.admit(request)
-        table.record(request)
-        if home.card.role != "mixed":
-            table.enqueue(request, pool.line)
+        step.place(request, owner.id, self._predicted_ttft_s(request, pool, step.now_s))
+        step.admit(request)
+        step.record(request)
+        if owner.card.role != "mixed":
+            table.enqueue(step, request, pool.waiting)
         else:
             kept = spot.kept_tokens
             whole = Chunk(
                 index=0,
                 start_token=kept,
                 num_tokens=request.prompt_tokens - kept,
-                instance_ids=(home.id,),
+                instance_ids=(owner.id,),
             )
-            self._send(request, (whole,), {})
+            self._send(step, request, (whole,), {})
 
-    def _hold(self, request: Request, spot: _Spot) -> None:
-        spot.home.hold(request, *spot.shards[:1])
+    def _hold(self, request: LiveRequest, spot: _Spot) -> None:
+        spot.owner.hold(request, *spot.shards[:1])
         for shard in spot.shards[1:]:
             holder = self._cluster.instances[shard.worker_id]
             assert not isinstance(holder, PrefillInstance)  # those hold no shards
             holder.hold_shard(request.id, shard)
 
-    def _predicted_ttft_s(self, request: Request, pool: Pool) -> float:
-        """Work that goes before the request, its own, and what comes on top of computing.
+    def _predicted_ttft_s(self, request: LiveRequest, pool: Pool, now_s: float) -> float:
+        """Seconds of the work before the request, of its own work, and on top of computing.
 
-        With nobody in the pool's line before it, it goes to the instance with the least such work;
-        else that of the line and of all instances is taken to be shared evenly.
+        With no request before it in the pool's queue, it goes to the instance with the least work
+        before it. Else the work of the queue and of all instances is taken to be shared evenly.
         """
         own_s = request.predicted_prefill_s + pool.on_top.seconds(request.prompt_tokens)
-        if not pool.line and any(not prefill.queue for prefill in pool.prefill.values()):
+        if not pool.waiting and any(not prefill.queue for prefill in pool.prefill.values()):
             return own_s
-        table, now_s = self._table, self._table.now_s
-        key = table.keys([request], len(pool.prefill))[request.id]
+        key = self._table.keys([request], now_s, len(pool.prefill))[request.id]
         rank: Rank = (key, request.order, 0)
         ahead_s = [
             pool.run_queue.ahead_s(prefill, rank, now_s) for prefill in pool.prefill.values()
         ] or [0.0]
-        line_s = pool.line.work_before_s(key, request.order)
-        return own_s + ((sum(ahead_s) + line_s) / len(ahead_s) if line_s else min(ahead_s))
+        queued_s = pool.waiting.work_before_s(key, request.order)
+        return own_s + ((sum(ahead_s) + queued_s) / len(ahead_s) if queued_s else min(ahead_s))
 
 
-def _fitting(request: Request, pools: list[Pool]) -> _Fitting:
+def _fitting(request: LiveRequest, pools: list[Pool]) -> _Fitting:
     found: list[DecodeInstance] = []
     spread: list[Pool] = []
     for pool in pools:
         if not pool.could_prefill(request):
             continue
-        homes = pool.homes()
-        if not pool.kvp_placement.wanted(request, homes):
-            found += homes
-        elif pool.kvp_placement.could_hold(request, homes):
+        owners = pool.kv_owners()
+        if not pool.kvp_placement.wanted(request, owners):
+            found += owners
+        elif pool.kvp_placement.could_hold(request, owners):
             spread.append(pool)
     return _Fitting(found, spread)
 
 
-def _kept(request: Request, fitting: _Fitting, reserved: Collection[str]) -> tuple[str, ...]:
+def _kept(request: LiveRequest, fitting: _Fitting, reserved: Collection[str]) -> tuple[str, ...]:
     """Instances whose pages the request keeps to itself while it waits."""
-    open_to = (one for one in fitting.homes if one.id not in reserved)
+    open_to = (one for one in fitting.owners if one.id not in reserved)
     free = [one for one in open_to if one.could_hold(request)]
     if free:
         return (max(free, key=lambda one: (one.open_pages, one.id)).id,)
     for pool in fitting.spread:
-        if kept := pool.kvp_placement.kept(request, pool.homes(), reserved):
+        if kept := pool.kvp_placement.kept(request, pool.kv_owners(), reserved):
             return kept
     return ()

@@ -1,9 +1,9 @@
-"""Scheduling rounds: places requests at decode, sends placed ones to prefill, says who runs.
+"""Scheduling rounds: place requests at decode, send them to prefill, pick the tasks that run.
 
-A round follows every arrival and completion, and nothing else that is frequent (FlowPrefill section
-5.2, Alg. 2): it ranks what waits and what is suspended or runs by the policy, hands the best to the
-instances, and orders a preemption or a resumption where something else than what runs comes first.
-"""
+A round follows every arrival and every completion, and no other frequent event (FlowPrefill section
+5.2, Alg. 2). It ranks all that waits, runs or is suspended by the policy and sends the best
+requests to the instances. Where another task than the running one comes first, it orders a
+preemption or a resumption."""
 
 from __future__ import annotations
 
@@ -11,32 +11,32 @@ from array import array
 from dataclasses import dataclass, replace
 from itertools import islice
 
-from millrace.core.arithmetic import ceil_div
 from millrace.core.cost.correction import band_of
-from millrace.core.kv.prompt_pages import pages_of_plan
-from millrace.core.request import Chunk, Request, RequestState
+from millrace.core.kv.pages import pages_for, pages_of_plan
+from millrace.core.live_request import LiveRequest
+from millrace.core.request import Chunk, RequestState
 from millrace.core.scheduler.batching import batch
 from millrace.core.scheduler.dispatch.decode_placement import DecodePlacement
-from millrace.core.scheduler.effects import RunPrefill
 from millrace.core.scheduler.fleet.cluster import Pool
 from millrace.core.scheduler.fleet.instances import Instance, PrefillInstance
 from millrace.core.scheduler.fleet.run_queue import Rank, Task, masks
 from millrace.core.scheduler.planning.plan import Plan, PlannedChunk
 from millrace.core.scheduler.request_table import RequestTable
+from millrace.core.scheduler.step_context import StepContext
 
-#: With preemption, so many requests at the head of the line may be passed by later ones.
+#: With preemption, later requests may pass this many requests at the head of the queue.
 MAX_PASSED = 8
 
 #: Queue time of an instance that has no room now: planners then use the others if they can.
 NO_ROOM_S = 1e9
 
-#: So many requests behind the head are looked at for a batch with it.
+#: At most this many requests after the head are tried for a batch with it.
 MAX_BATCHED = 64
 
 
 @dataclass(frozen=True, slots=True)
-class _Planned:
-    """Chunks, and the pages that they take at each instance of the last one's group."""
+class _Candidate:
+    """A plan as chunks of its request, with the pages that each instance of the plan needs."""
 
     chunks: tuple[Chunk, ...]
     pages: dict[str, int]
@@ -49,73 +49,73 @@ class Dispatcher:
 
     def __init__(self, table: RequestTable) -> None:
         self.count = 0
-        self.commands = 0  # told to prefill instances
+        self.commands = 0  # to prefill instances
         self._table = table
         self._cluster = table.cluster
         self._config = table.config
         self._placement = DecodePlacement(table, self._send)
 
-    def run(self) -> None:
+    def run(self, step: StepContext) -> None:
         """Places and dispatches all that has room now."""
-        self.place()
-        self.dispatch()
+        self.place(step)
+        self.dispatch(step)
 
-    def place(self) -> None:
+    def place(self, step: StepContext) -> None:
         """The first half alone, for what must be placed before more is decided."""
         if self._table.unplaced:
-            self._placement.place()
+            self._placement.place(step)
 
-    def has_room(self, request: Request) -> bool:
+    def has_room(self, request: LiveRequest) -> bool:
         """Whether a decode instance that takes new work has room for the request now."""
         return self._placement.has_room(request)
 
-    def room_made(self, instance: Instance) -> None:
-        """Pages came free: whoever waited for them goes on. Nobody runs in another order for it."""
+    def room_made(self, step: StepContext, instance: Instance) -> None:
+        """Pages came free: sends requests that waited for them. The running tasks stay."""
         if self._table.unplaced:
-            self.run()
+            self.run(step)
         elif isinstance(instance, PrefillInstance):
             pool = self._cluster.pool_of(instance)
             if pool.lacks_pages:
-                self._round(pool)
+                self._round(step, pool)
 
-    def dispatch(self) -> None:
+    def dispatch(self, step: StepContext) -> None:
         """The second half alone, for events that made room at prefill instances only."""
         for pool in self._cluster.pools.values():
-            if pool.line or pool.run_queue.ranked:
-                self._round(pool)
+            if pool.waiting or pool.run_queue.ranked:
+                self._round(step, pool)
 
-    def _round(self, pool: Pool) -> None:
+    def _round(self, step: StepContext, pool: Pool) -> None:
         self.count += 1
-        if not self._table.policy.static and len(pool.line) + len(pool.run_queue.ranked) > 1:
-            self._table.rerank(pool)
-        self._dispatch(pool)
+        if not self._table.policy.static and len(pool.waiting) + len(pool.run_queue.ranked) > 1:
+            self._table.rerank(pool, step.now_s)
+        self._dispatch(step, pool)
         orders = pool.run_queue.orders()
         self.commands += len(orders)
-        self._table.effects += orders
+        step.order(orders)
 
     # ---- prefill
 
-    def _dispatch(self, pool: Pool) -> None:
+    def _dispatch(self, step: StepContext, pool: Pool) -> None:
         pool.lacks_pages = False
         kept: set[str] = set()
         index = 0
-        while index < len(pool.line) and pool.prefill:
-            request = pool.line[index]
-            planned = self._plan(request, pool, kept)
-            if planned is not None:
-                self._start(request, planned, pool)
+        while index < len(pool.waiting) and pool.prefill:
+            request = pool.waiting[index]
+            candidate = self._plan(request, pool, kept, step.now_s)
+            if candidate is not None:
+                self._start(step, request, candidate, pool)
             elif not pool.could_prefill(request):
-                index += 1  # an earlier attempt is still wherever it could go
+                index += 1  # its instances still hold an earlier attempt
                 pool.lacks_pages = True
             elif pool.run_queue.preemptive and index < MAX_PASSED:
-                index += 1  # whoever passes it yields when it can start, but not its pages
+                index += 1  # a later task yields to it, but does not give pages back
                 kept.update(self._waits_for(request, pool, kept))
                 if len(kept) == len(pool.prefill):
                     return
             else:
                 return  # its turn comes first
 
-    def _waits_for(self, request: Request, pool: Pool, kept: set[str]) -> list[str]:
+    def _waits_for(self, request: LiveRequest, pool: Pool, kept: set[str]) -> list[str]:
         """Instances whose pages the request keeps: the freest, where no group has the pages now."""
         others = [one for one in pool.prefill.values() if one.id not in kept]
         shares = pool.shares(request)
@@ -125,25 +125,27 @@ class Dispatcher:
         others.sort(key=lambda one: (-one.free_pages, one.id))
         return [one.id for one in others[: pool.least_sp(shares)]]
 
-    def _plan(self, request: Request, pool: Pool, kept: set[str]) -> _Planned | None:
+    def _plan(
+        self, request: LiveRequest, pool: Pool, kept: set[str], now_s: float
+    ) -> _Candidate | None:
         """Chunks of which the first can be taken in now, or None; on no instance that is `kept`.
 
         That is when its instances have a task slot among the tasks that go before the request, and
         all instances of the plan have the pages that they need. Where they have not, the plan is
         made again without the instances that lack them, and then for a larger group, whose members
-        need fewer. Planned but not taken in, a request is planned anew next time.
+        need fewer. A request whose plan is not taken in is planned again in the next round.
         """
         instances = list(pool.prefill.values())
-        rank: Rank = (pool.line.key(request), request.order, 0)
+        rank: Rank = (pool.waiting.key(request), request.order, 0)
         run_queue, ahead = pool.run_queue, self._config.tasks_ahead
         slots = [len(one.queue) < ahead or run_queue.ahead(one, rank) < ahead for one in instances]
         if not any(slots):
             return None
-        queue_s = run_queue.queue_s(instances, rank, self._table.now_s)
+        queue_s = run_queue.queue_s(instances, rank, now_s)
         shares = pool.shares(request)
         least, tokens, request_id = min(shares.values()), request.prompt_tokens, request.id
         for index, one in enumerate(instances):
-            # As `free_slots` and `takes`, written out: looked at for every instance and plan.
+            # As `free_slots` and `takes`, written out: computed for every instance and plan.
             card = one.card
             if (
                 (card.kv_pages - one.used_pages) * card.page_tokens < least
@@ -156,7 +158,7 @@ class Dispatcher:
         least_sp = pool.least_sp(shares)
         waiting_s = queue_s
         for attempt in range(3):
-            found = self._planned(request, pool, queue_s, least_sp, shares)
+            found = self._possible(request, pool, queue_s, least_sp, shares)
             if found is None:
                 return None
             members = found.plan.chunks[-1].members
@@ -180,11 +182,11 @@ class Dispatcher:
         return None
 
     def _quickest(
-        self, request: Request, pool: Pool, queue_s: array[float], found: _Planned
-    ) -> _Planned:
+        self, request: LiveRequest, pool: Pool, queue_s: array[float], found: _Candidate
+    ) -> _Candidate:
         """`found`, or one chunk at an instance that has the prompt's first tokens and ends before.
 
-        Only what is behind them is computed, as a chunk with that history: C of Eq. (1).
+        Only the tokens after them are computed, as a chunk with that history: C of Eq. (1).
         """
         if not request.prefix_hashes or request.kept_tokens or not request.resumable:
             return found
@@ -195,38 +197,42 @@ class Dispatcher:
             alone_s = pool.latency.chunk_s(request.prompt_tokens - cached, cached, 1)
             if queue_s[index] + alone_s < found.plan.ttft_s:
                 chunk = PlannedChunk(request.prompt_tokens, (index,))
-                planned = _planned(request, pool, Plan((chunk,), queue_s[index] + alone_s))
-                if planned.pages[one.id] <= one.free_pages:
-                    found = replace(planned, cached_tokens=cached)
+                candidate = _candidate(request, pool, Plan((chunk,), queue_s[index] + alone_s))
+                if candidate.pages[one.id] <= one.free_pages:
+                    found = replace(candidate, cached_tokens=cached)
         return found
 
-    def _planned(
+    def _possible(
         self,
-        request: Request,
+        request: LiveRequest,
         pool: Pool,
         queue_s: array[float],
         least_sp: int,
         shares: dict[int, int],
-    ) -> _Planned | None:
+    ) -> _Candidate | None:
         """A plan that its members could take in once all others left; None where there is none."""
-        found = _planned(request, pool, pool.plan(request, queue_s, least_sp))
+        found = _candidate(request, pool, pool.plan(request, queue_s, least_sp))
         if all(pages <= pool.prefill[i].card.kv_pages for i, pages in found.pages.items()):
             return found
         chunk = pool.one_chunk(request, queue_s, shares)
-        return None if chunk is None else _planned(request, pool, chunk)
+        return None if chunk is None else _candidate(request, pool, chunk)
 
-    def _start(self, request: Request, planned: _Planned, pool: Pool) -> None:
+    def _start(
+        self, step: StepContext, request: LiveRequest, candidate: _Candidate, pool: Pool
+    ) -> None:
         """Sends the request, and others that are computed together with it."""
-        key, chunks = pool.line.key(request), planned.chunks
-        together = self._batch(request, planned, pool)
+        key, chunks = pool.waiting.key(request), candidate.chunks
+        together = self._batch(request, candidate, pool, step.now_s)
         for one in (request, *together):
             self._table.unqueue(one)
         tasks: list[Task] = []
         for chunk in chunks:
             members = tuple(pool.prefill[instance_id] for instance_id in chunk.instance_ids)
             tokens = chunk.num_tokens + sum(r.prompt_tokens for r in together)
-            history = chunk.start_token + planned.cached_tokens
-            modelled_s = pool.latency.chunk_s(tokens - planned.cached_tokens, history, len(members))
+            history = chunk.start_token + candidate.cached_tokens
+            modelled_s = pool.latency.chunk_s(
+                tokens - candidate.cached_tokens, history, len(members)
+            )
             band = band_of(chunk.start_token + chunk.num_tokens, len(members))
             corrections = self._cluster.corrections
             predicted_s = max(corrections.seconds(m.id, band, modelled_s) for m in members)
@@ -245,9 +251,11 @@ class Dispatcher:
                     previous=tasks[-1] if tasks else None,
                 )
             )
-        request.predicted_prefill_s = sum(task.predicted_s for task in tasks)
-        request.predicted_work_s = sum(task.predicted_s * len(task.members) for task in tasks)
-        self._send(request, chunks, planned.pages)
+        request.predict(
+            sum(task.predicted_s for task in tasks),
+            sum(task.predicted_s * len(task.members) for task in tasks),
+        )
+        self._send(step, request, chunks, candidate.pages)
         for other in together:
             alone = Chunk(
                 index=0,
@@ -256,68 +264,63 @@ class Dispatcher:
                 instance_ids=chunks[0].instance_ids,
             )
             card = pool.prefill[alone.instance_ids[0]].card
-            self._send(other, (alone,), pages_of_plan((alone,), card.page_tokens, 0))
+            self._send(step, other, (alone,), pages_of_plan((alone,), card.page_tokens, 0))
         for one in (request, *together):
             self._table.run_queue_of[one.id] = pool.run_queue
         pool.run_queue.add(tasks)
 
-    def _batch(self, head: Request, planned: _Planned, pool: Pool) -> list[Request]:
-        """Requests behind `head` in the line that are computed in one pass with it.
+    def _batch(
+        self, head: LiveRequest, candidate: _Candidate, pool: Pool, now_s: float
+    ) -> list[LiveRequest]:
+        """Requests after `head` in the queue that are computed in one pass with it.
 
         Whole prompts on one instance only: a group's pass is laid out for one prompt.
         """
-        budget, chunks = pool.batch_tokens, planned.chunks
-        if head.prompt_tokens >= budget or head.kept_tokens or planned.cached_tokens:
+        budget, chunks = pool.batch_tokens, candidate.chunks
+        if head.prompt_tokens >= budget or head.kept_tokens or candidate.cached_tokens:
             return []
         if len(chunks) > 1 or len(chunks[0].instance_ids) > 1:
             return []
         leader, latency = chunks[0].instance_ids[0], pool.latency
         corrections, band = self._cluster.corrections, band_of(head.prompt_tokens)
-        behind = (r for r in pool.line if r is not head and not r.kept_tokens)
+        after = (r for r in pool.waiting if r is not head and not r.kept_tokens)
         found = batch(
             head,
-            islice(behind, MAX_BATCHED),
+            islice(after, MAX_BATCHED),
             budget,
-            self._table.now_s,
+            now_s,
             lambda tokens: corrections.seconds(leader, band, latency.chunk_s(tokens, 0, 1)),
         )
-        together: list[Request] = []
+        together: list[LiveRequest] = []
         instance = pool.prefill[leader]
-        free = instance.free_pages - planned.pages[instance.id]
+        free = instance.free_pages - candidate.pages[instance.id]
         for one in found:
             if one is head:
                 continue
-            pages = ceil_div(one.prompt_tokens, instance.card.page_tokens)
+            pages = pages_for(one.prompt_tokens, instance.card.page_tokens)
             if pages <= free and instance.takes(one):
                 together.append(one)
                 free -= pages
         return together
 
-    def _send(self, request: Request, chunks: tuple[Chunk, ...], pages: dict[str, int]) -> None:
-        assert request.decode_id is not None  # only placed requests are sent
-        request.chunks = chunks
-        request.attempts += 1
-        request.dispatched_s = self._table.now_s
-        request.token_out_s = request.computed_alone_s = None  # of an earlier attempt
+    def _send(
+        self,
+        step: StepContext,
+        request: LiveRequest,
+        chunks: tuple[Chunk, ...],
+        pages: dict[str, int],
+    ) -> None:
+        request.send(chunks, step.now_s)
         for instance_id in chunks[-1].instance_ids:  # it holds all groups before it
             instance = self._cluster.instances[instance_id]
             if isinstance(instance, PrefillInstance):
                 instance.hold(request, pages[instance_id])
             self.commands += 1
-            self._table.effects.append(
-                RunPrefill(
-                    instance_id=instance_id,
-                    request_id=request.id,
-                    chunks=chunks,
-                    decode_id=request.decode_id,
-                    attempt=request.attempt,
-                    shards=request.shards,
-                )
-            )
-        self._table.advance(request, RequestState.PREFILLING)
+            step.run_prefill(request, instance_id)
+        self._table.advance(step, request, RequestState.PREFILLING)
 
 
-def _planned(request: Request, pool: Pool, plan: Plan) -> _Planned:
+def _candidate(request: LiveRequest, pool: Pool, plan: Plan) -> _Candidate:
     instances = list(pool.prefill.values())
     chunks = []
     start = request.kept_tokens
@@ -333,4 +336,4 @@ def _planned(request: Request, pool: Pool, plan: Plan) -> _Planned:
         start += part.num_tokens
     card = instances[plan.chunks[0].members[0]].card
     pages = pages_of_plan(chunks, card.page_tokens, card.kv_layers)
-    return _Planned(tuple(chunks), pages, plan)
+    return _Candidate(tuple(chunks), pages, plan)

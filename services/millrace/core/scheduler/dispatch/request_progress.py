@@ -1,13 +1,15 @@
-"""What instances say of the requests that they hold, but for what they compute (`computing`)."""
+"""Reports of instances about the requests that they hold; `chunk_progress` has the chunks."""
 
 from __future__ import annotations
 
-from millrace.core.request import TRANSITIONS, Request, RequestState
+from millrace.core.live_request import LiveRequest
+from millrace.core.request import TRANSITIONS, RequestState
 from millrace.core.scheduler import events
 from millrace.core.scheduler.dispatch.dispatcher import Dispatcher
 from millrace.core.scheduler.event_filter import EventFilter
 from millrace.core.scheduler.fleet.instances import DecodeInstance, Instance, PrefillInstance
 from millrace.core.scheduler.request_table import RequestTable, still_needs
+from millrace.core.scheduler.step_context import StepContext
 
 _COMPUTED = frozenset({RequestState.TRANSFERRING, RequestState.DECODING})
 
@@ -15,7 +17,7 @@ _COMPUTED = frozenset({RequestState.TRANSFERRING, RequestState.DECODING})
 class RequestProgress:
     """Follows requests over their instances, from the first KV that lands to the last page freed.
 
-    Of a request that is spread the home speaks; its holders only say that they let go.
+    For a spread request the KV owner reports. Its KVP workers only report that they let go.
     """
 
     def __init__(
@@ -25,8 +27,8 @@ class RequestProgress:
         self._dispatcher = dispatcher
         self._event_filter = event_filter
 
-    def released(self, event: events.RequestReleased) -> None:
-        instance = self._event_filter.holder(event)
+    def released(self, step: StepContext, event: events.RequestReleased) -> None:
+        instance = self._event_filter.holding(event)
         if instance is None:
             return
         request = self._table.served(event.request_id, instance)
@@ -35,21 +37,21 @@ class RequestProgress:
         instance.release(event.request_id)
         if request is not None and _did_its_part(event, request, instance):
             self._table.did_part(request, instance)
-            self._dispatcher.run()
+            self._dispatcher.run(step)
             return
         if request is not None and not _is_spared(request, instance):
-            self._table.lost(request, instance, f"{instance.card.role} {instance.id} gave up")
-            self._dispatcher.run()
+            self._table.lost(step, request, instance, f"{instance.card.role} {instance.id} gave up")
+            self._dispatcher.run(step)
         elif isinstance(instance, PrefillInstance) and self._drop_tasks(request):
-            self._dispatcher.run()  # decode had its cache before prefill said that it was done
+            self._dispatcher.run(step)  # decode had its KV before prefill's report came
         else:
-            self._dispatcher.room_made(instance)
+            self._dispatcher.room_made(step, instance)
 
-    def _drop_tasks(self, request: Request | None) -> bool:
+    def _drop_tasks(self, request: LiveRequest | None) -> bool:
         return request is not None and self._table.drop_tasks(request)
 
-    def prefix_landed(self, event: events.PrefixLanded) -> None:
-        instance = self._event_filter.holder(event)
+    def prefix_landed(self, step: StepContext, event: events.PrefixLanded) -> None:
+        instance = self._event_filter.holding(event)
         if instance is None:
             return
         request = self._table.served(event.request_id, instance)
@@ -64,10 +66,10 @@ class RequestProgress:
         ):
             self._event_filter.ignored += 1
             return
-        request.landed_tokens = tokens
-        self._table.record(request)
+        request.land(tokens)
+        step.record(request)
 
-    def decode_started(self, event: events.DecodeStarted) -> None:
+    def decode_started(self, step: StepContext, event: events.DecodeStarted) -> None:
         instance = self._event_filter.current(event)
         request = None
         if isinstance(instance, DecodeInstance):
@@ -80,36 +82,35 @@ class RequestProgress:
         ):
             self._event_filter.ignored += instance is not None
             return
-        assert isinstance(instance, DecodeInstance)  # or it would serve no request here
+        assert isinstance(instance, DecodeInstance)  # it serves the request
         instance.start(request.id)
         if request.state is RequestState.QUEUED:  # all had landed before the death of prefill
             self._table.unqueue(request)
-        request.landed_tokens = request.prompt_tokens
-        request.token_out_s = self._table.now_s - max(event.since_token_s, 0.0)
-        self._table.advance(request, RequestState.DECODING)
+        request.start_decode(step.now_s - max(event.since_token_s, 0.0))
+        self._table.advance(step, request, RequestState.DECODING)
         self._table.learn_on_top(request)
 
-    def finished(self, event: events.RequestFinished) -> None:
-        instance = self._event_filter.holder(event)
+    def finished(self, step: StepContext, event: events.RequestFinished) -> None:
+        instance = self._event_filter.holding(event)
         if not isinstance(instance, DecodeInstance) or instance.holdings[event.request_id].is_shard:
             self._event_filter.ignored += instance is not None
             return
         request = self._table.served(event.request_id, instance)
         instance.release(event.request_id)
-        computing = event.request_id in self._table.run_queue_of  # prefill's news may be late
+        computing = event.request_id in self._table.run_queue_of  # prefill's report may be late
         if request is not None:
             if event.reason != "cancelled" and not _never_computed(request):
-                self._table.end(request, RequestState.FINISHED, None)
+                self._table.end(step, request, RequestState.FINISHED, None)
             else:
-                self._table.lost(request, instance, f"decode {instance.id} gave up")
+                self._table.lost(step, request, instance, f"decode {instance.id} gave up")
                 computing = True
         if request is not None and computing:
-            self._dispatcher.run()
+            self._dispatcher.run(step)
         else:
-            self._dispatcher.room_made(instance)
+            self._dispatcher.room_made(step, instance)
 
-    def failed(self, event: events.RequestFailed) -> None:
-        instance = self._event_filter.holder(event)
+    def failed(self, step: StepContext, event: events.RequestFailed) -> None:
+        instance = self._event_filter.holding(event)
         if instance is None:
             return
         request = self._table.served(event.request_id, instance)
@@ -119,16 +120,16 @@ class RequestProgress:
             why = f"{instance.card.role} {instance.id}: {event.message}"
             kept = event.kept_tokens if instance.id == request.decode_id else 0
             if event.retryable:
-                self._table.lost(request, instance, why, kept)
+                self._table.lost(step, request, instance, why, kept)
             else:
-                self._table.fail(request, why, None if kept else instance)
+                self._table.fail(step, request, why, None if kept else instance)
         elif request is not None:
             self._table.drop_tasks(request)
-        self._dispatcher.run()
+        self._dispatcher.run(step)
 
 
-def _did_its_part(event: events.RequestReleased, request: Request, instance: Instance) -> bool:
-    """Whether a member lets go of a request that others of its group still compute."""
+def _did_its_part(event: events.RequestReleased, request: LiveRequest, instance: Instance) -> bool:
+    """Whether a member lets go of a request that other members still compute."""
     return (
         isinstance(instance, PrefillInstance)
         and event.complete
@@ -137,15 +138,15 @@ def _did_its_part(event: events.RequestReleased, request: Request, instance: Ins
     )
 
 
-def _is_spared(request: Request, instance: Instance) -> bool:
-    """Whether the request goes on without the instance, which lets go of it by itself.
+def _is_spared(request: LiveRequest, instance: Instance) -> bool:
+    """Whether the request needs the instance no more, which lets go of it by itself.
 
-    A prefill instance has sent all of a computed prompt by then. A holder's word may overtake the
-    home's, which says whether the answer is complete or goes on elsewhere.
+    A prefill instance has sent all of a computed prompt by then. The report of a KVP worker may
+    overtake the KV owner's report, which tells whether the answer is complete.
     """
     return instance.id != request.decode_id and request.state in _COMPUTED
 
 
-def _never_computed(request: Request) -> bool:
+def _never_computed(request: LiveRequest) -> bool:
     """Whether decode can't have all of the prompt's KV: no attempt was begun."""
-    return request.state is RequestState.QUEUED and not request.goes_on
+    return request.state is RequestState.QUEUED and not request.continues

@@ -1,10 +1,9 @@
-"""Which first tokens of a prompt an instance has in its prefix cache, by what it says of it.
+"""Which first tokens of a prompt an instance has in its prefix cache, by its own reports.
 
-Blocks go by chained hashes (`prefix`), and a cache evicts none that another follows. So where block
-i is there, those before it are, too, and looking for the last one takes a logarithm of steps. News
-comes with heartbeats and is a little old: whoever is given a prompt for what it no longer has says
-so, or computes it.
-"""
+Blocks are named by chained hashes (`kv.prefix`), and a cache evicts no block that another block
+follows. So where block i is cached, the blocks before it are cached, too, and a binary search finds
+the last one. Reports come with heartbeats and are a little old: an instance that has evicted a
+prefix meanwhile computes it, or reports that it can't take the prompt."""
 
 from __future__ import annotations
 
@@ -25,7 +24,7 @@ class CachedPrefixes:
         self._blocks: set[int] = set()
 
     def heard(self, cached: CachedBlocks) -> None:
-        """What changed. More blocks than the instance has pages are none: news was lost."""
+        """Takes a report in. Forgets all blocks if they exceed the pages: a report was lost."""
         if not self.block_tokens:
             return
         if cached.whole:

@@ -10,8 +10,8 @@ from millrace.core.config import SchedulerConfig
 from millrace.core.cost.correction import Corrections, OnTop, band_of
 from millrace.core.cost.latency import SpLatency
 from millrace.core.cost.rates import live_rate
-from millrace.core.kv.prompt_pages import Shares
-from millrace.core.request import Request
+from millrace.core.kv.pages import Shares
+from millrace.core.live_request import LiveRequest
 from millrace.core.scheduler.batching import filling_tokens
 from millrace.core.scheduler.events import ImprovementRateChanged, InstanceJoined
 from millrace.core.scheduler.fleet.instances import (
@@ -27,7 +27,7 @@ from millrace.core.scheduler.planning import PLANNERS, Planner, PlannerInputs, d
 from millrace.core.scheduler.planning.one_chunk import quickest_chunk
 from millrace.core.scheduler.planning.plan import Plan
 
-#: What a pool's corrections are of: whichever of its instances takes a request.
+#: What a pool's corrections are of: any instance that takes a request.
 ANYONE = ""
 
 
@@ -47,7 +47,7 @@ class Pool:
         self.corrections = Corrections()
         self.on_top = OnTop()
         self.lacks_pages = False  # in the last round an instance lacked the pages for a request
-        self.line = WaitingQueue()  # placed, waiting to be sent to prefill instances
+        self.waiting = WaitingQueue()  # placed, waiting to be sent to prefill instances
         self.run_queue = RunQueue(preemptive=config.preemption != "none")
         self._config = config
         self._inputs: PlannerInputs | None = None
@@ -72,7 +72,7 @@ class Pool:
         self._prepare()
         return self._degrees
 
-    def shares(self, request: Request) -> dict[int, int]:
+    def shares(self, request: LiveRequest) -> dict[int, int]:
         """By SP degree, the slots that a group's members need in pages for what is to compute.
 
         That is as one chunk: growing groups take more of their first members.
@@ -85,7 +85,7 @@ class Pool:
         fitting = (sp for sp, slots in shares.items() if slots <= self.smallest_slots)
         return next(fitting, self._degrees[-1])
 
-    def plan(self, request: Request, queue_s: array[float], least_sp: int) -> Plan:
+    def plan(self, request: LiveRequest, queue_s: array[float], least_sp: int) -> Plan:
         """A plan of the configured planner over `prefill`, in its order. There must be one."""
         self._prepare()
         history = request.kept_tokens
@@ -100,7 +100,7 @@ class Pool:
         return planner.plan(request.prompt_tokens - history, queue_s, least_sp)
 
     def one_chunk(
-        self, request: Request, queue_s: array[float], shares: dict[int, int]
+        self, request: LiveRequest, queue_s: array[float], shares: dict[int, int]
     ) -> Plan | None:
         """The quickest plan of one chunk whose members can hold their shares at all."""
         self._prepare()
@@ -116,7 +116,7 @@ class Pool:
     def configure(self, config: SchedulerConfig) -> None:
         """From now on plans are made by these settings of planners."""
         self._config = config
-        self._plan_anew()
+        self._forget_planner()
 
     def changed(self, instance: Instance) -> None:
         """The instance takes new work now, or no more."""
@@ -131,28 +131,28 @@ class Pool:
         else:
             self.kvp[instance.id] = instance
         self.prefillers = len(self.prefill) + sum(1 for _ in self._mixed())
-        self._plan_anew()
+        self._forget_planner()
 
-    def _plan_anew(self) -> None:
+    def _forget_planner(self) -> None:
         self._inputs = self._planner = self._after = self._latency = None
         self._degrees = (1,)
 
-    def predict(self, request: Request) -> None:
+    def predict(self, request: LiveRequest) -> None:
         """Notes what the rest of the request's prefill takes, alone on the idle pool.
 
         As the latency model has it, corrected by what the pool's instances took so far.
         """
         kept = request.kept_tokens
-        request.predicted_prefill_s = self.rest_s(request, kept)
+        prefill_s = self.rest_s(request, kept)
         least = self._degrees[0]
-        request.predicted_work_s = least * self._rest_s(request, kept, least)
+        request.predict(prefill_s, least * self._rest_s(request, kept, least))
 
-    def rest_s(self, request: Request, kept: int) -> float:
+    def rest_s(self, request: LiveRequest, kept: int) -> float:
         """Seconds that what follows `kept` first tokens takes, alone on the idle pool."""
         self._prepare()
         return min(self._rest_s(request, kept, sp) for sp in self._degrees)
 
-    def _rest_s(self, request: Request, kept: int, sp: int) -> float:
+    def _rest_s(self, request: LiveRequest, kept: int, sp: int) -> float:
         modelled_s = self.latency.chunk_s(request.prompt_tokens - kept, kept, sp)
         return self.corrections.seconds(ANYONE, band_of(request.prompt_tokens, sp), modelled_s)
 
@@ -164,7 +164,7 @@ class Pool:
             self._latency = some[0].card.latency
         return self._latency
 
-    def could_prefill(self, request: Request) -> bool:
+    def could_prefill(self, request: LiveRequest) -> bool:
         """Whether a group could take the request once others left."""
         if not self.prefill:
             return any(self._mixed())
@@ -172,20 +172,20 @@ class Pool:
         is_new = request.attempt <= 1 and not request.attempts
         in_context = request.prompt_tokens <= self._smallest_context
         if is_new and in_context and min(shares.values()) <= self.smallest_slots:
-            return True  # nobody holds an earlier attempt, and all have the room
+            return True  # no instance holds an earlier attempt, and all have the room
         return any(
             sum(p.could_hold(request, slots) for p in self.prefill.values()) >= sp
             for sp, slots in shares.items()
         )
 
-    def could_decode(self, request: Request) -> bool:
-        homes = self.homes()
-        if self.kvp_placement.wanted(request, homes):
-            return self.kvp_placement.could_hold(request, homes)
-        return any(d.could_hold(request) for d in homes)
+    def could_decode(self, request: LiveRequest) -> bool:
+        owners = self.kv_owners()
+        if self.kvp_placement.wanted(request, owners):
+            return self.kvp_placement.could_hold(request, owners)
+        return any(d.could_hold(request) for d in owners)
 
-    def homes(self) -> list[DecodeInstance]:
-        """Where requests can be placed: with nobody to prefill for the others, mixed ones only."""
+    def kv_owners(self) -> list[DecodeInstance]:
+        """Where requests can be placed: mixed instances only, without any prefill instance."""
         return list(self.decode.values() if self.prefill else self._mixed())
 
     def _mixed(self) -> Iterator[DecodeInstance]:
@@ -234,7 +234,7 @@ class Cluster:
         """How it is found: "by load", "by arrivals" or "fixed"."""
         return self._live_rate.source
 
-    def arrived(self, request: Request, now_s: float) -> None:
+    def arrived(self, request: LiveRequest, now_s: float) -> None:
         """A request arrived: as work comes faster, larger groups have to bring more."""
         instances = sum(len(pool.prefill) for pool in self.pools.values())
         self._live_rate.arrived(now_s, request.predicted_work_s / max(instances, 1))
@@ -255,7 +255,7 @@ class Cluster:
                 pool.configure(self._config)
 
     def current(self, instance_id: str, generation: int) -> Instance | None:
-        """The instance, if this is the life of it that the scheduler knows."""
+        """The instance, if this is the incarnation that the scheduler knows."""
         instance = self.instances.get(instance_id)
         if instance is None or instance.card.generation != generation:
             return None
@@ -280,7 +280,7 @@ class Cluster:
         elif card.role == "kvp":
             instance = KvpInstance(card)
         else:
-            is_mixed = card.role == "mixed"  # it books whole lives
+            is_mixed = card.role == "mixed"  # it books pages of whole answers
             instance = DecodeInstance(card, None if is_mixed else self._headroom_tokens)
         self.instances[card.instance_id] = instance
         self.cordon(instance, cordoned=False)

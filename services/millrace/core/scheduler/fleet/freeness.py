@@ -19,8 +19,6 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable
 from typing import Protocol, TypeVar
 
-from millrace.core.arithmetic import ceil_div
-
 
 class DecodeRoom(Protocol):
     """What placement looks at in a decode instance."""
@@ -33,23 +31,6 @@ class DecodeRoom(Protocol):
 
 
 Room = TypeVar("Room", bound=DecodeRoom)
-
-
-def pages_needed(prompt_tokens: int, max_new_tokens: int, choices: int, page_tokens: int) -> int:
-    """Pages that a decode instance reserves for a request's whole life.
-
-    With P prompt tokens, G new tokens at most, n choices and T tokens a page:
-
-        floor(P / T)  +  n * (ceil((P + G) / T) - floor(P / T))
-
-    The full pages of the prompt are shared by the choices. Beyond them each choice has its own:
-    the prompt's last, partly filled page (the first choice writes on in it, the others copy it)
-    and the pages that its tokens grow into. The last token emitted is never fed back, so one
-    slot of each choice stays spare.
-    """
-    shared = prompt_tokens // page_tokens
-    own = ceil_div(prompt_tokens + max_new_tokens, page_tokens) - shared
-    return shared + choices * own
 
 
 def freeness(free_slots: int, virtual_slots: int, batch_size: int) -> float:

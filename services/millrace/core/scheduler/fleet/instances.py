@@ -11,12 +11,13 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass, field
 
-from millrace.core.arithmetic import ceil_div
 from millrace.core.instance.standstill import Standstill
-from millrace.core.request import Request, Shard
+from millrace.core.kv.pages import pages_for, pages_of_request
+from millrace.core.live_request import LiveRequest
+from millrace.core.request import Shard
 from millrace.core.scheduler.events import InstanceJoined, LoadReported
 from millrace.core.scheduler.fleet.cached_prefixes import CachedPrefixes
-from millrace.core.scheduler.fleet.freeness import freeness, pages_needed
+from millrace.core.scheduler.fleet.freeness import freeness
 from millrace.core.scheduler.fleet.run_queue import Task
 
 
@@ -26,9 +27,9 @@ class Holding:
 
     pages: int
     sequences: int = 1  # decode: choices, which join the batch together
-    leaving: bool = False  # nobody waits for this attempt any more; the pages are not yet free
+    leaving: bool = False  # no request needs this attempt any more; the pages are not yet free
     decoding: bool = False  # decode: in the batch
-    is_shard: bool = False  # decode: of a request whose home is another instance
+    is_shard: bool = False  # decode: of a request of another KV owner
     context_tokens: int = 0  # decode: that the pages are for, read in every step
     tbt_s: float = math.inf  # decode: the request's objective
 
@@ -66,11 +67,11 @@ class PrefillInstance:
         """Of the free pages, as tokens."""
         return self.free_pages * self.card.page_tokens
 
-    def could_hold(self, request: Request, slots: int) -> bool:
+    def could_hold(self, request: LiveRequest, slots: int) -> bool:
         """Whether so many slots fit once others left, and no earlier attempt is still here."""
         return slots <= self.card.kv_pages * self.card.page_tokens and self.takes(request)
 
-    def takes(self, request: Request) -> bool:
+    def takes(self, request: LiveRequest) -> bool:
         """Whether the prompt is within its context, and no earlier attempt is still here."""
         return (
             request.prompt_tokens <= self.card.max_context_tokens
@@ -88,7 +89,7 @@ class PrefillInstance:
         """Predicted seconds of all tasks; of a running one what remains, at least 0."""
         return sum(task.remaining_s(now_s) for task in self.queue)
 
-    def hold(self, request: Request, pages: int) -> None:
+    def hold(self, request: LiveRequest, pages: int) -> None:
         self.holdings[request.id] = Holding(pages=pages)
         self.used_pages += pages
 
@@ -99,7 +100,7 @@ class PrefillInstance:
 
 @dataclass(slots=True, eq=False)
 class KvpInstance:
-    """A KVP worker: shards of requests whose homes are others (see `spreading`)."""
+    """A KVP worker: shards of requests whose owners are others (see `kvp_placement`)."""
 
     card: InstanceJoined
     leaving: bool = False
@@ -128,7 +129,7 @@ class KvpInstance:
         self.waiting = event.waiting
 
     def hold_shard(self, request_id: str, shard: Shard) -> None:
-        pages = pages_of(shard, self.page_tokens)
+        pages = pages_for(shard.num_tokens, self.page_tokens)
         self.holdings[request_id] = Holding(pages=pages, sequences=0, is_shard=True)
         self.used_pages += pages
 
@@ -140,7 +141,7 @@ class KvpInstance:
 class DecodeInstance:
     """A decode instance: pages of requests in its batch, and of those on their way to it.
 
-    And of shards of requests whose homes are others.
+    And of shards of requests whose owners are others.
     """
 
     card: InstanceJoined
@@ -159,9 +160,9 @@ class DecodeInstance:
     sequences: int = 0  # in the batch or on their way to it
     context_tokens: int = 0  # of all holdings
     tightest_tbt_s: float = math.inf  # of all holdings
-    #: By its last heartbeat and what was booked and freed since; where answers grow it counts, too.
-    told_free_pages: int | None = None
-    freeness: float = field(init=False)  # kept, since every arrival looks at that of all instances
+    #: By its last heartbeat, and what was booked and freed since; None where answers do not grow.
+    reported_free_pages: int | None = None
+    freeness: float = field(init=False)  # kept, since every arrival compares all instances
     prefixes: CachedPrefixes = field(init=False)
 
     def __post_init__(self) -> None:
@@ -186,7 +187,7 @@ class DecodeInstance:
     @property
     def free_pages(self) -> int:
         """Pages that no decoding request and no shard holds; those on their way do not count."""
-        if self.told_free_pages is not None:
+        if self.reported_free_pages is not None:
             return self.open_pages + self.virtual_pages
         return self.card.kv_pages - self.decoding_pages - self.shard_pages
 
@@ -194,7 +195,7 @@ class DecodeInstance:
     def open_pages(self) -> int:
         """Pages that nothing holds and nothing has reserved."""
         unbooked = self.card.kv_pages - self.booked_pages
-        told = self.told_free_pages
+        told = self.reported_free_pages
         return unbooked if told is None or unbooked < told else max(told, 0)
 
     def heard(self, event: LoadReported) -> None:
@@ -203,65 +204,65 @@ class DecodeInstance:
         self.waiting = event.waiting
         self.tbt_s = event.tbt_s or self.tbt_s
         if self.headroom_tokens is not None:
-            self.told_free_pages = event.free_pages
+            self.reported_free_pages = event.free_pages
             self._rate()
         if event.cached is not None:
             self.prefixes.heard(event.cached)
 
-    def pages_for(self, request: Request) -> int:
+    def pages_for(self, request: LiveRequest) -> int:
         """Pages of all that the request may come to, if it is held here alone."""
-        return pages_needed(
+        return pages_of_request(
             request.prompt_tokens, request.max_new_tokens, request.choices, self.card.page_tokens
         )
 
-    def booked_for(self, request: Request) -> int:
+    def booked_for(self, request: LiveRequest) -> int:
         """Those of them that are booked."""
-        return pages_needed(
+        return pages_of_request(
             request.prompt_tokens,
             self._new_tokens(request),
             request.choices,
             self.card.page_tokens,
         )
 
-    def _new_tokens(self, request: Request) -> int:
+    def _new_tokens(self, request: LiveRequest) -> int:
         """Of each choice, those that pages are booked for: all, if there are several.
 
-        Those could not go on elsewhere, were they in the way of others.
+        Several choices could not be migrated to make room for others.
         """
         headroom, tokens = self.headroom_tokens, request.max_new_tokens
         if headroom is None or tokens < headroom or request.choices > 1:
             return tokens
         return headroom
 
-    def is_large_enough(self, request: Request) -> bool:
+    def is_large_enough(self, request: LiveRequest) -> bool:
         """Whether all of the request fits here once others left."""
-        card = self.card  # as `could_run` and `pages_for`, written out: looked at for every arrival
+        card = self.card  # as `could_run` and `pages_for`, written out: computed for every arrival
         prompt, new, choices = request.prompt_tokens, request.max_new_tokens, request.choices
         return (
-            pages_needed(prompt, new, choices, card.page_tokens) <= card.kv_pages
+            pages_of_request(prompt, new, choices, card.page_tokens) <= card.kv_pages
             and prompt + new <= card.max_context_tokens
             and choices <= card.max_batch
         )
 
-    def could_run(self, request: Request) -> bool:
+    def could_run(self, request: LiveRequest) -> bool:
         """Whether the request is within the context and the batch, wherever its KV is."""
         return (
             request.prompt_tokens + request.max_new_tokens <= self.card.max_context_tokens
             and request.choices <= self.card.max_batch
         )
 
-    def could_hold(self, request: Request) -> bool:
+    def could_hold(self, request: LiveRequest) -> bool:
         """Whether the request fits once others left, and no earlier attempt of it is still here."""
         return self.is_large_enough(request) and request.id not in self.holdings
 
-    def has_room(self, request: Request) -> bool:
+    def has_room(self, request: LiveRequest) -> bool:
         """Whether a request that it could hold has pages, and a pace that holds, now."""
         card = self.card
         if self.headroom_tokens is not None:
             fits = self.booked_for(request) <= self.open_pages
         else:  # likewise written out
             prompt, new, choices = request.prompt_tokens, request.max_new_tokens, request.choices
-            pages = pages_needed(prompt, new, choices, card.page_tokens)
+            pages = pages_of_request(prompt, new, choices, card.page_tokens)
             fits = pages <= card.kv_pages - self.booked_pages
         if card.decode_step is None or not fits:
             return fits
@@ -283,13 +284,13 @@ class DecodeInstance:
         sequences, context_tokens = self.sequences + sequences, self.context_tokens + context_tokens
         return step.seconds(sequences, context_tokens) <= tightest_s
 
-    def hold(self, request: Request, shard: Shard | None = None) -> None:
-        """Reserves for a request whose home this is: for all of it, or its first shard."""
+    def hold(self, request: LiveRequest, shard: Shard | None = None) -> None:
+        """Reserves for a request whose KV owner this is: for all of it, or its first shard."""
         if shard is None:
             pages = self.booked_for(request)
             tokens = request.choices * (request.prompt_tokens + self._new_tokens(request))
         else:
-            pages, tokens = pages_of(shard, self.page_tokens), shard.num_tokens
+            pages, tokens = pages_for(shard.num_tokens, self.page_tokens), shard.num_tokens
         tbt_s = request.slo.tbt_s or math.inf
         if tbt_s < self.tightest_tbt_s:
             self.tightest_tbt_s = tbt_s
@@ -300,7 +301,7 @@ class DecodeInstance:
         self._take(request.id, holding)
 
     def hold_shard(self, request_id: str, shard: Shard) -> None:
-        pages = pages_of(shard, self.page_tokens)
+        pages = pages_for(shard.num_tokens, self.page_tokens)
         self.shard_pages += pages
         self._take(
             request_id,
@@ -312,8 +313,8 @@ class DecodeInstance:
         self.booked_pages += holding.pages
         self.sequences += holding.sequences
         self.context_tokens += holding.context_tokens
-        if self.told_free_pages is not None:
-            self.told_free_pages -= holding.pages
+        if self.reported_free_pages is not None:
+            self.reported_free_pages -= holding.pages
         self._rate()
 
     def start(self, request_id: str) -> None:
@@ -337,18 +338,13 @@ class DecodeInstance:
         self.booked_pages -= holding.pages
         self.sequences -= holding.sequences
         self.context_tokens -= holding.context_tokens
-        if self.told_free_pages is not None:
-            self.told_free_pages += holding.pages
+        if self.reported_free_pages is not None:
+            self.reported_free_pages += holding.pages
         self._rate()
         if holding.tbt_s <= self.tightest_tbt_s < math.inf:
             left = (other.tbt_s for other in self.holdings.values())
             self.tightest_tbt_s = min(left, default=math.inf)
 
 
-def pages_of(shard: Shard, page_tokens: int) -> int:
-    """Pages that a shard takes of its holder."""
-    return ceil_div(shard.num_tokens, page_tokens)
-
-
-Holder = KvpInstance | DecodeInstance
+KvInstance = KvpInstance | DecodeInstance
 Instance = PrefillInstance | DecodeInstance | KvpInstance

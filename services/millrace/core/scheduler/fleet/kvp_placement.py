@@ -1,15 +1,15 @@
-"""Which instances hold a long request's KV, where one may not or can not hold all of it.
+"""Picks the instances that hold a long request's KV, where one instance may not or can not hold it.
 
-KV Parallelism (Mnemosyne section 4.4; Medha section 3.3) as the scheduler sees it: `kvp` makes the
-shards, here is over which instances. The request's home is a decode instance, which samples its
-tokens and holds the first shard; holders are KVP workers, and decode instances where those are too
-few. A request is spread when it may come to more than `max_kv_tokens_per_worker`, or when no home
-is large enough for it; what one instance could hold waits for that instance instead.
+KV Parallelism (Mnemosyne section 4.4; Medha section 3.3) as the scheduler sees it. `kv.kvp_shards`
+makes the shards; this module picks the instances. The KV owner is a decode instance, which samples
+the request's tokens and holds the first shard. The other shards go to KVP workers, and to decode
+instances where those are too few. A request is spread when it may come to more than
+`max_kv_tokens_per_worker`, or when no KV owner is large enough for it. A request that one instance
+could hold waits for that instance instead.
 
-The memory of a request's whole life is reserved at all its holders, or at none, so that two of
-them never wait for each other. One that finds no room keeps to itself, as any that waits, the
-instances that would hold it once they are empty: they empty, for others pass them by.
-"""
+The memory for the prompt and the whole answer is reserved at all instances or at none, so two
+requests never wait for each other. A waiting request reserves the instances that would hold it once
+they are empty. They empty, since other requests pass them by."""
 
 from __future__ import annotations
 
@@ -18,15 +18,16 @@ from typing import NamedTuple
 
 from millrace.core.config import SchedulerConfig
 from millrace.core.kv.kvp_shards import Reservation, reserve, shard_tokens
-from millrace.core.request import Request, Shard
-from millrace.core.scheduler.fleet.instances import DecodeInstance, Holder, KvpInstance
+from millrace.core.live_request import LiveRequest
+from millrace.core.request import Shard
+from millrace.core.scheduler.fleet.instances import DecodeInstance, KvInstance, KvpInstance
 
 #: Tokens of one request at one instance where no setting limits them.
 _NO_LIMIT = 1 << 62
 
 
 class _Room(NamedTuple):
-    """An instance as `reserve` looks at it: with its pages as they are, or as if it were empty."""
+    """An instance for `reserve`: with its free pages as they are, or as if it were empty."""
 
     id: str
     page_tokens: int
@@ -47,92 +48,92 @@ class KvpPlacement:
         self._decode = decode
         self._kvp = kvp
 
-    def wanted(self, request: Request, homes: Iterable[DecodeInstance]) -> bool:
-        """Whether no home may, or could, hold all of the request. Choices are never spread."""
+    def wanted(self, request: LiveRequest, owners: Iterable[DecodeInstance]) -> bool:
+        """Whether no KV owner may, or could, hold all of the request. Choices are never spread."""
         if request.choices > 1:
             return False
         if self._most < request.prompt_tokens + request.max_new_tokens:
             return True
-        return not any(home.is_large_enough(request) for home in homes)
+        return not any(owner.is_large_enough(request) for owner in owners)
 
-    def could_hold(self, request: Request, homes: Iterable[DecodeInstance]) -> bool:
+    def could_hold(self, request: LiveRequest, owners: Iterable[DecodeInstance]) -> bool:
         """Whether the request fits once others left, and no earlier attempt is in the way."""
-        return self._reserved(request, homes, (), empty=True) is not None
+        return self._reserved(request, owners, (), empty=True) is not None
 
     def kept(
-        self, request: Request, homes: Iterable[DecodeInstance], reserved: Collection[str]
+        self, request: LiveRequest, owners: Iterable[DecodeInstance], reserved: Collection[str]
     ) -> tuple[str, ...]:
         """Instances that would hold the request once they are empty; none are `reserved`."""
-        found = self._reserved(request, homes, reserved, empty=True)
+        found = self._reserved(request, owners, reserved, empty=True)
         return () if found is None else found.worker_ids
 
     def find(
-        self, request: Request, homes: Iterable[DecodeInstance], reserved: Collection[str]
+        self, request: LiveRequest, owners: Iterable[DecodeInstance], reserved: Collection[str]
     ) -> tuple[Shard, ...]:
         """Shards that fit now, at instances that are not `reserved`; () where they do not fit."""
-        found = self._reserved(request, homes, reserved, empty=False)
+        found = self._reserved(request, owners, reserved, empty=False)
         return () if found is None else found.shards
 
-    def longest_shard(self, homes: Iterable[DecodeInstance]) -> int:
-        """Tokens of the first shard at most, at a home that is empty."""
-        rooms = [self._room(one, empty=True) for one in homes]
+    def longest_shard(self, owners: Iterable[DecodeInstance]) -> int:
+        """Tokens of the first shard at most, at a KV owner that is empty."""
+        rooms = [self._room(one, empty=True) for one in owners]
         return max((self._shard_tokens(room) for room in rooms), default=0)
 
     def most_tokens(self) -> int:
-        """The longest life that could be spread over the pool, were it empty."""
+        """Tokens of the longest request that could be spread over the pool, were it empty."""
         if not self._decode:
             return 0
-        holders: list[Holder] = [*self._decode.values(), *self._kvp.values()]
+        holders: list[KvInstance] = [*self._decode.values(), *self._kvp.values()]
         rooms = [self._room(one, empty=True) for one in holders]
         most = sorted((self._shard_tokens(room) for room in rooms), reverse=True)
         return sum(most[: self._max_workers])
 
     def _reserved(
         self,
-        request: Request,
-        homes: Iterable[DecodeInstance],
+        request: LiveRequest,
+        owners: Iterable[DecodeInstance],
         reserved: Collection[str],
         *,
         empty: bool,
     ) -> Reservation | None:
         """With KVP workers alone, if that works; else with decode instances, too.
 
-        The home is the one that can take the longest shard, so that there is no shorter spread;
-        the freest among equals.
+        The KV owner is the instance that can take the longest shard, so that there is no shorter
+        spread; the freest among equals.
         """
-        home = self._home(request, homes, reserved, empty=empty)
-        if home is None:
+        owner = self._owner(request, owners, reserved, empty=empty)
+        if owner is None:
             return None
         tokens = request.prompt_tokens + request.max_new_tokens
         found = None
         others = [
             one
             for one in self._decode.values()
-            if one is not home and (empty or self._keeps_pace(one, request))
+            if one is not owner and (empty or self._keeps_pace(one, request))
         ]
-        rooms = [self._room(home, empty=empty)]
-        more: Iterable[Holder]
+        rooms = [self._room(owner, empty=empty)]
+        more: Iterable[KvInstance]
         for more in (self._kvp.values(), others):
             rooms += [
                 self._room(one, empty=empty) for one in more if _is_open(one, request, reserved)
             ]
             most = max(self._most, *(room.page_tokens for room in rooms))
-            found = reserve(tokens, rooms, most, home=home.id, max_workers=self._max_workers)
+            found = reserve(tokens, rooms, most, home=owner.id, max_workers=self._max_workers)
             if found is not None:
                 break
         return found
 
-    def _home(
+    def _owner(
         self,
-        request: Request,
-        homes: Iterable[DecodeInstance],
+        request: LiveRequest,
+        owners: Iterable[DecodeInstance],
         reserved: Collection[str],
         *,
         empty: bool,
     ) -> DecodeInstance | None:
         able = (
             one
-            for one in homes
+            for one in owners
             if one.could_run(request)
             and _is_open(one, request, reserved)
             and (empty or self._keeps_pace(one, request, request.choices, request.slo.tbt_s))
@@ -148,9 +149,13 @@ class KvpPlacement:
         )
 
     def _keeps_pace(
-        self, one: DecodeInstance, request: Request, sequences: int = 0, tbt_s: float | None = None
+        self,
+        one: DecodeInstance,
+        request: LiveRequest,
+        sequences: int = 0,
+        tbt_s: float | None = None,
     ) -> bool:
-        """With a shard as long as there is room for. That of a home comes with its sequence."""
+        """Whether it does with the longest shard that fits. A KV owner also gets the sequence."""
         tokens = request.prompt_tokens + request.max_new_tokens
         shard = min(self._shard_tokens(self._room(one, empty=False)), tokens)
         return one.keeps_pace(shard, sequences, tbt_s)
@@ -159,10 +164,10 @@ class KvpPlacement:
         return shard_tokens(room, max(self._most, room.page_tokens))
 
     @staticmethod
-    def _room(one: Holder, *, empty: bool) -> _Room:
+    def _room(one: KvInstance, *, empty: bool) -> _Room:
         return _Room(one.id, one.page_tokens, one.card.kv_pages if empty else one.open_pages)
 
 
-def _is_open(one: Holder, request: Request, reserved: Collection[str]) -> bool:
-    """Whether nobody waits for it, and no earlier attempt is still there."""
+def _is_open(one: KvInstance, request: LiveRequest, reserved: Collection[str]) -> bool:
+    """Whether no waiting request has reserved it, and no earlier attempt is still there."""
     return not (one.id in reserved or request.id in one.holdings)

@@ -1,17 +1,18 @@
 """How far a prompt is, and when its first token is to be expected.
 
-Not from a paper. What is left is the most of three predictions, for each is blind to something. The
-plan's own seconds (`Request.remaining_s`) know nothing of the work ahead. The prediction made at
-the placement knows nothing of what came after. The pace so far is that of earlier, cheaper tokens.
+Not from a paper. The time left is the largest of three predictions, since each of them misses
+something. The plan's own seconds (`LiveRequest.remaining_s`) miss the work ahead. The prediction at
+the placement misses the work that came later. The pace so far is of earlier, cheaper tokens.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 
-from millrace.core.request import Request, RequestState
+from millrace.core.live_request import LiveRequest
+from millrace.core.request import RequestState
 
-_BEFORE_TOKEN_ONE = frozenset(
+_BEFORE_FIRST_TOKEN = frozenset(
     {RequestState.QUEUED, RequestState.PREFILLING, RequestState.TRANSFERRING}
 )
 
@@ -25,12 +26,14 @@ class PromptProgress:
     left_s: float | None
 
 
-def progress_of(request: Request, now_s: float, expected_s: float | None) -> PromptProgress | None:
+def progress_of(
+    request: LiveRequest, now_s: float, expected_s: float | None
+) -> PromptProgress | None:
     """The progress of a request whose first token is not out; None of any other.
 
     `expected_s`: when the first token was to come, as predicted at the placement; None: not placed.
     """
-    if request.state not in _BEFORE_TOKEN_ONE or request.first_token_s is not None:
+    if request.state not in _BEFORE_FIRST_TOKEN or request.first_token_s is not None:
         return None
     computed = computed_tokens(request)
     left_s = None
@@ -40,7 +43,7 @@ def progress_of(request: Request, now_s: float, expected_s: float | None) -> Pro
     return PromptProgress(state=request.state, computed_tokens=computed, left_s=left_s)
 
 
-def computed_tokens(request: Request) -> int:
+def computed_tokens(request: LiveRequest) -> int:
     """First tokens of the prompt whose chunks are finished, or whose KV is at decode already."""
     if request.state is RequestState.TRANSFERRING:
         return request.prompt_tokens
@@ -51,13 +54,13 @@ def computed_tokens(request: Request) -> int:
     return max(done, request.landed_tokens)
 
 
-def _by_plan_s(request: Request, now_s: float) -> float:
+def _by_plan_s(request: LiveRequest, now_s: float) -> float:
     if request.state is RequestState.TRANSFERRING:
         return 0.0
     return request.remaining_s(now_s)
 
 
-def _at_its_pace_s(request: Request, now_s: float, computed: int) -> float:
+def _at_its_pace_s(request: LiveRequest, now_s: float, computed: int) -> float:
     """What the rest takes if it goes as fast as the tokens that this attempt has computed."""
     ours = computed - request.kept_tokens
     if request.state is not RequestState.PREFILLING or request.dispatched_s is None or ours <= 0:

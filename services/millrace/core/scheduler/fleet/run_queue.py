@@ -1,15 +1,14 @@
-"""Who computes what, now and next, on a pool's prefill instances.
+"""The run queue of a pool's prefill instances: which task runs now, and which runs next.
 
 A task is one chunk of a request on its group of instances (or whole prompts batched on one). The
-board ranks all tasks that instances hold by the policy's keys and picks, in that order, those whose
-members are all unclaimed: these run now. The order is one for all instances, so a group that needs
-several of them is never waited for in a circle.
+run queue ranks all tasks that instances hold by the policy's keys. It picks, in that order, the
+tasks whose members are all unclaimed: these run now. All instances have one order, so no two groups
+that need several instances wait for each other in a circle.
 
-With preemption a task that can't start (a member belongs to a better one, or its earlier chunk is
-not done) claims nothing: whoever comes later may use its members meanwhile and yields when it can
-start. Without preemption what runs keeps its members, and a task that waits keeps its turn on
-them, as in the queues of Tetris section 5.1.
-"""
+With preemption a task that can't start (a member belongs to a better task, or its earlier chunk is
+not done) claims nothing: later tasks may use its members meanwhile and yield when it can start.
+Without preemption a running task keeps its members, and a waiting task keeps its turn on its
+members, as in the queues of Tetris section 5.1."""
 
 from __future__ import annotations
 
@@ -22,8 +21,9 @@ from operator import attrgetter
 from typing import TYPE_CHECKING
 
 from millrace.core.cost.correction import Band
+from millrace.core.live_request import LiveRequest
 from millrace.core.priority import PriorityKey
-from millrace.core.request import Chunk, Request
+from millrace.core.request import Chunk
 from millrace.core.scheduler.effects import ChunkRef, Order
 
 if TYPE_CHECKING:
@@ -41,7 +41,7 @@ YIELDING_WEIGHT = 1e-3
 class Task:
     """What one group computes at a time. `requests[0]` is the head: the task has its rank."""
 
-    requests: list[Request]
+    requests: list[LiveRequest]
     chunk: Chunk
     members: tuple[PrefillInstance, ...]  # leader first
     mask: int  # the members' bits
@@ -52,7 +52,7 @@ class Task:
     is_alone: bool = False  # a whole prompt that found its members idle
     rank: Rank
     previous: Task | None = None  # the chunk that has to be finished first
-    executed_s: float = 0.0  # in stretches already ended
+    executed_s: float = 0.0  # in spans already ended
     started_s: float | None = None  # since when it has been computing
     chosen: bool = False  # as far as the scheduler decides, it runs
     finished: bool = False
@@ -80,7 +80,7 @@ class RunQueue:
         self.tasks: dict[str, list[Task]] = {}  # request id -> its unfinished tasks, in order
         self.preemptions = 0
         self.everyone = 0  # bits of the pool's prefill instances, draining ones too
-        self._stale: dict[PrefillInstance, None] = {}  # their queues are not as they think
+        self._stale: dict[PrefillInstance, None] = {}  # their queues differ from their last order
 
     # ---- what comes and goes
 
@@ -102,7 +102,7 @@ class RunQueue:
                 return task
         return None
 
-    def finish(self, task: Task, request: Request) -> bool:
+    def finish(self, task: Task, request: LiveRequest) -> bool:
         """Notes that the chunk is computed for `request`; True when the whole task is done."""
         if len(task.requests) > 1:
             self.remove(request.id)
@@ -121,7 +121,7 @@ class RunQueue:
                 continue
             task.requests = staying
             if head is not staying[0]:
-                _hand_over(head, staying[0])
+                staying[0].take_over(head)
                 self._replace(task, staying[0].order)
 
     def _replace(self, task: Task, order: int) -> None:
@@ -158,7 +158,7 @@ class RunQueue:
 
     # ---- ranks
 
-    def heads(self) -> list[Request]:
+    def heads(self) -> list[LiveRequest]:
         """The requests whose keys rank the tasks, each once."""
         return list({task.requests[0].id: task.requests[0] for task in self.ranked}.values())
 
@@ -196,10 +196,10 @@ class RunQueue:
         free_s = dict.fromkeys(instances, 0.0)
         yielding_s = dict.fromkeys(instances, 0.0)
         first = bisect_left(self.ranked, rank, key=_rank)
-        before, behind = self.ranked[:first], self.ranked[first:]
+        before, after = self.ranked[:first], self.ranked[first:]
         if not self.preemptive:  # what runs is not stopped, whatever it ranks
             before = [*(t for t in self.ranked if t.chosen), *(t for t in before if not t.chosen)]
-            behind = [task for task in behind if not task.chosen]
+            after = [task for task in after if not task.chosen]
         for task in before:
             members, left_s = task.members, task.remaining_s(now_s)  # a member may be draining
             if len(members) == 1:
@@ -208,7 +208,7 @@ class RunQueue:
             end_s = max([free_s.get(one, 0.0) for one in members]) + left_s
             for one in members:
                 free_s[one] = end_s
-        for task in behind:
+        for task in after:
             delay_s = YIELDING_WEIGHT * task.remaining_s(now_s)
             for one in task.members:
                 yielding_s[one] = yielding_s.get(one, 0.0) + delay_s
@@ -284,14 +284,6 @@ def _order(instance: PrefillInstance) -> Order:
             for task in instance.queue
         ),
     )
-
-
-def _hand_over(head: Request, heir: Request) -> None:
-    """A batch's new head counts the batch's work as the old one did."""
-    heir.predicted_prefill_s = head.predicted_prefill_s
-    heir.predicted_work_s = head.predicted_work_s
-    heir.executed_s = head.executed_s
-    heir.running_since_s = head.running_since_s
 
 
 def masks(members: Iterable[PrefillInstance]) -> int:

@@ -1,7 +1,7 @@
-"""Pages that prompts take of prefill instances, as `sequence_parallel` lays them out.
+"""How many pages requests take: at decode instances, at KVP workers, at prefill instances.
 
-The scheduler gives pages away before anybody takes them, so its count must be that of the members
-to the page: one too few, and two groups wait for each other's pages in a circle.
+The scheduler reserves pages before an instance takes them, so its count must be the instance's own
+count to the page. With one page too few, two groups would wait for each other's pages in a circle.
 """
 
 from __future__ import annotations
@@ -12,15 +12,39 @@ from millrace.core.arithmetic import ceil_div
 from millrace.core.kv.sp_layout import RING_BUFFERS, pages_taken
 from millrace.core.request import Chunk
 
-#: Lengths of prompts whose shares are remembered: what waits is looked at in every round.
+#: Lengths of prompts whose shares are remembered, since every round asks for all that wait.
 MAX_REMEMBERED = 4096
+
+
+def pages_for(tokens: int, page_tokens: int) -> int:
+    """Pages that tokens take at one instance, the last page perhaps not full."""
+    return ceil_div(tokens, page_tokens)
+
+
+def pages_of_request(
+    prompt_tokens: int, max_new_tokens: int, choices: int, page_tokens: int
+) -> int:
+    """Pages that a decode instance reserves for a request from its placement to its end.
+
+    With P prompt tokens, G new tokens at most, n choices and T tokens a page:
+
+        floor(P / T)  +  n * (ceil((P + G) / T) - floor(P / T))
+
+    The choices share the full pages of the prompt. Beyond these pages each choice has its own: the
+    prompt's last, partly filled page (the first choice writes on in it, the others copy it) and the
+    pages that its tokens grow into. The last token emitted is never fed back, so each choice has
+    one spare slot.
+    """
+    shared = prompt_tokens // page_tokens
+    own = ceil_div(prompt_tokens + max_new_tokens, page_tokens) - shared
+    return shared + choices * own
 
 
 def pages_of_plan(chunks: Sequence[Chunk], page_tokens: int, kv_layers: int) -> dict[str, int]:
     """Pages that the request takes at each member of its last group, ring buffers included."""
     last = chunks[-1]
     if len(last.instance_ids) == 1:
-        return {last.instance_ids[0]: ceil_div(last.start_token + last.num_tokens, page_tokens)}
+        return {last.instance_ids[0]: pages_for(last.start_token + last.num_tokens, page_tokens)}
     return pages_taken(chunks, page_tokens, kv_layers)
 
 
@@ -30,10 +54,10 @@ def pages_of_share(tokens: int, history: int, sp: int, page_tokens: int, kv_laye
     `history`: tokens before them, which are fetched from decode.
     """
     if sp == 1:
-        return ceil_div(history + tokens, page_tokens)
-    fetched = (history + page_tokens - 1) // page_tokens  # pages, of the whole group
-    own = (tokens + sp - 1) // sp  # tokens of the first rank
-    share = (fetched + sp - 1) // sp + (own + page_tokens - 1) // page_tokens
+        return pages_for(history + tokens, page_tokens)
+    fetched = pages_for(history, page_tokens)  # of the whole group
+    own = ceil_div(tokens, sp)  # tokens of the first rank
+    share = ceil_div(fetched, sp) + pages_for(own, page_tokens)
     return share + (RING_BUFFERS * ceil_div(share, kv_layers) if kv_layers else 0)
 
 

@@ -1,0 +1,246 @@
+"""A request while it is served: what the client asked, and how far the request is.
+
+`LiveRequest` is read everywhere and written in this module only: each method below notes one thing
+that happened to the request, and other modules call it. The scheduler keeps one object per request
+that has not ended; an instance that packs its own batches keeps one per prompt.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Final
+
+from millrace.core.request import (
+    TRANSITIONS,
+    Chunk,
+    IllegalTransition,
+    Request,
+    RequestState,
+    Shard,
+)
+
+#: States whose request has its first token.
+_HAS_TOKEN = frozenset({RequestState.TRANSFERRING, RequestState.DECODING, RequestState.FINISHED})
+
+
+class LiveRequest:
+    """One request from its submission to its end.
+
+    The fields of `spec` are repeated here, since every decision reads them.
+    """
+
+    __slots__ = (
+        "arrival_s",
+        "attempt",
+        "attempts",
+        "choices",
+        "chunks",
+        "chunks_done",
+        "computed_alone_s",
+        "deadline_s",
+        "decode_id",
+        "dispatched_s",
+        "executed_s",
+        "first_token_s",
+        "id",
+        "kept_tokens",
+        "landed_tokens",
+        "max_new_tokens",
+        "order",
+        "predicted_prefill_s",
+        "predicted_work_s",
+        "prefix_hashes",
+        "prompt_tokens",
+        "proxy_id",
+        "resumable",
+        "running_since_s",
+        "shards",
+        "slo",
+        "spec",
+        "state",
+        "token_out_s",
+    )
+
+    def __init__(self, spec: Request) -> None:
+        self.spec: Final = spec
+        self.id: Final = spec.id
+        self.proxy_id: Final = spec.proxy_id
+        self.prompt_tokens: Final = spec.prompt_tokens
+        self.max_new_tokens: Final = spec.max_new_tokens
+        self.choices: Final = spec.choices
+        self.slo: Final = spec.slo
+        self.arrival_s: Final = spec.arrival_s
+        self.prefix_hashes: Final = spec.prefix_hashes
+        self.resumable: Final = spec.resumable
+
+        self.state = RequestState.QUEUED
+        self.order = 0  # of acceptance; tells equal keys apart
+        self.deadline_s = math.inf  # of the first token, by the same clock as `arrival_s`
+        self.decode_id: str | None = None
+        self.shards: tuple[Shard, ...] = ()  # of its KV, the first at `decode_id`; none: all there
+        self.chunks: tuple[Chunk, ...] = ()
+        self.chunks_done = 0
+        self.attempt = 0  # number of the last attempt that decode heard of
+        self.attempts = 0  # sent to prefill, without those that left decode more than they found
+        #: First tokens whose KV decode keeps for this attempt: the chunks begin there.
+        self.kept_tokens = 0
+        self.landed_tokens = 0  # first tokens whose KV decode has, as it last said
+        self.dispatched_s: float | None = None
+        self.first_token_s: float | None = None
+        self.token_out_s: float | None = None  # when decode sent the first token to the proxy
+        #: Seconds of its prefill, if that was one span that waited for no other task.
+        self.computed_alone_s: float | None = None
+        #: Predicted seconds of prefill by its plan (before it has a plan: alone on an idle pool).
+        self.predicted_prefill_s = 0.0
+        #: The same in seconds times instances (before it has a plan: on the smallest group).
+        self.predicted_work_s = 0.0
+        self.executed_s = 0.0  # predicted seconds of prefill that the spans already ended have done
+        self.running_since_s: float | None = None  # since when a chunk of it has been computing
+
+    def __repr__(self) -> str:
+        return f"LiveRequest({self.id!r}, {self.state.value})"
+
+    # ---- what other modules read
+
+    @property
+    def continues(self) -> bool:
+        """Whether decode keeps what earlier attempts left, not what is in its prefix cache."""
+        return self.kept_tokens > 0 and self.attempt > 1
+
+    @property
+    def kv_instance_ids(self) -> tuple[str, ...]:
+        """Instances that keep its KV to its end: the KV owner first, then the KVP workers."""
+        if self.shards:
+            return tuple(shard.worker_id for shard in self.shards)
+        return () if self.decode_id is None else (self.decode_id,)
+
+    def remaining_s(self, now_s: float) -> float:
+        """Predicted seconds of prefill still to compute: work already executed counts as done."""
+        left_s = self.predicted_prefill_s - self.executed_s
+        if self.running_since_s is not None:
+            left_s -= now_s - self.running_since_s
+        return left_s if left_s > 0.0 else 0.0
+
+    def remaining_work_s(self, now_s: float) -> float:
+        """Predicted seconds of prefill still to compute, times the instances of the group."""
+        return self.work_of(self.remaining_s(now_s))
+
+    def work_of(self, left_s: float) -> float:
+        """`left_s` of its predicted seconds, times the instances of the group."""
+        if self.predicted_prefill_s <= 0.0:
+            return self.predicted_work_s
+        return self.predicted_work_s * left_s / self.predicted_prefill_s
+
+    # ---- acceptance, prediction, state
+
+    def accept(self, order: int, deadline_s: float) -> None:
+        """The request may wait in the queue."""
+        self.order = order
+        self.deadline_s = deadline_s
+
+    def predict(self, prefill_s: float, work_s: float) -> None:
+        """Notes the predicted seconds of its prefill, and the same times instances."""
+        self.predicted_prefill_s = prefill_s
+        self.predicted_work_s = work_s
+
+    def advance(self, state: RequestState, now_s: float) -> None:
+        """Moves to `state`. The first state that has a token gives the time of the first token.
+
+        Decode's report may overtake prefill's: either of them counts. Raises IllegalTransition when
+        `TRANSITIONS` does not allow the step.
+        """
+        if state not in TRANSITIONS[self.state]:
+            raise IllegalTransition(f"request {self.id}: {self.state.value} -> {state.value}")
+        self.state = state
+        if self.first_token_s is None and state in _HAS_TOKEN:
+            self.first_token_s = now_s
+
+    # ---- placement and attempts
+
+    def place(self, decode_id: str, shards: tuple[Shard, ...], kept_tokens: int) -> None:
+        """Its first or next attempt has memory for its KV, with `kept_tokens` there already."""
+        self.decode_id = decode_id
+        self.shards = shards
+        self.kept_tokens = self.landed_tokens = kept_tokens
+        self.attempt += 1
+
+    def send(self, chunks: tuple[Chunk, ...], now_s: float) -> None:
+        """Prefill instances have its chunks."""
+        self.chunks = chunks
+        self.attempts += 1
+        self.dispatched_s = now_s
+        self.token_out_s = self.computed_alone_s = None  # of an earlier attempt
+
+    def forgive_attempt(self) -> None:
+        """The last attempt left decode more than it found, and does not count."""
+        self.attempts -= 1
+
+    def resume(self, kept_tokens: int, now_s: float) -> None:
+        """Waits for another attempt after the first tokens, whose KV decode keeps."""
+        self._forget_plan(now_s)
+        self.kept_tokens = self.landed_tokens = kept_tokens
+        self.attempt += 1
+
+    def unplace(self, now_s: float) -> None:
+        """Waits for another attempt from its first token on, at any instance."""
+        self._forget_plan(now_s)
+        self.decode_id = None
+        self.shards = ()
+        self.kept_tokens = self.landed_tokens = 0
+
+    def _forget_plan(self, now_s: float) -> None:
+        self.chunks = ()
+        self.chunks_done = 0
+        self.dispatched_s = None
+        self.suspend(0.0)
+        if self.state is not RequestState.QUEUED:
+            self.advance(RequestState.QUEUED, now_s)
+
+    # ---- prefill
+
+    def start_chunk(self, now_s: float) -> None:
+        """A chunk of it computes."""
+        if self.running_since_s is None:
+            self.running_since_s = now_s
+
+    def suspend(self, executed_s: float) -> None:
+        """No chunk of it computes now; `executed_s` of its predicted seconds are done."""
+        self.executed_s = executed_s
+        self.running_since_s = None
+
+    def finish_chunk(self, index: int, executed_s: float) -> None:
+        """The chunk is computed."""
+        self.chunks_done = index + 1
+        self.suspend(executed_s)
+
+    def take_over(self, head: LiveRequest) -> None:
+        """As the new head of a batch, counts the batch's work as the old head did."""
+        self.predict(head.predicted_prefill_s, head.predicted_work_s)
+        self.executed_s = head.executed_s
+        self.running_since_s = head.running_since_s
+
+    def computed_in_one_span(self, compute_s: float) -> None:
+        """All of its prefill was one span that waited for no other task."""
+        self.computed_alone_s = compute_s
+
+    # ---- KV and decode
+
+    def land(self, tokens: int) -> None:
+        """Decode has the KV of its first `tokens` tokens."""
+        self.landed_tokens = tokens
+
+    def start_decode(self, token_out_s: float) -> None:
+        """All of its KV has landed, and the proxy got the first token at `token_out_s`."""
+        self.landed_tokens = self.prompt_tokens
+        self.token_out_s = token_out_s
+
+    def take_overhead_s(self) -> float | None:
+        """Seconds from dispatch to the first token that were not computing; once per attempt.
+
+        None until both prefill and decode have reported the first token.
+        """
+        sent_s, out_s, took_s = self.dispatched_s, self.token_out_s, self.computed_alone_s
+        if sent_s is None or out_s is None or took_s is None:
+            return None
+        self.computed_alone_s = None
+        return out_s - sent_s - took_s
