@@ -31,7 +31,8 @@ from millrace.core.config import Config, load_config
 from millrace.core.errors import MillraceError
 from millrace.local.private_redis import PrivateRedis
 from millrace.telemetry.log import setup_logging
-from millrace.wire.pb import common_pb2, decode_pb2
+from millrace.wire.request_spec import RequestSpec
+from millrace.wire.token_events import TokenEvent
 
 #: Goals of the project, microseconds of CPU.
 GOAL_REQUEST_US = 500.0
@@ -79,10 +80,10 @@ class _Engine:
         """`token_ids`: what streams say, over and over; each must make text."""
         self._token_ids = token_ids
         self.fleet = StubFleet(self._submitted, self._cancelled)
-        self._open: dict[str, common_pb2.RequestSpec] = {}
+        self._open: dict[str, RequestSpec] = {}
         self._arrived = asyncio.Event()
 
-    def _submitted(self, spec: common_pb2.RequestSpec) -> None:
+    def _submitted(self, spec: RequestSpec) -> None:
         self.fleet.place(spec)
         if spec.sampling.max_tokens == 1:
             self.fleet.emit(spec.proxy.id, [self._event(spec, 0, last=True)])
@@ -93,7 +94,7 @@ class _Engine:
     def _cancelled(self, cancel: object) -> None:
         raise MillraceError(f"the proxy cancelled a request of the bench: {cancel}")
 
-    async def arrived(self, count: int) -> list[common_pb2.RequestSpec]:
+    async def arrived(self, count: int) -> list[RequestSpec]:
         """The next `count` streams, once they are here."""
         while len(self._open) < count:
             self._arrived.clear()
@@ -102,9 +103,7 @@ class _Engine:
         self._open.clear()
         return specs
 
-    async def run_streams(
-        self, specs: Sequence[common_pb2.RequestSpec], tokens: int, step_s: float
-    ) -> None:
+    async def run_streams(self, specs: Sequence[RequestSpec], tokens: int, step_s: float) -> None:
         """Emits `tokens` tokens for each, a step at a time."""
         next_s = time.perf_counter()
         for position in range(tokens):
@@ -116,13 +115,11 @@ class _Engine:
             else:
                 await self.fleet.taken(specs[0].proxy.id)
 
-    def _event(
-        self, spec: common_pb2.RequestSpec, position: int, *, last: bool
-    ) -> decode_pb2.TokenEvent:
-        return decode_pb2.TokenEvent(
+    def _event(self, spec: RequestSpec, position: int, *, last: bool) -> TokenEvent:
+        return TokenEvent(
             request_id=spec.request_id,
+            choice=0,
             token_ids=[self._token_ids[position % len(self._token_ids)]],
-            stop_token_id=-1,
             finish_reason="length" if last else "",
         )
 

@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from millrace.proxy.codec import PositionLogprobs
 from millrace.proxy.generation.choice import LogprobEntry, Piece
 from millrace.proxy.text.tokenizer import TokenArray, Tokenizer
+from millrace.wire.token_events import PositionLogprobs
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

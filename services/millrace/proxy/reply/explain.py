@@ -7,20 +7,20 @@ from dataclasses import replace
 from typing import Any
 
 from millrace.core.span import Span
-from millrace.proxy.generation.generation import Generation
+from millrace.proxy.generation.proxy_request import ProxyRequest
 from millrace.telemetry.trace import Waterfall
 
 
-def waterfall(generation: Generation, arrival_unix_s: float, proxy_id: str) -> Waterfall:
+def waterfall(request: ProxyRequest, arrival_unix_s: float, proxy_id: str) -> Waterfall:
     """The bars of one request; times are seconds since the arrival of the HTTP request."""
-    arrived = generation.arrived_at
-    started_s, submitted_s = generation.started_at - arrived, generation.submitted_at - arrived
-    found = Waterfall(request_id=generation.request_id, arrival_unix_s=arrival_unix_s)
+    arrived = request.arrived_at
+    started_s, submitted_s = request.started_at - arrived, request.submitted_at - arrived
+    found = Waterfall(request_id=request.request_id, arrival_unix_s=arrival_unix_s)
     found.add([Span(name="proxy", instance_id=proxy_id, start_s=0.0, end_s=started_s)])
-    if generation.placed_at is not None:
-        placed_s = generation.placed_at - arrived
+    if request.placed_at is not None:
+        placed_s = request.placed_at - arrived
         found.add([Span(name="planned", instance_id=proxy_id, start_s=submitted_s, end_s=placed_s)])
-    found.add(_after(submitted_s, span) for span in generation.spans)
+    found.add(_after(submitted_s, span) for span in request.spans)
     return found
 
 
@@ -32,15 +32,15 @@ def _after(submitted_s: float, span: Span) -> Span:
 
 
 def explain(
-    generations: Sequence[Generation], arrival_unix_s: float, proxy_id: str
+    requests: Sequence[ProxyRequest], arrival_unix_s: float, proxy_id: str
 ) -> dict[str, Any]:
     """The `millrace` object of a response: the first prompt's, others under `more`."""
     documents = []
-    for generation in generations:
-        document = waterfall(generation, arrival_unix_s, proxy_id).to_dict()
-        document["predicted_ttft_ms"] = round(generation.predicted_ttft_s * 1e3, 3)
-        if generation.first_token_at is not None:
-            ttft_s = generation.first_token_at - generation.arrived_at
+    for request in requests:
+        document = waterfall(request, arrival_unix_s, proxy_id).to_dict()
+        document["predicted_ttft_ms"] = round(request.predicted_ttft_s * 1e3, 3)
+        if request.first_token_at is not None:
+            ttft_s = request.first_token_at - request.arrived_at
             document["ttft_ms"] = round(ttft_s * 1e3, 3)
         documents.append(document)
     first, *more = documents
