@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import typing
+from dataclasses import replace
 
 import pytest
 
@@ -12,7 +13,7 @@ from millrace.core.scheduler import effects, events
 from millrace.core.scheduler.fleet.prompt_progress import PromptProgress
 from millrace.wire import fleet_messages as messages
 from millrace.wire.codec import proxy as codec
-from millrace.wire.codec.request_spec import encode_spec, spec_message, spec_of
+from millrace.wire.codec.request_spec import decode_spec, encode_spec, spec_message, spec_of
 from millrace.wire.pb import common_pb2, scheduler_pb2
 from millrace.wire.request_spec import RequestSpec, SamplingParams
 
@@ -74,7 +75,7 @@ def all_set(message) -> bool:
 
 def test_every_field_of_a_spec_arrives():
     message = common_pb2.RequestSpec.FromString(encode_spec(SPEC))
-    assert spec_of(message) == SPEC
+    assert spec_of(message) == decode_spec(encode_spec(SPEC)) == SPEC
     assert all_set(message) and all_set(message.sampling) and all_set(message.slo)
 
 
@@ -127,11 +128,14 @@ def test_a_state_that_this_release_lacks_reads_as_queued():
 
 
 def test_a_proxy_s_items_arrive_in_order():
+    first, second = (
+        messages.Submit(spec=encode_spec(replace(SPEC, request_id=name))) for name in "rs"
+    )
     items = [
-        SPEC,
-        SPEC,
+        first,
+        second,
         events.CancelRequested(request_id="r", reason="stop"),
-        SPEC,
+        first,
         messages.ProxyLoad(parked_requests=2),
         messages.AskProgress(request_ids=("r", "s")),
     ]
@@ -144,6 +148,7 @@ def test_a_proxy_s_items_arrive_in_order():
 
 
 def test_many_submissions_go_in_several_batches():
-    sent = codec.proxy_messages([SPEC] * (2 * codec.MAX_BATCH + 1))
+    submit = messages.Submit(spec=encode_spec(SPEC))
+    sent = codec.proxy_messages([submit] * (2 * codec.MAX_BATCH + 1))
     sizes = [len(message.submit.requests) for message in sent]
     assert sizes == [codec.MAX_BATCH, codec.MAX_BATCH, 1]

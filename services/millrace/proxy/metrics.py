@@ -1,4 +1,4 @@
-"""What the proxy counts."""
+"""The proxy's metrics."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ class ProxyMetrics:
         )
 
     def finished(self, request: ProxyRequest) -> None:
-        """Counts a request that ended well."""
+        """Counts a request that ended without an error."""
         self.prompt_tokens.inc(request.prompt_tokens)
         if request.cached_tokens:
             self.cached_tokens.inc(request.cached_tokens)

@@ -11,7 +11,10 @@ from millrace.core.config import SchedulerConfig
 from millrace.core.kv.transfer import Incarnation
 from millrace.core.scheduler import effects, events
 from millrace.core.scheduler.fleet.prompt_progress import PromptProgress
-from millrace.wire.request_spec import RequestSpec
+
+#: A `RequestSpec` as its proxy encoded it: once, for the store and for the scheduler. The scheduler
+#: forwards it to the instances unread.
+EncodedSpec = bytes
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -23,6 +26,13 @@ class Member:
 
 
 # ---- proxy -> scheduler
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Submit:
+    """Hands a request to the scheduler."""
+
+    spec: EncodedSpec
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -39,7 +49,7 @@ class AskProgress:
     request_ids: tuple[str, ...]
 
 
-ProxyMessage = RequestSpec | events.CancelRequested | ProxyLoad | AskProgress
+ProxyMessage = Submit | events.CancelRequested | ProxyLoad | AskProgress
 
 
 # ---- scheduler -> proxy
@@ -83,9 +93,6 @@ ProxyUpdate = Placed | Queued | Fleet | Progress | effects.Refuse | effects.Fail
 
 
 # ---- scheduler -> worker
-
-#: A `RequestSpec` as the proxy encoded it: the scheduler forwards a spec and does not read it.
-EncodedSpec = bytes
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

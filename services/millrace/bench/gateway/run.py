@@ -1,8 +1,8 @@
-"""`millrace bench gateway`: what the proxy costs, with nothing behind it that computes.
+"""`millrace bench gateway`: measures the cost of the proxy alone, in front of a stub fleet.
 
 The real proxy runs as a process of its own, with the real request store; a scheduler and a decode
 instance in this process answer at once over gRPC. CPU is the proxy process's own (user and system).
-Latencies are the client's, so they hold all that is not the model: proxy, store, gRPC, both ways.
+Latencies are the client's: they include the proxy, the store and gRPC, but no model.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ _WARM_UP_REQUESTS = 200
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RequestCost:
-    """Unary chat requests of one token. CPU and latency in microseconds."""
+    """Measures unary chat requests of one token. CPU and latency are in microseconds."""
 
     concurrency: int
     requests: int
@@ -57,7 +57,7 @@ class RequestCost:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StreamCost:
-    """Streams side by side, one token each a step. `step_ms` 0: as fast as they go."""
+    """Measures concurrent streams of one token per step. `step_ms` 0: no pause between steps."""
 
     streams: int
     step_ms: float
@@ -77,7 +77,7 @@ class _Engine:
     """Answers for the fleet: a unary request gets its one token at once, streams step together."""
 
     def __init__(self, token_ids: Sequence[int]) -> None:
-        """`token_ids`: what streams say, over and over; each must make text."""
+        """Streams `token_ids` again and again; every one of them must make text."""
         self._token_ids = token_ids
         self.fleet = StubFleet(self._submitted, self._cancelled)
         self._open: dict[str, RequestSpec] = {}
@@ -95,7 +95,7 @@ class _Engine:
         raise MillraceError(f"the proxy cancelled a request of the bench: {cancel}")
 
     async def arrived(self, count: int) -> list[RequestSpec]:
-        """The next `count` streams, once they are here."""
+        """Returns the next `count` streams once they have arrived."""
         while len(self._open) < count:
             self._arrived.clear()
             await self._arrived.wait()
@@ -104,7 +104,7 @@ class _Engine:
         return specs
 
     async def run_streams(self, specs: Sequence[RequestSpec], tokens: int, step_s: float) -> None:
-        """Emits `tokens` tokens for each, a step at a time."""
+        """Emits `tokens` tokens for every stream, one per step."""
         next_s = time.perf_counter()
         for position in range(tokens):
             last = position == tokens - 1

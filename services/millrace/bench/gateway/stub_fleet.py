@@ -16,6 +16,7 @@ from millrace.bench.gateway.stub_servicers import DecodeServicer, SchedulerServi
 from millrace.core.kv.transfer import Incarnation
 from millrace.core.scheduler.effects import Fail, Refuse
 from millrace.core.scheduler.events import CancelRequested
+from millrace.wire.codec.request_spec import decode_spec
 from millrace.wire.fleet_messages import (
     AskProgress,
     Fleet,
@@ -26,6 +27,7 @@ from millrace.wire.fleet_messages import (
     ProxyMessage,
     ProxyUpdate,
     Queued,
+    Submit,
 )
 from millrace.wire.request_spec import RequestSpec
 from millrace.wire.server import bind, create_server
@@ -226,5 +228,5 @@ class StubFleet:
                 case AskProgress():
                     known = [i for i in message.request_ids if i in self.progress]
                     outbox.put(*(self.progress[request_id] for request_id in known))
-                case RequestSpec():
-                    self.on_submit(message)
+                case Submit():
+                    self.on_submit(decode_spec(message.spec))

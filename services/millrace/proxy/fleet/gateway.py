@@ -20,6 +20,7 @@ from millrace.proxy.fleet.token_links import TokenLinks
 from millrace.proxy.generation.proxy_request import ProxyRequest, Stage
 from millrace.proxy.metrics import ProxyMetrics
 from millrace.state.store import RequestStore
+from millrace.wire.codec.request_spec import encode_spec
 from millrace.wire.fleet_messages import Fleet, Placed, Queued
 from millrace.wire.moves import PREEMPTED
 from millrace.wire.token_events import TokenEvent
@@ -155,8 +156,10 @@ class Gateway:
 
         Raises ApiError (503, 429). After an error the caller calls `leave`.
         """
-        self._live[request.spec.request_id] = request
-        await self._records.create(request.spec, request.prompt_ids)
+        spec = request.spec
+        self._live[spec.request_id] = request
+        request.encoded_spec = encode_spec(spec)
+        await self._records.create(spec.request_id, request.encoded_spec, request.prompt_ids)
         if request.has_ended:
             self._records.delete(request.spec.request_id)  # the client left meanwhile
             return
@@ -172,7 +175,7 @@ class Gateway:
         there_is_a_fleet = self._scheduler.connected and self._fleet_ready
         if there_is_a_fleet or not self._parking.takes(request):
             request.submit(now)
-            self._scheduler.submit(request.spec)
+            self._scheduler.submit(request.encoded_spec)
         else:
             self._parking.add(request, now)
 

@@ -11,8 +11,7 @@ from millrace.core.errors import MillraceError
 from millrace.proxy.errors import unavailable
 from millrace.proxy.text.tokenizer import TokenArray
 from millrace.state.store import RequestStore
-from millrace.wire.codec.request_spec import encode_spec
-from millrace.wire.request_spec import RequestSpec
+from millrace.wire.fleet_messages import EncodedSpec
 
 log = logging.getLogger(__name__)
 
@@ -28,12 +27,12 @@ class Records:
         self._endings: list[tuple[str, str]] = []
         self._background: set[asyncio.Task[None]] = set()
 
-    async def create(self, spec: RequestSpec, prompt_ids: TokenArray) -> None:
+    async def create(self, request_id: str, spec: EncodedSpec, prompt_ids: TokenArray) -> None:
         """Writes a request's spec and prompt. Raises ApiError (503)."""
         try:
-            await self._store.create(spec.request_id, spec=encode_spec(spec), prompt_ids=prompt_ids)
+            await self._store.create(request_id, spec=spec, prompt_ids=prompt_ids)
         except MillraceError as error:
-            log.warning("request %s: %s", spec.request_id, error)
+            log.warning("request %s: %s", request_id, error)
             raise unavailable("The request store does not answer.") from error
 
     def finish(self, request_id: str, state: str) -> None:

@@ -18,6 +18,7 @@ from millrace.core.scheduler.effects import Fail, Refuse
 from millrace.core.scheduler.events import CancelRequested
 from millrace.wire.fleet_messages import (
     AskProgress,
+    EncodedSpec,
     Fleet,
     Placed,
     Progress,
@@ -25,9 +26,9 @@ from millrace.wire.fleet_messages import (
     ProxyMessage,
     ProxyUpdate,
     Queued,
+    Submit,
 )
 from millrace.wire.proxy_streams import scheduler_updates
-from millrace.wire.request_spec import RequestSpec
 
 log = logging.getLogger(__name__)
 
@@ -72,9 +73,9 @@ class SchedulerLink:
         #: The scheduler answered on the stream that is up now.
         self.connected = False
 
-    def submit(self, spec: RequestSpec) -> None:
+    def submit(self, spec: EncodedSpec) -> None:
         """Queues a submission. Call it only while connected."""
-        self._queue(spec)
+        self._queue(Submit(spec=spec))
 
     def cancel(self, request_id: str, reason: str) -> None:
         """Queues a cancellation, after the request's submission. Dropped without a connection."""

@@ -74,6 +74,7 @@ class ProxyRequest:
         "choices",
         "confirmed",
         "decode",
+        "encoded_spec",
         "first_token_at",
         "last_token_at",
         "losses",
@@ -111,6 +112,7 @@ class ProxyRequest:
         """`detailed`: choices show log probabilities or ids, not plain text alone."""
         self.request_id = spec.request_id
         self.spec = spec
+        self.encoded_spec = b""  # set when it is recorded
         #: The prompt of this incarnation, int32 [tokens]. The next incarnation needs it: the store
         #: forgets a request's prompt when the scheduler forgets the request.
         self.prompt_ids = prompt_ids

@@ -1,4 +1,4 @@
-"""A response's TTFT waterfall: what the proxy did itself, and what the other services report."""
+"""Builds a response's TTFT waterfall from the proxy's own bars and those of other services."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from millrace.telemetry.trace import Waterfall
 
 
 def waterfall(request: ProxyRequest, arrival_unix_s: float, proxy_id: str) -> Waterfall:
-    """The bars of one request; times are seconds since the arrival of the HTTP request."""
+    """Returns the bars of one request, in seconds since the arrival of the HTTP request."""
     arrived = request.arrived_at
     started_s, submitted_s = request.started_at - arrived, request.submitted_at - arrived
     found = Waterfall(request_id=request.request_id, arrival_unix_s=arrival_unix_s)
@@ -25,7 +25,7 @@ def waterfall(request: ProxyRequest, arrival_unix_s: float, proxy_id: str) -> Wa
 
 
 def _after(submitted_s: float, span: Span) -> Span:
-    """Workers know no more than the arrival; a request queues once it was submitted."""
+    """Starts "queued" at the submission: instances count it from the arrival."""
     if span.name != "queued":
         return span
     return replace(span, start_s=min(submitted_s, span.end_s))
@@ -34,7 +34,7 @@ def _after(submitted_s: float, span: Span) -> Span:
 def explain(
     requests: Sequence[ProxyRequest], arrival_unix_s: float, proxy_id: str
 ) -> dict[str, Any]:
-    """The `millrace` object of a response: the first prompt's, others under `more`."""
+    """Returns the `millrace` object of a response: other prompts than the first go to `more`."""
     documents = []
     for request in requests:
         document = waterfall(request, arrival_unix_s, proxy_id).to_dict()

@@ -1,4 +1,4 @@
-"""HTTP responses in the making: what requests hand in, ready to be sent."""
+"""Gathers the output of requests into HTTP responses."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ class Signal:
 
 
 class Progress:
-    """How far a response is: its requests, their end, its error. Shared by both kinds of reply."""
+    """Tracks a response: its requests, their ends, its error. Both kinds of reply share it."""
 
     __slots__ = (
         "_open_requests",

@@ -10,7 +10,6 @@ from millrace.core.request import RequestState
 from millrace.core.scheduler import effects, events
 from millrace.core.scheduler.fleet.prompt_progress import PromptProgress
 from millrace.wire.codec.incarnation import incarnation_message, incarnation_of
-from millrace.wire.codec.request_spec import spec_message, spec_of
 from millrace.wire.fleet_messages import (
     AskProgress,
     Fleet,
@@ -21,9 +20,9 @@ from millrace.wire.fleet_messages import (
     ProxyMessage,
     ProxyUpdate,
     Queued,
+    Submit,
 )
 from millrace.wire.pb import common_pb2, scheduler_pb2
-from millrace.wire.request_spec import RequestSpec
 
 #: Requests of one SubmitBatch at most: keeps a message far below the wire's bound.
 MAX_BATCH = 256
@@ -42,14 +41,14 @@ def proxy_messages(items: Iterable[ProxyMessage]) -> list[scheduler_pb2.ProxyMes
     messages: list[scheduler_pb2.ProxyMessage] = []
     batch: list[common_pb2.RequestSpec] = []
     for item in items:
-        if isinstance(item, RequestSpec):
-            batch.append(spec_message(item))
+        if isinstance(item, Submit):
+            batch.append(common_pb2.RequestSpec.FromString(item.spec))
             if len(batch) < MAX_BATCH:
                 continue
         if batch:
             messages.append(_submission(batch))
             batch = []
-        if not isinstance(item, RequestSpec):
+        if not isinstance(item, Submit):
             messages.append(_proxy_message(item))
     if batch:
         messages.append(_submission(batch))
@@ -79,7 +78,7 @@ def items_of(message: scheduler_pb2.ProxyMessage) -> list[ProxyMessage]:
     """Decodes a message after the hello: the items that it carries, in order."""
     match message.WhichOneof("kind"):
         case "submit":
-            return [spec_of(spec) for spec in message.submit.requests]
+            return [Submit(spec=spec.SerializeToString()) for spec in message.submit.requests]
         case "cancel":
             return [cancelled(message.cancel)]
         case "load":

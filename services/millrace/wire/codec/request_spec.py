@@ -9,8 +9,12 @@ from millrace.wire.request_spec import RequestSpec, SamplingParams
 
 
 def encode_spec(spec: RequestSpec) -> bytes:
-    """Returns the spec as the request store keeps it."""
+    """Returns the spec as the request store keeps it and as the streams carry it."""
     return spec_message(spec).SerializeToString()
+
+
+def decode_spec(encoded: bytes) -> RequestSpec:
+    return spec_of(common_pb2.RequestSpec.FromString(encoded))
 
 
 def spec_message(spec: RequestSpec) -> common_pb2.RequestSpec:
