@@ -7,8 +7,11 @@ import asyncio
 import orjson
 import pytest
 
+from millrace.core.kv.transfer import Incarnation
+from millrace.core.request import RequestState
+from millrace.core.scheduler.fleet.prompt_progress import PromptProgress
 from millrace.state.store import StoreError
-from millrace.wire.pb import common_pb2, decode_pb2, scheduler_pb2
+from millrace.wire.fleet_messages import Progress
 from support.deadlines import HANG_S
 from support.gateway import MODEL, Script, gateway, until
 
@@ -151,10 +154,7 @@ async def test_failure_in_a_stream_is_its_last_event(stack):
 async def test_error_event_of_decode(stack):
     def submitted(spec):
         stack.fleet.place(spec)
-        event = decode_pb2.TokenEvent(
-            request_id=spec.request_id, finish_reason="error", error="KV was lost"
-        )
-        stack.fleet.emit(spec.proxy.id, [event])
+        stack.fleet.end(spec, "error", "KV was lost")
 
     stack.fleet.script = Script(on_submit=submitted)
     response = await stack.http.post(CHAT, json=BODY)
@@ -184,9 +184,9 @@ async def test_no_answer_in_time(stack):
 
 async def test_placed_again_before_the_first_token(stack):
     def submitted(spec):
-        stack.fleet.decode = common_pb2.Incarnation(id="decode-9", generation=7)
+        stack.fleet.decode = Incarnation("decode-9", 7)
         stack.fleet.place(spec)
-        stack.fleet.decode = common_pb2.Incarnation(id="decode-0", generation=1)
+        stack.fleet.decode = Incarnation("decode-0", 1)
         stack.fleet.place(spec)
         stack.fleet.play_later(spec)
 
@@ -196,7 +196,7 @@ async def test_placed_again_before_the_first_token(stack):
 
 
 async def test_tokens_of_an_instance_it_left_are_ignored(stack):
-    other = common_pb2.Incarnation(id="decode-9", generation=7)
+    other = Incarnation("decode-9", 7)
 
     def submitted(spec):
         stack.fleet.decode, kept = other, stack.fleet.decode
@@ -212,7 +212,7 @@ async def test_tokens_of_an_instance_it_left_are_ignored(stack):
 async def test_tokens_may_overtake_a_second_placement(stack):
     def submitted(spec):
         stack.fleet.decode, kept = (
-            common_pb2.Incarnation(id="decode-9", generation=7),
+            Incarnation("decode-9", 7),
             stack.fleet.decode,
         )
         stack.fleet.place(spec)
@@ -241,7 +241,7 @@ async def test_placed_again_after_the_first_token_ends_streams_of_several_choice
     async with stack.http.stream("POST", CHAT, json={**STREAM, "n": 2}) as response:
         await stack.begun()
         [spec] = stack.fleet.specs
-        stack.fleet.place(spec)  # the same life of the same instance: a second prefill
+        stack.fleet.place(spec)  # the same incarnation: a second prefill
         events = await asyncio.wait_for(lines(response), HANG_S)
     assert "was lost" in events[-1]["error"]["message"]
     await asyncio.wait_for(stack.fleet.cancelled.wait(), HANG_S)
@@ -267,7 +267,7 @@ async def test_broken_token_stream_waits_for_a_new_place(stack):
     await stack.placed()
     await stack.fleet.stop_decode()
     await asyncio.sleep(0.05)
-    stack.fleet.decode = common_pb2.Incarnation(id="decode-0", generation=2)
+    stack.fleet.decode = Incarnation("decode-0", 2)
     await stack.fleet.start_decode()
     stack.fleet.announce(ready=True)
     [spec] = stack.fleet.specs
@@ -324,13 +324,19 @@ async def test_ready_follows_the_fleet(stack):
     assert (response.status_code, response.json()) == (503, {"status": "not ready"})
 
 
+def progress(spec, state: str, computed_tokens: int, left_s: float | None) -> Progress:
+    prompt = PromptProgress(
+        state=RequestState(state), computed_tokens=computed_tokens, left_s=left_s
+    )
+    return Progress(request_id=spec.request_id, prompt=prompt)
+
+
 async def test_silent_streams_get_comments(stack, monkeypatch):
     monkeypatch.setattr("millrace.proxy.http.generate.KEEPALIVE_S", 0.05)
     stack.fleet.script = Script(hold=asyncio.Event(), hold_after=0)
 
     def queue(spec):
-        progress = scheduler_pb2.Progress(request_id=spec.request_id, state="queued")
-        stack.fleet.progress[spec.request_id] = progress
+        stack.fleet.progress[spec.request_id] = progress(spec, "queued", 0, None)
         stack.fleet.place(spec)
         stack.fleet.play_later(spec)
 
@@ -340,7 +346,6 @@ async def test_silent_streams_get_comments(stack, monkeypatch):
         [spec] = stack.fleet.specs
         total = spec.prompt_tokens
         assert await anext(found) == f": queued, 0 of {total} tokens"
-        progress = stack.fleet.progress[spec.request_id]
         for state, computed, left_s, said in (
             ("prefilling", 3, 63.4, f": prefilling, 3 of {total} tokens, about 63 s left"),
             (
@@ -350,7 +355,7 @@ async def test_silent_streams_get_comments(stack, monkeypatch):
                 f": transferring, {total} of {total} tokens, about 0 s left",
             ),
         ):
-            progress.state, progress.computed_tokens, progress.left_s = state, computed, left_s
+            stack.fleet.progress[spec.request_id] = progress(spec, state, computed, left_s)
             lines = (line async for line in found if line)
             while (line := await anext(lines)) != said:  # those sent before the news
                 assert line.startswith(": ")
@@ -372,9 +377,7 @@ async def test_several_prompts_are_said_as_one_and_silence_of_the_scheduler_is_b
         total = first.prompt_tokens + second.prompt_tokens
         assert await anext(lines) == f": queued, 0 of {total} tokens"  # no answer came
         for spec, state, left_s in ((first, "transferring", 1.0), (second, "prefilling", 9.0)):
-            stack.fleet.progress[spec.request_id] = scheduler_pb2.Progress(
-                request_id=spec.request_id, state=state, computed_tokens=2, left_s=left_s
-            )
+            stack.fleet.progress[spec.request_id] = progress(spec, state, 2, left_s)
         said = f": prefilling, 4 of {total} tokens, about 9 s left"
         while (line := await anext(lines)) != said:
             assert line.startswith(": queued")

@@ -56,7 +56,7 @@ async def served(folder, settings: str = SETTINGS):
 async def submit(proxy: Proxy, http: httpx.AsyncClient, headers: dict[str, str]) -> None:
     """Sends a request, and leaves once the scheduler has placed it: nobody answers here."""
     sent = asyncio.create_task(http.post("/v1/chat/completions", json=CHAT_BODY, headers=headers))
-    await until(lambda: any(g.confirmed for g in proxy.gateway.generations) or sent.done())
+    await until(lambda: any(r.confirmed for r in proxy.gateway.requests) or sent.done())
     assert not sent.done(), sent.result().text
     sent.cancel()
     await asyncio.wait([sent])

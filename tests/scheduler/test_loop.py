@@ -22,6 +22,9 @@ from millrace.scheduler.recorder import Recorder
 from millrace.state.open import open_store
 from millrace.telemetry.metrics import Registry
 from millrace.wire.codec import scheduler as codec
+from millrace.wire.codec.proxy import update_kind
+from millrace.wire.fleet_messages import Fleet, RunPrefill
+from millrace.wire.pb.common_pb2 import RequestSpec
 from support.scheduler_peers import register, spec
 
 IN_ORDER = {"policy": "fcfs", "preemption": "none"}
@@ -58,7 +61,7 @@ async def running(clock, *, ticking: bool = False, **scheduler):
 def join(loop: SchedulerLoop, worker_id: str, **card: object) -> Worker:
     message = register(worker_id, **card)
     card = codec.joined(message)
-    worker = Worker(card=card, register=message, seen_s=loop.clock())
+    worker = Worker(card=card, address=message.address, seen_s=loop.clock())
     loop.post_now(card, worker)
     return worker
 
@@ -66,11 +69,15 @@ def join(loop: SchedulerLoop, worker_id: str, **card: object) -> Worker:
 async def submit(loop: SchedulerLoop, request_id: str, proxy: Proxy, prompt: int = 100) -> None:
     wanted = spec(request_id, prompt)
     request = codec.request(wanted, proxy_id=proxy.key, now_s=loop.clock())
-    await loop.post(Submitted(request=request), wanted)
+    await loop.post(Submitted(request=request), wanted.SerializeToString())
 
 
-def kinds(messages) -> list[str]:
-    return [message.WhichOneof("kind") for message in messages]
+def kinds(commands) -> list[str]:
+    return [codec.command_kind(command) for command in commands]
+
+
+def said(updates) -> list[str]:
+    return [update_kind(update) for update in updates]
 
 
 async def test_a_pause_of_the_scheduler_itself_ends_no_lease():
@@ -121,7 +128,7 @@ async def test_metrics_follow_the_machine():
             *("registered", "run_prefill", "run_prefill"),
             *("cancel", "cancel"),
         ]
-        assert kinds(await proxy.outbox.take())[-4:] == ["placed"] * 3 + ["refused"]
+        assert said(await proxy.outbox.take())[-4:] == ["placed"] * 3 + ["refused"]
 
 
 async def test_every_effect_has_its_handler():
@@ -139,8 +146,8 @@ async def test_a_retried_request_goes_before_what_its_new_instance_holds():
         await asyncio.sleep(0.01)
         commands = await left.outbox.take()
         assert kinds(commands) == ["registered", *["run_prefill"] * 3, "order"]
-        assert commands[-2].run_prefill.request.request_id == "a"
-        order = [entry.chunks[0].request_id for entry in commands[-1].order.queue]
+        assert commands[-2].effect.request_id == "a"
+        order = [entry[0].request_id for entry in commands[-1].queue]
         assert order == ["b", "a", "d"]
         text = registry.render()[0].decode()
         assert 'millrace_scheduler_sent_messages_total{kind="order"} 1.0' in text
@@ -157,13 +164,13 @@ async def test_a_double_keeps_the_first_spec_even_while_draining():
         await submit(loop, "a", proxy, 50)
         await submit(loop, "b", proxy, 50)
         await asyncio.sleep(0.01)
-        updates = [u for u in await proxy.outbox.take() if u.WhichOneof("kind") != "fleet"]
-        assert kinds(updates) == ["placed", "refused"]
-        assert updates[1].refused.request_id == "b"
+        updates = [u for u in await proxy.outbox.take() if not isinstance(u, Fleet)]
+        assert said(updates) == ["placed", "refused"]
+        assert updates[1].request_id == "b"
         loop.post_now(ProxyLeft(proxy_id="x#1"))
         await asyncio.wait_for(loop.idle.wait(), 5)
-        (run,) = [c for c in await prefill.outbox.take() if c.WhichOneof("kind") == "run_prefill"]
-        assert run.run_prefill.request.prompt_tokens == 100
+        (run,) = [c for c in await prefill.outbox.take() if isinstance(c, RunPrefill)]
+        assert RequestSpec.FromString(run.spec).prompt_tokens == 100
 
 
 async def test_a_change_of_policy_waits_its_turn_and_shows_in_the_metrics():
@@ -191,10 +198,10 @@ async def test_instances_that_order_their_own_work_hear_of_the_policy():
             await loop.set_policy(PolicyChanged(policy=name))
         late = join(loop, "m1", role="mixed")
         first, *changes = await mixed.outbox.take()
-        assert first.registered.policy == "fcfs"
-        assert [change.policy.name for change in changes] == ["edf", "lars"]
+        assert first.config.policy == "fcfs"
+        assert [change.name for change in changes] == ["edf", "lars"]
         assert kinds(await decode.outbox.take()) == ["registered"]
-        assert [m.registered.policy for m in await late.outbox.take()] == ["lars"]
+        assert [m.config.policy for m in await late.outbox.take()] == ["lars"]
 
 
 async def test_who_asked_for_a_policy_may_leave_before_it_changes():
@@ -219,7 +226,7 @@ async def test_attainment_by_class_and_predictions_show_in_the_metrics():
             wanted = spec(name, 100)
             wanted.slo.class_name, wanted.slo.ttft_s = slo_class, ttft_s
             request = codec.request(wanted, proxy_id=proxy.key, now_s=loop.clock())
-            await loop.post(Submitted(request=request), wanted)
+            await loop.post(Submitted(request=request), wanted.SerializeToString())
         await submit(loop, "huge", proxy, 5000)
         await asyncio.sleep(0.01)
         clock.now_s += 0.5
@@ -266,7 +273,7 @@ async def test_the_signals_of_pools_are_gauges_where_they_were_measured():
 
 
 async def test_a_cordon_waits_its_turn():
-    """The instance may be gone by then, or be another life, which is not cordoned."""
+    """The instance may be gone by then. Another incarnation of it is not cordoned."""
     async with running(Hand()) as (loop, _):
         worker = join(loop, "d0")
         await asyncio.sleep(0.01)
@@ -281,7 +288,7 @@ async def test_a_cordon_waits_its_turn():
 
 
 async def test_an_instance_that_leaves_as_it_is_evicted_is_not_told():
-    """Its end, and even its next life, may come between the cordon and the word to let go."""
+    """Its end, and even its next incarnation, may come between the cordon and the eviction."""
     for comes_back in (False, True):
         async with running(Hand()) as (loop, _):
             worker = join(loop, "d0")
@@ -293,5 +300,4 @@ async def test_an_instance_that_leaves_as_it_is_evicted_is_not_told():
             successor = join(loop, "d0") if comes_back else None
             assert not await evicting
             if successor is not None:
-                told = [command.WhichOneof("kind") for command in await successor.outbox.take()]
-                assert told == ["registered"]
+                assert kinds(await successor.outbox.take()) == ["registered"]

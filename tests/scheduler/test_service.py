@@ -204,7 +204,7 @@ async def test_a_worker_that_registers_again_is_a_new_life():
         late = net.stub().ConnectWorker()
         old = scheduler_pb2.WorkerMessage(register=register("p0", generation=0))
         await late.write(old)
-        with pytest.raises(grpc.aio.AioRpcError, match="a later life of p0 is registered"):
+        with pytest.raises(grpc.aio.AioRpcError, match="a later incarnation of p0 is registered"):
             await late.read()
 
 

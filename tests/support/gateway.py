@@ -16,8 +16,11 @@ from tokenizers import Tokenizer
 from millrace.bench.gateway.stub_fleet import StubFleet
 from millrace.bench.gateway.stub_model import write_stub_model
 from millrace.core.config import Config, load_config
+from millrace.core.scheduler.events import CancelRequested
+from millrace.core.span import Span
 from millrace.proxy.service import Proxy, listen
-from millrace.wire.pb import common_pb2, decode_pb2, scheduler_pb2
+from millrace.wire.request_spec import RequestSpec
+from millrace.wire.token_events import PositionLogprobs, TokenDetail, TokenEvent, TokenLogprob
 from support.deadlines import HANG_S
 
 MODEL = "tiny"
@@ -35,9 +38,9 @@ class Script:
     finish: str = "stop"
     hold: asyncio.Event | None = None
     hold_after: int = 1
-    on_submit: Callable[[common_pb2.RequestSpec], None] | None = None
+    on_submit: Callable[[RequestSpec], None] | None = None
     token_ids: list[int] | None = None
-    spans: list[common_pb2.Span] = field(default_factory=list)
+    spans: list[Span] = field(default_factory=list)
 
 
 class Fleet(StubFleet):
@@ -47,13 +50,13 @@ class Fleet(StubFleet):
         super().__init__(self._submitted, self._cancelled)
         self.tokenizer = tokenizer
         self.script = Script()
-        self.specs: list[common_pb2.RequestSpec] = []
-        self.cancels: list[scheduler_pb2.CancelRequest] = []
+        self.specs: list[RequestSpec] = []
+        self.cancels: list[CancelRequested] = []
         self.cancelled = asyncio.Event()
         self.submitted = asyncio.Event()
         self._playing: set[asyncio.Task[None]] = set()
 
-    def _submitted(self, spec: common_pb2.RequestSpec) -> None:
+    def _submitted(self, spec: RequestSpec) -> None:
         self.specs.append(spec)
         self.submitted.set()
         if self.script.on_submit is not None:
@@ -62,24 +65,26 @@ class Fleet(StubFleet):
         self.place(spec)
         self.play_later(spec)
 
-    def play_later(self, spec: common_pb2.RequestSpec) -> None:
+    def play_later(self, spec: RequestSpec) -> None:
         """Starts to emit what the script says."""
         task = asyncio.create_task(self.play(spec, self.script))
         self._playing.add(task)
         task.add_done_callback(self._playing.discard)
 
-    def _cancelled(self, cancel: scheduler_pb2.CancelRequest) -> None:
+    def _cancelled(self, cancel: CancelRequested) -> None:
         self.cancels.append(cancel)
         self.cancelled.set()
 
-    def move(self, spec: common_pb2.RequestSpec, why: str = "") -> None:
-        """Its decode instance leaves, or has no room: the answer may go on elsewhere."""
-        event = decode_pb2.TokenEvent(
-            request_id=spec.request_id, finish_reason="moved", error=why, stop_token_id=-1
-        )
-        self.emit(spec.proxy.id, [event])
+    def move(self, spec: RequestSpec, why: str = "") -> None:
+        """Its decode instance leaves, or has no room: the answer may be migrated."""
+        self.end(spec, "moved", why)
 
-    async def play(self, spec: common_pb2.RequestSpec, script: Script) -> None:
+    def end(self, spec: RequestSpec, reason: str, error: str) -> None:
+        """Ends a request's tokens without its answer."""
+        detail = TokenDetail(error=error)
+        self.emit(spec.proxy.id, [TokenEvent(spec.request_id, 0, [], reason, -1, lambda: detail)])
+
+    async def play(self, spec: RequestSpec, script: Script) -> None:
         """Emits the script's tokens for every choice, one a step; of a continuation the rest."""
         ids = script.token_ids
         if ids is None:
@@ -101,7 +106,7 @@ class Fleet(StubFleet):
 
 
 def token_event(
-    spec: common_pb2.RequestSpec,
+    spec: RequestSpec,
     choice: int,
     position: int,
     token_id: int,
@@ -109,30 +114,30 @@ def token_event(
     *,
     last: bool,
     stops: bool,
-) -> decode_pb2.TokenEvent:
-    event = decode_pb2.TokenEvent(
-        request_id=spec.request_id, choice=choice, token_ids=[token_id], stop_token_id=-1
-    )
-    sampling = spec.sampling
+) -> TokenEvent:
+    sampling, logprobs, first = spec.sampling, (), {}
     if sampling.logprobs >= 0:
-        event.logprobs.append(_logprobs(token_id, sampling.logprobs))
+        logprobs = (_logprobs(token_id, sampling.logprobs),)
     if position == spec.resumed_tokens and choice == 0:
-        event.spans.extend(script.spans)
-        event.cached_tokens = 3
+        first = {"spans": tuple(script.spans), "cached_tokens": 3}
         if sampling.prompt_logprobs >= 0:
             ids = range(spec.prompt_tokens)
-            event.prompt_logprobs.extend(_logprobs(i, sampling.prompt_logprobs) for i in ids)
-    if last:
-        event.finish_reason = script.finish
-        if stops:
-            event.stop_token_id = token_id
-    return event
+            first["prompt_logprobs"] = tuple(_logprobs(i, sampling.prompt_logprobs) for i in ids)
+    detail = TokenDetail(logprobs=logprobs, **first)
+    return TokenEvent(
+        spec.request_id,
+        choice,
+        [token_id],
+        finish_reason=script.finish if last else "",
+        stop_token_id=token_id if last and stops else -1,
+        detail=lambda: detail,
+    )
 
 
-def _logprobs(token_id: int, top: int) -> common_pb2.PositionLogprobs:
-    chosen = common_pb2.TokenLogprob(token_id=token_id, logprob=-0.5)
-    others = [common_pb2.TokenLogprob(token_id=10 + i, logprob=-1.0 - i) for i in range(top)]
-    return common_pb2.PositionLogprobs(chosen=chosen, top=others)
+def _logprobs(token_id: int, top: int) -> PositionLogprobs:
+    chosen = TokenLogprob(token_id=token_id, logprob=-0.5)
+    others = (TokenLogprob(token_id=10 + i, logprob=-1.0 - i) for i in range(top))
+    return PositionLogprobs(chosen=chosen, top=tuple(others))
 
 
 @dataclass
@@ -150,11 +155,11 @@ class Stack:
 
     async def placed(self) -> None:
         """Returns when the proxy knows where its requests are."""
-        await until(lambda: any(g.confirmed for g in self.proxy.gateway.generations))
+        await until(lambda: any(r.confirmed for r in self.proxy.gateway.requests))
 
     async def begun(self) -> None:
         """Returns when the proxy has a token of a request."""
-        await until(lambda: any(g.completion_tokens for g in self.proxy.gateway.generations))
+        await until(lambda: any(r.completion_tokens for r in self.proxy.gateway.requests))
 
     async def state_of(self, request_id: str) -> str | None:
         """As the store has it."""

@@ -3,14 +3,19 @@
 from __future__ import annotations
 
 import math
+import typing
 
 import pytest
 
+from millrace.core.config import SchedulerConfig
 from millrace.core.cost.decode_step import DecodeStepTime
 from millrace.core.cost.latency import Latency, SpLatency
-from millrace.core.request import Chunk, Shard
+from millrace.core.kv.transfer import Incarnation
+from millrace.core.request import Chunk, RequestState, Shard
 from millrace.core.scheduler import effects, events
+from millrace.wire import fleet_messages as messages
 from millrace.wire.codec import scheduler as codec
+from millrace.wire.codec.proxy import member_of
 from millrace.wire.pb import common_pb2, scheduler_pb2
 
 LATENCY = Latency(a=1, b=2, c=3, d=4, points=((16, 0.5), (64, 0.5), (100, 2.0)))
@@ -297,6 +302,88 @@ def test_shards_reach_the_wire_with_who_holds_them(whom):
         ("h:4", 0, 32),
         ("h:5", 32, 48),
     ]
+
+
+PREFILLED = Chunk(index=0, start_token=0, num_tokens=9, instance_ids=("p", "q"))
+SPEC = common_pb2.RequestSpec(request_id="r", prompt_tokens=9)
+MEMBERS = {
+    name: messages.Member(incarnation=Incarnation(name, 1 << 63), address=f"h:{name}")
+    for name in "dkpq"
+}
+COMMANDS = {
+    "registered": messages.Registered(
+        config=SchedulerConfig(heartbeat_s=0.5, lease_s=9.0, preemption="operator", policy="lars")
+    ),
+    "admit_decode": messages.AdmitDecode(
+        effect=effects.AdmitDecode(
+            instance_id="d", request_id="r", attempt=2, kept_tokens=3, shards=SHARDS
+        ),
+        spec=SPEC.SerializeToString(),
+        holders=(MEMBERS["d"], MEMBERS["k"]),
+    ),
+    "run_prefill": messages.RunPrefill(
+        effect=effects.RunPrefill(
+            instance_id="p",
+            request_id="r",
+            chunks=(PREFILLED,),
+            decode_id="d",
+            attempt=2,
+            shards=SHARDS,
+        ),
+        spec=SPEC.SerializeToString(),
+        decode=MEMBERS["d"],
+        group=(MEMBERS["p"], MEMBERS["q"]),
+        holders=(MEMBERS["d"], MEMBERS["k"]),
+    ),
+    "order": effects.Order(
+        instance_id="p", queue=((effects.ChunkRef(request_id="r", chunk_index=1),),)
+    ),
+    "cancel": effects.CancelOn(instance_id="p", request_id="r", reason="the client left"),
+    "drain": messages.Drain(abort=True),
+    "policy": messages.PolicyInForce(name="edf"),
+}
+
+
+@pytest.mark.parametrize("kind", COMMANDS)
+def test_every_command_reaches_the_wire_with_all_its_fields(kind):
+    command = COMMANDS[kind]
+    message = codec.command_message(command, 7)
+    assert message.sequence == 7
+    assert message.WhichOneof("kind") == codec.command_kind(command) == kind
+    told = getattr(message, kind)
+    names = {field.name for field in told.DESCRIPTOR.fields}
+    assert {field.name for field, _ in told.ListFields()} == names
+
+
+def test_every_kind_of_command_has_its_codec():
+    kinds = {f.name for f in scheduler_pb2.WorkerCommand.DESCRIPTOR.oneofs_by_name["kind"].fields}
+    assert kinds == set(COMMANDS)
+    wanted = set(typing.get_args(messages.WorkerCommand))
+    assert {type(command) for command in COMMANDS.values()} == wanted
+
+
+def test_commands_name_the_members_and_carry_the_spec():
+    run = codec.command_message(COMMANDS["run_prefill"], 1).run_prefill
+    admit = codec.command_message(COMMANDS["admit_decode"], 2).admit_decode
+    assert run.request == admit.request == SPEC
+    assert (run.attempt, admit.attempt, admit.kept_tokens) == (2, 2, 3)
+    assert member_of(run.decode) == MEMBERS["d"]
+    assert [member_of(one).incarnation.id for one in run.group] == ["p", "q"]
+    for shards in (run.shards, admit.shards):
+        assert [(member_of(s.holder), s.start_token, s.end_token) for s in shards] == [
+            (MEMBERS["d"], 0, 32),
+            (MEMBERS["k"], 32, 48),
+        ]
+
+
+def test_settings_and_cancellations_reach_the_wire_as_they_are():
+    told = codec.command_message(COMMANDS["registered"], 1).registered
+    assert (told.heartbeat_s, told.lease_s) == (0.5, 9.0)
+    assert (told.preemption, told.policy) == ("operator", "lars")
+    cancel = codec.command_message(COMMANDS["cancel"], 1).cancel
+    assert (cancel.request_id, cancel.reason) == ("r", "the client left")
+    assert codec.command_message(COMMANDS["drain"], 1).drain.abort
+    assert codec.command_message(COMMANDS["policy"], 1).policy.name == "edf"
 
 
 @pytest.mark.parametrize("role, needs_batch", [("prefill", 0), ("kvp", 0), ("mixed", 1)])

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import importlib
+import inspect
+from collections.abc import Callable
 from pathlib import Path
 
 import typer
@@ -27,8 +29,8 @@ from millrace.cli.options import (
 )
 from millrace.cli.process import configure, run_async, tell
 
-#: By name: the module that serves, and what help says of it.
-_KINDS = {
+#: By command: the module that serves, and the summary in the help.
+_COMMANDS = {
     "prefill": (
         "millrace.prefill.main",
         "A prefill instance: computes prompts and pushes their KV to decode.",
@@ -41,23 +43,26 @@ _KINDS = {
         "millrace.kvp.main",
         "A KVP worker: holds parts of long requests' KV and attends over them; loads no weights.",
     ),
+    "colocated": (
+        "millrace.colocated.main",
+        "Prefill and decode in one process: as a pair of instances, or one that mixes its batches.",
+    ),
 }
 
 
 def register(app: typer.Typer) -> None:
-    """Adds them all."""
-    for role, (module, summary) in _KINDS.items():
-        _add(app, role, module, summary)
-    app.command("colocated")(_colocated)
+    """Adds the commands of all kinds of instances."""
+    for name, (module, summary) in _COMMANDS.items():
+        app.command(name, help=summary)(_command(name, module))
 
 
-def _add(app: typer.Typer, role: str, module: str, summary: str) -> None:
-    """Adds the command of a kind of worker: they take the same options."""
+def _command(name: str, module: str) -> Callable[..., None]:
+    """Returns the function of one command. All take the same options; colocated has --role, too."""
 
-    @app.command(role, help=summary)
     def command(
         model: Model,
         model_name: ModelName = "",
+        role: ColocatedRole = Colocation.PAIR,
         scheduler: SchedulerAddress = "127.0.0.1:7070",
         instance_id: InstanceId = "",
         host: Host = "127.0.0.1",
@@ -73,11 +78,11 @@ def _add(app: typer.Typer, role: str, module: str, summary: str) -> None:
         serve = importlib.import_module(module).serve
         from millrace.instance.host import WorkerOptions
 
-        if role == "kvp" and stages is not None:
+        if name == "kvp" and stages is not None:
             raise typer.BadParameter(
                 "--stages is for instances with weights, which KVP workers lack"
             )
-        tree = configure(config, with_stages(settings, stages), instance_id or role)
+        tree = configure(config, with_stages(settings, stages), instance_id or name)
         options = WorkerOptions(
             model=model,
             model_name=model_name or Path(model).name,
@@ -89,39 +94,16 @@ def _add(app: typer.Typer, role: str, module: str, summary: str) -> None:
             revision=revision,
             drain_timeout_s=drain_timeout_s,
         )
-        run_async(serve(options, tree, tell(ready_fd)))
+        of_its_own = {"role": role} if name == "colocated" else {}
+        run_async(serve(options, tree, tell(ready_fd), **of_its_own))
+
+    if name != "colocated":
+        _hide(command, "role")
+    return command
 
 
-def _colocated(
-    model: Model,
-    model_name: ModelName = "",
-    role: ColocatedRole = Colocation.PAIR,
-    scheduler: SchedulerAddress = "127.0.0.1:7070",
-    instance_id: InstanceId = "",
-    host: Host = "127.0.0.1",
-    port: Port = 0,
-    node: Node = "",
-    revision: Revision = "",
-    drain_timeout_s: DrainTimeout = 30.0,
-    stages: Stages = None,
-    config: ConfigPath = None,
-    settings: Settings = [],  # noqa: B006
-    ready_fd: ReadyFd = None,
-) -> None:
-    """Prefill and decode in one process: as a pair of instances, or one that mixes its batches."""
-    from millrace.colocated.main import serve
-    from millrace.instance.host import WorkerOptions
-
-    tree = configure(config, with_stages(settings, stages), instance_id or "colocated")
-    options = WorkerOptions(
-        model=model,
-        model_name=model_name or Path(model).name,
-        scheduler=scheduler,
-        instance_id=instance_id,
-        host=host,
-        port=port,
-        node=node,
-        revision=revision,
-        drain_timeout_s=drain_timeout_s,
-    )
-    run_async(serve(options, tree, tell(ready_fd), role=role))
+def _hide(command: Callable[..., None], option: str) -> None:
+    """Takes an option away from a command: typer reads the options from the signature."""
+    signature = inspect.signature(command, eval_str=True)
+    kept = [one for one in signature.parameters.values() if one.name != option]
+    setattr(command, "__signature__", signature.replace(parameters=kept))  # noqa: B010

@@ -7,11 +7,15 @@ import reprlib
 import orjson
 
 from millrace.core.errors import MillraceError
+from millrace.core.scheduler.effects import Refuse
 
 INVALID = "invalid_request_error"
 SERVER = "server_error"
 
 RETRY_AFTER_S = 1.0
+
+#: HTTP statuses of the scheduler's refusals, by their code.
+_REFUSALS = {"overloaded": 429, "unavailable": 503, "too_large": 400, "invalid": 400}
 
 #: Longest piece of the client's own input that a message repeats.
 _ECHO_CHARACTERS = 80
@@ -88,6 +92,13 @@ def unavailable(message: str) -> ApiError:
 def overloaded(message: str) -> ApiError:
     """A 429: there is too much to do."""
     return ApiError(429, message, code="overloaded", retry_after_s=RETRY_AFTER_S)
+
+
+def refusal(refused: Refuse) -> ApiError:
+    """Returns the client's error for a refusal of the scheduler."""
+    status = _REFUSALS.get(refused.code, 503)
+    retry_after_s = None if status == 400 else refused.retry_after_s or RETRY_AFTER_S
+    return ApiError(status, refused.message, code=refused.code, retry_after_s=retry_after_s)
 
 
 def shown(value: object) -> str:

@@ -1,10 +1,10 @@
-"""What the proxy counts."""
+"""The proxy's metrics."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 
-from millrace.proxy.generation.generation import Generation
+from millrace.proxy.generation.proxy_request import ProxyRequest
 from millrace.telemetry.metrics import Registry
 
 
@@ -56,20 +56,20 @@ class ProxyMetrics:
             ("slo_class", "objective", "met"),
         )
 
-    def finished(self, generation: Generation) -> None:
-        """Counts a request that ended well."""
-        self.prompt_tokens.inc(generation.prompt_tokens)
-        if generation.cached_tokens:
-            self.cached_tokens.inc(generation.cached_tokens)
-        first = generation.first_token_at
+    def finished(self, request: ProxyRequest) -> None:
+        """Counts a request that ended without an error."""
+        self.prompt_tokens.inc(request.prompt_tokens)
+        if request.cached_tokens:
+            self.cached_tokens.inc(request.cached_tokens)
+        first = request.first_token_at
         assert first is not None  # it ended, so it had a token
-        slo, name = generation.slo, generation.slo.class_name
-        ttft_s = first - generation.arrived_at
+        slo, name = request.slo, request.slo.class_name
+        ttft_s = first - request.arrived_at
         self._ttft.labels(name).observe(ttft_s)
-        self._e2e.labels(name).observe(generation.last_token_at - generation.arrived_at)
+        self._e2e.labels(name).observe(request.last_token_at - request.arrived_at)
         if slo.ttft_s is not None:
             self._slo.labels(name, "ttft", str(ttft_s <= slo.ttft_s).lower()).inc()
-        steps = generation.completion_tokens // len(generation.choices) - 1
+        steps = request.completion_tokens // len(request.choices) - 1
         if slo.tbt_s is not None and steps > 0:
-            mean_s = (generation.last_token_at - first) / steps
+            mean_s = (request.last_token_at - first) / steps
             self._slo.labels(name, "tbt", str(mean_s <= slo.tbt_s).lower()).inc()

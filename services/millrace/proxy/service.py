@@ -14,7 +14,7 @@ import uvicorn
 
 from millrace.core.config import Config
 from millrace.core.errors import MillraceError
-from millrace.proxy.codec import Life
+from millrace.core.kv.transfer import Incarnation
 from millrace.proxy.fleet.gateway import Gateway
 from millrace.proxy.http.app import RenderMetrics, create_app
 from millrace.proxy.http.generate import Services
@@ -74,11 +74,11 @@ class Proxy:
         self._config = config
         self._scheduler = scheduler
         card = read_model_card(model, config.engine.max_context_tokens)
-        life: Life = (f"proxy-{uuid.uuid4().hex[:8]}", time.time_ns())
+        incarnation = Incarnation(f"proxy-{uuid.uuid4().hex[:8]}", time.time_ns())
         self.store = open_store(config.store)
         self.metrics = ProxyMetrics(lambda: self.gateway.inflight, lambda: self.gateway.parked)
         self.gateway = Gateway(
-            life=life,
+            incarnation=incarnation,
             scheduler=scheduler,
             store=self.store,
             config=config.proxy,
@@ -122,7 +122,7 @@ class Proxy:
                 self._serving.result()
                 raise MillraceError("the HTTP server ended before it began")
             await asyncio.sleep(0.005)
-        log.info("proxy %s serves on port %d", self.gateway.life[0], self.port)
+        log.info("proxy %s serves on port %d", self.gateway.incarnation.id, self.port)
 
     async def render(self, accept: str) -> tuple[bytes, str]:
         """This process's metrics."""

@@ -1,8 +1,7 @@
 """The scheduler's loop: receive an event, step the machine, carry its effects out.
 
-Everything that changes what the scheduler knows goes through one queue, the streams' beginnings
-and ends included, so a command never reaches another life of an instance than the one it was
-decided for.
+Every change of the scheduler's state goes through one queue, and so do the beginnings and ends of
+streams. A command therefore reaches only the incarnation of an instance that it was decided for.
 """
 
 from __future__ import annotations
@@ -24,24 +23,24 @@ from millrace.core.scheduler.machine import Machine
 from millrace.scheduler.first_tokens import FirstTokens
 from millrace.scheduler.in_force import InForce
 from millrace.scheduler.metrics import SchedulerMetrics
-from millrace.scheduler.peers import Proxy, Worker
+from millrace.scheduler.peers import Proxy, Worker, fleet
 from millrace.scheduler.recorder import Recorder
 from millrace.scheduler.recording import Recording
 from millrace.telemetry.metrics import Registry
-from millrace.wire.codec import scheduler as codec
-from millrace.wire.codec import status as status_codec
-from millrace.wire.pb import common_pb2, scheduler_pb2
+from millrace.wire import fleet_messages as messages
+from millrace.wire.codec.proxy import update_kind
+from millrace.wire.codec.scheduler import command_kind
 
 log = logging.getLogger(__name__)
 
 #: Events that may wait; past this, peers' messages stay unread until the loop has caught up.
 MAX_EVENTS = 16_384
 
-#: What comes with an event: the peer whose stream began or ended, the request's spec, or who waits
-#: for the answer.
-Subject = Worker | Proxy | common_pb2.RequestSpec | asyncio.Future[Any] | None
+#: Comes with an event: the peer whose stream began or ended, the request's spec, or the caller who
+#: waits for the answer.
+Subject = Worker | Proxy | messages.EncodedSpec | asyncio.Future[Any] | None
 
-#: What administrators and the operator change; who asked hears how it was, and is.
+#: Changes that administrators and the operator ask for; the caller hears the old and new value.
 _Change = events.PolicyChanged | events.ImprovementRateChanged | events.InstanceCordoned
 
 _MEMBERSHIP = (
@@ -75,7 +74,7 @@ class SchedulerLoop:
         self.idle.set()
         self._proxies: dict[str, Proxy] = {}
         self._in_force = InForce(self.machine)
-        self._specs: dict[str, common_pb2.RequestSpec] = {}
+        self._specs: dict[str, messages.EncodedSpec] = {}
         self._recorder = recorder
         self._metrics = SchedulerMetrics(registry, self.machine, recorder, self.load)
         registry.gauge_function(
@@ -153,8 +152,8 @@ class SchedulerLoop:
         worker = self.workers.get(instance_id)
         cordoned = await self.set_cordon(instance_id, cordoned=True)
         if not cordoned or self.workers.get(instance_id) is not worker:
-            return False  # its life was over before it could be told
-        self._command(instance_id, codec.drain(abort=abort))
+            return False  # that incarnation ended before the command could be sent
+        self._command(instance_id, messages.Drain(abort=abort))
         return True
 
     async def _change(self, event: _Change) -> tuple[Any, Any]:
@@ -189,12 +188,12 @@ class SchedulerLoop:
                 return self._register(subject)
             case events.InstanceLeft(), Worker():
                 if self.workers.get(subject.id) is not subject:
-                    return False  # another life has taken its place
+                    return False  # another incarnation has taken its place
                 del self.workers[subject.id]
                 log.info("%s %s left", subject.card.role, subject.id)
             case events.ProxyLeft(), _:
                 self._proxies.pop(event.proxy_id, None)
-            case events.Submitted(request=request), common_pb2.RequestSpec():
+            case events.Submitted(request=request), bytes():
                 if request.id in self.machine.requests:
                     return True  # a double: its spec must not change
                 if self.draining:
@@ -227,10 +226,10 @@ class SchedulerLoop:
         self._metrics.policy_changed(policy)
         for worker in self.workers.values():
             if worker.card.role == "mixed":
-                self._command(worker.id, codec.policy_in_force(policy))
+                self._command(worker.id, messages.PolicyInForce(name=policy))
 
     def _read(self, event: _Change) -> str | float | None:
-        """What the event changes; None of an instance whose life is over."""
+        """Returns the setting that the event changes; None for an instance that is gone."""
         match event:
             case events.PolicyChanged():
                 return self.machine.policy
@@ -243,14 +242,16 @@ class SchedulerLoop:
     def _register(self, worker: Worker) -> bool:
         known = self.workers.get(worker.id)
         if known is not None and known.card.generation > worker.card.generation:
-            worker.outbox.close(f"a later life of {worker.id} is registered")
+            worker.outbox.close(f"a later incarnation of {worker.id} is registered")
             return False
         if known is not None:
             known.outbox.close(f"{worker.id} registered again")
             self._take(known.left())
         self.workers[worker.id] = worker
-        worker.send(codec.registered(replace(self.config, policy=self.machine.policy)))
-        log.info("%s %s at %s", worker.card.role, worker.id, worker.register.address)
+        worker.outbox.put(
+            messages.Registered(config=replace(self.config, policy=self.machine.policy))
+        )
+        log.info("%s %s at %s", worker.card.role, worker.id, worker.address)
         return True
 
     def _meet(self, proxy: Proxy) -> None:
@@ -262,13 +263,8 @@ class SchedulerLoop:
             self._update(key, self._fleet())
         self._in_force.tell()
 
-    def _fleet(self) -> scheduler_pb2.ProxyUpdate:
-        members = (
-            codec.member(worker.register)
-            for worker in self.workers.values()
-            if worker.card.role in ("decode", "mixed")
-        )
-        return codec.fleet(self.machine.cluster, members)
+    def _fleet(self) -> messages.Fleet:
+        return fleet(self.machine.cluster, self.workers.values())
 
     # ---- time and the end
 
@@ -299,9 +295,10 @@ class SchedulerLoop:
         for worker in self.workers.values():
             worker.outbox.close()
 
-    def status(self) -> scheduler_pb2.StatusReply:
-        registers = {worker.id: worker.register for worker in self.workers.values()}
-        return status_codec.status(self.machine, registers, self.clock())
+    @property
+    def addresses(self) -> dict[str, str]:
+        """The registered instances' addresses, host:port, by instance id."""
+        return {worker.id: worker.address for worker in self.workers.values()}
 
     def load(self) -> FleetLoad:
         """The signals that autoscaling reads, now."""
@@ -313,8 +310,12 @@ class SchedulerLoop:
     # ---- effects
 
     def _place(self, effect: effects.Place) -> None:
-        decode = self.workers[effect.decode_id]
-        placed = codec.placed(effect, codec.member(decode.register), lease_s=self.config.lease_s)
+        placed = messages.Placed(
+            request_id=effect.request_id,
+            decode=self.workers[effect.decode_id].member,
+            predicted_ttft_s=effect.predicted_ttft_s,
+            lease_s=self.config.lease_s,
+        )
         self._first_tokens.placed(effect, self._now_s)
         self._update(effect.proxy_id, placed)
 
@@ -322,32 +323,39 @@ class SchedulerLoop:
         self._specs.pop(effect.request_id, None)
         self._first_tokens.refused(effect.request_id)
         self._metrics.refused(effect)
-        self._update(effect.proxy_id, codec.refused(effect))
+        self._update(effect.proxy_id, effect)
 
     def _fail(self, effect: effects.Fail) -> None:
         log.warning("request %s failed: %s", effect.request_id, effect.message)
-        self._update(effect.proxy_id, codec.failed(effect))
+        self._update(effect.proxy_id, effect)
 
     def _admit(self, effect: effects.AdmitDecode) -> None:
-        spec = self._specs[effect.request_id]
-        holders = self._holders(effect.shards)
-        self._command(effect.instance_id, codec.admit_decode(effect, spec, holders))
+        spec, holders = self._specs[effect.request_id], self._holders(effect.shards)
+        self._command(
+            effect.instance_id, messages.AdmitDecode(effect=effect, spec=spec, holders=holders)
+        )
 
     def _prefill(self, effect: effects.RunPrefill) -> None:
-        decode = codec.member(self.workers[effect.decode_id].register)
-        ids = effect.chunks[-1].instance_ids
-        group = [codec.member(self.workers[instance_id].register) for instance_id in ids]
-        spec, holders = self._specs[effect.request_id], self._holders(effect.shards)
-        self._command(effect.instance_id, codec.run_prefill(effect, spec, decode, group, holders))
+        command = messages.RunPrefill(
+            effect=effect,
+            spec=self._specs[effect.request_id],
+            decode=self.workers[effect.decode_id].member,
+            group=self._members(effect.chunks[-1].instance_ids),
+            holders=self._holders(effect.shards),
+        )
+        self._command(effect.instance_id, command)
 
-    def _holders(self, shards: Iterable[Shard]) -> list[scheduler_pb2.Member]:
-        return [codec.member(self.workers[shard.worker_id].register) for shard in shards]
+    def _holders(self, shards: Iterable[Shard]) -> tuple[messages.Member, ...]:
+        return self._members(shard.worker_id for shard in shards)
+
+    def _members(self, instance_ids: Iterable[str]) -> tuple[messages.Member, ...]:
+        return tuple(self.workers[instance_id].member for instance_id in instance_ids)
 
     def _order(self, effect: effects.Order) -> None:
-        self._command(effect.instance_id, codec.order(effect))
+        self._command(effect.instance_id, effect)
 
     def _cancel(self, effect: effects.CancelOn) -> None:
-        self._command(effect.instance_id, codec.cancel(effect))
+        self._command(effect.instance_id, effect)
 
     def _stalled(self, effect: effects.Stalled) -> None:
         waits = "; ".join(f"{instance_id}: {what}" for instance_id, what in effect.waits)
@@ -370,7 +378,7 @@ class SchedulerLoop:
         """Its proxy must not take the wait for a decode instance's room for silence."""
         request = self.machine.requests.get(request_id)
         if request is not None and request.decode_id is None:
-            self._update(request.proxy_id, codec.queued(request_id))
+            self._update(request.proxy_id, messages.Queued(request_id=request_id))
 
     def tell_progress(self, proxy: Proxy, request_ids: Iterable[str]) -> None:
         """Answers a proxy that asks how far its requests' prompts are; leaves out what is over."""
@@ -379,16 +387,16 @@ class SchedulerLoop:
             if request is not None and request.proxy_id == proxy.key:
                 expected_s = self._first_tokens.expected_s(request_id)
                 if found := progress_of(request, self.clock(), expected_s):
-                    self._update(proxy.key, status_codec.progress(request_id, found))
+                    self._update(proxy.key, messages.Progress(request_id=request_id, prompt=found))
 
-    def _update(self, key: str, update: scheduler_pb2.ProxyUpdate) -> None:
+    def _update(self, key: str, update: messages.ProxyUpdate) -> None:
         if (proxy := self._proxies.get(key)) is not None:
             proxy.outbox.put(update)
-            self._metrics.sent.labels(update.WhichOneof("kind")).inc()
+            self._metrics.sent.labels(update_kind(update)).inc()
 
-    def _command(self, instance_id: str, command: scheduler_pb2.WorkerCommand) -> None:
-        self.workers[instance_id].send(command)
-        self._metrics.sent.labels(command.WhichOneof("kind")).inc()
+    def _command(self, instance_id: str, command: messages.WorkerCommand) -> None:
+        self.workers[instance_id].outbox.put(command)
+        self._metrics.sent.labels(command_kind(command)).inc()
 
 
 def _shutting_down(request_id: str, proxy_id: str) -> effects.Refuse:

@@ -1,34 +1,37 @@
-"""The scheduler's ends of its peers' streams."""
+"""Holds the scheduler's ends of its peers' streams."""
 
 from __future__ import annotations
 
 import asyncio
 from collections import deque
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Generic, TypeVar
 
+from millrace.core.kv.transfer import Incarnation
 from millrace.core.scheduler.events import InstanceJoined, InstanceLeft
-from millrace.wire.pb import scheduler_pb2
+from millrace.core.scheduler.fleet.cluster import Cluster
+from millrace.wire.fleet_messages import Fleet, Member, ProxyUpdate, WorkerCommand
 
-#: Messages that may wait for one peer. A peer that is further behind is cut off: its stream's end
-#: frees what it held, while an unbounded queue would only hide that it is stuck.
+#: Messages that may wait for one peer. A slower peer is cut off: the end of its stream frees all
+#: that it held, while an unbounded queue would only hide that it is stuck.
 MAX_OUTBOUND = 16_384
 
 M = TypeVar("M")
 
 
 class Outbox(Generic[M]):
-    """A bounded queue of messages to one peer, whose end ends the stream."""
+    """Queues up to `limit` messages to one peer; the end of the queue ends the stream."""
 
     def __init__(self, limit: int = MAX_OUTBOUND) -> None:
         self._limit = limit
         self._messages: deque[M] = deque()
         self._wake = asyncio.Event()
         self.closed = False
-        self.failure = ""  # why the stream ends; empty: it simply does
+        self.failure = ""  # why the stream ends; empty: no failure
 
     def put(self, message: M) -> None:
-        """Queues a message; a full outbox closes instead. After the close it does nothing."""
+        """Queues a message; a full outbox closes instead. Does nothing after the close."""
         if self.closed:
             return
         if len(self._messages) >= self._limit:
@@ -38,7 +41,7 @@ class Outbox(Generic[M]):
         self._wake.set()
 
     def close(self, failure: str = "") -> None:
-        """Ends the stream: after what is queued, or at once when there is a failure to tell."""
+        """Ends the stream: after the queued messages, or at once with a failure."""
         if self.closed:
             return
         self.closed = True
@@ -48,7 +51,7 @@ class Outbox(Generic[M]):
         self._wake.set()
 
     async def take(self) -> list[M]:
-        """All that is queued, at least one message; nothing once closed and empty."""
+        """Returns all queued messages, at least one; none once the outbox is closed and empty."""
         while not self._messages and not self.closed:
             self._wake.clear()
             await self._wake.wait()
@@ -59,33 +62,45 @@ class Outbox(Generic[M]):
 
 @dataclass(slots=True, kw_only=True, eq=False)
 class Worker:
-    """One registered life of a prefill or decode instance."""
+    """Holds one registered incarnation of an instance."""
 
     card: InstanceJoined
-    register: scheduler_pb2.Register
+    address: str  # host:port of its gRPC server
     seen_s: float
-    outbox: Outbox[scheduler_pb2.WorkerCommand] = field(default_factory=Outbox)
-    sequence: int = 0
+    outbox: Outbox[WorkerCommand] = field(default_factory=Outbox)
 
     @property
     def id(self) -> str:
         return self.card.instance_id
 
-    def left(self) -> InstanceLeft:
-        """What the core hears when this life is over."""
-        return InstanceLeft(instance_id=self.id, generation=self.card.generation)
+    @property
+    def member(self) -> Member:
+        incarnation = Incarnation(self.card.instance_id, self.card.generation)
+        return Member(incarnation=incarnation, address=self.address)
 
-    def send(self, command: scheduler_pb2.WorkerCommand) -> None:
-        """Numbers and queues a command."""
-        self.sequence += 1
-        command.sequence = self.sequence
-        self.outbox.put(command)
+    def left(self) -> InstanceLeft:
+        """Returns the event that tells the core of this incarnation's end."""
+        return InstanceLeft(instance_id=self.id, generation=self.card.generation)
 
 
 @dataclass(slots=True, kw_only=True, eq=False)
 class Proxy:
-    """One connection of a proxy. `key` differs from one connection to the next."""
+    """Holds one connection of a proxy. Every connection has another `key`."""
 
     key: str
     parked_requests: int = 0  # as it last said
-    outbox: Outbox[scheduler_pb2.ProxyUpdate] = field(default_factory=Outbox)
+    outbox: Outbox[ProxyUpdate] = field(default_factory=Outbox)
+
+
+def fleet(cluster: Cluster, workers: Iterable[Worker]) -> Fleet:
+    """Describes the fleet to proxies.
+
+    Draining decode instances are listed, too: their streams must stay open to the end.
+    """
+    return Fleet(
+        decode=tuple(
+            worker.member for worker in workers if worker.card.role in ("decode", "mixed")
+        ),
+        prefill_count=sum(pool.prefillers for pool in cluster.pools.values()),
+        ready=bool(cluster.ready_pools()),
+    )

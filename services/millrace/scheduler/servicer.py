@@ -1,4 +1,7 @@
-"""The Scheduler gRPC service: turns streams into events and outboxes into streams."""
+"""The Scheduler gRPC service: turns streams into events, and outboxes into streams.
+
+Protobuf ends here: the loop sees the core's events and the types of `wire.fleet_messages`.
+"""
 
 from __future__ import annotations
 
@@ -14,7 +17,9 @@ import grpc
 from millrace.core.scheduler import effects, events
 from millrace.scheduler.loop import SchedulerLoop
 from millrace.scheduler.peers import Outbox, Proxy, Worker
+from millrace.wire.codec import proxy as proxy_codec
 from millrace.wire.codec import scheduler as codec
+from millrace.wire.codec import status as status_codec
 from millrace.wire.codec.load import load_message
 from millrace.wire.pb import common_pb2, scheduler_pb2, scheduler_pb2_grpc
 
@@ -69,13 +74,15 @@ class SchedulerServicer(scheduler_pb2_grpc.SchedulerServicer):
             card = codec.joined(first.register)
         except codec.MessageError as error:
             await context.abort(grpc.StatusCode.INVALID_ARGUMENT, f"register: {error}")
-        worker = Worker(card=card, register=first.register, seen_s=self._loop.clock())
+        worker = Worker(card=card, address=first.register.address, seen_s=self._loop.clock())
         self._loop.post_now(card, worker)
         try:
             reading = self._read_worker(request_iterator, worker)
             async with contextlib.aclosing(_written(worker.outbox, reading)) as commands:
+                sequence = 0
                 async for command in commands:
-                    yield command
+                    sequence += 1
+                    yield codec.command_message(command, sequence)
         finally:
             left = events.InstanceLeft(instance_id=worker.id, generation=card.generation)
             self._loop.post_now(left, worker)
@@ -106,7 +113,7 @@ class SchedulerServicer(scheduler_pb2_grpc.SchedulerServicer):
             reading = self._read_proxy(request_iterator, proxy)
             async with contextlib.aclosing(_written(proxy.outbox, reading)) as updates:
                 async for update in updates:
-                    yield update
+                    yield proxy_codec.update_message(update)
         finally:
             log.info("proxy %s left", proxy.key)
             self._loop.post_now(events.ProxyLeft(proxy_id=proxy.key))
@@ -121,7 +128,7 @@ class SchedulerServicer(scheduler_pb2_grpc.SchedulerServicer):
                     for spec in message.submit.requests:
                         await self._submit(spec, proxy)
                 case "cancel":
-                    await self._loop.post(codec.cancelled(message.cancel))
+                    await self._loop.post(proxy_codec.cancelled(message.cancel))
                 case "load":
                     proxy.parked_requests = message.load.parked_requests
                 case "ask":
@@ -133,21 +140,22 @@ class SchedulerServicer(scheduler_pb2_grpc.SchedulerServicer):
         try:
             request = codec.request(spec, proxy_id=proxy.key, now_s=self._loop.clock())
         except codec.MessageError as error:
-            refusal = effects.Refuse(
+            refused = effects.Refuse(
                 request_id=spec.request_id,
                 proxy_id=proxy.key,
                 code="invalid",
                 message=str(error),
                 retry_after_s=0.0,
             )
-            proxy.outbox.put(codec.refused(refusal))
+            proxy.outbox.put(refused)
             return
-        await self._loop.post(events.Submitted(request=request), spec)
+        await self._loop.post(events.Submitted(request=request), spec.SerializeToString())
 
     async def GetStatus(
         self, request: scheduler_pb2.StatusRequest, context: StatusContext
     ) -> scheduler_pb2.StatusReply:
-        return self._loop.status()
+        loop = self._loop
+        return status_codec.status(loop.machine, loop.addresses, loop.clock())
 
     async def SetPolicy(
         self, request: scheduler_pb2.SetPolicyRequest, context: PolicyContext

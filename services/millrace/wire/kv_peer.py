@@ -14,11 +14,11 @@ from millrace.core.kv.transfer import (
     Ticket,
 )
 from millrace.wire.channel import Channels
+from millrace.wire.codec.incarnation import incarnation_message
 from millrace.wire.codec.transfer import (
     ask_message,
     grant_of,
     history_message,
-    incarnation_message,
 )
 from millrace.wire.pb import transfer_pb2, transfer_pb2_grpc
 

@@ -1,8 +1,8 @@
-"""Why a decode instance lets an answer go on elsewhere, where it says."""
+"""The reasons that a decode instance gives for a migration."""
 
 from __future__ import annotations
 
 from typing import Final
 
-#: `TokenEvent.error` of one that moved for want of memory.
+#: `TokenEvent.error` of a request that is migrated for want of memory.
 PREEMPTED: Final = "preempted"

@@ -15,6 +15,7 @@ import pytest
 from millrace.core.config import Config
 from millrace.core.cost.decode_step import DecodeStepTime
 from millrace.proxy.generation.continuation import continuation
+from millrace.wire.codec.request_spec import spec_message, spec_of
 from millrace.wire.pb import scheduler_pb2
 from support.decode_pair import Pair, live_pair
 from support.live_stack import eventually
@@ -59,7 +60,8 @@ class Asker:
                 return found
             self.lives[name] = self.lives.get(name, 1) + 1
             life = f"{name}-{self.lives[name]}"
-            request = continuation(request, life, len(self.pair.tokens[request.request_id, 0]))
+            generated = len(self.pair.tokens[request.request_id, 0])
+            request = spec_message(continuation(spec_of(request), life, generated))
             await remember(self.pair.store, request, ids + found)
             self.pair.decode.role.on_command(admit_decode(request))
 

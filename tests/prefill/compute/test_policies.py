@@ -71,7 +71,7 @@ class Scheduler:
             kv_pages=role.engine.pool.num_pages,
         )
         card = codec.joined(message)
-        worker = Worker(card=card, register=message, seen_s=self.loop.clock())
+        worker = Worker(card=card, address=message.address, seen_s=self.loop.clock())
         self.loop.post_now(card, worker)
 
         def tell(said: scheduler_pb2.WorkerMessage) -> None:
@@ -83,7 +83,8 @@ class Scheduler:
 
     async def _command(self, role: ScheduledRole, worker: Worker) -> None:
         while True:
-            for command in await worker.outbox.take():
+            for sent in await worker.outbox.take():
+                command = codec.command_message(sent, 0)
                 self.commands.append(command)
                 role.role.on_command(command)
 
@@ -92,7 +93,7 @@ class Scheduler:
         wanted.slo.CopyFrom(common_pb2.Slo(ttft_s=ttft_s))
         await remember(self.store, wanted, prompt(tokens))
         request = codec.request(wanted, proxy_id="x", now_s=time.monotonic())
-        await self.loop.post(Submitted(request=request), wanted)
+        await self.loop.post(Submitted(request=request), wanted.SerializeToString())
 
 
 @asynccontextmanager

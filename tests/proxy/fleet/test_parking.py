@@ -46,7 +46,7 @@ async def parked(stack, count=1, **body):
 async def test_requests_wait_for_a_fleet_and_go_on_in_order(stack):
     await asleep(stack)
     asking = await parked(stack, 3)
-    waiting = [g.request_id for g in stack.proxy.gateway.generations]
+    waiting = [r.request_id for r in stack.proxy.gateway.requests]
     assert not stack.fleet.specs
     await until(lambda: stack.fleet.parked_requests == 3)
     assert "millrace_proxy_parked_requests 3.0" in (await stack.http.get("/metrics")).text
@@ -64,7 +64,7 @@ async def test_a_stream_that_waits_is_traced(stack):
     await until(lambda: stack.proxy.gateway.parked == 1)
     stack.fleet.announce(ready=True)
     spans = {span["name"]: span for span in (await asking).json()["millrace"]["spans"]}
-    assert spans["parked"]["instance_id"] == stack.proxy.gateway.life[0]
+    assert spans["parked"]["instance_id"] == stack.proxy.gateway.incarnation.id
     assert spans["proxy"]["end_s"] <= spans["parked"]["start_s"]
     assert spans["parked"]["end_s"] <= spans["planned"]["start_s"] + 1e-9
 
@@ -106,7 +106,7 @@ async def test_the_wait_has_an_end(tmp_path):
 async def test_a_client_that_leaves_is_forgotten(stack):
     await asleep(stack)
     [asking] = await parked(stack)
-    [generation] = stack.proxy.gateway.generations
+    [request] = stack.proxy.gateway.requests
     asking.cancel()
     await until(lambda: stack.proxy.gateway.parked == 0)
     await stack.idle()
@@ -114,7 +114,7 @@ async def test_a_client_that_leaves_is_forgotten(stack):
     await until(lambda: stack.proxy.gateway.fleet_ready)
     assert (await stack.http.post(CHAT, json=BODY)).status_code == 200
     assert len(stack.fleet.specs) == 1
-    assert await stack.proxy.store.get(generation.request_id) is None
+    assert await stack.proxy.store.get(request.request_id) is None
 
 
 async def test_a_refusal_for_want_of_instances_is_no_end(stack):

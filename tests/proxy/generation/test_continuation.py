@@ -1,17 +1,20 @@
-"""An answer whose decode instance is gone goes on elsewhere, and its client sees nothing of it."""
+"""An answer whose decode instance is gone is migrated, and its client sees nothing of it."""
 
 from __future__ import annotations
 
 import asyncio
+from dataclasses import replace
 
 import orjson
 import pytest
 
+from millrace.core.kv.transfer import Incarnation
+from millrace.core.request import Slo
 from millrace.proxy.fleet import gateway as gateway_module
 from millrace.proxy.generation.continuation import continuation
 from millrace.state.store import StoreError
 from millrace.wire.moves import PREEMPTED
-from millrace.wire.pb import common_pb2
+from millrace.wire.request_spec import RequestSpec, SamplingParams
 from support.deadlines import HANG_S
 from support.gateway import MODEL, Script, gateway, until
 
@@ -79,12 +82,12 @@ async def disturbed(stack, body, disturb, after=5, headers=None):
     if found is not None:
         await found
     await until(lambda: len(stack.fleet.specs) > 1 or asking.done())
-    held.hold.set()  # the earlier life talks on: nobody listens
+    held.hold.set()  # the earlier incarnation still sends tokens: nobody reads them
     return await asyncio.wait_for(asking, HANG_S)
 
 
 def tokens_of(stack):
-    return sum(g.completion_tokens for g in stack.proxy.gateway.generations)
+    return sum(r.completion_tokens for r in stack.proxy.gateway.requests)
 
 
 async def restart_decode(fleet):
@@ -131,7 +134,7 @@ async def test_text_stop_strings_ids_and_log_probabilities_cross_the_seam(stack,
         assert answer.choices[-1] == expected.choices[-1]
 
 
-async def test_the_next_life_has_the_prompt_and_what_was_generated(stack):
+async def test_the_next_incarnation_has_the_prompt_and_what_was_generated(stack):
     def move(spec):
         stack.fleet.script = Script(on_submit=stack.fleet.place)
         stack.fleet.move(spec)
@@ -147,12 +150,12 @@ async def test_the_next_life_has_the_prompt_and_what_was_generated(stack):
     assert (second.sampling.max_tokens, second.sampling.min_tokens) == (25, 3)
     assert (second.sampling.seed, second.sampling.logprobs) == (first.sampling.seed, 1)
     assert (first.sampling.prompt_logprobs, second.sampling.prompt_logprobs) == (1, -1)
-    assert (second.slo.ttft_s, second.slo.tbt_s) == (0.0, first.slo.tbt_s)
+    assert (second.slo.ttft_s, second.slo.tbt_s) == (None, first.slo.tbt_s)
     assert second.arrival_unix_s == first.arrival_unix_s
     await until_finished(stack, first, "cancelled")
 
     stack.fleet.script = Script(reply=TEXT)
-    stack.fleet.move(second)  # before a token of this life
+    stack.fleet.move(second)  # before a token of this incarnation
     assert (await asking).finish_reason == "stop"
     third = stack.fleet.specs[2]
     assert third.request_id == f"{first.request_id}.2"
@@ -247,11 +250,11 @@ async def test_instances_that_leave_in_turn_have_an_end(stack):
 
 
 async def test_an_answer_may_make_way_as_often_as_it_takes(stack):
-    lives = gateway_module.MOST_MOVES + 4
+    incarnations = gateway_module.MOST_MOVES + 4
 
     def submitted(spec):
         stack.fleet.place(spec)
-        if len(stack.fleet.specs) < lives:
+        if len(stack.fleet.specs) < incarnations:
             stack.fleet.move(spec, PREEMPTED)
         else:
             stack.fleet.play_later(spec)
@@ -259,7 +262,7 @@ async def test_an_answer_may_make_way_as_often_as_it_takes(stack):
     stack.fleet.script = Script(reply=TEXT, on_submit=submitted)
     response = await stack.http.post(COMPLETIONS, json={"model": MODEL, "prompt": "hi"})
     assert response.json()["choices"][0]["text"] == TEXT
-    assert len(stack.fleet.specs) == lives
+    assert len(stack.fleet.specs) == incarnations
 
 
 @pytest.mark.parametrize("code", ["unavailable", "overloaded"])
@@ -400,11 +403,19 @@ async def test_metrics_count_one_request(stack):
 
 
 def test_what_is_left_of_a_request():
-    spec = common_pb2.RequestSpec(request_id="r", prompt_tokens=10, resumed_tokens=2)
-    spec.sampling.max_tokens, spec.sampling.min_tokens = 9, 3
+    sampling = SamplingParams(max_tokens=9, min_tokens=3, prompt_logprobs=2)
+    spec = RequestSpec(
+        request_id="r",
+        proxy=Incarnation("x", 1),
+        model="m",
+        prompt_tokens=10,
+        sampling=sampling,
+        slo=Slo(ttft_s=1.0, tbt_s=0.5),
+        resumed_tokens=2,
+    )
     rest = continuation(spec, "r.2", 4)
     assert (rest.prompt_tokens, rest.resumed_tokens) == (14, 6)
     assert (rest.sampling.max_tokens, rest.sampling.min_tokens) == (5, 0)
-    again = continuation(spec, "r.2", 0)
-    spec.request_id = "r.2"
-    assert again == spec
+    assert rest.sampling.prompt_logprobs == -1
+    assert rest.slo == Slo(ttft_s=None, tbt_s=0.5)
+    assert continuation(spec, "r.2", 0) == replace(spec, request_id="r.2")

@@ -8,7 +8,7 @@ import openai
 import orjson
 import pytest
 
-from millrace.wire.pb import common_pb2
+from millrace.core.span import Span
 from support.gateway import MODEL, Script, gateway
 
 USER = [{"role": "user", "content": "hi"}]
@@ -260,7 +260,7 @@ async def test_token_ids_are_returned_when_asked_for(stack):
 
 
 async def test_trace_explains_the_ttft(stack):
-    span = common_pb2.Span(
+    span = Span(
         name="chunk", instance_id="prefill-0", start_s=0.1, end_s=0.2, attributes={"tokens": "4"}
     )
     stack.fleet.script = Script(spans=[span])

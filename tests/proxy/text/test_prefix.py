@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from array import array
+from dataclasses import replace
 
 import numpy as np
 import orjson
@@ -11,9 +12,10 @@ import pytest
 
 from millrace.core.config import EngineConfig
 from millrace.core.kv.prefix import block_hashes, prefix_root
+from millrace.core.kv.transfer import Incarnation
 from millrace.proxy.request.options import Options, Sampling
-from millrace.proxy.text.prefix import MOST_AT_ONCE_TOKENS, PromptHasher, add_blocks
-from millrace.wire.pb import common_pb2
+from millrace.proxy.text.prefix import MOST_AT_ONCE_TOKENS, PromptHasher, with_blocks
+from millrace.wire.request_spec import RequestSpec, SamplingParams
 from support.gateway import MODEL, Script, gateway, until
 
 COMPLETIONS = "/v1/completions"
@@ -78,14 +80,14 @@ async def test_usage_shows_what_was_cached_streamed_or_not(stack):
     assert last["usage"]["prompt_tokens_details"] == {"cached_tokens": 3}
 
 
-async def test_the_next_life_has_the_blocks_of_what_was_generated(stack):
+async def test_the_next_incarnation_has_the_blocks_of_what_was_generated(stack):
     hold = asyncio.Event()
     tokens = [60 + i for i in range(30)]
     stack.fleet.script = Script(token_ids=tokens, finish="length", hold=hold, hold_after=20)
     body = {**BODY, "prompt": IDS[:115], "max_tokens": 30}
     asking = asyncio.create_task(stack.http.post(COMPLETIONS, json=body))
     gateway = stack.proxy.gateway
-    await until(lambda: sum(g.completion_tokens for g in gateway.generations) == 20)
+    await until(lambda: sum(r.completion_tokens for r in gateway.requests) == 20)
     stack.fleet.script = Script(token_ids=tokens, finish="length")
     stack.fleet.move(stack.fleet.specs[0])
     await asking
@@ -116,11 +118,16 @@ async def test_long_prompts_are_hashed_beside_the_event_loop():
         assert found.hashes == blocks(ids[:count].tolist())
 
 
-def test_blocks_are_added_behind_those_that_are_known():
-    spec = common_pb2.RequestSpec(prefix_block_tokens=64, prefix_root=prefix_root(64))
+def test_new_blocks_follow_the_known_blocks():
+    alone = RequestSpec(
+        request_id="r",
+        proxy=Incarnation("x", 1),
+        model="m",
+        prompt_tokens=40,
+        sampling=SamplingParams(max_tokens=1),
+    )
+    spec = replace(alone, prefix_block_tokens=64, prefix_root=prefix_root(64))
     for end in (40, 64, 100, 200):
-        add_blocks(spec, np.array(IDS[:end], dtype=np.int32))
+        spec = with_blocks(spec, np.array(IDS[:end], dtype=np.int32))
         assert list(spec.prefix_hashes) == blocks(IDS[:end])
-    alone = common_pb2.RequestSpec()
-    add_blocks(alone, np.array(IDS, dtype=np.int32))
-    assert not alone.prefix_hashes
+    assert with_blocks(alone, np.array(IDS, dtype=np.int32)) == alone

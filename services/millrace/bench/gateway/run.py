@@ -1,8 +1,8 @@
-"""`millrace bench gateway`: what the proxy costs, with nothing behind it that computes.
+"""`millrace bench gateway`: measures the cost of the proxy alone, in front of a stub fleet.
 
 The real proxy runs as a process of its own, with the real request store; a scheduler and a decode
 instance in this process answer at once over gRPC. CPU is the proxy process's own (user and system).
-Latencies are the client's, so they hold all that is not the model: proxy, store, gRPC, both ways.
+Latencies are the client's: they include the proxy, the store and gRPC, but no model.
 """
 
 from __future__ import annotations
@@ -31,7 +31,8 @@ from millrace.core.config import Config, load_config
 from millrace.core.errors import MillraceError
 from millrace.local.private_redis import PrivateRedis
 from millrace.telemetry.log import setup_logging
-from millrace.wire.pb import common_pb2, decode_pb2
+from millrace.wire.request_spec import RequestSpec
+from millrace.wire.token_events import TokenEvent
 
 #: Goals of the project, microseconds of CPU.
 GOAL_REQUEST_US = 500.0
@@ -44,7 +45,7 @@ _WARM_UP_REQUESTS = 200
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RequestCost:
-    """Unary chat requests of one token. CPU and latency in microseconds."""
+    """Measures unary chat requests of one token. CPU and latency are in microseconds."""
 
     concurrency: int
     requests: int
@@ -56,7 +57,7 @@ class RequestCost:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StreamCost:
-    """Streams side by side, one token each a step. `step_ms` 0: as fast as they go."""
+    """Measures concurrent streams of one token per step. `step_ms` 0: no pause between steps."""
 
     streams: int
     step_ms: float
@@ -76,13 +77,13 @@ class _Engine:
     """Answers for the fleet: a unary request gets its one token at once, streams step together."""
 
     def __init__(self, token_ids: Sequence[int]) -> None:
-        """`token_ids`: what streams say, over and over; each must make text."""
+        """Streams `token_ids` again and again; every one of them must make text."""
         self._token_ids = token_ids
         self.fleet = StubFleet(self._submitted, self._cancelled)
-        self._open: dict[str, common_pb2.RequestSpec] = {}
+        self._open: dict[str, RequestSpec] = {}
         self._arrived = asyncio.Event()
 
-    def _submitted(self, spec: common_pb2.RequestSpec) -> None:
+    def _submitted(self, spec: RequestSpec) -> None:
         self.fleet.place(spec)
         if spec.sampling.max_tokens == 1:
             self.fleet.emit(spec.proxy.id, [self._event(spec, 0, last=True)])
@@ -93,8 +94,8 @@ class _Engine:
     def _cancelled(self, cancel: object) -> None:
         raise MillraceError(f"the proxy cancelled a request of the bench: {cancel}")
 
-    async def arrived(self, count: int) -> list[common_pb2.RequestSpec]:
-        """The next `count` streams, once they are here."""
+    async def arrived(self, count: int) -> list[RequestSpec]:
+        """Returns the next `count` streams once they have arrived."""
         while len(self._open) < count:
             self._arrived.clear()
             await self._arrived.wait()
@@ -102,10 +103,8 @@ class _Engine:
         self._open.clear()
         return specs
 
-    async def run_streams(
-        self, specs: Sequence[common_pb2.RequestSpec], tokens: int, step_s: float
-    ) -> None:
-        """Emits `tokens` tokens for each, a step at a time."""
+    async def run_streams(self, specs: Sequence[RequestSpec], tokens: int, step_s: float) -> None:
+        """Emits `tokens` tokens for every stream, one per step."""
         next_s = time.perf_counter()
         for position in range(tokens):
             last = position == tokens - 1
@@ -116,13 +115,11 @@ class _Engine:
             else:
                 await self.fleet.taken(specs[0].proxy.id)
 
-    def _event(
-        self, spec: common_pb2.RequestSpec, position: int, *, last: bool
-    ) -> decode_pb2.TokenEvent:
-        return decode_pb2.TokenEvent(
+    def _event(self, spec: RequestSpec, position: int, *, last: bool) -> TokenEvent:
+        return TokenEvent(
             request_id=spec.request_id,
+            choice=0,
             token_ids=[self._token_ids[position % len(self._token_ids)]],
-            stop_token_id=-1,
             finish_reason="length" if last else "",
         )
 

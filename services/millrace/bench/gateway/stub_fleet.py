@@ -1,6 +1,6 @@
 """A scheduler and a decode instance that only play their part: real gRPC, no model.
 
-The gateway's bench measures a proxy against it, and the gateway's tests script it.
+The gateway's bench measures a proxy against them, and the gateway's tests script them.
 """
 
 from __future__ import annotations
@@ -8,32 +8,43 @@ from __future__ import annotations
 import asyncio
 from collections import defaultdict
 from collections.abc import AsyncIterator, Callable, Iterable
-from typing import Any, Generic, TypeVar
+from typing import Generic, TypeVar
 
 import grpc
 
-from millrace.core.priority import POLICIES
-from millrace.wire.codec import scheduler as codec
-from millrace.wire.pb import (
-    common_pb2,
-    decode_pb2,
-    decode_pb2_grpc,
-    scheduler_pb2,
-    scheduler_pb2_grpc,
+from millrace.bench.gateway.stub_servicers import DecodeServicer, SchedulerServicer
+from millrace.core.kv.transfer import Incarnation
+from millrace.core.scheduler.effects import Fail, Refuse
+from millrace.core.scheduler.events import CancelRequested
+from millrace.wire.codec.request_spec import decode_spec
+from millrace.wire.fleet_messages import (
+    AskProgress,
+    Fleet,
+    Member,
+    Placed,
+    Progress,
+    ProxyLoad,
+    ProxyMessage,
+    ProxyUpdate,
+    Queued,
+    Submit,
 )
+from millrace.wire.request_spec import RequestSpec
 from millrace.wire.server import bind, create_server
+from millrace.wire.token_events import TokenEvent
 
 M = TypeVar("M")
-Context = grpc.aio.ServicerContext[Any, Any]
+
+LEASE_S = 30.0
 
 
 class Outbox(Generic[M]):
-    """Messages on their way to one peer; kept while it is not connected."""
+    """Holds the messages to one peer, also while the peer is not connected."""
 
     def __init__(self) -> None:
         self._waiting: list[M] = []
         self._ready = asyncio.Event()
-        #: Nothing waits: what was put is with gRPC.
+        #: Set while no message waits: gRPC has them all.
         self.taken = asyncio.Event()
 
     def put(self, *messages: M) -> None:
@@ -42,7 +53,7 @@ class Outbox(Generic[M]):
         self.taken.clear()
 
     async def take(self) -> list[M]:
-        """All that wait, at least one."""
+        """Returns all messages that wait, at least one."""
         await self._ready.wait()
         self._ready.clear()
         taken, self._waiting = self._waiting, []
@@ -51,13 +62,15 @@ class Outbox(Generic[M]):
 
 
 class StubFleet:
-    """`on_submit` sees every submission, `on_cancel` every cancellation; they answer with the
-    methods below, now or later. Used from one event loop."""
+    """Calls `on_submit` for every submission and `on_cancel` for every cancellation.
+
+    They answer with the methods below, at once or later. Used from one event loop.
+    """
 
     def __init__(
         self,
-        on_submit: Callable[[common_pb2.RequestSpec], None],
-        on_cancel: Callable[[scheduler_pb2.CancelRequest], None] = lambda _: None,
+        on_submit: Callable[[RequestSpec], None],
+        on_cancel: Callable[[CancelRequested], None] = lambda _: None,
     ) -> None:
         self.on_submit = on_submit
         self.on_cancel = on_cancel
@@ -66,19 +79,24 @@ class StubFleet:
         self.policy = "fcfs"
         self.improvement_rate = 0.3
         self.parked_requests = 0  # as a proxy last said
-        #: Answers to those who ask how far a prompt is, by the request's id.
-        self.progress: dict[str, scheduler_pb2.Progress] = {}
-        self.decode = common_pb2.Incarnation(id="decode-0", generation=1)
+        #: Answers to proxies that ask how far a prompt is, by the request's id.
+        self.progress: dict[str, Progress] = {}
+        self.decode = Incarnation("decode-0", 1)
         self.scheduler_port = 0
         self.decode_port = 0
-        self._updates: dict[str, Outbox[scheduler_pb2.ProxyUpdate]] = defaultdict(Outbox)
-        self._tokens: dict[str, Outbox[decode_pb2.TokenEvent]] = defaultdict(Outbox)
+        self._updates: dict[str, Outbox[ProxyUpdate]] = defaultdict(Outbox)
+        self._tokens: dict[str, Outbox[TokenEvent]] = defaultdict(Outbox)
         self._proxies: set[str] = set()
         self._servers: dict[str, grpc.aio.Server] = {}
 
     @property
     def scheduler_address(self) -> str:
         return f"127.0.0.1:{self.scheduler_port}"
+
+    @property
+    def member(self) -> Member:
+        """The decode instance and its address."""
+        return Member(incarnation=self.decode, address=f"127.0.0.1:{self.decode_port}")
 
     async def start(self) -> None:
         await self.start_decode()
@@ -91,7 +109,7 @@ class StubFleet:
     async def start_scheduler(self) -> None:
         """Listens again on the port of its first start."""
         server = create_server()
-        scheduler_pb2_grpc.add_SchedulerServicer_to_server(_Scheduler(self), server)
+        SchedulerServicer(self).add_to(server)
         self.scheduler_port = bind(server, "127.0.0.1", self.scheduler_port)
         await server.start()
         self._servers["scheduler"] = server
@@ -102,9 +120,9 @@ class StubFleet:
         self._updates.clear()
 
     async def start_decode(self) -> None:
-        """A new life of the decode instance, on the same port."""
+        """Starts another incarnation of the decode instance, on the same port."""
         server = create_server()
-        decode_pb2_grpc.add_DecodeServicer_to_server(_Decode(self), server)
+        DecodeServicer(self).add_to(server)
         self.decode_port = bind(server, "127.0.0.1", self.decode_port)
         await server.start()
         self._servers["decode"] = server
@@ -122,57 +140,65 @@ class StubFleet:
         for proxy in self._proxies:
             self._updates[proxy].put(self.fleet())
 
-    def fleet(self) -> scheduler_pb2.ProxyUpdate:
-        member = scheduler_pb2.Member(
-            incarnation=self.decode, address=f"127.0.0.1:{self.decode_port}"
-        )
-        return scheduler_pb2.ProxyUpdate(
-            fleet=scheduler_pb2.Fleet(decode=[member], prefill_count=1, ready=self.ready)
+    def fleet(self) -> Fleet:
+        return Fleet(decode=(self.member,), prefill_count=1, ready=self.ready)
+
+    def place(self, spec: RequestSpec, predicted_ttft_s: float = 0.001) -> None:
+        self._update(
+            spec,
+            Placed(
+                request_id=spec.request_id,
+                decode=self.member,
+                predicted_ttft_s=predicted_ttft_s,
+                lease_s=LEASE_S,
+            ),
         )
 
-    def place(self, spec: common_pb2.RequestSpec, predicted_ttft_s: float = 0.001) -> None:
-        placed = scheduler_pb2.Placed(
-            request_id=spec.request_id,
-            decode=self.decode,
-            decode_address=f"127.0.0.1:{self.decode_port}",
-            predicted_ttft_s=predicted_ttft_s,
-            lease_s=30.0,
-        )
-        self._updates[spec.proxy.id].put(scheduler_pb2.ProxyUpdate(placed=placed))
-
-    def queue(self, spec: common_pb2.RequestSpec) -> None:
+    def queue(self, spec: RequestSpec) -> None:
         """Says that a request has to wait for a place."""
-        queued = scheduler_pb2.Queued(request_id=spec.request_id)
-        self._updates[spec.proxy.id].put(scheduler_pb2.ProxyUpdate(queued=queued))
+        self._update(spec, Queued(request_id=spec.request_id))
 
     def refuse(
-        self, spec: common_pb2.RequestSpec, code: str, message: str, retry_after_s: float = 0.0
+        self, spec: RequestSpec, code: str, message: str, retry_after_s: float = 0.0
     ) -> None:
-        refused = scheduler_pb2.Refused(
-            request_id=spec.request_id, code=code, message=message, retry_after_s=retry_after_s
+        self._update(
+            spec,
+            Refuse(
+                request_id=spec.request_id,
+                proxy_id=spec.proxy.id,
+                code=code,
+                message=message,
+                retry_after_s=retry_after_s,
+            ),
         )
-        self._updates[spec.proxy.id].put(scheduler_pb2.ProxyUpdate(refused=refused))
 
-    def fail(self, spec: common_pb2.RequestSpec, message: str, *, resumable: bool = False) -> None:
-        failed = scheduler_pb2.Failed(
-            request_id=spec.request_id, message=message, resumable=resumable
+    def fail(self, spec: RequestSpec, message: str, *, resumable: bool = False) -> None:
+        self._update(
+            spec,
+            Fail(
+                request_id=spec.request_id,
+                proxy_id=spec.proxy.id,
+                message=message,
+                resumable=resumable,
+            ),
         )
-        self._updates[spec.proxy.id].put(scheduler_pb2.ProxyUpdate(failed=failed))
 
-    def emit(self, proxy_id: str, events: Iterable[decode_pb2.TokenEvent]) -> None:
-        """Events of one decode step."""
+    def _update(self, spec: RequestSpec, update: ProxyUpdate) -> None:
+        self._updates[spec.proxy.id].put(update)
+
+    def emit(self, proxy_id: str, events: Iterable[TokenEvent]) -> None:
+        """Streams the events of one decode step."""
         self._tokens[proxy_id].put(*events)
 
     async def taken(self, proxy_id: str) -> None:
-        """Returns when gRPC has taken all that was emitted: slower than that it can't be read."""
+        """Returns when gRPC has taken all events: the proxy reads no faster than that."""
         await self._tokens[proxy_id].taken.wait()
 
     # -- its streams
 
     async def serve_proxy(
-        self, messages: AsyncIterator[scheduler_pb2.ProxyMessage]
-    ) -> AsyncIterator[scheduler_pb2.ProxyUpdate]:
-        proxy = (await anext(messages)).hello.id
+        self, proxy: str, messages: AsyncIterator[ProxyMessage]
+    ) -> AsyncIterator[ProxyUpdate]:
         outbox = self._updates[proxy]
         self._proxies.add(proxy)
         outbox.put(self.fleet())
@@ -185,105 +211,22 @@ class StubFleet:
             reader.cancel()
             self._proxies.discard(proxy)
 
-    async def serve_tokens(self, proxy: str) -> AsyncIterator[decode_pb2.TokenBatch]:
+    async def serve_tokens(self, proxy: str) -> AsyncIterator[list[TokenEvent]]:
         outbox = self._tokens[proxy]
         while True:
-            yield decode_pb2.TokenBatch(events=await outbox.take())
+            yield await outbox.take()
 
     async def _read(
-        self,
-        messages: AsyncIterator[scheduler_pb2.ProxyMessage],
-        outbox: Outbox[scheduler_pb2.ProxyUpdate],
+        self, messages: AsyncIterator[ProxyMessage], outbox: Outbox[ProxyUpdate]
     ) -> None:
         async for message in messages:
-            match message.WhichOneof("kind"):
-                case "cancel":
-                    self.on_cancel(message.cancel)
-                case "load":
-                    self.parked_requests = message.load.parked_requests
-                case "ask":
-                    known = [i for i in message.ask.request_ids if i in self.progress]
-                    outbox.put(
-                        *(scheduler_pb2.ProxyUpdate(progress=self.progress[i]) for i in known)
-                    )
-                case _:
-                    for spec in message.submit.requests:
-                        self.on_submit(spec)
-
-
-class _Scheduler(scheduler_pb2_grpc.SchedulerServicer):
-    def __init__(self, fleet: StubFleet) -> None:
-        self._fleet = fleet
-
-    async def ConnectProxy(
-        self, request_iterator: AsyncIterator[scheduler_pb2.ProxyMessage], context: Context
-    ) -> AsyncIterator[scheduler_pb2.ProxyUpdate]:
-        async for update in self._fleet.serve_proxy(request_iterator):
-            yield update
-
-    async def ConnectWorker(
-        self, request_iterator: AsyncIterator[scheduler_pb2.WorkerMessage], context: Context
-    ) -> AsyncIterator[scheduler_pb2.WorkerCommand]:
-        await context.abort(grpc.StatusCode.UNIMPLEMENTED, "this fleet has no workers")
-        yield scheduler_pb2.WorkerCommand()
-
-    async def GetStatus(
-        self, request: scheduler_pb2.StatusRequest, context: Context
-    ) -> scheduler_pb2.StatusReply:
-        return scheduler_pb2.StatusReply(
-            policy=self._fleet.policy,
-            preemption="none",
-            planner="least_queue",
-            policies=POLICIES,
-            improvement_rate=self._fleet.improvement_rate,
-        )
-
-    async def SetPolicy(
-        self, request: scheduler_pb2.SetPolicyRequest, context: Context
-    ) -> scheduler_pb2.SetPolicyReply:
-        try:
-            wanted = codec.policy_changed(request).policy
-        except codec.MessageError as error:
-            await context.abort(grpc.StatusCode.INVALID_ARGUMENT, str(error))
-        before, self._fleet.policy = self._fleet.policy, wanted
-        return scheduler_pb2.SetPolicyReply(before=before, now=wanted)
-
-    async def SetImprovementRate(
-        self, request: scheduler_pb2.SetImprovementRateRequest, context: Context
-    ) -> scheduler_pb2.SetImprovementRateReply:
-        try:
-            wanted = codec.improvement_rate_changed(request)
-        except codec.MessageError as error:
-            await context.abort(grpc.StatusCode.INVALID_ARGUMENT, str(error))
-        before = self._fleet.improvement_rate
-        now = wanted.rows[0][1] if wanted.rate is None else wanted.rate
-        self._fleet.improvement_rate = now
-        return scheduler_pb2.SetImprovementRateReply(before=before, now=now)
-
-    async def GetLoad(
-        self, request: scheduler_pb2.LoadRequest, context: Context
-    ) -> scheduler_pb2.LoadReply:
-        return scheduler_pb2.LoadReply(parked_requests=self._fleet.parked_requests)
-
-    async def SetCordon(
-        self, request: scheduler_pb2.SetCordonRequest, context: Context
-    ) -> scheduler_pb2.SetCordonReply:
-        await context.abort(grpc.StatusCode.NOT_FOUND, "this fleet has no workers")
-
-    async def Evict(
-        self, request: scheduler_pb2.EvictRequest, context: Context
-    ) -> scheduler_pb2.EvictReply:
-        await context.abort(grpc.StatusCode.NOT_FOUND, "this fleet has no workers")
-
-
-class _Decode(decode_pb2_grpc.DecodeServicer):
-    def __init__(self, fleet: StubFleet) -> None:
-        self._fleet = fleet
-
-    async def StreamTokens(
-        self, request: decode_pb2.TokenSubscription, context: Context
-    ) -> AsyncIterator[decode_pb2.TokenBatch]:
-        if request.decode != self._fleet.decode:
-            await context.abort(grpc.StatusCode.FAILED_PRECONDITION, "another life")
-        async for batch in self._fleet.serve_tokens(request.proxy.id):
-            yield batch
+            match message:
+                case CancelRequested():
+                    self.on_cancel(message)
+                case ProxyLoad():
+                    self.parked_requests = message.parked_requests
+                case AskProgress():
+                    known = [i for i in message.request_ids if i in self.progress]
+                    outbox.put(*(self.progress[request_id] for request_id in known))
+                case Submit():
+                    self.on_submit(decode_spec(message.spec))

@@ -1,38 +1,44 @@
-"""All requests in flight: where verdicts of the scheduler and tokens find their request."""
+"""All requests in flight: gives messages of the scheduler and tokens to their requests."""
 
 from __future__ import annotations
 
 import asyncio
 import logging
 import time
-from collections.abc import Iterable
+from collections.abc import Sequence
 
 from millrace.core.config import ProxyConfig
 from millrace.core.errors import IntegrityError
-from millrace.proxy.codec import Life, life_of, refusal
-from millrace.proxy.errors import ApiError, overloaded, unavailable
+from millrace.core.kv.transfer import Incarnation
+from millrace.core.scheduler.effects import Fail, Refuse
+from millrace.proxy.errors import ApiError, overloaded, refusal, unavailable
 from millrace.proxy.fleet.parking import LoadReport, Parking
 from millrace.proxy.fleet.prompts_ahead import PromptsAhead
 from millrace.proxy.fleet.records import Records
 from millrace.proxy.fleet.scheduler_link import SchedulerLink
 from millrace.proxy.fleet.token_links import TokenLinks
-from millrace.proxy.generation.generation import Generation, Stage
+from millrace.proxy.generation.proxy_request import ProxyRequest, Stage
 from millrace.proxy.metrics import ProxyMetrics
 from millrace.state.store import RequestStore
+from millrace.wire.codec.request_spec import encode_spec
+from millrace.wire.fleet_messages import Fleet, Placed, Queued
 from millrace.wire.moves import PREEMPTED
-from millrace.wire.pb import decode_pb2, scheduler_pb2
+from millrace.wire.token_events import TokenEvent
 
 log = logging.getLogger(__name__)
 
 WATCH_INTERVAL_S = 0.5
 #: A request that streams while the scheduler is away may be silent for this long.
 ORPHAN_SILENCE_S = 30.0
-#: A request goes on elsewhere after so many lost instances: if it loses more, then it is likelier
-#: to be what ends them.
+#: A request is migrated after so many lost instances. A request that loses more instances is likely
+#: to be the reason for their loss.
 MOST_LOSSES = 3
-#: And so often in all: where it finds a place while a pool is replaced, it may have to leave again.
-#: But for want of memory as often as may be: each life brings a token at least.
+#: A request is migrated at most this often: while a pool is replaced, its next instance may leave,
+#: too. Migrations for want of memory are not counted: each incarnation generates at least a token.
 MOST_MOVES = 16
+
+#: Finish reasons by which an instance says that it will not finish the answer.
+_BROKEN_OFF = frozenset({"error", "cancelled", "moved"})
 
 _LOST = "The instance that generated this answer was lost."
 _BROKEN = "The stream of generated tokens broke."
@@ -41,34 +47,34 @@ _SHUTTING_DOWN = "The server is shutting down."
 
 
 class Gateway:
-    """Owns every `Generation` from `submit` to its end. Used from the event loop only."""
+    """Owns every `ProxyRequest` from `submit` to its end. Used from the event loop only."""
 
     def __init__(
         self,
         *,
-        life: Life,
+        incarnation: Incarnation,
         scheduler: str,
         store: RequestStore,
         config: ProxyConfig,
         metrics: ProxyMetrics,
     ) -> None:
-        self.life = life
+        self.incarnation = incarnation
         self._records = Records(store)
         self._config = config
         self._metrics = metrics
-        self._live: dict[str, Generation] = {}  # by the id that the services know
-        self._scheduler = SchedulerLink(scheduler, life, self)
-        self._tokens = TokenLinks(life, self)
+        self._live: dict[str, ProxyRequest] = {}  # by the id that the services know
+        self._scheduler = SchedulerLink(scheduler, incarnation, self)
+        self._tokens = TokenLinks(incarnation, self)
         self.prompts = PromptsAhead(self._scheduler.ask_progress)
         self.on_progress = self.prompts.hear
         self._load = LoadReport(self._scheduler.report)
         self._parking = Parking(config, self._load.set)
         self._fleet_ready = False
         self._tasks: list[asyncio.Task[None]] = []
-        #: Set when the process is told to stop: nothing new is taken.
+        #: Set when the process is told to stop: the gateway takes no new request.
         self.draining = False
 
-    # -- life of the gateway
+    # -- start and end
 
     def start(self) -> None:
         self._tasks = [
@@ -77,16 +83,16 @@ class Gateway:
         ]
 
     def drain(self) -> None:
-        """Takes nothing new, and ends what no instance has begun."""
+        """Takes no new request, and ends the parked requests that no instance has begun."""
         self.draining = True
-        for generation in self._parking.shut():
-            self._fail(generation, unavailable(_SHUTTING_DOWN), cancel=False)
+        for request in self._parking.shut():
+            self._fail(request, unavailable(_SHUTTING_DOWN), cancel=False)
 
     async def close(self) -> None:
-        """Cancels what is left, tells the scheduler and lets go of every stream."""
+        """Cancels all requests, tells the scheduler and closes every stream."""
         self.drain()
-        for generation in list(self._live.values()):
-            self._fail(generation, unavailable(_SHUTTING_DOWN), cancel=True)
+        for request in list(self._live.values()):
+            self._fail(request, unavailable(_SHUTTING_DOWN), cancel=True)
         await self._scheduler.flushed(2.0)
         self._load.close()
         await self._records.close(2.0)
@@ -97,9 +103,9 @@ class Gateway:
 
     @property
     def ready(self) -> bool:
-        """Whether a request would find a fleet that works, or may wait here for one.
+        """Whether a request would find a fleet that works, or may wait here for a fleet.
 
-        What wakes a fleet at zero are the requests that wait: they must still be sent here.
+        Parked requests wake a fleet of no instances: clients must still send them here.
         """
         takes = self._fleet_ready or self._parking.is_open
         return self._scheduler.connected and takes and not self.draining
@@ -110,8 +116,8 @@ class Gateway:
         return self._fleet_ready
 
     @property
-    def generations(self) -> list[Generation]:
-        """Of the requests that are open, in the order in which they came or were continued."""
+    def requests(self) -> list[ProxyRequest]:
+        """The open requests, in the order in which they came or were last migrated."""
         return list(self._live.values())
 
     @property
@@ -132,7 +138,7 @@ class Gateway:
     # -- requests in
 
     def admit(self, requests: int) -> None:
-        """Raises ApiError (503 or 429) when `requests` more can't be taken now."""
+        """Raises ApiError (503 or 429) when the gateway can't take `requests` more now."""
         if self.draining:
             raise unavailable(_SHUTTING_DOWN)
         if not self._scheduler.connected:
@@ -145,240 +151,246 @@ class Gateway:
         if self._parking.is_open and not self._fleet_ready:
             self._parking.check_room(requests)
 
-    async def submit(self, generation: Generation) -> None:
+    async def submit(self, request: ProxyRequest) -> None:
         """Records a request in the store and hands it to the scheduler, or parks it.
 
-        Raises ApiError (503, 429). The request is the caller's to `leave` then.
+        Raises ApiError (503, 429). After an error the caller calls `leave`.
         """
-        self._live[generation.spec.request_id] = generation
-        await self._records.create(generation.spec, generation.prompt_ids)
-        if generation.has_ended:
-            self._records.delete(generation.spec.request_id)  # the client left meanwhile
+        spec = request.spec
+        self._live[spec.request_id] = request
+        request.encoded_spec = encode_spec(spec)
+        await self._records.create(spec.request_id, request.encoded_spec, request.prompt_ids)
+        if request.has_ended:
+            self._records.delete(request.spec.request_id)  # the client left meanwhile
             return
-        if not generation.moves:
+        if not request.moves:
             if not self._scheduler.connected:
                 self.admit(0)
-            generation.started_at = time.monotonic()
-        self._offer(generation)
+            request.started_at = time.monotonic()
+        self._offer(request)
 
-    def _offer(self, generation: Generation) -> None:
-        """A recorded request goes to the scheduler, or waits. Raises ApiError (429)."""
+    def _offer(self, request: ProxyRequest) -> None:
+        """Sends a recorded request to the scheduler, or parks it. Raises ApiError (429)."""
         now = time.monotonic()
         there_is_a_fleet = self._scheduler.connected and self._fleet_ready
-        if there_is_a_fleet or not self._parking.takes(generation):
-            generation.submit(now)
-            self._scheduler.submit(generation.spec)
+        if there_is_a_fleet or not self._parking.takes(request):
+            request.submit(now)
+            self._scheduler.submit(request.encoded_spec)
         else:
-            self._parking.add(generation, now)
+            self._parking.add(request, now)
 
     def _unpark(self) -> None:
         if self._scheduler.connected and self._fleet_ready:
-            for generation in self._parking.take_all():
-                self._offer(generation)
+            for request in self._parking.take_all():
+                self._offer(request)
 
-    def leave(self, generation: Generation, reason: str) -> None:
-        """The client wants no more of a request; harmless when it has ended."""
-        if not generation.has_ended:
+    def leave(self, request: ProxyRequest, reason: str) -> None:
+        """Ends a request that its client gave up; does nothing to a request that has ended."""
+        if not request.has_ended:
             self._metrics.cancelled.labels(reason).inc()
-            self._forget(generation)
-            self._scheduler.cancel(generation.spec.request_id, reason)
-            self._records.delete(generation.spec.request_id)
+            self._forget(request)
+            self._scheduler.cancel(request.spec.request_id, reason)
+            self._records.delete(request.spec.request_id)
 
-    # -- what the scheduler says
+    # -- messages of the scheduler
 
-    def on_queued(self, queued: scheduler_pb2.Queued) -> None:
-        if (generation := self._live.get(queued.request_id)) is not None:
-            generation.queue()
+    def on_queued(self, queued: Queued) -> None:
+        if (request := self._live.get(queued.request_id)) is not None:
+            request.queue()
 
-    def on_placed(self, placed: scheduler_pb2.Placed) -> None:
-        generation = self._live.get(placed.request_id)
-        if generation is None:
+    def on_placed(self, placed: Placed) -> None:
+        request = self._live.get(placed.request_id)
+        if request is None:
             return
-        decode = life_of(placed.decode)
-        again, generation.confirmed = generation.confirmed, True
-        if generation.stage is Stage.STREAMING:
-            if again or generation.decode != decode:  # token one would come twice
-                self._lose(generation, ApiError(500, _LOST))
+        decode = placed.decode.incarnation
+        again, request.confirmed = request.confirmed, True
+        if request.stage is Stage.STREAMING:
+            if again or request.decode != decode:  # its first token would come twice
+                self._lose(request, ApiError(500, _LOST))
             else:
-                before_s = generation.submitted_at - generation.arrived_at
-                generation.predict(before_s + placed.predicted_ttft_s)
+                before_s = request.submitted_at - request.arrived_at
+                request.predict(before_s + placed.predicted_ttft_s)
             return
-        self._tokens.open(decode, placed.decode_address)
-        generation.place(decode, placed.predicted_ttft_s, time.monotonic())
-        if kept := generation.take_kept(decode):
+        self._tokens.open(placed.decode)
+        request.place(decode, placed.predicted_ttft_s, time.monotonic())
+        if kept := request.take_kept(decode):
             self.on_batch(decode, kept)
 
-    def on_refused(self, refused: scheduler_pb2.Refused) -> None:
-        generation = self._live.get(refused.request_id)
-        if generation is None:
+    def on_refused(self, refused: Refuse) -> None:
+        request = self._live.get(refused.request_id)
+        if request is None:
             return
         error = refusal(refused)
-        if self._parking.takes_refused(generation, refused.code):
+        if self._parking.takes_refused(request, refused.code):
             try:
-                self._parking.add(generation, time.monotonic())
+                self._parking.add(request, time.monotonic())
                 return
             except ApiError as full:
                 error = full
-        self._fail(generation, error, cancel=False)
+        self._fail(request, error, cancel=False)
 
-    def on_failed(self, failed: scheduler_pb2.Failed) -> None:
-        generation = self._live.get(failed.request_id)
-        if generation is not None:
+    def on_failed(self, failed: Fail) -> None:
+        request = self._live.get(failed.request_id)
+        if request is not None:
             error = ApiError(500, failed.message or "The request failed.", code="failed")
             if failed.resumable:
-                self._lose(generation, error)
+                self._lose(request, error)
             else:
-                self._fail(generation, error, cancel=False)
+                self._fail(request, error, cancel=False)
 
-    def on_fleet(self, fleet: scheduler_pb2.Fleet) -> None:
+    def on_fleet(self, fleet: Fleet) -> None:
         self._fleet_ready = fleet.ready
         self._tokens.keep(fleet.decode)
-        for generation in [g for g in self._live.values() if g.orphaned]:
-            self._move(generation, ApiError(500, _NO_SCHEDULER, code="failed"), "scheduler")
+        for request in [one for one in self._live.values() if one.orphaned]:
+            self._move(request, ApiError(500, _NO_SCHEDULER, code="failed"), "scheduler")
         self._load.repeat()
         self._unpark()
 
     def on_scheduler_lost(self) -> None:
-        """What has no tokens yet is lost with the scheduler, but for what waits here. What streams
-        may end before a scheduler is back, and goes on elsewhere if not."""
+        """Ends the requests that have no tokens, unless they wait here.
+
+        A request that streams may end before the scheduler is back; otherwise it is migrated then.
+        """
         self._fleet_ready = False
-        for generation in list(self._live.values()):
+        for request in list(self._live.values()):
             error = unavailable(_NO_SCHEDULER)
-            match generation.stage:
+            match request.stage:
                 case Stage.STREAMING:
-                    generation.orphaned = True
+                    request.orphaned = True
                 case Stage.PARKED | Stage.MOVING:
                     pass
-                case _ if generation.moves:
-                    self._move(generation, error, "scheduler")
+                case _ if request.moves:
+                    self._move(request, error, "scheduler")
                 case _:
-                    self._fail(generation, error, cancel=False)
+                    self._fail(request, error, cancel=False)
 
-    # -- what decode says
+    # -- messages of decode instances
 
-    def on_batch(self, decode: Life, events: Iterable[decode_pb2.TokenEvent]) -> None:
+    def on_batch(self, decode: Incarnation, events: Sequence[TokenEvent]) -> None:
         now = time.monotonic()
         live, tbt = self._live, self._metrics.tbt
         tokens = 0
         for event in events:
-            generation = live.get(event.request_id)
-            if generation is None:
+            request = live.get(event.request_id)
+            if request is None:
                 continue
-            if not self._comes_from(generation, decode):
-                if generation.stage is not Stage.STREAMING and generation.decode != decode:
-                    generation.keep(decode, event)  # it may have been placed there meanwhile
+            if not self._comes_from(request, decode):
+                if request.stage is not Stage.STREAMING and request.decode != decode:
+                    request.keep(decode, event)  # the instance may be the request's next place
                 continue
-            if event.finish_reason in ("error", "cancelled", "moved"):
-                self._broken_off(generation, event)
+            if event.finish_reason in _BROKEN_OFF:
+                self._broken_off(request, event)
                 continue
             tokens += len(event.token_ids)
             try:
-                gap = generation.take(event, now)
-            except Exception:  # a defect met in one request must not end the stream of all
+                gap = request.take(event, now)
+            except Exception:  # a defect in one request must not end the stream of all requests
                 log.exception("request %s: tokens could not be taken", event.request_id)
-                self._fail(generation, ApiError(500, "Internal error."), cancel=True)
+                self._fail(request, ApiError(500, "Internal error."), cancel=True)
                 continue
             if gap is not None:
                 tbt.observe(gap)
-            if generation.has_ended:
-                self._finish(generation)
+            if request.has_ended:
+                self._finish(request)
         self._metrics.tokens.inc(tokens)
 
-    def _broken_off(self, generation: Generation, event: decode_pb2.TokenEvent) -> None:
-        """An instance says that it will not finish the answer."""
+    def _broken_off(self, request: ProxyRequest, event: TokenEvent) -> None:
+        """Migrates or fails a request whose instance says that it will not finish the answer."""
+        detail = event.detail()
         if event.finish_reason == "moved":
-            generation.note(event)
-            preempted = event.error == PREEMPTED
-            generation.preemptions += preempted
+            request.note(detail.spans)
+            preempted = detail.error == PREEMPTED
+            request.preemptions += preempted
             reason = PREEMPTED if preempted else "moved"
-            self._move(generation, ApiError(500, _LOST, code="failed"), reason)
+            self._move(request, ApiError(500, _LOST, code="failed"), reason)
         else:
-            message = event.error or "The request was cancelled by the server."
-            self._fail(generation, ApiError(500, message, code="failed"), cancel=True)
+            message = detail.error or "The request was cancelled by the server."
+            self._fail(request, ApiError(500, message, code="failed"), cancel=True)
 
-    def on_tokens_lost(self, decode: Life) -> None:
-        for generation in list(self._live.values()):
-            if generation.has_kept(decode) or (
-                generation.decode == decode and generation.stage is Stage.STREAMING
+    def on_tokens_lost(self, decode: Incarnation) -> None:
+        for request in list(self._live.values()):
+            if request.has_kept(decode) or (
+                request.decode == decode and request.stage is Stage.STREAMING
             ):
-                self._lose(generation, ApiError(500, _BROKEN, code="failed"))
-            elif generation.decode == decode and generation.stage is Stage.PLACED:
-                # The scheduler places it again if the instance died; else its tokens are lost.
-                generation.stage = Stage.UNPLACED
-                generation.waiting_since = time.monotonic()
+                self._lose(request, ApiError(500, _BROKEN, code="failed"))
+            elif request.decode == decode and request.stage is Stage.PLACED:
+                # If the instance died, the scheduler places the request again. Otherwise the tokens
+                # of the request are lost.
+                request.stage = Stage.UNPLACED
+                request.waiting_since = time.monotonic()
 
-    def _comes_from(self, generation: Generation, decode: Life) -> bool:
+    def _comes_from(self, request: ProxyRequest, decode: Incarnation) -> bool:
         """Whether events of this instance count for the request."""
-        if generation.decode == decode:
-            return generation.stage is not Stage.UNPLACED
-        if generation.decode is None:  # its Placed is still on the way
-            generation.place(decode, 0.0, time.monotonic())
+        if request.decode == decode:
+            return request.stage is not Stage.UNPLACED
+        if request.decode is None:  # its Placed is still on the way
+            request.place(decode, 0.0, time.monotonic())
             return True
         return False
 
-    # -- going on elsewhere
+    # -- migration
 
-    def _lose(self, generation: Generation, error: ApiError) -> None:
-        """The request's instance is gone, or its tokens are: has the rest generated elsewhere."""
-        generation.losses += 1
-        if generation.losses > MOST_LOSSES:
-            self._fail(generation, error, cancel=True)
+    def _lose(self, request: ProxyRequest, error: ApiError) -> None:
+        """Migrates a request whose instance or whose tokens are lost."""
+        request.losses += 1
+        if request.losses > MOST_LOSSES:
+            self._fail(request, error, cancel=True)
         else:
-            self._move(generation, error, "lost")
+            self._move(request, error, "lost")
 
-    def _move(self, generation: Generation, error: ApiError, reason: str) -> None:
-        """Has what is left generated elsewhere; ends with `error` what can't be."""
-        before = generation.spec.request_id
-        moves = generation.moves - generation.preemptions
-        if not generation.may_move or moves >= MOST_MOVES:
-            self._fail(generation, error, cancel=True)
+    def _move(self, request: ProxyRequest, error: ApiError, reason: str) -> None:
+        """Migrates a request to another instance; fails it with `error` if that is impossible."""
+        before = request.spec.request_id
+        moves = request.moves - request.preemptions
+        if not request.may_move or moves >= MOST_MOVES:
+            self._fail(request, error, cancel=True)
             return
-        self._scheduler.cancel(before, "it goes on elsewhere")
+        self._scheduler.cancel(before, "it is migrated")
         del self._live[before]
         self._records.finish(before, "cancelled")
-        generation.move(time.monotonic())
-        self._live[generation.spec.request_id] = generation
+        request.move(time.monotonic())
+        self._live[request.spec.request_id] = request
         self._metrics.moved.labels(reason).inc()
         log.info(
-            "request %s goes on as %s behind %d tokens: %s",
+            "request %s is migrated as %s after %d tokens: %s",
             before,
-            generation.spec.request_id,
-            generation.spec.resumed_tokens,
+            request.spec.request_id,
+            request.spec.resumed_tokens,
             error.message,
         )
-        self._records.spawn(self._go_on(generation))
+        self._records.spawn(self._go_on(request))
 
-    async def _go_on(self, generation: Generation) -> None:
-        """Submits a request's next life."""
-        if generation.has_ended:
+    async def _go_on(self, request: ProxyRequest) -> None:
+        """Submits a request's next incarnation."""
+        if request.has_ended:
             return  # the client left meanwhile
         try:
-            await self.submit(generation)
+            await self.submit(request)
         except ApiError as error:
-            if not generation.has_ended:
-                self._fail(generation, error, cancel=False)
+            if not request.has_ended:
+                self._fail(request, error, cancel=False)
 
     # -- endings
 
-    def _finish(self, generation: Generation) -> None:
-        request_id = generation.spec.request_id
+    def _finish(self, request: ProxyRequest) -> None:
+        request_id = request.spec.request_id
         del self._live[request_id]
-        if generation.stopped_by_proxy:
+        if request.stopped_by_proxy:
             self._scheduler.cancel(request_id, "stop")
-        self._metrics.finished(generation)
+        self._metrics.finished(request)
         self._records.finish(request_id, "finished")
 
-    def _fail(self, generation: Generation, error: ApiError, *, cancel: bool) -> None:
-        self._forget(generation)
+    def _fail(self, request: ProxyRequest, error: ApiError, *, cancel: bool) -> None:
+        self._forget(request)
         if cancel:
-            self._scheduler.cancel(generation.spec.request_id, "failed at the proxy")
-        self._records.finish(generation.spec.request_id, "failed")
-        generation.sink.on_error(error)
+            self._scheduler.cancel(request.spec.request_id, "failed at the proxy")
+        self._records.finish(request.spec.request_id, "failed")
+        request.sink.on_error(error)
 
-    def _forget(self, generation: Generation) -> None:
-        generation.stage = Stage.ENDED
-        self._live.pop(generation.spec.request_id, None)
-        self._parking.discard(generation)
+    def _forget(self, request: ProxyRequest) -> None:
+        request.stage = Stage.ENDED
+        self._live.pop(request.spec.request_id, None)
+        self._parking.discard(request)
 
     # -- time
 
@@ -386,25 +398,26 @@ class Gateway:
         while True:
             await asyncio.sleep(min(WATCH_INTERVAL_S, self._config.submit_timeout_s / 2))
             now = time.monotonic()
-            for generation in list(self._live.values()):
-                self._check_wait(generation, now)
+            for request in list(self._live.values()):
+                self._check_wait(request, now)
             self._unpark()
-            self._tokens.prune({g.decode for g in self._live.values() if g.decode is not None})
+            in_use = {one.decode for one in self._live.values() if one.decode is not None}
+            self._tokens.prune(in_use)
 
-    def _check_wait(self, generation: Generation, now: float) -> None:
-        waited = now - generation.waiting_since
+    def _check_wait(self, request: ProxyRequest, now: float) -> None:
+        waited = now - request.waiting_since
         limit = self._config.submit_timeout_s
-        if generation.stage is Stage.SUBMITTED and waited > limit:
+        if request.stage is Stage.SUBMITTED and waited > limit:
             error = unavailable(f"The scheduler did not answer within {limit:g} s.")
-            self._fail(generation, error, cancel=True)
-        elif generation.stage is Stage.UNPLACED and waited > limit:
-            self._lose(generation, ApiError(500, _BROKEN, code="failed"))
-        elif (expired := self._parking.expiry(generation, now)) is not None:
-            self._fail(generation, expired, cancel=False)
+            self._fail(request, error, cancel=True)
+        elif request.stage is Stage.UNPLACED and waited > limit:
+            self._lose(request, ApiError(500, _BROKEN, code="failed"))
+        elif (expired := self._parking.expiry(request, now)) is not None:
+            self._fail(request, expired, cancel=False)
         elif (
-            generation.stage is Stage.STREAMING
+            request.stage is Stage.STREAMING
             and not self._scheduler.connected
-            and now - generation.last_token_at > ORPHAN_SILENCE_S
+            and now - request.last_token_at > ORPHAN_SILENCE_S
         ):
             error = ApiError(500, _NO_SCHEDULER, code="failed")
-            self._fail(generation, error, cancel=False)
+            self._fail(request, error, cancel=False)

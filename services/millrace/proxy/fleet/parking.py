@@ -1,4 +1,4 @@
-"""Requests that wait in the proxy until there is a fleet that can take them."""
+"""Holds requests back in the proxy until there is a fleet that can take them."""
 
 from __future__ import annotations
 
@@ -7,23 +7,23 @@ from collections.abc import Callable
 
 from millrace.core.config import ProxyConfig
 from millrace.proxy.errors import ApiError, overloaded, unavailable
-from millrace.proxy.generation.generation import Generation, Stage
+from millrace.proxy.generation.proxy_request import ProxyRequest, Stage
 
-#: An answer that lost its instance waits at least this long for another one, parking or not: its
-#: client has waited for the tokens so far, and an instance that died may be back by then.
+#: A migrated request waits at least this long for another instance, even where parking is off: its
+#: client has some tokens already, and an instance that died may be back by then.
 CONTINUATION_WAIT_S = 30.0
 REPORT_INTERVAL_S = 1.0
 
 
 class Parking:
-    """Parked requests, in the order in which they came."""
+    """Holds the parked requests, in the order in which they came."""
 
     def __init__(self, config: ProxyConfig, changed: Callable[[int], None]) -> None:
-        """`changed` hears how many there are."""
+        """Calls `changed` with the number of parked requests whenever that changes."""
         self._timeout_s = config.park_timeout_s
         self._most = config.max_parked
         self._changed = changed
-        self._parked: dict[int, Generation] = {}  # by identity
+        self._parked: dict[int, ProxyRequest] = {}  # by identity
 
     def __len__(self) -> int:
         return len(self._parked)
@@ -33,64 +33,65 @@ class Parking:
         """Whether new requests may wait here."""
         return self._timeout_s > 0
 
-    def takes(self, generation: Generation) -> bool:
-        return self.is_open or generation.moves > 0
+    def takes(self, request: ProxyRequest) -> bool:
+        """Whether the request may wait here: a migrated request always may."""
+        return self.is_open or request.moves > 0
 
     def check_room(self, requests: int) -> None:
-        """Raises ApiError (429) when `requests` more are too many."""
+        """Raises ApiError (429) when there is no room for `requests` more."""
         if len(self._parked) + requests > self._most:
             raise overloaded(
                 f"{len(self._parked)} requests wait for instances to start; the limit is "
                 f"{self._most}."
             )
 
-    def add(self, generation: Generation, now: float) -> None:
-        """Raises ApiError (429) when there is no room; answers that go on always have some."""
-        if not generation.moves:
+    def add(self, request: ProxyRequest, now: float) -> None:
+        """Parks a request. Raises ApiError (429) without room; a migrated request needs none."""
+        if not request.moves:
             self.check_room(1)
-        generation.park(now)
-        self._parked[id(generation)] = generation
+        request.park(now)
+        self._parked[id(request)] = request
         self._changed(len(self._parked))
 
-    def discard(self, generation: Generation) -> None:
-        if self._parked.pop(id(generation), None) is not None:
+    def discard(self, request: ProxyRequest) -> None:
+        if self._parked.pop(id(request), None) is not None:
             self._changed(len(self._parked))
 
-    def take_all(self) -> list[Generation]:
-        """Empties it."""
+    def take_all(self) -> list[ProxyRequest]:
+        """Returns all parked requests and forgets them."""
         taken = list(self._parked.values())
         if taken:
             self._parked.clear()
             self._changed(0)
         return taken
 
-    def takes_refused(self, generation: Generation, code: str) -> bool:
+    def takes_refused(self, request: ProxyRequest, code: str) -> bool:
         """Whether a request that the scheduler refused may wait to be submitted again.
 
-        One that goes on elsewhere was admitted once: it waits for its turn, too.
+        A migrated request was admitted once, so it may wait after a refusal for overload, too.
         """
-        if generation.moves:
+        if request.moves:
             return code in ("unavailable", "overloaded")
         return self.is_open and code == "unavailable"
 
-    def shut(self) -> list[Generation]:
-        """Takes no new requests any more. Returns those that wait here, for the caller to end."""
+    def shut(self) -> list[ProxyRequest]:
+        """Takes no more new requests. Returns those parked here, which the caller ends."""
         self._timeout_s = 0.0
-        return [generation for generation in self._parked.values() if not generation.moves]
+        return [request for request in self._parked.values() if not request.moves]
 
-    def expiry(self, generation: Generation, now: float) -> ApiError | None:
-        """The error (503) that ends a request's wait, if it has been too long."""
+    def expiry(self, request: ProxyRequest, now: float) -> ApiError | None:
+        """Returns the error (503) that ends a request's wait, if the wait was too long."""
         limit_s = self._timeout_s
-        if generation.moves:
+        if request.moves:
             limit_s = max(limit_s, CONTINUATION_WAIT_S)
-        since = generation.parked_since
-        if generation.stage is not Stage.PARKED or since is None or now - since <= limit_s:
+        since = request.parked_since
+        if request.stage is not Stage.PARKED or since is None or now - since <= limit_s:
             return None
         return unavailable(f"No instances were ready within {limit_s:g} s.")
 
 
 class LoadReport:
-    """Says how many requests are parked whenever that changes, once a second at most."""
+    """Reports how many requests are parked whenever that changes, once a second at most."""
 
     def __init__(self, send: Callable[[int], None]) -> None:
         self._send = send
@@ -106,7 +107,7 @@ class LoadReport:
             self._pending = True
 
     def repeat(self) -> None:
-        """To a scheduler that has not heard of any."""
+        """Reports again, to a scheduler that has not heard of the parked requests."""
         if self._parked:
             self.set(self._parked)
 

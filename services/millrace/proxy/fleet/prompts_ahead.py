@@ -1,6 +1,6 @@
-"""Asks the scheduler how far prompts are, and words it for the streams that wait.
+"""Asks the scheduler how far prompts are, and describes it to the clients that wait.
 
-Only silent streams ask, every KEEPALIVE_S: what nobody waits long for costs nothing.
+Only silent streams ask, every KEEPALIVE_S: a request with a short wait costs nothing.
 """
 
 from __future__ import annotations
@@ -8,10 +8,10 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable, Sequence
 
-from millrace.proxy.generation.generation import Generation, Stage
-from millrace.wire.pb import scheduler_pb2
+from millrace.proxy.generation.proxy_request import ProxyRequest, Stage
+from millrace.wire.fleet_messages import Progress
 
-#: A scheduler that takes longer to answer is not waited for: the comment must go out.
+#: The comment goes out after this time, even if the scheduler has not answered.
 ANSWER_S = 1.0
 
 #: From the least to the most advanced.
@@ -20,30 +20,30 @@ _OURS = {Stage.PARKED: "parked", Stage.MOVING: "moving"}
 
 
 class PromptsAhead:
-    """Asks for many streams at once, and hands each its answers."""
+    """Asks for many streams at once, and gives every stream its answers."""
 
     def __init__(self, send: Callable[[Sequence[str]], None]) -> None:
         self._send = send
-        self._asked: dict[str, asyncio.Future[scheduler_pb2.Progress]] = {}
+        self._asked: dict[str, asyncio.Future[Progress]] = {}
 
-    def hear(self, progress: scheduler_pb2.Progress, /) -> None:
-        """Takes an answer of the scheduler's."""
+    def hear(self, progress: Progress, /) -> None:
+        """Takes an answer of the scheduler."""
         asked = self._asked.get(progress.request_id)
         if asked is not None and not asked.done():
             asked.set_result(progress)
 
-    async def describe(self, generations: Sequence[Generation]) -> str:
-        """One line on those whose first token is not out; empty when there are none.
+    async def describe(self, requests: Sequence[ProxyRequest]) -> str:
+        """Returns one line about the requests whose first token is not out; empty without any.
 
-        One stream calls it once at a time: a second question would take the first one's answer.
+        A stream has one call at a time: a second question would take the answer to the first.
         """
-        waiting = [g for g in generations if not g.has_begun and not g.has_ended]
+        waiting = [r for r in requests if not r.has_begun and not r.has_ended]
         if not waiting:
             return ""
         return _line(waiting, await self._ask(waiting))
 
-    async def _ask(self, waiting: Sequence[Generation]) -> dict[str, scheduler_pb2.Progress]:
-        ids = [g.spec.request_id for g in waiting if g.stage not in _OURS]
+    async def _ask(self, waiting: Sequence[ProxyRequest]) -> dict[str, Progress]:
+        ids = [r.spec.request_id for r in waiting if r.stage not in _OURS]
         if not ids:
             return {}
         loop = asyncio.get_running_loop()
@@ -58,19 +58,22 @@ class PromptsAhead:
                 self._asked.pop(request_id, None)
 
 
-def _line(waiting: Sequence[Generation], said: dict[str, scheduler_pb2.Progress]) -> str:
-    """The least advanced one's state, the tokens of all together, the longest wait."""
+def _line(waiting: Sequence[ProxyRequest], said: dict[str, Progress]) -> str:
+    """Shows the state of the least advanced request, all tokens together and the longest wait."""
     states, computed, left_s = [], 0, 0.0
     predicted = True
-    for generation in waiting:
-        found = said.get(generation.spec.request_id)
-        state = found.state if found is not None else _OURS.get(generation.stage, "queued")
-        states.append(state if state in _STATES else "queued")
-        if found is None or not found.HasField("left_s"):
+    for request in waiting:
+        if (answer := said.get(request.spec.request_id)) is None:
+            states.append(_OURS.get(request.stage, "queued"))
+            predicted = False
+            continue
+        prompt = answer.prompt
+        states.append(prompt.state.value)
+        computed += prompt.computed_tokens
+        if prompt.left_s is None:
             predicted = False
         else:
-            left_s = max(left_s, found.left_s)
-        computed += found.computed_tokens if found is not None else 0
-    total = sum(generation.spec.prompt_tokens for generation in waiting)
+            left_s = max(left_s, prompt.left_s)
+    total = sum(request.spec.prompt_tokens for request in waiting)
     line = f"{min(states, key=_STATES.index)}, {computed} of {total} tokens"
     return f"{line}, about {left_s:.0f} s left" if predicted else line

@@ -1,4 +1,4 @@
-"""The gateway's requests in the request store."""
+"""Writes the gateway's requests to the request store."""
 
 from __future__ import annotations
 
@@ -11,34 +11,32 @@ from millrace.core.errors import MillraceError
 from millrace.proxy.errors import unavailable
 from millrace.proxy.text.tokenizer import TokenArray
 from millrace.state.store import RequestStore
-from millrace.wire.pb import common_pb2
+from millrace.wire.fleet_messages import EncodedSpec
 
 log = logging.getLogger(__name__)
 
-#: Endings are written this late, many in one round trip.
+#: Endings wait this long, so that many are written in one round trip.
 ENDINGS_INTERVAL_S = 0.02
 
 
 class Records:
-    """What a request can't do without is awaited; the rest is written behind its back."""
+    """Creates records before their requests go on; writes endings in the background."""
 
     def __init__(self, store: RequestStore) -> None:
         self._store = store
         self._endings: list[tuple[str, str]] = []
         self._background: set[asyncio.Task[None]] = set()
 
-    async def create(self, spec: common_pb2.RequestSpec, prompt_ids: TokenArray) -> None:
-        """Raises ApiError (503)."""
+    async def create(self, request_id: str, spec: EncodedSpec, prompt_ids: TokenArray) -> None:
+        """Writes a request's spec and prompt. Raises ApiError (503)."""
         try:
-            await self._store.create(
-                spec.request_id, spec=spec.SerializeToString(), prompt_ids=prompt_ids
-            )
+            await self._store.create(request_id, spec=spec, prompt_ids=prompt_ids)
         except MillraceError as error:
-            log.warning("request %s: %s", spec.request_id, error)
+            log.warning("request %s: %s", request_id, error)
             raise unavailable("The request store does not answer.") from error
 
     def finish(self, request_id: str, state: str) -> None:
-        """Writes the final state, a little later."""
+        """Writes the final state within ENDINGS_INTERVAL_S."""
         if not self._endings:
             asyncio.get_running_loop().call_later(ENDINGS_INTERVAL_S, self._write_endings)
         self._endings.append((request_id, state))
@@ -47,13 +45,13 @@ class Records:
         self.spawn(self._store.delete(request_id))
 
     def spawn(self, work: Coroutine[Any, Any, None]) -> None:
-        """Runs work that nobody waits for, until `close`."""
+        """Runs work in the background; `close` waits for it."""
         task = asyncio.create_task(_logged(work))
         self._background.add(task)
         task.add_done_callback(self._background.discard)
 
     async def close(self, timeout_s: float) -> None:
-        """Writes what is left."""
+        """Writes the endings that still wait, for `timeout_s` at most."""
         self._write_endings()
         if self._background:
             await asyncio.wait(self._background, timeout=timeout_s)
@@ -65,7 +63,7 @@ class Records:
 
 
 async def _logged(work: Coroutine[Any, Any, None]) -> None:
-    """The store's clean-up never fails a request: records expire by themselves."""
+    """Logs a failure of the store: it fails no request, because records expire by themselves."""
     try:
         await work
     except MillraceError as error:

@@ -1,4 +1,6 @@
-"""The proxy's one stream to the scheduler: submissions, cancellations and load out, verdicts in."""
+"""The proxy's one stream to the scheduler: submissions, cancellations and load go out, the
+scheduler's decisions come in.
+"""
 
 from __future__ import annotations
 
@@ -11,78 +13,86 @@ from typing import Protocol
 
 import grpc
 
-from millrace.proxy.codec import Life, incarnation_of
-from millrace.wire.channel import open_channel
-from millrace.wire.pb import common_pb2, scheduler_pb2, scheduler_pb2_grpc
+from millrace.core.kv.transfer import Incarnation
+from millrace.core.scheduler.effects import Fail, Refuse
+from millrace.core.scheduler.events import CancelRequested
+from millrace.wire.fleet_messages import (
+    AskProgress,
+    EncodedSpec,
+    Fleet,
+    Placed,
+    Progress,
+    ProxyLoad,
+    ProxyMessage,
+    ProxyUpdate,
+    Queued,
+    Submit,
+)
+from millrace.wire.proxy_streams import scheduler_updates
 
 log = logging.getLogger(__name__)
 
 RETRY_FIRST_S = 0.1
 RETRY_MOST_S = 2.0
-#: Requests of one SubmitBatch: keeps a message far below the wire's bound.
-MAX_BATCH = 256
-
-Item = (
-    common_pb2.RequestSpec
-    | scheduler_pb2.CancelRequest
-    | scheduler_pb2.ProxyLoad
-    | scheduler_pb2.AskProgress
-)
 
 
-class SchedulerEvents(Protocol):
-    """Who hears what the scheduler says. Called on the event loop; must not wait."""
+class SchedulerListener(Protocol):
+    """Receives the scheduler's messages. All methods are called on the event loop and must not
+    wait.
+    """
 
-    def on_queued(self, queued: scheduler_pb2.Queued) -> None: ...
+    def on_queued(self, queued: Queued) -> None: ...
 
-    def on_placed(self, placed: scheduler_pb2.Placed) -> None: ...
+    def on_placed(self, placed: Placed) -> None: ...
 
-    def on_refused(self, refused: scheduler_pb2.Refused) -> None: ...
+    def on_refused(self, refused: Refuse) -> None: ...
 
-    def on_failed(self, failed: scheduler_pb2.Failed) -> None: ...
+    def on_failed(self, failed: Fail) -> None: ...
 
-    def on_progress(self, progress: scheduler_pb2.Progress, /) -> None: ...
+    def on_progress(self, progress: Progress, /) -> None: ...
 
-    def on_fleet(self, fleet: scheduler_pb2.Fleet) -> None: ...
+    def on_fleet(self, fleet: Fleet) -> None: ...
 
     def on_scheduler_lost(self) -> None: ...
 
 
 class SchedulerLink:
-    """Keeps the stream up while `run` runs. What is queued in one turn of the loop is one batch."""
+    """Keeps the stream up while `run` runs. The items queued in one turn of the loop are sent
+    together.
+    """
 
-    def __init__(self, address: str, life: Life, events: SchedulerEvents) -> None:
+    def __init__(self, address: str, proxy: Incarnation, listener: SchedulerListener) -> None:
         self._address = address
-        self._life = life
-        self._events = events
-        self._outbox: list[Item] = []
+        self._proxy = proxy
+        self._listener = listener
+        self._outbox: list[ProxyMessage] = []
         self._wake = asyncio.Event()
         self._flushed = asyncio.Event()
         self._flushed.set()
-        self._streams = 0  # grows when one starts and when it ends
+        self._streams = 0  # grows when a stream starts and when a stream ends
         #: The scheduler answered on the stream that is up now.
         self.connected = False
 
-    def submit(self, spec: common_pb2.RequestSpec) -> None:
+    def submit(self, spec: EncodedSpec) -> None:
         """Queues a submission. Call it only while connected."""
-        self._queue(spec)
+        self._queue(Submit(spec=spec))
 
     def cancel(self, request_id: str, reason: str) -> None:
-        """Queues a cancellation, behind the request's submission. Dropped without a connection."""
+        """Queues a cancellation, after the request's submission. Dropped without a connection."""
         if self.connected:
-            self._queue(scheduler_pb2.CancelRequest(request_id=request_id, reason=reason))
+            self._queue(CancelRequested(request_id=request_id, reason=reason))
 
     def report(self, parked: int) -> None:
-        """Queues word of how many requests wait here. Dropped without a connection."""
+        """Queues the number of requests that wait here. Dropped without a connection."""
         if self.connected:
-            self._queue(scheduler_pb2.ProxyLoad(parked_requests=parked))
+            self._queue(ProxyLoad(parked_requests=parked))
 
     def ask_progress(self, request_ids: Sequence[str]) -> None:
         """Queues a question for how far prompts are. Dropped without a connection."""
         if self.connected:
-            self._queue(scheduler_pb2.AskProgress(request_ids=request_ids))
+            self._queue(AskProgress(request_ids=tuple(request_ids)))
 
-    def _queue(self, item: Item) -> None:
+    def _queue(self, item: ProxyMessage) -> None:
         self._outbox.append(item)
         self._wake.set()
         self._flushed.clear()
@@ -92,8 +102,7 @@ class SchedulerLink:
         retry_s = RETRY_FIRST_S
         while True:
             try:
-                async with open_channel(self._address) as channel:
-                    await self._serve(scheduler_pb2_grpc.SchedulerStub(channel))
+                await self._serve()
                 reason = "the stream ended"
             except grpc.aio.AioRpcError as error:
                 reason = error.details() or str(error.code())
@@ -108,86 +117,57 @@ class SchedulerLink:
             retry_s = min(2 * retry_s, RETRY_MOST_S)
 
     async def flushed(self, timeout_s: float) -> None:
-        """Returns once what was queued is on its way, the connection is gone or time is up."""
+        """Returns once all queued items are sent, the connection is gone or time is up."""
         with contextlib.suppress(TimeoutError):
             await asyncio.wait_for(self._flushed.wait(), timeout_s)
 
-    async def _serve(self, stub: scheduler_pb2_grpc.SchedulerStub) -> None:
+    async def _serve(self) -> None:
         self._streams += 1
-        call = stub.ConnectProxy(self._sent(self._streams))
+        stream = scheduler_updates(self._address, self._proxy, self._sent(self._streams))
         try:
-            async for update in call:
-                self._receive(update)
+            async with contextlib.aclosing(stream) as updates:
+                async for update in updates:
+                    self._receive(update)
         finally:
-            call.cancel()
             self._streams += 1
             self._wake.set()
 
-    async def _sent(self, stream: int) -> AsyncIterator[scheduler_pb2.ProxyMessage]:
-        """Our side of the stream; gRPC asks for the next message once the last is written.
+    async def _sent(self, stream: int) -> AsyncIterator[list[ProxyMessage]]:
+        """Yields our side of the stream: gRPC asks for more once the last items are written.
 
-        gRPC leaves the writer of a failed stream waiting: it must end, or it would take what is
-        meant for the next stream.
+        gRPC leaves the writer of a failed stream waiting. That writer must end, or it would take
+        the items of the next stream.
         """
-        yield scheduler_pb2.ProxyMessage(hello=incarnation_of(self._life))
         while True:
             await self._wake.wait()
             if stream != self._streams:
                 return
             self._wake.clear()
             items, self._outbox = self._outbox, []
-            for message in _messages(items):
-                yield message
+            yield items
             if not self._outbox:
                 self._flushed.set()
 
-    def _receive(self, update: scheduler_pb2.ProxyUpdate) -> None:
-        events = self._events
-        match update.WhichOneof("kind"):
-            case "queued":
-                events.on_queued(update.queued)
-            case "placed":
-                events.on_placed(update.placed)
-            case "refused":
-                events.on_refused(update.refused)
-            case "failed":
-                events.on_failed(update.failed)
-            case "progress":
-                events.on_progress(update.progress)
-            case "fleet":
+    def _receive(self, update: ProxyUpdate) -> None:
+        listener = self._listener
+        match update:
+            case Queued():
+                listener.on_queued(update)
+            case Placed():
+                listener.on_placed(update)
+            case Refuse():
+                listener.on_refused(update)
+            case Fail():
+                listener.on_failed(update)
+            case Progress():
+                listener.on_progress(update)
+            case Fleet():
                 self.connected = True
-                events.on_fleet(update.fleet)
+                listener.on_fleet(update)
 
     def _lose(self) -> None:
         was_connected, self.connected = self.connected, False
         self._outbox.clear()
         self._flushed.set()
         if was_connected:
-            self._events.on_scheduler_lost()
-
-
-def _messages(items: list[Item]) -> list[scheduler_pb2.ProxyMessage]:
-    """Neighbouring submissions as batches, all else between them, in order."""
-    messages: list[scheduler_pb2.ProxyMessage] = []
-    batch: list[common_pb2.RequestSpec] = []
-    for item in items:
-        if isinstance(item, common_pb2.RequestSpec):
-            batch.append(item)
-            if len(batch) < MAX_BATCH:
-                continue
-        if batch:
-            messages.append(_submission(batch))
-            batch = []
-        if isinstance(item, scheduler_pb2.CancelRequest):
-            messages.append(scheduler_pb2.ProxyMessage(cancel=item))
-        elif isinstance(item, scheduler_pb2.ProxyLoad):
-            messages.append(scheduler_pb2.ProxyMessage(load=item))
-        elif isinstance(item, scheduler_pb2.AskProgress):
-            messages.append(scheduler_pb2.ProxyMessage(ask=item))
-    if batch:
-        messages.append(_submission(batch))
-    return messages
-
-
-def _submission(batch: list[common_pb2.RequestSpec]) -> scheduler_pb2.ProxyMessage:
-    return scheduler_pb2.ProxyMessage(submit=scheduler_pb2.SubmitBatch(requests=batch))
+            self._listener.on_scheduler_lost()

@@ -1,26 +1,31 @@
-"""The next life of a request whose decode instance is gone: the rest, as a request of its own."""
+"""The next incarnation of a request: the tokens that are left, as a request of its own."""
 
 from __future__ import annotations
 
-from millrace.wire.pb import common_pb2
+from dataclasses import replace
+
+from millrace.wire.request_spec import RequestSpec
 
 
-def continuation(
-    spec: common_pb2.RequestSpec, request_id: str, generated: int
-) -> common_pb2.RequestSpec:
-    """The spec of what is left of `spec` behind `generated` tokens, which end its prompt.
+def continuation(spec: RequestSpec, request_id: str, generated: int) -> RequestSpec:
+    """Returns the spec of the rest of `spec` after `generated` tokens, which end its prompt.
 
-    What those tokens have counts for is not asked for again: a time to first token, and the
-    prompt's log probabilities.
+    Once a token is out, the rest has no time to first token, and the client has the prompt's log
+    probabilities.
     """
-    rest = common_pb2.RequestSpec()
-    rest.CopyFrom(spec)
-    rest.request_id = request_id
-    if generated:
-        rest.prompt_tokens += generated
-        rest.resumed_tokens += generated
-        rest.sampling.max_tokens -= generated
-        rest.sampling.min_tokens = max(rest.sampling.min_tokens - generated, 0)
-        rest.sampling.prompt_logprobs = -1
-        rest.slo.ttft_s = 0.0
-    return rest
+    if not generated:
+        return replace(spec, request_id=request_id)
+    sampling = replace(
+        spec.sampling,
+        max_tokens=spec.sampling.max_tokens - generated,
+        min_tokens=max(spec.sampling.min_tokens - generated, 0),
+        prompt_logprobs=-1,
+    )
+    return replace(
+        spec,
+        request_id=request_id,
+        prompt_tokens=spec.prompt_tokens + generated,
+        resumed_tokens=spec.resumed_tokens + generated,
+        sampling=sampling,
+        slo=replace(spec.slo, ttft_s=None),
+    )

@@ -1,13 +1,13 @@
-"""The prompt given back before a completion."""
+"""Gives a prompt back before its completion."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from millrace.proxy.codec import PositionLogprobs
 from millrace.proxy.generation.choice import LogprobEntry, Piece
 from millrace.proxy.text.tokenizer import TokenArray, Tokenizer
+from millrace.wire.token_events import PositionLogprobs
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -20,7 +20,10 @@ class Echo:
     skip_special_tokens: bool
 
     def piece(self, positions: Sequence[PositionLogprobs]) -> Piece:
-        """`positions`: the prompt's log probabilities, of which the first says nothing; or none."""
+        """Returns the prompt as a piece. `positions`: the prompt's log probabilities, or none.
+
+        The first of them means nothing: no token comes before it.
+        """
         if not positions:
             return Piece(text=self.text)
         detokenizer = self.tokenizer.detokenizer(None, skip_special_tokens=self.skip_special_tokens)

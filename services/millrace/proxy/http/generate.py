@@ -64,7 +64,7 @@ class GenerateEndpoint:
         self._chat = chat
         self._hasher = PromptHasher(services.config.engine)
         self._builder = Builder(
-            services.limits, services.tokenizer, services.gateway.life, chat=chat
+            services.limits, services.tokenizer, services.gateway.incarnation, chat=chat
         )
 
     async def answer(self, scope: Scope, receive: Receive, send: Send) -> int:
@@ -80,13 +80,13 @@ class GenerateEndpoint:
         )
         prompts, options = await self._read(body)
         self._gateway.admit(len(prompts))
-        response_id, reply, generations = self._builder.build(prompts, options, arrival)
+        response_id, reply, requests = self._builder.build(prompts, options, arrival)
         watch = asyncio.create_task(_until_disconnect(receive))
         watch.add_done_callback(lambda _: self._leave(reply))
         request_id = [(b"x-request-id", response_id.encode())]
         try:
-            for generation in generations:
-                await self._gateway.submit(generation)
+            for request in requests:
+                await self._gateway.submit(request)
             if isinstance(reply, StreamReply):
                 return await _send_stream(reply, send, request_id, self._gateway.prompts)
             return await _send_whole(reply, send, request_id)
@@ -110,14 +110,14 @@ class GenerateEndpoint:
 
     def _leave(self, reply: Reply) -> None:
         """Cancels what is unfinished: the client is gone, or the answer has failed."""
-        for generation in reply.progress.generations:
-            self._gateway.leave(generation, "disconnected")
+        for request in reply.progress.requests:
+            self._gateway.leave(request, "disconnected")
         reply.progress.fail(ApiError(499, "The client closed the connection."))
 
     def _export(self, reply: Reply, arrival: Arrival) -> None:
         if self._services.traces is not None:
-            for generation in reply.progress.generations:
-                found = waterfall(generation, arrival.unix_s, self._gateway.life[0])
+            for request in reply.progress.requests:
+                found = waterfall(request, arrival.unix_s, self._gateway.incarnation.id)
                 self._services.traces.export(found, arrival.traceparent)
 
 
@@ -185,7 +185,7 @@ class _KeepAlive:
         self._timer = self._loop.call_later(KEEPALIVE_S, self._tick)
 
     async def _speak(self) -> None:
-        said = await self._prompts.describe(self._reply.progress.generations)
+        said = await self._prompts.describe(self._reply.progress.requests)
         self._reply.comment((said or "waiting").encode())
 
 

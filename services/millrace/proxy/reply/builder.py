@@ -1,4 +1,4 @@
-"""From a checked request to its engine requests and the reply that gathers their output."""
+"""Builds the engine requests of a checked request, and the reply that gathers their output."""
 
 from __future__ import annotations
 
@@ -7,23 +7,23 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 
+from millrace.core.kv.transfer import Incarnation
 from millrace.core.request import Slo
-from millrace.proxy.codec import Life, incarnation_of, sampling_message, slo_message
 from millrace.proxy.generation.choice import Choice
 from millrace.proxy.generation.echo import Echo
-from millrace.proxy.generation.generation import Generation
+from millrace.proxy.generation.proxy_request import ProxyRequest
 from millrace.proxy.prompts import EnginePrompt
 from millrace.proxy.reply.explain import explain
 from millrace.proxy.reply.formats import ChatFormat, CompletionFormat, Format
 from millrace.proxy.reply.reply import Progress, Reply, StreamReply, WholeReply
-from millrace.proxy.request.options import Limits, Options
+from millrace.proxy.request.options import Limits, Options, Sampling
 from millrace.proxy.text.tokenizer import Tokenizer
-from millrace.wire.pb import common_pb2
+from millrace.wire.request_spec import RequestSpec, SamplingParams
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Arrival:
-    """When and how a request came. `at` is on the monotonic clock, in seconds."""
+    """Says when and how a request came. `at` is on the monotonic clock, in seconds."""
 
     at: float
     unix_s: float
@@ -33,34 +33,36 @@ class Arrival:
 
 
 class Builder:
-    """Builds for one of the two APIs."""
+    """Builds requests and replies of one of the two APIs."""
 
-    def __init__(self, limits: Limits, tokenizer: Tokenizer, life: Life, *, chat: bool) -> None:
+    def __init__(
+        self, limits: Limits, tokenizer: Tokenizer, proxy: Incarnation, *, chat: bool
+    ) -> None:
         self._limits = limits
         self._tokenizer = tokenizer
-        self._life = life
+        self._proxy = proxy
         self._chat = chat
         self._id_prefix = "chatcmpl-" if chat else "cmpl-"
 
     def build(
         self, prompts: Sequence[EnginePrompt], options: Options, arrival: Arrival
-    ) -> tuple[str, Reply, list[Generation]]:
-        """The response's id, its reply and its requests, ready to be submitted.
+    ) -> tuple[str, Reply, list[ProxyRequest]]:
+        """Returns the response's id, its reply and its requests, ready to be submitted.
 
         Raises ApiError (context_length_exceeded) when a prompt leaves no room.
         """
         response_id = self._id_prefix + uuid.uuid4().hex
         progress = Progress(
-            partial(explain, arrival_unix_s=arrival.unix_s, proxy_id=self._life[0])
+            partial(explain, arrival_unix_s=arrival.unix_s, proxy_id=self._proxy.id)
             if arrival.trace
             else None
         )
         reply = self._reply(response_id, len(prompts) * options.choices, options, arrival, progress)
-        generations = []
+        requests = []
         for i, prompt in enumerate(prompts):
             request_id = response_id if len(prompts) == 1 else f"{response_id}-{i}"
             choices = self._choices(i * options.choices, prompt, options)
-            generation = Generation(
+            request = ProxyRequest(
                 spec=self._spec(request_id, prompt, options, arrival),
                 prompt_ids=prompt.ids,
                 sink=reply,
@@ -70,9 +72,9 @@ class Builder:
                 echo=self._echo(prompt, options) if options.echo else None,
                 arrived_at=arrival.at,
             )
-            progress.add(generation)
-            generations.append(generation)
-        return response_id, reply, generations
+            progress.add(request)
+            requests.append(request)
+        return response_id, reply, requests
 
     def _reply(
         self, response_id: str, choices: int, options: Options, arrival: Arrival, progress: Progress
@@ -105,23 +107,45 @@ class Builder:
 
     def _spec(
         self, request_id: str, prompt: EnginePrompt, options: Options, arrival: Arrival
-    ) -> common_pb2.RequestSpec:
+    ) -> RequestSpec:
         prompt_field, prompt_tokens = "messages" if self._chat else "prompt", prompt.ids.size
-        return common_pb2.RequestSpec(
+        return RequestSpec(
             request_id=request_id,
-            proxy=incarnation_of(self._life),
+            proxy=self._proxy,
             model=self._limits.model,
             prompt_tokens=prompt_tokens,
-            sampling=sampling_message(
+            sampling=_sampling_params(
                 options.sampling,
                 max_tokens=options.new_tokens(prompt_tokens, self._limits, prompt_field),
                 choices=options.choices,
                 prompt_logprobs=options.prompt_logprobs,
             ),
-            slo=slo_message(arrival.slo),
+            slo=arrival.slo,
             arrival_unix_s=arrival.unix_s,
             traceparent=arrival.traceparent,
             prefix_hashes=prompt.blocks.hashes,
             prefix_block_tokens=prompt.blocks.block_tokens,
             prefix_root=prompt.blocks.root,
         )
+
+
+def _sampling_params(
+    sampling: Sampling, *, max_tokens: int, choices: int, prompt_logprobs: int
+) -> SamplingParams:
+    return SamplingParams(
+        max_tokens=max_tokens,
+        min_tokens=sampling.min_tokens,
+        temperature=sampling.temperature,
+        top_p=sampling.top_p,
+        top_k=sampling.top_k,
+        min_p=sampling.min_p,
+        repetition_penalty=sampling.repetition_penalty,
+        presence_penalty=sampling.presence_penalty,
+        frequency_penalty=sampling.frequency_penalty,
+        logit_bias=sampling.logit_bias,
+        seed=sampling.seed,
+        stop_token_ids=sampling.stop_token_ids,
+        n=choices,
+        logprobs=sampling.logprobs,
+        prompt_logprobs=prompt_logprobs,
+    )

@@ -1,4 +1,4 @@
-"""A response's TTFT waterfall: what the proxy did itself, and what the other services report."""
+"""Builds a response's TTFT waterfall from the proxy's own bars and those of other services."""
 
 from __future__ import annotations
 
@@ -7,40 +7,40 @@ from dataclasses import replace
 from typing import Any
 
 from millrace.core.span import Span
-from millrace.proxy.generation.generation import Generation
+from millrace.proxy.generation.proxy_request import ProxyRequest
 from millrace.telemetry.trace import Waterfall
 
 
-def waterfall(generation: Generation, arrival_unix_s: float, proxy_id: str) -> Waterfall:
-    """The bars of one request; times are seconds since the arrival of the HTTP request."""
-    arrived = generation.arrived_at
-    started_s, submitted_s = generation.started_at - arrived, generation.submitted_at - arrived
-    found = Waterfall(request_id=generation.request_id, arrival_unix_s=arrival_unix_s)
+def waterfall(request: ProxyRequest, arrival_unix_s: float, proxy_id: str) -> Waterfall:
+    """Returns the bars of one request, in seconds since the arrival of the HTTP request."""
+    arrived = request.arrived_at
+    started_s, submitted_s = request.started_at - arrived, request.submitted_at - arrived
+    found = Waterfall(request_id=request.request_id, arrival_unix_s=arrival_unix_s)
     found.add([Span(name="proxy", instance_id=proxy_id, start_s=0.0, end_s=started_s)])
-    if generation.placed_at is not None:
-        placed_s = generation.placed_at - arrived
+    if request.placed_at is not None:
+        placed_s = request.placed_at - arrived
         found.add([Span(name="planned", instance_id=proxy_id, start_s=submitted_s, end_s=placed_s)])
-    found.add(_after(submitted_s, span) for span in generation.spans)
+    found.add(_after(submitted_s, span) for span in request.spans)
     return found
 
 
 def _after(submitted_s: float, span: Span) -> Span:
-    """Workers know no more than the arrival; a request queues once it was submitted."""
+    """Starts "queued" at the submission: instances count it from the arrival."""
     if span.name != "queued":
         return span
     return replace(span, start_s=min(submitted_s, span.end_s))
 
 
 def explain(
-    generations: Sequence[Generation], arrival_unix_s: float, proxy_id: str
+    requests: Sequence[ProxyRequest], arrival_unix_s: float, proxy_id: str
 ) -> dict[str, Any]:
-    """The `millrace` object of a response: the first prompt's, others under `more`."""
+    """Returns the `millrace` object of a response: other prompts than the first go to `more`."""
     documents = []
-    for generation in generations:
-        document = waterfall(generation, arrival_unix_s, proxy_id).to_dict()
-        document["predicted_ttft_ms"] = round(generation.predicted_ttft_s * 1e3, 3)
-        if generation.first_token_at is not None:
-            ttft_s = generation.first_token_at - generation.arrived_at
+    for request in requests:
+        document = waterfall(request, arrival_unix_s, proxy_id).to_dict()
+        document["predicted_ttft_ms"] = round(request.predicted_ttft_s * 1e3, 3)
+        if request.first_token_at is not None:
+            ttft_s = request.first_token_at - request.arrived_at
             document["ttft_ms"] = round(ttft_s * 1e3, 3)
         documents.append(document)
     first, *more = documents

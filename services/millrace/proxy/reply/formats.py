@@ -11,10 +11,10 @@ from typing import Any, Protocol
 
 import orjson
 
-from millrace.proxy.codec import PositionLogprobs, TokenLogprob
 from millrace.proxy.generation.choice import Choice, LogprobEntry, Piece
 from millrace.proxy.request.options import Options
 from millrace.proxy.text.tokenizer import Tokenizer
+from millrace.wire.token_events import PositionLogprobs, TokenLogprob
 
 Json = dict[str, Any]
 

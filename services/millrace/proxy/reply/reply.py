@@ -1,4 +1,4 @@
-"""HTTP responses in the making: what generations hand in, ready to be sent."""
+"""Gathers the output of requests into HTTP responses."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import orjson
 
 from millrace.proxy.errors import ApiError
 from millrace.proxy.generation.choice import Choice, LogprobEntry, Piece
-from millrace.proxy.generation.generation import Generation
+from millrace.proxy.generation.proxy_request import ProxyRequest
 from millrace.proxy.reply.formats import DONE, Format, Usage, Whole
 from millrace.proxy.request.options import Options
 
@@ -40,35 +40,35 @@ class Signal:
 
 
 class Progress:
-    """How far a response is: its requests, their end, its error. Shared by both kinds of reply."""
+    """Tracks a response: its requests, their ends, its error. Both kinds of reply share it."""
 
     __slots__ = (
-        "_open_generations",
+        "_open_requests",
         "error",
         "explain",
         "finished",
-        "generations",
+        "requests",
         "signal",
     )
 
-    def __init__(self, explain: Callable[[list[Generation]], Json] | None) -> None:
+    def __init__(self, explain: Callable[[list[ProxyRequest]], Json] | None) -> None:
         """`explain` makes the trace of all requests; None when the client asked for none."""
-        self.generations: list[Generation] = []
-        self._open_generations = 0
+        self.requests: list[ProxyRequest] = []
+        self._open_requests = 0
         self.explain = explain
         self.signal = Signal()
         self.error: ApiError | None = None
         #: Nothing more will be handed in.
         self.finished = False
 
-    def add(self, generation: Generation) -> None:
-        self.generations.append(generation)
-        self._open_generations += 1
+    def add(self, request: ProxyRequest) -> None:
+        self.requests.append(request)
+        self._open_requests += 1
 
     def done(self) -> None:
         """One request has ended well."""
-        self._open_generations -= 1
-        if self._open_generations == 0:
+        self._open_requests -= 1
+        if self._open_requests == 0:
             self.finished = True
         self.signal.wake()
 
@@ -81,24 +81,24 @@ class Progress:
 
     def choice_usage(self, choice: Choice) -> Usage:
         """What one choice has taken so far: its own prompt and its own tokens."""
-        first = self.generations[0]
-        generation = self.generations[choice.index // len(first.choices)]
+        first = self.requests[0]
+        request = self.requests[choice.index // len(first.choices)]
         return Usage(
-            prompt_tokens=generation.prompt_tokens,
+            prompt_tokens=request.prompt_tokens,
             completion_tokens=choice.token_count,
-            cached_tokens=generation.cached_tokens,
+            cached_tokens=request.cached_tokens,
         )
 
     def usage(self) -> Usage:
         return Usage(
-            prompt_tokens=sum(g.prompt_tokens for g in self.generations),
-            completion_tokens=sum(g.completion_tokens for g in self.generations),
-            cached_tokens=sum(g.cached_tokens for g in self.generations),
+            prompt_tokens=sum(g.prompt_tokens for g in self.requests),
+            completion_tokens=sum(g.completion_tokens for g in self.requests),
+            cached_tokens=sum(g.cached_tokens for g in self.requests),
         )
 
     def extra(self) -> Json:
         """What goes beside `choices` at the end."""
-        return {"millrace": self.explain(self.generations)} if self.explain else {}
+        return {"millrace": self.explain(self.requests)} if self.explain else {}
 
 
 class StreamReply:
@@ -164,7 +164,7 @@ class StreamReply:
         self._open(choice)
         self._out.append(self._format.piece(choice.index, piece, self._usage_so_far(choice)))
 
-    def on_done(self, generation: Generation) -> None:
+    def on_done(self, request: ProxyRequest) -> None:
         self.progress.done()
         if self.progress.finished:
             self._out.append(DONE)
@@ -230,7 +230,7 @@ class WholeReply:
         """The prompt, before the choice's own text."""
         self.on_piece(choice, piece)
 
-    def on_done(self, generation: Generation) -> None:
+    def on_done(self, request: ProxyRequest) -> None:
         self.progress.done()
 
     def on_error(self, error: ApiError) -> None:

@@ -1,25 +1,24 @@
-"""The blocks of a prompt by which the services know it from others that begin alike."""
+"""Cuts prompts into blocks, so that the services recognise prompts that begin alike."""
 
 from __future__ import annotations
 
 import asyncio
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from millrace.core.config import EngineConfig
 from millrace.core.kv.prefix import block_hashes, prefix_root
 from millrace.proxy.request.options import Options
 from millrace.proxy.text.tokenizer import TokenArray
-from millrace.wire.pb import common_pb2
+from millrace.wire.request_spec import RequestSpec
 
-#: Longer prompts are hashed on a thread: the event loop would stand still for more than half a
-#: millisecond.
+#: Longer prompts are hashed on a thread: they would hold the event loop for more than 0.5 ms.
 MOST_AT_ONCE_TOKENS = 1 << 15
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PromptBlocks:
-    """Of one prompt; `block_tokens` 0: it takes nothing from others and leaves them nothing."""
+    """Names the blocks of one prompt. `block_tokens` 0: it shares no KV with other prompts."""
 
     block_tokens: int = 0
     root: int = 0
@@ -37,9 +36,9 @@ class PromptHasher:
         self._root = prefix_root(self._block_tokens)
 
     async def blocks(self, ids: TokenArray, options: Options) -> PromptBlocks:
-        """Of a prompt, int32 [tokens].
+        """Returns the blocks of a prompt, int32 [tokens].
 
-        Who asks for the prompt's log-probabilities gets those of all of it: no part is passed over.
+        A request for the prompt's log-probabilities has none: all of its prompt must be computed.
         """
         block_tokens = self._block_tokens
         if not block_tokens or not options.cache_prompt or options.prompt_logprobs >= 0:
@@ -54,10 +53,11 @@ class PromptHasher:
         return PromptBlocks(block_tokens=block_tokens, root=root, hashes=hashes)
 
 
-def add_blocks(spec: common_pb2.RequestSpec, prompt_ids: TokenArray) -> None:
-    """Adds the blocks that the spec's prompt, of these ids, has gained at its end."""
-    block_tokens, known = spec.prefix_block_tokens, len(spec.prefix_hashes)
-    if block_tokens:
-        parent = spec.prefix_hashes[-1] if known else spec.prefix_root
-        more = prompt_ids[known * block_tokens :]
-        spec.prefix_hashes.extend(block_hashes(more.data, block_tokens, parent))
+def with_blocks(spec: RequestSpec, prompt_ids: TokenArray) -> RequestSpec:
+    """Returns the spec with the blocks that its prompt, of these ids, has gained at its end."""
+    block_tokens, known = spec.prefix_block_tokens, spec.prefix_hashes
+    if not block_tokens:
+        return spec
+    parent = known[-1] if known else spec.prefix_root
+    more = block_hashes(prompt_ids[len(known) * block_tokens :].data, block_tokens, parent)
+    return replace(spec, prefix_hashes=(*known, *more))

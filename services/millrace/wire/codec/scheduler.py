@@ -1,4 +1,4 @@
-"""Between the scheduler's messages and the core's events and effects."""
+"""Translates between the messages of workers and administrators and the core's own types."""
 
 from __future__ import annotations
 
@@ -14,26 +14,35 @@ from millrace.core.cost.rates import parse_rates
 from millrace.core.errors import ConfigError, MillraceError
 from millrace.core.instance.standstill import Standstill
 from millrace.core.priority import POLICIES
-from millrace.core.request import Chunk, Request, Shard, Slo
+from millrace.core.request import Chunk, Request, Shard
 from millrace.core.scheduler import effects, events
-from millrace.core.scheduler.fleet.cluster import Cluster
+from millrace.wire.codec.proxy import member_message
+from millrace.wire.codec.request_spec import slo_of
+from millrace.wire.fleet_messages import (
+    AdmitDecode,
+    Drain,
+    PolicyInForce,
+    Registered,
+    RunPrefill,
+    WorkerCommand,
+)
 from millrace.wire.pb import common_pb2, scheduler_pb2
 
 ROLES = ("prefill", "decode", "mixed", "kvp")
 
-#: Those that run a batch.
+#: The roles that run a batch.
 _DECODES = ("decode", "mixed")
 
 
 class MessageError(MillraceError):
-    """A peer's message makes no sense. Names the field, the value and what it must be."""
+    """A peer sent a message that makes no sense. Names the field, the value and the range."""
 
 
-# ---- what peers say
+# ---- to the scheduler
 
 
 def joined(message: scheduler_pb2.Register) -> events.InstanceJoined:
-    """Raises MessageError for a registration that nothing could be scheduled on."""
+    """Decodes a registration. Raises MessageError for one that can't be scheduled on."""
     _require("incarnation.id", message.incarnation.id, bool(message.incarnation.id), "not empty")
     _require("role", message.role, message.role in ROLES, " or ".join(ROLES))
     _require("address", message.address, bool(message.address), "host:port")
@@ -93,7 +102,7 @@ def _latency(given: scheduler_pb2.LatencyCoefficients, field: str) -> Latency:
 
 
 def latency_message(latency: Latency) -> scheduler_pb2.LatencyCoefficients:
-    """What a worker tells of its prefill times."""
+    """Encodes a worker's prefill times."""
     points = [
         scheduler_pb2.LatencyPoint(tokens=tokens, seconds=seconds)
         for tokens, seconds in latency.points
@@ -104,7 +113,7 @@ def latency_message(latency: Latency) -> scheduler_pb2.LatencyCoefficients:
 
 
 def sp_latency_messages(latency: SpLatency) -> list[scheduler_pb2.SpLatency]:
-    """What a worker tells of its prefill times in groups of several."""
+    """Encodes a worker's prefill times in groups of several instances."""
     return [
         scheduler_pb2.SpLatency(sp=sp, latency=latency_message(latency.by_sp[sp]))
         for sp in latency.degrees
@@ -113,7 +122,7 @@ def sp_latency_messages(latency: SpLatency) -> list[scheduler_pb2.SpLatency]:
 
 
 def request(spec: common_pb2.RequestSpec, *, proxy_id: str, now_s: float) -> Request:
-    """A new request; its time of arrival is the scheduler's own. Raises MessageError."""
+    """Returns a new request that arrived at `now_s`, the scheduler's time. Raises MessageError."""
     _require("request_id", spec.request_id, bool(spec.request_id), "not empty")
     for name, value in (
         ("prompt_tokens", spec.prompt_tokens),
@@ -129,25 +138,15 @@ def request(spec: common_pb2.RequestSpec, *, proxy_id: str, now_s: float) -> Req
         prompt_tokens=spec.prompt_tokens,
         max_new_tokens=spec.sampling.max_tokens,
         choices=spec.sampling.n,
-        slo=Slo(
-            ttft_s=spec.slo.ttft_s or None,
-            tbt_s=spec.slo.tbt_s or None,
-            class_name=spec.slo.class_name or "default",
-        ),
+        slo=slo_of(spec.slo),
         arrival_s=now_s,
         prefix_hashes=tuple(spec.prefix_hashes),
         resumable=spec.sampling.prompt_logprobs < 0,  # only one attempt sees all of the prompt
     )
 
 
-def cancelled(message: scheduler_pb2.CancelRequest) -> events.CancelRequested:
-    return events.CancelRequested(
-        request_id=message.request_id, reason=message.reason or "the client left"
-    )
-
-
 def policy_changed(message: scheduler_pb2.SetPolicyRequest) -> events.PolicyChanged:
-    """Raises MessageError, which names the policies there are, for an unknown one."""
+    """Decodes a change. Raises MessageError, which lists all policies, for an unknown policy."""
     name = message.policy
     _require("policy", name, name in POLICIES, "one of " + ", ".join(POLICIES))
     return events.PolicyChanged(policy=name)
@@ -156,7 +155,7 @@ def policy_changed(message: scheduler_pb2.SetPolicyRequest) -> events.PolicyChan
 def improvement_rate_changed(
     message: scheduler_pb2.SetImprovementRateRequest,
 ) -> events.ImprovementRateChanged:
-    """Raises MessageError for a rate outside 0 to 1, a bad table, and for neither."""
+    """Decodes a change. Raises MessageError for a rate outside 0 to 1, a bad table or neither."""
     match message.WhichOneof("kind"):
         case "rate":
             rate = message.rate
@@ -173,7 +172,7 @@ def improvement_rate_changed(
 def from_worker(
     message: scheduler_pb2.WorkerMessage, *, instance_id: str, generation: int
 ) -> events.Event:
-    """The event that a registered worker's message tells. Raises MessageError for any other."""
+    """Returns the event of a registered worker's message. Raises MessageError for a bad message."""
     kind = message.WhichOneof("kind")
     build = _FROM_WORKER.get(kind or "")
     if build is None:
@@ -184,7 +183,7 @@ def from_worker(
 
 
 def _says(event: type) -> Callable[[Any, str, int], events.Event]:
-    """A builder of the event from the message whose fields have the same names."""
+    """Returns a builder of the event from the message whose fields have the same names."""
     names = [f.name for f in fields(event) if f.name not in ("instance_id", "generation")]
 
     def build(message: Any, instance_id: str, generation: int) -> events.Event:  # noqa: ANN401
@@ -241,59 +240,23 @@ def _require(field: str, value: object, holds: bool, wanted: str) -> None:
         raise MessageError(f"{field} is {value!r}; it must be {wanted}")
 
 
-# ---- what the scheduler says
+# ---- from the scheduler to workers
 
 
 def member(register: scheduler_pb2.Register) -> scheduler_pb2.Member:
     return scheduler_pb2.Member(incarnation=register.incarnation, address=register.address)
 
 
-def placed(
-    effect: effects.Place, decode: scheduler_pb2.Member, *, lease_s: float
-) -> scheduler_pb2.ProxyUpdate:
-    return scheduler_pb2.ProxyUpdate(
-        placed=scheduler_pb2.Placed(
-            request_id=effect.request_id,
-            decode=decode.incarnation,
-            decode_address=decode.address,
-            predicted_ttft_s=effect.predicted_ttft_s,
-            lease_s=lease_s,
-        )
-    )
+def command_message(command: WorkerCommand, sequence: int) -> scheduler_pb2.WorkerCommand:
+    """Encodes the command number `sequence` to a worker."""
+    message = _ENCODE[type(command)][1](command)
+    message.sequence = sequence
+    return message
 
 
-def refused(effect: effects.Refuse) -> scheduler_pb2.ProxyUpdate:
-    return scheduler_pb2.ProxyUpdate(
-        refused=scheduler_pb2.Refused(
-            request_id=effect.request_id,
-            code=effect.code,
-            message=effect.message,
-            retry_after_s=effect.retry_after_s,
-        )
-    )
-
-
-def queued(request_id: str) -> scheduler_pb2.ProxyUpdate:
-    return scheduler_pb2.ProxyUpdate(queued=scheduler_pb2.Queued(request_id=request_id))
-
-
-def failed(effect: effects.Fail) -> scheduler_pb2.ProxyUpdate:
-    return scheduler_pb2.ProxyUpdate(
-        failed=scheduler_pb2.Failed(
-            request_id=effect.request_id, message=effect.message, resumable=effect.resumable
-        )
-    )
-
-
-def fleet(cluster: Cluster, decode: Iterable[scheduler_pb2.Member]) -> scheduler_pb2.ProxyUpdate:
-    """Draining decode instances are listed too: their streams must stay open to the end."""
-    return scheduler_pb2.ProxyUpdate(
-        fleet=scheduler_pb2.Fleet(
-            decode=decode,
-            prefill_count=sum(pool.prefillers for pool in cluster.pools.values()),
-            ready=bool(cluster.ready_pools()),
-        )
-    )
+def command_kind(command: WorkerCommand) -> str:
+    """Returns the name of the command's field in `WorkerCommand`, for metrics."""
+    return _ENCODE[type(command)][0]
 
 
 def registered(config: SchedulerConfig) -> scheduler_pb2.WorkerCommand:
@@ -307,16 +270,12 @@ def registered(config: SchedulerConfig) -> scheduler_pb2.WorkerCommand:
     )
 
 
-def policy_in_force(name: str) -> scheduler_pb2.WorkerCommand:
-    return scheduler_pb2.WorkerCommand(policy=scheduler_pb2.PolicyInForce(name=name))
-
-
 def admit_decode(
     effect: effects.AdmitDecode,
     spec: common_pb2.RequestSpec,
     holders: Iterable[scheduler_pb2.Member] = (),
 ) -> scheduler_pb2.WorkerCommand:
-    """`holders`: of the shards, in their order."""
+    """Encodes an admission. `holders` keep the effect's shards, in order."""
     return scheduler_pb2.WorkerCommand(
         admit_decode=scheduler_pb2.AdmitDecode(
             request=spec,
@@ -334,7 +293,9 @@ def run_prefill(
     group: Iterable[scheduler_pb2.Member],
     holders: Iterable[scheduler_pb2.Member] = (),
 ) -> scheduler_pb2.WorkerCommand:
-    """`group`: every instance of the chunks, in the order of the last one; `holders` as above."""
+    """Encodes a plan. `group` lists every instance of the chunks in the order of the last chunk;
+    `holders` keep the effect's shards, in order.
+    """
     return scheduler_pb2.WorkerCommand(
         run_prefill=scheduler_pb2.RunPrefill(
             request=spec,
@@ -344,6 +305,21 @@ def run_prefill(
             group=group,
             shards=_shards(effect.shards, holders),
         )
+    )
+
+
+def _admission(command: AdmitDecode) -> scheduler_pb2.WorkerCommand:
+    spec = common_pb2.RequestSpec.FromString(command.spec)
+    return admit_decode(command.effect, spec, map(member_message, command.holders))
+
+
+def _prefill(command: RunPrefill) -> scheduler_pb2.WorkerCommand:
+    return run_prefill(
+        command.effect,
+        common_pb2.RequestSpec.FromString(command.spec),
+        member_message(command.decode),
+        map(member_message, command.group),
+        map(member_message, command.holders),
     )
 
 
@@ -367,10 +343,6 @@ def _chunk(chunk: Chunk) -> scheduler_pb2.Chunk:
     )
 
 
-def drain(*, abort: bool) -> scheduler_pb2.WorkerCommand:
-    return scheduler_pb2.WorkerCommand(drain=scheduler_pb2.Drain(abort=abort))
-
-
 def order(effect: effects.Order) -> scheduler_pb2.WorkerCommand:
     return scheduler_pb2.WorkerCommand(
         order=scheduler_pb2.Order(queue=[_entry(refs) for refs in effect.queue])
@@ -390,3 +362,23 @@ def cancel(effect: effects.CancelOn) -> scheduler_pb2.WorkerCommand:
     return scheduler_pb2.WorkerCommand(
         cancel=scheduler_pb2.CancelRequest(request_id=effect.request_id, reason=effect.reason)
     )
+
+
+def _drain(command: Drain) -> scheduler_pb2.WorkerCommand:
+    return scheduler_pb2.WorkerCommand(drain=scheduler_pb2.Drain(abort=command.abort))
+
+
+def _policy_in_force(command: PolicyInForce) -> scheduler_pb2.WorkerCommand:
+    return scheduler_pb2.WorkerCommand(policy=scheduler_pb2.PolicyInForce(name=command.name))
+
+
+#: The kind of each command, and the function that encodes it.
+_ENCODE: Mapping[type, tuple[str, Callable[[Any], scheduler_pb2.WorkerCommand]]] = {
+    Registered: ("registered", lambda command: registered(command.config)),
+    AdmitDecode: ("admit_decode", _admission),
+    RunPrefill: ("run_prefill", _prefill),
+    effects.Order: ("order", order),
+    effects.CancelOn: ("cancel", cancel),
+    Drain: ("drain", _drain),
+    PolicyInForce: ("policy", _policy_in_force),
+}

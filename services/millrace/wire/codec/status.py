@@ -1,4 +1,4 @@
-"""The fleet as the scheduler sees it, for the CLI, administrators and the operator."""
+"""Encodes the scheduler's state for the CLI, administrators and the operator."""
 
 from __future__ import annotations
 
@@ -8,20 +8,22 @@ from collections.abc import Mapping
 from millrace.core.priority import POLICIES
 from millrace.core.request import RequestState
 from millrace.core.scheduler.fleet.instances import Instance, PrefillInstance
-from millrace.core.scheduler.fleet.prompt_progress import PromptProgress
 from millrace.core.scheduler.machine import Machine
 from millrace.core.scheduler.mechanisms import mechanisms
-from millrace.wire.pb import scheduler_pb2
+from millrace.wire.pb import common_pb2, scheduler_pb2
 
 
 def status(
-    machine: Machine, registers: Mapping[str, scheduler_pb2.Register], now_s: float
+    machine: Machine, addresses: Mapping[str, str], now_s: float
 ) -> scheduler_pb2.StatusReply:
-    """The fleet as the scheduler sees it, and how it decides. `registers` by instance id."""
+    """Encodes the fleet as the scheduler sees it, and the settings in force.
+
+    `addresses` are host:port by instance id.
+    """
     states = Counter(request.state for request in machine.requests.values())
     return scheduler_pb2.StatusReply(
         instances=[
-            _instance(instance, registers[instance.id], now_s)
+            _instance(instance, addresses[instance.id], now_s)
             for instance in machine.cluster.instances.values()
         ],
         queued=states[RequestState.QUEUED],
@@ -39,17 +41,15 @@ def status(
     )
 
 
-def _instance(
-    instance: Instance, register: scheduler_pb2.Register, now_s: float
-) -> scheduler_pb2.InstanceStatus:
+def _instance(instance: Instance, address: str, now_s: float) -> scheduler_pb2.InstanceStatus:
     if isinstance(instance, PrefillInstance):
         free_pages, queue_s = instance.free_pages, instance.outstanding_s(now_s)
     else:
         free_pages, queue_s = instance.open_pages, 0.0
     return scheduler_pb2.InstanceStatus(
-        incarnation=register.incarnation,
-        role=register.role,
-        address=register.address,
+        incarnation=common_pb2.Incarnation(id=instance.id, generation=instance.card.generation),
+        role=instance.card.role,
+        address=address,
         draining=instance.draining,
         free_pages=free_pages,
         total_pages=instance.card.kv_pages,
@@ -57,16 +57,4 @@ def _instance(
         waiting=instance.waiting,
         queue_s=queue_s,
         held_requests=len(instance.holdings),
-    )
-
-
-def progress(request_id: str, found: PromptProgress) -> scheduler_pb2.ProxyUpdate:
-    """What a proxy hears of a prompt that is not computed yet."""
-    return scheduler_pb2.ProxyUpdate(
-        progress=scheduler_pb2.Progress(
-            request_id=request_id,
-            state=found.state.value,
-            computed_tokens=found.computed_tokens,
-            left_s=found.left_s,
-        )
     )

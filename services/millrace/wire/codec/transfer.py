@@ -11,16 +11,12 @@ from millrace.core.kv.transfer import (
     HandshakeAsk,
     HandshakeGrant,
     HistoryAsk,
-    Incarnation,
     Ticket,
 )
-from millrace.wire.pb import common_pb2, transfer_pb2
+from millrace.wire.codec.incarnation import incarnation_message, incarnation_of
+from millrace.wire.pb import transfer_pb2
 
 _REGION = struct.Struct("<I")
-
-
-def incarnation_message(life: Incarnation) -> common_pb2.Incarnation:
-    return common_pb2.Incarnation(id=life.id, generation=life.generation)
 
 
 def ticket_of(
@@ -32,8 +28,8 @@ def ticket_of(
     """Whom a request's message is from and for."""
     return Ticket(
         request_id=message.request_id,
-        sender=Incarnation(message.sender.id, message.sender.generation),
-        receiver=Incarnation(message.receiver.id, message.receiver.generation),
+        sender=incarnation_of(message.sender),
+        receiver=incarnation_of(message.receiver),
         attempt=message.attempt or 1,
     )
 

@@ -1,25 +1,26 @@
-"""One engine request of the proxy's, from its submission to its last token."""
+"""One engine request of the proxy, from its submission to its last token."""
 
 from __future__ import annotations
 
 from array import array
+from collections.abc import Sequence
 from dataclasses import replace
 from enum import Enum
 from typing import Protocol
 
 import numpy as np
 
+from millrace.core.kv.transfer import Incarnation
 from millrace.core.request import Slo
 from millrace.core.span import Span
-from millrace.proxy.codec import Life, position_logprobs
 from millrace.proxy.errors import ApiError
 from millrace.proxy.generation.choice import Choice, Piece
 from millrace.proxy.generation.continuation import continuation
 from millrace.proxy.generation.echo import Echo
-from millrace.proxy.text.prefix import add_blocks
+from millrace.proxy.text.prefix import with_blocks
 from millrace.proxy.text.tokenizer import TokenArray
-from millrace.wire.codec.trace import spans_from_wire
-from millrace.wire.pb import common_pb2, decode_pb2
+from millrace.wire.request_spec import RequestSpec
+from millrace.wire.token_events import PositionLogprobs, TokenDetail, TokenEvent
 
 
 class Stage(Enum):
@@ -28,37 +29,37 @@ class Stage(Enum):
     SUBMITTED = "submitted"  # the scheduler has not answered yet
     QUEUED = "queued"  # the scheduler has it, and no decode instance has room yet
     PLACED = "placed"  # tokens will come from `decode`
-    UNPLACED = "unplaced"  # its decode's stream broke before token one: a new place must come
+    UNPLACED = "unplaced"  # its decode's stream broke before its first token: it needs a new place
     STREAMING = "streaming"  # tokens have come
-    MOVING = "moving"  # its instance is gone: its next life is being recorded
+    MOVING = "moving"  # its instance is gone: its next incarnation is being recorded
     PARKED = "parked"  # recorded; waits here for a fleet
     ENDED = "ended"
 
 
 class Sink(Protocol):
-    """The response that a request's output goes to."""
+    """Gathers a request's output into a response."""
 
     def on_text(self, choice: Choice, text: str) -> None:
-        """Plain text of a choice; may be empty when the choice has just finished."""
+        """Takes plain text of a choice; the text may be empty when the choice has just finished."""
 
     def on_piece(self, choice: Choice, piece: Piece) -> None:
-        """Text with log probabilities or token ids."""
+        """Takes text with log probabilities or token ids."""
 
     def echo(self, choice: Choice, piece: Piece) -> None:
-        """The prompt, before a choice's first text."""
+        """Takes the prompt, before a choice's first text."""
 
-    def on_done(self, generation: Generation) -> None:
-        """All choices of a request have finished."""
+    def on_done(self, request: ProxyRequest) -> None:
+        """Hears that all choices of a request have finished."""
 
     def on_error(self, error: ApiError) -> None:
-        """The response can't be finished."""
+        """Hears that the response can't be finished."""
 
 
-class Generation:
-    """What the proxy holds of one request. Times are the event loop's clock, in seconds.
+class ProxyRequest:
+    """Holds the state of one request in the proxy. Times are the event loop's clock, in seconds.
 
-    To the services a request that goes on elsewhere is another one, with a prompt that ends in what
-    was generated so far: `spec` is what they know of it now, `request_id` what the client does.
+    A migrated request begins a new incarnation. To the services that is another request, whose
+    prompt ends in the tokens generated so far: they know its `spec`, the client its `request_id`.
     """
 
     __slots__ = (
@@ -73,6 +74,7 @@ class Generation:
         "choices",
         "confirmed",
         "decode",
+        "encoded_spec",
         "first_token_at",
         "last_token_at",
         "losses",
@@ -98,7 +100,7 @@ class Generation:
     def __init__(
         self,
         *,
-        spec: common_pb2.RequestSpec,
+        spec: RequestSpec,
         prompt_ids: TokenArray,
         sink: Sink,
         choices: list[Choice],
@@ -110,8 +112,9 @@ class Generation:
         """`detailed`: choices show log probabilities or ids, not plain text alone."""
         self.request_id = spec.request_id
         self.spec = spec
-        #: What the services know as its prompt, int32 [tokens]: kept for its next life, since the
-        #: store forgets a request's prompt when its scheduler does.
+        self.encoded_spec = b""  # set when it is recorded
+        #: The prompt of this incarnation, int32 [tokens]. The next incarnation needs it: the store
+        #: forgets a request's prompt when the scheduler forgets the request.
         self.prompt_ids = prompt_ids
         self.sink = sink
         self.choices = choices
@@ -121,27 +124,27 @@ class Generation:
         self._echo = echo
         self._open_choices = len(choices)
         self.stage = Stage.SUBMITTED
-        self.decode: Life | None = None
-        #: Events of an instance that its placement on, still on the way, may name.
-        self._early: dict[Life, list[decode_pb2.TokenEvent]] = {}
-        #: Tokens of this life. Only a single choice can go on elsewhere: the others of several
-        #: would have prompts of their own.
+        self.decode: Incarnation | None = None
+        #: Events of instances that a placement still on the way may name.
+        self._early: dict[Incarnation, list[TokenEvent]] = {}
+        #: Tokens of this incarnation. Only a request of one choice can be migrated: each of several
+        #: choices would need a prompt of its own.
         self._tokens: array[int] | None = array("i") if len(choices) == 1 else None
-        #: How often it went on elsewhere; of these, how often because an instance was lost, and for
-        #: want of memory.
+        #: How often it was migrated; of these, how often because an instance was lost, and for want
+        #: of memory.
         self.moves = 0
         self.losses = 0
         self.preemptions = 0
-        #: Since when no token has come for it has no place; None: it has one that gave some.
+        #: Since when it waits for a token of a new place; None: its present place gave some.
         self._moved_at: float | None = None
-        #: It streamed when the scheduler was lost, which has given it up.
+        #: It streamed when the connection to the scheduler was lost: the scheduler has given it up.
         self.orphaned = False
         self.parked_since: float | None = None
         self.arrived_at = self.started_at = self.submitted_at = arrived_at
-        #: When the wait that its stage means began; the watch over time-outs reads it.
+        #: When the wait of its stage began; the watch over time-outs reads it.
         self.waiting_since = arrived_at
         self.placed_at: float | None = None
-        #: The scheduler's own word of its place came; tokens may outrun it.
+        #: `Placed` has come from the scheduler; tokens may come before it.
         self.confirmed = False
         self.first_token_at: float | None = None
         self.last_token_at = 0.0
@@ -160,7 +163,7 @@ class Generation:
 
     @property
     def may_move(self) -> bool:
-        """Whether what is left of it can be generated elsewhere."""
+        """Whether the rest of it can be generated by another instance."""
         return self._tokens is not None or self.first_token_at is None
 
     @property
@@ -169,11 +172,11 @@ class Generation:
 
     @property
     def has_begun(self) -> bool:
-        """Whether tokens of it, of this life or an earlier one, have come."""
+        """Whether tokens have come, in this incarnation or an earlier one."""
         return self.first_token_at is not None
 
     def submit(self, now: float) -> None:
-        """The scheduler gets it."""
+        """Notes that the scheduler gets it."""
         if self.stage is Stage.PARKED:
             self._note("parked", self.spec.proxy.id, self.waiting_since, now)
         self.stage, self.waiting_since = Stage.SUBMITTED, now
@@ -181,35 +184,39 @@ class Generation:
             self.submitted_at = now
 
     def park(self, now: float) -> None:
-        """It waits until there is a fleet."""
+        """Notes that it waits until there is a fleet."""
         self.stage, self.waiting_since = Stage.PARKED, now
         if self.parked_since is None:
             self.parked_since = now
 
     def queue(self) -> None:
-        """It has no place, any more or yet, and the scheduler's next word will take its time."""
+        """Notes that it has no place now and that the scheduler's next message may take long."""
         if self.stage in (Stage.SUBMITTED, Stage.PLACED, Stage.UNPLACED):
             self.stage, self.decode = Stage.QUEUED, None
 
-    def place(self, decode: Life, predicted_ttft_s: float, now: float) -> None:
-        # What the scheduler predicts begins when it speaks. A first answer comes at once: it spoke
-        # in the middle of the round trip.
-        spoke = (self.waiting_since + now) / 2.0 if self.stage is Stage.SUBMITTED else now
+    def place(self, decode: Incarnation, predicted_ttft_s: float, now: float) -> None:
+        """Notes the instance that will stream its tokens."""
+        # The prediction begins when the scheduler sends it. The scheduler answers a submission at
+        # once: it sent the answer in the middle of the round trip.
+        sent = (self.waiting_since + now) / 2.0 if self.stage is Stage.SUBMITTED else now
         self.stage, self.decode = Stage.PLACED, decode
         self.waiting_since = now
-        self.predict(spoke - self.arrived_at + predicted_ttft_s)
+        self.predict(sent - self.arrived_at + predicted_ttft_s)
         if not self.has_begun:
             self.placed_at = now
 
     def predict(self, predicted_ttft_s: float) -> None:
-        """Notes when token one is to come, from arrival, unless it came in an earlier life."""
+        """Notes when the first token is expected, in seconds since the arrival.
+
+        An incarnation after the first token keeps the earlier prediction.
+        """
         if not self.spec.resumed_tokens:
             self.predicted_ttft_s = predicted_ttft_s
 
     def move(self, now: float) -> None:
-        """Begins its next life, behind the tokens of this one, which become part of its prompt.
+        """Begins its next incarnation, whose prompt ends in the tokens of this incarnation.
 
-        Only where it `may_move`.
+        Call it only if it `may_move`.
         """
         self.moves += 1
         if self._moved_at is None:
@@ -218,47 +225,49 @@ class Generation:
         if tokens.size:
             self.prompt_ids = np.concatenate([self.prompt_ids, tokens])
             self._tokens = array("i")
-        self.spec = continuation(self.spec, f"{self.request_id}.{self.moves}", tokens.size)
-        add_blocks(self.spec, self.prompt_ids)
+        rest = continuation(self.spec, f"{self.request_id}.{self.moves}", tokens.size)
+        self.spec = with_blocks(rest, self.prompt_ids)
         self.stage, self.decode = Stage.MOVING, None
         self._early = {}
         self.confirmed = self.orphaned = False
         self.parked_since = None
         self.waiting_since = now
 
-    def keep(self, decode: Life, event: decode_pb2.TokenEvent) -> None:
-        """An event of an instance that is not the request's, or not yet: streams run apart."""
+    def keep(self, decode: Incarnation, event: TokenEvent) -> None:
+        """Keeps an event of an instance that may become the request's place: the streams of tokens
+        and of placements are independent.
+        """
         self._early.setdefault(decode, []).append(event)
 
-    def take_kept(self, decode: Life) -> list[decode_pb2.TokenEvent]:
-        """The events kept of this instance, in order; they are forgotten, as are all others'."""
+    def take_kept(self, decode: Incarnation) -> list[TokenEvent]:
+        """Returns the kept events of this instance, in order; forgets all kept events."""
         kept = self._early.get(decode, [])
         self._early = {}
         return kept
 
-    def has_kept(self, decode: Life) -> bool:
+    def has_kept(self, decode: Incarnation) -> bool:
         return decode in self._early
 
-    def take(self, event: decode_pb2.TokenEvent, now: float) -> float | None:
+    def take(self, event: TokenEvent, now: float) -> float | None:
         """Takes one event; returns the gap to the choice's token before, in seconds."""
-        if event.spans:
-            self.note(event)
-        if self.stage is not Stage.STREAMING:
-            self._begin(event, now)
+        begins, reason = self.stage is not Stage.STREAMING, event.finish_reason
+        detail = event.detail() if begins or reason or self._detailed else None
+        if detail is not None:
+            self.note(detail.spans)
+            if begins:
+                self._begin(detail, now)
         self.last_token_at = now
         choice = self.choices[event.choice]
         gap = None if choice.last_token_at is None else now - choice.last_token_at
         choice.last_token_at = now
         if choice.finish_reason is not None:
-            return gap  # what the engine made before it heard of the stop string
-        token_ids = event.token_ids[:]  # a list: each look at protobuf's own container costs more
+            return gap  # the engine made these tokens before it heard of the stop string
         if self._tokens is not None:
-            self._tokens.fromlist(token_ids)
-        reason = event.finish_reason
-        if self._detailed:
-            self.sink.on_piece(choice, self._piece(choice, event))
+            self._tokens.fromlist(event.token_ids)
+        if detail is not None and self._detailed:
+            self.sink.on_piece(choice, self._piece(choice, event, detail.logprobs))
         else:
-            text = choice.feed(token_ids, reason, event.stop_token_id if reason else -1)
+            text = choice.feed(event.token_ids, reason, event.stop_token_id if reason else -1)
             if text or choice.finish_reason is not None:
                 self.sink.on_text(choice, text)
         if choice.finish_reason is not None:
@@ -268,11 +277,11 @@ class Generation:
                 self.sink.on_done(self)
         return gap
 
-    def note(self, event: decode_pb2.TokenEvent) -> None:
-        """Takes what an event says of where the time went."""
-        for span in spans_from_wire(event.spans):
-            if self._moved_at is not None and span.name == "queued":  # since its arrival, it says
-                moved_s = self._moved_at - self.arrived_at
+    def note(self, spans: Sequence[Span]) -> None:
+        """Takes the bars of the waterfall that an event carries."""
+        for span in spans:
+            if self._moved_at is not None and span.name == "queued":  # an instance counts it from
+                moved_s = self._moved_at - self.arrived_at  # the arrival
                 span = replace(span, start_s=min(moved_s, span.end_s))
             self.spans.append(span)
 
@@ -286,29 +295,30 @@ class Generation:
             )
         )
 
-    def _begin(self, event: decode_pb2.TokenEvent, now: float) -> None:
-        """The first token of this life."""
+    def _begin(self, detail: TokenDetail, now: float) -> None:
+        """Takes the first token of this incarnation."""
         self.stage = Stage.STREAMING
         if self._moved_at is not None:
-            self._note("moved", self.decode[0] if self.decode else "", self._moved_at, now)
+            self._note("moved", self.decode.id if self.decode else "", self._moved_at, now)
             self._moved_at = None
         if self.has_begun:
             return
         self.first_token_at = now
         if not self.may_move:
             self.prompt_ids = self.prompt_ids[:0].copy()
-        self.cached_tokens = event.cached_tokens
+        self.cached_tokens = detail.cached_tokens
         if self._echo is not None:
-            piece = self._echo.piece([position_logprobs(p) for p in event.prompt_logprobs])
+            piece = self._echo.piece(detail.prompt_logprobs)
             for choice in self.choices:
                 self.sink.echo(choice, piece)
 
-    def _piece(self, choice: Choice, event: decode_pb2.TokenEvent) -> Piece:
+    def _piece(
+        self, choice: Choice, event: TokenEvent, logprobs: Sequence[PositionLogprobs]
+    ) -> Piece:
         reason = event.finish_reason
         stop_id = event.stop_token_id if reason else -1
-        if event.logprobs:
-            positions = [position_logprobs(p) for p in event.logprobs]
-            piece = choice.feed_logprobs(event.token_ids, positions, reason, stop_id)
+        if logprobs:
+            piece = choice.feed_logprobs(event.token_ids, logprobs, reason, stop_id)
         else:
             piece = Piece(text=choice.feed(event.token_ids, reason, stop_id))
         piece.token_ids = choice.take_ids()

@@ -1,0 +1,145 @@
+"""The messages between the scheduler and its peers that have no type in `core`.
+
+Where `core.scheduler` has an event or an effect that says the same, the streams carry that type.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from millrace.core.config import SchedulerConfig
+from millrace.core.kv.transfer import Incarnation
+from millrace.core.scheduler import effects, events
+from millrace.core.scheduler.fleet.prompt_progress import PromptProgress
+
+#: A `RequestSpec` as its proxy encoded it: once, for the store and for the scheduler. The scheduler
+#: forwards it to the instances unread.
+EncodedSpec = bytes
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Member:
+    """An instance and the address (host:port) of its gRPC server."""
+
+    incarnation: Incarnation
+    address: str
+
+
+# ---- proxy -> scheduler
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Submit:
+    """Hands a request to the scheduler."""
+
+    spec: EncodedSpec
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ProxyLoad:
+    """Counts the requests that the proxy holds back until a pool has instances."""
+
+    parked_requests: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AskProgress:
+    """Asks for a `Progress` of each of these requests."""
+
+    request_ids: tuple[str, ...]
+
+
+ProxyMessage = Submit | events.CancelRequested | ProxyLoad | AskProgress
+
+
+# ---- scheduler -> proxy
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Placed:
+    """The request is accepted, and `decode` will stream its tokens."""
+
+    request_id: str
+    decode: Member
+    predicted_ttft_s: float
+    lease_s: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Queued:
+    """The request is accepted, and no decode instance has room yet: `Placed` comes later."""
+
+    request_id: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Fleet:
+    """Lists the decode instances. A proxy keeps a token stream open to each."""
+
+    decode: tuple[Member, ...]
+    prefill_count: int
+    ready: bool  # at least one prefill instance and one decode instance accept work
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Progress:
+    """Tells how far the prompt of a request is whose first token is not out."""
+
+    request_id: str
+    prompt: PromptProgress
+
+
+ProxyUpdate = Placed | Queued | Fleet | Progress | effects.Refuse | effects.Fail
+
+
+# ---- scheduler -> worker
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Registered:
+    """Answers a registration with the settings that a worker needs to know."""
+
+    config: SchedulerConfig
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AdmitDecode:
+    """Carries an effect to its decode instance. `holders` keep the effect's shards, in order."""
+
+    effect: effects.AdmitDecode
+    spec: EncodedSpec
+    holders: tuple[Member, ...] = ()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RunPrefill:
+    """Carries an effect to its prefill instance.
+
+    `group` lists every instance of the chunks in the order of the last chunk. `holders` keep the
+    effect's shards, in order.
+    """
+
+    effect: effects.RunPrefill
+    spec: EncodedSpec
+    decode: Member
+    group: tuple[Member, ...]
+    holders: tuple[Member, ...] = ()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Drain:
+    """Tells an instance to end all that it holds. `abort`: answers end too, with an error."""
+
+    abort: bool
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PolicyInForce:
+    """Tells a mixed instance which policy ranks its prompts from now on."""
+
+    name: str
+
+
+WorkerCommand = (
+    Registered | AdmitDecode | RunPrefill | Drain | PolicyInForce | effects.Order | effects.CancelOn
+)
