@@ -4,9 +4,13 @@ from __future__ import annotations
 
 from millrace.core.errors import TransferError
 from millrace.core.kv.kvp_hold import AttachAsk, AttachGrant, HoldAsk
-from millrace.core.kv.transfer import Incarnation
-from millrace.wire.codec.transfer import incarnation_message, layout_message, layout_of
-from millrace.wire.pb import common_pb2, kvp_pb2
+from millrace.wire.codec.transfer import (
+    incarnation_message,
+    incarnation_of,
+    layout_message,
+    layout_of,
+)
+from millrace.wire.pb import kvp_pb2
 
 
 def attach_message(ask: AttachAsk) -> kvp_pb2.AttachRequest:
@@ -26,8 +30,8 @@ def attach_of(message: kvp_pb2.AttachRequest) -> AttachAsk:
     if not message.max_rows:
         raise TransferError("a peer sent a bad attachment: max_rows is 0; it must be at least 1")
     return AttachAsk(
-        owner=_life(message.owner),
-        holder=_life(message.holder),
+        owner=incarnation_of(message.owner),
+        holder=incarnation_of(message.holder),
         layout=layout_of(message.layout),
         max_rows=message.max_rows,
         agent_metadata=message.agent_metadata,
@@ -77,14 +81,10 @@ def hold_of(message: kvp_pb2.HoldRequest) -> HoldAsk:
     return HoldAsk(
         request_id=message.request_id,
         attempt=message.attempt or 1,
-        owner=_life(message.owner),
-        holder=_life(message.holder),
+        owner=incarnation_of(message.owner),
+        holder=incarnation_of(message.holder),
         layout=layout_of(message.layout),
         start_token=message.start_token,
         end_token=message.end_token,
         prompt_tokens=message.prompt_tokens,
     )
-
-
-def _life(message: common_pb2.Incarnation) -> Incarnation:
-    return Incarnation(message.id, message.generation)

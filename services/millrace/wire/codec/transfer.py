@@ -23,6 +23,10 @@ def incarnation_message(life: Incarnation) -> common_pb2.Incarnation:
     return common_pb2.Incarnation(id=life.id, generation=life.generation)
 
 
+def incarnation_of(message: common_pb2.Incarnation) -> Incarnation:
+    return Incarnation(message.id, message.generation)
+
+
 def ticket_of(
     message: transfer_pb2.HandshakeRequest
     | transfer_pb2.FinishPrefillRequest
@@ -32,8 +36,8 @@ def ticket_of(
     """Whom a request's message is from and for."""
     return Ticket(
         request_id=message.request_id,
-        sender=Incarnation(message.sender.id, message.sender.generation),
-        receiver=Incarnation(message.receiver.id, message.receiver.generation),
+        sender=incarnation_of(message.sender),
+        receiver=incarnation_of(message.receiver),
         attempt=message.attempt or 1,
     )
 
