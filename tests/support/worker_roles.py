@@ -29,7 +29,7 @@ from millrace.instance.host import Role, WorkerContext
 from millrace.state.memory_store import MemoryStore
 from millrace.telemetry.metrics import Registry
 from millrace.transfer.transport.memory import MemoryHub, MemoryTransport
-from millrace.wire.codec.request_spec import spec_bytes
+from millrace.wire.codec.request_spec import encode_spec
 from millrace.wire.server import bind, create_server
 from support.deadlines import HANG_S
 from support.live_stack import eventually
@@ -216,7 +216,7 @@ def spec(request_id: str, prompt_tokens: int, **sampling: Any) -> RequestSpec:
 async def remember(store: MemoryStore, request: RequestSpec, ids: list[int]) -> None:
     """Does the proxy's part: the prompt lies in the store."""
     await store.create(
-        request.request_id, spec=spec_bytes(request), prompt_ids=np.array(ids, dtype=np.int32)
+        request.request_id, spec=encode_spec(request), prompt_ids=np.array(ids, dtype=np.int32)
     )
 
 

@@ -18,7 +18,7 @@ from millrace.wire.codec.instance import (
     report_message,
     report_of,
 )
-from millrace.wire.codec.request_spec import spec_bytes, spec_message, spec_of
+from millrace.wire.codec.request_spec import encode_spec, spec_message, spec_of
 from millrace.wire.pb import common_pb2, scheduler_pb2
 from support.messages import filled
 
@@ -59,7 +59,7 @@ def test_a_spec_comes_back_as_it_was() -> None:
     message = filled(common_pb2.RequestSpec)
     spec = spec_of(message)
     assert spec_message(spec) == message
-    assert spec_of(common_pb2.RequestSpec.FromString(spec_bytes(spec))) == spec
+    assert spec_of(common_pb2.RequestSpec.FromString(encode_spec(spec))) == spec
     assert spec.proxy == Incarnation(message.proxy.id, message.proxy.generation)
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from types import MappingProxyType
 
@@ -52,6 +52,6 @@ class RequestSpec:
     arrival_unix_s: float = 0.0
     traceparent: str = ""  # W3C trace context; empty: none
     resumed_tokens: int = 0
-    prefix_hashes: tuple[int, ...] = ()
+    prefix_hashes: Sequence[int] = ()
     prefix_block_tokens: int = 0
     prefix_root: int = 0

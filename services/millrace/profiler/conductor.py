@@ -41,7 +41,7 @@ from millrace.profiler.group_run import Run, Underway
 from millrace.profiler.servicer import ConductorServicer
 from millrace.state.open import open_store
 from millrace.state.store import RequestStore
-from millrace.wire.codec.request_spec import spec_bytes
+from millrace.wire.codec.request_spec import encode_spec
 from millrace.wire.server import bind, create_server
 from millrace.wire.token_stream import TokenStreamError, token_events
 
@@ -177,7 +177,7 @@ class Conductor:
             arrival_unix_s=time.time(),
         )
         ids = np.zeros(tokens, dtype=np.int32) if prompt_ids is None else prompt_ids
-        await self._store.create(spec.request_id, spec=spec_bytes(spec), prompt_ids=ids)
+        await self._store.create(spec.request_id, spec=encode_spec(spec), prompt_ids=ids)
         return spec
 
     def _chunks(self, plan: Sequence[PlannedChunk]) -> tuple[Chunk, ...]:

@@ -10,8 +10,8 @@ from millrace.core.errors import MillraceError
 from millrace.core.kv.transfer import Incarnation
 from millrace.core.token_events import TokenEvent
 from millrace.wire.channel import open_channel
+from millrace.wire.codec.incarnation import incarnation_message
 from millrace.wire.codec.tokens import events_of
-from millrace.wire.codec.transfer import incarnation_message
 from millrace.wire.pb import decode_pb2, decode_pb2_grpc
 
 

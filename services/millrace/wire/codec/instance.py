@@ -14,9 +14,9 @@ from millrace.core.request import Chunk
 from millrace.core.scheduler import commands, reports
 from millrace.core.scheduler.effects import ChunkRef
 from millrace.core.scheduler.events import CachedBlocks
+from millrace.wire.codec.incarnation import incarnation_message, incarnation_of
 from millrace.wire.codec.request_spec import spec_message, spec_of
 from millrace.wire.codec.scheduler import latency_message, sp_latency_messages
-from millrace.wire.codec.transfer import incarnation_message, incarnation_of
 from millrace.wire.pb import scheduler_pb2
 
 # ---- scheduler -> instance

@@ -4,12 +4,8 @@ from __future__ import annotations
 
 from millrace.core.errors import TransferError
 from millrace.core.kv.kvp_hold import AttachAsk, AttachGrant, HoldAsk
-from millrace.wire.codec.transfer import (
-    incarnation_message,
-    incarnation_of,
-    layout_message,
-    layout_of,
-)
+from millrace.wire.codec.incarnation import incarnation_message, incarnation_of
+from millrace.wire.codec.transfer import layout_message, layout_of
 from millrace.wire.pb import kvp_pb2
 
 

@@ -1,21 +1,29 @@
-"""A request's spec to and from the wire."""
+"""Request specs to and from the wire."""
 
 from __future__ import annotations
 
 from millrace.core.request import Slo
 from millrace.core.request_spec import RequestSpec, SamplingParams
-from millrace.wire.codec.transfer import incarnation_message, incarnation_of
+from millrace.wire.codec.incarnation import incarnation_message, incarnation_of
 from millrace.wire.pb import common_pb2
 
 
+def encode_spec(spec: RequestSpec) -> bytes:
+    """Returns the spec as the request store keeps it."""
+    return spec_message(spec).SerializeToString()
+
+
 def spec_message(spec: RequestSpec) -> common_pb2.RequestSpec:
+    slo = spec.slo
     return common_pb2.RequestSpec(
         request_id=spec.request_id,
         proxy=incarnation_message(spec.proxy),
         model=spec.model,
         prompt_tokens=spec.prompt_tokens,
         sampling=_sampling_message(spec.sampling),
-        slo=_slo_message(spec.slo),
+        slo=common_pb2.Slo(
+            ttft_s=slo.ttft_s or 0.0, tbt_s=slo.tbt_s or 0.0, class_name=slo.class_name
+        ),
         arrival_unix_s=spec.arrival_unix_s,
         traceparent=spec.traceparent,
         resumed_tokens=spec.resumed_tokens,
@@ -32,7 +40,7 @@ def spec_of(message: common_pb2.RequestSpec) -> RequestSpec:
         model=message.model,
         prompt_tokens=message.prompt_tokens,
         sampling=_sampling_of(message.sampling),
-        slo=_slo_of(message.slo),
+        slo=slo_of(message.slo),
         arrival_unix_s=message.arrival_unix_s,
         traceparent=message.traceparent,
         resumed_tokens=message.resumed_tokens,
@@ -42,18 +50,8 @@ def spec_of(message: common_pb2.RequestSpec) -> RequestSpec:
     )
 
 
-def spec_bytes(spec: RequestSpec) -> bytes:
-    """The spec as the request store keeps it."""
-    return spec_message(spec).SerializeToString()
-
-
-def _slo_message(slo: Slo) -> common_pb2.Slo:
-    return common_pb2.Slo(
-        ttft_s=slo.ttft_s or 0.0, tbt_s=slo.tbt_s or 0.0, class_name=slo.class_name
-    )
-
-
-def _slo_of(message: common_pb2.Slo) -> Slo:
+def slo_of(message: common_pb2.Slo) -> Slo:
+    """Reads objectives; 0 seconds on the wire means that the request has none."""
     return Slo(
         ttft_s=message.ttft_s or None,
         tbt_s=message.tbt_s or None,

@@ -6,8 +6,8 @@ from collections.abc import Iterable
 
 from millrace.core.kv.transfer import Ticket
 from millrace.core.token_events import FinishedPrefill, FirstToken, PositionLogprobs, TokenEvent
+from millrace.wire.codec.incarnation import incarnation_message
 from millrace.wire.codec.trace import span_to_wire, spans_from_wire, spans_to_wire
-from millrace.wire.codec.transfer import incarnation_message
 from millrace.wire.pb import common_pb2, decode_pb2, transfer_pb2
 
 

@@ -11,20 +11,12 @@ from millrace.core.kv.transfer import (
     HandshakeAsk,
     HandshakeGrant,
     HistoryAsk,
-    Incarnation,
     Ticket,
 )
-from millrace.wire.pb import common_pb2, transfer_pb2
+from millrace.wire.codec.incarnation import incarnation_message, incarnation_of
+from millrace.wire.pb import transfer_pb2
 
 _REGION = struct.Struct("<I")
-
-
-def incarnation_message(life: Incarnation) -> common_pb2.Incarnation:
-    return common_pb2.Incarnation(id=life.id, generation=life.generation)
-
-
-def incarnation_of(message: common_pb2.Incarnation) -> Incarnation:
-    return Incarnation(message.id, message.generation)
 
 
 def ticket_of(
