@@ -15,12 +15,13 @@ import torch
 from millrace.colocated.packing import packing_config
 from millrace.core.config import SchedulerConfig
 from millrace.core.errors import ConfigError
-from millrace.wire.pb import common_pb2, scheduler_pb2
+from millrace.core.request import Slo
+from millrace.core.scheduler.commands import Drain, PolicyInForce, Registered
 from support.deadlines import HANG_S
 from support.live_stack import eventually
 from support.mixed_role import Mixed, mixed_config, mixed_instance, operators
 from support.tiny_models import oracle, prompt
-from support.worker_roles import admit_decode, run_prefill, spec
+from support.worker_roles import admit_decode, registration, run_prefill, spec
 
 SMALL_CHUNKS = {"min_chunk_tokens": 8, "chunk_step_tokens": 8, "t_target_ms": 1.0}
 
@@ -86,8 +87,8 @@ async def test_the_tightest_objective_of_what_runs_is_t_target() -> None:
     settings = mixed_config({**SMALL_CHUNKS, "t_target_ms": 50.0})
     async with mixed_instance(settings) as mixed:
         await mixed.ask("free", 20, max_tokens=200)
-        await mixed.ask("tight", 20, max_tokens=60, slo=common_pb2.Slo(tbt_s=0.002))
-        await mixed.ask("tighter", 20, max_tokens=30, slo=common_pb2.Slo(tbt_s=0.001))
+        await mixed.ask("tight", 20, max_tokens=60, slo=Slo(tbt_s=0.002))
+        await mixed.ask("tighter", 20, max_tokens=30, slo=Slo(tbt_s=0.001))
         await mixed.answer("free")
     seen = [target_s for target_s, _ in groupby(plan.t_target_s for plan in mixed.plans)]
     assert seen[-1] == 0.05 and set(seen) == {0.05, 0.001, 0.002}
@@ -112,17 +113,13 @@ async def test_a_prompt_that_yields_to_others_goes_on_where_it_stopped() -> None
     )
     async with mixed_instance(settings) as mixed:
         with mixed.slowed(0.05):
-            await mixed.ask("late", 900, slo=common_pb2.Slo(ttft_s=100.0))
+            await mixed.ask("late", 900, slo=Slo(ttft_s=100.0))
             await eventually(lambda: any(plan.shares for plan in mixed.plans))
-            await mixed.ask("soon", 60, slo=common_pb2.Slo(ttft_s=1.0))
+            await mixed.ask("soon", 60, slo=Slo(ttft_s=1.0))
             assert await mixed.answer("soon") == oracle("llama").greedy(prompt(60), 8)
         assert await mixed.answer("late") == oracle("llama").greedy(prompt(900), 8)
         names = [span.name for span in mixed.spans("late")]
         assert names[:5] == ["queued", "waiting", "chunk 0", "preempted", "chunk 1"]
-
-
-def told_policy(name: str) -> scheduler_pb2.WorkerCommand:
-    return scheduler_pb2.WorkerCommand(policy=scheduler_pb2.PolicyInForce(name=name))
 
 
 async def test_a_new_policy_ranks_the_prompts_that_wait() -> None:
@@ -130,20 +127,20 @@ async def test_a_new_policy_ranks_the_prompts_that_wait() -> None:
         mixed_config({**SMALL_CHUNKS, "multi_prefill": "off"}, max_chunk_tokens=32),
         scheduler=SchedulerConfig(heartbeat_s=0.1, lease_s=HANG_S, policy="edf"),
     )
-    registered = scheduler_pb2.Registered(heartbeat_s=0.1, policy="fcfs")  # not what it is set to
+    registered = Registered(heartbeat_s=0.1, policy="fcfs")  # not what it is set to
     async with mixed_instance(settings) as mixed:
         role = mixed.live.role
-        role.on_command(scheduler_pb2.WorkerCommand(registered=registered))
+        role.on_command(registered)
         with mixed.slowed(0.01):
-            await mixed.ask("late", 900, slo=common_pb2.Slo(ttft_s=100.0))
+            await mixed.ask("late", 900, slo=Slo(ttft_s=100.0))
             await eventually(lambda: any(plan.shares for plan in mixed.plans))
-            await mixed.ask("soon", 60, slo=common_pb2.Slo(ttft_s=1.0))
+            await mixed.ask("soon", 60, slo=Slo(ttft_s=1.0))
             await eventually(lambda: len(role._prompts.waiting()) == 2)
             until, before = len(mixed.plans), mixed.live.kinds("soon")
             await eventually(lambda: len(mixed.plans) > until + 2)
             assert before == mixed.live.kinds("soon") == []
-            role.on_command(told_policy("of_tomorrow"))  # changes nothing
-            role.on_command(told_policy("edf"))
+            role.on_command(PolicyInForce(name="of_tomorrow"))  # changes nothing
+            role.on_command(PolicyInForce(name="edf"))
             await mixed.live.said("chunk_finished", "soon")
             assert "chunk_finished" not in mixed.live.kinds("late")
         assert await mixed.answer("soon") == oracle("llama").greedy(prompt(60), 8)
@@ -185,10 +182,10 @@ async def test_logprobs_of_prompt_and_answer() -> None:
         first = next(event for event in mixed.events if event.request_id == "r")
         later = [event for event in mixed.events if event.request_id == "r"][1:]
     assert len(first.prompt_logprobs) == 50
-    assert [one.chosen.token_id for one in first.prompt_logprobs[1:]] == ids[1:]
+    assert [one.chosen[0] for one in first.prompt_logprobs[1:]] == ids[1:]
     assert all(len(one.top) == 1 for one in first.prompt_logprobs[1:])
     wanted = oracle("llama").logits(ids)[:-1].log_softmax(-1)
-    told = torch.tensor([one.chosen.logprob for one in first.prompt_logprobs[1:]])
+    told = torch.tensor([one.chosen[1] for one in first.prompt_logprobs[1:]])
     expected = wanted[torch.arange(49), torch.tensor(ids[1:])]
     torch.testing.assert_close(told, expected, rtol=1e-3, atol=1e-3)
     assert all(len(event.logprobs[0].top) == 2 for event in (first, *later))
@@ -214,8 +211,7 @@ async def test_an_answer_is_continued_token_for_token() -> None:
     async with mixed_instance(mixed_config(SMALL_CHUNKS)) as mixed:
         await mixed.ask("whole", 30, max_tokens=12, **sampling)
         whole = await mixed.answer("whole")
-        request = spec("rest", 35, max_tokens=7, **sampling)
-        request.resumed_tokens = 5
+        request = replace(spec("rest", 35, max_tokens=7, **sampling), resumed_tokens=5)
         await mixed.submit(request, ids + whole[:5])
         assert await mixed.answer("rest") == whole[5:]
 
@@ -227,9 +223,11 @@ async def test_what_prompts_have_in_common_is_computed_once() -> None:
         cache = mixed.live.role.prefix_cache
         answers = []
         for name, ids in (("a", common), ("b", [*common[:64], 9, 8, 7]), ("c", common)):
-            request = spec(name, len(ids))
-            request.prefix_block_tokens = cache.block_tokens
-            request.prefix_hashes.extend(hashes(ids, cache.block_tokens))
+            request = replace(
+                spec(name, len(ids)),
+                prefix_block_tokens=cache.block_tokens,
+                prefix_hashes=tuple(hashes(ids, cache.block_tokens)),
+            )
             await mixed.submit(request, ids)
             answers.append((ids, await mixed.answer(name)))
         cached = {e.request_id: e.cached_tokens for e in mixed.events if e.cached_tokens}
@@ -326,8 +324,7 @@ async def test_an_eviction_moves_answers_and_has_prompts_tried_elsewhere(abort: 
             await mixed.live.said("decode_started", "answering")
             await mixed.ask("prompt", 900)
             await mixed.live.said("chunk_started", "prompt")
-            drain = scheduler_pb2.WorkerCommand(drain=scheduler_pb2.Drain(abort=abort))
-            mixed.live.role.on_command(drain)
+            mixed.live.role.on_command(Drain(abort=abort))
         await mixed.live.role.wait_idle()
         assert mixed.used_pages == 0
         if abort:
@@ -352,11 +349,10 @@ async def test_a_lost_scheduler_costs_all_it_holds_and_it_starts_anew() -> None:
 
 async def test_what_it_registers_and_reports() -> None:
     async with mixed_instance(mixed_config(max_batch=7)) as mixed:
-        register = scheduler_pb2.Register(kv_pages=mixed.live.engine.pool.num_pages)
-        mixed.live.role.fill_register(register)
-        assert (register.role, register.max_batch) == ("mixed", 7)
-        assert 0 < register.kv_pages < mixed.live.engine.pool.num_pages
-        assert register.decode_step.base_s > 0
+        told = registration(mixed.live)
+        assert (told.role, told.max_batch) == ("mixed", 7)
+        assert 0 < told.kv_pages < mixed.live.engine.pool.num_pages
+        assert told.decode_step is not None and told.decode_step.base_s > 0
         await mixed.ask("r", 20, max_tokens=300)
         await mixed.live.said("decode_started", "r")
         assert mixed.live.role.counts() == (1, 0)

@@ -12,13 +12,15 @@ import pytest
 import pytest_asyncio
 
 from millrace.core.kv.pages import pages_of_request
+from millrace.core.kv.transfer import Incarnation
+from millrace.core.request_spec import RequestSpec
+from millrace.core.scheduler.commands import Drain
 from millrace.decode.loop import DecodeRole
 from millrace.instance.gauges import add_gauges
 from millrace.prefill.loop import PrefillRole
 from millrace.state.memory_store import MemoryStore
 from millrace.state.store import StoreError
 from millrace.transfer.transport.memory import MemoryHub
-from millrace.wire.pb import common_pb2, scheduler_pb2
 from support.deadlines import HANG_S
 from support.decode_pair import Pair, live_pair
 from support.live_stack import eventually
@@ -200,7 +202,7 @@ async def test_cancelled_in_the_batch(pair: Pair) -> None:
     assert len(pair.tokens["r", 0]) <= seen + 1
 
 
-async def failed_attempt(pair: Pair, tokens: int) -> tuple[common_pb2.RequestSpec, Any]:
+async def failed_attempt(pair: Pair, tokens: int) -> tuple[RequestSpec, Any]:
     """Attempt 1 fails before its last pass; (request, what decode says of it)."""
     with pair.prefill.held_before_the_last_chunk():
         request = await pair.admit("r", tokens)
@@ -219,12 +221,9 @@ async def test_a_failed_attempt_is_gone_on_from_what_has_landed(pair: Pair) -> N
     assert failed.kept_tokens == landed.tokens == 450
     assert "request_released" not in pair.decode.kinds("r")
 
-    admit, run = admit_decode(request), run_prefill(request, pair.decode.member)
-    admit.admit_decode.attempt = run.run_prefill.attempt = 2
-    admit.admit_decode.kept_tokens = 437  # not all of it: any prefix will do
-    run.run_prefill.chunks[0].start_token = 437
-    run.run_prefill.chunks[0].num_tokens = 900 - 437
-    pair.decode.role.on_command(admit)
+    kept = 437  # not all of it: any prefix will do
+    run = run_prefill(request, pair.decode.member, start_token=kept, attempt=2)
+    pair.decode.role.on_command(admit_decode(request, attempt=2, kept_tokens=kept))
     pair.prefill.role.on_command(run)
     await pair.decode.said("request_finished", "r")
     await eventually(lambda: ("r", 0) in pair.ends)
@@ -260,9 +259,7 @@ async def test_tokens_that_are_not_here_cannot_be_kept(pair: Pair, admitted: boo
     request = spec("r", 60)
     if admitted:
         pair.decode.role.on_command(admit_decode(request))
-    admit = admit_decode(request)
-    admit.admit_decode.attempt, admit.admit_decode.kept_tokens = 2, 30
-    pair.decode.role.on_command(admit)
+    pair.decode.role.on_command(admit_decode(request, attempt=2, kept_tokens=30))
     failed = await pair.decode.said("request_failed", "r")
     assert failed.retryable and not failed.kept_tokens
     released = await pair.decode.said("request_released", "r")
@@ -274,9 +271,7 @@ async def test_an_attempt_that_meets_the_end_of_the_one_before_is_answered_by_it
 ) -> None:
     request = await pair.admit("r", 60)
     pair.decode.cancel("r")
-    admit = admit_decode(request)
-    admit.admit_decode.attempt, admit.admit_decode.kept_tokens = 2, 30
-    pair.decode.role.on_command(admit)
+    pair.decode.role.on_command(admit_decode(request, attempt=2, kept_tokens=30))
     assert (await pair.decode.said("request_released", "r")).attempt == 2
     assert pair.decode.kinds("r") == ["request_released"]
 
@@ -293,8 +288,8 @@ async def test_a_prompt_that_penalties_need_but_the_store_has_not(pair: Pair) ->
 async def test_a_proxy_that_is_gone_frees_its_requests() -> None:
     soon = replace(SETTINGS, scheduler=replace(SETTINGS.scheduler, heartbeat_s=0.05, lease_s=0.1))
     async with live_pair(SETTINGS, soon) as pair:
-        request = spec("r", 20, max_tokens=2000)
-        request.proxy.id = "proxy-1"  # nobody reads its tokens
+        unread = Incarnation("proxy-1", 1)
+        request = replace(spec("r", 20, max_tokens=2000), proxy=unread)
         await remember(pair.store, request, prompt(20))
         pair.decode.role.on_command(admit_decode(request))
         pair.prefill.role.on_command(run_prefill(request, pair.decode.member))
@@ -311,10 +306,6 @@ async def one_streams_and_one_waits(pair: Pair) -> None:
     await pair.admit("waits", 20)
 
 
-def drain(*, abort: bool) -> scheduler_pb2.WorkerCommand:
-    return scheduler_pb2.WorkerCommand(drain=scheduler_pb2.Drain(abort=abort))
-
-
 @pytest.mark.parametrize("dropped", [True, False])
 async def test_what_streams_when_the_instance_lets_go_of_it_moves(
     pair: Pair, dropped: bool
@@ -324,7 +315,7 @@ async def test_what_streams_when_the_instance_lets_go_of_it_moves(
         if dropped:
             await pair.decode.role.drop_all("the scheduler is gone")
         else:
-            pair.decode.role.on_command(drain(abort=False))
+            pair.decode.role.on_command(Drain(abort=False))
             await pair.decode.role.wait_idle()
 
     assert pair.used_pages == 0
@@ -341,7 +332,7 @@ async def test_what_streams_when_the_instance_lets_go_of_it_moves(
 
 async def test_what_an_abort_ends_has_failed_for_good(pair: Pair) -> None:
     await one_streams_and_one_waits(pair)
-    pair.decode.role.on_command(drain(abort=True))
+    pair.decode.role.on_command(Drain(abort=True))
     for request_id in ("streams", "waits"):
         failed = await pair.decode.said("request_failed", request_id)
         assert not failed.retryable
@@ -352,7 +343,7 @@ async def test_what_an_abort_ends_has_failed_for_good(pair: Pair) -> None:
 
 async def test_an_instance_that_was_emptied_works_on(pair: Pair) -> None:
     await one_streams_and_one_waits(pair)
-    pair.decode.role.on_command(drain(abort=False))
+    pair.decode.role.on_command(Drain(abort=False))
     await pair.decode.said("request_finished", "streams")
     await pair.ask("r", 20)
     await pair.decode.said("request_finished", "r")
@@ -397,8 +388,7 @@ async def test_a_continuation_goes_on_as_if_nothing_had_happened(pair: Pair) -> 
     await eventually(lambda: ("whole", 0) in pair.ends)
     whole = pair.tokens["whole", 0]
 
-    rest = spec("rest", 37 + 9, max_tokens=24 - 9, **sampling)
-    rest.resumed_tokens = 9
+    rest = replace(spec("rest", 37 + 9, max_tokens=24 - 9, **sampling), resumed_tokens=9)
     await remember(pair.store, rest, prompt(37) + whole[:9])
     pair.decode.role.on_command(admit_decode(rest))
     pair.prefill.role.on_command(run_prefill(rest, pair.decode.member))

@@ -14,16 +14,24 @@ from typing import Any
 import pytest_asyncio
 
 from millrace.core.config import SchedulerConfig
+from millrace.core.scheduler.commands import Drain, KvShard
 from millrace.decode.loop import DecodeRole
 from millrace.instance.host import WorkerContext
 from millrace.kvp.role import KvpRole
 from millrace.prefill.loop import PrefillRole
 from millrace.transfer.transport.memory import MemoryHub
-from millrace.wire.pb import scheduler_pb2
 from support.decode_pair import BrokenStore, Pair
 from support.live_stack import eventually
 from support.tiny_models import oracle, prompt
-from support.worker_roles import LiveRole, config, live_roles, remember, run_prefill, spec
+from support.worker_roles import (
+    LiveRole,
+    admit_decode,
+    config,
+    live_roles,
+    remember,
+    run_prefill,
+    spec,
+)
 
 SETTINGS = replace(
     config(max_batch=4, max_chunk_tokens=64),
@@ -52,27 +60,24 @@ class Spread:
             for h in self.holders
         ]
 
-    def shards(self, *ends: int) -> list[scheduler_pb2.KvShard]:
+    def shards(self, *ends: int) -> tuple[KvShard, ...]:
         """The home's up to the first end, each holder's up to the next."""
         starts = (0, *ends)
         members = [self.pair.decode.member, *(holder.member for holder in self.holders)]
-        return [
-            scheduler_pb2.KvShard(holder=member, start_token=start, end_token=end)
+        return tuple(
+            KvShard(holder=member, start_token=start, end_token=end)
             for member, start, end in zip(members, starts, ends, strict=False)
-        ]
+        )
 
     async def admit(self, request_id: str, tokens: int, *ends: int, **sampling: Any) -> Any:
         request = spec(request_id, tokens, **sampling)
         await remember(self.pair.store, request, prompt(tokens))
-        admit = scheduler_pb2.AdmitDecode(request=request, attempt=1, shards=self.shards(*ends))
-        self.pair.decode.role.on_command(scheduler_pb2.WorkerCommand(admit_decode=admit))
+        self.pair.decode.role.on_command(admit_decode(request, shards=self.shards(*ends)))
         return request
 
     async def ask(self, request_id: str, tokens: int, *ends: int, **sampling: Any) -> None:
         request = await self.admit(request_id, tokens, *ends, **sampling)
-        command = run_prefill(request, self.pair.decode.member)
-        command.run_prefill.attempt = 1
-        command.run_prefill.shards.extend(self.shards(*ends))
+        command = run_prefill(request, self.pair.decode.member, shards=self.shards(*ends))
         self.pair.prefill.role.on_command(command)
 
     async def answered(self, request_id: str, tokens: int, new: int) -> None:
@@ -170,8 +175,7 @@ async def test_an_answer_whose_holder_goes_moves(scene: Spread) -> None:
     await scene.ask("r", 70, 2 * PAGE, 4 * PAGE, 30 * PAGE, max_tokens=400)
     await scene.pair.ask("whole", 21, max_tokens=40)
     await scene.pair.decode.said("decode_started", "r")
-    drain = scheduler_pb2.WorkerCommand(drain=scheduler_pb2.Drain())
-    scene.holders[0].role.on_command(drain)
+    scene.holders[0].role.on_command(Drain())
     finished = await scene.pair.decode.said("request_finished", "r")
     assert finished.reason == "moved"
     got = scene.pair.tokens["r", 0]

@@ -4,19 +4,20 @@ import asyncio
 
 import pytest
 
+from millrace.core.kv.transfer import Incarnation
+from millrace.core.token_events import TokenEvent
 from millrace.decode import token_streams
-from millrace.decode.token_streams import Life, TokenStreams
-from millrace.wire.pb import decode_pb2
+from millrace.decode.token_streams import TokenStreams
 
-PROXY: Life = ("proxy-0", 7)
-
-
-def event(token: int) -> decode_pb2.TokenEvent:
-    return decode_pb2.TokenEvent(request_id="r", token_ids=[token])
+PROXY = Incarnation("proxy-0", 7)
 
 
-def tokens(batch: decode_pb2.TokenBatch) -> list[int]:
-    return [t for e in batch.events for t in e.token_ids]
+def event(token: int) -> TokenEvent:
+    return TokenEvent("r", token_ids=(token,))
+
+
+def tokens(events: list[TokenEvent]) -> list[int]:
+    return [t for e in events for t in e.token_ids]
 
 
 async def test_all_that_is_ready_comes_in_one_message() -> None:
@@ -33,7 +34,7 @@ async def test_all_that_is_ready_comes_in_one_message() -> None:
 
 
 async def test_a_proxy_that_comes_back_in_time_misses_nothing() -> None:
-    gone: list[Life] = []
+    gone: list[Incarnation] = []
     streams = TokenStreams(0.2, gone.append)
     stream = streams.subscribe(PROXY)
     streams.publish(PROXY, event(1))
@@ -50,7 +51,7 @@ async def test_a_proxy_that_comes_back_in_time_misses_nothing() -> None:
 
 
 async def test_a_proxy_that_stays_away_is_given_up() -> None:
-    gone: list[Life] = []
+    gone: list[Incarnation] = []
     streams = TokenStreams(0.02, gone.append)
     streams.publish(PROXY, event(1))
 
@@ -62,7 +63,7 @@ async def test_a_proxy_that_stays_away_is_given_up() -> None:
 
 async def test_a_proxy_that_reads_too_slowly_is_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(token_streams, "MOST_WAITING_EVENTS", 10)
-    gone: list[Life] = []
+    gone: list[Incarnation] = []
     streams = TokenStreams(60, gone.append)
     stream = streams.subscribe(PROXY)
     streams.publish(PROXY, event(0))
@@ -77,17 +78,17 @@ async def test_a_proxy_that_reads_too_slowly_is_given_up(monkeypatch: pytest.Mon
 
 async def test_lives_of_one_proxy_are_apart() -> None:
     streams = TokenStreams(60, lambda life: None)
-    streams.publish(("proxy-0", 8), event(8))
+    streams.publish(Incarnation("proxy-0", 8), event(8))
     streams.publish(PROXY, event(7))
 
-    stream = streams.subscribe(("proxy-0", 8))
+    stream = streams.subscribe(Incarnation("proxy-0", 8))
 
     assert tokens(await anext(stream)) == [8]
     await stream.aclose()
 
 
 async def test_a_newer_reader_ends_an_older_one() -> None:
-    gone: list[Life] = []
+    gone: list[Incarnation] = []
     streams = TokenStreams(0.05, gone.append)
     old = streams.subscribe(PROXY)
     waiting = asyncio.create_task(anext(old))

@@ -17,6 +17,7 @@ import torch
 
 from millrace.core.config import Config, EngineConfig, TelemetryConfig
 from millrace.core.errors import ConfigError
+from millrace.core.scheduler.reports import Registration
 from millrace.decode.loop import DecodeRole
 from millrace.instance import host as host_module
 from millrace.instance.host import WorkerOptions, serve_worker
@@ -187,14 +188,14 @@ async def test_over_ipv6_addresses_have_brackets_and_kv_travels(monkeypatch, cap
 
 
 async def test_the_revision_is_part_of_what_names_the_weights(monkeypatch) -> None:
-    seen: list[scheduler_pb2.Register] = []
-    register = host_module._register
+    seen: list[Registration] = []
+    registration = host_module._registration
 
-    def kept(*arguments: Any) -> scheduler_pb2.Register:
-        seen.append(register(*arguments))
+    def kept(*arguments: Any) -> Registration:
+        seen.append(registration(*arguments))
         return seen[-1]
 
-    monkeypatch.setattr(host_module, "_register", kept)
+    monkeypatch.setattr(host_module, "_registration", kept)
     async with scheduler() as net:
         for revision in ("", "r2"):
             async with worker("decode", net, monkeypatch, revision=revision) as decode:

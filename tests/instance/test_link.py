@@ -7,42 +7,58 @@ from typing import Any
 import pytest
 import pytest_asyncio
 
+from millrace.core.kv.transfer import Incarnation
+from millrace.core.scheduler.commands import Cancel, Command, Registered
+from millrace.core.scheduler.reports import Heartbeat, Registration, Report, RequestReleased
 from millrace.instance import link as link_module
-from millrace.instance.link import WorkerLink, request_released
-from millrace.wire.pb import scheduler_pb2, scheduler_pb2_grpc
+from millrace.instance.link import WorkerLink
+from millrace.wire.codec.instance import command_message, registration_of, report_of
+from millrace.wire.pb import scheduler_pb2_grpc
 from millrace.wire.server import bind, create_server
 from support.deadlines import HANG_S
 from support.live_stack import eventually
+
+REGISTRATION = Registration(
+    incarnation=Incarnation("p0", 7),
+    role="prefill",
+    address="127.0.0.1:1",
+    model_hash="m",
+    kv_pages=1,
+    page_tokens=16,
+    max_context_tokens=64,
+)
 
 
 class Scheduler(scheduler_pb2_grpc.SchedulerServicer):
     """`streams` holds what came over each; `say` goes out on the newest one, None ends it."""
 
     def __init__(self) -> None:
-        self.streams: list[list[scheduler_pb2.WorkerMessage]] = []
+        self.streams: list[list[Registration | Report | None]] = []
         self.answers = True
-        self._out: asyncio.Queue[scheduler_pb2.WorkerCommand | None] = asyncio.Queue()
+        self._out: asyncio.Queue[Command | None] = asyncio.Queue()
 
-    def say(self, command: scheduler_pb2.WorkerCommand | None) -> None:
+    def say(self, command: Command | None) -> None:
         self._out.put_nowait(command)
 
     async def ConnectWorker(self, request_iterator: Any, context: Any) -> Any:
-        heard: list[scheduler_pb2.WorkerMessage] = []
+        heard: list[Registration | Report | None] = []
         self.streams.append(heard)
         out = self._out = asyncio.Queue()
 
         async def read() -> None:
             async for message in request_iterator:
-                heard.append(message)
-                if message.HasField("register") and self.answers:
-                    registered = scheduler_pb2.Registered(heartbeat_s=0.02, lease_s=1)
-                    out.put_nowait(scheduler_pb2.WorkerCommand(registered=registered))
+                if not message.HasField("register"):
+                    heard.append(report_of(message))
+                    continue
+                heard.append(registration_of(message.register))
+                if self.answers:
+                    out.put_nowait(Registered(heartbeat_s=0.02, lease_s=1))
             out.put_nowait(None)
 
         reading = asyncio.create_task(read())
         try:
             while (command := await out.get()) is not None:
-                yield command
+                yield command_message(command)
         finally:
             reading.cancel()
 
@@ -64,23 +80,23 @@ class Worker:
         )
         self.running = asyncio.create_task(self.link.run())
 
-    def _take(self, command: scheduler_pb2.WorkerCommand) -> None:
-        if command.WhichOneof("kind") == "cancel":
-            self.seen.append(command.cancel.request_id)
+    def _take(self, command: Command) -> None:
+        if isinstance(command, Cancel):
+            self.seen.append(command.request_id)
 
-    def _register(self) -> scheduler_pb2.Register:
+    def _register(self) -> Registration:
         self.seen.append("register")
-        return scheduler_pb2.Register(role="prefill")
+        return REGISTRATION
 
-    def _beat(self) -> scheduler_pb2.Heartbeat:
+    def _beat(self) -> Heartbeat:
         self.beats += 1
-        return scheduler_pb2.Heartbeat(running=self.beats)
+        return Heartbeat(running=self.beats)
 
     async def _lost(self) -> None:
         self.seen.append("dropping")
-        self.link.send(request_released("while dropping"))
+        self.link.send(RequestReleased(request_id="while dropping"))
         await self.drop.wait()
-        self.link.send(request_released("dropped"))
+        self.link.send(RequestReleased(request_id="dropped"))
         self.seen.append("dropped")
 
 
@@ -119,12 +135,12 @@ async def worker(net: Net) -> AsyncIterator[Worker]:
         await made.running
 
 
-def cancel(request_id: str) -> scheduler_pb2.WorkerCommand:
-    return scheduler_pb2.WorkerCommand(cancel=scheduler_pb2.CancelRequest(request_id=request_id))
+def cancel(request_id: str) -> Cancel:
+    return Cancel(request_id=request_id)
 
 
-def released(messages: list[scheduler_pb2.WorkerMessage]) -> list[str]:
-    return [m.request_released.request_id for m in messages if m.HasField("request_released")]
+def released(messages: list[Registration | Report | None]) -> list[str]:
+    return [m.request_id for m in messages if isinstance(m, RequestReleased)]
 
 
 async def connected(worker: Worker) -> None:
@@ -136,19 +152,19 @@ async def test_registers_reports_and_beats(net: Net, worker: Worker) -> None:
     await connected(worker)
     net.scheduler.say(cancel("a"))
     net.scheduler.say(cancel("b"))
-    worker.link.send(request_released("r"))
+    worker.link.send(RequestReleased(request_id="r"))
 
     await eventually(lambda: worker.seen == ["register", "a", "b"])
     await eventually(lambda: released(net.scheduler.streams[0]) == ["r"])
     await eventually(lambda: worker.beats >= 3)
-    assert net.scheduler.streams[0][0].register.role == "prefill"
+    assert net.scheduler.streams[0][0] == REGISTRATION
 
 
 async def test_nothing_is_sent_before_the_registration_was_taken(net: Net) -> None:
     net.scheduler.answers = False
     worker = Worker(f"127.0.0.1:{net.port}")
     await eventually(lambda: bool(net.scheduler.streams and net.scheduler.streams[0]))
-    worker.link.send(request_released("early"))
+    worker.link.send(RequestReleased(request_id="early"))
     await asyncio.sleep(0.05)
 
     assert len(net.scheduler.streams[0]) == 1
@@ -174,15 +190,15 @@ async def test_drops_everything_before_it_registers_again(net: Net, worker: Work
 async def test_a_new_stream_carries_nothing_of_an_earlier_life(net: Net, worker: Worker) -> None:
     await connected(worker)
     await net.stop()
-    worker.link.send(request_released("into the void"))
+    worker.link.send(RequestReleased(request_id="into the void"))
     await eventually(lambda: worker.seen[-1] == "dropped")
     await net.serve()
     await eventually(lambda: len(net.scheduler.streams) == 2)
     await connected(worker)
-    worker.link.send(request_released("news"))
+    worker.link.send(RequestReleased(request_id="news"))
 
     await eventually(lambda: released(net.scheduler.streams[1]) == ["news"])
-    assert net.scheduler.streams[1][0].HasField("register")
+    assert net.scheduler.streams[1][0] == REGISTRATION
 
 
 async def test_keeps_trying_while_there_is_no_scheduler(net: Net, worker: Worker) -> None:
@@ -199,7 +215,7 @@ async def test_a_draining_worker_takes_no_more_commands(net: Net, worker: Worker
     await connected(worker)
     worker.link.refuse_commands()
     net.scheduler.say(cancel("late"))
-    worker.link.send(request_released("last"))
+    worker.link.send(RequestReleased(request_id="last"))
     worker.link.close()
 
     async with asyncio.timeout(HANG_S):
@@ -209,17 +225,17 @@ async def test_a_draining_worker_takes_no_more_commands(net: Net, worker: Worker
 
 
 async def test_a_defect_in_a_command_ends_the_link(net: Net) -> None:
-    def fail(command: scheduler_pb2.WorkerCommand) -> None:
-        if command.WhichOneof("kind") == "cancel":
-            raise KeyError(command.cancel.request_id)
+    def fail(command: Command) -> None:
+        if isinstance(command, Cancel):
+            raise KeyError(command.request_id)
 
     async def lost() -> None:
         return
 
     link = WorkerLink(
         f"127.0.0.1:{net.port}",
-        register=scheduler_pb2.Register,
-        heartbeat=scheduler_pb2.Heartbeat,
+        register=lambda: REGISTRATION,
+        heartbeat=Heartbeat,
         on_command=fail,
         on_lost=lost,
     )

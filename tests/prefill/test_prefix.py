@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator
+from dataclasses import replace
 
 import numpy as np
 import pytest_asyncio
 
+from millrace.core.request import Chunk
+from millrace.core.scheduler.commands import KvShard
 from millrace.prefill.loop import PrefillRole
 from millrace.state.memory_store import MemoryStore
 from millrace.transfer.transport.memory import MemoryHub
@@ -86,10 +89,11 @@ async def test_chunks_that_are_cached_are_over_at_once(pair: PrefixPair) -> None
     ids = prompt(300)
     await pair.answer("first", ids)
     request = await pair.request("r", ids)
-    run = run_prefill(request, pair.decode.member)
-    del run.run_prefill.chunks[:]
-    for index, (start, tokens) in enumerate([(0, 100), (100, 100), (200, 100)]):
-        run.run_prefill.chunks.add(index=index, start_token=start, num_tokens=tokens)
+    chunks = tuple(
+        Chunk(index=index, start_token=100 * index, num_tokens=100, instance_ids=())
+        for index in range(3)
+    )
+    run = replace(run_prefill(request, pair.decode.member), chunks=chunks)
     pair.decode.role.on_command(admit_decode(request))
     pair.prefill.role.on_command(run)
     await pair.over("r")
@@ -194,7 +198,7 @@ async def test_the_scheduler_hears_what_is_there(pair: PrefixPair) -> None:
     await pair.answer("first", ids)
     blocks = (await pair.request("other", ids)).prefix_hashes
     assert listener.hear() == set(blocks)
-    assert not pair.prefill.role.heartbeat().HasField("cached")
+    assert not pair.prefill.role.heartbeat().cached
     pool = pair.prefill.engine.pool
     pool.free(pool.allocate(pool.free_pages))
     assert listener.hear() == set()
@@ -226,15 +230,15 @@ async def test_cached_tokens_go_to_every_holder_of_a_spread_prompt() -> None:
         async def compute(name: str, *shards: tuple[Holder, int, int]) -> np.ndarray:
             request = with_blocks(spec(name, 500), ids)
             await remember(store, request, ids)
-            run = run_prefill(request, home.member)
             for holder, start, end in shards:
                 holder.admit(name, 500, (start, end))
-                run.run_prefill.shards.add(
-                    holder=holder.member, start_token=start, end_token=end + 100 * (end == 500)
-                )
             if not shards:
                 home.admit(name, 500)
-            prefill.role.on_command(run)
+            told = tuple(
+                KvShard(holder=holder.member, start_token=start, end_token=end + 100 * (end == 500))
+                for holder, start, end in shards
+            )
+            prefill.role.on_command(run_prefill(request, home.member, shards=told))
             held = [holder for holder, *_ in shards] or [home]
             return np.concatenate([await holder.kv(name) for holder in held], axis=3)
 

@@ -4,16 +4,17 @@ a request at whatever stage.
 
 import asyncio
 from collections.abc import AsyncIterator
+from dataclasses import replace
 
 import numpy as np
 import pytest
 import pytest_asyncio
 
+from millrace.core.scheduler.commands import Drain
 from millrace.decode.loop import DecodeRole
 from millrace.prefill.loop import PrefillRole
 from millrace.state.store import StoreError
 from millrace.transfer.transport.memory import MemoryHub
-from millrace.wire.pb import scheduler_pb2
 from support.deadlines import HANG_S
 from support.live_stack import eventually
 from support.prefill_pair import SETTINGS, GatedStore, Pair
@@ -248,8 +249,9 @@ async def test_a_prompt_that_is_not_whole_is_not_computed(pair: Pair) -> None:
 async def test_a_refused_handshake_stops_the_compute(pair: Pair) -> None:
     request = spec("r", 3000)
     await remember(pair.store, request, prompt(3000))
-    elsewhere = pair.decode.member
-    elsewhere.incarnation.generation += 1
+    life = pair.decode.incarnation
+    later = life._replace(generation=life.generation + 1)
+    elsewhere = replace(pair.decode.member, incarnation=later)
     with pair.prefill.held_before_the_last_chunk():  # the refusal comes while it computes
         pair.prefill.role.on_command(run_prefill(request, elsewhere))
         failed = await pair.prefill.said("request_failed", "r")
@@ -289,8 +291,7 @@ async def test_an_instance_lets_go_of_its_requests_and_works_on(pair: Pair, abor
     for i in range(4):
         await pair.ask(f"r{i}", 1500)
     await pair.prefill.said("chunk_started", "r0")
-    drain = scheduler_pb2.Drain(abort=abort)
-    pair.prefill.role.on_command(scheduler_pb2.WorkerCommand(drain=drain))
+    pair.prefill.role.on_command(Drain(abort=abort))
     for i in range(4):
         released = await pair.prefill.said("request_released", f"r{i}")
         assert not released.complete

@@ -11,11 +11,13 @@ import pytest
 import pytest_asyncio
 
 from millrace.core.errors import TransferError
+from millrace.core.kv.transfer import Incarnation
+from millrace.core.request import Chunk
+from millrace.core.scheduler.commands import KvShard, Member, RunPrefill
 from millrace.prefill.loop import PrefillRole
 from millrace.prefill.sending import targets
 from millrace.transfer.transport.memory import MemoryHub
 from millrace.wire.kv_peer import KvPeers
-from millrace.wire.pb import scheduler_pb2
 from support.kv_holders import Holder, holders
 from support.prefill_pair import SETTINGS, GatedStore
 from support.tiny_models import prompt
@@ -47,30 +49,24 @@ class Fleet:
             holder = self.holders[number]
             if start < tokens and (admitted is None or number < admitted):
                 holder.admit(request_id, tokens, (start, min(end, tokens)))
-            shards.append(
-                scheduler_pb2.KvShard(holder=holder.member, start_token=start, end_token=end)
-            )
+            shards.append(KvShard(holder=holder.member, start_token=start, end_token=end))
         if not cuts:
             self.holders[0].admit(request_id, tokens)
         made, start = [], 0
         for index, (count, group) in enumerate(chunks):
-            ids = [self.prefills[i].incarnation.id for i in group]
-            made.append(
-                scheduler_pb2.Chunk(
-                    index=index, start_token=start, num_tokens=count, instance_ids=ids
-                )
-            )
+            ids = tuple(self.prefills[i].incarnation.id for i in group)
+            made.append(Chunk(index=index, start_token=start, num_tokens=count, instance_ids=ids))
             start += count
         members = [self.prefills[i] for i in chunks[-1][1]]
-        run = scheduler_pb2.RunPrefill(
+        run = RunPrefill(
             request=request,
-            chunks=made,
+            chunks=tuple(made),
             decode=self.holders[0].member,
-            group=[one.member for one in members],
-            shards=shards,
+            group=tuple(one.member for one in members),
+            shards=tuple(shards),
         )
         for one in members:
-            one.role.on_command(scheduler_pb2.WorkerCommand(run_prefill=run))
+            one.role.on_command(run)
 
 
 @pytest_asyncio.fixture
@@ -108,7 +104,8 @@ async def test_the_shards_together_are_the_prompt(fleet: Fleet, chunks, cuts) ->
 
 
 async def test_a_shard_that_is_refused_fails_the_prompt_before_token_one(fleet: Fleet) -> None:
-    fleet.holders[1].life.generation += 1
+    life = fleet.holders[1].life
+    fleet.holders[1].life = life._replace(generation=life.generation + 1)
     await fleet.ask("r", [(500, [0])], (130, 500))
     failed = await fleet.prefills[0].said("request_failed", "r")
     assert failed.retryable and "stale receiver" in failed.message
@@ -137,16 +134,17 @@ async def test_cancelled_while_a_holder_is_not_there_yet(fleet: Fleet) -> None:
 )
 async def test_shards_that_are_not_the_prompt_are_refused(shards, pattern) -> None:
     peers = KvPeers()
-    members = {name: scheduler_pb2.Member(address="127.0.0.1:1") for name in ("a", "b")}
-    for name, member in members.items():
-        member.incarnation.id = name
-    command = scheduler_pb2.RunPrefill(
+    members = {
+        name: Member(incarnation=Incarnation(name, 1), address="127.0.0.1:1") for name in ("a", "b")
+    }
+    command = RunPrefill(
         request=spec("r", 50),
+        chunks=(),
         decode=members["a"],
-        shards=[
-            scheduler_pb2.KvShard(holder=members[name], start_token=start, end_token=end)
+        shards=tuple(
+            KvShard(holder=members[name], start_token=start, end_token=end)
             for name, start, end in shards
-        ],
+        ),
     )
     with pytest.raises(TransferError, match=pattern):
         targets(command, peers, leads=True)

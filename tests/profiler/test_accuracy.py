@@ -64,10 +64,12 @@ def test_online_correction_keeps_up_with_a_loaded_machine() -> None:
         for _ in range(60):
             tokens = draw.randrange(600, CHUNK)  # long beside a slice of the system's scheduler
             modelled_s = latency.chunk_s(tokens, 0)
-            predicted_s = corrections.factor("p", band_of(tokens)) * modelled_s
+            predicted_s = corrections.seconds("p", band_of(tokens), modelled_s)
             taken_s = workload.prefill(tokens, 0).seconds
             errors.append(abs(predicted_s / taken_s - 1.0))
             corrections.observe("p", band_of(tokens), predicted_s=modelled_s, observed_s=taken_s)
     workload.close()
     assert median(errors[20:]) < 0.15, sorted(errors)
-    assert corrections.factor("p", band_of(CHUNK)) > 1.2  # or nothing was there to correct
+    alone_s = latency.chunk_s(CHUNK, 0)
+    loaded_s = corrections.seconds("p", band_of(CHUNK), alone_s)
+    assert loaded_s > 1.2 * alone_s  # or nothing was there to correct

@@ -57,10 +57,11 @@ async def test_a_plan_of_growing_groups_is_computed_as_planned(conductor: Conduc
 async def test_an_instance_tells_the_times_of_groups_that_its_profile_has(
     conductor: Conductor,
 ) -> None:
-    assert [group.sp for group in conductor.register.sp_latency] == [2, 4, 8, 16]
+    latency = conductor.registration.latency
+    assert latency is not None
+    assert latency.degrees == (1, 2, 4, 8, 16)
     shipped = profiles.load_profile("llama3-8b-a100-tp1").prefill.by_sp
-    points = conductor.register.sp_latency[1].latency.points
-    assert [(point.tokens, point.seconds) for point in points] == list(shipped[4].points)
+    assert latency.by_sp[4].points == shipped[4].points
 
 
 @pytest.mark.asyncio(loop_scope="module")

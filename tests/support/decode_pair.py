@@ -9,13 +9,13 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from millrace.core.config import Config
+from millrace.core.token_events import TokenEvent
 from millrace.decode.loop import DecodeRole
 from millrace.prefill.loop import PrefillRole
 from millrace.state.memory_store import MemoryStore
 from millrace.state.store import StoreError
 from millrace.transfer.transport.memory import MemoryHub
-from millrace.wire.channel import open_channel
-from millrace.wire.pb import decode_pb2, decode_pb2_grpc
+from millrace.wire.token_stream import token_events
 from support.tiny_models import prompt
 from support.worker_roles import (
     PROXY,
@@ -61,15 +61,12 @@ class Pair:
 
     async def read_tokens(self) -> None:
         """Plays the proxy."""
-        async with open_channel(self.decode.address) as channel:
-            stream = decode_pb2_grpc.DecodeStub(channel).StreamTokens(
-                decode_pb2.TokenSubscription(proxy=PROXY, decode=self.decode.incarnation)
-            )
-            async for batch in stream:
-                for event in batch.events:
-                    self.take(event)
+        address, life = self.decode.address, self.decode.incarnation
+        async for events in token_events(address, proxy=PROXY, decode=life):
+            for event in events:
+                self.take(event)
 
-    def take(self, event: decode_pb2.TokenEvent) -> None:
+    def take(self, event: TokenEvent) -> None:
         key = (event.request_id, event.choice)
         self.tokens.setdefault(key, []).extend(event.token_ids)
         self.spans.setdefault(event.request_id, []).extend(s.name for s in event.spans)

@@ -16,10 +16,10 @@ from tokenizers import Tokenizer
 from millrace.bench.gateway.stub_fleet import StubFleet
 from millrace.bench.gateway.stub_model import write_stub_model
 from millrace.core.config import Config, load_config
+from millrace.core.request_spec import RequestSpec
 from millrace.core.scheduler.events import CancelRequested
 from millrace.core.span import Span
 from millrace.proxy.service import Proxy, listen
-from millrace.wire.request_spec import RequestSpec
 from millrace.wire.token_events import PositionLogprobs, TokenDetail, TokenEvent, TokenLogprob
 from support.deadlines import HANG_S
 

@@ -16,6 +16,9 @@ import numpy as np
 from millrace.core.config import Config, EngineConfig, SchedulerConfig
 from millrace.core.cost.decode_step import DecodeStepTime
 from millrace.core.kv.layout import KvLayout
+from millrace.core.kv.transfer import Incarnation
+from millrace.core.request import Slo
+from millrace.core.request_spec import RequestSpec, SamplingParams
 from millrace.decode.held_pages import HeldPages
 from millrace.decode.memory.request_pages import RequestPages
 from millrace.decode.metrics import DecodeMetrics
@@ -27,7 +30,6 @@ from millrace.engine.kv.pool import KvPool
 from millrace.engine.sampling.spec import SamplingSpec, finish_reason
 from millrace.instance.tasks import Tasks
 from millrace.telemetry.metrics import Registry
-from millrace.wire.pb import common_pb2
 from support.hashing_model import PAGE, HashingModel, reference
 
 PAGE_BYTES = 4 * 2 * PAGE
@@ -249,7 +251,7 @@ class GrowingRequests:
     def _live(self, name: str, job: Job) -> None:
         """A life of a request: the first, or one that goes on behind what it got."""
         done = len(job.got[0])
-        sampling = common_pb2.SamplingParams(
+        sampling = SamplingParams(
             max_tokens=job.spec.max_tokens - done,
             temperature=job.spec.temperature,
             top_p=job.spec.top_p,
@@ -259,16 +261,15 @@ class GrowingRequests:
             seed=job.spec.seed,
             stop_token_ids=job.spec.stop_token_ids,
             n=job.spec.n,
-            logprobs=-1,
-            prompt_logprobs=-1,
         )
-        spec = common_pb2.RequestSpec(
+        spec = RequestSpec(
             request_id=name,
+            proxy=Incarnation("proxy-0", 1),
             prompt_tokens=len(job.prompt) + done,
             resumed_tokens=done,
             sampling=sampling,
             arrival_unix_s=job.arrival_unix_s,
-            slo=common_pb2.Slo(tbt_s=job.tbt_s),
+            slo=Slo(tbt_s=job.tbt_s or None),
         )
         request = DecodeRequest.of(spec, HeldPages())
         request.prompt_ids = np.array(job.prompt + job.got[0][:done], dtype=np.int32)

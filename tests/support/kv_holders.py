@@ -11,11 +11,13 @@ import numpy as np
 
 from millrace.core.config import TransferConfig
 from millrace.core.kv.layout import KvLayout
+from millrace.core.kv.transfer import Incarnation
+from millrace.core.scheduler.commands import Member
+from millrace.core.token_events import FinishedPrefill
 from millrace.instance.transfer.kv_servicer import KvReceiverServicer
 from millrace.transfer.push.control import ReceiveCallbacks
 from millrace.transfer.push.receive.manager import ReceiveManager
 from millrace.transfer.transport.memory import MemoryHub, MemoryTransport
-from millrace.wire.pb import common_pb2, scheduler_pb2, transfer_pb2
 from millrace.wire.server import bind, create_server
 from support.deadlines import HANG_S
 from support.kv_nodes import Pool, read
@@ -27,9 +29,9 @@ class Holder:
     def __init__(self, name: str, hub: MemoryHub, made: KvLayout, config: TransferConfig) -> None:
         self.layout = made
         self.pool = Pool(made)
-        self.life = common_pb2.Incarnation(id=name, generation=7)
+        self.life = Incarnation(name, 7)
         self.transport = MemoryTransport(name, hub)
-        self.finished: dict[str, transfer_pb2.FinishPrefillRequest] = {}
+        self.finished: dict[str, FinishedPrefill] = {}
         self._ended: dict[str, asyncio.Future[str]] = {}
         self._shards: dict[str, tuple[list[int], int]] = {}
         self._next_page = 0
@@ -51,8 +53,8 @@ class Holder:
         self.address = f"127.0.0.1:{bind(self.server, '127.0.0.1', 0)}"
 
     @property
-    def member(self) -> scheduler_pb2.Member:
-        return scheduler_pb2.Member(incarnation=self.life, address=self.address)
+    def member(self) -> Member:
+        return Member(incarnation=self.life, address=self.address)
 
     def admit(self, request_id: str, tokens: int, shard: tuple[int, int] | None = None) -> None:
         count = shard[1] - shard[0] if shard else tokens

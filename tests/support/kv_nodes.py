@@ -16,13 +16,13 @@ import numpy as np
 from millrace.core.config import TransferConfig
 from millrace.core.errors import TransferError
 from millrace.core.kv.layout import KvLayout
+from millrace.core.token_events import FinishedPrefill, FirstToken
 from millrace.instance.transfer.kv_servicer import KvReceiverServicer
 from millrace.transfer.push.control import ReceiveCallbacks
 from millrace.transfer.push.receive.manager import ReceiveManager
 from millrace.transfer.push.send.manager import SendManager, SendSession
 from millrace.transfer.transport.nixl.transport import NixlTransport
 from millrace.wire.kv_peer import KvPeers
-from millrace.wire.pb import transfer_pb2
 from millrace.wire.server import bind, create_server
 from support.deadlines import HANG_S
 from support.transfer_peers import ChildPipe
@@ -209,10 +209,8 @@ class SenderNode:
         await asyncio.to_thread(self.transport.close)
 
 
-def first_tokens(total_chunks: int) -> transfer_pb2.FinishPrefillRequest:
-    return transfer_pb2.FinishPrefillRequest(
-        first_tokens=[transfer_pb2.FirstToken(token_id=11)], total_chunks=total_chunks
-    )
+def first_tokens(total_chunks: int) -> FinishedPrefill:
+    return FinishedPrefill(first_tokens=(FirstToken(11),), total_chunks=total_chunks)
 
 
 async def granted(session: SendSession) -> None:

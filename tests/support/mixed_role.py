@@ -15,11 +15,15 @@ from millrace.colocated.packing import Plan, Share
 from millrace.core.config import Config
 from millrace.core.config.sections import MixedConfig
 from millrace.core.cost.operators import DecodeAttention, OperatorModel, Table
+from millrace.core.request import Slo
+from millrace.core.request_spec import RequestSpec
+from millrace.core.scheduler.commands import KvShard
+from millrace.core.span import Span
+from millrace.core.token_events import TokenEvent
 from millrace.instance.host import Role, WorkerContext
 from millrace.state.memory_store import MemoryStore
 from millrace.transfer.transport.memory import MemoryHub
-from millrace.wire.channel import open_channel
-from millrace.wire.pb import common_pb2, decode_pb2, decode_pb2_grpc, scheduler_pb2
+from millrace.wire.token_stream import token_events
 from support.live_stack import eventually
 from support.tiny_models import prompt
 from support.worker_roles import (
@@ -70,7 +74,7 @@ class Mixed:
     holders: list[LiveRole]
     tokens: dict[tuple[str, int], list[int]] = field(default_factory=dict)
     ends: dict[tuple[str, int], str] = field(default_factory=dict)
-    events: list[decode_pb2.TokenEvent] = field(default_factory=list)
+    events: list[TokenEvent] = field(default_factory=list)
     plans: list[Plan] = field(default_factory=list)
 
     async def ask(
@@ -79,17 +83,15 @@ class Mixed:
         tokens: int,
         *,
         ids: list[int] | None = None,
-        slo: common_pb2.Slo | None = None,
+        slo: Slo | None = None,
         **sampling: Any,
     ) -> None:
         """Has a request admitted and its prompt computed."""
         await self.submit(spec(request_id, tokens, **sampling), ids or prompt(tokens), slo)
 
-    async def submit(
-        self, request: common_pb2.RequestSpec, ids: list[int], slo: common_pb2.Slo | None = None
-    ) -> None:
+    async def submit(self, request: RequestSpec, ids: list[int], slo: Slo | None = None) -> None:
         if slo is not None:
-            request.slo.CopyFrom(slo)
+            request = replace(request, slo=slo)
         await remember(self.store, request, ids)
         self.live.role.on_command(admit_decode(request))
         self.live.role.on_command(run_prefill(request, self.live.member))
@@ -99,12 +101,11 @@ class Mixed:
         request = spec(request_id, tokens, **sampling)
         await remember(self.store, request, prompt(tokens))
         members = [self.live.member, *(holder.member for holder in self.holders)]
-        shards = [
-            scheduler_pb2.KvShard(holder=member, start_token=start, end_token=end)
+        shards = tuple(
+            KvShard(holder=member, start_token=start, end_token=end)
             for member, start, end in zip(members, (0, *ends), ends, strict=False)
-        ]
-        admit = scheduler_pb2.AdmitDecode(request=request, attempt=1, shards=shards)
-        self.live.role.on_command(scheduler_pb2.WorkerCommand(admit_decode=admit))
+        )
+        self.live.role.on_command(admit_decode(request, shards=shards))
         self.live.role.on_command(run_prefill(request, self.live.member))
 
     @contextmanager
@@ -128,7 +129,7 @@ class Mixed:
         await eventually(lambda: (request_id, 0) in self.ends)
         return self.tokens[request_id, 0]
 
-    def spans(self, request_id: str) -> list[common_pb2.Span]:
+    def spans(self, request_id: str) -> list[Span]:
         mine = [event for event in self.events if event.request_id == request_id]
         return [span for event in mine for span in event.spans]
 
@@ -138,15 +139,12 @@ class Mixed:
         return self.live.engine.pool.used_pages - self.live.role.num_spill_pages
 
     async def read_tokens(self) -> None:
-        async with open_channel(self.live.address) as channel:
-            stream = decode_pb2_grpc.DecodeStub(channel).StreamTokens(
-                decode_pb2.TokenSubscription(proxy=PROXY, decode=self.live.incarnation)
-            )
-            async for batch in stream:
-                for event in batch.events:
-                    self._take(event)
+        address, life = self.live.address, self.live.incarnation
+        async for events in token_events(address, proxy=PROXY, decode=life):
+            for event in events:
+                self._take(event)
 
-    def _take(self, event: decode_pb2.TokenEvent) -> None:
+    def _take(self, event: TokenEvent) -> None:
         key = (event.request_id, event.choice)
         self.events.append(event)
         self.tokens.setdefault(key, []).extend(event.token_ids)

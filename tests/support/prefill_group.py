@@ -9,11 +9,14 @@ from dataclasses import dataclass
 from typing import Any
 
 from millrace.core.config import Config
+from millrace.core.request import Chunk
+from millrace.core.request_spec import RequestSpec
+from millrace.core.scheduler.commands import AdmitDecode, Order, Registered, RunPrefill
+from millrace.core.scheduler.effects import ChunkRef
 from millrace.decode.loop import DecodeRole
 from millrace.prefill.loop import PrefillRole
 from millrace.transfer.transport.memory import MemoryHub
-from millrace.wire.channel import open_channel
-from millrace.wire.pb import common_pb2, decode_pb2, decode_pb2_grpc, scheduler_pb2
+from millrace.wire.token_stream import token_events
 from support.deadlines import HANG_S
 from support.live_stack import eventually
 from support.prefill_pair import GatedStore
@@ -38,44 +41,32 @@ class Group:
         self.admit(request)
         self.run(request, plan)
 
-    def admit(self, request: common_pb2.RequestSpec, attempt: int = 1, kept: int = 0) -> None:
-        admit = scheduler_pb2.AdmitDecode(request=request, attempt=attempt, kept_tokens=kept)
-        self.decode.role.on_command(scheduler_pb2.WorkerCommand(admit_decode=admit))
+    def admit(self, request: RequestSpec, attempt: int = 1, kept: int = 0) -> None:
+        admit = AdmitDecode(request=request, attempt=attempt, kept_tokens=kept)
+        self.decode.role.on_command(admit)
 
-    def run(
-        self, request: common_pb2.RequestSpec, plan: Plan, attempt: int = 1, start: int = 0
-    ) -> None:
+    def run(self, request: RequestSpec, plan: Plan, attempt: int = 1, start: int = 0) -> None:
         """Gives every member its command."""
         chunks = []
         for index, (count, group) in enumerate(plan):
-            ids = [self.prefills[i].incarnation.id for i in group]
-            chunks.append(
-                scheduler_pb2.Chunk(
-                    index=index, start_token=start, num_tokens=count, instance_ids=ids
-                )
-            )
+            ids = tuple(self.prefills[i].incarnation.id for i in group)
+            chunks.append(Chunk(index=index, start_token=start, num_tokens=count, instance_ids=ids))
             start += count
         members = [self.prefills[i] for i in plan[-1][1]]
-        run = scheduler_pb2.RunPrefill(
+        run = RunPrefill(
             request=request,
-            chunks=chunks,
+            chunks=tuple(chunks),
             decode=self.decode.member,
             attempt=attempt,
-            group=[role.member for role in members],
+            group=tuple(role.member for role in members),
         )
         for role in members:
-            role.role.on_command(scheduler_pb2.WorkerCommand(run_prefill=run))
+            role.role.on_command(run)
 
     def order(self, instance: int, *refs: tuple[str, int]) -> None:
         """This instance's queue from now on: (request, chunk)."""
-        queue = [
-            scheduler_pb2.QueueEntry(
-                chunks=[scheduler_pb2.ChunkRef(request_id=name, chunk_index=chunk)]
-            )
-            for name, chunk in refs
-        ]
-        command = scheduler_pb2.WorkerCommand(order=scheduler_pb2.Order(queue=queue))
-        self.prefills[instance].role.on_command(command)
+        queue = tuple((ChunkRef(request_id=name, chunk_index=chunk),) for name, chunk in refs)
+        self.prefills[instance].role.on_command(Order(queue=queue))
 
     async def tokens(self, request_id: str, timeout_s: float = HANG_S) -> list[int]:
         """What decode emitted for a request, once it has finished."""
@@ -121,8 +112,7 @@ async def group_of(
     decode = LiveRole(DecodeRole, settings, name="decode-0", **shared)
     async with live_roles(*prefills, decode):
         for role in prefills:
-            registered = scheduler_pb2.Registered(preemption="operator")
-            role.role.on_command(scheduler_pb2.WorkerCommand(registered=registered))
+            role.role.on_command(Registered(preemption="operator"))
         async with listening(decode):
             yield Group(store, prefills, decode)
 
@@ -130,17 +120,14 @@ async def group_of(
 @asynccontextmanager
 async def listening(decode: LiveRole) -> AsyncIterator[None]:
     """A proxy that takes its tokens and does nothing with them."""
-    async with open_channel(decode.address) as channel:
-        ask = decode_pb2.TokenSubscription(proxy=PROXY, decode=decode.incarnation)
-        stream = decode_pb2_grpc.DecodeStub(channel).StreamTokens(ask)
 
-        async def read() -> None:
-            async for _ in stream:
-                pass
+    async def read() -> None:
+        async for _ in token_events(decode.address, proxy=PROXY, decode=decode.incarnation):
+            pass
 
-        reading = asyncio.create_task(read())
-        try:
-            yield
-        finally:
-            stream.cancel()
-            await asyncio.gather(reading, return_exceptions=True)
+    reading = asyncio.create_task(read())
+    try:
+        yield
+    finally:
+        reading.cancel()
+        await asyncio.gather(reading, return_exceptions=True)

@@ -6,16 +6,19 @@ import asyncio
 from array import array
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from millrace.core.kv.prefix import block_hashes, prefix_root
+from millrace.core.request_spec import RequestSpec
+from millrace.core.scheduler.reports import Registration
+from millrace.core.span import Span
+from millrace.core.token_events import TokenEvent
 from millrace.decode.loop import DecodeRole
 from millrace.prefill.loop import PrefillRole
 from millrace.state.memory_store import MemoryStore
 from millrace.transfer.transport.memory import MemoryHub
-from millrace.wire.channel import open_channel
-from millrace.wire.pb import common_pb2, decode_pb2, decode_pb2_grpc, scheduler_pb2
+from millrace.wire.token_stream import token_events
 from support.live_stack import eventually
 from support.worker_roles import (
     PROXY,
@@ -23,6 +26,7 @@ from support.worker_roles import (
     admit_decode,
     config,
     live_roles,
+    registration,
     remember,
     run_prefill,
     spec,
@@ -32,12 +36,16 @@ BLOCK = 64
 
 
 def with_blocks(
-    request: common_pb2.RequestSpec, ids: list[int], *, block: int = BLOCK, salt: str = ""
-) -> common_pb2.RequestSpec:
+    request: RequestSpec, ids: list[int], *, block: int = BLOCK, salt: str = ""
+) -> RequestSpec:
     """Names the prompt's blocks, as its proxy does."""
-    request.prefix_block_tokens, request.prefix_root = block, prefix_root(block, salt)
-    request.prefix_hashes.extend(block_hashes(array("i", ids), block, request.prefix_root))
-    return request
+    root = prefix_root(block, salt)
+    return replace(
+        request,
+        prefix_block_tokens=block,
+        prefix_root=root,
+        prefix_hashes=tuple(block_hashes(array("i", ids), block, root)),
+    )
 
 
 @dataclass
@@ -47,22 +55,19 @@ class PrefixPair:
     decode: LiveRole
     tokens: dict[tuple[str, int], list[int]] = field(default_factory=dict)
     cached: dict[str, int] = field(default_factory=dict)
-    spans: dict[str, dict[str, common_pb2.Span]] = field(default_factory=dict)
+    spans: dict[str, dict[str, Span]] = field(default_factory=dict)
     ended: set[tuple[str, int]] = field(default_factory=set)
 
-    async def request(self, name: str, ids: list[int], **more: Any) -> common_pb2.RequestSpec:
+    async def request(self, name: str, ids: list[int], **more: Any) -> RequestSpec:
         """One that shares its blocks, and whose prompt lies in the store."""
         request = with_blocks(spec(name, len(ids), **more), ids)
         await remember(self.store, request, ids)
         return request
 
-    def send(self, request: common_pb2.RequestSpec, kept: int = 0) -> None:
+    def send(self, request: RequestSpec, kept: int = 0) -> None:
         """Plays the scheduler; decode is to begin with `kept` tokens of its cache."""
-        admit, run = admit_decode(request), run_prefill(request, self.decode.member)
-        admit.admit_decode.kept_tokens = kept
-        run.run_prefill.chunks[0].start_token = kept
-        run.run_prefill.chunks[0].num_tokens -= kept
-        self.decode.role.on_command(admit)
+        self.decode.role.on_command(admit_decode(request, kept_tokens=kept))
+        run = run_prefill(request, self.decode.member, start_token=kept)
         self.prefill.role.on_command(run)
 
     async def over(self, name: str) -> None:
@@ -83,15 +88,12 @@ class PrefixPair:
         return [(int(s.attributes["history"]), int(s.attributes["tokens"])) for s in passes]
 
     async def read_tokens(self) -> None:
-        async with open_channel(self.decode.address) as channel:
-            stream = decode_pb2_grpc.DecodeStub(channel).StreamTokens(
-                decode_pb2.TokenSubscription(proxy=PROXY, decode=self.decode.incarnation)
-            )
-            async for batch in stream:
-                for event in batch.events:
-                    self._take(event)
+        address, life = self.decode.address, self.decode.incarnation
+        async for events in token_events(address, proxy=PROXY, decode=life):
+            for event in events:
+                self._take(event)
 
-    def _take(self, event: decode_pb2.TokenEvent) -> None:
+    def _take(self, event: TokenEvent) -> None:
         key = (event.request_id, event.choice)
         if key not in self.tokens and event.choice == 0:
             self.cached[event.request_id] = event.cached_tokens
@@ -124,13 +126,13 @@ class Listener:
         self._role = role
         self.blocks: set[int] = set()
 
-    def register(self) -> scheduler_pb2.Register:
-        register = scheduler_pb2.Register(kv_pages=self._role.engine.pool.num_pages)
-        self._role.role.fill_register(register)
-        return register
+    def register(self) -> Registration:
+        return registration(self._role)
 
     def hear(self) -> set[int]:
         cached = self._role.role.heartbeat().cached
+        if cached is None:
+            return self.blocks
         if cached.whole:
             self.blocks.clear()
         self.blocks |= set(cached.added)

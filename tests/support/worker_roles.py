@@ -6,6 +6,7 @@ A test plays the scheduler: it gives commands, and `messages` is what would have
 from __future__ import annotations
 
 import asyncio
+import re
 import threading
 import time
 from collections.abc import AsyncIterator, Callable, Generator, Iterator, Sequence
@@ -15,6 +16,12 @@ from typing import Any
 import numpy as np
 
 from millrace.core.config import Config, EngineConfig, SchedulerConfig, StoreConfig, TransferConfig
+from millrace.core.kv.transfer import Incarnation
+from millrace.core.request import Chunk
+from millrace.core.request_spec import RequestSpec, SamplingParams
+from millrace.core.scheduler.commands import AdmitDecode, Cancel, Member, Order, RunPrefill
+from millrace.core.scheduler.effects import ChunkRef
+from millrace.core.scheduler.reports import Registration, Report
 from millrace.engine.assembly import open_engine
 from millrace.engine.attention.ring import RingTask
 from millrace.engine.forward.passes import Boundary
@@ -23,13 +30,13 @@ from millrace.instance.host import Role, WorkerContext
 from millrace.state.memory_store import MemoryStore
 from millrace.telemetry.metrics import Registry
 from millrace.transfer.transport.memory import MemoryHub, MemoryTransport
-from millrace.wire.pb import common_pb2, scheduler_pb2
+from millrace.wire.codec.request_spec import encode_spec
 from millrace.wire.server import bind, create_server
 from support.deadlines import HANG_S
 from support.live_stack import eventually
 from support.tiny_models import model_folder
 
-PROXY = common_pb2.Incarnation(id="proxy-0", generation=1)
+PROXY = Incarnation("proxy-0", 1)
 
 
 def config(**engine: Any) -> Config:
@@ -45,7 +52,7 @@ def config(**engine: Any) -> Config:
 
 
 class LiveRole:
-    """One role at work. `messages` holds what it told the scheduler, as (kind, message)."""
+    """One role at work. `messages` holds what it told the scheduler, as (kind, report)."""
 
     def __init__(
         self,
@@ -57,7 +64,7 @@ class LiveRole:
         store: MemoryStore,
         model: str = "llama",
     ) -> None:
-        self.incarnation = common_pb2.Incarnation(id=name, generation=time.time_ns())
+        self.incarnation = Incarnation(name, time.time_ns())
         self.messages: list[tuple[str, Any]] = []
         self.engine = open_engine(model_folder(model), settings.engine)
         self.transport = MemoryTransport(f"{name}-{self.incarnation.generation}", hub)
@@ -81,13 +88,11 @@ class LiveRole:
         self._running: asyncio.Task[None] | None = None
 
     @property
-    def member(self) -> scheduler_pb2.Member:
-        return scheduler_pb2.Member(incarnation=self.incarnation, address=self.address)
+    def member(self) -> Member:
+        return Member(incarnation=self.incarnation, address=self.address)
 
-    def _take(self, message: scheduler_pb2.WorkerMessage) -> None:
-        kind = message.WhichOneof("kind")
-        assert kind is not None
-        self.messages.append((kind, getattr(message, kind)))
+    def _take(self, report: Report) -> None:
+        self.messages.append((kind_of(report), report))
 
     def kinds(self, request_id: str) -> list[str]:
         """What was said of a request, in order."""
@@ -135,8 +140,7 @@ class LiveRole:
             go_on.set()
 
     def cancel(self, request_id: str) -> None:
-        cancel = scheduler_pb2.CancelRequest(request_id=request_id, reason="the test wants it")
-        self.role.on_command(scheduler_pb2.WorkerCommand(cancel=cancel))
+        self.role.on_command(Cancel(request_id=request_id, reason="the test wants it"))
 
     async def start(self) -> None:
         await self.server.start()
@@ -179,46 +183,68 @@ async def live_roles(*roles: LiveRole) -> AsyncIterator[None]:
         yield
 
 
-def spec(request_id: str, prompt_tokens: int, **sampling: Any) -> common_pb2.RequestSpec:
+def registration(live: LiveRole) -> Registration:
+    """What a role registers as."""
+    base = Registration(
+        incarnation=live.incarnation,
+        role=live.role.name,
+        address=live.address,
+        model_hash="m",
+        kv_pages=live.engine.pool.num_pages,
+        page_tokens=live.engine.layout.page_tokens,
+        max_context_tokens=live.engine.max_context_tokens,
+    )
+    registered: Registration = live.role.complete_registration(base)
+    return registered
+
+
+def kind_of(report: Report) -> str:
+    """The report's type as a field is named: chunk_started, ..."""
+    return re.sub(r"(?<!^)(?=[A-Z])", "_", type(report).__name__).lower()
+
+
+def spec(request_id: str, prompt_tokens: int, **sampling: Any) -> RequestSpec:
     """A greedy request of proxy-0's unless `sampling` says otherwise."""
-    chosen = {"max_tokens": 8, "n": 1, "top_p": 1.0, "repetition_penalty": 1.0, "logprobs": -1}
-    return common_pb2.RequestSpec(
+    return RequestSpec(
         request_id=request_id,
         proxy=PROXY,
         model="tiny",
         prompt_tokens=prompt_tokens,
-        sampling=common_pb2.SamplingParams(**{**chosen, "prompt_logprobs": -1, **sampling}),
+        sampling=SamplingParams(**{"max_tokens": 8, **sampling}),
         arrival_unix_s=time.time(),
     )
 
 
-async def remember(store: MemoryStore, request: common_pb2.RequestSpec, ids: list[int]) -> None:
+async def remember(store: MemoryStore, request: RequestSpec, ids: list[int]) -> None:
     """Does the proxy's part: the prompt lies in the store."""
     await store.create(
-        request.request_id,
-        spec=request.SerializeToString(),
-        prompt_ids=np.array(ids, dtype=np.int32),
+        request.request_id, spec=encode_spec(request), prompt_ids=np.array(ids, dtype=np.int32)
     )
 
 
 def run_prefill(
-    request: common_pb2.RequestSpec, decode: scheduler_pb2.Member
-) -> scheduler_pb2.WorkerCommand:
-    """The whole prompt as one chunk."""
-    chunk = scheduler_pb2.Chunk(index=0, start_token=0, num_tokens=request.prompt_tokens)
-    return scheduler_pb2.WorkerCommand(
-        run_prefill=scheduler_pb2.RunPrefill(request=request, chunks=[chunk], decode=decode)
+    request: RequestSpec, decode: Member, *, start_token: int = 0, **more: Any
+) -> RunPrefill:
+    """The prompt from `start_token` on as one chunk."""
+    chunk = Chunk(
+        index=0,
+        start_token=start_token,
+        num_tokens=request.prompt_tokens - start_token,
+        instance_ids=(),
     )
+    return RunPrefill(request=request, chunks=(chunk,), decode=decode, **more)
 
 
-def order(*request_ids: str) -> scheduler_pb2.WorkerCommand:
+def order(*request_ids: str) -> Order:
     """These requests, of a chunk each, are to go in this order."""
-    queue = [
-        scheduler_pb2.QueueEntry(chunks=[scheduler_pb2.ChunkRef(request_id=request_id)])
-        for request_id in request_ids
-    ]
-    return scheduler_pb2.WorkerCommand(order=scheduler_pb2.Order(queue=queue))
+    return batches(*((request_id,) for request_id in request_ids))
 
 
-def admit_decode(request: common_pb2.RequestSpec) -> scheduler_pb2.WorkerCommand:
-    return scheduler_pb2.WorkerCommand(admit_decode=scheduler_pb2.AdmitDecode(request=request))
+def batches(*entries: tuple[str, ...]) -> Order:
+    """These batches of prompts, of a chunk each, are to go in this order."""
+    queue = (tuple(ChunkRef(request_id=name, chunk_index=0) for name in one) for one in entries)
+    return Order(queue=tuple(queue))
+
+
+def admit_decode(request: RequestSpec, **more: Any) -> AdmitDecode:
+    return AdmitDecode(request=request, **more)

@@ -11,7 +11,7 @@ from millrace.core.config import SchedulerConfig
 from millrace.core.cost.decode_step import DecodeStepTime
 from millrace.core.cost.latency import Latency, SpLatency
 from millrace.core.kv.transfer import Incarnation
-from millrace.core.request import Chunk, RequestState, Shard
+from millrace.core.request import Chunk, Shard
 from millrace.core.scheduler import effects, events
 from millrace.wire import fleet_messages as messages
 from millrace.wire.codec import scheduler as codec

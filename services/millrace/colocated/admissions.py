@@ -6,6 +6,9 @@ from collections.abc import Callable
 from typing import Final
 
 from millrace.core.errors import CapacityError
+from millrace.core.request_spec import RequestSpec
+from millrace.core.scheduler.commands import AdmitDecode
+from millrace.core.scheduler.reports import DecodeStarted, RequestFailed, RequestReleased
 from millrace.decode.kvp.shards import SpreadRequests
 from millrace.decode.memory.prefix import RequestPrefixes
 from millrace.decode.memory.request_pages import RequestPages
@@ -15,10 +18,8 @@ from millrace.decode.request_table import RequestTable
 from millrace.engine.decode_batch import DecodeBatch
 from millrace.engine.kv.prefix_cache import PrefixCache
 from millrace.instance.host import WorkerContext
-from millrace.instance.link import request_failed, request_released
 from millrace.instance.prefix import prompt_blocks
 from millrace.instance.tasks import Tasks
-from millrace.wire.pb import common_pb2, scheduler_pb2
 
 #: Tokens of spread prompts that a pass computes at most, and of the pool's room that they spill
 #: into, one part in so many.
@@ -63,7 +64,7 @@ class MixedAdmissions:
 
     # -- in
 
-    def admit(self, admit: scheduler_pb2.AdmitDecode) -> None:
+    def admit(self, admit: AdmitDecode) -> None:
         """Reserves the pages of the request's whole life, or says at once that there are none.
 
         Its prompt begins with what of it is cached, however much the scheduler took that to be.
@@ -80,21 +81,21 @@ class MixedAdmissions:
         except CapacityError as error:
             self._refuse(admit, str(error))
 
-    def _admit_whole(self, admit: scheduler_pb2.AdmitDecode) -> None:
+    def _admit_whole(self, admit: AdmitDecode) -> None:
         cached = self._cached(admit.request)
         pages = self._pages.reserve(admit.request, cached)
-        request = DecodeRequest.of(admit.request, pages, admit.attempt or 1)
+        request = DecodeRequest.of(admit.request, pages, admit.attempt)
         request.cached_tokens = len(cached) * self._page_tokens
         self._metrics.cached_tokens.inc(request.cached_tokens)
         self._table.add(request)
 
-    def _admit_spread(self, admit: scheduler_pb2.AdmitDecode) -> None:
+    def _admit_spread(self, admit: AdmitDecode) -> None:
         """Reserves pages for the first shard, and has the holders of the others reserve theirs."""
         own, *others = admit.shards
         if why := self.spread.refusal(admit.request):
             raise CapacityError(why)
         pages = self._pages.reserve_shard(admit.request, own.end_token)
-        request = DecodeRequest.of(admit.request, pages, admit.attempt or 1)
+        request = DecodeRequest.of(admit.request, pages, admit.attempt)
         request.is_spread = True
         self._table.add(request)
         self.spread.open(request, others, sent_tokens=0)
@@ -104,7 +105,7 @@ class MixedAdmissions:
         del request
         self._table.wake.set()
 
-    def _cached(self, spec: common_pb2.RequestSpec) -> list[int]:
+    def _cached(self, spec: RequestSpec) -> list[int]:
         """Pages of the prompt's first blocks, now held; the last token is computed in any case."""
         cache = self.prefix_cache
         if not cache.block_tokens:
@@ -112,11 +113,13 @@ class MixedAdmissions:
         most = (spec.prompt_tokens - 1) // cache.block_tokens
         return cache.take(prompt_blocks(spec, cache)[:most])
 
-    def _refuse(self, admit: scheduler_pb2.AdmitDecode, why: str) -> None:
+    def _refuse(self, admit: AdmitDecode, why: str) -> None:
         request_id, attempt = admit.request.request_id, admit.attempt
         self._metrics.failed.labels("capacity").inc()
-        self._send(request_failed(request_id, why, retryable=True, attempt=attempt))
-        self._send(request_released(request_id, attempt=attempt))
+        self._send(
+            RequestFailed(request_id=request_id, message=why, retryable=True, attempt=attempt)
+        )
+        self._send(RequestReleased(request_id=request_id, attempt=attempt))
 
     # -- the batch
 
@@ -139,8 +142,7 @@ class MixedAdmissions:
             batch.add(sequence)
         request.first_step_s = request.clock.now_s()
         self._metrics.join_s.observe(request.first_step_s - request.first_token_s)
-        started = scheduler_pb2.DecodeStarted(request_id=request.id)
-        self._send(scheduler_pb2.WorkerMessage(decode_started=started))
+        self._send(DecodeStarted(request_id=request.id))
 
     # -- out
 
@@ -164,4 +166,4 @@ class MixedAdmissions:
         self._prefixes.keep(request)
         self._pages.release(request)
         self._table.remove(request)
-        self._send(request.last_word())
+        self._send(request.last_report())

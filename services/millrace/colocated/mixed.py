@@ -13,6 +13,7 @@ import logging
 import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 
 import grpc
 
@@ -26,27 +27,35 @@ from millrace.colocated.prompts import Prompts
 from millrace.core.config import Config
 from millrace.core.cost.decode_step import DecodeStepTime
 from millrace.core.cost.operators import OperatorModel
+from millrace.core.scheduler.commands import (
+    AdmitDecode,
+    Cancel,
+    Command,
+    Drain,
+    PolicyInForce,
+    Registered,
+    RunPrefill,
+)
+from millrace.core.scheduler.reports import Heartbeat, Registration
 from millrace.decode.metrics import DecodeMetrics
 from millrace.decode.output.output import Output
 from millrace.decode.pace import TokenPace
 from millrace.decode.request import DecodeRequest
 from millrace.decode.request_table import RequestTable
 from millrace.decode.servicer import DecodeServicer
-from millrace.decode.token_streams import life_of
 from millrace.engine.kv.prefix_cache import PrefixCache
-from millrace.instance.codec import Stopwatch, decode_step_message
 from millrace.instance.host import Loaded, WorkerContext, WorkerOptions, open_for, serve_role
 from millrace.instance.latency import prefill_latency
 from millrace.instance.prefix import cached_blocks
 from millrace.instance.shards.kvp_servicer import KvpServicer
 from millrace.instance.shards.shard_host import ShardHost
 from millrace.instance.shards.shard_table import NOBODY, ShardBook
+from millrace.instance.spans import Stopwatch
 from millrace.instance.tasks import Tasks, stop_event
 from millrace.instance.transfer.kv_servicer import KvReceiverServicer
 from millrace.instance.vitals import open_vitals
 from millrace.profiles import decode_step
 from millrace.transfer.push.receive.manager import ReceiveManager
-from millrace.wire.pb import scheduler_pb2
 
 log = logging.getLogger(__name__)
 
@@ -81,7 +90,7 @@ class MixedRole:
             transport=context.transport,
             layout=context.engine.layout,
             storage=context.engine.storage,
-            identity=(context.incarnation.id, context.incarnation.generation),
+            identity=context.incarnation,
             config=context.config.transfer,
             callbacks=self._hosted.beside(NOBODY),
         )
@@ -103,27 +112,27 @@ class MixedRole:
         return self._admissions.prefix_cache
 
     def attach(self, server: grpc.aio.Server) -> None:
-        life = life_of(self._context.incarnation)
-        DecodeServicer(self._output.streams, life).add_to(server)
+        DecodeServicer(self._output.streams, self._context.incarnation).add_to(server)
         KvReceiverServicer(self._receiver).add_to(server)
         KvpServicer(self._host).add_to(server)
 
-    def fill_register(self, register: scheduler_pb2.Register) -> None:
-        register.role = self.name
-        register.max_batch = self._context.config.engine.max_batch
-        step = DecodeStepTime.of(decode_step.of_profile(self._operators))
-        register.decode_step.CopyFrom(decode_step_message(step))
-        register.kv_pages -= self.num_spill_pages
-        register.block_tokens = self.prefix_cache.block_tokens
+    def complete_registration(self, base: Registration) -> Registration:
         self.prefix_cache.tell_all()
+        return replace(
+            base,
+            kv_pages=base.kv_pages - self.num_spill_pages,
+            max_batch=self._context.config.engine.max_batch,
+            decode_step=DecodeStepTime.of(decode_step.of_profile(self._operators)),
+            block_tokens=self.prefix_cache.block_tokens,
+        )
 
     def counts(self) -> tuple[int, int]:
         running = self._table.counts()[0] + self._prompts.begun
         return running, len(self._table) - running
 
-    def heartbeat(self) -> scheduler_pb2.Heartbeat:
+    def heartbeat(self) -> Heartbeat:
         (running, waiting), tbt_s = self.counts(), self._pace.take_s()
-        return scheduler_pb2.Heartbeat(
+        return Heartbeat(
             free_pages=self._pool.free_pages,
             running=running,
             waiting=waiting,
@@ -131,21 +140,20 @@ class MixedRole:
             cached=cached_blocks(self.prefix_cache),
         )
 
-    def on_command(self, command: scheduler_pb2.WorkerCommand) -> None:
-        kind = command.WhichOneof("kind")
-        if kind == "admit_decode":
-            self._admissions.admit(command.admit_decode)
-        elif kind == "run_prefill":
-            self._prompts.expect(command.run_prefill.request.request_id)
-        elif kind == "registered" and command.registered.policy:
-            self._packer.rank_by(command.registered.policy)
-        elif kind == "policy":
-            self._packer.rank_by(command.policy.name)
-        elif kind == "cancel":
-            self._cancel(command.cancel.request_id)
-        elif kind == "drain":
-            self._output.evict(abort=command.drain.abort)
-            self._host.lose_all("its holder had to let go of it")
+    def on_command(self, command: Command) -> None:
+        match command:
+            case AdmitDecode():
+                self._admissions.admit(command)
+            case RunPrefill(request=spec):
+                self._prompts.expect(spec.request_id)
+            case Registered(policy=name) | PolicyInForce(name=name):
+                if name:
+                    self._packer.rank_by(name)
+            case Cancel(request_id=request_id):
+                self._cancel(request_id)
+            case Drain(abort=abort):
+                self._output.evict(abort=abort)
+                self._host.lose_all("its holder had to let go of it")
 
     def _cancel(self, request_id: str) -> None:
         if (request := self._table.get(request_id)) is not None:

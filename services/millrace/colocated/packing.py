@@ -152,7 +152,7 @@ class IterationPacker:
             prompt_tokens=request.prompt_tokens,
             max_new_tokens=spec.sampling.max_tokens,
             choices=spec.sampling.n,
-            slo=Slo(ttft_s=spec.slo.ttft_s or None, tbt_s=spec.slo.tbt_s or None),
+            slo=Slo(ttft_s=spec.slo.ttft_s, tbt_s=spec.slo.tbt_s),
             arrival_s=spec.arrival_unix_s,
         )
         found = LiveRequest(asked)

@@ -12,16 +12,17 @@ from millrace.colocated.compute import Iteration
 from millrace.colocated.packing import IterationPacker, Plan, Prompt, Share
 from millrace.colocated.stretches import Stretches
 from millrace.core.errors import IntegrityError
+from millrace.core.scheduler.reports import ChunkFinished, ChunkStarted
+from millrace.core.token_events import FinishedPrefill, FirstToken
 from millrace.decode.output.output import Output
 from millrace.decode.request import DecodeRequest
 from millrace.decode.request_table import RequestTable
-from millrace.instance.codec import logprobs_message
 from millrace.instance.host import WorkerContext
+from millrace.instance.sampling import told_logprobs
 from millrace.instance.tasks import Tasks
 from millrace.prefill.compute.first_tokens import PrefillOutcome
 from millrace.prefill.prompt import fetch_whole
 from millrace.state.store import StoreError
-from millrace.wire.pb import common_pb2, scheduler_pb2, transfer_pb2
 
 log = logging.getLogger(__name__)
 
@@ -105,8 +106,7 @@ class Prompts:
         for share in plan.shares:
             prompt = share.prompt
             if not prompt.stretches.has_begun:
-                started = scheduler_pb2.ChunkStarted(request_id=prompt.request.id)
-                self._send(scheduler_pb2.WorkerMessage(chunk_started=started))
+                self._send(ChunkStarted(request_id=prompt.request.id))
             prompt.stretches.takes_part(prompt.done)
 
     def take(self, plan: Plan, iteration: Iteration) -> Iterator[DecodeRequest]:
@@ -133,30 +133,25 @@ class Prompts:
         prompt, request = share.prompt, share.prompt.request
         del self._prompts[request.id]
         prompt.stretches.leave()
-        finished = scheduler_pb2.ChunkFinished(
-            request_id=request.id, compute_s=prompt.compute_s, last=True
-        )
-        self._send(scheduler_pb2.WorkerMessage(chunk_finished=finished))
+        self._send(ChunkFinished(request_id=request.id, compute_s=prompt.compute_s, last=True))
         request.first_token_ids = outcome.token_ids
         request.first_token_s = request.clock.now_s()
         request.open_choices = set(range(len(outcome.token_ids)))
         request.landed = True
-        self._output.first_tokens(request, _first_tokens(prompt, outcome))
+        self._output.first_tokens(request, _finished(prompt, outcome))
         self._table.join_if_ready(request)
 
 
-def _first_tokens(prompt: Prompt, outcome: PrefillOutcome) -> transfer_pb2.FinishPrefillRequest:
-    """As a prefill instance would tell them."""
-    message = transfer_pb2.FinishPrefillRequest(
-        first_tokens=[
-            transfer_pb2.FirstToken(token_id=token, logprobs=logprobs_message(found))
-            for token, found in zip(outcome.token_ids, outcome.logprobs, strict=True)
-        ],
-        spans=prompt.stretches.spans,
+def _finished(prompt: Prompt, outcome: PrefillOutcome) -> FinishedPrefill:
+    """As a prefill instance would tell it."""
+    found = [one for _, run in prompt.logprobs for one in run]
+    asked = prompt.request.sampling.prompt_logprobs >= 0
+    return FinishedPrefill(
+        first_tokens=tuple(
+            FirstToken(token, told_logprobs(one))
+            for token, one in zip(outcome.token_ids, outcome.logprobs, strict=True)
+        ),
+        spans=tuple(prompt.stretches.spans),
+        prompt_logprobs=(None, *map(told_logprobs, found)) if asked else (),
         cached_tokens=prompt.request.cached_tokens,
     )
-    if prompt.request.sampling.prompt_logprobs >= 0:
-        found = [one for _, run in prompt.logprobs for one in run]
-        message.prompt_logprobs.append(common_pb2.PositionLogprobs())
-        message.prompt_logprobs.extend(m for one in found if (m := logprobs_message(one)))
-    return message

@@ -6,8 +6,8 @@ took. Between two stretches other prompts went before it.
 
 from __future__ import annotations
 
-from millrace.instance.codec import Stopwatch, span
-from millrace.wire.pb import common_pb2
+from millrace.core.span import Span
+from millrace.instance.spans import Stopwatch, span
 
 
 class Stretches:
@@ -21,7 +21,7 @@ class Stretches:
         self._since_s: float | None = None  # of the stretch at hand
         self._left_s: float | None = None  # when the last one ended
         self._tokens = self._history = self._chunks = 0
-        self.spans: list[common_pb2.Span] = []
+        self.spans: list[Span] = []
 
     @property
     def has_begun(self) -> bool:

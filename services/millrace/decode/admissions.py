@@ -3,9 +3,13 @@
 from __future__ import annotations
 
 import logging
+from dataclasses import replace
 
 from millrace.core.arithmetic import ceil_div
 from millrace.core.errors import CapacityError, MillraceError, TransferError
+from millrace.core.scheduler.commands import AdmitDecode
+from millrace.core.scheduler.reports import PrefixLanded, RequestFailed, RequestReleased
+from millrace.core.token_events import FinishedPrefill
 from millrace.decode.held_pages import HeldPages
 from millrace.decode.kvp.shards import SpreadRequests
 from millrace.decode.memory.prefix import RequestPrefixes
@@ -14,14 +18,12 @@ from millrace.decode.metrics import DecodeMetrics
 from millrace.decode.output.output import Output
 from millrace.decode.request import DecodeRequest
 from millrace.decode.request_table import RequestTable
-from millrace.instance.codec import span
 from millrace.instance.host import WorkerContext
-from millrace.instance.link import request_failed, request_released
 from millrace.instance.shards.shard_table import ShardBook
+from millrace.instance.spans import span
 from millrace.instance.tasks import Tasks
 from millrace.transfer.push.control import ReceiveCallbacks
 from millrace.transfer.push.receive.manager import ReceiveManager
-from millrace.wire.pb import scheduler_pb2, transfer_pb2
 
 log = logging.getLogger(__name__)
 
@@ -45,7 +47,7 @@ class Admissions:
         self._page_tokens = context.engine.layout.page_tokens
         grows = context.config.scheduler.decode_reserve == "grow"
         self.pages = RequestPages(context, may_grow=grows)
-        self._waiting: dict[str, scheduler_pb2.AdmitDecode] = {}
+        self._waiting: dict[str, AdmitDecode] = {}
         self.prefixes = RequestPrefixes(context, metrics, tasks)
         self._table = table
         self._output = output
@@ -55,7 +57,7 @@ class Admissions:
             transport=context.transport,
             layout=context.engine.layout,
             storage=context.engine.storage,
-            identity=(context.incarnation.id, context.incarnation.generation),
+            identity=context.incarnation,
             config=context.config.transfer,
             callbacks=hosted.beside(
                 ReceiveCallbacks(
@@ -75,7 +77,7 @@ class Admissions:
 
     # -- in
 
-    def admit(self, admit: scheduler_pb2.AdmitDecode) -> None:
+    def admit(self, admit: AdmitDecode) -> None:
         """A new request, or another attempt at one whose first tokens were kept."""
         request = self._table.get(admit.request.request_id)
         if request is not None:
@@ -85,7 +87,7 @@ class Admissions:
         else:
             self._admit_new(admit)
 
-    def _admit_new(self, admit: scheduler_pb2.AdmitDecode) -> None:
+    def _admit_new(self, admit: AdmitDecode) -> None:
         """Reserves the request's pages, or says at once that there are none; in a memory that
         others grow in it waits for them.
 
@@ -96,7 +98,7 @@ class Admissions:
             return
         try:
             self.pages.check(admit.request)
-            request = DecodeRequest.of(admit.request, HeldPages(), admit.attempt or 1)
+            request = DecodeRequest.of(admit.request, HeldPages(), admit.attempt)
             if not self.pages.may_grow:
                 self._take_pages(request, admit)
         except TransferError as error:
@@ -112,7 +114,7 @@ class Admissions:
         else:
             self._expect(request)
 
-    def _take_pages(self, request: DecodeRequest, admit: scheduler_pb2.AdmitDecode) -> None:
+    def _take_pages(self, request: DecodeRequest, admit: AdmitDecode) -> None:
         """Raises TransferError and CapacityError, and takes nothing."""
         request.pages = self.pages.reserve(request.spec, self.prefixes.take(admit))
         self.prefixes.found(request, admit.kept_tokens)
@@ -144,7 +146,7 @@ class Admissions:
         else:
             self._expect(request)
 
-    def _admit_spread(self, admit: scheduler_pb2.AdmitDecode) -> None:
+    def _admit_spread(self, admit: AdmitDecode) -> None:
         """Reserves pages for the first shard, and has the holders of the others reserve theirs."""
         own, *others = admit.shards
         if why := self.spread.refusal(admit.request):
@@ -155,7 +157,7 @@ class Admissions:
         except CapacityError as error:
             self._refuse(admit, str(error), "capacity")
             return
-        request = DecodeRequest.of(admit.request, pages, admit.attempt or 1)
+        request = DecodeRequest.of(admit.request, pages, admit.attempt)
         request.is_spread = True
         self._table.add(request)
         end = min(own.end_token, request.prompt_tokens)
@@ -173,7 +175,7 @@ class Admissions:
         if request.sampling.needs_prompt_ids:
             self._tasks.spawn(self._fetch_prompt(request))
 
-    def _rewind(self, request: DecodeRequest, admit: scheduler_pb2.AdmitDecode) -> None:
+    def _rewind(self, request: DecodeRequest, admit: AdmitDecode) -> None:
         try:
             if request.streams:
                 raise TransferError(f"request {request.id} has begun to stream")
@@ -181,11 +183,13 @@ class Admissions:
         except TransferError as error:
             self._output.fail(request, str(error), "transfer")
 
-    def _refuse(self, admit: scheduler_pb2.AdmitDecode, message: str, reason: str) -> None:
+    def _refuse(self, admit: AdmitDecode, message: str, reason: str) -> None:
         request_id, attempt = admit.request.request_id, admit.attempt
         self._metrics.failed.labels(reason).inc()
-        self._send(request_failed(request_id, message, retryable=True, attempt=attempt))
-        self._send(request_released(request_id, attempt=attempt))
+        self._send(
+            RequestFailed(request_id=request_id, message=message, retryable=True, attempt=attempt)
+        )
+        self._send(RequestReleased(request_id=request_id, attempt=attempt))
 
     async def _fetch_prompt(self, request: DecodeRequest) -> None:
         try:
@@ -197,15 +201,15 @@ class Admissions:
 
     # -- what the receiver tells
 
-    def _first_tokens(self, request_id: str, message: transfer_pb2.FinishPrefillRequest) -> None:
+    def _first_tokens(self, request_id: str, finished: FinishedPrefill) -> None:
         request = self._table.live(request_id)
         if request is None:
             return
-        request.first_token_ids = [t.token_id for t in message.first_tokens]
+        request.first_token_ids = [first.token_id for first in finished.first_tokens]
         request.first_token_s = request.clock.now_s()
-        request.open_choices = set(range(len(message.first_tokens)))
-        request.transfer = next((s for s in message.spans if s.name == "kv_transfer"), None)
-        self._output.first_tokens(request, message)
+        request.open_choices = set(range(len(finished.first_tokens)))
+        request.transfer = next((s for s in finished.spans if s.name == "kv_transfer"), None)
+        self._output.first_tokens(request, finished)
         self._table.join_if_ready(request)
 
     def _landed(self, request_id: str) -> None:
@@ -215,8 +219,8 @@ class Admissions:
         request.landed = True
         now_s = request.clock.now_s()
         if request.transfer is not None:
-            request.transfer.end_s = max(now_s, request.transfer.start_s)
-            request.spans.append(request.transfer)
+            end_s = max(now_s, request.transfer.start_s)
+            request.spans.append(replace(request.transfer, end_s=end_s))
         else:
             request.spans.append(span("kv_transfer", self._id, request.admitted_s, now_s))
         self._table.join_if_ready(request)
@@ -225,8 +229,7 @@ class Admissions:
         request = self._table.get(request_id)
         if request is None or not request.may_go_on:
             return
-        landed = scheduler_pb2.PrefixLanded(request_id=request_id, attempt=attempt, tokens=tokens)
-        self._send(scheduler_pb2.WorkerMessage(prefix_landed=landed))
+        self._send(PrefixLanded(request_id=request_id, attempt=attempt, tokens=tokens))
 
     def _receive_failed(
         self, request_id: str, message: str, attempt: int, kept_tokens: int
@@ -241,8 +244,12 @@ class Admissions:
         log.warning("request %s: %s; %d tokens are kept", request_id, message, kept_tokens)
         self._metrics.failed.labels("transfer").inc()
         self._send(
-            request_failed(
-                request_id, message, retryable=True, attempt=attempt, kept_tokens=kept_tokens
+            RequestFailed(
+                request_id=request_id,
+                message=message,
+                retryable=True,
+                attempt=attempt,
+                kept_tokens=kept_tokens,
             )
         )
 
@@ -263,4 +270,4 @@ class Admissions:
         self.prefixes.keep(request)
         self.pages.release(request)
         self._table.remove(request)
-        self._send(request.last_word())
+        self._send(request.last_report())

@@ -2,7 +2,7 @@
 
 The event loop owns every request and all pages; the compute thread only runs the batch's step.
 Changes to the batch wait for the moment between two steps. A request's way in and out of memory
-is in `admissions.py`, the batch in `running.py`, tokens and ends on their way out in `answers.py`.
+is in `admissions.py`, the batch in `running.py`, tokens and ends on their way out in `output/`.
 """
 
 from __future__ import annotations
@@ -12,9 +12,12 @@ import logging
 import time
 from collections.abc import Sequence as Many
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 
 import grpc
 
+from millrace.core.scheduler.commands import AdmitDecode, Cancel, Command, Drain
+from millrace.core.scheduler.reports import Heartbeat, Registration
 from millrace.decode.admissions import Admissions
 from millrace.decode.metrics import DecodeMetrics
 from millrace.decode.output.output import Output
@@ -22,9 +25,7 @@ from millrace.decode.pace import TokenPace
 from millrace.decode.request_table import RequestTable
 from millrace.decode.running import Running
 from millrace.decode.servicer import DecodeServicer
-from millrace.decode.token_streams import life_of
 from millrace.engine.decode_batch import TokenOut
-from millrace.instance.codec import decode_step_message
 from millrace.instance.host import WorkerContext
 from millrace.instance.prefix import cached_blocks
 from millrace.instance.shards.kvp_servicer import KvpServicer
@@ -32,7 +33,6 @@ from millrace.instance.shards.shard_host import ShardHost
 from millrace.instance.shards.shard_table import ShardBook
 from millrace.instance.tasks import Tasks
 from millrace.instance.transfer.kv_servicer import KvReceiverServicer
-from millrace.wire.pb import scheduler_pb2
 
 log = logging.getLogger(__name__)
 
@@ -71,26 +71,26 @@ class DecodeRole:
         return len(self._admissions.spread.spill_pages)
 
     def attach(self, server: grpc.aio.Server) -> None:
-        life = life_of(self._context.incarnation)
         KvReceiverServicer(self._admissions.receiver).add_to(server)
-        DecodeServicer(self._output.streams, life).add_to(server)
+        DecodeServicer(self._output.streams, self._context.incarnation).add_to(server)
         KvpServicer(self._host).add_to(server)
 
-    def fill_register(self, register: scheduler_pb2.Register) -> None:
-        register.role = self.name
-        register.max_batch = self._context.config.engine.max_batch
-        register.kv_pages -= self.num_spill_pages
-        if (step := self._context.decode_step) is not None:
-            register.decode_step.CopyFrom(decode_step_message(step))
-        register.block_tokens = self.prefix_cache.block_tokens
+    def complete_registration(self, base: Registration) -> Registration:
         self.prefix_cache.tell_all()
+        return replace(
+            base,
+            kv_pages=base.kv_pages - self.num_spill_pages,
+            max_batch=self._context.config.engine.max_batch,
+            decode_step=self._context.decode_step,
+            block_tokens=self.prefix_cache.block_tokens,
+        )
 
     def counts(self) -> tuple[int, int]:
         return self._table.counts()
 
-    def heartbeat(self) -> scheduler_pb2.Heartbeat:
+    def heartbeat(self) -> Heartbeat:
         (running, waiting), tbt_s = self.counts(), self._pace.take_s()
-        return scheduler_pb2.Heartbeat(
+        return Heartbeat(
             free_pages=max(0, self._pool.free_pages - self._running.owed_pages),
             running=running,
             waiting=waiting,
@@ -98,15 +98,15 @@ class DecodeRole:
             cached=cached_blocks(self.prefix_cache),
         )
 
-    def on_command(self, command: scheduler_pb2.WorkerCommand) -> None:
-        kind = command.WhichOneof("kind")
-        if kind == "admit_decode":
-            self._admissions.admit(command.admit_decode)
-        elif kind == "cancel":
-            self._cancel(command.cancel.request_id)
-        elif kind == "drain":
-            self._output.evict(abort=command.drain.abort)
-            self._host.lose_all("its holder had to let go of it")
+    def on_command(self, command: Command) -> None:
+        match command:
+            case AdmitDecode():
+                self._admissions.admit(command)
+            case Cancel(request_id=request_id):
+                self._cancel(request_id)
+            case Drain(abort=abort):
+                self._output.evict(abort=abort)
+                self._host.lose_all("its holder had to let go of it")
 
     def _cancel(self, request_id: str) -> None:
         if (request := self._table.get(request_id)) is not None:

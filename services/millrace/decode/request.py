@@ -10,30 +10,32 @@ import numpy as np
 import numpy.typing as npt
 
 from millrace.core.kv.kvp_pass import RemoteShard
+from millrace.core.kv.transfer import Incarnation
+from millrace.core.request_spec import RequestSpec
+from millrace.core.scheduler.reports import RequestFinished, RequestReleased
+from millrace.core.span import Span
 from millrace.decode.held_pages import HeldPages
-from millrace.decode.token_streams import Life, life_of
 from millrace.engine.decode_batch import Sequence
 from millrace.engine.sampling.spec import SamplingSpec
-from millrace.instance.codec import Stopwatch, sampling_spec, span
-from millrace.instance.link import request_released
-from millrace.wire.pb import common_pb2, scheduler_pb2
+from millrace.instance.sampling import sampling_spec
+from millrace.instance.spans import Stopwatch, span
 
 
 @dataclass(slots=True, eq=False)
 class DecodeRequest:
     """What the instance holds for a request, from its admission to its release."""
 
-    spec: common_pb2.RequestSpec
+    spec: RequestSpec
     sampling: SamplingSpec
     clock: Stopwatch
-    proxy: Life
+    proxy: Incarnation
     pages: HeldPages
     admitted_s: float
     attempt: int = 1
     first_token_ids: list[int] = field(default_factory=list)
     first_token_s: float = 0.0
-    transfer: common_pb2.Span | None = None  # under way, as the sender began it
-    spans: list[common_pb2.Span] = field(default_factory=list)
+    transfer: Span | None = None  # under way, as the sender began it
+    spans: list[Span] = field(default_factory=list)
     prompt_ids: npt.NDArray[np.int32] | None = None
     prompt_tail: npt.NDArray[np.int32] | None = None  # behind its last whole block
     cached_tokens: int = 0  # first ones whose KV was here at its admission
@@ -51,13 +53,13 @@ class DecodeRequest:
     away_since_s: float | None = None  # ready or preempted: out of the batch since then
 
     @staticmethod
-    def of(spec: common_pb2.RequestSpec, pages: HeldPages, attempt: int = 1) -> DecodeRequest:
+    def of(spec: RequestSpec, pages: HeldPages, attempt: int = 1) -> DecodeRequest:
         clock = Stopwatch(spec.arrival_unix_s)
         return DecodeRequest(
             spec=spec,
             sampling=sampling_spec(spec),
             clock=clock,
-            proxy=life_of(spec.proxy),
+            proxy=spec.proxy,
             pages=pages,
             admitted_s=clock.now_s(),
             attempt=attempt,
@@ -84,16 +86,15 @@ class DecodeRequest:
         """
         return not self.streams and self.sampling.prompt_logprobs < 0
 
-    def last_word(self) -> scheduler_pb2.WorkerMessage:
+    def last_report(self) -> RequestFinished | RequestReleased:
         """To the scheduler, once the instance holds nothing of it any more."""
         if not self.finish_reason:
-            return request_released(self.id, attempt=self.attempt)
-        finished = scheduler_pb2.RequestFinished(
+            return RequestReleased(request_id=self.id, attempt=self.attempt)
+        return RequestFinished(
             request_id=self.id,
             reason=self.finish_reason,
             generated_tokens=self.generated_tokens,
         )
-        return scheduler_pb2.WorkerMessage(request_finished=finished)
 
     @property
     def can_join(self) -> bool:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 
+from millrace.core.scheduler.reports import DecodeStarted
 from millrace.decode.admissions import Admissions
 from millrace.decode.memory.preemption import Preemption
 from millrace.decode.memory.priority import in_danger
@@ -17,7 +18,6 @@ from millrace.engine.kv.host_swap import KvSwap
 from millrace.engine.sampling.sampler import Sampler
 from millrace.instance.host import WorkerContext
 from millrace.instance.tasks import Tasks
-from millrace.wire.pb import scheduler_pb2
 
 
 class Running:
@@ -155,7 +155,5 @@ class Running:
         request.away_since_s = None
         request.first_step_s = request.clock.now_s()
         self._metrics.join_s.observe(request.first_step_s - request.first_token_s)
-        started = scheduler_pb2.DecodeStarted(
-            request_id=request.id, since_token_s=request.first_step_s - request.first_token_s
-        )
-        self._send(scheduler_pb2.WorkerMessage(decode_started=started))
+        since_token_s = request.first_step_s - request.first_token_s
+        self._send(DecodeStarted(request_id=request.id, since_token_s=since_token_s))

@@ -7,14 +7,17 @@ from contextlib import aclosing
 
 import grpc
 
-from millrace.decode.token_streams import Life, TokenStreams, life_of
+from millrace.core.kv.transfer import Incarnation
+from millrace.decode.token_streams import TokenStreams
+from millrace.wire.codec.incarnation import incarnation_of
+from millrace.wire.codec.tokens import batch_message
 from millrace.wire.pb import decode_pb2, decode_pb2_grpc
 
 
 class DecodeServicer(decode_pb2_grpc.DecodeServicer):
-    """Hands each proxy its outbox."""
+    """Hands each proxy its outbox, one message for all events that are ready."""
 
-    def __init__(self, streams: TokenStreams, life: Life) -> None:
+    def __init__(self, streams: TokenStreams, life: Incarnation) -> None:
         """`life`: this instance's own."""
         self._streams = streams
         self._life = life
@@ -29,12 +32,12 @@ class DecodeServicer(decode_pb2_grpc.DecodeServicer):
             decode_pb2.TokenSubscription, AsyncIterator[decode_pb2.TokenBatch]
         ],
     ) -> AsyncIterator[decode_pb2.TokenBatch]:
-        if life_of(request.decode) != self._life:
+        if incarnation_of(request.decode) != self._life:
             # A proxy that reconnects to an earlier life would take tokens it then throws away.
             await context.abort(
                 grpc.StatusCode.FAILED_PRECONDITION,
-                f"this is {self._life[0]}, generation {self._life[1]}",
+                f"this is {self._life.id}, generation {self._life.generation}",
             )
-        async with aclosing(self._streams.subscribe(life_of(request.proxy))) as batches:
+        async with aclosing(self._streams.subscribe(incarnation_of(request.proxy))) as batches:
             async for batch in batches:
-                yield batch
+                yield batch_message(batch)

@@ -11,22 +11,17 @@ import asyncio
 import logging
 from collections.abc import AsyncGenerator, Callable
 
-from millrace.wire.pb import common_pb2, decode_pb2
+from millrace.core.kv.transfer import Incarnation
+from millrace.core.token_events import TokenEvent
 
 log = logging.getLogger(__name__)
-
-Life = tuple[str, int]  # id and generation
 
 MOST_WAITING_EVENTS = 1 << 16
 
 
-def life_of(incarnation: common_pb2.Incarnation) -> Life:
-    return incarnation.id, incarnation.generation
-
-
 class _Outbox:
     def __init__(self) -> None:
-        self.events: list[decode_pb2.TokenEvent] = []
+        self.events: list[TokenEvent] = []
         self.ready = asyncio.Event()
         self.reader: object = None
         self.expiry: asyncio.TimerHandle | None = None
@@ -35,21 +30,21 @@ class _Outbox:
 class TokenStreams:
     """The outboxes of all proxies. Used from the event loop only."""
 
-    def __init__(self, grace_s: float, on_gone: Callable[[Life], None]) -> None:
+    def __init__(self, grace_s: float, on_gone: Callable[[Incarnation], None]) -> None:
         self._grace_s = grace_s
         self._on_gone = on_gone
-        self._outboxes: dict[Life, _Outbox] = {}
+        self._outboxes: dict[Incarnation, _Outbox] = {}
 
-    def publish(self, proxy: Life, event: decode_pb2.TokenEvent) -> None:
+    def publish(self, proxy: Incarnation, event: TokenEvent) -> None:
         """Adds an event for a proxy, connected or not."""
         box = self._outbox(proxy)
         box.events.append(event)
         box.ready.set()
         if len(box.events) > MOST_WAITING_EVENTS:
-            log.warning("proxy %s reads too slowly; giving its requests up", proxy[0])
+            log.warning("proxy %s reads too slowly; giving its requests up", proxy.id)
             self._forget(proxy)
 
-    async def subscribe(self, proxy: Life) -> AsyncGenerator[decode_pb2.TokenBatch, None]:
+    async def subscribe(self, proxy: Incarnation) -> AsyncGenerator[list[TokenEvent], None]:
         """Yields what is ready, as it becomes ready, until the reader goes away.
 
         A newer reader of the same proxy ends an older one, whose connection may be dead without
@@ -67,25 +62,25 @@ class TokenStreams:
                 box.ready.clear()
                 events, box.events = box.events, []
                 if events:
-                    yield decode_pb2.TokenBatch(events=events)
+                    yield events
         finally:
             if box.reader is me:
                 box.reader = None
                 if self._outboxes.get(proxy) is box:
                     self._expire_later(proxy, box)
 
-    def check_integrity(self) -> list[Life]:
+    def check_integrity(self) -> list[Incarnation]:
         """The proxies that an outbox is kept for."""
         return list(self._outboxes)
 
-    def _outbox(self, proxy: Life) -> _Outbox:
+    def _outbox(self, proxy: Incarnation) -> _Outbox:
         box = self._outboxes.get(proxy)
         if box is None:
             box = self._outboxes[proxy] = _Outbox()
             self._expire_later(proxy, box)
         return box
 
-    def _expire_later(self, proxy: Life, box: _Outbox) -> None:
+    def _expire_later(self, proxy: Incarnation, box: _Outbox) -> None:
         loop = asyncio.get_running_loop()
         box.expiry = loop.call_later(self._grace_s, self._forget, proxy)
 
@@ -94,7 +89,7 @@ class TokenStreams:
             box.expiry.cancel()
             box.expiry = None
 
-    def _forget(self, proxy: Life) -> None:
+    def _forget(self, proxy: Incarnation) -> None:
         box = self._outboxes.pop(proxy, None)
         if box is not None:
             self._keep(box)

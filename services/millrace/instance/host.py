@@ -10,7 +10,6 @@ import time
 import uuid
 from collections.abc import Callable
 from dataclasses import dataclass, fields
-from functools import partial
 from typing import Protocol
 
 import grpc
@@ -20,6 +19,9 @@ from millrace.core.config import Config, EngineConfig
 from millrace.core.cost.decode_step import DecodeStepTime
 from millrace.core.cost.latency import SpLatency
 from millrace.core.errors import ConfigError, MillraceError
+from millrace.core.kv.transfer import Incarnation
+from millrace.core.scheduler.commands import Command
+from millrace.core.scheduler.reports import Draining, Heartbeat, Registration, Report
 from millrace.engine.assembly import Engine, KvMemory, open_engines, resolve_device
 from millrace.instance.gauges import add_gauges
 from millrace.instance.latency import decode_step, prefill_latency
@@ -27,6 +29,7 @@ from millrace.instance.link import WorkerLink
 from millrace.instance.stages.stages import open_staged_engine
 from millrace.instance.tasks import first_of, stacks, stop_event
 from millrace.instance.transfer.kv_path import KvPath
+from millrace.instance.transfer.probe_servicer import ProbeServicer
 from millrace.instance.transfer.transports import open_transport, set_environment
 from millrace.instance.vitals import Vitals, open_vitals
 from millrace.instance.watch import check_idle, watch
@@ -35,8 +38,6 @@ from millrace.state.store import RequestStore
 from millrace.telemetry.metrics import Registry
 from millrace.transfer.transport.base import Transport
 from millrace.wire.address import host_port
-from millrace.wire.codec import scheduler as scheduler_codec
-from millrace.wire.pb import common_pb2, scheduler_pb2
 from millrace.wire.server import Health, add_health, bind, create_server
 
 log = logging.getLogger(__name__)
@@ -67,12 +68,12 @@ class HostContext:
     """What any role is built from. `send` is for the event loop, `send_threadsafe` for others."""
 
     config: Config
-    incarnation: common_pb2.Incarnation
+    incarnation: Incarnation
     transport: Transport
     store: RequestStore
     registry: Registry
-    send: Callable[[scheduler_pb2.WorkerMessage], None]
-    send_threadsafe: Callable[[scheduler_pb2.WorkerMessage], object]
+    send: Callable[[Report], None]
+    send_threadsafe: Callable[[Report], object]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -112,17 +113,17 @@ class Role(Protocol):
     def attach(self, server: grpc.aio.Server) -> None:
         """Adds the role's gRPC services."""
 
-    def on_command(self, command: scheduler_pb2.WorkerCommand) -> None:
+    def on_command(self, command: Command) -> None:
         """Takes one command of the scheduler; returns at once."""
 
     def counts(self) -> tuple[int, int]:
         """Requests in compute or in the batch, and those that wait."""
 
-    def heartbeat(self) -> scheduler_pb2.Heartbeat:
+    def heartbeat(self) -> Heartbeat:
         """What is told next; it may tell of the time since the last one, so each is sent."""
 
-    def fill_register(self, register: scheduler_pb2.Register) -> None:
-        """Adds what only this role knows."""
+    def complete_registration(self, base: Registration) -> Registration:
+        """Adds what only this role knows. A heartbeat after it tells all of the prefix cache."""
 
     async def run(self) -> None:
         """Works until cancelled."""
@@ -142,12 +143,12 @@ class Role(Protocol):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Instance:
-    """Any kind of worker, before it serves. `fill_register` adds what its memory does not say."""
+    """Any kind of worker, before it serves. `latency`: its prefill times, where it has a model."""
 
     memory: KvMemory
     vitals: Vitals
     build: Callable[[HostContext], Role]
-    fill_register: Callable[[scheduler_pb2.Register], None] = lambda _: None
+    latency: SpLatency | None = None
 
 
 async def serve_worker(
@@ -187,7 +188,7 @@ async def serve_role(
         memory=loaded.engine,
         vitals=loaded.vitals,
         build=lambda host: build(WorkerContext.of(host, loaded.engine, loaded.decode_step)),
-        fill_register=partial(_fill_latency, loaded.latency),
+        latency=loaded.latency,
     )
     await serve_instance(options, config, instance, stop, on_ready)
 
@@ -202,7 +203,7 @@ async def serve_instance(
     """`serve_worker` of an instance whose memory is there, until `stop`."""
     memory, registry = instance.memory, instance.vitals.registry
     instance_id = options.instance_id or f"worker-{uuid.uuid4().hex[:8]}"
-    incarnation = common_pb2.Incarnation(id=instance_id, generation=time.time_ns())
+    incarnation = Incarnation(instance_id, time.time_ns())
     async with contextlib.AsyncExitStack() as stack:
         stack.callback(memory.close)
         transport, probes = await open_transport(stack, options.host, incarnation, memory)
@@ -216,8 +217,8 @@ async def serve_instance(
                 transport=transport,
                 store=store,
                 registry=registry,
-                send=lambda message: link.send(message),
-                send_threadsafe=lambda message: loop.call_soon_threadsafe(link.send, message),
+                send=lambda report: link.send(report),
+                send_threadsafe=lambda report: loop.call_soon_threadsafe(link.send, report),
             )
         )
         stack.push_async_callback(role.close)
@@ -226,11 +227,9 @@ async def serve_instance(
         server, health, port = await _start_server(role, kv_path, options)
         stack.push_async_callback(server.stop, grace=1)
 
-        def register() -> scheduler_pb2.Register:
-            message = _register(options, incarnation, memory, port)
-            instance.fill_register(message)
-            role.fill_register(message)
-            return message
+        def register() -> Registration:
+            base = _registration(options, incarnation, role.name, instance, port)
+            return role.complete_registration(base)
 
         link = WorkerLink(
             options.scheduler,
@@ -268,7 +267,7 @@ async def _start_server(
     """The role's gRPC server, its health and the port it listens on."""
     server = create_server()
     role.attach(server)
-    kv_path.add_to(server)
+    ProbeServicer(kv_path).add_to(server)
     health = add_health(server, [f"millrace.v1.{role.name.capitalize()}"])
     port = bind(server, options.host, options.port)
     await server.start()
@@ -355,7 +354,7 @@ async def _drain(role: Role, link: WorkerLink, timeout_s: float) -> None:
 
     Commands that crossed the news are not taken: the stream's end tells the scheduler so.
     """
-    link.send(scheduler_pb2.WorkerMessage(draining=scheduler_pb2.Draining()))
+    link.send(Draining())
     with contextlib.suppress(TimeoutError):
         await asyncio.wait_for(role.wait_idle(), timeout_s)
     link.refuse_commands()
@@ -368,24 +367,19 @@ async def _drain(role: Role, link: WorkerLink, timeout_s: float) -> None:
         ) from None
 
 
-def _register(
-    options: WorkerOptions,
-    incarnation: common_pb2.Incarnation,
-    memory: KvMemory,
-    port: int,
-) -> scheduler_pb2.Register:
-    return scheduler_pb2.Register(
+def _registration(
+    options: WorkerOptions, incarnation: Incarnation, role: str, instance: Instance, port: int
+) -> Registration:
+    memory = instance.memory
+    return Registration(
         incarnation=incarnation,
+        role=role,
         address=host_port(options.host, port),
         model=options.model_name,
         model_hash=memory.layout.model_hash,
         kv_pages=memory.layout.num_pages,
         page_tokens=memory.layout.page_tokens,
         max_context_tokens=memory.max_context_tokens,
+        latency=instance.latency,
         node=options.node or platform.node(),
     )
-
-
-def _fill_latency(latency: SpLatency, register: scheduler_pb2.Register) -> None:
-    register.latency.CopyFrom(scheduler_codec.latency_message(latency.by_sp[1]))
-    register.sp_latency.extend(scheduler_codec.sp_latency_messages(latency))

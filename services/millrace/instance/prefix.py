@@ -5,10 +5,11 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from millrace.core.config import EngineConfig
+from millrace.core.request_spec import RequestSpec
+from millrace.core.scheduler.events import CachedBlocks
 from millrace.engine.kv.pool import KvPool
 from millrace.engine.kv.prefix_cache import PrefixCache
 from millrace.telemetry.metrics import Registry
-from millrace.wire.pb import common_pb2, scheduler_pb2
 
 
 def open_prefix_cache(pool: KvPool, config: EngineConfig, registry: Registry) -> PrefixCache:
@@ -26,21 +27,21 @@ def open_prefix_cache(pool: KvPool, config: EngineConfig, registry: Registry) ->
     return cache
 
 
-def takes_part(spec: common_pb2.RequestSpec, cache: PrefixCache) -> bool:
+def takes_part(spec: RequestSpec, cache: PrefixCache) -> bool:
     """Whether KV of the request is kept for others. Blocks of another size are none here."""
     return 0 < cache.block_tokens == spec.prefix_block_tokens
 
 
-def prompt_blocks(spec: common_pb2.RequestSpec, cache: PrefixCache) -> Sequence[int]:
+def prompt_blocks(spec: RequestSpec, cache: PrefixCache) -> Sequence[int]:
     """Hashes of the prompt's whole blocks; none where the request takes no part."""
     if not takes_part(spec, cache):
         return ()
     return spec.prefix_hashes[: spec.prompt_tokens // cache.block_tokens]
 
 
-def cached_blocks(cache: PrefixCache) -> scheduler_pb2.CachedBlocks | None:
+def cached_blocks(cache: PrefixCache) -> CachedBlocks | None:
     """What a heartbeat says of the cache; None: nothing has changed."""
     news = cache.news()
     if not (news.whole or news.added or news.removed):
         return None
-    return scheduler_pb2.CachedBlocks(whole=news.whole, added=news.added, removed=news.removed)
+    return CachedBlocks(whole=news.whole, added=tuple(news.added), removed=tuple(news.removed))

@@ -6,6 +6,8 @@ import logging
 
 import grpc
 
+from millrace.core.scheduler.commands import Cancel, Command, Drain
+from millrace.core.scheduler.reports import Heartbeat, Registration
 from millrace.engine.assembly import KvMemory
 from millrace.instance.host import HostContext
 from millrace.instance.shards.kvp_servicer import KvpServicer
@@ -13,7 +15,6 @@ from millrace.instance.shards.shard_host import ShardHost
 from millrace.instance.shards.shard_table import NOBODY, ShardBook
 from millrace.instance.transfer.kv_servicer import KvReceiverServicer
 from millrace.transfer.push.receive.manager import ReceiveManager
-from millrace.wire.pb import scheduler_pb2
 
 log = logging.getLogger(__name__)
 
@@ -30,7 +31,7 @@ class KvpRole:
             transport=context.transport,
             layout=memory.layout,
             storage=memory.storage,
-            identity=(context.incarnation.id, context.incarnation.generation),
+            identity=context.incarnation,
             config=context.config.transfer,
             callbacks=self._book.beside(NOBODY),
         )
@@ -44,24 +45,22 @@ class KvpRole:
         KvReceiverServicer(self._receiver).add_to(server)
         KvpServicer(self._shards).add_to(server)
 
-    def fill_register(self, register: scheduler_pb2.Register) -> None:
-        register.role = self.name
+    def complete_registration(self, base: Registration) -> Registration:
+        return base
 
     def counts(self) -> tuple[int, int]:
         return self._book.counts()
 
-    def heartbeat(self) -> scheduler_pb2.Heartbeat:
+    def heartbeat(self) -> Heartbeat:
         running, waiting = self.counts()
-        return scheduler_pb2.Heartbeat(
-            free_pages=self._pool.free_pages, running=running, waiting=waiting
-        )
+        return Heartbeat(free_pages=self._pool.free_pages, running=running, waiting=waiting)
 
-    def on_command(self, command: scheduler_pb2.WorkerCommand) -> None:
-        kind = command.WhichOneof("kind")
-        if kind == "cancel":
-            self._shards.forget(command.cancel.request_id)
-        elif kind == "drain":  # how their requests end is for their homes to decide
-            self._shards.lose_all("its holder had to let go of it")
+    def on_command(self, command: Command) -> None:
+        match command:
+            case Cancel(request_id=request_id):
+                self._shards.forget(request_id)
+            case Drain():  # how their requests end is for their homes to decide
+                self._shards.lose_all("its holder had to let go of it")
 
     async def run(self) -> None:
         await self._shards.run()

@@ -6,19 +6,21 @@ import asyncio
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Final
 
 from millrace.core.errors import MillraceError
 from millrace.core.kv.layout import KvLayout
 from millrace.core.kv.sp_layout import RING_BUFFERS, Layout, Run, layout
 from millrace.core.request import Chunk
+from millrace.core.scheduler.commands import RunPrefill
+from millrace.core.span import Span
 from millrace.engine.sampling.spec import SamplingSpec
-from millrace.instance.codec import Stopwatch, sampling_spec, span
+from millrace.instance.sampling import sampling_spec
+from millrace.instance.spans import Stopwatch, span
 from millrace.prefill.metrics import PrefillMetrics
 from millrace.transfer.push.control import Sending
 from millrace.transfer.ring.manager import GroupLink
-from millrace.wire.pb import common_pb2, scheduler_pb2
 
 PREEMPTED: Final = "preempted"
 LATER_STAGES: Final = "later_stages"  # its pass is there; nothing to compute at the first
@@ -36,7 +38,7 @@ class PrefillJob:
     all have joined.
     """
 
-    command: scheduler_pb2.RunPrefill
+    command: RunPrefill
     chunks: tuple[Chunk, ...]
     instance_id: str
     clock: Stopwatch
@@ -50,7 +52,7 @@ class PrefillJob:
     link: GroupLink | None = None
     group_failure: MillraceError | None = None  # why the group can't go on
     cancelled: str = ""  # the reason; set from the event loop, read by the compute thread
-    spans: list[common_pb2.Span] = field(default_factory=list)
+    spans: list[Span] = field(default_factory=list)
     _began: bool = False
     _part_s: float = 0.0  # when the stretch of compute at hand began
     _suspended_s: float | None = None  # since when it is suspended
@@ -58,15 +60,10 @@ class PrefillJob:
     _waiter: asyncio.Task[None] | None = None
 
     @staticmethod
-    def of(command: scheduler_pb2.RunPrefill, instance_id: str) -> PrefillJob:
+    def of(command: RunPrefill, instance_id: str) -> PrefillJob:
         clock = Stopwatch(command.request.arrival_unix_s)
         chunks = tuple(
-            Chunk(
-                index=chunk.index,
-                start_token=chunk.start_token,
-                num_tokens=chunk.num_tokens,
-                instance_ids=tuple(chunk.instance_ids) or (instance_id,),
-            )
+            chunk if chunk.instance_ids else replace(chunk, instance_ids=(instance_id,))
             for chunk in command.chunks
         )
         return PrefillJob(
@@ -88,7 +85,7 @@ class PrefillJob:
 
     @property
     def attempt(self) -> int:
-        return max(self.command.attempt, 1)
+        return self.command.attempt
 
     @property
     def members(self) -> tuple[str, ...]:

@@ -12,23 +12,27 @@ from __future__ import annotations
 
 import asyncio
 import logging
+from dataclasses import replace
 
 import grpc
 import torch
 
 from millrace.core.errors import CapacityError, MillraceError, TransferError
+from millrace.core.instance.group import GroupError
+from millrace.core.instance.standstill import Standstill
+from millrace.core.scheduler.commands import Cancel, Command, Drain, Order, Registered, RunPrefill
+from millrace.core.scheduler.reports import Heartbeat, Registration, RequestFailed, RequestReleased
+from millrace.core.token_events import FinishedPrefill, FirstToken, PositionLogprobs
 from millrace.engine.errors import EngineDied
 from millrace.engine.execution_pool import ExecutionPool, StopPoint
-from millrace.instance.codec import logprobs_message
 from millrace.instance.host import WorkerContext
-from millrace.instance.link import request_failed, request_released
 from millrace.instance.prefix import cached_blocks
+from millrace.instance.sampling import told_logprobs
 from millrace.instance.tasks import Tasks
 from millrace.prefill.compute.entry import Entry, PrefillCompute
 from millrace.prefill.compute.gang_entry import GangEntry
 from millrace.prefill.compute.work import Work, request_of, task_name, task_names
 from millrace.prefill.group.membership import Membership
-from millrace.prefill.group.rendezvous import GroupError
 from millrace.prefill.job import Cancelled, PrefillJob
 from millrace.prefill.metrics import PrefillMetrics
 from millrace.prefill.prefix import PromptPrefixes
@@ -39,7 +43,6 @@ from millrace.state.store import StoreError
 from millrace.transfer.push.control import Sending
 from millrace.transfer.push.send.manager import SendManager
 from millrace.wire.kv_peer import KvPeers
-from millrace.wire.pb import common_pb2, scheduler_pb2, transfer_pb2
 
 log = logging.getLogger(__name__)
 
@@ -69,7 +72,7 @@ class PrefillRole:
             transport=context.transport,
             layout=context.engine.layout,
             storage=context.engine.storage,
-            identity=(context.incarnation.id, context.incarnation.generation),
+            identity=context.incarnation,
             config=context.config.transfer,
         )
         self._prefixes = PromptPrefixes(context, self._metrics)
@@ -98,19 +101,21 @@ class PrefillRole:
     def attach(self, server: grpc.aio.Server) -> None:
         self._membership.attach(server)
 
-    def fill_register(self, register: scheduler_pb2.Register) -> None:
-        register.role = self.name
-        register.kv_layers = self._engine.layout.num_layers
-        register.block_tokens = self.prefix_cache.block_tokens
+    def complete_registration(self, base: Registration) -> Registration:
         self.prefix_cache.tell_all()
+        return replace(
+            base,
+            kv_layers=self._engine.layout.num_layers,
+            block_tokens=self.prefix_cache.block_tokens,
+        )
 
     def counts(self) -> tuple[int, int]:
         running = min(int(self._execution.is_running), len(self._jobs))  # its last may be gone
         return running, len(self._jobs) - running
 
-    def heartbeat(self) -> scheduler_pb2.Heartbeat:
+    def heartbeat(self) -> Heartbeat:
         running, waiting = self.counts()
-        return scheduler_pb2.Heartbeat(
+        return Heartbeat(
             free_pages=self._pool.free_pages,
             running=running,
             waiting=waiting,
@@ -118,13 +123,13 @@ class PrefillRole:
             standstill=self._standstill(),
         )
 
-    def _standstill(self) -> scheduler_pb2.Standstill | None:
+    def _standstill(self) -> Standstill | None:
         """What prepared tasks wait for, if no operator has begun since the last heartbeat."""
         if (found := self._execution.standstill()) is None:
             return None
         prepared, claimed, waits_for = found
-        return scheduler_pb2.Standstill(
-            prepared=sorted({request_of(task) for task in prepared}),
+        return Standstill(
+            prepared=tuple(sorted({request_of(task) for task in prepared})),
             claimed=request_of(claimed),
             waits_for=waits_for,
         )
@@ -134,21 +139,24 @@ class PrefillRole:
             self._changed.clear()
             await self._changed.wait()
 
-    def on_command(self, command: scheduler_pb2.WorkerCommand) -> None:
-        kind = command.WhichOneof("kind")
-        if kind == "run_prefill":
-            job = PrefillJob.of(command.run_prefill, self._id)
-            self._jobs[job.request_id] = job
-            self._execution.append(task_names(job))
-            self._tasks.spawn(self._serve(job))
-        elif kind == "order":
-            self._reorder(command.order)
-        elif kind == "registered":
-            self._execution.set_granularity(StopPoint.of(command.registered.preemption or "none"))
-        elif kind == "cancel" and (found := self._jobs.get(command.cancel.request_id)):
-            self._cancel(found, command.cancel.reason or "cancelled")
-        elif kind == "drain":
-            self._evict(abort=command.drain.abort)
+    def on_command(self, command: Command) -> None:
+        match command:
+            case RunPrefill():
+                self._begin(PrefillJob.of(command, self._id))
+            case Order():
+                self._reorder(command)
+            case Registered(preemption=preemption):
+                self._execution.set_granularity(StopPoint.of(preemption or "none"))
+            case Cancel(request_id=request_id, reason=reason):
+                if (job := self._jobs.get(request_id)) is not None:
+                    self._cancel(job, reason or "cancelled")
+            case Drain(abort=abort):
+                self._evict(abort=abort)
+
+    def _begin(self, job: PrefillJob) -> None:
+        self._jobs[job.request_id] = job
+        self._execution.append(task_names(job))
+        self._tasks.spawn(self._serve(job))
 
     def _cancel(self, job: PrefillJob, reason: str) -> None:
         """One that computes looks itself; one that waits in the pool is dropped there."""
@@ -160,7 +168,8 @@ class PrefillRole:
         reason = "the instance had to let go of its requests"
         for job in self._jobs.values():
             if abort:
-                self._context.send(request_failed(job.request_id, reason, retryable=False))
+                failed = RequestFailed(request_id=job.request_id, message=reason, retryable=False)
+                self._context.send(failed)
             self._cancel(job, reason)
 
     def _broken(self, request_id: str, attempt: int, error: GroupError) -> None:
@@ -169,19 +178,19 @@ class PrefillRole:
             job.fail(error)
             self._execution.drop_unwanted()
 
-    def _reorder(self, order: scheduler_pb2.Order) -> None:
+    def _reorder(self, order: Order) -> None:
         """Puts the jobs into this order; what it does not name is computed already and comes last.
 
         A job is prepared where the first of its chunks stands. Its chunks stand each for itself.
         """
         entries = [
-            tuple(task_name(ref.request_id, ref.chunk_index) for ref in entry.chunks)
+            tuple(task_name(ref.request_id, ref.chunk_index) for ref in entry)
             for entry in order.queue
         ]
         self._together = {name: entry for entry in entries if len(entry) > 1 for name in entry}
         names = [name for entry in entries for name in entry]
         self._execution.order(names)
-        named = dict.fromkeys(ref.request_id for entry in order.queue for ref in entry.chunks)
+        named = dict.fromkeys(ref.request_id for entry in order.queue for ref in entry)
         if self._engine.runner.in_flight is not None:
             self._engine.runner.in_flight.order(list(named))
         jobs = {name: self._jobs.pop(name) for name in named if name in self._jobs}
@@ -241,7 +250,8 @@ class PrefillRole:
         self._execution.forget(task_names(job))
         del self._jobs[job.request_id]
         self._changed.set()
-        self._context.send(request_released(job.request_id, complete=not reason))
+        released = RequestReleased(request_id=job.request_id, complete=not reason)
+        self._context.send(released)
         if fallen is not None:
             raise fallen  # nothing can be computed here any more
 
@@ -256,7 +266,7 @@ class PrefillRole:
         with job.cancellable():
             if job.leads:
                 logprobs = await self._membership.collect(job, work.prompt_logprobs)
-                await session.finish(self._finish_message(job, session, work, logprobs))
+                await session.finish(self._finished(job, session, work, logprobs))
             else:
                 await self._membership.hand_in(job, work.prompt_logprobs)
                 await session.finish(None)
@@ -345,23 +355,25 @@ class PrefillRole:
         self._metrics.failed.labels(reason).inc()
         log.warning("request %s: %s", job.request_id, error)
         retryable = not isinstance(error, ComputeError)
-        self._context.send(request_failed(job.request_id, str(error), retryable=retryable))
+        self._context.send(
+            RequestFailed(request_id=job.request_id, message=str(error), retryable=retryable)
+        )
 
-    def _finish_message(
+    def _finished(
         self,
         job: PrefillJob,
         session: Sending,
         work: Work,
-        logprobs: list[common_pb2.PositionLogprobs],
-    ) -> transfer_pb2.FinishPrefillRequest:
+        logprobs: tuple[PositionLogprobs | None, ...],
+    ) -> FinishedPrefill:
         outcome = work.outcome
         assert outcome is not None  # of the leader's last pass
-        return transfer_pb2.FinishPrefillRequest(
-            first_tokens=[
-                transfer_pb2.FirstToken(token_id=token, logprobs=logprobs_message(found))
+        return FinishedPrefill(
+            first_tokens=tuple(
+                FirstToken(token, told_logprobs(found))
                 for token, found in zip(outcome.token_ids, outcome.logprobs, strict=True)
-            ],
-            spans=[*job.spans, *transfer_spans(job, session)],
+            ),
+            spans=(*job.spans, *transfer_spans(job, session)),
             prompt_logprobs=logprobs,
             total_chunks=work.passes,
             cached_tokens=job.cached_tokens,

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from millrace.core.errors import TransferError
-from millrace.instance.codec import span
+from millrace.core.scheduler.commands import RunPrefill
+from millrace.core.span import Span
+from millrace.core.token_events import FinishedPrefill
+from millrace.instance.spans import span
 from millrace.prefill.job import PrefillJob
 from millrace.transfer.push.control import Sending, Target
 from millrace.transfer.push.send.manager import SendManager
 from millrace.wire.kv_peer import KvPeers
-from millrace.wire.pb import common_pb2, scheduler_pb2, transfer_pb2
 
 
 async def open_session(sender: SendManager, peers: KvPeers, job: PrefillJob) -> Sending:
@@ -26,7 +28,7 @@ async def open_session(sender: SendManager, peers: KvPeers, job: PrefillJob) -> 
     return await sender.open(
         job.request_id,
         peer=peers.to(decode.address),
-        receiver=(decode.incarnation.id, decode.incarnation.generation),
+        receiver=decode.incarnation,
         prompt_tokens=job.prompt_tokens,
         pages=job.pages,
         attempt=job.attempt,
@@ -34,7 +36,7 @@ async def open_session(sender: SendManager, peers: KvPeers, job: PrefillJob) -> 
     )
 
 
-def targets(command: scheduler_pb2.RunPrefill, peers: KvPeers, *, leads: bool) -> list[Target]:
+def targets(command: RunPrefill, peers: KvPeers, *, leads: bool) -> list[Target]:
     """Who gets which tokens of a prompt that is spread, the home first.
 
     The home gets the message of the end as it is, the others without tokens; who `leads` not tells
@@ -57,7 +59,7 @@ def targets(command: scheduler_pb2.RunPrefill, peers: KvPeers, *, leads: bool) -
         found.append(
             Target(
                 peer=peers.to(shard.holder.address),
-                receiver=(life.id, life.generation),
+                receiver=life,
                 start_token=shard.start_token,
                 end_token=min(at, prompt_tokens),
                 word=(_without_tokens if found else _as_it_is) if leads else None,
@@ -77,7 +79,7 @@ def targets(command: scheduler_pb2.RunPrefill, peers: KvPeers, *, leads: bool) -
     return found
 
 
-def transfer_spans(job: PrefillJob, session: Sending) -> list[common_pb2.Span]:
+def transfer_spans(job: PrefillJob, session: Sending) -> list[Span]:
     """The handshakes, and the transfer to all receivers as far as it has come: decode knows when
     it ended. What has not happened yet happens from now on.
     """
@@ -93,12 +95,10 @@ def transfer_spans(job: PrefillJob, session: Sending) -> list[common_pb2.Span]:
     ]
 
 
-def _as_it_is(message: transfer_pb2.FinishPrefillRequest) -> transfer_pb2.FinishPrefillRequest:
-    return message
+def _as_it_is(finished: FinishedPrefill) -> FinishedPrefill:
+    return finished
 
 
-def _without_tokens(
-    message: transfer_pb2.FinishPrefillRequest,
-) -> transfer_pb2.FinishPrefillRequest:
+def _without_tokens(finished: FinishedPrefill) -> FinishedPrefill:
     """What those who hold a shard are told of the end: they emit no token."""
-    return transfer_pb2.FinishPrefillRequest(total_chunks=message.total_chunks)
+    return FinishedPrefill(total_chunks=finished.total_chunks)

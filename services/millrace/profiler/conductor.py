@@ -12,44 +12,46 @@ import shutil
 import socket
 import tempfile
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
-import grpc
 import numpy as np
 import numpy.typing as npt
 
 from millrace.core.config import SchedulerConfig, StoreConfig
 from millrace.core.errors import MillraceError
+from millrace.core.kv.transfer import Incarnation
 from millrace.core.request import Chunk
-from millrace.core.scheduler import effects
+from millrace.core.request_spec import RequestSpec, SamplingParams
+from millrace.core.scheduler.commands import (
+    AdmitDecode,
+    Cancel,
+    Command,
+    Member,
+    Registered,
+    RunPrefill,
+)
 from millrace.core.scheduler.planning.plan import PlannedChunk
+from millrace.core.scheduler.reports import Draining, Heartbeat, Registration, Report
 from millrace.local.private_redis import PrivateRedis
 from millrace.local.service import Service, all_or_first_error
 from millrace.profiler.costs import Costs, read_costs
 from millrace.profiler.group_run import Run, Underway
+from millrace.profiler.servicer import ConductorServicer
 from millrace.state.open import open_store
 from millrace.state.store import RequestStore
-from millrace.wire.channel import open_channel
-from millrace.wire.codec import scheduler as codec
-from millrace.wire.pb import common_pb2, decode_pb2, decode_pb2_grpc, scheduler_pb2
+from millrace.wire.codec.request_spec import encode_spec
 from millrace.wire.server import bind, create_server
+from millrace.wire.token_stream import TokenStreamError, token_events
 
 HOST = "127.0.0.1"
 DECODE = "decode-0"
-PROXY = common_pb2.Incarnation(id="conductor", generation=1)
+PROXY = Incarnation("conductor", 1)
 #: One token is prefill's, the next shows that decode has all K/V.
 OUTPUT_TOKENS = 2
 #: For instances to drop a prompt that has failed.
 GIVE_UP_S = 10.0
-
-WorkerContext = grpc.aio.ServicerContext[
-    AsyncIterator[scheduler_pb2.WorkerMessage], AsyncIterator[scheduler_pb2.WorkerCommand]
-]
-StatusContext = grpc.aio.ServicerContext[
-    scheduler_pb2.StatusRequest, Awaitable[scheduler_pb2.StatusReply]
-]
 
 
 class ConductorError(MillraceError):
@@ -76,13 +78,14 @@ class FleetOptions:
 class _Instance:
     """A registered life."""
 
-    register: scheduler_pb2.Register
-    outbox: asyncio.Queue[scheduler_pb2.WorkerCommand] = field(default_factory=asyncio.Queue)
-    sequence: int = 0
+    registration: Registration
+    outbox: asyncio.Queue[Command] = field(default_factory=asyncio.Queue)
 
-    def send(self, command: scheduler_pb2.WorkerCommand) -> None:
-        self.sequence += 1
-        command.sequence = self.sequence
+    @property
+    def member(self) -> Member:
+        return Member(incarnation=self.registration.incarnation, address=self.registration.address)
+
+    def send(self, command: Command) -> None:
         self.outbox.put_nowait(command)
 
 
@@ -126,9 +129,9 @@ class Conductor:
         return tuple(f"prefill-{number}" for number in range(self.options.prefill))
 
     @property
-    def register(self) -> scheduler_pb2.Register:
+    def registration(self) -> Registration:
         """What the first prefill instance said of itself."""
-        return self._instances[self.prefill_ids[0]].register
+        return self._instances[self.prefill_ids[0]].registration
 
     async def run(
         self, plan: Sequence[PlannedChunk], prompt_ids: npt.NDArray[np.int32] | None = None
@@ -164,26 +167,17 @@ class Conductor:
 
     # -- a prompt
 
-    async def _submit(
-        self, tokens: int, prompt_ids: npt.NDArray[np.int32] | None
-    ) -> common_pb2.RequestSpec:
+    async def _submit(self, tokens: int, prompt_ids: npt.NDArray[np.int32] | None) -> RequestSpec:
         self._runs += 1
-        spec = common_pb2.RequestSpec(
+        spec = RequestSpec(
             request_id=f"run-{self._runs}",
             proxy=PROXY,
             prompt_tokens=tokens,
-            sampling=common_pb2.SamplingParams(
-                max_tokens=OUTPUT_TOKENS,
-                top_p=1.0,
-                repetition_penalty=1.0,
-                n=1,
-                logprobs=-1,
-                prompt_logprobs=-1,
-            ),
+            sampling=SamplingParams(max_tokens=OUTPUT_TOKENS),
             arrival_unix_s=time.time(),
         )
         ids = np.zeros(tokens, dtype=np.int32) if prompt_ids is None else prompt_ids
-        await self._store.create(spec.request_id, spec=spec.SerializeToString(), prompt_ids=ids)
+        await self._store.create(spec.request_id, spec=encode_spec(spec), prompt_ids=ids)
         return spec
 
     def _chunks(self, plan: Sequence[PlannedChunk]) -> tuple[Chunk, ...]:
@@ -196,21 +190,19 @@ class Conductor:
             start += tokens
         return tuple(chunks)
 
-    def _command(self, spec: common_pb2.RequestSpec, chunks: tuple[Chunk, ...]) -> None:
+    def _command(self, spec: RequestSpec, chunks: tuple[Chunk, ...]) -> None:
         """As the scheduler does: decode first, then every member."""
-        request_id, decode = spec.request_id, self._instances[DECODE]
-        admit = effects.AdmitDecode(instance_id=DECODE, request_id=request_id)
-        decode.send(codec.admit_decode(admit, spec))
+        decode = self._instances[DECODE]
+        decode.send(AdmitDecode(request=spec))
         members = [self._instances[name] for name in chunks[-1].instance_ids]
-        group = [codec.member(one.register) for one in members]
+        run = RunPrefill(
+            request=spec,
+            chunks=chunks,
+            decode=decode.member,
+            group=tuple(one.member for one in members),
+        )
         for one in members:
-            effect = effects.RunPrefill(
-                instance_id=one.register.incarnation.id,
-                request_id=request_id,
-                chunks=chunks,
-                decode_id=DECODE,
-            )
-            one.send(codec.run_prefill(effect, spec, codec.member(decode.register), group))
+            one.send(run)
 
     async def _give_up(self, request: Underway, members: Sequence[str]) -> None:
         """Has all drop it, so that the next prompt finds nothing of it. Raises ConductorError."""
@@ -218,9 +210,9 @@ class Conductor:
             f"{', '.join(sorted(request.holding)) or 'decode'} did not end a prompt within "
             f"{self.options.run_timeout_s:g} s"
         )
-        effect = effects.CancelOn(instance_id="", request_id=request.request_id, reason=reason)
+        cancel = Cancel(request_id=request.request_id, reason=reason)
         for name in request.holding:
-            self._instances[name].send(codec.cancel(effect))
+            self._instances[name].send(cancel)
         with contextlib.suppress(TimeoutError):
             await asyncio.wait_for(request.forgotten(set(members)), GIVE_UP_S)
         raise ConductorError(reason)
@@ -231,57 +223,34 @@ class Conductor:
 
     # -- the scheduler's end
 
-    def _handlers(
-        self,
-    ) -> grpc.GenericRpcHandler[scheduler_pb2.WorkerMessage, scheduler_pb2.WorkerCommand]:
-        """What workers call of `Scheduler`: its stream, and its status to find peers to probe."""
-        connect = grpc.stream_stream_rpc_method_handler(
-            self._connect,
-            request_deserializer=scheduler_pb2.WorkerMessage.FromString,
-            response_serializer=scheduler_pb2.WorkerCommand.SerializeToString,
+    def joined(self, registration: Registration) -> asyncio.Queue[Command]:
+        """An instance has registered, and waits for what this queue has for it."""
+        instance = _Instance(registration)
+        self._instances[registration.incarnation.id] = instance
+        config = SchedulerConfig(preemption="none")
+        instance.send(
+            Registered(
+                heartbeat_s=config.heartbeat_s,
+                lease_s=config.lease_s,
+                preemption=config.preemption,
+                policy=config.policy,
+            )
         )
-        status = grpc.unary_unary_rpc_method_handler(
-            self._status,
-            request_deserializer=scheduler_pb2.StatusRequest.FromString,
-            response_serializer=scheduler_pb2.StatusReply.SerializeToString,
-        )
-        return grpc.method_handlers_generic_handler(
-            "millrace.v1.Scheduler", {"ConnectWorker": connect, "GetStatus": status}
-        )
+        return instance.outbox
 
-    async def _status(
-        self, request: scheduler_pb2.StatusRequest, context: StatusContext
-    ) -> scheduler_pb2.StatusReply:
-        """No instance to probe: the first passes show whether they reach each other."""
-        return scheduler_pb2.StatusReply()
+    def hear(self, instance_id: str, report: Report) -> None:
+        """What an instance says of the prompt that is under way."""
+        if self._request is None or isinstance(report, Heartbeat | Draining):
+            return
+        if report.request_id == self._request.request_id:
+            self._request.hear(instance_id, report)
 
-    async def _connect(
-        self,
-        request_iterator: AsyncIterator[scheduler_pb2.WorkerMessage],
-        context: WorkerContext,
-    ) -> AsyncIterator[scheduler_pb2.WorkerCommand]:
-        first = await anext(request_iterator)
-        name = first.register.incarnation.id
-        instance = self._instances[name] = _Instance(first.register)
-        instance.send(codec.registered(SchedulerConfig(preemption="none")))
-        reading = asyncio.create_task(self._read(name, request_iterator))
-        try:
-            while True:
-                yield await instance.outbox.get()
-        finally:
-            reading.cancel()
-
-    async def _read(self, name: str, messages: AsyncIterator[scheduler_pb2.WorkerMessage]) -> None:
-        with contextlib.suppress(grpc.aio.AioRpcError, asyncio.CancelledError):
-            async for message in messages:
-                if self._request is not None:
-                    kind = message.WhichOneof("kind")
-                    about = getattr(getattr(message, kind or ""), "request_id", "")
-                    if about == self._request.request_id:
-                        self._request.hear(name, message)
+    def left(self, instance_id: str) -> None:
+        """An instance's stream has ended: it gives no more of the prompt."""
         if self._request is not None:
-            self._request.fail(f"{name} is gone: {self._services[name].last_words()}")
-            self._request.lets_go(name)
+            why = self._services[instance_id].last_words()
+            self._request.fail(f"{instance_id} is gone: {why}")
+            self._request.lets_go(instance_id)
 
     # -- processes
 
@@ -303,7 +272,7 @@ class Conductor:
             self._services[name] = service
             await service.launch()  # before there is a server: gRPC does not like forks
         server = create_server()
-        server.add_generic_rpc_handlers((self._handlers(),))
+        ConductorServicer(self).add_to(server)
         bind(server, HOST, port)
         await server.start()
         self._stack.push_async_callback(server.stop, None)
@@ -316,15 +285,14 @@ class Conductor:
 
     async def _take_tokens(self) -> None:
         """What decode sends to the proxy; it gives the requests of one that is not there up."""
-        decode = self._instances[DECODE].register
-        subscription = decode_pb2.TokenSubscription(proxy=PROXY, decode=decode.incarnation)
-        async with open_channel(decode.address) as channel:
-            with contextlib.suppress(grpc.aio.AioRpcError):
-                async for batch in decode_pb2_grpc.DecodeStub(channel).StreamTokens(subscription):
-                    for event in batch.events:
-                        request = self._request
-                        if request is not None and event.request_id == request.request_id:
-                            request.token()
+        decode = self._instances[DECODE].member
+        stream = token_events(decode.address, proxy=PROXY, decode=decode.incarnation)
+        with contextlib.suppress(TokenStreamError):
+            async for events in stream:
+                for event in events:
+                    request = self._request
+                    if request is not None and event.request_id == request.request_id:
+                        request.token()
 
     def _service(self, name: str, number: int, scheduler: str, store_url: str) -> Service:
         o = self.options

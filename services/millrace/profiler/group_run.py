@@ -7,7 +7,15 @@ import time
 from collections.abc import Set
 from dataclasses import dataclass, field
 
-from millrace.wire.pb import scheduler_pb2
+from millrace.core.scheduler.reports import (
+    ChunkFinished,
+    ChunkStarted,
+    DecodeStarted,
+    RequestFailed,
+    RequestFinished,
+    RequestReleased,
+    RequestReport,
+)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -49,25 +57,24 @@ class Underway:
     landed_s: float = 0.0
     chunks: list[ChunkTime] = field(default_factory=list)
 
-    def hear(self, instance_id: str, message: scheduler_pb2.WorkerMessage) -> None:
+    def hear(self, instance_id: str, report: RequestReport) -> None:
         now_s = time.monotonic() - self.sent_s
-        match message.WhichOneof("kind"):
-            case "chunk_started":
+        match report:
+            case ChunkStarted():
                 self.started_s = self.started_s or now_s
-            case "chunk_finished":
-                found = message.chunk_finished
+            case ChunkFinished():
                 self.chunks.append(
                     ChunkTime(
-                        compute_s=found.compute_s,
-                        ring_wait_s=found.ring_wait_s,
-                        history_wait_s=found.history_wait_s,
+                        compute_s=report.compute_s,
+                        ring_wait_s=report.ring_wait_s,
+                        history_wait_s=report.history_wait_s,
                     )
                 )
-            case "decode_started":
+            case DecodeStarted():
                 self.landed_s = now_s
-            case "request_failed":
-                self.fail(f"{instance_id}: {message.request_failed.message}")
-            case "request_released" | "request_finished":
+            case RequestFailed():
+                self.fail(f"{instance_id}: {report.message}")
+            case RequestReleased() | RequestFinished():
                 self.lets_go(instance_id)
 
     def token(self) -> None:

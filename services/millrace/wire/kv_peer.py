@@ -13,13 +13,11 @@ from millrace.core.kv.transfer import (
     HistoryAsk,
     Ticket,
 )
+from millrace.core.token_events import FinishedPrefill
 from millrace.wire.channel import Channels
 from millrace.wire.codec.incarnation import incarnation_message
-from millrace.wire.codec.transfer import (
-    ask_message,
-    grant_of,
-    history_message,
-)
+from millrace.wire.codec.tokens import finished_message
+from millrace.wire.codec.transfer import ask_message, grant_of, history_message
 from millrace.wire.pb import transfer_pb2, transfer_pb2_grpc
 
 
@@ -42,16 +40,11 @@ class GrpcKvPeer:
             raise HandshakeRefused(reply.refusal)
         return grant_of(reply)
 
-    async def finish(
-        self, ticket: Ticket, message: transfer_pb2.FinishPrefillRequest, *, timeout_s: float
-    ) -> None:
-        """Sends `message`, whose addresses are filled in here. Raises TransferError if refused."""
-        message.request_id = ticket.request_id
-        message.sender.CopyFrom(incarnation_message(ticket.sender))
-        message.receiver.CopyFrom(incarnation_message(ticket.receiver))
-        message.attempt = ticket.attempt
+    async def finish(self, ticket: Ticket, message: FinishedPrefill, *, timeout_s: float) -> None:
+        """Tells that prefill has finished. Raises TransferError if the receiver refuses."""
+        request = finished_message(ticket, message)
         try:
-            reply = await self._stub.FinishPrefill(message, timeout=timeout_s)
+            reply = await self._stub.FinishPrefill(request, timeout=timeout_s)
         except grpc.aio.AioRpcError as error:
             raise self._error("FinishPrefill", error) from error
         if reply.refusal:

@@ -14,13 +14,19 @@ import pytest
 
 from millrace.core.config import Config
 from millrace.core.cost.decode_step import DecodeStepTime
+from millrace.core.scheduler.commands import Drain
 from millrace.proxy.generation.continuation import continuation
-from millrace.wire.codec.request_spec import spec_message, spec_of
-from millrace.wire.pb import scheduler_pb2
 from support.decode_pair import Pair, live_pair
 from support.live_stack import eventually
 from support.tiny_models import oracle, prompt
-from support.worker_roles import PROXY, admit_decode, config, remember, run_prefill
+from support.worker_roles import (
+    PROXY,
+    admit_decode,
+    config,
+    registration,
+    remember,
+    run_prefill,
+)
 
 PAGE_BYTES = 3 * 2 * 2 * 16 * 12 * 4  # of the tiny model, 16 tokens
 PAGES = 20
@@ -61,7 +67,7 @@ class Asker:
             self.lives[name] = self.lives.get(name, 1) + 1
             life = f"{name}-{self.lives[name]}"
             generated = len(self.pair.tokens[request.request_id, 0])
-            request = spec_message(continuation(spec_of(request), life, generated))
+            request = continuation(request, life, generated)
             await remember(self.pair.store, request, ids + found)
             self.pair.decode.role.on_command(admit_decode(request))
 
@@ -113,8 +119,7 @@ async def filled(asker: Asker, count: int = 4) -> None:
 async def test_a_drain_moves_who_is_in_host_memory_too() -> None:
     async with asking(settings(swap_pages=100)) as asker:
         await filled(asker)
-        drain = scheduler_pb2.WorkerCommand(drain=scheduler_pb2.Drain(abort=False))
-        asker.pair.decode.role.on_command(drain)
+        asker.pair.decode.role.on_command(Drain(abort=False))
         await asker.pair.decode.role.wait_idle()
         streamed = {key for key, tokens in asker.pair.tokens.items() if tokens}
         await eventually(lambda: streamed <= set(asker.pair.ends))
@@ -126,7 +131,7 @@ async def test_a_drain_moves_who_is_in_host_memory_too() -> None:
 async def test_a_proxy_that_is_gone_takes_its_swapped_requests_along() -> None:
     async with asking(settings(swap_pages=100)) as asker:
         await filled(asker)
-        asker.pair.decode.role._output._proxy_gone((PROXY.id, PROXY.generation))
+        asker.pair.decode.role._output._proxy_gone(PROXY)
         await asker.pair.decode.role.wait_idle()
         assert asker.pair.used_pages == 0
         kinds = {kind for kind, _ in asker.pair.decode.messages}
@@ -149,7 +154,7 @@ async def test_heartbeats_tell_what_is_left_for_others() -> None:
         assert role.heartbeat().free_pages == PAGES
         await filled(asker)
         assert role.heartbeat().free_pages <= pool.free_pages
-        role.on_command(scheduler_pb2.WorkerCommand(drain=scheduler_pb2.Drain()))
+        role.on_command(Drain())
 
 
 async def test_what_could_never_fit_is_refused_at_once() -> None:
@@ -164,10 +169,6 @@ async def test_the_instance_says_how_long_its_steps_take() -> None:
     step = DecodeStepTime(base_s=0.1, per_sequence_s=0.02, per_context_token_s=0.003)
     async with asking(settings()) as asker:
         role = asker.pair.decode.role
-        register = scheduler_pb2.Register(kv_pages=PAGES + 1)
-        role.fill_register(register)
-        assert not register.HasField("decode_step")
+        assert registration(asker.pair.decode).decode_step is None
         role._context = replace(role._context, decode_step=step)
-        role.fill_register(register)
-        told = register.decode_step
-        assert (told.base_s, told.per_sequence_s, told.per_context_token_s) == (0.1, 0.02, 0.003)
+        assert registration(asker.pair.decode).decode_step == step

@@ -105,9 +105,7 @@ async def test_what_is_not_there_cannot_be_kept(pair: PrefixPair, kept: int) -> 
     if kept == 192:
         pool.free(pool.allocate(pool.free_pages))
     request = await pair.request("r", prompt(200))
-    admit = admit_decode(request)
-    admit.admit_decode.attempt, admit.admit_decode.kept_tokens = 1, kept
-    pair.decode.role.on_command(admit)
+    pair.decode.role.on_command(admit_decode(request, kept_tokens=kept))
     assert pair.decode.kinds("r") == ["request_failed", "request_released"]
     failed = await pair.decode.said("request_failed", "r")
     assert failed.retryable and not failed.kept_tokens
@@ -122,9 +120,7 @@ async def test_no_room_for_the_rest_gives_back_what_was_taken(pair: PrefixPair) 
     taken = pair.decode.role.prefix_cache.take(request.prefix_hashes[:3])
     held = pool.allocate(pool.free_pages)
     pool.free(taken)
-    admit = admit_decode(request)
-    admit.admit_decode.kept_tokens = 192
-    pair.decode.role.on_command(admit)
+    pair.decode.role.on_command(admit_decode(request, kept_tokens=192))
     assert pair.decode.kinds("r") == ["request_failed", "request_released"]
     assert used_pages(pair) == len(held)
     pool.free(held)

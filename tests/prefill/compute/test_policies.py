@@ -7,13 +7,17 @@ import contextlib
 import time
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
+from dataclasses import replace
 from typing import Any
 
 import pytest
 
 from millrace.core.config import SchedulerConfig
 from millrace.core.priority import POLICIES
+from millrace.core.request import Slo
+from millrace.core.scheduler.commands import Command, Order
 from millrace.core.scheduler.events import Submitted
+from millrace.core.scheduler.reports import Report
 from millrace.decode.loop import DecodeRole
 from millrace.prefill.loop import PrefillRole
 from millrace.scheduler.loop import SchedulerLoop
@@ -23,7 +27,8 @@ from millrace.state.memory_store import MemoryStore
 from millrace.telemetry.metrics import Registry
 from millrace.transfer.transport.memory import MemoryHub
 from millrace.wire.codec import scheduler as codec
-from millrace.wire.pb import common_pb2, scheduler_pb2
+from millrace.wire.codec.instance import command_of, report_message
+from millrace.wire.codec.request_spec import spec_message
 from support.deadlines import HANG_S
 from support.scheduler_peers import register
 from support.tiny_models import prompt
@@ -37,12 +42,12 @@ YIELDING = POLICIES.keys() - {"fcfs", "lars", "lars_deadline"}
 class ScheduledRole(LiveRole):
     """Tells a scheduler all it says, and does what that commands."""
 
-    tell: Callable[[scheduler_pb2.WorkerMessage], None] | None = None
+    tell: Callable[[Report], None] | None = None
 
-    def _take(self, message: scheduler_pb2.WorkerMessage) -> None:
-        super()._take(message)
+    def _take(self, report: Report) -> None:
+        super()._take(report)
         assert self.tell is not None
-        self.tell(message)
+        self.tell(report)
 
     def told(self, kind: str) -> list[str]:
         """The requests of all messages of a kind, in order."""
@@ -55,7 +60,7 @@ class Scheduler:
     def __init__(self, settings: SchedulerConfig, store: MemoryStore) -> None:
         self.loop = SchedulerLoop(settings, Recorder(store), Registry())
         self.store = store
-        self.commands: list[scheduler_pb2.WorkerCommand] = []
+        self.commands: list[Command] = []
 
     async def serve(self, *roles: ScheduledRole) -> None:
         await asyncio.gather(
@@ -74,9 +79,9 @@ class Scheduler:
         worker = Worker(card=card, address=message.address, seen_s=self.loop.clock())
         self.loop.post_now(card, worker)
 
-        def tell(said: scheduler_pb2.WorkerMessage) -> None:
+        def tell(said: Report) -> None:
             about = {"instance_id": card.instance_id, "generation": card.generation}
-            self.loop.post_now(codec.from_worker(said, **about))
+            self.loop.post_now(codec.from_worker(report_message(said), **about))
 
         role.tell = tell
         return worker
@@ -84,14 +89,15 @@ class Scheduler:
     async def _command(self, role: ScheduledRole, worker: Worker) -> None:
         while True:
             for sent in await worker.outbox.take():
-                command = codec.command_message(sent, 0)
+                command = command_of(codec.command_message(sent, 0))
+                assert command is not None
                 self.commands.append(command)
                 role.role.on_command(command)
 
     async def submit(self, request_id: str, tokens: int, ttft_s: float) -> None:
-        wanted = spec(request_id, tokens)
-        wanted.slo.CopyFrom(common_pb2.Slo(ttft_s=ttft_s))
-        await remember(self.store, wanted, prompt(tokens))
+        asked = replace(spec(request_id, tokens), slo=Slo(ttft_s=ttft_s))
+        await remember(self.store, asked, prompt(tokens))
+        wanted = spec_message(asked)
         request = codec.request(wanted, proxy_id="x", now_s=time.monotonic())
         await self.loop.post(Submitted(request=request), wanted.SerializeToString())
 
@@ -128,13 +134,13 @@ async def test_what_the_policy_puts_first_is_computed_first(policy: str, preempt
         for name in ("loose", "tight"):
             await prefill.said("request_released", name)
     started = prefill.told("chunk_started")
-    kinds = [command.WhichOneof("kind") for command in scheduler.commands]
+    kinds = [type(command) for command in scheduler.commands]
     if policy == "fcfs":
         assert started == ["long", "loose", "tight"]
-        assert "order" not in kinds
+        assert Order not in kinds
     else:
         assert list(dict.fromkeys(started)) == ["long", "tight", "loose"]
-        assert "order" in kinds
+        assert Order in kinds
     if preemption == "operator" and policy in YIELDING:
         assert prefill.told("chunk_suspended") == ["long"]
         assert prefill.told("chunk_finished") == ["tight", "long", "loose"]

@@ -10,16 +10,16 @@ from typing import Any
 import pytest
 import pytest_asyncio
 
+from millrace.core.scheduler.commands import Registered
 from millrace.decode.loop import DecodeRole
 from millrace.engine.forward.passes import Boundary
 from millrace.engine.forward.prefill_task import PrefillTask
 from millrace.prefill.loop import PrefillRole
 from millrace.transfer.transport.memory import MemoryHub
-from millrace.wire.pb import scheduler_pb2
 from support.deadlines import HANG_S
 from support.live_stack import eventually
 from support.prefill_pair import GatedStore, Pair
-from support.worker_roles import LiveRole, config, live_roles, order
+from support.worker_roles import LiveRole, batches, config, live_roles, order
 
 LONG, SHORT = 1500, 40
 
@@ -36,30 +36,21 @@ async def pair(request: pytest.FixtureRequest) -> AsyncIterator[Pair]:
 
 
 def yields_at(pair: Pair, granularity: str) -> None:
-    registered = scheduler_pb2.Registered(preemption=granularity)
-    pair.prefill.role.on_command(scheduler_pb2.WorkerCommand(registered=registered))
-
-
-def batch(*entries: tuple[str, ...]) -> scheduler_pb2.WorkerCommand:
-    queue = [
-        scheduler_pb2.QueueEntry(chunks=[scheduler_pb2.ChunkRef(request_id=r) for r in entry])
-        for entry in entries
-    ]
-    return scheduler_pb2.WorkerCommand(order=scheduler_pb2.Order(queue=queue))
+    pair.prefill.role.on_command(Registered(preemption=granularity))
 
 
 def first_tokens(pair: Pair) -> dict[str, list[int]]:
     """What prefill hands over, by request; to be asked for before the requests are."""
     found: dict[str, list[int]] = {}
     role = pair.prefill.role
-    finish = role._finish_message
+    finish = role._finished
 
     def noted(job: Any, session: Any, work: Any, logprobs: Any) -> Any:
         outcome = work.outcome
         found[job.request_id] = [*outcome.token_ids, round(outcome.logprobs[0].chosen[1], 3)]
         return finish(job, session, work, logprobs)
 
-    role._finish_message = noted
+    role._finished = noted
     return found
 
 
@@ -164,7 +155,7 @@ async def test_batched_prompts_are_one_pass_with_the_tokens_of_each_alone(pair: 
         for index, name in enumerate(names):
             await pair.ask(name, SHORT + index, logprobs=0)
         await eventually(lambda: pair.prefill.has_shaken_hands("c"))
-        pair.prefill.role.on_command(batch(("long",), names))
+        pair.prefill.role.on_command(batches(("long",), names))
     for name in names:
         await pair.prefill.said("request_released", name)
 
@@ -184,7 +175,7 @@ async def test_a_cancelled_one_leaves_its_batch_and_the_others_go_on(pair: Pair)
         for name in ("a", "b"):
             await pair.ask(name, 400 if name == "b" else 90, logprobs=0)
         await eventually(lambda: pair.prefill.has_shaken_hands("b"))
-        pair.prefill.role.on_command(batch(("long",), ("a", "b")))
+        pair.prefill.role.on_command(batches(("long",), ("a", "b")))
         permits.release()
         await pair.prefill.said("chunk_started", "a")
         pair.prefill.cancel("a")

@@ -62,24 +62,24 @@ async def test_prompt_logprobs_come_from_all_members() -> None:
         found = await finish_message(group, "many", [(100, [1, 0]), (150, [1, 0, 2])])
         assert len(found) == len(expected) == 250
         for one, other in zip(found[1:], expected[1:], strict=True):
-            assert one.chosen.token_id == other.chosen.token_id
-            assert one.chosen.logprob == pytest.approx(other.chosen.logprob, abs=1e-4)
+            assert one.chosen[0] == other.chosen[0]
+            assert one.chosen[1] == pytest.approx(other.chosen[1], abs=1e-4)
 
 
 async def finish_message(group: Group, name: str, plan: Plan) -> list:
     """The prompt's log-probabilities as the leader hands them over."""
     role, found = group.prefills[plan[0][1][0]].role, []
-    finish = role._finish_message
+    finish = role._finished
 
     def noted(*args):
         message = finish(*args)
         found.append(message)
         return message
 
-    role._finish_message = noted
+    role._finished = noted
     await group.ask(name, plan, prompt_logprobs=0)
     await group.tokens(name)
-    role._finish_message = finish
+    role._finished = finish
     return list(found[0].prompt_logprobs)
 
 
@@ -285,7 +285,7 @@ async def test_instances_tell_what_they_wait_for_when_nothing_begins() -> None:
             await leader.said("chunk_started", "r")
 
             def stands_still(role: LiveRole) -> bool:
-                return role.role.heartbeat().HasField("standstill")
+                return role.role.heartbeat().standstill is not None
 
             for role in group.prefills:
                 await eventually(lambda role=role: stands_still(role))

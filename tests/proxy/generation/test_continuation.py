@@ -10,11 +10,11 @@ import pytest
 
 from millrace.core.kv.transfer import Incarnation
 from millrace.core.request import Slo
+from millrace.core.request_spec import RequestSpec, SamplingParams
 from millrace.proxy.fleet import gateway as gateway_module
 from millrace.proxy.generation.continuation import continuation
 from millrace.state.store import StoreError
 from millrace.wire.moves import PREEMPTED
-from millrace.wire.request_spec import RequestSpec, SamplingParams
 from support.deadlines import HANG_S
 from support.gateway import MODEL, Script, gateway, until
 

@@ -14,8 +14,10 @@ import pytest
 import torch
 
 from millrace.core.errors import TransferError
+from millrace.core.kv.transfer import Incarnation
 from millrace.instance.transfer import kv_path as kv_path_module
 from millrace.instance.transfer.kv_path import KvPath, chosen_peers
+from millrace.instance.transfer.probe_servicer import ProbeServicer
 from millrace.telemetry.metrics import Registry
 from millrace.transfer.probe.pattern import (
     PATTERN_BYTES,
@@ -30,7 +32,7 @@ from millrace.transfer.transport.byte_window import ByteWindow
 from millrace.transfer.transport.memory import MemoryHub, MemoryTransport
 from millrace.transfer.transport.nixl.transport import NixlTransport
 from millrace.wire.channel import open_channel
-from millrace.wire.pb import common_pb2, transfer_pb2, transfer_pb2_grpc
+from millrace.wire.pb import transfer_pb2, transfer_pb2_grpc
 from millrace.wire.scheduler_client import InstanceView
 from millrace.wire.server import bind, create_server
 from support.deadlines import HANG_S
@@ -204,12 +206,12 @@ class Node:
         self.opened: list[str] = []
         self._hub = hub
         self.path = KvPath(
-            common_pb2.Incarnation(id=name, generation=1),
+            Incarnation(name, 1),
             self._open,
             self.registry,
         )
         self.server = create_server()
-        self.path.add_to(self.server)
+        ProbeServicer(self.path).add_to(self.server)
         self.address = f"127.0.0.1:{bind(self.server, '127.0.0.1', 0)}"
 
     def _open(self, name: str, seed: int, size: int) -> contextlib.AbstractAsyncContextManager[End]:

@@ -14,8 +14,10 @@ import pytest
 import torch
 
 from millrace.core.errors import TransferError
+from millrace.core.kv.transfer import Incarnation
 from millrace.instance.transfer import kv_path as kv_path_module
 from millrace.instance.transfer.kv_path import KvPath
+from millrace.instance.transfer.probe_servicer import ProbeServicer
 from millrace.telemetry.metrics import Registry
 from millrace.transfer.probe.pattern import (
     LOOPBACK_TRIES,
@@ -29,7 +31,6 @@ from millrace.transfer.transport.base import PeerLostError, outcome
 from millrace.transfer.transport.byte_window import ByteWindow
 from millrace.transfer.transport.nixl.transport import NixlTransport
 from millrace.transfer.transport.peers import PeerMetadata
-from millrace.wire.pb import common_pb2
 from millrace.wire.server import bind, create_server
 from support.live_stack import eventually
 from support.scheduler_peers import Net, scheduler
@@ -205,9 +206,9 @@ async def node(name: str, net: Net, deaths: int) -> AsyncIterator[tuple[KvPath, 
     """An instance that the scheduler lists; its first children abort."""
     async with ProbeServer(name, "cpu") as server:
         ends = Fatal(server, deaths)
-        path = KvPath(common_pb2.Incarnation(id=name, generation=1), ends.open_end, Registry())
+        path = KvPath(Incarnation(name, 1), ends.open_end, Registry())
         grpc_server = create_server()
-        path.add_to(grpc_server)
+        ProbeServicer(path).add_to(grpc_server)
         address = f"127.0.0.1:{bind(grpc_server, '127.0.0.1', 0)}"
         await grpc_server.start()
         try:

@@ -14,6 +14,7 @@ import grpc
 
 from millrace.bench.gateway.stub_servicers import DecodeServicer, SchedulerServicer
 from millrace.core.kv.transfer import Incarnation
+from millrace.core.request_spec import RequestSpec
 from millrace.core.scheduler.effects import Fail, Refuse
 from millrace.core.scheduler.events import CancelRequested
 from millrace.wire.codec.request_spec import decode_spec
@@ -29,7 +30,6 @@ from millrace.wire.fleet_messages import (
     Queued,
     Submit,
 )
-from millrace.wire.request_spec import RequestSpec
 from millrace.wire.server import bind, create_server
 from millrace.wire.token_events import TokenEvent
 

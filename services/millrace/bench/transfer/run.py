@@ -29,6 +29,7 @@ from millrace.bench.transfer.load import LayerProduct
 from millrace.bench.transfer.receiver import MIB, Expected, Receiver, receiver_process
 from millrace.core.config import TransferConfig
 from millrace.core.kv.layout import KvLayout
+from millrace.core.token_events import FinishedPrefill
 from millrace.engine.kv.pool import KvPool
 from millrace.transfer.push.send.manager import SendManager, SendSession
 from millrace.transfer.transport.layout import Side, at_layer, layer_runs
@@ -37,7 +38,6 @@ from millrace.transfer.transport.nixl.transport import NixlTransport
 from millrace.transfer.transport.regions import Memory
 from millrace.transfer.transport.runs import Runs
 from millrace.wire.kv_peer import KvPeers
-from millrace.wire.pb import transfer_pb2
 
 LAYOUT = KvLayout(
     model_hash="bench",
@@ -327,5 +327,5 @@ class _Bench:
         self._done += 1
 
 
-def _finish() -> transfer_pb2.FinishPrefillRequest:
-    return transfer_pb2.FinishPrefillRequest(total_chunks=1)
+def _finish() -> FinishedPrefill:
+    return FinishedPrefill(total_chunks=1)

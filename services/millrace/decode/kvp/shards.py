@@ -16,18 +16,19 @@ from millrace.core.errors import TransferError
 from millrace.core.kv.kvp_hold import HoldAsk
 from millrace.core.kv.kvp_pass import RemoteShard
 from millrace.core.kv.transfer import Incarnation
+from millrace.core.request_spec import RequestSpec
+from millrace.core.scheduler.commands import KvShard
 from millrace.decode.kvp.workers import Holders
 from millrace.decode.request import DecodeRequest
 from millrace.engine.attention.kvp_link import ExchangeLink
 from millrace.engine.attention.kvp_memory import exchange_memory
 from millrace.engine.attention.kvp_owner import Remote, reach_of
-from millrace.instance.codec import span
 from millrace.instance.host import WorkerContext
 from millrace.instance.shards.shard_host import exchange_shape
+from millrace.instance.spans import span
 from millrace.transfer.kvp.exchange import KvpExchange
 from millrace.transfer.transport.regions import Memory
 from millrace.wire.kvp_peer import GrpcKvpPeer
-from millrace.wire.pb import common_pb2, scheduler_pb2
 
 log = logging.getLogger(__name__)
 
@@ -63,7 +64,7 @@ class SpreadRequests:
     ) -> None:
         """`pass_tokens`: of spread requests that a pass computes at most."""
         engine, transport = context.engine, context.transport
-        self._life = Incarnation(context.incarnation.id, context.incarnation.generation)
+        self._life = context.incarnation
         self._layout = engine.layout
         self._on_landed = on_landed
         self._on_lost = on_lost
@@ -103,15 +104,13 @@ class SpreadRequests:
         reach = reach_of(engine.shape.sliding_windows)
         engine.runner.remote = Remote(link, self.spill_pages, reach)
 
-    def refusal(self, spec: common_pb2.RequestSpec) -> str:
+    def refusal(self, spec: RequestSpec) -> str:
         """Why a request can't be spread from here; empty when it can."""
         if spec.sampling.n > 1:
             return f"{spec.sampling.n} choices can't be spread over instances"
         return ""
 
-    def open(
-        self, request: DecodeRequest, shards: Sequence[scheduler_pb2.KvShard], sent_tokens: int
-    ) -> None:
+    def open(self, request: DecodeRequest, shards: Sequence[KvShard], sent_tokens: int) -> None:
         """`shards`: those that others hold. All of them open at once. The KV of the first
         `sent_tokens` is sent there by prefill instances, the rest by the passes from here."""
         spread = self._spread[request.id] = _Spread(request, sent_tokens)
@@ -139,10 +138,9 @@ class SpreadRequests:
 
     # -- one shard
 
-    async def _keep(self, spread: _Spread, index: int, shard: scheduler_pb2.KvShard) -> None:
+    async def _keep(self, spread: _Spread, index: int, shard: KvShard) -> None:
         """Until cancelled; lost or not, the holder stays attached for passes that are under way."""
-        life = shard.holder.incarnation
-        holder = Incarnation(life.id, life.generation)
+        holder = shard.holder.incarnation
         try:
             async with self._holders.attached(holder, shard.holder.address) as peer:
                 why = await self._hold(spread, index, holder, peer, shard)
@@ -157,7 +155,7 @@ class SpreadRequests:
         index: int,
         holder: Incarnation,
         peer: GrpcKvpPeer,
-        shard: scheduler_pb2.KvShard,
+        shard: KvShard,
     ) -> str:
         """Holds the shard until it is lost; says why."""
         try:
@@ -180,7 +178,7 @@ class SpreadRequests:
         finally:
             held.close()
 
-    def _ask(self, spread: _Spread, holder: Incarnation, shard: scheduler_pb2.KvShard) -> HoldAsk:
+    def _ask(self, spread: _Spread, holder: Incarnation, shard: KvShard) -> HoldAsk:
         return HoldAsk(
             request_id=spread.request.id,
             attempt=spread.request.attempt,

@@ -28,7 +28,7 @@ from millrace.decode.metrics import DecodeMetrics
 from millrace.decode.request import DecodeRequest
 from millrace.decode.request_table import RequestTable
 from millrace.engine.decode_batch import DecodeBatch
-from millrace.instance.codec import span
+from millrace.instance.spans import span
 
 log = logging.getLogger(__name__)
 

@@ -13,13 +13,13 @@ from array import array
 
 from millrace.core.errors import MillraceError, TransferError
 from millrace.core.kv.prefix import block_hashes
+from millrace.core.scheduler.commands import AdmitDecode
 from millrace.decode.metrics import DecodeMetrics
 from millrace.decode.request import DecodeRequest
-from millrace.instance.codec import span
 from millrace.instance.host import WorkerContext
 from millrace.instance.prefix import open_prefix_cache, prompt_blocks, takes_part
+from millrace.instance.spans import span
 from millrace.instance.tasks import Tasks
-from millrace.wire.pb import scheduler_pb2
 
 log = logging.getLogger(__name__)
 
@@ -36,7 +36,7 @@ class RequestPrefixes:
         self._metrics = metrics
         self._tasks = tasks
 
-    def take(self, admit: scheduler_pb2.AdmitDecode) -> list[int]:
+    def take(self, admit: AdmitDecode) -> list[int]:
         """The pages of the `kept_tokens` that the request is to begin with, one reference each.
 
         Raises TransferError, and takes none, when not all of them are here.

@@ -30,12 +30,12 @@ def in_danger(request: DecodeRequest, away_s: float) -> bool:
         return True
     slo = request.spec.slo
     if request.streams:
-        return slo.tbt_s > 0 and tbt_slack_s(request, now_s) < away_s
-    return 0 < slo.ttft_s * _TTFT_SHARE < now_s
+        return bool(slo.tbt_s) and tbt_slack_s(request, now_s) < away_s
+    return 0 < (slo.ttft_s or 0.0) * _TTFT_SHARE < now_s
 
 
 def tbt_slack_s(request: DecodeRequest, now_s: float) -> float:
     """Seconds until the next token must be out for the mean time between tokens to be within the
     objective. With several choices the mean over them counts."""
     tokens = request.generated_tokens / request.sampling.n
-    return request.spec.slo.tbt_s * tokens - (now_s - request.first_token_s)
+    return (request.spec.slo.tbt_s or 0.0) * tokens - (now_s - request.first_token_s)

@@ -7,10 +7,10 @@ from collections.abc import Mapping, Sequence
 from millrace.core.arithmetic import ceil_div
 from millrace.core.errors import CapacityError
 from millrace.core.kv.pages import pages_of_request
+from millrace.core.request_spec import RequestSpec
 from millrace.decode.held_pages import HeldPages
 from millrace.decode.request import DecodeRequest
 from millrace.instance.host import WorkerContext
-from millrace.wire.pb import common_pb2
 
 
 class RequestPages:
@@ -29,7 +29,7 @@ class RequestPages:
         """Pages that can be had now."""
         return self._pool.free_pages
 
-    def check(self, spec: common_pb2.RequestSpec) -> None:
+    def check(self, spec: RequestSpec) -> None:
         """Raises CapacityError for a request that does not fit even where there is no other."""
         n = spec.sampling.n
         if n > self._max_batch:
@@ -40,19 +40,19 @@ class RequestPages:
                 f"{whole} KV pages may be wanted in all, the pool has {self._pool.num_pages}"
             )
 
-    def grows(self, spec: common_pb2.RequestSpec) -> bool:
+    def grows(self, spec: RequestSpec) -> bool:
         """Whether a request is admitted with less than it may come to.
 
         One of several choices is not: it could not move, were it in the way of others.
         """
         return self.may_grow and spec.sampling.n == 1
 
-    def wanted(self, spec: common_pb2.RequestSpec) -> int:
+    def wanted(self, spec: RequestSpec) -> int:
         """Pages that `reserve` takes."""
         most = spec.sampling.max_tokens
         return self._needed(spec, min(most, self._headroom_tokens) if self.grows(spec) else most)
 
-    def reserve(self, spec: common_pb2.RequestSpec, cached: Sequence[int]) -> HeldPages:
+    def reserve(self, spec: RequestSpec, cached: Sequence[int]) -> HeldPages:
         """Pages for a new request: of its whole life, or if it `grows` of its prompt and the
         headroom. The prompt's first are `cached`, already held.
 
@@ -64,7 +64,7 @@ class RequestPages:
             self._pool.free(cached)
             raise
 
-    def reserve_shard(self, spec: common_pb2.RequestSpec, end_token: int) -> HeldPages:
+    def reserve_shard(self, spec: RequestSpec, end_token: int) -> HeldPages:
         """Pages for the first tokens of a spread request, up to `end_token` of its whole life.
 
         Raises CapacityError, and takes none.
@@ -74,7 +74,7 @@ class RequestPages:
         shared = min(tokens, spec.prompt_tokens) // self.page_tokens
         return HeldPages.of(pages, shared, {0: len(pages) - shared})
 
-    def _reserve(self, spec: common_pb2.RequestSpec, cached: Sequence[int]) -> HeldPages:
+    def _reserve(self, spec: RequestSpec, cached: Sequence[int]) -> HeldPages:
         self.check(spec)
         needed, n = self.wanted(spec), spec.sampling.n
         shared = spec.prompt_tokens // self.page_tokens
@@ -96,5 +96,5 @@ class RequestPages:
         self._pool.free(request.pages.all())
         request.pages = HeldPages()
 
-    def _needed(self, spec: common_pb2.RequestSpec, new_tokens: int) -> int:
+    def _needed(self, spec: RequestSpec, new_tokens: int) -> int:
         return pages_of_request(spec.prompt_tokens, new_tokens, spec.sampling.n, self.page_tokens)

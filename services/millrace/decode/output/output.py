@@ -5,18 +5,19 @@ from __future__ import annotations
 import logging
 from collections.abc import Sequence as Many
 
+from millrace.core.kv.transfer import Incarnation
+from millrace.core.scheduler.reports import RequestFailed
+from millrace.core.token_events import FinishedPrefill, TokenEvent
 from millrace.decode.metrics import DecodeMetrics
 from millrace.decode.output.journal import Journal
 from millrace.decode.output.token_events import first_token_events, step_event
 from millrace.decode.request import DecodeRequest
 from millrace.decode.request_table import RequestTable
-from millrace.decode.token_streams import Life, TokenStreams
+from millrace.decode.token_streams import TokenStreams
 from millrace.engine.decode_batch import TokenOut
 from millrace.engine.sampling.spec import finish_reason
 from millrace.instance.host import WorkerContext
-from millrace.instance.link import request_failed
 from millrace.wire.moves import PREEMPTED
-from millrace.wire.pb import decode_pb2, transfer_pb2
 
 log = logging.getLogger(__name__)
 
@@ -39,11 +40,9 @@ class Output:
 
     # -- tokens
 
-    def first_tokens(
-        self, request: DecodeRequest, message: transfer_pb2.FinishPrefillRequest
-    ) -> None:
-        """Those that prefill sampled, one a choice."""
-        for event in first_token_events(request, message):
+    def first_tokens(self, request: DecodeRequest, finished: FinishedPrefill) -> None:
+        """Those that prefill sampled, one per choice."""
+        for event in first_token_events(request, finished):
             self._emit(request, event, finish_reason(request.sampling, 1, event.token_ids[0]))
 
     def step_tokens(self, outs: Many[TokenOut], batch: int) -> None:
@@ -62,18 +61,18 @@ class Output:
             request.stepped(self._id, batch)
             self._emit(request, step_event(out), out.finish_reason)
 
-    def _emit(self, request: DecodeRequest, event: decode_pb2.TokenEvent, reason: str) -> None:
+    def _emit(self, request: DecodeRequest, event: TokenEvent, reason: str) -> None:
         request.generated_tokens += len(event.token_ids)
         if event.choice == 0:
             request.answer_ids.extend(event.token_ids)
         self._metrics.tokens.inc(len(event.token_ids))
         if reason:
-            event.finish_reason = reason
-            if reason == "stop":
-                event.stop_token_id = event.token_ids[-1]
             request.open_choices.discard(event.choice)
-            if not request.open_choices:
-                event.spans.extend(request.spans)
+            event = event._replace(
+                finish_reason=reason,
+                stop_token_id=event.token_ids[-1] if reason == "stop" else -1,
+                spans=event.spans if request.open_choices else (*event.spans, *request.spans),
+            )
         self.streams.publish(request.proxy, event)
         self.journal.add(request.id, event.choice, event.token_ids)
         if not request.open_choices and not request.ended:
@@ -94,7 +93,12 @@ class Output:
             return
         retryable = not request.streams and reason not in _FINAL
         self._send(
-            request_failed(request.id, message, retryable=retryable, attempt=request.attempt)
+            RequestFailed(
+                request_id=request.id,
+                message=message,
+                retryable=retryable,
+                attempt=request.attempt,
+            )
         )
         self._table.leave(request)
 
@@ -110,12 +114,8 @@ class Output:
     def _move(self, request: DecodeRequest, error: str) -> None:
         if request.streams and not request.ended:
             request.finish_reason = "moved"
-            event = decode_pb2.TokenEvent(
-                request_id=request.id,
-                finish_reason="moved",
-                error=error,
-                stop_token_id=-1,
-                spans=request.spans,
+            event = TokenEvent(
+                request.id, finish_reason="moved", error=error, spans=tuple(request.spans)
             )
             self.streams.publish(request.proxy, event)
         self._table.leave(request)
@@ -134,7 +134,7 @@ class Output:
         self._metrics.cancelled.inc(not request.ended)
         self._table.leave(request)
 
-    def _proxy_gone(self, proxy: Life) -> None:
+    def _proxy_gone(self, proxy: Incarnation) -> None:
         for request in self._table:
             if request.proxy == proxy:
-                self.fail(request, f"proxy {proxy[0]} is gone", "proxy")
+                self.fail(request, f"proxy {proxy.id} is gone", "proxy")

@@ -15,11 +15,11 @@ from millrace.core.errors import TransferError
 from millrace.core.kv.kvp_hold import AttachAsk, AttachGrant, HoldAsk
 from millrace.core.kv.kvp_pass import ExchangeShape
 from millrace.core.kv.transfer import Incarnation
+from millrace.core.scheduler.reports import RequestReleased
 from millrace.engine.assembly import KvMemory
 from millrace.engine.attention.kvp_memory import exchange_memory
 from millrace.engine.attention.kvp_worker import ShardAttention
 from millrace.instance.host import HostContext
-from millrace.instance.link import request_released
 from millrace.instance.shards.shard_metrics import ShardMetrics, TimedShards
 from millrace.instance.shards.shard_table import HeldShard, ShardBook
 from millrace.instance.tasks import Tasks
@@ -55,7 +55,7 @@ class ShardHost:
     def __init__(
         self, context: HostContext, memory: KvMemory, book: ShardBook, receiver: ReceiveManager
     ) -> None:
-        self._life = Incarnation(context.incarnation.id, context.incarnation.generation)
+        self._life = context.incarnation
         self._layout = memory.layout
         self._pool = memory.pool
         self._book = book
@@ -165,14 +165,14 @@ class ShardHost:
         await self._receiver.release(shard.ask.request_id)
         self._pool.free(shard.pages)
         self._book.remove(shard)
-        self._send(request_released(shard.ask.request_id, attempt=shard.ask.attempt))
+        self._send(RequestReleased(request_id=shard.ask.request_id, attempt=shard.ask.attempt))
 
     # -- for the role
 
     def forget(self, request_id: str) -> None:
         """The scheduler wants nothing of a request here: it is told when that is the case."""
         if (shard := self._book.get(request_id)) is None:
-            self._send(request_released(request_id))
+            self._send(RequestReleased(request_id=request_id))
         else:
             self.lose(shard, "the scheduler has cancelled it")
 

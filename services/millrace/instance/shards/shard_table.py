@@ -9,6 +9,7 @@ from typing import Any
 
 from millrace.core.kv.kvp_hold import HoldAsk
 from millrace.core.kv.transfer import Incarnation
+from millrace.core.token_events import FinishedPrefill
 from millrace.transfer.push.control import ReceiveCallbacks
 
 
@@ -78,9 +79,9 @@ class ShardBook:
     def beside(self, own: ReceiveCallbacks) -> ReceiveCallbacks:
         """What a receiver tells of shards comes here, all else to `own`."""
 
-        def first_tokens(request_id: str, message: Any) -> None:  # noqa: ANN401 - the wire's type
+        def first_tokens(request_id: str, finished: FinishedPrefill) -> None:
             if request_id not in self._shards:  # a shard's says no more than that all is sent
-                own.on_first_tokens(request_id, message)
+                own.on_first_tokens(request_id, finished)
 
         def landed(request_id: str) -> None:
             if (shard := self._shards.get(request_id)) is None:

@@ -19,25 +19,24 @@ import logging
 import random
 import time
 from collections.abc import AsyncIterator, Iterator
-from contextlib import AbstractAsyncContextManager, contextmanager
+from contextlib import AbstractAsyncContextManager, asynccontextmanager, contextmanager
 
-import grpc
 import torch
 
 from millrace.core.errors import TransferError
+from millrace.core.kv.probe import ProbeEndpoint
+from millrace.core.kv.transfer import Incarnation
 from millrace.local.service import all_or_first_error
 from millrace.telemetry.metrics import Registry
 from millrace.transfer.probe.pattern import (
     PATTERN_BYTES,
     End,
     OpenEnd,
-    ProbeError,
     probe_loopback,
 )
 from millrace.transfer.transport.base import Transport
 from millrace.transfer.transport.byte_window import ByteWindow
-from millrace.wire.channel import open_channel
-from millrace.wire.pb import common_pb2, transfer_pb2, transfer_pb2_grpc
+from millrace.wire.probe_peer import probe_call
 from millrace.wire.scheduler_client import InstanceView, SchedulerUnavailable, get_instances
 
 log = logging.getLogger(__name__)
@@ -64,18 +63,11 @@ _EXCHANGES = {
     "mixed": ("kvp",),
 }
 
-ProbeContext = grpc.aio.ServicerContext[
-    AsyncIterator[transfer_pb2.ProbeRequest], AsyncIterator[transfer_pb2.ProbeReply]
-]
-ProbeCall = grpc.aio.StreamStreamCall[transfer_pb2.ProbeRequest, transfer_pb2.ProbeReply]
 
+class KvPath:
+    """Asks and answers for one instance; `probe_servicer.py` takes the questions of others."""
 
-class KvPath(transfer_pb2_grpc.TransferProbeServicer):
-    """Of one instance."""
-
-    def __init__(
-        self, incarnation: common_pb2.Incarnation, open_end: OpenEnd, registry: Registry
-    ) -> None:
+    def __init__(self, incarnation: Incarnation, open_end: OpenEnd, registry: Registry) -> None:
         """`open_end`: with memory of the kind that the KV pool has, since KV has to travel."""
         self._life = incarnation
         self._open_end = open_end
@@ -87,9 +79,6 @@ class KvPath(transfer_pb2_grpc.TransferProbeServicer):
         self._errors = registry.counter(
             "millrace_transfer_probe_errors_total", "probes of the KV path that failed", ["of"]
         )
-
-    def add_to(self, server: grpc.aio.Server) -> None:
-        transfer_pb2_grpc.add_TransferProbeServicer_to_server(self, server)
 
     async def check_own(self, transport: Transport, region: int, storage: torch.Tensor) -> None:
         """Moves bytes out of the KV pool and into it. The pool must be unused; it stays as it is.
@@ -138,56 +127,41 @@ class KvPath(transfer_pb2_grpc.TransferProbeServicer):
         return False
 
     async def _probe(self, address: str) -> None:
-        """Asks the instance at `address`. Raises ProbeError, or TransferError."""
-        over = asyncio.Event()
-
-        async def requests(end: End) -> AsyncIterator[transfer_pb2.ProbeRequest]:
-            yield transfer_pb2.ProbeRequest(asker=self._life, endpoint=_endpoint(end))
-            await over.wait()
-
+        """Asks the instance at `address`. Raises TransferError."""
         with self._timed("peer"):
-            async with self._end() as end, open_channel(address) as channel:
-                stub = transfer_pb2_grpc.TransferProbeStub(channel)
-                call = stub.Probe(requests(end), timeout=PROBE_TIMEOUT_S)
-                try:
-                    offer = (await _reply(call)).endpoint
-                    await all_or_first_error(
-                        [
-                            end.exchange(offer.agent_metadata, offer.seed, EXCHANGE_TIMEOUT_S),
-                            _verdict(call),
-                        ]
-                    )
-                    over.set()
-                    await call.code()
-                except grpc.aio.AioRpcError as error:
-                    why = error.details() or "no reason given"
-                    raise ProbeError(f"{error.code().name.lower()}: {why}") from error
-                finally:
-                    over.set()  # grpc leaves the writer of a failed stream waiting
+            async with (
+                self._end() as end,
+                probe_call(address, self._life, endpoint(end), timeout_s=PROBE_TIMEOUT_S) as call,
+            ):
+                theirs = await call.endpoint()
+                await all_or_first_error(
+                    [
+                        end.exchange(theirs.agent_metadata, theirs.seed, EXCHANGE_TIMEOUT_S),
+                        call.verdict(),
+                    ]
+                )
+                await call.end()
 
-    async def Probe(
-        self, request_iterator: AsyncIterator[transfer_pb2.ProbeRequest], context: ProbeContext
-    ) -> AsyncIterator[transfer_pb2.ProbeReply]:
-        """The other side of `_probe`: ends, with nothing left, when the asker ends its part."""
-        async with asyncio.timeout(PROBE_TIMEOUT_S), contextlib.AsyncExitStack() as stack:
-            request = await anext(request_iterator)
+    @asynccontextmanager
+    async def answering(self, asker: str) -> AsyncIterator[End]:
+        """An end for the probe of `asker`, when its turn comes. Raises TransferError for none."""
+        async with contextlib.AsyncExitStack() as stack:
             await stack.enter_async_context(self._answers)
             try:
                 end = await stack.enter_async_context(self._end())
             except TransferError as error:
-                log.warning("no end for the probe of %s: %s", request.asker.id, error)
-                await context.abort(grpc.StatusCode.UNAVAILABLE, str(error))
-            yield transfer_pb2.ProbeReply(endpoint=_endpoint(end))
-            result = transfer_pb2.ProbeResult()
-            theirs = request.endpoint
-            try:
-                await end.exchange(theirs.agent_metadata, theirs.seed, EXCHANGE_TIMEOUT_S)
-            except TransferError as error:
-                log.warning("the KV path from %s, which starts: %s", request.asker.id, error)
-                result.error = str(error)
-            yield transfer_pb2.ProbeReply(result=result)
-            async for _ in request_iterator:  # our end must last until the asker has checked
-                pass
+                log.warning("no end for the probe of %s: %s", asker, error)
+                raise
+            yield end
+
+    async def answer(self, end: End, theirs: ProbeEndpoint, asker: str) -> str:
+        """The other side of `_probe`: exchanges patterns. What went wrong here; empty: nothing."""
+        try:
+            await end.exchange(theirs.agent_metadata, theirs.seed, EXCHANGE_TIMEOUT_S)
+        except TransferError as error:
+            log.warning("the KV path from %s, which starts: %s", asker, error)
+            return str(error)
+        return ""
 
     def _end(self) -> AbstractAsyncContextManager[End]:
         return self._open_end(f"probe-{next(self._numbers)}", random.getrandbits(64), PATTERN_BYTES)
@@ -235,19 +209,6 @@ async def _failures(probes: dict[asyncio.Task[None], InstanceView]) -> list[str]
     return failures
 
 
-async def _reply(call: ProbeCall) -> transfer_pb2.ProbeReply:
-    """Raises AioRpcError when the stream failed, ProbeError when it ended."""
-    reply = await call.read()
-    if isinstance(reply, transfer_pb2.ProbeReply):
-        return reply
-    raise ProbeError("it ended the probe")
-
-
-async def _verdict(call: ProbeCall) -> None:
-    """Raises ProbeError when the asked one saw something go wrong."""
-    if error := (await _reply(call)).result.error:
-        raise ProbeError(f"there, {error}")
-
-
-def _endpoint(end: End) -> transfer_pb2.ProbeEndpoint:
-    return transfer_pb2.ProbeEndpoint(agent_metadata=end.metadata, seed=end.seed)
+def endpoint(end: End) -> ProbeEndpoint:
+    """What the other end is told of this end."""
+    return ProbeEndpoint(agent_metadata=end.metadata, seed=end.seed)

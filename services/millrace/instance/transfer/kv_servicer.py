@@ -10,6 +10,7 @@ import grpc
 from millrace.core.errors import TransferError
 from millrace.core.kv.transfer import HandshakeQueued
 from millrace.transfer.push.receive.manager import ReceiveManager
+from millrace.wire.codec.tokens import finished_of
 from millrace.wire.codec.transfer import ask_of, grant_message, history_of, ticket_of
 from millrace.wire.pb import transfer_pb2, transfer_pb2_grpc
 
@@ -53,7 +54,7 @@ class KvReceiverServicer(transfer_pb2_grpc.KvReceiverServicer):
         refusal = await self._manager.finish(
             ticket_of(request),
             total_chunks=request.total_chunks,
-            message=request,
+            message=finished_of(request),
             wait_s=_wait_s(context),
         )
         return transfer_pb2.FinishPrefillReply(refusal=refusal)

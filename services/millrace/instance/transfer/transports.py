@@ -7,6 +7,7 @@ import logging
 import os
 from contextlib import AsyncExitStack
 
+from millrace.core.kv.transfer import Incarnation
 from millrace.engine.assembly import KvMemory
 from millrace.transfer.probe.process import ProbeServer
 from millrace.transfer.transport.base import Transport
@@ -14,7 +15,6 @@ from millrace.transfer.transport.device_memory import check_registers
 from millrace.transfer.transport.nixl.environment import transport_environment
 from millrace.transfer.transport.nixl.transport import NixlTransport
 from millrace.transfer.transport.regions import Memory
-from millrace.wire.pb import common_pb2
 
 log = logging.getLogger(__name__)
 
@@ -25,7 +25,7 @@ SOME_ELEMENTS = 1 << 16
 async def open_transport(
     stack: AsyncExitStack,
     host: str,
-    incarnation: common_pb2.Incarnation,
+    incarnation: Incarnation,
     memory: KvMemory,
 ) -> tuple[Transport, ProbeServer]:
     """What requests go over, and where the ends of probes are made meanwhile."""
@@ -45,6 +45,6 @@ def set_environment(host: str) -> None:
         os.environ.setdefault(name, value)
 
 
-def transport_name(incarnation: common_pb2.Incarnation) -> str:
+def transport_name(incarnation: Incarnation) -> str:
     """What a worker's life is called on the transport."""
     return f"{incarnation.id}-{incarnation.generation}"

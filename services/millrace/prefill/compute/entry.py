@@ -13,6 +13,7 @@ from functools import partial
 
 import torch
 
+from millrace.core.scheduler.reports import ChunkFinished, ChunkStarted, ChunkSuspended, Report
 from millrace.engine.assembly import Engine
 from millrace.engine.completion import Completion
 from millrace.engine.execution_pool import ExecutionPool, PoolTask, StopPoint
@@ -25,7 +26,6 @@ from millrace.prefill.compute.work import Part, Work, task_name
 from millrace.prefill.job import LATER_STAGES, PREEMPTED
 from millrace.prefill.metrics import PrefillMetrics
 from millrace.transfer.ring.chunk_link import Waits
-from millrace.wire.pb import scheduler_pb2
 
 
 class PrefillCompute:
@@ -35,7 +35,7 @@ class PrefillCompute:
         self,
         engine: Engine,
         max_chunk_tokens: int,
-        report: Callable[[scheduler_pb2.WorkerMessage], object],
+        report: Callable[[Report], object],
         metrics: PrefillMetrics,
         pool: ExecutionPool,
     ) -> None:
@@ -97,33 +97,30 @@ class PrefillCompute:
         job = part.work.job
         job.go_on(self.metrics)
         if job.leads:
-            started = scheduler_pb2.ChunkStarted(request_id=job.request_id, chunk_index=part.chunk)
-            self._report(scheduler_pb2.WorkerMessage(chunk_started=started))
+            self._report(ChunkStarted(request_id=job.request_id, chunk_index=part.chunk))
 
     def passed_over(self, work: Work) -> None:
         """The chunks before the first one to compute were cached."""
         for chunk in range(work.first_chunk):
-            finished = scheduler_pb2.ChunkFinished(
-                request_id=work.job.request_id, chunk_index=chunk
-            )
-            self._report(scheduler_pb2.WorkerMessage(chunk_finished=finished))
+            self._report(ChunkFinished(request_id=work.job.request_id, chunk_index=chunk))
 
     def suspended(self, part: Part, compute_s: float, why: str = PREEMPTED) -> None:
         """The chunk was left for another."""
         job = part.work.job
         job.suspend(why)
         if job.leads:
-            suspended = scheduler_pb2.ChunkSuspended(
-                request_id=job.request_id, chunk_index=part.chunk, compute_s=compute_s
+            self._report(
+                ChunkSuspended(
+                    request_id=job.request_id, chunk_index=part.chunk, compute_s=compute_s
+                )
             )
-            self._report(scheduler_pb2.WorkerMessage(chunk_suspended=suspended))
 
     def finished(self, part: Part, compute_s: float, waits: Waits | None = None) -> None:
         """The part ends its chunk. `waits`: of `compute_s`, in a group."""
         job = part.work.job
         if job.leads:
             self.metrics.chunks.inc()
-            finished = scheduler_pb2.ChunkFinished(
+            finished = ChunkFinished(
                 request_id=job.request_id,
                 chunk_index=part.chunk,
                 compute_s=compute_s,
@@ -131,7 +128,7 @@ class PrefillCompute:
                 ring_wait_s=0.0 if waits is None else waits.blocks_s,
                 history_wait_s=0.0 if waits is None else waits.history_s,
             )
-            self._report(scheduler_pb2.WorkerMessage(chunk_finished=finished))
+            self._report(finished)
 
 
 class Entry:

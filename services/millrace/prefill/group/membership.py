@@ -12,18 +12,27 @@ import grpc
 
 from millrace.core.errors import IntegrityError, TransferError
 from millrace.core.instance import gang
-from millrace.core.kv.transfer import HistoryAsk, Incarnation, Ticket
-from millrace.instance.codec import logprobs_message
+from millrace.core.instance.group import (
+    GroupError,
+    GroupMember,
+    HandIn,
+    JoinAsk,
+    PromptLogprobsRun,
+)
+from millrace.core.kv.transfer import HistoryAsk, Ticket
+from millrace.core.scheduler.commands import Member
+from millrace.core.token_events import PositionLogprobs
 from millrace.instance.host import WorkerContext
+from millrace.instance.sampling import told_logprobs
 from millrace.instance.transfer.transports import transport_name
 from millrace.prefill.compute.first_tokens import LogprobsRun
-from millrace.prefill.group.rendezvous import GroupError, LeaderClient, Rendezvous
+from millrace.prefill.group.rendezvous import Rendezvous
+from millrace.prefill.group.servicer import PrefillGroupServicer
 from millrace.prefill.job import PrefillJob
 from millrace.transfer.ring.manager import PeerInfo, RingManager
 from millrace.transfer.transport.base import outcome
-from millrace.wire.codec.transfer import layout_message, layout_of
+from millrace.wire.group_peer import GroupLeaders
 from millrace.wire.kv_peer import KvPeers
-from millrace.wire.pb import common_pb2, gang_pb2, scheduler_pb2
 
 HISTORY_TIMEOUT_S = 30.0
 
@@ -51,13 +60,13 @@ class Membership:
         self._loop = asyncio.get_running_loop()
         self._metadata = context.transport.metadata()
         self._rendezvous = Rendezvous(context.incarnation)
-        self._leaders = LeaderClient()
+        self._leaders = GroupLeaders()
         self._ring = RingManager(context.transport, self._layout, region, context.config.transfer)
         self._names: dict[str, str] = {}  # instance -> its transport, of its latest life
         self._instances: dict[str, str] = {}
 
     def attach(self, server: grpc.aio.Server) -> None:
-        self._rendezvous.add_to(server)
+        PrefillGroupServicer(self._rendezvous).add_to(server)
 
     # -- coming together
 
@@ -80,26 +89,26 @@ class Membership:
         if job.layout.fetched.get(job.instance_id):
             await self._fetch(job)
 
-    async def _join(self, job: PrefillJob) -> Sequence[gang_pb2.GroupMember]:
-        own = gang_pb2.JoinRequest(
+    async def _join(self, job: PrefillJob) -> Sequence[GroupMember]:
+        leader = None if job.leads else _leader(job)
+        own = JoinAsk(
             request_id=job.request_id,
             attempt=job.attempt,
-            member=gang_pb2.GroupMember(
+            leader=self._life if leader is None else leader.incarnation,
+            member=GroupMember(
                 incarnation=self._life,
-                layout=layout_message(self._layout),
-                pages=job.pages,
-                buffer_pages=job.buffers,
+                layout=self._layout,
+                pages=tuple(job.pages),
+                buffer_pages=tuple(job.buffers),
                 agent_metadata=self._metadata,
             ),
             max_chunk_tokens=self._context.config.engine.max_chunk_tokens,
         )
-        if job.leads:
+        if leader is None:
             return await self._rendezvous.join(job, own)
-        leader = _leader(job)
-        own.leader.CopyFrom(leader.incarnation)
         return await self._leaders.join(leader.address, own)
 
-    async def _info(self, member: gang_pb2.GroupMember) -> PeerInfo:
+    async def _info(self, member: GroupMember) -> PeerInfo:
         """The member, known to the transport from here on."""
         life, peer = member.incarnation, self._transport.name
         if life != self._life:
@@ -112,9 +121,9 @@ class Membership:
             generation=life.generation,
             peer=peer,
             region=self._region,
-            pages=tuple(member.pages),
-            buffer_pages=tuple(member.buffer_pages),
-            layout=layout_of(member.layout),
+            pages=member.pages,
+            buffer_pages=member.buffer_pages,
+            layout=member.layout,
         )
 
     async def _fetch(self, job: PrefillJob) -> None:
@@ -127,8 +136,8 @@ class Membership:
         ask = HistoryAsk(
             ticket=Ticket(
                 request_id=job.request_id,
-                sender=Incarnation(self._life.id, self._life.generation),
-                receiver=Incarnation(decode.incarnation.id, decode.incarnation.generation),
+                sender=self._life,
+                receiver=decode.incarnation,
                 attempt=job.attempt,
             ),
             layout=self._layout,
@@ -143,28 +152,28 @@ class Membership:
 
     async def collect(
         self, job: PrefillJob, own: Sequence[LogprobsRun]
-    ) -> list[common_pb2.PositionLogprobs]:
+    ) -> tuple[PositionLogprobs | None, ...]:
         """The prompt's log-probabilities, of all members; nothing where none were asked for."""
         if job.sampling.prompt_logprobs < 0:
-            return []
-        runs = _runs_message(own)
+            return ()
+        runs = _told_runs(own)
         if len(job.members) > 1:
             for handed_in in await self._rendezvous.handed_in(job):
                 runs += handed_in.logprobs
         runs.sort(key=lambda run: run.start_token)
-        return [common_pb2.PositionLogprobs(), *(one for run in runs for one in run.positions)]
+        return (None, *(one for run in runs for one in run.positions))
 
     async def hand_in(self, job: PrefillJob, own: Sequence[LogprobsRun]) -> None:
         """Gives the leader what this member computed of what it reports."""
         if job.sampling.prompt_logprobs < 0:
             return
-        request = gang_pb2.HandInRequest(
+        told = HandIn(
             request_id=job.request_id,
             attempt=job.attempt,
             member=self._life,
-            logprobs=_runs_message(own),
+            logprobs=tuple(_told_runs(own)),
         )
-        await self._leaders.hand_in(_leader(job).address, request)
+        await self._leaders.hand_in(_leader(job).address, told)
 
     # -- the words of gangs
 
@@ -211,7 +220,7 @@ class Membership:
         await self._leaders.close()
 
 
-def _leader(job: PrefillJob) -> scheduler_pb2.Member:
+def _leader(job: PrefillJob) -> Member:
     """Raises TransferError when the command does not say where it is."""
     for member in job.command.group:
         if member.incarnation.id == job.members[0]:
@@ -219,11 +228,11 @@ def _leader(job: PrefillJob) -> scheduler_pb2.Member:
     raise TransferError(f"request {job.request_id}: no address of its leader {job.members[0]}")
 
 
-def _runs_message(runs: Sequence[LogprobsRun]) -> list[gang_pb2.PromptLogprobsRun]:
+def _told_runs(runs: Sequence[LogprobsRun]) -> list[PromptLogprobsRun]:
     return [
-        gang_pb2.PromptLogprobsRun(
+        PromptLogprobsRun(
             start_token=start,
-            positions=[m for found in positions if (m := logprobs_message(found)) is not None],
+            positions=tuple(told for one in found if (told := told_logprobs(one)) is not None),
         )
-        for start, positions in runs
+        for start, found in runs
     ]

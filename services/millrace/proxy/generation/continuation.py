@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from millrace.wire.request_spec import RequestSpec
+from millrace.core.request_spec import RequestSpec
 
 
 def continuation(spec: RequestSpec, request_id: str, generated: int) -> RequestSpec:

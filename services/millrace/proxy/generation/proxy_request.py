@@ -12,6 +12,7 @@ import numpy as np
 
 from millrace.core.kv.transfer import Incarnation
 from millrace.core.request import Slo
+from millrace.core.request_spec import RequestSpec
 from millrace.core.span import Span
 from millrace.proxy.errors import ApiError
 from millrace.proxy.generation.choice import Choice, Piece
@@ -19,7 +20,6 @@ from millrace.proxy.generation.continuation import continuation
 from millrace.proxy.generation.echo import Echo
 from millrace.proxy.text.prefix import with_blocks
 from millrace.proxy.text.tokenizer import TokenArray
-from millrace.wire.request_spec import RequestSpec
 from millrace.wire.token_events import PositionLogprobs, TokenDetail, TokenEvent
 
 

@@ -9,6 +9,7 @@ from functools import partial
 
 from millrace.core.kv.transfer import Incarnation
 from millrace.core.request import Slo
+from millrace.core.request_spec import RequestSpec, SamplingParams
 from millrace.proxy.generation.choice import Choice
 from millrace.proxy.generation.echo import Echo
 from millrace.proxy.generation.proxy_request import ProxyRequest
@@ -18,7 +19,6 @@ from millrace.proxy.reply.formats import ChatFormat, CompletionFormat, Format
 from millrace.proxy.reply.reply import Progress, Reply, StreamReply, WholeReply
 from millrace.proxy.request.options import Limits, Options, Sampling
 from millrace.proxy.text.tokenizer import Tokenizer
-from millrace.wire.request_spec import RequestSpec, SamplingParams
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from millrace.core.request import Slo
+from millrace.core.request_spec import RequestSpec, SamplingParams
 from millrace.wire.codec.incarnation import incarnation_message, incarnation_of
 from millrace.wire.pb import common_pb2
-from millrace.wire.request_spec import RequestSpec, SamplingParams
 
 
 def encode_spec(spec: RequestSpec) -> bytes:

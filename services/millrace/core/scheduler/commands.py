@@ -1,0 +1,106 @@
+"""What the scheduler tells an instance, as the instance reads it.
+
+An effect (`effects`) names instances and requests by id; the command that carries it out brings
+their addresses and the request's spec.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from millrace.core.kv.transfer import Incarnation
+from millrace.core.request import Chunk
+from millrace.core.request_spec import RequestSpec
+from millrace.core.scheduler.effects import ChunkRef
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Member:
+    """An instance and the address (host:port) of its gRPC server."""
+
+    incarnation: Incarnation
+    address: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class KvShard:
+    """Token positions [start_token, end_token) of a request's whole life, at one instance (KVP)."""
+
+    holder: Member
+    start_token: int
+    end_token: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Registered:
+    """The scheduler has taken the registration.
+
+    `preemption` says where a running prefill yields: none | chunk | layer | operator. `policy` is
+    for mixed instances; empty: the instance's own setting.
+    """
+
+    heartbeat_s: float = 0.0
+    lease_s: float = 0.0  # silence longer than this is death
+    preemption: str = ""
+    policy: str = ""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RunPrefill:
+    """Compute these chunks, after what the instance already holds.
+
+    `group` has every instance of the chunks, in the order of the last chunk; empty: this instance
+    alone. `shards` say where the KV goes, by position; empty: all of it to `decode`.
+    """
+
+    request: RequestSpec
+    chunks: tuple[Chunk, ...]
+    decode: Member
+    attempt: int = 1
+    group: tuple[Member, ...] = ()
+    shards: tuple[KvShard, ...] = ()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AdmitDecode:
+    """Reserve memory for a request, as `effects.AdmitDecode` says."""
+
+    request: RequestSpec
+    attempt: int = 1
+    kept_tokens: int = 0
+    shards: tuple[KvShard, ...] = ()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Cancel:
+    """Drop the request and free all that the instance holds of it."""
+
+    request_id: str
+    reason: str = ""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Drain:
+    """End what the instance still holds.
+
+    Other instances take the requests over, unless `abort` ends them with an error.
+    """
+
+    abort: bool = False
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Order:
+    """The instance's run queue from now on, as `effects.Order` says."""
+
+    queue: tuple[tuple[ChunkRef, ...], ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PolicyInForce:
+    """The policy by which a mixed instance ranks its prompts from now on."""
+
+    name: str
+
+
+Command = Registered | RunPrefill | AdmitDecode | Cancel | Drain | Order | PolicyInForce

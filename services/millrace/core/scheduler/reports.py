@@ -1,0 +1,143 @@
+"""What an instance tells the scheduler. The stream says which instance speaks.
+
+The scheduler's side reads the same messages as events (`events`).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from millrace.core.cost.decode_step import DecodeStepTime
+from millrace.core.cost.latency import SpLatency
+from millrace.core.instance.standstill import Standstill
+from millrace.core.kv.transfer import Incarnation
+from millrace.core.scheduler.events import CachedBlocks
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Registration:
+    """The first message of an instance: what it is and what it has."""
+
+    incarnation: Incarnation
+    role: str  # prefill | decode | mixed | kvp
+    address: str  # host:port of its gRPC server
+    model_hash: str
+    kv_pages: int
+    page_tokens: int
+    max_context_tokens: int
+    model: str = ""  # the served name
+    max_batch: int = 0  # sequences in a batch
+    latency: SpLatency | None = None
+    node: str = ""  # empty: a node of its own
+    kv_layers: int = 0  # layers that a page holds
+    decode_step: DecodeStepTime | None = None  # of its batches; None: not known
+    block_tokens: int = 0  # of its prefix cache; 0: it keeps none
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Heartbeat:
+    free_pages: int = 0
+    running: int = 0  # requests in compute or in the batch
+    waiting: int = 0
+    tbt_s: float = 0.0  # from token to token since the last heartbeat; 0: no token followed another
+    cached: CachedBlocks | None = None  # of the prefix cache, since the last heartbeat
+    standstill: Standstill | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ChunkStarted:
+    request_id: str
+    chunk_index: int = 0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ChunkFinished:
+    """`ring_wait_s` and `history_wait_s` are parts of `compute_s`: waits for blocks of the ring,
+    and for history that other members sent.
+    """
+
+    request_id: str
+    chunk_index: int = 0
+    compute_s: float = 0.0
+    last: bool = False
+    ring_wait_s: float = 0.0
+    history_wait_s: float = 0.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ChunkSuspended:
+    """The chunk stopped at a boundary for another chunk; the instance keeps its state."""
+
+    request_id: str
+    chunk_index: int = 0
+    compute_s: float = 0.0  # over all its spans of compute so far
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RequestReleased:
+    """The instance holds nothing of the request any more.
+
+    `complete`: a prefill instance has computed and sent all of its part. `attempt`: the last
+    attempt that a decode instance was told of.
+    """
+
+    request_id: str
+    complete: bool = False
+    attempt: int = 0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PrefixLanded:
+    """All KV of the first `tokens` tokens is in the decode instance's pages, and stays there."""
+
+    request_id: str
+    attempt: int
+    tokens: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DecodeStarted:
+    """All KV has landed and the request has joined the batch."""
+
+    request_id: str
+    since_token_s: float = 0.0  # since the first token went to the proxy
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RequestFinished:
+    request_id: str
+    reason: str  # stop | length | cancelled | moved
+    generated_tokens: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RequestFailed:
+    """The instance can't do its part of the request, in one attempt or (attempt 0) at all.
+
+    `kept_tokens`: the first tokens whose KV a decode instance keeps for the next attempt.
+    """
+
+    request_id: str
+    message: str
+    retryable: bool
+    attempt: int = 0
+    kept_tokens: int = 0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Draining:
+    """The instance leaves when the requests that it has are done, and wants no new ones."""
+
+
+#: Reports about one request.
+RequestReport = (
+    ChunkStarted
+    | ChunkFinished
+    | ChunkSuspended
+    | RequestReleased
+    | PrefixLanded
+    | DecodeStarted
+    | RequestFinished
+    | RequestFailed
+)
+Report = Heartbeat | Draining | RequestReport

@@ -1,0 +1,44 @@
+"""The TransferProbe gRPC service: answers the probes of instances that start."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections.abc import AsyncIterator
+
+import grpc
+
+from millrace.core.errors import TransferError
+from millrace.instance.transfer.kv_path import PROBE_TIMEOUT_S, KvPath, endpoint
+from millrace.wire.codec.probe import endpoint_message, endpoint_of
+from millrace.wire.pb import transfer_pb2, transfer_pb2_grpc
+
+ProbeContext = grpc.aio.ServicerContext[
+    AsyncIterator[transfer_pb2.ProbeRequest], AsyncIterator[transfer_pb2.ProbeReply]
+]
+
+
+class ProbeServicer(transfer_pb2_grpc.TransferProbeServicer):
+    """Translates; ends, with nothing left, when the asker ends its part."""
+
+    def __init__(self, path: KvPath) -> None:
+        self._path = path
+
+    def add_to(self, server: grpc.aio.Server) -> None:
+        transfer_pb2_grpc.add_TransferProbeServicer_to_server(self, server)
+
+    async def Probe(
+        self, request_iterator: AsyncIterator[transfer_pb2.ProbeRequest], context: ProbeContext
+    ) -> AsyncIterator[transfer_pb2.ProbeReply]:
+        async with asyncio.timeout(PROBE_TIMEOUT_S), contextlib.AsyncExitStack() as stack:
+            request = await anext(request_iterator)
+            asker = request.asker.id
+            try:
+                end = await stack.enter_async_context(self._path.answering(asker))
+            except TransferError as error:
+                await context.abort(grpc.StatusCode.UNAVAILABLE, str(error))
+            yield transfer_pb2.ProbeReply(endpoint=endpoint_message(endpoint(end)))
+            error_text = await self._path.answer(end, endpoint_of(request.endpoint), asker)
+            yield transfer_pb2.ProbeReply(result=transfer_pb2.ProbeResult(error=error_text))
+            async for _ in request_iterator:  # our end must last until the asker has checked
+                pass

@@ -1,0 +1,91 @@
+"""What the members of an SP group tell their leader, to and from the wire."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from millrace.core.instance.group import GroupMember, HandIn, JoinAsk, PromptLogprobsRun
+from millrace.wire.codec.incarnation import incarnation_message, incarnation_of
+from millrace.wire.codec.tokens import logprobs_message, present_logprobs_of
+from millrace.wire.codec.transfer import layout_message, layout_of
+from millrace.wire.pb import gang_pb2
+
+
+def join_message(ask: JoinAsk) -> gang_pb2.JoinRequest:
+    return gang_pb2.JoinRequest(
+        request_id=ask.request_id,
+        attempt=ask.attempt,
+        leader=incarnation_message(ask.leader),
+        member=_member_message(ask.member),
+        max_chunk_tokens=ask.max_chunk_tokens,
+    )
+
+
+def join_of(message: gang_pb2.JoinRequest) -> JoinAsk:
+    """Raises TransferError for a layout that can't be."""
+    return JoinAsk(
+        request_id=message.request_id,
+        attempt=message.attempt,
+        leader=incarnation_of(message.leader),
+        member=_member_of(message.member),
+        max_chunk_tokens=message.max_chunk_tokens,
+    )
+
+
+def members_message(members: Iterable[GroupMember]) -> gang_pb2.JoinReply:
+    return gang_pb2.JoinReply(members=map(_member_message, members))
+
+
+def members_of(reply: gang_pb2.JoinReply) -> list[GroupMember]:
+    """Raises TransferError for a layout that can't be."""
+    return [_member_of(member) for member in reply.members]
+
+
+def hand_in_message(told: HandIn) -> gang_pb2.HandInRequest:
+    """Without spans: no member has any for the leader to report."""
+    return gang_pb2.HandInRequest(
+        request_id=told.request_id,
+        attempt=told.attempt,
+        member=incarnation_message(told.member),
+        logprobs=[
+            gang_pb2.PromptLogprobsRun(
+                start_token=run.start_token, positions=map(logprobs_message, run.positions)
+            )
+            for run in told.logprobs
+        ],
+    )
+
+
+def hand_in_of(message: gang_pb2.HandInRequest) -> HandIn:
+    return HandIn(
+        request_id=message.request_id,
+        attempt=message.attempt,
+        member=incarnation_of(message.member),
+        logprobs=tuple(
+            PromptLogprobsRun(
+                start_token=run.start_token,
+                positions=tuple(map(present_logprobs_of, run.positions)),
+            )
+            for run in message.logprobs
+        ),
+    )
+
+
+def _member_message(member: GroupMember) -> gang_pb2.GroupMember:
+    return gang_pb2.GroupMember(
+        incarnation=incarnation_message(member.incarnation),
+        layout=layout_message(member.layout),
+        pages=member.pages,
+        buffer_pages=member.buffer_pages,
+        agent_metadata=member.agent_metadata,
+    )
+
+
+def _member_of(message: gang_pb2.GroupMember) -> GroupMember:
+    return GroupMember(
+        incarnation=incarnation_of(message.incarnation),
+        layout=layout_of(message.layout),
+        pages=tuple(message.pages),
+        buffer_pages=tuple(message.buffer_pages),
+        agent_metadata=message.agent_metadata,
+    )

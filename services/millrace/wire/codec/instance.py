@@ -1,0 +1,318 @@
+"""An instance's stream to the scheduler: commands that come in, reports that go out."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from dataclasses import fields
+from types import MappingProxyType
+from typing import Any, Final, cast
+
+from millrace.core.cost.decode_step import DecodeStepTime
+from millrace.core.cost.latency import Latency, SpLatency
+from millrace.core.instance.standstill import Standstill
+from millrace.core.request import Chunk
+from millrace.core.scheduler import commands, reports
+from millrace.core.scheduler.effects import ChunkRef
+from millrace.core.scheduler.events import CachedBlocks
+from millrace.wire.codec.incarnation import incarnation_message, incarnation_of
+from millrace.wire.codec.request_spec import spec_message, spec_of
+from millrace.wire.codec.scheduler import latency_message, sp_latency_messages
+from millrace.wire.pb import scheduler_pb2
+
+# ---- scheduler -> instance
+
+
+def command_message(command: commands.Command) -> scheduler_pb2.WorkerCommand:
+    """Without its `sequence`, which the sender counts."""
+    match command:
+        case commands.RunPrefill():
+            return scheduler_pb2.WorkerCommand(run_prefill=_run_prefill_message(command))
+        case commands.AdmitDecode():
+            return scheduler_pb2.WorkerCommand(admit_decode=_admit_message(command))
+        case commands.Order():
+            return scheduler_pb2.WorkerCommand(order=_order_message(command))
+        case commands.Registered():
+            return scheduler_pb2.WorkerCommand(
+                registered=scheduler_pb2.Registered(**_fields(command))
+            )
+        case commands.Cancel():
+            return scheduler_pb2.WorkerCommand(
+                cancel=scheduler_pb2.CancelRequest(**_fields(command))
+            )
+        case commands.Drain():
+            return scheduler_pb2.WorkerCommand(drain=scheduler_pb2.Drain(**_fields(command)))
+        case commands.PolicyInForce():
+            return scheduler_pb2.WorkerCommand(
+                policy=scheduler_pb2.PolicyInForce(**_fields(command))
+            )
+
+
+def command_of(message: scheduler_pb2.WorkerCommand) -> commands.Command | None:
+    """None for a command of a kind that a later version of the scheduler has."""
+    kind = message.WhichOneof("kind")
+    if kind is None:
+        return None
+    command: commands.Command = _COMMANDS[kind](getattr(message, kind))
+    return command
+
+
+def member_message(member: commands.Member) -> scheduler_pb2.Member:
+    return scheduler_pb2.Member(
+        incarnation=incarnation_message(member.incarnation), address=member.address
+    )
+
+
+def member_of(message: scheduler_pb2.Member) -> commands.Member:
+    return commands.Member(incarnation=incarnation_of(message.incarnation), address=message.address)
+
+
+def _run_prefill_message(command: commands.RunPrefill) -> scheduler_pb2.RunPrefill:
+    return scheduler_pb2.RunPrefill(
+        request=spec_message(command.request),
+        chunks=[
+            scheduler_pb2.Chunk(
+                index=chunk.index,
+                start_token=chunk.start_token,
+                num_tokens=chunk.num_tokens,
+                instance_ids=chunk.instance_ids,
+            )
+            for chunk in command.chunks
+        ],
+        decode=member_message(command.decode),
+        attempt=command.attempt,
+        group=map(member_message, command.group),
+        shards=_shard_messages(command.shards),
+    )
+
+
+def _run_prefill_of(message: scheduler_pb2.RunPrefill) -> commands.RunPrefill:
+    return commands.RunPrefill(
+        request=spec_of(message.request),
+        chunks=tuple(
+            Chunk(
+                index=chunk.index,
+                start_token=chunk.start_token,
+                num_tokens=chunk.num_tokens,
+                instance_ids=tuple(chunk.instance_ids),
+            )
+            for chunk in message.chunks
+        ),
+        decode=member_of(message.decode),
+        attempt=message.attempt or 1,
+        group=tuple(map(member_of, message.group)),
+        shards=_shards_of(message.shards),
+    )
+
+
+def _admit_message(command: commands.AdmitDecode) -> scheduler_pb2.AdmitDecode:
+    return scheduler_pb2.AdmitDecode(
+        request=spec_message(command.request),
+        attempt=command.attempt,
+        kept_tokens=command.kept_tokens,
+        shards=_shard_messages(command.shards),
+    )
+
+
+def _admit_of(message: scheduler_pb2.AdmitDecode) -> commands.AdmitDecode:
+    return commands.AdmitDecode(
+        request=spec_of(message.request),
+        attempt=message.attempt or 1,
+        kept_tokens=message.kept_tokens,
+        shards=_shards_of(message.shards),
+    )
+
+
+def _shard_messages(shards: Iterable[commands.KvShard]) -> list[scheduler_pb2.KvShard]:
+    return [
+        scheduler_pb2.KvShard(
+            holder=member_message(shard.holder),
+            start_token=shard.start_token,
+            end_token=shard.end_token,
+        )
+        for shard in shards
+    ]
+
+
+def _shards_of(messages: Iterable[scheduler_pb2.KvShard]) -> tuple[commands.KvShard, ...]:
+    return tuple(
+        commands.KvShard(
+            holder=member_of(message.holder),
+            start_token=message.start_token,
+            end_token=message.end_token,
+        )
+        for message in messages
+    )
+
+
+def _order_message(command: commands.Order) -> scheduler_pb2.Order:
+    return scheduler_pb2.Order(
+        queue=[
+            scheduler_pb2.QueueEntry(
+                chunks=[scheduler_pb2.ChunkRef(**_fields(ref)) for ref in entry]
+            )
+            for entry in command.queue
+        ]
+    )
+
+
+def _order_of(message: scheduler_pb2.Order) -> commands.Order:
+    return commands.Order(
+        queue=tuple(
+            tuple(
+                ChunkRef(request_id=ref.request_id, chunk_index=ref.chunk_index)
+                for ref in entry.chunks
+            )
+            for entry in message.queue
+        )
+    )
+
+
+# ---- instance -> scheduler
+
+
+def registration_message(told: reports.Registration) -> scheduler_pb2.WorkerMessage:
+    latency, step = told.latency, told.decode_step
+    return scheduler_pb2.WorkerMessage(
+        register=scheduler_pb2.Register(
+            incarnation=incarnation_message(told.incarnation),
+            role=told.role,
+            address=told.address,
+            model=told.model,
+            model_hash=told.model_hash,
+            kv_pages=told.kv_pages,
+            page_tokens=told.page_tokens,
+            max_context_tokens=told.max_context_tokens,
+            max_batch=told.max_batch,
+            latency=None if latency is None else latency_message(latency.by_sp[1]),
+            sp_latency=() if latency is None else sp_latency_messages(latency),
+            node=told.node,
+            kv_layers=told.kv_layers,
+            decode_step=None if step is None else scheduler_pb2.DecodeStepTime(**_fields(step)),
+            block_tokens=told.block_tokens,
+        )
+    )
+
+
+def registration_of(message: scheduler_pb2.Register) -> reports.Registration:
+    """Raises ConfigError for times that can't be."""
+    step = message.decode_step
+    return reports.Registration(
+        incarnation=incarnation_of(message.incarnation),
+        role=message.role,
+        address=message.address,
+        model=message.model,
+        model_hash=message.model_hash,
+        kv_pages=message.kv_pages,
+        page_tokens=message.page_tokens,
+        max_context_tokens=message.max_context_tokens,
+        max_batch=message.max_batch,
+        latency=_sp_latency_of(message) if message.HasField("latency") else None,
+        node=message.node,
+        kv_layers=message.kv_layers,
+        decode_step=_plain(DecodeStepTime)(step) if message.HasField("decode_step") else None,
+        block_tokens=message.block_tokens,
+    )
+
+
+def _sp_latency_of(message: scheduler_pb2.Register) -> SpLatency:
+    by_sp = {1: _latency_of(message.latency)}
+    by_sp.update((group.sp, _latency_of(group.latency)) for group in message.sp_latency)
+    return SpLatency(by_sp=MappingProxyType(by_sp))
+
+
+def _latency_of(message: scheduler_pb2.LatencyCoefficients) -> Latency:
+    points = tuple((point.tokens, point.seconds) for point in message.points)
+    return Latency(a=message.a, b=message.b, c=message.c, d=message.d, points=points)
+
+
+def report_message(report: reports.Report) -> scheduler_pb2.WorkerMessage:
+    if isinstance(report, reports.Heartbeat):
+        return scheduler_pb2.WorkerMessage(heartbeat=_heartbeat_message(report))
+    kind, message = _MESSAGES[type(report)]
+    return scheduler_pb2.WorkerMessage(**cast(Any, {kind: message(**_fields(report))}))
+
+
+def report_of(message: scheduler_pb2.WorkerMessage) -> reports.Report | None:
+    """None for a registration, and for a report of a kind that a later version has."""
+    kind = message.WhichOneof("kind")
+    if kind == "heartbeat":
+        return _heartbeat_of(message.heartbeat)
+    if kind not in _REPORTS:
+        return None
+    report: reports.Report = _plain(_REPORTS[kind])(getattr(message, kind))
+    return report
+
+
+def _heartbeat_message(report: reports.Heartbeat) -> scheduler_pb2.Heartbeat:
+    cached, standstill = report.cached, report.standstill
+    return scheduler_pb2.Heartbeat(
+        free_pages=report.free_pages,
+        running=report.running,
+        waiting=report.waiting,
+        tbt_s=report.tbt_s,
+        cached=None if cached is None else scheduler_pb2.CachedBlocks(**_fields(cached)),
+        standstill=None if standstill is None else scheduler_pb2.Standstill(**_fields(standstill)),
+    )
+
+
+def _heartbeat_of(message: scheduler_pb2.Heartbeat) -> reports.Heartbeat:
+    cached, standstill = message.cached, message.standstill
+    return reports.Heartbeat(
+        free_pages=message.free_pages,
+        running=message.running,
+        waiting=message.waiting,
+        tbt_s=message.tbt_s,
+        cached=CachedBlocks(
+            whole=cached.whole, added=tuple(cached.added), removed=tuple(cached.removed)
+        )
+        if message.HasField("cached")
+        else None,
+        standstill=Standstill(
+            prepared=tuple(standstill.prepared),
+            claimed=standstill.claimed,
+            waits_for=standstill.waits_for,
+        )
+        if message.HasField("standstill")
+        else None,
+    )
+
+
+# ---- messages whose fields are plain and have the same names on both sides
+
+
+def _fields(value: Any) -> dict[str, Any]:  # noqa: ANN401 - any dataclass
+    return {field.name: getattr(value, field.name) for field in fields(value)}
+
+
+def _plain(kind: type) -> Callable[[Any], Any]:
+    names = [field.name for field in fields(kind)]
+    return lambda message: kind(**{name: getattr(message, name) for name in names})
+
+
+_REPORTS: Final = MappingProxyType(
+    {
+        "chunk_started": reports.ChunkStarted,
+        "chunk_finished": reports.ChunkFinished,
+        "chunk_suspended": reports.ChunkSuspended,
+        "request_released": reports.RequestReleased,
+        "prefix_landed": reports.PrefixLanded,
+        "decode_started": reports.DecodeStarted,
+        "request_finished": reports.RequestFinished,
+        "request_failed": reports.RequestFailed,
+        "draining": reports.Draining,
+    }
+)
+_MESSAGES: Final = MappingProxyType(
+    {report: (kind, getattr(scheduler_pb2, report.__name__)) for kind, report in _REPORTS.items()}
+)
+_COMMANDS: Final[MappingProxyType[str, Callable[[Any], Any]]] = MappingProxyType(
+    {
+        "registered": _plain(commands.Registered),
+        "run_prefill": _run_prefill_of,
+        "admit_decode": _admit_of,
+        "cancel": _plain(commands.Cancel),
+        "drain": _plain(commands.Drain),
+        "order": _order_of,
+        "policy": _plain(commands.PolicyInForce),
+    }
+)

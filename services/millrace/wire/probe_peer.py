@@ -1,0 +1,74 @@
+"""An asker's client of another instance's TransferProbe service."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+
+import grpc
+
+from millrace.core.errors import TransferError
+from millrace.core.kv.probe import ProbeEndpoint
+from millrace.core.kv.transfer import Incarnation
+from millrace.wire.channel import open_channel
+from millrace.wire.codec.incarnation import incarnation_message
+from millrace.wire.codec.probe import endpoint_message, endpoint_of
+from millrace.wire.pb import transfer_pb2, transfer_pb2_grpc
+
+
+class ProbeCall:
+    """One probe at the peer. Every read raises TransferError when the stream fails or ends."""
+
+    def __init__(
+        self,
+        call: grpc.aio.StreamStreamCall[transfer_pb2.ProbeRequest, transfer_pb2.ProbeReply],
+        over: asyncio.Event,
+    ) -> None:
+        self._call = call
+        self._over = over
+
+    async def endpoint(self) -> ProbeEndpoint:
+        """The peer's end, which it says first."""
+        return endpoint_of((await self._reply()).endpoint)
+
+    async def verdict(self) -> None:
+        """Raises TransferError when the peer saw something go wrong."""
+        if error := (await self._reply()).result.error:
+            raise TransferError(f"there, {error}")
+
+    async def end(self) -> None:
+        """Lets the peer free its end. Returns when it has."""
+        self._over.set()
+        await self._call.code()
+
+    async def _reply(self) -> transfer_pb2.ProbeReply:
+        try:
+            reply = await self._call.read()
+        except grpc.aio.AioRpcError as error:
+            why = error.details() or "no reason given"
+            raise TransferError(f"{error.code().name.lower()}: {why}") from error
+        if isinstance(reply, transfer_pb2.ProbeReply):
+            return reply
+        raise TransferError("it ended the probe")
+
+
+@asynccontextmanager
+async def probe_call(
+    address: str, asker: Incarnation, endpoint: ProbeEndpoint, *, timeout_s: float
+) -> AsyncIterator[ProbeCall]:
+    """Asks the instance at `address`, and says which end it is to write to."""
+    over = asyncio.Event()
+
+    async def requests() -> AsyncIterator[transfer_pb2.ProbeRequest]:
+        yield transfer_pb2.ProbeRequest(
+            asker=incarnation_message(asker), endpoint=endpoint_message(endpoint)
+        )
+        await over.wait()
+
+    async with open_channel(address) as channel:
+        stub = transfer_pb2_grpc.TransferProbeStub(channel)
+        try:
+            yield ProbeCall(stub.Probe(requests(), timeout=timeout_s), over)
+        finally:
+            over.set()  # grpc leaves the writer of a failed stream waiting

@@ -1,0 +1,54 @@
+"""An instance's stream to the scheduler: registration and reports go out, commands come in."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncGenerator, AsyncIterator
+from contextlib import asynccontextmanager
+
+import grpc
+
+from millrace.core.errors import MillraceError
+from millrace.core.scheduler.commands import Command
+from millrace.core.scheduler.reports import Registration, Report
+from millrace.wire.channel import open_channel
+from millrace.wire.codec.instance import command_of, registration_message, report_message
+from millrace.wire.pb import scheduler_pb2, scheduler_pb2_grpc
+
+#: The commands as they come; those of kinds that this version does not know are left out.
+SchedulerStream = AsyncIterator[Command]
+
+
+class SchedulerStreamError(MillraceError):
+    """The stream failed. It says what gRPC said."""
+
+
+@asynccontextmanager
+async def scheduler_stream(
+    address: str, registration: Registration, reports: AsyncIterator[Report]
+) -> AsyncIterator[SchedulerStream]:
+    """Opens the stream and sends `reports` until they end. Reading raises SchedulerStreamError."""
+
+    async def messages() -> AsyncIterator[scheduler_pb2.WorkerMessage]:
+        yield registration_message(registration)
+        async for report in reports:
+            yield report_message(report)
+
+    async with open_channel(address) as channel:
+        call = scheduler_pb2_grpc.SchedulerStub(channel).ConnectWorker(messages())
+        commands = _commands(call)
+        try:
+            yield commands
+        finally:
+            call.cancel()
+            await commands.aclose()
+
+
+async def _commands(
+    call: grpc.aio.StreamStreamCall[scheduler_pb2.WorkerMessage, scheduler_pb2.WorkerCommand],
+) -> AsyncGenerator[Command]:
+    try:
+        async for message in call:
+            if (command := command_of(message)) is not None:
+                yield command
+    except grpc.aio.AioRpcError as error:
+        raise SchedulerStreamError(error.details() or str(error.code())) from error
