@@ -42,14 +42,15 @@ def test_a_line_a_step_with_its_time_and_effects(tmp_path):
     assert recording.steps == 4
 
 
-def test_a_request_is_written_before_the_machine_writes_to_it(tmp_path):
+def test_a_request_is_written_as_it_was_asked(tmp_path):
     path = tmp_path / "run.jsonl"
     recording = Recording(path, CONFIG)
-    step = recording.around(Machine(CONFIG).step)
-    for event in (instance("p0"), instance("d0"), submitted := request("r")):
+    machine = Machine(CONFIG)
+    step = recording.around(machine.step)
+    for event in (instance("p0"), instance("d0"), request("r")):
         step(event, 1.0)
     recording.close()
-    assert submitted.request.chunks and submitted.request.decode_id == "d0"
+    assert machine.requests["r"].chunks and machine.requests["r"].decode_id == "d0"
     written = lines(path)[3]["event"][1]["request"]
     assert written.keys() == {"id", "proxy_id", "prompt_tokens", "max_new_tokens", "slo"}
 

@@ -19,7 +19,7 @@ Instance = PrefillInstance | DecodeInstance | MixedInstance | KvpWorker
 
 ToInstance = fx.AdmitDecode | fx.RunPrefill | fx.Order | fx.CancelOn
 
-#: A command, the life of the instance that it is for, and the request if work comes with it.
+#: A command, the incarnation of the instance that it is for, and the request if work comes with it.
 Command = tuple[Instance, ToInstance, Job | None]
 
 _LETTERS = {"p": "prefill", "d": "decode", "m": "mixed", "k": "kvp"}
@@ -55,14 +55,14 @@ class Fleet:
         self._generations: dict[str, int] = {}
         self._nodes = _Nodes(world.spec)
 
-    # ---- lives
+    # ---- incarnations
 
     def start(self) -> list[events.InstanceJoined]:
         """Everybody joins at time 0."""
         return [self.join(instance_id) for instance_id in self._spec.instance_ids]
 
     def join(self, instance_id: str) -> events.InstanceJoined:
-        """A new life of the instance; the event that tells the machine."""
+        """Starts a new incarnation of the instance; returns the event for the machine."""
         generation = self._generations.get(instance_id, 0) + 1
         self._generations[instance_id] = generation
         self._joined_s[instance_id] = self._world.clock.now_s
@@ -110,7 +110,7 @@ class Fleet:
         return True
 
     def generation(self, instance_id: str) -> int:
-        """The instance's latest life."""
+        """The instance's latest generation."""
         return self._generations[instance_id]
 
     def is_idle(self, instance_id: str) -> bool:
@@ -144,7 +144,7 @@ class Fleet:
     # ---- commands
 
     def addressed(self, effect: ToInstance) -> Command:
-        """The command, bound to the instance's present life."""
+        """The command, bound to the instance's present incarnation."""
         instance = self._find(effect.instance_id)
         assert instance is not None  # the machine knows only instances that joined
         if isinstance(effect, fx.RunPrefill | fx.AdmitDecode):
@@ -165,7 +165,7 @@ class Fleet:
                 self._to_decode(instance, effect, job)
 
     def _note_shards(self, instance: Instance, effect: ToInstance, job: Job | None) -> None:
-        """Where a request's KV goes, as the machine says to its home."""
+        """Where a request's KV goes, as the machine tells its KV owner."""
         if isinstance(effect, fx.CancelOn):
             self._world.let_go(instance.id, effect.request_id)
         elif isinstance(effect, fx.AdmitDecode) and job is not None:

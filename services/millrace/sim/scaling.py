@@ -47,7 +47,7 @@ class Scaling:
         }
         self._starting: dict[str, list[str]] = {role: [] for role in self._scalers}
         self._joining: set[str] = set()  # started, and the scheduler may not have heard of it
-        self._draining: dict[str, int] = {}  # id -> the life that is to end
+        self._draining: dict[str, int] = {}  # id -> the generation that is to end
         self._names = {
             role: sum(role_of(instance_id) == role for instance_id in world.spec.instance_ids)
             for role in self._scalers

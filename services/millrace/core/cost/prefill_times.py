@@ -4,7 +4,7 @@ A prefill is run in chunks, each the largest that its worker computes within t_t
 KV already there, so chunks shrink as the history grows. The time to prefill l tokens that way is
 kept for every multiple of a granularity; what remains is C[total] - C[done].
 
-Deviations. (1) Alg. 3 simulates each length anew; but for the last chunk the chunks don't depend on
+Deviations. (1) Alg. 3 simulates each length again; but the chunks, except the last, don't depend on
 the length, so one walk gives every entry. (2) Line 15 lets the last chunk run past the length; here
 it is cut. (3) Line 16 gives up when no chunk fits t_target, which would leave a length without a
 time; here the least chunk runs, late. (4) Lengths between entries are interpolated, and the walk

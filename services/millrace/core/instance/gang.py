@@ -24,10 +24,10 @@ instance that it is not linked to yet; it is linked to all members when it gets 
   position. Once said, a stop happens; a gang that comes first again starts again.
 
 The paper has ranks under tensor parallelism suspend only at the same value of a synchronised
-counter. The usual way to agree on it, the proposer's own count plus one, would leave behind a rank
+counter. The usual way to agree on it, the proposer's own count plus one, would miss a rank
 that is further on; here the counts are collected first.
 
-A member that has ended the task, or dropped it, says nothing by itself. It answers HELD "behind
+A member that has ended the task, or dropped it, says nothing by itself. It answers HELD "after
 every end" to a HOLD: nobody stops then. The scheduler, which hears why a member drops the task,
 cancels it at all members. No member ever decides by the time that passed.
 """
@@ -47,7 +47,7 @@ from millrace.core.instance.stop_point import StopPoint
 CHANNEL: Final = 4
 
 
-#: The position of a member that has not got the task any more: behind every end.
+#: The position of a member that has not got the task any more: after every end.
 GONE: Final = 2**32 - 1
 
 

@@ -7,7 +7,7 @@ adaptive chunking (Mnemosyne section 4.2): chunks shrink as a request's history 
 token of them then costs more attention, and the time of an iteration stays level.
 
 Space sharing (Medha section 4.3): a long prefill with relative slack rho keeps to
-t_target * (1 - min(rho_max, max(0, rho))), which leaves room for short ones behind it, and a batch
+t_target * (1 - min(rho_max, max(0, rho))), which leaves room for short ones after it, and a batch
 holds at most one long prefill. Long means that its history, the r.kv_size of Algorithm 2, has
 reached `long_kv_tokens`, as in the authors' public code: it is late chunks, made of attention,
 that share an iteration well with early ones.
@@ -16,7 +16,7 @@ Deviations.
 
 - Algorithm 2 applies rho to every request, the text of section 4.3 to long ones. The text is
   followed: short ones yielding would leave time that nobody uses.
-- A long prefill yields only when a short one stands behind it in the order. There is nobody to
+- A long prefill yields only when a short one comes after it in the order. There is nobody to
   yield to otherwise, and shorter iterations amortise the weights' reads worse.
 - Algorithm 1 puts a request whose chunk is 0 back into the queue that its loop empties, and so
   would not end. Here it waits for the next batch; after `max_skipped` such requests the batch is
@@ -212,7 +212,7 @@ class _Forming:
     def add_largest(self, left: int, history: int, limit_s: float) -> int:
         """Algorithm 2's search: adds the largest chunk within `limit_s`, returns its tokens or 0.
 
-        `left` tokens of the request remain behind its `history`. The sizes to choose from are
+        `left` tokens of the request remain after its `history`. The sizes to choose from are
         numbered 0 (the smallest chunk) to `last`; -1 stands for no chunk at all.
         """
         if self.seconds >= limit_s:

@@ -1,6 +1,7 @@
-"""Which of an instance's tasks runs, and where it is left: the execution pool's rule.
+"""Picks which of an instance's tasks runs, and where it is left: the preemption rule.
 
-One task at a time, the first in the owner's order (FlowPrefill section 4). A gang's task counts
+The execution pool and the simulator run it. One task runs at a time, the first in the owner's
+order (FlowPrefill section 4). A gang's task counts
 from the moment when all members have it. When it comes first it claims the instance: nothing else
 runs until all members have claimed theirs and the gang starts, or until it is released (`gang`).
 No threads and no clocks: the pool holds a lock around the rule.
@@ -27,7 +28,7 @@ from millrace.core.instance.stop_point import StopPoint
 
 
 class Task(Protocol):
-    """What the rule has to know of a task, and what it notes there."""
+    """A task as the rule reads it, with the marks that the rule sets."""
 
     @property
     def name(self) -> str: ...
@@ -42,7 +43,7 @@ class Task(Protocol):
 
 _LAST: Final = sys.maxsize
 
-#: Of so many tasks `standstill` says what they wait for.
+#: `standstill` says of this many tasks what they wait for.
 MOST_DESCRIBED: Final = 8
 
 T = TypeVar("T", bound=Task)
@@ -114,7 +115,7 @@ class PreemptionRule(Generic[T]):
         gang = self._gang_of(task)
         return "its operator to end" if gang is None else gang.waits_for()
 
-    # -- what the owner says
+    # -- calls of the owner
 
     def add(self, task: T) -> None:
         """Raises ValueError for a name there is."""
@@ -134,8 +135,8 @@ class PreemptionRule(Generic[T]):
         self.settle()
 
     def append(self, names: Sequence[str]) -> None:
-        """Puts these behind all names there are. So the members of gangs have them in one order
-        from the beginning, whenever the tasks come.
+        """Puts these names after all others. So all members of a gang have one order from the
+        beginning, whenever the tasks come.
         """
         for name in names:
             self._ranks.setdefault(name, self._next_rank)
@@ -170,7 +171,7 @@ class PreemptionRule(Generic[T]):
         elif (answer := answer_without_task(message)) is not None:
             self._say(sender, answer)
 
-    # -- what the one that runs tasks asks
+    # -- calls of the thread that runs the tasks
 
     @property
     def upcoming(self) -> T | None:

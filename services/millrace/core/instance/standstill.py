@@ -1,4 +1,4 @@
-"""What an instance says of itself when it has work and begins none.
+"""The report of an instance that has work and begins none.
 
 Instances add a `Standstill` to a heartbeat when they have begun no operator since the heartbeat
 before, although tasks are prepared. One is nothing unusual: an operator takes its time, and a gang

@@ -1,4 +1,4 @@
-"""Where a prefill may be left (FlowPrefill section 5.1, Figure 6)."""
+"""Names the points where a prefill may be left (FlowPrefill section 5.1, Figure 6)."""
 
 from __future__ import annotations
 

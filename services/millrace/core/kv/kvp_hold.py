@@ -40,7 +40,7 @@ class AttachGrant:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class HoldAsk:
-    """An owner asks for pages for positions [start_token, end_token) of a request's whole life.
+    """An owner asks for pages for positions [start_token, end_token) of a request and its answer.
 
     Of these [start_token, prompt_tokens) come by a KV transfer, the rest with the passes.
     """

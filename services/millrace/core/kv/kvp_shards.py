@@ -48,7 +48,7 @@ class WorkerRoom(Protocol):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Reservation:
-    """The shards of one request's whole life, by position; the first starts at token 0."""
+    """The shards of one request, its answer included, by position; the first starts at token 0."""
 
     shards: tuple[Shard, ...]
 
@@ -121,7 +121,7 @@ def reserve(
     home: str | None = None,
     max_workers: int | None = None,
 ) -> Reservation | None:
-    """Shards for all `tokens` of a request's life, or None when they do not fit now.
+    """Shards for all `tokens` of a request, or None when they do not fit now.
 
     `home` names the worker that takes the first shard, whatever room the others have; None, too,
     when it has no free page. The others follow freest first, the least id among equals. No

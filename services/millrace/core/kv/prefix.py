@@ -32,7 +32,7 @@ def prefix_root(block_tokens: int, salt: str = "") -> int:
 def block_hashes(token_ids: TokenBytes, block_tokens: int, parent: int) -> list[int]:
     """The hashes of the whole blocks of `token_ids`, which follow the block `parent` (or root).
 
-    What is left behind the last whole block has none. A million tokens take some 20 ms.
+    Tokens after the last whole block have none. A million tokens take some 20 ms.
     """
     view = memoryview(token_ids).cast("B")
     step = block_tokens * _TOKEN_BYTES
@@ -47,5 +47,5 @@ def block_hashes(token_ids: TokenBytes, block_tokens: int, parent: int) -> list[
 
 
 def reusable(hashes: Sequence[int], prompt_tokens: int, block_tokens: int) -> Sequence[int]:
-    """A prompt's blocks that need not be computed: token one needs the last token's pass."""
+    """A prompt's blocks that may come from a cache: the last token is always computed."""
     return hashes[: (prompt_tokens - 1) // block_tokens]

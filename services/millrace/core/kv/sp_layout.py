@@ -24,7 +24,7 @@ from itertools import pairwise
 from millrace.core.arithmetic import ceil_div
 from millrace.core.request import Chunk
 
-#: Stands in slots that hold no token: behind every position that there is.
+#: Stands in slots that hold no token: after every position that there is.
 PAD = 2**31 - 1
 
 #: A ring's buffers: one is filled while the other is attended to.

@@ -16,7 +16,7 @@ from millrace.core.kv.sp_layout import Run
 
 
 class Incarnation(NamedTuple):
-    """One life of one process. A restart has the same id and a greater generation."""
+    """One run of one process. A restart has the same id and a greater generation."""
 
     id: str
     generation: int
@@ -27,9 +27,9 @@ class Incarnation(NamedTuple):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Ticket:
-    """Names one request's transfer between two lives; every message carries it.
+    """Names one request's transfer between two incarnations; every message carries it.
 
-    `attempt` counts up from 1 whenever a request's prefill is planned anew.
+    `attempt` counts up from 1 whenever a request's prefill is planned again.
     """
 
     request_id: str
@@ -56,7 +56,7 @@ class HandshakeAsk:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class HandshakeGrant:
-    """The receiver's yes. `lease` is a number it never uses twice in its life.
+    """The receiver's yes. `lease` is a number it never uses twice.
 
     `pages` are the receiver's of all tokens that were asked for, in order; data goes to the
     transport's `region`. With `buffered` that is the staging region, and data goes, packed, to

@@ -4,7 +4,7 @@
 
 Requests whose deadline has passed come after all others. Among them -1/deadline puts the latest
 deadline first. The paper does not say what a deadline of exactly now counts as: it is missed, as
-in `s_edf`, since token one can't come in no time.
+in `s_edf`, since the first token takes some time.
 """
 
 from __future__ import annotations

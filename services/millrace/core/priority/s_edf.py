@@ -11,7 +11,7 @@ nothing to spare, any wait at all misses the deadline.
 Deviation: the key holds sign and deadline instead of their quotient. The order is the same for
 every positive deadline. The quotient also needs a clock that starts before all deadlines and loses
 digits as the clock grows (two deadlines a millisecond apart at 10^9 s get equal quotients); the
-pair does neither. A request without a deadline lies where 1/inf = 0 puts it: behind all that can be
+pair does neither. A request without a deadline lies where 1/inf = 0 puts it: after all that can be
 in time, ahead of all that can't.
 """
 

@@ -8,8 +8,7 @@ by hand. Values become plain data here and events are built again; files are the
     {"now_s": 81.30, "event": ["Tick", {}], "raised": "IntegrityError: ..."}
 
 The codec follows the dataclasses' fields and needs no change for new ones. A field that has its
-default value is left out, so a request is written as it was submitted: the machine has not touched
-the rest of it yet. Infinite and undefined floats, which JSON lacks, are written as strings.
+default value is left out. Infinite and undefined floats, which JSON lacks, are written as strings.
 """
 
 from __future__ import annotations
@@ -57,7 +56,7 @@ def config_of(line: Mapping[str, Any]) -> SchedulerConfig:
 
 
 def plain_event(event: events.Event) -> list[Any]:
-    """Before the step: a submitted request is the machine's to write to."""
+    """The event, with its type's name."""
     return [type(event).__name__, plain(event)]
 
 

@@ -7,7 +7,7 @@ sequence that joins in the middle of a step takes part from the next one on. Ver
 are cut (`HORIZON_STEPS`), so that the straight line holds.
 
 Of sequences that are spread (`core.scheduler.fleet.kvp_placement`) a step reads what each worker
-has; it takes as long as the one with the most, which is the batch's own instance or a holder of
+has; it takes as long as the one with the most, which is the batch's own instance or a KVP worker of
 several.
 """
 
@@ -97,7 +97,7 @@ class Batch:
         )
 
     def join(self, job: Job, now_s: float) -> None:
-        """A request that has token one, and needs more than that, takes part from now on."""
+        """A request that has its first token, and needs more, takes part from now on."""
         plan = job.plan
         first = math.ceil(self.steps - _ROUNDING)
         end_step = first + plan.output_tokens - 1

@@ -52,7 +52,7 @@ class Job:
         self.suspended_s = 0.0
         self.longest_suspension_s = 0.0
         self.spread: Reservation | None = None  # where its KV is to be; None: at one instance
-        self.onboarded = 0  # workers beside the home that have some of it
+        self.onboarded = 0  # KVP workers that have some of it
 
     def placed(self, shards: tuple[Shard, ...]) -> None:
         """Another attempt begins, with its KV here."""
@@ -61,7 +61,7 @@ class Job:
 
 
 class Attempt:
-    """One prefill of a request: its chunks, who holds them, how far its KV has come."""
+    """One prefill of a request: its chunks, their instances, how far its KV has come."""
 
     __slots__ = (
         "chunks",
@@ -70,7 +70,7 @@ class Attempt:
         "decode",
         "done",
         "granted_s",
-        "holders",
+        "instances",
         "job",
         "landed_s",
         "number",
@@ -90,7 +90,7 @@ class Attempt:
         self.tasks = [Task([(self, chunk)]) for chunk in chunks]
         self.done = 0  # chunks computed
         self.closed = False  # cancelled, lost, or all of its KV has landed
-        self.holders: dict[PrefillInstance, None] = {}
+        self.instances: dict[PrefillInstance, None] = {}
         self.computed_s: float | None = None  # since when all chunks are computed
         self.granted_s: float | None = None  # since when it has a backend at the decode instance
         self.queued_for_backend = False

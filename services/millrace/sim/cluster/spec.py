@@ -14,7 +14,7 @@ from millrace.core.instance.packing import PackingConfig
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Failure:
-    """An instance dies at `at_s` and is back, empty and in its next life, `down_s` later."""
+    """An instance dies at `at_s` and is back, empty, as its next incarnation, `down_s` later."""
 
     at_s: float
     instance_id: str

@@ -75,7 +75,7 @@ class World:
             self.let_go(worker_id, job.id)
 
     def held_at(self, worker_id: str, generation: int) -> list[str]:
-        """Requests of which this life of an instance holds a shard for the home."""
+        """Requests of which this incarnation of an instance holds a shard."""
         return [
             name for name, held in self.kvp_workers.items() if held.get(worker_id) == generation
         ]

@@ -17,7 +17,7 @@ from millrace.sim.models.transfer_model import Backends
 
 
 class DecodeInstance:
-    """One life of a decode instance."""
+    """One incarnation of a decode instance."""
 
     __slots__ = ("alive", "backends", "batch", "expected", "generation", "id", "plans", "waiting")
 
@@ -135,7 +135,7 @@ class DecodePool:
         self._fill(instance)
         self._plan(instance)
 
-    # ---- lives
+    # ---- incarnations
 
     def join(self, instance_id: str, generation: int) -> None:
         self.instances[instance_id] = DecodeInstance(

@@ -10,7 +10,7 @@ from millrace.sim.cluster.world import World
 
 
 class KvpWorker:
-    """One life of a KVP worker."""
+    """One incarnation of a KVP worker."""
 
     __slots__ = ("alive", "generation", "id")
 

@@ -1,7 +1,7 @@
-"""What decode has of a prompt when its prefill dies, in the middle of a chunk too.
+"""Works out what decode has of a prompt when its prefill dies, in the middle of a chunk too.
 
-A live decode instance says so pass by pass, while they land; only a death asks for it, so here it
-is worked out then, and told right before the death.
+A live decode instance reports each pass that lands. Only a death makes use of these reports, so the
+simulator computes one when an instance dies, and reports it right before the death.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from millrace.sim.models.transfer_model import Transfers
 
 
 class Landing:
-    """Tells the scheduler of prefixes."""
+    """Reports landed prefixes to the scheduler."""
 
     def __init__(self, world: World, times: PrefillTimes, transfers: Transfers) -> None:
         self._world = world

@@ -61,7 +61,7 @@ class Prefill:
 
 
 class MixedInstance:
-    """One life of a mixed instance."""
+    """One incarnation of a mixed instance."""
 
     __slots__ = (
         "alive",
@@ -269,7 +269,7 @@ class MixedPool:
             self._clock.at(known_s, self._prefilled, (instance, prefill))
 
     def _prefilled(self, what: tuple[MixedInstance, Prefill]) -> None:
-        """The last stage is through with a prompt's last chunk: token one is known."""
+        """The last stage has computed a prompt's last chunk: the first token is known."""
         instance, prefill = what
         job, now_s = prefill.job, self._clock.now_s
         if not instance.alive or instance.leaving.get(job.id) is not prefill:
@@ -332,7 +332,7 @@ class MixedPool:
             self._world.left_batch(instance.id, sequence)
             self._world.served(instance.id, instance.generation, sequence.job)
 
-    # ---- lives
+    # ---- incarnations
 
     def join(self, instance_id: str, generation: int) -> None:
         self.instances[instance_id] = MixedInstance(instance_id, generation)

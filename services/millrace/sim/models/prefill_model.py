@@ -54,7 +54,7 @@ class PrefillPool:
         if effect.request_id in instance.held:
             raise IntegrityError(f"{instance.id} got {effect.request_id}, which it still holds")
         instance.held[effect.request_id] = attempt
-        attempt.holders[instance] = None
+        attempt.instances[instance] = None
         for task in attempt.tasks:
             if instance.id in task.parts[0][1].instance_ids:
                 task.members.append(instance)
@@ -134,7 +134,7 @@ class PrefillPool:
         """The instance lets go of all it holds of the request, and says so."""
         job_id = attempt.job.id
         del instance.held[job_id]
-        del attempt.holders[instance]
+        del attempt.instances[instance]
         for task in attempt.tasks:
             if task.is_of(attempt):
                 instance.remove(task)
@@ -349,12 +349,12 @@ class PrefillPool:
         attempt.closed = True
         if attempt.job.plan.output_tokens > 1:
             self._decode.landed(attempt)
-        for holder in list(attempt.holders):
-            self._release(holder, attempt, complete=True)
+        for instance in list(attempt.instances):
+            self._release(instance, attempt, complete=True)
         if attempt.job.attempt is attempt:
             attempt.job.attempt = None
 
-    # ---- lives
+    # ---- incarnations
 
     def join(self, instance_id: str, generation: int, node: str) -> None:
         self.instances[instance_id] = PrefillInstance(instance_id, generation, node, self._finest)
@@ -367,7 +367,7 @@ class PrefillPool:
             if not attempt.closed:
                 self._landing.report(attempt)
             self._close(attempt)
-            del attempt.holders[instance]
+            del attempt.instances[instance]
         instance.held.clear()
         instance.cancelled.clear()
         if running is not None:

@@ -178,10 +178,10 @@ class PrefillTimes:
 class Balancing:
     """Cache balancing of Tetris section 4.1: history is spread evenly over a group that has grown.
 
-    A prompt's first chunk that goes on behind what decode keeps fetches it from there likewise.
+    A first chunk that begins after tokens that decode keeps fetches their KV in the same way.
 
-    Layer by layer, behind the feed-forward part of the layer before; the first layer has nothing to
-    hide behind. Of a layer's bytes the old members send all but their new share while the new ones
+    It goes layer by layer, during the feed-forward part of the layer before; the first layer hides
+    nothing. Of a layer's bytes the old members send all but their new share while the new ones
     take theirs in. Only the chunk's first pass hides anything: the later ones find the history in
     place.
     """

@@ -42,7 +42,7 @@ class EngineCounters:
     transfer_tail_s: float  # after the last chunk, for bytes
     decode_wait_s: float  # for a place in a full batch
     longest_step_s: float  # of a decode or mixed batch
-    kvp_onboardings: int  # holders that contexts reached, beside their homes
+    kvp_onboardings: int  # KVP workers that contexts reached
     instance_failures: int
     scale_events: tuple[ScaleEvent, ...] = ()
 

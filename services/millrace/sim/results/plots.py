@@ -14,7 +14,7 @@ from millrace.sim.results.timeline import Block
 
 _NO_REQUEST_COLOUR = "#c8c8c8"
 _HATCHES = {"prefill": "", "decode": "", "idle wait": "....", "blocked": "xxxx"}
-_MOST_LABELS = 40  # instance names on a board before they are thinned out
+_MOST_LABELS = 40  # instance names on a chart before they are thinned out
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -119,7 +119,7 @@ def draw_classes(reports: Mapping[str, Report], path: Path) -> None:
 
 
 def draw_board(blocks: Sequence[Block], path: Path) -> None:
-    """A PNG Gantt board: instances over time, blocks coloured by request."""
+    """A PNG Gantt chart: instances over time, blocks coloured by request."""
 
     def draw(figure: Any) -> None:  # noqa: ANN401
         from matplotlib.patches import Patch

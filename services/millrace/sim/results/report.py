@@ -1,6 +1,6 @@
 """What a simulation found, collected request by request in memory that does not grow.
 
-TTFT runs from arrival to token one; a request's TBT is the mean gap between its tokens; E2E from
+TTFT is from arrival to the first token; TBT is a request's mean gap between tokens; E2E from
 arrival to the last token. A request attains its objectives when it succeeds with TTFT and TBT
 within them: failures and refusals are misses, in every attainment. Goodput is the rate of attaining
 requests over the simulated duration. (FlowPrefill's goodput, section 6.1, is the largest rate at 90

@@ -1,4 +1,4 @@
-"""What every instance did when, for a board of instances over time."""
+"""Notes what every instance did and when, for a Gantt chart."""
 
 from __future__ import annotations
 

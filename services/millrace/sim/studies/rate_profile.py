@@ -31,16 +31,16 @@ def profile_rates(
     scenario: Scenario,
     arrivals_rps: Sequence[float],
     rates: Sequence[float] = RATES,
-    told: Callable[[float, float], None] = lambda arrivals_rps, rate: None,
+    on_run: Callable[[float, float], None] = lambda arrivals_rps, rate: None,
 ) -> list[RateRow]:
-    """A row an arrival rate, ascending; of equals the lowest rate is best. Calls `told` a run."""
+    """One row per arrival rate, ascending; the lowest of equal rates is best."""
     rows = []
     for each_rps in sorted(arrivals_rps):
         mean_ttft_s = {}
         for rate in rates:
             planned = _with_rate(scenario, rate).at_load(each_rps)
             mean_ttft_s[rate] = simulate(planned).total.ttft_s.mean
-            told(each_rps, rate)
+            on_run(each_rps, rate)
         best = min(sorted(rates), key=mean_ttft_s.__getitem__)
         rows.append(RateRow(arrivals_rps=each_rps, best=best, mean_ttft_s=mean_ttft_s))
     return rows

@@ -6,12 +6,12 @@ A slot is room for one token's keys and values, so that pools with different pag
 Free slots are those that no decoding request holds; virtual usage is the slots of requests whose
 cache is still on its way (placed, prefilling or transferring); the batch size counts sequences.
 
-Deviations. A request holds the pages of its whole life from its placement on, so a batch never
-runs out of memory: the slots of a decoding request include the tokens it has yet to emit, and no
-update per emitted token is needed. (Where `decode_reserve` is "grow" it books fewer, and free slots
-are at most those that the instance's last heartbeat told of.) An empty batch counts as one, since
-the paper divides by zero there. Equal instances are told apart by id, so that the same input always
-gives the same answer.
+Deviations. A request holds the pages of its prompt and whole answer from its placement on, so a
+batch never runs out of memory: the slots of a decoding request include the tokens it has yet to
+emit, and no update per emitted token is needed. (Where `decode_reserve` is "grow" it books fewer,
+and free slots are at most those that the instance's last heartbeat reported.) An empty batch counts
+as one, since the paper divides by zero there. Equal instances are ordered by id, so that the same
+input always gives the same answer.
 """
 
 from __future__ import annotations

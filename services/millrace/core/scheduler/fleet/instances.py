@@ -100,7 +100,7 @@ class PrefillInstance:
 
 @dataclass(slots=True, eq=False)
 class KvpInstance:
-    """A KVP worker: shards of requests whose owners are others (see `kvp_placement`)."""
+    """A KVP worker: shards of requests of KV owners (see `kvp_placement`)."""
 
     card: InstanceJoined
     leaving: bool = False
@@ -141,7 +141,7 @@ class KvpInstance:
 class DecodeInstance:
     """A decode instance: pages of requests in its batch, and of those on their way to it.
 
-    And of shards of requests whose owners are others.
+    And pages of shards of other KV owners' requests.
     """
 
     card: InstanceJoined
@@ -195,8 +195,8 @@ class DecodeInstance:
     def open_pages(self) -> int:
         """Pages that nothing holds and nothing has reserved."""
         unbooked = self.card.kv_pages - self.booked_pages
-        told = self.reported_free_pages
-        return unbooked if told is None or unbooked < told else max(told, 0)
+        free = self.reported_free_pages
+        return unbooked if free is None or unbooked < free else max(free, 0)
 
     def heard(self, event: LoadReported) -> None:
         """A heartbeat. Where answers grow, pages are taken that nobody booked."""

@@ -37,7 +37,7 @@ class PlannerInputs:
     """What a planner is built from. `nodes[i]` numbers the node of instance i, from 0.
 
     `config.improvement_rate` is a rate, 0 or more: the pool has looked it up. `history`: tokens
-    that are computed already, C of Eq. (1) for the first chunk; plans are of those behind them.
+    that are computed already, C of Eq. (1) for the first chunk; plans are of the tokens after them.
     """
 
     latency: SpLatency

@@ -1,7 +1,7 @@
 """Elastic sequence parallelism: LoongServe (Wu et al., SOSP 2024), one request at a time.
 
 The baseline of Tetris section 7.1. Each request gets the SP degree with the least TTFT for itself,
-whatever that costs those behind it. LoongServe's cost model gives every degree
+whatever that costs the requests after it. LoongServe's cost model gives every degree
 T = A + B sum(l) + C sum(l^2) over the lengths l of a batch; for one request without history that is
 Eq. (1) with a, b, d for A, B, C, so the planners share their latency models. Instances are chosen
 as for CDSP, and the lower degree wins among equals.
