@@ -140,10 +140,10 @@ def test_unregistered_instances_leave_first_then_the_least_held_of_equals_the_yo
 
 
 def test_the_fullest_drain_is_cancelled_first_of_equals_the_oldest():
-    fleet = [instance("a", 1, 5.0), instance("b", 3, 9.0), instance("c", 1, 2.0), instance("d", 0)]
+    fleet = [instance("a", 1, 2.0), instance("b", 3, 9.0), instance("c", 1, 5.0), instance("d", 0)]
     assert resize(fleet, 1) == Resize(start=0)
-    assert resize(fleet, 3) == Resize(start=0, stay=("b", "c"))
-    assert resize(fleet, 6) == Resize(start=2, stay=("b", "c", "a"))
+    assert resize(fleet, 3) == Resize(start=0, stay=("b", "a"))
+    assert resize(fleet, 6) == Resize(start=2, stay=("b", "a", "c"))
 
 
 # ---- any life of a fleet
