@@ -30,7 +30,7 @@ class Leaving:
     since_s: float  # unix seconds
     reason: str  # ScaleIn | Rollout | Retired
     timed_out: bool
-    held: int  # requests; 0 if the scheduler does not know it, or does not answer
+    held: int  # requests; 0 if the scheduler does not know the pod, or does not answer
     removed: bool = False  # by this pass, or an earlier one
 
     def entry(self) -> dict[str, Any]:

@@ -60,10 +60,10 @@ class Instance:
     """An instance as its connector knows it."""
 
     id: str
-    ready: bool  # its process serves: requests may be in flight to it
+    ready: bool  # the process serves: requests may be in flight to it
     leaves_since_s: float | None = None  # None: it stays
     registration: Registration | None = None  # None also while the scheduler does not answer
-    cordon_is_own: bool = True  # the connector cordoned it, and may uncordon it
+    cordon_is_own: bool = True  # the connector cordoned the instance, and may uncordon it
 
     @property
     def held_requests(self) -> int:
