@@ -229,6 +229,26 @@ async def test_a_cordon_outlives_the_schedulers_memory() -> None:
     assert f.world.cordoned() == ["p1"]
 
 
+async def test_the_drain_of_an_instance_that_is_gone_is_not_cancelled() -> None:
+    f = Fixture(2)
+    f.pool.resize(1, f.now_s)
+    f.world.asked.remove("p1")
+    f.pool.resize(2, f.now_s)
+    assert f.world.asked == ["p0", "p2"]
+
+
+async def test_an_instance_that_the_scheduler_has_lost_holds_up_no_other() -> None:
+    f = Fixture(3)
+    f.pool.resize(1, f.now_s)
+    views = dict(f.world.up)
+    del f.world.up["p2"]
+    await f.pool.settle(views, f.now_s)
+    assert f.world.cordoned() == ["p1"]
+    assert f.world.stopped == []
+    await f.settle()
+    assert f.world.stopped == ["p2", "p1"]
+
+
 async def test_a_silent_scheduler_ends_nothing_before_the_drain_timeout() -> None:
     f = Fixture(2)
     await f.settle()

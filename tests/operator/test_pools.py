@@ -7,12 +7,9 @@ from typing import Any
 
 import pytest
 
+from millrace.core.autoscale.drain import Cordon, Evict, Uncordon
 from millrace_operator.observed import ObservedPool
-from millrace_operator.reconcile.actions import (
-    Cordon,
-    Evict,
-    SetReplicas,
-)
+from millrace_operator.reconcile.actions import SetReplicas
 from millrace_operator.reconcile.conditions import by_type, timestamp
 from millrace_operator.reconcile.reconcile import reconcile_pool
 from support.custom_resources import DEFAULTS, model_service, pool
@@ -148,7 +145,7 @@ def test_scale_in_cordons_first():
     scene = draining()
     actions = scene.carry_out()
     assert kinds(actions) == ["Report", "SetStatus", "Cordon"]
-    assert actions[-1] == Cordon(instance_id=f"{NAME}-2", cordoned=True)
+    assert actions[-1] == Cordon(instance_id=f"{NAME}-2")
     assert scene.pool["status"]["draining"] == [
         {"pod": f"{NAME}-2", "uid": "u2", "since": timestamp(NOW_S), "reason": "ScaleIn"}
     ]
@@ -172,8 +169,8 @@ def test_one_that_is_wanted_again_takes_work_again():
     scene.pool["spec"]["replicas"] = 3
     scene.see(recommendation=advice(3))
     actions = scene.carry_out()
-    assert kinds(actions) == ["Cordon", "SetStatus"]
-    assert actions[0] == Cordon(instance_id=f"{NAME}-2", cordoned=False)
+    assert kinds(actions) == ["Uncordon", "SetStatus"]
+    assert actions[0] == Uncordon(instance_id=f"{NAME}-2")
     assert "draining" not in scene.pool["status"]
 
 
@@ -326,7 +323,7 @@ def test_a_drain_that_is_taken_back_in_silence_counts_once_the_scheduler_says_so
     assert scene.look() == []
     scene.see(instances=known)
     actions = scene.carry_out()
-    assert actions[0] == Cordon(instance_id=f"{NAME}-2", cordoned=False)
+    assert actions[0] == Uncordon(instance_id=f"{NAME}-2")
     assert "draining" not in scene.pool["status"]
     assert scene.pool["status"]["readyReplicas"] == 3
 

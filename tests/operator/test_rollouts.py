@@ -4,11 +4,9 @@ from __future__ import annotations
 
 import pytest
 
+from millrace.core.autoscale.drain import Cordon
 from millrace_operator.observed import Peer, Pod
-from millrace_operator.reconcile.actions import (
-    Cordon,
-    Delete,
-)
+from millrace_operator.reconcile.actions import Delete
 from millrace_operator.reconcile.conditions import by_type
 from support.pool_scene import NAME, Scene, advice, held, reasons, size
 
@@ -46,7 +44,7 @@ def test_a_rollout_surges_replaces_one_by_one_and_ends():
     new_pod(scene, 2)
     for ordinal in (1, 0):
         cordons = [a for a in scene.carry_out() if isinstance(a, Cordon)]
-        assert cordons == [Cordon(instance_id=f"{NAME}-{ordinal}", cordoned=True)]
+        assert cordons == [Cordon(instance_id=f"{NAME}-{ordinal}")]
         (delete,) = [a for a in scene.carry_out() if isinstance(a, Delete)]
         assert delete == Delete(kind="Pod", name=f"{NAME}-{ordinal}", uid=f"u{ordinal}")
         new_pod(scene, ordinal, ready=False)

@@ -15,15 +15,14 @@ from dataclasses import dataclass, field
 from random import Random
 from typing import Any
 
+from millrace.core.autoscale.drain import Cordon, Evict, Uncordon
 from millrace.core.autoscale.rules import Autoscaler, PoolMetrics
 from millrace_operator.manifests.naming import REVISION_LABEL, TEMPLATE_LABEL
 from millrace_operator.observed import Instance, ObservedPool, ObservedService, Peer, Pod
 from millrace_operator.reconcile.actions import (
     Action,
     Apply,
-    Cordon,
     Delete,
-    Evict,
     Report,
     SetReplicas,
     SetStatus,
@@ -216,8 +215,10 @@ class FleetWorld:
                 self._terminate(pod)
             case Delete(kind=kind, name=name):
                 del self.live[kind, name]
-            case Cordon(instance_id=name, cordoned=cordoned):
-                self._cordon(thing, name, cordoned)
+            case Cordon(instance_id=name):
+                self._cordon(thing, name)
+            case Uncordon(instance_id=name):
+                self._uncordon(name)
             case Evict(instance_id=name):
                 pod = self._named(name)
                 self._check_time(pod)
@@ -249,16 +250,19 @@ class FleetWorld:
         if manifest["kind"] == "StatefulSet":
             self._scale_in(self.live[key])
 
-    def _cordon(self, pool: dict[str, Any], name: str, cordoned: bool) -> None:
+    def _cordon(self, pool: dict[str, Any], name: str) -> None:
+        pod, reasons = self._named(name), _draining(pool)
+        assert pod.terminating_at_s is None
+        assert pod.name in reasons, "cordoned before the status says so"
+        if reasons[pod.name] == "Rollout":
+            self._check_capacity(pod)
+        self._check_pairing(pool, pod)
+        pod.cordoned = True
+
+    def _uncordon(self, name: str) -> None:
         pod = self._named(name)
         assert pod.terminating_at_s is None
-        if cordoned:
-            reasons = _draining(pool)
-            assert pod.name in reasons, "cordoned before the status says so"
-            if reasons[pod.name] == "Rollout":
-                self._check_capacity(pod)
-            self._check_pairing(pool, pod)
-        pod.cordoned = cordoned
+        pod.cordoned = False
 
     def _named(self, name: str) -> Node:
         return next(p for p in self.pods if p.name == name)

@@ -7,11 +7,11 @@ from typing import Any
 
 import jsonschema
 
+from millrace.core.autoscale.drain import Cordon, Uncordon
 from millrace.core.autoscale.rules import PoolMetrics, Recommendation
 from millrace_operator.observed import Instance, ObservedPool, Pod
 from millrace_operator.reconcile.actions import (
     Apply,
-    Cordon,
     Report,
     SetStatus,
 )
@@ -75,9 +75,10 @@ class Scene:
             if isinstance(action, SetStatus):
                 self.pool["status"] = dict(action.status)
                 jsonschema.validate(self.pool, SCHEMAS[self.pool["kind"]])
-            if isinstance(action, Cordon):
+            if isinstance(action, Cordon | Uncordon):
                 known = self.observed.instances[action.instance_id]
-                self.knows(action.instance_id, replace(known, cordoned=action.cordoned))
+                cordoned = isinstance(action, Cordon)
+                self.knows(action.instance_id, replace(known, cordoned=cordoned))
         return actions
 
     def knows(self, name: str, instance: Instance) -> None:

@@ -9,6 +9,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from millrace.core.autoscale.drain import Cordon, Evict, Uncordon
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Apply:
@@ -40,22 +42,6 @@ class SetReplicas:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Cordon:
-    """Tells the scheduler whether an instance gets new work."""
-
-    instance_id: str
-    cordoned: bool
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Evict:
-    """Ends all requests of an instance: they are migrated, or end with an error with `abort`."""
-
-    instance_id: str
-    abort: bool
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
 class SetStatus:
     """Writes the whole status subresource of the reconciled object, if it differs."""
 
@@ -71,4 +57,4 @@ class Report:
     warning: bool = False
 
 
-Action = Apply | Delete | SetReplicas | Cordon | Evict | SetStatus | Report
+Action = Apply | Delete | SetReplicas | Uncordon | Cordon | Evict | SetStatus | Report

@@ -1,9 +1,7 @@
-"""Drains an instance: cordons it at the scheduler, empties it, and only then removes its pod.
+"""Connects `core.autoscale.drain` to Kubernetes: pods and the pool's status in, actions out.
 
-A leaving instance gets no new work. Its pod is deleted once the scheduler reports that it holds no
-requests. After drain.timeoutSeconds its requests are migrated (Migrate), end with an error (Abort),
-or are waited for (Wait). The pool's status keeps the start of the drain with the pod's UID, so a
-new pod of the same name starts a drain of its own.
+The rule's Remove deletes a pod, or shrinks the StatefulSet past it. The pool's status keeps the
+start of each drain with the pod's UID, so a new pod of the same name starts a drain of its own.
 
 An instance that is wanted again takes work once the scheduler confirms it. If the scheduler does
 not answer, or the instance is missing, its entry stays in the status as `returning`, and the
@@ -16,8 +14,8 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from millrace.core.autoscale import drain
 from millrace_operator.observed import Instance, Pod
-from millrace_operator.reconcile.actions import Cordon, Evict
 from millrace_operator.reconcile.conditions import seconds, timestamp
 
 #: The longest eviction in seconds. Then the pod is deleted: at SIGTERM it drains by itself.
@@ -32,13 +30,8 @@ class Leaving:
     since_s: float  # unix seconds
     reason: str  # ScaleIn | Rollout | Retired
     timed_out: bool
-    instance: Instance | None  # None: the scheduler does not know it, or does not answer
-    removable: bool  # nothing is lost with it, or its time is over
+    held: int  # requests; 0 if the scheduler does not know the pod, or does not answer
     removed: bool = False  # by this pass, or an earlier one
-
-    @property
-    def held(self) -> int:
-        return self.instance.held_requests if self.instance else 0
 
     def entry(self) -> dict[str, Any]:
         """Returns its entry of status.draining."""
@@ -56,8 +49,7 @@ class Leaving:
 class Rules:
     """A pool's drain settings, and the draining pods that are known."""
 
-    timeout_s: float
-    on_timeout: str  # Migrate | Abort | Wait
+    policy: drain.DrainPolicy
     known: Mapping[tuple[str, str], Mapping[str, Any]]  # (pod, uid) -> entry of status.draining
     back: Mapping[tuple[str, str], Mapping[str, Any]]  # the entries that say `returning`
     instances: Mapping[str, Instance] | None
@@ -71,9 +63,13 @@ class Rules:
             (entry["pod"], entry.get("uid", "")): entry
             for entry in pool.get("status", {}).get("draining", [])
         }
+        spec = pool["spec"]["drain"]
         return cls(
-            timeout_s=float(pool["spec"]["drain"]["timeoutSeconds"]),
-            on_timeout=pool["spec"]["drain"]["onTimeout"],
+            policy=drain.DrainPolicy(
+                timeout_s=float(spec["timeoutSeconds"]),
+                eviction_s=EVICTION_S,
+                on_timeout=drain.OnTimeout(spec["onTimeout"]),
+            ),
             known={key: e for key, e in entries.items() if not e.get("returning")},
             back={key: e for key, e in entries.items() if e.get("returning")},
             instances=instances,
@@ -111,15 +107,13 @@ class Rules:
     def leaving(self, pod: Pod, reason: str) -> Leaving:
         entry = self.known.get((pod.name, pod.uid))
         since_s = seconds(entry["since"]) if entry else self.now_s
-        waited_s = self.now_s - since_s
-        instance = self.instances.get(pod.name) if self.instances is not None else None
+        instance = (self.instances or {}).get(pod.name)
         return Leaving(
             pod=pod,
             since_s=since_s,
             reason=reason,
-            timed_out=waited_s >= self.timeout_s,
-            instance=instance,
-            removable=self._removable(pod, instance, waited_s),
+            timed_out=self.policy.is_over(since_s, self.now_s),
+            held=instance.held_requests if instance else 0,
         )
 
     def still(self, pods: Iterable[Pod]) -> list[Leaving]:
@@ -130,39 +124,28 @@ class Rules:
             if self.drains(pod)
         ]
 
-    def _removable(self, pod: Pod, instance: Instance | None, waited_s: float) -> bool:
-        if instance is not None and not instance.held_requests:
-            # Until the scheduler has cordoned it, work may be in flight to it.
-            return instance.cordoned or not pod.ready
-        if self.instances is not None and instance is None and not pod.ready:
-            return True  # starting, or lost: without its stream it has dropped its requests
-        if self.on_timeout == "Wait":
-            return False
-        # A ready instance that the scheduler does not know will soon register again.
-        grace_s = EVICTION_S if instance is not None else 0.0
-        return waited_s >= self.timeout_s + grace_s
-
-    def evictions(self, leaving: Iterable[Leaving]) -> list[Evict]:
-        """Evicts instances whose drain time is over, in each pass until they hold nothing."""
-        if self.on_timeout == "Wait":
-            return []
-        return [
-            Evict(instance_id=one.pod.name, abort=self.on_timeout == "Abort")
-            for one in leaving
-            if one.timed_out and one.held
-        ]
-
-    def cordons(self, leaving: Iterable[Leaving], pods: Iterable[Pod]) -> list[Cordon]:
-        """Returns the cordons that the scheduler lacks, without instances that end by
-        themselves.
-        """
-        leave = {one.pod.name for one in leaving}
+    def actions(self, pods: Iterable[Pod], leaving: Iterable[Leaving]) -> list[drain.Action]:
+        """Returns the rule's actions. A terminating pod gets none: it ends by itself."""
+        since_s = {one.pod.name: one.since_s for one in leaving}
         known = self.instances or {}
-        return [
-            Cordon(instance_id=pod.name, cordoned=pod.name in leave)
-            for pod in pods
-            if pod.name in known
-            and not pod.terminating
-            and known[pod.name].cordoned != (pod.name in leave)
-            and (pod.name in leave or pod.ready)
-        ]
+        return drain.drain_actions(
+            [
+                drain.Instance(
+                    id=pod.name,
+                    ready=pod.ready,
+                    leaves_since_s=since_s.get(pod.name),
+                    registration=_registration(known.get(pod.name)),
+                )
+                for pod in pods
+                if not pod.terminating
+            ],
+            self.policy,
+            self.now_s,
+            scheduler_answers=self.instances is not None,
+        )
+
+
+def _registration(found: Instance | None) -> drain.Registration | None:
+    if found is None:
+        return None
+    return drain.Registration(cordoned=found.cordoned, held_requests=found.held_requests)

@@ -7,10 +7,12 @@ scheduler hears of it.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping, Sequence, Set
 from dataclasses import dataclass, replace
 from typing import Any
 
+from millrace.core.autoscale.drain import Action as DrainAction
+from millrace.core.autoscale.drain import Cordon, Evict, Remove, Uncordon
 from millrace_operator.manifests import objects, pods
 from millrace_operator.manifests.naming import INITIAL, REVISION_LABEL, TEMPLATE_LABEL
 from millrace_operator.manifests.pods import Context
@@ -93,6 +95,7 @@ class Plan:
     rules: Rules
     size: int  # of the StatefulSet
     leaving: Sequence[Leaving]
+    drain: Sequence[DrainAction]
     scaled: Scaled | None
 
     @classmethod
@@ -118,10 +121,13 @@ class Plan:
             now_s=observed.now_s,
         )
         leaving = _leaving(observed.pods, rollout, rules, "Retired" if retired else "ScaleIn")
+        drain = rules.actions(observed.pods, leaving)
+        done = {action.instance_id for action in drain if isinstance(action, Remove)}
         live = observed.live.get(("StatefulSet", pool["metadata"]["name"]))
         kept = rollout.kept
         wanted_size = max(rollout.size, kept.ordinal + 1 if kept else 0)
-        size = _size(live, leaving, wanted_size)
+        stays = {one.pod.ordinal for one in leaving if one.pod.name not in done}
+        size = _size(live, stays, wanted_size)
         return cls(
             pool=pool,
             observed=observed,
@@ -132,10 +138,12 @@ class Plan:
             leaving=[
                 replace(
                     one,
-                    removed=one.removable and (one.pod.ordinal >= size or one.reason == "Rollout"),
+                    removed=one.pod.name in done
+                    and (one.pod.ordinal >= size or one.reason == "Rollout"),
                 )
                 for one in leaving
             ],
+            drain=drain,
             scaled=scaled,
         )
 
@@ -149,15 +157,13 @@ class Plan:
             rollout=self.rollout,
             scaled=self.scaled,
         )
-        cordons = self.rules.cordons(self.leaving, self.observed.pods)
         return [
             *([SetReplicas(replicas=self.scaled.replicas)] if self.scaled else []),
-            *(cordon for cordon in cordons if not cordon.cordoned),
+            *(action for action in self.drain if isinstance(action, Uncordon)),
             *self._applies(),
             *self._deletions(),
             *_told(self.pool, self.observed, outcome),
-            *(cordon for cordon in cordons if cordon.cordoned),
-            *self.rules.evictions(self.leaving),
+            *(action for action in self.drain if isinstance(action, Cordon | Evict)),
         ]
 
     def _applies(self) -> list[Apply]:
@@ -212,12 +218,11 @@ def _leaving(existing: Sequence[Pod], rollout: Rollout, rules: Rules, reason: st
     return surplus + [rules.leaving(pod, "Rollout") for pod in old]
 
 
-def _size(live: Object | None, leaving: Sequence[Leaving], wanted: int) -> int:
-    """Returns the StatefulSet's size: it removes the highest ordinals, so these must have
-    drained.
+def _size(live: Object | None, stays: Set[int], wanted: int) -> int:
+    """Returns the StatefulSet's size. It removes the highest ordinals, so a pod that `stays` keeps
+    all pods of lower ordinals.
     """
     size: int = live["spec"]["replicas"] if live is not None else 0
-    stays = {one.pod.ordinal for one in leaving if not one.removable}
     while size > wanted and size - 1 not in stays:
         size -= 1
     return max(size, wanted)

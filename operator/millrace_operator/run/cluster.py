@@ -17,6 +17,7 @@ from datetime import UTC, datetime
 from functools import partial
 from typing import Any
 
+from millrace.core.autoscale.drain import Cordon, Evict, Uncordon
 from millrace.core.errors import MillraceError
 from millrace_operator.manifests.naming import (
     APPLIED,
@@ -30,9 +31,7 @@ from millrace_operator.observed import Instance, Object, ObservedPool, ObservedS
 from millrace_operator.reconcile.actions import (
     Action,
     Apply,
-    Cordon,
     Delete,
-    Evict,
     Report,
     SetReplicas,
     SetStatus,
@@ -221,9 +220,9 @@ class Cluster:
                 pool = f"{namespace}/{name}"
                 self._parts.metrics.scalings.labels(kind, pool, "up" if up else "down").inc()
                 log.info("%s %s/%s: %d replicas", kind, namespace, name, replicas)
-            case Cordon():
+            case Cordon() | Uncordon():
                 await self._parts.schedulers.cordon(
-                    self._address(obj), action.instance_id, cordoned=action.cordoned
+                    self._address(obj), action.instance_id, cordoned=isinstance(action, Cordon)
                 )
             case Evict():
                 await self._parts.schedulers.evict(

@@ -19,6 +19,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
+from millrace.core.autoscale import drain
 from millrace.core.autoscale.load import FleetLoad
 from millrace.core.autoscale.rules import AutoscaleConfig, Autoscaler, PoolMetrics, Recommendation
 from millrace.wire import scheduler_client
@@ -111,7 +112,8 @@ class _Drain:
 class Pool:
     """Brings the instances of a connector to a size, and loses no request on the way.
 
-    `told` gets a line for each change of an instance that a user wants to know.
+    `core.autoscale.drain` decides which instances leave, and how. `told` gets a line for each
+    change of an instance that a user wants to know.
     """
 
     def __init__(
@@ -126,90 +128,83 @@ class Pool:
         self.connector = connector
         self.scaler = Autoscaler(config)
         self._scheduler = scheduler
-        self._drain_timeout_s = drain_timeout_s
+        self._policy = drain.DrainPolicy(timeout_s=drain_timeout_s, eviction_s=EVICTION_S)
         self._told = told
         self._drains: dict[str, _Drain] = {}
         self._cordoned: set[str] = set()  # cordoned by this pool, and not uncordoned again
-        self._held: dict[str, int] = {}  # requests at registered instances, by the last check
+        self._views: Mapping[str, InstanceView] = {}  # the last answer of the scheduler
 
     @property
     def size(self) -> int:
         """Returns the number of instances that take work or will: draining instances don't
         count.
         """
-        return len(self._staying())
+        return sum(name not in self._drains for name in self.connector.instances())
 
     def resize(self, size: int, now_s: float) -> None:
         """Starts instances, or drains some; running drains are cancelled first."""
-        for _ in range(self.size, size):
-            if self._drains:
-                fullest = max(self._drains, key=lambda name: self._held.get(name, 0))
-                del self._drains[fullest]
-            else:
-                self.connector.start()
-        for _ in range(size, self.size):
-            self._drains[self._least_held()] = _Drain(since_s=now_s)
+        change = drain.resize(self._instances(self._views), size)
+        for name in change.stay:
+            del self._drains[name]
+        for name in change.leave:
+            self._drains[name] = _Drain(since_s=now_s)
+        for _ in range(change.start):
+            self.connector.start()
 
     async def settle(self, instances: Mapping[str, InstanceView] | None, now_s: float) -> None:
-        """Continues cordons and drains. `instances` is None when the scheduler does not answer."""
+        """Continues cordons and drains. `instances` is None when the scheduler does not answer.
+
+        Raises SchedulerUnavailable.
+        """
         known = set(self.connector.instances())
         self._cordoned &= known
-        self._drains = {name: drain for name, drain in self._drains.items() if name in known}
-        if instances is not None:
-            self._held = {n: v.held_requests for n, v in instances.items() if n in known}
-        for name, drain in list(self._drains.items()):
-            overdue_s = now_s - drain.since_s - self._drain_timeout_s
-            if instances is None:
-                if overdue_s >= 0:
-                    self._stop(name, "the scheduler does not answer")
-            elif await self._has_drained(drain, name, instances.get(name), overdue_s):
-                self._stop(name, f"drained in {now_s - drain.since_s:.1f} s")
-        for name in self._cordoned - self._drains.keys():
-            view = None if instances is None else instances.get(name)
-            if view is not None and view.draining:
-                await self._set_cordon(name, cordoned=False)
+        self._drains = {name: one for name, one in self._drains.items() if name in known}
+        answers = instances is not None
+        self._views = self._views if instances is None else instances
+        now = reversed(self._instances(instances or {}))  # the youngest goes first
+        for action in drain.drain_actions(now, self._policy, now_s, scheduler_answers=answers):
+            with contextlib.suppress(UnknownInstance):  # checked again
+                await self._carry_out(action, now_s, answers)
 
-    async def _has_drained(
-        self, drain: _Drain, name: str, view: InstanceView | None, overdue_s: float
-    ) -> bool:
-        """Returns whether an instance may end. An instance that the scheduler does not know holds
-        nothing.
+    def _instances(self, views: Mapping[str, InstanceView]) -> list[drain.Instance]:
+        return [self._instance(name, views.get(name)) for name in self.connector.instances()]
+
+    def _instance(self, name: str, view: InstanceView | None) -> drain.Instance:
+        """Returns the rule's input. An unregistered process is not ready: it starts, or ends its
+        requests by itself at SIGTERM.
         """
-        if view is None or (view.draining and not view.held_requests):
-            return True
-        if not view.draining:
-            await self._set_cordon(name, cordoned=True)
-        elif overdue_s >= 0 and not drain.evicted:
-            self._told(
-                f"{name} did not drain in {self._drain_timeout_s:g} s: its work "
-                f"({view.held_requests} requests) is migrated"
-            )
-            await self._scheduler.evict(name)
-            drain.evicted = True
-        return overdue_s >= EVICTION_S
+        leaving = self._drains.get(name)
+        return drain.Instance(
+            id=name,
+            ready=view is not None,
+            leaves_since_s=None if leaving is None else leaving.since_s,
+            registration=None
+            if view is None
+            else drain.Registration(cordoned=view.draining, held_requests=view.held_requests),
+            cordon_is_own=name in self._cordoned,
+        )
 
-    async def _set_cordon(self, name: str, *, cordoned: bool) -> None:
-        # Noted before the call's result is known: uncordoning one instance too many is harmless.
-        self._cordoned.add(name)
-        await self._scheduler.set_cordon(name, cordoned)
-        if not cordoned:
-            self._cordoned.discard(name)
-
-    def _stop(self, name: str, why: str) -> None:
-        del self._drains[name]
-        self._cordoned.discard(name)
-        self.connector.stop(name)
-        self._told(f"{name} goes: {why}")
-
-    def _staying(self) -> list[str]:
-        return [name for name in self.connector.instances() if name not in self._drains]
-
-    def _least_held(self) -> str:
-        """Returns an unregistered instance, else the one with the fewest requests; among equals the
-        youngest.
-        """
-        youngest_first = reversed(self._staying())
-        return min(youngest_first, key=lambda name: self._held.get(name, -1))
+    async def _carry_out(self, action: drain.Action, now_s: float, answers: bool) -> None:
+        name = action.instance_id
+        match action:
+            case drain.Remove():
+                waited = f"drained in {now_s - self._drains.pop(name).since_s:.1f} s"
+                self.connector.stop(name)
+                self._told(f"{name} goes: {waited if answers else 'the scheduler does not answer'}")
+            case drain.Uncordon():
+                await self._scheduler.set_cordon(name, False)
+                self._cordoned.discard(name)
+            case drain.Cordon():
+                # Noted before the call's result is known: an uncordon too many is harmless.
+                self._cordoned.add(name)
+                await self._scheduler.set_cordon(name, True)
+            case drain.Evict() if name in self._drains and not self._drains[name].evicted:
+                await self._scheduler.evict(name)
+                self._drains[name].evicted = True
+                self._told(
+                    f"{name} did not drain in {self._policy.timeout_s:g} s: its work "
+                    f"({self._views[name].held_requests} requests) is migrated"
+                )
 
 
 class Autoscale:
@@ -240,7 +235,7 @@ class Autoscale:
         """Continues started drains, and decides again when the interval is over."""
         instances = await self._instances()
         for pool in self.pools:
-            with contextlib.suppress(SchedulerUnavailable, UnknownInstance):  # checked again
+            with contextlib.suppress(SchedulerUnavailable):  # checked again
                 await pool.settle(instances, now_s)
         if now_s >= self._next_s:
             self._next_s = now_s + self._interval_s
