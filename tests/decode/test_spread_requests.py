@@ -155,9 +155,10 @@ async def test_a_holder_without_room_fails_the_request_before_it_begins(scene: S
     assert failed.retryable
     assert "holder-1" in failed.message and "KV pages wanted, 0 are free" in failed.message
     await scene.pair.decode.said("request_released", "r")
-    await scene.holders[0].said("request_released", "r")
+    for each in scene.holders:
+        each.cancel("r")  # as the scheduler does: the owner may not have asked all of them
     holder.engine.pool.free(taken)
-    assert scene.used_pages == [0, 0]
+    await scene.all_freed("r")
 
 
 async def test_a_cancelled_request_is_let_go_of_by_all(scene: Spread) -> None:
