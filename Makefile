@@ -64,9 +64,11 @@ $(STAMP): pyproject.toml $(CPP)
 	$(if $(COMPILER),MILLRACE_REQUIRE_CPP=1) $(BIN)/python -m pip install --disable-pip-version-check --no-compile -e '.[engine,operator,local,dev]'
 	@touch $@
 
-lint: setup ## formatting, lint, types, import contracts, committed stubs
+PROSE := services operator kernels proto charts docs tests .github README.md CONTRIBUTING.md SECURITY.md Makefile pyproject.toml
+lint: setup ## formatting, lint, words, types, import contracts, committed stubs
 	$(BIN)/ruff format --check .
 	$(BIN)/ruff check .
+	$(BIN)/codespell $(PROSE)
 	$(BIN)/mypy
 	$(BIN)/lint-imports
 	$(BIN)/python proto/generate.py --check

@@ -162,7 +162,7 @@ async def test_a_member_killed_in_the_ring_costs_no_request() -> None:
             for s in answer["millrace"]["spans"]
             if s["name"].startswith("chunk")
         ]
-        assert firsts[0] > 0, "it began anew instead of going on"
+        assert firsts[0] > 0, "it began from the first token again"
         await eventually(lambda: stack.services["prefill-2"].restarts == 1)
 
 

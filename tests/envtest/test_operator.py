@@ -102,9 +102,9 @@ async def test_what_somebody_spoils_is_mended(world: World) -> None:
 
     def mended() -> bool:
         found = world.api.get(*proxy[:2], world.namespace, proxy[2])
-        anew = found is not None and found["metadata"]["uid"] != uid
+        remade = found is not None and found["metadata"]["uid"] != uid
         strategy = stateful_set(world, "chat-decode")["spec"]["updateStrategy"]
-        return anew and strategy == {"type": "OnDelete"}
+        return remade and strategy == {"type": "OnDelete"}
 
     await soon(mended, what="mended")
 
