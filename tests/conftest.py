@@ -57,13 +57,18 @@ def pytest_report_header(config: pytest.Config) -> str:
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_runtest_setup(item: pytest.Item) -> None:
-    """Seeds before the test's fixtures are made."""
+    """Seeds before the test's fixtures are made. Skips `gpu` tests where there is no device."""
+    if item.get_closest_marker("gpu"):
+        import torch
+
+        if not torch.cuda.is_available():
+            pytest.skip("torch finds no CUDA device")
     seed = zlib.crc32(f"{item.config.option.seed}:{item.nodeid}".encode())
     random.seed(seed)
     if numpy := sys.modules.get("numpy"):
         numpy.random.seed(seed)
-    if torch := sys.modules.get("torch"):
-        torch.manual_seed(seed)
+    if loaded := sys.modules.get("torch"):
+        loaded.manual_seed(seed)
 
 
 @pytest.hookimpl(wrapper=True)
