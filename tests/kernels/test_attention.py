@@ -234,7 +234,7 @@ class TestBadInput:
             ({"q_indptr": torch.tensor([0, 2, 1], dtype=torch.int32)}, "falls at sequence 1"),
             ({"kv_lens": torch.tensor([5, 13], dtype=torch.int32)}, r"kv_lens\[1\] = 13"),
             ({"kv_lens": torch.tensor([5, 1], dtype=torch.int32)}, "2 queries for 1 K/V"),
-            ({"num_q_heads": 3}, "no multiple"),
+            ({"num_q_heads": 3}, "not a multiple"),
             ({"sliding_window": 0}, "at least 1"),
             ({"soft_cap": 0.0}, "soft_cap must be above 0"),
             ({"q_positions": torch.tensor([1, 2], dtype=torch.int32)}, "q_positions has 2 entries"),
