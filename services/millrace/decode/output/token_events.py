@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from millrace.core.token_events import FinishedPrefill, TokenEvent
+from millrace.core.token_events import FinishedPrefill, TokenDetail, TokenEvent
 from millrace.decode.request import DecodeRequest
 from millrace.engine.decode_batch import TokenOut
 from millrace.instance.sampling import told_logprobs
@@ -15,14 +15,14 @@ def first_token_events(request: DecodeRequest, finished: FinishedPrefill) -> Ite
     asked = request.sampling.logprobs >= 0
     for choice, first in enumerate(finished.first_tokens):
         logprobs = (first.logprobs,) if asked and first.logprobs is not None else ()
-        event = TokenEvent(request.id, choice, (first.token_id,), logprobs)
+        detail = TokenDetail(logprobs)
         if choice == 0:
-            event = event._replace(
+            detail = detail._replace(
                 spans=tuple(s for s in finished.spans if s is not request.transfer),
                 prompt_logprobs=finished.prompt_logprobs,
                 cached_tokens=finished.cached_tokens or request.cached_tokens,
             )
-        yield event
+        yield TokenEvent(request.id, choice, (first.token_id,), detail=detail)
 
 
 def step_event(out: TokenOut) -> TokenEvent:
@@ -30,4 +30,4 @@ def step_event(out: TokenOut) -> TokenEvent:
     found = told_logprobs(out.logprobs)
     if found is None:
         return TokenEvent(out.request_id, out.choice, (out.token_id,))
-    return TokenEvent(out.request_id, out.choice, (out.token_id,), (found,))
+    return TokenEvent(out.request_id, out.choice, (out.token_id,), detail=TokenDetail((found,)))
