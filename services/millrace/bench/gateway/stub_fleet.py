@@ -15,6 +15,7 @@ import grpc
 from millrace.bench.gateway.stub_servicers import DecodeServicer, SchedulerServicer
 from millrace.core.kv.transfer import Incarnation
 from millrace.core.request_spec import RequestSpec
+from millrace.core.scheduler.commands import Member
 from millrace.core.scheduler.effects import Fail, Refuse
 from millrace.core.scheduler.events import CancelRequested
 from millrace.core.token_events import TokenEvent
@@ -22,7 +23,6 @@ from millrace.wire.codec.request_spec import decode_spec
 from millrace.wire.fleet_messages import (
     AskProgress,
     Fleet,
-    Member,
     Placed,
     Progress,
     ProxyLoad,

@@ -10,8 +10,8 @@ from contextlib import aclosing
 from typing import Protocol
 
 from millrace.core.kv.transfer import Incarnation
+from millrace.core.scheduler.commands import Member
 from millrace.core.token_events import TokenEvent
-from millrace.wire.fleet_messages import Member
 from millrace.wire.token_stream import TokenStreamError, token_events
 
 log = logging.getLogger(__name__)

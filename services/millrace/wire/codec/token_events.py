@@ -75,11 +75,16 @@ def batch_message(events: Iterable[TokenEvent]) -> decode_pb2.TokenBatch:
 
 
 def _add_detail(message: decode_pb2.TokenEvent, detail: TokenDetail) -> None:
-    message.logprobs.extend(map(logprobs_message, detail.logprobs))
-    message.error = detail.error
-    message.spans.extend(map(span_to_wire, detail.spans))
-    message.prompt_logprobs.extend(map(logprobs_message, detail.prompt_logprobs))
-    message.cached_tokens = detail.cached_tokens
+    if detail.logprobs:
+        message.logprobs.extend(map(logprobs_message, detail.logprobs))
+    if detail.error:
+        message.error = detail.error
+    if detail.spans:
+        message.spans.extend(map(span_to_wire, detail.spans))
+    if detail.prompt_logprobs:
+        message.prompt_logprobs.extend(map(logprobs_message, detail.prompt_logprobs))
+    if detail.cached_tokens:
+        message.cached_tokens = detail.cached_tokens
 
 
 def events_of(batch: decode_pb2.TokenBatch) -> list[TokenEvent]:
