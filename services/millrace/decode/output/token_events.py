@@ -7,7 +7,6 @@ from collections.abc import Iterator
 from millrace.core.token_events import FinishedPrefill, TokenDetail, TokenEvent
 from millrace.decode.request import DecodeRequest
 from millrace.engine.decode_batch import TokenOut
-from millrace.instance.sampling import told_logprobs
 
 
 def first_token_events(request: DecodeRequest, finished: FinishedPrefill) -> Iterator[TokenEvent]:
@@ -27,7 +26,8 @@ def first_token_events(request: DecodeRequest, finished: FinishedPrefill) -> Ite
 
 def step_event(out: TokenOut) -> TokenEvent:
     """A token of a step."""
-    found = told_logprobs(out.logprobs)
-    if found is None:
+    if out.logprobs is None:
         return TokenEvent(out.request_id, out.choice, (out.token_id,))
-    return TokenEvent(out.request_id, out.choice, (out.token_id,), detail=TokenDetail((found,)))
+    return TokenEvent(
+        out.request_id, out.choice, (out.token_id,), detail=TokenDetail((out.logprobs,))
+    )
