@@ -181,14 +181,15 @@ async def test_logprobs_of_prompt_and_answer() -> None:
         await mixed.answer("r")
         first = next(event for event in mixed.events if event.request_id == "r")
         later = [event for event in mixed.events if event.request_id == "r"][1:]
-    assert len(first.prompt_logprobs) == 50
-    assert [one.chosen[0] for one in first.prompt_logprobs[1:]] == ids[1:]
-    assert all(len(one.top) == 1 for one in first.prompt_logprobs[1:])
+    found = first.detail().prompt_logprobs
+    assert len(found) == 50
+    assert [one.chosen[0] for one in found[1:]] == ids[1:]
+    assert all(len(one.top) == 1 for one in found[1:])
     wanted = oracle("llama").logits(ids)[:-1].log_softmax(-1)
-    told = torch.tensor([one.chosen[1] for one in first.prompt_logprobs[1:]])
+    told = torch.tensor([one.chosen[1] for one in found[1:]])
     expected = wanted[torch.arange(49), torch.tensor(ids[1:])]
     torch.testing.assert_close(told, expected, rtol=1e-3, atol=1e-3)
-    assert all(len(event.logprobs[0].top) == 2 for event in (first, *later))
+    assert all(len(event.detail().logprobs[0].top) == 2 for event in (first, *later))
 
 
 async def test_stop_tokens_end_an_answer_at_once_or_later() -> None:
@@ -230,7 +231,8 @@ async def test_what_prompts_have_in_common_is_computed_once() -> None:
             )
             await mixed.submit(request, ids)
             answers.append((ids, await mixed.answer(name)))
-        cached = {e.request_id: e.cached_tokens for e in mixed.events if e.cached_tokens}
+        details = [(event.request_id, event.detail()) for event in mixed.events]
+        cached = {name: detail.cached_tokens for name, detail in details if detail.cached_tokens}
         assert cached == {"b": 64, "c": 64}
         for ids, answer in answers:
             assert answer == oracle("llama").greedy(ids, 8)

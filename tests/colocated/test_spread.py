@@ -68,9 +68,9 @@ async def test_prompt_logprobs_and_penalties_of_spread_prompts() -> None:
         await mixed.ask_spread("r", 70, 2 * PAGE, 5 * PAGE, **sampling)
         assert await mixed.answer("r") == await mixed.answer("whole")
         told = [
-            [round(one.chosen[1], 3) for one in event.prompt_logprobs[1:]]
+            [round(one.chosen[1], 3) for one in found[1:]]
             for event in mixed.events
-            if event.prompt_logprobs
+            if (found := event.detail().prompt_logprobs)
         ]
         assert len(told) == 2 and told[0] == told[1]
         await freed(mixed, "r")

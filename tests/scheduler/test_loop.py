@@ -23,7 +23,7 @@ from millrace.state.open import open_store
 from millrace.telemetry.metrics import Registry
 from millrace.wire.codec import scheduler as codec
 from millrace.wire.codec.proxy import update_kind
-from millrace.wire.fleet_messages import Fleet, RunPrefill
+from millrace.wire.fleet_messages import Fleet, SendRunPrefill
 from millrace.wire.pb.common_pb2 import RequestSpec
 from support.scheduler_peers import register, spec
 
@@ -169,7 +169,7 @@ async def test_a_double_keeps_the_first_spec_even_while_draining():
         assert updates[1].request_id == "b"
         loop.post_now(ProxyLeft(proxy_id="x#1"))
         await asyncio.wait_for(loop.idle.wait(), 5)
-        (run,) = [c for c in await prefill.outbox.take() if isinstance(c, RunPrefill)]
+        (run,) = [c for c in await prefill.outbox.take() if isinstance(c, SendRunPrefill)]
         assert RequestSpec.FromString(run.spec).prompt_tokens == 100
 
 
@@ -198,10 +198,10 @@ async def test_instances_that_order_their_own_work_hear_of_the_policy():
             await loop.set_policy(PolicyChanged(policy=name))
         late = join(loop, "m1", role="mixed")
         first, *changes = await mixed.outbox.take()
-        assert first.config.policy == "fcfs"
+        assert first.policy == "fcfs"
         assert [change.name for change in changes] == ["edf", "lars"]
         assert kinds(await decode.outbox.take()) == ["registered"]
-        assert [m.config.policy for m in await late.outbox.take()] == ["lars"]
+        assert [m.policy for m in await late.outbox.take()] == ["lars"]
 
 
 async def test_who_asked_for_a_policy_may_leave_before_it_changes():

@@ -69,10 +69,10 @@ class Pair:
     def take(self, event: TokenEvent) -> None:
         key = (event.request_id, event.choice)
         self.tokens.setdefault(key, []).extend(event.token_ids)
-        self.spans.setdefault(event.request_id, []).extend(s.name for s in event.spans)
+        self.spans.setdefault(event.request_id, []).extend(s.name for s in event.detail().spans)
         if event.finish_reason:
             self.ends[key] = event.finish_reason
-            self.errors[event.request_id] = event.error
+            self.errors[event.request_id] = event.detail().error
 
     @property
     def used_pages(self) -> int:

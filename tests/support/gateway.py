@@ -19,8 +19,8 @@ from millrace.core.config import Config, load_config
 from millrace.core.request_spec import RequestSpec
 from millrace.core.scheduler.events import CancelRequested
 from millrace.core.span import Span
+from millrace.core.token_events import PositionLogprobs, TokenDetail, TokenEvent
 from millrace.proxy.service import Proxy, listen
-from millrace.wire.token_events import PositionLogprobs, TokenDetail, TokenEvent, TokenLogprob
 from support.deadlines import HANG_S
 
 MODEL = "tiny"
@@ -82,7 +82,7 @@ class Fleet(StubFleet):
     def end(self, spec: RequestSpec, reason: str, error: str) -> None:
         """Ends a request's tokens without its answer."""
         detail = TokenDetail(error=error)
-        self.emit(spec.proxy.id, [TokenEvent(spec.request_id, 0, [], reason, -1, lambda: detail)])
+        self.emit(spec.proxy.id, [TokenEvent(spec.request_id, finish_reason=reason, detail=detail)])
 
     async def play(self, spec: RequestSpec, script: Script) -> None:
         """Emits the script's tokens for every choice, one a step; of a continuation the rest."""
@@ -122,7 +122,9 @@ def token_event(
         first = {"spans": tuple(script.spans), "cached_tokens": 3}
         if sampling.prompt_logprobs >= 0:
             ids = range(spec.prompt_tokens)
-            first["prompt_logprobs"] = tuple(_logprobs(i, sampling.prompt_logprobs) for i in ids)
+            first["prompt_logprobs"] = tuple(
+                _logprobs(i, sampling.prompt_logprobs) if i else None for i in ids
+            )
     detail = TokenDetail(logprobs=logprobs, **first)
     return TokenEvent(
         spec.request_id,
@@ -130,14 +132,12 @@ def token_event(
         [token_id],
         finish_reason=script.finish if last else "",
         stop_token_id=token_id if last and stops else -1,
-        detail=lambda: detail,
+        detail=detail,
     )
 
 
 def _logprobs(token_id: int, top: int) -> PositionLogprobs:
-    chosen = TokenLogprob(token_id=token_id, logprob=-0.5)
-    others = (TokenLogprob(token_id=10 + i, logprob=-1.0 - i) for i in range(top))
-    return PositionLogprobs(chosen=chosen, top=tuple(others))
+    return PositionLogprobs((token_id, -0.5), tuple((10 + i, -1.0 - i) for i in range(top)))
 
 
 @dataclass

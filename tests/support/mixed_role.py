@@ -131,7 +131,7 @@ class Mixed:
 
     def spans(self, request_id: str) -> list[Span]:
         mine = [event for event in self.events if event.request_id == request_id]
-        return [span for event in mine for span in event.spans]
+        return [span for event in mine for span in event.detail().spans]
 
     @property
     def used_pages(self) -> int:

@@ -96,10 +96,10 @@ class PrefixPair:
     def _take(self, event: TokenEvent) -> None:
         key = (event.request_id, event.choice)
         if key not in self.tokens and event.choice == 0:
-            self.cached[event.request_id] = event.cached_tokens
+            self.cached[event.request_id] = event.detail().cached_tokens
         self.tokens.setdefault(key, []).extend(event.token_ids)
         spans = self.spans.setdefault(event.request_id, {})
-        spans.update({span.name: span for span in event.spans})
+        spans.update({span.name: span for span in event.detail().spans})
         if event.finish_reason:
             self.ended.add(key)
 

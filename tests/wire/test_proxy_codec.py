@@ -11,14 +11,15 @@ from millrace.core.kv.transfer import Incarnation
 from millrace.core.request import RequestState, Slo
 from millrace.core.request_spec import RequestSpec, SamplingParams
 from millrace.core.scheduler import effects, events
+from millrace.core.scheduler.commands import Member
 from millrace.core.scheduler.fleet.prompt_progress import PromptProgress
 from millrace.wire import fleet_messages as messages
 from millrace.wire.codec import proxy as codec
 from millrace.wire.codec.request_spec import decode_spec, encode_spec, spec_message, spec_of
 from millrace.wire.pb import common_pb2, scheduler_pb2
 
-DECODE = messages.Member(incarnation=Incarnation("decode-0", 1 << 63), address="h:1")
-OTHER = messages.Member(incarnation=Incarnation("decode-1", 2), address="h:2")
+DECODE = Member(incarnation=Incarnation("decode-0", 1 << 63), address="h:1")
+OTHER = Member(incarnation=Incarnation("decode-1", 2), address="h:2")
 
 SPEC = RequestSpec(
     request_id="r",

@@ -7,15 +7,14 @@ import typing
 
 import pytest
 
-from millrace.core.config import SchedulerConfig
 from millrace.core.cost.decode_step import DecodeStepTime
 from millrace.core.cost.latency import Latency, SpLatency
 from millrace.core.kv.transfer import Incarnation
 from millrace.core.request import Chunk, Shard
-from millrace.core.scheduler import effects, events
+from millrace.core.scheduler import commands, effects, events
 from millrace.wire import fleet_messages as messages
 from millrace.wire.codec import scheduler as codec
-from millrace.wire.codec.proxy import member_of
+from millrace.wire.codec.incarnation import member_of
 from millrace.wire.pb import common_pb2, scheduler_pb2
 
 LATENCY = Latency(a=1, b=2, c=3, d=4, points=((16, 0.5), (64, 0.5), (100, 2.0)))
@@ -307,21 +306,21 @@ def test_shards_reach_the_wire_with_who_holds_them(whom):
 PREFILLED = Chunk(index=0, start_token=0, num_tokens=9, instance_ids=("p", "q"))
 SPEC = common_pb2.RequestSpec(request_id="r", prompt_tokens=9)
 MEMBERS = {
-    name: messages.Member(incarnation=Incarnation(name, 1 << 63), address=f"h:{name}")
+    name: commands.Member(incarnation=Incarnation(name, 1 << 63), address=f"h:{name}")
     for name in "dkpq"
 }
 COMMANDS = {
-    "registered": messages.Registered(
-        config=SchedulerConfig(heartbeat_s=0.5, lease_s=9.0, preemption="operator", policy="lars")
+    "registered": commands.Registered(
+        heartbeat_s=0.5, lease_s=9.0, preemption="operator", policy="lars"
     ),
-    "admit_decode": messages.AdmitDecode(
+    "admit_decode": messages.SendAdmitDecode(
         effect=effects.AdmitDecode(
             instance_id="d", request_id="r", attempt=2, kept_tokens=3, shards=SHARDS
         ),
         spec=SPEC.SerializeToString(),
         holders=(MEMBERS["d"], MEMBERS["k"]),
     ),
-    "run_prefill": messages.RunPrefill(
+    "run_prefill": messages.SendRunPrefill(
         effect=effects.RunPrefill(
             instance_id="p",
             request_id="r",
@@ -339,8 +338,8 @@ COMMANDS = {
         instance_id="p", queue=((effects.ChunkRef(request_id="r", chunk_index=1),),)
     ),
     "cancel": effects.CancelOn(instance_id="p", request_id="r", reason="the client left"),
-    "drain": messages.Drain(abort=True),
-    "policy": messages.PolicyInForce(name="edf"),
+    "drain": commands.Drain(abort=True),
+    "policy": commands.PolicyInForce(name="edf"),
 }
 
 

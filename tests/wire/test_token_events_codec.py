@@ -1,58 +1,81 @@
-"""Token events to the wire and back, field by field."""
+"""First tokens and token events: every field comes back as it was."""
 
 from __future__ import annotations
 
 from millrace.core.kv.transfer import Incarnation
-from millrace.core.span import Span
-from millrace.wire.codec.token_events import subscription, token_batch, token_events
-from millrace.wire.pb import decode_pb2
-from millrace.wire.token_events import (
+from millrace.core.token_events import (
+    NO_DETAIL,
+    FirstToken,
     PositionLogprobs,
     TokenDetail,
     TokenEvent,
-    TokenLogprob,
-    no_detail,
 )
+from millrace.wire.codec.token_events import (
+    batch_message,
+    events_of,
+    finished_message,
+    finished_of,
+    logprobs_message,
+    logprobs_of,
+    subscription,
+)
+from millrace.wire.codec.transfer import ticket_of
+from millrace.wire.pb import decode_pb2, transfer_pb2
+from support.messages import filled
 
-DETAIL = TokenDetail(
-    logprobs=(
-        PositionLogprobs(
-            chosen=TokenLogprob(token_id=1, logprob=-0.5),
-            top=(TokenLogprob(token_id=2, logprob=-0.25), TokenLogprob(token_id=1, logprob=-0.5)),
-        ),
-    ),
-    error="no luck",
-    spans=(Span(name="chunk", instance_id="p", start_s=0.5, end_s=1.0, attributes={"a": "b"}),),
-    prompt_logprobs=(PositionLogprobs(chosen=TokenLogprob(token_id=3, logprob=-1.5)),),
-    cached_tokens=4,
-)
+
+def read(events: list[TokenEvent]) -> list[TokenEvent]:
+    """The events with their details decoded."""
+    return [event._replace(detail=event.detail()) for event in events]
 
 
 def over_the_wire(events: list[TokenEvent]) -> list[TokenEvent]:
-    sent = token_batch(events).SerializeToString()
-    return token_events(decode_pb2.TokenBatch.FromString(sent))
+    sent = batch_message(events).SerializeToString()
+    return read(events_of(decode_pb2.TokenBatch.FromString(sent)))
 
 
-def test_every_field_of_an_event_arrives():
-    event = TokenEvent("r", 1, [2, -3], "stop", 5, lambda: DETAIL)
-    (message,) = token_batch([event]).events
-    fields = {field.name for field, _ in message.ListFields()}
-    assert fields == {field.name for field in message.DESCRIPTOR.fields}
-    (found,) = over_the_wire([event])
-    assert found[:5] == event[:5]
-    assert found.detail() == DETAIL
+def test_token_events_come_back_as_they_were() -> None:
+    batch = filled(decode_pb2.TokenBatch)
+    events = events_of(batch)
+    assert len(events) == 2
+    assert batch_message(events) == batch
+    assert over_the_wire(events) == read(events)
 
 
-def test_events_of_tokens_alone_arrive_in_order():
+def test_a_steps_event_has_one_token_and_nothing_else() -> None:
+    event = TokenEvent("r", 1, [7])
+    (message,) = batch_message([event]).events
+    assert message == decode_pb2.TokenEvent(
+        request_id="r", choice=1, token_ids=[7], stop_token_id=-1
+    )
+    assert over_the_wire([event]) == [event]
+
+
+def test_events_of_tokens_alone_arrive_in_order() -> None:
     events = [TokenEvent(f"r{i}", 0, [i]) for i in range(3)]
-    found = over_the_wire(events)
-    assert [event[:5] for event in found] == [event[:5] for event in events]
-    assert {event.stop_token_id for event in found} == {-1}
-    assert all(event.detail() == no_detail() == TokenDetail() for event in found)
+    assert over_the_wire(events) == events
+    assert {event.detail() for event in events} == {NO_DETAIL}
     assert over_the_wire([]) == []
 
 
-def test_a_subscription_names_both_incarnations():
+def test_a_subscription_names_both_incarnations() -> None:
     found = subscription(Incarnation("x", 1), Incarnation("d", 1 << 63))
     assert (found.proxy.id, found.proxy.generation) == ("x", 1)
     assert (found.decode.id, found.decode.generation) == ("d", 1 << 63)
+
+
+def test_the_end_of_a_prefill_comes_back_as_it_was() -> None:
+    message = filled(transfer_pb2.FinishPrefillRequest)
+    finished = finished_of(message)
+    assert finished_message(ticket_of(message), finished) == message
+    assert finished_of(finished_message(ticket_of(message), finished)) == finished
+
+
+def test_positions_without_log_probabilities_are_none() -> None:
+    assert logprobs_of(logprobs_message(None)) is None
+    found = PositionLogprobs((5, -0.5))
+    assert logprobs_of(logprobs_message(found)) == found
+    message = transfer_pb2.FinishPrefillRequest(first_tokens=[{"token_id": 3}])
+    assert finished_of(message).first_tokens == (FirstToken(3),)
+    event = TokenEvent("r", token_ids=[], detail=TokenDetail(prompt_logprobs=(None, found)))
+    assert over_the_wire([event]) == [event]

@@ -18,7 +18,6 @@ from millrace.decode.output.output import Output
 from millrace.decode.request import DecodeRequest
 from millrace.decode.request_table import RequestTable
 from millrace.instance.host import WorkerContext
-from millrace.instance.sampling import told_logprobs
 from millrace.instance.tasks import Tasks
 from millrace.prefill.compute.first_tokens import PrefillOutcome
 from millrace.prefill.prompt import fetch_whole
@@ -148,10 +147,10 @@ def _finished(prompt: Prompt, outcome: PrefillOutcome) -> FinishedPrefill:
     asked = prompt.request.sampling.prompt_logprobs >= 0
     return FinishedPrefill(
         first_tokens=tuple(
-            FirstToken(token, told_logprobs(one))
+            FirstToken(token, one)
             for token, one in zip(outcome.token_ids, outcome.logprobs, strict=True)
         ),
         spans=tuple(prompt.stretches.spans),
-        prompt_logprobs=(None, *map(told_logprobs, found)) if asked else (),
+        prompt_logprobs=(None, *found) if asked else (),
         cached_tokens=prompt.request.cached_tokens,
     )

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Final, NamedTuple
 
 from millrace.core.span import Span
 
@@ -16,24 +16,42 @@ class PositionLogprobs(NamedTuple):
     top: Sequence[tuple[int, float]] = ()
 
 
-class TokenEvent(NamedTuple):
-    """What a decode instance tells a proxy about one choice of a request.
+class TokenDetail(NamedTuple):
+    """The fields that few events carry."""
 
-    A decode step makes one event per token: a named tuple takes a quarter of the time of a frozen
-    dataclass.
+    logprobs: tuple[PositionLogprobs, ...] = ()  # one per token, where the request asks for them
+    error: str = ""  # why the answer ended early; with finish reason "moved": PREEMPTED, or empty
+    spans: tuple[Span, ...] = ()  # on the first event of a request and on its last event
+    #: On the first event, where the request asks for them. None stands for the first token of the
+    #: prompt.
+    prompt_logprobs: tuple[PositionLogprobs | None, ...] = ()
+    cached_tokens: int = 0  # on the first event
+
+    def __call__(self) -> TokenDetail:
+        """Returns the detail itself, for an event whose detail needs no decoding."""
+        return self
+
+
+NO_DETAIL: Final = TokenDetail()
+
+
+class TokenEvent(NamedTuple):
+    """The next tokens of one choice of a request, as a decode instance streams them to a proxy.
+
+    A decode instance makes one event per token, and a proxy reads one event per token. Two choices
+    keep an event cheap: a named tuple takes a quarter of the time of a frozen dataclass, and a
+    proxy decodes the fields of `detail` only when it calls `detail`.
+
+    `finish_reason`: empty while the choice goes on; stop | length | error | cancelled | moved.
+    `stop_token_id` counts with finish_reason "stop" alone; -1: no token stopped the choice.
     """
 
     request_id: str
     choice: int = 0
-    token_ids: tuple[int, ...] = ()
-    logprobs: tuple[PositionLogprobs, ...] = ()  # one per token, where they were asked for
-    finish_reason: str = ""  # empty: goes on; stop | length | error | cancelled | moved
-    error: str = ""
-    stop_token_id: int = -1  # with finish_reason stop; -1: none
-    spans: tuple[Span, ...] = ()  # on the request's first event, and on its last
-    #: On the first event, where they were asked for. None stands for the prompt's first token.
-    prompt_logprobs: tuple[PositionLogprobs | None, ...] = ()
-    cached_tokens: int = 0
+    token_ids: Sequence[int] = ()
+    finish_reason: str = ""
+    stop_token_id: int = -1
+    detail: TokenDetail | Callable[[], TokenDetail] = NO_DETAIL
 
 
 @dataclass(frozen=True, slots=True)

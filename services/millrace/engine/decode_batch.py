@@ -17,11 +17,11 @@ from torch import Tensor
 
 from millrace.core.errors import CapacityError, IntegrityError
 from millrace.core.kv.kvp_pass import RemoteShard
+from millrace.core.token_events import PositionLogprobs
 from millrace.engine.forward.mixed_pass import DecodeRows
 from millrace.engine.forward.prefill_task import PrefillTask
 from millrace.engine.kv.page_table import PageTable
 from millrace.engine.kv.pool import KvPool
-from millrace.engine.sampling.logprobs import PositionLogprobs
 from millrace.engine.sampling.sampler import Sampled, Sampler
 from millrace.engine.sampling.spec import PromptIds, SamplingRow, SamplingSpec, finish_reason
 

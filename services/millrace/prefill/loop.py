@@ -27,7 +27,6 @@ from millrace.engine.errors import EngineDied
 from millrace.engine.execution_pool import ExecutionPool, StopPoint
 from millrace.instance.host import WorkerContext
 from millrace.instance.prefix import cached_blocks
-from millrace.instance.sampling import told_logprobs
 from millrace.instance.tasks import Tasks
 from millrace.prefill.compute.entry import Entry, PrefillCompute
 from millrace.prefill.compute.gang_entry import GangEntry
@@ -370,7 +369,7 @@ class PrefillRole:
         assert outcome is not None  # of the leader's last pass
         return FinishedPrefill(
             first_tokens=tuple(
-                FirstToken(token, told_logprobs(found))
+                FirstToken(token, found)
                 for token, found in zip(outcome.token_ids, outcome.logprobs, strict=True)
             ),
             spans=(*job.spans, *transfer_spans(job, session)),

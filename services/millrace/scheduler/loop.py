@@ -10,14 +10,13 @@ import asyncio
 import logging
 import time
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import replace
 from typing import Any
 
 from millrace.core.autoscale.load import FleetLoad
 from millrace.core.autoscale.load_meter import LoadMeter
 from millrace.core.config import SchedulerConfig
 from millrace.core.request import RequestState, Shard
-from millrace.core.scheduler import effects, events
+from millrace.core.scheduler import commands, effects, events
 from millrace.core.scheduler.fleet.prompt_progress import progress_of
 from millrace.core.scheduler.machine import Machine
 from millrace.scheduler.first_tokens import FirstTokens
@@ -153,7 +152,7 @@ class SchedulerLoop:
         cordoned = await self.set_cordon(instance_id, cordoned=True)
         if not cordoned or self.workers.get(instance_id) is not worker:
             return False  # that incarnation ended before the command could be sent
-        self._command(instance_id, messages.Drain(abort=abort))
+        self._command(instance_id, commands.Drain(abort=abort))
         return True
 
     async def _change(self, event: _Change) -> tuple[Any, Any]:
@@ -226,7 +225,7 @@ class SchedulerLoop:
         self._metrics.policy_changed(policy)
         for worker in self.workers.values():
             if worker.card.role == "mixed":
-                self._command(worker.id, messages.PolicyInForce(name=policy))
+                self._command(worker.id, commands.PolicyInForce(name=policy))
 
     def _read(self, event: _Change) -> str | float | None:
         """Returns the setting that the event changes; None for an instance that is gone."""
@@ -249,7 +248,12 @@ class SchedulerLoop:
             self._take(known.left())
         self.workers[worker.id] = worker
         worker.outbox.put(
-            messages.Registered(config=replace(self.config, policy=self.machine.policy))
+            commands.Registered(
+                heartbeat_s=self.config.heartbeat_s,
+                lease_s=self.config.lease_s,
+                preemption=self.config.preemption,
+                policy=self.machine.policy,
+            )
         )
         log.info("%s %s at %s", worker.card.role, worker.id, worker.address)
         return True
@@ -332,11 +336,11 @@ class SchedulerLoop:
     def _admit(self, effect: effects.AdmitDecode) -> None:
         spec, holders = self._specs[effect.request_id], self._holders(effect.shards)
         self._command(
-            effect.instance_id, messages.AdmitDecode(effect=effect, spec=spec, holders=holders)
+            effect.instance_id, messages.SendAdmitDecode(effect=effect, spec=spec, holders=holders)
         )
 
     def _prefill(self, effect: effects.RunPrefill) -> None:
-        command = messages.RunPrefill(
+        command = messages.SendRunPrefill(
             effect=effect,
             spec=self._specs[effect.request_id],
             decode=self.workers[effect.decode_id].member,
@@ -345,10 +349,10 @@ class SchedulerLoop:
         )
         self._command(effect.instance_id, command)
 
-    def _holders(self, shards: Iterable[Shard]) -> tuple[messages.Member, ...]:
+    def _holders(self, shards: Iterable[Shard]) -> tuple[commands.Member, ...]:
         return self._members(shard.worker_id for shard in shards)
 
-    def _members(self, instance_ids: Iterable[str]) -> tuple[messages.Member, ...]:
+    def _members(self, instance_ids: Iterable[str]) -> tuple[commands.Member, ...]:
         return tuple(self.workers[instance_id].member for instance_id in instance_ids)
 
     def _order(self, effect: effects.Order) -> None:

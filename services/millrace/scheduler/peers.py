@@ -9,9 +9,10 @@ from dataclasses import dataclass, field
 from typing import Generic, TypeVar
 
 from millrace.core.kv.transfer import Incarnation
+from millrace.core.scheduler.commands import Member
 from millrace.core.scheduler.events import InstanceJoined, InstanceLeft
 from millrace.core.scheduler.fleet.cluster import Cluster
-from millrace.wire.fleet_messages import Fleet, Member, ProxyUpdate, WorkerCommand
+from millrace.wire.fleet_messages import Fleet, ProxyUpdate, WorkerCommand
 
 #: Messages that may wait for one peer. A slower peer is cut off: the end of its stream frees all
 #: that it held, while an unbounded queue would only hide that it is stuck.

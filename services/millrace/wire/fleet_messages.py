@@ -1,28 +1,20 @@
 """The messages between the scheduler and its peers that have no type in `core`.
 
-Where `core.scheduler` has an event or an effect that says the same, the streams carry that type.
+Where `core.scheduler` has an event, an effect or a command that says the same, the streams carry
+that type.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 
-from millrace.core.config import SchedulerConfig
-from millrace.core.kv.transfer import Incarnation
 from millrace.core.scheduler import effects, events
+from millrace.core.scheduler.commands import Drain, Member, PolicyInForce, Registered
 from millrace.core.scheduler.fleet.prompt_progress import PromptProgress
 
 #: A `RequestSpec` as its proxy encoded it: once, for the store and for the scheduler. The scheduler
 #: forwards it to the instances unread.
 EncodedSpec = bytes
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Member:
-    """An instance and the address (host:port) of its gRPC server."""
-
-    incarnation: Incarnation
-    address: str
 
 
 # ---- proxy -> scheduler
@@ -96,15 +88,11 @@ ProxyUpdate = Placed | Queued | Fleet | Progress | effects.Refuse | effects.Fail
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Registered:
-    """Answers a registration with the settings that a worker needs to know."""
+class SendAdmitDecode:
+    """Carries an effect to its decode instance, which reads it as `commands.AdmitDecode`.
 
-    config: SchedulerConfig
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class AdmitDecode:
-    """Carries an effect to its decode instance. `holders` keep the effect's shards, in order."""
+    `holders` keep the effect's shards, in order.
+    """
 
     effect: effects.AdmitDecode
     spec: EncodedSpec
@@ -112,8 +100,8 @@ class AdmitDecode:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class RunPrefill:
-    """Carries an effect to its prefill instance.
+class SendRunPrefill:
+    """Carries an effect to its prefill instance, which reads it as `commands.RunPrefill`.
 
     `group` lists every instance of the chunks in the order of the last chunk. `holders` keep the
     effect's shards, in order.
@@ -126,20 +114,12 @@ class RunPrefill:
     holders: tuple[Member, ...] = ()
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Drain:
-    """Tells an instance to end all that it holds. `abort`: answers end too, with an error."""
-
-    abort: bool
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class PolicyInForce:
-    """Tells a mixed instance which policy ranks its prompts from now on."""
-
-    name: str
-
-
 WorkerCommand = (
-    Registered | AdmitDecode | RunPrefill | Drain | PolicyInForce | effects.Order | effects.CancelOn
+    Registered
+    | SendAdmitDecode
+    | SendRunPrefill
+    | Drain
+    | PolicyInForce
+    | effects.Order
+    | effects.CancelOn
 )

@@ -16,7 +16,7 @@ from millrace.core.kv.transfer import (
 from millrace.core.token_events import FinishedPrefill
 from millrace.wire.channel import Channels
 from millrace.wire.codec.incarnation import incarnation_message
-from millrace.wire.codec.tokens import finished_message
+from millrace.wire.codec.token_events import finished_message
 from millrace.wire.codec.transfer import ask_message, grant_of, history_message
 from millrace.wire.pb import transfer_pb2, transfer_pb2_grpc
 

@@ -10,30 +10,38 @@ from millrace.core.errors import MillraceError
 from millrace.core.kv.transfer import Incarnation
 from millrace.core.token_events import TokenEvent
 from millrace.wire.channel import open_channel
-from millrace.wire.codec.incarnation import incarnation_message
-from millrace.wire.codec.tokens import events_of
-from millrace.wire.pb import decode_pb2, decode_pb2_grpc
+from millrace.wire.codec.token_events import events_of, subscription
+from millrace.wire.pb import decode_pb2_grpc
 
 
 class TokenStreamError(MillraceError):
-    """The stream failed. It says what gRPC said."""
+    """The stream failed. `is_gone`: another incarnation of the decode instance answered."""
+
+    def __init__(self, message: str, *, is_gone: bool = False) -> None:
+        super().__init__(message)
+        self.is_gone = is_gone
 
 
 async def token_events(
     address: str, *, proxy: Incarnation, decode: Incarnation
 ) -> AsyncGenerator[list[TokenEvent]]:
-    """All events for `proxy` that are ready at once, as they come, until the stream ends.
+    """Subscribes `proxy` to the decode instance at `address`; yields the events of each message.
 
+    The stream waits while the instance can't be reached. No event is lost before the stream was up,
+    because an instance keeps events until a proxy asks for them. The caller closes the generator.
     Raises TokenStreamError.
     """
-    subscription = decode_pb2.TokenSubscription(
-        proxy=incarnation_message(proxy), decode=incarnation_message(decode)
-    )
     async with open_channel(address) as channel:
+        call = decode_pb2_grpc.DecodeStub(channel).StreamTokens(
+            subscription(proxy, decode), wait_for_ready=True
+        )
         try:
-            async for batch in decode_pb2_grpc.DecodeStub(channel).StreamTokens(subscription):
+            async for batch in call:
                 yield events_of(batch)
         except grpc.aio.AioRpcError as error:
             raise TokenStreamError(
-                f"tokens of {address}: {error.code().name.lower()}: {error.details()}"
+                error.details() or str(error.code()),
+                is_gone=error.code() == grpc.StatusCode.FAILED_PRECONDITION,
             ) from error
+        finally:
+            call.cancel()

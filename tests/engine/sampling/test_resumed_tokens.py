@@ -7,8 +7,8 @@ from dataclasses import replace
 import pytest
 import torch
 
+from millrace.core.token_events import PositionLogprobs
 from millrace.engine.decode_batch import DecodeBatch, Sequence
-from millrace.engine.sampling.logprobs import PositionLogprobs
 from millrace.engine.sampling.sampler import Sampler, SamplingRow, SamplingSpec, finish_reason
 from support.tiny_engine import Request, make_runner, prefill
 from support.tiny_models import model_folder, prompt

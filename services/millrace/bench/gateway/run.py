@@ -30,9 +30,9 @@ from millrace.bench.gateway.stub_model import write_stub_model
 from millrace.core.config import Config, load_config
 from millrace.core.errors import MillraceError
 from millrace.core.request_spec import RequestSpec
+from millrace.core.token_events import TokenEvent
 from millrace.local.private_redis import PrivateRedis
 from millrace.telemetry.log import setup_logging
-from millrace.wire.token_events import TokenEvent
 
 #: Goals of the project, microseconds of CPU.
 GOAL_REQUEST_US = 500.0

@@ -15,13 +15,14 @@ import grpc
 from millrace.bench.gateway.stub_servicers import DecodeServicer, SchedulerServicer
 from millrace.core.kv.transfer import Incarnation
 from millrace.core.request_spec import RequestSpec
+from millrace.core.scheduler.commands import Member
 from millrace.core.scheduler.effects import Fail, Refuse
 from millrace.core.scheduler.events import CancelRequested
+from millrace.core.token_events import TokenEvent
 from millrace.wire.codec.request_spec import decode_spec
 from millrace.wire.fleet_messages import (
     AskProgress,
     Fleet,
-    Member,
     Placed,
     Progress,
     ProxyLoad,
@@ -31,7 +32,6 @@ from millrace.wire.fleet_messages import (
     Submit,
 )
 from millrace.wire.server import bind, create_server
-from millrace.wire.token_events import TokenEvent
 
 M = TypeVar("M")
 

@@ -9,10 +9,11 @@ import grpc
 
 from millrace.core.kv.transfer import Incarnation
 from millrace.core.priority import POLICIES
+from millrace.core.token_events import TokenEvent
 from millrace.wire.codec import proxy as proxy_codec
 from millrace.wire.codec import scheduler as codec
 from millrace.wire.codec.incarnation import incarnation_of
-from millrace.wire.codec.token_events import token_batch
+from millrace.wire.codec.token_events import batch_message
 from millrace.wire.fleet_messages import ProxyMessage, ProxyUpdate
 from millrace.wire.pb import (
     decode_pb2,
@@ -20,7 +21,6 @@ from millrace.wire.pb import (
     scheduler_pb2,
     scheduler_pb2_grpc,
 )
-from millrace.wire.token_events import TokenEvent
 
 Context = grpc.aio.ServicerContext[Any, Any]
 
@@ -131,4 +131,4 @@ class DecodeServicer(decode_pb2_grpc.DecodeServicer):
         if incarnation_of(request.decode) != self._fleet.decode:
             await context.abort(grpc.StatusCode.FAILED_PRECONDITION, "another incarnation")
         async for events in self._fleet.serve_tokens(request.proxy.id):
-            yield token_batch(events)
+            yield batch_message(events)

@@ -7,7 +7,7 @@ from collections.abc import Sequence as Many
 
 from millrace.core.kv.transfer import Incarnation
 from millrace.core.scheduler.reports import RequestFailed
-from millrace.core.token_events import FinishedPrefill, TokenEvent
+from millrace.core.token_events import FinishedPrefill, TokenDetail, TokenEvent
 from millrace.decode.metrics import DecodeMetrics
 from millrace.decode.output.journal import Journal
 from millrace.decode.output.token_events import first_token_events, step_event
@@ -71,8 +71,11 @@ class Output:
             event = event._replace(
                 finish_reason=reason,
                 stop_token_id=event.token_ids[-1] if reason == "stop" else -1,
-                spans=event.spans if request.open_choices else (*event.spans, *request.spans),
             )
+            if not request.open_choices:
+                detail = event.detail()
+                spans = (*detail.spans, *request.spans)
+                event = event._replace(detail=detail._replace(spans=spans))
         self.streams.publish(request.proxy, event)
         self.journal.add(request.id, event.choice, event.token_ids)
         if not request.open_choices and not request.ended:
@@ -114,9 +117,8 @@ class Output:
     def _move(self, request: DecodeRequest, error: str) -> None:
         if request.streams and not request.ended:
             request.finish_reason = "moved"
-            event = TokenEvent(
-                request.id, finish_reason="moved", error=error, spans=tuple(request.spans)
-            )
+            detail = TokenDetail(error=error, spans=tuple(request.spans))
+            event = TokenEvent(request.id, finish_reason="moved", detail=detail)
             self.streams.publish(request.proxy, event)
         self._table.leave(request)
 

@@ -4,10 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from millrace.core.token_events import FinishedPrefill, TokenEvent
+from millrace.core.token_events import FinishedPrefill, TokenDetail, TokenEvent
 from millrace.decode.request import DecodeRequest
 from millrace.engine.decode_batch import TokenOut
-from millrace.instance.sampling import told_logprobs
 
 
 def first_token_events(request: DecodeRequest, finished: FinishedPrefill) -> Iterator[TokenEvent]:
@@ -15,19 +14,20 @@ def first_token_events(request: DecodeRequest, finished: FinishedPrefill) -> Ite
     asked = request.sampling.logprobs >= 0
     for choice, first in enumerate(finished.first_tokens):
         logprobs = (first.logprobs,) if asked and first.logprobs is not None else ()
-        event = TokenEvent(request.id, choice, (first.token_id,), logprobs)
+        detail = TokenDetail(logprobs)
         if choice == 0:
-            event = event._replace(
+            detail = detail._replace(
                 spans=tuple(s for s in finished.spans if s is not request.transfer),
                 prompt_logprobs=finished.prompt_logprobs,
                 cached_tokens=finished.cached_tokens or request.cached_tokens,
             )
-        yield event
+        yield TokenEvent(request.id, choice, (first.token_id,), detail=detail)
 
 
 def step_event(out: TokenOut) -> TokenEvent:
     """A token of a step."""
-    found = told_logprobs(out.logprobs)
-    if found is None:
+    if out.logprobs is None:
         return TokenEvent(out.request_id, out.choice, (out.token_id,))
-    return TokenEvent(out.request_id, out.choice, (out.token_id,), (found,))
+    return TokenEvent(
+        out.request_id, out.choice, (out.token_id,), detail=TokenDetail((out.logprobs,))
+    )

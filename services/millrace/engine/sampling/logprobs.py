@@ -5,27 +5,17 @@ shares.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import Final
 
 import torch
 from torch import Tensor
 
+from millrace.core.token_events import PositionLogprobs
 from millrace_kernels.torch_backend.sampling import ranked
 
 _SPARE: Final = (
     32  # candidates beyond those wanted, so that a tie at the edge rarely costs a full sort
 )
-
-
-@dataclass(frozen=True, slots=True)
-class PositionLogprobs:
-    """Natural-log probabilities at one position: (id, logprob) of the chosen token and of the
-    likeliest ones.
-    """
-
-    chosen: tuple[int, float]
-    top: list[tuple[int, float]]
 
 
 def top_tokens(logits: Tensor, count: int) -> Tensor:

@@ -19,14 +19,14 @@ from typing import Final
 import torch
 from torch import Tensor
 
+from millrace.core.token_events import PositionLogprobs
 from millrace.engine.sampling.logit_edits import edit_logits
-from millrace.engine.sampling.logprobs import PositionLogprobs, position_logprobs, prompt_logprobs
+from millrace.engine.sampling.logprobs import position_logprobs, prompt_logprobs
 from millrace.engine.sampling.spec import SamplingRow, SamplingSpec, finish_reason
 from millrace_kernels import api as kernels
 
 __all__ = [
     "NO_TOKEN",
-    "PositionLogprobs",
     "Sampled",
     "Sampler",
     "SamplingRow",

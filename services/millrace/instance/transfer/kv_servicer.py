@@ -10,7 +10,7 @@ import grpc
 from millrace.core.errors import TransferError
 from millrace.core.kv.transfer import HandshakeQueued
 from millrace.transfer.push.receive.manager import ReceiveManager
-from millrace.wire.codec.tokens import finished_of
+from millrace.wire.codec.token_events import finished_of
 from millrace.wire.codec.transfer import ask_of, grant_message, history_of, ticket_of
 from millrace.wire.pb import transfer_pb2, transfer_pb2_grpc
 

@@ -10,7 +10,8 @@ from typing import Final, Protocol
 
 import torch
 
-from millrace.engine.sampling.logprobs import PositionLogprobs, position_logprobs
+from millrace.core.token_events import PositionLogprobs
+from millrace.engine.sampling.logprobs import position_logprobs
 from millrace.engine.sampling.sampler import Sampler
 from millrace.engine.sampling.spec import SamplingRow, SamplingSpec
 

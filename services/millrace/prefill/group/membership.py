@@ -23,7 +23,6 @@ from millrace.core.kv.transfer import HistoryAsk, Ticket
 from millrace.core.scheduler.commands import Member
 from millrace.core.token_events import PositionLogprobs
 from millrace.instance.host import WorkerContext
-from millrace.instance.sampling import told_logprobs
 from millrace.instance.transfer.transports import transport_name
 from millrace.prefill.compute.first_tokens import LogprobsRun
 from millrace.prefill.group.rendezvous import Rendezvous
@@ -229,10 +228,4 @@ def _leader(job: PrefillJob) -> Member:
 
 
 def _told_runs(runs: Sequence[LogprobsRun]) -> list[PromptLogprobsRun]:
-    return [
-        PromptLogprobsRun(
-            start_token=start,
-            positions=tuple(told for one in found if (told := told_logprobs(one)) is not None),
-        )
-        for start, found in runs
-    ]
+    return [PromptLogprobsRun(start_token=start, positions=tuple(found)) for start, found in runs]

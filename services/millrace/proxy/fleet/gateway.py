@@ -11,6 +11,7 @@ from millrace.core.config import ProxyConfig
 from millrace.core.errors import IntegrityError
 from millrace.core.kv.transfer import Incarnation
 from millrace.core.scheduler.effects import Fail, Refuse
+from millrace.core.token_events import TokenEvent
 from millrace.proxy.errors import ApiError, overloaded, refusal, unavailable
 from millrace.proxy.fleet.parking import LoadReport, Parking
 from millrace.proxy.fleet.prompts_ahead import PromptsAhead
@@ -23,7 +24,6 @@ from millrace.state.store import RequestStore
 from millrace.wire.codec.request_spec import encode_spec
 from millrace.wire.fleet_messages import Fleet, Placed, Queued
 from millrace.wire.moves import PREEMPTED
-from millrace.wire.token_events import TokenEvent
 
 log = logging.getLogger(__name__)
 

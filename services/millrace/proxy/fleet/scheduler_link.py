@@ -28,7 +28,7 @@ from millrace.wire.fleet_messages import (
     Queued,
     Submit,
 )
-from millrace.wire.proxy_streams import scheduler_updates
+from millrace.wire.proxy_stream import scheduler_updates
 
 log = logging.getLogger(__name__)
 

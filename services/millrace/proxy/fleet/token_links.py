@@ -9,12 +9,10 @@ from collections.abc import Iterable, Sequence
 from contextlib import aclosing
 from typing import Protocol
 
-import grpc
-
 from millrace.core.kv.transfer import Incarnation
-from millrace.wire.fleet_messages import Member
-from millrace.wire.proxy_streams import token_batches
-from millrace.wire.token_events import TokenEvent
+from millrace.core.scheduler.commands import Member
+from millrace.core.token_events import TokenEvent
+from millrace.wire.token_stream import TokenStreamError, token_events
 
 log = logging.getLogger(__name__)
 
@@ -74,9 +72,8 @@ class TokenLinks:
             reason, gone = "the stream ended", False
             try:
                 await self._read(decode)
-            except grpc.aio.AioRpcError as error:
-                reason = error.details() or str(error.code())
-                gone = error.code() == grpc.StatusCode.FAILED_PRECONDITION
+            except TokenStreamError as error:
+                reason, gone = str(error), error.is_gone
             except Exception as error:  # a defect must not silence the instance for good
                 log.exception("decode %s", incarnation.id)
                 reason = repr(error)
@@ -90,7 +87,7 @@ class TokenLinks:
 
     async def _read(self, decode: Member) -> None:
         """Reads one stream to its end."""
-        stream = token_batches(decode.address, self._proxy, decode.incarnation)
+        stream = token_events(decode.address, proxy=self._proxy, decode=decode.incarnation)
         async with aclosing(stream) as batches:
             async for events in batches:
                 self._listener.on_batch(decode.incarnation, events)

@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from millrace.core.token_events import PositionLogprobs
 from millrace.proxy.request.options import Options
 from millrace.proxy.text.detokenizer import Detokenizer
 from millrace.proxy.text.stop import StopScanner
-from millrace.wire.token_events import PositionLogprobs
 
 
 @dataclass(slots=True, kw_only=True)

@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from millrace.core.token_events import PositionLogprobs
 from millrace.proxy.generation.choice import LogprobEntry, Piece
 from millrace.proxy.text.tokenizer import TokenArray, Tokenizer
-from millrace.wire.token_events import PositionLogprobs
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -19,7 +19,7 @@ class Echo:
     tokenizer: Tokenizer
     skip_special_tokens: bool
 
-    def piece(self, positions: Sequence[PositionLogprobs]) -> Piece:
+    def piece(self, positions: Sequence[PositionLogprobs | None]) -> Piece:
         """Returns the prompt as a piece. `positions`: the prompt's log probabilities, or none.
 
         The first of them means nothing: no token comes before it.

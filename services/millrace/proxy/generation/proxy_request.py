@@ -14,13 +14,13 @@ from millrace.core.kv.transfer import Incarnation
 from millrace.core.request import Slo
 from millrace.core.request_spec import RequestSpec
 from millrace.core.span import Span
+from millrace.core.token_events import PositionLogprobs, TokenDetail, TokenEvent
 from millrace.proxy.errors import ApiError
 from millrace.proxy.generation.choice import Choice, Piece
 from millrace.proxy.generation.continuation import continuation
 from millrace.proxy.generation.echo import Echo
 from millrace.proxy.text.prefix import with_blocks
 from millrace.proxy.text.tokenizer import TokenArray
-from millrace.wire.token_events import PositionLogprobs, TokenDetail, TokenEvent
 
 
 class Stage(Enum):
@@ -263,7 +263,7 @@ class ProxyRequest:
         if choice.finish_reason is not None:
             return gap  # the engine made these tokens before it heard of the stop string
         if self._tokens is not None:
-            self._tokens.fromlist(event.token_ids)
+            self._tokens.extend(event.token_ids)
         if detail is not None and self._detailed:
             self.sink.on_piece(choice, self._piece(choice, event, detail.logprobs))
         else:

@@ -11,10 +11,10 @@ from typing import Any, Protocol
 
 import orjson
 
+from millrace.core.token_events import PositionLogprobs
 from millrace.proxy.generation.choice import Choice, LogprobEntry, Piece
 from millrace.proxy.request.options import Options
 from millrace.proxy.text.tokenizer import Tokenizer
-from millrace.wire.token_events import PositionLogprobs, TokenLogprob
 
 Json = dict[str, Any]
 
@@ -168,15 +168,15 @@ class ChatFormat:
 
     def _entry(self, entry: LogprobEntry) -> Json:
         assert entry.position is not None  # chat has no log probabilities of the prompt
-        shown = self._token(entry.position.chosen)
-        shown["top_logprobs"] = [self._token(token) for token in entry.position.top]
+        shown = self._token(*entry.position.chosen)
+        shown["top_logprobs"] = [self._token(*token) for token in entry.position.top]
         return shown
 
-    def _token(self, token: TokenLogprob) -> Json:
-        raw = self._tokenizer.token_bytes(token.token_id)
+    def _token(self, token_id: int, logprob: float) -> Json:
+        raw = self._tokenizer.token_bytes(token_id)
         return {
             "token": raw.decode("utf-8", "replace"),
-            "logprob": max(token.logprob, _LOWEST_LOGPROB),
+            "logprob": max(logprob, _LOWEST_LOGPROB),
             "bytes": list(raw),
         }
 
@@ -237,7 +237,7 @@ class CompletionFormat:
         positions = [entry.position for entry in entries]
         return {
             "tokens": [self._text(entry.token_id) for entry in entries],
-            "token_logprobs": [p and max(p.chosen.logprob, _LOWEST_LOGPROB) for p in positions],
+            "token_logprobs": [p and max(p.chosen[1], _LOWEST_LOGPROB) for p in positions],
             "top_logprobs": [p and self._alternatives(p) for p in positions] if asked else None,
             "text_offset": [entry.offset for entry in entries],
         }
@@ -245,7 +245,7 @@ class CompletionFormat:
     def _alternatives(self, position: PositionLogprobs) -> dict[str, float]:
         """The likeliest tokens, and the one that stands there."""
         tokens = (*position.top, position.chosen)
-        return {self._text(t.token_id): max(t.logprob, _LOWEST_LOGPROB) for t in tokens}
+        return {self._text(token_id): max(value, _LOWEST_LOGPROB) for token_id, value in tokens}
 
     def _text(self, token_id: int) -> str:
         raw = self._tokenizer.token_bytes(token_id)

@@ -6,7 +6,7 @@ from collections.abc import Iterable
 
 from millrace.core.instance.group import GroupMember, HandIn, JoinAsk, PromptLogprobsRun
 from millrace.wire.codec.incarnation import incarnation_message, incarnation_of
-from millrace.wire.codec.tokens import logprobs_message, present_logprobs_of
+from millrace.wire.codec.token_events import logprobs_message, present_logprobs_of
 from millrace.wire.codec.transfer import layout_message, layout_of
 from millrace.wire.pb import gang_pb2
 

@@ -14,9 +14,14 @@ from millrace.core.request import Chunk
 from millrace.core.scheduler import commands, reports
 from millrace.core.scheduler.effects import ChunkRef
 from millrace.core.scheduler.events import CachedBlocks
-from millrace.wire.codec.incarnation import incarnation_message, incarnation_of
+from millrace.wire.codec import scheduler as codec
+from millrace.wire.codec.incarnation import (
+    incarnation_message,
+    incarnation_of,
+    member_message,
+    member_of,
+)
 from millrace.wire.codec.request_spec import spec_message, spec_of
-from millrace.wire.codec.scheduler import latency_message, sp_latency_messages
 from millrace.wire.pb import scheduler_pb2
 
 # ---- scheduler -> instance
@@ -30,21 +35,15 @@ def command_message(command: commands.Command) -> scheduler_pb2.WorkerCommand:
         case commands.AdmitDecode():
             return scheduler_pb2.WorkerCommand(admit_decode=_admit_message(command))
         case commands.Order():
-            return scheduler_pb2.WorkerCommand(order=_order_message(command))
+            return codec.order(command)
         case commands.Registered():
-            return scheduler_pb2.WorkerCommand(
-                registered=scheduler_pb2.Registered(**_fields(command))
-            )
+            return codec.registered(command)
         case commands.Cancel():
-            return scheduler_pb2.WorkerCommand(
-                cancel=scheduler_pb2.CancelRequest(**_fields(command))
-            )
+            return codec.cancel(command)
         case commands.Drain():
-            return scheduler_pb2.WorkerCommand(drain=scheduler_pb2.Drain(**_fields(command)))
+            return codec.drain(command)
         case commands.PolicyInForce():
-            return scheduler_pb2.WorkerCommand(
-                policy=scheduler_pb2.PolicyInForce(**_fields(command))
-            )
+            return codec.policy_in_force(command)
 
 
 def command_of(message: scheduler_pb2.WorkerCommand) -> commands.Command | None:
@@ -56,28 +55,10 @@ def command_of(message: scheduler_pb2.WorkerCommand) -> commands.Command | None:
     return command
 
 
-def member_message(member: commands.Member) -> scheduler_pb2.Member:
-    return scheduler_pb2.Member(
-        incarnation=incarnation_message(member.incarnation), address=member.address
-    )
-
-
-def member_of(message: scheduler_pb2.Member) -> commands.Member:
-    return commands.Member(incarnation=incarnation_of(message.incarnation), address=message.address)
-
-
 def _run_prefill_message(command: commands.RunPrefill) -> scheduler_pb2.RunPrefill:
     return scheduler_pb2.RunPrefill(
         request=spec_message(command.request),
-        chunks=[
-            scheduler_pb2.Chunk(
-                index=chunk.index,
-                start_token=chunk.start_token,
-                num_tokens=chunk.num_tokens,
-                instance_ids=chunk.instance_ids,
-            )
-            for chunk in command.chunks
-        ],
+        chunks=map(codec.chunk_message, command.chunks),
         decode=member_message(command.decode),
         attempt=command.attempt,
         group=map(member_message, command.group),
@@ -144,17 +125,6 @@ def _shards_of(messages: Iterable[scheduler_pb2.KvShard]) -> tuple[commands.KvSh
     )
 
 
-def _order_message(command: commands.Order) -> scheduler_pb2.Order:
-    return scheduler_pb2.Order(
-        queue=[
-            scheduler_pb2.QueueEntry(
-                chunks=[scheduler_pb2.ChunkRef(**_fields(ref)) for ref in entry]
-            )
-            for entry in command.queue
-        ]
-    )
-
-
 def _order_of(message: scheduler_pb2.Order) -> commands.Order:
     return commands.Order(
         queue=tuple(
@@ -183,8 +153,8 @@ def registration_message(told: reports.Registration) -> scheduler_pb2.WorkerMess
             page_tokens=told.page_tokens,
             max_context_tokens=told.max_context_tokens,
             max_batch=told.max_batch,
-            latency=None if latency is None else latency_message(latency.by_sp[1]),
-            sp_latency=() if latency is None else sp_latency_messages(latency),
+            latency=None if latency is None else codec.latency_message(latency.by_sp[1]),
+            sp_latency=() if latency is None else codec.sp_latency_messages(latency),
             node=told.node,
             kv_layers=told.kv_layers,
             decode_step=None if step is None else scheduler_pb2.DecodeStepTime(**_fields(step)),

@@ -8,12 +8,17 @@ from typing import Any
 from millrace.core.kv.transfer import Incarnation
 from millrace.core.request import RequestState
 from millrace.core.scheduler import effects, events
+from millrace.core.scheduler.commands import Member
 from millrace.core.scheduler.fleet.prompt_progress import PromptProgress
-from millrace.wire.codec.incarnation import incarnation_message, incarnation_of
+from millrace.wire.codec.incarnation import (
+    incarnation_message,
+    incarnation_of,
+    member_message,
+    member_of,
+)
 from millrace.wire.fleet_messages import (
     AskProgress,
     Fleet,
-    Member,
     Placed,
     Progress,
     ProxyLoad,
@@ -95,16 +100,6 @@ def cancelled(message: scheduler_pb2.CancelRequest) -> events.CancelRequested:
 
 
 # ---- what the scheduler says
-
-
-def member_message(member: Member) -> scheduler_pb2.Member:
-    return scheduler_pb2.Member(
-        incarnation=incarnation_message(member.incarnation), address=member.address
-    )
-
-
-def member_of(message: scheduler_pb2.Member) -> Member:
-    return Member(incarnation=incarnation_of(message.incarnation), address=message.address)
 
 
 def update_message(update: ProxyUpdate) -> scheduler_pb2.ProxyUpdate:

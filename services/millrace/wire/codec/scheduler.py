@@ -7,7 +7,6 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import fields
 from typing import Any
 
-from millrace.core.config import SchedulerConfig
 from millrace.core.cost.decode_step import DecodeStepTime
 from millrace.core.cost.latency import Latency, SpLatency
 from millrace.core.cost.rates import parse_rates
@@ -16,16 +15,10 @@ from millrace.core.instance.standstill import Standstill
 from millrace.core.priority import POLICIES
 from millrace.core.request import Chunk, Request, Shard
 from millrace.core.scheduler import effects, events
-from millrace.wire.codec.proxy import member_message
+from millrace.core.scheduler.commands import Cancel, Drain, Order, PolicyInForce, Registered
+from millrace.wire.codec.incarnation import member_message
 from millrace.wire.codec.request_spec import slo_of
-from millrace.wire.fleet_messages import (
-    AdmitDecode,
-    Drain,
-    PolicyInForce,
-    Registered,
-    RunPrefill,
-    WorkerCommand,
-)
+from millrace.wire.fleet_messages import SendAdmitDecode, SendRunPrefill, WorkerCommand
 from millrace.wire.pb import common_pb2, scheduler_pb2
 
 ROLES = ("prefill", "decode", "mixed", "kvp")
@@ -259,13 +252,13 @@ def command_kind(command: WorkerCommand) -> str:
     return _ENCODE[type(command)][0]
 
 
-def registered(config: SchedulerConfig) -> scheduler_pb2.WorkerCommand:
+def registered(command: Registered) -> scheduler_pb2.WorkerCommand:
     return scheduler_pb2.WorkerCommand(
         registered=scheduler_pb2.Registered(
-            heartbeat_s=config.heartbeat_s,
-            lease_s=config.lease_s,
-            preemption=config.preemption,
-            policy=config.policy,
+            heartbeat_s=command.heartbeat_s,
+            lease_s=command.lease_s,
+            preemption=command.preemption,
+            policy=command.policy,
         )
     )
 
@@ -299,7 +292,7 @@ def run_prefill(
     return scheduler_pb2.WorkerCommand(
         run_prefill=scheduler_pb2.RunPrefill(
             request=spec,
-            chunks=[_chunk(chunk) for chunk in effect.chunks],
+            chunks=map(chunk_message, effect.chunks),
             decode=decode,
             attempt=effect.attempt,
             group=group,
@@ -308,12 +301,12 @@ def run_prefill(
     )
 
 
-def _admission(command: AdmitDecode) -> scheduler_pb2.WorkerCommand:
+def _admission(command: SendAdmitDecode) -> scheduler_pb2.WorkerCommand:
     spec = common_pb2.RequestSpec.FromString(command.spec)
     return admit_decode(command.effect, spec, map(member_message, command.holders))
 
 
-def _prefill(command: RunPrefill) -> scheduler_pb2.WorkerCommand:
+def _prefill(command: SendRunPrefill) -> scheduler_pb2.WorkerCommand:
     return run_prefill(
         command.effect,
         common_pb2.RequestSpec.FromString(command.spec),
@@ -334,7 +327,7 @@ def _shards(
     ]
 
 
-def _chunk(chunk: Chunk) -> scheduler_pb2.Chunk:
+def chunk_message(chunk: Chunk) -> scheduler_pb2.Chunk:
     return scheduler_pb2.Chunk(
         index=chunk.index,
         start_token=chunk.start_token,
@@ -343,9 +336,9 @@ def _chunk(chunk: Chunk) -> scheduler_pb2.Chunk:
     )
 
 
-def order(effect: effects.Order) -> scheduler_pb2.WorkerCommand:
+def order(command: effects.Order | Order) -> scheduler_pb2.WorkerCommand:
     return scheduler_pb2.WorkerCommand(
-        order=scheduler_pb2.Order(queue=[_entry(refs) for refs in effect.queue])
+        order=scheduler_pb2.Order(queue=[_entry(refs) for refs in command.queue])
     )
 
 
@@ -358,27 +351,27 @@ def _entry(refs: Iterable[effects.ChunkRef]) -> scheduler_pb2.QueueEntry:
     )
 
 
-def cancel(effect: effects.CancelOn) -> scheduler_pb2.WorkerCommand:
+def cancel(command: effects.CancelOn | Cancel) -> scheduler_pb2.WorkerCommand:
     return scheduler_pb2.WorkerCommand(
-        cancel=scheduler_pb2.CancelRequest(request_id=effect.request_id, reason=effect.reason)
+        cancel=scheduler_pb2.CancelRequest(request_id=command.request_id, reason=command.reason)
     )
 
 
-def _drain(command: Drain) -> scheduler_pb2.WorkerCommand:
+def drain(command: Drain) -> scheduler_pb2.WorkerCommand:
     return scheduler_pb2.WorkerCommand(drain=scheduler_pb2.Drain(abort=command.abort))
 
 
-def _policy_in_force(command: PolicyInForce) -> scheduler_pb2.WorkerCommand:
+def policy_in_force(command: PolicyInForce) -> scheduler_pb2.WorkerCommand:
     return scheduler_pb2.WorkerCommand(policy=scheduler_pb2.PolicyInForce(name=command.name))
 
 
 #: The kind of each command, and the function that encodes it.
 _ENCODE: Mapping[type, tuple[str, Callable[[Any], scheduler_pb2.WorkerCommand]]] = {
-    Registered: ("registered", lambda command: registered(command.config)),
-    AdmitDecode: ("admit_decode", _admission),
-    RunPrefill: ("run_prefill", _prefill),
+    Registered: ("registered", registered),
+    SendAdmitDecode: ("admit_decode", _admission),
+    SendRunPrefill: ("run_prefill", _prefill),
     effects.Order: ("order", order),
     effects.CancelOn: ("cancel", cancel),
-    Drain: ("drain", _drain),
-    PolicyInForce: ("policy", _policy_in_force),
+    Drain: ("drain", drain),
+    PolicyInForce: ("policy", policy_in_force),
 }

@@ -1,4 +1,4 @@
-"""The proxy's ends of its two kinds of streams: to the scheduler, and from decode instances."""
+"""A proxy's stream to the scheduler: requests go out, placements come in."""
 
 from __future__ import annotations
 
@@ -7,10 +7,8 @@ from collections.abc import AsyncGenerator, AsyncIterator, Sequence
 from millrace.core.kv.transfer import Incarnation
 from millrace.wire.channel import open_channel
 from millrace.wire.codec import proxy as codec
-from millrace.wire.codec.token_events import subscription, token_events
 from millrace.wire.fleet_messages import ProxyMessage, ProxyUpdate
-from millrace.wire.pb import decode_pb2_grpc, scheduler_pb2, scheduler_pb2_grpc
-from millrace.wire.token_events import TokenEvent
+from millrace.wire.pb import scheduler_pb2, scheduler_pb2_grpc
 
 
 async def scheduler_updates(
@@ -39,24 +37,3 @@ async def _encoded(
     async for items in outgoing:
         for message in codec.proxy_messages(items):
             yield message
-
-
-async def token_batches(
-    address: str, proxy: Incarnation, decode: Incarnation
-) -> AsyncGenerator[list[TokenEvent], None]:
-    """Subscribes a proxy to the decode instance at `address`; yields the events of each message.
-
-    The stream waits while the instance can't be reached. No event is lost before the stream was up,
-    because an instance keeps events until a proxy asks for them. The caller closes the generator.
-    Raises grpc.aio.AioRpcError when the stream fails; FAILED_PRECONDITION means that another
-    incarnation of the instance answers.
-    """
-    async with open_channel(address) as channel:
-        call = decode_pb2_grpc.DecodeStub(channel).StreamTokens(
-            subscription(proxy, decode), wait_for_ready=True
-        )
-        try:
-            async for batch in call:
-                yield token_events(batch)
-        finally:
-            call.cancel()
