@@ -1,6 +1,4 @@
-"""Log probabilities under the model itself, and the one order of tokens that all of sampling
-shares.
-"""
+"""Log probabilities under the model itself, and the order of tokens that all of sampling shares."""
 
 from __future__ import annotations
 
@@ -21,7 +19,7 @@ _SPARE: Final = (
 @dataclass(frozen=True, slots=True)
 class PositionLogprobs:
     """Natural-log probabilities at one position: (id, logprob) of the chosen token and of the
-    likeliest ones.
+    likeliest tokens.
     """
 
     chosen: tuple[int, float]
@@ -29,8 +27,8 @@ class PositionLogprobs:
 
 
 def top_tokens(logits: Tensor, count: int) -> Tensor:
-    """The ids [b, count] of the largest of float32 [b, vocab] logits, equal ones by lowest id,
-    always exactly.
+    """Returns the ids [b, count] of the largest of float32 [b, vocab] logits, equal ones by lowest
+    id, always exactly.
     """
     vocab = logits.shape[-1]
     values, ids = ranked(logits, min(count + _SPARE, vocab))
@@ -43,8 +41,8 @@ def top_tokens(logits: Tensor, count: int) -> Tensor:
 def position_logprobs(
     logits: Tensor, chosen: Sequence[int], top: Sequence[int]
 ) -> list[PositionLogprobs]:
-    """Log probabilities of the unprocessed model distribution: log-softmax of `logits`, nothing
-    else applied.
+    """Returns log probabilities of the unprocessed model distribution: log-softmax of `logits`, no
+    more.
 
     `logits` is float32 [b, vocab], `chosen` b token ids, `top` how many of the likeliest each
     position wants (0: none; more than the vocabulary: all of it).
@@ -66,7 +64,7 @@ def position_logprobs(
 
 
 def prompt_logprobs(logits: Tensor, targets: Tensor, top: int) -> list[PositionLogprobs]:
-    """Of each prompt token `targets` int64 [L], given the float32 [L, vocab] logits of the
-    position before it.
+    """Returns the log probabilities of prompt tokens `targets` int64 [L], given the float32 [L,
+    vocab] logits of the position before each.
     """
     return position_logprobs(logits, targets.tolist(), [top] * len(targets))
