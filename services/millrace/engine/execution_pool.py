@@ -260,7 +260,7 @@ class ExecutionPool:
                 task.suspended()
                 with self._changing():
                     self._rule.leave(task)
-                    task.dropped = task.is_unwanted()  # `_choose` may have taken it
+                    task.dropped = task.is_unwanted()  # `drop_unwanted` saw it running
                 return
             if is_left:
                 error = _close(task)
